@@ -1,0 +1,271 @@
+"""Every setting of merging, as one frozen dataclass that is checked when it is made.
+
+Arguments that are left out (or `None`) are decided by the preset; after construction every field is concrete:
+
+>>> MaMeConfig(tau=0.8).merge, MaMeConfig(tau=0.8).batch
+('qkv', 'shared')
+>>> MaMeConfig(keep=0.5).tau is None
+True
+>>> MaMeConfig(tau=0.8).replace(keep=0.5).to_dict(given_only=True)
+{'keep': 0.5}
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+# What measurement chose (PRESETS["default"]) and the paper with our settled points (PRESETS["plain"]). A new
+# default is one edit here. Keys: what was given, of tau and keep; "neither" holds what is then used.
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "default": {
+        "neither": {"keep": 0.375},
+        "keep": {"merge": "kv", "batch": "per_sample", "partition": "grid", "tiles": 8},
+        "tau": {"merge": "qkv", "batch": "shared", "partition": "grid", "tiles": 0},
+    },
+    "plain": {
+        "neither": {"tau": 0.8},
+        "keep": {"merge": "qkv", "batch": "per_sample", "partition": "alternating", "tiles": 0},
+        "tau": {"merge": "qkv", "batch": "shared", "partition": "alternating", "tiles": 0},
+    },
+}
+COMMON: dict[str, Any] = {
+    "stride": (2, 2),
+    "seed": 0,
+    "min_tokens": 1024,
+    "metric": "cosine",
+    "feature": "x",
+    "refine": True,
+    "variant": "settled",
+    "eps": 1e-6,
+}
+CHOICES: dict[str, tuple[str, ...]] = {
+    "preset": ("default", "plain"),
+    "partition": ("alternating", "sequential", "random", "grid"),
+    "metric": ("cosine", "dot", "euclidean", "softmax"),
+    "feature": ("x", "k", "k-mean"),
+    "variant": ("settled", "paper"),
+    "batch": ("shared", "per_sample"),
+    "merge": ("qkv", "kv"),
+}
+TAU_RANGE: dict[str, tuple[float, float]] = {
+    "cosine": (-1.0, 1.0),
+    "dot": (-math.inf, math.inf),
+    "euclidean": (-math.inf, 0.0),
+    "softmax": (0.0, 1.0),
+}
+PAPER_TAU = 0.8  # what variant="paper" takes when neither tau nor keep is given: it knows no keep
+
+_UNSET: Any = None
+
+
+def _field(help: str) -> Any:
+    return field(default=_UNSET, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaMeConfig:
+    """Settings of MaMe (merging) and MaRe (restoring).
+
+    An argument that is `None` is decided by `preset` and by which of `tau` and `keep` is given. After construction
+    exactly one of `tau` and `keep` is a number, and `tiles` is `None` when similarity is global.
+
+    Raises:
+        ValueError: naming the field, its range and the value that came.
+    """
+
+    tau: float | None = _field(
+        "similarity above which a source token may merge (cosine: -1 to 1; 1 merges nothing). Lower merges more: "
+        "faster, further from the unmerged image. Not together with keep"
+    )
+    keep: float | None = _field(
+        "share of tokens to keep (above 0, at most 1) instead of a fixed tau; never fewer than the destinations. "
+        "Lower is faster, further from the unmerged image"
+    )
+    preset: Literal["default", "plain"] = _field(
+        "default: what measurement chose; plain: the paper to the letter (global similarity, tau 0.8, alternating)"
+    )
+    partition: Literal["alternating", "sequential", "random", "grid"] = _field(
+        "which tokens are destinations: alternating, sequential, random, or grid (one per stride cell)"
+    )
+    stride: tuple[int, int] = _field(
+        "cell of the grid partition as (rows, columns) of tokens. Larger: fewer destinations, so more can merge"
+    )
+    seed: int = _field("seed of the random partition (its own generator, never the global one)")
+    min_tokens: int = _field("layers with fewer tokens are left alone")
+    metric: Literal["cosine", "dot", "euclidean", "softmax"] = _field(
+        "similarity: cosine, dot (x.y / sqrt(d)), euclidean (-|x - y| / sqrt(d)), softmax over destinations"
+    )
+    feature: Literal["x", "k", "k-mean"] = _field(
+        "what similarity compares: x (the layer's input), k (its keys), k-mean (keys averaged over the heads)"
+    )
+    refine: bool = _field("adaptive weight refining: drop a source's weaker than average destinations")
+    variant: Literal["settled", "paper"] = _field(
+        "settled: exact weights, amplitude kept; paper: the printed equations with eps and a second division in MaRe"
+    )
+    eps: float = _field("epsilon of the printed equations; used by variant paper only")
+    batch: Literal["shared", "per_sample"] = _field(
+        "which tokens stay: shared by the batch (the paper; with tau) or each sample's own (with keep)"
+    )
+    merge: Literal["qkv", "kv"] = _field(
+        "qkv: merge before attention and restore after it (the paper); kv: merge keys and values only"
+    )
+    tiles: int | None = _field(
+        "compare tokens only inside square tiles of this side, in tokens (at least 2); 0 compares all with all"
+    )
+    size: tuple[int, int] | None = _field("latent (height, width), for when the layer's cannot be known")
+
+    def __post_init__(self) -> None:
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        for name in ("stride", "size"):
+            if isinstance(given.get(name), list):
+                given[name] = tuple(given[name])
+        _check_given(given)
+        object.__setattr__(self, "_given", dict(given))
+        for name, value in _resolve(given).items():
+            object.__setattr__(self, name, value)
+        _check_resolved(self)
+
+    def replace(self, **changes: Any) -> MaMeConfig:
+        """This config with `changes`, the preset deciding again on all that was never given.
+
+        Giving `tau` drops a given `keep` (and a given `batch`, which follows from it) and vice versa; `None` takes
+        a given field back.
+        """
+        given: dict[str, Any] = dict(self.given)
+        for name, other in (("tau", "keep"), ("keep", "tau")):
+            if changes.get(name) is not None and changes.get(other) is None and given.pop(other, None) is not None:
+                given.pop("batch", None)
+        return MaMeConfig.from_dict({**given, **changes})
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """The fields that were given, by name; the preset decided on the others."""
+        return dict(self.__dict__["_given"])
+
+    def to_dict(self, given_only: bool = False) -> dict[str, Any]:
+        """All fields (or only those given) as JSON values; `from_dict` makes an equal config of either.
+
+        `tiles` is 0 when similarity is global, so that no preset can decide it again.
+        """
+        values = self.given if given_only else {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        if "tiles" in values:
+            values["tiles"] = values["tiles"] or 0
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> MaMeConfig:
+        """A config of `values` by field name. Raises ValueError for a name that is none."""
+        names = [f.name for f in fields(cls)]
+        for name in values:
+            if name not in names:
+                near = difflib.get_close_matches(str(name), names, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"unknown setting {name!r}{hint} Settings are: {', '.join(names)}")
+        return cls(**values)
+
+    @classmethod
+    def from_file(cls, path: str | PathLike[str]) -> MaMeConfig:
+        """A config from a .json or .toml file that holds the given fields at its top level.
+
+        Raises ValueError that names the file, for a file that can't be read, parsed or accepted.
+        """
+        return cls.from_dict(_read_table(Path(path)))
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected a .json or .toml file of settings that can be read, got: {error}") from None
+    try:
+        if path.suffix.lower() == ".toml":
+            import tomllib
+
+            values: Any = tomllib.loads(text)
+        else:
+            values = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: expected {path.suffix.lstrip('.') or 'json'}, but {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected an object of settings such as {{\"tau\": 0.8}}, got {values!r}")
+    return values
+
+
+def _resolve(given: dict[str, Any]) -> dict[str, Any]:
+    """Every field of MaMeConfig, concrete: what was given over what the preset says."""
+    preset = PRESETS[given.get("preset", "default")]
+    chosen = dict(given)
+    if "tau" not in chosen and "keep" not in chosen:
+        chosen.update({"tau": PAPER_TAU} if given.get("variant") == "paper" else preset["neither"])
+    table = preset["keep" if "keep" in chosen else "tau"]
+    values = {"tau": None, "keep": None, "preset": "default", "size": None, **COMMON, **table, **chosen}
+    values["tiles"] = values["tiles"] or None
+    return values
+
+
+def _check_given(given: dict[str, Any]) -> None:
+    """Types, names and ranges of single fields, before any default is filled in."""
+    for name, choices in CHOICES.items():
+        if name in given and given[name] not in choices:
+            raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {given[name]!r}")
+    for name in ("tau", "keep", "eps"):
+        if name in given and (not _is_number(given[name]) or math.isnan(given[name])):
+            raise ValueError(f"{name}: expected a number, got {given[name]!r}")
+    if "tau" in given and "keep" in given:
+        raise ValueError(f"expected tau or keep, got both (tau={given['tau']!r}, keep={given['keep']!r}); drop one")
+    if "keep" in given and not 0 < given["keep"] <= 1:
+        raise ValueError(f"keep: expected a share above 0 and at most 1, got {given['keep']!r}")
+    if "eps" in given and not 0 < given["eps"] < math.inf:
+        raise ValueError(f"eps: expected a finite number above 0, got {given['eps']!r}")
+    for name, low in (("seed", 0), ("min_tokens", 1)):
+        if name in given and not (_is_int(given[name]) and low <= given[name] < 2**63):
+            raise ValueError(f"{name}: expected a whole number of at least {low}, got {given[name]!r}")
+    if "tiles" in given and not (_is_int(given["tiles"]) and (given["tiles"] == 0 or given["tiles"] >= 2)):
+        raise ValueError(f"tiles: expected a side of at least 2 tokens, or 0 for none, got {given['tiles']!r}")
+    if "refine" in given and not isinstance(given["refine"], bool):
+        raise ValueError(f"refine: expected True or False, got {given['refine']!r}")
+    for name in ("stride", "size"):
+        pair = given.get(name, (2, 2))
+        if not (isinstance(pair, tuple) and len(pair) == 2 and all(_is_int(n) and n >= 1 for n in pair)):
+            raise ValueError(f"{name}: expected two whole numbers of at least 1, got {pair!r}")
+    if given.get("stride") == (1, 1):
+        raise ValueError("stride: expected a cell of more than one token, got (1, 1), which leaves nothing to merge")
+
+
+def _check_resolved(config: MaMeConfig) -> None:
+    """What fields demand of one another, once all are concrete."""
+    if config.tau is not None:
+        low, high = TAU_RANGE[config.metric]
+        if not low <= config.tau <= high or math.isinf(config.tau):
+            raise ValueError(
+                f"tau: expected a finite number from {low:g} to {high:g} for metric {config.metric!r}, "
+                f"got {config.tau!r}; give a tau in that range, or keep instead"
+            )
+    if config.batch == "per_sample" and config.keep is None:
+        raise ValueError(
+            f"batch: 'per_sample' needs keep (equal counts in every sample), got tau={config.tau!r}; "
+            "give keep instead of tau, or batch='shared'"
+        )
+    if config.batch == "shared" and config.keep is not None:
+        raise ValueError("batch: 'shared' needs tau, got keep; give tau instead of keep, or leave batch out")
+    if config.variant == "paper" and (config.tau is None or config.merge != "qkv"):
+        raise ValueError(
+            "variant: 'paper' knows only tau and merge='qkv' (the printed equations), "
+            f"got tau={config.tau!r}, keep={config.keep!r}, merge={config.merge!r}"
+        )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

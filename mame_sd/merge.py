@@ -1,0 +1,347 @@
+"""MaMe and MaRe as two matrix products: a plan is computed once from a feature, then merges and restores any tensor.
+
+>>> import torch
+>>> from mame_sd import MaMeConfig, plan_merge
+>>> x = torch.ones(2, 64, 8)                                    # [B, L, d], a constant 8 x 8 image
+>>> plan = plan_merge(x, MaMeConfig(keep=0.5, merge="qkv"), size=(8, 8))
+>>> plan.tokens_in, plan.tokens_kept
+(64, 32)
+>>> y = plan.merge(x)                                           # [B, L', d]
+>>> y.shape
+torch.Size([2, 32, 8])
+>>> torch.equal(plan.restore(y), x)                             # every token at its own position again
+True
+
+NaN and infinity are never hidden: where a token holds one, it comes back (through the products it may spread to other
+tokens of the same sample, never to another sample). A source whose similarities are NaN is above no threshold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import torch
+from torch import Tensor
+
+from mame_sd.config import MaMeConfig
+from mame_sd.partition import Positions, positions
+
+# Refining keeps what exceeds a column's mean. Where that leaves at most this share of the column (a tie, up to
+# rounding), the unrefined weights stay: below it, fp32 decides by rounding alone.
+REFINE_FLOOR = 1e-5
+
+
+class MergePlan:
+    """Which tokens merge, with which weights. Made by `plan_merge`; holds no copy of the tokens.
+
+    Below, `*` are the leading dimensions of the planned tensor, T is the number of tiles (1 without tiles), m and n
+    destinations and sources of one tile (padded to the largest tile), M and N those of all tiles.
+
+    Attributes:
+        positions: where destinations and sources are (`mame_sd.partition.Positions`).
+        special: leading tokens that take no part.
+        weights: W_F [*, T, m, n] fp32. A column sums to 1 where its source merges, else it is all 0.
+        counts: R_i = 1 + sum_j W_F_ij [*, M] fp32, in the order of `positions.dst`.
+        preserved: bool [*, N], True where a source stays as it is, in the order of `positions.src`.
+        tokens_in: L, special tokens included.
+        tokens_kept: L', special tokens included.
+    """
+
+    def __init__(
+        self, weights: Tensor, stay: Tensor, kept_rows: Tensor, pos: Positions, special: int, lead: torch.Size, paper: bool
+    ) -> None:
+        # weights [B, T, m, n], stay bool [B, N] by position, kept_rows [r] or [B, r]: indices into `pos.src`.
+        self._weights = weights
+        self._stay = stay
+        self._kept = kept_rows
+        self._lead = lead
+        self._paper = paper
+        self._R = 1 + weights.sum(-1)  # [B, T, m]
+        self._cast: dict[torch.dtype, Tensor] = {}
+        self.positions = pos
+        self.special = special
+        self.tokens_in = special + pos.L
+        self.tokens_kept = special + pos.M + kept_rows.shape[-1]
+
+    @property
+    def weights(self) -> Tensor:
+        return self._weights.reshape(*self._lead, *self._weights.shape[1:])
+
+    @property
+    def counts(self) -> Tensor:
+        return self._real_dst(self._R.flatten(1)).reshape(*self._lead, self.positions.M)
+
+    @property
+    def preserved(self) -> Tensor:
+        return self._stay.reshape(*self._lead, self.positions.N)
+
+    def merge(self, t: Tensor) -> Tensor:
+        """Special tokens, fused destinations and preserved sources of t [*, L, C] as [*, L', C] (Algorithm 1).
+
+        x''_dst,i = (x_dst,i + sum_j W_F_ij x_src,j) / R_i, in the dtype of `t`.
+
+        Raises ValueError when `t` has not the leading dimensions and tokens that were planned for.
+        """
+        t = self._checked(t, self.tokens_in, "merge")
+        pos = self.positions
+        with _no_autocast(t):
+            body = t[:, self.special :]
+            dst, src = _blocks(body, pos.dst_slots, pos.blocks), _blocks(body, pos.src_slots, pos.blocks)
+            fused = self._fuse(dst, src).reshape(t.shape[0], pos.blocks * pos.m, t.shape[2])
+            parts = [self._real_dst(fused), _rows(body, self._kept_positions())]
+            if self.special:
+                parts.insert(0, t[:, : self.special])
+            y = torch.cat(parts, 1)
+        return y.reshape(*self._lead, *y.shape[1:])
+
+    def restore(self, y: Tensor) -> Tensor:
+        """All tokens from y [*, L', C], at their original positions, as [*, L, C] (Algorithm 2).
+
+        x_src,j = sum_i W_F_ij y_dst,i and x_dst,i = y_dst,i; with variant "paper" y_dst,i / R_i in place of y_dst,i.
+
+        Raises ValueError when `y` has not the leading dimensions and tokens that `merge` gives.
+        """
+        y = self._checked(y, self.tokens_kept, "restore")
+        pos, (b, _, c) = self.positions, y.shape
+        with _no_autocast(y):
+            body = y[:, self.special :]
+            dst = body[:, : pos.M]
+            if self._paper:
+                dst = dst / self._real_dst(self._R.flatten(1)).unsqueeze(-1).to(y.dtype)
+                body = torch.cat([dst, body[:, pos.M :]], 1)
+            blocks = self._padded_dst(dst).reshape(b * pos.blocks, pos.m, c)
+            weights = self._weights_as(y.dtype).flatten(0, 1)
+            src = torch.bmm(weights.transpose(1, 2), blocks).reshape(b, pos.blocks * pos.n, c)
+            rest = _rows(torch.cat([body[:, : pos.M], src, body[:, pos.M :]], 1), self._restore_index())
+            x = torch.cat([y[:, : self.special], rest], 1) if self.special else rest
+        return x.reshape(*self._lead, *x.shape[1:])
+
+    def owners(self) -> Tensor:
+        """LongTensor [*, L]: the position each token mainly went to, itself where it is kept."""
+        pos = self.positions
+        b, device = self._weights.shape[0], self._weights.device
+        owner = torch.arange(pos.L, device=device).repeat(b, 1)
+        if pos.N:
+            best = self._weights.argmax(-2)  # [B, T, n] row of the heaviest destination
+            first = torch.arange(pos.blocks, device=device).unsqueeze(-1) * pos.m
+            target = pos.dst_slots[(best + first).flatten(1)][:, pos.src_real]  # [B, N]
+            owner[:, pos.src] = torch.where(self._stay, pos.src, target)
+        owner = torch.cat([torch.arange(self.special, device=device).repeat(b, 1), owner + self.special], 1)
+        return owner.reshape(*self._lead, self.tokens_in)
+
+    def _fuse(self, dst: Tensor, src: Tensor) -> Tensor:
+        """x'' [B * T, m, C] of blocked destinations and sources."""
+        count = self._R.flatten(0, 1).unsqueeze(-1)  # [B * T, m, 1]
+        if dst.dtype == torch.float16:  # a sum of many tokens leaves fp16's range, their mean does not
+            share = (self._weights.flatten(0, 1) / count).to(dst.dtype)
+            return torch.baddbmm((dst / count).to(dst.dtype), share, src)
+        return torch.baddbmm(dst, self._weights_as(dst.dtype).flatten(0, 1), src) / count.to(dst.dtype)
+
+    def _weights_as(self, dtype: torch.dtype) -> Tensor:
+        if dtype == self._weights.dtype:
+            return self._weights
+        if dtype not in self._cast:
+            self._cast[dtype] = self._weights.to(dtype)
+        return self._cast[dtype]
+
+    def _kept_positions(self) -> Tensor:
+        return self.positions.src[self._kept]
+
+    def _restore_index(self) -> Tensor:
+        """[L] or [B, L]: row of each position in concat(destinations, source slots, preserved sources)."""
+        pos = self.positions
+        first = pos.M + pos.blocks * pos.n
+        rows = torch.arange(first, first + self._kept.shape[-1], device=self._kept.device)
+        index = pos.gather
+        if self._kept.dim() == 1:
+            return index.index_copy(0, self._kept_positions(), rows)
+        index = index.expand(self._kept.shape[0], -1)
+        return index.scatter(1, self._kept_positions(), rows.expand(self._kept.shape))
+
+    def _real_dst(self, slots: Tensor) -> Tensor:
+        """[B, T * m, ...] to [B, M, ...]"""
+        real = self.positions.dst_real
+        return slots if real is None else slots.index_select(1, real)
+
+    def _padded_dst(self, dst: Tensor) -> Tensor:
+        """[B, M, C] to [B, T * m, C]; padding holds a destination of its tile, whose weights are 0."""
+        pos = self.positions
+        return dst if pos.dst_real is None else dst.index_select(1, pos.gather[pos.dst_slots])
+
+    def _checked(self, t: Tensor, tokens: int, call: str) -> Tensor:
+        if t.dim() < 2 or t.shape[:-2] != self._lead or t.shape[-2] != tokens:
+            raise ValueError(
+                f"{call}: expected a tensor of shape {[*self._lead, tokens, 'C']} as planned, got {list(t.shape)}; "
+                "plan again for another shape"
+            )
+        return t.reshape(math.prod(self._lead), tokens, t.shape[-1])
+
+
+def plan_merge(x: Tensor, config: MaMeConfig, size: tuple[int, int] | None = None, special: int = 0) -> MergePlan:
+    """Decides what merges, from the similarity of the tokens of x.
+
+    Args:
+        x: the feature that is compared [*, L, d], any leading dimensions, floating point; it need not be the tensor
+            that is merged. Similarity and weights are fp32 whatever its dtype, under autocast too.
+        config: the settings; `merge`, `min_tokens` and `size` are for callers and not read here.
+        size: (h, w) of the tokens without the special ones, needed by tiles and by the grid partition (a square is
+            assumed where it fits).
+        special: leading tokens that take no part, such as a class token.
+
+    Raises:
+        ValueError: a shape, dtype or size that can't be.
+    """
+    if x.dim() < 2 or not x.is_floating_point():
+        raise ValueError(f"x: expected floating point tokens of shape [..., L, d], got {x.dtype} {list(x.shape)}")
+    if not 0 <= special < x.shape[-2]:
+        raise ValueError(f"special: expected fewer than the {x.shape[-2]} tokens of x, got {special}")
+    lead = x.shape[:-2]
+    feature = x.reshape(math.prod(lead), *x.shape[-2:])[:, special:]
+    pos = positions(feature.shape[1], config, size, x.device)
+    with _no_autocast(x):
+        similarity = _similarity(feature, pos, config.metric)  # [B, T, m, n]
+        if config.keep is None:
+            weights, stay, kept = _by_tau(similarity, pos, config)
+        else:
+            weights, stay, kept = _by_keep(similarity, pos, config)
+        del similarity
+        return MergePlan(weights, stay, kept, pos, special, lead, config.variant == "paper")
+
+
+def _by_tau(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """W_F, stay [B, N] and the kept sources [r] for a fixed threshold, shared by the batch."""
+    assert config.tau is not None
+    excess = _excess(s, config.tau)
+    if config.variant == "paper":
+        weights = _paper_weights(excess, config.refine, config.eps)
+        merges = weights.sum(-2) > 0  # [B, T, n]
+    else:
+        total = excess.sum(-2)
+        merges = total > 0
+        weights = _settled_weights(excess, total, config.refine)
+    if pos.src_pad is not None:
+        shared = merges.all(0) & ~pos.src_pad
+    else:
+        shared = merges.all(0)
+    weights = _masked(weights, ~shared)
+    stay = ~shared.flatten().index_select(0, pos.src_real)  # [N]
+    return weights, stay.expand(s.shape[0], -1), stay.nonzero().squeeze(-1)
+
+
+def _by_keep(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """W_F, stay [B, N] and the kept sources [B, r] when a share of the tokens is to remain, sample by sample."""
+    assert config.keep is not None
+    b = s.shape[0]
+    merged = pos.L - max(pos.M, round(config.keep * pos.L))
+    if merged == 0:
+        stay = s.new_ones((b, pos.N), dtype=torch.bool)
+        every = torch.arange(pos.N, device=s.device).expand(b, -1)
+        return torch.zeros_like(s), stay, every
+    best, row = s.max(-2)  # [B, T, n]
+    ranked, order = best.flatten(1).index_select(1, pos.src_real).sort(dim=1, descending=True, stable=True)
+    chosen, kept = order[:, :merged], order[:, merged:].sort(dim=1).values
+    stay = torch.ones_like(order, dtype=torch.bool).scatter(1, chosen, False)  # [B, N]
+    leave = stay.new_ones((b, pos.blocks * pos.n)).index_copy(1, pos.src_real, stay).view_as(row)
+    excess = _excess(s, ranked[:, merged - 1].view(b, 1, 1, 1))
+    total = excess.sum(-2)
+    single = ~(total > 0) & ~leave  # nothing strictly above the found tau: the best one takes it all
+    weights = _masked(_settled_weights(excess, total, config.refine), leave)
+    ones = single.unsqueeze(-2).to(weights.dtype)
+    weights = weights.scatter_add(-2, row.unsqueeze(-2), ones)
+    return weights, stay, kept
+
+
+def _excess(s: Tensor, tau: Tensor | float) -> Tensor:
+    """S+ = relu(S - tau). Works in place where no gradient is needed: `s` is gone afterwards."""
+    return s.sub_(tau).relu_() if _in_place(s) else (s - tau).relu()
+
+
+def _settled_weights(excess: Tensor, total: Tensor, refine: bool) -> Tensor:
+    """Columns of relu(S+ - mean of its positive entries), normalised; total = sum_i S+ [B, T, n].
+
+    The same as normalising S+ first (equations for W, zeta, W~, W_F without eps), in two reductions and one more pass.
+    """
+    if not refine:
+        scale = torch.where(total == 0, 1.0, total).unsqueeze(-2)
+        return excess.div_(scale) if _in_place(excess) else excess / scale
+    mean = total / (excess > 0).sum(-2).clamp(min=1)
+    refined = (excess - mean.unsqueeze(-2)).relu_() if _in_place(excess) else (excess - mean.unsqueeze(-2)).relu()
+    mass = refined.sum(-2)
+    tie = mass <= REFINE_FLOOR * total
+    scale = torch.where(tie, total, mass)
+    scale = torch.where(scale == 0, 1.0, scale).unsqueeze(-2)
+    if _in_place(excess):
+        return torch.where(tie.unsqueeze(-2), excess, refined, out=refined).div_(scale)
+    return torch.where(tie.unsqueeze(-2), excess, refined) / scale
+
+
+def _paper_weights(excess: Tensor, refine: bool, eps: float) -> Tensor:
+    """The printed equations for W, zeta, W~ and W_F, with C_j counted as in Algorithm 1."""
+    weights = excess / (excess.sum(-2, keepdim=True) + eps)
+    if not refine:
+        return weights
+    zeta = weights.sum(-2, keepdim=True) / ((weights > 0).sum(-2, keepdim=True) + eps)
+    pruned = (weights - zeta).relu()
+    return pruned / (pruned.sum(-2, keepdim=True) + eps)
+
+
+def _masked(weights: Tensor, columns: Tensor) -> Tensor:
+    """`weights` with the columns that are True [..., n] all 0."""
+    mask = columns.unsqueeze(-2)
+    return weights.masked_fill_(mask, 0) if _in_place(weights) else weights.masked_fill(mask, 0)
+
+
+def _similarity(x: Tensor, pos: Positions, metric: str) -> Tensor:
+    """S [B, T, m, n] in fp32; padded destinations are -inf, so that nothing merges into them."""
+    b, _, d = x.shape
+    x = x.float()
+    if metric == "cosine":
+        x = _unit(x)
+    elif metric != "euclidean":
+        x = x * d**-0.25  # on both sides
+    dst, src = _blocks(x, pos.dst_slots, pos.blocks), _blocks(x, pos.src_slots, pos.blocks)
+    if metric == "euclidean":
+        s = torch.cdist(dst, src, compute_mode="donot_use_mm_for_euclid_dist") * -(d**-0.5)
+    else:
+        s = torch.bmm(dst, src.transpose(1, 2))
+    if metric == "cosine":
+        s = s.clamp_(-1, 1) if _in_place(s) else s.clamp(-1, 1)
+    s = s.view(b, pos.blocks, pos.m, pos.n)
+    if pos.dst_pad is not None:
+        pad = pos.dst_pad.unsqueeze(-1)
+        s = s.masked_fill_(pad, -math.inf) if _in_place(s) else s.masked_fill(pad, -math.inf)
+    return torch.softmax(s, -2) if metric == "softmax" else s
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x / |x|, and 0 for a zero token (with gradient 0)."""
+    square = (x * x).sum(-1, keepdim=True)
+    zero = square <= torch.finfo(x.dtype).tiny
+    inverse = square.masked_fill(zero, 1.0).rsqrt().masked_fill(zero, 0.0)
+    return x * inverse
+
+
+def _blocks(t: Tensor, slots: Tensor, blocks: int) -> Tensor:
+    """Rows of t [B, L, C] at `slots` [T * k], as [B * T, k, C]."""
+    return t.index_select(1, slots).reshape(t.shape[0] * blocks, slots.numel() // blocks, t.shape[2])
+
+
+def _rows(t: Tensor, index: Tensor) -> Tensor:
+    """Rows of t [B, L, C] at `index`, [k] for every sample or [B, k] for each its own, as [B, k, C]."""
+    if index.dim() == 1:
+        return t.index_select(1, index)
+    b, length, c = t.shape
+    flat = index + torch.arange(0, b * length, length, device=index.device).unsqueeze(-1)
+    return t.reshape(b * length, c).index_select(0, flat.flatten()).view(b, index.shape[1], c)
+
+
+def _in_place(t: Tensor) -> bool:
+    return not (torch.is_grad_enabled() and t.requires_grad)
+
+
+def _no_autocast(t: Tensor) -> contextlib.AbstractContextManager[None]:
+    kind = t.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext()

@@ -1,0 +1,163 @@
+"""Which positions are destinations and which are sources (paper, "Token Partitioning"), as cached index tensors.
+
+Positions are computed once per (tokens, size, config, device). Without tiles there is one block, the whole sequence;
+with `tiles=T` every T x T square of the image is a block with a partition of its own, in which positions count in
+row-major order. Blocks of unequal size are padded to the largest and carry masks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from mame_sd.config import MaMeConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """A partition of L positions into T blocks of at most m destinations and n sources each.
+
+    `M` and `N` count the real destinations and sources of all blocks, so M + N = L. Slots are the entries of a
+    block-shaped tensor, T * m or T * n of them, read row by row; a padded slot repeats a real position of its block.
+    """
+
+    L: int
+    M: int
+    N: int
+    blocks: int
+    dst: Tensor  # [M] positions of the destinations, block by block
+    src: Tensor  # [N] positions of the sources, ascending over the whole sequence
+    dst_slots: Tensor  # [T * m] position of every destination slot
+    src_slots: Tensor  # [T * n] position of every source slot
+    dst_real: Tensor | None  # [M] the slots that are not padding; None: all of them
+    src_real: Tensor  # [N] the slot of each source, in the order of `src`
+    dst_pad: Tensor | None  # [T, m] True at padding; None: there is none
+    src_pad: Tensor | None  # [T, n] True at padding; None: there is none
+    gather: Tensor  # [L] row of each position in concat(destinations [M], source slots [T * n])
+
+    @property
+    def m(self) -> int:
+        return self.dst_slots.numel() // self.blocks
+
+    @property
+    def n(self) -> int:
+        return self.src_slots.numel() // self.blocks
+
+
+def positions(
+    tokens: int, config: MaMeConfig, size: tuple[int, int] | None = None, device: torch.device | str = "cpu"
+) -> Positions:
+    """The partition of `tokens` positions that `config` asks for; special tokens are not counted.
+
+    Args:
+        tokens: L, at least 1.
+        config: `partition`, `stride`, `seed` and `tiles` are read.
+        size: (h, w) in tokens with h * w = L. Needed by the grid partition and by tiles; a square is assumed when
+            it is left out and L is a perfect square.
+        device: where the index tensors live.
+
+    Raises:
+        ValueError: no tokens, a size that does not fit, or none where one is needed.
+    """
+    if tokens < 1:
+        raise ValueError(f"tokens: expected at least 1 token to partition, got {tokens}")
+    if size is not None and size[0] * size[1] != tokens:
+        raise ValueError(f"size: expected (h, w) with h * w = {tokens} tokens, got {tuple(size)}")
+    if config.partition == "grid" or config.tiles is not None:
+        size = size or square(tokens)
+        if size is None:
+            raise ValueError(
+                f"size: partition {config.partition!r} with tiles={config.tiles} needs the (h, w) of {tokens} tokens, "
+                "which are no square; give size=(h, w), or take partition='alternating' without tiles"
+            )
+    else:
+        size = (1, tokens)  # rows do not matter: one key of the cache for all of them
+    stride = config.stride if config.partition == "grid" else (1, 1)
+    seed = config.seed if config.partition == "random" else 0
+    h, w = size
+    return _positions(int(h), int(w), config.partition, stride, seed, config.tiles, torch.device(device))
+
+
+def square(tokens: int) -> tuple[int, int] | None:
+    """(side, side) when `tokens` is a perfect square, else None."""
+    side = math.isqrt(tokens)
+    return (side, side) if side * side == tokens else None
+
+
+@lru_cache(maxsize=256)
+def _positions(
+    h: int, w: int, partition: str, stride: tuple[int, int], seed: int, tiles: int | None, device: torch.device
+) -> Positions:
+    # Cached tensors outlive the call: they must not be inference tensors, which autograd refuses later.
+    with torch.inference_mode(False):
+        generator = torch.Generator("cpu").manual_seed(seed)
+        dst: list[list[int]] = []
+        src: list[list[int]] = []
+        side_h, side_w = (tiles, tiles) if tiles is not None else (h, w)
+        for top in range(0, h, side_h):
+            for left in range(0, w, side_w):
+                th, tw = min(side_h, h - top), min(side_w, w - left)
+                chosen = _destinations(th, tw, partition, stride, generator)
+                block = [(top + i // tw) * w + left + i % tw for i in range(th * tw)]
+                dst.append([block[i] for i in chosen])
+                src.append([block[i] for i in sorted(set(range(th * tw)) - set(chosen))])
+        return _layout(h * w, dst, src, device)
+
+
+def _destinations(h: int, w: int, partition: str, stride: tuple[int, int], generator: torch.Generator) -> list[int]:
+    """Ascending row-major positions of the destinations in a block of h x w tokens."""
+    tokens = h * w
+    count = (tokens + 1) // 2
+    if partition == "alternating":
+        return list(range(0, tokens, 2))
+    if partition == "sequential":
+        return list(range(count))
+    if partition == "random":
+        order = torch.randperm(tokens, generator=generator, device="cpu")
+        drawn: list[int] = order[:count].tolist()
+        return sorted(drawn)
+    return [row * w + column for row in range(0, h, stride[0]) for column in range(0, w, stride[1])]
+
+
+def _layout(tokens: int, dst: list[list[int]], src: list[list[int]], device: torch.device) -> Positions:
+    """Index tensors of blocks that are given as lists of positions."""
+    m, n = max(map(len, dst)), max(map(len, src))
+    flat_dst = [p for block in dst for p in block]
+    slot_of = {p: t * n + i for t, block in enumerate(src) for i, p in enumerate(block)}
+    flat_src = sorted(slot_of)
+    row_of = {p: len(flat_dst) + slot for p, slot in slot_of.items()}
+    row_of.update({p: row for row, p in enumerate(flat_dst)})
+
+    def padded(blocks: list[list[int]], width: int) -> list[int]:
+        return [p for t, block in enumerate(blocks) for p in block + [dst[t][0]] * (width - len(block))]
+
+    def pad_mask(blocks: list[list[int]], width: int) -> Tensor | None:
+        if all(len(block) == width for block in blocks):
+            return None
+        rows = [[i >= len(block) for i in range(width)] for block in blocks]
+        return torch.tensor(rows, dtype=torch.bool, device="cpu").to(device)
+
+    def index(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device="cpu").to(device)
+
+    dst_pad = pad_mask(dst, m)
+    dst_real = [t * m + i for t, block in enumerate(dst) for i in range(len(block))]
+    return Positions(
+        L=tokens,
+        M=len(flat_dst),
+        N=len(flat_src),
+        blocks=len(dst),
+        dst=index(flat_dst),
+        src=index(flat_src),
+        dst_slots=index(padded(dst, m)),
+        src_slots=index(padded(src, n)),
+        dst_real=None if dst_pad is None else index(dst_real),
+        src_real=index([slot_of[p] for p in flat_src]),
+        dst_pad=dst_pad,
+        src_pad=pad_mask(src, n),
+        gather=index([row_of[p] for p in range(tokens)]),
+    )
