@@ -1,0 +1,30 @@
+.PHONY: demo test check bench model clean
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+OUT ?= out/demo
+
+demo: $(READY)  ## set up, then generate the demo prompts with and without merging, side by side
+	$(BIN)/python scripts/demo.py --out $(OUT)
+
+test: check  ## set up, lint, type-check and run every test
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(READY)  ## how good the embedded model is, and what merging costs it
+	$(BIN)/python scripts/check_embedded.py
+
+model: $(READY)  ## train the embedded model from nothing (hours)
+	$(BIN)/python scripts/train_embedded.py --work out/train --out mame_sd/embedded
+
+$(READY): pyproject.toml constraints.txt
+	test -d .venv || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $(READY)
+
+clean:
+	rm -rf .venv out build dist *.egg-info

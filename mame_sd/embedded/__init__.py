@@ -1,0 +1,1 @@
+"""Weights, glyphs and model card of the embedded model (data only)."""
