@@ -59,7 +59,9 @@ def demo_file() -> Path:
     for folder in (beside / "prompts", beside.parent / "prompts"):  # a wheel; a checkout
         if (folder / "demo.txt").is_file():
             return folder / "demo.txt"
-    raise PromptError(f"expected the packaged prompt file in {beside / 'prompts'}, found none; reinstall mame-sd")
+    raise PromptError(
+        f"expected the packaged prompt file in {beside / 'prompts'}, found none; reinstall mame-sd"
+    )
 
 
 def load_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:
@@ -118,7 +120,15 @@ def prompts_digest(prompts: Iterable[Prompt]) -> str:
     """SHA-256 over all that the prompts say, for telling two prompt lists apart."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        row = [prompt.id, prompt.text, prompt.seed, prompt.negative_prompt, prompt.width, prompt.height, prompt.extra]
+        row = [
+            prompt.id,
+            prompt.text,
+            prompt.seed,
+            prompt.negative_prompt,
+            prompt.width,
+            prompt.height,
+            prompt.extra,
+        ]
         digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 
@@ -141,7 +151,9 @@ def _read_text(path: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise PromptError(f"{path}:{line}: expected UTF-8, got the byte 0x{data[error.start]:02x}; save it as UTF-8") from None
+        raise PromptError(
+            f"{path}:{line}: expected UTF-8, got the byte 0x{data[error.start]:02x}; save it as UTF-8"
+        ) from None
 
 
 def _text_records(path: Path, text: str) -> Iterator[Record]:
@@ -171,7 +183,9 @@ def _table_records(delimiter: str) -> Callable[[Path, str], Iterator[Record]]:
                     yield line, _table_row(path, line, header, row)
                 line = rows.line_num + 1
         except csv.Error as error:
-            raise PromptError(f"{path}:{max(rows.line_num, 1)}: expected a table, but {error}; double a quote to keep it") from None
+            raise PromptError(
+                f"{path}:{max(rows.line_num, 1)}: expected a table, but {error}; double a quote to keep it"
+            ) from None
 
     return read
 
@@ -181,7 +195,9 @@ def _header(path: Path, line: int, row: list[str]) -> list[str]:
     lower = [name.strip().lower() for name in row]
     chosen = next((name for name in PROMPT_COLUMNS if name in lower), None)
     if chosen is None:
-        raise PromptError(f"{path}:{line}: expected a column named prompt or caption, got {', '.join(row)}; name one so")
+        raise PromptError(
+            f"{path}:{line}: expected a column named prompt or caption, got {', '.join(row)}; name one so"
+        )
     names = []
     for name, low in zip(row, lower, strict=True):
         names.append("prompt" if low == chosen else low if low in KNOWN_COLUMNS else name.strip())
@@ -201,7 +217,9 @@ def _table_row(path: Path, line: int, header: list[str], row: list[str]) -> dict
             try:
                 values[name] = int(values[name])
             except ValueError:
-                raise PromptError(f"{path}:{line}: {name}: expected a whole number, got {values[name]!r}") from None
+                raise PromptError(
+                    f"{path}:{line}: {name}: expected a whole number, got {values[name]!r}"
+                ) from None
     return values
 
 
@@ -212,10 +230,18 @@ def _jsonl_records(path: Path, text: str) -> Iterator[Record]:
         try:
             values = json.loads(line, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
-            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-            raise PromptError(f"{path}:{number}: expected a JSON object, but {reason}; write one object a line") from None
+            reason = (
+                f"{error.msg} at column {error.colno}"
+                if isinstance(error, json.JSONDecodeError)
+                else str(error)
+            )
+            raise PromptError(
+                f"{path}:{number}: expected a JSON object, but {reason}; write one object a line"
+            ) from None
         if not isinstance(values, dict) or not any(name in values for name in PROMPT_COLUMNS):
-            raise PromptError(f'{path}:{number}: expected an object such as {{"prompt": "..."}}, got {line.strip()[:60]!r}')
+            raise PromptError(
+                f'{path}:{number}: expected an object such as {{"prompt": "..."}}, got {line.strip()[:60]!r}'
+            )
         name = next(name for name in PROMPT_COLUMNS if name in values)
         yield number, {**{key: value for key, value in values.items() if key != name}, "prompt": values[name]}
 
@@ -264,10 +290,12 @@ def _check_id(place: str, identity: Any) -> str:
     bad = any(char in _FORBIDDEN_IN_ID or not char.isprintable() for char in identity)
     if bad or not identity or identity != identity.strip() or identity.startswith("."):
         raise PromptError(
-            f"{place}id: expected a plain file name (no slash, colon, * ? \" < > | or leading dot), got {identity!r}"
+            f'{place}id: expected a plain file name (no slash, colon, * ? " < > | or leading dot), got {identity!r}'
         )
     if len(identity.encode()) > MAX_ID_BYTES:
-        raise PromptError(f"{place}id: expected at most {MAX_ID_BYTES} bytes, got {len(identity.encode())}; shorten it")
+        raise PromptError(
+            f"{place}id: expected at most {MAX_ID_BYTES} bytes, got {len(identity.encode())}; shorten it"
+        )
     return identity
 
 
