@@ -41,7 +41,7 @@ class MergePlan:
     Attributes:
         positions: where destinations and sources are (`mame_sd.partition.Positions`).
         special: leading tokens that take no part.
-        weights: W_F [*, T, m, n] fp32. A column sums to 1 where its source merges, else it is all 0.
+        weights: W_F [*, T, m, n] fp32 (fp64 when planned from fp64). A column sums to 1 where its source merges, else it is all 0.
         counts: R_i = 1 + sum_j W_F_ij [*, M] fp32, in the order of `positions.dst`.
         preserved: bool [*, N], True where a source stays as it is, in the order of `positions.src`.
         tokens_in: L, special tokens included.
@@ -247,8 +247,8 @@ def _by_keep(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tensor, Ten
     total = excess.sum(-2)
     single = ~(total > 0) & ~leave  # nothing strictly above the found tau: the best one takes it all
     weights = _masked(_settled_weights(excess, total, config.refine), leave)
-    ones = single.unsqueeze(-2).to(weights.dtype)
-    weights = weights.scatter_add(-2, row.unsqueeze(-2), ones)
+    one, row = single.unsqueeze(-2).to(weights.dtype), row.unsqueeze(-2)
+    weights = weights.scatter_add_(-2, row, one) if _in_place(weights) else weights.scatter_add(-2, row, one)
     return weights, stay, kept
 
 
@@ -278,12 +278,15 @@ def _settled_weights(excess: Tensor, total: Tensor, refine: bool) -> Tensor:
 
 def _paper_weights(excess: Tensor, refine: bool, eps: float) -> Tensor:
     """The printed equations for W, zeta, W~ and W_F, with C_j counted as in Algorithm 1."""
-    weights = excess / (excess.sum(-2, keepdim=True) + eps)
+    in_place = _in_place(excess)
+    total = excess.sum(-2, keepdim=True) + eps
+    weights = excess.div_(total) if in_place else excess / total
     if not refine:
         return weights
     zeta = weights.sum(-2, keepdim=True) / ((weights > 0).sum(-2, keepdim=True) + eps)
-    pruned = (weights - zeta).relu()
-    return pruned / (pruned.sum(-2, keepdim=True) + eps)
+    pruned = weights.sub_(zeta).relu_() if in_place else (weights - zeta).relu()
+    total = pruned.sum(-2, keepdim=True) + eps
+    return pruned.div_(total) if in_place else pruned / total
 
 
 def _masked(weights: Tensor, columns: Tensor) -> Tensor:
@@ -293,18 +296,16 @@ def _masked(weights: Tensor, columns: Tensor) -> Tensor:
 
 
 def _similarity(x: Tensor, pos: Positions, metric: str) -> Tensor:
-    """S [B, T, m, n] in fp32; padded destinations are -inf, so that nothing merges into them."""
+    """S [B, T, m, n] in fp32 (fp64 of fp64); padded destinations are -inf, so that nothing merges into them."""
     b, _, d = x.shape
-    x = x.float()
+    x = x if x.dtype == torch.float64 else x.float()
     if metric == "cosine":
         x = _unit(x)
-    elif metric != "euclidean":
-        x = x * d**-0.25  # on both sides
     dst, src = _blocks(x, pos.dst_slots, pos.blocks), _blocks(x, pos.src_slots, pos.blocks)
     if metric == "euclidean":
         s = torch.cdist(dst, src, compute_mode="donot_use_mm_for_euclid_dist") * -(d**-0.5)
     else:
-        s = torch.bmm(dst, src.transpose(1, 2))
+        s = torch.bmm(dst if metric == "cosine" else dst * d**-0.5, src.transpose(1, 2))
     if metric == "cosine":
         s = s.clamp_(-1, 1) if _in_place(s) else s.clamp(-1, 1)
     s = s.view(b, pos.blocks, pos.m, pos.n)
