@@ -59,9 +59,7 @@ def demo_file() -> Path:
     for folder in (beside / "prompts", beside.parent / "prompts"):  # a wheel; a checkout
         if (folder / "demo.txt").is_file():
             return folder / "demo.txt"
-    raise PromptError(
-        f"expected the packaged prompt file in {beside / 'prompts'}, found none; reinstall mame-sd"
-    )
+    raise PromptError(f"expected the packaged prompt file in {beside / 'prompts'}, found none; reinstall mame-sd")
 
 
 def load_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:
@@ -111,7 +109,8 @@ def check_unique(prompts: Sequence[Prompt], places: Sequence[str] | None = None)
         if key in seen:
             place = places[index] if places else ""
             raise PromptError(
-                f"{place}expected ids that differ (also without case), got {prompt.id!r} after {seen[key]!r}; rename one"
+                f"{place}expected ids that differ (also without case), "
+                f"got {prompt.id!r} after {seen[key]!r}; rename one"
             )
         seen[key] = prompt.id
 
@@ -217,9 +216,7 @@ def _table_row(path: Path, line: int, header: list[str], row: list[str]) -> dict
             try:
                 values[name] = int(values[name])
             except ValueError:
-                raise PromptError(
-                    f"{path}:{line}: {name}: expected a whole number, got {values[name]!r}"
-                ) from None
+                raise PromptError(f"{path}:{line}: {name}: expected a whole number, got {values[name]!r}") from None
     return values
 
 
@@ -230,11 +227,7 @@ def _jsonl_records(path: Path, text: str) -> Iterator[Record]:
         try:
             values = json.loads(line, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
-            reason = (
-                f"{error.msg} at column {error.colno}"
-                if isinstance(error, json.JSONDecodeError)
-                else str(error)
-            )
+            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
             raise PromptError(
                 f"{path}:{number}: expected a JSON object, but {reason}; write one object a line"
             ) from None
@@ -293,9 +286,7 @@ def _check_id(place: str, identity: Any) -> str:
             f'{place}id: expected a plain file name (no slash, colon, * ? " < > | or leading dot), got {identity!r}'
         )
     if len(identity.encode()) > MAX_ID_BYTES:
-        raise PromptError(
-            f"{place}id: expected at most {MAX_ID_BYTES} bytes, got {len(identity.encode())}; shorten it"
-        )
+        raise PromptError(f"{place}id: expected at most {MAX_ID_BYTES} bytes, got {len(identity.encode())}; shorten it")
     return identity
 
 
