@@ -1,0 +1,239 @@
+"""The folder of a run: what is in it, how it is written so that a kill at any moment loses nothing, how it goes on.
+
+    images/<id>_<repeat>.png   each appears whole or not at all
+    samples.jsonl              one object an image: seconds, tokens kept, prompt, ...
+    manifest.json              settings, model and versions; written first, never changed
+    .mame-sd/                  temporary files and records of images under way; gone when the run is complete
+
+An image's record is written before the image, so a finished image always has one. Both `manifest.json` and the images
+depend on the settings alone, so a run that was killed and continued ends with the same bytes as an undisturbed one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mame_sd.errors import MachineError, UserError
+
+FORMAT = "mame-sd run 1"
+_MACHINE_ERRNOS = {
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EFBIG", "EIO", "ENOMEM", "EMFILE", "ENFILE", "ENOENT", "ESTALE", "EBUSY")
+    if hasattr(errno, name)
+}
+_PNG_END = b"IEND\xaeB`\x82"
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError from writing `path` into MachineError (disk full and the like) or UserError (not allowed)."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in _MACHINE_ERRNOS:
+            raise MachineError(
+                f"{path}: expected to write, got: {reason}; free some space there and run the same command again"
+            ) from error
+        raise UserError(f"{path}: expected a place that can be written, got: {reason}; choose another") from error
+
+
+def write_atomically(path: Path, data: bytes, temporary: Path | None = None) -> None:
+    """Write `data` so that `path` holds all of it or what it held before, whatever happens meanwhile.
+
+    `temporary` must lie on the same file system; left out, it is a hidden neighbour.
+    """
+    temporary = temporary or path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with writing(path):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+
+class RunFolder:
+    """One run's folder. The main process calls `prepare` and `complete`; every process calls the rest.
+
+    Args:
+        path: the folder; created by `prepare`.
+        rank: of this process, for files of its own.
+    """
+
+    def __init__(self, path: Path, rank: int = 0) -> None:
+        self.path = path
+        self.images = path / "images"
+        self.work = path / ".mame-sd"
+        self.manifest = path / "manifest.json"
+        self.samples = path / "samples.jsonl"
+        self._rank = rank
+        self._lock: BinaryIO | None = None
+
+    def check(self) -> None:
+        """Raise UserError when no run could go into the folder; nothing is created. Cheap, before a model is loaded."""
+        place = self.path
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        if not place.is_dir():
+            raise UserError(f"--out {self.path}: expected a folder, got the file {place}; choose another")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise UserError(f"--out {self.path}: expected a folder that can be written, {place} can't; choose another")
+        if place != self.path:
+            return
+        with writing(self.path):
+            foreign = sorted(entry for entry in os.listdir(self.path) if entry != self.work.name)
+        if foreign and self.manifest.name not in foreign:
+            raise UserError(
+                f"--out {self.path}: expected a new or empty folder, or one begun by this command, got a folder with "
+                f"{len(foreign)} other things in it ({foreign[0]!r}); choose another"
+            )
+        if foreign:
+            self._read_manifest()
+
+    def prepare(self, manifest: Mapping[str, Any]) -> list[str]:
+        """Create or take up the folder and clear what a kill left behind. Returns notes about another environment.
+
+        Args:
+            manifest: with "settings", which must agree with those the folder was begun with, and "environment".
+
+        Raises:
+            UserError: foreign or unwritable folder, other settings (the differences are named), a run under way.
+        """
+        self.check()
+        with writing(self.path):
+            self.work.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            for leftover in self.work.glob("*.tmp"):
+                leftover.unlink()
+        notes: list[str] = []
+        if self.manifest.exists():
+            notes = self._compare(self._read_manifest(), manifest)
+        else:
+            text = json.dumps({"format": FORMAT, **manifest}, indent=2, sort_keys=True) + "\n"
+            write_atomically(self.manifest, text.encode(), self.work / "manifest.tmp")
+        with writing(self.images):
+            self.images.mkdir(exist_ok=True)
+        return notes
+
+    def finished(self, names: Sequence[str]) -> set[str]:
+        """Those of `names` whose image is there and whole."""
+        with writing(self.images):
+            present = {entry.name for entry in os.scandir(self.images)}
+        return {name for name in names if f"{name}.png" in present and _is_whole(self.images / f"{name}.png")}
+
+    def write_image(self, name: str, png: bytes, record: Mapping[str, Any]) -> None:
+        """Add a finished image: its record first, then the file, in one step."""
+        part = self.work / f"samples-{self._rank}.jsonl"
+        with writing(part), open(part, "ab") as file:
+            file.write(json.dumps({"name": name, **record}, sort_keys=True).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        write_atomically(self.images / f"{name}.png", png, self.work / f"image-{self._rank}.tmp")
+
+    def collect(self, plan: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Write samples.jsonl from all records so far, in the order of `plan`, and return its rows.
+
+        Args:
+            plan: for every image of the run its name and what is known of it without making it.
+        """
+        records: dict[str, dict[str, Any]] = {}
+        for source in (self.samples, *sorted(self.work.glob("samples-*.jsonl"))):
+            records.update((row["name"], row) for row in _read_rows(source) if row.get("name") in plan)
+        done = self.finished(list(plan))
+        rows = [{"name": name, **fixed, **records.get(name, {})} for name, fixed in plan.items() if name in done]
+        text = "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows)
+        write_atomically(self.samples, text.encode(), self.work / "samples.tmp")
+        for part in self.work.glob("samples-*.jsonl"):
+            with writing(part):
+                part.unlink()
+        return rows
+
+    def close(self, complete: bool) -> None:
+        """Let go of the folder; when the run is complete, its temporary files go too."""
+        if complete:
+            shutil.rmtree(self.work, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _take_lock(self) -> None:
+        """Keep a second run out. The lock dies with the process; systems without `fcntl` go without."""
+        try:
+            import fcntl
+        except ImportError:
+            return
+        self._lock = open(self.work / "lock", "ab")  # noqa: SIM115 (held until close)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            self._lock = None
+            raise UserError(
+                f"--out {self.path}: expected a folder of its own, got one that another run is writing to; wait for it"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+
+    def _read_manifest(self) -> dict[str, Any]:
+        try:
+            values = json.loads(self.manifest.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"{self.manifest}: expected the manifest of a run, got: {error}; choose another --out") from None
+        if not isinstance(values, dict) or values.get("format") != FORMAT or not isinstance(values.get("settings"), dict):
+            raise UserError(f"{self.manifest}: expected the manifest of a run ({FORMAT!r}), got another file; choose another --out")
+        return values
+
+    def _compare(self, there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+        """Refuse other settings; return a note for each difference of the environment."""
+        normal = json.loads(json.dumps(here))  # tuples and the like, as they come back from a file
+        different = _differences(there["settings"], normal["settings"])
+        if different:
+            raise UserError(
+                f"--out {self.path}: expected the settings it was begun with, got {'; '.join(different)}; "
+                "choose another --out, or give the same settings"
+            )
+        return _differences(there.get("environment", {}), normal.get("environment", {}))
+
+
+def _differences(there: Any, here: Any, name: str = "") -> list[str]:
+    """`name: old there, new here` for every leaf that differs."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        found = []
+        for key in sorted({*there, *here}):
+            found += _differences(there.get(key), here.get(key), f"{name}.{key}" if name else key)
+        return found
+    return [] if there == here else [f"{name}: {json.dumps(there)} there, {json.dumps(here)} here"]
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file ends like a PNG; an image that was cut short by other hands is made again."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(-len(_PNG_END), os.SEEK_END)
+            return file.read() == _PNG_END
+    except OSError:
+        return False
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file; a line that a kill cut short is dropped, and its image is made again."""
+    rows = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in path.read_bytes().split(b"\n"):
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+                if isinstance(row, dict):
+                    rows.append(row)
+    return rows
