@@ -57,6 +57,7 @@ STAGES = (
 )
 AUTOENCODER_STEPS, DECODER_STEPS = 2400, 1200
 EMA_DECAY = 0.995
+SAVE_EVERY = 90.0  # seconds
 
 
 def atomic_save(state: dict, path: Path) -> None:
@@ -306,7 +307,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def fit(path: Path, name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, loss_fn, lr_fn,
-        stop_after: int | None, ema: float | None = None, save_every: float = 90.0) -> None:  # fmt: skip
+        stop_after: int | None, ema: float | None = None) -> None:  # fmt: skip
     """Train to ``steps``, continuing from ``path``, where the state is kept. ``stop_after`` ends the process (for tests)."""
     done, average = 0, {k: v.clone() for k, v in model.state_dict().items()}
     if path.exists():
@@ -338,7 +339,7 @@ def fit(path: Path, name: str, model: torch.nn.Module, optimizer: torch.optim.Op
             progress.update(task, completed=done, description=f"{name} loss {np.mean(losses[-50:]):.4f}")
             if done % 50 == 0:
                 progress.console.print(f"{time.strftime('%H:%M:%S')} {name} {done}/{steps} loss {np.mean(losses[-50:]):.4f}")
-            if time.monotonic() - saved > save_every:
+            if time.monotonic() - saved > SAVE_EVERY or steps < 10:
                 save()
                 saved = time.monotonic()
             if stop_after is not None and done >= stop_after:

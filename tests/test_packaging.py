@@ -1,0 +1,47 @@
+"""The wheel holds everything that a user needs and puts nothing else at top level."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return next(out.glob("*.whl"))
+
+
+def test_only_mame_sd_lands_at_top_level(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert {n.split("/")[0] for n in names if ".dist-info/" not in n} == {"mame_sd"}
+    for needed in ("py.typed", "embedded/model_index.json", "prompts/demo.txt", "pipelines/stable_diffusion_mame.py"):
+        assert f"mame_sd/{needed}" in names
+    assert any(n.endswith("licenses/LICENSE") for n in names)
+
+
+def test_the_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    site = next((tmp_path / "venv").glob("lib/python*/site-packages"))
+    parent = next(p for p in sys.path if p.endswith("site-packages"))
+    (site / "zz_parent.pth").write_text(parent + "\n")  # libraries of the running environment, after the wheel
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+    subprocess.run(install, check=True)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    where = subprocess.run([python, "-c", "import mame_sd; print(mame_sd.__file__)"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert where.stdout.startswith(str(site))
+    out = tmp_path / "images"
+    command = [python, "-m", "mame_sd", "generate", "--prompt", "key on a white background", "--steps", "1", "--out", str(out)]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    assert len(list(out.glob("images/*.png"))) == 1
+    code = "from mame_sd.pipelines import StableDiffusionMaMePipeline as P; print(P.__module__)"
+    done = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "mame_sd.pipelines.stable_diffusion_mame"

@@ -1,0 +1,44 @@
+"""The training script runs through, and a killed and resumed run gives the weights of an undisturbed one."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from safetensors import safe_open
+
+from diffusers import StableDiffusionPipeline
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "train_embedded.py"
+
+
+def start(work: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(SCRIPT), "--smoke", "--work", str(work)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def weights(model: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(model)): p.read_bytes() for p in sorted(model.rglob("*.safetensors"))}
+
+
+def test_a_killed_and_resumed_training_gives_the_same_weights(tmp_path: Path) -> None:
+    assert start(tmp_path / "whole").wait() == 0
+    victim = start(tmp_path / "killed")
+    while victim.poll() is None and not (tmp_path / "killed" / "patch2.pt").exists():
+        time.sleep(0.02)
+    victim.send_signal(signal.SIGKILL)
+    assert victim.wait() == -signal.SIGKILL
+    assert start(tmp_path / "killed").wait() == 0
+    whole, resumed = weights(tmp_path / "whole" / "model"), weights(tmp_path / "killed" / "model")
+    assert sorted(whole) == sorted(resumed)
+    assert len(whole) == 3
+    assert whole == resumed
+
+    with safe_open(tmp_path / "whole" / "model" / "unet" / "diffusion_pytorch_model.safetensors", "pt") as file:
+        assert {"script_sha256", "seed", "steps"} <= set(file.metadata())
+    pipe = StableDiffusionPipeline.from_pretrained(tmp_path / "whole" / "model")
+    pipe.set_progress_bar_config(disable=True)
+    image = pipe("rocket on a light blue background", num_inference_steps=1).images[0]
+    assert image.size == (256, 256)
+    assert pipe.tokenizer.tokenize("jack-o-lantern on a pink background")[-3:] == ["a</w>", "pink</w>", "background</w>"]
