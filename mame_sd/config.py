@@ -167,7 +167,7 @@ class MaMeConfig:
         for name in values:
             if name not in names:
                 near = difflib.get_close_matches(str(name), names, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = f"; did you mean {near[0]!r}?" if near else ";"
                 raise ValueError(f"unknown setting {name!r}{hint} Settings are: {', '.join(names)}")
         return cls(**values)
 
@@ -177,14 +177,17 @@ class MaMeConfig:
 
         Raises ValueError that names the file, for a file that can't be read, parsed or accepted.
         """
-        return cls.from_dict(_read_table(Path(path)))
+        try:
+            return cls.from_dict(_read_table(Path(path)))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
 
 def _read_table(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: expected a .json or .toml file of settings that can be read, got: {error}") from None
+        raise ValueError(f"expected a .json or .toml file of settings that can be read, got {error}") from None
     try:
         if path.suffix.lower() == ".toml":
             import tomllib
@@ -193,9 +196,9 @@ def _read_table(path: Path) -> dict[str, Any]:
         else:
             values = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{path}: expected {path.suffix.lstrip('.') or 'json'}, but {error}") from None
+        raise ValueError(f"expected {path.suffix.lstrip('.') or 'json'}, but {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected an object of settings such as {{\"tau\": 0.8}}, got {values!r}")
+        raise ValueError(f"expected an object of settings such as {{\"tau\": 0.8}}, got {values!r}")
     return values
 
 

@@ -77,7 +77,9 @@ def render(name: str, background: str) -> Image.Image:
         ValueError: unknown glyph or background.
     """
     if name not in glyph_names() or background not in BACKGROUNDS:
-        raise ValueError(f"expected a glyph of glyph_names() and one of {list(BACKGROUNDS)}, got {name!r} on {background!r}")
+        raise ValueError(
+            f"expected a glyph of glyph_names() and one of {list(BACKGROUNDS)}, got {name!r} on {background!r}"
+        )
     return Image.fromarray(composite(glyphs()[glyph_names().index(name)], background))
 
 
@@ -91,6 +93,13 @@ def nearest_glyph(image: Image.Image, background: str) -> str:
 def nearest_background(image: Image.Image) -> str:
     """Name of the background colour nearest to the median colour of the image's outer frame (8 pixels)."""
     pixels = np.asarray(image.convert("RGB").resize((256, 256)), np.float32)
-    frame = np.concatenate([pixels[:8].reshape(-1, 3), pixels[-8:].reshape(-1, 3), pixels[:, :8].reshape(-1, 3), pixels[:, -8:].reshape(-1, 3)])
+    frame = np.concatenate(
+        [
+            pixels[:8].reshape(-1, 3),
+            pixels[-8:].reshape(-1, 3),
+            pixels[:, :8].reshape(-1, 3),
+            pixels[:, -8:].reshape(-1, 3),
+        ]
+    )
     color = np.median(frame, axis=0)
     return min(BACKGROUNDS, key=lambda name: float(np.sum((color - np.array(BACKGROUNDS[name])) ** 2)))

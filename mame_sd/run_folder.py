@@ -190,9 +190,17 @@ class RunFolder:
         try:
             values = json.loads(self.manifest.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{self.manifest}: expected the manifest of a run, got: {error}; choose another --out") from None
-        if not isinstance(values, dict) or values.get("format") != FORMAT or not isinstance(values.get("settings"), dict):
-            raise UserError(f"{self.manifest}: expected the manifest of a run ({FORMAT!r}), got another file; choose another --out")
+            raise UserError(
+                f"{self.manifest}: expected the manifest of a run, got: {error}; choose another --out"
+            ) from None
+        if (
+            not isinstance(values, dict)
+            or values.get("format") != FORMAT
+            or not isinstance(values.get("settings"), dict)
+        ):
+            raise UserError(
+                f"{self.manifest}: expected the manifest of a run ({FORMAT!r}), got another file; choose another --out"
+            )
         return values
 
     def _compare(self, there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:

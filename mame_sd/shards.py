@@ -37,7 +37,9 @@ class Shard:
 
 def shard_of_environment() -> Shard:
     """What the launcher says; a lone process when there was none. Raises UserError for numbers that are none."""
-    values = [os.environ.get(name, str(default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))]
+    values = [
+        os.environ.get(name, str(default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+    ]
     try:
         rank, count, local_rank = (int(value) for value in values)
     except ValueError:

@@ -35,7 +35,13 @@ def draw_prompts(num: int, seed: int) -> list[dict[str, str]]:
     seen = [p for p in pairs if not subjects.is_held_out(*p)]
     chosen = rng.sample(held, num // 2) + rng.sample(seen, num - num // 2)
     return [
-        {"id": f"{i:03}", "prompt": subjects.caption(n, b), "glyph": n, "background": b, "held_out": subjects.is_held_out(n, b)}
+        {
+            "id": f"{i:03}",
+            "prompt": subjects.caption(n, b),
+            "glyph": n,
+            "background": b,
+            "held_out": subjects.is_held_out(n, b),
+        }
         for i, (n, b) in enumerate(chosen)
     ]
 
@@ -46,7 +52,18 @@ def generate(prompts: Path, out: Path, setting: str, model: str | None, steps: i
         for item in setting.split(","):
             name, _, value = item.partition("=")
             options += [f"--{name.replace('_', '-')}", value]
-    command = [sys.executable, "-m", "mame_sd", "generate", "--prompts", str(prompts), "--out", str(out), "--steps", str(steps)]
+    command = [
+        sys.executable,
+        "-m",
+        "mame_sd",
+        "generate",
+        "--prompts",
+        str(prompts),
+        "--out",
+        str(out),
+        "--steps",
+        str(steps),
+    ]
     subprocess.run([*command, *options, *(["--model", model] if model else [])], check=True)
 
 
@@ -106,7 +123,9 @@ def contact_sheet(runs: list[Path], prompts: list[dict[str, str]], path: Path, c
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/check"))
-    parser.add_argument("--setting", action="append", help="default, or MaMeConfig fields such as tau=0.8,merge=kv; repeatable")
+    parser.add_argument(
+        "--setting", action="append", help="default, or MaMeConfig fields such as tau=0.8,merge=kv; repeatable"
+    )
     parser.add_argument("--model", help="another pipeline folder than the embedded one")
     parser.add_argument("--num", type=int, default=100)
     parser.add_argument("--steps", type=int, default=20)
@@ -127,7 +146,18 @@ def main() -> None:
     print(f"{'setting':28}" + "".join(f"{n:>20}" for n in names))
     for setting, row in results.items():
         print(f"{setting:28}" + "".join(f"{row[n]:20.3f}" if n in row else f"{'-':>20}" for n in names))
-    print(json.dumps({"num": args.num, "steps": args.steps, "seed": args.seed, "torch": torch.__version__, "threads": torch.get_num_threads(), "results": results}))
+    print(
+        json.dumps(
+            {
+                "num": args.num,
+                "steps": args.steps,
+                "seed": args.seed,
+                "torch": torch.__version__,
+                "threads": torch.get_num_threads(),
+                "results": results,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -59,7 +59,9 @@ def icons() -> dict[str, str]:
 def rasterize(body: str) -> Image.Image:
     """One glyph, 208 pixels wide, in the middle of a transparent 256 x 256 cell."""
     svg = f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" viewBox="0 0 128 128">{body}</svg>'
-    glyph = Image.open(io.BytesIO(bytes(resvg_py.svg_to_bytes(svg_string=svg, width=GLYPH, height=GLYPH)))).convert("RGBA")
+    glyph = Image.open(io.BytesIO(bytes(resvg_py.svg_to_bytes(svg_string=svg, width=GLYPH, height=GLYPH)))).convert(
+        "RGBA"
+    )
     cell = Image.new("RGBA", (CELL, CELL))
     cell.paste(glyph, ((CELL - GLYPH) // 2,) * 2)
     return cell

@@ -93,7 +93,10 @@ def crops(rgba: torch.Tensor, colors: torch.Tensor, size: int, batch: int, g: to
     noise = torch.rand(batch, 3, generator=g)
     color = torch.where(torch.rand(batch, 1, generator=g) < 0.5, color, noise)[:, :, None, None]
     corner = torch.randint(rgba.shape[-1] - size + 1, (batch, 2), generator=g).tolist()
-    cut = torch.stack([rgba[i, :, y : y + size, x : x + size] for i, (y, x) in zip(glyph, corner, strict=True)]).float() / 255
+    cut = (
+        torch.stack([rgba[i, :, y : y + size, x : x + size] for i, (y, x) in zip(glyph, corner, strict=True)]).float()
+        / 255
+    )
     return (cut[:, :3] * cut[:, 3:] + color * (1 - cut[:, 3:])) * 2 - 1
 
 
@@ -107,7 +110,9 @@ def autoencoder_loss(vae: AutoencoderTiny, images: torch.Tensor, g: torch.Genera
     return F.l1_loss(output, images) + edges + 0.02 * (F.relu(latents.float().abs() - 2).square().mean() + center)
 
 
-def train_autoencoder(work: Path, rgba: torch.Tensor, seed: int, steps: int, part: str, stop_after: int | None) -> AutoencoderTiny:
+def train_autoencoder(
+    work: Path, rgba: torch.Tensor, seed: int, steps: int, part: str, stop_after: int | None
+) -> AutoencoderTiny:
     """``part`` is "autoencoder" (both halves) or "decoder" (the latents stay as they are)."""
     torch.manual_seed(seed)
     vae = new_autoencoder().to(memory_format=torch.channels_last)
@@ -125,7 +130,16 @@ def train_autoencoder(work: Path, rgba: torch.Tensor, seed: int, steps: int, par
         with torch.autocast("cpu", torch.bfloat16):
             return autoencoder_loss(vae, images, g)
 
-    fit(work / f"{part}.pt", part, vae, optimizer, steps, step_fn, lambda s: cosine(s, steps, 2e-3, 1e-5, 100), stop_after)
+    fit(
+        work / f"{part}.pt",
+        part,
+        vae,
+        optimizer,
+        steps,
+        step_fn,
+        lambda s: cosine(s, steps, 2e-3, 1e-5, 100),
+        stop_after,
+    )
     return vae
 
 
@@ -161,7 +175,9 @@ def new_tokenizer(captions: list[str]) -> CLIPTokenizer:
     bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
     bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words = sorted({word for text in captions for word in text.lower().replace("-", " - ").split()})
-    bpe.train_from_iterator(words, trainers.BpeTrainer(vocab_size=20000, min_frequency=1, end_of_word_suffix="</w>", show_progress=False))
+    bpe.train_from_iterator(
+        words, trainers.BpeTrainer(vocab_size=20000, min_frequency=1, end_of_word_suffix="</w>", show_progress=False)
+    )
     merges = [tuple(pair) for pair in json.loads(bpe.to_str())["model"]["merges"]]
     symbols = alphabet + [a + "</w>" for a in alphabet] + ["".join(pair) for pair in merges]
     vocab = {symbol: i for i, symbol in enumerate(dict.fromkeys([*symbols, "<|startoftext|>", "<|endoftext|>"]))}
@@ -280,7 +296,15 @@ def optimizer_for(model: Denoiser) -> Muon:
     ])  # fmt: skip
 
 
-def train_stage(work: Path, stage: Stage, previous: Stage | None, data: Data, tokenizer: CLIPTokenizer, seed: int, stop_after: int | None) -> Denoiser:
+def train_stage(
+    work: Path,
+    stage: Stage,
+    previous: Stage | None,
+    data: Data,
+    tokenizer: CLIPTokenizer,
+    seed: int,
+    stop_after: int | None,
+) -> Denoiser:
     torch.manual_seed(seed)
     model = Denoiser(new_unet(stage), new_text_encoder(tokenizer)).to(memory_format=torch.channels_last)
     if previous:
@@ -317,7 +341,9 @@ def fit(path: Path, name: str, model: torch.nn.Module, optimizer: torch.optim.Op
         done, average = state["step"], state["ema"]
 
     def save() -> None:
-        atomic_save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": done, "ema": average}, path)
+        atomic_save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": done, "ema": average}, path
+        )
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     saved, losses = time.monotonic(), []
@@ -338,7 +364,9 @@ def fit(path: Path, name: str, model: torch.nn.Module, optimizer: torch.optim.Op
             losses.append(loss.item())
             progress.update(task, completed=done, description=f"{name} loss {np.mean(losses[-50:]):.4f}")
             if done % 50 == 0:
-                progress.console.print(f"{time.strftime('%H:%M:%S')} {name} {done}/{steps} loss {np.mean(losses[-50:]):.4f}")
+                progress.console.print(
+                    f"{time.strftime('%H:%M:%S')} {name} {done}/{steps} loss {np.mean(losses[-50:]):.4f}"
+                )
             if time.monotonic() - saved > SAVE_EVERY or steps < 10:
                 save()
                 saved = time.monotonic()
@@ -351,7 +379,14 @@ def fit(path: Path, name: str, model: torch.nn.Module, optimizer: torch.optim.Op
 # --- export --------------------------------------------------------------------------------------------------------
 
 
-def export(out: Path, vae: AutoencoderTiny, model: Denoiser, tokenizer: CLIPTokenizer, latents: dict, provenance: dict[str, str]) -> None:
+def export(
+    out: Path,
+    vae: AutoencoderTiny,
+    model: Denoiser,
+    tokenizer: CLIPTokenizer,
+    latents: dict,
+    provenance: dict[str, str],
+) -> None:
     """Write a plain StableDiffusionPipeline folder in half precision, provenance in the safetensors metadata."""
     vae.register_to_config(scaling_factor=latents["scale"])
     pipe = StableDiffusionPipeline(
@@ -367,12 +402,21 @@ def export(out: Path, vae: AutoencoderTiny, model: Denoiser, tokenizer: CLIPToke
 def check_grid(work: Path, vae: AutoencoderTiny, rgba: torch.Tensor) -> float:
     """Reconstruct some glyphs, write ``work/reconstruction.png``, return the mean PSNR in dB."""
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        images = torch.cat([pictures(rgba[i : i + 4], b) for i, b in zip(range(0, 16, 4), ("white", "black", "light blue", "red"), strict=False)])
+        images = torch.cat(
+            [
+                pictures(rgba[i : i + 4], b)
+                for i, b in zip(range(0, 16, 4), ("white", "black", "light blue", "red"), strict=False)
+            ]
+        )
         output = vae.decode(vae.encode(images).latents).sample.float().clamp(-1, 1)
     psnr = -10 * torch.log10(((output - images) / 2).square().mean((1, 2, 3)))
-    grid = torch.stack([images, output], 1).flatten(0, 1)[:16].add(1).mul(127.5).round().byte().permute(0, 2, 3, 1).numpy()
+    grid = (
+        torch.stack([images, output], 1).flatten(0, 1)[:16].add(1).mul(127.5).round().byte().permute(0, 2, 3, 1).numpy()
+    )
     side = grid.shape[1]
-    Image.fromarray(grid.reshape(4, 4, side, side, 3).transpose(0, 2, 1, 3, 4).reshape(4 * side, -1, 3)).save(work / "reconstruction.png")
+    Image.fromarray(grid.reshape(4, 4, side, side, 3).transpose(0, 2, 1, 3, 4).reshape(4 * side, -1, 3)).save(
+        work / "reconstruction.png"
+    )
     return psnr.mean().item()
 
 
@@ -401,9 +445,17 @@ def main() -> None:
     names, backgrounds = subjects.glyph_names()[:count], list(subjects.BACKGROUNDS)
     captions = [subjects.caption(n, b) for n in subjects.glyph_names() for b in backgrounds]
     tokenizer = new_tokenizer(captions)
-    ids = tokenizer([subjects.caption(n, b) for n in names for b in backgrounds], padding="max_length", return_tensors="pt").input_ids
+    ids = tokenizer(
+        [subjects.caption(n, b) for n in names for b in backgrounds], padding="max_length", return_tensors="pt"
+    ).input_ids
     empty = tokenizer("", padding="max_length", return_tensors="pt").input_ids[0]
-    data = Data(all_latents(args.work, vae, rgba), training_pairs(count), ids.view(count, len(backgrounds), -1), empty, new_scheduler().alphas_cumprod)
+    data = Data(
+        all_latents(args.work, vae, rgba),
+        training_pairs(count),
+        ids.view(count, len(backgrounds), -1),
+        empty,
+        new_scheduler().alphas_cumprod,
+    )
     model = None
     if args.export_now:
         model = Denoiser(new_unet(stages[-1]), new_text_encoder(tokenizer))

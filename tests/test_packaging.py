@@ -33,13 +33,41 @@ def test_the_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Pa
     site = next((tmp_path / "venv").glob("lib/python*/site-packages"))
     parent = next(p for p in sys.path if p.endswith("site-packages"))
     (site / "zz_parent.pth").write_text(parent + "\n")  # libraries of the running environment, after the wheel
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(site),
+        str(wheel),
+    ]
     subprocess.run(install, check=True)
     python = str(tmp_path / "venv" / "bin" / "python")
-    where = subprocess.run([python, "-c", "import mame_sd; print(mame_sd.__file__)"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    where = subprocess.run(
+        [python, "-c", "import mame_sd; print(mame_sd.__file__)"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert where.stdout.startswith(str(site))
     out = tmp_path / "images"
-    command = [python, "-m", "mame_sd", "generate", "--prompt", "key on a white background", "--steps", "1", "--out", str(out)]
+    command = [
+        python,
+        "-m",
+        "mame_sd",
+        "generate",
+        "--prompt",
+        "key on a white background",
+        "--steps",
+        "1",
+        "--out",
+        str(out),
+    ]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     assert len(list(out.glob("images/*.png"))) == 1
     code = "from mame_sd.pipelines import StableDiffusionMaMePipeline as P; print(P.__module__)"

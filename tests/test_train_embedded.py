@@ -6,9 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from safetensors import safe_open
-
 from diffusers import StableDiffusionPipeline
+from safetensors import safe_open
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_embedded.py"
 
@@ -41,4 +40,8 @@ def test_a_killed_and_resumed_training_gives_the_same_weights(tmp_path: Path) ->
     pipe.set_progress_bar_config(disable=True)
     image = pipe("rocket on a light blue background", num_inference_steps=1).images[0]
     assert image.size == (256, 256)
-    assert pipe.tokenizer.tokenize("jack-o-lantern on a pink background")[-3:] == ["a</w>", "pink</w>", "background</w>"]
+    assert pipe.tokenizer.tokenize("jack-o-lantern on a pink background")[-3:] == [
+        "a</w>",
+        "pink</w>",
+        "background</w>",
+    ]
