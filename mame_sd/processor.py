@@ -1,0 +1,170 @@
+"""MaMeAttnProcessor: merging as an attention processor, for diffusers' `set_attn_processor`.
+
+    pipe.unet.set_attn_processor(MaMeAttnProcessor(tau=0.8))
+
+It runs on every Attention of a model and merges only where that is sound: cross-attention, masks, added keys and values
+and small layers pass through untouched. It sees tokens [B, L, C] and not their height and width: give `size` for images
+that are not square. Slicing, `fuse_qkv_projections`, `load_ip_adapter` and PAG replace processors, this one included, and
+`load_ip_adapter` makes new ones without arguments; `apply_mame` survives all of these and knows the true size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from diffusers.models.attention_processor import Attention
+from torch import Tensor
+
+from mame_sd.config import MaMeConfig
+from mame_sd.layer import NO_SIZE, default_processor, merged_attention, skip_reason, unfused
+from mame_sd.report import LayerStats, MaMeReport, make_report
+
+_UNCOUNTED = LayerStats("compiled")
+
+
+def make_config(config: MaMeConfig | None, fields: dict[str, Any]) -> MaMeConfig:
+    """`config` (the measured default if None) with the given `fields` over it.
+
+    Raises:
+        TypeError: `config` is no MaMeConfig.
+        ValueError: a field is unknown or out of its range.
+    """
+    if config is None:
+        return MaMeConfig.from_dict(fields)
+    if not isinstance(config, MaMeConfig):
+        raise TypeError(
+            f"config: expected a MaMeConfig, got {config!r}; write MaMeConfig(tau=0.8) or tau=0.8"
+        )
+    return config.replace(**fields) if fields else config
+
+
+class MaMeAttnProcessor:
+    """Merges tokens before the self-attention that is installed, restores them after it.
+
+    Args:
+        config: a MaMeConfig; None is the measured default.
+        tau: similarity above which a token may merge. Lower merges more: faster, further from the unmerged image.
+        keep: share of tokens to keep, instead of `tau`.
+        inner: the processor that computes attention; None is what diffusers would install on each module.
+        fields: any other field of MaMeConfig, over those of `config`.
+
+    Raises:
+        ValueError: a field is unknown or out of its range.
+    """
+
+    def __init__(
+        self,
+        config: MaMeConfig | None = None,
+        *,
+        tau: float | None = None,
+        keep: float | None = None,
+        inner: Any = None,
+        **fields: Any,
+    ) -> None:
+        given = {
+            name: value for name, value in {"tau": tau, "keep": keep, **fields}.items() if value is not None
+        }
+        self.config = make_config(config, given)
+        self.inner = inner
+        self._stats: dict[Attention, LayerStats] = {}
+        self._warned = False
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        temb: Tensor | None = None,
+        image_rotary_emb: Any = None,
+        query_rotary_emb: Any = None,
+        key_rotary_emb: Any = None,
+        rotary_emb: Any = None,
+        base_sequence_length: int | None = None,
+        ip_adapter_masks: Any = None,
+        ip_hidden_states: Any = None,
+    ) -> Tensor:
+        """The attention's output [B, L, C]. Keywords are those that diffusers' processors know: it passes on no others."""
+        inner = default_processor(attn) if self.inner is None else self.inner
+        if isinstance(encoder_hidden_states, tuple) and self.inner is None:
+            raise ValueError(
+                "expected encoder_hidden_states as one tensor, got text and image states: an IP-Adapter's processors "
+                "were replaced by set_attn_processor. Use apply_mame, or load the IP-Adapter after setting the processor"
+            )
+        extra = {
+            "temb": temb,
+            "image_rotary_emb": image_rotary_emb,
+            "query_rotary_emb": query_rotary_emb,
+            "key_rotary_emb": key_rotary_emb,
+            "rotary_emb": rotary_emb,
+            "base_sequence_length": base_sequence_length,
+            "ip_adapter_masks": ip_adapter_masks,
+            "ip_hidden_states": ip_hidden_states,
+        }
+
+        def call(hidden: Tensor, encoder: Tensor | None) -> Tensor:
+            processor = unfused(inner, encoder) if encoder_hidden_states is None else inner
+            names = _accepted(processor)
+            known = {name: value for name, value in extra.items() if name in names}
+            output: Tensor = processor(
+                attn, hidden, encoder_hidden_states=encoder, attention_mask=attention_mask, **known
+            )
+            return output
+
+        reason = skip_reason(
+            attn, hidden_states, encoder_hidden_states, attention_mask, extra, self.config, inner
+        )
+        if reason is not None:
+            if reason != "cross-attention" and hidden_states.dim() == 3:
+                self._stats_of(attn).skipped(reason, hidden_states.shape[1])
+            return call(hidden_states, encoder_hidden_states)
+        stats = self._stats_of(attn)
+        output = merged_attention(attn, hidden_states, self.config, None, stats, call)
+        if stats.note and not self._warned and not torch.compiler.is_compiling():
+            self._warned = True
+            warnings.warn(f"{stats.note}, or use apply_mame, which reads it", UserWarning, stacklevel=2)
+        return output
+
+    def report(self) -> MaMeReport:
+        """Tokens in and kept per self-attention layer since the last `reset`, in the order of the first calls.
+
+        Calls inside `torch.compile` are not counted here; `apply_mame` counts them.
+
+        Raises:
+            NothingMergedError: a forward has run and no layer could merge.
+        """
+        return make_report(self._stats.values())
+
+    def reset(self) -> None:
+        """Forgets all calls."""
+        self._stats.clear()
+
+    def _stats_of(self, attn: Attention) -> LayerStats:
+        if torch.compiler.is_compiling():
+            return _UNCOUNTED
+        if attn not in self._stats:
+            self._stats[attn] = LayerStats(f"self-attention {len(self._stats)} ({attn.query_dim} channels)")
+        return self._stats[attn]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles start without counters, which belong to this model's modules."""
+        return {**self.__dict__, "_stats": {}}
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self.config.given.items())
+        return f"MaMeAttnProcessor({given})"
+
+
+def _accepted(processor: Any) -> frozenset[str]:
+    """Names of the keywords that the processor's call takes; like diffusers, `**kwargs` counts for nothing."""
+    kind = type(processor)
+    if kind not in _SIGNATURES:
+        _SIGNATURES[kind] = frozenset(inspect.signature(kind.__call__).parameters)
+    return _SIGNATURES[kind]
+
+
+_SIGNATURES: dict[type, frozenset[str]] = {}
+__all__ = ["NO_SIZE", "MaMeAttnProcessor", "make_config"]

@@ -1,0 +1,206 @@
+"""What merging did: counters that layers fill during a forward, and the report that is made of them.
+
+Counters are plain numbers outside compiled regions. Inside one (`torch.compile`) they are a tensor, because a Python
+number that changes in every call would recompile every call. Both count shapes only, so nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mame_sd.merge import MergePlan
+
+NEVER_CALLED = "not called yet"
+
+
+class NothingMergedError(RuntimeError):
+    """A forward has run and no layer could merge: merging was asked for and did not happen."""
+
+
+class LayerStats:
+    """Counters of one attention layer since the last `reset`: calls, tokens in, tokens kept, and why it was skipped.
+
+    With merge "kv" the tokens kept are keys. `last_reason` is None when the latest call could merge.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.capture = False
+        self.plan: MergePlan | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to zero calls; a captured plan is dropped too."""
+        self.calls = self.tokens_in = self.tokens_kept = 0
+        self.compiled = getattr(
+            self, "compiled", None
+        )  # [3] int64: calls, tokens in, tokens kept; None before use
+        if self.compiled is not None:
+            self.compiled = torch.zeros_like(self.compiled)
+        self.size: tuple[int, int] | None = None
+        self.last_reason: str | None = NEVER_CALLED
+        self.note = ""
+        self.plan = None
+
+    def prepare(self, device: torch.device) -> None:
+        """Makes the tensor that compiled regions count in, on `device`; called before anything compiles."""
+        self.compiled = torch.zeros(3, dtype=torch.int64, device=device)
+
+    def skipped(self, reason: str, tokens: int) -> None:
+        """A call passed through untouched, because of `reason`."""
+        self.last_reason = reason
+        self._count(tokens, tokens)
+
+    def merged(self, plan: MergePlan, size: tuple[int, int] | None, note: str) -> None:
+        """A call merged by `plan` over (h, w) = `size`; `note` tells of a fallback."""
+        self.last_reason = None
+        self.size = size
+        self.note = note
+        self._count(plan.tokens_in, plan.tokens_kept)
+        if self.capture and not torch.compiler.is_compiling():
+            self.plan = plan
+
+    def _count(self, tokens_in: int, tokens_kept: int) -> None:
+        if not torch.compiler.is_compiling():
+            self.calls += 1
+            self.tokens_in += tokens_in
+            self.tokens_kept += tokens_kept
+        elif self.compiled is not None:
+            self.compiled[0].add_(1)
+            self.compiled[1].add_(tokens_in)
+            self.compiled[2].add_(tokens_kept)
+
+    def totals(self) -> tuple[int, int, int]:
+        """(calls, sum of tokens in, sum of tokens kept); waits for the device if a compiled region counted there."""
+        extra = [0, 0, 0] if self.compiled is None else self.compiled.tolist()
+        return self.calls + extra[0], self.tokens_in + extra[1], self.tokens_kept + extra[2]
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One self-attention layer: means over its calls since the last reset.
+
+    `level` counts from 0, the layers with the most tokens. `merged` is False when the layer was left alone, for the
+    `reason` given. With merge "kv" `tokens_kept` counts keys. `size` is (h, w) in tokens where it was known.
+    """
+
+    name: str
+    level: int
+    tokens_in: float
+    tokens_kept: float
+    calls: int
+    merged: bool
+    reason: str
+    size: tuple[int, int] | None = None
+
+    @property
+    def share(self) -> float:
+        """Tokens kept / tokens in; 1 before the first call."""
+        return self.tokens_kept / self.tokens_in if self.tokens_in else 1.0
+
+
+@dataclass(frozen=True)
+class LevelReport:
+    """All layers of one level: tokens per layer and call, how many of the layers merged."""
+
+    level: int
+    tokens_in: float
+    tokens_kept: float
+    layers: int
+    layers_merged: int
+
+    @property
+    def share(self) -> float:
+        """Tokens kept / tokens in."""
+        return self.tokens_kept / self.tokens_in if self.tokens_in else 1.0
+
+
+@dataclass(frozen=True)
+class MaMeReport:
+    """Every self-attention layer that could merge; `str(report)` is a table."""
+
+    layers: tuple[LayerReport, ...]
+
+    def levels(self) -> list[LevelReport]:
+        """The layers that were called, by level, most tokens first; means weighted by calls."""
+        called = [layer for layer in self.layers if layer.calls]
+        result = []
+        for level in sorted({layer.level for layer in called}):
+            group = [layer for layer in called if layer.level == level]
+            calls = sum(layer.calls for layer in group)
+            result.append(
+                LevelReport(
+                    level=level,
+                    tokens_in=sum(layer.tokens_in * layer.calls for layer in group) / calls,
+                    tokens_kept=sum(layer.tokens_kept * layer.calls for layer in group) / calls,
+                    layers=len(group),
+                    layers_merged=sum(layer.merged for layer in group),
+                )
+            )
+        return result
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON values: `layers` and `levels`, each a list of objects."""
+        return {
+            "layers": [{**asdict(layer), "share": layer.share} for layer in self.layers],
+            "levels": [{**asdict(level), "share": level.share} for level in self.levels()],
+        }
+
+    def __str__(self) -> str:
+        width = max([len(layer.name) for layer in self.layers] + [len("layer")])
+        lines = [f"{'layer':<{width}}  level  tokens    kept   share  calls  note"]
+        for layer in self.layers:
+            lines.append(
+                f"{layer.name:<{width}}  {layer.level:>5}  {layer.tokens_in:>6.0f}  {layer.tokens_kept:>6.0f}"
+                f"  {layer.share:>5.0%}  {layer.calls:>6}  {layer.reason}".rstrip()
+            )
+        for level in self.levels():
+            lines.append(
+                f"level {level.level}: {level.tokens_in:.0f} -> {level.tokens_kept:.0f} tokens ({level.share:.0%}), "
+                f"{level.layers_merged} of {level.layers} layers merge"
+            )
+        return "\n".join(lines)
+
+
+def make_report(stats: Iterable[LayerStats]) -> MaMeReport:
+    """The report of `stats`.
+
+    Raises:
+        NothingMergedError: layers were called since the last reset, and not one of them could merge.
+    """
+    rows = [(layer, *layer.totals()) for layer in stats]
+    tokens = [round(total_in / calls) if calls else 0 for _, calls, total_in, _ in rows]
+    ranks = {count: rank for rank, count in enumerate(sorted({n for n in tokens if n}, reverse=True))}
+    layers = tuple(
+        LayerReport(
+            name=layer.name,
+            level=ranks.get(count, 0),
+            tokens_in=total_in / calls if calls else 0.0,
+            tokens_kept=total_kept / calls if calls else 0.0,
+            calls=calls,
+            merged=layer.last_reason is None,
+            reason=layer.last_reason or layer.note,
+            size=layer.size,
+        )
+        for (layer, calls, total_in, total_kept), count in zip(rows, tokens, strict=True)
+    )
+    report = MaMeReport(layers)
+    if any(layer.calls for layer in layers) and not any(layer.merged for layer in layers):
+        reasons = sorted({f"{layer.name}: {layer.reason}" for layer in layers if layer.calls})
+        raise NothingMergedError(
+            "expected at least one self-attention layer to merge, but every one was left alone:\n  "
+            + "\n  ".join(reasons)
+            + "\nLower min_tokens, generate larger images, or remove merging."
+        )
+    return report
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device of the module's first parameter, the CPU when it has none."""
+    first: Tensor | None = next(iter(module.parameters()), None)
+    return torch.device("cpu") if first is None or first.device.type == "meta" else first.device
