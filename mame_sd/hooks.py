@@ -61,8 +61,8 @@ class _Hook(ModelHook):
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         return args, {**kwargs, "_mame_module": module}
 
-    def new_forward(self, module: nn.Module, *args: Any, _mame_module: nn.Module, **kwargs: Any) -> Any:
-        own: _Hook = _mame_module._diffusers_hook.hooks[self.name]  # type: ignore[union-attr]
+    def new_forward(self, module: nn.Module, *args: Any, _mame_module: Any, **kwargs: Any) -> Any:
+        own = _mame_module._diffusers_hook.hooks[self.name]
         return own.around(_mame_module, own.fn_ref.original_forward, *args, **kwargs)
 
     def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,9 +112,7 @@ class _MergeHook(_Hook):
         """`Attention.forward`, merged where that is sound. hidden_states and the output are [B, L, C]."""
 
         def call(hidden: Tensor, encoder: Tensor | None) -> Any:
-            processor = (
-                unfused(module.processor, encoder) if encoder_hidden_states is None else module.processor
-            )
+            processor = unfused(module.processor, encoder) if encoder_hidden_states is None else module.processor
             if processor is not module.processor:
                 return processor(module, hidden, encoder_hidden_states=encoder)
             return forward(hidden, encoder_hidden_states=encoder, attention_mask=attention_mask, **kwargs)
@@ -122,9 +120,7 @@ class _MergeHook(_Hook):
         if not self.shared.active:
             return call(hidden_states, encoder_hidden_states)
         config, processor = self.shared.config, module.processor
-        reason = skip_reason(
-            module, hidden_states, encoder_hidden_states, attention_mask, kwargs, config, processor
-        )
+        reason = skip_reason(module, hidden_states, encoder_hidden_states, attention_mask, kwargs, config, processor)
         if reason is None and isinstance(processor, MaMeAttnProcessor):
             reason = "a MaMeAttnProcessor on the module merges already"
         if reason is not None:
@@ -137,9 +133,7 @@ class _MergeHook(_Hook):
 class MaMeHandle:
     """Merging as applied to one model: settings, counters, removal. Made by `apply_mame`."""
 
-    def __init__(
-        self, root: nn.Module, shared: _Shared, hooks: list[tuple[nn.Module, str, ModelHook]]
-    ) -> None:
+    def __init__(self, root: nn.Module, shared: _Shared, hooks: list[tuple[nn.Module, str, ModelHook]]) -> None:
         self.root = root
         self._shared = shared
         self._hooks = hooks
@@ -172,9 +166,7 @@ class MaMeHandle:
             ValueError: a field is unknown or out of its range; nothing has changed then.
         """
         if not self.installed:
-            raise RuntimeError(
-                "expected merging to be applied, but it was removed or replaced: call apply_mame again"
-            )
+            raise RuntimeError("expected merging to be applied, but it was removed or replaced: call apply_mame again")
         self._shared.config = make_config(self.config if config is None else config, fields)
 
     def report(self) -> MaMeReport:
@@ -227,31 +219,40 @@ def apply_mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> 
         TypeError: `target` is neither a module nor a pipeline with a denoiser.
         ValueError: no self-attention that could merge, or a MaMeAttnProcessor is installed, or bad settings.
     """
+    handle = build_handle(target, make_config(config, fields))
+    remove_mame(handle.root, processors=False)
+    handle.install()
+    return handle
+
+
+def build_handle(target: Any, config: MaMeConfig) -> MaMeHandle:
+    """A handle for `target` whose hooks are not installed yet; raises as `apply_mame` does."""
     root = denoiser_of(target)
-    shared = _Shared(make_config(config, fields))
+    shared = _Shared(config)
     hooks: list[tuple[nn.Module, str, ModelHook]] = []
-    around: dict[str, _SizeHook] = {}
+    images: dict[str, _SizeHook] = {}
     for path, module in root.named_modules():
         if type(module).__name__ in _IMAGE_MODULES:
-            around[path] = _SizeHook()
-            hooks.append((module, _MAME_SIZE_HOOK, around[path]))
-        if isinstance(module, Attention) and _may_merge(path, module):
-            parent = max((p for p in around if not p or path.startswith(p + ".")), key=len, default=None)
-            stats = LayerStats(path or type(module).__name__)
-            stats.prepare(device_of(module))
-            hooks.append(
-                (module, _MAME_HOOK, _MergeHook(shared, stats, None if parent is None else around[parent]))
+            images[path] = _SizeHook()
+            hooks.append((module, _MAME_SIZE_HOOK, images[path]))
+        if not isinstance(module, Attention) or not _may_merge(path, module):
+            continue
+        if isinstance(module.processor, MaMeAttnProcessor):
+            raise ValueError(
+                f"expected no merging on {path or type(module).__name__}, found {module.processor}, which would merge "
+                "twice: call remove_mame first"
             )
+        inside = max((p for p in images if not p or path.startswith(p + ".")), key=len, default=None)
+        stats = LayerStats(path or type(module).__name__)
+        stats.prepare(device_of(module))
+        hooks.append((module, _MAME_HOOK, _MergeHook(shared, stats, None if inside is None else images[inside])))
     if not any(isinstance(hook, _MergeHook) for _, _, hook in hooks):
         raise ValueError(
             f"expected a model with diffusers self-attention, found none that can merge in {type(root).__name__}: "
             "cross-attention, temporal, linear, joint and added-key attention are left alone. Apply to a UNet such as "
             "pipe.unet"
         )
-    handle = MaMeHandle(root, shared, hooks)
-    remove_mame(root, processors=False)
-    handle.install()
-    return handle
+    return MaMeHandle(root, shared, hooks)
 
 
 def remove_mame(target: Any, processors: bool = True) -> None:
@@ -265,8 +266,10 @@ def remove_mame(target: Any, processors: bool = True) -> None:
         for name in _OURS:
             if _hook_on(module, name) is not None:
                 _registry(module).remove_hook(name, recurse=False)
-        if processors and isinstance(getattr(module, "processor", None), MaMeAttnProcessor):
-            module.processor = module.processor.inner or default_processor(module)
+        processor: Any = getattr(module, "processor", None)
+        if processors and isinstance(processor, MaMeAttnProcessor):
+            attn: Any = module
+            attn.processor = processor.inner or default_processor(attn)
 
 
 @contextmanager
@@ -292,6 +295,11 @@ def hooks_restored(target: Any) -> Iterator[None]:
                 _put(module, name, hook)
             elif _hook_on(module, name) is not None:
                 _registry(module).remove_hook(name, recurse=False)
+
+
+def has_hooks(target: Any) -> bool:
+    """Whether any merging hook is on `target`, active or not."""
+    return any(_hook_on(module, name) is not None for module in denoiser_of(target).modules() for name in _OURS)
 
 
 def denoiser_of(target: Any) -> nn.Module:
@@ -328,8 +336,8 @@ def _patch_size(module: nn.Module) -> int:
     """Image pixels per token side: 1 in a UNet's Transformer2DModel, the patch size in DiT and PixArt."""
     if type(module).__name__ in _UNET_TRANSFORMERS and not getattr(module, "is_input_patches", False):
         return 1
-    patch: Any = getattr(module, "patch_size", None)
-    return int(patch or module.config["patch_size"])
+    model: Any = module
+    return int(getattr(model, "patch_size", None) or model.config["patch_size"])
 
 
 def _put(module: nn.Module, name: str, hook: ModelHook) -> None:

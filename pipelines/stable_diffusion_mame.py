@@ -1,0 +1,179 @@
+"""StableDiffusionMaMePipeline: everything StableDiffusionPipeline has, with token merging as one of its settings.
+
+    pipe = StableDiffusionMaMePipeline.from_pretrained(model, tau=0.8)
+    image = pipe("a red key").images[0]
+    plain = pipe("a red key", tau=None).images[0]        # off for this call
+    print(pipe.mame.report())                            # of the latest call that merged
+
+Merging belongs to the pipeline, not to its UNet: it is on during the pipeline's calls only. A UNet that is shared through
+`from_pipe` gives bit-equal images in the other pipeline, which neither sees nor changes this one's settings. What was put
+on the UNet by `apply_mame` steps back during a merged call and is in force again after it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
+from diffusers.schedulers import KarrasDiffusionSchedulers
+from transformers import CLIPImageProcessor, CLIPTextModel, CLIPTokenizer, CLIPVisionModelWithProjection
+
+from mame_sd.config import MaMeConfig
+from mame_sd.hooks import MaMeHandle, build_handle, has_hooks, hooks_restored
+
+DEFAULT = "default"
+_UNSET: Any = "unset"
+
+
+class StableDiffusionMaMePipeline(StableDiffusionPipeline):
+    """Text-to-image with Stable Diffusion 1.x and 2.x, and MaMe + MaRe in its large self-attentions.
+
+    Args:
+        tau: similarity above which a token may merge. Lower merges more: faster, further from the unmerged image. None is
+            off (if `keep` is None too); "default" is what measurement chose.
+        keep: share of tokens to keep instead of a fixed `tau`.
+        mame_config: any further fields of MaMeConfig, as a dict or a MaMeConfig (`tau` and `keep` of it count where the
+            arguments leave them out).
+
+    All three are saved in model_index.json; `from_pretrained(folder, tau=0.9)` overrides what was saved. The other
+    arguments are those of StableDiffusionPipeline.
+
+    Raises:
+        ValueError: a setting is unknown or out of its range, or both tau and keep are given.
+    """
+
+    def __init__(
+        self,
+        vae: AutoencoderKL,
+        text_encoder: CLIPTextModel,
+        tokenizer: CLIPTokenizer,
+        unet: UNet2DConditionModel,
+        scheduler: KarrasDiffusionSchedulers,
+        safety_checker: StableDiffusionSafetyChecker,
+        feature_extractor: CLIPImageProcessor,
+        image_encoder: CLIPVisionModelWithProjection = None,
+        requires_safety_checker: bool = True,
+        tau: float | str | None = DEFAULT,
+        keep: float | None = None,
+        mame_config: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            vae=vae,
+            text_encoder=text_encoder,
+            tokenizer=tokenizer,
+            unet=unet,
+            scheduler=scheduler,
+            safety_checker=safety_checker,
+            feature_extractor=feature_extractor,
+            image_encoder=image_encoder,
+            requires_safety_checker=requires_safety_checker,
+        )
+        self._mame: MaMeHandle | None = None
+        self.set_mame(tau=tau, keep=keep, mame_config=mame_config)
+
+    @property
+    def tau(self) -> float | str | None:
+        """The threshold this pipeline merges with; None with `keep` or when off, "default" for the measured default."""
+        return self.config.tau
+
+    @property
+    def keep(self) -> float | None:
+        """The share of tokens this pipeline keeps; None with `tau` or when off."""
+        return self.config.keep
+
+    @property
+    def mame(self) -> MaMeHandle | None:
+        """Counters (`report`) and plans of the latest call that merged; None before one."""
+        return self._mame
+
+    @property
+    def mame_config(self) -> MaMeConfig | None:
+        """All settings that the next call merges with; None when merging is off."""
+        return _resolve(self.config.tau, self.config.keep, self.config.mame_config)
+
+    def set_mame(self, tau: Any = _UNSET, keep: Any = _UNSET, mame_config: Any = _UNSET) -> None:
+        """Changes settings for all further calls and for saving. Giving one of `tau` and `keep` replaces the other.
+
+        Raises:
+            ValueError: a setting is unknown or out of its range; nothing has changed then.
+        """
+        if isinstance(mame_config, MaMeConfig):
+            mame_config = mame_config.to_dict(given_only=True)
+        fields = dict((self.config.get("mame_config") if mame_config is _UNSET else mame_config) or {})
+        threshold = {name: fields.pop(name) for name in ("tau", "keep") if fields.get(name) is not None}
+        if tau in (_UNSET, DEFAULT) and keep in (_UNSET, None) and threshold:
+            tau, keep = threshold.get("tau"), threshold.get("keep")
+        tau, keep = self._choice(tau, keep)
+        _resolve(tau, keep, fields)
+        self.register_to_config(tau=tau, keep=keep, mame_config=fields or None)
+
+    def __call__(self, *args: Any, tau: Any = _UNSET, keep: Any = _UNSET, **kwargs: Any) -> Any:
+        """Generates images; takes and returns what StableDiffusionPipeline's call does.
+
+        Args:
+            tau: threshold for this call alone, also when it raises; None is off, "default" the measured default.
+            keep: share of tokens to keep for this call alone.
+
+        Raises:
+            ValueError: a setting is out of its range, or both tau and keep are given.
+        """
+        config = _resolve(*self._choice(tau, keep), self.config.mame_config)
+        if config is None:
+            return super().__call__(*args, **kwargs)
+        with self._merging(config):
+            return super().__call__(*args, **kwargs)
+
+    def _choice(self, tau: Any, keep: Any) -> tuple[Any, Any]:
+        """(tau, keep), where what is given replaces what the pipeline has."""
+        if tau is _UNSET and keep is _UNSET:
+            return self.config.get("tau", DEFAULT), self.config.get("keep")
+        tau, keep = (None if value is _UNSET else value for value in (tau, keep))
+        return (None if tau == DEFAULT and keep is not None else tau), keep
+
+    @contextmanager
+    def _merging(self, config: MaMeConfig) -> Iterator[None]:
+        """Merging with `config` during the block; afterwards the UNet behaves as before it.
+
+        The hooks stay on the UNet, inactive, so that a compiled UNet need not compile again for every call; but not
+        in the place of somebody else's.
+        """
+        if self._mame is None or self._mame.root is not self.unet:
+            self._mame = build_handle(self.unet, config)
+        handle = self._mame
+        foreign = not handle.installed and has_hooks(self.unet)
+        with hooks_restored(self.unet) if foreign else nullcontext():
+            handle.install()
+            handle.set(config)
+            handle.reset()
+            handle.active = True
+            try:
+                yield
+            finally:
+                handle.active = False
+
+
+def _resolve(tau: Any, keep: Any, fields: dict[str, Any] | None) -> MaMeConfig | None:
+    """The settings that (tau, keep, further fields) mean; None is off."""
+    if tau == DEFAULT:
+        return MaMeConfig.from_dict(fields or {})
+    if isinstance(tau, str):
+        raise ValueError(f"tau: expected a number, None (off) or {DEFAULT!r}, got {tau!r}")
+    config = MaMeConfig.from_dict({**(fields or {}), "tau": tau, "keep": keep})
+    return None if tau is None and keep is None else config
+
+
+def _signature() -> inspect.Signature:
+    """StableDiffusionPipeline's call with `tau` and `keep`, for help() and for callers that look arguments up."""
+    base = inspect.signature(StableDiffusionPipeline.__call__)
+    ours = inspect.signature(StableDiffusionMaMePipeline.__call__).parameters
+    own = [ours["tau"], ours["keep"]]
+    named = [p for p in base.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    rest = [p for p in base.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+    return base.replace(parameters=[*named, *own, *rest])
+
+
+StableDiffusionMaMePipeline.__call__.__signature__ = _signature()  # type: ignore[attr-defined]
