@@ -2,14 +2,53 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError
 from mame_sd.merge import MergePlan, plan_merge
 
+if TYPE_CHECKING:
+    from mame_sd.embedded_model import embedded_model_path
+    from mame_sd.hooks import MaMeHandle, apply_mame, mame, remove_mame
+    from mame_sd.processor import MaMeAttnProcessor
+    from mame_sd.report import MaMeReport, NothingMergedError
+
+# Names that need diffusers, whose import takes seconds: loaded on first use.
+_LAZY = {
+    "MaMeAttnProcessor": "mame_sd.processor",
+    "MaMeHandle": "mame_sd.hooks",
+    "MaMeReport": "mame_sd.report",
+    "NothingMergedError": "mame_sd.report",
+    "apply_mame": "mame_sd.hooks",
+    "embedded_model_path": "mame_sd.embedded_model",
+    "mame": "mame_sd.hooks",
+    "remove_mame": "mame_sd.hooks",
+}
+
 __all__ = [
+    "MaMeAttnProcessor",
     "MaMeConfig",
+    "MaMeHandle",
+    "MaMeReport",
     "MachineError",
     "MergePlan",
+    "NothingMergedError",
     "UserError",
+    "apply_mame",
+    "embedded_model_path",
+    "mame",
     "plan_merge",
+    "remove_mame",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
