@@ -167,8 +167,8 @@ class MaMeConfig:
         for name in values:
             if name not in names:
                 near = difflib.get_close_matches(str(name), names, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ";"
-                raise ValueError(f"unknown setting {name!r}{hint} Settings are: {', '.join(names)}")
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"unknown setting {name!r}{hint} (settings are {', '.join(names)})")
         return cls(**values)
 
     @classmethod
@@ -198,7 +198,7 @@ def _read_table(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"expected {path.suffix.lstrip('.') or 'json'}, but {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"expected an object of settings such as {{\"tau\": 0.8}}, got {values!r}")
+        raise ValueError(f'expected an object of settings such as {{"tau": 0.8}}, got {values!r}')
     return values
 
 

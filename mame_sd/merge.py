@@ -49,7 +49,14 @@ class MergePlan:
     """
 
     def __init__(
-        self, weights: Tensor, stay: Tensor, kept_rows: Tensor, pos: Positions, special: int, lead: torch.Size, paper: bool
+        self,
+        weights: Tensor,
+        stay: Tensor,
+        kept_rows: Tensor,
+        pos: Positions,
+        special: int,
+        lead: torch.Size,
+        paper: bool,
     ) -> None:
         # weights [B, T, m, n], stay bool [B, N] by position, kept_rows [r] or [B, r]: indices into `pos.src`.
         self._weights = weights
@@ -220,10 +227,7 @@ def _by_tau(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tensor, Tens
         total = excess.sum(-2)
         merges = total > 0
         weights = _settled_weights(excess, total, config.refine)
-    if pos.src_pad is not None:
-        shared = merges.all(0) & ~pos.src_pad
-    else:
-        shared = merges.all(0)
+    shared = merges.all(0) & ~pos.src_pad if pos.src_pad is not None else merges.all(0)
     weights = _masked(weights, ~shared)
     stay = ~shared.flatten().index_select(0, pos.src_real)  # [N]
     return weights, stay.expand(s.shape[0], -1), stay.nonzero().squeeze(-1)

@@ -209,7 +209,7 @@ def _column(s: Tensor, tau: float | Tensor, config: MaMeConfig) -> Tensor:
 
 def _by_rank(s: list[Tensor], merged: int, config: MaMeConfig) -> tuple[list[Tensor], set[int]]:
     """Columns of W_F and the preserved sources when `merged` sources are to merge: those most similar to any."""
-    best = [float(column.max()) for column in s]
+    best = [float(column.detach().max()) for column in s]
     order = sorted(range(len(s)), key=lambda j: (-best[j], j))
     columns = [torch.zeros_like(column) for column in s]
     if merged == 0:

@@ -1,0 +1,172 @@
+"""Settings: what presets decide, what is refused and in which words, and the ways in and out."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mame_sd.config import COMMON, PRESETS, MaMeConfig
+
+
+def test_nothing_given_is_the_measured_default() -> None:
+    config = MaMeConfig()
+    expected = {**COMMON, **PRESETS["default"]["neither"], **PRESETS["default"]["keep"]}
+    values = config.to_dict()
+    for name, value in expected.items():
+        assert values[name] == (list(value) if isinstance(value, tuple) else value), name
+    assert config.tau is None
+    assert config.preset == "default"
+    assert dict(config.given) == {}
+
+
+def test_a_given_tau_means_the_paper_with_settled_points() -> None:
+    config = MaMeConfig(tau=0.7)
+    assert (config.merge, config.batch, config.partition, config.tiles) == ("qkv", "shared", "grid", None)
+    assert config.keep is None
+    assert MaMeConfig(tau=0.7, merge="kv", tiles=16).merge == "kv"
+
+
+def test_plain_is_the_paper_and_fields_beside_it_override_it() -> None:
+    plain = MaMeConfig(preset="plain")
+    assert (plain.tau, plain.partition, plain.tiles, plain.merge) == (0.8, "alternating", None, "qkv")
+    assert (plain.variant, plain.refine, plain.batch, plain.min_tokens) == ("settled", True, "shared", 1024)
+    assert MaMeConfig(preset="plain", tau=0.6, partition="random").tau == 0.6
+    assert MaMeConfig(preset="plain", keep=0.5).batch == "per_sample"
+
+
+def test_variant_paper_takes_tau_and_qkv() -> None:
+    config = MaMeConfig(variant="paper")
+    assert (config.tau, config.merge, config.eps) == (0.8, "qkv", 1e-6)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tau": 0.8, "keep": 0.5}, r"tau or keep, got both \(tau=0.8, keep=0.5\)"),
+    ({"tau": 1.5}, "tau: .*from -1 to 1 for metric 'cosine', got 1.5"),
+    ({"tau": float("nan")}, "tau: expected a number, got nan"),
+    ({"tau": "high"}, "tau: expected a number, got 'high'"),
+    ({"tau": True}, "tau: expected a number"),
+    ({"tau": 0.1, "metric": "euclidean"}, "tau: .*'euclidean', got 0.1"),
+    ({"tau": -0.1, "metric": "softmax"}, "tau: .*from 0 to 1"),
+    ({"tau": float("inf"), "metric": "dot"}, "tau: expected a finite number"),
+    ({"keep": 0}, "keep: .*above 0 and at most 1, got 0"),
+    ({"keep": 1.01}, "keep: .*got 1.01"),
+    ({"keep": float("nan")}, "keep: expected a number"),
+    ({"partition": "spiral"}, "partition: expected one of alternating, .*got 'spiral'"),
+    ({"metric": "l1"}, "metric: expected one of cosine"),
+    ({"feature": "q"}, "feature: expected one of x, k"),
+    ({"variant": "ours"}, "variant: expected one of settled, paper"),
+    ({"batch": "each"}, "batch: expected one of"),
+    ({"merge": "q"}, "merge: expected one of qkv, kv"),
+    ({"preset": "fast"}, "preset: expected one of default, plain"),
+    ({"stride": (2,)}, r"stride: expected two whole numbers of at least 1, got \(2,\)"),
+    ({"stride": (0, 2)}, "stride: "),
+    ({"stride": (1, 1)}, "stride: .*leaves nothing to merge"),
+    ({"stride": 2}, "stride: expected two whole numbers"),
+    ({"size": (64, 1.5)}, "size: expected two whole numbers"),
+    ({"seed": -1}, "seed: expected a whole number of at least 0, got -1"),
+    ({"min_tokens": 0}, "min_tokens: expected a whole number of at least 1"),
+    ({"min_tokens": 2.0}, "min_tokens: .*got 2.0"),
+    ({"tiles": 1}, "tiles: expected a side of at least 2 tokens, or 0 for none, got 1"),
+    ({"eps": 0.0}, "eps: expected a finite number above 0"),
+    ({"refine": "yes"}, "refine: expected True or False, got 'yes'"),
+    ({"tau": 0.8, "batch": "per_sample"}, "batch: 'per_sample' needs keep"),
+    ({"keep": 0.5, "batch": "shared"}, "batch: 'shared' needs tau"),
+    ({"variant": "paper", "keep": 0.5}, "variant: 'paper' knows only tau"),
+    ({"variant": "paper", "merge": "kv"}, "variant: 'paper' knows only tau and merge='qkv'.*merge='kv'"),
+    ({"taw": 0.8}, "unknown setting 'taw'; did you mean 'tau'"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED, ids=[str(values) for values, _ in REFUSED])
+def test_refusals_name_the_field_what_was_expected_and_what_came(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MaMeConfig.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("metric", "tau"), [("cosine", -1), ("cosine", 1), ("dot", 17.0), ("dot", -3), ("euclidean", -2), ("softmax", 0)]
+)
+def test_the_range_of_tau_follows_the_metric(metric: Any, tau: float) -> None:
+    assert MaMeConfig(metric=metric, tau=tau).tau == tau
+
+
+def test_replace_lets_the_preset_decide_again() -> None:
+    config = MaMeConfig(tau=0.8, seed=3)
+    kept = config.replace(keep=0.5)
+    assert (kept.tau, kept.keep, kept.merge, kept.batch, kept.tiles, kept.seed) == (None, 0.5, "kv", "per_sample", 8, 3)
+    assert kept.replace(tau=0.8) == config
+    assert config.replace(tau=None) == MaMeConfig(seed=3)
+    assert MaMeConfig(keep=0.5, batch="per_sample").replace(tau=0.9).batch == "shared"
+    assert config.replace(tau=0.9).tau == 0.9
+    assert config.tau == 0.8
+    with pytest.raises(ValueError, match="got both"):
+        config.replace(tau=0.5, keep=0.5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MaMeConfig(),
+        MaMeConfig(tau=0.8),
+        MaMeConfig(keep=0.5, tiles=0),
+        MaMeConfig(preset="plain", stride=(3, 2), size=(64, 48)),
+        MaMeConfig(variant="paper", eps=1e-4),
+    ],
+)
+def test_dictionaries_bring_back_an_equal_config(config: MaMeConfig) -> None:
+    assert MaMeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    given = MaMeConfig.from_dict(json.loads(json.dumps(config.to_dict(given_only=True))))
+    assert given == config
+    assert given.given == config.given
+    for twin in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert twin == config
+        assert twin.given == config.given
+        assert hash(twin) == hash(config)
+
+
+def test_a_config_is_frozen_and_hashable() -> None:
+    config = MaMeConfig(tau=0.8, stride=[2, 3])  # type: ignore[arg-type]
+    assert config.stride == (2, 3)
+    assert {config: 1}[MaMeConfig(tau=0.8, stride=(2, 3))] == 1
+    with pytest.raises(FrozenInstanceError):
+        config.tau = 0.9  # type: ignore[misc]
+
+
+def test_every_field_has_help() -> None:
+    for f in fields(MaMeConfig):
+        assert f.metadata["help"].strip(), f.name
+
+
+def test_files_hold_given_fields(tmp_path: Path) -> None:
+    toml, jsons = tmp_path / "a.toml", tmp_path / "a.json"
+    toml.write_text('tau = 0.7\nstride = [3, 3]\npartition = "grid"\n')
+    jsons.write_text('{"tau": 0.7, "stride": [3, 3], "partition": "grid"}')
+    expected = MaMeConfig(tau=0.7, stride=(3, 3), partition="grid")
+    for path in (toml, jsons):
+        assert MaMeConfig.from_file(path) == expected
+        assert MaMeConfig.from_file(str(path)).given == expected.given
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b'{"tau": ', "expected json, but"),
+        ("a.toml", b"tau = = 1", "expected toml, but"),
+        ("a.json", b"[0.8]", "expected an object of settings"),
+        ("a.json", b"\xff\xfe\x00", "can be read"),
+        ("a.json", None, "can be read"),
+        ("a.json", b'{"tau": 7}', "a.json: tau: expected"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        MaMeConfig.from_file(tmp_path / name)
+    assert str(tmp_path / name) in str(caught.value)
