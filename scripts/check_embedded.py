@@ -104,7 +104,7 @@ def first_level_kept(samples: list[dict]) -> float:
     """Mean share of the first level's tokens (keys, with merge=kv) that attention still sees."""
     shares = []
     for sample in samples:
-        level = max(sample["tokens"], key=lambda row: row["tokens_in"])
+        level = max(sample["levels"], key=lambda row: row["tokens_in"])
         shares.append(level["tokens_kept"] / level["tokens_in"])
     return float(np.mean(shares))
 
