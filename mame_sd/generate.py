@@ -254,8 +254,6 @@ def _make(
     on_progress: Callable[[int, int], None],
 ) -> int:
     """Compute `batches`, write the images that are not `done`, and return how many were written."""
-    from mame_sd.report import NothingMergedError
-
     total = sum(job.name not in done for batch in batches for job in batch)
     handle = None if config is None or not batches else merge_in(model, config)
     made = 0
@@ -267,12 +265,7 @@ def _make(
             start = time.perf_counter()
             images = sample(model, settings, batch)
             seconds = (time.perf_counter() - start) / len(batch)
-            try:
-                levels = [] if handle is None else [asdict(level) for level in handle.report().levels()]
-            except NothingMergedError as error:
-                raise UserError(
-                    " ".join(str(error).split()) + " (--min-tokens, --height, --width, --baseline)"
-                ) from None
+            levels = [] if handle is None else levels_of(handle)
             for job, image in zip(batch, images, strict=True):
                 if job.name not in done:
                     size = {"width": image.width, "height": image.height}
@@ -294,6 +287,16 @@ def merge_in(model: LoadedModel, config: MaMeConfig) -> MaMeHandle:
         return apply_mame(model.pipe, config)
     except (TypeError, ValueError) as error:
         raise UserError(f"--model {model.identity['name']}: {error}; choose another model, or --baseline") from error
+
+
+def levels_of(handle: MaMeHandle) -> list[dict[str, Any]]:
+    """Tokens in and kept per level since the last reset. Raises UserError when nothing could merge."""
+    from mame_sd.report import NothingMergedError
+
+    try:
+        return [asdict(level) for level in handle.report().levels()]
+    except NothingMergedError as error:
+        raise UserError(" ".join(str(error).split()) + " (--min-tokens, --height and --width, --baseline)") from None
 
 
 def to_png(image: Image.Image, job: Job, described: dict[str, Any]) -> bytes:

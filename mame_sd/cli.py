@@ -1,0 +1,245 @@
+"""The command line, ``mame-sd``: thin commands over `generate`, `compare`, `show_merge` and `doctor`.
+
+torch and diffusers are imported inside the commands, after cheap checks, so that help and usage errors come at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mame_sd.cli_errors import exit_status
+from mame_sd.cli_options import FieldOptions, MergingOptions, ModelOptions, OptionalMerging, SamplingOptions, takes
+from mame_sd.config import MaMeConfig
+from mame_sd.errors import MachineError, UserError
+
+if TYPE_CHECKING:
+    from mame_sd.models import ModelChoice
+
+app = typer.Typer(
+    help="Faster diffusion without training: merge tokens before self-attention (MaMe), restore them after it (MaRe).",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=False,
+)
+MODEL = FieldOptions(ModelOptions, "Model")
+SAMPLING = FieldOptions(SamplingOptions, "Sampling")
+ONE_IMAGE = FieldOptions(SamplingOptions, "Sampling", without=("batch_size", "images_per_prompt"))
+PromptArgument = Annotated[str, typer.Argument(help="What to paint.", metavar="PROMPT", show_default=False)]
+
+
+@app.command("generate")
+@takes(model=MODEL, sampling=SAMPLING, merging=OptionalMerging())
+def generate_command(
+    *,
+    out: Annotated[
+        Path, typer.Option(help="Run folder: new, empty, or begun by the same command.", metavar="DIR")
+    ] = Path("out/generate"),
+    prompts: Annotated[
+        str | None, typer.Option(help="Prompt file: .txt, .csv, .tsv, .jsonl, or demo.", metavar="FILE")
+    ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A prompt. Repeatable, also beside --prompts.", metavar="TEXT")
+    ] = None,
+    num: Annotated[int | None, typer.Option(help="Take the first NUM prompts only.", metavar="NUM")] = None,
+    model: ModelOptions,
+    sampling: SamplingOptions,
+    merging: MaMeConfig | None,
+) -> None:
+    """Generate images from prompts, with merging on. Run again to continue; launch with accelerate to share out."""
+    from mame_sd.generate import GenerateSettings, generate
+    from mame_sd.models import load_model
+    from mame_sd.run_folder import RunFolder
+    from mame_sd.shards import joined, shard_of_environment
+
+    settings = GenerateSettings(**asdict(sampling))
+    chosen = _prompts(prompts, prompt or [], num)
+    RunFolder(out).check()
+    shard = shard_of_environment()
+    loaded = load_model(_choice(model, shard.local_rank))
+    with joined(shard), _progress("images", shard.is_main) as on_progress:
+        summary = generate(loaded, chosen, settings, merging, out, shard=shard, on_progress=on_progress, on_note=_note)
+    if shard.is_main:
+        seconds = summary.seconds_per_image
+        print(f"{summary.images} images in {out}" + (f", {seconds:.2f} s per image" if seconds is not None else ""))
+        _print_levels(summary.levels, merging)
+
+
+@app.command("compare")
+@takes(model=MODEL, sampling=ONE_IMAGE, merging=MergingOptions(without=("tau", "keep")))
+def compare_command(
+    *,
+    prompt: PromptArgument,
+    tau: Annotated[
+        str | None, typer.Option(help="Taus to show, with commas between. 0.6,0.7,0.8,0.9 without --keep.")
+    ] = None,
+    keep: Annotated[str | None, typer.Option(help="Shares to keep to show, with commas between.")] = None,
+    out: Annotated[Path, typer.Option(help="The sheet, a .png file.", metavar="FILE")] = Path("compare.png"),
+    model: ModelOptions,
+    sampling: SamplingOptions,
+    merging: MaMeConfig,
+) -> None:
+    """Write one labelled sheet: the baseline, then each tau, with seconds and tokens kept."""
+    from mame_sd.compare import compare, compare_sheet, variants_of
+    from mame_sd.generate import GenerateSettings
+    from mame_sd.models import load_model
+    from mame_sd.sheet import check_sheet_path, write_sheet
+
+    settings = GenerateSettings(**asdict(sampling))
+    taus = _numbers("--tau", tau if tau or keep else "0.6,0.7,0.8,0.9")
+    variants = variants_of(merging, taus, _numbers("--keep", keep))
+    check_sheet_path(out)
+    loaded = load_model(_choice(model))
+    with _progress("images") as on_progress:
+        panels = compare(loaded, prompt, settings, variants, on_progress)
+    about = [{"label": p.label, "seconds": p.seconds, "levels": p.levels} for p in panels]
+    write_sheet(out, compare_sheet(prompt, panels), {"prompt": prompt, "model": loaded.identity, "panels": about})
+    for panel in panels:
+        print("  ".join(panel.lines(panels[0])))
+    print(out)
+
+
+@app.command("show-merge")
+@takes(model=MODEL, sampling=ONE_IMAGE, merging=MergingOptions())
+def show_merge_command(
+    *,
+    prompt: PromptArgument,
+    step: Annotated[int, typer.Option(help="Denoising step to draw, from 1.")] = 1,
+    level: Annotated[int, typer.Option(help="Attention level to draw; 0 has the most tokens.")] = 0,
+    layer: Annotated[str | None, typer.Option(help="A layer's name, or a part of it, instead of --level.")] = None,
+    out: Annotated[Path, typer.Option(help="The drawing, a .png file.", metavar="FILE")] = Path("show-merge.png"),
+    model: ModelOptions,
+    sampling: SamplingOptions,
+    merging: MaMeConfig,
+) -> None:
+    """Draw which tokens were merged into which, over the image, for one level and step."""
+    from mame_sd.generate import GenerateSettings
+    from mame_sd.models import load_model
+    from mame_sd.sheet import check_sheet_path, write_sheet
+    from mame_sd.show_merge import capture_merge, draw_merge
+
+    settings = GenerateSettings(**asdict(sampling))
+    check_sheet_path(out)
+    loaded = load_model(_choice(model))
+    found = capture_merge(loaded, prompt, settings, merging, step, level, layer)
+    about = {"prompt": prompt, "model": loaded.identity, "mame": merging.to_dict(), "layer": found.layer, "step": step}
+    write_sheet(out, draw_merge(found, prompt), about)
+    print(f"{found.layer}, step {step}: {found.tokens_kept} of {found.owners.size} tokens kept")
+    print(out)
+
+
+@app.command("sheet")
+def sheet_command(
+    folders: Annotated[
+        list[Path], typer.Argument(help="Run folders, such as a baseline and a merged one.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(help="The sheet, a .png file.", metavar="FILE")] = Path("sheet.png"),
+    num: Annotated[int, typer.Option(help="Show the first NUM images.", metavar="NUM")] = 12,
+) -> None:
+    """Write one sheet of finished runs side by side, a row for each image."""
+    from mame_sd.compare import folders_sheet
+    from mame_sd.sheet import check_sheet_path, write_sheet
+
+    if num < 1:
+        raise UserError(f"--num: expected at least 1, got {num}; raise it")
+    check_sheet_path(out)
+    write_sheet(out, folders_sheet(folders, num), {"folders": [folder.name for folder in folders]})
+    print(out)
+
+
+@app.command("doctor")
+@takes(model=MODEL)
+def doctor_command(*, model: ModelOptions) -> None:
+    """Say what this machine can do: versions, device, fused attention, the model, and what would fail."""
+    from mame_sd.doctor import examine
+
+    checks = examine(_choice(model))
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        print(f"{check.state:<4}  {check.name:<{width}}  {check.detail}")
+    failed = [check.name for check in checks if check.state == "fail"]
+    if failed:
+        raise MachineError(f"expected every check to pass, failed: {', '.join(failed)}; the lines above say what to do")
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit status; every failure has become one line on stderr."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its import-time notices are not about our users' input
+    return exit_status(
+        lambda: app(list(sys.argv[1:] if arguments is None else arguments), "mame-sd", standalone_mode=False)
+    )
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run())
+
+
+def _choice(model: ModelOptions, local_rank: int = 0) -> ModelChoice:
+    from mame_sd.models import ModelChoice, check_scheduler
+
+    check_scheduler(model.scheduler)
+    fields: dict[str, Any] = {name: value for name, value in vars(model).items() if name != "lora"}
+    return ModelChoice(**fields, loras=tuple(model.lora), local_rank=local_rank)
+
+
+def _prompts(file: str | None, texts: Sequence[str], num: int | None) -> Any:
+    from mame_sd.prompt_files import load_prompts, prompts_from_texts
+
+    if num is not None and num < 1:
+        raise UserError(f"--num: expected at least 1, got {num}; raise it, or leave it out for all")
+    if file is None and not texts:
+        raise UserError("expected prompts, got none; give --prompts FILE (or demo), or --prompt TEXT")
+    return ([] if file is None else load_prompts(file) + prompts_from_texts(texts) if texts else load_prompts(file))[
+        :num
+    ]
+
+
+def _numbers(flag: str, text: str | None) -> list[float]:
+    """`"0.6,0.7"` as numbers; none for None."""
+    try:
+        return [float(part) for part in text.split(",")] if text else []
+    except ValueError:
+        raise UserError(
+            f"{flag}: expected numbers with commas between, such as 0.6,0.8, got {text!r}; correct it"
+        ) from None
+
+
+@contextmanager
+def _progress(unit: str, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr with images per second and time left; gives a callback for (done, total)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True) as bar:
+        task = bar.add_task(unit, total=None, rate="")
+
+        def update(done: int, total: int) -> None:
+            elapsed = bar.tasks[0].elapsed or 0.0
+            rate = f"{done / elapsed:.2f} {unit}/s" if done and elapsed else ""
+            bar.update(task, completed=done, total=total, rate=rate)
+
+        yield update
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
+def _print_levels(levels: Sequence[dict[str, Any]], merging: MaMeConfig | None) -> None:
+    what = "keys" if merging is not None and merging.merge == "kv" else "tokens"
+    for level in levels:
+        kept, count = level["tokens_kept"], level["tokens_in"]
+        print(f"level {level['level']}: {kept:.0f} of {count:.0f} {what} kept ({kept / count:.0%})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The edge of the command line: every failure becomes one line on stderr and an exit status.
+
+0 done, 2 bad input (`UserError`, usage), 1 the machine (`MachineError`, memory, a bug), 130 Ctrl-C.
+Set MAME_SD_TRACEBACK=1 to see where an error came from.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+from mame_sd.errors import MachineError, UserError
+
+USAGE, MACHINE, INTERRUPTED = 2, 1, 130
+_MEMORY_MESSAGES = ("not enough memory", "can't allocate memory", "out of memory")
+
+
+def exit_status(command: Callable[[], object]) -> int:
+    """Run `command` and report how it failed, if it did. Returns the exit status."""
+    try:
+        status = command()
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except SystemExit as error:
+        status = error.code
+    except BaseException as error:
+        if os.environ.get("MAME_SD_TRACEBACK"):
+            traceback.print_exc()
+        status, message = describe(error)
+        _say(f"error: {message}")
+    if status == INTERRUPTED:
+        _say("interrupted; finished images are kept, and the same command continues")
+    return status if isinstance(status, int) else 0 if status is None else MACHINE
+
+
+def describe(error: BaseException) -> tuple[int, str]:
+    """Exit status of an error and what to say of it."""
+    if isinstance(error, UserError):
+        return USAGE, str(error)
+    if isinstance(error, MachineError):
+        return MACHINE, str(error)
+    format_message = getattr(error, "format_message", None)
+    if format_message is not None and hasattr(error, "exit_code"):  # typer's and click's usage errors
+        return USAGE, _usage_message(error, format_message())
+    if _is_out_of_memory(error):
+        return MACHINE, (
+            f"expected enough memory, got: {_one_line(error)}; lower --batch-size, --height and --width, or use --dtype float16"
+        )
+    if isinstance(error, BrokenPipeError):
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (nothing reads it any more)
+        return MACHINE, "expected somebody to read the output, but the pipe was closed; nothing else is wrong"
+    if isinstance(error, OSError):
+        return (
+            MACHINE,
+            f"expected the machine to read and write files, got: {_one_line(error)}; see to that and run it again",
+        )
+    return MACHINE, (
+        f"unexpected {type(error).__name__}: {_one_line(error)}; this is a bug, MAME_SD_TRACEBACK=1 shows where it is"
+    )
+
+
+def _usage_message(error: BaseException, message: str) -> str:
+    context = getattr(error, "ctx", None)
+    path = getattr(context, "command_path", None) or "mame-sd"
+    if not message.strip() or "\n" in message.strip():  # a whole help text
+        message = "expected a command, got none"
+    return f"{message.strip().rstrip('.')}; {path} --help shows what can be given"
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _MEMORY_MESSAGES)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _say(message: str) -> None:
+    """One line on stderr: line ends and control characters in a message (file names, prompts) are escaped."""
+    line = " ".join(message.split("\n"))
+    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
+    sys.stdout.flush() if not sys.stdout.closed else None
+    print(
+        line.encode(sys.stderr.encoding or "utf-8", "backslashreplace").decode(sys.stderr.encoding or "utf-8"),
+        file=sys.stderr,
+    )
