@@ -197,9 +197,8 @@ def _prompts(file: str | None, texts: Sequence[str], num: int | None) -> Any:
         raise UserError(f"--num: expected at least 1, got {num}; raise it, or leave it out for all")
     if file is None and not texts:
         raise UserError("expected prompts, got none; give --prompts FILE (or demo), or --prompt TEXT")
-    return ([] if file is None else load_prompts(file) + prompts_from_texts(texts) if texts else load_prompts(file))[
-        :num
-    ]
+    chosen = [] if file is None else load_prompts(file)
+    return [*chosen, *prompts_from_texts(texts)][:num]
 
 
 def _numbers(flag: str, text: str | None) -> list[float]:
@@ -219,7 +218,8 @@ def _progress(unit: str, shown: bool = True) -> Iterator[Callable[[int, int], No
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as bar:
         task = bar.add_task(unit, total=None, rate="")
 
         def update(done: int, total: int) -> None:

@@ -222,7 +222,8 @@ def _loading(name: str) -> Iterator[None]:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, its type where there is none, without a full stop."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300].rstrip(".")
+    line = lines[0] if lines else type(error).__name__
+    return (line if len(line) <= 200 else line[:197] + "...").rstrip(".")
 
 
 def _be_quiet() -> None:
@@ -245,9 +246,10 @@ def _download(choice: ModelChoice) -> Path:
             choice.model, variant=choice.variant, revision=choice.revision, local_files_only=choice.offline
         )
     except Exception as error:  # offline, unknown id, gated, no such revision: all mean that it can't be had
+        reason = first_line(error).partition(" (")[0]
         raise UserError(
-            f"--model {choice.model}: expected a model of the hub that can be reached or is cached, but "
-            f"{first_line(error)}; check the name and the network, or give a folder"
+            f"--model {choice.model}: expected a folder, a .safetensors file, or a model of the hub that can be reached "
+            f"or is cached, but {reason}; check the name and the network, or give a folder"
         ) from error
     return Path(folder)
 
@@ -263,9 +265,7 @@ def _load_folder(folder: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
     kind = getattr(diffusers, str(name), None)
     if kind is None:
         raise UserError(f"--model {folder}: expected a pipeline class of diffusers, got {name!r}; convert the model")
-    return kind.from_pretrained(
-        str(folder), dtype=dtype, variant=choice.variant, local_files_only=choice.offline
-    )
+    return kind.from_pretrained(str(folder), dtype=dtype, variant=choice.variant, local_files_only=choice.offline)
 
 
 def _load_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
