@@ -114,7 +114,7 @@ def test_set_mame_lasts() -> None:
         ({"tau": float("nan")}, "tau: expected"),
         ({"tau": "often"}, "'often'"),
         ({"tau": 0.5, "keep": 0.5}, "expected tau or keep"),
-        ({"keep": 0}, "keep: expected"),
+        ({"tau": None, "keep": 0}, "keep: expected"),
     ],
     ids=["range", "nan", "word", "both", "keep"],
 )
