@@ -5,7 +5,9 @@ READY := .venv/.ready
 OUT ?= out/demo
 
 demo: $(READY)  ## set up, then generate the demo prompts with and without merging, side by side
-	$(BIN)/python scripts/demo.py --out $(OUT)
+	$(BIN)/mame-sd generate --prompts prompts/demo.txt --baseline --out $(OUT)/baseline
+	$(BIN)/mame-sd generate --prompts prompts/demo.txt --out $(OUT)/merged
+	$(BIN)/mame-sd sheet $(OUT)/baseline $(OUT)/merged --out $(OUT)/sheet.png
 
 test: check  ## set up, lint, type-check and run every test
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
