@@ -28,28 +28,24 @@ class LayerStats:
     With merge "kv" the tokens kept are keys. `last_reason` is None when the latest call could merge.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, device: torch.device | None = None) -> None:
         self.name = name
         self.capture = False
-        self.plan: MergePlan | None = None
-        self.reset()
+        self.compiled: Tensor | None = None  # [3] int64: calls, tokens in, tokens kept; None: not counted there
+        self.reset(device)
 
-    def reset(self) -> None:
-        """Back to zero calls; a captured plan is dropped too."""
+    def reset(self, device: torch.device | None = None) -> None:
+        """Back to zero calls; a captured plan is dropped too. `device` is where compiled regions are to count."""
         self.calls = self.tokens_in = self.tokens_kept = 0
-        self.compiled = getattr(
-            self, "compiled", None
-        )  # [3] int64: calls, tokens in, tokens kept; None before use
-        if self.compiled is not None:
-            self.compiled = torch.zeros_like(self.compiled)
+        if self.compiled is not None and device in (None, self.compiled.device):
+            self.compiled.zero_()
+        elif device is not None:
+            with torch.inference_mode(False):  # counted in place, in and out of inference mode
+                self.compiled = torch.zeros(3, dtype=torch.int64, device=device)
         self.size: tuple[int, int] | None = None
         self.last_reason: str | None = NEVER_CALLED
         self.note = ""
-        self.plan = None
-
-    def prepare(self, device: torch.device) -> None:
-        """Makes the tensor that compiled regions count in, on `device`; called before anything compiles."""
-        self.compiled = torch.zeros(3, dtype=torch.int64, device=device)
+        self.plan: MergePlan | None = None
 
     def skipped(self, reason: str, tokens: int) -> None:
         """A call passed through untouched, because of `reason`."""

@@ -14,6 +14,7 @@ from diffusers import (
     UNetMotionModel,
     UNetSpatioTemporalConditionModel,
 )
+from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0, FusedAttnProcessor2_0
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, remove_mame
@@ -481,3 +482,32 @@ def test_compiled_calls_are_counted_without_recompiling(fields: dict[str, Any]) 
     (layer,) = handle.report().layers
     assert layer.calls == 5
     assert layer.tokens_in == 64
+
+
+def test_hooks_of_others_stay_in_force() -> None:
+    class Negate(ModelHook):
+        def new_forward(self, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return -self.fn_ref.original_forward(*args, **kwargs)
+
+    attn, x = attention(), tokens()
+    before = attn(x)
+    registry = HookRegistry.check_if_exists_or_initialize(attn)
+    registry.register_hook(Negate(), "below")
+    apply_mame(attn, tau=0.3, min_tokens=1)
+    hooked = attn(x)
+    registry.register_hook(Negate(), "above")
+    assert torch.equal(attn(x), -hooked)
+    remove_mame(attn)
+    assert torch.equal(attn(x), before)
+    registry.remove_hook("above")
+    assert torch.equal(attn(x), -before)
+
+
+def test_works_in_inference_mode_and_out_of_it() -> None:
+    unet = unet_of()
+    with torch.inference_mode():
+        handle = apply_mame(unet, **MERGING)
+        inside = run_unet(unet)
+        handle.reset()
+    assert torch.equal(run_unet(unet), inside)
+    handle.reset()
