@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from diffusers.models import attention_processor as processors
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
@@ -24,12 +23,15 @@ Call = Callable[[Tensor, Tensor | None], Tensor]
 
 # Processors whose forward takes keys and values from encoder_hidden_states when they are given. Others may ignore them
 # (PAG) or take their presence for cross-attention (prompt-to-prompt), so merge="kv" leaves those layers alone.
-_KV_PROCESSORS = tuple(
-    getattr(processors, name)
-    for name in ("AttnProcessor", "AttnProcessor2_0", "SlicedAttnProcessor", "XFormersAttnProcessor")
-    + ("AttnProcessorNPU", "XLAFlashAttnProcessor2_0")
-    if hasattr(processors, name)
+_KV_NAMES = (
+    "AttnProcessor",
+    "AttnProcessor2_0",
+    "AttnProcessorNPU",
+    "SlicedAttnProcessor",
+    "XFormersAttnProcessor",
+    "XLAFlashAttnProcessor2_0",
 )
+_KV_PROCESSORS = tuple(getattr(processors, name) for name in _KV_NAMES if hasattr(processors, name))
 _ROTARY = ("image_rotary_emb", "query_rotary_emb", "key_rotary_emb", "rotary_emb")
 NO_SIZE = "height and width unknown: merged with partition 'alternating' and without tiles; give size=(h, w)"
 
@@ -84,9 +86,7 @@ def skip_reason(
         return "rotary positions"
     if hidden_states.shape[1] < config.min_tokens:
         return f"fewer than min_tokens={config.min_tokens}"
-    if config.merge == "kv" and not isinstance(
-        processor, (*_KV_PROCESSORS, processors.FusedAttnProcessor2_0)
-    ):
+    if config.merge == "kv" and not isinstance(processor, (*_KV_PROCESSORS, processors.FusedAttnProcessor2_0)):
         return f"merge='kv' needs a diffusers default processor, {type(processor).__name__} is installed"
     return None
 

@@ -35,9 +35,7 @@ def make_config(config: MaMeConfig | None, fields: dict[str, Any]) -> MaMeConfig
     if config is None:
         return MaMeConfig.from_dict(fields)
     if not isinstance(config, MaMeConfig):
-        raise TypeError(
-            f"config: expected a MaMeConfig, got {config!r}; write MaMeConfig(tau=0.8) or tau=0.8"
-        )
+        raise TypeError(f"config: expected a MaMeConfig, got {config!r}; write MaMeConfig(tau=0.8) or tau=0.8")
     return config.replace(**fields) if fields else config
 
 
@@ -64,9 +62,7 @@ class MaMeAttnProcessor:
         inner: Any = None,
         **fields: Any,
     ) -> None:
-        given = {
-            name: value for name, value in {"tau": tau, "keep": keep, **fields}.items() if value is not None
-        }
+        given = {name: value for name, value in {"tau": tau, "keep": keep, **fields}.items() if value is not None}
         self.config = make_config(config, given)
         self.inner = inner
         self._stats: dict[Attention, LayerStats] = {}
@@ -114,9 +110,7 @@ class MaMeAttnProcessor:
             )
             return output
 
-        reason = skip_reason(
-            attn, hidden_states, encoder_hidden_states, attention_mask, extra, self.config, inner
-        )
+        reason = skip_reason(attn, hidden_states, encoder_hidden_states, attention_mask, extra, self.config, inner)
         if reason is not None:
             if reason != "cross-attention" and hidden_states.dim() == 3:
                 self._stats_of(attn).skipped(reason, hidden_states.shape[1])

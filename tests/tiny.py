@@ -112,9 +112,7 @@ def tiny_text_encoder(tokenizer: CLIPTokenizer, seed: int = 2) -> CLIPTextModel:
 def tiny_scheduler(name: str = "ddim") -> Any:
     """One of `SCHEDULERS` with Stable Diffusion's noise schedule."""
     extra = {"clip_sample": False, "set_alpha_to_one": False} if name == "ddim" else {}
-    return SCHEDULERS[name](
-        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1, **extra
-    )
+    return SCHEDULERS[name](beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1, **extra)
 
 
 def tiny_components(scheduler: str = "ddim", **unet: Any) -> dict[str, Any]:
