@@ -11,9 +11,9 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline
 from mame_sd.pipelines import StableDiffusionMaMePipeline
-from safetensors.torch import save_file
 
 from mame_sd import MaMeConfig, apply_mame, remove_mame
+from tests.single_file import save_single_file
 from tests.tiny import SCHEDULERS, generate, run_unet, tiny_components, tiny_pipeline
 
 FIELDS = {"min_tokens": 40}
@@ -156,21 +156,23 @@ def test_loads_a_folder_of_the_base_pipeline(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_from_single_file(tmp_path: Path) -> None:
-    # The components are given, so that only the pipeline's own part of from_single_file runs.
-    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
-    tiny_pipeline().save_pretrained(tmp_path / "config")
-    parts = {name: part for name, part in tiny_components().items() if not isinstance(part, bool)}
+    base = tiny_pipeline()
+    base.save_pretrained(tmp_path / "config")
     pipe = quiet(
         StableDiffusionMaMePipeline.from_single_file(
-            str(tmp_path / "model.safetensors"),
+            str(save_single_file(base, tmp_path / "model.safetensors")),
             config=str(tmp_path / "config"),
             local_files_only=True,
             tau=0.2,
             mame_config=FIELDS,
-            **parts,
+            text_encoder=base.text_encoder,  # UNet and VAE come out of the file
+            tokenizer=base.tokenizer,
+            scheduler=base.scheduler,
+            safety_checker=None,
         )
     )
     assert type(pipe) is StableDiffusionMaMePipeline
+    assert pipe.unet is not base.unet
     assert torch.equal(generate(pipe), generate(mame_pipeline()))
 
 

@@ -1,0 +1,79 @@
+"""A tiny pipeline's UNet and VAE as one file in the original Stable Diffusion layout, for `from_single_file`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+RESNET = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
+UNET_ENDS = {
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "conv_in": "input_blocks.0.0",
+    "conv_norm_out": "out.0",
+    "conv_out": "out.2",
+}
+VAE_ATTENTION = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
+
+
+def unet_key(key: str, layers: int) -> str:
+    """The original layout's name of a UNet2DConditionModel weight; `layers` is layers_per_block."""
+    for ours, theirs in UNET_ENDS.items():
+        if key.startswith(ours + "."):
+            return theirs + key[len(ours) :]
+    match = re.match(
+        r"(down|mid|up)_blocks?\.(?:(\d+)\.)?(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.*)", key
+    )
+    assert match, key
+    side, level, kind, index, rest = match[1], int(match[2] or 0), match[3], int(match[4]), match[5]
+    if kind == "resnets":
+        name, _, end = rest.partition(".")
+        rest = f"{RESNET[name]}.{end}"
+    slot = {"resnets": "0", "attentions": "1", "downsamplers": "0", "upsamplers": "2"}[kind]
+    if side == "mid":
+        return f"middle_block.{1 if kind == 'attentions' else 2 * index}.{rest}"
+    if kind == "downsamplers":
+        return f"input_blocks.{(level + 1) * (layers + 1)}.0.op.{rest.removeprefix('conv.')}"
+    if kind == "upsamplers":
+        return f"output_blocks.{level * (layers + 1) + layers}.{slot}.{rest}"
+    if side == "down":
+        return f"input_blocks.{level * (layers + 1) + index + 1}.{slot}.{rest}"
+    return f"output_blocks.{level * (layers + 1) + index}.{slot}.{rest}"
+
+
+def vae_key(key: str, levels: int) -> str:
+    """The original layout's name of an AutoencoderKL weight."""
+    key = key.replace("conv_norm_out", "norm_out").replace("conv_shortcut", "nin_shortcut")
+    key = re.sub(r"down_blocks\.(\d+)\.", r"down.\1.", key)
+    key = re.sub(r"up_blocks\.(\d+)\.", lambda m: f"up.{levels - 1 - int(m[1])}.", key)
+    key = re.sub(r"mid_block\.resnets\.(\d)", lambda m: f"mid.block_{int(m[1]) + 1}", key)
+    key = key.replace("mid_block.attentions.0", "mid.attn_1").replace("downsamplers.0", "downsample")
+    key = key.replace("upsamplers.0", "upsample").replace("resnets.", "block.")
+    for ours, theirs in VAE_ATTENTION.items():
+        key = key.replace(f"attn_1.{ours}.", f"attn_1.{theirs}.")
+    return key
+
+
+def save_single_file(pipe: Any, path: Path) -> Path:
+    """Writes UNet and VAE of `pipe` into one .safetensors file in the original layout; returns its path."""
+    layers, levels = pipe.unet.config.layers_per_block, len(pipe.vae.config.block_out_channels)
+    weights: dict[str, torch.Tensor] = {}
+    for key, value in pipe.unet.state_dict().items():
+        weights["model.diffusion_model." + unet_key(key, layers)] = value
+    for key, value in pipe.vae.state_dict().items():
+        name = vae_key(key, levels)
+        square = "attn_1" in name and value.dim() == 2
+        weights["first_stage_model." + name] = value[:, :, None, None] if square else value
+    save_file({name: value.contiguous() for name, value in weights.items()}, path)
+    return path
