@@ -94,7 +94,7 @@ class MergePlan:
         pos = self.positions
         with _no_autocast(t):
             body = t[:, self.special :]
-            dst, src = _blocks(body, pos.dst_slots, pos.blocks), _blocks(body, pos.src_slots, pos.blocks)
+            dst, src = _blocks(body, pos.dst_slots), _blocks(body, pos.src_slots)
             fused = self._fuse(dst, src).reshape(t.shape[0], pos.blocks * pos.m, t.shape[2])
             parts = [self._real_dst(fused), _rows(body, self._kept_positions())]
             if self.special:
@@ -132,7 +132,7 @@ class MergePlan:
         if pos.N:
             best = self._weights.argmax(-2)  # [B, T, n] row of the heaviest destination
             first = torch.arange(pos.blocks, device=device).unsqueeze(-1) * pos.m
-            target = pos.dst_slots[(best + first).flatten(1)][:, pos.src_real]  # [B, N]
+            target = pos.dst_slots.flatten()[(best + first).flatten(1)][:, pos.src_real]  # [B, N]
             owner[:, pos.src] = torch.where(self._stay, pos.src, target)
         owner = torch.cat([torch.arange(self.special, device=device).repeat(b, 1), owner + self.special], 1)
         return owner.reshape(*self._lead, self.tokens_in)
@@ -174,7 +174,7 @@ class MergePlan:
     def _padded_dst(self, dst: Tensor) -> Tensor:
         """[B, M, C] to [B, T * m, C]; padding holds a destination of its tile, whose weights are 0."""
         pos = self.positions
-        return dst if pos.dst_real is None else dst.index_select(1, pos.gather[pos.dst_slots])
+        return dst if pos.dst_real is None else dst.index_select(1, pos.gather[pos.dst_slots.flatten()])
 
     def _checked(self, t: Tensor, tokens: int, call: str) -> Tensor:
         if t.dim() < 2 or t.shape[:-2] != self._lead or t.shape[-2] != tokens:
@@ -269,15 +269,26 @@ def _settled_weights(excess: Tensor, total: Tensor, refine: bool) -> Tensor:
     if not refine:
         scale = torch.where(total == 0, 1.0, total).unsqueeze(-2)
         return excess.div_(scale) if _in_place(excess) else excess / scale
-    mean = total / (excess > 0).sum(-2).clamp(min=1)
-    refined = (excess - mean.unsqueeze(-2)).relu_() if _in_place(excess) else (excess - mean.unsqueeze(-2)).relu()
+    in_place = _in_place(excess)
+    refined = torch.empty_like(excess) if in_place else None
+    mean = (total / _positive(excess, refined).clamp(min=1)).unsqueeze(-2)
+    refined = torch.sub(excess, mean, out=refined).relu_() if in_place else (excess - mean).relu()
     mass = refined.sum(-2)
     tie = mass <= REFINE_FLOOR * total
     scale = torch.where(tie, total, mass)
     scale = torch.where(scale == 0, 1.0, scale).unsqueeze(-2)
-    if _in_place(excess):
+    if in_place:
         return torch.where(tie.unsqueeze(-2), excess, refined, out=refined).div_(scale)
     return torch.where(tie.unsqueeze(-2), excess, refined) / scale
+
+
+def _positive(values: Tensor, out: Tensor | None = None) -> Tensor:
+    """Count of the positive entries of each column, as a float; `out` is scratch of the shape of `values`.
+
+    Summing a comparison as it comes would first copy it to int64, which is two buffers of fp32.
+    """
+    with torch.no_grad():
+        return torch.gt(values, 0, out=torch.empty_like(values) if out is None else out).sum(-2)
 
 
 def _paper_weights(excess: Tensor, refine: bool, eps: float) -> Tensor:
@@ -287,8 +298,11 @@ def _paper_weights(excess: Tensor, refine: bool, eps: float) -> Tensor:
     weights = excess.div_(total) if in_place else excess / total
     if not refine:
         return weights
-    zeta = weights.sum(-2, keepdim=True) / ((weights > 0).sum(-2, keepdim=True) + eps)
-    pruned = weights.sub_(zeta).relu_() if in_place else (weights - zeta).relu()
+    count = _positive(weights).unsqueeze(-2)
+    # W - sum W / (C + eps) in two steps: in fp32, C + eps is C, and eps decides over a source of one candidate.
+    mean = weights.sum(-2, keepdim=True) / count.clamp(min=1)
+    lift = mean * (eps / (count + eps))
+    pruned = weights.sub_(mean).add_(lift).relu_() if in_place else (weights - mean + lift).relu()
     total = pruned.sum(-2, keepdim=True) + eps
     return pruned.div_(total) if in_place else pruned / total
 
@@ -302,14 +316,16 @@ def _masked(weights: Tensor, columns: Tensor) -> Tensor:
 def _similarity(x: Tensor, pos: Positions, metric: str) -> Tensor:
     """S [B, T, m, n] in fp32 (fp64 of fp64); padded destinations are -inf, so that nothing merges into them."""
     b, _, d = x.shape
-    x = x if x.dtype == torch.float64 else x.float()
-    if metric == "cosine":
-        x = _unit(x)
-    dst, src = _blocks(x, pos.dst_slots, pos.blocks), _blocks(x, pos.src_slots, pos.blocks)
-    if metric == "euclidean":
-        s = torch.cdist(dst, src, compute_mode="donot_use_mm_for_euclid_dist") * -(d**-0.5)
+    if metric == "cosine" and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and _in_place(x):
+        s = _cosine_of_halves(x, pos)
     else:
-        s = torch.bmm(dst if metric == "cosine" else dst * d**-0.5, src.transpose(1, 2))
+        x = x if x.dtype == torch.float64 else x.float()
+        x = x * _inverse_norm(x) if metric == "cosine" else x
+        dst, src = _blocks(x, pos.dst_slots), _blocks(x, pos.src_slots)
+        if metric == "euclidean":
+            s = torch.cdist(dst, src, compute_mode="donot_use_mm_for_euclid_dist") * -(d**-0.5)
+        else:
+            s = torch.bmm(dst if metric == "cosine" else dst * d**-0.5, src.transpose(1, 2))
     if metric == "cosine":
         s = s.clamp_(-1, 1) if _in_place(s) else s.clamp(-1, 1)
     s = s.view(b, pos.blocks, pos.m, pos.n)
@@ -319,17 +335,24 @@ def _similarity(x: Tensor, pos: Positions, metric: str) -> Tensor:
     return torch.softmax(s, -2) if metric == "softmax" else s
 
 
-def _unit(x: Tensor) -> Tensor:
-    """x / |x|, and 0 for a zero token (with gradient 0)."""
+def _cosine_of_halves(x: Tensor, pos: Positions) -> Tensor:
+    """Cosine [B * T, m, n] in fp32 of 16-bit tokens on CUDA: exact products, no 16-bit rounding, no copy in fp32."""
+    dst, src = _blocks(x, pos.dst_slots), _blocks(x, pos.src_slots)
+    s = torch.bmm(dst, src.transpose(1, 2), out_dtype=torch.float32)
+    return s.mul_(_inverse_norm(dst.float())).mul_(_inverse_norm(src.float()).transpose(1, 2))
+
+
+def _inverse_norm(x: Tensor) -> Tensor:
+    """1 / |x| [B, L, 1] of tokens [B, L, d], and 0 for a zero token (with gradient 0)."""
     square = (x * x).sum(-1, keepdim=True)
     zero = square <= torch.finfo(x.dtype).tiny
-    inverse = square.masked_fill(zero, 1.0).rsqrt().masked_fill(zero, 0.0)
-    return x * inverse
+    return square.masked_fill(zero, 1.0).rsqrt().masked_fill(zero, 0.0)
 
 
-def _blocks(t: Tensor, slots: Tensor, blocks: int) -> Tensor:
-    """Rows of t [B, L, C] at `slots` [T * k], as [B * T, k, C]."""
-    return t.index_select(1, slots).reshape(t.shape[0] * blocks, slots.numel() // blocks, t.shape[2])
+def _blocks(t: Tensor, slots: Tensor) -> Tensor:
+    """Rows of t [B, L, C] at `slots` [T, k], as [B * T, k, C]."""
+    blocks, k = slots.shape
+    return t.index_select(1, slots.flatten()).reshape(t.shape[0] * blocks, k, t.shape[2])
 
 
 def _rows(t: Tensor, index: Tensor) -> Tensor:

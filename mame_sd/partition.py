@@ -8,7 +8,7 @@ row-major order. Blocks of unequal size are padded to the largest and carry mask
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 import torch
@@ -21,18 +21,14 @@ from mame_sd.config import MaMeConfig
 class Positions:
     """A partition of L positions into T blocks of at most m destinations and n sources each.
 
-    `M` and `N` count the real destinations and sources of all blocks, so M + N = L. Slots are the entries of a
+    M and N count the real destinations and sources of all blocks, so M + N = L. Slots are the entries of a
     block-shaped tensor, T * m or T * n of them, read row by row; a padded slot repeats a real position of its block.
     """
 
-    L: int
-    M: int
-    N: int
-    blocks: int
     dst: Tensor  # [M] positions of the destinations, block by block
     src: Tensor  # [N] positions of the sources, ascending over the whole sequence
-    dst_slots: Tensor  # [T * m] position of every destination slot
-    src_slots: Tensor  # [T * n] position of every source slot
+    dst_slots: Tensor  # [T, m] position of every destination slot
+    src_slots: Tensor  # [T, n] position of every source slot
     dst_real: Tensor | None  # [M] the slots that are not padding; None: all of them
     src_real: Tensor  # [N] the slot of each source, in the order of `src`
     dst_pad: Tensor | None  # [T, m] True at padding; None: there is none
@@ -40,12 +36,28 @@ class Positions:
     gather: Tensor  # [L] row of each position in concat(destinations [M], source slots [T * n])
 
     @property
+    def L(self) -> int:
+        return self.gather.shape[0]
+
+    @property
+    def M(self) -> int:
+        return self.dst.shape[0]
+
+    @property
+    def N(self) -> int:
+        return self.src.shape[0]
+
+    @property
+    def blocks(self) -> int:
+        return self.dst_slots.shape[0]
+
+    @property
     def m(self) -> int:
-        return self.dst_slots.numel() // self.blocks
+        return self.dst_slots.shape[1]
 
     @property
     def n(self) -> int:
-        return self.src_slots.numel() // self.blocks
+        return self.src_slots.shape[1]
 
 
 def positions(
@@ -79,13 +91,23 @@ def positions(
     stride = config.stride if config.partition == "grid" else (1, 1)
     seed = config.seed if config.partition == "random" else 0
     h, w = size
-    return _positions(int(h), int(w), config.partition, stride, seed, config.tiles, torch.device(device))
+    tensors = _looked_up(int(h), int(w), config.partition, stride[0], stride[1], seed, config.tiles or 0, str(device))
+    return Positions(*tensors)
 
 
 def square(tokens: int) -> tuple[int, int] | None:
     """(side, side) when `tokens` is a perfect square, else None."""
     side = math.isqrt(tokens)
     return (side, side) if side * side == tokens else None
+
+
+# A compiled graph takes these tensors as constants and traces nothing below; it reads counts off their shapes.
+@torch.compiler.assume_constant_result
+def _looked_up(
+    h: int, w: int, partition: str, sh: int, sw: int, seed: int, tiles: int, device: str
+) -> tuple[Tensor | None, ...]:
+    pos = _positions(h, w, partition, (sh, sw), seed, tiles or None, torch.device(device))
+    return tuple(getattr(pos, f.name) for f in fields(pos))
 
 
 @lru_cache(maxsize=256)
@@ -147,14 +169,10 @@ def _layout(tokens: int, dst: list[list[int]], src: list[list[int]], device: tor
     dst_pad = pad_mask(dst, m)
     dst_real = [t * m + i for t, block in enumerate(dst) for i in range(len(block))]
     return Positions(
-        L=tokens,
-        M=len(flat_dst),
-        N=len(flat_src),
-        blocks=len(dst),
         dst=index(flat_dst),
         src=index(flat_src),
-        dst_slots=index(padded(dst, m)),
-        src_slots=index(padded(src, n)),
+        dst_slots=index(padded(dst, m)).view(len(dst), m),
+        src_slots=index(padded(src, n)).view(len(src), n),
         dst_real=None if dst_pad is None else index(dst_real),
         src_real=index([slot_of[p] for p in flat_src]),
         dst_pad=dst_pad,

@@ -150,7 +150,7 @@ def paper_column(s: Tensor, refine: bool, eps: float) -> Tensor:
     w = s / (s.sum() + eps)
     if not refine:
         return w
-    zeta = w.sum() / ((w > 0).sum() + eps)
+    zeta = w.sum() / ((w > 0).sum().to(w.dtype) + eps)
     pruned = (w - zeta).relu()
     return pruned / (pruned.sum() + eps)
 

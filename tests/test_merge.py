@@ -50,7 +50,7 @@ def dense(plan: MergePlan) -> Tensor:
     pos, w = plan.positions, plan.weights
     full = w.new_zeros(w.shape[0], pos.L, pos.L)
     for t in range(pos.blocks):
-        dst, src = pos.dst_slots.view(pos.blocks, -1)[t], pos.src_slots.view(pos.blocks, -1)[t]
+        dst, src = pos.dst_slots[t], pos.src_slots[t]
         for i, p in enumerate(dst.tolist()):
             full[:, p].index_add_(1, src, w[:, t, i])
     return full[:, pos.dst][:, :, pos.src]
@@ -327,6 +327,33 @@ def test_the_global_random_state_is_left_alone() -> None:
     torch.random.set_rng_state(state)
     plan_merge(torch.ones(1, 39, 4), config(tau=0.5, partition="random", seed=12))
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's own, while it traces
+@pytest.mark.parametrize("fields", [{"keep": 0.5, "tiles": 4}, {"keep": 0.5, "partition": "random"}], ids=str)
+def test_a_budget_compiles_into_one_graph(fields: dict[str, Any]) -> None:
+    def through(x: Tensor) -> Tensor:
+        plan = plan_merge(x, cfg, (12, 10))
+        return plan.restore(plan.merge(x))
+
+    cfg, x = config(**fields), tokens(2, 120, 4)
+    compiled = torch.compile(through, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), through(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("fields", [{"tau": 0.3}, {"keep": 0.5}, {"keep": 0.5, "tiles": 4}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_gpu_decides_as_the_loops_do(dtype: torch.dtype, fields: dict[str, Any]) -> None:
+    x, cfg = tokens(2, 50, 8, dtype=dtype), config(partition="grid", **fields)
+    plan, slow = plan_merge(x.cuda(), cfg, (5, 10)), reference_plan(x, cfg, (5, 10))
+    assert torch.equal(plan.preserved.cpu(), plan_merge(x, cfg, (5, 10)).preserved)
+    torch.testing.assert_close(dense(plan).cpu().double(), slow.weights, rtol=0, atol=2e-5)
+    tol = 1e-5 if dtype == torch.float32 else 16 * torch.finfo(dtype).eps
+    y = plan.merge(x.cuda())
+    torch.testing.assert_close(y.cpu().double(), slow.merge(x), rtol=tol, atol=tol)
+    torch.testing.assert_close(plan.restore(y).cpu().double(), slow.restore(y.cpu()), rtol=tol, atol=tol)
 
 
 def test_wrong_shapes_are_named() -> None:

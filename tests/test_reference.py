@@ -24,7 +24,7 @@ def test_printed_last_line_agrees_with_the_equations_where_mask_is_positive(seed
     for j in range(4):
         if mask[j] > 0:  # W_F as printed is W / Mask; refining that W gives the equation's W_F
             w = final[:, j] * (mask[j] + 1e-6)
-            zeta = w.sum() / ((w > 0).sum() + 1e-6)
+            zeta = w.sum() / ((w > 0).sum().double() + 1e-6)
             expected = (w - zeta).relu() / ((w - zeta).relu().sum() + 1e-6)
             torch.testing.assert_close(plan.weights[0, :, j], expected)
             assert final[:, j].sum() >= 1
