@@ -11,6 +11,7 @@ from diffusers import (
     DiTTransformer2DModel,
     MotionAdapter,
     PixArtTransformer2DModel,
+    UNet3DConditionModel,
     UNetMotionModel,
     UNetSpatioTemporalConditionModel,
 )
@@ -28,16 +29,17 @@ from tests.tiny import (
     tiny_sdxl_unet,
     tiny_text_encoder,
     tiny_tokenizer,
+    tiny_unet,
     tiny_vae,
+    unet_inputs,
 )
-from tests.tiny import tiny_unet as unet_of
 
 SIZES = [(16, 16), (8, 24), (12, 20)]
 MERGING = {"tau": 0.2, "min_tokens": 40}
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda s: f"{s[0]}x{s[1]}")
-@pytest.mark.parametrize("build", [unet_of, tiny_sdxl_unet], ids=["sd", "sdxl"])
+@pytest.mark.parametrize("build", [tiny_unet, tiny_sdxl_unet], ids=["sd", "sdxl"])
 @every_config
 def test_bit_equal_to_the_processor_and_after_removal(
     fields: dict[str, Any], build: Any, size: tuple[int, int]
@@ -56,7 +58,7 @@ def test_bit_equal_to_the_processor_and_after_removal(
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4], ids=lambda b: f"B{b}")
 def test_each_sample_of_a_batch_is_its_own_with_keep(batch: int) -> None:
-    unet = unet_of()
+    unet = tiny_unet()
     apply_mame(unet, keep=0.4, min_tokens=40)
     whole = run_unet(unet, batch=batch, height=8, width=12)
     assert whole.shape == (batch, 4, 8, 12)
@@ -89,7 +91,7 @@ def test_default_levels(overrides: dict[str, Any], latent: int, expected: list[i
             attention_head_dim=1,
         )
     else:
-        unet = unet_of(
+        unet = tiny_unet(
             down_block_types=(cross, cross, cross, "DownBlock2D"), up_block_types=("UpBlock2D", up, up, up), **config
         )
     handle = apply_mame(unet)
@@ -101,7 +103,7 @@ def test_default_levels(overrides: dict[str, Any], latent: int, expected: list[i
 
 
 def test_only_self_attention_is_hooked() -> None:
-    unet = unet_of()
+    unet = tiny_unet()
     handle = apply_mame(unet, **MERGING)
     run_unet(unet)
     names = [layer.name for layer in handle.report().layers]
@@ -110,7 +112,7 @@ def test_only_self_attention_is_hooked() -> None:
 
 
 def test_report_knows_sizes_levels_and_calls() -> None:
-    unet = unet_of()
+    unet = tiny_unet()
     handle = apply_mame(unet, **MERGING)
     assert {layer.reason for layer in handle.report().layers} == {"not called yet"}
     for _ in range(3):
@@ -129,7 +131,7 @@ def test_report_knows_sizes_levels_and_calls() -> None:
 
 
 def test_report_raises_when_nothing_could_merge() -> None:
-    unet = unet_of()
+    unet = tiny_unet()
     handle = apply_mame(unet)
     run_unet(unet)
     with pytest.raises(NothingMergedError, match="fewer than min_tokens=1024"):
@@ -138,7 +140,7 @@ def test_report_raises_when_nothing_could_merge() -> None:
 
 @pytest.mark.parametrize("fields", [{"tau": 0.2}, {"keep": 0.4}], ids=["qkv", "kv"])
 def test_survives_fused_projections(fields: dict[str, Any]) -> None:
-    unet = unet_of()
+    unet = tiny_unet()
     handle = apply_mame(unet, min_tokens=40, **fields)
     before = run_unet(unet)
     unet.fuse_qkv_projections()
@@ -218,7 +220,7 @@ def motion_unet() -> UNetMotionModel:
         motion_num_attention_heads=2,
         motion_norm_num_groups=8,
     )
-    return UNetMotionModel.from_unet2d(unet_of(), adapter).eval()
+    return UNetMotionModel.from_unet2d(tiny_unet(), adapter).eval()
 
 
 def test_animatediff_merges_pixels_and_never_frames() -> None:
@@ -306,7 +308,7 @@ def test_single_attention_module() -> None:
 
 
 def test_set_changes_the_next_forward() -> None:
-    unet = unet_of()
+    unet = tiny_unet()
     before = run_unet(unet)
     handle = apply_mame(unet, **MERGING)
     merged = run_unet(unet)
@@ -325,7 +327,7 @@ def test_set_changes_the_next_forward() -> None:
 
 
 def test_applying_again_replaces() -> None:
-    unet = unet_of()
+    unet = tiny_unet()
     first = apply_mame(unet, **MERGING)
     merged = run_unet(unet)
     second = apply_mame(unet, keep=0.4, min_tokens=40)
@@ -340,7 +342,7 @@ def test_applying_again_replaces() -> None:
 
 
 def test_removing_twice_or_without_applying_is_nothing() -> None:
-    unet = unet_of()
+    unet = tiny_unet()
     before = run_unet(unet)
     remove_mame(unet)
     handle = apply_mame(unet, **MERGING)
@@ -351,7 +353,7 @@ def test_removing_twice_or_without_applying_is_nothing() -> None:
 
 
 def test_failed_apply_changes_nothing() -> None:
-    unet = unet_of()
+    unet = tiny_unet()
     handle = apply_mame(unet, **MERGING)
     with pytest.raises(ValueError, match="tau"):
         apply_mame(unet, tau=7)
@@ -359,7 +361,7 @@ def test_failed_apply_changes_nothing() -> None:
 
 
 def test_contexts_nest_and_restore() -> None:
-    unet = unet_of()
+    unet = tiny_unet()
     before = run_unet(unet)
     with mame(unet, **MERGING) as outer:
         merged = run_unet(unet)
@@ -383,7 +385,7 @@ def test_contexts_nest_and_restore() -> None:
 
 
 def test_deepcopy_merges_with_its_own_weights_and_counters() -> None:
-    unet = unet_of()
+    unet = tiny_unet()
     handle = apply_mame(unet, **MERGING)
     merged = run_unet(unet)
     twin = copy.deepcopy(unet)
@@ -395,7 +397,7 @@ def test_deepcopy_merges_with_its_own_weights_and_counters() -> None:
     assert not torch.equal(changed, merged)
     assert torch.equal(run_unet(unet), merged)
     assert {layer.calls for layer in handle.report().layers} == {2}
-    fresh = unet_of()
+    fresh = tiny_unet()
     fresh.load_state_dict(twin.state_dict())
     apply_mame(fresh, **MERGING)
     assert torch.equal(run_unet(fresh), changed)
@@ -405,7 +407,7 @@ def test_deepcopy_merges_with_its_own_weights_and_counters() -> None:
 
 
 def test_state_dict_and_saving_are_unchanged(tmp_path: Any) -> None:
-    unet = unet_of()
+    unet = tiny_unet()
     names = set(unet.state_dict())
     apply_mame(unet, **MERGING)
     run_unet(unet)
@@ -415,7 +417,7 @@ def test_state_dict_and_saving_are_unchanged(tmp_path: Any) -> None:
 
 
 def test_capture_keeps_the_latest_plans() -> None:
-    unet = unet_of()
+    unet = tiny_unet()
     handle = apply_mame(unet, **MERGING)
     run_unet(unet)
     assert handle.plans() == {}
@@ -447,7 +449,7 @@ def test_refused_targets(build: Any, error: type[Exception], message: str) -> No
 
 
 def test_processor_and_hooks_do_not_merge_twice() -> None:
-    unet = unet_of()
+    unet = tiny_unet()
     unet.set_attn_processor(MaMeAttnProcessor(**MERGING))
     expected = run_unet(unet)
     with pytest.raises(ValueError, match="merge twice: call remove_mame first"):
@@ -504,10 +506,73 @@ def test_hooks_of_others_stay_in_force() -> None:
 
 
 def test_works_in_inference_mode_and_out_of_it() -> None:
-    unet = unet_of()
+    unet = tiny_unet()
     with torch.inference_mode():
         handle = apply_mame(unet, **MERGING)
         inside = run_unet(unet)
         handle.reset()
     assert torch.equal(run_unet(unet), inside)
     handle.reset()
+
+
+def test_video_unet_merges_pixels_and_never_frames() -> None:
+    unet = seeded(
+        UNet3DConditionModel,
+        0,
+        block_out_channels=(32, 64),
+        down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
+        up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
+        cross_attention_dim=16,
+        attention_head_dim=8,
+        layers_per_block=1,
+        norm_num_groups=8,
+    )
+    generator = torch.Generator().manual_seed(0)
+    video, text = torch.randn(1, 4, 3, 8, 12, generator=generator), torch.randn(1, 7, 16, generator=generator)
+    handle = apply_mame(unet, tau=0.1, min_tokens=1)
+    with torch.no_grad():
+        unet(video, torch.tensor(500), text)
+    assert {layer.size for layer in handle.report().layers} == {(8, 12), (4, 6)}
+
+
+def test_gradients_under_checkpointing() -> None:
+    unet = tiny_unet().train()
+    apply_mame(unet, **MERGING)
+    inputs = unet_inputs(unet, height=8, width=24)
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            unet.enable_gradient_checkpointing()
+        unet.zero_grad()
+        unet(**inputs).sample.square().mean().backward()
+        gradients.append([p.grad.clone() for p in unet.parameters() if p.grad is not None])
+    assert len(gradients[0]) == len(list(unet.parameters()))
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_adapters_loaded_after_applying_take_part() -> None:
+    peft = pytest.importorskip("peft")
+    unet = tiny_unet()
+    apply_mame(unet, **MERGING)
+    before = run_unet(unet)
+    unet.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v"]))
+    assert torch.equal(run_unet(unet), before)  # a new adapter adds nothing
+    with torch.no_grad():
+        for name, parameter in unet.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    assert not torch.equal(run_unet(unet), before)
+
+
+def test_applying_to_a_compiled_model_takes_effect() -> None:
+    torch._dynamo.reset()
+    attn, x = attention(), tokens()
+    with torch.no_grad():
+        before = attn(x)
+        compiled = torch.compile(attn, backend="eager")
+        assert torch.equal(compiled(x), before)
+        with mame(attn, tau=0.3, min_tokens=1):
+            hooked = attn(x)
+            torch.testing.assert_close(compiled(x), hooked)
+        assert not torch.equal(hooked, before)
+        assert torch.equal(compiled(x), before)
