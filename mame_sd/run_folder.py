@@ -25,7 +25,7 @@ from mame_sd.errors import MachineError, UserError
 FORMAT = "mame-sd run 1"
 _MACHINE_ERRNOS = {
     getattr(errno, name)
-    for name in ("ENOSPC", "EDQUOT", "EFBIG", "EIO", "ENOMEM", "EMFILE", "ENFILE", "ENOENT", "ESTALE", "EBUSY")
+    for name in ("ENOSPC", "EDQUOT", "EFBIG", "EIO", "ENOMEM", "EMFILE", "ENFILE", "ESTALE", "EBUSY")
     if hasattr(errno, name)
 }
 _PNG_END = b"IEND\xaeB`\x82"
