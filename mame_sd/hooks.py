@@ -42,7 +42,7 @@ from mame_sd.processor import MaMeAttnProcessor, make_config
 from mame_sd.report import LayerStats, MaMeReport, device_of, make_report
 
 _OURS = (MAME_HOOK, MAME_SIZE_HOOK)
-_DENOISERS = ("unet", "transformer", "prior")
+_DENOISERS = ("unet", "transformer")
 # Attention over frames lies below modules of these names (AnimateDiff, SVD, text-to-video).
 _TEMPORAL = {"motion_modules", "temporal_transformer_blocks", "temp_attentions", "transformer_in"}
 
@@ -129,7 +129,8 @@ def apply_mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> 
     their own sizes, and of SD 2.x at 768 pixels (9216, 2304). Merging that is on `target` already is replaced.
 
     Args:
-        target: a diffusers pipeline (its UNet or transformer is taken), a model, or a single Attention module.
+        target: a diffusers pipeline (its UNet or transformer is taken; a ControlNet has a call of its own), a model, or
+            a single Attention module.
         config: the settings; None is the measured default.
         fields: fields of MaMeConfig, over those of `config`.
 

@@ -95,10 +95,12 @@ def layout(tokens: int, config: MaMeConfig, size: tuple[int, int] | None) -> Lay
     """The (h, w) of `tokens`: the true `size` if given, else by `config.size`, else a square.
 
     `config.size` is the latent's; the levels below it follow by ceil(/2). Returns the reason to leave the layer alone
-    when `config.size` is given and no level of it has `tokens` tokens (temporal attention, or a wrong size).
+    when a size is known that `tokens` do not fit: temporal attention, or image tokens among others.
     """
-    if size is not None and size[0] * size[1] == tokens:
-        return Layout(size)
+    if size is not None:
+        return (
+            Layout(size) if size[0] * size[1] == tokens else f"{tokens} tokens are not those of {size[0]} x {size[1]}"
+        )
     if config.size is not None:
         h, w = config.size
         while h * w > tokens and h * w > 1:

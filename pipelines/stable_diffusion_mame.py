@@ -39,8 +39,9 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         mame_config: any further fields of MaMeConfig, as a dict or a MaMeConfig (`tau` and `keep` of it count where the
             arguments leave them out).
 
-    All three are saved in model_index.json; `from_pretrained(folder, tau=0.9)` overrides what was saved. The other
-    arguments are those of StableDiffusionPipeline.
+    All three are saved in model_index.json; `from_pretrained(folder, tau=0.9)` overrides what was saved, and
+    `from_pretrained(folder, tau=None, keep=0.5)` changes from one to the other. The other arguments are those of
+    StableDiffusionPipeline.
 
     Raises:
         ValueError: a setting is unknown or out of its range, or both tau and keep are given.
@@ -162,6 +163,11 @@ def _resolve(tau: Any, keep: Any, fields: dict[str, Any] | None) -> MaMeConfig |
         return MaMeConfig.from_dict(fields or {})
     if isinstance(tau, str):
         raise ValueError(f"tau: expected a number, None (off) or {DEFAULT!r}, got {tau!r}")
+    if tau is not None and keep is not None:
+        raise ValueError(
+            f"expected tau or keep, got both (tau={tau!r}, keep={keep!r}). Drop one; where one of them was saved with the "
+            "pipeline, give it as None"
+        )
     config = MaMeConfig.from_dict({**(fields or {}), "tau": tau, "keep": keep})
     return None if tau is None and keep is None else config
 

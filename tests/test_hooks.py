@@ -20,7 +20,7 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0, Fu
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, remove_mame
 from mame_sd.hooks import has_hooks
-from tests.test_processor import CONFIGS, attention, every_config, tokens
+from tests.test_processor import CONFIGS, added_kv_unet, attention, every_config, tokens
 from tests.tiny import (
     generate,
     run_unet,
@@ -439,9 +439,10 @@ def test_capture_keeps_the_latest_plans() -> None:
     [
         (tiny_vae, ValueError, "found none that can merge in AutoencoderKL"),
         (lambda: tiny_text_encoder(tiny_tokenizer()), ValueError, "found none that can merge"),
+        (added_kv_unet, ValueError, "found none that can merge in UNet2DConditionModel"),
         (lambda: 3, TypeError, "got int"),
     ],
-    ids=["vae", "text-encoder", "int"],
+    ids=["vae", "text-encoder", "added-kv", "int"],
 )
 def test_refused_targets(build: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
@@ -533,6 +534,25 @@ def test_video_unet_merges_pixels_and_never_frames() -> None:
     with torch.no_grad():
         unet(video, torch.tensor(500), text)
     assert {layer.size for layer in handle.report().layers} == {(8, 12), (4, 6)}
+
+
+def test_image_tokens_among_others_are_left_alone() -> None:
+    unet = tiny_unet(attention_type="gated", cross_attention_dim=16)
+    handle = apply_mame(unet, **MERGING)
+    generator = torch.Generator().manual_seed(0)
+    boxes = {
+        "boxes": torch.rand(2, 3, 4, generator=generator),
+        "positive_embeddings": torch.randn(2, 3, 16, generator=generator),
+        "masks": torch.ones(2, 3),
+    }
+    with torch.no_grad():
+        unet(**unet_inputs(unet), cross_attention_kwargs={"gligen": boxes})
+    layers = handle.report().layers
+    assert {layer.merged for layer in layers if layer.name.endswith("attn1")} == {True}
+    grounded = [layer for layer in layers if "fuser" in layer.name]
+    assert len(grounded) == 7
+    assert {layer.merged for layer in grounded} == {False}
+    assert grounded[0].reason == "259 tokens are not those of 16 x 16"
 
 
 def test_gradients_under_checkpointing() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import UNet2DConditionModel
 from diffusers.models import attention_processor as processors
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0, SlicedAttnProcessor
 
@@ -37,6 +38,15 @@ def attention(**kwargs: Any) -> Attention:
 
 def tokens(batch: int = 2, length: int = 64, dim: int = 16) -> torch.Tensor:
     return torch.randn(batch, length, dim, generator=torch.Generator().manual_seed(1))
+
+
+def added_kv_unet() -> UNet2DConditionModel:
+    return tiny_unet(
+        down_block_types=("SimpleCrossAttnDownBlock2D",) * 2,
+        up_block_types=("SimpleCrossAttnUpBlock2D",) * 2,
+        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
+        attention_head_dim=8,
+    )
 
 
 def with_processor(attn: Attention, **fields: Any) -> MaMeAttnProcessor:
@@ -116,12 +126,7 @@ def test_autoencoder_passes_through_bit_equal() -> None:
 
 
 def test_added_keys_and_values_pass_through_bit_equal() -> None:
-    unet = tiny_unet(
-        down_block_types=("SimpleCrossAttnDownBlock2D",) * 2,
-        up_block_types=("SimpleCrossAttnUpBlock2D",) * 2,
-        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
-        attention_head_dim=8,
-    )
+    unet = added_kv_unet()
     before = run_unet(unet)
     unet.set_attn_processor(MaMeAttnProcessor(min_tokens=1, keep=0.3))
     assert torch.equal(run_unet(unet), before)
