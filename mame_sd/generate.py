@@ -175,9 +175,10 @@ def sample(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], 
     guidance = model.guidance if settings.guidance is None else settings.guidance
     if guidance is not None:
         call["guidance_scale"] = guidance
-    for name in ("height", "width"):
-        if getattr(jobs[0], name) is not None:
-            call[name] = getattr(jobs[0], name)
+    height, width = jobs[0].height, jobs[0].width
+    if height is not None or width is not None:  # diffusers ignores one without the other
+        default = (0, 0) if height and width else model.default_size
+        call.update(height=height or default[0], width=width or default[1])
     for name in call:
         if name not in model.arguments:
             raise UserError(f"--{name.replace('_', '-')}: {type(model.pipe).__name__} does not take it; leave it out")

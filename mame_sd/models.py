@@ -41,7 +41,7 @@ _SINGLE_FILE_CLASSES = {
     "xl_base": "StableDiffusionXLPipeline",
     "playground-v2-5": "StableDiffusionXLPipeline",
 }
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"(?!\.)[\w.-]+/(?!\.)[\w.-]+(?<!\.safetensors)")
 _WHOLE_FILE_BYTES = 1 << 20
 
 
@@ -92,6 +92,22 @@ class LoadedModel:
     def arguments(self) -> frozenset[str]:
         """Names that a call of the pipeline takes."""
         return frozenset(inspect.signature(self.pipe.__call__).parameters)
+
+    @property
+    def default_size(self) -> tuple[int, int]:
+        """(height, width) in pixels that the pipeline takes when it is given neither.
+
+        Raises UserError for a pipeline that does not tell.
+        """
+        denoiser: Any = getattr(self.pipe, "unet", None) or self.pipe.transformer
+        side = getattr(self.pipe, "default_sample_size", None) or denoiser.config.get("sample_size")
+        factor = getattr(self.pipe, "vae_scale_factor", None)
+        if not side or not factor:
+            raise UserError(
+                f"expected both --height and --width, got one, and {type(self.pipe).__name__} has no default"
+            )
+        height, width = (side, side) if isinstance(side, int) else side
+        return height * factor, width * factor
 
 
 def load_model(choice: ModelChoice) -> LoadedModel:
@@ -156,7 +172,7 @@ def find_model(choice: ModelChoice) -> tuple[Path, str]:
                 f"--model {path}: expected a folder, a hub id or a .safetensors file, got another file; convert it"
             )
         return path, path.name
-    if not _HUB_ID.fullmatch(choice.model) or choice.model.startswith("."):
+    if not _HUB_ID.fullmatch(choice.model):
         raise UserError(
             f"--model {choice.model}: expected a folder, a .safetensors file or a hub id (owner/name), "
             "found no such file; check the path"
