@@ -473,18 +473,20 @@ def test_autoencoder_and_text_encoder_of_a_pipeline_are_not_hooked() -> None:
 def test_compiled_calls_are_counted_without_recompiling(fields: dict[str, Any]) -> None:
     torch._dynamo.reset()
     attn: Attention = attention()
-    x = tokens()
+    inputs = [tokens(), *(tokens().roll(k, 0) * torch.linspace(0.1, k, 64)[:, None] + k for k in (1, 2, 3))]
     handle = apply_mame(attn, min_tokens=1, **fields)
     with torch.no_grad():
-        expected = attn(x)
-        compiled = torch.compile(attn, backend="eager")
-        compiled(x)
+        expected = [attn(x) for x in inputs]
+        before = handle.report().layers[0]
+        handle.reset()
+        compiled = torch.compile(attn, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(inputs[0]), expected[0])
         with torch.compiler.set_stance("fail_on_recompile"):
-            for _ in range(3):
-                torch.testing.assert_close(compiled(x), expected)
-    (layer,) = handle.report().layers
-    assert layer.calls == 5
-    assert layer.tokens_in == 64
+            for x, y in zip(inputs[1:], expected[1:], strict=True):
+                torch.testing.assert_close(compiled(x), y)
+    assert handle.report().layers[0] == before
+    assert before.calls == 4
+    assert before.tokens_in == 64
 
 
 def test_hooks_of_others_stay_in_force() -> None:
