@@ -26,10 +26,9 @@ from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.partition import Positions, positions
-
-# Refining keeps what exceeds a column's mean. Where that leaves at most this share of the column (a tie, up to
-# rounding), the unrefined weights stay: below it, fp32 decides by rounding alone.
-REFINE_FLOOR = 1e-5
+from mame_sd.rows import blocks_of, rows_of
+from mame_sd.similarity import similarity_of
+from mame_sd.weights import weights_by_keep, weights_by_tau
 
 
 class MergePlan:
@@ -94,9 +93,9 @@ class MergePlan:
         pos = self.positions
         with _no_autocast(t):
             body = t[:, self.special :]
-            dst, src = _blocks(body, pos.dst_slots), _blocks(body, pos.src_slots)
+            dst, src = blocks_of(body, pos.dst_slots), blocks_of(body, pos.src_slots)
             fused = self._fuse(dst, src).reshape(t.shape[0], pos.blocks * pos.m, t.shape[2])
-            parts = [self._real_dst(fused), _rows(body, self._kept_positions())]
+            parts = [self._real_dst(fused), rows_of(body, self._kept_positions())]
             if self.special:
                 parts.insert(0, t[:, : self.special])
             y = torch.cat(parts, 1)
@@ -120,7 +119,7 @@ class MergePlan:
             blocks = self._padded_dst(dst).reshape(b * pos.blocks, pos.m, c)
             weights = self._weights_as(y.dtype).flatten(0, 1)
             src = torch.bmm(weights.transpose(1, 2), blocks).reshape(b, pos.blocks * pos.n, c)
-            rest = _rows(torch.cat([body[:, : pos.M], src, body[:, pos.M :]], 1), self._restore_index())
+            rest = rows_of(torch.cat([body[:, : pos.M], src, body[:, pos.M :]], 1), self._restore_index())
             x = torch.cat([y[:, : self.special], rest], 1) if self.special else rest
         return x.reshape(*self._lead, *x.shape[1:])
 
@@ -207,165 +206,13 @@ def plan_merge(x: Tensor, config: MaMeConfig, size: tuple[int, int] | None = Non
     feature = x.reshape(math.prod(lead), *x.shape[-2:])[:, special:]
     pos = positions(feature.shape[1], config, size, x.device)
     with _no_autocast(x):
-        similarity = _similarity(feature, pos, config.metric)  # [B, T, m, n]
+        similarity = similarity_of(feature, pos, config.metric)  # [B, T, m, n]
         if config.keep is None:
-            weights, stay, kept = _by_tau(similarity, pos, config)
+            weights, stay, kept = weights_by_tau(similarity, pos, config)
         else:
-            weights, stay, kept = _by_keep(similarity, pos, config)
+            weights, stay, kept = weights_by_keep(similarity, pos, config)
         del similarity
         return MergePlan(weights, stay, kept, pos, special, lead, config.variant == "paper")
-
-
-def _by_tau(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """W_F, stay [B, N] and the kept sources [r] for a fixed threshold, shared by the batch."""
-    assert config.tau is not None
-    excess = _excess(s, config.tau)
-    if config.variant == "paper":
-        weights = _paper_weights(excess, config.refine, config.eps)
-        merges = weights.sum(-2) > 0  # [B, T, n]
-    else:
-        total = excess.sum(-2)
-        merges = total > 0
-        weights = _settled_weights(excess, total, config.refine)
-    shared = merges.all(0) & ~pos.src_pad if pos.src_pad is not None else merges.all(0)
-    weights = _masked(weights, ~shared)
-    stay = ~shared.flatten().index_select(0, pos.src_real)  # [N]
-    return weights, stay.expand(s.shape[0], -1), stay.nonzero().squeeze(-1)
-
-
-def _by_keep(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """W_F, stay [B, N] and the kept sources [B, r] when a share of the tokens is to remain, sample by sample."""
-    assert config.keep is not None
-    b = s.shape[0]
-    merged = pos.L - max(pos.M, round(config.keep * pos.L))
-    if merged == 0:
-        stay = s.new_ones((b, pos.N), dtype=torch.bool)
-        every = torch.arange(pos.N, device=s.device).expand(b, -1)
-        return torch.zeros_like(s), stay, every
-    best, row = s.max(-2)  # [B, T, n]
-    ranked, order = best.flatten(1).index_select(1, pos.src_real).sort(dim=1, descending=True, stable=True)
-    chosen, kept = order[:, :merged], order[:, merged:].sort(dim=1).values
-    stay = torch.ones_like(order, dtype=torch.bool).scatter(1, chosen, False)  # [B, N]
-    leave = stay.new_ones((b, pos.blocks * pos.n)).index_copy(1, pos.src_real, stay).view_as(row)
-    excess = _excess(s, ranked[:, merged - 1].view(b, 1, 1, 1))
-    total = excess.sum(-2)
-    single = ~(total > 0) & ~leave  # nothing strictly above the found tau: the best one takes it all
-    weights = _masked(_settled_weights(excess, total, config.refine), leave)
-    one, row = single.unsqueeze(-2).to(weights.dtype), row.unsqueeze(-2)
-    weights = weights.scatter_add_(-2, row, one) if _in_place(weights) else weights.scatter_add(-2, row, one)
-    return weights, stay, kept
-
-
-def _excess(s: Tensor, tau: Tensor | float) -> Tensor:
-    """S+ = relu(S - tau). Works in place where no gradient is needed: `s` is gone afterwards."""
-    return s.sub_(tau).relu_() if _in_place(s) else (s - tau).relu()
-
-
-def _settled_weights(excess: Tensor, total: Tensor, refine: bool) -> Tensor:
-    """Columns of relu(S+ - mean of its positive entries), normalised; total = sum_i S+ [B, T, n].
-
-    The same as normalising S+ first (equations for W, zeta, W~, W_F without eps), in two reductions and one more pass.
-    """
-    if not refine:
-        scale = torch.where(total == 0, 1.0, total).unsqueeze(-2)
-        return excess.div_(scale) if _in_place(excess) else excess / scale
-    in_place = _in_place(excess)
-    refined = torch.empty_like(excess) if in_place else None
-    mean = (total / _positive(excess, refined).clamp(min=1)).unsqueeze(-2)
-    refined = torch.sub(excess, mean, out=refined).relu_() if in_place else (excess - mean).relu()
-    mass = refined.sum(-2)
-    tie = mass <= REFINE_FLOOR * total
-    scale = torch.where(tie, total, mass)
-    scale = torch.where(scale == 0, 1.0, scale).unsqueeze(-2)
-    if in_place:
-        return torch.where(tie.unsqueeze(-2), excess, refined, out=refined).div_(scale)
-    return torch.where(tie.unsqueeze(-2), excess, refined) / scale
-
-
-def _positive(values: Tensor, out: Tensor | None = None) -> Tensor:
-    """Count of the positive entries of each column, as a float; `out` is scratch of the shape of `values`.
-
-    Summing a comparison as it comes would first copy it to int64, which is two buffers of fp32.
-    """
-    with torch.no_grad():
-        return torch.gt(values, 0, out=torch.empty_like(values) if out is None else out).sum(-2)
-
-
-def _paper_weights(excess: Tensor, refine: bool, eps: float) -> Tensor:
-    """The printed equations for W, zeta, W~ and W_F, with C_j counted as in Algorithm 1."""
-    in_place = _in_place(excess)
-    total = excess.sum(-2, keepdim=True) + eps
-    weights = excess.div_(total) if in_place else excess / total
-    if not refine:
-        return weights
-    count = _positive(weights).unsqueeze(-2)
-    # W - sum W / (C + eps) in two steps: in fp32, C + eps is C, and eps decides over a source of one candidate.
-    mean = weights.sum(-2, keepdim=True) / count.clamp(min=1)
-    lift = mean * (eps / (count + eps))
-    pruned = weights.sub_(mean).add_(lift).relu_() if in_place else (weights - mean + lift).relu()
-    total = pruned.sum(-2, keepdim=True) + eps
-    return pruned.div_(total) if in_place else pruned / total
-
-
-def _masked(weights: Tensor, columns: Tensor) -> Tensor:
-    """`weights` with the columns that are True [..., n] all 0."""
-    mask = columns.unsqueeze(-2)
-    return weights.masked_fill_(mask, 0) if _in_place(weights) else weights.masked_fill(mask, 0)
-
-
-def _similarity(x: Tensor, pos: Positions, metric: str) -> Tensor:
-    """S [B, T, m, n] in fp32 (fp64 of fp64); padded destinations are -inf, so that nothing merges into them."""
-    b, _, d = x.shape
-    if metric == "cosine" and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and _in_place(x):
-        s = _cosine_of_halves(x, pos)
-    else:
-        x = x if x.dtype == torch.float64 else x.float()
-        x = x * _inverse_norm(x) if metric == "cosine" else x
-        dst, src = _blocks(x, pos.dst_slots), _blocks(x, pos.src_slots)
-        if metric == "euclidean":
-            s = torch.cdist(dst, src, compute_mode="donot_use_mm_for_euclid_dist") * -(d**-0.5)
-        else:
-            s = torch.bmm(dst if metric == "cosine" else dst * d**-0.5, src.transpose(1, 2))
-    if metric == "cosine":
-        s = s.clamp_(-1, 1) if _in_place(s) else s.clamp(-1, 1)
-    s = s.view(b, pos.blocks, pos.m, pos.n)
-    if pos.dst_pad is not None:
-        pad = pos.dst_pad.unsqueeze(-1)
-        s = s.masked_fill_(pad, -math.inf) if _in_place(s) else s.masked_fill(pad, -math.inf)
-    return torch.softmax(s, -2) if metric == "softmax" else s
-
-
-def _cosine_of_halves(x: Tensor, pos: Positions) -> Tensor:
-    """Cosine [B * T, m, n] in fp32 of 16-bit tokens on CUDA: exact products, no 16-bit rounding, no copy in fp32."""
-    dst, src = _blocks(x, pos.dst_slots), _blocks(x, pos.src_slots)
-    s = torch.bmm(dst, src.transpose(1, 2), out_dtype=torch.float32)
-    return s.mul_(_inverse_norm(dst.float())).mul_(_inverse_norm(src.float()).transpose(1, 2))
-
-
-def _inverse_norm(x: Tensor) -> Tensor:
-    """1 / |x| [B, L, 1] of tokens [B, L, d], and 0 for a zero token (with gradient 0)."""
-    square = (x * x).sum(-1, keepdim=True)
-    zero = square <= torch.finfo(x.dtype).tiny
-    return square.masked_fill(zero, 1.0).rsqrt().masked_fill(zero, 0.0)
-
-
-def _blocks(t: Tensor, slots: Tensor) -> Tensor:
-    """Rows of t [B, L, C] at `slots` [T, k], as [B * T, k, C]."""
-    blocks, k = slots.shape
-    return t.index_select(1, slots.flatten()).reshape(t.shape[0] * blocks, k, t.shape[2])
-
-
-def _rows(t: Tensor, index: Tensor) -> Tensor:
-    """Rows of t [B, L, C] at `index`, [k] for every sample or [B, k] for each its own, as [B, k, C]."""
-    if index.dim() == 1:
-        return t.index_select(1, index)
-    b, length, c = t.shape
-    flat = index + torch.arange(0, b * length, length, device=index.device).unsqueeze(-1)
-    return t.reshape(b * length, c).index_select(0, flat.flatten()).view(b, index.shape[1], c)
-
-
-def _in_place(t: Tensor) -> bool:
-    return not (torch.is_grad_enabled() and t.requires_grad)
 
 
 def _no_autocast(t: Tensor) -> contextlib.AbstractContextManager[None]:

@@ -1,0 +1,47 @@
+"""How alike tokens are: S of destinations and sources (paper, "Similarity-Based Fusion Matrix"), tile by tile."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mame_sd.partition import Positions
+from mame_sd.rows import blocks_of, in_place
+
+
+def similarity_of(x: Tensor, pos: Positions, metric: str) -> Tensor:
+    """S [B, T, m, n] in fp32 (fp64 of fp64); padded destinations are -inf, so that nothing merges into them."""
+    b, _, d = x.shape
+    if metric == "cosine" and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and in_place(x):
+        s = _cosine_of_halves(x, pos)
+    else:
+        x = x if x.dtype == torch.float64 else x.float()
+        x = x * _inverse_norm(x) if metric == "cosine" else x
+        dst, src = blocks_of(x, pos.dst_slots), blocks_of(x, pos.src_slots)
+        if metric == "euclidean":
+            s = torch.cdist(dst, src, compute_mode="donot_use_mm_for_euclid_dist") * -(d**-0.5)
+        else:
+            s = torch.bmm(dst if metric == "cosine" else dst * d**-0.5, src.transpose(1, 2))
+    if metric == "cosine":
+        s = s.clamp_(-1, 1) if in_place(s) else s.clamp(-1, 1)
+    s = s.view(b, pos.blocks, pos.m, pos.n)
+    if pos.dst_pad is not None:
+        pad = pos.dst_pad.unsqueeze(-1)
+        s = s.masked_fill_(pad, -math.inf) if in_place(s) else s.masked_fill(pad, -math.inf)
+    return torch.softmax(s, -2) if metric == "softmax" else s
+
+
+def _cosine_of_halves(x: Tensor, pos: Positions) -> Tensor:
+    """Cosine [B * T, m, n] in fp32 of 16-bit tokens on CUDA: exact products, no 16-bit rounding, no copy in fp32."""
+    dst, src = blocks_of(x, pos.dst_slots), blocks_of(x, pos.src_slots)
+    s = torch.bmm(dst, src.transpose(1, 2), out_dtype=torch.float32)
+    return s.mul_(_inverse_norm(dst.float())).mul_(_inverse_norm(src.float()).transpose(1, 2))
+
+
+def _inverse_norm(x: Tensor) -> Tensor:
+    """1 / |x| [B, L, 1] of tokens [B, L, d], and 0 for a zero token (with gradient 0)."""
+    square = (x * x).sum(-1, keepdim=True)
+    zero = square <= torch.finfo(x.dtype).tiny
+    return square.masked_fill(zero, 1.0).rsqrt().masked_fill(zero, 0.0)
