@@ -52,10 +52,10 @@ class Stage:
 
 STAGES = (
     Stage("patch4", 4, (192, 256), (3, 4), 1106, 24, 0.01, 0.004),
-    Stage("patch2", 2, (96, 192, 256), (2, 3, 4), 1000, 16, 0.01, 0.004),
-    Stage("patch1", 1, (48, 96, 192, 256), (1, 2, 3, 4), 850, 8, 0.01, 0.0),
+    Stage("patch2", 2, (96, 192, 256), (2, 3, 4), 1100, 8, 0.008, 0.003),
+    Stage("patch1", 1, (32, 96, 192, 256), (1, 2, 3, 4), 1450, 4, 0.008, 0.0),
 )
-AUTOENCODER_STEPS, DECODER_STEPS = 2400, 1200
+AUTOENCODER_STEPS = 2400
 EMA_DECAY = 0.995
 SAVE_EVERY = 90.0  # seconds
 
@@ -110,36 +110,20 @@ def autoencoder_loss(vae: AutoencoderTiny, images: torch.Tensor, g: torch.Genera
     return F.l1_loss(output, images) + edges + 0.02 * (F.relu(latents.float().abs() - 2).square().mean() + center)
 
 
-def train_autoencoder(
-    work: Path, rgba: torch.Tensor, seed: int, steps: int, part: str, stop_after: int | None
-) -> AutoencoderTiny:
-    """``part`` is "autoencoder" (both halves) or "decoder" (the latents stay as they are)."""
+def train_autoencoder(work: Path, rgba: torch.Tensor, seed: int, steps: int, stop_after: int | None) -> AutoencoderTiny:
     torch.manual_seed(seed)
     vae = new_autoencoder().to(memory_format=torch.channels_last)
-    if part == "decoder":
-        vae.load_state_dict(torch.load(work / "autoencoder.pt", weights_only=True)["model"])
-        vae.encoder.requires_grad_(False)
-    params = [p for p in vae.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
     colors = torch.tensor(list(subjects.BACKGROUNDS.values())) / 255
-    size = min(64, rgba.shape[-1])
 
-    def step_fn(step: int) -> torch.Tensor:
-        g = generator(seed, part, step)
-        images = crops(rgba, colors, size, 16, g).to(memory_format=torch.channels_last)
+    def loss(step: int) -> torch.Tensor:
+        g = generator(seed, "autoencoder", step)
+        images = crops(rgba, colors, 64, 16, g).to(memory_format=torch.channels_last)
         with torch.autocast("cpu", torch.bfloat16):
             return autoencoder_loss(vae, images, g)
 
-    fit(
-        work / f"{part}.pt",
-        part,
-        vae,
-        optimizer,
-        steps,
-        step_fn,
-        lambda s: cosine(s, steps, 2e-3, 1e-5, 100),
-        stop_after,
-    )
+    path = work / "autoencoder.pt"
+    fit(path, "autoencoder", vae, optimizer, steps, loss, lambda s: cosine(s, steps, 2e-3, 1e-5, 100), stop_after)
     return vae
 
 
@@ -394,6 +378,10 @@ def export(
         safety_checker=None, feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip
     pipe.to(dtype=torch.float16).save_pretrained(out)
+    config = out / "text_encoder" / "config.json"  # transformers loads in the dtype that stands here, diffusers in fp32
+    config.write_text(
+        config.read_text(encoding="utf-8").replace('"dtype": "float16"', '"dtype": "float32"'), encoding="utf-8"
+    )
     for path in out.rglob("*.safetensors"):
         tensors = {k: v.contiguous() for k, v in load_file(path).items()}
         save_file(tensors, path, metadata={"format": "pt", **provenance})
@@ -434,13 +422,13 @@ def main() -> None:
     count = 8 if args.smoke else len(subjects.glyph_names())
     rgba = torch.from_numpy(subjects.glyphs()[:count].copy()).permute(0, 3, 1, 2)
     stages = [replace(s, steps=3, batch=2) for s in STAGES] if args.smoke else list(STAGES)
-    ae_steps, dec_steps = (4, 2) if args.smoke else (AUTOENCODER_STEPS, DECODER_STEPS)
+    autoencoder_steps = 4 if args.smoke else AUTOENCODER_STEPS
     stop_stage, _, stop_step = (args.stop_after or "").partition(":")
 
     def stop(name: str) -> int | None:
         return int(stop_step) if name == stop_stage else None
 
-    vae = train_autoencoder(args.work, rgba, args.seed, ae_steps, "autoencoder", stop("autoencoder"))
+    vae = train_autoencoder(args.work, rgba, args.seed, autoencoder_steps, stop("autoencoder"))
     print(f"autoencoder: {check_grid(args.work, vae, rgba):.1f} dB")
     names, backgrounds = subjects.glyph_names()[:count], list(subjects.BACKGROUNDS)
     captions = [subjects.caption(n, b) for n in subjects.glyph_names() for b in backgrounds]
@@ -463,9 +451,6 @@ def main() -> None:
     else:
         for previous, stage in zip([None, *stages], stages, strict=False):
             model = train_stage(args.work, stage, previous, data, tokenizer, args.seed, stop(stage.name))
-    if not args.export_now or (args.work / "decoder.pt").exists():
-        vae = train_autoencoder(args.work, rgba, args.seed, dec_steps, "decoder", stop("decoder"))
-        print(f"decoder: {check_grid(args.work, vae, rgba):.1f} dB")
     assert model is not None
     out = args.out or args.work / "model"
     provenance = {
