@@ -110,7 +110,7 @@ def autoencoder_loss(vae: AutoencoderTiny, images: torch.Tensor, g: torch.Genera
     return F.l1_loss(output, images) + edges + 0.02 * (F.relu(latents.float().abs() - 2).square().mean() + center)
 
 
-def train_autoencoder(work: Path, rgba: torch.Tensor, seed: int, steps: int, stop_after: int | None) -> AutoencoderTiny:
+def train_autoencoder(work: Path, rgba: torch.Tensor, seed: int, steps: int) -> AutoencoderTiny:
     torch.manual_seed(seed)
     vae = new_autoencoder().to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
@@ -123,7 +123,7 @@ def train_autoencoder(work: Path, rgba: torch.Tensor, seed: int, steps: int, sto
             return autoencoder_loss(vae, images, g)
 
     path = work / "autoencoder.pt"
-    fit(path, "autoencoder", vae, optimizer, steps, loss, lambda s: cosine(s, steps, 2e-3, 1e-5, 100), stop_after)
+    fit(path, "autoencoder", vae, optimizer, steps, loss, lambda s: cosine(s, steps, 2e-3, 1e-5, 100))
     return vae
 
 
@@ -287,7 +287,6 @@ def train_stage(
     data: Data,
     tokenizer: CLIPTokenizer,
     seed: int,
-    stop_after: int | None,
 ) -> Denoiser:
     torch.manual_seed(seed)
     model = Denoiser(new_unet(stage), new_text_encoder(tokenizer)).to(memory_format=torch.channels_last)
@@ -300,7 +299,7 @@ def train_stage(
     fit(
         work / f"{stage.name}.pt", stage.name, model, optimizer_for(model), stage.steps,
         lambda step: diffusion_loss(model, stage, data, seed, step),
-        lambda step: cosine(step, stage.steps, stage.lr, stage.lr_end, stage.warmup), stop_after, ema=EMA_DECAY,
+        lambda step: cosine(step, stage.steps, stage.lr, stage.lr_end, stage.warmup), ema=EMA_DECAY,
     )  # fmt: skip
     model.load_state_dict(torch.load(work / f"{stage.name}.pt", weights_only=True)["ema"])
     return model
@@ -315,8 +314,8 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def fit(path: Path, name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, loss_fn, lr_fn,
-        stop_after: int | None, ema: float | None = None) -> None:  # fmt: skip
-    """Train to ``steps``, continuing from ``path``, where the state is kept. ``stop_after`` ends the process (for tests)."""
+        ema: float | None = None) -> None:  # fmt: skip
+    """Train to ``steps``, continuing from ``path``, where the state is kept."""
     done, average = 0, {k: v.clone() for k, v in model.state_dict().items()}
     if path.exists():
         state = torch.load(path, weights_only=True)
@@ -354,9 +353,6 @@ def fit(path: Path, name: str, model: torch.nn.Module, optimizer: torch.optim.Op
             if time.monotonic() - saved > SAVE_EVERY or steps < 10:
                 save()
                 saved = time.monotonic()
-            if stop_after is not None and done >= stop_after:
-                save()
-                raise SystemExit(75)  # stopped on purpose: run again to go on
     save()
 
 
@@ -414,7 +410,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="pipeline folder to write (default: WORK/model)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="a few steps of everything")
-    parser.add_argument("--stop-after", help="STAGE:STEP, end there as if stopped (exit code 75)")
     parser.add_argument("--export-now", action="store_true", help="write the last stage's weights as they are")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
@@ -423,12 +418,8 @@ def main() -> None:
     rgba = torch.from_numpy(subjects.glyphs()[:count].copy()).permute(0, 3, 1, 2)
     stages = [replace(s, steps=3, batch=2) for s in STAGES] if args.smoke else list(STAGES)
     autoencoder_steps = 4 if args.smoke else AUTOENCODER_STEPS
-    stop_stage, _, stop_step = (args.stop_after or "").partition(":")
 
-    def stop(name: str) -> int | None:
-        return int(stop_step) if name == stop_stage else None
-
-    vae = train_autoencoder(args.work, rgba, args.seed, autoencoder_steps, stop("autoencoder"))
+    vae = train_autoencoder(args.work, rgba, args.seed, autoencoder_steps)
     print(f"autoencoder: {check_grid(args.work, vae, rgba):.1f} dB")
     names, backgrounds = subjects.glyph_names()[:count], list(subjects.BACKGROUNDS)
     captions = [subjects.caption(n, b) for n in subjects.glyph_names() for b in backgrounds]
@@ -450,7 +441,7 @@ def main() -> None:
         model.load_state_dict(torch.load(args.work / f"{stages[-1].name}.pt", weights_only=True)["ema"])
     else:
         for previous, stage in zip([None, *stages], stages, strict=False):
-            model = train_stage(args.work, stage, previous, data, tokenizer, args.seed, stop(stage.name))
+            model = train_stage(args.work, stage, previous, data, tokenizer, args.seed)
     assert model is not None
     out = args.out or args.work / "model"
     provenance = {
