@@ -12,6 +12,10 @@ A hook on the module survives what replaces processors: slicing, `fuse_qkv_proje
 the true (h, w) of the tokens from the Transformer2DModel around it. Each module carries one merging hook at most: applying
 again replaces it. A `copy.deepcopy` of a hooked model merges with its own weights; to save a whole model with `torch.save`
 call `remove_mame` first.
+
+`torch.compile` of the model makes one graph of it, merging included, for each size and batch size. Of
+`compile_repeated_blocks` diffusers' hooks make one graph for every block, which passes `recompile_limit`: there take the
+processor, which all blocks share (`MaMeAttnProcessor`; it does not count compiled calls).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from diffusers.models import attention_processor as processors
@@ -139,7 +140,7 @@ def merged_attention(
         stats: counters of this layer.
         call: runs the installed processor on (hidden_states, encoder_hidden_states).
     """
-    tokens = hidden_states.shape[1]
+    tokens = index(hidden_states.shape[1])  # a plain number under torch.compile too, where sizes may be symbols
     where = layout(tokens, config, size)
     if isinstance(where, str):
         stats.skipped(where, tokens)

@@ -6,6 +6,7 @@ one out from under another.
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 from diffusers.hooks import HookRegistry, ModelHook
@@ -65,7 +66,7 @@ class SizeHook(_Hook):
         image = args[0] if args else kwargs.get("hidden_states")
         if isinstance(image, Tensor) and image.dim() == 4:
             patch = _patch_size(module)
-            self.size = (image.shape[-2] // patch, image.shape[-1] // patch)
+            self.size = (index(image.shape[-2]) // patch, index(image.shape[-1]) // patch)
         else:
             self.size = None
         return forward(*args, **kwargs)

@@ -586,6 +586,18 @@ def test_adapters_loaded_after_applying_take_part() -> None:
     assert not torch.equal(run_unet(unet), before)
 
 
+def test_regional_compilation_of_the_processor_shares_graphs() -> None:
+    torch._dynamo.reset()
+    unet = tiny_unet()
+    unet.set_attn_processor(MaMeAttnProcessor(keep=0.4, min_tokens=40))
+    expected = run_unet(unet)
+    for attention_model in unet.up_blocks[1].attentions:
+        attention_model.transformer_blocks[0].compile(backend="eager", fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    torch.testing.assert_close(run_unet(unet), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def test_applying_to_a_compiled_model_takes_effect() -> None:
     torch._dynamo.reset()
     attn, x = attention(), tokens()
