@@ -21,7 +21,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError
 
 if TYPE_CHECKING:
-    from mame_sd.models import ModelChoice
+    from mame_sd.model_files import ModelChoice
 
 app = typer.Typer(
     help="Faster diffusion without training: merge tokens before self-attention (MaMe), restore them after it (MaRe).",
@@ -54,8 +54,9 @@ def generate_command(
     merging: MaMeConfig | None,
 ) -> None:
     """Generate images from prompts, with merging on. Run again to continue; launch with accelerate to share out."""
-    from mame_sd.generate import GenerateSettings, generate
+    from mame_sd.generate import generate
     from mame_sd.models import load_model
+    from mame_sd.plan import GenerateSettings
     from mame_sd.run_folder import RunFolder
     from mame_sd.shards import joined, shard_of_environment
 
@@ -88,8 +89,8 @@ def compare_command(
 ) -> None:
     """Write one labelled sheet: the baseline, then each tau, with seconds and tokens kept."""
     from mame_sd.compare import compare, compare_sheet, variants_of
-    from mame_sd.generate import GenerateSettings
     from mame_sd.models import load_model
+    from mame_sd.plan import GenerateSettings
     from mame_sd.sheet import check_sheet_path, write_sheet
 
     settings = GenerateSettings(**asdict(sampling))
@@ -120,8 +121,8 @@ def show_merge_command(
     merging: MaMeConfig,
 ) -> None:
     """Draw which tokens were merged into which, over the image, for one level and step."""
-    from mame_sd.generate import GenerateSettings
     from mame_sd.models import load_model
+    from mame_sd.plan import GenerateSettings
     from mame_sd.sheet import check_sheet_path, write_sheet
     from mame_sd.show_merge import capture_merge, draw_merge
 
@@ -183,7 +184,8 @@ def main() -> None:
 
 
 def _choice(model: ModelOptions, local_rank: int = 0) -> ModelChoice:
-    from mame_sd.models import ModelChoice, check_scheduler
+    from mame_sd.adapters import check_scheduler
+    from mame_sd.model_files import ModelChoice
 
     check_scheduler(model.scheduler)
     fields: dict[str, Any] = {name: value for name, value in vars(model).items() if name != "lora"}

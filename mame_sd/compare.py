@@ -13,9 +13,10 @@ from PIL import Image
 
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
-from mame_sd.generate import GenerateSettings, levels_of, merge_in, plan_jobs, sample
 from mame_sd.models import LoadedModel
+from mame_sd.plan import GenerateSettings, plan_jobs
 from mame_sd.prompt_files import Prompt
+from mame_sd.sampling import levels_of, merge_in, sample
 from mame_sd.sheet import Cell, draw_sheet, enlarge
 
 PANEL_SIDE = 512

@@ -13,8 +13,9 @@ from typing import Literal
 
 import torch
 
+from mame_sd.devices import pick_device
 from mame_sd.errors import UserError
-from mame_sd.models import ModelChoice, find_model, first_line, pick_device
+from mame_sd.model_files import ModelChoice, find_model, first_line
 
 NEEDED = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy", "pillow", "typer", "rich")
 FREE_DISK = 1 << 30  # bytes below which a run may not have room

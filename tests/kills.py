@@ -67,8 +67,10 @@ def main(model_folder: str, work_folder: str) -> None:
     import torch
 
     from mame_sd.config import MaMeConfig
-    from mame_sd.generate import GenerateSettings, generate
-    from mame_sd.models import ModelChoice, load_model
+    from mame_sd.generate import generate
+    from mame_sd.model_files import ModelChoice
+    from mame_sd.models import load_model
+    from mame_sd.plan import GenerateSettings
     from mame_sd.prompt_files import prompts_from_texts
 
     torch.set_num_threads(1)

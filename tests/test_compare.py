@@ -13,8 +13,10 @@ from mame_sd import cli
 from mame_sd.compare import compare, compare_sheet, folders_sheet, variants_of
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
-from mame_sd.generate import GenerateSettings, generate
-from mame_sd.models import LoadedModel, ModelChoice, load_model
+from mame_sd.generate import generate
+from mame_sd.model_files import ModelChoice
+from mame_sd.models import LoadedModel, load_model
+from mame_sd.plan import GenerateSettings
 from mame_sd.prompt_files import prompts_from_texts
 from mame_sd.sheet import Cell, draw_sheet, write_sheet
 from mame_sd.show_merge import MergeMap, capture_merge, draw_merge

@@ -19,8 +19,10 @@ from PIL import Image
 from mame_sd import cli
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError
-from mame_sd.generate import GenerateSettings, Summary, cut_batches, generate, generator_of, plan_jobs
-from mame_sd.models import LoadedModel, ModelChoice, load_model
+from mame_sd.generate import Summary, generate
+from mame_sd.model_files import ModelChoice
+from mame_sd.models import LoadedModel, load_model
+from mame_sd.plan import GenerateSettings, cut_batches, generator_of, plan_jobs
 from mame_sd.prompt_files import Prompt, prompts_from_texts
 from mame_sd.run_folder import RunFolder
 from tests.kills import snapshot
@@ -246,11 +248,11 @@ def test_killed_at_any_file_operation_the_next_run_ends_with_the_same_bytes(mode
 @posix
 def test_kills_and_an_interrupt_of_the_command(model_folder: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("".join(f"key {number}\n" for number in range(80)))
-    options = ["--prompts", str(prompts), "--model", str(model_folder), "--steps", "10", "--min-tokens", "16"]
+    prompts.write_text("".join(f"key {number}\n" for number in range(40)))
+    options = ["--prompts", str(prompts), "--model", str(model_folder), "--steps", "2", "--min-tokens", "16"]
     command = [sys.executable, "-m", "mame_sd", "generate", *options, "--device", "cpu", "--out"]
     images = tmp_path / "killed" / "images"
-    for sign, after in ((signal.SIGKILL, 1), (signal.SIGINT, 15), (signal.SIGKILL, 30)):
+    for sign, after in ((signal.SIGKILL, 1), (signal.SIGINT, 6), (signal.SIGKILL, 12)):
         pipe = subprocess.PIPE
         with subprocess.Popen(
             [*command, str(tmp_path / "killed")], env=environment(), cwd=tmp_path, stdout=pipe, stderr=pipe, text=True
@@ -262,7 +264,7 @@ def test_kills_and_an_interrupt_of_the_command(model_folder: Path, tmp_path: Pat
             _, stderr = process.communicate()
         assert process.returncode == (130 if sign == signal.SIGINT else -sign), stderr
         assert "Traceback" not in stderr
-        assert after <= len(list(images.iterdir())) < 80
+        assert after <= len(list(images.iterdir())) < 40
     for name in ("killed", "undisturbed"):
         assert cli.run([*command[3:], str(tmp_path / name)]) == 0
     assert snapshot(tmp_path / "killed") == snapshot(tmp_path / "undisturbed")

@@ -1,0 +1,107 @@
+"""Loading models: what identifies one, schedulers, LoRAs, sizes, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, StableDiffusionInpaintPipeline
+from diffusers.loaders import StableDiffusionLoraLoaderMixin
+
+from mame_sd.errors import UserError
+from mame_sd.generate import generate
+from mame_sd.model_files import ModelChoice, find_model
+from mame_sd.models import load_model
+from mame_sd.plan import GenerateSettings
+from mame_sd.prompt_files import prompts_from_texts
+from tests.tiny import save_tiny_pipeline, tiny_components, tiny_pipeline
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_pipeline(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def choice(folder: Path, *loras: str, scheduler: str | None = None) -> ModelChoice:
+    return ModelChoice(model=str(folder), device="cpu", loras=loras, scheduler=scheduler)
+
+
+def test_identity_follows_the_files_not_their_place(folder: Path, tmp_path: Path) -> None:
+    first = load_model(choice(folder)).identity
+    moved = save_tiny_pipeline(tmp_path / "elsewhere" / "tiny")
+    assert load_model(choice(moved)).identity == first
+    other = save_tiny_pipeline(tmp_path / "other" / "tiny", seed=9)
+    assert load_model(choice(other)).identity["sha256"] != first["sha256"]
+    assert (first["name"], first["scheduler"], first["dtype"]) == ("tiny", "DDIMScheduler", "float32")
+
+
+def test_a_scheduler_keeps_the_models_noise_schedule(folder: Path) -> None:
+    model = load_model(choice(folder, scheduler="dpm++-karras"))
+    assert type(model.pipe.scheduler).__name__ == "DPMSolverMultistepScheduler"
+    assert model.pipe.scheduler.config.beta_end == 0.012
+    assert model.pipe.scheduler.config.use_karras_sigmas is True
+
+
+def test_loras_change_images_and_identity(folder: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    pipe = tiny_pipeline()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        pipe.unet.add_adapter(peft.LoraConfig(r=2, init_lora_weights="gaussian", target_modules=["to_q", "to_v"]))
+        for name, parameter in pipe.unet.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
+    layers = peft.get_peft_model_state_dict(pipe.unet)
+    StableDiffusionLoraLoaderMixin.save_lora_weights(tmp_path, unet_lora_layers=layers, weight_name="style.safetensors")
+    file = str(tmp_path / "style.safetensors")
+    images = []
+    for number, loras in enumerate([(), (file,), (f"{file}:0.5",), (file, f"{file}:0")]):
+        model = load_model(choice(folder, *loras))
+        generate(model, prompts_from_texts(["key"]), GenerateSettings(steps=1), None, tmp_path / str(number))
+        images.append((tmp_path / str(number) / "images" / "p00001_0.png").read_bytes().partition(b"IDAT")[2])
+        assert [lora["scale"] for lora in model.identity["loras"]] == [[], [1.0], [0.5], [1.0, 0.0]][number]
+    assert len(set(images[:3])) == 3
+    assert images[3] == images[1]
+    (tmp_path / "bad.safetensors").write_bytes(b"x" * 99)
+    with pytest.raises(UserError, match=r"--lora .*bad\.safetensors: expected a LoRA for StableDiffusionPipeline"):
+        load_model(choice(folder, str(tmp_path / "bad.safetensors")))
+    with pytest.raises(UserError, match="expected a finite scale"):
+        load_model(choice(folder, f"{file}:nan"))
+
+
+def test_one_side_is_filled_with_the_models_own(folder: Path, tmp_path: Path) -> None:
+    model = load_model(choice(folder))
+    assert model.default_size == (32, 32)
+    generate(model, prompts_from_texts(["key"]), GenerateSettings(steps=1, width=48), None, tmp_path)
+    assert '"height": 32' in (tmp_path / "samples.jsonl").read_text()
+    assert '"width": 48' in (tmp_path / "samples.jsonl").read_text()
+
+
+def test_pipelines_that_are_no_text_to_image_are_refused(tmp_path: Path) -> None:
+    StableDiffusionInpaintPipeline(**tiny_components(in_channels=9)).save_pretrained(tmp_path / "inpaint")
+    with pytest.raises(UserError, match="StableDiffusionInpaintPipeline, which wants image"):
+        load_model(choice(tmp_path / "inpaint"))
+    AutoencoderKL.from_config(tiny_components()["vae"].config).save_pretrained(tmp_path / "vae")
+    with pytest.raises(UserError, match=r"got one without model_index\.json"):
+        load_model(choice(tmp_path / "vae"))
+
+
+def test_our_own_pipeline_loads_without_its_class(tmp_path: Path) -> None:
+    from mame_sd.pipelines import StableDiffusionMaMePipeline
+
+    StableDiffusionMaMePipeline(**tiny_components(), tau=0.5).save_pretrained(tmp_path / "ours")
+    model = load_model(choice(tmp_path / "ours"))
+    assert type(model.pipe).__name__ == "StableDiffusionPipeline"
+
+
+@pytest.mark.parametrize("name", ["./x/y", "a/b/c", "nothing", "../up", "a/b.safetensors"])
+def test_paths_are_not_taken_for_hub_ids(name: str) -> None:
+    with pytest.raises(UserError, match="found no such file; check the path"):
+        find_model(ModelChoice(model=name))
+
+
+def test_a_hub_model_that_is_not_cached_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match=r"--model nobody/nothing: expected a folder, .* give a folder"):
+        find_model(ModelChoice(model="nobody/nothing", offline=True))
