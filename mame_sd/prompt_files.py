@@ -7,28 +7,18 @@ Control characters in a prompt are data: lines end at ``\\n`` (or ``\\r\\n``) an
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mame_sd.errors import UserError
+from mame_sd.prompt_formats import KNOWN_COLUMNS, READERS, PromptError, read_text
 
-PROMPT_COLUMNS = ("prompt", "caption")  # compared without case; the first that is present is taken
-KNOWN_COLUMNS = ("id", "seed", "negative_prompt", "width", "height")
 MAX_ID_BYTES = 200  # file systems take 255 bytes; "_<repeat>.png" follows
 _FORBIDDEN_IN_ID = set('/\\:*?"<>|')
-
-Record = tuple[int, dict[str, Any]]  # line number, values by column
-
-
-class PromptError(UserError, ValueError):
-    """A prompt file that can't be used; the message names the file and, where there is one, the line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +64,15 @@ def load_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:
             what lies beyond `limit`.
     """
     path = demo_file() if str(source) == "demo" else Path(source)
-    reader = _READERS.get(path.suffix.lower())
+    reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise PromptError(
-            f"{path}: expected a prompt file ending in {', '.join(_READERS)} (or 'demo'), got "
+            f"{path}: expected a prompt file ending in {', '.join(READERS)} (or 'demo'), got "
             f"{path.suffix or 'no ending'!r}; rename or convert it"
         )
     prompts: list[Prompt] = []
     lines: list[int] = []
-    for line, values in reader(path, _read_text(path)):
+    for line, values in reader(path, read_text(path)):
         prompts.append(_prompt(path, line, len(prompts) + 1, values))
         lines.append(line)
     if not prompts:
@@ -130,117 +120,6 @@ def prompts_digest(prompts: Iterable[Prompt]) -> str:
         ]
         digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
-
-
-def _read_text(path: Path) -> str:
-    """The file's text: UTF-8 with or without a byte order mark. Raises PromptError for anything else."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise PromptError(f"{path}: expected a prompt file, found nothing there; check the path") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise PromptError(f"{path}: expected a prompt file that can be read, got: {reason}") from None
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise PromptError(f"{path}: expected UTF-8, got UTF-16; save it as UTF-8")
-    if b"\0" in data:
-        line = data[: data.index(b"\0")].count(b"\n") + 1
-        raise PromptError(f"{path}:{line}: expected text, got a binary file (it holds a zero byte)")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise PromptError(
-            f"{path}:{line}: expected UTF-8, got the byte 0x{data[error.start]:02x}; save it as UTF-8"
-        ) from None
-
-
-def _text_records(path: Path, text: str) -> Iterator[Record]:
-    for number, line in enumerate(text.split("\n"), 1):
-        line = line.strip(" \t\r")
-        if line and not line.startswith("#"):
-            yield number, {"prompt": line}
-
-
-def _table_records(delimiter: str) -> Callable[[Path, str], Iterator[Record]]:
-    def read(path: Path, text: str) -> Iterator[Record]:
-        rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-        header: list[str] | None = None
-        line = 1
-        try:
-            for row in rows:
-                if not any(row):
-                    pass
-                elif header is None:
-                    header = _header(path, line, row)
-                elif len(row) != len(header):
-                    raise PromptError(
-                        f"{path}:{line}: expected {len(header)} columns as in the header, got {len(row)}; "
-                        "quote a cell that holds the delimiter"
-                    )
-                else:
-                    yield line, _table_row(path, line, header, row)
-                line = rows.line_num + 1
-        except csv.Error as error:
-            raise PromptError(
-                f"{path}:{max(rows.line_num, 1)}: expected a table, but {error}; double a quote to keep it"
-            ) from None
-
-    return read
-
-
-def _header(path: Path, line: int, row: list[str]) -> list[str]:
-    """Column names, known ones in lower case, the prompt's column named ``prompt``."""
-    lower = [name.strip().lower() for name in row]
-    chosen = next((name for name in PROMPT_COLUMNS if name in lower), None)
-    if chosen is None:
-        raise PromptError(
-            f"{path}:{line}: expected a column named prompt or caption, got {', '.join(row)}; name one so"
-        )
-    names = []
-    for name, low in zip(row, lower, strict=True):
-        names.append("prompt" if low == chosen else low if low in KNOWN_COLUMNS else name.strip())
-    for name in names:
-        if names.count(name) > 1:
-            raise PromptError(f"{path}:{line}: expected columns that differ, got {name!r} twice; rename one")
-    return names
-
-
-def _table_row(path: Path, line: int, header: list[str], row: list[str]) -> dict[str, Any]:
-    """Values by column; an empty cell of a known column counts as not given, numbers are read as such."""
-    values: dict[str, Any] = dict(zip(header, row, strict=True))
-    for name in KNOWN_COLUMNS:
-        if name in values and values[name] == "":
-            del values[name]
-        elif name in values and name in ("seed", "width", "height"):
-            try:
-                values[name] = int(values[name])
-            except ValueError:
-                raise PromptError(f"{path}:{line}: {name}: expected a whole number, got {values[name]!r}") from None
-    return values
-
-
-def _jsonl_records(path: Path, text: str) -> Iterator[Record]:
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip(" \t\r"):
-            continue
-        try:
-            values = json.loads(line, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-            raise PromptError(
-                f"{path}:{number}: expected a JSON object, but {reason}; write one object a line"
-            ) from None
-        if not isinstance(values, dict) or not any(name in values for name in PROMPT_COLUMNS):
-            raise PromptError(
-                f'{path}:{number}: expected an object such as {{"prompt": "..."}}, got {line.strip()[:60]!r}'
-            )
-        name = next(name for name in PROMPT_COLUMNS if name in values)
-        yield number, {**{key: value for key, value in values.items() if key != name}, "prompt": values[name]}
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON value")
 
 
 def _prompt(path: Path, line: int, number: int, values: dict[str, Any]) -> Prompt:
@@ -297,11 +176,3 @@ def _check_number(place: str, name: str, value: Any, low: int, high: int, step: 
         multiple = f"a multiple of {step}" if step > 1 else "a whole number"
         raise PromptError(f"{place}{name}: expected {multiple} from {low} to {high}, got {value!r}")
     return value
-
-
-_READERS: dict[str, Callable[[Path, str], Iterator[Record]]] = {
-    ".txt": _text_records,
-    ".csv": _table_records(","),
-    ".tsv": _table_records("\t"),
-    ".jsonl": _jsonl_records,
-}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
-from mame_sd.errors import UserError
+from mame_sd.errors import MachineError, UserError
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,17 @@ class Shard:
         return self.rank == 0
 
     def wait(self) -> None:
-        """Return when every process has come here."""
+        """Return when every process has come here. Raises MachineError when one of them is gone."""
         if self.count > 1:
             import torch.distributed
 
-            torch.distributed.barrier()
+            try:
+                torch.distributed.barrier()
+            except RuntimeError as error:
+                raise MachineError(
+                    f"expected {self.count} processes, but another one ended early; its own error says why, "
+                    "and the same command continues"
+                ) from error
 
 
 def shard_of_environment() -> Shard:
