@@ -52,8 +52,8 @@ class Stage:
 
 STAGES = (
     Stage("patch4", 4, (192, 256), (3, 4), 1106, 24, 0.01, 0.004),
-    Stage("patch2", 2, (96, 192, 256), (2, 3, 4), 1100, 8, 0.008, 0.003),
-    Stage("patch1", 1, (32, 96, 192, 256), (1, 2, 3, 4), 1450, 4, 0.008, 0.0),
+    Stage("patch2", 2, (96, 192, 256), (2, 3, 4), 1150, 8, 0.008, 0.003),
+    Stage("patch1", 1, (32, 96, 192, 256), (1, 2, 3, 4), 900, 4, 0.008, 0.0),
 )
 AUTOENCODER_STEPS = 2400
 EMA_DECAY = 0.995
@@ -214,10 +214,11 @@ def grow(small: UNet2DConditionModel, large: UNet2DConditionModel) -> None:
             target.copy_(value)
         elif parts[0] == "up_blocks" and value.ndim == 4 and target.shape[0] == value.shape[0]:
             target[:, : small.config.block_out_channels[0]].copy_(value[:, : small.config.block_out_channels[0]])
-    t = torch.arange(1000)  # the sinusoids have another width: give the same embedding of t in the least-squares sense
+    t = torch.arange(1000)  # the sinusoids have another width: give nearly the same embedding of t; a ridge keeps the weights small
     wanted = small.time_embedding.linear_1(small.time_proj(t)).double()
     basis = torch.cat([large.time_proj(t).double(), torch.ones(1000, 1, dtype=torch.float64)], 1)
-    solution = torch.linalg.lstsq(basis, wanted).solution.float()
+    ridge = 10 * torch.eye(basis.shape[1], dtype=torch.float64)
+    solution = torch.linalg.solve(basis.T @ basis + ridge, basis.T @ wanted).float()
     new["time_embedding.linear_1.weight"].copy_(solution[:-1].T)
     new["time_embedding.linear_1.bias"].copy_(solution[-1])
 
