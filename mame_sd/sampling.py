@@ -54,10 +54,9 @@ def sample(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], 
             f"expected settings that {type(model.pipe).__name__} takes, but {error}; change them"
         ) from error
     if not np.isfinite(images).all():
-        raise MachineError(
-            f"expected pixels, got nan for prompt {jobs[0].prompt.id!r} in {model.identity['dtype']}; "
-            "use --dtype float32 or bfloat16"
-        )
+        dtype = model.identity["dtype"]
+        hint = "check the model's weights" if dtype == "float32" else "use --dtype float32 or bfloat16"
+        raise MachineError(f"expected pixels, got nan for prompt {jobs[0].prompt.id!r} in {dtype}; {hint}")
     return [Image.fromarray(pixels) for pixels in (images * 255).round().astype(np.uint8)]
 
 
