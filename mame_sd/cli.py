@@ -144,7 +144,7 @@ def sheet_command(
     out: Annotated[Path, typer.Option(help="The sheet, a .png file.", metavar="FILE")] = Path("sheet.png"),
     num: Annotated[int, typer.Option(help="Show the first NUM images.", metavar="NUM")] = 12,
 ) -> None:
-    """Write one sheet of finished runs side by side, a row for each image."""
+    """Write one sheet of finished runs: the same images, run below run."""
     from mame_sd.compare import folders_sheet
     from mame_sd.sheet import check_sheet_path, write_sheet
 

@@ -20,6 +20,7 @@ from mame_sd.sampling import levels_of, merge_in, sample
 from mame_sd.sheet import Cell, draw_sheet, enlarge
 
 PANEL_SIDE = 512
+COLUMNS = 6  # images side by side on a sheet of runs
 
 
 @dataclass(frozen=True)
@@ -87,24 +88,24 @@ def compare_sheet(prompt: str, panels: Sequence[Panel]) -> Image.Image:
 
 
 def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
-    """The images of several run folders side by side, a row for each of the first `limit` images of the first folder.
+    """The first `limit` images of several run folders, `COLUMNS` side by side, run below run.
 
     Raises:
         UserError: a folder that holds no run, or lacks an image that the first one has.
     """
     runs = [_samples(folder) for folder in folders]
-    rows = []
+    columns = []  # one an image: its cell of each run
     for name, first in list(runs[0].items())[:limit]:
-        row = []
+        column = []
         for folder, samples in zip(folders, runs, strict=True):
             if name not in samples:
                 raise UserError(
                     f"{folder}: expected the image {name} as in {folders[0]}, found none; finish that run first"
                 )
-            row.append(Cell(_open(folder / samples[name]["file"]), _sample_lines(folder, samples[name])))
-        rows.append(
-            [Cell(row[0].image, (first["prompt"], *row[0].lines)), *(Cell(c.image, ("", *c.lines)) for c in row[1:])]
-        )
+            lines = _sample_lines(folder, samples[name])
+            column.append(Cell(_open(folder / samples[name]["file"]), lines if column else (first["prompt"], *lines)))
+        columns.append(column)
+    rows = [row for i in range(0, len(columns), COLUMNS) for row in zip(*columns[i : i + COLUMNS], strict=True)]
     if not rows:
         raise UserError(f"{folders[0]}: expected a run with images, found none; run generate first")
     return draw_sheet(rows)
