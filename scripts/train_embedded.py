@@ -214,7 +214,9 @@ def grow(small: UNet2DConditionModel, large: UNet2DConditionModel) -> None:
             target.copy_(value)
         elif parts[0] == "up_blocks" and value.ndim == 4 and target.shape[0] == value.shape[0]:
             target[:, : small.config.block_out_channels[0]].copy_(value[:, : small.config.block_out_channels[0]])
-    t = torch.arange(1000)  # the sinusoids have another width: give nearly the same embedding of t; a ridge keeps the weights small
+    t = torch.arange(
+        1000
+    )  # the sinusoids have another width: give nearly the same embedding of t; a ridge keeps the weights small
     wanted = small.time_embedding.linear_1(small.time_proj(t)).double()
     basis = torch.cat([large.time_proj(t).double(), torch.ones(1000, 1, dtype=torch.float64)], 1)
     ridge = 10 * torch.eye(basis.shape[1], dtype=torch.float64)
