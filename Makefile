@@ -23,7 +23,7 @@ model: $(READY)  ## train the embedded model from nothing (hours)
 	$(BIN)/python scripts/train_embedded.py --work out/train --out mame_sd/embedded
 
 $(READY): pyproject.toml constraints.txt
-	test -d .venv || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $(READY)
