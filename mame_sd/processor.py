@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections import Counter
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.layer import NO_SIZE, default_processor, merged_attention, skip_reason, unfused
-from mame_sd.report import LayerStats, MaMeReport, make_report
+from mame_sd.report import LayerStats, MaMeReport, NothingMergedError, make_report
 
 _UNCOUNTED = LayerStats("compiled")
 
@@ -66,6 +67,7 @@ class MaMeAttnProcessor:
         self.config = make_config(config, given)
         self.inner = inner
         self._stats: dict[Attention, LayerStats] = {}
+        self._passed: Counter[str] = Counter()  # calls that were no self-attention over tokens, by reason
         self._warned = False
 
     def __call__(
@@ -114,6 +116,8 @@ class MaMeAttnProcessor:
         if reason is not None:
             if reason != "cross-attention" and hidden_states.dim() == 3:
                 self._stats_of(attn).skipped(reason, hidden_states.shape[1])
+            elif not torch.compiler.is_compiling():
+                self._passed[reason] += 1
             return call(hidden_states, encoder_hidden_states)
         stats = self._stats_of(attn)
         output = merged_attention(attn, hidden_states, self.config, None, stats, call)
@@ -130,11 +134,18 @@ class MaMeAttnProcessor:
         Raises:
             NothingMergedError: a forward has run and no layer could merge.
         """
+        if self._passed and not self._stats:
+            calls = ", ".join(f"{reason} ({count} calls)" for reason, count in sorted(self._passed.items()))
+            raise NothingMergedError(
+                f"expected self-attention over tokens [B, L, C], but every call was something else: {calls}. Set the "
+                "processor on a UNet's self-attention, or remove it"
+            )
         return make_report(self._stats.values())
 
     def reset(self) -> None:
         """Forgets all calls."""
         self._stats.clear()
+        self._passed.clear()
 
     def _stats_of(self, attn: Attention) -> LayerStats:
         if torch.compiler.is_compiling():
@@ -145,7 +156,7 @@ class MaMeAttnProcessor:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles start without counters, which belong to this model's modules."""
-        return {**self.__dict__, "_stats": {}}
+        return {**self.__dict__, "_stats": {}, "_passed": Counter()}
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.config.given.items())

@@ -238,6 +238,23 @@ def test_report_raises_when_nothing_could_merge() -> None:
         processor.report()
 
 
+def test_report_raises_when_no_call_was_self_attention_over_tokens() -> None:
+    attn, cross = attention(), attention(cross_attention_dim=16)
+    processor = with_processor(attn, keep=0.5)
+    cross.set_processor(processor)
+    attn(tokens().transpose(1, 2).reshape(2, 16, 8, 8))
+    with pytest.raises(NothingMergedError, match=r"input of 4 dimensions \(1 calls\)"):
+        processor.report()
+    cross(tokens(), encoder_hidden_states=tokens())
+    with pytest.raises(NothingMergedError, match=r"cross-attention \(1 calls\), input of 4"):
+        processor.report()
+    assert copy.deepcopy(processor).report().layers == ()
+    attn(tokens())
+    assert [layer.merged for layer in processor.report().layers] == [True]
+    processor.reset()
+    assert processor.report().layers == ()
+
+
 def test_unknown_processor_is_not_given_merged_keys() -> None:
     class Own:
         def __call__(
