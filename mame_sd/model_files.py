@@ -112,6 +112,14 @@ def digest_of(source: Path) -> str:
     return digest.hexdigest()
 
 
+def name_and_digest(source: str) -> dict[str, str | None]:
+    """JSON values for a path or a hub id: a name without its place, and a digest of what lies there (None: a hub id)."""
+    path = Path(source)
+    return (
+        {"name": path.resolve().name, "sha256": digest_of(path)} if path.exists() else {"name": source, "sha256": None}
+    )
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, its type where there is none, without a full stop."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

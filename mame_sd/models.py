@@ -18,7 +18,7 @@ import torch
 from mame_sd.adapters import add_loras, check_scheduler, lora_identity, set_scheduler
 from mame_sd.devices import pick_device, pick_dtype
 from mame_sd.errors import MachineError, UserError
-from mame_sd.model_files import ModelChoice, digest_of, find_model, first_line
+from mame_sd.model_files import ModelChoice, digest_of, find_model, first_line, name_and_digest
 
 _SINGLE_FILE_CLASSES = {
     "v1": "StableDiffusionPipeline",
@@ -34,8 +34,8 @@ class LoadedModel:
 
     Attributes:
         pipe: the pipeline, on its device, without progress bars.
-        identity: JSON values that tell this model from others: name, pipeline class, a digest of its files, scheduler,
-            LoRAs, dtype and device type.
+        identity: JSON values that tell this model from others: name, pipeline class, a digest of its files, variant,
+            single-file configuration, scheduler, LoRAs, dtype and device type.
         guidance: the guidance scale that the model is called with when none is given; None: it takes none.
     """
 
@@ -90,12 +90,22 @@ def load_model(choice: ModelChoice) -> LoadedModel:
         "name": name,
         "pipeline": type(pipe).__name__,
         "sha256": digest_of(source),
+        **options_of(source, choice),
         "scheduler": type(pipe.scheduler).__name__ if choice.scheduler is None else choice.scheduler,
         "loras": [lora_identity(lora) for lora in choice.loras],
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
     }
     return LoadedModel(pipe=pipe, identity=identity, guidance=_default_guidance(pipe, choice))
+
+
+def options_of(source: Path, choice: ModelChoice) -> dict[str, Any]:
+    """The loading options that decide which weights and parts a model has, as far as `source` makes use of them."""
+    config = choice.single_file_config if source.is_file() else None
+    return {
+        "variant": None if source.is_file() else choice.variant,
+        "single_file_config": None if config is None else name_and_digest(config),
+    }
 
 
 @contextlib.contextmanager

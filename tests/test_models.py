@@ -12,7 +12,7 @@ from diffusers.loaders import StableDiffusionLoraLoaderMixin
 from mame_sd.errors import UserError
 from mame_sd.generate import generate
 from mame_sd.model_files import ModelChoice, find_model
-from mame_sd.models import load_model
+from mame_sd.models import load_model, options_of
 from mame_sd.plan import GenerateSettings
 from mame_sd.prompt_files import prompts_from_texts
 from tests.tiny import save_tiny_pipeline, tiny_components, tiny_pipeline
@@ -34,6 +34,24 @@ def test_identity_follows_the_files_not_their_place(folder: Path, tmp_path: Path
     other = save_tiny_pipeline(tmp_path / "other" / "tiny", seed=9)
     assert load_model(choice(other)).identity["sha256"] != first["sha256"]
     assert (first["name"], first["scheduler"], first["dtype"]) == ("tiny", "DDIMScheduler", "float32")
+
+
+def test_identity_tells_variants_and_single_file_configs_apart(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"x")
+    (tmp_path / "other").mkdir()
+    first, second, hub = (
+        options_of(file, ModelChoice(model=str(file), single_file_config=config))["single_file_config"]
+        for config in (str(folder), str(tmp_path / "other"), "owner/name")
+    )
+    assert (first["name"], second["name"]) == ("tiny", "other")
+    assert first["sha256"] != second["sha256"]
+    assert hub == {"name": "owner/name", "sha256": None}
+    assert load_model(choice(folder)).identity["variant"] is None
+    assert options_of(folder, ModelChoice(variant="fp16", single_file_config="x")) == {
+        "variant": "fp16",
+        "single_file_config": None,
+    }
 
 
 def test_a_scheduler_keeps_the_models_noise_schedule(folder: Path) -> None:
