@@ -108,16 +108,23 @@ def plan_jobs(prompts: Sequence[Prompt], settings: GenerateSettings) -> list[Job
 
 
 def cut_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:
-    """Neighbours of one size, at most `batch_size` together. Depends on the whole list alone."""
+    """Neighbours of one size, at most `batch_size` together. Depends on the whole list alone.
+
+    All of a batch have a negative prompt or none has: some models (SDXL) take none to mean zeros, not an empty text.
+    """
     batches: list[list[Job]] = []
     for job in jobs:
         last = batches[-1] if batches else []
-        same = bool(last) and (last[0].height, last[0].width) == (job.height, job.width)
-        if same and len(last) < batch_size:
+        if last and _call_of(last[0]) == _call_of(job) and len(last) < batch_size:
             last.append(job)
         else:
             batches.append([job])
     return batches
+
+
+def _call_of(job: Job) -> tuple[int | None, int | None, bool]:
+    """What all images of one call share."""
+    return job.height, job.width, job.negative_prompt is None
 
 
 def generator_of(job: Job) -> torch.Generator:

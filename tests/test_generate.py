@@ -109,6 +109,13 @@ def test_batches_are_cut_from_the_whole_list_and_hold_one_size() -> None:
     ]
 
 
+def test_a_batch_has_negative_prompts_or_none() -> None:
+    negative = [None, "red", "", None]
+    prompts = [Prompt(id=str(i), text="x", negative_prompt=text) for i, text in enumerate(negative)]
+    names = [[job.prompt.id for job in batch] for batch in cut_batches(plan_jobs(prompts, FAST), 4)]
+    assert names == [["0"], ["1", "2"], ["3"]]
+
+
 def test_running_again_makes_nothing_again(model: LoadedModel, tmp_path: Path) -> None:
     run(model, tmp_path)
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "images").iterdir()}
