@@ -98,7 +98,9 @@ class MaMeConfig:
         "cell of the grid partition as (rows, columns) of tokens. Larger: fewer destinations, so more can merge"
     )
     seed: int = _field("seed of the random partition (its own generator, never the global one)")
-    min_tokens: int = _field("layers with fewer tokens are left alone")
+    min_tokens: int = _field(
+        "layers with fewer tokens are left alone. With MaMeAttnProcessor on a video model keep it above the number of frames"
+    )
     metric: Literal["cosine", "dot", "euclidean", "softmax"] = _field(
         "similarity: cosine, dot (x.y / sqrt(d)), euclidean (-|x - y| / sqrt(d)), softmax over destinations"
     )

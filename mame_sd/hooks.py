@@ -13,7 +13,9 @@ the true (h, w) of the tokens from the Transformer2DModel around it. Each module
 again replaces it. A `copy.deepcopy` of a hooked model merges with its own weights; to save a whole model with `torch.save`
 call `remove_mame` first.
 
-`torch.compile` of the model makes one graph of it, merging included, for each size and batch size. Of
+`torch.compile` of the model with `keep` makes one graph of it, merging included, for each size and batch size. With `tau`
+how many tokens stay depends on the data, which breaks the graph in each merging layer (results stay right): for one
+graph compile with `fullgraph=True`, or set `torch._dynamo.config.capture_dynamic_output_shape_ops = True`. Of
 `compile_repeated_blocks` diffusers' hooks make one graph for every block, which passes `recompile_limit`: there take the
 processor, which all blocks share (`MaMeAttnProcessor`; it does not count compiled calls).
 """
@@ -47,8 +49,14 @@ from mame_sd.report import LayerStats, MaMeReport, device_of, make_report
 
 _OURS = (MAME_HOOK, MAME_SIZE_HOOK)
 _DENOISERS = ("unet", "transformer")
-# Attention over frames lies below modules of these names (AnimateDiff, SVD, text-to-video).
-_TEMPORAL = {"motion_modules", "temporal_transformer_blocks", "temp_attentions", "transformer_in"}
+# Attention over frames lies below modules of these names (AnimateDiff, SVD, text-to-video, I2VGen-XL).
+_TEMPORAL = {
+    "motion_modules",
+    "temporal_transformer_blocks",
+    "temp_attentions",
+    "transformer_in",
+    "image_latents_temporal_encoder",
+}
 
 
 class MaMeHandle:

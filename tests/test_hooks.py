@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers import (
     DiTTransformer2DModel,
+    I2VGenXLUNet,
     MotionAdapter,
     PixArtTransformer2DModel,
     UNet3DConditionModel,
@@ -489,6 +490,23 @@ def test_compiled_calls_are_counted_without_recompiling(fields: dict[str, Any]) 
     assert before.tokens_in == 64
 
 
+@pytest.mark.parametrize(
+    ("fields", "capture", "graphs"),
+    [(CONFIGS["keep"], False, 1), (CONFIGS["tau"], False, None), (CONFIGS["tau"], True, 1)],
+    ids=["keep", "tau", "tau-captured"],
+)
+def test_graphs_of_a_compiled_layer(fields: dict[str, Any], capture: bool, graphs: int | None) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    attn = attention()
+    apply_mame(attn, min_tokens=1, **fields)
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=capture):
+        expected = attn(tokens())
+        torch.testing.assert_close(torch.compile(attn, backend="eager")(tokens()), expected)
+    made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert made == graphs if graphs else made > 1
+
+
 def test_hooks_of_others_stay_in_force() -> None:
     class Negate(ModelHook):
         def new_forward(self, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -536,6 +554,26 @@ def test_video_unet_merges_pixels_and_never_frames() -> None:
     with torch.no_grad():
         unet(video, torch.tensor(500), text)
     assert {layer.size for layer in handle.report().layers} == {(8, 12), (4, 6)}
+
+
+def test_i2vgen_is_hooked_on_pixels_and_never_on_frames() -> None:
+    unet = seeded(
+        I2VGenXLUNet,
+        0,
+        block_out_channels=(32, 64),
+        down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
+        up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
+        cross_attention_dim=16,
+        attention_head_dim=8,
+        layers_per_block=1,
+        norm_num_groups=8,
+    )
+    assert any(
+        "image_latents_temporal_encoder" in path and isinstance(m, Attention) for path, m in unet.named_modules()
+    )
+    hooked = [layer.name for layer in apply_mame(unet, tau=0.1, min_tokens=1).report().layers]
+    assert hooked
+    assert all(".attentions." in name and name.endswith("attn1") for name in hooked)
 
 
 def test_image_tokens_among_others_are_left_alone() -> None:
