@@ -83,9 +83,9 @@ def lora_identity(lora: str) -> dict[str, Any]:
     source, scale = _lora_scale(lora)
     path = Path(source)
     return {
-        "name": path.name if path.exists() else source,
+        "name": path.name if os.path.exists(path) else source,
         "scale": scale,
-        "sha256": digest_of(path) if path.exists() else None,
+        "sha256": digest_of(path) if os.path.exists(path) else None,
     }
 
 
@@ -96,7 +96,7 @@ def _add_lora(pipe: Any, lora: str, index: int, offline: bool) -> None:
             f"--lora {source}: expected a pipeline that takes LoRAs, got {type(pipe).__name__}; leave it out"
         )
     path = Path(source)
-    if not path.exists() and not HUB_ID.fullmatch(source):
+    if not os.path.exists(path) and not HUB_ID.fullmatch(source):
         raise UserError(
             f"--lora {source}: expected a .safetensors file, a folder or a hub id, found nothing; check the path"
         )

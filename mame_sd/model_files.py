@@ -56,14 +56,14 @@ def find_model(choice: ModelChoice) -> tuple[Path, str]:
         except FileNotFoundError as error:
             raise UserError(f"--model: {error}") from None
     path = Path(choice.model)
-    if path.is_dir():
-        if not (path / "model_index.json").is_file():
+    if os.path.isdir(path):  # unlike Path.is_dir, False also for names that are too long or out of reach
+        if not os.path.isfile(path / "model_index.json"):
             raise UserError(
                 f"--model {path}: expected the folder of a diffusers pipeline, got one without model_index.json; "
                 "give the folder that holds it"
             )
         return path, path.resolve().name
-    if path.is_file():
+    if os.path.isfile(path):
         if path.suffix.lower() != ".safetensors":
             raise UserError(
                 f"--model {path}: expected a folder, a hub id or a .safetensors file, got another file; convert it"
@@ -116,7 +116,9 @@ def name_and_digest(source: str) -> dict[str, str | None]:
     """JSON values for a path or a hub id: a name without its place, and a digest of what lies there (None: a hub id)."""
     path = Path(source)
     return (
-        {"name": path.resolve().name, "sha256": digest_of(path)} if path.exists() else {"name": source, "sha256": None}
+        {"name": path.resolve().name, "sha256": digest_of(path)}
+        if os.path.exists(path)
+        else {"name": source, "sha256": None}
     )
 
 
