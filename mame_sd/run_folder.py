@@ -45,12 +45,36 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: expected a place that can be written, got: {reason}; choose another") from error
 
 
+def nearest(path: Path) -> Path:
+    """`path`, or the nearest thing above it that exists. Raises OSError for what can't be reached or is too long."""
+    while True:
+        try:
+            os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            if path == path.parent:
+                raise
+            path = path.parent
+        else:
+            return path
+
+
+def check_place(folder: Path, out: Path) -> Path:
+    """The nearest existing folder to `folder`. Raises UserError, naming `out`, when nothing could be written there."""
+    with writing(out):
+        place = nearest(folder)
+    if not place.is_dir():
+        raise UserError(f"--out {out}: expected a folder, got the file {place}; choose another")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"--out {out}: expected a folder that can be written, {place} can't; choose another")
+    return place
+
+
 def write_atomically(path: Path, data: bytes, temporary: Path | None = None) -> None:
     """Write `data` so that `path` holds all of it or what it held before, whatever happens meanwhile.
 
     `temporary` must lie on the same file system; left out, it is a hidden neighbour.
     """
-    temporary = temporary or path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary or path.with_name(f".mame-sd.{os.getpid()}.tmp")
     with writing(path):
         try:
             with open(temporary, "wb") as file:
@@ -83,14 +107,7 @@ class RunFolder:
 
     def check(self) -> None:
         """Raise UserError when no run could go into the folder; nothing is created. Cheap, before a model is loaded."""
-        place = self.path
-        while not place.exists() and place != place.parent:
-            place = place.parent
-        if not place.is_dir():
-            raise UserError(f"--out {self.path}: expected a folder, got the file {place}; choose another")
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise UserError(f"--out {self.path}: expected a folder that can be written, {place} can't; choose another")
-        if place != self.path:
+        if check_place(self.path, self.path) != self.path:
             return
         with writing(self.path):
             foreign = sorted(entry for entry in os.listdir(self.path) if entry != self.work.name)

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 from mame_sd.errors import UserError
-from mame_sd.run_folder import write_atomically, writing
+from mame_sd.run_folder import check_place, nearest, write_atomically, writing
 
 FONT_SIZE = 15
 LINE = 20  # pixels from one line of text to the next
@@ -71,10 +71,13 @@ def check_sheet_path(path: Path) -> None:
     """Raise UserError when a sheet can't be written to `path`, or something else is there. Nothing is created."""
     if path.suffix.lower() != ".png":
         raise UserError(f"--out {path}: expected a file ending in .png, got {path.suffix or 'no ending'}; rename it")
-    if path.is_dir():
+    with writing(path):
+        there = nearest(path) == path
+    if there and path.is_dir():
         raise UserError(f"--out {path}: expected a file, got a folder; name a file in it")
-    if path.exists() and not _is_ours(path):
+    if there and not _is_ours(path):
         raise UserError(f"--out {path}: expected a new file or an earlier sheet, got a file of yours; choose another")
+    check_place(path.parent, path)
 
 
 def write_sheet(path: Path, sheet: Image.Image, about: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from mame_sd.errors import UserError
 from tests.tiny import save_tiny_pipeline
 
 ROOT = Path(__file__).parents[1]
+LONG = "x" * 300
 PLAIN_NAMES = {"seed": "--mame-seed", "variant": "--mame-variant"}
 
 
@@ -87,6 +88,13 @@ BAD = {
     "compare-no-prompt": (["compare"], "PROMPT"),
     "sheet-ending": (["compare", "x", "--out", "a.jpg"], "--out a.jpg: expected a file ending in .png"),
     "sheet-folder": (["sheet", "none"], "none: expected the folder of a finished run"),
+    "out-long": (["generate", "--prompt", "x", "--out", LONG], "expected a place that can be written, got: File name too long"),
+    "prompts-long": (["generate", "--prompts", LONG + ".txt"], "expected a prompt file that can be read, got: File name too long"),
+    "model-long": (["generate", "--prompt", "x", "--model", LONG], "found no such file; check the path"),
+    "lora-long": (["generate", "--prompt", "x", "--lora", LONG], "found nothing; check the path"),
+    "config-long": (["generate", "--prompt", "x", "--config", LONG + ".json"], LONG),
+    "sheet-long": (["compare", "x", "--out", LONG + ".png"], "expected a place that can be written, got: File name too long"),
+    "sheet-place": (["show-merge", "x", "--out", "/dev/null/a.png"], "expected a folder, got the file /dev/null"),
     "doctor": (["doctor", "--scheduler", "magic"], "--scheduler: expected one of"),
 }  # fmt: skip
 
