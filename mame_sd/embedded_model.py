@@ -19,7 +19,7 @@ BACKGROUNDS = {  # sRGB
     "light blue": (150, 205, 250), "purple": (128, 50, 170), "pink": (255, 170, 200), "brown": (121, 72, 40),
 }  # fmt: skip
 HELD_OUT_SHARE = 0.15
-DEFAULT_GUIDANCE = 2.0  # what the command line samples the embedded model with
+DEFAULT_GUIDANCE = 1.25  # what the command line samples the embedded model with
 
 
 def embedded_model_path() -> Path:
