@@ -18,7 +18,9 @@ def similarity_of(x: Tensor, pos: Positions, metric: str) -> Tensor:
         s = _cosine_of_halves(x, pos)
     else:
         x = x if x.dtype == torch.float64 else x.float()
-        x = x * _inverse_norm(x) if metric == "cosine" else x
+        if metric == "cosine":
+            x = _in_range(x)
+            x = x * _inverse_norm(x)
         dst, src = blocks_of(x, pos.dst_slots), blocks_of(x, pos.src_slots)
         if metric == "euclidean":
             s = torch.cdist(dst, src, compute_mode="donot_use_mm_for_euclid_dist") * -(d**-0.5)
@@ -35,13 +37,27 @@ def similarity_of(x: Tensor, pos: Positions, metric: str) -> Tensor:
 
 def _cosine_of_halves(x: Tensor, pos: Positions) -> Tensor:
     """Cosine [B * T, m, n] in fp32 of 16-bit tokens on CUDA: exact products, no 16-bit rounding, no copy in fp32."""
+    x = _in_range(x) if x.dtype == torch.bfloat16 else x  # products of fp16 are never out of the range of fp32
     dst, src = blocks_of(x, pos.dst_slots), blocks_of(x, pos.src_slots)
     s = torch.bmm(dst, src.transpose(1, 2), out_dtype=torch.float32)
     return s.mul_(_inverse_norm(dst.float())).mul_(_inverse_norm(src.float()).transpose(1, 2))
 
 
+def _in_range(x: Tensor) -> Tensor:
+    """Tokens x [B, L, d] divided by the power of two at their largest entry (exact), so that squares stay in range.
+
+    Cosine does not depend on a token's scale: the divisor counts as a constant for gradients too.
+    """
+    with torch.no_grad():
+        largest = x.abs().amax(-1, keepdim=True)
+        largest = largest if x.dtype == torch.float64 else largest.float()
+        top = 1022 if x.dtype == torch.float64 else 126  # 2 ** +-top and their inverses are normal numbers
+        factor = torch.exp2(-largest.log2().floor().clamp(-top, top)).to(x.dtype)
+    return x * factor
+
+
 def _inverse_norm(x: Tensor) -> Tensor:
-    """1 / |x| [B, L, 1] of tokens [B, L, d], and 0 for a zero token (with gradient 0)."""
+    """1 / |x| [B, L, 1] of tokens [B, L, d] whose squares are in range, and 0 for a zero token (with gradient 0)."""
     square = (x * x).sum(-1, keepdim=True)
-    zero = square <= torch.finfo(x.dtype).tiny
+    zero = square == 0
     return square.masked_fill(zero, 1.0).rsqrt().masked_fill(zero, 0.0)

@@ -244,6 +244,30 @@ def test_zero_tokens_have_similarity_zero() -> None:
     assert bool(x.grad.isfinite().all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("scale", [1e-38, 1e-20, 1e19, 1e37])
+def test_tiny_and_huge_tokens_have_their_cosine(scale: float, dtype: torch.dtype) -> None:
+    x = tokens(1, 24, 8).to(dtype)
+    x[0, 7] = 0
+    scales = torch.where(torch.arange(24) % 3 == 0, scale, 1.0).to(dtype).unsqueeze(-1)
+    cfg = config(tau=-0.5, partition="alternating")
+    plans, grads = [], []
+    for t in (x.double(), x * scales):
+        feature = t.clone().requires_grad_()
+        plan = plan_merge(feature, cfg)
+        plan.weights.double().square().sum().backward()
+        assert feature.grad is not None
+        plans.append(plan)
+        grads.append(feature.grad.double())
+    # Rounding by the scale itself is at most one unit of the dtype; gradients of a token grow as it shrinks.
+    tol = 0.02 if dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(plans[1].weights.double(), plans[0].weights, atol=tol, rtol=tol)
+    torch.testing.assert_close(plan_merge(x * scales, cfg).weights, plans[1].weights)
+    assert bool((plans[1].weights[0, 0, :, 3] > 0).all())  # zero token: cosine 0 is above tau everywhere
+    if scale > 1e-37 or dtype == torch.float64:
+        torch.testing.assert_close(grads[1] * scales.double(), grads[0], atol=2 * tol, rtol=2 * tol)
+
+
 def test_preserved_tokens_come_back_bit_equal_and_special_ones_too() -> None:
     x = tokens(2, 66, 4)
     plan = plan_merge(x, config(tau=0.9, partition="grid"), (8, 8), special=2)
