@@ -12,7 +12,7 @@ from mame_sd.errors import UserError
 
 # owner/name, neither part hidden, and no file
 HUB_ID = re.compile(r"(?!\.)[\w.-]+/(?!\.)[\w.-]+(?<!\.safetensors)")
-_WHOLE_FILE_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def _download(choice: ModelChoice) -> Path:
 
 
 def digest_of(source: Path) -> str:
-    """A digest of names, sizes and contents; of files above a mebibyte only both ends are read."""
+    """A digest of names, sizes and whole contents, hidden files left out."""
     digest = hashlib.sha256()
     files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
     for path in files:
@@ -105,10 +105,8 @@ def digest_of(source: Path) -> str:
         name = path.name if path == source else path.relative_to(source).as_posix()
         digest.update(f"{name}\0{size}\0".encode())
         with open(path, "rb") as file:
-            digest.update(file.read(_WHOLE_FILE_BYTES))
-            if size > _WHOLE_FILE_BYTES:
-                file.seek(-min(_WHOLE_FILE_BYTES, size - _WHOLE_FILE_BYTES), os.SEEK_END)
-                digest.update(file.read())
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
     return digest.hexdigest()
 
 

@@ -27,6 +27,9 @@ _SINGLE_FILE_CLASSES = {
     "playground-v2-5": "StableDiffusionXLPipeline",
 }
 
+# arguments of pipelines that make video or audio
+_LENGTHS = ("num_frames", "video_length", "audio_length_in_s", "audio_end_in_s", "audio_duration")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
@@ -86,11 +89,12 @@ def load_model(choice: ModelChoice) -> LoadedModel:
     with _loading(name):
         pipe.to(device)
     pipe.set_progress_bar_config(disable=True)
+    with _loading(name):
+        files = {"sha256": digest_of(source), **options_of(source, choice)}
     identity = {
         "name": name,
         "pipeline": type(pipe).__name__,
-        "sha256": digest_of(source),
-        **options_of(source, choice),
+        **files,
         "scheduler": type(pipe.scheduler).__name__ if choice.scheduler is None else choice.scheduler,
         "loras": [lora_identity(lora) for lora in choice.loras],
         "dtype": str(dtype).removeprefix("torch."),
@@ -185,6 +189,11 @@ def _check_text_to_image(pipe: Any, name: str) -> None:
         raise UserError(
             f"--model {name}: expected a text-to-image pipeline, got {type(pipe).__name__}"
             f"{', which wants ' + needed[0] if needed else ''}; give another model"
+        )
+    if any(length in parameters for length in _LENGTHS):
+        raise UserError(
+            f"--model {name}: expected a pipeline that makes images, got {type(pipe).__name__}, which makes video or "
+            "audio; give another model"
         )
     if not (hasattr(pipe, "unet") or hasattr(pipe, "transformer")):
         raise UserError(f"--model {name}: expected a pipeline with a unet or transformer, got {type(pipe).__name__}")

@@ -48,11 +48,17 @@ def sample(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], 
         if name not in model.arguments:
             raise UserError(f"--{name.replace('_', '-')}: {type(model.pipe).__name__} does not take it; leave it out")
     try:
-        images = np.asarray(model.pipe(**call).images)  # [B, H, W, 3] in [0, 1]
+        result = model.pipe(**call)
     except ValueError as error:  # the pipeline's own checks of its inputs
         raise UserError(
             f"expected settings that {type(model.pipe).__name__} takes, but {error}; change them"
         ) from error
+    if not hasattr(result, "images"):
+        raise UserError(
+            f"--model {model.identity['name']}: expected a pipeline that makes images, got {type(model.pipe).__name__}, "
+            f"which makes a {type(result).__name__}; give another model"
+        )
+    images = np.asarray(result.images)  # [B, H, W, 3] in [0, 1]
     if not np.isfinite(images).all():
         dtype = model.identity["dtype"]
         hint = "check the model's weights" if dtype == "float32" else "use --dtype float32 or bfloat16"

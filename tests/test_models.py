@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, StableDiffusionInpaintPipeline
+from diffusers import (
+    AutoencoderKL,
+    StableAudioPipeline,
+    StableDiffusionInpaintPipeline,
+    TextToVideoSDPipeline,
+    WanPipeline,
+)
 from diffusers.loaders import StableDiffusionLoraLoaderMixin
 
 from mame_sd.errors import UserError
 from mame_sd.generate import generate
-from mame_sd.model_files import ModelChoice, find_model
-from mame_sd.models import load_model, options_of
+from mame_sd.model_files import ModelChoice, digest_of, find_model
+from mame_sd.models import _check_text_to_image, load_model, options_of
 from mame_sd.plan import GenerateSettings
 from mame_sd.prompt_files import prompts_from_texts
 from tests.tiny import save_tiny_pipeline, tiny_components, tiny_pipeline
@@ -34,6 +41,18 @@ def test_identity_follows_the_files_not_their_place(folder: Path, tmp_path: Path
     other = save_tiny_pipeline(tmp_path / "other" / "tiny", seed=9)
     assert load_model(choice(other)).identity["sha256"] != first["sha256"]
     assert (first["name"], first["scheduler"], first["dtype"]) == ("tiny", "DDIMScheduler", "float32")
+
+
+def test_the_digest_sees_every_byte(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    digests = set()
+    for position in (None, 0, 2_500_000, 4_999_999):
+        data = bytearray(5_000_000)
+        if position is not None:
+            data[position] = 1
+        file.write_bytes(data)
+        digests.add(digest_of(file))
+    assert len(digests) == 4
 
 
 def test_identity_tells_variants_and_single_file_configs_apart(folder: Path, tmp_path: Path) -> None:
@@ -103,6 +122,12 @@ def test_pipelines_that_are_no_text_to_image_are_refused(tmp_path: Path) -> None
     AutoencoderKL.from_config(tiny_components()["vae"].config).save_pretrained(tmp_path / "vae")
     with pytest.raises(UserError, match=r"got one without model_index\.json"):
         load_model(choice(tmp_path / "vae"))
+
+
+@pytest.mark.parametrize("kind", [TextToVideoSDPipeline, WanPipeline, StableAudioPipeline])
+def test_pipelines_that_make_video_or_audio_are_refused(kind: Any) -> None:
+    with pytest.raises(UserError, match="expected a pipeline that makes images, got " + kind.__name__):
+        _check_text_to_image(kind.__new__(kind), "x")  # its arguments alone decide
 
 
 def test_our_own_pipeline_loads_without_its_class(tmp_path: Path) -> None:
