@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mame_sd.config import MaMeConfig
+from mame_sd.errors import UserError
 from mame_sd.models import LoadedModel
 from mame_sd.plan import GenerateSettings, Job, cut_batches, plan_jobs
 from mame_sd.prompt_files import Prompt, prompts_digest
@@ -26,7 +27,9 @@ from mame_sd.sampling import levels_of, merge_in, sample, to_png
 from mame_sd.shards import Shard
 
 if TYPE_CHECKING:
-    pass
+    from mame_sd.hooks import MaMeHandle
+
+NOT_MERGED = "made without merging, for no layer has tokens enough (--min-tokens)"
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ def generate(
     shard = shard or Shard()
     jobs = plan_jobs(prompts, settings)
     batches = cut_batches(jobs, settings.batch_size)
+    sizes = {(job.height, job.width) for job in jobs}
     folder = RunFolder(out, shard.rank)
     known = {job.name: job.known for job in jobs}
     described = describe_settings(model, prompts, settings, config)
@@ -77,13 +81,18 @@ def generate(
         done = folder.finished(list(known))
         shard.wait()  # nobody writes before everybody has looked
         pending = [batch for batch in batches if any(job.name not in done for job in batch)][shard.rank :: shard.count]
-        made = _make(model, pending, done, settings, config, described, folder, on_progress)
+        made = _make(model, pending, done, settings, config, described, folder, on_progress, on_note, sizes)
         shard.wait()
         if shard.is_main:
             rows = folder.collect(known)
         complete = True
     finally:
         folder.close(complete and shard.is_main)
+    if config is not None and rows and all(row.get("levels") == [] for row in rows):
+        raise UserError(
+            f"expected at least one image in which tokens merge, got none of {len(rows)}; lower --min-tokens, raise "
+            "--height and --width, or use --baseline in another --out"
+        )
     return _summary(rows, len(jobs), made)
 
 
@@ -96,9 +105,15 @@ def _make(
     described: dict[str, Any],
     folder: RunFolder,
     on_progress: Callable[[int, int], None],
+    on_note: Callable[[str], None],
+    sizes: set[tuple[int | None, int | None]],
 ) -> int:
-    """Compute `batches`, write the images that are not `done`, and return how many were written."""
+    """Compute `batches`, write the images that are not `done`, and return how many were written.
+
+    `sizes` are the (height, width) of all of the run's images; only when none of them can merge is that an error.
+    """
     total = sum(job.name not in done for batch in batches for job in batch)
+    unmerged: set[tuple[int | None, int | None]] = set()
     handle = None if config is None or not batches else merge_in(model, config)
     made = 0
     try:
@@ -109,11 +124,12 @@ def _make(
             start = time.perf_counter()
             images = sample(model, settings, batch)
             seconds = (time.perf_counter() - start) / len(batch)
-            levels = [] if handle is None else levels_of(handle)
+            levels = [] if handle is None else _levels(handle, batch[0], sizes, unmerged, on_note)
+            note = {"note": NOT_MERGED} if handle is not None and not levels else {}
             for job, image in zip(batch, images, strict=True):
                 if job.name not in done:
                     size = {"width": image.width, "height": image.height}
-                    record = {**job.known, **size, "seconds": seconds, "batch": len(batch), "levels": levels}
+                    record = {**job.known, **size, "seconds": seconds, "batch": len(batch), "levels": levels, **note}
                     folder.write_image(job.name, to_png(image, job, described), record)
                     made += 1
             on_progress(made, total)
@@ -121,6 +137,29 @@ def _make(
         if handle is not None:
             handle.remove()
     return made
+
+
+def _levels(
+    handle: MaMeHandle,
+    job: Job,
+    sizes: set[tuple[int | None, int | None]],
+    unmerged: set[tuple[int | None, int | None]],
+    on_note: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """`levels_of` a batch like `job`; empty, with a note for each size, where nothing can merge at its size.
+
+    Raises UserError when that is so for all of the run's `sizes`; `unmerged` collects them.
+    """
+    try:
+        return levels_of(handle)
+    except UserError:
+        size = (job.height, job.width)
+        if unmerged | {size} >= sizes:
+            raise
+        if size not in unmerged:
+            on_note(f"{job.name} and others of its size: {NOT_MERGED}")
+        unmerged.add(size)
+        return []
 
 
 def describe_settings(

@@ -223,6 +223,23 @@ def test_a_run_in_which_nothing_can_merge_is_refused(model: LoadedModel, tmp_pat
     assert run(model, tmp_path / "baseline", config=None).levels == []
 
 
+def test_a_size_at_which_nothing_merges_is_noted_and_the_run_goes_on(model: LoadedModel, tmp_path: Path) -> None:
+    prompts = [Prompt(id="small", text="key", width=16, height=16), Prompt(id="plain", text="key")]
+    config = MaMeConfig(keep=0.5, min_tokens=128)
+    notes: list[str] = []
+    assert run(model, tmp_path / "run", config=config, prompts=prompts, on_note=notes.append).made == 2
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [bool(row["levels"]) for row in rows] == [False, True]
+    assert ["without merging" in row.get("note", "") for row in rows] == [True, False]
+    assert len(notes) == 1
+    (tmp_path / "run" / "images" / "small_0.png").unlink()
+    assert run(model, tmp_path / "run", config=config, prompts=prompts).made == 1
+    none = [prompts[0], Prompt(id="flat", text="key", width=32, height=8)]
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"at least one (self-attention layer|image)"):
+            run(model, tmp_path / "none", config=config, prompts=none)
+
+
 def test_images_of_their_own_size_seed_and_negative_prompt(model: LoadedModel, tmp_path: Path) -> None:
     prompts = [
         Prompt(id="wide", text="key", width=48, height=24, negative_prompt="red", extra={"challenge": "x"}),
