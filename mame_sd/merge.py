@@ -13,7 +13,8 @@ torch.Size([2, 32, 8])
 True
 
 NaN and infinity are never hidden: where a token holds one, it comes back (through the products it may spread to other
-tokens of the same sample, never to another sample). A source whose similarities are NaN is above no threshold.
+tokens of the same sample, never to another sample). With tau a source that has a NaN similarity is above no threshold and
+stays; with keep it is the last to be chosen.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Where no gradient is needed everything works in place: at most two buffers of M 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -44,11 +46,14 @@ def weights_by_keep(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tens
         every = torch.arange(pos.N, device=s.device).expand(b, -1)
         return torch.zeros_like(s), stay, every
     best, row = s.max(-2)  # [B, T, n]
+    last = torch.finfo(s.dtype).min  # a source with a NaN similarity ranks last
+    best = torch.nan_to_num(best, nan=last, posinf=math.inf, neginf=-math.inf)
     ranked, order = best.flatten(1).index_select(1, pos.src_real).sort(dim=1, descending=True, stable=True)
     chosen, kept = order[:, :merged], order[:, merged:].sort(dim=1).values
     stay = torch.ones_like(order, dtype=torch.bool).scatter(1, chosen, False)  # [B, N]
     leave = stay.new_ones((b, pos.blocks * pos.n)).index_copy(1, pos.src_real, stay).view_as(row)
-    excess = _excess(s, ranked[:, merged - 1].view(b, 1, 1, 1))
+    lowest = (ranked > last).sum(1, keepdim=True).clamp(1, merged) - 1  # where NaN ones are chosen, they set no tau
+    excess = _excess(s, ranked.gather(1, lowest).view(b, 1, 1, 1))
     total = excess.sum(-2)
     single = ~(total > 0) & ~leave  # nothing strictly above the found tau: the best one takes it all
     weights = _masked(_settled_weights(excess, total, config.refine), leave)

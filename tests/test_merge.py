@@ -334,6 +334,26 @@ def test_nan_is_never_hidden_and_never_leaves_its_sample(where: int, bad: float,
     assert bool(z[1].isfinite().all())
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("metric", ["cosine", "euclidean", "dot", "softmax"])
+def test_a_source_of_nan_stays_with_tau_and_is_chosen_last_with_keep(metric: str, grad: bool) -> None:
+    x = tokens(1, 32, 4).requires_grad_(grad)
+    bad = torch.zeros(1, 32, 4)
+    bad[0, [1, 9], 2] = float("nan")  # sources 0 and 4 of 16
+    for fields in ({"tau": -1.0 if metric == "euclidean" else 0.0}, {"keep": 0.75}, {"keep": 0.6}):
+        plan = plan_merge(x + bad, config(partition="alternating", metric=metric, **fields))
+        assert bool(plan.preserved[0, [0, 4]].all())
+        assert bool(plan.weights.isfinite().all())
+        z = plan.restore(plan.merge(x + bad))
+        assert bool(z[0, [1, 9], 2].isnan().all())
+    # With a budget that needs every source the others merge by the lowest of their own, and NaN is seen where it went.
+    plan = plan_merge(x + bad, config(partition="alternating", metric=metric, keep=0.5))
+    assert not bool(plan.preserved.any())
+    others = [j for j in range(16) if j not in (0, 4)]
+    torch.testing.assert_close(plan.weights[0, 0][:, others].sum(0), torch.ones(14))
+    assert bool(plan.restore(plan.merge(x + bad))[0, [1, 9]].isnan().any(-1).all())
+
+
 def test_a_plan_made_in_inference_mode_first_does_not_spoil_training() -> None:
     cfg = config(keep=0.5, partition="grid", stride=(3, 2))
     with torch.inference_mode():
