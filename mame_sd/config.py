@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from os import PathLike
@@ -74,7 +75,9 @@ class MaMeConfig:
     """Settings of MaMe (merging) and MaRe (restoring).
 
     An argument that is `None` is decided by `preset` and by which of `tau` and `keep` is given. After construction
-    exactly one of `tau` and `keep` is a number, and `tiles` is `None` when similarity is global.
+    exactly one of `tau` and `keep` is a number, and `tiles` is `None` when similarity is global. For a changed copy use
+    `config.replace` (or Python 3.13's `copy.replace`): `dataclasses.replace` hands back every field as if it had been
+    given, so that no preset decides again and a global `tiles`, which is `None`, is decided anew.
 
     Raises:
         ValueError: naming the field, its range and the value that came.
@@ -128,6 +131,7 @@ class MaMeConfig:
         for name in ("stride", "size"):
             if isinstance(given.get(name), list):
                 given[name] = tuple(given[name])
+        given = {name: _plain(name, value) for name, value in given.items()}
         _check_given(given)
         object.__setattr__(self, "_given", dict(given))
         for name, value in _resolve(given).items():
@@ -145,6 +149,9 @@ class MaMeConfig:
             if changes.get(name) is not None and changes.get(other) is None and given.pop(other, None) is not None:
                 given.pop("batch", None)
         return MaMeConfig.from_dict({**given, **changes})
+
+    def __replace__(self, /, **changes: Any) -> MaMeConfig:
+        return self.replace(**changes)
 
     @property
     def given(self) -> Mapping[str, Any]:
@@ -274,3 +281,19 @@ def _is_int(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """`value` with NumPy's and other real numbers as Python's own; what is no number comes back as it is."""
+    if isinstance(value, tuple):
+        return tuple(_plain(name, item) for item in value)
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Integral) and name not in ("tau", "keep", "eps"):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{name}: expected a number in the range of float, got a larger one") from None
+    return value

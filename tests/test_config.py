@@ -6,9 +6,11 @@ import copy
 import json
 import pickle
 from dataclasses import FrozenInstanceError, fields
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mame_sd.config import COMMON, PRESETS, MaMeConfig
@@ -54,6 +56,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tau": 0.1, "metric": "euclidean"}, "tau: .*'euclidean', got 0.1"),
     ({"tau": -0.1, "metric": "softmax"}, "tau: .*from 0 to 1"),
     ({"tau": float("inf"), "metric": "dot"}, "tau: expected a finite number"),
+    ({"tau": 10**400, "metric": "dot"}, "tau: expected a number in the range of float"),
+    ({"tau": np.float32("nan")}, "tau: expected a number, got nan"),
+    ({"tau": np.True_}, "tau: expected a number"),
+    ({"tau": 1j}, "tau: expected a number"),
+    ({"min_tokens": np.float64(2)}, "min_tokens: expected a whole number"),
     ({"keep": 0}, "keep: .*above 0 and at most 1, got 0"),
     ({"keep": 1.01}, "keep: .*got 1.01"),
     ({"keep": float("nan")}, "keep: expected a number"),
@@ -107,6 +114,22 @@ def test_replace_lets_the_preset_decide_again() -> None:
     assert config.tau == 0.8
     with pytest.raises(ValueError, match="got both"):
         config.replace(tau=0.5, keep=0.5)
+
+
+def test_numbers_of_numpy_become_pythons_own() -> None:
+    config = MaMeConfig(tau=np.float32(0.5), seed=np.int64(3), stride=(np.int32(3), np.uint8(2)), tiles=np.int64(0))  # type: ignore[arg-type]
+    assert config == MaMeConfig(tau=0.5, seed=3, stride=(3, 2), tiles=0)
+    assert {type(n) for n in (config.tau, config.seed, *config.stride)} == {float, int}
+    assert MaMeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert MaMeConfig.from_dict({"keep": Fraction(1, 2)}).keep == 0.5
+    assert type(MaMeConfig(tau=1).tau) is float
+
+
+def test_copies_with_changes_keep_a_global_similarity() -> None:
+    config = MaMeConfig(keep=0.5, tiles=0)
+    for twin in (config.replace(seed=1), config.__replace__(seed=1)):
+        assert twin == MaMeConfig(keep=0.5, tiles=0, seed=1)
+        assert twin.tiles is None
 
 
 @pytest.mark.parametrize(
