@@ -120,7 +120,7 @@ def feature_of(attn: Attention, hidden_states: Tensor, kind: str) -> Tensor:
     if kind == "x":
         return hidden_states
     keys: Tensor = attn.to_k(hidden_states)
-    return keys if kind == "k" else keys.unflatten(-1, (attn.heads, -1)).mean(-2)
+    return keys if kind == "k" else keys.unflatten(-1, (-1, attn.inner_dim // attn.heads)).mean(-2)
 
 
 def merged_attention(

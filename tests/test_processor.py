@@ -15,6 +15,7 @@ from diffusers.models import attention_processor as processors
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0, SlicedAttnProcessor
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, plan_merge, remove_mame
+from mame_sd.layer import feature_of
 from tests.tiny import run_unet, seeded, tiny_sdxl_unet, tiny_unet, tiny_vae
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -97,6 +98,13 @@ def test_similarity_of_keys(feature: str) -> None:
     keys = keys if feature == "k" else keys.view(2, 64, 2, 8).mean(2)
     plan = plan_merge(keys, processor.config, (8, 8))
     assert torch.equal(attn(x), plan.restore(AttnProcessor2_0()(attn, plan.merge(x))))
+
+
+def test_keys_are_averaged_over_their_own_heads() -> None:
+    attn = seeded(Attention, 0, query_dim=32, heads=4, kv_heads=2, dim_head=8)  # [B, L, 2 * 8] keys
+    x = tokens(dim=32)
+    mean = feature_of(attn, x, "k-mean")
+    torch.testing.assert_close(mean, attn.to_k(x).view(2, 64, 2, 8).mean(2))
 
 
 UNTOUCHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
