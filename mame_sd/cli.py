@@ -57,16 +57,28 @@ def generate_command(
     from mame_sd.generate import generate
     from mame_sd.models import load_model
     from mame_sd.plan import GenerateSettings
+    from mame_sd.prompt_files import prompt_file_identity
     from mame_sd.run_folder import RunFolder
     from mame_sd.shards import joined, shard_of_environment
 
     settings = GenerateSettings(**asdict(sampling))
     chosen = _prompts(prompts, prompt or [], num)
+    prompt_file = None if prompts is None else prompt_file_identity(prompts)
     RunFolder(out).check()
     shard = shard_of_environment()
     loaded = load_model(_choice(model, shard.local_rank))
     with joined(shard), _progress("images", shard.is_main) as on_progress:
-        summary = generate(loaded, chosen, settings, merging, out, shard=shard, on_progress=on_progress, on_note=_note)
+        summary = generate(
+            loaded,
+            chosen,
+            settings,
+            merging,
+            out,
+            prompt_file=prompt_file,
+            shard=shard,
+            on_progress=on_progress,
+            on_note=_note,
+        )
     if shard.is_main:
         seconds = summary.seconds_per_image
         print(f"{summary.images} images in {out}" + (f", {seconds:.2f} s per image" if seconds is not None else ""))

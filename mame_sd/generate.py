@@ -49,6 +49,7 @@ def generate(
     config: MaMeConfig | None,
     out: Path,
     *,
+    prompt_file: dict[str, Any] | None = None,
     shard: Shard | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_note: Callable[[str], None] = lambda note: None,
@@ -56,6 +57,7 @@ def generate(
     """Make every image that `out` lacks; `config` None is the baseline.
 
     Args:
+        prompt_file: name and digest of the file the prompts came from, for the manifest; nothing is compared with it.
         shard: this process among several, which must have joined one another (`mame_sd.shards.joined`).
         on_progress: told (images done, images of this process) at the start and after each batch.
         on_note: told of what the user should know.
@@ -74,7 +76,8 @@ def generate(
     complete = False
     try:
         if shard.is_main:
-            for note in folder.prepare({"settings": described, "environment": environment(model)}):
+            manifest = {"settings": described, "environment": environment(model), "prompt_file": prompt_file}
+            for note in folder.prepare(manifest):
                 on_note(f"the folder was begun elsewhere, so pixels may differ a little ({note})")
             folder.collect(known)
         shard.wait()

@@ -105,6 +105,13 @@ def check_unique(prompts: Sequence[Prompt], places: Sequence[str] | None = None)
         seen[key] = prompt.id
 
 
+def prompt_file_identity(source: str | Path) -> dict[str, str | None]:
+    """Name and SHA-256 of a file that `load_prompts` takes, as JSON values (None for what is no plain file)."""
+    path = demo_file() if str(source) == "demo" else Path(source)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    return {"name": path.name, "sha256": digest}
+
+
 def prompts_digest(prompts: Iterable[Prompt]) -> str:
     """SHA-256 over all that the prompts say, for telling two prompt lists apart."""
     digest = hashlib.sha256()

@@ -123,7 +123,8 @@ class RunFolder:
         """Create or take up the folder and clear what a kill left behind. Returns notes about another environment.
 
         Args:
-            manifest: with "settings", which must agree with those the folder was begun with, and "environment".
+            manifest: with "settings", which must agree with those the folder was begun with, "environment", and what
+                else is good to know of the run, which is not compared.
 
         Raises:
             UserError: foreign or unwritable folder, other settings (the differences are named), a run under way.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
 import subprocess
@@ -161,6 +162,14 @@ def test_prompts_of_a_file_and_of_the_command_go_together(run_cli: Any, tmp_path
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert len(rows) == 13
     assert rows[-1]["prompt"] == "\x07key"
+
+
+def test_the_manifest_names_the_prompt_file_and_does_not_compare_it(run_cli: Any, tmp_path: Path) -> None:
+    for name, text in (("a.txt", "key\n"), ("b.txt", "# the same\nkey\n")):
+        (tmp_path / name).write_text(text)
+        assert run_cli("generate", "--prompts", name, "--out", "run", quick=True) == 0
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert manifest["prompt_file"] == {"name": "a.txt", "sha256": hashlib.sha256(b"key\n").hexdigest()}
 
 
 @pytest.mark.parametrize("scheduler", ["dpm++", "euler-a", "heun", "unipc"])
