@@ -177,6 +177,9 @@ def doctor_command(*, model: ModelOptions) -> None:
     width = max(len(check.name) for check in checks)
     for check in checks:
         print(f"{check.state:<4}  {check.name:<{width}}  {check.detail}")
+    for check in checks:
+        if check.bad_input:
+            raise UserError(check.detail)
     failed = [check.name for check in checks if check.state == "fail"]
     if failed:
         raise MachineError(f"expected every check to pass, failed: {', '.join(failed)}; the lines above say what to do")

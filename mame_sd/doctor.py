@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,16 +18,21 @@ from mame_sd.errors import UserError
 from mame_sd.model_files import ModelChoice, find_model, first_line
 
 NEEDED = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy", "pillow", "typer", "rich")
+FUSED_KERNELS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
 FREE_DISK = 1 << 30  # bytes below which a run may not have room
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report: "ok", "note" (works, but) or "fail" (something that would fail)."""
+    """One line of the report: "ok", "note" (works, but) or "fail" (something that would fail).
+
+    `bad_input`: it fails because of what was asked for, not because of the machine.
+    """
 
     name: str
     state: Literal["ok", "note", "fail"]
     detail: str
+    bad_input: bool = False
 
 
 def examine(choice: ModelChoice) -> list[Check]:
@@ -38,11 +43,12 @@ def examine(choice: ModelChoice) -> list[Check]:
     return [*checks, _model(choice), _lora(), _threads(), _disk()]
 
 
-def _guarded(name: str, check: Callable[[torch.device], str], choice: ModelChoice) -> Check:
+def _guarded(name: str, check: Callable[[torch.device], str | Check], choice: ModelChoice) -> Check:
     try:
-        return Check(name, "ok", check(pick_device(choice.device)))
+        found = check(pick_device(choice.device))
+        return found if isinstance(found, Check) else Check(name, "ok", found)
     except UserError as error:
-        return Check(name, "fail", str(error))
+        return Check(name, "fail", str(error), bad_input=True)
     except Exception as error:  # whatever a device may raise is the finding
         return Check(name, "fail", f"{type(error).__name__}: {first_line(error)}")
 
@@ -61,7 +67,7 @@ def _device(choice: ModelChoice) -> Check:
     try:
         device = pick_device(choice.device)
     except UserError as error:
-        return Check("device", "fail", str(error))
+        return Check("device", "fail", str(error), bad_input=True)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return Check(
@@ -73,21 +79,23 @@ def _device(choice: ModelChoice) -> Check:
     )
 
 
-def _fused_attention(device: torch.device) -> str:
-    """Which fused kernels run on the device; raises when none does."""
+def _fused_attention(device: torch.device, kernels: Sequence[str] = FUSED_KERNELS) -> Check:
+    """Which of the fused `kernels` run on the device; a note when none does."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     q = torch.ones(1, 1, 64, 64, device=device, dtype=dtype)
     names = []
-    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+    for kernel in kernels:
         try:
-            with sdpa_kernel([backend]):
+            with sdpa_kernel([getattr(SDPBackend, kernel)]):
                 torch.nn.functional.scaled_dot_product_attention(q, q, q)
-            names.append(backend.name.removesuffix("_ATTENTION").lower())
+            names.append(kernel.removesuffix("_ATTENTION").lower())
         except RuntimeError:
             continue
-    return f"{', '.join(names)}" if names else "none: attention runs unfused, slower and with more memory"
+    if not names:
+        return Check("fused attention", "note", "none: attention runs unfused, slower and with more memory")
+    return Check("fused attention", "ok", ", ".join(names))
 
 
 def _merging(device: torch.device) -> str:
@@ -111,7 +119,7 @@ def _model(choice: ModelChoice) -> Check:
     try:
         path, name = find_model(choice)
     except UserError as error:
-        return Check("model", "fail", str(error))
+        return Check("model", "fail", str(error), bad_input=True)
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     return Check("model", "ok", f"{name}, {sum(file.stat().st_size for file in files) / 2**20:.0f} MiB")
 

@@ -19,6 +19,7 @@ from typer.main import get_command
 from mame_sd import cli
 from mame_sd.cli_errors import exit_status
 from mame_sd.config import MaMeConfig
+from mame_sd.doctor import _fused_attention
 from mame_sd.errors import UserError
 from tests.tiny import save_tiny_pipeline
 
@@ -217,10 +218,18 @@ def test_doctor_says_what_would_fail(run_cli: Any, capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     for name in ("torch", "device", "fused attention", "merging", "model", "disk"):
         assert any(line[6:].startswith(name) for line in out.splitlines()), name
-    assert run_cli("doctor", "--device", "cpu", "--model", "nowhere") == 1
+    assert run_cli("doctor", "--device", "cpu", "--model", "nowhere") == 2
     out, err = capsys.readouterr()
     assert "fail  model" in out
-    assert err.splitlines()[-1].startswith("error: expected every check to pass, failed: model")
+    assert err.splitlines()[-1].startswith("error: --model nowhere: expected a folder")
+    assert run_cli("doctor", "--device", "abacus", "--model", str(model_folder)) == 2
+    assert "--device abacus: expected auto" in error_of(capsys)
+
+
+def test_doctor_notes_that_there_is_no_fused_attention() -> None:
+    cpu = torch.device("cpu")
+    assert _fused_attention(cpu).state == "ok"
+    assert _fused_attention(cpu, ("CUDNN_ATTENTION",)).state == "note"
 
 
 def test_the_machine_and_interrupts_have_their_own_status(capsys: pytest.CaptureFixture[str]) -> None:
