@@ -96,7 +96,7 @@ def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
     runs = [_samples(folder) for folder in folders]
     columns = []  # one an image: its cell of each run
     for name, first in list(runs[0].items())[:limit]:
-        column = []
+        column: list[Cell] = []
         for folder, samples in zip(folders, runs, strict=True):
             if name not in samples:
                 raise UserError(
