@@ -5,7 +5,7 @@
     python scripts/train_embedded.py --smoke --work DIR    # the whole path in under a minute, into DIR/model
 
 Every batch depends on (seed, stage, step) alone and the state is written with the step, so a killed and resumed run gives
-the weights of an undisturbed one. The recipe: the UNet's inner levels are trained first, on 16 x 16 patches of 4 x 4
+the weights of an undisturbed one, up to rounding. The recipe: the UNet's inner levels are trained first, on 16 x 16 patches of 4 x 4
 latents; then an outer level is put around them (32 x 32 patches of 2 x 2), then another (the plain 64 x 64 latents). What
 the inner levels know, which shape goes where, stays valid at each growth since every cell keeps its place in the picture.
 """

@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from diffusers import StableDiffusionPipeline
 import torch
+from diffusers import StableDiffusionPipeline
 from safetensors import safe_open
 from safetensors.torch import load_file
 
