@@ -8,6 +8,7 @@ import hashlib
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -48,15 +49,22 @@ def is_held_out(name: str, background: str) -> bool:
 
 
 @cache
+def _index() -> dict[str, Any]:
+    """What stands on the glyph sheet: names, columns, source."""
+    index: dict[str, Any] = json.loads((FOLDER / "glyphs.json").read_text(encoding="utf-8"))
+    return index
+
+
+@cache
 def glyph_names() -> tuple[str, ...]:
     """Names of all glyphs, in the order of the glyph sheet."""
-    return tuple(json.loads((FOLDER / "glyphs.json").read_text(encoding="utf-8"))["names"])
+    return tuple(_index()["names"])
 
 
 @cache
 def glyphs() -> np.ndarray:
     """All glyphs as uint8 RGBA, shape [number of glyphs, 256, 256, 4], straight alpha."""
-    columns = json.loads((FOLDER / "glyphs.json").read_text(encoding="utf-8"))["columns"]
+    columns = _index()["columns"]
     sheet = np.asarray(Image.open(FOLDER / "glyphs.webp").convert("RGBA"))
     side = sheet.shape[1] // columns
     rows = sheet.shape[0] // side
