@@ -1,0 +1,128 @@
+"""One self-attention layer, plain and merged: how much of what merging could save arrives.
+
+    python -m benchmarks.attention --short                 # 4,096 tokens, fp32: a minute or two
+    python -m benchmarks.attention                         # every size; long on a CPU
+    python -m benchmarks.attention --device cuda --dtype bfloat16
+
+Query, key, value and output projections are counted. *free* is attention on the kept tokens alone, as if merging and
+restoring cost nothing; captured = (T_sdpa - T) / (T_sdpa - T_free). "sdpa again" shows the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from typing import Any
+
+import torch
+
+from benchmarks.layers import Layer, attention, free, gate, inputs, ours, tomesd_layer
+from benchmarks.timing import Times, captured, interleaved, machine
+from mame_sd import MaMeConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TILED: dict[str, Any] = {"partition": "grid", "tiles": 8, "merge": "qkv"}
+CONFIGS = {
+    "mame+mare .75": MaMeConfig(keep=0.75, **TILED),
+    "mame+mare .50": MaMeConfig(keep=0.5, **TILED),
+    "mame+mare .25": MaMeConfig(keep=0.25, **TILED),
+    "mame kv .50": MaMeConfig(keep=0.5),
+    "mame kv .25": MaMeConfig(keep=0.25),
+}
+
+
+def methods(dim: int, tokens: int, device: torch.device, dtype: torch.dtype) -> dict[str, tuple[float, str, Layer]]:
+    """(share of tokens kept, name of its free bound, layer) by name."""
+    attn, side = attention(dim, device, dtype), math.isqrt(tokens)
+    size = (side, side)
+    found: dict[str, tuple[float, str, Layer]] = {"sdpa": (1.0, "", attn), "sdpa again": (1.0, "", attn)}
+    for share in (0.75, 0.5, 0.25):
+        found[f"free {share:.2f}"] = (share, "", free(attn, round(share * tokens), "qkv"))
+    for share in (0.5, 0.25):
+        found[f"free kv {share:.2f}"] = (share, "", free(attn, round(share * tokens), "kv"))
+    for ratio in (0.25, 0.5, 0.75):
+        try:
+            layer = tomesd_layer(attn, ratio, size)
+        except ImportError:
+            print("note: tomesd is not installed, so it is not measured; pip install mame-sd[peers]", file=sys.stderr)
+            break
+        found[f"tomesd {ratio:.2f}"] = (1 - ratio, f"free {1 - ratio:.2f}", layer)
+    for name, config in CONFIGS.items():
+        assert config.keep is not None
+        bound = f"free kv {config.keep:.2f}" if config.merge == "kv" else f"free {config.keep:.2f}"
+        found[name] = (config.keep, bound, ours(attn, config, size))
+    return found
+
+
+@torch.no_grad()
+def measure(case: dict[str, Any], rounds: int, device: torch.device, only: str | None) -> dict[str, Any]:
+    """One table: prints it and returns its figures."""
+    dtype, tokens, dim, batch = DTYPES[case["dtype"]], case["tokens"], case["dim"], case["batch"]
+    chosen = methods(dim, tokens, device, dtype)
+    if only is not None:
+        wanted = {name for name in chosen if only in name or name == "sdpa"}
+        wanted |= {chosen[name][1] for name in wanted}
+        chosen = {name: method for name, method in chosen.items() if name in wanted}
+    calls = {name: layer for name, (_, _, layer) in chosen.items()}
+    times = interleaved(calls, inputs(batch, tokens, dim, device, dtype), rounds, device)
+    print(f"\nL = {tokens}, d = {dim}, batch {batch}, {case['dtype']}; {rounds} rounds, milliseconds\n")
+    print("| method | kept | median (quartiles) | times faster | captured |\n|---|---|---|---|---|")
+    plain, result = times["sdpa"].median, {}
+    for name, (kept, bound, _) in chosen.items():
+        row = result[name] = _row(kept, times[name], plain, times[bound].median if bound else None)
+        share = "" if row["captured"] is None else f"{row['captured']:.2f}"
+        print(f"| {name} | {kept:.2f} | {times[name]} | {row['times_faster']:.2f} | {share} |", flush=True)
+    return {**case, "methods": result}
+
+
+def _row(kept: float, times: Times, plain: float, bound: float | None) -> dict[str, Any]:
+    share = None if bound is None else captured(plain, times.median, bound)
+    return {"kept": kept, **times.to_dict(), "times_faster": plain / times.median, "captured": share}
+
+
+def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    shapes = [(tokens, args.dim) for tokens in args.tokens]
+    if not args.short and 4096 in args.tokens and args.dim == 320:
+        shapes.append((4096, 640))  # SDXL's first level with attention
+    return [
+        {"tokens": tokens, "dim": dim, "batch": batch, "dtype": dtype}
+        for dtype in args.dtype
+        for batch in args.batch
+        for tokens, dim in shapes
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="4,096 tokens, batch 2, fp32, three rounds")
+    parser.add_argument("--tokens", type=int, nargs="+", help="squares (default 1024 4096 9216 16384)")
+    parser.add_argument("--dim", type=int, default=320, help="width of a token, a multiple of 64 (default 320)")
+    parser.add_argument("--batch", type=int, nargs="+", help="samples (default 2 8)")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="default float32 bfloat16; on cuda bfloat16 float16")
+    parser.add_argument("--rounds", type=int, help="timed rounds (default 7 on a CPU, 50 on cuda)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
+    parser.add_argument("--only", metavar="TEXT", help="methods whose name holds TEXT, beside sdpa and their bounds")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    cuda = device.type == "cuda"
+    args.tokens = args.tokens or ([4096] if args.short else [1024, 4096, 9216, 16384])
+    args.batch = args.batch or ([2] if args.short else [2, 8])
+    args.dtype = args.dtype or (
+        ["bfloat16", "float16"] if cuda else ["float32"] if args.short else ["float32", "bfloat16"]
+    )
+    args.rounds = args.rounds or (50 if cuda else 3 if args.short else 7)
+    for tokens in args.tokens:
+        if math.isqrt(tokens) ** 2 != tokens:
+            parser.error(f"--tokens: expected squares, got {tokens}; the next one is {(math.isqrt(tokens) + 1) ** 2}")
+    if args.dim % 64 or args.dim < 64:
+        parser.error(f"--dim: expected a multiple of 64, got {args.dim}; heads are of 64")
+    errors = {dtype: gate(args.dim, device, DTYPES[dtype], CONFIGS) for dtype in args.dtype}
+    print(f"error against the float64 loops: at most {max(max(e.values()) for e in errors.values()):.1e}")
+    results = [measure(case, args.rounds, device, args.only) for case in cases(args)]
+    print(json.dumps({"benchmark": "attention", "machine": machine(device), "errors": errors, "cases": results}))
+
+
+if __name__ == "__main__":
+    main()

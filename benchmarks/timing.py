@@ -1,0 +1,101 @@
+"""Interleaved timing: every round calls every method once, in another order, on an input that none has seen."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import torch
+
+PACKAGES = ("torch", "diffusers", "tomesd", "mame-sd")
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one method, one entry a round."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.seconds))
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        low, high = np.percentile(self.seconds, [25, 75])
+        return float(low), float(high)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"median_s": self.median, "quartiles_s": self.quartiles, "rounds": len(self.seconds)}
+
+    def __str__(self) -> str:
+        low, high = self.quartiles
+        return f"{1e3 * self.median:.1f} ({1e3 * low:.1f} to {1e3 * high:.1f})"
+
+
+def interleaved(
+    methods: Mapping[str, Callable[[Any], object]],
+    make_input: Callable[[], Any],
+    rounds: int,
+    device: torch.device,
+    warm_up: int = 1,
+) -> dict[str, Times]:
+    """Seconds of each method over `rounds` rounds, after `warm_up` rounds that don't count.
+
+    Args:
+        methods: what is timed, by name; each is called with one input.
+        make_input: makes an input, outside of the clock; called anew for every timed call.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    names = list(methods)
+    for number in range(-warm_up, rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            taken = once(methods[name], make_input(), device)
+            if number >= 0:
+                seconds[name].append(taken)
+    return {name: Times(tuple(values)) for name, values in seconds.items()}
+
+
+def once(method: Callable[[Any], object], given: Any, device: torch.device) -> float:
+    """Seconds of one call, the device's queue drained before and after."""
+    _drain(device)
+    start = time.perf_counter()
+    method(given)
+    _drain(device)
+    return time.perf_counter() - start
+
+
+def captured(plain: float, ours: float, free: float) -> float:
+    """How much of what the free bound saves arrives: (T_plain - T_ours) / (T_plain - T_free)."""
+    return (plain - ours) / (plain - free)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the figures were made on: device, threads and versions."""
+    versions: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return {"device": name, "threads": torch.get_num_threads(), "python": platform.python_version(), **versions}
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _drain(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
