@@ -1,0 +1,230 @@
+"""The content of results.json as values the rest of the report can trust: checked once, here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mame_sd.errors import UserError
+
+BLOCKS = ("cost", "fidelity", "quality")
+FAMILIES = ("baseline", "tomesd", "mame")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One column. `better` is "lower" or "higher"; `block` one of `BLOCKS`; `digits` those after the decimal point."""
+
+    key: str
+    label: str
+    unit: str
+    better: str
+    block: str
+    digits: int
+    about: str
+
+    @property
+    def arrow(self) -> str:
+        return "↓" if self.better == "lower" else "↑"
+
+
+@dataclass(frozen=True)
+class Value:
+    """One measured value with its interval, or the reason why it is withheld. `p` compares it with row `against`."""
+
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+    p: float | None = None
+    against: str | None = None
+    withheld: str | None = None
+
+    @property
+    def known(self) -> bool:
+        return self.mean is not None and not math.isnan(self.mean) and self.withheld is None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Tokens that went into the self-attentions of one level at one step, and how many were kept."""
+
+    step: int
+    level: int
+    tokens: float
+    kept: float
+
+    @property
+    def share(self) -> float:
+        return self.kept / self.tokens
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method: a line of the tables. `run` is its folder, relative to that of results.json."""
+
+    name: str
+    label: str
+    family: str
+    default: bool
+    run: str | None
+    reason: str | None
+    measured: bool
+    values: Mapping[str, Value] = field(default_factory=dict)
+    per_image: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    kept: Sequence[Kept] = ()
+
+    def value(self, metric: Metric | None) -> Value | None:
+        """The row's known value of `metric`, None where it has none."""
+        found = None if metric is None else self.values.get(metric.key)
+        return found if found is not None and found.known else None
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What an image was made from; its file is images/<key>.png of every run."""
+
+    key: str
+    prompt: str
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One sanity check of the benchmark itself."""
+
+    name: str
+    expected: str
+    got: str
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything a report is made of."""
+
+    suite: str
+    created: str
+    manifest: Mapping[str, Any]
+    metrics: Sequence[Metric]
+    rows: Sequence[Row]
+    pictures: Sequence[Picture]
+    gates: Sequence[Gate]
+    reference: str | None
+    reference_n: int | None
+    notes: Sequence[str]
+
+    @property
+    def measured(self) -> list[Row]:
+        return [row for row in self.rows if row.measured]
+
+    def block(self, name: str) -> list[Metric]:
+        """The metrics of one block, in column order."""
+        return [metric for metric in self.metrics if metric.block == name]
+
+
+def parse(results: Mapping[str, Any]) -> Results:
+    """`results` (the content of results.json), checked.
+
+    Raises:
+        UserError: naming the entry that is missing or of another kind.
+    """
+    reference = results.get("reference") or {}
+    return Results(
+        suite=str(_get(results, "suite", str, "results")),
+        created=str(results.get("created", "")),
+        manifest=_get(results, "manifest", dict, "results"),
+        metrics=[_metric(key, entry) for key, entry in _get(results, "metrics", dict, "results").items()],
+        rows=[_row(entry, f"rows[{n}]") for n, entry in enumerate(_get(results, "rows", list, "results"))],
+        pictures=[
+            Picture(key, str(_get(entry, "prompt", str, f"images[{key!r}]")), entry.get("seed"))
+            for key, entry in results.get("images", {}).items()
+        ],
+        gates=[_gate(entry, f"gates[{n}]") for n, entry in enumerate(results.get("gates", []))],
+        reference=reference.get("name"),
+        reference_n=reference.get("n"),
+        notes=[str(note) for note in results.get("notes", [])],
+    )
+
+
+def _metric(key: str, entry: Any) -> Metric:
+    where = f"metrics[{key!r}]"
+    better = _one_of(_get(entry, "better", str, where), ("lower", "higher"), f"{where}.better")
+    block = _one_of(_get(entry, "block", str, where), BLOCKS, f"{where}.block")
+    return Metric(
+        key=key,
+        label=str(entry.get("label", key)),
+        unit=str(entry.get("unit") or ""),
+        better=better,
+        block=block,
+        digits=int(entry.get("digits", 3)),
+        about=str(entry.get("about", "")),
+    )
+
+
+def _row(entry: Any, where: str) -> Row:
+    name = _get(entry, "name", str, where)
+    where = f"row {name!r}"
+    status = _one_of(_get(entry, "status", str, where), ("measured", "not measured"), f"{where}: status")
+    run = entry.get("run")
+    if run is not None and (PurePosixPath(run).is_absolute() or ".." in Path(run).parts):
+        raise UserError(f"results.json, {where}: expected run to be a folder inside, got {run!r}; write the path again")
+    values = {key: _value(value, f"{where}: {key}") for key, value in (entry.get("values") or {}).items()}
+    per_image = {key: _numbers(found, f"{where}: {key}") for key, found in (entry.get("per_image") or {}).items()}
+    kept = [_kept(step, f"{where}: kept") for step in entry.get("kept") or ()]
+    return Row(
+        name=name,
+        label=str(entry.get("label", name)),
+        family=_one_of(_get(entry, "family", str, where), FAMILIES, f"{where}: family"),
+        default=bool(entry.get("default", False)),
+        run=run,
+        reason=entry.get("reason"),
+        measured=status == "measured",
+        values=values,
+        per_image=per_image,
+        kept=kept,
+    )
+
+
+def _value(entry: Any, where: str) -> Value:
+    known = {"mean", "low", "high", "n", "p", "against", "withheld"}
+    if not isinstance(entry, dict) or not known & entry.keys():
+        raise UserError(f"results.json, {where}: expected an object with a mean, got {entry!r}; write it again")
+    return Value(**{key: entry[key] for key in known & entry.keys()})
+
+
+def _kept(entry: Any, where: str) -> Kept:
+    step = Kept(*(_get(entry, name, (int, float), where) for name in ("step", "level", "tokens", "kept")))
+    if not 0 < step.kept <= step.tokens:
+        raise UserError(f"results.json, {where}: expected 0 < kept <= tokens, got {entry!r}; write it again")
+    return step
+
+
+def _gate(entry: Any, where: str) -> Gate:
+    words = (str(_get(entry, name, str, where)) for name in ("name", "expected", "got"))
+    return Gate(*words, passed=_get(entry, "passed", bool, where))
+
+
+def _numbers(entry: Any, where: str) -> dict[str, float]:
+    if not isinstance(entry, dict) or not all(isinstance(number, (int, float)) for number in entry.values()):
+        raise UserError(f"results.json, {where}: expected one number for each image, got {entry!r}; write it again")
+    return {key: float(number) for key, number in entry.items()}
+
+
+def _get(entry: Any, name: str, kind: Any, where: str) -> Any:
+    if not isinstance(entry, Mapping) or not isinstance(entry.get(name), kind):
+        got = entry.get(name) if isinstance(entry, Mapping) else entry
+        kinds = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+        raise UserError(f"results.json, {where}: expected {name} ({kinds}), got {got!r}; run the benchmark again")
+    return entry[name]
+
+
+def _one_of(value: str, allowed: Sequence[str], where: str) -> str:
+    if value not in allowed:
+        raise UserError(
+            f"results.json, {where}: expected one of {', '.join(allowed)}, got {value!r}; run the benchmark again"
+        )
+    return value

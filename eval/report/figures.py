@@ -1,0 +1,66 @@
+"""Matplotlib figures as SVG elements that take their colours and font from the page.
+
+A figure is drawn with stand-in colours, one for each CSS variable of the page, which are then replaced by the variables:
+so one drawing serves the light and the dark scheme.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+
+import matplotlib
+from markupsafe import Markup, escape
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+COLORS = {
+    name: f"#{n:02x}{n:02x}{n:02x}"
+    for n, name in enumerate(("ink", "muted", "line", "paper", "baseline", "tomesd", "mame", "second", "third"), 1)
+}
+MARKERS = {"baseline": "D", "tomesd": "s", "mame": "o"}
+WIDE, NARROW = 760, 330  # units of the drawing, about the pixels of a desktop column and of a phone
+SIZE = 12  # of text, in the same units
+STYLE = {
+    "svg.fonttype": "none",
+    "font.size": SIZE,
+    "text.parse_math": False,
+    "text.color": COLORS["ink"],
+    "axes.edgecolor": COLORS["line"],
+    "axes.labelcolor": COLORS["muted"],
+    "axes.labelsize": SIZE,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": SIZE,
+    "axes.titlelocation": "left",
+    "xtick.color": COLORS["line"],
+    "ytick.color": COLORS["line"],
+    "xtick.labelcolor": COLORS["muted"],
+    "ytick.labelcolor": COLORS["muted"],
+    "xtick.labelsize": SIZE - 1,
+    "ytick.labelsize": SIZE - 1,
+    "grid.color": COLORS["line"],
+    "grid.linewidth": 0.7,
+}
+
+
+def new_figure(width: int, height: int) -> Figure:
+    """An empty figure of `width` x `height` units, ready to measure text."""
+    figure = Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def to_svg(figure: Figure, name: str, description: str) -> Markup:
+    """The figure as an inline <svg>; `name` keeps its ids apart from other figures', `description` is read aloud."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = buffer.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>", "", svg[svg.index("<svg") :], flags=re.S)
+    svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2)
+    for variable, color in COLORS.items():
+        svg = svg.replace(color, f"var(--{variable})")
+    svg = re.sub(r"(style=\"font: [\d.]+px) [^;\"]*", r"\1 inherit", svg)
+    svg = re.sub(r'"font: ([\d.]+)px inherit', r'"font-size: \1px', svg)
+    return Markup(svg.replace("<svg", f'<svg role="img" aria-label="{escape(description)}"', 1))

@@ -1,0 +1,158 @@
+"""Speed against closeness to the baseline: one point for each row, and the frontier of those that none surpasses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import matplotlib
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.text import Annotation
+from matplotlib.transforms import Bbox
+
+from .data import Results, Row, Value
+from .figures import COLORS, MARKERS, SIZE, STYLE, WIDE, new_figure, to_svg
+from .numbers import number, times
+from .select import Focus
+
+_PLACES = [(10, 0, "left"), (-10, 0, "right"), (0, 14, "center"), (0, -14, "center")]
+_PLACES += [(10, 15, "left"), (10, -15, "left"), (-10, 15, "right"), (-10, -15, "right")]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A row at (times as fast as the baseline, closeness), with its intervals (low, high) where it has them."""
+
+    row: Row
+    speed: float
+    closeness: float
+    speed_interval: tuple[float, float] | None = None
+    closeness_interval: tuple[float, float] | None = None
+
+
+def points(results: Results, chosen: Focus) -> list[Point]:
+    """The rows with a known speed and a finite closeness. The baseline is at speed 1 and, for a distance, closeness 0."""
+    found = []
+    for row in results.measured:
+        speed, value = chosen.speedup(row), row.value(chosen.closeness)
+        if row is chosen.baseline and chosen.closeness is not None and chosen.closeness.better == "lower":
+            value = Value(mean=0.0)
+        if speed is None or value is None or value.mean is None or not math.isfinite(value.mean):
+            continue
+        latency = row.value(chosen.latency) if row is not chosen.baseline else None
+        found.append(Point(row, speed, value.mean, _speed_interval(latency, speed), _pair(value)))
+    return found
+
+
+def frontier(found: Sequence[Point], lower: bool) -> list[Point]:
+    """Those that no other point surpasses in speed and closeness at once, slowest first; `lower` closeness is better."""
+    sign = 1 if lower else -1
+    ordered = sorted(found, key=lambda point: (-point.speed, sign * point.closeness))
+    best = math.inf
+    kept = []
+    for point in ordered:
+        if sign * point.closeness < best:
+            best = sign * point.closeness
+            kept.append(point)
+    return kept[::-1]
+
+
+def plot(results: Results, chosen: Focus, width: int) -> Markup | None:
+    """The figure as SVG, `width` units wide; None where fewer than two rows have both figures."""
+    found = points(results, chosen)
+    if len(found) < 2 or chosen.closeness is None:
+        return None
+    lower = chosen.closeness.better == "lower"
+    with matplotlib.rc_context(STYLE):
+        figure = new_figure(width, 400 if width == WIDE else 330)
+        axes = figure.subplots()
+        _draw(axes, found, frontier(found, lower))
+        if not lower:
+            axes.invert_yaxis()
+        axes.set_xlabel("times as fast as the baseline  →  faster")
+        axes.set_ylabel(f"closer  ←  {chosen.closeness.label}")
+        figure.draw_without_rendering()
+        _label(axes, found)
+        words = [f"{p.row.label} {times(p.speed)} times as fast at {number(p.closeness, chosen.closeness.digits)}" for p in found]
+        description = f"Speed against {chosen.closeness.label}: " + "; ".join(words)
+        return to_svg(figure, f"frontier-{width}", description)
+
+
+def _draw(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
+    axes.grid(True)
+    axes.set_axisbelow(True)
+    axes.axvline(1, color=COLORS["muted"], linewidth=1, linestyle=(0, (2, 3)))
+    axes.plot([p.speed for p in best], [p.closeness for p in best], color=COLORS["mame"], linewidth=6, alpha=0.18)
+    for point in found:
+        color = COLORS[point.row.family]
+        for pair, where in ((point.speed_interval, "x"), (point.closeness_interval, "y")):
+            if pair is not None:
+                across = ([point.speed] * 2, pair) if where == "y" else (pair, [point.closeness] * 2)
+                axes.plot(*across, color=color, linewidth=1.4, alpha=0.55, solid_capstyle="butt")
+        axes.plot(
+            point.speed,
+            point.closeness,
+            MARKERS[point.row.family],
+            color=color if point.row.family != "baseline" else COLORS["paper"],
+            markeredgecolor=color,
+            markersize=11 if point.row.default else 8,
+            markeredgewidth=1.6,
+            zorder=3,
+        )
+    axes.margins(0.16, 0.14)
+
+
+def _label(axes: Axes, found: Sequence[Point]) -> None:
+    """Each row's name beside its point, at the first of eight places where it hides nothing."""
+    inside = axes.get_window_extent()
+    taken = [_around(axes, point) for point in found]
+    for point in sorted(found, key=lambda p: not p.row.default):
+        options = [_annotate(axes, point, *place) for place in _PLACES]
+        boxes = [option.get_window_extent() for option in options]
+        costs = [
+            sum(_overlap(box, other) for other in taken) + 10 * (box.width * box.height - _overlap(box, inside))
+            for box in boxes
+        ]
+        choice = costs.index(min(costs))
+        for n, option in enumerate(options):
+            if n != choice:
+                option.remove()
+        taken.append(boxes[choice])
+
+
+def _annotate(axes: Axes, point: Point, dx: int, dy: int, align: str) -> Annotation:
+    return axes.annotate(
+        point.row.label,
+        (point.speed, point.closeness),
+        (dx, dy),
+        textcoords="offset points",
+        ha=align,
+        va="center",
+        fontsize=SIZE,
+        fontweight="bold" if point.row.default else "normal",
+        color=COLORS["ink"],
+    )
+
+
+def _around(axes: Axes, point: Point) -> Bbox:
+    x, y = axes.transData.transform((point.speed, point.closeness))
+    return Bbox.from_bounds(x - 7, y - 7, 14, 14)
+
+
+def _overlap(one: Bbox, other: Bbox) -> float:
+    common = Bbox.intersection(one, other)
+    return 0.0 if common is None else float(common.width * common.height)
+
+
+def _pair(value: Value) -> tuple[float, float] | None:
+    return None if value.low is None or value.high is None else (value.low, value.high)
+
+
+def _speed_interval(latency: Value | None, speed: float) -> tuple[float, float] | None:
+    """The latency's interval as speeds, the baseline's latency taken as exact."""
+    if latency is None or latency.mean is None or not latency.low or not latency.high:
+        return None
+    base = speed * latency.mean
+    return base / latency.high, base / latency.low

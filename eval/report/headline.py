@@ -1,0 +1,62 @@
+"""The report in one sentence, and the second one that compares with ToMeSD. Plain words, also for bad news."""
+
+from __future__ import annotations
+
+from .data import Results, Row, Value
+from .numbers import shown, times
+from .select import Focus
+
+SIGNIFICANT = 0.05
+
+
+def headline(chosen: Focus) -> str:
+    """How fast the headline's row is, and how close to the baseline."""
+    if chosen.mame is None:
+        return "No run with MaMe has been measured yet."
+    name = chosen.mame.label
+    closeness = _closeness(chosen, chosen.mame)
+    ratio = chosen.speedup(chosen.mame)
+    if ratio is None:
+        return f"{name}: speed was not measured; {closeness or 'neither was its distance from the baseline'}."
+    speed = f"{name} {_speed(chosen, chosen.mame, ratio)}"
+    return f"{speed}, {closeness}." if closeness else f"{speed}; how close it stays was not measured."
+
+
+def comparison(results: Results, chosen: Focus) -> str:
+    """ToMeSD at the nearest speed, or why it is missing; empty where the suite has no such row."""
+    rows = [row for row in results.rows if row.family == "tomesd"]
+    if chosen.peer is None:
+        return f"ToMeSD was not measured: {rows[0].reason or 'no reason given'}." if rows else ""
+    ratio = chosen.speedup(chosen.peer)
+    closeness = _closeness(chosen, chosen.peer)
+    if ratio is None or not closeness:
+        return ""
+    return f"{chosen.peer.label} {_speed(chosen, chosen.peer, ratio)}, {closeness}."
+
+
+def _closeness(chosen: Focus, row: Row) -> str:
+    value = row.value(chosen.closeness)
+    if chosen.closeness is None or value is None:
+        return ""
+    label = chosen.closeness.label.split(" (")[0]
+    return f"at {'an' if label[0] in 'AEFHILMNORSX' else 'a'} {label} of {shown(value, chosen.closeness)}"
+
+
+def _speed(chosen: Focus, row: Row, ratio: float) -> str:
+    if not _differs(row.value(chosen.latency), chosen.baseline and chosen.baseline.value(chosen.latency)):
+        return f"is not measurably faster or slower than the baseline ({times(ratio)} times as fast)"
+    if ratio < 1:
+        return f"is slower than the baseline ({times(ratio)} times as fast)"
+    return f"is {times(ratio)} times as fast as the baseline"
+
+
+def _differs(one: Value | None, other: Value | None) -> bool:
+    """Whether two latencies differ: by the paired test where there is one, else by intervals that do not overlap."""
+    if one is None or other is None:
+        return False
+    if one.p is not None:
+        return one.p < SIGNIFICANT
+    if None in (one.low, one.high, other.low, other.high):
+        return True
+    assert one.low is not None and one.high is not None and other.low is not None and other.high is not None
+    return one.high < other.low or other.high < one.low

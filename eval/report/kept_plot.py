@@ -1,0 +1,81 @@
+"""Tokens kept per level and step: one panel for each row that merges, one line for each level."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import matplotlib
+from markupsafe import Markup
+from matplotlib.axes import Axes
+
+from .data import Results, Row
+from .figures import COLORS, NARROW, SIZE, STYLE, new_figure, to_svg
+
+_COLORS = ("mame", "second", "third", "muted")
+_PANELS_ACROSS = 3
+
+
+def kept_by_level(row: Row) -> dict[int, tuple[float, dict[int, float]]]:
+    """Level -> (tokens, {step: mean share kept}), levels with the most tokens first."""
+    levels: dict[int, tuple[float, dict[int, list[float]]]] = {}
+    for entry in row.kept:
+        levels.setdefault(entry.level, (entry.tokens, {}))[1].setdefault(entry.step, []).append(entry.share)
+    return {
+        level: (tokens, {step: sum(shares) / len(shares) for step, shares in sorted(steps.items())})
+        for level, (tokens, steps) in sorted(levels.items())
+    }
+
+
+def merging_levels(row: Row) -> dict[int, tuple[float, dict[int, float]]]:
+    """`kept_by_level` without the levels at which nothing ever merged."""
+    return {level: found for level, found in kept_by_level(row).items() if min(found[1].values()) < 1}
+
+
+def plot(results: Results, width: int) -> Markup | None:
+    """The figure as SVG, `width` units wide; None where no row has counted its tokens."""
+    rows = [(row, merging_levels(row)) for row in results.measured]
+    rows = [(row, levels) for row, levels in rows if levels]
+    if not rows:
+        return None
+    across = 1 if width == NARROW else min(_PANELS_ACROSS, len(rows))
+    down = -(-len(rows) // across)
+    with matplotlib.rc_context(STYLE):
+        figure = new_figure(width, (190 if across == 1 else 250) * down)
+        panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flatten()
+        for axes, (row, levels) in zip(panels, rows, strict=False):
+            _draw(axes, row.label, levels)
+        for axes in panels[len(rows) :]:
+            axes.remove()
+        for axes in figure.axes:
+            if axes.get_subplotspec().is_last_row():  # type: ignore[union-attr]
+                axes.set_xlabel("step")
+        figure.axes[0].set_ylabel("tokens kept")
+        description = "Share of tokens kept per step. " + " ".join(describe(row.label, levels) for row, levels in rows)
+        return to_svg(figure, f"kept-{width}", description)
+
+
+def describe(label: str, levels: Mapping[int, tuple[float, Mapping[int, float]]]) -> str:
+    """One sentence: each level's range."""
+    parts = []
+    for level, (tokens, steps) in levels.items():
+        low, high = min(steps.values()), max(steps.values())
+        share = f"{low:.0%}" if round(low, 2) == round(high, 2) else f"{low:.0%} to {high:.0%}"
+        parts.append(f"{share} of {tokens:,.0f} at level {level}")
+    return f"{label} keeps {', '.join(parts)}."
+
+
+def _draw(axes: Axes, label: str, levels: Mapping[int, tuple[float, Mapping[int, float]]]) -> None:
+    axes.grid(True, axis="y")
+    axes.set_ylim(0, 1.04)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
+    axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
+    axes.set_title(label, color=COLORS["ink"], fontsize=SIZE, fontweight="bold")
+    ends: list[float] = []
+    for color, (tokens, steps) in zip(_COLORS, levels.values(), strict=False):
+        x, y = [step + 1 for step in steps], list(steps.values())
+        axes.plot(x, y, color=COLORS[color], linewidth=2, marker="o", markersize=3.5, clip_on=False)
+        height = y[-1] + 0.07
+        while any(abs(height - end) < 0.11 for end in ends):
+            height += 0.04
+        ends.append(height)
+        axes.text(x[-1], height, f"{tokens:,.0f} tokens", color=COLORS[color], ha="right", va="center", fontsize=SIZE - 1)

@@ -1,0 +1,44 @@
+"""Numbers as a reader wants them: fixed digits, a true minus sign, no false zero."""
+
+from __future__ import annotations
+
+import math
+
+from .data import Metric, Value
+
+
+def number(value: float, digits: int) -> str:
+    """`value` with `digits` after the point: ``∞`` for infinity, ``<0.001`` for what would read as 0.000."""
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    text = f"{abs(value):.{digits}f}"
+    if value != 0 and float(text) == 0:
+        return f"{'<' if value > 0 else '>−'}{10.0**-digits:.{digits}f}"
+    return f"−{text}" if value < 0 else text
+
+
+def interval(value: Value, digits: int) -> str:
+    """The interval as ``low – high``; empty where there is none."""
+    if value.low is None or value.high is None:
+        return ""
+    return f"{number(value.low, digits)} – {number(value.high, digits)}"
+
+
+def p_value(value: Value) -> str:
+    """``p 0.03``, ``p < 0.001``; empty where there is none."""
+    if value.p is None:
+        return ""
+    return "p < 0.001" if value.p < 0.001 else f"p {value.p:.{3 if value.p < 0.1 else 2}f}"
+
+
+def times(ratio: float) -> str:
+    """A speed-up with two digits after the point."""
+    return number(ratio, 2)
+
+
+def shown(value: Value | None, metric: Metric) -> str:
+    """The mean with its unit, for running text."""
+    if value is None or value.mean is None:
+        return "not measured"
+    unit = f" {metric.unit}" if metric.unit else ""
+    return number(value.mean, metric.digits) + unit

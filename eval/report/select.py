@@ -1,0 +1,81 @@
+"""What the report puts in front: the row of the headline, its peer, the metrics of speed and closeness, the cases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .data import Metric, Results, Row, Value
+
+CASES = ("best", "median", "worst")
+
+
+@dataclass(frozen=True)
+class Focus:
+    """The choices that headline, plot and pictures share; None where the results have nothing of the kind.
+
+    `latency` is the cost metric in seconds, `closeness` the fidelity metric that orders the images: LPIPS, or the first
+    one that was measured where LPIPS was not.
+    """
+
+    baseline: Row | None
+    mame: Row | None
+    peer: Row | None
+    latency: Metric | None
+    closeness: Metric | None
+
+    def speedup(self, row: Row | None) -> float | None:
+        """How many times as fast as the baseline `row` is, by mean or median latency; None where not measured."""
+        if row is None or self.baseline is None:
+            return None
+        ours, base = row.value(self.latency), self.baseline.value(self.latency)
+        if ours is None or base is None or not ours.mean or base.mean is None:
+            return None
+        return base.mean / ours.mean
+
+
+def focus(results: Results) -> Focus:
+    """The default MaMe row where it was measured, else the first; the ToMeSD row nearest to it in speed."""
+    rows = results.measured
+    baseline = next((row for row in rows if row.family == "baseline"), None)
+    ours = [row for row in rows if row.family == "mame"]
+    mame = next((row for row in ours if row.default), ours[0] if ours else None)
+    latency = _latency(results)
+    peers = [row for row in rows if row.family == "tomesd"]
+    target = mame.value(latency) if mame else None
+    if target is not None and target.mean is not None:
+        peers.sort(key=lambda row: abs(_mean(row.value(latency)) - _mean(target)))
+    return Focus(baseline, mame, peers[0] if peers else None, latency, _closeness(results))
+
+
+def cases(results: Results, chosen: Focus) -> list[tuple[str, str]]:
+    """(case, image key) of the best, median and worst image of the headline's row by closeness, no image twice."""
+    if chosen.mame is None:
+        return []
+    keys = {picture.key for picture in results.pictures}
+    scores: Mapping[str, float] = chosen.mame.per_image.get(chosen.closeness.key, {}) if chosen.closeness else {}
+    ranked = sorted((key for key in scores if key in keys), key=lambda key: (scores[key], key))
+    if chosen.closeness is not None and chosen.closeness.better == "higher":
+        ranked.reverse()
+    if not ranked:
+        return [("", picture.key) for picture in results.pictures[:3]]
+    picks = {ranked[0]: CASES[0], ranked[-1]: CASES[2], ranked[len(ranked) // 2]: CASES[1]}
+    if len(ranked) < 3:
+        picks = dict(zip(ranked, ("only",) if len(ranked) == 1 else ("best", "worst"), strict=True))
+    return sorted(((case, key) for key, case in picks.items()), key=lambda pick: ranked.index(pick[1]))
+
+
+def _latency(results: Results) -> Metric | None:
+    found = [metric for metric in results.block("cost") if metric.unit.startswith("s")]
+    return next((metric for metric in found if metric.key == "latency"), found[0] if found else None)
+
+
+def _closeness(results: Results) -> Metric | None:
+    fidelity = results.block("fidelity")
+    ordered = sorted(fidelity, key=lambda metric: not metric.key.startswith("lpips"))
+    merged = [row for row in results.measured if row.family != "baseline"]
+    return next((metric for metric in ordered if any(row.value(metric) for row in merged)), None)
+
+
+def _mean(value: Value | None) -> float:
+    return float("inf") if value is None or value.mean is None else value.mean

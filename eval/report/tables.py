@@ -1,0 +1,120 @@
+"""The tables as rows of cells, for every format: which cell is best, which is withheld and why.
+
+Two tables that never mix: cost with fidelity to the baseline (paired, image by image), and quality against the named
+reference set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .data import Metric, Results, Row
+from .numbers import interval, number, p_value
+from .select import Focus
+
+SPEEDUP = Metric(
+    "speedup", "Times as fast", "", "higher", "cost", 2, "Latency of the baseline divided by the row's; above 1 is faster."
+)
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`kind` is "value", "withheld", "self" (the baseline against itself) or "absent"; `note` says why."""
+
+    kind: str
+    text: str
+    mean: float | None = None
+    interval: str = ""
+    p: str = ""
+    note: str = ""
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of a table; `cells` is empty where the row was not measured."""
+
+    row: Row
+    cells: Sequence[Cell] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """`groups` are (title, metrics) in column order; a line's cells follow the metrics."""
+
+    name: str
+    title: str
+    groups: Sequence[tuple[str, Sequence[Metric]]]
+    lines: Sequence[Line]
+
+    @property
+    def metrics(self) -> list[Metric]:
+        return [metric for _, group in self.groups for metric in group]
+
+    @property
+    def has_p(self) -> bool:
+        return any(cell.p for line in self.lines for cell in line.cells)
+
+
+def fidelity_table(results: Results, chosen: Focus) -> Table:
+    """Cost, then fidelity to the baseline."""
+    groups = [("Cost", cost_metrics(results, chosen)), ("Fidelity to the baseline", results.block("fidelity"))]
+    return _table("fidelity", "Cost, and fidelity to the baseline", groups, results, chosen)
+
+
+def quality_table(results: Results, chosen: Focus) -> Table:
+    """Quality against the reference set, which its title names."""
+    title = f"Quality against {results.reference}" if results.reference else "Quality (no reference set was given)"
+    return _table("quality", title, [(title, results.block("quality"))], results, chosen)
+
+
+def cost_metrics(results: Results, chosen: Focus) -> list[Metric]:
+    """The cost metrics, with the speed-up after the latency it is made of."""
+    metrics = results.block("cost")
+    if chosen.latency is None or chosen.baseline is None or any(metric.key == SPEEDUP.key for metric in metrics):
+        return metrics
+    at = metrics.index(chosen.latency) + 1
+    return [*metrics[:at], SPEEDUP, *metrics[at:]]
+
+
+def _table(
+    name: str, title: str, groups: Sequence[tuple[str, Sequence[Metric]]], results: Results, chosen: Focus
+) -> Table:
+    filled = [(head, metrics) for head, metrics in groups if metrics]
+    columns = [metric for _, metrics in filled for metric in metrics]
+    lines = [Line(row, [_cell(row, m, chosen) for m in columns] if row.measured else ()) for row in results.rows]
+    marked = [_mark_best(column, index, lines) for index, column in enumerate(columns)]
+    return Table(
+        name,
+        title,
+        filled,
+        [Line(line.row, [column[n] for column in marked] if line.cells else ()) for n, line in enumerate(lines)],
+    )
+
+
+def _cell(row: Row, metric: Metric, chosen: Focus) -> Cell:
+    if metric.key == SPEEDUP.key and metric.key not in row.values:
+        ratio = chosen.speedup(row)
+        return Cell("absent", NOT_MEASURED) if ratio is None else Cell("value", number(ratio, metric.digits), ratio)
+    if metric.block == "fidelity" and row.family == "baseline":
+        return Cell("self", "–", note="the baseline itself")
+    value = row.values.get(metric.key)
+    if value is not None and value.withheld is not None:
+        return Cell("withheld", "withheld", note=value.withheld)
+    if value is None or not value.known:
+        return Cell("absent", NOT_MEASURED)
+    assert value.mean is not None
+    return Cell("value", number(value.mean, metric.digits), value.mean, interval(value, metric.digits), p_value(value))
+
+
+def _mark_best(metric: Metric, index: int, lines: Sequence[Line]) -> list[Cell]:
+    """The column's cells, those that read as the best of at least two marked; lines without cells give an empty one."""
+    cells = [line.cells[index] if line.cells else Cell("absent", "") for line in lines]
+    scores = {n: cell.mean for n, cell in enumerate(cells) if cell.mean is not None}
+    if len({cells[n].text for n in scores}) < 2:
+        return cells
+    best = cells[(min if metric.better == "lower" else max)(scores, key=lambda n: scores[n])].text
+    return [dataclasses.replace(cell, best=n in scores and cell.text == best) for n, cell in enumerate(cells)]
