@@ -1,0 +1,170 @@
+"""What every row of the matrix must pass: merging where it should and nowhere else, and leaving no trace."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mame_sd import MaMeAttnProcessor, MaMeHandle, NothingMergedError, apply_mame, remove_mame
+from mame_sd.hooks import denoiser_of, has_hooks
+from tests.matrix.rows import SAME, Row
+
+Shapes = dict[str, list[Any]]
+
+
+def modules_of(subject: Any) -> dict[str, nn.Module]:
+    """Every module of a pipeline's components, or of a model, by a name that is the component's and the path."""
+    parts = {"model": subject} if isinstance(subject, nn.Module) else subject.components
+    return {
+        f"{name}.{path}": module
+        for name, part in parts.items()
+        if isinstance(part, nn.Module)
+        for path, module in part.named_modules()
+    }
+
+
+@contextmanager
+def recorded(subject: Any) -> Iterator[Shapes]:
+    """Shapes of all tensors that each module is called with, in order; a module that never runs has no entry."""
+    shapes: Shapes = {}
+
+    def note(name: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+            shapes.setdefault(name, []).append([tuple(t.shape) for t in tensors])
+
+        return hook
+
+    with ExitStack() as stack:
+        for name, module in modules_of(subject).items():
+            stack.callback(module.register_forward_pre_hook(note(name), with_kwargs=True).remove)
+        yield shapes
+
+
+def changed(before: Shapes, after: Shapes) -> set[str]:
+    """Names of modules that saw other shapes, or were called another number of times."""
+    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+
+def merged_names(subject: Any, handle: MaMeHandle) -> list[str]:
+    """Names, as in `modules_of`, of the layers that merged."""
+    names = {id(module): name for name, module in modules_of(subject).items()}
+    root = handle.root
+    return [names[id(root.get_submodule(layer.name))] for layer in handle.report().layers if layer.merged]
+
+
+def check_merges(handle: MaMeHandle, row: Row) -> None:
+    """The layers that merged are those of the row, and each kept half of its tokens."""
+    layers = [layer for layer in handle.report().layers if layer.merged]
+    assert Counter(round(layer.tokens_in) for layer in layers) == Counter(row.merges), str(handle.report())
+    for layer in layers:
+        assert layer.tokens_kept == pytest.approx(layer.tokens_in / 2, abs=0.5), str(handle.report())
+
+
+def check_row(row: Row, folder: Path) -> None:
+    """Everything that a row promises; asserts."""
+    subject = row.build()
+    row.switch(subject)
+    with recorded(subject) as before:
+        baseline = row.run(subject)
+    if not row.merges:
+        check_refused(row, subject, baseline)
+        return
+    target = row.target(subject)
+    outputs = {}
+    for mode, fields in row.modes.items():
+        handle = apply_mame(target, min_tokens=row.min_tokens, **fields)
+        with recorded(subject) as after:
+            outputs[mode] = row.run(subject)
+        check_merges(handle, row)
+        assert not torch.equal(outputs[mode], baseline), f"{mode}: merging changed nothing"
+        assert outputs[mode].isfinite().all()
+        merged = tuple(f"{name}." for name in merged_names(subject, handle))
+        strays = {name for name in changed(before, after) if not f"{name}.".startswith(merged)}
+        assert not strays, f"{mode}: other inputs in {sorted(strays)}"
+    handle = apply_mame(target, tau=1.0, min_tokens=row.min_tokens)
+    torch.testing.assert_close(row.run(subject), baseline, rtol=1e-4, atol=1e-4, msg="tau=1 is not the baseline")
+    remove_mame(target)
+    assert torch.equal(row.run(subject), baseline), "removal is not bit-exact"
+    check_order(row, outputs)
+    if row.loads:
+        check_saving(row, folder, baseline, outputs)
+    check_one_liner(row, outputs)
+
+
+def check_refused(row: Row, subject: Any, baseline: Tensor) -> None:
+    """`apply_mame` says why nothing can merge, leaves no hook, and the one-liner, where it goes on, changes nothing."""
+    with pytest.raises(ValueError, match=row.refused):
+        apply_mame(row.target(subject), keep=0.5, min_tokens=1)
+    model = denoiser_of(row.target(subject))
+    assert not has_hooks(model)
+    if hasattr(model, "set_attn_processor") and row.one_liner == SAME:
+        processor = MaMeAttnProcessor(keep=0.5, min_tokens=1)
+        model.set_attn_processor(processor)
+        assert torch.equal(row.run(subject), baseline)
+        with pytest.raises(NothingMergedError):
+            processor.report()
+
+
+def check_order(row: Row, outputs: dict[str, Tensor]) -> None:
+    """A feature switched on after `apply_mame` gives what it gives before it; switched off again it leaves no trace."""
+    if row.switch.__name__ == "nothing":
+        return
+    for mode, fields in row.modes.items():
+        subject = row.build()
+        handle = apply_mame(row.target(subject), min_tokens=row.min_tokens, **fields)
+        plain = row.run(subject)
+        row.switch(subject)
+        handle.reset()
+        same(row, row.run(subject), outputs[mode], f"{mode}: switched on after apply_mame")
+        check_merges(handle, row)
+        if row.undo is not None:
+            row.undo(subject)
+            same(row, row.run(subject), plain, f"{mode}: switched off again")
+
+
+def check_saving(row: Row, folder: Path, baseline: Tensor, outputs: dict[str, Tensor]) -> None:
+    """A model saved while it merges loads without merging, bit-equal, and merges as before once asked to."""
+    subject = row.build()
+    mode, fields = next(iter(row.modes.items()))
+    apply_mame(row.target(subject), min_tokens=row.min_tokens, **fields)
+    subject.save_pretrained(folder)
+    loaded = type(subject).from_pretrained(folder)
+    if hasattr(loaded, "set_progress_bar_config"):
+        loaded.set_progress_bar_config(disable=True)
+    row.switch(loaded)
+    assert torch.equal(row.run(loaded), baseline), "saving and loading changed the output"
+    apply_mame(row.target(loaded), min_tokens=row.min_tokens, **fields)
+    assert torch.equal(row.run(loaded), outputs[mode])
+
+
+def check_one_liner(row: Row, outputs: dict[str, Tensor]) -> None:
+    """The processor gives what `apply_mame` gives, or is replaced and the row says so."""
+    if row.one_liner != SAME and not row.replaced:
+        return
+    for mode, fields in row.modes.items():
+        subject = row.build()
+        model = denoiser_of(row.target(subject))
+        model.set_attn_processor(MaMeAttnProcessor(min_tokens=row.min_tokens, **fields))
+        row.switch(subject)
+        output = row.run(subject)
+        if row.replaced:
+            left = [p for p in model.attn_processors.values() if isinstance(p, MaMeAttnProcessor)]
+            assert not left, "the one-liner survived: the row may say SAME"
+        else:
+            same(row, output, outputs[mode], f"{mode}: the one-liner")
+
+
+def same(row: Row, got: Tensor, expected: Tensor, what: str) -> None:
+    """Bit-equal, or to rounding where the row says so."""
+    if row.exact:
+        assert torch.equal(got, expected), f"{what}: not bit-equal"
+    else:
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3, msg=what)

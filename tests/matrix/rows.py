@@ -1,0 +1,55 @@
+"""What a row of the compatibility matrix is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+SAME = "same as `apply_mame`"
+
+
+def nothing(subject: Any) -> None:
+    """The switch of a row whose feature is the pipeline itself."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pipeline, or one feature on a pipeline, and what merging is to do there.
+
+    Attributes:
+        name: as in the table.
+        build: a pipeline or model that was never touched, the same each time.
+        run: one call of it, seeded; the images or the model's output.
+        merges: how many layers merge, by their number of tokens. Empty: `apply_mame` refuses, naming `refused`.
+        switch: turns the feature on; must work before `apply_mame` and after it, with the same result.
+        undo: turns it off again; merging must go on as if it had never been on.
+        target: what `apply_mame` is given, when that is not the pipeline or model itself.
+        loads: `from_pretrained` gives back what `save_pretrained` was given, with the same output.
+        exact: output after a switch in either order, and after undoing it, is bit-equal; else equal to rounding.
+        modes: settings to merge by; each keeps half of the tokens.
+        one_liner: what `set_attn_processor(MaMeAttnProcessor(...))` does: `SAME`, or why it does something else.
+        replaced: the feature silently replaces the one-liner's processors (which `one_liner` must tell).
+        refused: part of the error when nothing can merge.
+        note: for the table.
+    """
+
+    name: str
+    build: Callable[[], Any]
+    run: Callable[[Any], Tensor]
+    merges: Mapping[int, int]
+    switch: Callable[[Any], Any] = nothing
+    undo: Callable[[Any], Any] | None = None
+    target: Callable[[Any], Any] = lambda subject: subject
+    loads: bool = True
+    exact: bool = True
+    modes: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=lambda: {"kv": {"keep": 0.5}, "qkv": {"keep": 0.5, "merge": "qkv"}}
+    )
+    min_tokens: int = 60
+    one_liner: str = SAME
+    replaced: bool = False
+    refused: str = ""
+    note: str = ""

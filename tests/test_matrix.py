@@ -1,0 +1,18 @@
+"""The compatibility matrix: each row is checked as `tests/matrix/checks.py` says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.matrix import unets
+from tests.matrix.checks import check_row
+from tests.matrix.rows import Row
+
+ROWS = [*unets.ROWS]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_row(row: Row, tmp_path: Path) -> None:
+    check_row(row, tmp_path)
