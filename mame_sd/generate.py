@@ -13,21 +13,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.models import LoadedModel
+from mame_sd.patches import MaMePatch, Patch, PatchedModel
 from mame_sd.plan import GenerateSettings, Job, cut_batches, plan_jobs
 from mame_sd.prompt_files import Prompt, prompts_digest
 from mame_sd.run_folder import RunFolder
-from mame_sd.sampling import levels_of, merge_in, sample, to_png
+from mame_sd.sampling import sample, to_png
 from mame_sd.shards import Shard
-
-if TYPE_CHECKING:
-    from mame_sd.hooks import MaMeHandle
 
 NOT_MERGED = "made without merging, for no layer has tokens enough (--min-tokens)"
 
@@ -46,7 +44,7 @@ def generate(
     model: LoadedModel,
     prompts: Sequence[Prompt],
     settings: GenerateSettings,
-    config: MaMeConfig | None,
+    config: MaMeConfig | Patch | None,
     out: Path,
     *,
     prompt_file: dict[str, Any] | None = None,
@@ -54,7 +52,7 @@ def generate(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> Summary:
-    """Make every image that `out` lacks; `config` None is the baseline.
+    """Make every image that `out` lacks; `config` None is the baseline, a `Patch` another method than merging.
 
     Args:
         prompt_file: name and digest of the file the prompts came from, for the manifest; nothing is compared with it.
@@ -66,12 +64,13 @@ def generate(
         UserError, MachineError: everything made before stays; the same call continues.
     """
     shard = shard or Shard()
+    patch = MaMePatch(config) if isinstance(config, MaMeConfig) else config
     jobs = plan_jobs(prompts, settings)
     batches = cut_batches(jobs, settings.batch_size)
     sizes = {(job.height, job.width) for job in jobs}
     folder = RunFolder(out, shard.rank)
     known = {job.name: job.known for job in jobs}
-    described = describe_settings(model, prompts, settings, config)
+    described = describe_settings(model, prompts, settings, patch)
     rows: list[dict[str, Any]] = []
     complete = False
     try:
@@ -84,14 +83,14 @@ def generate(
         done = folder.finished(list(known))
         shard.wait()  # nobody writes before everybody has looked
         pending = [batch for batch in batches if any(job.name not in done for job in batch)][shard.rank :: shard.count]
-        made = _make(model, pending, done, settings, config, described, folder, on_progress, on_note, sizes)
+        made = _make(model, pending, done, settings, patch, described, folder, on_progress, on_note, sizes)
         shard.wait()
         if shard.is_main:
             rows = folder.collect(known)
         complete = True
     finally:
         folder.close(complete and shard.is_main)
-    if config is not None and rows and all(row.get("levels") == [] for row in rows):
+    if patch is not None and rows and all(row.get("levels") == [] for row in rows):
         raise UserError(
             f"expected at least one image in which tokens merge, got none of {len(rows)}; lower --min-tokens, raise "
             "--height and --width, or use --baseline in another --out"
@@ -104,7 +103,7 @@ def _make(
     batches: Sequence[Sequence[Job]],
     done: set[str],
     settings: GenerateSettings,
-    config: MaMeConfig | None,
+    patch: Patch | None,
     described: dict[str, Any],
     folder: RunFolder,
     on_progress: Callable[[int, int], None],
@@ -117,18 +116,18 @@ def _make(
     """
     total = sum(job.name not in done for batch in batches for job in batch)
     unmerged: set[tuple[int | None, int | None]] = set()
-    handle = None if config is None or not batches else merge_in(model, config)
+    patched = None if patch is None or not batches else patch.install(model)
     made = 0
     try:
         on_progress(0, total)
         for batch in batches:
-            if handle is not None:
-                handle.reset()
+            if patched is not None:
+                patched.begin(batch)
             start = time.perf_counter()
             images = sample(model, settings, batch)
             seconds = (time.perf_counter() - start) / len(batch)
-            levels = [] if handle is None else _levels(handle, batch[0], sizes, unmerged, on_note)
-            note = {"note": NOT_MERGED} if handle is not None and not levels else {}
+            levels = [] if patched is None else _levels(patched, batch[0], sizes, unmerged, on_note)
+            note = {"note": NOT_MERGED} if patched is not None and not levels else {}
             for job, image in zip(batch, images, strict=True):
                 if job.name not in done:
                     size = {"width": image.width, "height": image.height}
@@ -137,24 +136,24 @@ def _make(
                     made += 1
             on_progress(made, total)
     finally:
-        if handle is not None:
-            handle.remove()
+        if patched is not None:
+            patched.remove()
     return made
 
 
 def _levels(
-    handle: MaMeHandle,
+    patched: PatchedModel,
     job: Job,
     sizes: set[tuple[int | None, int | None]],
     unmerged: set[tuple[int | None, int | None]],
     on_note: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """`levels_of` a batch like `job`; empty, with a note for each size, where nothing can merge at its size.
+    """Levels of a batch like `job`; empty, with a note for each size, where nothing can merge at its size.
 
     Raises UserError when that is so for all of the run's `sizes`; `unmerged` collects them.
     """
     try:
-        return levels_of(handle)
+        return patched.levels()
     except UserError:
         size = (job.height, job.width)
         if unmerged | {size} >= sizes:
@@ -166,15 +165,16 @@ def _levels(
 
 
 def describe_settings(
-    model: LoadedModel, prompts: Sequence[Prompt], settings: GenerateSettings, config: MaMeConfig | None
+    model: LoadedModel, prompts: Sequence[Prompt], settings: GenerateSettings, patch: Patch | None
 ) -> dict[str, Any]:
     """All that decides the pixels, as JSON values: what a run folder is begun with and must be continued with."""
     return {
         **asdict(settings),
         "guidance": model.guidance if settings.guidance is None else settings.guidance,
         "model": model.identity,
-        "mame": None if config is None else config.to_dict(),
         "prompts": {"count": len(prompts), "sha256": prompts_digest(prompts)},
+        "mame": None,
+        **({} if patch is None else patch.describe()),
     }
 
 

@@ -1,0 +1,103 @@
+"""Means with their uncertainty: a bootstrap over prompts, and a sign-flip test for paired differences.
+
+Images of one prompt are not independent, so prompts, not images, are drawn (bootstrap) and flipped (test). Everything
+is seeded and sorted by key: the same values give the same figures, in whatever order they come.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+LEVEL = 0.95
+RESAMPLES = 10_000
+EXACT_PROMPTS = 14  # at most so many prompts are flipped in all 2^n ways
+_CHUNK = 1_000  # resamples at once: memory stays below 1,000 x prompts numbers
+
+Floats = NDArray[np.float64]
+
+
+def mean_interval(values: Mapping[str, float], prompts: Mapping[str, str]) -> dict[str, Any]:
+    """The mean of per-image `values` and its 95 % percentile bootstrap interval over prompts.
+
+    Args:
+        values: by image key; infinite values (PSNR of equal images) make the mean infinite and withhold the interval.
+        prompts: prompt id of each key.
+
+    Returns:
+        mean, low, high (None where withheld), n images, and "withheld": why there is no interval, or None.
+
+    Raises:
+        ValueError: no values, or NaN.
+    """
+    if not values or any(math.isnan(value) for value in values.values()):
+        raise ValueError(f"expected numbers to average, got {'NaN' if values else 'none'}")
+    sums, counts = _by_prompt(values, prompts)
+    found: dict[str, Any] = {"mean": float(sums.sum() / counts.sum()), "low": None, "high": None, "n": len(values)}
+    if not np.isfinite(sums).all():
+        equal = sum(math.isinf(value) for value in values.values())
+        return {**found, "withheld": f"no interval: {equal} of {len(values)} values are infinite"}
+    if len(sums) == 1:
+        return {**found, "withheld": "no interval: one prompt, needs two"}
+    rng = np.random.default_rng(0)
+    means = []
+    for _ in range(RESAMPLES // _CHUNK):
+        drawn = rng.integers(0, len(sums), (_CHUNK, len(sums)))
+        means.append(sums[drawn].sum(1) / counts[drawn].sum(1))
+    low, high = np.quantile(np.concatenate(means), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return {**found, "low": float(low), "high": float(high), "withheld": None}
+
+
+def paired_difference(
+    values: Mapping[str, float], others: Mapping[str, float], prompts: Mapping[str, str]
+) -> dict[str, Any]:
+    """Mean of `values` - `others` by key, its interval, and the sign-flip p-value of its being 0.
+
+    Returns:
+        what `mean_interval` returns, and "p": two-sided, None where it can't be had (infinite values).
+
+    Raises:
+        ValueError: keys that differ.
+    """
+    if values.keys() != others.keys():
+        raise ValueError(f"expected the same images on both sides, got {len(values)} and {len(others)} with other keys")
+    if any(math.isinf(value) for value in [*values.values(), *others.values()]):
+        reason = "no difference: infinite values"
+        return {"mean": None, "low": None, "high": None, "n": len(values), "withheld": reason, "p": None}
+    gaps = {key: values[key] - others[key] for key in values}
+    return {**mean_interval(gaps, prompts), "p": sign_flip_p(_by_prompt(gaps, prompts)[0])}
+
+
+def sign_flip_p(sums: Floats) -> float:
+    """P-value of |sum| under random signs of each entry of `sums` [n]: all 2^n of them up to n = 14, else 10,000 drawn.
+
+    The drawn one counts the observed signs as one more draw, so it is never 0 (Phipson and Smyth, 2010).
+    """
+    observed = abs(float(sums.sum()))
+    margin = 1e-12 * float(np.abs(sums).sum())  # flips that are equal up to rounding count
+    if len(sums) <= EXACT_PROMPTS:
+        signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(sums))))
+        return float((np.abs(signs @ sums) >= observed - margin).mean())
+    rng = np.random.default_rng(0)
+    hits = 0
+    for _ in range(RESAMPLES // _CHUNK):
+        signs = rng.choice((1.0, -1.0), (_CHUNK, len(sums)))
+        hits += int((np.abs(signs @ sums) >= observed - margin).sum())
+    return (hits + 1) / (RESAMPLES + 1)
+
+
+def _by_prompt(values: Mapping[str, float], prompts: Mapping[str, str]) -> tuple[Floats, Floats]:
+    """Sum and number of the images' values for each prompt, [prompts] each, sorted by prompt id."""
+    sums: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for key in sorted(values):
+        prompt = prompts[key]
+        sums[prompt] = sums.get(prompt, 0.0) + values[key]
+        counts[prompt] = counts.get(prompt, 0) + 1
+    order = sorted(sums)
+    return np.array([sums[name] for name in order]), np.array([counts[name] for name in order], np.float64)
