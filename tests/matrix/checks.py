@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mame_sd import MaMeAttnProcessor, MaMeHandle, NothingMergedError, apply_mame, remove_mame
+from mame_sd import MaMeAttnProcessor, MaMeConfig, MaMeHandle, NothingMergedError, apply_mame, remove_mame
 from mame_sd.hooks import denoiser_of, has_hooks
-from tests.matrix.rows import SAME, Row
+from tests.matrix.rows import Absent, Row
 
 Shapes = dict[str, list[Any]]
 
@@ -31,7 +31,7 @@ def modules_of(subject: Any) -> dict[str, nn.Module]:
 
 
 @contextmanager
-def recorded(subject: Any) -> Iterator[Shapes]:
+def recorded(subject: Any, traced: bool = True) -> Iterator[Shapes]:
     """Shapes of all tensors that each module is called with, in order; a module that never runs has no entry."""
     shapes: Shapes = {}
 
@@ -43,7 +43,7 @@ def recorded(subject: Any) -> Iterator[Shapes]:
         return hook
 
     with ExitStack() as stack:
-        for name, module in modules_of(subject).items():
+        for name, module in modules_of(subject).items() if traced else ():
             stack.callback(module.register_forward_pre_hook(note(name), with_kwargs=True).remove)
         yield shapes
 
@@ -72,7 +72,7 @@ def check_row(row: Row, folder: Path) -> None:
     """Everything that a row promises; asserts."""
     subject = row.build()
     row.switch(subject)
-    with recorded(subject) as before:
+    with recorded(subject, row.traced) as before:
         baseline = row.run(subject)
     if not row.merges:
         check_refused(row, subject, baseline)
@@ -81,7 +81,7 @@ def check_row(row: Row, folder: Path) -> None:
     outputs = {}
     for mode, fields in row.modes.items():
         handle = apply_mame(target, min_tokens=row.min_tokens, **fields)
-        with recorded(subject) as after:
+        with recorded(subject, row.traced) as after:
             outputs[mode] = row.run(subject)
         check_merges(handle, row)
         assert not torch.equal(outputs[mode], baseline), f"{mode}: merging changed nothing"
@@ -105,7 +105,7 @@ def check_refused(row: Row, subject: Any, baseline: Tensor) -> None:
         apply_mame(row.target(subject), keep=0.5, min_tokens=1)
     model = denoiser_of(row.target(subject))
     assert not has_hooks(model)
-    if hasattr(model, "set_attn_processor") and row.one_liner == SAME:
+    if hasattr(model, "set_attn_processor") and row.processor == "same":
         processor = MaMeAttnProcessor(keep=0.5, min_tokens=1)
         model.set_attn_processor(processor)
         assert torch.equal(row.run(subject), baseline)
@@ -146,20 +146,36 @@ def check_saving(row: Row, folder: Path, baseline: Tensor, outputs: dict[str, Te
 
 
 def check_one_liner(row: Row, outputs: dict[str, Tensor]) -> None:
-    """The processor gives what `apply_mame` gives, or is replaced and the row says so."""
-    if row.one_liner != SAME and not row.replaced:
+    """The processor gives what `apply_mame` gives, or meets the fate that the row tells."""
+    if row.processor in ("set", "none"):
         return
     for mode, fields in row.modes.items():
         subject = row.build()
         model = denoiser_of(row.target(subject))
-        model.set_attn_processor(MaMeAttnProcessor(min_tokens=row.min_tokens, **fields))
+        processor = MaMeAttnProcessor(min_tokens=row.min_tokens, **fields)
+        if row.processor == "error":
+            row.switch(subject)
+            model.set_attn_processor(processor)
+            with pytest.raises(ValueError, match="apply_mame"):
+                row.run(subject)
+            return
+        model.set_attn_processor(processor)
         row.switch(subject)
         output = row.run(subject)
-        if row.replaced:
-            left = [p for p in model.attn_processors.values() if isinstance(p, MaMeAttnProcessor)]
-            assert not left, "the one-liner survived: the row may say SAME"
+        left = [p for p in model.attn_processors.values() if isinstance(p, MaMeAttnProcessor)]
+        if row.processor == "replaced":
+            assert not left, "the one-liner survived"
+        elif row.processor == "reset":
+            assert left, "the one-liner was replaced"
+            assert all(p.config == MaMeConfig() for p in left), "the one-liner kept its settings"
         else:
             same(row, output, outputs[mode], f"{mode}: the one-liner")
+
+
+def check_absent(row: Absent) -> None:
+    """The reason that a row gives still holds, without our code."""
+    with pytest.raises(row.error, match=row.match):
+        row.reproduce()
 
 
 def same(row: Row, got: Tensor, expected: Tensor, what: str) -> None:

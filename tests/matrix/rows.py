@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
-SAME = "same as `apply_mame`"
+Processor = Literal["same", "replaced", "reset", "error", "set", "none"]
 
 
 def nothing(subject: Any) -> None:
@@ -30,8 +30,12 @@ class Row:
         loads: `from_pretrained` gives back what `save_pretrained` was given, with the same output.
         exact: output after a switch in either order, and after undoing it, is bit-equal; else equal to rounding.
         modes: settings to merge by; each keeps half of the tokens.
-        one_liner: what `set_attn_processor(MaMeAttnProcessor(...))` does: `SAME`, or why it does something else.
-        replaced: the feature silently replaces the one-liner's processors (which `one_liner` must tell).
+        traced: shapes are recorded with module hooks (which `torch.compile` would have to guard).
+        processor: what becomes of `set_attn_processor(MaMeAttnProcessor(...))`: "same" as `apply_mame`; "replaced" by
+            the feature, silently; "reset" to default settings by it; "error" that tells to use `apply_mame`;
+            "set", where the processor exists but the row says in `one_liner` how it differs; "none", where there is no
+            `set_attn_processor`.
+        one_liner: the table's words where `processor` is "set".
         refused: part of the error when nothing can merge.
         note: for the table.
     """
@@ -49,7 +53,25 @@ class Row:
         default_factory=lambda: {"kv": {"keep": 0.5}, "qkv": {"keep": 0.5, "merge": "qkv"}}
     )
     min_tokens: int = 60
-    one_liner: str = SAME
-    replaced: bool = False
+    traced: bool = True
+    processor: Processor = "same"
+    one_liner: str = ""
     refused: str = ""
     note: str = ""
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Something that cannot be checked here: `reproduce` fails without any of our code.
+
+    Attributes:
+        name: as in the table.
+        reproduce: raises `error`, its message matching `match`. The day it no longer does, the row must become a Row.
+        reason: for the table.
+    """
+
+    name: str
+    reproduce: Callable[[], Any]
+    error: type[Exception]
+    match: str
+    reason: str

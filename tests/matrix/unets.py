@@ -233,6 +233,7 @@ ROWS = [
         tiny_pipeline,
         partial(once, height=24, width=40),
         {240: 3, 60: 4},
+        processor="set",
         one_liner="needs `size=(12, 20)`: a processor sees no height and width",
     ),
     Row("image to image", partial(sd, "StableDiffusionImg2ImgPipeline"), image_to_image, LEVELS),

@@ -1,0 +1,300 @@
+"""Rows of the matrix: what diffusers users switch on around a Stable Diffusion pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import diffusers
+import gguf
+import torch
+from DeepCache import DeepCacheSDHelper
+from diffusers.quantizers.gguf.utils import GGUFParameter, _replace_with_gguf_linear
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+from torch import Tensor
+
+from tests.matrix.rows import Absent, Row
+from tests.matrix.unets import LEVELS, once, quiet, sd, sdxl
+from tests.tiny import TEXT_DIM, tiny_pipeline, tiny_unet, unet_inputs
+
+
+@cache
+def lora(seed: int) -> dict[str, Tensor]:
+    """Weights of a LoRA on every attention of tiny_unet, as `load_lora_weights` takes them."""
+    unet = tiny_unet()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        unet.add_adapter(LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    return {f"unet.{name}": value for name, value in get_peft_model_state_dict(unet).items()}
+
+
+def load_lora(pipe: Any, seed: int = 5, **kwargs: Any) -> None:
+    pipe.load_lora_weights(dict(lora(seed)), adapter_name="style", **kwargs)
+
+
+def scale_lora(pipe: Any) -> None:
+    load_lora(pipe)
+    pipe.set_adapters("style", 0.4)
+
+
+def fuse_lora(pipe: Any) -> None:
+    load_lora(pipe)
+    pipe.fuse_lora()
+
+
+def unfuse_lora(pipe: Any) -> None:
+    fuse_lora(pipe)
+    pipe.unfuse_lora()
+
+
+def swap_lora(pipe: Any) -> None:
+    load_lora(pipe)
+    load_lora(pipe, 6, hotswap=True)
+
+
+@cache
+def ip_adapter() -> dict[str, dict[str, Tensor]]:
+    """Weights of an IP-Adapter of four image tokens for tiny_unet."""
+    generator = torch.Generator().manual_seed(0)
+    weights: dict[str, Tensor] = {}
+    crosses = [module for name, module in tiny_unet().named_modules() if name.endswith("attn2")]
+    for i, attn in enumerate(crosses):
+        for part in ("to_k_ip", "to_v_ip"):
+            weights[f"{2 * i + 1}.{part}.weight"] = torch.randn(attn.inner_dim, TEXT_DIM, generator=generator)
+    projection = {
+        "proj.weight": torch.randn(4 * TEXT_DIM, TEXT_DIM, generator=generator),
+        "proj.bias": torch.zeros(4 * TEXT_DIM),
+        "norm.weight": torch.ones(TEXT_DIM),
+        "norm.bias": torch.zeros(TEXT_DIM),
+    }
+    return {"image_proj": projection, "ip_adapter": weights}
+
+
+def load_ip_adapter(pipe: Any) -> None:
+    pipe.load_ip_adapter(ip_adapter(), subfolder="", weight_name="", image_encoder_folder=None)
+
+
+def scale_ip_adapter(pipe: Any) -> None:
+    load_ip_adapter(pipe)
+    pipe.set_ip_adapter_scale(0.3)
+
+
+def reload_ip_adapter(pipe: Any) -> None:
+    load_ip_adapter(pipe)
+    pipe.unload_ip_adapter()
+
+
+def with_image(pipe: Any) -> Tensor:
+    """One step, with an image prompt where an IP-Adapter is loaded."""
+    if pipe.unet.encoder_hid_proj is None:
+        return once(pipe)
+    image = torch.randn(2, 1, TEXT_DIM, generator=torch.Generator().manual_seed(1))
+    return once(pipe, ip_adapter_image_embeds=[image])
+
+
+def call(path: str, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+    """A switch that calls the method at `path` of the pipeline."""
+
+    def switch(pipe: Any) -> None:
+        target = pipe
+        *parts, method = path.split(".")
+        for part in parts:
+            target = getattr(target, part)
+        getattr(target, method)(*args, **kwargs)
+
+    return switch
+
+
+def all_of(*switches: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def switch(pipe: Any) -> None:
+        for one in switches:
+            one(pipe)
+
+    return switch
+
+
+def scheduler(name: str, **extra: Any) -> Callable[[Any], Any]:
+    def switch(pipe: Any) -> None:
+        pipe.scheduler = getattr(diffusers, name).from_config(pipe.scheduler.config, **extra)
+
+    return switch
+
+
+def pag(**changes: Any) -> Any:
+    return sd("StableDiffusionPAGPipeline", pag_applied_layers=["mid"], **changes)
+
+
+def gguf_pipeline() -> Any:
+    """The second level's linear layers in GGUF's Q8_0 (blocks of 32 weights)."""
+    pipe = tiny_pipeline()
+    kind = gguf.GGMLQuantizationType.Q8_0
+    weights: dict[str, Any] = {}
+    for name, module in pipe.unet.named_modules():
+        if isinstance(module, torch.nn.Linear) and module.in_features % 32 == 0 and ".attentions." in name:
+            packed = torch.from_numpy(gguf.quantize(module.weight.detach().numpy(), kind))
+            weights[f"{name}.weight"] = GGUFParameter(packed, quant_type=kind)
+    state = pipe.unet.state_dict()
+    _replace_with_gguf_linear(pipe.unet, torch.float32, weights)
+    for name, module in pipe.unet.named_modules():
+        if f"{name}.weight" in weights:
+            module.weight = weights[f"{name}.weight"]
+            if module.bias is not None:
+                module.bias = torch.nn.Parameter(state[f"{name}.bias"], requires_grad=False)
+    assert weights
+    return pipe
+
+
+def quanto_pipeline() -> Any:
+    """All linear weights of the UNet in 8 bits by quanto."""
+    from optimum.quanto import freeze, qint8, quantize
+
+    pipe = tiny_pipeline()
+    quantize(pipe.unet, weights=qint8)
+    freeze(pipe.unet)
+    return pipe
+
+
+def trained(pipe: Any) -> Tensor:
+    """Gradients of one training step, every one of them in a row."""
+    unet = pipe.unet
+    unet.train()
+    unet.zero_grad()
+    target = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(9))
+    torch.nn.functional.mse_loss(unet(**unet_inputs(unet)).sample, target).backward()
+    return torch.cat([p.grad.flatten() for p in unet.parameters() if p.grad is not None])
+
+
+def modular() -> Any:
+    """The tiny SDXL as a Modular Diffusers pipeline."""
+    parts = sdxl("StableDiffusionXLPipeline").components
+    pipe = diffusers.StableDiffusionXLAutoBlocks().init_pipeline()
+    pipe.update_components(**{name: part for name, part in parts.items() if part is not None})
+    return quiet(pipe)
+
+
+def run_modular(pipe: Any) -> Tensor:
+    return pipe(
+        prompt="a red key",
+        num_inference_steps=1,
+        height=32,
+        width=32,
+        generator=torch.Generator().manual_seed(0),
+        output_type="pt",
+        output="images",
+    )
+
+
+def sequential_offload() -> None:
+    pipe = tiny_pipeline()
+    pipe.enable_sequential_cpu_offload(device="cpu")
+    once(pipe)
+
+
+def cached(pipe: Any) -> None:
+    """DeepCache: of every two steps the second runs the first level only."""
+    pipe.deep_cache = DeepCacheSDHelper(pipe=pipe)
+    pipe.deep_cache.set_params(cache_interval=2, cache_branch_id=0)
+    pipe.deep_cache.enable()
+
+
+def uncached(pipe: Any) -> None:
+    pipe.deep_cache.disable()
+
+
+CPU = torch.device("cpu")
+tall = partial(once, height=40, width=48)
+features = partial(Row, build=tiny_pipeline, run=once, merges=LEVELS)
+ROWS = [
+    features("LoRA: load", switch=load_lora, undo=call("unload_lora_weights"), loads=False),
+    features("LoRA: scale", switch=scale_lora, undo=call("unload_lora_weights"), loads=False),
+    features("LoRA: fuse", switch=fuse_lora, loads=False),
+    features("LoRA: unfuse", switch=unfuse_lora, undo=call("unload_lora_weights"), loads=False, exact=False),
+    features("LoRA: hot-swap", switch=swap_lora, undo=call("unload_lora_weights"), loads=False),
+    features(
+        "IP-Adapter: load",
+        run=with_image,
+        switch=load_ip_adapter,
+        undo=call("unload_ip_adapter"),
+        processor="reset",
+        loads=False,
+    ),
+    features("IP-Adapter, then the one-liner", run=with_image, switch=load_ip_adapter, processor="error", loads=False),
+    features("IP-Adapter: scale", run=with_image, switch=scale_ip_adapter, processor="reset", loads=False),
+    features("IP-Adapter: unload", run=with_image, switch=reload_ip_adapter, processor="reset"),
+    Row(
+        "PAG",
+        pag,
+        partial(once, pag_scale=2.0),
+        LEVELS,
+        modes={"qkv": {"keep": 0.5, "merge": "qkv"}},
+        loads=False,
+        processor="set",
+        one_liner="not on the perturbed layers, whose processor PAG replaces during a call",
+    ),
+    features("FreeU", switch=call("enable_freeu", s1=0.9, s2=0.2, b1=1.2, b2=1.4), undo=call("disable_freeu")),
+    features(
+        "attention slicing",
+        switch=call("enable_attention_slicing", 1),
+        undo=call("disable_attention_slicing"),
+        exact=False,
+        processor="replaced",
+    ),
+    features(
+        "fused QKV",
+        switch=call("fuse_qkv_projections"),
+        undo=call("unfuse_qkv_projections"),
+        exact=False,
+        processor="replaced",
+    ),
+    features("xformers off", switch=call("disable_xformers_memory_efficient_attention"), processor="replaced"),
+    features(
+        "VAE slicing and tiling",
+        run=tall,
+        merges={480: 3, 120: 4},
+        processor="set",
+        one_liner="needs `size`",
+        switch=all_of(call("vae.enable_slicing"), call("vae.enable_tiling")),
+        undo=all_of(call("vae.disable_slicing"), call("vae.disable_tiling")),
+    ),
+    features("LCM scheduler", switch=scheduler("LCMScheduler")),
+    features(
+        "Turbo: one step, no guidance",
+        run=partial(once, guidance_scale=0.0),
+        switch=scheduler("EulerAncestralDiscreteScheduler", timestep_spacing="trailing"),
+    ),
+    features(
+        "layerwise casting (fp8)",
+        switch=call("unet.enable_layerwise_casting", storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32),
+        loads=False,
+    ),
+    features(
+        "group offload",
+        switch=call("unet.enable_group_offload", onload_device=CPU, offload_device=CPU, offload_type="leaf_level"),
+    ),
+    features("model offload", switch=call("enable_model_cpu_offload", device="cpu"), loads=False),
+    features("quanto int8", build=quanto_pipeline, loads=False),
+    features("GGUF Q8_0", build=gguf_pipeline, loads=False),
+    features("DeepCache", run=partial(once, num_inference_steps=3), switch=cached, undo=uncached),
+    features("training step", run=trained),
+    features("gradient checkpointing", run=trained, switch=call("unet.enable_gradient_checkpointing"), exact=False),
+    features("attention backend", switch=call("unet.set_attention_backend", "native")),
+    Row("Modular Diffusers (SDXL)", modular, run_modular, {64: 8}, loads=False),
+]
+ABSENT = [
+    Absent(
+        "xformers on",
+        lambda: tiny_pipeline().enable_xformers_memory_efficient_attention(),
+        ModuleNotFoundError,
+        "xformers",
+        "xformers needs a CUDA device",
+    ),
+    Absent(
+        "sequential offload",
+        sequential_offload,
+        TypeError,
+        "requires_grad",
+        "accelerate moves buffers to the meta device by `torch.Tensor(..., requires_grad=...)`, which fails on a CPU alone",
+    ),
+]
