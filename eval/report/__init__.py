@@ -1,1 +1,11 @@
-"""The report of a benchmark."""
+"""The report of a benchmark: results.json and the images beside it become pages and tables to look at.
+
+- report.html: one self-contained file: headline, pictures, tables, plots, gates, manifest
+- report.md: the same in Markdown, without plots
+- table.csv: every figure with its interval, one line for each row
+- table.tex: the table of the paper
+"""
+
+from .render import render
+
+__all__ = ["render"]

@@ -75,7 +75,10 @@ def plot(results: Results, chosen: Focus, width: int) -> Markup | None:
         axes.set_ylabel(f"closer  ←  {chosen.closeness.label}")
         figure.draw_without_rendering()
         _label(axes, found)
-        words = [f"{p.row.label} {times(p.speed)} times as fast at {number(p.closeness, chosen.closeness.digits)}" for p in found]
+        words = [
+            f"{p.row.label} {times(p.speed)} times as fast at {number(p.closeness, chosen.closeness.digits)}"
+            for p in found
+        ]
         description = f"Speed against {chosen.closeness.label}: " + "; ".join(words)
         return to_svg(figure, f"frontier-{width}", description)
 
@@ -84,7 +87,7 @@ def _draw(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
     axes.grid(True)
     axes.set_axisbelow(True)
     axes.axvline(1, color=COLORS["muted"], linewidth=1, linestyle=(0, (2, 3)))
-    axes.plot([p.speed for p in best], [p.closeness for p in best], color=COLORS["mame"], linewidth=6, alpha=0.18)
+    axes.plot([p.speed for p in best], [p.closeness for p in best], color=COLORS["muted"], linewidth=7, alpha=0.2)
     for point in found:
         color = COLORS[point.row.family]
         for pair, where in ((point.speed_interval, "x"), (point.closeness_interval, "y")):
@@ -101,13 +104,24 @@ def _draw(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
             markeredgewidth=1.6,
             zorder=3,
         )
-    axes.margins(0.16, 0.14)
+    _limit(axes, [p.speed for p in found], [p.speed_interval for p in found], "x")
+    _limit(axes, [p.closeness for p in found], [p.closeness_interval for p in found], "y")
+
+
+def _limit(axes: Axes, values: Sequence[float], intervals: Sequence[tuple[float, float] | None], axis: str) -> None:
+    """Show every value with room for its name; intervals may widen that by half, and run out of the frame beyond."""
+    low, high = min(values), max(values)
+    room = (high - low) or abs(high) or 1.0
+    ends = [end for pair in intervals if pair is not None for end in pair]
+    low = max(min([low, *ends]), low - room / 2) - 0.12 * room
+    high = min(max([high, *ends]), high + room / 2) + 0.12 * room
+    axes.set(**{f"{axis}lim": (low, high)})
 
 
 def _label(axes: Axes, found: Sequence[Point]) -> None:
     """Each row's name beside its point, at the first of eight places where it hides nothing."""
     inside = axes.get_window_extent()
-    taken = [_around(axes, point) for point in found]
+    taken = [box for point in found for box in _around(axes, point)]
     for point in sorted(found, key=lambda p: not p.row.default):
         options = [_annotate(axes, point, *place) for place in _PLACES]
         boxes = [option.get_window_extent() for option in options]
@@ -136,9 +150,16 @@ def _annotate(axes: Axes, point: Point, dx: int, dy: int, align: str) -> Annotat
     )
 
 
-def _around(axes: Axes, point: Point) -> Bbox:
+def _around(axes: Axes, point: Point) -> list[Bbox]:
+    """What the point's marker and its interval bars cover, in units of the drawing."""
     x, y = axes.transData.transform((point.speed, point.closeness))
-    return Bbox.from_bounds(x - 7, y - 7, 14, 14)
+    boxes = [Bbox.from_bounds(x - 7, y - 7, 14, 14)]
+    for pair, across in ((point.speed_interval, False), (point.closeness_interval, True)):
+        if pair is not None:
+            ends = [(point.speed, end) if across else (end, point.closeness) for end in pair]
+            (x0, y0), (x1, y1) = axes.transData.transform(ends)
+            boxes.append(Bbox([(x0 - 1, y0 - 1), (x1 + 1, y1 + 1)]))
+    return boxes
 
 
 def _overlap(one: Bbox, other: Bbox) -> float:

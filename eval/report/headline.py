@@ -56,7 +56,6 @@ def _differs(one: Value | None, other: Value | None) -> bool:
         return False
     if one.p is not None:
         return one.p < SIGNIFICANT
-    if None in (one.low, one.high, other.low, other.high):
+    if one.low is None or one.high is None or other.low is None or other.high is None:
         return True
-    assert one.low is not None and one.high is not None and other.low is not None and other.high is not None
     return one.high < other.low or other.high < one.low

@@ -50,6 +50,8 @@ def plot(results: Results, width: int) -> Markup | None:
             if axes.get_subplotspec().is_last_row():  # type: ignore[union-attr]
                 axes.set_xlabel("step")
         figure.axes[0].set_ylabel("tokens kept")
+        lines = {str(line.get_label()): line for axes in figure.axes for line in axes.lines}
+        figure.legend(lines.values(), lines.keys(), loc="outside upper left", ncols=4, frameon=False, handlelength=1.2)
         description = "Share of tokens kept per step. " + " ".join(describe(row.label, levels) for row, levels in rows)
         return to_svg(figure, f"kept-{width}", description)
 
@@ -70,12 +72,6 @@ def _draw(axes: Axes, label: str, levels: Mapping[int, tuple[float, Mapping[int,
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
     axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
     axes.set_title(label, color=COLORS["ink"], fontsize=SIZE, fontweight="bold")
-    ends: list[float] = []
     for color, (tokens, steps) in zip(_COLORS, levels.values(), strict=False):
         x, y = [step + 1 for step in steps], list(steps.values())
-        axes.plot(x, y, color=COLORS[color], linewidth=2, marker="o", markersize=3.5, clip_on=False)
-        height = y[-1] + 0.07
-        while any(abs(height - end) < 0.11 for end in ends):
-            height += 0.04
-        ends.append(height)
-        axes.text(x[-1], height, f"{tokens:,.0f} tokens", color=COLORS[color], ha="right", va="center", fontsize=SIZE - 1)
+        axes.plot(x, y, color=COLORS[color], linewidth=2, marker="o", markersize=3.5, label=f"{tokens:,.0f} tokens")

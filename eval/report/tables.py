@@ -15,7 +15,13 @@ from .numbers import interval, number, p_value
 from .select import Focus
 
 SPEEDUP = Metric(
-    "speedup", "Times as fast", "", "higher", "cost", 2, "Latency of the baseline divided by the row's; above 1 is faster."
+    "speedup",
+    "Times as fast",
+    "",
+    "higher",
+    "cost",
+    2,
+    "Latency of the baseline divided by the row's; above 1 is faster.",
 )
 NOT_MEASURED = "not measured"
 

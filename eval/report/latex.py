@@ -1,0 +1,117 @@
+"""The table of the paper in LaTeX, with intervals, the best values bold, and the two blocks kept apart."""
+
+from __future__ import annotations
+
+from .data import Metric, Results, Row
+from .select import Focus
+from .tables import Cell, Table, fidelity_table, quality_table
+
+_SPECIAL = {c: f"\\{c}" for c in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "−": "$-$",
+    "–": "--",
+    "∞": r"$\infty$",
+    "×": r"$\times$",
+    "τ": r"$\tau$",
+    "≥": r"$\ge$",
+    "≤": r"$\le$",
+    "±": r"$\pm$",
+}
+_ARROWS = {"lower": r"$\downarrow$", "higher": r"$\uparrow$"}
+
+
+def render(results: Results, chosen: Focus) -> str:
+    """A `table*` for booktabs, colortbl and graphicx: cost, fidelity to the baseline, quality against the reference.
+
+    What is withheld or not measured is a dash, explained under the table; rows with MaMe are shaded as in the paper.
+    """
+    tables = [fidelity_table(results, chosen), quality_table(results, chosen)]
+    groups = [group for table in tables for group in table.groups]
+    metrics = [metric for _, group in groups for metric in group]
+    body = []
+    for number, row in enumerate(results.rows):
+        cells = [cell for table in tables for cell in _cells(table, number)]
+        body.append(_line(row, cells))
+    lines = [
+        "% needs \\usepackage{booktabs,graphicx} and \\usepackage[table]{xcolor}",
+        r"\begin{table*}[t]",
+        r"\centering\footnotesize",
+        rf"\caption{{{escape(_caption(results))}}}",
+        r"\label{tab:mame-sd}",
+        r"\renewcommand\arraystretch{1.2}",
+        r"\resizebox{\textwidth}{!}{%",
+        rf"\begin{{tabular}}{{@{{}}l{'c' * len(metrics)}@{{}}}}",
+        r"\toprule",
+        "".join(rf" & \multicolumn{{{len(group)}}}{{c}}{{{escape(title)}}}" for title, group in groups) + r" \\",
+        " ".join(_rules([len(group) for _, group in groups])),
+        "".join(f" & {_head(metric)}" for metric in metrics) + r" \\",
+        r"\midrule",
+        *body,
+        r"\bottomrule",
+        r"\end{tabular}}",
+        *(rf"\par\smallskip {escape(note)}" for note in _notes(results, tables)),
+        r"\end{table*}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def escape(text: str) -> str:
+    """`text` for LaTeX: special characters escaped, line breaks as spaces."""
+    return "".join(_SPECIAL.get(char, char) for char in " ".join(text.split()))
+
+
+def _cells(table: Table, number: int) -> list[Cell]:
+    line = table.lines[number]
+    return list(line.cells) or [Cell("absent", "") for _ in table.metrics]
+
+
+def _line(row: Row, cells: list[Cell]) -> str:
+    shade = "\\rowcolor[gray]{0.9}\n" if row.family == "mame" else ""
+    return shade + " & ".join([escape(row.label), *(_cell(cell) for cell in cells)]) + r" \\"
+
+
+def _cell(cell: Cell) -> str:
+    if cell.kind != "value":
+        return "--"
+    text = rf"\textbf{{{escape(cell.text)}}}" if cell.best else escape(cell.text)
+    return text + (rf" {{\tiny[{escape(cell.interval)}]}}" if cell.interval else "")
+
+
+def _head(metric: Metric) -> str:
+    unit = f" ({escape(metric.unit)})" if metric.unit else ""
+    return f"{escape(metric.label)}{unit} {_ARROWS[metric.better]}"
+
+
+def _rules(widths: list[int]) -> list[str]:
+    rules, start = [], 2
+    for width in widths:
+        rules.append(rf"\cmidrule(l){{{start}-{start + width - 1}}}")
+        start += width
+    return rules
+
+
+def _caption(results: Results) -> str:
+    reference = f" Quality is against {results.reference}." if results.reference else ""
+    return (
+        f"Suite {results.suite}, {len(results.pictures)} images per row. Fidelity compares each image with the baseline's "
+        f"of the same prompt and noise.{reference} Brackets: intervals; bold: best."
+    )
+
+
+def _notes(results: Results, tables: list[Table]) -> list[str]:
+    """Why cells hold a dash: each reason once."""
+    missing = [
+        f"{row.label}: not measured ({row.reason or 'no reason given'})." for row in results.rows if not row.measured
+    ]
+    withheld = {
+        metric.label: cell.note
+        for table in tables
+        for line in table.lines
+        for metric, cell in zip(table.metrics, line.cells, strict=False)
+        if cell.kind == "withheld"
+    }
+    return missing + [f"{label}: withheld ({note})." for label, note in withheld.items()]
