@@ -26,11 +26,11 @@ def mean_interval(values: Mapping[str, float], prompts: Mapping[str, str]) -> di
     """The mean of per-image `values` and its 95 % percentile bootstrap interval over prompts.
 
     Args:
-        values: by image key; infinite values (PSNR of equal images) make the mean infinite and withhold the interval.
+        values: by image key; infinite values (PSNR of equal images) make the mean infinite and leave no interval.
         prompts: prompt id of each key.
 
     Returns:
-        mean, low, high (None where withheld), n images, and "withheld": why there is no interval, or None.
+        mean, low, high, n images; where low and high are None, "note" says why.
 
     Raises:
         ValueError: no values, or NaN.
@@ -41,16 +41,16 @@ def mean_interval(values: Mapping[str, float], prompts: Mapping[str, str]) -> di
     found: dict[str, Any] = {"mean": float(sums.sum() / counts.sum()), "low": None, "high": None, "n": len(values)}
     if not np.isfinite(sums).all():
         equal = sum(math.isinf(value) for value in values.values())
-        return {**found, "withheld": f"no interval: {equal} of {len(values)} values are infinite"}
+        return {**found, "note": f"no interval: {equal} of {len(values)} values are infinite"}
     if len(sums) == 1:
-        return {**found, "withheld": "no interval: one prompt, needs two"}
+        return {**found, "note": "no interval: one prompt, needs two"}
     rng = np.random.default_rng(0)
     means = []
     for _ in range(RESAMPLES // _CHUNK):
         drawn = rng.integers(0, len(sums), (_CHUNK, len(sums)))
         means.append(sums[drawn].sum(1) / counts[drawn].sum(1))
     low, high = np.quantile(np.concatenate(means), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return {**found, "low": float(low), "high": float(high), "withheld": None}
+    return {**found, "low": float(low), "high": float(high)}
 
 
 def paired_difference(
@@ -59,7 +59,7 @@ def paired_difference(
     """Mean of `values` - `others` by key, its interval, and the sign-flip p-value of its being 0.
 
     Returns:
-        what `mean_interval` returns, and "p": two-sided, None where it can't be had (infinite values).
+        what `mean_interval` returns, and "p": two-sided; mean and p are None where values are infinite.
 
     Raises:
         ValueError: keys that differ.
@@ -67,8 +67,8 @@ def paired_difference(
     if values.keys() != others.keys():
         raise ValueError(f"expected the same images on both sides, got {len(values)} and {len(others)} with other keys")
     if any(math.isinf(value) for value in [*values.values(), *others.values()]):
-        reason = "no difference: infinite values"
-        return {"mean": None, "low": None, "high": None, "n": len(values), "withheld": reason, "p": None}
+        note = "no difference: infinite values"
+        return {"mean": None, "low": None, "high": None, "n": len(values), "note": note, "p": None}
     gaps = {key: values[key] - others[key] for key in values}
     return {**mean_interval(gaps, prompts), "p": sign_flip_p(_by_prompt(gaps, prompts)[0])}
 

@@ -1,7 +1,7 @@
 """Several processes sharing one run: who this process is, and a way to wait for the others.
 
-Launchers (``accelerate launch``, ``torchrun``) say so in the environment. Nothing but barriers is exchanged, so gloo
-serves on every device, and it never times out on shards of uneven length.
+Launchers (``accelerate launch``, ``torchrun``) say so in the environment. Nothing but barriers and small objects is exchanged,
+so gloo serves on every device, and it never times out on shards of uneven length.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 from mame_sd.errors import MachineError, UserError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,32 @@ class Shard:
         if self.count > 1:
             import torch.distributed
 
-            try:
+            with self._together():
                 torch.distributed.barrier()
-            except RuntimeError as error:
-                raise MachineError(
-                    f"expected {self.count} processes, but another one ended early; its own error says why, "
-                    "and the same command continues"
-                ) from error
+
+    def gather(self, part: T) -> list[T]:
+        """On the main process the `part` of every process, in order of rank; on the others nothing.
+
+        Raises MachineError when one of them is gone.
+        """
+        if self.count == 1:
+            return [part]
+        import torch.distributed
+
+        parts: list[Any] | None = [None] * self.count if self.is_main else None
+        with self._together():
+            torch.distributed.gather_object(part, parts)
+        return parts or []
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise MachineError(
+                f"expected {self.count} processes, but another one ended early; its own error says why, "
+                "and the same command continues"
+            ) from error
 
 
 def shard_of_environment() -> Shard:

@@ -1,0 +1,102 @@
+"""What scores are computed with: networks, loaded once and only when asked for, on one device, shared by processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from mame_sd.errors import MachineError, UserError
+from mame_sd.shards import Shard
+
+from .metric_list import LPIPS_NETS, Metric
+
+REMEMBERED = 4  # sets of features kept in memory: a run's, the baseline's and the reference's, with one to spare
+T = TypeVar("T")
+
+
+@dataclass
+class Tools:
+    """How and where metrics are computed.
+
+    Attributes:
+        weights_dir: folder to look for weights in first; None: the default one.
+        offline: never ask a network for weights.
+        cache: folder for features of images; None: none are kept.
+        shard: this process among several, which share the images.
+        on_progress: told (images done, images of this process).
+    """
+
+    weights_dir: Path | None = None
+    offline: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    cache: Path | None = None
+    shard: Shard = field(default_factory=Shard)
+    on_progress: Callable[[int, int], None] = lambda done, total: None
+    _loaded: dict[str, Any] = field(default_factory=dict)
+    _remembered: dict[Any, Any] = field(default_factory=dict)
+
+    def network(self, metric: Metric) -> Any:
+        """The network behind `metric`; None where it needs none.
+
+        Raises UserError or MachineError when its weights can't be had, each time at once.
+        """
+        name = network_name(metric)
+        if name is None:
+            return None
+        if name not in self._loaded:
+            try:
+                self._loaded[name] = self._load(name)
+            except (UserError, MachineError) as error:
+                self._loaded[name] = error
+        if isinstance(self._loaded[name], Exception):
+            raise self._loaded[name]
+        return self._loaded[name]
+
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        """`make()`, kept for the next times that `key` is asked for; only the latest few are."""
+        if key not in self._remembered:
+            value = make()
+            while len(self._remembered) >= REMEMBERED:
+                del self._remembered[next(iter(self._remembered))]
+            self._remembered[key] = value
+        else:
+            self._remembered[key] = self._remembered.pop(key)  # latest again
+        found: T = self._remembered[key]
+        return found
+
+    def about(self) -> dict[str, dict[str, str]]:
+        """Name, weights' hash and resizing of every network loaded so far."""
+        found = {name: network for name, network in self._loaded.items() if not isinstance(network, Exception)}
+        return {
+            name: {
+                "name": network.name,
+                "weights_sha256": network.weights_hash,
+                **({"resize": network.resize} if hasattr(network, "resize") else {}),
+            }
+            for name, network in sorted(found.items())
+        }
+
+    def _load(self, name: str) -> Any:
+        from .extractors import load_extractor
+        from .metrics.clip import load_clip
+        from .metrics.lpips import load_lpips
+
+        place: dict[str, Any] = {"weights_dir": self.weights_dir, "offline": self.offline, "device": self.device}
+        if name == "clip":
+            return load_clip(**place)
+        if name.startswith("lpips-"):
+            return load_lpips(name.removeprefix("lpips-"), **place)
+        return load_extractor(name, cache=self.cache, **place)
+
+
+def network_name(metric: Metric) -> str | None:
+    """The network that `metric` needs: "clip", "lpips-<net>", an extractor, or None."""
+    if metric.name in LPIPS_NETS:
+        return f"lpips-{LPIPS_NETS[metric.name]}"
+    if metric.name in ("clip_score", "clip_image"):
+        return "clip"
+    return metric.extractor
