@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.partition import Positions, positions
-from mame_sd.rows import blocks_of, rows_of
+from mame_sd.rows import blocks_of, flat_rows, in_place, rows_of
 from mame_sd.similarity import similarity_of
 from mame_sd.weights import weights_by_keep, weights_by_tau
 
@@ -83,6 +83,14 @@ class MergePlan:
     def preserved(self) -> Tensor:
         return self._stay.reshape(*self._lead, self.positions.N)
 
+    @property
+    def kept(self) -> Tensor:
+        """Positions of the tokens that `merge` gives, in its order: [L'], or [B, L'] where samples keep their own."""
+        first = torch.arange(self.special, device=self.positions.dst.device)
+        parts = first, self.positions.dst + self.special
+        kept = self._kept_positions() + self.special
+        return torch.cat([*(part.expand(*kept.shape[:-1], -1) for part in parts), kept], -1)
+
     def merge(self, t: Tensor) -> Tensor:
         """Special tokens, fused destinations and preserved sources of t [*, L, C] as [*, L', C] (Algorithm 1).
 
@@ -94,8 +102,11 @@ class MergePlan:
         pos = self.positions
         with _no_autocast(t):
             body = t[:, self.special :]
-            dst, src = blocks_of(body, pos.dst_slots), blocks_of(body, pos.src_slots)
-            fused = self._fuse(dst, src).reshape(t.shape[0], pos.blocks * pos.m, t.shape[2])
+            blocks = blocks_of(body, pos.slots)
+            fused = self._fuse(blocks[:, : pos.m], blocks[:, pos.m :]).reshape(
+                t.shape[0], pos.blocks * pos.m, t.shape[2]
+            )
+            del blocks
             parts = [self._real_dst(fused), rows_of(body, self._kept_positions())]
             if self.special:
                 parts.insert(0, t[:, : self.special])
@@ -119,8 +130,10 @@ class MergePlan:
                 body = torch.cat([dst, body[:, pos.M :]], 1)
             blocks = self._padded_dst(dst).reshape(b * pos.blocks, pos.m, c)
             weights = self._weights_as(y.dtype).flatten(0, 1)
-            src = torch.bmm(weights.transpose(1, 2), blocks).reshape(b, pos.blocks * pos.n, c)
-            rest = rows_of(torch.cat([body[:, : pos.M], src, body[:, pos.M :]], 1), self._restore_index())
+            src = torch.bmm(weights.transpose(1, 2), blocks).reshape(b, pos.blocks * pos.n, c) if pos.n else dst
+            rest = rows_of(src, pos.source.expand(b, -1)).view(b * pos.L, c)
+            del src
+            rest = rest.index_copy_(0, self._kept_rows(), body.reshape(-1, c)).view(b, pos.L, c)
             x = torch.cat([y[:, : self.special], rest], 1) if self.special else rest
         return x.reshape(*self._lead, *x.shape[1:])
 
@@ -143,7 +156,8 @@ class MergePlan:
         if dst.dtype == torch.float16:  # a sum of many tokens leaves fp16's range, their mean does not
             share = (self._weights.flatten(0, 1) / count).to(dst.dtype)
             return torch.baddbmm((dst / count).to(dst.dtype), share, src)
-        return torch.baddbmm(dst, self._weights_as(dst.dtype).flatten(0, 1), src) / count.to(dst.dtype)
+        fused = torch.baddbmm(dst, self._weights_as(dst.dtype).flatten(0, 1), src)
+        return fused.div_(count.to(dst.dtype)) if in_place(fused) else fused / count.to(dst.dtype)
 
     def _weights_as(self, dtype: torch.dtype) -> Tensor:
         if dtype == self._weights.dtype:
@@ -155,16 +169,11 @@ class MergePlan:
     def _kept_positions(self) -> Tensor:
         return self.positions.src[self._kept]
 
-    def _restore_index(self) -> Tensor:
-        """[L] or [B, L]: row of each position in concat(destinations, source slots, preserved sources)."""
-        pos = self.positions
-        first = pos.M + pos.blocks * pos.n
-        rows = torch.arange(first, first + self._kept.shape[-1], device=self._kept.device)
-        index = pos.gather
-        if self._kept.dim() == 1:
-            return index.index_copy(0, self._kept_positions(), rows)
-        index = index.expand(self._kept.shape[0], -1)
-        return index.scatter(1, self._kept_positions(), rows.expand(self._kept.shape))
+    def _kept_rows(self) -> Tensor:
+        """[B * (M + r)]: row of every kept token, destinations first, in a [B * L, C] tensor."""
+        pos, b = self.positions, self._weights.shape[0]
+        kept = self._kept_positions().expand(b, -1)
+        return flat_rows(torch.cat([pos.dst.expand(b, -1), kept], 1), pos.L)
 
     def _real_dst(self, slots: Tensor) -> Tensor:
         """[B, T * m, ...] to [B, M, ...]"""

@@ -29,11 +29,13 @@ class Positions:
     src: Tensor  # [N] positions of the sources, ascending over the whole sequence
     dst_slots: Tensor  # [T, m] position of every destination slot
     src_slots: Tensor  # [T, n] position of every source slot
+    slots: Tensor  # [T, m + n] both, destinations first
     dst_real: Tensor | None  # [M] the slots that are not padding; None: all of them
     src_real: Tensor  # [N] the slot of each source, in the order of `src`
     dst_pad: Tensor | None  # [T, m] True at padding; None: there is none
     src_pad: Tensor | None  # [T, n] True at padding; None: there is none
     gather: Tensor  # [L] row of each position in concat(destinations [M], source slots [T * n])
+    source: Tensor  # [L] source slot of each position; 0 at destinations
 
     @property
     def L(self) -> int:
@@ -167,15 +169,19 @@ def _layout(tokens: int, dst: list[list[int]], src: list[list[int]], device: tor
         return torch.tensor(values, dtype=torch.long, device="cpu").to(device)
 
     dst_pad = pad_mask(dst, m)
+    dst_slots = index(padded(dst, m)).view(len(dst), m)
+    src_slots = index(padded(src, n)).view(len(src), n)
     dst_real = [t * m + i for t, block in enumerate(dst) for i in range(len(block))]
     return Positions(
         dst=index(flat_dst),
         src=index(flat_src),
-        dst_slots=index(padded(dst, m)).view(len(dst), m),
-        src_slots=index(padded(src, n)).view(len(src), n),
+        dst_slots=dst_slots,
+        src_slots=src_slots,
+        slots=torch.cat([dst_slots, src_slots], 1),
         dst_real=None if dst_pad is None else index(dst_real),
         src_real=index([slot_of[p] for p in flat_src]),
         dst_pad=dst_pad,
         src_pad=pad_mask(src, n),
         gather=index([row_of[p] for p in range(tokens)]),
+        source=index([slot_of.get(p, 0) for p in range(tokens)]),
     )

@@ -7,9 +7,10 @@ from torch import Tensor
 
 
 def blocks_of(t: Tensor, slots: Tensor) -> Tensor:
-    """Rows of t [B, L, C] at `slots` [T, k], as [B * T, k, C]."""
+    """Rows of t [B, L, C] at `slots` [T, k], as [B * T, k, C]; always a copy."""
     blocks, k = slots.shape
-    return t.index_select(1, slots.flatten()).reshape(t.shape[0] * blocks, k, t.shape[2])
+    every = slots.flatten().expand(t.shape[0], -1)
+    return rows_of(t, every).view(t.shape[0] * blocks, k, t.shape[2])
 
 
 def rows_of(t: Tensor, index: Tensor) -> Tensor:
@@ -17,8 +18,13 @@ def rows_of(t: Tensor, index: Tensor) -> Tensor:
     if index.dim() == 1:
         return t.index_select(1, index)
     b, length, c = t.shape
-    flat = index + torch.arange(0, b * length, length, device=index.device).unsqueeze(-1)
-    return t.reshape(b * length, c).index_select(0, flat.flatten()).view(b, index.shape[1], c)
+    return t.reshape(b * length, c).index_select(0, flat_rows(index, length)).view(b, index.shape[1], c)
+
+
+def flat_rows(index: Tensor, length: int) -> Tensor:
+    """Rows [B * k] of a [B * length, C] tensor, of each sample's rows `index` [B, k]: the faster way to take them."""
+    first = torch.arange(0, index.shape[0] * length, length, device=index.device)
+    return (index + first.unsqueeze(-1)).flatten()
 
 
 def in_place(t: Tensor) -> bool:

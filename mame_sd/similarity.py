@@ -14,14 +14,16 @@ from mame_sd.rows import blocks_of, in_place
 def similarity_of(x: Tensor, pos: Positions, metric: str) -> Tensor:
     """S [B, T, m, n] in fp32 (fp64 of fp64); padded destinations are -inf, so that nothing merges into them."""
     b, _, d = x.shape
+    blocks = blocks_of(x, pos.slots)  # [B * T, m + n, d], a buffer of our own: what follows may overwrite it
     if metric == "cosine" and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and in_place(x):
-        s = _cosine_of_halves(x, pos)
+        s = _cosine_of_halves(blocks, pos.m)
     else:
-        x = x if x.dtype == torch.float64 else x.float()
+        blocks = blocks if x.dtype == torch.float64 else blocks.float()
         if metric == "cosine":
-            x = _in_range(x)
-            x = x * _inverse_norm(x)
-        dst, src = blocks_of(x, pos.dst_slots), blocks_of(x, pos.src_slots)
+            blocks = _in_range(blocks)
+            inverse = _inverse_norm(blocks)
+            blocks = blocks.mul_(inverse) if in_place(blocks) else blocks * inverse
+        dst, src = blocks[:, : pos.m], blocks[:, pos.m :]
         if metric == "euclidean":
             s = torch.cdist(dst, src, compute_mode="donot_use_mm_for_euclid_dist") * -(d**-0.5)
         else:
@@ -35,29 +37,31 @@ def similarity_of(x: Tensor, pos: Positions, metric: str) -> Tensor:
     return torch.softmax(s, -2) if metric == "softmax" else s
 
 
-def _cosine_of_halves(x: Tensor, pos: Positions) -> Tensor:
+def _cosine_of_halves(blocks: Tensor, m: int) -> Tensor:
     """Cosine [B * T, m, n] in fp32 of 16-bit tokens on CUDA: exact products, no 16-bit rounding, no copy in fp32."""
-    x = _in_range(x) if x.dtype == torch.bfloat16 else x  # products of fp16 are never out of the range of fp32
-    dst, src = blocks_of(x, pos.dst_slots), blocks_of(x, pos.src_slots)
-    s = torch.bmm(dst, src.transpose(1, 2), out_dtype=torch.float32)
-    return s.mul_(_inverse_norm(dst.float())).mul_(_inverse_norm(src.float()).transpose(1, 2))
+    if blocks.dtype == torch.bfloat16:  # products of fp16 are never out of the range of fp32
+        blocks = _in_range(blocks)
+    inverse = _inverse_norm(blocks.float())
+    s = torch.bmm(blocks[:, :m], blocks[:, m:].transpose(1, 2), out_dtype=torch.float32)
+    return s.mul_(inverse[:, :m]).mul_(inverse[:, m:].transpose(1, 2))
 
 
 def _in_range(x: Tensor) -> Tensor:
     """Tokens x [B, L, d] divided by the power of two at their largest entry (exact), so that squares stay in range.
 
-    Cosine does not depend on a token's scale: the divisor counts as a constant for gradients too.
+    Cosine does not depend on a token's scale: the divisor counts as a constant for gradients too. Overwrites `x` where
+    no gradient is needed.
     """
     with torch.no_grad():
-        largest = x.abs().amax(-1, keepdim=True)
+        largest = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
         largest = largest if x.dtype == torch.float64 else largest.float()
         top = 1022 if x.dtype == torch.float64 else 126  # 2 ** +-top and their inverses are normal numbers
         factor = torch.exp2(-largest.log2().floor().clamp(-top, top)).to(x.dtype)
-    return x * factor
+    return x.mul_(factor) if in_place(x) else x * factor
 
 
 def _inverse_norm(x: Tensor) -> Tensor:
     """1 / |x| [B, L, 1] of tokens [B, L, d] whose squares are in range, and 0 for a zero token (with gradient 0)."""
-    square = (x * x).sum(-1, keepdim=True)
-    zero = square == 0
-    return square.masked_fill(zero, 1.0).rsqrt().masked_fill(zero, 0.0)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    zero = norm == 0
+    return norm.masked_fill(zero, 1.0).reciprocal().masked_fill(zero, 0.0)
