@@ -22,25 +22,30 @@ processor, which all blocks share (`MaMeAttnProcessor`; it does not count compil
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from diffusers.hooks import ModelHook
 from diffusers.models.attention_processor import Attention
 from torch import nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.layer import default_processor, fixed_reason
+from mame_sd.families import Call, Family, Tokens, family_names, family_of
+from mame_sd.family_hook import FamilyLayer
+from mame_sd.layer import PLAIN_PROCESSORS, default_processor, fixed_reason
 from mame_sd.merge import MergePlan
+from mame_sd.model_families import EXCLUDED
 from mame_sd.model_hooks import (
     IMAGE_MODULES,
     MAME_HOOK,
     MAME_SIZE_HOOK,
+    FamilyHook,
     MergeHook,
     Shared,
     SizeHook,
     hook_on,
+    image_size,
     put_hook,
     take_hook,
 )
@@ -62,11 +67,11 @@ _TEMPORAL = {
 class MaMeHandle:
     """Merging as applied to one model: settings, counters, removal. Made by `apply_mame`."""
 
-    def __init__(self, root: nn.Module, shared: Shared, hooks: list[tuple[nn.Module, str, ModelHook]]) -> None:
+    def __init__(self, root: nn.Module, shared: Shared, hooks: list[tuple[nn.Module, str, Any]]) -> None:
         self.root = root
         self._shared = shared
         self._hooks = hooks
-        self._layers = [(module, hook.stats) for module, _, hook in hooks if isinstance(hook, MergeHook)]
+        self._layers = [(module, hook.stats) for module, _, hook in hooks if isinstance(hook, (MergeHook, FamilyHook))]
         self._stats = [stats for _, stats in self._layers]
 
     @property
@@ -160,28 +165,31 @@ def build_handle(target: Any, config: MaMeConfig) -> MaMeHandle:
     """A handle for `target` whose hooks are not installed yet; raises as `apply_mame` does."""
     root = denoiser_of(target)
     shared = Shared(config)
-    hooks: list[tuple[nn.Module, str, ModelHook]] = []
-    images: dict[str, SizeHook] = {}
+    hooks: list[tuple[nn.Module, str, Any]] = []
+    images: dict[str, tuple[SizeHook, Family | None]] = {}
     for path, module in root.named_modules():
-        if type(module).__name__ in IMAGE_MODULES:
-            images[path] = SizeHook()
-            hooks.append((module, MAME_SIZE_HOOK, images[path]))
-        if not isinstance(module, Attention) or not _may_merge(path, module):
+        reader = _reader_of(module)
+        if reader is not None:
+            images[path] = SizeHook(module, reader[0]), reader[1]
+            hooks.append((module, MAME_SIZE_HOOK, images[path][0]))
+        inside = max((p for p in images if not p or path.startswith(p + ".")), key=len, default=None)
+        image, family = (None, None) if inside is None else images[inside]
+        if not (
+            family.owns(path, module) if family else isinstance(module, Attention) and _may_merge(path, module, image)
+        ):
             continue
-        if isinstance(module.processor, MaMeAttnProcessor):
+        if isinstance(getattr(module, "processor", None), MaMeAttnProcessor):
             raise ValueError(
                 f"expected no merging on {path or type(module).__name__}, found {module.processor}, which would merge "
                 "twice: call remove_mame first"
             )
-        inside = max((p for p in images if not p or path.startswith(p + ".")), key=len, default=None)
         stats = LayerStats(path or type(module).__name__, device_of(module))
-        hooks.append((module, MAME_HOOK, MergeHook(shared, stats, None if inside is None else images[inside])))
-    if not any(isinstance(hook, MergeHook) for _, _, hook in hooks):
-        raise ValueError(
-            f"expected a model with diffusers self-attention, found none that can merge in {type(root).__name__}: "
-            "cross-attention, temporal, linear, joint and added-key attention are left alone. Apply to a UNet such as "
-            "pipe.unet"
-        )
+        if family is None or image is None:
+            hooks.append((module, MAME_HOOK, MergeHook(shared, stats, image)))
+        else:
+            hooks.append((module, MAME_HOOK, FamilyHook(shared, stats, image, FamilyLayer(module, family))))
+    if not any(name == MAME_HOOK for _, name, _ in hooks):
+        raise ValueError(_nothing_found(root))
     return MaMeHandle(root, shared, hooks)
 
 
@@ -248,5 +256,32 @@ def denoiser_of(target: Any) -> nn.Module:
     )
 
 
-def _may_merge(path: str, attn: Attention) -> bool:
-    return fixed_reason(attn) is None and _TEMPORAL.isdisjoint(path.split("."))
+def _reader_of(module: nn.Module) -> tuple[Callable[[Any, Call], Tokens | None], Family | None] | None:
+    """What reads the tokens of `module`'s calls, and the family of attention below it (None: a UNet's)."""
+    if type(module).__name__ in EXCLUDED:
+        raise ValueError(
+            f"expected a model whose attention can be merged, got {type(module).__name__}: {EXCLUDED[type(module).__name__]}"
+        )
+    if type(module).__name__ in IMAGE_MODULES:
+        return image_size, None
+    family = family_of(module)
+    return None if family is None else (family.tokens, family)
+
+
+def _may_merge(path: str, attn: Attention, image: SizeHook | None) -> bool:
+    """Whether a plain Attention may merge; outside of a known image's transformer only with a processor that is known
+    to compute plain self-attention, since what others do with the tokens can't be told.
+    """
+    plain = image is not None or type(attn.processor).__name__ in PLAIN_PROCESSORS
+    return plain and fixed_reason(attn) is None and _TEMPORAL.isdisjoint(path.split("."))
+
+
+def _nothing_found(root: nn.Module) -> str:
+    """The error for a model in which nothing can merge: what was looked for, what is there, what to do."""
+    kinds = Counter(type(m).__name__ for m in root.modules() if type(m).__name__.endswith("Attention"))
+    found = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "no attention modules"
+    return (
+        f"expected a UNet's self-attention (diffusers' Attention without added keys, not over frames) or a transformer "
+        f"that is known ({', '.join(family_names())}), found none that can merge in {type(root).__name__}, which has "
+        f"{found}. Apply to a UNet such as pipe.unet, or describe the model with mame_sd.families.register_family"
+    )

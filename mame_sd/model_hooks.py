@@ -1,4 +1,4 @@
-"""The hooks themselves: one that merges around an Attention module, one that reads the size of an image.
+"""The hooks themselves: two that merge around an attention module, one that reads how the tokens lie.
 
 `hooks.py` puts them on models. Here is also what diffusers' registry of hooks lacks: putting a hook back, and taking
 one out from under another.
@@ -6,6 +6,8 @@ one out from under another.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from operator import index
 from typing import Any
 
@@ -13,6 +15,8 @@ from diffusers.hooks import HookRegistry, ModelHook
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
+from mame_sd.families import Call, Tokens
+from mame_sd.family_hook import FamilyLayer
 from mame_sd.layer import merged_attention, skip_reason, unfused
 from mame_sd.processor import MaMeAttnProcessor
 from mame_sd.report import LayerStats
@@ -53,23 +57,26 @@ class _Hook(ModelHook):
         raise NotImplementedError
 
 
-class SizeHook(_Hook):
-    """Notes the (h, w) in tokens of the image that a transformer is called with."""
+class SizeHook:
+    """Notes how the tokens lie in the latest forward of a transformer, before it runs.
 
-    name = MAME_SIZE_HOOK
+    A plain forward pre-hook: other tools (DeepCache, offloading) put functions of their own in place of these modules'
+    forward, which wrapping it would get lost under or undo.
+    """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.size: tuple[int, int] | None = None
+    def __init__(self, module: nn.Module, read: Callable[[Any, Call], Tokens | None]) -> None:
+        self._read = read
+        self._names = list(inspect.signature(type(module).forward).parameters)[1:]
+        self.tokens: Tokens | None = None
 
-    def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        image = args[0] if args else kwargs.get("hidden_states")
-        if isinstance(image, Tensor) and image.dim() == 4:
-            patch = _patch_size(module)
-            self.size = (index(image.shape[-2]) // patch, index(image.shape[-1]) // patch)
-        else:
-            self.size = None
-        return forward(*args, **kwargs)
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for block in getattr(module, "transformer_blocks", ()):
+            if type(block).__name__ == "ToMeBlock":
+                raise ValueError(
+                    "expected blocks whose tokens are not merged yet, found tomesd's patch: call "
+                    "tomesd.remove_patch(pipe), or remove_mame(pipe) to merge by tomesd alone"
+                )
+        self.tokens = self._read(module, {**dict(zip(self._names, args, strict=False)), **kwargs})
 
 
 class MergeHook(_Hook):
@@ -109,21 +116,52 @@ class MergeHook(_Hook):
         if reason is not None:
             self.stats.skipped(reason, hidden_states.shape[1])
             return call(hidden_states, encoder_hidden_states)
-        size = None if self.image is None else self.image.size
+        tokens = None if self.image is None else self.image.tokens
+        size = None if tokens is None else (tokens.size[0], tokens.size[1])
         return merged_attention(module, hidden_states, config, size, self.stats, call)
 
 
-def hook_on(module: nn.Module, name: str) -> ModelHook | None:
+class FamilyHook(_Hook):
+    """Merges around one attention module of a transformer family."""
+
+    name = MAME_HOOK
+
+    def __init__(self, shared: Shared, stats: LayerStats, image: SizeHook, layer: FamilyLayer) -> None:
+        super().__init__()
+        self.shared = shared
+        self.stats = stats
+        self.image = image
+        self.layer = layer
+
+    def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """The attention's output, on merged image tokens where that is sound."""
+        if not self.shared.active:
+            return forward(*args, **kwargs)
+        config, tokens = self.shared.config, self.image.tokens
+        call = self.layer.bind(args, kwargs)
+        reason = self.layer.skip_reason(call, tokens, config)
+        if reason is not None or tokens is None:
+            self.stats.skipped(reason or "", 0 if tokens is None else tokens.count)
+            return forward(*args, **kwargs)
+        return self.layer.merged(module, call, tokens, config, self.stats, forward)
+
+
+def hook_on(module: nn.Module, name: str) -> Any:
     """The hook of that name on `module`."""
+    if name == MAME_SIZE_HOOK:
+        return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SizeHook)), None)
     registry = getattr(module, "_diffusers_hook", None)
     return None if registry is None else registry.get_hook(name)
 
 
-def put_hook(module: nn.Module, name: str, hook: ModelHook) -> None:
+def put_hook(module: nn.Module, name: str, hook: Any) -> None:
     """Makes `hook` the one of that name on `module`."""
     if hook_on(module, name) is hook:
         return
     take_hook(module, name)
+    if isinstance(hook, SizeHook):
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+        return
     HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
 
 
@@ -132,7 +170,12 @@ def take_hook(module: nn.Module, name: str) -> None:
 
     diffusers' own removal gives the next hook the freed forward in place of its `new_forward`, which is then lost.
     """
-    if hook_on(module, name) is None:
+    hook = hook_on(module, name)
+    if hook is None:
+        return
+    if isinstance(hook, SizeHook):
+        key = next(key for key, value in module._forward_pre_hooks.items() if value is hook)
+        del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
         return
     registry: Any = module._diffusers_hook
     later = registry._fn_refs[registry._hook_order.index(name) + 1 :]
@@ -143,9 +186,12 @@ def take_hook(module: nn.Module, name: str) -> None:
         outer.original_forward, outer.forward = outer.forward, kept
 
 
-def _patch_size(module: nn.Module) -> int:
-    """Image pixels per token side: 1 in a UNet's Transformer2DModel, the patch size in DiT and PixArt."""
-    if type(module).__name__ in _UNET_TRANSFORMERS and not getattr(module, "is_input_patches", False):
-        return 1
-    model: Any = module
-    return int(getattr(model, "patch_size", None) or model.config["patch_size"])
+def image_size(module: Any, call: Call) -> Tokens | None:
+    """The tokens of an image [B, C, H, W]: its pixels in a UNet's Transformer2DModel, its patches in DiT and PixArt."""
+    image = call.get("hidden_states")
+    if not isinstance(image, Tensor) or image.dim() != 4:
+        return None
+    patch = 1
+    if type(module).__name__ not in _UNET_TRANSFORMERS or getattr(module, "is_input_patches", False):
+        patch = int(getattr(module, "patch_size", None) or module.config["patch_size"])
+    return Tokens((index(image.shape[-2]) // patch, index(image.shape[-1]) // patch))

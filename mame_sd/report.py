@@ -42,7 +42,7 @@ class LayerStats:
         elif device is not None:
             with torch.inference_mode(False):  # counted in place, in and out of inference mode
                 self.compiled = torch.zeros(3, dtype=torch.int64, device=device)
-        self.size: tuple[int, int] | None = None
+        self.size: tuple[int, ...] | None = None
         self.last_reason: str | None = NEVER_CALLED
         self.note = ""
         self.plan: MergePlan | None = None
@@ -52,8 +52,8 @@ class LayerStats:
         self.last_reason = reason
         self._count(tokens, tokens)
 
-    def merged(self, plan: MergePlan, size: tuple[int, int] | None, note: str) -> None:
-        """A call merged by `plan` over (h, w) = `size`; `note` tells of a fallback."""
+    def merged(self, plan: MergePlan, size: tuple[int, ...] | None, note: str) -> None:
+        """A call merged by `plan` over (h, w) or (t, h, w) = `size`; `note` tells of a fallback."""
         self.last_reason = None
         self.size = size
         self.note = note
@@ -92,7 +92,7 @@ class LayerReport:
     calls: int
     merged: bool
     reason: str
-    size: tuple[int, int] | None = None
+    size: tuple[int, ...] | None = None
 
     @property
     def share(self) -> float:
