@@ -1,0 +1,115 @@
+"""Images from files, without a silent change on the way in.
+
+What is the same picture in 8-bit RGB is taken: RGB, grey, palettes, an alpha channel that hides nothing. What a conversion
+would change is refused: 16 bits, see-through pixels, CMYK, animations. EXIF rotation is ignored, as other evaluation code does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mame_sd.errors import UserError
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+_PNG_SIGNATURE, _PNG_DEPTH_AT = b"\x89PNG\r\n\x1a\n", 24
+
+
+def image_files(folder: Path) -> list[Path]:
+    """The images directly inside `folder`, by name. Raises UserError when there are none."""
+    if not folder.is_dir():
+        raise UserError(f"expected a folder of images, but {folder} is not one; check the path")
+    found = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and path.is_file())
+    if not found:
+        raise UserError(f"expected images ({', '.join(SUFFIXES)}) in {folder}, found none; check the path")
+    return found
+
+
+def load_image(path: Path) -> np.ndarray:
+    """uint8 [H, W, 3] pixels of a file, decoded to its last byte and, for PNG, with every checksum verified.
+
+    Raises:
+        UserError: no such file, not an image, truncated, corrupt, or in a mode that RGB can't hold unchanged.
+    """
+    if not path.is_file():
+        raise UserError(f"expected an image file, but {path} does not exist; check the path")
+    data = path.read_bytes()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(data)) as image:
+                image.verify()
+            with Image.open(io.BytesIO(data)) as image:
+                image.load()
+                return np.array(_as_rgb(image, data, path))
+    except UserError:
+        raise
+    except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error, ... for broken files
+        reason = "it is not an image" if isinstance(error, Image.UnidentifiedImageError) else str(error)
+        raise UserError(
+            f"expected a whole image in {path}, but {reason}; make the file again or take it out"
+        ) from error
+
+
+def _as_rgb(image: Image.Image, data: bytes, path: Path) -> Image.Image:
+    """`image` in RGB, if that is the same picture."""
+    if getattr(image, "n_frames", 1) > 1:
+        raise _wrong_mode(path, f"{image.n_frames} frames")  # type: ignore[attr-defined]
+    if data.startswith(_PNG_SIGNATURE) and data[_PNG_DEPTH_AT] == 16:  # Pillow drops the low byte without a word
+        raise _wrong_mode(path, "16 bits per channel")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        if np.array(image)[..., 3].min() < 255:
+            raise _wrong_mode(path, "see-through pixels")
+    if image.mode not in ("RGB", "RGBA", "RGBX", "L", "1", "P"):
+        raise _wrong_mode(path, f"mode {image.mode}")
+    return image.convert("RGB")
+
+
+def _wrong_mode(path: Path, got: str) -> UserError:
+    return UserError(f"expected an 8-bit RGB image, but {path} has {got}; convert it to RGB as you want it to be seen")
+
+
+def to_float(images: Sequence[np.ndarray]) -> Tensor:
+    """Float32 [n, 3, H, W] in [0, 1] of uint8 [H, W, 3] images. Raises UserError when their sizes differ."""
+    if not images:
+        raise UserError("expected at least one image, got none")
+    sizes = sorted({(image.shape[1], image.shape[0]) for image in images})
+    if len(sizes) > 1:
+        names = ", ".join(f"{width} x {height}" for width, height in sizes[:4])
+        raise UserError(
+            f"expected images of one size, got {names}; metrics compare pixel by pixel, so make both runs at one size"
+        )
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).to(torch.float32).div(255)
+
+
+def check_images(images: Tensor, name: str = "images") -> None:
+    """Raises ValueError unless `images` is a floating [n, 3, H, W] with every value in [0, 1]."""
+    if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point() or images.numel() == 0:
+        raise ValueError(f"expected {name} as floats [n, 3, height, width], got {images.dtype} {list(images.shape)}")
+    low, high = images.aminmax()
+    if not (low >= 0 and high <= 1):  # false for NaN too
+        raise ValueError(
+            f"expected {name} with values from 0 to 1, got {low.item():g} to {high.item():g}; divide bytes by 255"
+        )
+
+
+def check_pair(a: Tensor, b: Tensor) -> None:
+    """Raises ValueError unless both are images (`check_images`) of one shape."""
+    check_images(a, "the first images")
+    check_images(b, "the second images")
+    if a.shape != b.shape:
+        raise ValueError(f"expected pairs of one shape, got {list(a.shape)} and {list(b.shape)}")
+
+
+def image_hash(image: np.ndarray) -> str:
+    """sha256 of an image's size and pixels, whatever file held them."""
+    return hashlib.sha256(repr(image.shape).encode() + np.ascontiguousarray(image).tobytes()).hexdigest()

@@ -1,0 +1,102 @@
+"""Frechet distance between two sets of features as Gaussians (Heusel et al., 2017), exact for singular covariances too.
+
+|mean gap|^2 + tr A + tr B - 2 tr (A B)^(1/2). With A = F^T F and B = G^T G the last trace is the sum of the singular values
+of F G^T: no matrix square root, which is what fails, or loses digits, when there are fewer images than features.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mame_sd.errors import UserError
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What the distance needs of one set of images.
+
+    Attributes:
+        mean: [D] float64.
+        factor: [r, D] float64 with factor^T factor = covariance (divided by n - 1).
+        n: number of images; 0 when a file of statistics does not say.
+        source: name of the extractor that made the features, "" when unknown.
+    """
+
+    mean: Tensor
+    factor: Tensor
+    n: int
+    source: str = ""
+
+    @property
+    def covariance(self) -> Tensor:
+        """[D, D] float64."""
+        return self.factor.T @ self.factor
+
+
+def statistics(features: Tensor, source: str = "") -> Statistics:
+    """Mean and covariance factor of features [N, D]. Raises ValueError below two images, or for NaN and infinity."""
+    if features.ndim != 2 or features.shape[0] < 2:
+        raise ValueError(f"expected features [images, dims] of at least 2 images, got {list(features.shape)}")
+    if not features.isfinite().all():
+        raise ValueError("expected finite features, got NaN or infinity")
+    rows = features.detach().double().cpu()
+    mean = rows.mean(0)
+    factor = (rows - mean) / (len(rows) - 1) ** 0.5
+    if factor.shape[0] > factor.shape[1]:
+        factor = torch.linalg.qr(factor, mode="r").R
+    return Statistics(mean, factor, len(rows), source)
+
+
+def frechet_distance(a: Tensor | Statistics, b: Tensor | Statistics) -> float:
+    """The squared distance between two sets, each given as features [N, D] or `Statistics`; at least 0.
+
+    Raises:
+        ValueError: fewer than two images, unequal dims, features of different extractors, NaN.
+    """
+    first, second = (item if isinstance(item, Statistics) else statistics(item) for item in (a, b))
+    if first.mean.shape != second.mean.shape:
+        raise ValueError(f"expected equal feature dims, got {len(first.mean)} and {len(second.mean)}")
+    if first.source and second.source and first.source != second.source:
+        raise ValueError(f"expected features of one extractor, got {first.source} and {second.source}")
+    gap = (first.mean - second.mean).square().sum()
+    traces = first.factor.square().sum() + second.factor.square().sum()
+    cross = torch.linalg.svdvals(first.factor @ second.factor.T).sum()
+    return max(0.0, (gap + traces - 2 * cross).item())  # rounding alone can take it below 0
+
+
+def save_statistics(path: Path, stats: Statistics) -> None:
+    """Write `mu` and `sigma` as pytorch-fid, clean-fid and torch-fidelity read them, and beside them `n` and `source`."""
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "wb") as file:
+        np.savez(file, mu=stats.mean.numpy(), sigma=stats.covariance.numpy(), n=stats.n, source=stats.source)
+    partial.replace(path)
+
+
+def load_statistics(path: Path) -> Statistics:
+    """Statistics from an .npz with `mu` and `sigma`. Raises UserError when it is not one."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            mean, covariance = (torch.from_numpy(np.asarray(file[key], np.float64)) for key in ("mu", "sigma"))
+            n, source = (int(file["n"]) if "n" in file else 0), (str(file["source"]) if "source" in file else "")
+    except (OSError, KeyError, ValueError, TypeError, zipfile.BadZipFile) as error:
+        raise _bad_statistics(path, str(error)) from error
+    if covariance.shape != (mean.numel(), mean.numel()) or mean.ndim != 1:
+        raise _bad_statistics(path, f"mu is {list(mean.shape)} and sigma {list(covariance.shape)}")
+    if not (mean.isfinite().all() and covariance.isfinite().all()):
+        raise _bad_statistics(path, "it holds NaN or infinity")
+    values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
+    if values[0] < -1e-3 * max(values[-1].item(), 1e-12):
+        raise _bad_statistics(path, f"sigma has the eigenvalue {values[0].item():g}")
+    return Statistics(mean, values.clamp(min=0).sqrt()[:, None] * vectors.T, n, source)
+
+
+def _bad_statistics(path: Path, reason: str) -> UserError:
+    return UserError(
+        f"expected mu [D] and sigma [D, D] of a covariance in {path}, but {reason}; make it again from the reference images"
+    )

@@ -1,0 +1,303 @@
+"""Metrics against other people's implementations, on the same images, features and weights, and against closed forms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mame_sd.eval.metrics.frechet import Statistics, frechet_distance, load_statistics, save_statistics, statistics
+from mame_sd.eval.metrics.kid import kid, kid_exact
+from mame_sd.eval.metrics.psnr import psnr
+from mame_sd.eval.metrics.ssim import ms_ssim, ssim
+from torch import Tensor
+
+from mame_sd.errors import UserError
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def pictures(n: int, height: int, width: int, seed: int = 0) -> Tensor:
+    """Smooth noise in [0, 1], [n, 3, height, width]: more like pictures than white noise is."""
+    coarse = torch.rand(n, 3, max(2, height // 8), max(2, width // 8), generator=generator(seed))
+    return torch.nn.functional.interpolate(coarse, (height, width), mode="bicubic").clamp(0, 1)
+
+
+def noisy(images: Tensor, amount: float, seed: int = 1) -> Tensor:
+    """`images` with noise that grows along the batch, so that no two pairs score alike."""
+    steps = torch.linspace(amount / 2, amount, len(images))[:, None, None, None]
+    return (images + steps * torch.randn(images.shape, generator=generator(seed))).clamp(0, 1)
+
+
+def features(n: int, dims: int, seed: int, shift: float = 0.0) -> Tensor:
+    mixing = torch.randn(dims, dims, generator=generator(7)) / dims**0.5
+    return torch.randn(n, dims, generator=generator(seed)) @ mixing + shift
+
+
+# PSNR, SSIM, MS-SSIM
+
+
+def test_psnr_in_closed_form() -> None:
+    a = torch.full((3, 3, 4, 4), 0.5)
+    b = a + torch.tensor([0.0, 0.1, 0.01])[:, None, None, None]
+    assert psnr(a, b).tolist() == pytest.approx([float("inf"), 20, 40], abs=1e-4)
+
+
+def test_psnr_of_each_pair_is_scikit_images() -> None:
+    from skimage.metrics import peak_signal_noise_ratio
+
+    a = pictures(4, 33, 50)
+    b = noisy(a, 0.2)
+    expected = [
+        peak_signal_noise_ratio(x.double().numpy(), y.double().numpy(), data_range=1) for x, y in zip(a, b, strict=True)
+    ]
+    assert psnr(a, b).tolist() == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("size", [(11, 11), (64, 64), (37, 53)])
+def test_ssim_is_scikit_images_inside_the_border(size: tuple[int, int]) -> None:
+    from skimage.metrics import structural_similarity
+
+    a = pictures(3, *size)
+    b = noisy(a, 0.3)
+    options = {
+        "gaussian_weights": True,
+        "sigma": 1.5,
+        "use_sample_covariance": False,
+        "channel_axis": 0,
+        "data_range": 1,
+    }
+    expected = [
+        structural_similarity(x.double().numpy(), y.double().numpy(), **options) for x, y in zip(a, b, strict=True)
+    ]
+    assert ssim(a, b).tolist() == pytest.approx(expected, abs=1e-9)
+
+
+def test_ssim_is_torchmetrics_without_its_padded_border() -> None:
+    from torchmetrics.functional.image.ssim import _ssim_update
+
+    a = pictures(3, 40, 33)
+    b = noisy(a, 0.3)
+    _, full = _ssim_update(a.double(), b.double(), data_range=1.0, return_full_image=True)
+    assert ssim(a, b).tolist() == pytest.approx(full[..., 5:-5, 5:-5].mean((1, 2, 3)).tolist(), abs=1e-9)
+
+
+@pytest.mark.parametrize("size", [(176, 176), (176, 208)])
+def test_ms_ssim_is_pytorch_msssims(size: tuple[int, int]) -> None:
+    from pytorch_msssim import ms_ssim as theirs
+
+    a = pictures(2, *size)
+    b = noisy(a, 0.3)
+    expected = theirs(a.double(), b.double(), data_range=1, size_average=False)
+    assert ms_ssim(a, b).tolist() == pytest.approx(expected.tolist(), abs=1e-6)  # its window is rounded to float32
+
+
+def test_a_picture_is_wholly_like_itself_and_its_negative_is_not() -> None:
+    a = pictures(2, 176, 180)
+    assert ssim(a, a).tolist() == pytest.approx([1, 1])
+    assert ms_ssim(a, a).tolist() == pytest.approx([1, 1])
+    assert (ssim(a, 1 - a) < 0.5).all()
+    assert (ms_ssim(a, 1 - a) >= 0).all()
+
+
+@pytest.mark.parametrize("metric", [psnr, ssim, ms_ssim])
+def test_paired_metrics_refuse_wrong_pairs(metric) -> None:
+    a = pictures(2, 176, 176)
+    for other, why in (
+        (a[:1], "one shape"),
+        (a * 255, "0 to 1"),
+        (a * 2 - 1, "0 to 1"),
+        (a / 0, "0 to 1"),
+        (a.to(torch.uint8), "floats"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            metric(a, other)
+
+
+def test_small_images_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="at least 11 x 11 for SSIM, got 32 x 10"):
+        ssim(torch.zeros(1, 3, 10, 32), torch.zeros(1, 3, 10, 32))
+    with pytest.raises(ValueError, match="at least 176 x 176 for MS-SSIM, got 175 x 200"):
+        ms_ssim(torch.zeros(1, 3, 200, 175), torch.zeros(1, 3, 200, 175))
+
+
+@pytest.mark.parametrize("metric", [psnr, ssim])
+def test_neighbours_in_the_batch_change_nothing(metric) -> None:
+    a = pictures(3, 40, 24)
+    b = noisy(a, 0.2)
+    alone = torch.cat([metric(a[i : i + 1], b[i : i + 1]) for i in range(3)])
+    assert torch.equal(metric(a, b), alone)
+
+
+# Frechet distance
+
+
+@settings(deadline=None, max_examples=30)
+@given(dims=st.integers(1, 12), seed=st.integers(0, 1000))
+def test_frechet_of_commuting_gaussians_is_the_closed_form(dims: int, seed: int) -> None:
+    rng = generator(seed)
+    rotation = torch.linalg.qr(torch.randn(dims, dims, generator=rng, dtype=torch.float64)).Q
+    spread_a, spread_b = torch.rand(2, dims, generator=rng, dtype=torch.float64)
+    spread_a[0] = 0  # singular
+    gap = torch.randn(dims, generator=rng, dtype=torch.float64)
+    a = Statistics(torch.zeros(dims, dtype=torch.float64), spread_a[:, None] * rotation.T, 100)
+    b = Statistics(gap, spread_b[:, None] * rotation.T, 100)
+    expected = gap.square().sum() + (spread_a - spread_b).square().sum()
+    assert frechet_distance(a, b) == pytest.approx(expected.item(), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize(("n", "m", "dims"), [(400, 300, 16), (60, 500, 32), (2, 3, 5)])
+def test_frechet_is_scipys_square_root(n: int, m: int, dims: int) -> None:
+    from scipy.linalg import sqrtm
+
+    a, b = features(n, dims, 1).double(), features(m, dims, 2, 0.3).double()
+    cov_a, cov_b = np.cov(a.numpy(), rowvar=False), np.cov(b.numpy(), rowvar=False)
+    gap = ((a.mean(0) - b.mean(0)) ** 2).sum().item()
+    expected = gap + np.trace(cov_a) + np.trace(cov_b) - 2 * np.trace(sqrtm(cov_a @ cov_b).real)
+    assert frechet_distance(a, b) == pytest.approx(expected, rel=1e-5 if n == 2 else 1e-9)
+
+
+def test_frechet_is_torchmetrics() -> None:
+    from torchmetrics.image.fid import _compute_fid
+
+    first, second = statistics(features(200, 64, 1)), statistics(features(150, 64, 2, 0.1))
+    theirs = _compute_fid(first.mean, first.covariance, second.mean, second.covariance)
+    assert frechet_distance(first, second) == pytest.approx(theirs.item(), rel=1e-6)
+
+
+def test_frechet_of_fewer_images_than_dims_and_of_their_covariances_agree() -> None:
+    a, b = statistics(features(20, 50, 1)), statistics(features(30, 50, 2))
+    full = [Statistics(s.mean, torch.linalg.cholesky(s.covariance + 1e-13 * torch.eye(50)).T, s.n) for s in (a, b)]
+    assert frechet_distance(a, b) == pytest.approx(frechet_distance(*full), rel=1e-4)
+
+
+def test_frechet_laws() -> None:
+    a, b = features(40, 8, 1), features(50, 8, 2, 1.0)
+    rotation = torch.linalg.qr(torch.randn(8, 8, generator=generator(3))).Q
+    assert frechet_distance(a, a) == pytest.approx(0, abs=1e-9)
+    assert frechet_distance(a, b) == pytest.approx(frechet_distance(b, a), rel=1e-9)
+    assert frechet_distance(a @ rotation + 5, b @ rotation + 5) == pytest.approx(frechet_distance(a, b), rel=1e-4)
+    assert frechet_distance(a, a + 2) == pytest.approx(8 * 4, rel=1e-5)
+
+
+def test_statistics_survive_their_file(tmp_path: Path) -> None:
+    a, b = statistics(features(40, 8, 1), "Inception"), statistics(features(6, 8, 2), "Inception")
+    save_statistics(tmp_path / "a.npz", a)
+    again = load_statistics(tmp_path / "a.npz")
+    assert (again.n, again.source) == (40, "Inception")
+    assert frechet_distance(again, b) == pytest.approx(frechet_distance(a, b), rel=1e-9)
+    with np.load(tmp_path / "a.npz") as file:
+        assert np.allclose(file["sigma"], np.cov(features(40, 8, 1).double().numpy(), rowvar=False))
+
+
+def test_a_published_statistics_file_needs_mu_and_sigma_only(tmp_path: Path) -> None:
+    a = statistics(features(40, 8, 1))
+    np.savez(tmp_path / "a.npz", mu=a.mean.float().numpy(), sigma=a.covariance.float().numpy())
+    again = load_statistics(tmp_path / "a.npz")
+    assert (again.n, again.source) == (0, "")
+    assert frechet_distance(again, a) == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "why"),
+    [
+        ({"mu": np.zeros(3)}, "sigma"),
+        ({"mu": np.zeros(3), "sigma": np.eye(4)}, r"mu is \[3\] and sigma \[4, 4\]"),
+        ({"mu": np.zeros(3), "sigma": np.eye(3) * np.nan}, "NaN"),
+        ({"mu": np.zeros(3), "sigma": -np.eye(3)}, "eigenvalue -1"),
+        ({"mu": np.array([None] * 3), "sigma": np.eye(3)}, "allow_pickle"),
+    ],
+)
+def test_bad_statistics_are_refused(tmp_path: Path, arrays: dict[str, np.ndarray], why: str) -> None:
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(UserError, match=why):
+        load_statistics(tmp_path / "a.npz")
+
+
+def test_what_is_no_statistics_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.npz").write_text("nothing of the kind")
+    for name in ("a.npz", "none.npz"):
+        with pytest.raises(UserError, match=name):
+            load_statistics(tmp_path / name)
+
+
+def test_frechet_refuses_what_it_cannot_compare() -> None:
+    a = features(10, 4, 1)
+    for other, why in (
+        (a[:1], "at least 2 images"),
+        (a / 0, "finite"),
+        (features(10, 5, 1), "equal feature dims"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            frechet_distance(a, other)
+    with pytest.raises(ValueError, match="one extractor, got Inception and EffNetLite0"):
+        frechet_distance(statistics(a, "Inception"), statistics(a, "EffNetLite0"))
+
+
+# KID
+
+
+def test_kid_of_all_images_is_torchmetrics_and_the_sum_by_hand() -> None:
+    from torchmetrics.image.kid import poly_mmd
+
+    a, b = features(40, 16, 1).double(), features(40, 16, 2, 0.2).double()
+    one, two, cross = ((x @ y.T / 16 + 1) ** 3 for x, y in ((a, a), (b, b), (a, b)))
+    by_hand = (one.sum() - one.trace() + two.sum() - two.trace()) / (40 * 39) - 2 * cross.mean()
+    assert kid_exact(a, b) == pytest.approx(by_hand.item(), rel=1e-9)
+    assert kid_exact(a, b) == pytest.approx(poly_mmd(a, b).item(), rel=1e-9)
+    everything = kid(a, b, subsets=3, subset_size=40)
+    assert everything.mean == pytest.approx(kid_exact(a, b), rel=1e-9)
+    assert everything.std == pytest.approx(0, abs=1e-12)
+
+
+def test_kid_by_subsets_is_near_the_exact_one() -> None:
+    a, b = features(300, 16, 1), features(250, 16, 2, 0.3)
+    exact, drawn = kid_exact(a, b), kid(a, b, subsets=50, subset_size=100)
+    assert (drawn.subsets, drawn.subset_size) == (50, 100)
+    assert abs(drawn.mean - exact) < 4 * drawn.std / 50**0.5
+
+
+def test_kid_in_chunks_is_kid_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = features(50, 8, 1), features(37, 8, 2)
+    whole = kid_exact(a, b)
+    monkeypatch.setattr("mame_sd.eval.metrics.kid._CHUNK", 7)
+    assert kid_exact(a, b) == pytest.approx(whole, rel=1e-12)
+
+
+def test_pairs_are_unbiased_only_without_their_cross_terms() -> None:
+    """The mean over many draws of two same-prompt sets of ONE distribution must be 0; left in, cross terms pull it below."""
+    with_cross, without = [], []
+    for seed in range(200):
+        a = features(20, 8, seed)
+        b = a + 0.05 * torch.randn(a.shape, generator=generator(seed + 1000))
+        with_cross.append(kid_exact(a, b))
+        without.append(kid_exact(a, b, paired=True))
+    assert max(with_cross) < 0
+    spread = np.std(without) / len(without) ** 0.5
+    assert abs(np.mean(without)) < 4 * spread + 0.01 * abs(np.mean(with_cross))
+
+
+def test_kid_draws_from_its_own_generator() -> None:
+    a, b = features(50, 8, 1), features(60, 8, 2)
+    state = torch.get_rng_state()
+    first = kid(a, b, subsets=5, subset_size=20, seed=3)
+    assert torch.equal(state, torch.get_rng_state())
+    assert kid(a, b, subsets=5, subset_size=20, seed=3) == first
+    assert kid(a, b, subsets=5, subset_size=20, seed=4) != first
+    assert kid(a, b).subset_size == 50
+
+
+def test_kid_refuses_what_it_cannot_compare() -> None:
+    a = features(10, 4, 1)
+    for other, why in ((a[:1], "at least 2"), (features(10, 5, 1), "at least 2"), (a * float("nan"), "finite")):
+        with pytest.raises(ValueError, match=why):
+            kid(a, other)
+    with pytest.raises(ValueError, match="expected pairs, got 10 and 9"):
+        kid_exact(a, a[:9], paired=True)
+    with pytest.raises(ValueError, match="subset of 2"):
+        kid(a, a, subset_size=1)
