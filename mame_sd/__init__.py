@@ -7,23 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError
-from mame_sd.merge import MergePlan, plan_merge
 
 if TYPE_CHECKING:
     from mame_sd.embedded_model import embedded_model_path
     from mame_sd.hooks import MaMeHandle, apply_mame, mame, remove_mame
+    from mame_sd.merge import MergePlan, plan_merge
     from mame_sd.processor import MaMeAttnProcessor
     from mame_sd.report import MaMeReport, NothingMergedError
 
-# Names that need diffusers, whose import takes seconds: loaded on first use.
+# Names that need torch or diffusers, whose imports take seconds: loaded on first use.
 _LAZY = {
     "MaMeAttnProcessor": "mame_sd.processor",
     "MaMeHandle": "mame_sd.hooks",
     "MaMeReport": "mame_sd.report",
+    "MergePlan": "mame_sd.merge",
     "NothingMergedError": "mame_sd.report",
     "apply_mame": "mame_sd.hooks",
     "embedded_model_path": "mame_sd.embedded_model",
     "mame": "mame_sd.hooks",
+    "plan_merge": "mame_sd.merge",
     "remove_mame": "mame_sd.hooks",
 }
 

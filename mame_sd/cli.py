@@ -22,6 +22,8 @@ from mame_sd.errors import MachineError, UserError
 
 if TYPE_CHECKING:
     from mame_sd.model_files import ModelChoice
+    from mame_sd.models import LoadedModel
+    from mame_sd.patches import Patch
 
 app = typer.Typer(
     help="Faster diffusion without training: merge tokens before self-attention (MaMe), restore them after it (MaRe).",
@@ -32,6 +34,16 @@ app = typer.Typer(
 MODEL = FieldOptions(ModelOptions, "Model")
 SAMPLING = FieldOptions(SamplingOptions, "Sampling")
 ONE_IMAGE = FieldOptions(SamplingOptions, "Sampling", without=("batch_size", "images_per_prompt"))
+RunFolderOption = Annotated[
+    Path, typer.Option(help="Run folder: new, empty, or begun by the same command.", metavar="DIR")
+]
+PromptFileOption = Annotated[
+    str | None, typer.Option(help="Prompt file: .txt, .csv, .tsv, .jsonl, or demo.", metavar="FILE")
+]
+PromptsOption = Annotated[
+    list[str] | None, typer.Option(help="A prompt. Repeatable, also beside --prompts.", metavar="TEXT")
+]
+NumOption = Annotated[int | None, typer.Option(help="Take the first NUM prompts only.", metavar="NUM")]
 PromptArgument = Annotated[str, typer.Argument(help="What to paint.", metavar="PROMPT", show_default=False)]
 
 
@@ -39,50 +51,16 @@ PromptArgument = Annotated[str, typer.Argument(help="What to paint.", metavar="P
 @takes(model=MODEL, sampling=SAMPLING, merging=OptionalMerging())
 def generate_command(
     *,
-    out: Annotated[
-        Path, typer.Option(help="Run folder: new, empty, or begun by the same command.", metavar="DIR")
-    ] = Path("out/generate"),
-    prompts: Annotated[
-        str | None, typer.Option(help="Prompt file: .txt, .csv, .tsv, .jsonl, or demo.", metavar="FILE")
-    ] = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="A prompt. Repeatable, also beside --prompts.", metavar="TEXT")
-    ] = None,
-    num: Annotated[int | None, typer.Option(help="Take the first NUM prompts only.", metavar="NUM")] = None,
+    out: RunFolderOption = Path("out/generate"),
+    prompts: PromptFileOption = None,
+    prompt: PromptsOption = None,
+    num: NumOption = None,
     model: ModelOptions,
     sampling: SamplingOptions,
     merging: MaMeConfig | None,
 ) -> None:
     """Generate images from prompts, with merging on. Run again to continue; launch with accelerate to share out."""
-    from mame_sd.generate import generate
-    from mame_sd.models import load_model
-    from mame_sd.plan import GenerateSettings
-    from mame_sd.prompt_files import prompt_file_identity
-    from mame_sd.run_folder import RunFolder
-    from mame_sd.shards import joined, shard_of_environment
-
-    settings = GenerateSettings(**asdict(sampling))
-    chosen = _prompts(prompts, prompt or [], num)
-    prompt_file = None if prompts is None else prompt_file_identity(prompts)
-    RunFolder(out).check()
-    shard = shard_of_environment()
-    loaded = load_model(_choice(model, shard.local_rank))
-    with joined(shard), _progress("images", shard.is_main) as on_progress:
-        summary = generate(
-            loaded,
-            chosen,
-            settings,
-            merging,
-            out,
-            prompt_file=prompt_file,
-            shard=shard,
-            on_progress=on_progress,
-            on_note=_note,
-        )
-    if shard.is_main:
-        seconds = summary.seconds_per_image
-        print(f"{summary.images} images in {out}" + (f", {seconds:.2f} s per image" if seconds is not None else ""))
-        _print_levels(summary.levels, merging)
+    generate_run(out, prompts, prompt or [], num, model, sampling, merging)
 
 
 @app.command("compare")
@@ -106,11 +84,12 @@ def compare_command(
     from mame_sd.sheet import check_sheet_path, write_sheet
 
     settings = GenerateSettings(**asdict(sampling))
-    taus = _numbers("--tau", tau if tau or keep else "0.6,0.7,0.8,0.9")
-    variants = variants_of(merging, taus, _numbers("--keep", keep))
+    taus, keeps = _numbers("--tau", tau if tau or keep else "0.6,0.7,0.8,0.9"), _numbers("--keep", keep)
+    variants_of(merging, taus, keeps)  # refuses bad numbers before anything is loaded
     check_sheet_path(out)
-    loaded = load_model(_choice(model))
-    with _progress("images") as on_progress:
+    loaded = load_model(model_choice(model))
+    variants = variants_of(_with_saved(loaded, merging, needed=True), taus, keeps)
+    with progress("images") as on_progress:
         panels = compare(loaded, prompt, settings, variants, on_progress)
     about = [{"label": p.label, "seconds": p.seconds, "levels": p.levels} for p in panels]
     write_sheet(out, compare_sheet(prompt, panels), {"prompt": prompt, "model": loaded.identity, "panels": about})
@@ -140,7 +119,8 @@ def show_merge_command(
 
     settings = GenerateSettings(**asdict(sampling))
     check_sheet_path(out)
-    loaded = load_model(_choice(model))
+    loaded = load_model(model_choice(model))
+    merging = _with_saved(loaded, merging, needed=True)
     found = capture_merge(loaded, prompt, settings, merging, step, level, layer)
     about = {"prompt": prompt, "model": loaded.identity, "mame": merging.to_dict(), "layer": found.layer, "step": step}
     write_sheet(out, draw_merge(found, prompt), about)
@@ -173,7 +153,7 @@ def doctor_command(*, model: ModelOptions) -> None:
     """Say what this machine can do: versions, device, fused attention, the model, and what would fail."""
     from mame_sd.doctor import examine
 
-    checks = examine(_choice(model))
+    checks = examine(model_choice(model))
     width = max(len(check.name) for check in checks)
     for check in checks:
         print(f"{check.state:<4}  {check.name:<{width}}  {check.detail}")
@@ -193,12 +173,50 @@ def run(arguments: Sequence[str] | None = None) -> int:
     )
 
 
-def main() -> None:
-    """The console script."""
-    sys.exit(run())
+def generate_run(
+    out: Path,
+    prompts: str | None,
+    texts: Sequence[str],
+    num: int | None,
+    model: ModelOptions,
+    sampling: SamplingOptions,
+    method: MaMeConfig | Patch | None,
+) -> None:
+    """The body of ``generate``: load the model, make what `out` lacks, and print how it went."""
+    from mame_sd.generate import generate
+    from mame_sd.models import load_model
+    from mame_sd.plan import GenerateSettings
+    from mame_sd.prompt_files import prompt_file_identity
+    from mame_sd.run_folder import RunFolder
+    from mame_sd.shards import joined, shard_of_environment
+
+    settings = GenerateSettings(**asdict(sampling))
+    chosen = read_prompts(prompts, texts, num)
+    prompt_file = None if prompts is None else prompt_file_identity(prompts)
+    RunFolder(out).check()
+    shard = shard_of_environment()
+    loaded = load_model(model_choice(model, shard.local_rank))
+    if isinstance(method, MaMeConfig):
+        method = _with_saved(loaded, method, told=shard.is_main)
+    with joined(shard), progress("images", shard.is_main) as on_progress:
+        summary = generate(
+            loaded,
+            chosen,
+            settings,
+            method,
+            out,
+            prompt_file=prompt_file,
+            shard=shard,
+            on_progress=on_progress,
+            on_note=note,
+        )
+    if shard.is_main:
+        seconds = summary.seconds_per_image
+        print(f"{summary.images} images in {out}" + (f", {seconds:.2f} s per image" if seconds is not None else ""))
+        _print_levels(summary.levels, method)
 
 
-def _choice(model: ModelOptions, local_rank: int = 0) -> ModelChoice:
+def model_choice(model: ModelOptions, local_rank: int = 0) -> ModelChoice:
     from mame_sd.adapters import check_scheduler
     from mame_sd.model_files import ModelChoice
 
@@ -207,7 +225,25 @@ def _choice(model: ModelOptions, local_rank: int = 0) -> ModelChoice:
     return ModelChoice(**fields, loras=tuple(model.lora), local_rank=local_rank)
 
 
-def _prompts(file: str | None, texts: Sequence[str], num: int | None) -> Any:
+def _with_saved(loaded: LoadedModel, given: MaMeConfig, told: bool = True, needed: bool = False) -> Any:
+    """The settings in force: those saved with the model, where there are some, under the fields of `given`.
+
+    None when they say that merging is off and nothing was given, unless merging is `needed`.
+    """
+    saved = loaded.saved_merging
+    if saved is None:
+        return given
+    if told:
+        note(f"merging as saved with the model ({saved}); options such as --tau, --keep and --baseline override it")
+    if not (saved.on or needed or given.given):
+        return None
+    try:
+        return saved.overridden(given)
+    except ValueError as error:
+        raise UserError(f"merging: {error} (the model was saved with {saved})") from None
+
+
+def read_prompts(file: str | None, texts: Sequence[str], num: int | None) -> Any:
     from mame_sd.prompt_files import load_prompts, prompts_from_texts
 
     if num is not None and num < 1:
@@ -229,7 +265,7 @@ def _numbers(flag: str, text: str | None) -> list[float]:
 
 
 @contextmanager
-def _progress(unit: str, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
+def progress(unit: str, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr with images per second and time left; gives a callback for (done, total)."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -247,16 +283,12 @@ def _progress(unit: str, shown: bool = True) -> Iterator[Callable[[int, int], No
         yield update
 
 
-def _note(text: str) -> None:
+def note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def _print_levels(levels: Sequence[dict[str, Any]], merging: MaMeConfig | None) -> None:
-    what = "keys" if merging is not None and merging.merge == "kv" else "tokens"
+def _print_levels(levels: Sequence[dict[str, Any]], method: MaMeConfig | Patch | None) -> None:
+    what = "keys" if isinstance(method, MaMeConfig) and method.merge == "kv" else "tokens"
     for level in levels:
         kept, count = level["tokens_kept"], level["tokens_in"]
         print(f"level {level['level']}: {kept:.0f} of {count:.0f} {what} kept ({kept / count:.0%})")
-
-
-if __name__ == "__main__":
-    main()

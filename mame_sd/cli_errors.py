@@ -51,6 +51,11 @@ def describe(error: BaseException) -> tuple[int, str]:
     if isinstance(error, BrokenPipeError):
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (nothing reads it any more)
         return MACHINE, "expected somebody to read the output, but the pipe was closed; nothing else is wrong"
+    if isinstance(error, ImportError):
+        return MACHINE, (
+            f"expected the packages that mame-sd needs, got: {_one_line(error)}; install it again with pip, in a fresh "
+            "environment if need be"
+        )
     if isinstance(error, OSError):
         return (
             MACHINE,

@@ -124,4 +124,4 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's message, its type where there is none, without a full stop."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     line = lines[0] if lines else type(error).__name__
-    return (line if len(line) <= 200 else line[:197] + "...").rstrip(".")
+    return line.rstrip(".") if len(line) <= 200 else line[:197] + "..."

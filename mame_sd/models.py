@@ -19,6 +19,7 @@ from mame_sd.adapters import add_loras, check_scheduler, lora_identity, set_sche
 from mame_sd.devices import pick_device, pick_dtype
 from mame_sd.errors import MachineError, UserError
 from mame_sd.model_files import ModelChoice, digest_of, find_model, first_line, name_and_digest
+from mame_sd.saved_setting import PIPELINE, SavedMerging, read_saved_merging
 
 _SINGLE_FILE_CLASSES = {
     "v1": "StableDiffusionPipeline",
@@ -40,11 +41,13 @@ class LoadedModel:
         identity: JSON values that tell this model from others: name, pipeline class, a digest of its files, variant,
             single-file configuration, scheduler, LoRAs, dtype and device type.
         guidance: the guidance scale that the model is called with when none is given; None: it takes none.
+        saved_merging: the setting saved with a StableDiffusionMaMePipeline, which is loaded as the plain pipeline.
     """
 
     pipe: Any
     identity: dict[str, Any]
     guidance: float | None
+    saved_merging: SavedMerging | None = None
 
     @property
     def arguments(self) -> frozenset[str]:
@@ -82,6 +85,7 @@ def load_model(choice: ModelChoice) -> LoadedModel:
     source, name = find_model(choice)
     with _loading(name):
         pipe = _load_file(source, choice, dtype) if source.is_file() else _load_folder(source, choice, dtype)
+        saved = None if source.is_file() else read_saved_merging(source)
     _check_text_to_image(pipe, name)
     if choice.scheduler is not None:
         set_scheduler(pipe, choice.scheduler)
@@ -100,7 +104,8 @@ def load_model(choice: ModelChoice) -> LoadedModel:
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
     }
-    return LoadedModel(pipe=pipe, identity=identity, guidance=_default_guidance(pipe, choice))
+    guidance = _default_guidance(pipe, choice)
+    return LoadedModel(pipe=pipe, identity=identity, guidance=guidance, saved_merging=saved)
 
 
 def options_of(source: Path, choice: ModelChoice) -> dict[str, Any]:
@@ -123,6 +128,11 @@ def _loading(name: str) -> Iterator[None]:
             f"--model {name}: expected it to fit into memory, it does not: {first_line(error)}"
         ) from error
     except Exception as error:  # diffusers, transformers and safetensors raise dozens of kinds here
+        if isinstance(error, ImportError) or str(error).startswith("Failed to import"):  # the latter: lazy imports
+            reason = first_line(error.__cause__ or error)
+            raise MachineError(
+                f"--model {name}: expected the packages that it needs, but {reason}; install them with pip"
+            ) from error
         raise UserError(
             f"--model {name}: expected a text-to-image pipeline that diffusers can load, but {first_line(error)}; "
             "check its files, --variant and --revision"
@@ -147,7 +157,7 @@ def _load_folder(folder: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
     name = config.get("_class_name")
     name = name[-1] if isinstance(name, (list, tuple)) else name
     # Our own subclass adds nothing that merging from outside needs, and diffusers does not find it by name.
-    name = "StableDiffusionPipeline" if name == "StableDiffusionMaMePipeline" else name
+    name = "StableDiffusionPipeline" if name == PIPELINE else name
     kind = getattr(diffusers, str(name), None)
     if kind is None:
         raise UserError(f"--model {folder}: expected a pipeline class of diffusers, got {name!r}; convert the model")

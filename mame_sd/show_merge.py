@@ -56,7 +56,7 @@ def capture_merge(
     """Generate one image and keep how a layer merged at `step`.
 
     Args:
-        step: from 1 to the number of steps.
+        step: a step of the scheduler, from 1; where it evaluates the model more than once (Heun), the first of them.
         level: 0 is the level with the most tokens; its first layer that merged is taken.
         layer: a layer's name, or a part of it that only one layer has, instead of `level`.
 
@@ -74,7 +74,7 @@ def capture_merge(
     plans: dict[str, Any] = {}
 
     def keep_plans(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        if index == step - 1:
+        if index == first_evaluation(step, settings.steps, len(pipe.scheduler.timesteps), pipe.scheduler.order):
             plans.update(handle.plans())
         return tensors
 
@@ -89,6 +89,20 @@ def capture_merge(
     owners = plan.owners()[-1].cpu().numpy()  # the last sample is the one with the prompt, under guidance too
     height, width = chosen.size or _size_like(image, len(owners))
     return MergeMap(image, owners.reshape(height, width), chosen.name, step, plan.tokens_kept)
+
+
+def first_evaluation(step: int, steps: int, evaluations: int, order: int) -> int:
+    """The place, from 0, among all `evaluations` of the model where `step` (from 1) of `steps` begins.
+
+    `order` evaluations make a step, the last step may have fewer (Heun: 2 steps are 3 evaluations); those beyond steps * order
+    belong to the first step (PNDM warms up: 2 steps are 3 evaluations as well).
+
+    >>> [first_evaluation(step, 3, 5, order=2) for step in (1, 2, 3)]
+    [0, 2, 4]
+    >>> [first_evaluation(step, 3, 4, order=1) for step in (1, 2, 3)]
+    [0, 2, 3]
+    """
+    return 0 if step == 1 else max(0, evaluations - steps * order) + (step - 1) * order
 
 
 def draw_merge(found: MergeMap, prompt: str) -> Image.Image:

@@ -24,8 +24,8 @@ from transformers import CLIPImageProcessor, CLIPTextModel, CLIPTokenizer, CLIPV
 
 from mame_sd.config import MaMeConfig
 from mame_sd.hooks import MaMeHandle, build_handle, has_hooks, hooks_restored
+from mame_sd.saved_setting import DEFAULT, resolve_setting
 
-DEFAULT = "default"
 _UNSET: Any = "unset"
 
 
@@ -94,7 +94,7 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
     @property
     def mame_config(self) -> MaMeConfig | None:
         """All settings that the next call merges with; None when merging is off."""
-        return _resolve(self.config.tau, self.config.keep, self.config.mame_config)
+        return resolve_setting(self.config.tau, self.config.keep, self.config.mame_config)
 
     def set_mame(self, tau: Any = _UNSET, keep: Any = _UNSET, mame_config: Any = _UNSET) -> None:
         """Changes settings for all further calls and for saving. Giving one of `tau` and `keep` replaces the other.
@@ -109,7 +109,7 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         if tau in (_UNSET, DEFAULT) and keep in (_UNSET, None) and threshold:
             tau, keep = threshold.get("tau"), threshold.get("keep")
         tau, keep = self._choice(tau, keep)
-        _resolve(tau, keep, fields)
+        resolve_setting(tau, keep, fields)
         self.register_to_config(tau=tau, keep=keep, mame_config=fields or None)
 
     def __call__(self, *args: Any, tau: Any = _UNSET, keep: Any = _UNSET, **kwargs: Any) -> Any:
@@ -122,7 +122,7 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         Raises:
             ValueError: a setting is out of its range, or both tau and keep are given.
         """
-        config = _resolve(*self._choice(tau, keep), self.config.mame_config)
+        config = resolve_setting(*self._choice(tau, keep), self.config.mame_config)
         if config is None:
             return super().__call__(*args, **kwargs)
         with self._merging(config):
@@ -155,21 +155,6 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
                 yield
             finally:
                 handle.active = False
-
-
-def _resolve(tau: Any, keep: Any, fields: dict[str, Any] | None) -> MaMeConfig | None:
-    """The settings that (tau, keep, further fields) mean; None is off."""
-    if tau == DEFAULT:
-        return MaMeConfig.from_dict(fields or {})
-    if isinstance(tau, str):
-        raise ValueError(f"tau: expected a number, None (off) or {DEFAULT!r}, got {tau!r}")
-    if tau is not None and keep is not None:
-        raise ValueError(
-            f"expected tau or keep, got both (tau={tau!r}, keep={keep!r}). Drop one; where one of them was saved with the "
-            "pipeline, give it as None"
-        )
-    config = MaMeConfig.from_dict({**(fields or {}), "tau": tau, "keep": keep})
-    return None if tau is None and keep is None else config
 
 
 def _signature() -> inspect.Signature:

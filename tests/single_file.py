@@ -1,4 +1,4 @@
-"""A tiny pipeline's UNet and VAE as one file in the original Stable Diffusion layout, for `from_single_file`."""
+"""A tiny pipeline's UNet, VAE and text encoder as one file in the original Stable Diffusion layout, for `from_single_file`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def vae_key(key: str, levels: int) -> str:
 
 
 def save_single_file(pipe: Any, path: Path) -> Path:
-    """Writes UNet and VAE of `pipe` into one .safetensors file in the original layout; returns its path."""
+    """Writes UNet, VAE and text encoder of `pipe` into one .safetensors file in the original layout; returns its path."""
     layers, levels = pipe.unet.config.layers_per_block, len(pipe.vae.config.block_out_channels)
     weights: dict[str, torch.Tensor] = {}
     for key, value in pipe.unet.state_dict().items():
@@ -75,5 +75,7 @@ def save_single_file(pipe: Any, path: Path) -> Path:
         name = vae_key(key, levels)
         square = "attn_1" in name and value.dim() == 2
         weights["first_stage_model." + name] = value[:, :, None, None] if square else value
+    for key, value in pipe.text_encoder.state_dict().items():  # its text_model went with transformers 5.6
+        weights["cond_stage_model.transformer.text_model." + key.removeprefix("text_model.")] = value
     save_file({name: value.contiguous() for name, value in weights.items()}, path)
     return path

@@ -22,6 +22,8 @@ from mame_sd.model_files import ModelChoice, digest_of, find_model
 from mame_sd.models import _check_text_to_image, load_model, options_of
 from mame_sd.plan import GenerateSettings
 from mame_sd.prompt_files import prompts_from_texts
+from tests.single_file import save_single_file
+from tests.tiny import generate as images_of
 from tests.tiny import save_tiny_pipeline, tiny_components, tiny_pipeline
 
 
@@ -136,6 +138,16 @@ def test_our_own_pipeline_loads_without_its_class(tmp_path: Path) -> None:
     StableDiffusionMaMePipeline(**tiny_components(), tau=0.5).save_pretrained(tmp_path / "ours")
     model = load_model(choice(tmp_path / "ours"))
     assert type(model.pipe).__name__ == "StableDiffusionPipeline"
+
+
+def test_a_single_file_gives_the_pipeline_that_it_was_made_of(folder: Path, tmp_path: Path) -> None:
+    file = save_single_file(tiny_pipeline(), tmp_path / "model.safetensors")
+    model = load_model(ModelChoice(model=str(file), single_file_config=str(folder), device="cpu", offline=True))
+    assert type(model.pipe).__name__ == model.identity["pipeline"] == "StableDiffusionPipeline"
+    assert (model.identity["name"], model.identity["single_file_config"]["name"]) == ("model.safetensors", "tiny")
+    assert torch.equal(images_of(model.pipe), images_of(tiny_pipeline()))
+    with pytest.raises(UserError, match="--single-file-config"):
+        load_model(ModelChoice(model=str(file), device="cpu", offline=True))
 
 
 @pytest.mark.parametrize("name", ["./x/y", "a/b/c", "nothing", "../up", "a/b.safetensors"])

@@ -1,0 +1,63 @@
+"""The merging that is saved with a StableDiffusionMaMePipeline: what (tau, keep, further fields) mean, and reading it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mame_sd.config import MaMeConfig
+
+DEFAULT = "default"
+PIPELINE = "StableDiffusionMaMePipeline"
+
+
+@dataclass(frozen=True)
+class SavedMerging:
+    """Merging as saved with a pipeline: `config` and whether it is on (off: what further fields give when turned on)."""
+
+    config: MaMeConfig
+    on: bool
+
+    def overridden(self, given: MaMeConfig) -> MaMeConfig:
+        """The saved settings with all fields that were given to `given` in their place. Raises ValueError."""
+        return self.config.replace(**given.given)
+
+    def __str__(self) -> str:
+        given = ", ".join(f"{name} {value}" for name, value in self.config.given.items())
+        return (given or "the default") if self.on else "off"
+
+
+def resolve_setting(tau: float | str | None, keep: float | None, fields: dict[str, Any] | None) -> MaMeConfig | None:
+    """The settings that (tau, keep, further fields) mean; None is off.
+
+    Raises:
+        ValueError: a setting is unknown or out of its range, or both tau and keep are given.
+    """
+    if tau == DEFAULT:
+        return MaMeConfig.from_dict(fields or {})
+    if isinstance(tau, str):
+        raise ValueError(f"tau: expected a number, None (off) or {DEFAULT!r}, got {tau!r}")
+    if tau is not None and keep is not None:
+        raise ValueError(
+            f"expected tau or keep, got both (tau={tau!r}, keep={keep!r}). Drop one; where one of them was saved with the "
+            "pipeline, give it as None"
+        )
+    config = MaMeConfig.from_dict({**(fields or {}), "tau": tau, "keep": keep})
+    return None if tau is None and keep is None else config
+
+
+def read_saved_merging(folder: Path) -> SavedMerging | None:
+    """The merging saved in a pipeline's folder; None for any other pipeline than ours.
+
+    Raises:
+        ValueError: settings that can't be.
+    """
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    name = index.get("_class_name")
+    if (name[-1] if isinstance(name, list) else name) != PIPELINE:
+        return None
+    fields = index.get("mame_config") or {}
+    config = resolve_setting(index.get("tau", DEFAULT), index.get("keep"), fields)
+    return SavedMerging(MaMeConfig.from_dict(fields) if config is None else config, config is not None)
