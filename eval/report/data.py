@@ -204,8 +204,8 @@ def _kept(entry: Any, where: str) -> Kept:
 
 
 def _gate(entry: Any, where: str) -> Gate:
-    words = (str(_get(entry, name, str, where)) for name in ("name", "expected", "got"))
-    return Gate(*words, passed=_get(entry, "passed", bool, where))
+    name, expected, got = (str(_get(entry, field, str, where)) for field in ("name", "expected", "got"))
+    return Gate(name, expected, got, passed=_get(entry, "passed", bool, where))
 
 
 def _numbers(entry: Any, where: str) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+from typing import Any
 
 import matplotlib
 from markupsafe import Markup, escape
@@ -21,7 +22,7 @@ COLORS = {
 MARKERS = {"baseline": "D", "tomesd": "s", "mame": "o"}
 WIDE, NARROW = 760, 330  # units of the drawing, about the pixels of a desktop column and of a phone
 SIZE = 12  # of text, in the same units
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": SIZE,
     "text.parse_math": False,
@@ -58,9 +59,9 @@ def to_svg(figure: Figure, name: str, description: str) -> Markup:
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>", "", svg[svg.index("<svg") :], flags=re.S)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same in every figure, and nothing refers to them
     svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2)
     for variable, color in COLORS.items():
         svg = svg.replace(color, f"var(--{variable})")
-    svg = re.sub(r"(style=\"font: [\d.]+px) [^;\"]*", r"\1 inherit", svg)
-    svg = re.sub(r'"font: ([\d.]+)px inherit', r'"font-size: \1px', svg)
+    svg = re.sub(r" ?font-family: [^;\"]*;?", "", svg)  # the page's
     return Markup(svg.replace("<svg", f'<svg role="img" aria-label="{escape(description)}"', 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .data import Results, Row, Value
+from .data import Results, Row
 from .numbers import shown, times
 from .select import Focus
 
@@ -43,18 +43,21 @@ def _closeness(chosen: Focus, row: Row) -> str:
 
 
 def _speed(chosen: Focus, row: Row, ratio: float) -> str:
-    if not _differs(row.value(chosen.latency), chosen.baseline and chosen.baseline.value(chosen.latency)):
+    if not _differs(chosen, row):
         return f"is not measurably faster or slower than the baseline ({times(ratio)} times as fast)"
     if ratio < 1:
         return f"is slower than the baseline ({times(ratio)} times as fast)"
     return f"is {times(ratio)} times as fast as the baseline"
 
 
-def _differs(one: Value | None, other: Value | None) -> bool:
-    """Whether two latencies differ: by the paired test where there is one, else by intervals that do not overlap."""
-    if one is None or other is None:
+def _differs(chosen: Focus, row: Row) -> bool:
+    """Whether the row's latency differs from the baseline's: by a paired test of the two where there is one, else by
+    intervals that do not overlap.
+    """
+    one, other = row.value(chosen.latency), chosen.baseline.value(chosen.latency) if chosen.baseline else None
+    if one is None or other is None or chosen.baseline is None:
         return False
-    if one.p is not None:
+    if one.p is not None and one.against == chosen.baseline.name:
         return one.p < SIGNIFICANT
     if one.low is None or one.high is None or other.low is None or other.high is None:
         return True

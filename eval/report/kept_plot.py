@@ -61,8 +61,8 @@ def describe(label: str, levels: Mapping[int, tuple[float, Mapping[int, float]]]
     parts = []
     for level, (tokens, steps) in levels.items():
         low, high = min(steps.values()), max(steps.values())
-        share = f"{low:.0%}" if round(low, 2) == round(high, 2) else f"{low:.0%} to {high:.0%}"
-        parts.append(f"{share} of {tokens:,.0f} at level {level}")
+        share = f"{low * 100:.0f}" if round(low, 2) == round(high, 2) else f"{low * 100:.0f} to {high * 100:.0f}"
+        parts.append(f"{share} % of {tokens:,.0f} at level {level}")
     return f"{label} keeps {', '.join(parts)}."
 
 

@@ -27,15 +27,14 @@ _ARROWS = {"lower": r"$\downarrow$", "higher": r"$\uparrow$"}
 def render(results: Results, chosen: Focus) -> str:
     """A `table*` for booktabs, colortbl and graphicx: cost, fidelity to the baseline, quality against the reference.
 
-    What is withheld or not measured is a dash, explained under the table; rows with MaMe are shaded as in the paper.
+    What is withheld or not measured is a dash, or a column left out, explained under the table; rows with MaMe are shaded
+    as in the paper.
     """
-    tables = [fidelity_table(results, chosen), quality_table(results, chosen)]
+    whole = [fidelity_table(results, chosen), quality_table(results, chosen)]
+    tables = [table.with_values() for table in whole]
     groups = [group for table in tables for group in table.groups]
     metrics = [metric for _, group in groups for metric in group]
-    body = []
-    for number, row in enumerate(results.rows):
-        cells = [cell for table in tables for cell in _cells(table, number)]
-        body.append(_line(row, cells))
+    body = [_line(row, [cell for table in tables for cell in _cells(table, n)]) for n, row in enumerate(results.rows)]
     lines = [
         "% needs \\usepackage{booktabs,graphicx} and \\usepackage[table]{xcolor}",
         r"\begin{table*}[t]",
@@ -53,7 +52,7 @@ def render(results: Results, chosen: Focus) -> str:
         *body,
         r"\bottomrule",
         r"\end{tabular}}",
-        *(rf"\par\smallskip {escape(note)}" for note in _notes(results, tables)),
+        *(rf"\par\smallskip {escape(note)}" for note in _notes(results, whole)),
         r"\end{table*}",
     ]
     return "\n".join(lines) + "\n"
@@ -107,11 +106,11 @@ def _notes(results: Results, tables: list[Table]) -> list[str]:
     missing = [
         f"{row.label}: not measured ({row.reason or 'no reason given'})." for row in results.rows if not row.measured
     ]
-    withheld = {
-        metric.label: cell.note
+    withheld = (
+        f"{metric.label}: {cell.text} ({cell.note or cell.footnote})."
         for table in tables
         for line in table.lines
         for metric, cell in zip(table.metrics, line.cells, strict=False)
-        if cell.kind == "withheld"
-    }
-    return missing + [f"{label}: withheld ({note})." for label, note in withheld.items()]
+        if cell.kind in ("withheld", "absent") and (cell.note or cell.footnote)
+    )
+    return missing + list(dict.fromkeys(withheld))

@@ -21,6 +21,7 @@ def render(page: Mapping[str, Any]) -> str:
         parts.append(f"**{len(page['failed'])} of {len(results.gates)} sanity gates failed: {escape(names)}.**")
     for table in page["tables"]:
         parts += [f"## {escape(table.title)}", _table(table) if table.groups else "Not measured in this suite."]
+        parts += [escape(note) for note in table.footnotes]
     parts.append("Best values are bold; brackets hold intervals.")
     if page["pictures"].cases:
         parts += ["## Pictures", *(_case(case, page["chosen"]) for case in page["pictures"].cases)]
@@ -56,8 +57,8 @@ def _not_measured(row: Row, count: int) -> list[str]:
 
 
 def _cell(cell: Cell) -> str:
-    if cell.kind == "withheld":
-        return escape(f"withheld: {cell.note}")
+    if cell.kind in ("withheld", "absent"):
+        return escape(f"{cell.text}: {cell.note}" if cell.note else cell.text)
     text = f"**{escape(cell.text)}**" if cell.best else escape(cell.text)
     extra = "; ".join(part for part in (cell.interval, cell.p) if part)
     return f"{text} \\[{escape(extra)}\\]" if extra else text

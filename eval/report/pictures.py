@@ -11,6 +11,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -134,7 +135,10 @@ def gradient() -> str:
 
 def webp_uri(image: Image.Image, limit: int) -> str:
     """The image as a data URI of at most `limit` bytes before encoding: lossless if that fits, else as good as fits."""
-    options = [{"lossless": True}, *({"quality": quality} for quality in (92, 82, 70, 55, 40, 20))]
+    options: list[dict[str, Any]] = [
+        {"lossless": True},
+        *({"quality": quality} for quality in (92, 82, 70, 55, 40, 20)),
+    ]
     while True:
         for option in options:
             buffer = io.BytesIO()

@@ -95,19 +95,11 @@ def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:
         "frontier": [(name, frontier.plot(results, chosen, width)) for name, width in _WIDTHS],
         "kept": [(name, kept_plot.plot(results, width)) for name, width in _WIDTHS],
         "kept_words": [kept_plot.describe(row.label, levels) for row, levels in kept if levels],
-        "against": _against(results),
         "failed": [gate for gate in results.gates if not gate.passed],
         "manifest": flat(results.manifest),
         "command": command(results),
         "paper": PAPER,
     }
-
-
-def _against(results: Results) -> list[str]:
-    """The labels of the rows that p-values compare with."""
-    labels = {row.name: row.label for row in results.rows}
-    names = {value.against for row in results.rows for value in row.values.values() if value.against}
-    return sorted(labels.get(name, name) for name in names)
 
 
 _WIDTHS = (("wide", WIDE), ("narrow", NARROW))

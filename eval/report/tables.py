@@ -24,18 +24,23 @@ SPEEDUP = Metric(
     "Latency of the baseline divided by the row's; above 1 is faster.",
 )
 NOT_MEASURED = "not measured"
+SHORT = 32  # characters of a reason that a cell holds
 
 
 @dataclass(frozen=True)
 class Cell:
-    """`kind` is "value", "withheld", "self" (the baseline against itself) or "absent"; `note` says why."""
+    """`kind` is "value", "withheld", "self" (the baseline against itself) or "absent"; `note` says why, and `footnote`
+    where that is too long for a cell.
+    """
 
     kind: str
     text: str
     mean: float | None = None
     interval: str = ""
     p: str = ""
+    against: str | None = None
     note: str = ""
+    footnote: str = ""
     best: bool = False
 
 
@@ -60,9 +65,34 @@ class Table:
     def metrics(self) -> list[Metric]:
         return [metric for _, group in self.groups for metric in group]
 
+    def with_values(self) -> Table:
+        """The table without the columns that hold no value in any row."""
+        lines = [line for line in self.lines if line.cells]
+        used = {n for n, _ in enumerate(self.metrics) if any(line.cells[n].kind == "value" for line in lines)}
+        names = {self.metrics[n].key for n in used}
+        groups = [(title, [metric for metric in group if metric.key in names]) for title, group in self.groups]
+        return dataclasses.replace(
+            self,
+            groups=[group for group in groups if group[1]],
+            lines=[Line(line.row, [c for n, c in enumerate(line.cells) if n in used]) for line in self.lines],
+        )
+
     @property
-    def has_p(self) -> bool:
-        return any(cell.p for line in self.lines for cell in line.cells)
+    def against(self) -> list[str]:
+        """Labels of the rows that the p-values compare with."""
+        names = {cell.against for line in self.lines for cell in line.cells if cell.p and cell.against}
+        return [line.row.label for line in self.lines if line.row.name in names]
+
+    @property
+    def footnotes(self) -> list[str]:
+        """``column: why it is missing``, each once."""
+        found = (
+            f"{metric.label}: {cell.footnote}"
+            for line in self.lines
+            for metric, cell in zip(self.metrics, line.cells, strict=False)
+            if cell.footnote
+        )
+        return list(dict.fromkeys(found))
 
 
 def fidelity_table(results: Results, chosen: Focus) -> Table:
@@ -109,11 +139,26 @@ def _cell(row: Row, metric: Metric, chosen: Focus) -> Cell:
         return Cell("self", "–", note="the baseline itself")
     value = row.values.get(metric.key)
     if value is not None and value.withheld is not None:
-        return Cell("withheld", "withheld", note=value.withheld)
+        return _without_value(value.withheld)
     if value is None or not value.known:
         return Cell("absent", NOT_MEASURED)
     assert value.mean is not None
-    return Cell("value", number(value.mean, metric.digits), value.mean, interval(value, metric.digits), p_value(value))
+    return Cell(
+        "value",
+        number(value.mean, metric.digits),
+        value.mean,
+        interval(value, metric.digits),
+        p_value(value),
+        value.against,
+    )
+
+
+def _without_value(reason: str) -> Cell:
+    """Withheld, or not measured where `reason` says so."""
+    measured = not reason.startswith(NOT_MEASURED)
+    reason = reason.removeprefix(NOT_MEASURED).removeprefix(": ")
+    notes = {"note": reason} if len(reason) <= SHORT else {"footnote": reason}
+    return Cell("withheld", "withheld", **notes) if measured else Cell("absent", NOT_MEASURED, **notes)
 
 
 def _mark_best(metric: Metric, index: int, lines: Sequence[Line]) -> list[Cell]:

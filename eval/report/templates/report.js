@@ -12,7 +12,7 @@
     image.src = source.src;
     image.alt = source.alt;
     image.classList.toggle("pixels", source.naturalWidth < 400);
-    label.textContent = `${shots[at].dataset.label} (${at + 1} of ${shots.length})`;
+    label.textContent = `${shots[at].dataset.label} · ${at + 1} of ${shots.length}`;
     prompt.textContent = shots[at].dataset.prompt;
   };
   const enlarge = (on) => {
