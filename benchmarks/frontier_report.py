@@ -1,0 +1,88 @@
+"""The frontier as a table, a plot and a verdict on every rival."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.methods import OURS
+
+Point = dict[str, Any]
+
+
+def markdown(points: list[Point]) -> str:
+    """A table, fastest last, and what our settings do to each rival."""
+    lines = [
+        "| setting | times faster | attention work | LPIPS | PSNR, dB | SSIM | retrieval |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    best = {point["name"] for point in on_frontier(points)}
+    for point in sorted(points, key=lambda p: p["times_faster"]):
+        name = f"**{point['name']}**" if point["name"] in best else point["name"]
+        lines.append(
+            f"| {name} | {point['times_faster']:.2f} | {point['work']:.2f} | {point['lpips']:.4f} | "
+            f"{point['psnr']:.1f} | {point['ssim']:.4f} | {point['retrieval']:.2f} |"
+        )
+    lines += ["", "Bold: nothing is both faster and nearer to the unmerged image.", ""]
+    for name, found in verdict(points).items():
+        state = "beaten" if found["better"] and found["faster"] else "NOT beaten"
+        lines.append(
+            f"- {name}: {state}; better at its speed: {found['better']}; faster at its LPIPS: {found['faster']}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def on_frontier(points: list[Point]) -> list[Point]:
+    """The points that no other point equals or beats in both time and LPIPS."""
+    return [
+        p
+        for p in points
+        if not any(
+            q is not p
+            and q["times_faster"] >= p["times_faster"]
+            and q["lpips"] <= p["lpips"]
+            and (q["times_faster"], q["lpips"]) != (p["times_faster"], p["lpips"])
+            for q in points
+        )
+    ]
+
+
+def verdict(points: list[Point]) -> dict[str, dict[str, str | None]]:
+    """For each rival: our setting with lower LPIPS that is at least as fast, and our faster one of at most its LPIPS."""
+    mine = [p for p in points if p["family"] == OURS]
+    found = {}
+    for rival in (p for p in points if p["family"] not in (OURS, "baseline")):
+        better = [p for p in mine if p["times_faster"] >= rival["times_faster"] and p["lpips"] < rival["lpips"]]
+        faster = [p for p in mine if p["lpips"] <= rival["lpips"] and p["times_faster"] > rival["times_faster"]]
+        found[rival["name"]] = {
+            "better": min(better, key=lambda p: p["lpips"])["name"] if better else None,
+            "faster": max(faster, key=lambda p: p["times_faster"])["name"] if faster else None,
+        }
+    return found
+
+
+def plot(points: list[Point], path: Path) -> None:
+    """LPIPS over UNet time and over attention work, one colour a family, as a .png."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    for ax, key, label in (
+        (axes[0], "times_faster", "UNet, times faster than unmerged"),
+        (axes[1], "work", "self-attention work, share of the unmerged"),
+    ):
+        for family in dict.fromkeys(p["family"] for p in points):
+            group = [p for p in points if p["family"] == family]
+            ax.scatter([p[key] for p in group], [p["lpips"] for p in group], label=family, s=28)
+        for point in on_frontier(points):
+            ax.annotate(
+                point["name"], (point[key], point["lpips"]), fontsize=7, xytext=(4, 3), textcoords="offset points"
+            )
+        ax.set_xlabel(label)
+        ax.set_ylabel("LPIPS to the unmerged image")
+        ax.grid(alpha=0.3)
+    axes[0].legend()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)

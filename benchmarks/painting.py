@@ -1,0 +1,91 @@
+"""Images of the embedded model under any method, the UNet's seconds, and the work of its self-attention."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from diffusers import StableDiffusionPipeline
+from torch.overrides import TorchFunctionMode
+
+from mame_sd import embedded_model_path
+from mame_sd.embedded_model import DEFAULT_GUIDANCE
+
+
+def load(device: torch.device, dtype: torch.dtype) -> StableDiffusionPipeline:
+    """The embedded pipeline, quiet, without its progress bar."""
+    pipe = StableDiffusionPipeline.from_pretrained(embedded_model_path(), torch_dtype=dtype).to(device)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def paint(pipe: Any, prompts: list[str], steps: int, first_seed: int = 0, output: str = "np") -> np.ndarray:
+    """One image a prompt, uint8 [n, H, W, 3], seeds counted from `first_seed`; latents are not decoded with "latent"."""
+    generators = [torch.Generator().manual_seed(first_seed + i) for i in range(len(prompts))]
+    images = pipe(
+        prompts,
+        num_inference_steps=steps,
+        guidance_scale=DEFAULT_GUIDANCE,
+        generator=generators,
+        output_type=output,
+    ).images
+    return np.rint(images * 255).astype(np.uint8) if output == "np" else images
+
+
+@dataclass
+class Clock:
+    """Seconds spent inside a module's forward."""
+
+    seconds: float = 0.0
+    _start: float = field(default=0.0, repr=False)
+
+
+@contextmanager
+def clocked(module: torch.nn.Module) -> Iterator[Clock]:
+    """Adds up the seconds of every forward of `module` in the block."""
+    clock, device = Clock(), next(module.parameters()).device
+
+    def start(*_: Any) -> None:
+        _drain(device)
+        clock._start = time.perf_counter()
+
+    def stop(*_: Any) -> None:
+        _drain(device)
+        clock.seconds += time.perf_counter() - clock._start
+
+    handles = [module.register_forward_pre_hook(start), module.register_forward_hook(stop)]
+    try:
+        yield clock
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class AttentionWork(TorchFunctionMode):
+    """Multiplications of self-attention (batch x heads x queries x keys x width) while it is on.
+
+    Calls with `text_tokens` keys are cross-attention and don't count.
+    """
+
+    def __init__(self, text_tokens: int) -> None:
+        super().__init__()
+        self.work = 0
+        self._text_tokens = text_tokens
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention and args[1].shape[-2] != self._text_tokens:
+            self.work += args[0].numel() * args[1].shape[-2]
+        return func(*args, **(kwargs or {}))
+
+
+def _drain(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
