@@ -1,11 +1,14 @@
-"""The command line, ``mame-sd-eval``: thin commands over the modules beside it."""
+"""The command line, ``mame-sd-eval``: thin commands over the modules beside it.
+
+torch and diffusers are imported inside the commands, after cheap checks, so that help and usage errors come at once.
+"""
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +16,11 @@ import typer
 
 from mame_sd import cli as base
 from mame_sd.cli_errors import exit_status
-from mame_sd.cli_options import MergingOptions, ModelOptions, SamplingOptions, takes
+from mame_sd.cli_options import FieldOptions, ModelOptions, SamplingOptions, takes
 from mame_sd.errors import UserError
+
+from .option_groups import MethodOptions, ScoringOptions, SuiteSampling
+from .suites import SUITES, suite_named
 
 app = typer.Typer(
     help="Evaluate merged diffusion models: fidelity to the baseline, quality, cost, and a report.",
@@ -22,58 +28,165 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     no_args_is_help=False,
 )
-METHODS = ("baseline", "mame", "tomesd")
-
-
-class MethodOptions(MergingOptions):
-    """--method, --ratio and merging's options. `build` gives what `mame_sd.generate.generate` takes."""
-
-    def parameters(self) -> list[inspect.Parameter]:
-        method = typer.Option(help="What to run.", metavar="|".join(METHODS), rich_help_panel="Method")
-        ratio = typer.Option(help="Share of tokens that tomesd merges. Without it, 0.5.", rich_help_panel="Method")
-        kind, none = inspect.Parameter.KEYWORD_ONLY, None
-        return [
-            inspect.Parameter("method", kind, default="mame", annotation=Annotated[str, method]),
-            inspect.Parameter("ratio", kind, default=none, annotation=Annotated[float | None, ratio]),
-            *super().parameters(),
-        ]
-
-    def build(self, values: Mapping[str, Any]) -> Any:
-        method, ratio = values["method"], values["ratio"]
-        rest = {name: value for name, value in values.items() if name not in ("method", "ratio")}
-        if method not in METHODS:
-            raise UserError(f"--method: expected one of {', '.join(METHODS)}, got {method!r}; give one of these")
-        unused = [] if method == "mame" else self.given(rest)
-        unused += ["--ratio"] if ratio is not None and method != "tomesd" else []
-        if unused:
-            raise UserError(f"--method {method}: expected no {', '.join(unused)} beside it; drop one of them")
-        if method == "tomesd":
-            from .methods import ToMeSD
-
-            return ToMeSD(0.5 if ratio is None else ratio)
-        return super().build(rest) if method == "mame" else None
+FORMATS = ("table", "json", "csv")
+ONE_PROMPT = FieldOptions(SamplingOptions, "Sampling", without=("images_per_prompt",))
+RunArgument = Annotated[Path, typer.Argument(help="A folder that generate wrote.", show_default=False)]
+FormatOption = Annotated[str, typer.Option("--format", help="Of what goes to stdout.", metavar="|".join(FORMATS))]
+ReferenceOption = Annotated[
+    Path | None,
+    typer.Option(help="Images to measure quality against: a folder, or an .npz of statistics.", metavar="DIR|NPZ"),
+]
+WeightsOption = Annotated[
+    Path | None, typer.Option(help="Folder with weights of metrics, looked into first.", metavar="DIR")
+]
+OfflineOption = Annotated[bool, typer.Option("--offline", help="Never ask a network.")]
+RowsOption = Annotated[
+    str | None,
+    typer.Option(help="Rows to run beside the baseline, with commas between. Without it, all.", metavar="NAMES"),
+]
 
 
 @app.command("generate")
 @takes(model=base.MODEL, sampling=base.SAMPLING, method=MethodOptions())
 def generate_command(
     *,
-    out: Annotated[
-        Path, typer.Option(help="Run folder: new, empty, or begun by the same command.", metavar="DIR")
-    ] = Path("out/generate"),
-    prompts: Annotated[
-        str | None, typer.Option(help="Prompt file: .txt, .csv, .tsv, .jsonl, or demo.", metavar="FILE")
-    ] = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="A prompt. Repeatable, also beside --prompts.", metavar="TEXT")
-    ] = None,
-    num: Annotated[int | None, typer.Option(help="Take the first NUM prompts only.", metavar="NUM")] = None,
+    out: base.RunFolderOption = Path("out/generate"),
+    prompts: base.PromptFileOption = None,
+    prompt: base.PromptsOption = None,
+    num: base.NumOption = None,
     model: ModelOptions,
     sampling: SamplingOptions,
     method: Any,
 ) -> None:
     """Generate images as `mame-sd generate` does, also with the methods that merging is compared with."""
     base.generate_run(out, prompts, prompt or [], num, model, sampling, method)
+
+
+@app.command("score")
+@takes(scoring=FieldOptions(ScoringOptions, "Scoring"))
+def score_command(
+    *,
+    run_a: RunArgument,
+    run_b: RunArgument,
+    reference: ReferenceOption = None,
+    metrics: Annotated[
+        str, typer.Option(help="Metrics, with commas between; an unknown one lists them all.", metavar="NAMES")
+    ] = "psnr,ssim",
+    form: FormatOption = "table",
+    scoring: ScoringOptions,
+) -> None:
+    """Score RUN_B: its fidelity to RUN_A, which is the baseline, and its quality."""
+    from .metric_list import chosen_metrics
+
+    chosen = chosen_metrics(metrics)
+    _check_format(form)
+    from mame_sd.devices import pick_device
+    from mame_sd.shards import joined, shard_of_environment
+
+    from .score_command import format_scores, score_runs
+    from .tools import Tools
+
+    shard = shard_of_environment()
+    tools = Tools(
+        weights_dir=None if scoring.weights_dir is None else Path(scoring.weights_dir),
+        offline=scoring.offline,
+        device=pick_device(scoring.device, shard.local_rank),
+        cache=None if scoring.cache is None else Path(scoring.cache),
+        shard=shard,
+    )
+    with joined(shard), base.progress("images", shard.is_main) as tools.on_progress:
+        found = score_runs(run_a, run_b, reference, chosen, tools, base.note if shard.is_main else lambda text: None)
+    if shard.is_main:
+        print(format_scores(found, form))
+
+
+@app.command("benchmark")
+@takes(model=base.MODEL, sampling=FieldOptions(SuiteSampling, "Sampling"))
+def benchmark_command(
+    *,
+    suite: Annotated[str, typer.Option(help="What to run.", metavar="|".join(SUITES))] = "quick",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder: new, empty, or begun by the same command. Without it, out/SUITE.")
+    ] = None,
+    prompts: base.PromptFileOption = None,
+    num: base.NumOption = None,
+    rows: RowsOption = None,
+    reference: ReferenceOption = None,
+    weights_dir: WeightsOption = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of timing, instead of the suite's.")] = None,
+    model: ModelOptions,
+    sampling: SuiteSampling,
+) -> None:
+    """From prompts to a finished report in one command. Run again to continue; launch with accelerate to share out."""
+    chosen = suite_named(suite)
+    from .benchmark_command import check_rounds, run_benchmark
+
+    check_rounds(chosen.rounds if rounds is None else rounds)
+    place = Path("out") / suite if out is None else out
+    results = run_benchmark(chosen, place, prompts, num, rows, reference, weights_dir, rounds, model, sampling)
+    if results:
+        print(place / "report.html")
+
+
+@app.command("bench")
+@takes(model=base.MODEL, sampling=ONE_PROMPT)
+def bench_command(
+    *,
+    out: Annotated[Path, typer.Option(help="Folder for bench.jsonl, every timing.", metavar="DIR")] = Path("out/bench"),
+    prompt: Annotated[str, typer.Option(help="What to paint.", metavar="TEXT")] = "rocket on a light blue background",
+    rows: RowsOption = None,
+    rounds: Annotated[int, typer.Option(help="Rounds; each times every row once.")] = 5,
+    form: FormatOption = "table",
+    model: ModelOptions,
+    sampling: SamplingOptions,
+) -> None:
+    """Latency and memory alone, rows interleaved round by round. Run again to continue."""
+    _check_format(form)
+    from mame_sd.plan import GenerateSettings
+
+    from .bench_table import format_bench
+    from .benchmark_command import run_bench
+
+    settings = GenerateSettings(**asdict(sampling))
+    print(format_bench(run_bench(out, prompt, rows, rounds, model, settings), form))
+
+
+@app.command("report")
+def report_command(
+    out: Annotated[Path, typer.Argument(help="Folder of a benchmark.", show_default=False)],
+) -> None:
+    """Write the report of a benchmark again, from its results.json."""
+    from .report import render
+    from .results import read_results
+
+    render(read_results(out), out)
+    print(out / "report.html")
+
+
+@app.command("weights")
+def weights_command(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Files to get, or all. Without it, they are listed.")
+    ] = None,
+    weights_dir: WeightsOption = None,
+) -> None:
+    """List the weights of metrics: state, size, licence, source, sha256; or get those that are named."""
+    from .weights_command import get_weights, weights_lines
+
+    get_weights(names or [], weights_dir, base.note)
+    for line in weights_lines(weights_dir):
+        print(line)
+
+
+@app.command("doctor")
+@takes(model=base.MODEL)
+def doctor_command(*, weights_dir: WeightsOption = None, model: ModelOptions) -> None:
+    """Say what this machine can evaluate: what `mame-sd doctor` says, the peers, and the weights of each metric."""
+    from mame_sd.doctor import examine
+
+    from .weights_command import weights_checks
+
+    base.print_checks([*examine(base.model_choice(model)), *weights_checks(weights_dir)])
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -86,3 +199,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def main() -> None:
     """The console script."""
     sys.exit(run())
+
+
+def _check_format(form: str) -> None:
+    if form not in FORMATS:
+        raise UserError(f"--format: expected one of {', '.join(FORMATS)}, got {form!r}; give one of these")

@@ -21,6 +21,10 @@ NO_TOMESD = "tomesd is not installed: pip install mame-sd[peers]"
 MAX_RATIO = 0.75  # of its default 2 x 2 cells, one token in four is a destination
 
 
+class NotApplicable(UserError):
+    """The method can do nothing with this model."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """One row of a benchmark.
@@ -86,12 +90,12 @@ class ToMeSD:
         return {"peer": {"name": "tomesd", "ratio": self.ratio, "version": version}}
 
     def install(self, model: LoadedModel) -> PatchedModel:
-        """Raises UserError when tomesd is missing or the model has no UNet."""
+        """Raises UserError when tomesd is missing, NotApplicable when the model has no UNet."""
         if not has_tomesd():
             raise UserError(f"--method tomesd: expected its package, but {NO_TOMESD}")
         unet = getattr(model.pipe, "unet", None)
         if not isinstance(unet, nn.Module):
-            raise UserError(
+            raise NotApplicable(
                 f"--method tomesd: expected a model with a unet, got {type(model.pipe).__name__}; choose another model"
             )
         import tomesd
@@ -145,10 +149,10 @@ class _ToMeSDOnModel:
             seen.calls = seen.tokens_in = seen.kept = 0
 
     def levels(self) -> list[dict[str, Any]]:
-        """Raises UserError when no block merged anything, which tomesd itself passes over in silence (SDXL)."""
+        """Raises NotApplicable when no block merged anything, which tomesd itself passes over in silence (SDXL)."""
         called = [seen for seen in self.blocks if seen.calls]
         if called and all(seen.kept == seen.tokens_in for seen in called):
-            raise UserError(
+            raise NotApplicable(
                 "--method tomesd: expected at least one layer to merge, but it merges only at the largest level, "
                 "which has no self-attention in this model; choose another method"
             )

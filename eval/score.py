@@ -16,7 +16,6 @@ from mame_sd.errors import UserError
 
 from .images import load_image, to_float
 from .metric_list import FEW_IMAGES, Metric, withheld_for_size
-from .metrics.clip import clip_image_cosine, clip_score
 from .metrics.frechet import Statistics, frechet_distance, statistics
 from .metrics.inception_score import inception_score
 from .metrics.kid import kid
@@ -159,6 +158,8 @@ def _pairwise(metric: Metric, tools: Tools) -> Callable[[Tensor, Tensor], Tensor
         return PAIRWISE[metric.name]
     network = tools.network(metric)
     if metric.name == "clip_image":
+        from .metrics.clip import clip_image_cosine
+
         return lambda a, b: clip_image_cosine(network, a, b)
     found: Callable[[Tensor, Tensor], Tensor] = network
     return found
@@ -167,11 +168,16 @@ def _pairwise(metric: Metric, tools: Tools) -> Callable[[Tensor, Tensor], Tensor
 def _imagewise(metric: Metric, tools: Tools) -> Callable[[Item], float]:
     if metric.name in TRUTH:
         return lambda item: TRUTH[metric.name](load_image(item.path), item.prompt)
+    from .metrics.clip import clip_score
+
     network = tools.network(metric)
 
     def of_clip(item: Item) -> float:
         images = to_float([load_image(item.path)]).to(tools.device)
-        return float(clip_score(network, images, [item.prompt]).scores.item())
+        result = clip_score(network, images, [item.prompt])
+        if result.cut:
+            tools.cut_prompts.add(item.key)
+        return float(result.scores.item())
 
     return of_clip
 

@@ -28,6 +28,7 @@ class Tools:
         cache: folder for features of images; None: none are kept.
         shard: this process among several, which share the images.
         on_progress: told (images done, images of this process).
+        cut_prompts: keys of images whose prompt CLIP did not read to its end, of this process.
     """
 
     weights_dir: Path | None = None
@@ -36,22 +37,24 @@ class Tools:
     cache: Path | None = None
     shard: Shard = field(default_factory=Shard)
     on_progress: Callable[[int, int], None] = lambda done, total: None
+    cut_prompts: set[str] = field(default_factory=set)
     _loaded: dict[str, Any] = field(default_factory=dict)
     _remembered: dict[Any, Any] = field(default_factory=dict)
 
     def network(self, metric: Metric) -> Any:
-        """The network behind `metric`; None where it needs none.
+        """The network behind `metric`; None where it needs none. All processes must ask together the first time.
 
-        Raises UserError or MachineError when its weights can't be had, each time at once.
+        Raises UserError or MachineError when its weights can't be had by every process, each time at once.
         """
         name = network_name(metric)
         if name is None:
             return None
         if name not in self._loaded:
-            try:
-                self._loaded[name] = self._load(name)
-            except (UserError, MachineError) as error:
-                self._loaded[name] = error
+            own = self._try(name) if self.shard.is_main else None
+            self.shard.wait()  # what the main process fetched need not be fetched again
+            own = self._try(name) if own is None else own
+            failed = [error for error in self.shard.everywhere(own if isinstance(own, Exception) else None) if error]
+            self._loaded[name] = failed[0] if failed else own
         if isinstance(self._loaded[name], Exception):
             raise self._loaded[name]
         return self._loaded[name]
@@ -79,6 +82,12 @@ class Tools:
             }
             for name, network in sorted(found.items())
         }
+
+    def _try(self, name: str) -> Any:
+        try:
+            return self._load(name)
+        except (UserError, MachineError) as error:
+            return error
 
     def _load(self, name: str) -> Any:
         from .extractors import load_extractor

@@ -21,6 +21,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError
 
 if TYPE_CHECKING:
+    from mame_sd.doctor import Check
     from mame_sd.model_files import ModelChoice
     from mame_sd.models import LoadedModel
     from mame_sd.patches import Patch
@@ -153,16 +154,7 @@ def doctor_command(*, model: ModelOptions) -> None:
     """Say what this machine can do: versions, device, fused attention, the model, and what would fail."""
     from mame_sd.doctor import examine
 
-    checks = examine(model_choice(model))
-    width = max(len(check.name) for check in checks)
-    for check in checks:
-        print(f"{check.state:<4}  {check.name:<{width}}  {check.detail}")
-    for check in checks:
-        if check.bad_input:
-            raise UserError(check.detail)
-    failed = [check.name for check in checks if check.state == "fail"]
-    if failed:
-        raise MachineError(f"expected every check to pass, failed: {', '.join(failed)}; the lines above say what to do")
+    print_checks(examine(model_choice(model)))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -241,6 +233,19 @@ def _with_saved(loaded: LoadedModel, given: MaMeConfig, told: bool = True, neede
         return saved.overridden(given)
     except ValueError as error:
         raise UserError(f"merging: {error} (the model was saved with {saved})") from None
+
+
+def print_checks(checks: Sequence[Check]) -> None:
+    """One line a check on stdout. Raises UserError or MachineError when one failed."""
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        print(f"{check.state:<4}  {check.name:<{width}}  {check.detail}")
+    for check in checks:
+        if check.bad_input:
+            raise UserError(check.detail)
+    failed = [check.name for check in checks if check.state == "fail"]
+    if failed:
+        raise MachineError(f"expected every check to pass, failed: {', '.join(failed)}; the lines above say what to do")
 
 
 def read_prompts(file: str | None, texts: Sequence[str], num: int | None) -> Any:

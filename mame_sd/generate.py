@@ -180,11 +180,15 @@ def describe_settings(
 
 def environment(model: LoadedModel) -> dict[str, Any]:
     """What may change the last bit of a pixel without being a setting: versions, threads, the device's name."""
-    packages = ("mame-sd", "torch", "diffusers", "transformers", "numpy", "pillow")
-    versions: dict[str, Any] = {name: _version(name) for name in packages}
     device = model.pipe.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return {**versions, "python": platform.python_version(), "threads": torch.get_num_threads(), "device": name}
+    return {**versions(), "threads": torch.get_num_threads(), "device": name}
+
+
+def versions() -> dict[str, Any]:
+    """Of Python and the packages that images and scores depend on."""
+    packages = ("mame-sd", "torch", "diffusers", "transformers", "numpy", "pillow")
+    return {**{name: _version(name) for name in packages}, "python": platform.python_version()}
 
 
 def _version(package: str) -> str | None:

@@ -52,6 +52,17 @@ class Shard:
             torch.distributed.gather_object(part, parts)
         return parts or []
 
+    def everywhere(self, part: T) -> list[T]:
+        """The `part` of every process, in order of rank, on all of them. Raises MachineError when one of them is gone."""
+        if self.count == 1:
+            return [part]
+        import torch.distributed
+
+        parts: list[Any] = [None] * self.count
+        with self._together():
+            torch.distributed.all_gather_object(parts, part)
+        return parts
+
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
         try:

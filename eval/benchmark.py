@@ -1,0 +1,299 @@
+"""A benchmark from prompts to report: generate with every method, score, time, check, and write it all down.
+
+    OUT/runs/<row>/            run folders, as `mame-sd generate` writes them
+    OUT/scores/<row>.json      per-image scores, with a digest of the images they are of
+    OUT/features/              features of images, for distances
+    OUT/bench.jsonl            every timing
+    OUT/results.json           everything that is known so far, rewritten after each step
+    OUT/report.html, ...       made of results.json
+
+Every step continues where it was stopped, so the same command does.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mame_sd.config import MaMeConfig
+from mame_sd.errors import MachineError, UserError
+from mame_sd.generate import environment, generate
+from mame_sd.models import LoadedModel
+from mame_sd.plan import GenerateSettings, cut_batches, plan_jobs
+from mame_sd.prompt_files import Prompt, prompts_digest
+
+from .bench import bench, summary
+from .gates import ceiling_gate, repeat_gates
+from .manifest import attention_of
+from .methods import Method, NotApplicable
+from .metric_list import METRICS, Metric, withheld_for_size
+from .reference import Reference
+from .results import FORMAT, read_results, write_results
+from .runs import Run, pair
+from .score import image_values, pair_values, set_value
+from .score_file import ScoreFile
+from .stats import mean_interval, paired_difference
+from .suites import Suite
+from .tools import Tools
+from .trace import kept_per_step
+
+Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
+RIVAL = "tomesd-50"  # what merging's fidelity is tested against
+BASELINE = "baseline"
+
+
+@dataclass
+class Benchmark:
+    """One benchmark; `run` does it.
+
+    Attributes:
+        methods: the rows; the first is the baseline.
+        reference: what quality is measured against; None: distances are withheld.
+        tools: of this process among those that `tools.shard` counts, which must have joined one another.
+        stage: opens a step of that name and gives its progress callback.
+        prompt_file: name and digest of the prompt file, for the manifest.
+    """
+
+    suite: Suite
+    model: LoadedModel
+    prompts: Sequence[Prompt]
+    settings: GenerateSettings
+    methods: Sequence[Method]
+    metrics: Sequence[Metric]
+    reference: Reference | None
+    out: Path
+    tools: Tools
+    stage: Stage
+    rounds: int
+    on_note: Callable[[str], None] = lambda note: None
+    prompt_file: dict[str, Any] | None = None
+    results: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> dict[str, Any]:
+        """Everything, in order; returns the results, on the main process those of results.json.
+
+        Raises:
+            UserError, MachineError: what was done before is kept; the same call continues.
+        """
+        self.results = resumed(self._nothing_yet(), self.out)
+        self._save()
+        for method in self.methods:
+            self._generate(method)
+        self._time()  # before any network of a metric takes memory
+        runs = {row["name"]: Run.open(self.out / row["run"]) for row in self._measured()}
+        for name, run in runs.items():
+            self._score(name, run, runs[BASELINE])
+        self._compare_rows(runs[BASELINE])
+        self._check(runs[BASELINE])
+        return self.results
+
+    def _nothing_yet(self) -> dict[str, Any]:
+        rows = [
+            {
+                "name": method.name,
+                "label": method.label,
+                "family": method.family,
+                "default": method.default,
+                "config": method.config,
+                "run": f"runs/{method.name}",
+                "status": "not measured",
+                "reason": method.lacking or "not yet: the benchmark has not come to it",
+                "values": {},
+                "per_image": {},
+                "kept": [],
+            }
+            for method in self.methods
+        ]
+        jobs = plan_jobs(self.prompts, self.settings)
+        reference = self.reference
+        return {
+            "format": FORMAT,
+            "suite": self.suite.name,
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "manifest": self._manifest(),
+            "metrics": {metric.name: metric.column() for metric in self.metrics},
+            "rows": rows,
+            "images": {job.name: {"prompt": job.prompt.text, "seed": job.seed} for job in jobs},
+            "gates": [],
+            "reference": None if reference is None else {"name": reference.name, "n": reference.count},
+            "notes": [self.suite.about],
+        }
+
+    def _manifest(self) -> dict[str, Any]:
+        return {
+            "suite": self.suite.name,
+            "model": dict(self.model.identity),
+            "sampling": {
+                **asdict(self.settings),
+                "guidance": self.model.guidance if self.settings.guidance is None else self.settings.guidance,
+            },
+            "prompts": {
+                "count": len(self.prompts),
+                "sha256": prompts_digest(self.prompts),
+                "file": self.prompt_file or {},
+            },
+            "environment": {**environment(self.model), "processes": self.tools.shard.count},
+            "attention": attention_of(self.model),
+            "latency": {"rounds": self.rounds, "batch": self.settings.batch_size},
+            "networks": {},
+        }
+
+    def _generate(self, method: Method) -> None:
+        row = self._row(method.name)
+        if method.lacking is not None:
+            return
+        try:
+            with self.stage(f"{method.label}: images") as on_progress:
+                generate(
+                    self.model,
+                    self.prompts,
+                    self.settings,
+                    method.patch,
+                    self.out / row["run"],
+                    prompt_file=self.prompt_file,
+                    shard=self.tools.shard,
+                    on_progress=on_progress,
+                    on_note=self.on_note,
+                )
+        except NotApplicable as error:
+            if self.tools.shard.count > 1:  # the others do not know of it
+                raise
+            row["reason"] = str(error)
+        else:
+            row.update(status="measured", reason=None)
+        self._save()
+
+    def _score(self, name: str, run: Run, baseline: Run) -> None:
+        """Per-image and set-wide values of one row."""
+        row = self._row(name)
+        pairs = pair(baseline, run)
+        file = ScoreFile.open(self.out / "scores" / f"{name}.json", pairs, self.tools.shard)
+        prompts = {item.key: item.prompt_id for item in run.items.values()}
+        todo = []
+        for metric in self.metrics:
+            if metric.needs == "time" or (name == BASELINE and metric.needs in ("pair", "sets")):
+                continue
+            reason = self._withheld(metric, len(run.items))
+            if reason is not None:
+                row["values"][metric.name] = {"mean": None, "n": len(run.items), "withheld": reason}
+            else:
+                todo.append(metric)
+        with self.stage(f"{row['label']}: scores") as self.tools.on_progress:
+            missing = [m for m in todo if m.needs == "pair" and file.get(m, self.tools) is None]
+            if missing:
+                file.put(pair_values(missing, pairs, self.tools), self.tools)
+            for metric in todo:
+                if metric.needs == "image" and file.get(metric, self.tools) is None:
+                    file.put({metric.name: image_values(metric, run, self.tools)}, self.tools)
+                if metric.needs in ("pair", "image"):
+                    values = file.get(metric, self.tools)
+                    if self.tools.shard.is_main and values is not None:
+                        row["values"][metric.name] = mean_interval(values, prompts)
+                        row["per_image"][metric.name] = values
+                else:
+                    row["values"][metric.name] = set_value(metric, run, baseline, self.reference, self.tools)
+                self._save()
+
+    def _withheld(self, metric: Metric, count: int) -> str | None:
+        """Why a metric can't be given for `count` images on this machine, or None."""
+        reason = withheld_for_size(metric, count)
+        if reason is None and metric.needs == "set" and self.reference is None:
+            reason = "no --reference to measure against"
+        if reason is None:
+            try:
+                self.tools.network(metric)
+            except (UserError, MachineError) as error:
+                reason = f"not measured: {error}"
+        return reason
+
+    def _compare_rows(self, baseline: Run) -> None:
+        """P-values: fidelity against tomesd at 50 %, quality per image against the baseline."""
+        prompts = {item.key: item.prompt_id for item in baseline.items.values()}
+        for row in self._measured():
+            for name, values in row["per_image"].items():
+                against = RIVAL if METRICS[name].needs == "pair" else BASELINE
+                other = next((other for other in self._measured() if other["name"] == against), None)
+                if other is None or row is other or name not in other["per_image"]:
+                    continue
+                difference = paired_difference(values, other["per_image"][name], prompts)
+                row["values"][name].update(p=difference["p"], against=against, difference=difference)
+        self._save()
+
+    def _check(self, baseline: Run) -> None:
+        """The sanity gates."""
+        found = {row["name"]: row["values"] for row in self._measured() if row["name"] != BASELINE}
+        known = {
+            name: {key: value for key, value in values.items() if value.get("mean") is not None}
+            for name, values in found.items()
+        }
+        with self.stage("sanity gates") as self.tools.on_progress:
+            if self.tools.shard.is_main:
+                jobs = plan_jobs(self.prompts, self.settings)
+                batch = cut_batches(jobs, self.settings.batch_size)[0]
+                self.results["gates"] = repeat_gates(self.model, self.settings, batch, baseline, MaMeConfig())
+            self.tools.shard.wait()
+            gate = ceiling_gate(baseline, known, self.tools)
+            self.results["gates"] += [] if gate is None else [gate]
+        self.results["manifest"]["networks"] = self.tools.about()
+        cut = set().union(*self.tools.shard.gather(self.tools.cut_prompts))
+        if cut:
+            self.results["notes"].append(
+                f"CLIP read {len(cut)} of {len(baseline.items)} prompts only in part (77 tokens)."
+            )
+        self._save()
+
+    def _time(self) -> None:
+        """Latency, memory, and tokens kept per step; on the main process, while the others wait."""
+        if not self.tools.shard.is_main:
+            return
+        jobs = plan_jobs(self.prompts, self.settings)
+        batch = cut_batches(jobs, self.settings.batch_size)[0]
+        methods = [method for method in self.methods if self._row(method.name)["status"] == "measured"]
+        with self.stage("latency and memory") as on_progress:
+            timings = bench(
+                self.model, self.settings, batch, methods, self.rounds, self.out / "bench.jsonl", on_progress
+            )
+        for method in methods:
+            costs = summary(timings[method.name])
+            self._row(method.name)["values"].update({m.name: costs[m.name] for m in self.metrics if m.name in costs})
+        self._save()
+        with self.stage("tokens kept per step") as on_progress:
+            for number, method in enumerate(methods, 1):
+                self._row(method.name)["kept"] = kept_per_step(self.model, self.settings, jobs[0], method)
+                on_progress(number, len(methods))
+        self._save()
+
+    def _row(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = next(row for row in self.results["rows"] if row["name"] == name)
+        return found
+
+    def _measured(self) -> list[dict[str, Any]]:
+        return [row for row in self.results["rows"] if row["status"] == "measured"]
+
+    def _save(self) -> None:
+        if self.tools.shard.is_main:
+            write_results(self.out, self.results)
+
+
+def resumed(results: dict[str, Any], out: Path) -> dict[str, Any]:
+    """`results` with the rows that an earlier start of the same benchmark has left in `out`, so that none is lost."""
+    try:
+        before = read_results(out)
+    except UserError:
+        return results
+    same = all(before["manifest"].get(name) == results["manifest"][name] for name in ("model", "sampling", "prompts"))
+    rows = {row["name"]: row for row in before["rows"] if same and row["status"] == "measured"}
+    kept = [
+        rows[row["name"]] if row["name"] in rows and rows[row["name"]]["config"] == row["config"] else row
+        for row in results["rows"]
+    ]
+    return {**results, "rows": kept}
+
+
+def failed_gates(results: Mapping[str, Any]) -> list[str]:
+    """Names of the gates that did not pass."""
+    return [gate["name"] for gate in results["gates"] if not gate["passed"]]

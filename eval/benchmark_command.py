@@ -1,0 +1,182 @@
+"""The bodies of ``mame-sd-eval benchmark`` and ``bench``: from options to a `Benchmark`, or to timings alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mame_sd import cli as base
+from mame_sd.cli_options import ModelOptions
+from mame_sd.errors import MachineError, UserError
+from mame_sd.models import load_model
+from mame_sd.plan import GenerateSettings, cut_batches, plan_jobs
+from mame_sd.prompt_files import Prompt, load_prompts, prompt_file_identity
+from mame_sd.shards import Shard, joined, shard_of_environment
+
+from .bench import bench, summary
+from .benchmark import Benchmark, failed_gates
+from .methods import Method, paper_methods
+from .metric_list import METRICS, Metric
+from .option_groups import SuiteSampling
+from .reference import open_reference, rendered_glyphs
+from .results import check_out
+from .retrieval import draw_prompts, subjects_by_caption
+from .suites import Suite
+from .tools import Tools
+
+_TRUTH = ("retrieval", "background")
+
+
+def run_benchmark(
+    suite: Suite,
+    out: Path,
+    prompts: str | None,
+    num: int | None,
+    rows: str | None,
+    reference: Path | None,
+    weights_dir: Path | None,
+    rounds: int | None,
+    model: ModelOptions,
+    sampling: SuiteSampling,
+) -> dict[str, Any]:
+    """Run `suite` with what was given over it, into `out`, report included; returns the results.
+
+    Raises:
+        UserError, MachineError: what was done before is kept; the same call continues.
+    """
+    from .report import render
+
+    check_out(out)
+    methods = chosen_methods(rows)
+    settings = GenerateSettings(**suite.sampling(vars(sampling)))
+    chosen, prompt_file = suite_prompts(suite, prompts, num)
+    glyphs = suite.glyphs and all(prompt.text in subjects_by_caption() for prompt in chosen)
+    against = open_reference(reference) if reference is not None else rendered_glyphs() if glyphs else None
+    shard = shard_of_environment()
+    loaded = load_model(base.model_choice(_suite_model(suite, model), shard.local_rank))
+    tools = Tools(
+        weights_dir=weights_dir,
+        offline=model.offline,
+        device=loaded.pipe.device,
+        cache=out / "features",
+        shard=shard,
+    )
+    with joined(shard):
+        benchmark = Benchmark(
+            suite=suite,
+            model=loaded,
+            prompts=chosen,
+            settings=settings,
+            methods=methods,
+            metrics=suite_metrics(suite, glyphs),
+            reference=against,
+            out=out,
+            tools=tools,
+            stage=stages(shard),
+            rounds=suite.rounds if rounds is None else rounds,
+            on_note=base.note,
+            prompt_file=prompt_file,
+        )
+        results = benchmark.run()
+    if shard.is_main:
+        render(results, out)
+        failed = failed_gates(results)
+        if failed:
+            raise MachineError(
+                f"{out}/report.html: expected every sanity gate to pass, failed: {', '.join(failed)}; "
+                "do not trust these figures before the report's gates say why"
+            )
+    return results
+
+
+def run_bench(
+    out: Path,
+    prompt: str,
+    rows: str | None,
+    rounds: int,
+    model: ModelOptions,
+    settings: GenerateSettings,
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Latency and memory of each row, by row and metric; timings are kept in `out`."""
+    methods = chosen_methods(rows)
+    missing = [f"{method.name}: {method.lacking}" for method in methods if method.lacking is not None]
+    for text in missing:
+        base.note(text)
+    methods = [method for method in methods if method.lacking is None]
+    check_rounds(rounds)
+    loaded = load_model(base.model_choice(model))
+    batch = cut_batches(plan_jobs([Prompt(id="bench", text=prompt)], settings), settings.batch_size)[0]
+    out.mkdir(parents=True, exist_ok=True)
+    with base.progress("calls") as on_progress:
+        timings = bench(loaded, settings, batch, methods, rounds, out / "bench.jsonl", on_progress)
+    return {name: summary(found) for name, found in timings.items()}
+
+
+def chosen_methods(rows: str | None) -> list[Method]:
+    """The rows of that names, baseline always first; all of them for None. Raises UserError for an unknown name."""
+    methods = paper_methods()
+    if rows is None:
+        return methods
+    names = [name.strip() for name in rows.split(",")]
+    known = [method.name for method in methods]
+    for name in names:
+        if name not in known:
+            raise UserError(f"--rows: expected names of {', '.join(known)}, got {name!r}; correct it")
+    return [method for method in methods if method.name in (known[0], *names)]
+
+
+def suite_prompts(suite: Suite, file: str | None, num: int | None) -> tuple[list[Prompt], dict[str, Any] | None]:
+    """The prompts of a suite, or the first `num` of `file`, and what the manifest says of their file.
+
+    Raises UserError when the suite has none of its own and none are given.
+    """
+    if num is not None and num < 1:
+        raise UserError(f"--num: expected at least 1, got {num}; raise it, or leave it out")
+    count = suite.num if num is None else num
+    source = file or suite.prompts
+    if source is None:
+        raise UserError(
+            f"--suite {suite.name}: expected --prompts FILE, got none; the prompts' README names public sets that it reads"
+        )
+    if source == "drawn":
+        return draw_prompts(count, suite.seed), {"name": f"drawn with seed {suite.seed}", "sha256": None}
+    return load_prompts(source, count), prompt_file_identity(source)
+
+
+def suite_metrics(suite: Suite, glyphs: bool) -> list[Metric]:
+    """The suite's columns in the order of METRICS; ground truth only where the prompts have some."""
+    return [metric for name, metric in METRICS.items() if name in suite.metrics and (glyphs or name not in _TRUTH)]
+
+
+def check_rounds(rounds: int) -> None:
+    if rounds < 1:
+        raise UserError(f"--rounds: expected at least 1, got {rounds}; raise it")
+
+
+def stages(shard: Shard) -> Callable[[str], Any]:
+    """A `Stage` that says on stderr what is being done, with a bar on a terminal."""
+
+    @contextmanager
+    def stage(name: str) -> Iterator[Callable[[int, int], None]]:
+        if shard.is_main:
+            print(f"{name} ...", file=sys.stderr, flush=True)
+        with base.progress("images", shard.is_main) as on_progress:
+            yield on_progress
+
+    return stage
+
+
+def _suite_model(suite: Suite, given: ModelOptions) -> ModelOptions:
+    """`given`, with the suite's own where nothing was given."""
+    own: dict[str, Any] = {}
+    if given.model is None:
+        own = {"model": suite.model}
+    if given.scheduler is None and suite.scheduler is not None:
+        own["scheduler"] = suite.scheduler
+    if given.dtype == "auto":
+        own["dtype"] = suite.dtype
+    return replace(given, **own)

@@ -1,0 +1,111 @@
+"""The body of ``mame-sd-eval score``: two runs in; JSON, CSV or a table out."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mame_sd.generate import versions
+
+from .json_text import json_text
+from .metric_list import METRICS, Metric
+from .reference import open_reference
+from .runs import Run, differing_settings, pair
+from .score import check_reference, score
+from .tools import Tools
+
+FORMATS = ("table", "json", "csv")
+_FIELDS = ("mean", "low", "high", "n")
+
+
+def score_runs(
+    folder_a: Path,
+    folder_b: Path,
+    reference: Path | None,
+    metrics: Sequence[Metric],
+    tools: Tools,
+    on_note: Callable[[str], None],
+) -> dict[str, Any]:
+    """`metrics` of the run in `folder_b`, against that in `folder_a`, and the manifest of the scoring.
+
+    Raises:
+        UserError: runs that do not pair, images that can't be compared, no weights, no reference where one is needed.
+    """
+    a, b = Run.open(folder_a), Run.open(folder_b)
+    pairs = pair(a, b)
+    against = None if reference is None else open_reference(reference)
+    check_reference(metrics, against)
+    different = differing_settings(a, b)
+    for text in different:
+        on_note(f"the runs differ beside the method ({text})")
+    found = score(a, b, pairs, against, metrics, tools)
+    cut = set().union(*tools.shard.gather(tools.cut_prompts))
+    if cut:
+        on_note(f"CLIP read {len(cut)} of {len(b.items)} prompts only in part (77 tokens)")
+    for name, value in found.items():
+        for key in ("withheld", "warning", "note"):
+            if value.get(key):
+                on_note(f"{name}: {key}, {value[key]}")
+    return {
+        "metrics": found,
+        "manifest": {
+            "run_a": _about(a),
+            "run_b": _about(b),
+            "differing_settings": different,
+            "reference": None if against is None else {"name": against.name, "n": against.count},
+            "networks": tools.about(),
+            "prompts_cut_for_clip": len(cut),
+            "device": str(tools.device),
+            "threads": torch.get_num_threads(),
+            "processes": tools.shard.count,
+            "versions": versions(),
+        },
+    }
+
+
+def format_scores(found: Mapping[str, Any], form: str) -> str:
+    """The scores as one of `FORMATS`."""
+    if form == "json":
+        return json_text(dict(found))
+    if form == "csv":
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["metric", *_FIELDS, "withheld"])
+        for name, value in found["metrics"].items():
+            writer.writerow([name, *(value.get(key) for key in _FIELDS), value.get("withheld")])
+        return text.getvalue().rstrip("\n")
+    rows = [("metric", "mean", "95 % interval", "n")]
+    rows += [_table_row(METRICS[name], value) for name, value in found["metrics"].items()]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _table_row(metric: Metric, value: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    def number(key: str) -> str:
+        found = value[key]
+        return f"{found:.{metric.digits}f}" if math.isfinite(found) else str(found)
+
+    label = metric.label + (f" ({metric.unit})" if metric.unit else "")
+    if value.get("mean") is None:
+        return label, "withheld", str(value.get("withheld", "")), str(value["n"])
+    interval = f"{number('low')} to {number('high')}" if value.get("low") is not None else "-"
+    return label, number("mean"), interval, str(value["n"])
+
+
+def _about(run: Run) -> dict[str, Any]:
+    sizes = sorted({f"{item.row.get('width')}x{item.row.get('height')}" for item in run.items.values()})
+    return {
+        "name": run.folder.resolve().name,
+        "images": len(run.items),
+        "sizes": sizes,
+        "settings": dict(run.settings),
+        "environment": dict(run.environment),
+    }

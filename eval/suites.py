@@ -1,0 +1,97 @@
+"""The suites of ``benchmark``: which model, prompts, sampling and metrics, for a few minutes or for a few hours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mame_sd.errors import UserError
+
+_PAPER = ("fid", "is", "lpips", "psnr", "ssim", "clip_score")
+_COST = ("latency", "denoising", "memory", "memory_denoising")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """One suite. Whatever the command line gives overrides it.
+
+    Attributes:
+        about: one line for the report.
+        model, scheduler, dtype, height, width, guidance: as for ``generate``; None: the model's own.
+        prompts: a prompt file, "drawn" (of the embedded model's, half of them never trained on), or None: must be given.
+        metrics: names of METRICS, in no order that matters.
+        rounds: of the latency benchmark.
+        glyphs: score against the embedded model's ground truth.
+    """
+
+    name: str
+    about: str
+    model: str | None = None
+    scheduler: str | None = None
+    dtype: str = "auto"
+    prompts: str | None
+    num: int
+    steps: int
+    guidance: float | None = None
+    seed: int = 0
+    height: int | None = None
+    width: int | None = None
+    metrics: tuple[str, ...]
+    rounds: int
+    glyphs: bool = False
+
+    def sampling(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Fields of GenerateSettings: those `given` (None: not given) over the suite's."""
+        own = {name: getattr(self, name) for name in ("steps", "guidance", "seed", "height", "width")}
+        return {**own, **{name: value for name, value in given.items() if value is not None}}
+
+
+SUITES = {
+    suite.name: suite
+    for suite in (
+        Suite(
+            name="quick",
+            about="12 prompts, 10 steps, the embedded model: a look at everything in minutes. Too few images for distances.",
+            prompts="demo",
+            num=12,
+            steps=10,
+            metrics=(*_PAPER, "fd_effnet", "is_effnet", "retrieval", "background", *_COST),
+            rounds=3,
+            glyphs=True,
+        ),
+        Suite(
+            name="embedded",
+            about="128 prompts, half of them never trained on, the embedded model, every column.",
+            prompts="drawn",
+            num=128,
+            steps=20,
+            metrics=(*_PAPER, "ms_ssim", "lpips_vgg", "clip_image", "fid_to_baseline", "kid", "fd_effnet", "kid_effnet",
+                     "is_effnet", "retrieval", "background", *_COST),
+            rounds=5,
+            glyphs=True,
+        ),
+        Suite(
+            name="paper",
+            about="The paper's protocol: SD 2.1 at 768 x 768, 50 DPM-Solver steps, guidance 7.5, seed 42, fp32.",
+            model="stabilityai/stable-diffusion-2-1",
+            scheduler="dpm++",
+            dtype="float32",
+            prompts=None,
+            num=2000,
+            steps=50,
+            guidance=7.5,
+            seed=42,
+            height=768,
+            width=768,
+            metrics=(*_PAPER, "ms_ssim", "lpips_vgg", "clip_image", "fid_to_baseline", "kid", *_COST),
+            rounds=5,
+        ),
+    )
+}  # fmt: skip
+
+
+def suite_named(name: str) -> Suite:
+    """The suite of that name. Raises UserError for an unknown one."""
+    if name not in SUITES:
+        raise UserError(f"--suite: expected one of {', '.join(SUITES)}, got {name!r}; give one of these")
+    return SUITES[name]

@@ -1,0 +1,48 @@
+"""The bodies of ``mame-sd-eval weights`` and of what ``doctor`` says of weights and peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from mame_sd.doctor import Check
+from mame_sd.errors import UserError
+
+from .methods import NO_TOMESD, has_tomesd
+from .weights import NAMES, get, status
+
+
+def get_weights(names: Sequence[str], weights_dir: Path | None, on_note: Callable[[str], None]) -> None:
+    """Get the weights of that names (all: every one that is not there yet).
+
+    Raises UserError for an unknown name, MachineError when the network gives out.
+    """
+    for name in names:
+        if name not in (*NAMES, "all"):
+            raise UserError(f"weights: expected names of {', '.join(NAMES)}, or all, got {name!r}; correct it")
+    ready = {found.name for found in status(weights_dir) if found.state == "ready"}
+    for name in dict.fromkeys(NAMES if "all" in names else names):
+        if name not in ready:
+            on_note(f"getting {name}")
+            get(name, weights_dir)
+
+
+def weights_lines(weights_dir: Path | None) -> Iterator[str]:
+    """A line for each file of weights, and under it where it comes from."""
+    for found in status(weights_dir):
+        size = f"{found.size / 2**20:.0f} MiB"
+        yield f"{found.state:<10}  {found.name:<16}  {size:>8}  {found.licence}"
+        yield f"            {found.path or found.how}"
+        yield f"            from {found.source}, sha256 {found.sha256}"
+
+
+def weights_checks(weights_dir: Path | None) -> Iterator[Check]:
+    """What could not be measured here: notes for missing weights and peers, a failure for wrong ones."""
+    yield Check("tomesd", "ok", "installed") if has_tomesd() else Check("tomesd", "note", NO_TOMESD)
+    for found in status(weights_dir):
+        if found.state == "ready":
+            yield Check(f"weights {found.name}", "ok", str(found.path))
+        elif found.state == "missing":
+            yield Check(f"weights {found.name}", "note", f"missing; {found.how}; sha256 {found.sha256}")
+        else:
+            yield Check(f"weights {found.name}", "fail", f"{found.path}: {found.state}; {found.how}", bad_input=True)
