@@ -35,9 +35,16 @@ _KV_NAMES = (
 _KV_PROCESSORS = tuple(getattr(processors, name) for name in _KV_NAMES if hasattr(processors, name))
 # Processors that compute self-attention of the given tokens and nothing else.
 PLAIN_PROCESSORS = frozenset(
-    (*_KV_NAMES, "FusedAttnProcessor2_0", "MaMeAttnProcessor")
-    + ("CustomDiffusionAttnProcessor", "CustomDiffusionAttnProcessor2_0", "CustomDiffusionXFormersAttnProcessor")
-    + ("PAGIdentitySelfAttnProcessor2_0", "PAGCFGIdentitySelfAttnProcessor2_0")
+    {
+        *_KV_NAMES,
+        "CustomDiffusionAttnProcessor",
+        "CustomDiffusionAttnProcessor2_0",
+        "CustomDiffusionXFormersAttnProcessor",
+        "FusedAttnProcessor2_0",
+        "MaMeAttnProcessor",
+        "PAGCFGIdentitySelfAttnProcessor2_0",
+        "PAGIdentitySelfAttnProcessor2_0",
+    }
 )
 _ROTARY = ("image_rotary_emb", "query_rotary_emb", "key_rotary_emb", "rotary_emb")
 NO_SIZE = "height and width unknown: merged with partition 'alternating' and without tiles; give size=(h, w)"

@@ -95,6 +95,12 @@ def qwen_rows(call: Call, rows: Rows) -> dict[str, Any]:
     return {"image_rotary_emb": (rows(image, 0), text)}
 
 
+def chroma_rows(call: Call, rows: Rows) -> dict[str, Any]:
+    changed: dict[str, Any] = cos_sin("image_rotary_emb", 0)(call, rows)
+    mask: Tensor | None = call.get("attention_mask")  # [B, 1, S, S]
+    return changed if mask is None else {**changed, "attention_mask": rows(rows(mask, 2), 3)}
+
+
 def hunyuan_rows(call: Call, rows: Rows) -> dict[str, Any]:
     pair: Any = call.get("image_rotary_emb")
     if pair is None:
@@ -132,13 +138,16 @@ register_family(
 register_family(
     Family(
         "Flux",
-        ("FluxTransformer2DModel", "FluxControlNetModel", "ChromaTransformer2DModel"),
+        ("FluxTransformer2DModel", "FluxControlNetModel"),
         ("FluxAttention",),
         packed,
         cos_sin("image_rotary_emb", 0),
         outputs=(0, 2),
         cross=True,
     )
+)
+register_family(
+    Family("Chroma", ("ChromaTransformer2DModel",), ("FluxAttention",), packed, chroma_rows, mask=True, cross=True)
 )
 register_family(
     Family(

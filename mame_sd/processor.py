@@ -88,12 +88,10 @@ class MaMeAttnProcessor:
         ip_hidden_states: Any = None,
     ) -> Tensor:
         """The attention's output [B, L, C]. Keywords are those that diffusers' processors know: it passes on no others."""
+        if self.inner is None:
+            rotary = image_rotary_emb, query_rotary_emb, key_rotary_emb, rotary_emb
+            _check_replaceable(attn, hidden_states, encoder_hidden_states, any(part is not None for part in rotary))
         inner = default_processor(attn) if self.inner is None else self.inner
-        if isinstance(encoder_hidden_states, tuple) and self.inner is None:
-            raise ValueError(
-                "expected encoder_hidden_states as one tensor, got text and image states: an IP-Adapter's processors "
-                "were replaced by set_attn_processor. Use apply_mame, or load the IP-Adapter after setting the processor"
-            )
         extra = {
             "temb": temb,
             "image_rotary_emb": image_rotary_emb,
@@ -163,6 +161,24 @@ class MaMeAttnProcessor:
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.config.given.items())
         return f"MaMeAttnProcessor({given})"
+
+
+def _check_replaceable(attn: Any, hidden_states: Tensor, encoder_hidden_states: Any, rotary: bool) -> None:
+    """Raises ValueError where diffusers' default processor can't stand in for the one that was replaced."""
+    lost = ""
+    if isinstance(encoder_hidden_states, tuple):
+        lost = "an IP-Adapter's processors (its image states came with the text)"
+    elif not isinstance(attn, Attention):
+        lost = f"the processor of {type(attn).__name__}, a transformer's attention"
+    elif rotary:
+        lost = "a processor of rotary positions, as transformers have it"
+    elif attn.added_kv_proj_dim is not None and hidden_states.dim() == 3:
+        lost = "a processor of joint attention over text and image, as transformers have it"
+    if lost:
+        raise ValueError(
+            f"expected the plain attention of a UNet, DiT or PixArt, but set_attn_processor replaced {lost}: load the "
+            "model (or the IP-Adapter) anew and use apply_mame, which replaces nothing"
+        )
 
 
 def _accepted(processor: Any) -> frozenset[str]:

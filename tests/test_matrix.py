@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.matrix import features, unets
+from tests.matrix import features, transformers, unets
 from tests.matrix.checks import check_absent, check_row
 from tests.matrix.rows import Absent, Row
 
-ROWS = [*unets.ROWS, *features.ROWS]
+ROWS = [*unets.ROWS, *features.ROWS, *transformers.ROWS]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

@@ -1,0 +1,369 @@
+"""Rows of the matrix: diffusers' transformers at tiny size, images that are not square."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor, nn
+
+from tests.matrix.rows import Row
+from tests.tiny import seeded
+
+H, W, TEXT = 8, 12, 7  # tokens of the image, and of the text
+HALF = {"qkv": {"keep": 0.5, "merge": "qkv"}}
+BOTH = {"kv": {"keep": 0.5}, "qkv": {"keep": 0.5, "merge": "qkv"}}
+DEFAULT = {"default": {"keep": 0.5}, "tau": {"tau": -1.0, "stride": (1, 2)}}  # merge left out: queries merge too
+STEP = {"timestep": torch.tensor([500.0, 500.0])}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def model(name: str, **config: Any) -> Callable[[], nn.Module]:
+    """Builds diffusers' class of that name; parameters that are made as zero or empty are drawn too."""
+
+    def build() -> nn.Module:
+        module = seeded(getattr(diffusers, name), 0, **config)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for key, parameter in module.named_parameters():
+                blank = key.endswith(("gate", "pad_token", "register_tokens")) or not parameter.any()
+                if parameter.dim() > 0 and blank and not key.endswith("bias"):
+                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+        return module
+
+    return build
+
+
+def run(inputs: dict[str, Any], transformer: Any) -> Tensor:
+    with torch.no_grad():
+        output = transformer(**inputs, return_dict=False)[0]
+    return output if isinstance(output, Tensor) else torch.stack(list(output))
+
+
+def row(name: str, build: Any, inputs: dict[str, Any], merges: dict[int, int], **kwargs: Any) -> Row:
+    return Row(name, build, partial(run, inputs), merges, **{"modes": DEFAULT, "processor": "error", **kwargs})
+
+
+def flux_inputs() -> dict[str, Any]:
+    rows = torch.arange(H).repeat_interleave(W)
+    ids = torch.stack([torch.zeros(H * W, dtype=torch.long), rows, torch.arange(W).repeat(H)], 1)
+    return {
+        "hidden_states": normal(2, H * W, 4),
+        "encoder_hidden_states": normal(2, TEXT, 16),
+        "img_ids": ids.float(),
+        "txt_ids": torch.zeros(TEXT, 3),
+    }
+
+
+def reference_image() -> dict[str, Any]:
+    """Flux Kontext: the tokens of a second image, 4 x 5, behind those of the painted one."""
+    inputs = flux_inputs()
+    second = torch.stack([torch.ones(20), torch.arange(4.0).repeat_interleave(5), torch.arange(5.0).repeat(4)], 1)
+    inputs["img_ids"] = torch.cat([inputs["img_ids"], second])
+    inputs["hidden_states"] = normal(2, H * W + 20, 4)
+    return inputs
+
+
+PATCHED: dict[str, Any] = {"sample_size": 32, "patch_size": 2, "in_channels": 4, "num_layers": 2}
+HEADS: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 16}
+IMAGE = normal(2, 4, 2 * H, 2 * W)
+PIXART = model(
+    "PixArtTransformer2DModel", **PATCHED, **HEADS, out_channels=8, cross_attention_dim=32, caption_channels=16
+)
+PIXART_INPUTS = {
+    "hidden_states": IMAGE,
+    "encoder_hidden_states": normal(2, TEXT, 16),
+    "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+    "timestep": torch.tensor([5, 5]),
+}
+FLUX: dict[str, Any] = {
+    "in_channels": 4,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    **HEADS,
+    "joint_attention_dim": 16,
+    "axes_dims_rope": (4, 4, 8),
+}
+WAN = model(
+    "WanTransformer3DModel",
+    patch_size=(1, 2, 2),
+    **HEADS,
+    in_channels=4,
+    out_channels=4,
+    text_dim=16,
+    freq_dim=16,
+    ffn_dim=32,
+    num_layers=2,
+    rope_max_seq_len=32,
+)
+
+ROWS = [
+    row("PixArt", PIXART, PIXART_INPUTS, {96: 2}, modes=BOTH, processor="set", one_liner="needs `size`"),
+    row(
+        "DiT",
+        model(
+            "DiTTransformer2DModel",
+            **PATCHED,
+            **HEADS,
+            out_channels=8,
+            num_embeds_ada_norm=10,
+            norm_elementwise_affine=False,
+        ),
+        {"hidden_states": normal(2, 4, 32, 32), "timestep": torch.tensor([5, 5]), "class_labels": torch.tensor([1, 2])},
+        {256: 2},
+        modes=BOTH,
+        processor="none",
+    ),
+    row(
+        "HunyuanDiT",
+        model(
+            "HunyuanDiT2DModel",
+            **{**PATCHED, "num_layers": 4},
+            **HEADS,
+            hidden_size=32,
+            cross_attention_dim=16,
+            cross_attention_dim_t5=16,
+            pooled_projection_dim=8,
+            text_len=TEXT,
+            text_len_t5=TEXT,
+            activation_fn="gelu-approximate",
+        ),
+        {
+            "hidden_states": IMAGE,
+            "encoder_hidden_states": normal(2, TEXT, 16),
+            "text_embedding_mask": torch.ones(2, TEXT),
+            "encoder_hidden_states_t5": normal(2, TEXT, 16, seed=2),
+            "text_embedding_mask_t5": torch.ones(2, TEXT),
+            "image_meta_size": torch.ones(2, 6),
+            "style": torch.zeros(2, dtype=torch.long),
+            "image_rotary_emb": (normal(H * W, 16), normal(H * W, 16, seed=2)),
+            **STEP,
+        },
+        {96: 4},
+        note="rotary positions selected",
+    ),
+    row(
+        "Lumina-Next",
+        model(
+            "LuminaNextDiT2DModel",
+            sample_size=32,
+            patch_size=2,
+            in_channels=4,
+            hidden_size=32,
+            num_layers=2,
+            num_attention_heads=2,
+            num_kv_heads=1,
+            multiple_of=16,
+            cross_attention_dim=16,
+        ),
+        {
+            "hidden_states": IMAGE,
+            "encoder_hidden_states": normal(2, TEXT, 16),
+            "encoder_mask": torch.ones(2, TEXT),
+            "image_rotary_emb": torch.polar(torch.ones(32, 32, 8), normal(32, 32, 8)),
+            "cross_attention_kwargs": {"base_sequence_length": 64},
+            "timestep": torch.tensor([0.5, 0.5]),
+        },
+        {96: 2},
+        processor="none",
+        note="rotary positions selected",
+    ),
+    row(
+        "Stable Diffusion 3",
+        model(
+            "SD3Transformer2DModel",
+            **PATCHED,
+            **HEADS,
+            joint_attention_dim=16,
+            caption_projection_dim=32,
+            pooled_projection_dim=8,
+            out_channels=4,
+        ),
+        {
+            "hidden_states": IMAGE,
+            "encoder_hidden_states": normal(2, TEXT, 16),
+            "pooled_projections": normal(2, 8),
+            **STEP,
+        },
+        {96: 2},
+        note="text tokens never merge",
+    ),
+    row(
+        "Stable Diffusion 3.5",
+        model(
+            "SD3Transformer2DModel",
+            **PATCHED,
+            **HEADS,
+            joint_attention_dim=16,
+            caption_projection_dim=32,
+            pooled_projection_dim=8,
+            out_channels=4,
+            dual_attention_layers=(0,),
+            qk_norm="rms_norm",
+        ),
+        {
+            "hidden_states": IMAGE,
+            "encoder_hidden_states": normal(2, TEXT, 16),
+            "pooled_projections": normal(2, 8),
+            **STEP,
+        },
+        {96: 3},
+        note="its second attention merges too",
+    ),
+    row(
+        "Flux",
+        model("FluxTransformer2DModel", **FLUX, pooled_projection_dim=8),
+        {**flux_inputs(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])},
+        {96: 4},
+        note="double and single blocks; text tokens never merge; rotary positions selected",
+    ),
+    row(
+        "Flux Kontext",
+        model("FluxTransformer2DModel", **FLUX, pooled_projection_dim=8),
+        {**reference_image(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])},
+        {96: 4},
+        note="the reference image's tokens never merge",
+    ),
+    row(
+        "Chroma",
+        model(
+            "ChromaTransformer2DModel",
+            **FLUX,
+            approximator_num_channels=64,
+            approximator_hidden_dim=16,
+            approximator_layers=1,
+        ),
+        {
+            **flux_inputs(),
+            "attention_mask": torch.cat(
+                [torch.tensor([[True] * 5 + [False] * 2] * 2), torch.ones(2, H * W, dtype=torch.bool)], 1
+            ),
+            "timestep": torch.tensor([0.5, 0.5]),
+        },
+        {96: 4},
+        note="its mask is selected too",
+    ),
+    row(
+        "Qwen-Image",
+        model(
+            "QwenImageTransformer2DModel",
+            patch_size=2,
+            in_channels=16,
+            out_channels=4,
+            num_layers=2,
+            **HEADS,
+            joint_attention_dim=16,
+            axes_dims_rope=(4, 4, 8),
+        ),
+        {
+            "hidden_states": normal(2, H * W, 16),
+            "encoder_hidden_states": normal(2, TEXT, 16),
+            "encoder_hidden_states_mask": torch.tensor([[1] * 7, [1] * 5 + [0] * 2]),
+            "img_shapes": [[(1, H, W)]] * 2,
+            "timestep": torch.tensor([0.5, 0.5]),
+        },
+        {96: 2},
+        note="text tokens never merge; rotary positions selected",
+    ),
+    row(
+        "AuraFlow",
+        model(
+            "AuraFlowTransformer2DModel",
+            sample_size=32,
+            patch_size=2,
+            in_channels=4,
+            num_mmdit_layers=1,
+            num_single_dit_layers=1,
+            **HEADS,
+            joint_attention_dim=16,
+            caption_projection_dim=32,
+            out_channels=4,
+            pos_embed_max_size=256,
+        ),
+        {"hidden_states": IMAGE, "encoder_hidden_states": normal(2, TEXT, 16), "timestep": torch.tensor([0.5, 0.5])},
+        {96: 2},
+        note="text and register tokens never merge",
+    ),
+    row(
+        "Wan (video)",
+        WAN,
+        {"hidden_states": normal(2, 4, 3, 2 * H, 2 * W), "encoder_hidden_states": normal(2, TEXT, 16), **STEP},
+        {288: 2},
+        note="tiles over time and space; rotary positions selected",
+    ),
+    row(
+        "LTX-Video",
+        model(
+            "LTXVideoTransformer3DModel",
+            in_channels=4,
+            out_channels=4,
+            **HEADS,
+            cross_attention_dim=32,
+            num_layers=2,
+            caption_channels=16,
+        ),
+        {
+            "hidden_states": normal(2, 3 * H * W, 4),
+            "encoder_hidden_states": normal(2, TEXT, 16),
+            "encoder_attention_mask": torch.ones(2, TEXT),
+            "num_frames": 3,
+            "height": H,
+            "width": W,
+            **STEP,
+        },
+        {288: 2},
+        note="tiles over time and space; rotary positions selected",
+    ),
+    row(
+        "CogVideoX",
+        model(
+            "CogVideoXTransformer3DModel",
+            **HEADS,
+            in_channels=4,
+            out_channels=4,
+            time_embed_dim=8,
+            text_embed_dim=16,
+            num_layers=2,
+            sample_width=2 * W,
+            sample_height=2 * H,
+            sample_frames=9,
+            max_text_seq_length=TEXT,
+            use_rotary_positional_embeddings=True,
+        ),
+        {
+            "hidden_states": normal(2, 3, 4, 2 * H, 2 * W),
+            "encoder_hidden_states": normal(2, TEXT, 16),
+            "image_rotary_emb": (normal(3 * H * W, 16), normal(3 * H * W, 16, seed=2)),
+            **STEP,
+        },
+        {288: 2},
+        note="tiles over time and space; text tokens never merge; rotary positions selected",
+    ),
+    row(
+        "Sana",
+        model(
+            "SanaTransformer2DModel",
+            in_channels=4,
+            out_channels=4,
+            num_layers=1,
+            **HEADS,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=16,
+            cross_attention_dim=32,
+            caption_channels=16,
+            sample_size=16,
+        ),
+        {"hidden_states": IMAGE, "encoder_hidden_states": normal(2, TEXT, 16), **STEP},
+        {},
+        processor="set",
+        one_liner="never: a processor cannot see that it replaces linear attention",
+        refused="linear in the tokens already",
+        note="its attention is linear in the tokens already: refused",
+    ),
+]
