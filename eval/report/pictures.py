@@ -55,9 +55,10 @@ class Case:
     ranked: bool = False
 
     @property
-    def images(self) -> int:
-        """How many of the shots are images rather than maps."""
-        return sum(not shot.area.startswith("map-") for shot in self.shots)
+    def across(self) -> int:
+        """Columns on a phone: the images with their maps below, or all where they are few."""
+        images = sum(not shot.area.startswith("map-") for shot in self.shots)
+        return images if len(self.shots) > 3 else len(self.shots)
 
 
 @dataclass(frozen=True)

@@ -157,8 +157,9 @@ def _without_value(reason: str) -> Cell:
     """Withheld, or not measured where `reason` says so."""
     measured = not reason.startswith(NOT_MEASURED)
     reason = reason.removeprefix(NOT_MEASURED).removeprefix(": ")
-    notes = {"note": reason} if len(reason) <= SHORT else {"footnote": reason}
-    return Cell("withheld", "withheld", **notes) if measured else Cell("absent", NOT_MEASURED, **notes)
+    note, footnote = (reason, "") if len(reason) <= SHORT else ("", reason)
+    kind, text = ("withheld", "withheld") if measured else ("absent", NOT_MEASURED)
+    return Cell(kind, text, note=note, footnote=footnote)
 
 
 def _mark_best(metric: Metric, index: int, lines: Sequence[Line]) -> list[Cell]:
