@@ -18,6 +18,7 @@ EXCLUDED = {
     "SanaVideoTransformer3DModel": "its self-attention is linear in the tokens already, so merging has nothing to save",
     "SanaControlNetModel": "its self-attention is linear in the tokens already, so merging has nothing to save",
     "Lumina2Transformer2DModel": "captions of unequal length put the image's tokens at other positions in each sample",
+    "StableCascadeUNet": "each attention takes image and text together as its keys",
     "ZImageTransformer2DModel": "captions of unequal length put the image's tokens at other positions in each sample",
 }
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.matrix import features, transformers, unets
+from tests.matrix import features, tools, transformers, unets
 from tests.matrix.checks import check_absent, check_row
-from tests.matrix.rows import Absent, Row
+from tests.matrix.rows import Absent, Check, Row
+from tests.matrix.table import page
 
 ROWS = [*unets.ROWS, *features.ROWS, *transformers.ROWS]
 
@@ -21,3 +22,18 @@ def test_row(row: Row, tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", features.ABSENT, ids=lambda row: row.name)
 def test_absent(row: Absent) -> None:
     check_absent(row)
+
+
+@pytest.mark.parametrize("row", tools.CHECKS, ids=lambda row: row.name)
+def test_check(row: Check) -> None:
+    row.check()
+
+
+def test_the_page_is_current() -> None:
+    committed = (Path(__file__).parents[1] / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    assert committed == page(), "run: python -m tests.matrix > docs/compatibility.md"
+
+
+def test_names_are_told_apart() -> None:
+    names = [row.name for row in (*ROWS, *features.ABSENT, *tools.CHECKS)]
+    assert len(set(names)) == len(names)

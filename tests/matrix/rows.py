@@ -75,3 +75,12 @@ class Absent:
     error: type[Exception]
     match: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something with checks of its own: `check` asserts them; `note` says in the table what holds."""
+
+    name: str
+    check: Callable[[], Any]
+    note: str

@@ -1,0 +1,59 @@
+"""The matrix as docs/compatibility.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.matrix import features, tools, transformers, unets
+from tests.matrix.rows import Row
+
+ONE_LINER = {
+    "same": "same",
+    "replaced": "replaced, silently: merging ends",
+    "reset": "reset to default settings",
+    "error": "error: use `apply_mame`",
+    "passes": "changes nothing; `report()` raises",
+    "none": "the model has no `set_attn_processor`",
+}
+HEAD = """# Compatibility
+
+Each row is a test over real diffusers classes at tiny size (`tests/matrix/`, run by `tests/test_matrix.py`). For a row that merges
+it checks that
+
+- exactly the expected layers merge, to half of their tokens, with merged keys and values and with merged queries too, and no
+  other module sees another input;
+- `tau=1`, which merges nothing, equals the unmerged output to rounding;
+- after `remove_mame` the output is bit-equal to before;
+- a feature switched on before `apply_mame` or after it gives the same output, and leaves no trace when switched off;
+- what was saved while it merged loads, gives the unmerged output bit by bit, and merges as before.
+
+*Layers* counts the layers that merge in the tiny model. *One-liner* is `set_attn_processor(MaMeAttnProcessor(...))`: the same
+output as `apply_mame`, or what happens instead.
+
+This page is printed by `python -m tests.matrix`.
+"""
+
+
+def layers(row: Row) -> str:
+    return "none" if not row.merges else ", ".join(f"{n} of {tokens} tokens" for tokens, n in row.merges.items())
+
+
+def rows_table(first: str, rows: Sequence[Row]) -> list[str]:
+    lines = [f"| {first} | layers | one-liner | note |", "|---|---|---|---|"]
+    for row in rows:
+        one_liner = row.one_liner or ONE_LINER[row.processor]
+
+        lines.append(f"| {row.name} | {layers(row)} | {one_liner} | {row.note} |")
+    return lines
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD, "## UNets", "", *rows_table("pipeline", unets.ROWS), ""]
+    parts += ["## Around Stable Diffusion", "", *rows_table("feature", features.ROWS), ""]
+    parts += ["## Transformers", "", *rows_table("model", transformers.ROWS), ""]
+    parts += ["## Tools and errors", "", "| what | holds |", "|---|---|"]
+    parts += [f"| {row.name} | {row.note} |" for row in tools.CHECKS]
+    parts += ["", "## Not checked", "", "Each reason is tested too: it fails without any of our code.", ""]
+    parts += ["| what | reason |", "|---|---|", *(f"| {row.name} | {row.reason} |" for row in features.ABSENT), ""]
+    return "\n".join(parts)

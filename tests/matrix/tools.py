@@ -1,0 +1,129 @@
+"""Rows of the matrix with checks of their own: compilation, other tools on the same pipeline, unknown models."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import diffusers
+import pytest
+import tomesd
+import torch
+from torch import nn
+
+from mame_sd import MaMeAttnProcessor, NothingMergedError, apply_mame, remove_mame
+from tests.matrix.features import cached, uncached
+from tests.matrix.rows import Check
+from tests.matrix.unets import LEVELS, once
+from tests.tiny import run_unet, tiny_pipeline, tiny_unet
+
+HALF: dict[str, Any] = {"keep": 0.5, "min_tokens": 60}
+
+
+def compiled(whole: bool) -> None:
+    """`keep` compiles into full graphs, which are not compiled again over batches of the same size and steps."""
+    torch.compiler.reset()
+    unet = tiny_unet()
+    if whole:
+        handle = apply_mame(unet, **HALF)
+        expected = run_unet(unet)
+        unet.compile(backend="eager", fullgraph=True)
+    else:
+        unet.set_attn_processor(MaMeAttnProcessor(**HALF))
+        expected = run_unet(unet)
+        unet.compile_repeated_blocks(backend="eager", fullgraph=True)
+    torch.testing.assert_close(run_unet(unet), expected, rtol=1e-4, atol=1e-4)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in (4, 5):
+            assert not torch.equal(run_unet(unet, seed=seed), expected)
+    if whole:
+        assert sum(layer.merged for layer in handle.report().layers) == sum(LEVELS.values())
+
+
+def tomesd_first() -> None:
+    """tomesd's patch found by `apply_mame`'s hooks, or put on after them: the same error."""
+    for order in ("tomesd first", "tomesd second"):
+        pipe = tiny_pipeline()
+        before = once(pipe)
+        steps = [partial(tomesd.apply_patch, pipe, ratio=0.5), partial(apply_mame, pipe, **HALF)]
+        for step in steps if order == "tomesd first" else reversed(steps):
+            step()
+        with pytest.raises(ValueError, match=r"tomesd\.remove_patch"):
+            once(pipe)
+        tomesd.remove_patch(pipe)
+        assert not torch.equal(once(pipe), before)
+        remove_mame(pipe)
+        assert torch.equal(once(pipe), before)
+
+
+def removed_under_deepcache() -> None:
+    """Merging removed while DeepCache is on, which is switched off afterwards, or the other way round."""
+    pipe = tiny_pipeline()
+    before = once(pipe, num_inference_steps=3)
+    cached(pipe)
+    alone = once(pipe, num_inference_steps=3)
+    uncached(pipe)
+    apply_mame(pipe, **HALF)
+    cached(pipe)
+    both = once(pipe, num_inference_steps=3)
+    assert not torch.equal(both, alone)
+    remove_mame(pipe)
+    assert torch.equal(once(pipe, num_inference_steps=3), alone)
+    uncached(pipe)
+    assert torch.equal(once(pipe, num_inference_steps=3), before)
+
+
+def unknown_model() -> None:
+    class Mystery(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2)
+
+    with pytest.raises(ValueError, match=r"none that can merge in Mystery, which has 1 MultiheadAttention"):
+        apply_mame(Mystery())
+
+
+def too_small() -> None:
+    pipe = tiny_pipeline()
+    handle = apply_mame(pipe)
+    once(pipe)
+    with pytest.raises(NothingMergedError, match="fewer than min_tokens=1024"):
+        handle.report()
+
+
+def cascade() -> None:
+    unet = diffusers.StableCascadeUNet(
+        in_channels=4,
+        out_channels=4,
+        conditioning_dim=16,
+        block_out_channels=(16, 16),
+        num_attention_heads=(0, 2),
+        down_num_layers_per_block=(1, 1),
+        up_num_layers_per_block=(1, 1),
+        down_blocks_repeat_mappers=(1, 1),
+        up_blocks_repeat_mappers=(1, 1),
+        block_types_per_layer=(("SDCascadeResBlock",), ("SDCascadeResBlock", "SDCascadeAttnBlock")),
+        clip_text_in_channels=16,
+        clip_text_pooled_in_channels=16,
+        clip_image_in_channels=16,
+        clip_seq=2,
+        switch_level=(False,),
+        dropout=(0.0, 0.0),
+    )
+    with pytest.raises(ValueError, match="image and text together as its keys"):
+        apply_mame(unet, keep=0.5)
+
+
+CHECKS = [
+    Check("torch.compile, whole UNet, fullgraph", partial(compiled, True), "one graph; no recompilation over steps"),
+    Check(
+        "torch.compile, regional, fullgraph",
+        partial(compiled, False),
+        "by the one-liner: diffusers' hooks would make a graph for every block",
+    ),
+    Check("tomesd on the same pipe", tomesd_first, "one error that says which to remove, in either order"),
+    Check("DeepCache, merging removed while it is on", removed_under_deepcache, "bit-equal to DeepCache alone"),
+    Check("unknown model", unknown_model, "an error that says what was looked for and what was found"),
+    Check("images too small to merge", too_small, "`report()` raises: never a silent no-op"),
+    Check("Stable Cascade", cascade, "refused: each attention takes image and text together as its keys"),
+]
