@@ -1,0 +1,126 @@
+"""Intervals and p-values: known answers, coverage, and independence of order and of image counts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mame_sd.eval.json_text import json_text
+from mame_sd.eval.stats import mean_interval, paired_difference, sign_flip_p
+
+ONE_EACH = {str(i): str(i) for i in range(200)}
+
+
+def keyed(values: Any) -> dict[str, float]:
+    return {str(i): float(value) for i, value in enumerate(values)}
+
+
+def test_the_interval_is_that_of_the_mean() -> None:
+    values = np.random.default_rng(1).normal(5, 2, 200)
+    found = mean_interval(keyed(values), ONE_EACH)
+    half = 1.96 * values.std() / math.sqrt(200)
+    assert found["mean"] == pytest.approx(values.mean())
+    assert found["low"] == pytest.approx(values.mean() - half, abs=0.05)
+    assert found["high"] == pytest.approx(values.mean() + half, abs=0.05)
+    assert found["n"] == 200
+
+
+def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
+    rng = np.random.default_rng(2)
+    hits = 0
+    for _ in range(60):
+        found = mean_interval(keyed(rng.normal(0, 1, 40)), ONE_EACH)
+        hits += found["low"] <= 0 <= found["high"]
+    assert 50 <= hits <= 60
+
+
+def test_order_does_not_matter() -> None:
+    values = keyed(np.random.default_rng(3).random(30))
+    turned = dict(reversed(values.items()))
+    assert mean_interval(values, ONE_EACH) == mean_interval(turned, ONE_EACH)
+
+
+def test_repeats_of_a_prompt_are_no_new_evidence() -> None:
+    values = np.random.default_rng(4).random(20)
+    once = mean_interval(keyed(values), ONE_EACH)
+    prompts = {f"{i}_{j}": str(i) for i in range(20) for j in range(5)}
+    often = mean_interval({key: float(values[int(prompt)]) for key, prompt in prompts.items()}, prompts)
+    assert often["n"] == 100
+    assert (often["low"], often["high"]) == pytest.approx((once["low"], once["high"]))
+
+
+def test_the_mean_is_over_images_where_prompts_have_unequal_counts() -> None:
+    found = mean_interval({"a_0": 1.0, "a_1": 1.0, "b_0": 4.0}, {"a_0": "a", "a_1": "a", "b_0": "b"})
+    assert found["mean"] == 2.0
+
+
+def test_one_prompt_has_no_interval() -> None:
+    found = mean_interval({"a_0": 1.0, "a_1": 3.0}, {"a_0": "a", "a_1": "a"})
+    assert (found["mean"], found["low"], found["high"], found["n"]) == (2.0, None, None, 2)
+    assert "one prompt" in found["note"]
+
+
+def test_infinite_values_have_no_interval() -> None:
+    found = mean_interval({"0": math.inf, "1": 40.0}, ONE_EACH)
+    assert (found["mean"], found["low"]) == (math.inf, None)
+    assert "1 of 2" in found["note"]
+    assert paired_difference({"0": math.inf}, {"0": 1.0}, ONE_EACH)["p"] is None
+
+
+@pytest.mark.parametrize("values", [{}, {"0": math.nan, "1": 1.0}])
+def test_no_values_and_nan_are_refused(values: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="expected numbers to average"):
+        mean_interval(values, ONE_EACH)
+
+
+def test_p_values_are_those_of_all_sign_flips() -> None:
+    gaps = np.array([0.3, -0.1, 0.8, 0.5, 0.2])
+    sums = [abs(float(np.dot(signs, gaps))) for signs in itertools.product((1, -1), repeat=5)]
+    expected = sum(value >= abs(gaps.sum()) - 1e-12 for value in sums) / 32
+    assert sign_flip_p(gaps) == expected
+    assert sign_flip_p(np.ones(10)) == 2 / 1024
+    assert sign_flip_p(np.zeros(10)) == 1.0
+
+
+def test_drawn_flips_agree_with_a_normal_approximation() -> None:
+    gaps = np.random.default_rng(5).normal(0.2, 1, 100)
+    z = abs(gaps.sum()) / math.sqrt(float((gaps**2).sum()))
+    assert sign_flip_p(gaps) == pytest.approx(math.erfc(z / math.sqrt(2)), abs=0.02)
+
+
+def test_p_values_are_uniform_when_nothing_differs() -> None:
+    rng = np.random.default_rng(6)
+    p = [sign_flip_p(rng.normal(0, 1, 12)) for _ in range(200)]
+    assert 0.4 < float(np.mean(p)) < 0.6
+    assert np.mean(np.array(p) < 0.05) < 0.11
+
+
+def test_differences_are_taken_by_key() -> None:
+    a, b = {"x": 1.0, "y": 5.0, "z": 2.0}, {"z": 1.0, "y": 4.0, "x": 0.0}
+    found = paired_difference(a, b, {"x": "x", "y": "y", "z": "z"})
+    assert (found["mean"], found["low"], found["high"]) == (1.0, 1.0, 1.0)
+    assert found["p"] == 2 / 8
+    with pytest.raises(ValueError, match="same images"):
+        paired_difference(a, {"x": 1.0}, {})
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(),
+        lambda kind: st.lists(kind) | st.dictionaries(st.text(), kind),
+    )
+)
+def test_json_comes_back_as_it_was(value: Any) -> None:
+    text = json_text(value)
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) == value
+
+
+def test_json_refuses_nan() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        json_text({"psnr": math.nan})
