@@ -28,6 +28,7 @@
     enlarge(false);
     show(shots.indexOf(shot));
     dialog.showModal();
+    dialog.querySelector(".close").focus();
   });
   dialog.addEventListener("close", () => (shots[at] ?? opener).focus());
   dialog.addEventListener("keydown", (event) => {
