@@ -36,9 +36,9 @@ def tomesd(ratio: float, max_downsample: int = 1) -> Method:
     return Method("tomesd", settings, lambda unet: tomesd_on(unet, ratio, max_downsample))
 
 
-def trivial(kind: str, rows: int, columns: int) -> Method:
-    settings = {"cell": [rows, columns]}
-    return Method(kind, settings, lambda unet: pooled(unet, (rows, columns), kind))
+def trivial(kind: str, rows: int, columns: int, min_tokens: int = 1024) -> Method:
+    settings = {"cell": [rows, columns], "min_tokens": min_tokens}
+    return Method(kind, settings, lambda unet: pooled(unet, (rows, columns), kind, min_tokens))
 
 
 RIVALS = {
@@ -49,6 +49,10 @@ RIVALS = {
     "pool 2x2": trivial("pool", 2, 2),
     "pool-kv 1x2": trivial("pool-kv", 1, 2),
     "pool-kv 2x2": trivial("pool-kv", 2, 2),
+    "pool-kv 2x2, first level only": trivial("pool-kv", 2, 2, 4096),
+    "pool-kv 4x4, first level only": trivial("pool-kv", 4, 4, 4096),
+    "pool 2x2, first level only": trivial("pool", 2, 2, 4096),
+    "pool 1x2, first level only": trivial("pool", 1, 2, 4096),
 }
 SHORT = {
     "default": ours(),
@@ -68,12 +72,33 @@ FULL = {
     "kv .25, not refined": ours(keep=0.25, refine=False),
     "kv 1/9, 3x3 cells, tiles 12": ours(keep=0.1, stride=(3, 3), tiles=12),
     "kv 1/16, 4x4 cells": ours(keep=0.05, stride=(4, 4)),
+    **{f"kv {keep}, best": ours(keep=keep, weights="best") for keep in (0.5, 0.375, 0.25)},
+    **{
+        f"kv {keep}, best, first level only": ours(keep=keep, weights="best", min_tokens=4096)
+        for keep in (0.5, 0.375, 0.25)
+    },
+    "kv .25, best, tiles 16, first level only": ours(keep=0.25, weights="best", tiles=16, min_tokens=4096),
+    "kv .375, best, tiles 16, first level only": ours(keep=0.375, weights="best", tiles=16, min_tokens=4096),
+    "kv 1/9, best, 3x3 cells, tiles 12, first level only": ours(
+        keep=0.1, stride=(3, 3), tiles=12, weights="best", min_tokens=4096
+    ),
+    "kv 1/16, best, 4x4 cells, tiles 16, first level only": ours(
+        keep=0.05, stride=(4, 4), tiles=16, weights="best", min_tokens=4096
+    ),
+    "kv tau 0.8, best, first level only": ours(tau=0.8, merge="kv", weights="best", min_tokens=4096),
+    "kv tau 0.8, best, tiles 16, first level only": ours(
+        tau=0.8, merge="kv", weights="best", tiles=16, min_tokens=4096
+    ),
     "kv .25, first level only": ours(keep=0.25, min_tokens=4096),
     "kv .375, first level only": ours(keep=0.375, min_tokens=4096),
     **{f"kv tau {tau}": ours(tau=tau, merge="kv") for tau in (0.7, 0.8, 0.9)},
     **{f"qkv {keep}": ours(keep=keep, merge="qkv") for keep in (0.75, 0.5, 0.25)},
     "qkv .5, alternating": ours(keep=0.5, merge="qkv", partition="alternating"),
     "qkv .5, tiles 16": ours(keep=0.5, merge="qkv", tiles=16),
+    "qkv .5, best, first level only": ours(keep=0.5, merge="qkv", weights="best", min_tokens=4096),
+    "qkv .25, best, tiles 16, first level only": ours(
+        keep=0.25, merge="qkv", weights="best", tiles=16, min_tokens=4096
+    ),
     "qkv .5, first level only": ours(keep=0.5, merge="qkv", min_tokens=4096),
     **{f"qkv tau {tau}": ours(tau=tau) for tau in (0.7, 0.8, 0.9)},
     **{f"plain tau {tau}": ours(tau=tau, preset="plain") for tau in (0.7, 0.8, 0.9)},

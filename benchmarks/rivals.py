@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from mame_sd.partition import square
 
-MIN_TOKENS = 1024  # the layers that our own default merges
-
 
 class PooledProcessor:
     """Self-attention of square images on pooled tokens; everything else as diffusers computes it.
@@ -27,18 +25,20 @@ class PooledProcessor:
     Args:
         cell: (rows, columns) that become one token.
         kind: stride (the cell's first token), pool (its mean) or pool-kv (its mean, keys and values only).
+        min_tokens: layers with fewer are left alone.
     """
 
-    def __init__(self, cell: tuple[int, int], kind: str) -> None:
+    def __init__(self, cell: tuple[int, int], kind: str, min_tokens: int) -> None:
         self._cell = cell
         self._kind = kind
+        self._min_tokens = min_tokens
         self._inner = AttnProcessor2_0()
 
     def __call__(
         self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Any = None, **rest: Any
     ) -> Tensor:
         size = square(hidden_states.shape[1])
-        if encoder_hidden_states is not None or size is None or hidden_states.shape[1] < MIN_TOKENS:
+        if encoder_hidden_states is not None or size is None or hidden_states.shape[1] < self._min_tokens:
             return self._inner(attn, hidden_states, encoder_hidden_states, **rest)
         image = hidden_states.transpose(1, 2).unflatten(2, size)  # [B, C, h, w]
         rows, columns = self._cell
@@ -51,11 +51,11 @@ class PooledProcessor:
 
 
 @contextmanager
-def pooled(unet: Any, cell: tuple[int, int], kind: str) -> Iterator[None]:
+def pooled(unet: Any, cell: tuple[int, int], kind: str, min_tokens: int) -> Iterator[None]:
     """`unet` with a PooledProcessor for the block; afterwards its own processors are back."""
     before = dict(unet.attn_processors)
     try:
-        unet.set_attn_processor(PooledProcessor(cell, kind))
+        unet.set_attn_processor(PooledProcessor(cell, kind, min_tokens))
         yield
     finally:
         unet.set_attn_processor(before)

@@ -42,6 +42,7 @@ COMMON: dict[str, Any] = {
     "min_tokens": 1024,
     "metric": "cosine",
     "feature": "x",
+    "weights": "average",
     "refine": True,
     "variant": "settled",
     "eps": 1e-6,
@@ -51,6 +52,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "partition": ("alternating", "sequential", "random", "grid"),
     "metric": ("cosine", "dot", "euclidean", "softmax"),
     "feature": ("x", "k", "k-mean"),
+    "weights": ("average", "best"),
     "variant": ("settled", "paper"),
     "batch": ("shared", "per_sample"),
     "merge": ("qkv", "kv"),
@@ -110,7 +112,12 @@ class MaMeConfig:
     feature: Literal["x", "k", "k-mean"] = _field(
         "what similarity compares: x (the layer's input), k (its keys), k-mean (keys averaged over the heads)"
     )
-    refine: bool = _field("adaptive weight refining: drop a source's weaker than average destinations")
+    weights: Literal["average", "best"] = _field(
+        "average: a source is shared out over its similar destinations (the paper); best: its most similar one takes it whole"
+    )
+    refine: bool = _field(
+        "adaptive weight refining: drop a source's weaker than average destinations; used by weights average only"
+    )
     variant: Literal["settled", "paper"] = _field(
         "settled: exact weights, amplitude kept; paper: the printed equations with eps and a second division in MaRe"
     )
@@ -268,10 +275,10 @@ def _check_resolved(config: MaMeConfig) -> None:
         )
     if config.batch == "shared" and config.keep is not None:
         raise ValueError("batch: 'shared' needs tau, got keep; give tau instead of keep, or leave batch out")
-    if config.variant == "paper" and (config.tau is None or config.merge != "qkv"):
+    if config.variant == "paper" and (config.tau is None or config.merge != "qkv" or config.weights != "average"):
         raise ValueError(
-            "variant: 'paper' knows only tau and merge='qkv' (the printed equations), "
-            f"got tau={config.tau!r}, keep={config.keep!r}, merge={config.merge!r}"
+            "variant: 'paper' knows only tau, merge='qkv' and weights='average' (the printed equations), "
+            f"got tau={config.tau!r}, keep={config.keep!r}, merge={config.merge!r}, weights={config.weights!r}"
         )
 
 

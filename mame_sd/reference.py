@@ -200,8 +200,15 @@ def algorithm_2(y: Tensor, final: Tensor, mask: Tensor, dst: list[int], src: lis
     return torch.stack([rows[p] for p in range(m + n)])
 
 
+def best_column(s: Tensor) -> Tensor:
+    """W_F of one source from its column of S [M]: all to the most similar destination, the first of equals."""
+    return torch.nn.functional.one_hot(s.argmax(), len(s)).to(s.dtype)
+
+
 def _column(s: Tensor, tau: float | Tensor, config: MaMeConfig) -> Tensor:
     excess = (s - tau).relu()
+    if config.weights == "best":
+        return best_column(s) if bool((s > tau).any()) else torch.zeros_like(s)
     if config.variant == "paper":
         return paper_column(excess, config.refine, config.eps)
     return settled_column(excess, config.refine)
@@ -219,7 +226,7 @@ def _by_rank(s: list[Tensor], merged: int, config: MaMeConfig) -> tuple[list[Ten
         if bool((s[j] > tau).any()):
             columns[j] = _column(s[j], tau, config)
         else:
-            columns[j] = torch.nn.functional.one_hot(s[j].argmax(), len(s[j])).to(s[j].dtype)
+            columns[j] = best_column(s[j])
     return columns, set(order[merged:])
 
 

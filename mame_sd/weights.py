@@ -22,11 +22,15 @@ REFINE_FLOOR = 1e-5
 def weights_by_tau(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tensor, Tensor, Tensor]:
     """W_F, stay [B, N] and the kept sources [r] for a fixed threshold, shared by the batch."""
     assert config.tau is not None
-    excess = _excess(s, config.tau)
     if config.variant == "paper":
-        weights = _paper_weights(excess, config.refine, config.eps)
+        weights = _paper_weights(_excess(s, config.tau), config.refine, config.eps)
         merges = weights.sum(-2) > 0  # [B, T, n]
+    elif config.weights == "best":
+        best, row = s.max(-2)
+        merges = best > config.tau
+        weights = _single(s, row, merges)
     else:
+        excess = _excess(s, config.tau)
         total = excess.sum(-2)
         merges = total > 0
         weights = _settled_weights(excess, total, config.refine)
@@ -52,6 +56,8 @@ def weights_by_keep(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tens
     chosen, kept = order[:, :merged], order[:, merged:].sort(dim=1).values
     stay = torch.ones_like(order, dtype=torch.bool).scatter(1, chosen, False)  # [B, N]
     leave = stay.new_ones((b, pos.blocks * pos.n)).index_copy(1, pos.src_real, stay).view_as(row)
+    if config.weights == "best":
+        return _single(s, row, ~leave), stay, kept
     lowest = (ranked > last).sum(1, keepdim=True).clamp(1, merged) - 1  # where NaN ones are chosen, they set no tau
     excess = _excess(s, ranked.gather(1, lowest).view(b, 1, 1, 1))
     total = excess.sum(-2)
@@ -65,6 +71,12 @@ def weights_by_keep(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tens
 def _excess(s: Tensor, tau: Tensor | float) -> Tensor:
     """S+ = relu(S - tau). Works in place where no gradient is needed: `s` is gone afterwards."""
     return s.sub_(tau).relu_() if in_place(s) else (s - tau).relu()
+
+
+def _single(s: Tensor, row: Tensor, columns: Tensor) -> Tensor:
+    """Weight 1 for the destination `row` [B, T, n] of every source in `columns` (bool [B, T, n]), else 0. `s` is gone."""
+    blank = s.zero_() if in_place(s) else torch.zeros_like(s)
+    return blank.scatter_(-2, row.unsqueeze(-2), columns.unsqueeze(-2).to(s.dtype))
 
 
 def _settled_weights(excess: Tensor, total: Tensor, refine: bool) -> Tensor:

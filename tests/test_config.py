@@ -85,7 +85,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tau": 0.8, "batch": "per_sample"}, "batch: 'per_sample' needs keep"),
     ({"keep": 0.5, "batch": "shared"}, "batch: 'shared' needs tau"),
     ({"variant": "paper", "keep": 0.5}, "variant: 'paper' knows only tau"),
-    ({"variant": "paper", "merge": "kv"}, "variant: 'paper' knows only tau and merge='qkv'.*merge='kv'"),
+    ({"variant": "paper", "merge": "kv"}, "variant: 'paper' knows only tau, merge='qkv'.*merge='kv'"),
     ({"taw": 0.8}, "unknown setting 'taw'; did you mean 'tau'"),
 ]
 

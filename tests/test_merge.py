@@ -29,6 +29,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"tau": 0.3, "metric": "dot"},
     {"tau": -0.8, "metric": "euclidean"},
     {"tau": 0.1, "metric": "softmax", "tiles": 4},
+    {"tau": 0.2, "weights": "best"},
+    {"keep": 0.5, "weights": "best", "tiles": 4},
 ]
 IDS = ["-".join(f"{k}={v}" for k, v in setting.items()) for setting in SETTINGS]
 
@@ -218,6 +220,17 @@ def test_a_single_candidate_takes_the_source_whole() -> None:
     assert plan.weights[0, 0].tolist() == [[1.0, 0.0], [0.0, 0.0]]
     assert plan.owners().tolist() == [[0, 0, 2, 3]]
     torch.testing.assert_close(plan.merge(x)[0, 0], torch.tensor([1.0, 0.025]))
+
+
+@pytest.mark.parametrize("fields", [{"tau": 0.4}, {"keep": 0.4, "tiles": 4}, {"keep": 0.25}], ids=str)
+def test_best_weights_give_each_source_to_one_destination(fields: dict[str, Any]) -> None:
+    x = tokens(2, 64, 6)
+    plan = plan_merge(x, config(weights="best", partition="grid", **fields), (8, 8))
+    w = dense(plan)
+    assert set(w.unique().tolist()) == {0.0, 1.0}
+    assert torch.equal(w.sum(1).bool(), ~plan.preserved)
+    average = plan_merge(x, config(partition="grid", **fields), (8, 8))
+    assert torch.equal(plan.preserved, average.preserved), "how weights are shared decides nothing on who merges"
 
 
 def test_near_ties_agree_with_fp64_and_keep_gradients_small() -> None:
@@ -429,6 +442,7 @@ def test_made_up_input_equals_the_loops(data: st.DataObject) -> None:
         partition=data.draw(st.sampled_from(PARTITIONS)),
         tiles=data.draw(st.sampled_from([0, 2, 3])),
         refine=data.draw(st.booleans()),
+        weights=data.draw(st.sampled_from(["average", "best"])),
         stride=data.draw(st.sampled_from([(2, 2), (1, 2), (3, 1)])),
         **limit,
     )
