@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -44,19 +45,22 @@ def interleaved(
     rounds: int,
     device: torch.device,
     warm_up: int = 1,
+    around: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
 ) -> dict[str, Times]:
     """Seconds of each method over `rounds` rounds, after `warm_up` rounds that don't count.
 
     Args:
         methods: what is timed, by name; each is called with one input.
         make_input: makes an input, outside of the clock; called anew for every timed call.
+        around: a context that a method runs in, entered and left outside of the clock.
     """
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     names = list(methods)
     for number in range(-warm_up, rounds):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            taken = once(methods[name], make_input(), device)
+            with around(name):
+                taken = once(methods[name], make_input(), device)
             if number >= 0:
                 seconds[name].append(taken)
     return {name: Times(tuple(values)) for name, values in seconds.items()}
