@@ -1,0 +1,85 @@
+"""A training loop whose every step depends on (seed, stage, step) alone, so that a stopped run continues where it was."""
+
+import hashlib
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+SAVE_EVERY = 90.0  # seconds
+
+
+def atomic_save(state: dict, path: Path) -> None:
+    torch.save(state, path.with_suffix(".part"))
+    path.with_suffix(".part").replace(path)
+
+
+def generator(seed: int, stage: str, step: int) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}/{stage}/{step}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def cosine(step: int, steps: int, start: float, end: float, warmup: int) -> float:
+    """Learning rate: linear warm-up, then half a cosine from ``start`` to ``end``."""
+    ramp = min(1.0, (step + 1) / max(1, warmup))
+    return ramp * (end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps))))
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr if group.get("use_muon", True) else lr / 10
+
+
+def fit(
+    path: Path,
+    name: str,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    loss_fn: Callable[[int], torch.Tensor],
+    lr_fn: Callable[[int], float],
+    ema: float | None = None,
+) -> None:
+    """Train to ``steps``, continuing from ``path``, where the state is kept."""
+    done, average = 0, {k: v.clone() for k, v in model.state_dict().items()}
+    if path.exists():
+        state = torch.load(path, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        done, average = state["step"], state["ema"]
+
+    def save() -> None:
+        atomic_save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": done, "ema": average}, path
+        )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    saved, losses = time.monotonic(), []
+    with Progress(*columns) as progress:
+        task = progress.add_task(name, total=steps, completed=done)
+        while done < steps:
+            set_lr(optimizer, lr_fn(done))
+            loss = loss_fn(done)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            done += 1
+            decay = min(ema, (1 + done) / (10 + done)) if ema else 0.0
+            with torch.no_grad():
+                for key, value in model.state_dict().items():
+                    average[key].lerp_(value, 1 - decay) if value.is_floating_point() else average[key].copy_(value)
+            losses.append(loss.item())
+            progress.update(task, completed=done, description=f"{name} loss {np.mean(losses[-50:]):.4f}")
+            if done % 50 == 0:
+                progress.console.print(
+                    f"{time.strftime('%H:%M:%S')} {name} {done}/{steps} loss {np.mean(losses[-50:]):.4f}"
+                )
+            if time.monotonic() - saved > SAVE_EVERY or steps < 10:
+                save()
+                saved = time.monotonic()
+    save()
