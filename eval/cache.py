@@ -1,0 +1,49 @@
+"""Features of images on disk, so that a second score or a resumed one looks at no image twice.
+
+One safetensors file per (network, resizing, image): whole files appear by renaming, so processes and interruptions can't leave
+half of one; a file that can't be read counts as not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+
+class FeatureCache:
+    """Named tensors by key, below one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def key(self, *parts: str) -> str:
+        """One name for the parts that decide a value."""
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    def get(self, key: str) -> dict[str, Tensor] | None:
+        """The tensors kept under `key`, or None."""
+        try:
+            return load(self._path(key).read_bytes())
+        except (FileNotFoundError, SafetensorError):
+            return None
+
+    def put(self, key: str, tensors: dict[str, Tensor]) -> None:
+        """Keep `tensors` under `key`. Raises OSError when the disk gives out."""
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        try:
+            partial.write_bytes(save(tensors))
+            partial.replace(path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                partial.unlink()
+
+    def _path(self, key: str) -> Path:
+        return self.folder / key[:2] / f"{key}.safetensors"

@@ -1,0 +1,125 @@
+"""CLIP score (Hessel et al., 2021) and the likeness of two images as CLIP sees them.
+
+torchmetrics' CLIPScore does not run with transformers 5, and cuts long captions without their end token, so that they all score
+alike; here the tokenizer cuts them, end token kept, and the result says how many it cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mame_sd.errors import UserError
+
+from ..images import check_images, check_pair
+from ..weights import REGISTRY, find
+from ..weights_files import tensors_sha256
+
+DEFAULT = "clip-vit-b-32"
+
+
+@dataclass(frozen=True)
+class ClipScores:
+    """100 * cosine of each image and its prompt, float64 [n] (not clamped at 0), and how many prompts were cut."""
+
+    scores: Tensor
+    cut: int
+
+
+class Clip:
+    """A CLIP model with its image processor and tokenizer.
+
+    Attributes:
+        name: "CLIP" and which one.
+        weights_hash: sha256 of its weights.
+    """
+
+    def __init__(self, name: str, model: Any, images: Any, tokenizer: Any, device: torch.device | str = "cpu") -> None:
+        self.name, self.device = name, torch.device(device)
+        self.weights_hash = tensors_sha256(model.state_dict())
+        self.model = model.eval().requires_grad_(False).to(self.device)
+        self.images, self.tokenizer = images, tokenizer
+
+    @torch.no_grad()
+    def image_features(self, images: Tensor) -> Tensor:
+        """Unit vectors [n, d] of images [n, 3, H, W] in [0, 1], resized and cropped by CLIP's own processor."""
+        check_images(images)
+        pixels = (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+        inputs = self.images(images=list(pixels), return_tensors="pt", input_data_format="channels_last")
+        return _unit(self.model.get_image_features(pixel_values=inputs["pixel_values"].to(self.device)))
+
+    @torch.no_grad()
+    def text_features(self, prompts: Sequence[str]) -> tuple[Tensor, int]:
+        """Unit vectors [n, d] of prompts, and how many of them were longer than CLIP reads (77 tokens)."""
+        limit = self.model.config.text_config.max_position_embeddings
+        lengths = [len(ids) for ids in self.tokenizer(list(prompts), truncation=False, verbose=False)["input_ids"]]
+        inputs = self.tokenizer(list(prompts), padding=True, truncation=True, max_length=limit, return_tensors="pt")
+        return _unit(self.model.get_text_features(**inputs.to(self.device))), sum(length > limit for length in lengths)
+
+
+def clip_score(model: Clip, images: Tensor, prompts: Sequence[str]) -> ClipScores:
+    """100 * cosine between each image and its prompt.
+
+    Args:
+        model: from `load_clip`.
+        images: [n, 3, H, W] in [0, 1].
+        prompts: n texts.
+
+    Raises:
+        ValueError: not one prompt an image, values outside [0, 1] or NaN.
+    """
+    check_images(images)
+    if len(prompts) != len(images):
+        raise ValueError(f"expected one prompt an image, got {len(prompts)} prompts and {len(images)} images")
+    text, cut = model.text_features(prompts)
+    return ClipScores(100 * (model.image_features(images) * text).sum(1).cpu(), cut)
+
+
+def clip_image_cosine(model: Clip, a: Tensor, b: Tensor) -> Tensor:
+    """Cosine between CLIP's features of each pair, float64 [n]. Raises ValueError as the other paired metrics do."""
+    check_pair(a, b)
+    return (model.image_features(a) * model.image_features(b)).sum(1).cpu()
+
+
+def load_clip(
+    name: str | Path = DEFAULT,
+    weights_dir: Path | None = None,
+    offline: bool = False,
+    device: torch.device | str = "cpu",
+) -> Clip:
+    """CLIP by its name in the weights list, or from a folder that transformers saved.
+
+    Raises:
+        UserError: missing while offline, wrong hash, not a CLIP folder.
+        MachineError: it could not be fetched.
+    """
+    folder = find(str(name), weights_dir, offline).parent if str(name) in REGISTRY else Path(name)
+    return _read(f"CLIP {name if str(name) in REGISTRY else folder.name}", folder, device)
+
+
+def _read(name: str, folder: Path, device: torch.device | str) -> Clip:
+    from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
+
+    try:
+        model = CLIPModel.from_pretrained(folder, local_files_only=True)
+        images = CLIPImageProcessorPil.from_pretrained(folder, local_files_only=True)
+        tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # a missing file raises OSError, a broken one nearly anything
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"expected a CLIP model, its tokenizer and preprocessor_config.json in {folder}, but {reason}; "
+            "copy the whole folder from the hub"
+        ) from error
+    return Clip(name, model, images, tokenizer, device)
+
+
+def _unit(features: Any) -> Tensor:
+    """Float64 rows of length 1 of what `get_*_features` gave, a tensor or (transformers 5) an output with one inside."""
+    rows = features if isinstance(features, Tensor) else features.pooler_output
+    return F.normalize(rows.double(), dim=-1)

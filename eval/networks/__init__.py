@@ -1,0 +1,1 @@
+"""The networks that metrics look through, as their authors defined them: inference only, weights given."""

