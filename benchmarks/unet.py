@@ -78,7 +78,7 @@ def methods() -> dict[str, tuple[str, On]]:
 
 
 @torch.no_grad()
-def measure(unet: Any, side: int, batch: int, rounds: int) -> dict[str, Any]:
+def measure(unet: Any, side: int, batch: int, rounds: int, only: str | None) -> dict[str, Any]:
     """Figures of every method at one size: prints the table and returns it."""
 
     def forward(given: dict[str, Any]) -> torch.Tensor:
@@ -86,7 +86,8 @@ def measure(unet: Any, side: int, batch: int, rounds: int) -> dict[str, Any]:
         output: torch.Tensor = unet(given["sample"], **rest).sample  # tomesd reads the size off a positional sample
         return output
 
-    seeds, chosen = count(), methods()
+    chosen = {n: m for n, m in methods().items() if only is None or only in n or n.startswith("plain")}
+    seeds = count()
     for name, (_, on) in list(chosen.items()):
         try:
             with on(unet):
@@ -124,7 +125,7 @@ def _gate(name: str, forward: Callable[[dict[str, Any]], torch.Tensor], given: d
 
 def _row(times: dict[str, Times], name: str, bound: str, plain: float) -> dict[str, Any]:
     median = times[name].median
-    share = captured(plain, median, times[bound].median) if bound else None
+    share = captured(plain, median, times[bound].median) if bound in times else None
     return {**times[name].to_dict(), "times_faster": plain / median, "captured": share}
 
 
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2, help="samples; 2 is one guided image (default 2)")
     parser.add_argument("--dtype", choices=DTYPES, help="default float32; on cuda bfloat16")
     parser.add_argument("--rounds", type=int, help="timed rounds (default 5 on a CPU, 20 on cuda)")
+    parser.add_argument("--only", metavar="TEXT", help="methods whose name holds TEXT, beside plain")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -159,7 +161,7 @@ def main() -> None:
         unet = load(model, device, dtype)
         for side in sides:
             print(f"\n{model}, {side} x {side}, batch {args.batch}, {dtype}; {rounds} rounds\n", flush=True)
-            results.append({"model": model, "dtype": str(dtype), **measure(unet, side, args.batch, rounds)})
+            results.append({"model": model, "dtype": str(dtype), **measure(unet, side, args.batch, rounds, args.only)})
         del unet
     print(json.dumps({"benchmark": "unet", "machine": machine(device), "cases": results}))
 
