@@ -23,7 +23,13 @@ def test_only_mame_sd_lands_at_top_level(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert {n.split("/")[0] for n in names if ".dist-info/" not in n} == {"mame_sd"}
-    for needed in ("py.typed", "embedded/model_index.json", "prompts/demo.txt", "pipelines/stable_diffusion_mame.py"):
+    for needed in (
+        "py.typed",
+        "embedded/model_index.json",
+        "prompts/demo.txt",
+        "pipelines/stable_diffusion_mame.py",
+        "eval/report/templates/report.html.j2",
+    ):
         assert f"mame_sd/{needed}" in names
     assert any(n.endswith("licenses/LICENSE") for n in names)
 
