@@ -1,4 +1,4 @@
-.PHONY: demo test check bench model clean
+.PHONY: demo test check bench score model clean
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -16,7 +16,12 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(READY)  ## how good the embedded model is, and what merging costs it
+bench: $(READY)  ## speed and quality beside tomesd and simpler ways, short forms: under 10 minutes on 2 cores
+	$(BIN)/python -m benchmarks.attention --short
+	$(BIN)/python -m benchmarks.unet --short
+	$(BIN)/python -m benchmarks.frontier --short --out out/bench/frontier
+
+score: $(READY)  ## how good the embedded model is, and what the default costs it
 	$(BIN)/python scripts/check_embedded.py
 
 model: $(READY)  ## train the embedded model from nothing (hours)
