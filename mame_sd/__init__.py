@@ -5,23 +5,25 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mame_sd.config import MaMeConfig
-from mame_sd.errors import MachineError, UserError
-
 if TYPE_CHECKING:
+    from mame_sd.config import MaMeConfig
     from mame_sd.embedded_model import embedded_model_path
+    from mame_sd.errors import MachineError, UserError
     from mame_sd.hooks import MaMeHandle, apply_mame, mame, remove_mame
     from mame_sd.merge import MergePlan, plan_merge
     from mame_sd.processor import MaMeAttnProcessor
     from mame_sd.report import MaMeReport, NothingMergedError
 
-# Names that need torch or diffusers, whose imports take seconds: loaded on first use.
+# Loaded on first use: torch and diffusers take seconds.
 _LAZY = {
     "MaMeAttnProcessor": "mame_sd.processor",
+    "MaMeConfig": "mame_sd.config",
     "MaMeHandle": "mame_sd.hooks",
     "MaMeReport": "mame_sd.report",
+    "MachineError": "mame_sd.errors",
     "MergePlan": "mame_sd.merge",
     "NothingMergedError": "mame_sd.report",
+    "UserError": "mame_sd.errors",
     "apply_mame": "mame_sd.hooks",
     "embedded_model_path": "mame_sd.embedded_model",
     "mame": "mame_sd.hooks",

@@ -1,25 +1,29 @@
 """``mame-sd`` and ``python -m mame_sd``.
 
-The command line is imported inside `exit_status`, so that Ctrl-C while libraries load, or a library that is missing or
-broken, ends in one line too.
+Everything is imported as late as can be, so that Ctrl-C while libraries load, or a library that is missing or broken, ends
+without a traceback too.
 """
 
 from __future__ import annotations
 
 import sys
 
-from mame_sd.cli_errors import exit_status
-
 
 def main() -> None:
     """The console script."""
-    sys.exit(exit_status(_run))
+    try:
+        from mame_sd.cli_errors import exit_status
+
+        status = exit_status(_run)
+    except KeyboardInterrupt:  # before exit_status was there to say so
+        status = 130
+    sys.exit(status)
 
 
-def _run() -> int:
-    from mame_sd.cli import run
+def _run() -> object:
+    from mame_sd.cli import invoke
 
-    return run()
+    return invoke()
 
 
 if __name__ == "__main__":

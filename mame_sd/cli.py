@@ -159,10 +159,13 @@ def doctor_command(*, model: ModelOptions) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status; every failure has become one line on stderr."""
+    return exit_status(lambda: invoke(arguments))
+
+
+def invoke(arguments: Sequence[str] | None = None) -> Any:
+    """Run one command line (that of the process by default), failures as exceptions."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its import-time notices are not about our users' input
-    return exit_status(
-        lambda: app(list(sys.argv[1:] if arguments is None else arguments), "mame-sd", standalone_mode=False)
-    )
+    return app(list(sys.argv[1:] if arguments is None else arguments), "mame-sd", standalone_mode=False)
 
 
 def generate_run(

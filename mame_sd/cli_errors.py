@@ -7,9 +7,13 @@ Set MAME_SD_TRACEBACK=1 to see where an error came from.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from mame_sd.errors import MachineError, UserError
 
@@ -19,17 +23,21 @@ _MEMORY_MESSAGES = ("not enough memory", "can't allocate memory", "out of memory
 
 def exit_status(command: Callable[[], object]) -> int:
     """Run `command` and report how it failed, if it did. Returns the exit status."""
-    try:
-        status = command()
-    except KeyboardInterrupt:
-        status = INTERRUPTED
-    except SystemExit as error:
-        status = error.code
-    except BaseException as error:
-        if os.environ.get("MAME_SD_TRACEBACK"):
-            traceback.print_exc()
-        status, message = describe(error)
-        _say(f"error: {message}")
+    with _interrupts() as interrupted:
+        try:
+            status = command()
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+        except SystemExit as error:
+            status = error.code
+        except BaseException as error:
+            if os.environ.get("MAME_SD_TRACEBACK"):
+                traceback.print_exc()
+            if interrupted():  # a library that was being imported made another error of it
+                status = INTERRUPTED
+            else:
+                status, message = describe(error)
+                _say(f"error: {message}")
     if status == INTERRUPTED:
         _say("interrupted; finished images are kept, and the same command continues")
     return status if isinstance(status, int) else 0 if status is None else MACHINE
@@ -64,6 +72,25 @@ def describe(error: BaseException) -> tuple[int, str]:
     return MACHINE, (
         f"unexpected {type(error).__name__}: {_one_line(error)}; this is a bug, MAME_SD_TRACEBACK=1 shows where it is"
     )
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Gives a function that tells whether Ctrl-C came during the block."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield lambda: False
+        return
+    came: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        came.append(number)
+        signal.default_int_handler(number, frame)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(came)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _usage_message(error: BaseException, message: str) -> str:

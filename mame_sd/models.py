@@ -129,9 +129,11 @@ def _loading(name: str) -> Iterator[None]:
         ) from error
     except Exception as error:  # diffusers, transformers and safetensors raise dozens of kinds here
         if isinstance(error, ImportError) or str(error).startswith("Failed to import"):  # the latter: lazy imports
-            reason = first_line(error.__cause__ or error)
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
             raise MachineError(
-                f"--model {name}: expected the packages that it needs, but {reason}; install them with pip"
+                f"--model {name}: expected the packages that it needs, but {first_line(cause)}; install them with pip"
             ) from error
         raise UserError(
             f"--model {name}: expected a text-to-image pipeline that diffusers can load, but {first_line(error)}; "

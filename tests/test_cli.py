@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import signal
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,13 +14,11 @@ from safetensors.torch import save_file
 from typer.main import get_command
 
 from mame_sd import cli
-from mame_sd.cli_errors import exit_status
 from mame_sd.config import MaMeConfig
 from mame_sd.doctor import _fused_attention
-from mame_sd.errors import UserError
+from tests.test_cli_errors import error_of
 from tests.tiny import save_tiny_pipeline
 
-ROOT = Path(__file__).parents[1]
 LONG = "x" * 300
 PLAIN_NAMES = {"seed": "--mame-seed", "variant": "--mame-variant"}
 
@@ -43,14 +38,6 @@ def run_cli(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return cli.run([*arguments, *extra])
 
     return run
-
-
-def error_of(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one error line that stderr ends with."""
-    lines = capsys.readouterr().err.splitlines()
-    assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
-    assert not any("Traceback" in line for line in lines)
-    return lines[-1]
 
 
 BAD = {
@@ -230,32 +217,3 @@ def test_doctor_notes_that_there_is_no_fused_attention() -> None:
     cpu = torch.device("cpu")
     assert _fused_attention(cpu).state == "ok"
     assert _fused_attention(cpu, ("CUDNN_ATTENTION",)).state == "note"
-
-
-def test_the_machine_and_interrupts_have_their_own_status(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_status(lambda: torch.empty(2**52)) == 1
-    assert "expected enough memory" in error_of(capsys)
-    assert exit_status(lambda: Path("/nowhere/file").read_bytes()) == 1
-    assert "No such file or directory" in error_of(capsys)
-    assert exit_status(lambda: {}["bug"]) == 1
-    assert "unexpected KeyError: 'bug'; this is a bug" in error_of(capsys)
-    assert exit_status(lambda: signal.raise_signal(signal.SIGINT)) == 130
-    assert capsys.readouterr().err.startswith("interrupted")
-    assert exit_status(lambda: None) == 0
-
-
-def test_user_errors_name_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> None:
-        raise UserError("expected a,\ngot b; do c")
-
-    assert exit_status(fail) == 2
-    assert error_of(capsys) == "error: expected a, got b; do c"
-
-
-def test_as_a_module_from_another_folder(tmp_path: Path) -> None:
-    code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import runpy; runpy.run_module('mame_sd', run_name='__main__')"
-    )
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 2
-    assert result.stderr == "error: Missing command; mame-sd --help shows what can be given\n"
