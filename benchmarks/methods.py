@@ -85,6 +85,9 @@ FULL = {
     "kv 1/16, best, 4x4 cells, tiles 16, first level only": ours(
         keep=0.05, stride=(4, 4), tiles=16, weights="best", min_tokens=4096
     ),
+    "kv 1/16, best, 4x4 cells, tiles 32, first level only": ours(
+        keep=0.05, stride=(4, 4), tiles=32, weights="best", min_tokens=4096
+    ),
     "kv tau 0.8, best, first level only": ours(tau=0.8, merge="kv", weights="best", min_tokens=4096),
     "kv tau 0.8, best, tiles 16, first level only": ours(
         tau=0.8, merge="kv", weights="best", tiles=16, min_tokens=4096
