@@ -7,14 +7,15 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from mame_sd.config import MaMeConfig
 from mame_sd.devices import pick_device
-from mame_sd.errors import UserError
+from mame_sd.errors import MachineError, UserError
 from mame_sd.model_files import ModelChoice, find_model, first_line
 
 NEEDED = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy", "pillow", "typer", "rich")
@@ -40,7 +41,8 @@ def examine(choice: ModelChoice) -> list[Check]:
     checks = [*_versions(), _device(choice)]
     for name, check in (("fused attention", _fused_attention), ("merging", _merging), ("float16", _half)):
         checks.append(_guarded(name, check, choice))
-    return [*checks, _model(choice), _lora(), _threads(), _disk()]
+    usable = next(check for check in checks if check.name == "device").state != "fail"
+    return [*checks, _model(choice, choice.device if usable else "cpu"), _lora(), _threads(), _disk()]
 
 
 def _guarded(name: str, check: Callable[[torch.device], str | Check], choice: ModelChoice) -> Check:
@@ -99,7 +101,6 @@ def _fused_attention(device: torch.device, kernels: Sequence[str] = FUSED_KERNEL
 
 
 def _merging(device: torch.device) -> str:
-    from mame_sd.config import MaMeConfig
     from mame_sd.merge import plan_merge
 
     x = torch.ones(1, 64, 8, device=device)
@@ -115,13 +116,39 @@ def _half(device: torch.device) -> str:
     return f"works on {device}" + (", but slowly" if device.type == "cpu" else "")
 
 
-def _model(choice: ModelChoice) -> Check:
+def _model(choice: ModelChoice, device: str) -> Check:
+    """Load the model as `generate` would, read every weight, and count what can merge."""
+    from mame_sd.hooks import build_handle
+    from mame_sd.models import load_model
+
     try:
         path, name = find_model(choice)
-    except UserError as error:
+        model = load_model(replace(choice, device=device))
+        bad = _not_finite(model.pipe)
+        if bad is not None:
+            raise UserError(
+                f"--model {name}: expected weights that are finite numbers, got others in {bad}; get it again"
+            )
+        layers = len(build_handle(model.pipe, MaMeConfig()).report().layers)
+    except MachineError as error:
+        return Check("model", "fail", str(error))
+    except (UserError, TypeError, ValueError) as error:
         return Check("model", "fail", str(error), bad_input=True)
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return Check("model", "ok", f"{name}, {sum(file.stat().st_size for file in files) / 2**20:.0f} MiB")
+    size = sum(file.stat().st_size for file in files) / 2**20
+    return Check(
+        "model", "ok", f"{name}, {type(model.pipe).__name__}, {size:.0f} MiB, {layers} self-attentions may merge"
+    )
+
+
+def _not_finite(pipe: Any) -> str | None:
+    """The name of the first weight that holds NaN or infinity."""
+    for part, component in pipe.components.items():
+        if isinstance(component, torch.nn.Module):
+            for name, weight in component.named_parameters():
+                if weight.element_size() > 1 and not torch.isfinite(weight).all():  # 8-bit types have no such test
+                    return f"{part}.{name}"
+    return None
 
 
 def _lora() -> Check:

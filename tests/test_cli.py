@@ -15,7 +15,6 @@ from typer.main import get_command
 
 from mame_sd import cli
 from mame_sd.config import MaMeConfig
-from mame_sd.doctor import _fused_attention
 from tests.test_cli_errors import error_of
 from tests.tiny import save_tiny_pipeline
 
@@ -198,22 +197,3 @@ def test_ids_can_not_leave_the_folder(run_cli: Any, capsys: pytest.CaptureFixtur
     (tmp_path / "p.jsonl").write_text('{"prompt": "key", "id": "../../key"}')
     assert run_cli("generate", "--prompts", "p.jsonl", quick=True) == 2
     assert "p.jsonl:1: id: expected a plain file name" in error_of(capsys)
-
-
-def test_doctor_says_what_would_fail(run_cli: Any, capsys: pytest.CaptureFixture[str], model_folder: Path) -> None:
-    assert run_cli("doctor", "--device", "cpu", "--model", str(model_folder)) == 0
-    out = capsys.readouterr().out
-    for name in ("torch", "device", "fused attention", "merging", "model", "disk"):
-        assert any(line[6:].startswith(name) for line in out.splitlines()), name
-    assert run_cli("doctor", "--device", "cpu", "--model", "nowhere") == 2
-    out, err = capsys.readouterr()
-    assert "fail  model" in out
-    assert err.splitlines()[-1].startswith("error: --model nowhere: expected a folder")
-    assert run_cli("doctor", "--device", "abacus", "--model", str(model_folder)) == 2
-    assert "--device abacus: expected auto" in error_of(capsys)
-
-
-def test_doctor_notes_that_there_is_no_fused_attention() -> None:
-    cpu = torch.device("cpu")
-    assert _fused_attention(cpu).state == "ok"
-    assert _fused_attention(cpu, ("CUDNN_ATTENTION",)).state == "note"
