@@ -38,7 +38,7 @@ from .score import image_values, pair_values, set_value
 from .score_file import ScoreFile
 from .stats import mean_interval, paired_difference
 from .suites import Suite
-from .tools import Tools
+from .tools import Tools, network_name
 from .trace import kept_per_step
 
 Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
@@ -200,14 +200,18 @@ class Benchmark:
 
     def _withheld(self, metric: Metric, count: int) -> str | None:
         """Why a metric can't be given for `count` images on this machine, or None."""
-        reason = withheld_for_size(metric, count)
+        reason = withheld_for_size(metric, count, None if self.reference is None else self.reference.count)
         if reason is None and metric.needs == "set" and self.reference is None:
             reason = "no --reference to measure against"
         if reason is None:
             try:
                 self.tools.network(metric)
             except (UserError, MachineError) as error:
-                reason = f"not measured: {error}"
+                name = network_name(metric)
+                reason = f"not measured: no weights of {name}"
+                note = f"{name}: {error}"
+                if note not in self.results["notes"]:
+                    self.results["notes"].append(note)
         return reason
 
     def _compare_rows(self, baseline: Run) -> None:

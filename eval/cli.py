@@ -30,7 +30,6 @@ app = typer.Typer(
 )
 FORMATS = ("table", "json", "csv")
 ONE_PROMPT = FieldOptions(SamplingOptions, "Sampling", without=("images_per_prompt",))
-RunArgument = Annotated[Path, typer.Argument(help="A folder that generate wrote.", show_default=False)]
 FormatOption = Annotated[str, typer.Option("--format", help="Of what goes to stdout.", metavar="|".join(FORMATS))]
 ReferenceOption = Annotated[
     Path | None,
@@ -66,8 +65,8 @@ def generate_command(
 @takes(scoring=FieldOptions(ScoringOptions, "Scoring"))
 def score_command(
     *,
-    run_a: RunArgument,
-    run_b: RunArgument,
+    run_a: Annotated[Path, typer.Argument(help="The baseline's run folder.", metavar="RUN_A", show_default=False)],
+    run_b: Annotated[Path, typer.Argument(help="The run folder to score.", metavar="RUN_B", show_default=False)],
     reference: ReferenceOption = None,
     metrics: Annotated[
         str, typer.Option(help="Metrics, with commas between; an unknown one lists them all.", metavar="NAMES")
@@ -153,7 +152,7 @@ def bench_command(
 
 @app.command("report")
 def report_command(
-    out: Annotated[Path, typer.Argument(help="Folder of a benchmark.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="Folder of a benchmark.", metavar="OUT", show_default=False)],
 ) -> None:
     """Write the report of a benchmark again, from its results.json."""
     from .report import render
@@ -165,16 +164,17 @@ def report_command(
 
 @app.command("weights")
 def weights_command(
-    names: Annotated[
-        list[str] | None, typer.Argument(help="Files to get, or all. Without it, they are listed.")
-    ] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Of which networks. Without it, of all.")] = None,
+    get: Annotated[bool, typer.Option("--get", help="Get those that are missing.")] = False,
     weights_dir: WeightsOption = None,
 ) -> None:
-    """List the weights of metrics: state, size, licence, source, sha256; or get those that are named."""
-    from .weights_command import get_weights, weights_lines
+    """List the weights of metrics: state, size, licence, where they lie or come from, sha256; or get them."""
+    from .weights_command import check_names, get_weights, weights_lines
 
-    get_weights(names or [], weights_dir, base.note)
-    for line in weights_lines(weights_dir):
+    check_names(names or [])
+    if get:
+        get_weights(names or [], weights_dir, base.note)
+    for line in weights_lines(names or [], weights_dir):
         print(line)
 
 

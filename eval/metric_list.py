@@ -146,8 +146,12 @@ def chosen_metrics(text: str) -> list[Metric]:
     return [METRICS[name] for name in names]
 
 
-def withheld_for_size(metric: Metric, count: int) -> str | None:
-    """Why a set-wide metric is not given for so few images, or None."""
-    if metric.needs in ("set", "sets", "alone") and count < MIN_IMAGES:
+def withheld_for_size(metric: Metric, count: int, reference_count: int | None = None) -> str | None:
+    """Why a set-wide metric is not given for so few images, or a reference of so few (None or 0: not known), or None."""
+    if metric.needs not in ("set", "sets", "alone"):
+        return None
+    if count < MIN_IMAGES:
         return f"N = {count}, needs {MIN_IMAGES}"
+    if metric.needs == "set" and reference_count and reference_count < MIN_IMAGES:
+        return f"reference of {reference_count}, needs {MIN_IMAGES}"
     return None

@@ -88,7 +88,7 @@ def set_value(
     """
     count = len(run.items)
     value: dict[str, Any] = {"mean": None, "low": None, "high": None, "n": count}
-    reason = withheld_for_size(metric, count)
+    reason = withheld_for_size(metric, count, None if reference is None else reference.count)
     if reason is not None:
         return {**value, "withheld": reason}
     own = _run_features(metric, run, tools)
@@ -125,7 +125,7 @@ def score(
     """
     check_reference(metrics, reference)
     for metric in metrics:
-        if withheld_for_size(metric, len(b.items)) is None:
+        if withheld_for_size(metric, len(b.items), None if reference is None else reference.count) is None:
             tools.network(metric)  # missing weights are found before anything is computed
     prompts = {item.key: item.prompt_id for item in a.items.values()}
     paired = pair_values([metric for metric in metrics if metric.needs == "pair"], pairs, tools)

@@ -28,6 +28,7 @@ class Tools:
         cache: folder for features of images; None: none are kept.
         shard: this process among several, which share the images.
         on_progress: told (images done, images of this process).
+        networks: those loaded so far, by `network_name`; an exception where one can't be had.
         cut_prompts: keys of images whose prompt CLIP did not read to its end, of this process.
     """
 
@@ -38,7 +39,7 @@ class Tools:
     shard: Shard = field(default_factory=Shard)
     on_progress: Callable[[int, int], None] = lambda done, total: None
     cut_prompts: set[str] = field(default_factory=set)
-    _loaded: dict[str, Any] = field(default_factory=dict)
+    networks: dict[str, Any] = field(default_factory=dict)
     _remembered: dict[Any, Any] = field(default_factory=dict)
 
     def network(self, metric: Metric) -> Any:
@@ -49,15 +50,15 @@ class Tools:
         name = network_name(metric)
         if name is None:
             return None
-        if name not in self._loaded:
+        if name not in self.networks:
             own = self._try(name) if self.shard.is_main else None
             self.shard.wait()  # what the main process fetched need not be fetched again
             own = self._try(name) if own is None else own
             failed = [error for error in self.shard.everywhere(own if isinstance(own, Exception) else None) if error]
-            self._loaded[name] = failed[0] if failed else own
-        if isinstance(self._loaded[name], Exception):
-            raise self._loaded[name]
-        return self._loaded[name]
+            self.networks[name] = failed[0] if failed else own
+        if isinstance(self.networks[name], Exception):
+            raise self.networks[name]
+        return self.networks[name]
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         """`make()`, kept for the next times that `key` is asked for; only the latest few are."""
@@ -73,7 +74,7 @@ class Tools:
 
     def about(self) -> dict[str, dict[str, str]]:
         """Name, weights' hash and resizing of every network loaded so far."""
-        found = {name: network for name, network in self._loaded.items() if not isinstance(network, Exception)}
+        found = {name: network for name, network in self.networks.items() if not isinstance(network, Exception)}
         return {
             name: {
                 "name": network.name,

@@ -12,24 +12,30 @@ from .methods import NO_TOMESD, has_tomesd
 from .weights import NAMES, get, status
 
 
-def get_weights(names: Sequence[str], weights_dir: Path | None, on_note: Callable[[str], None]) -> None:
-    """Get the weights of that names (all: every one that is not there yet).
-
-    Raises UserError for an unknown name, MachineError when the network gives out.
-    """
+def check_names(names: Sequence[str]) -> None:
+    """Raise UserError for a name that no network has."""
     for name in names:
-        if name not in (*NAMES, "all"):
-            raise UserError(f"weights: expected names of {', '.join(NAMES)}, or all, got {name!r}; correct it")
+        if name not in NAMES:
+            raise UserError(f"weights: expected names of {', '.join(NAMES)}, got {name!r}; correct it")
+
+
+def get_weights(names: Sequence[str], weights_dir: Path | None, on_note: Callable[[str], None]) -> None:
+    """Get the weights of these names that are not there yet; of every network for no names.
+
+    Raises MachineError when no network gives them; those got before stay.
+    """
     ready = {found.name for found in status(weights_dir) if found.state == "ready"}
-    for name in dict.fromkeys(NAMES if "all" in names else names):
+    for name in dict.fromkeys(names or NAMES):
         if name not in ready:
             on_note(f"getting {name}")
             get(name, weights_dir)
 
 
-def weights_lines(weights_dir: Path | None) -> Iterator[str]:
-    """A line for each file of weights, and under it where it comes from."""
+def weights_lines(names: Sequence[str], weights_dir: Path | None) -> Iterator[str]:
+    """Lines on the weights of that names, of every network for no names: how they stand, where they are or come from."""
     for found in status(weights_dir):
+        if names and found.name not in names:
+            continue
         size = f"{found.size / 2**20:.0f} MiB"
         yield f"{found.state:<10}  {found.name:<16}  {size:>8}  {found.licence}"
         yield f"            {found.path or found.how}"

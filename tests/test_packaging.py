@@ -32,6 +32,16 @@ def test_only_mame_sd_lands_at_top_level(wheel: Path) -> None:
     ):
         assert f"mame_sd/{needed}" in names
     assert any(n.endswith("licenses/LICENSE") for n in names)
+    evaluation = [path for path in (ROOT / "eval").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert evaluation
+    assert {f"mame_sd/{path.relative_to(ROOT).as_posix()}" for path in evaluation} <= set(names)
+
+
+def test_both_commands_are_installed(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        points = next(n for n in archive.namelist() if n.endswith("entry_points.txt"))
+        lines = archive.read(points).decode().splitlines()
+    assert lines[1:] == ["mame-sd = mame_sd.cli:main", "mame-sd-eval = mame_sd.eval.cli:main"]
 
 
 def test_the_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
@@ -79,3 +89,11 @@ def test_the_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Pa
     code = "from mame_sd.pipelines import StableDiffusionMaMePipeline as P; print(P.__module__)"
     done = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "mame_sd.pipelines.stable_diffusion_mame"
+    done = subprocess.run(
+        [python, "-m", "mame_sd.eval", "score", str(out), str(out), "--format", "csv"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[0] == "metric,mean,low,high,n,withheld"

@@ -1,0 +1,412 @@
+"""The benchmark: every row from prompts to report with a tiny model, resumed, interrupted and shared; its methods and gates."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mame_sd.eval.bench import bench, peak_call, summary, timed_call
+from mame_sd.eval.benchmark import Benchmark
+from mame_sd.eval.benchmark_command import chosen_methods, suite_metrics, suite_prompts
+from mame_sd.eval.gates import repeat_gates
+from mame_sd.eval.methods import Method, NotApplicable, ToMeSD, paper_methods
+from mame_sd.eval.metric_list import METRICS
+from mame_sd.eval.report import render
+from mame_sd.eval.results import check_out, read_results
+from mame_sd.eval.retrieval import subjects_by_caption
+from mame_sd.eval.runs import Run
+from mame_sd.eval.suites import SUITES, Suite, suite_named
+from mame_sd.eval.tools import Tools
+from mame_sd.eval.trace import kept_per_step
+
+from mame_sd.config import MaMeConfig
+from mame_sd.errors import UserError
+from mame_sd.generate import generate
+from mame_sd.model_files import ModelChoice
+from mame_sd.models import LoadedModel, load_model
+from mame_sd.patches import MaMePatch
+from mame_sd.plan import GenerateSettings, plan_jobs
+from mame_sd.prompt_files import Prompt, prompts_from_texts
+from tests.kills import snapshot
+from tests.tiny import save_tiny_pipeline
+
+ROOT = Path(__file__).parents[1]
+PROMPTS = prompts_from_texts(["key on a black background", "ant on a pink background", "star on a purple background"])
+SETTINGS = GenerateSettings(steps=2)
+KEEP = MaMeConfig(keep=0.5, min_tokens=16)
+TAU = MaMeConfig(preset="plain", tau=0.3, min_tokens=16)
+peers = pytest.mark.skipif(importlib.util.find_spec("tomesd") is None, reason="tomesd is not installed (extra peers)")
+
+
+def tiny_methods() -> list[Method]:
+    """The paper's rows at settings under which a tiny model merges."""
+    return [
+        Method(name="baseline", label="baseline", family="baseline"),
+        Method(name="tomesd-50", label="ToMeSD 50 %", family="tomesd", patch=ToMeSD(0.5)),
+        Method(name="mame-tau", label="MaMe+MaRe", family="mame", patch=MaMePatch(TAU)),
+        Method(name="mame-default", label="MaMe default", family="mame", patch=MaMePatch(KEEP), default=True),
+    ]
+
+
+TINY = Suite(
+    name="tiny", about="for tests", prompts=None, num=3, steps=2, rounds=2, glyphs=True,
+    metrics=("psnr", "ssim", "fid", "is_effnet", "retrieval", "latency", "denoising", "memory", "memory_denoising"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_pipeline(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: Path) -> LoadedModel:
+    return load_model(ModelChoice(model=str(model_folder), device="cpu"))
+
+
+def stage(name: str) -> contextlib.AbstractContextManager[Callable[[int, int], None]]:
+    return contextlib.nullcontext(lambda done, total: None)
+
+
+def benchmark(model: LoadedModel, out: Path, **changes: Any) -> Benchmark:
+    values: dict[str, Any] = {
+        "suite": TINY, "model": model, "prompts": PROMPTS, "settings": SETTINGS, "methods": tiny_methods(),
+        "metrics": suite_metrics(TINY, glyphs=True), "reference": None, "out": out, "tools": Tools(offline=True),
+        "stage": stage, "rounds": 2,
+    }  # fmt: skip
+    return Benchmark(**{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def finished(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished benchmark."""
+    out = tmp_path_factory.mktemp("benchmark") / "out"
+    benchmark(model, out).run()
+    return out
+
+
+def rows_of(out: Path) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in read_results(out)["rows"]}
+
+
+@peers
+def test_every_row_has_every_value_or_a_reason(finished: Path) -> None:
+    rows = rows_of(finished)
+    assert list(rows) == ["baseline", "tomesd-50", "mame-tau", "mame-default"]
+    for name, row in rows.items():
+        assert row["status"] == "measured"
+        expected = set(TINY.metrics) - ({"psnr", "ssim"} if name == "baseline" else set())
+        assert set(row["values"]) == expected
+        for metric in ("fid", "is_effnet"):
+            assert row["values"][metric]["withheld"] == "N = 3, needs 100"
+        for metric in ("latency", "denoising", "memory", "memory_denoising", "retrieval"):
+            assert row["values"][metric]["mean"] >= 0
+        latency = row["values"]["latency"]
+        assert latency["low"] <= latency["mean"] <= latency["high"]
+        assert row["values"]["denoising"]["mean"] < latency["mean"]
+        assert row["values"]["memory_denoising"]["mean"] <= row["values"]["memory"]["mean"]
+    psnr = rows["mame-tau"]["values"]["psnr"]
+    assert psnr["mean"] == pytest.approx(sum(rows["mame-tau"]["per_image"]["psnr"].values()) / 3)
+    assert psnr["low"] < psnr["high"] < math.inf
+    assert psnr["against"] == "tomesd-50"
+    assert 0 < psnr["p"] <= 1
+    assert rows["mame-tau"]["values"]["retrieval"]["against"] == "baseline"
+
+
+@peers
+def test_gates_pass_and_the_manifest_says_what_was_done(finished: Path) -> None:
+    results = read_results(finished)
+    assert [gate["name"] for gate in results["gates"]] == [
+        "baseline against itself",
+        "inactive patch against the baseline",
+        "unrelated pairing, the ceiling",
+    ]
+    assert [gate["got"] for gate in results["gates"][:2]] == ["inf dB, lowest of 1"] * 2
+    manifest = results["manifest"]
+    assert manifest["sampling"]["steps"] == 2
+    assert manifest["environment"]["torch"] == torch.__version__
+    assert manifest["attention"]["processors"] == "AttnProcessor2_0"
+    assert manifest["prompts"]["count"] == 3
+    assert set(results["images"]) == {"p00001_0", "p00002_0", "p00003_0"}
+
+
+@peers
+def test_kept_tokens_are_counted_step_by_step(finished: Path) -> None:
+    rows = rows_of(finished)
+    assert rows["baseline"]["kept"] == []
+    kept = {(entry["step"], entry["level"]): entry for entry in rows["mame-default"]["kept"]}
+    assert set(kept) == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert (kept[1, 0]["tokens"], kept[1, 0]["kept"]) == (256, 128)
+    assert [entry["kept"] for entry in rows["tomesd-50"]["kept"] if entry["level"] == 0] == [128, 128]
+
+
+@peers
+def test_a_report_is_made_of_it(finished: Path) -> None:
+    render(read_results(finished), finished)
+    html = (finished / "report.html").read_text(encoding="utf-8")
+    assert "ToMeSD 50 %" in html
+    assert "N = 3, needs 100" in html
+
+
+@peers
+def test_running_again_computes_nothing_again(model: LoadedModel, finished: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(finished, tmp_path / "out"))
+    times = {path: path.stat().st_mtime_ns for path in out.rglob("*.png")}
+    bench_before, scores = (out / "bench.jsonl").read_bytes(), (out / "scores" / "mame-tau.json").read_bytes()
+    benchmark(model, out).run()
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*.png")} == times
+    assert (out / "bench.jsonl").read_bytes() == bench_before
+    assert (out / "scores" / "mame-tau.json").read_bytes() == scores
+    for name, row in rows_of(finished).items():
+        assert rows_of(out)[name]["values"] == row["values"]
+
+
+@peers
+def test_a_changed_image_is_scored_again(model: LoadedModel, finished: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(finished, tmp_path / "out"))
+    images = out / "runs" / "mame-tau" / "images"
+    shutil.copy(out / "runs" / "baseline" / "images" / "p00001_0.png", images / "p00001_0.png")
+    benchmark(model, out).run()
+    assert rows_of(out)["mame-tau"]["per_image"]["psnr"]["p00001_0"] == math.inf
+    untouched = rows_of(finished)["mame-tau"]["per_image"]["psnr"]["p00002_0"]
+    assert rows_of(out)["mame-tau"]["per_image"]["psnr"]["p00002_0"] == untouched
+
+
+def test_what_was_done_is_kept_when_it_is_interrupted(model: LoadedModel, tmp_path: Path) -> None:
+    methods = [method for method in tiny_methods() if method.family != "tomesd"]
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def interrupted(name: str) -> Iterator[Callable[[int, int], None]]:
+        seen.append(name)
+        if name == "MaMe default: images":
+            raise KeyboardInterrupt
+        yield lambda done, total: None
+
+    with pytest.raises(KeyboardInterrupt):
+        benchmark(model, tmp_path, methods=methods, stage=interrupted).run()
+    rows = rows_of(tmp_path)
+    assert [row["status"] for row in rows.values()] == ["measured", "measured", "not measured"]
+    assert "not yet" in rows["mame-default"]["reason"]
+    images = snapshot(tmp_path / "runs" / "baseline")
+    benchmark(model, tmp_path, methods=methods).run()
+    assert [row["status"] for row in rows_of(tmp_path).values()] == ["measured"] * 3
+    assert snapshot(tmp_path / "runs" / "baseline") == images
+
+
+def test_other_settings_and_foreign_folders_are_refused(model: LoadedModel, tmp_path: Path) -> None:
+    only = [tiny_methods()[0]]
+    benchmark(model, tmp_path / "out", methods=only, metrics=[METRICS["psnr"]]).run()
+    with pytest.raises(UserError, match="steps: 2 there, 3 here"):
+        benchmark(model, tmp_path / "out", methods=only, settings=GenerateSettings(steps=3)).run()
+    check_out(tmp_path / "out")
+    check_out(tmp_path / "new")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    with pytest.raises(UserError, match=r"1 other things in it \('thesis.tex'\)"):
+        check_out(tmp_path / "mine")
+    (tmp_path / "mine" / "results.json").write_text("{}")
+    with pytest.raises(UserError, match="got another file"):
+        check_out(tmp_path / "mine")
+
+
+def test_missing_peers_and_weights_leave_a_reason(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mame_sd.eval.methods.has_tomesd", lambda: False)
+    monkeypatch.setenv("MAME_SD_WEIGHTS", str(tmp_path / "none"))
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "none"))
+    metrics = [METRICS["lpips"], METRICS["psnr"]]
+    results = benchmark(model, tmp_path / "out", methods=tiny_methods()[:2], metrics=metrics).run()
+    assert results["rows"][1]["status"] == "not measured"
+    assert results["rows"][1]["reason"] == "tomesd is not installed: pip install mame-sd[peers]"
+    results = benchmark(model, tmp_path / "other", methods=tiny_methods()[::3], metrics=metrics).run()
+    assert results["rows"][1]["values"]["lpips"]["withheld"] == "not measured: no weights of lpips-alex"
+    assert results["rows"][1]["values"]["psnr"]["mean"] > 0
+    assert any("mame-sd-eval weights" in note for note in results["notes"])
+
+
+@peers
+def test_tomesd_merges_leaves_no_trace_and_resumes_to_the_same_pixels(model: LoadedModel, tmp_path: Path) -> None:
+    generate(model, PROMPTS, SETTINGS, None, tmp_path / "before")
+    summary_of_run = generate(model, PROMPTS, SETTINGS, ToMeSD(0.5), tmp_path / "tomesd")
+    assert summary_of_run.levels[0] == {"level": 0, "tokens_in": 256, "tokens_kept": 128, "share": 0.5}
+    assert summary_of_run.levels[1]["share"] == 1
+    generate(model, PROMPTS, SETTINGS, None, tmp_path / "after")
+    assert snapshot(tmp_path / "before") == snapshot(tmp_path / "after")
+    assert not any(hasattr(module, "_tome_info") for module in model.pipe.unet.modules())
+    whole = snapshot(tmp_path / "tomesd")
+    assert whole != snapshot(tmp_path / "before")
+    (tmp_path / "tomesd" / "images" / "p00003_0.png").unlink()
+    torch.manual_seed(99)
+    assert generate(model, PROMPTS, SETTINGS, ToMeSD(0.5), tmp_path / "tomesd").made == 1
+    assert snapshot(tmp_path / "tomesd") == whole
+    with pytest.raises(UserError, match=r"peer.ratio: 0.5 there, 0.25 here"):
+        generate(model, PROMPTS, SETTINGS, ToMeSD(0.25), tmp_path / "tomesd")
+
+
+@peers
+def test_tomesd_says_where_it_can_do_nothing(tmp_path: Path) -> None:
+    blocks = {
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    }
+    folder = save_tiny_pipeline(tmp_path / "like-sdxl", **blocks)
+    like_sdxl = load_model(ModelChoice(model=str(folder), device="cpu"))
+    with pytest.raises(NotApplicable, match="only at the largest level"):
+        generate(like_sdxl, PROMPTS, SETTINGS, ToMeSD(0.5), tmp_path / "run")
+    config = MaMeConfig(keep=0.5, min_tokens=16)
+    methods = [*tiny_methods()[:2], Method(name="mame", label="MaMe", family="mame", patch=MaMePatch(config))]
+    results = benchmark(like_sdxl, tmp_path / "out", methods=methods, metrics=[METRICS["psnr"]], rounds=1).run()
+    assert [row["status"] for row in results["rows"]] == ["measured", "not measured", "measured"]
+    assert "largest level" in results["rows"][1]["reason"]
+
+
+@pytest.mark.parametrize("ratio", [0, -1, 0.76, math.nan])
+def test_ratios_out_of_range_are_refused(ratio: float) -> None:
+    with pytest.raises(UserError, match=r"--ratio: expected a share above 0 and at most 0.75"):
+        ToMeSD(ratio)
+
+
+def test_timings_continue_and_start_over_when_anything_else_is_timed(model: LoadedModel, tmp_path: Path) -> None:
+    methods = [method for method in tiny_methods() if method.family != "tomesd"]
+    jobs = plan_jobs(PROMPTS[:1], SETTINGS)
+    record = tmp_path / "bench.jsonl"
+    counts: list[int] = []
+    found = bench(model, SETTINGS, jobs, methods, 2, record, lambda done, total: counts.append(done))
+    assert counts == list(range(7))
+    assert {name: len(timings) for name, timings in found.items()} == {method.name: 2 for method in methods}
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [(line["round"], line["method"]) for line in lines[1:]] == [
+        (0, "baseline"), (0, "mame-tau"), (0, "mame-default"), (1, "mame-tau"), (1, "mame-default"), (1, "baseline"),
+    ]  # fmt: skip
+    counts.clear()
+    again = bench(model, SETTINGS, jobs, methods, 3, record, lambda done, total: counts.append(done))
+    assert counts == [6, 7, 8, 9]
+    assert {name: timings[:2] for name, timings in again.items()} == found
+    counts.clear()
+    bench(model, GenerateSettings(steps=1), jobs, methods, 1, record, lambda done, total: counts.append(done))
+    assert counts == [0, 1, 2, 3]
+    record.write_text("{broken")
+    assert len(bench(model, SETTINGS, jobs, methods[:1], 1, record)["baseline"]) == 1
+
+
+def test_timed_calls_measure_denoising_apart(model: LoadedModel) -> None:
+    jobs = plan_jobs(PROMPTS[:2], SETTINGS)
+    timing = timed_call(model, GenerateSettings(steps=4, batch_size=2), jobs, tiny_methods()[0])
+    assert timing.denoising is not None
+    assert 0 < timing.denoising < timing.seconds
+    costs = summary([timing, timing, timing])
+    assert costs["latency"] == {
+        "mean": timing.seconds, "low": timing.seconds, "high": timing.seconds, "n": 3, "statistic": "median, quartiles",
+    }  # fmt: skip
+
+
+def test_peak_memory_counts_weights_and_grows_with_the_batch(model: LoadedModel) -> None:
+    one, two = (
+        peak_call(model, GenerateSettings(steps=1, batch_size=n), plan_jobs(PROMPTS[:n], SETTINGS), tiny_methods()[0])
+        for n in (1, 3)
+    )
+    weights = sum(
+        p.numel() * 4 for part in (model.pipe.unet, model.pipe.vae, model.pipe.text_encoder) for p in part.parameters()
+    )
+    for peak in (one, two):
+        assert peak.allocated is not None
+        assert peak.allocated_denoising is not None
+        assert weights < peak.allocated_denoising <= peak.allocated
+    assert two.allocated_denoising > one.allocated_denoising  # type: ignore[operator]
+
+
+def test_a_gate_fails_when_the_baseline_is_not_repeated(model: LoadedModel, tmp_path: Path) -> None:
+    generate(model, PROMPTS, SETTINGS, KEEP, tmp_path / "merged")
+    jobs = plan_jobs(PROMPTS, SETTINGS)[:1]
+    gates = repeat_gates(model, SETTINGS, jobs, Run.open(tmp_path / "merged"), KEEP)
+    assert [gate["passed"] for gate in gates] == [False, False]
+    assert all(module.__class__.__name__ != "ToMeBlock" for module in model.pipe.unet.modules())
+
+
+def test_steps_are_not_traced_for_the_baseline(model: LoadedModel) -> None:
+    assert kept_per_step(model, SETTINGS, plan_jobs(PROMPTS, SETTINGS)[0], tiny_methods()[0]) == []
+
+
+def test_the_papers_rows_are_there_and_rows_can_be_chosen() -> None:
+    labels = [method.label for method in paper_methods()]
+    assert labels == ["baseline", "ToMeSD 25 %", "ToMeSD 50 %", "MaMe+MaRe τ 0.7", "MaMe+MaRe τ 0.8", "MaMe default"]
+    config = paper_methods()[3].config["mame"]
+    assert (config["tau"], config["preset"], config["merge"]) == (0.7, "plain", "qkv")
+    assert [method.name for method in chosen_methods("mame-default")] == ["baseline", "mame-default"]
+    with pytest.raises(UserError, match="--rows: expected names of baseline, tomesd-25"):
+        chosen_methods("mame-default,tomesd-99")
+
+
+def test_suites_hold_what_the_paper_and_the_issue_say() -> None:
+    paper = SUITES["paper"]
+    assert (paper.steps, paper.guidance, paper.seed, paper.height, paper.width) == (50, 7.5, 42, 768, 768)
+    assert (paper.dtype, paper.scheduler, paper.num) == ("float32", "dpm++", 2000)
+    for suite in SUITES.values():
+        assert set(suite.metrics) <= set(METRICS)
+        GenerateSettings(**suite.sampling({"steps": 3, "guidance": None}))
+    assert paper.sampling({"steps": 3, "guidance": None})["guidance"] == 7.5
+    with pytest.raises(UserError, match="--suite: expected one of quick, embedded, paper"):
+        suite_named("huge")
+
+
+def test_suites_find_their_prompts(tmp_path: Path) -> None:
+    quick, file = suite_prompts(SUITES["quick"], None, None)
+    assert len(quick) == 12
+    assert file is not None
+    assert file["name"] == "demo.txt"
+    drawn, _ = suite_prompts(SUITES["embedded"], None, None)
+    assert len(drawn) == 128
+    assert all(prompt.text in subjects_by_caption() for prompt in [*quick, *drawn])
+    (tmp_path / "own.txt").write_text("a\nb\nc\n")
+    assert [p.text for p in suite_prompts(SUITES["paper"], str(tmp_path / "own.txt"), 2)[0]] == ["a", "b"]
+    with pytest.raises(UserError, match="--suite paper: expected --prompts FILE, got none"):
+        suite_prompts(SUITES["paper"], None, None)
+    with pytest.raises(UserError, match="--num: expected at least 1"):
+        suite_prompts(SUITES["quick"], None, 0)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs several processes on one machine")
+def test_two_processes_make_the_same_benchmark(model_folder: Path, tmp_path: Path) -> None:
+    options = ["benchmark", "--model", str(model_folder), "--device", "cpu", "--offline", "--steps", "1", "--num", "3"]
+    options += ["--height", "64", "--width", "64", "--rows", "mame-default", "--rounds", "1", "--out"]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        "0",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MAME_SD_WEIGHTS": str(tmp_path)}
+    for start, name in ((launch, "two"), ([sys.executable], "one")):
+        command = [*start, "-m", "mame_sd.eval", *options, str(tmp_path / name)]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("report.html") == 1
+    one, two = rows_of(tmp_path / "one"), rows_of(tmp_path / "two")
+    for name in ("baseline", "mame-default"):
+        assert snapshot(tmp_path / "one" / "runs" / name) == snapshot(tmp_path / "two" / "runs" / name)
+        assert one[name]["per_image"] == two[name]["per_image"]
+
+
+def test_prompt_ids_need_not_be_in_order(model: LoadedModel, tmp_path: Path) -> None:
+    prompts = [Prompt(id=name, text=text.text) for name, text in zip("zay", PROMPTS, strict=True)]
+    results = benchmark(
+        model, tmp_path, prompts=prompts, methods=tiny_methods()[::3], metrics=[METRICS["psnr"]], rounds=1
+    ).run()
+    assert list(results["rows"][1]["per_image"]["psnr"]) == ["z_0", "a_0", "y_0"]

@@ -1,0 +1,351 @@
+"""Scores of two runs: what they are, what they refuse, and that sharing them over processes changes nothing."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mame_sd.eval import cli
+from mame_sd.eval.metric_list import METRICS, chosen_metrics, withheld_for_size
+from mame_sd.eval.reference import open_reference, rendered_glyphs
+from mame_sd.eval.retrieval import background_right, draw_prompts, rendered, retrieved, subject_of, subjects_by_caption
+from mame_sd.eval.runs import Run
+from mame_sd.eval.score import set_value
+from mame_sd.eval.tools import Tools
+from PIL import Image
+
+from mame_sd.errors import UserError
+from mame_sd.run_folder import FORMAT
+
+ROOT = Path(__file__).parents[1]
+Edit = Any
+
+
+def write_run(
+    folder: Path, images: dict[str, np.ndarray], prompts: dict[str, str] | None = None, **settings: Any
+) -> Path:
+    """A run folder as `generate` leaves it, of given pixels by key `<id>_<repeat>`."""
+    (folder / "images").mkdir(parents=True)
+    rows = []
+    for key, pixels in images.items():
+        identity, _, repeat = key.rpartition("_")
+        Image.fromarray(pixels).save(folder / "images" / f"{key}.png")
+        row = {"name": key, "id": identity, "repeat": int(repeat), "file": f"images/{key}.png", "seed": 0}
+        size = {"width": pixels.shape[1], "height": pixels.shape[0]}
+        rows.append(
+            {**row, **size, "prompt": (prompts or {}).get(key, f"prompt {identity}"), "seconds": 1.0, "levels": []}
+        )
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    known = {"prompts": {"count": len(images), "sha256": "x"}, "images_per_prompt": 1, "mame": None, **settings}
+    (folder / "manifest.json").write_text(json.dumps({"format": FORMAT, "settings": known, "environment": {}}))
+    return folder
+
+
+def noise(seed: int, size: tuple[int, int] = (24, 32)) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
+
+
+def shifted(pixels: np.ndarray, by: int) -> np.ndarray:
+    return np.clip(pixels.astype(int) + by, 0, 255).astype(np.uint8)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Path, Path]:
+    """Five images, and the same ones a little off, each by another amount."""
+    a = {f"{i:02}_0": noise(i) for i in range(5)}
+    b = {key: shifted(pixels, n + 1) for n, (key, pixels) in enumerate(a.items())}
+    return write_run(tmp_path / "a", a), write_run(tmp_path / "b", b, mame={"tau": 0.8})
+
+
+def score_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert cli.run(["score", *arguments, "--format", "json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 2) -> str:
+    assert cli.run(list(arguments)) == status
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert captured.out == ""
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
+    return lines[-1]
+
+
+def test_psnr_is_the_mean_of_per_image_values(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = map(str, runs)
+    found = score_json(capsys, a, b, "--metrics", "psnr,ssim")
+    expected = []
+    for key in Run.open(runs[0]).items:
+        one, other = (np.asarray(Image.open(run / "images" / f"{key}.png"), np.float64) / 255 for run in runs)
+        expected.append(-10 * math.log10(((one - other) ** 2).mean()))
+    value = found["metrics"]["psnr"]
+    assert value["mean"] == pytest.approx(np.mean(expected), abs=1e-4)
+    assert min(expected) < value["low"] < value["mean"] < value["high"] < max(expected)
+    assert value["n"] == 5
+    assert set(found["metrics"]) == {"psnr", "ssim"}
+    manifest = found["manifest"]
+    assert manifest["run_b"]["settings"]["mame"] == {"tau": 0.8}
+    assert manifest["run_a"]["sizes"] == ["32x24"]
+    assert manifest["networks"] == {}
+    assert manifest["versions"]["torch"] == torch.__version__
+
+
+def test_equal_runs_have_infinite_psnr_in_valid_json(
+    runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["score", str(runs[0]), str(runs[0]), "--metrics", "psnr,ssim", "--format", "json"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert found["metrics"]["psnr"]["mean"] == math.inf
+    assert found["metrics"]["psnr"]["low"] is None
+    assert found["metrics"]["ssim"]["mean"] == pytest.approx(1)
+    assert "5 of 5 values are infinite" in captured.err
+
+
+def test_one_image_has_values_and_no_intervals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write_run(tmp_path / "a", {"x_0": noise(0)})
+    b = write_run(tmp_path / "b", {"x_0": shifted(noise(0), 3)})
+    found = score_json(capsys, str(a), str(b), "--metrics", "psnr,fid_to_baseline,is_effnet")
+    assert found["metrics"]["psnr"]["mean"] > 30
+    assert (found["metrics"]["psnr"]["low"], found["metrics"]["psnr"]["n"]) == (None, 1)
+    assert found["metrics"]["fid_to_baseline"]["withheld"] == "N = 1, needs 100"
+    assert found["metrics"]["is_effnet"]["mean"] is None
+    assert found["manifest"]["networks"] == {}  # withheld metrics load nothing
+
+
+def test_tables_and_csv_hold_the_same_figures(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = map(str, runs)
+    value = score_json(capsys, a, b)["metrics"]["psnr"]
+    assert cli.run(["score", a, b, "--format", "csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["metric"] for row in rows] == ["psnr", "ssim"]
+    assert float(rows[0]["mean"]) == value["mean"]
+    assert cli.run(["score", a, b]) == 0
+    table = capsys.readouterr().out
+    assert f"{value['mean']:.2f}" in table
+    assert f"{value['low']:.2f} to {value['high']:.2f}" in table
+
+
+def test_other_settings_than_the_method_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write_run(tmp_path / "a", {"x_0": noise(0)}, steps=20)
+    b = write_run(tmp_path / "b", {"x_0": noise(0)}, steps=10, mame={"tau": 0.8})
+    assert cli.run(["score", str(a), str(b)]) == 0
+    assert "note: the runs differ beside the method (steps: 20, 10)" in capsys.readouterr().err
+
+
+def break_size(run: Path) -> None:
+    Image.fromarray(noise(2, (24, 40))).save(run / "images" / "02_0.png")
+
+
+def break_truncated(run: Path) -> None:
+    path = run / "images" / "02_0.png"
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def break_deep(run: Path) -> None:
+    Image.fromarray(np.full((24, 32), 40_000, np.uint16)).save(run / "images" / "02_0.png")
+
+
+def break_clear(run: Path) -> None:
+    Image.fromarray(np.dstack([noise(2), np.full((24, 32), 90, np.uint8)])).save(run / "images" / "02_0.png")
+
+
+def break_text(run: Path) -> None:
+    (run / "images" / "02_0.png").write_text("not an image")
+
+
+@pytest.mark.parametrize("breaks", [break_size, break_truncated, break_deep, break_clear, break_text])
+def test_broken_images_are_named_and_nothing_is_scored(
+    runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str], breaks: Edit
+) -> None:
+    breaks(runs[1])
+    assert "02_0.png" in error_of(capsys, "score", str(runs[0]), str(runs[1]), "--format", "json")
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "metric": (["A", "B", "--metrics", "psnr,beauty"], "--metrics: expected names of lpips,"),
+    "no-metric": (["A", "B", "--metrics", ""], "got ''"),
+    "format": (["A", "B", "--format", "xml"], "--format: expected one of table, json, csv, got 'xml'"),
+    "folder": (["A", "C"], "expected the folder of a run, found none"),
+    "no-run": (["A", "."], "found no manifest.json"),
+    "one-run": (["A"], "Missing argument 'RUN_B'"),
+    "no-reference": (["A", "B", "--metrics", "fid"], "--metrics fid: expected a --reference"),
+    "reference": (["A", "B", "--metrics", "fid", "--reference", "nowhere"], "nowhere"),
+    "statistics": (["A", "B", "--metrics", "fid", "--reference", "nowhere.npz"], "nowhere.npz"),
+    "device": (["A", "B", "--device", "abacus"], "--device abacus: expected auto"),
+    "small": (["A", "B", "--metrics", "ms_ssim"], "ms_ssim of"),
+    "truth": (["A", "B", "--metrics", "retrieval"], "expected prompts of the embedded model"),
+    "weights": (["A", "B", "--metrics", "lpips_vgg", "--offline", "--weights-dir", "."], "vgg"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_status_2(
+    runs: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MAME_SD_WEIGHTS", str(tmp_path / "weights"))
+    arguments, message = BAD[case]
+    names = {"A": str(runs[0]), "B": str(runs[1]), "C": str(tmp_path / "c")}
+    assert message in error_of(capsys, "score", *(names.get(word, word) for word in arguments))
+
+
+def test_sample_size_rules() -> None:
+    assert withheld_for_size(METRICS["fid"], 99) == "N = 99, needs 100"
+    assert withheld_for_size(METRICS["fid"], 100) is None
+    assert withheld_for_size(METRICS["fid"], 100, 99) == "reference of 99, needs 100"
+    assert withheld_for_size(METRICS["fid"], 100, 0) is None  # statistics that do not say
+    assert withheld_for_size(METRICS["is"], 100, 5) is None
+    assert withheld_for_size(METRICS["psnr"], 1) is None
+    assert [metric.name for metric in chosen_metrics("ssim, psnr,ssim")] == ["ssim", "psnr"]
+
+
+def test_fidelity_and_quality_do_not_mix() -> None:
+    for metric in METRICS.values():
+        against_baseline = metric.needs in ("pair", "sets")
+        assert against_baseline == (metric.block == "fidelity")
+        assert (metric.needs == "time") == (metric.block == "cost")
+
+
+class Means:
+    """An extractor that is no network: mean colour and spread of an image, and its colour as logits."""
+
+    name, weights_hash, resize = "means", "0", "none"
+
+    def __call__(self, images: list[np.ndarray]) -> Any:
+        colour = torch.tensor(np.stack([image.mean((0, 1)) / 255 for image in images])).float()
+        spread = torch.tensor([[image.std() / 255] for image in images]).float()
+        return type("Features", (), {"features": torch.cat([colour, spread], 1), "logits": colour * 20})
+
+
+def tools_with_means() -> Tools:
+    return Tools(networks={"inception": Means(), "effnet-lite0": Means()})
+
+
+def coloured(count: int, brighter: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(brighter)
+    return {
+        f"{i:03}_0": np.clip(rng.normal(90 + brighter, 30, (8, 8, 3)), 0, 255).astype(np.uint8) for i in range(count)
+    }
+
+
+def test_distances_follow_the_sets_and_state_their_size(tmp_path: Path) -> None:
+    near, far = (Run.open(write_run(tmp_path / str(by), coloured(120, by))) for by in (5, 60))
+    base = Run.open(write_run(tmp_path / "base", coloured(120, 0)))
+    reference = open_reference(tmp_path / "base")
+    assert (reference.name, reference.count) == ("base", 120)
+    tools = tools_with_means()
+    for name in ("fid", "kid", "fid_to_baseline"):
+        values = [set_value(METRICS[name], run, base, reference, tools) for run in (base, near, far)]
+        assert values[0]["mean"] == pytest.approx(0, abs=1e-2)
+        assert values[1]["mean"] < values[2]["mean"]
+        assert values[2]["n"] == 120
+    assert "below 2048" in set_value(METRICS["fid"], near, base, reference, tools)["warning"]
+    score = set_value(METRICS["is"], near, None, None, tools)
+    assert (score["splits"], score["n"]) == (1, 120)
+    assert 1 <= score["mean"] <= score["cap"]
+
+
+def test_statistics_serve_distances_that_need_no_images(tmp_path: Path) -> None:
+    run = Run.open(write_run(tmp_path / "run", coloured(120, 0)))
+    tools = tools_with_means()
+    features = Means()([np.asarray(Image.open(item.path)) for item in run.items.values()]).features.double().numpy()
+    np.savez(tmp_path / "stats.npz", mu=features.mean(0), sigma=np.cov(features.T))
+    reference = open_reference(tmp_path / "stats.npz")
+    assert set_value(METRICS["fid"], run, None, reference, tools)["mean"] == pytest.approx(0, abs=1e-6)
+    with pytest.raises(UserError, match=r"stats.npz: expected images for kid, got statistics"):
+        set_value(METRICS["kid"], run, None, reference, tools)
+    np.savez(tmp_path / "other.npz", mu=np.zeros(7), sigma=np.eye(7))
+    with pytest.raises(UserError, match="fid: expected equal feature dims"):
+        set_value(METRICS["fid"], run, None, open_reference(tmp_path / "other.npz"), tools)
+
+
+def test_a_reference_folder_is_taken_without_what_lies_below_it(tmp_path: Path) -> None:
+    (tmp_path / "real" / "thumbnails").mkdir(parents=True)
+    for place in ("one.png", "two.png", "thumbnails/one.png"):
+        Image.fromarray(noise(1)).save(tmp_path / "real" / place)
+    assert open_reference(tmp_path / "real").count == 2
+
+
+def test_the_embedded_models_truth_is_found() -> None:
+    captions = list(subjects_by_caption())
+    assert len(captions) == rendered_glyphs().count == 180 * 12
+    index = captions.index("key on a black background")
+    assert subject_of(captions[index]) == ("key", "black")
+    image = rendered(index)
+    assert image.shape == (256, 256, 3)
+    assert retrieved(image, "key on a black background") == 1
+    assert retrieved(image, "pizza on a black background") == 0
+    assert background_right(image, "pizza on a black background") == 1
+    assert background_right(image, "key on a white background") == 0
+
+
+def test_drawn_prompts_are_half_unseen_and_always_the_same() -> None:
+    prompts = draw_prompts(128)
+    assert prompts == draw_prompts(128)
+    assert len({prompt.text for prompt in prompts}) == 128
+    assert sum(prompt.extra["held_out"] for prompt in prompts) == 64
+    assert all(prompt.text in subjects_by_caption() for prompt in prompts)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs several processes on one machine")
+def test_processes_share_scores_and_agree(tmp_path: Path) -> None:
+    """Two processes, five pairs of two sizes, and a reference of odd length: the same JSON as one process gives."""
+    a = {f"{i:02}_0": noise(i, (24, 24 + 8 * (i % 2))) for i in range(5)}
+    write_run(tmp_path / "a", a)
+    write_run(tmp_path / "b", {key: shifted(pixels, n + 1) for n, (key, pixels) in enumerate(a.items())})
+    command = [
+        "-m",
+        "mame_sd.eval",
+        "score",
+        str(tmp_path / "a"),
+        str(tmp_path / "b"),
+        "--metrics",
+        "psnr,ssim",
+        "--format",
+        "json",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        "0",
+    ]
+    outputs = []
+    for start in ([sys.executable], launch):
+        done = subprocess.run(
+            [*start, *command], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        outputs.append(json.loads(done.stdout))
+    assert outputs[0]["metrics"] == outputs[1]["metrics"]
+    assert [output["manifest"]["processes"] for output in outputs] == [1, 2]
+
+
+def test_features_are_put_back_into_order(tmp_path: Path) -> None:
+    from mame_sd.eval.score import _interleave
+
+    whole = torch.arange(14.0).reshape(7, 2)
+    parts = [whole[rank::3] for rank in range(3)]
+    assert torch.equal(_interleave(parts, 7), whole)
+    assert torch.equal(_interleave([whole[:1], None], 1), whole[:1])
