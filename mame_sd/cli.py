@@ -5,6 +5,7 @@ torch and diffusers are imported inside the commands, after cheap checks, so tha
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mame_sd.cli_errors import exit_status
-from mame_sd.cli_options import FieldOptions, MergingOptions, ModelOptions, OptionalMerging, SamplingOptions, takes
+from mame_sd.cli_options import (
+    FieldOptions,
+    MergingOptions,
+    ModelOptions,
+    OptionalMerging,
+    SamplingOptions,
+    pair,
+    takes,
+)
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError
 
@@ -35,6 +44,7 @@ app = typer.Typer(
 MODEL = FieldOptions(ModelOptions, "Model")
 SAMPLING = FieldOptions(SamplingOptions, "Sampling")
 ONE_IMAGE = FieldOptions(SamplingOptions, "Sampling", without=("batch_size", "images_per_prompt"))
+TUNED = FieldOptions(SamplingOptions, "Sampling", without=("batch_size", "images_per_prompt", "height", "width"))
 RunFolderOption = Annotated[
     Path, typer.Option(help="Run folder: new, empty, or begun by the same command.", metavar="DIR")
 ]
@@ -127,6 +137,57 @@ def show_merge_command(
     write_sheet(out, draw_merge(found, prompt), about)
     print(f"{found.layer}, step {step}: {found.tokens_kept} of {found.owners.size} tokens kept")
     print(out)
+
+
+@app.command("tune")
+@takes(model=MODEL, sampling=TUNED, merging=MergingOptions(without=("tau", "keep", "stride", "tiles", "merge", "size")))
+def tune_command(
+    *,
+    max_lpips: Annotated[
+        float | None, typer.Option(help="Choose the fastest setting whose mean LPIPS is at most this.")
+    ] = None,
+    min_speedup: Annotated[
+        float | None, typer.Option(help="Choose the setting of least LPIPS that is at least this many times faster.")
+    ] = None,
+    pixels: Annotated[
+        str | None, typer.Option("--size", help="Image size in pixels. Without it, the model's own.", metavar="S|HxW")
+    ] = None,
+    prompts: PromptFileOption = None,
+    prompt: PromptsOption = None,
+    num: NumOption = None,
+    weights_dir: Annotated[Path | None, typer.Option(help="Folder of LPIPS weights.", metavar="DIR")] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for config.json and the measurements; run again to continue.", metavar="DIR")
+    ] = Path("out/tune"),
+    model: ModelOptions,
+    sampling: SamplingOptions,
+    merging: MaMeConfig,
+) -> None:
+    """Find the setting for your model, size and machine; write it as a file that --config takes."""
+    from mame_sd.models import load_model
+    from mame_sd.plan import GenerateSettings
+    from mame_sd.run_folder import write_atomically
+    from mame_sd.tune import choose, ladder_of, lpips_distance, table, text_plot, tune
+
+    if (max_lpips is None) == (min_speedup is None):
+        raise UserError("expected --max-lpips or --min-speedup, one of them; say what matters")
+    height, width = (None, None) if pixels is None else pair("size", pixels if "x" in pixels else f"{pixels}x{pixels}")
+    settings = GenerateSettings(**{**asdict(sampling), "height": height, "width": width})
+    texts = list(prompt or [])
+    chosen_prompts = read_prompts(prompts or (None if texts else "demo"), texts, num or (None if texts else 4))
+    distance = lpips_distance(weights_dir, model.offline)
+    loaded = load_model(model_choice(model))
+    with progress("images") as on_progress:
+        trials = tune(loaded, chosen_prompts, settings, ladder_of(merging), distance, out, on_progress)
+    try:
+        best = choose(trials, max_lpips, min_speedup)
+    except UserError:
+        print(table(trials, None))
+        raise
+    print(table(trials, best), text_plot(trials), sep="\n\n", end="\n\n")
+    file = out / "config.json"
+    write_atomically(file, (json.dumps(best.config.to_dict(given_only=True), indent=1) + "\n").encode())
+    print(f"{file}: mame-sd generate --config {file}, or MaMeConfig.from_file({str(file)!r})")
 
 
 @app.command("sheet")

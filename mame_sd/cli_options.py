@@ -161,9 +161,7 @@ class MergingOptions:
     def build(self, values: Mapping[str, Any]) -> MaMeConfig:
         """The config. Raises UserError for a bad value or file."""
         given = {f.name: values.get(_parameter_of(f.name)) for f in fields(MaMeConfig)}
-        given = {
-            name: _pair(name, v) if name in ("stride", "size") else v for name, v in given.items() if v is not None
-        }
+        given = {name: pair(name, v) if name in ("stride", "size") else v for name, v in given.items() if v is not None}
         try:
             base = MaMeConfig.from_file(values["config"]) if values["config"] is not None else MaMeConfig()
             return base.replace(**given)
@@ -223,7 +221,7 @@ def _keyword(name: str, annotation: Any, default: Any = None) -> inspect.Paramet
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _pair(name: str, text: str) -> tuple[int, int]:
+def pair(name: str, text: str) -> tuple[int, int]:
     """`"2x3"` as (2, 3). Raises UserError for anything else."""
     first, _, second = text.lower().replace(",", "x").partition("x")
     try:
