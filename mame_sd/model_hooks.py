@@ -44,6 +44,7 @@ class _Hook(ModelHook):
     """
 
     name: str
+    entry: Any  # the module's forward just after the hook was put on
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         return args, {**kwargs, "_mame_module": module}
@@ -163,12 +164,14 @@ def put_hook(module: nn.Module, name: str, hook: Any) -> None:
         module.register_forward_pre_hook(hook, with_kwargs=True)
         return
     HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
+    hook.entry = module.forward
 
 
 def take_hook(module: nn.Module, name: str) -> None:
-    """Takes the hook of that name off `module`, if there is one; hooks put on after it stay in force.
+    """Takes the hook of that name off `module`, if there is one; what was put around it since then stays in force.
 
-    diffusers' own removal gives the next hook the freed forward in place of its `new_forward`, which is then lost.
+    diffusers' own removal gives the next hook the freed forward in place of its `new_forward`, which is then lost, and
+    drops a function that somebody has put around `module.forward` by hand.
     """
     hook = hook_on(module, name)
     if hook is None:
@@ -179,11 +182,23 @@ def take_hook(module: nn.Module, name: str) -> None:
         return
     registry: Any = module._diffusers_hook
     later = registry._fn_refs[registry._hook_order.index(name) + 1 :]
+    around = (later[0].original_forward or later[0].forward) if later else module.forward
+    if around is not hook.entry:
+        _pass_through(registry, name)
+        return
     outer = later[0] if later and later[0].original_forward is not None else None
     kept = None if outer is None else outer.forward
     registry.remove_hook(name, recurse=False)
     if outer is not None:
         outer.original_forward, outer.forward = outer.forward, kept
+
+
+def _pass_through(registry: Any, name: str) -> None:
+    """Takes a hook that is wrapped by a function of somebody else's out of the registry; what is wrapped does nothing."""
+    plain, place = ModelHook(), registry._hook_order.index(name)
+    ref = registry._fn_refs[place]
+    ref.pre_forward, ref.forward, ref.post_forward = plain.pre_forward, ref.original_forward, plain.post_forward
+    del registry.hooks[name], registry._hook_order[place], registry._fn_refs[place]
 
 
 def image_size(module: Any, call: Call) -> Tokens | None:
