@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .data import Results, Row
-from .numbers import shown, times
+from .numbers import phrase, times
 from .select import Focus
 
 SIGNIFICANT = 0.05
@@ -36,10 +36,10 @@ def comparison(results: Results, chosen: Focus) -> str:
 
 def _closeness(chosen: Focus, row: Row) -> str:
     value = row.value(chosen.closeness)
-    if chosen.closeness is None or value is None:
+    if chosen.closeness is None or value is None or value.mean is None:
         return ""
     label = chosen.closeness.label.split(" (")[0]
-    return f"at {'an' if label[0] in 'AEFHILMNORSX' else 'a'} {label} of {shown(value, chosen.closeness)}"
+    return f"at {'an' if label[0] in 'AEFHILMNORSX' else 'a'} {label} {phrase(value.mean, chosen.closeness)}"
 
 
 def _speed(chosen: Focus, row: Row, ratio: float) -> str:

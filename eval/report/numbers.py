@@ -36,9 +36,8 @@ def times(ratio: float) -> str:
     return number(ratio, 2)
 
 
-def shown(value: Value | None, metric: Metric) -> str:
-    """The mean with its unit, for running text."""
-    if value is None or value.mean is None:
-        return "not measured"
-    unit = f" {metric.unit}" if metric.unit else ""
-    return number(value.mean, metric.digits) + unit
+def phrase(mean: float, metric: Metric) -> str:
+    """``of 0.011``, ``of 38.1 dB``, ``below 0.001``: the value for running text."""
+    text = number(mean, metric.digits)
+    text = f"below {text[1:]}" if text.startswith("<") else f"of {text}"
+    return f"{text} {metric.unit}".rstrip()
