@@ -15,6 +15,7 @@ from mame_sd.errors import MachineError, UserError
 from mame_sd.models import load_model
 from mame_sd.plan import GenerateSettings, cut_batches, plan_jobs
 from mame_sd.prompt_files import Prompt, load_prompts, prompt_file_identity
+from mame_sd.run_folder import check_place, writing
 from mame_sd.shards import Shard, joined, shard_of_environment
 
 from .bench import bench, summary
@@ -108,9 +109,11 @@ def run_bench(
         base.note(text)
     methods = [method for method in methods if method.lacking is None]
     check_rounds(rounds)
+    check_place(out, out)
     loaded = load_model(base.model_choice(model))
     batch = cut_batches(plan_jobs([Prompt(id="bench", text=prompt)], settings), settings.batch_size)[0]
-    out.mkdir(parents=True, exist_ok=True)
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
     with base.progress("calls") as on_progress:
         timings = bench(loaded, settings, batch, methods, rounds, out / "bench.jsonl", on_progress)
     return {name: summary(found) for name, found in timings.items()}

@@ -103,6 +103,12 @@ class Tools:
         return load_extractor(name, cache=self.cache, **place)
 
 
+def weights_of(metric: Metric) -> str | None:
+    """The name that `weights` knows the metric's network by, or None."""
+    name = network_name(metric)
+    return {"clip": "clip-vit-b-32", "inception": "inception-fid"}.get(name, name) if name else None
+
+
 def network_name(metric: Metric) -> str | None:
     """The network that `metric` needs: "clip", "lpips-<net>", an extractor, or None."""
     if metric.name in LPIPS_NETS:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from mame_sd.doctor import Check
-from mame_sd.errors import UserError
+from mame_sd.errors import MachineError, UserError
 
 from .methods import NO_TOMESD, has_tomesd
+from .metric_list import METRICS
+from .tools import weights_of
 from .weights import NAMES, get, status
 
 
@@ -20,15 +22,22 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def get_weights(names: Sequence[str], weights_dir: Path | None, on_note: Callable[[str], None]) -> None:
-    """Get the weights of these names that are not there yet; of every network for no names.
+    """Get the weights of these names that are not there yet; for no names, of all that metrics use.
 
-    Raises MachineError when no network gives them; those got before stay.
+    Raises MachineError when no network gives some of them, after getting the others.
     """
+    used = [name for name in NAMES if name in {weights_of(metric) for metric in METRICS.values()}]
     ready = {found.name for found in status(weights_dir) if found.state == "ready"}
-    for name in dict.fromkeys(names or NAMES):
+    failures = []
+    for name in dict.fromkeys(names or used):
         if name not in ready:
             on_note(f"getting {name}")
-            get(name, weights_dir)
+            try:
+                get(name, weights_dir)
+            except MachineError as error:
+                failures.append(f"{name}: {error}")
+    if failures:
+        raise MachineError(f"expected all weights, got all but {len(failures)}; {'; '.join(failures)}")
 
 
 def weights_lines(names: Sequence[str], weights_dir: Path | None) -> Iterator[str]:
