@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import subprocess
 import sys
 import tempfile
@@ -53,8 +54,8 @@ def from_address(url: str, file: str, folder: Path) -> Path:
             while block := answer.read(1 << 20):
                 out.write(block)
         return partial.replace(folder / file)
-    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-        reason = getattr(error, "reason", None) or error
+    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
+        reason = error if isinstance(error, urllib.error.HTTPError) else getattr(error, "reason", None) or error
         raise MachineError(f"expected {url} to answer, got: {reason}") from error
     finally:
         partial.unlink(missing_ok=True)

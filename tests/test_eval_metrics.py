@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mame_sd.eval.metrics.clip import Clip, clip_image_cosine, clip_score, load_clip
 from mame_sd.eval.metrics.frechet import Statistics, frechet_distance, load_statistics, save_statistics, statistics
+from mame_sd.eval.metrics.inception_score import inception_score
 from mame_sd.eval.metrics.kid import kid, kid_exact
+from mame_sd.eval.metrics.lpips import Lpips, load_lpips
 from mame_sd.eval.metrics.psnr import psnr
 from mame_sd.eval.metrics.ssim import ms_ssim, ssim
+from mame_sd.eval.weights import REGISTRY
+from mame_sd.eval.weights_files import file_sha256
 from torch import Tensor
 
 from mame_sd.errors import UserError
+from tests import seeded
+from tests.tiny import tiny_tokenizer
+
+ORACLES = Path(__file__).parent / "oracles" / "eval.json"
+
+
+@cache
+def oracle(part: str) -> Any:
+    """What other people's code said, as `python -m tests.record_oracles` wrote it down."""
+    return json.loads(ORACLES.read_text())[part]
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -301,3 +320,190 @@ def test_kid_refuses_what_it_cannot_compare() -> None:
         kid_exact(a, a[:9], paired=True)
     with pytest.raises(ValueError, match="subset of 2"):
         kid(a, a, subset_size=1)
+
+
+# recorded from torch-fidelity and clean-fid
+
+
+def test_distances_and_the_inception_score_are_torch_fidelitys_and_clean_fids() -> None:
+    a, b = seeded.feature_sets()
+    expected = oracle("distances")
+    score = inception_score(4 * a, splits=3, seed=None)
+    assert frechet_distance(a, b) == pytest.approx(expected["fid"], rel=1e-6)
+    assert kid_exact(a, b) == pytest.approx(expected["kid"], rel=1e-6)
+    assert kid_exact(a, b) == pytest.approx(expected["kid of clean-fid"], rel=1e-6)
+    assert kid_exact(a, b, paired=True) == pytest.approx(expected["kid paired"], rel=1e-6)
+    assert [score.mean, score.std] == pytest.approx(expected["isc"], rel=1e-6)
+
+
+# Inception score
+
+
+def test_inception_score_is_torchmetrics() -> None:
+    from torchmetrics.image.inception import InceptionScore
+
+    logits = 5 * seeded.uniform("logits", (40, 12))
+    metric = InceptionScore(feature=torch.nn.Identity(), splits=1)
+    metric.update(logits)
+    assert inception_score(logits, splits=1).mean == pytest.approx(metric.compute()[0].item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_sure_and_even_answers_score_the_number_of_classes_up_to_the_cap(splits: int) -> None:
+    logits = 1000 * torch.eye(10).repeat(4, 1)
+    score = inception_score(logits, splits, seed=None)
+    assert (score.n, score.splits, score.cap) == (40, splits, 40 / splits)
+    assert score.mean == pytest.approx(min(10, score.cap))
+    assert score.std == pytest.approx(0, abs=1e-9)
+    assert inception_score(torch.zeros(40, 10)).mean == pytest.approx(1)
+
+
+def test_inception_score_draws_from_its_own_generator_and_refuses_nan() -> None:
+    logits = 5 * seeded.uniform("logits", (40, 12))
+    state = torch.get_rng_state()
+    assert inception_score(logits) == inception_score(logits)
+    assert inception_score(logits, seed=1) != inception_score(logits, seed=2)
+    assert torch.equal(state, torch.get_rng_state())
+    for wrong, why in ((logits[:9], "at least 10 images"), (logits / 0, "finite"), (logits[0], "logits")):
+        with pytest.raises(ValueError, match=why):
+            inception_score(wrong)
+
+
+# LPIPS
+
+
+def seeded_lpips(net: str) -> Lpips:
+    return Lpips(net, seeded.weights({name: tuple(shape) for name, shape in oracle("lpips")[net]["shapes"].items()}))
+
+
+@pytest.mark.parametrize("net", ["alex", "vgg", "squeeze"])
+def test_lpips_is_its_authors_on_seeded_weights(net: str) -> None:
+    assert seeded_lpips(net)(*seeded.picture_pairs()).tolist() == pytest.approx(
+        oracle("lpips")[net]["distances"], rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("net", ["alex", "vgg"])
+def test_lpips_is_its_authors_on_the_published_weights(net: str) -> None:
+    try:
+        lpips = load_lpips(net, offline=True)
+    except UserError as error:
+        pytest.skip(str(error))
+    assert lpips(*seeded.picture_pairs()).tolist() == pytest.approx(oracle("lpips")[net]["published"], rel=1e-4)
+
+
+def test_lpips_laws() -> None:
+    lpips = seeded_lpips("alex")
+    a, b = seeded.picture_pairs()
+    assert lpips(a, a).tolist() == [0, 0]
+    assert lpips(a, b).tolist() == pytest.approx(lpips(b, a).tolist(), rel=1e-5)
+    assert lpips(a[1:], b[1:]).tolist() == pytest.approx(lpips(a, b)[1:].tolist(), rel=1e-5)
+    assert lpips.name == "lpips-alex"
+    assert len(lpips.weights_hash) == 64
+
+
+def test_lpips_refuses_wrong_ranges_sizes_and_nets() -> None:
+    lpips = seeded_lpips("alex")
+    a, b = seeded.picture_pairs()
+    for other, why in ((2 * b - 1, "0 to 1"), (b * 255, "0 to 1"), (b[:1], "one shape")):
+        with pytest.raises(ValueError, match=why):
+            lpips(a, other)
+    with pytest.raises(ValueError, match="at least 32 x 32 for LPIPS, got 80 x 31"):
+        lpips(a[..., :31, :], b[..., :31, :])
+    with pytest.raises(ValueError, match="LPIPS net of alex, vgg, squeeze, got 'resnet'"):
+        Lpips("resnet", {})
+
+
+# CLIP
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small CLIP with random weights, saved as the hub holds OpenAI's: pytorch_model.bin, tokenizer, image processor."""
+    from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
+
+    folder = tmp_path_factory.mktemp("weights") / "clip-vit-base-patch32"
+    tokenizer = tiny_tokenizer()
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 1}
+    text = {**small, **ends, "vocab_size": len(tokenizer), "max_position_embeddings": 77}
+    vision = {**small, "image_size": 32, "patch_size": 8}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval()
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    tokenizer.save_pretrained(folder)
+    CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clip(clip_folder: Path) -> Clip:
+    return load_clip(clip_folder)
+
+
+PROMPTS = ["a red key on a table", "an owl"]
+
+
+def test_clip_score_is_the_models_own_logit_without_its_scale(clip: Clip, clip_folder: Path) -> None:
+    from PIL import Image
+    from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
+
+    model = CLIPModel.from_pretrained(clip_folder).eval()
+    pictures = [seeded.picture(f"clip {i}", 50, 70) for i in range(2)]
+    pixels = CLIPImageProcessorPil.from_pretrained(clip_folder)(
+        [Image.fromarray(x) for x in pictures], return_tensors="pt"
+    )
+    tokens = CLIPTokenizer.from_pretrained(clip_folder)(PROMPTS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        expected = (model(**tokens, **pixels).logits_per_image / model.logit_scale.exp()).diagonal() * 100
+    images = torch.stack([torch.from_numpy(x).permute(2, 0, 1).float() / 255 for x in pictures])
+    result = clip_score(clip, images, PROMPTS)
+    assert result.scores.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+    assert result.cut == 0
+
+
+def test_long_prompts_are_cut_counted_and_still_differ(clip: Clip) -> None:
+    image = pictures(1, 40, 40).expand(3, 3, 40, 40)
+    same_start = "a" * 76  # one token a character, so the last of them is cut
+    result = clip_score(clip, image, [same_start + "b", same_start + "c", "b" * 80])
+    assert result.cut == 3
+    assert result.scores[0] == pytest.approx(result.scores[1].item(), abs=1e-9)
+    assert abs(result.scores[0] - result.scores[2]) > 1e-3
+    assert clip_score(clip, image[:1], ["a" * 75]).cut == 0
+
+
+def test_clip_image_cosine_laws(clip: Clip) -> None:
+    a, b = seeded.picture_pairs()
+    assert clip_image_cosine(clip, a, a).tolist() == pytest.approx([1, 1], abs=1e-9)
+    assert clip_image_cosine(clip, a, b).tolist() == pytest.approx(clip_image_cosine(clip, b, a).tolist(), abs=1e-9)
+    assert (clip_image_cosine(clip, a, b) < 0.9999).all()
+
+
+def test_clip_refuses_wrong_numbers_and_ranges(clip: Clip) -> None:
+    a, b = seeded.picture_pairs()
+    with pytest.raises(ValueError, match="got 1 prompts and 2 images"):
+        clip_score(clip, a, PROMPTS[:1])
+    with pytest.raises(ValueError, match="0 to 1"):
+        clip_score(clip, a * 255, PROMPTS)
+    with pytest.raises(ValueError, match="one shape"):
+        clip_image_cosine(clip, a, b[:1])
+
+
+def test_clip_comes_from_weights_dir_checked(clip: Clip, clip_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = REGISTRY["clip-vit-b-32"]
+    (source,) = entry.sources
+    assert source.file == "clip-vit-base-patch32/pytorch_model.bin"
+    with pytest.raises(UserError, match="with the sha256 a63082132ba4"):
+        load_clip(weights_dir=clip_folder.parent, offline=True)
+    trusted = replace(source, sha256=file_sha256(clip_folder / "pytorch_model.bin"))
+    monkeypatch.setitem(REGISTRY, "clip-vit-b-32", replace(entry, sources=(trusted,)))
+    loaded = load_clip(weights_dir=clip_folder.parent, offline=True)
+    assert (loaded.name, loaded.weights_hash) == ("CLIP clip-vit-b-32", clip.weights_hash)
+
+
+def test_a_folder_that_is_no_clip_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"expected a CLIP model, its tokenizer and preprocessor_config.json in "):
+        load_clip(tmp_path)

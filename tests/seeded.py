@@ -1,0 +1,65 @@
+"""Weights and pictures that are the same on every machine, so that an oracle's answers can be recorded beside a test."""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def uniform(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Float32 in [-1, 1), decided by `name` alone: NumPy's PCG64, whose stream does not change between versions."""
+    bits = np.random.PCG64(zlib.crc32(name.encode())).random_raw(math.prod(shape))
+    return torch.from_numpy((bits >> np.uint64(40)).astype(np.float64) / 2**23 - 1).float().reshape(shape)
+
+
+def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """A state dict that keeps activations near 1: convolutions scaled by their inputs, norms near the identity."""
+    tensors = {}
+    for name, shape in shapes.items():
+        values = uniform(name, shape)
+        if name.endswith("num_batches_tracked"):
+            values = torch.tensor(0)
+        elif len(shape) > 1:
+            values *= math.sqrt(6 / math.prod(shape[1:]))
+        elif name.endswith(("running_var", "bn.weight", "bn0.weight", "bn1.weight", "bn2.weight")) or name.startswith(
+            ("head", "lin")
+        ):
+            values = 1 + values / 4
+        else:
+            values /= 4
+        tensors[name] = values
+    return tensors
+
+
+def inception_weights(convolutions: dict[str, list[int]]) -> dict[str, Tensor]:
+    """A whole state dict of FID's Inception, from the shapes of its convolutions."""
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (1008, 2048), "fc.bias": (1008,)}
+    for name, shape in convolutions.items():
+        shapes[f"{name}.conv.weight"] = tuple(shape)
+        shapes |= {f"{name}.bn.{kind}": (shape[0],) for kind in ("weight", "bias", "running_mean", "running_var")}
+    tensors = weights(shapes)
+    return tensors | {f"{name}.bn.num_batches_tracked": torch.tensor(0) for name in convolutions}
+
+
+def picture(name: str, height: int, width: int) -> np.ndarray:
+    """uint8 [height, width, 3], smooth with fine noise."""
+    coarse = uniform(name, (1, 3, 5, 7))
+    smooth = torch.nn.functional.interpolate(coarse, (height, width), mode="bilinear", align_corners=True)[0]
+    mixed = (smooth + 0.2 * uniform(f"{name} noise", (3, height, width))).clamp(-1, 1)
+    return ((mixed + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).numpy()
+
+
+def picture_pairs() -> tuple[Tensor, Tensor]:
+    """Two batches [2, 3, 64, 80] in [0, 1]."""
+    batches = [np.stack([picture(f"{side} {i}", 64, 80) for i in range(2)]) for side in "ab"]
+    a, b = (torch.from_numpy(batch).permute(0, 3, 1, 2).float() / 255 for batch in batches)
+    return a, b
+
+
+def feature_sets() -> tuple[Tensor, Tensor]:
+    """Two sets of features [60, 16] with unlike means and spreads."""
+    return uniform("features a", (60, 16)), 1.2 * uniform("features b", (60, 16)) + 0.1
