@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .data import Metric, Results, Row
 from .select import Focus
-from .tables import Cell, Table, fidelity_table, quality_table
+from .tables import SPEEDUP, Cell, Table, fidelity_table, quality_table
 
 _SPECIAL = {c: f"\\{c}" for c in "&%$#_{}"} | {
     "\\": r"\textbackslash{}",
@@ -25,13 +25,15 @@ _ARROWS = {"lower": r"$\downarrow$", "higher": r"$\uparrow$"}
 
 
 def render(results: Results, chosen: Focus) -> str:
-    """A `table*` for booktabs, colortbl and graphicx: cost, fidelity to the baseline, quality against the reference.
+    """A `table*` for booktabs, xcolor and graphicx: speed, fidelity to the baseline, quality against the reference.
 
-    What is withheld or not measured is a dash, or a column left out, explained under the table; rows with MaMe are shaded
-    as in the paper.
+    Intervals stand in a second line. What is withheld or not measured is a dash, or a column left out, explained under the
+    table. Rows with MaMe are shaded as in the paper, and of the costs only the speed is shown, as there.
     """
     whole = [fidelity_table(results, chosen), quality_table(results, chosen)]
-    tables = [table.with_values() for table in whole]
+    speed = {SPEEDUP.key, chosen.latency.key if chosen.latency else ""}
+    left_out = {metric.key for metric in results.block("cost")} - speed
+    tables = [table.columns(table.used - left_out) for table in whole]
     groups = [group for table in tables for group in table.groups]
     metrics = [metric for _, group in groups for metric in group]
     body = [_line(row, [cell for table in tables for cell in _cells(table, n)]) for n, row in enumerate(results.rows)]
@@ -69,15 +71,19 @@ def _cells(table: Table, number: int) -> list[Cell]:
 
 
 def _line(row: Row, cells: list[Cell]) -> str:
+    """The row, and under it its intervals if it has any."""
     shade = "\\rowcolor[gray]{0.9}\n" if row.family == "mame" else ""
-    return shade + " & ".join([escape(row.label), *(_cell(cell) for cell in cells)]) + r" \\"
+    lines = [" & ".join([escape(row.label), *(_cell(cell) for cell in cells)]) + r" \\"]
+    if any(cell.interval for cell in cells):
+        below = (rf"{{\scriptsize {escape(cell.interval)}}}" if cell.interval else "" for cell in cells)
+        lines = [lines[0] + "[-3pt]", " & ".join(["", *below]) + r" \\"]
+    return "\n".join(shade + line for line in lines)
 
 
 def _cell(cell: Cell) -> str:
     if cell.kind != "value":
         return "--"
-    text = rf"\textbf{{{escape(cell.text)}}}" if cell.best else escape(cell.text)
-    return text + (rf" {{\tiny[{escape(cell.interval)}]}}" if cell.interval else "")
+    return rf"\textbf{{{escape(cell.text)}}}" if cell.best else escape(cell.text)
 
 
 def _head(metric: Metric) -> str:
@@ -97,7 +103,7 @@ def _caption(results: Results) -> str:
     reference = f" Quality is against {results.reference}." if results.reference else ""
     return (
         f"Suite {results.suite}, {len(results.pictures)} images per row. Fidelity compares each image with the baseline's "
-        f"of the same prompt and noise.{reference} Brackets: intervals; bold: best."
+        f"of the same prompt and noise.{reference} Below a value: its interval; bold: best."
     )
 
 

@@ -7,7 +7,7 @@ reference set.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from .data import Metric, Results, Row
@@ -65,17 +65,20 @@ class Table:
     def metrics(self) -> list[Metric]:
         return [metric for _, group in self.groups for metric in group]
 
-    def with_values(self) -> Table:
-        """The table without the columns that hold no value in any row."""
-        lines = [line for line in self.lines if line.cells]
-        used = {n for n, _ in enumerate(self.metrics) if any(line.cells[n].kind == "value" for line in lines)}
-        names = {self.metrics[n].key for n in used}
-        groups = [(title, [metric for metric in group if metric.key in names]) for title, group in self.groups]
-        return dataclasses.replace(
-            self,
-            groups=[group for group in groups if group[1]],
-            lines=[Line(line.row, [c for n, c in enumerate(line.cells) if n in used]) for line in self.lines],
+    @property
+    def used(self) -> set[str]:
+        """Keys of the metrics that have a value in some row."""
+        cells = (
+            (metric.key, cell) for line in self.lines for metric, cell in zip(self.metrics, line.cells, strict=False)
         )
+        return {key for key, cell in cells if cell.kind == "value"}
+
+    def columns(self, keys: Collection[str]) -> Table:
+        """The table with the columns of these metrics alone."""
+        at = [n for n, metric in enumerate(self.metrics) if metric.key in keys]
+        groups = [(title, [metric for metric in group if metric.key in keys]) for title, group in self.groups]
+        lines = [Line(line.row, [line.cells[n] for n in at] if line.cells else ()) for line in self.lines]
+        return dataclasses.replace(self, groups=[group for group in groups if group[1]], lines=lines)
 
     @property
     def against(self) -> list[str]:
