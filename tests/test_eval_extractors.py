@@ -20,8 +20,8 @@ from mame_sd.eval.extractors import (
     resize,
 )
 from mame_sd.eval.networks.efficientnet_lite import EfficientNetLite0
-from mame_sd.eval.weights import REGISTRY
 from mame_sd.eval.weights_files import file_sha256
+from mame_sd.eval.weights_registry import REGISTRY
 from PIL import Image
 from torch import Tensor
 

@@ -20,8 +20,8 @@ from mame_sd.eval.metrics.kid import kid, kid_exact
 from mame_sd.eval.metrics.lpips import Lpips, load_lpips
 from mame_sd.eval.metrics.psnr import psnr
 from mame_sd.eval.metrics.ssim import ms_ssim, ssim
-from mame_sd.eval.weights import REGISTRY
 from mame_sd.eval.weights_files import file_sha256
+from mame_sd.eval.weights_registry import REGISTRY
 from torch import Tensor
 
 from mame_sd.errors import UserError

