@@ -103,9 +103,7 @@ class MergePlan:
         with _no_autocast(t):
             body = t[:, self.special :]
             blocks = blocks_of(body, pos.slots)
-            fused = self._fuse(blocks[:, : pos.m], blocks[:, pos.m :]).reshape(
-                t.shape[0], pos.blocks * pos.m, t.shape[2]
-            )
+            fused = self._fuse(blocks).reshape(t.shape[0], pos.blocks * pos.m, t.shape[2])
             del blocks
             parts = [self._real_dst(fused), rows_of(body, self._kept_positions())]
             if self.special:
@@ -150,14 +148,21 @@ class MergePlan:
         owner = torch.cat([torch.arange(self.special, device=device).repeat(b, 1), owner + self.special], 1)
         return owner.reshape(*self._lead, self.tokens_in)
 
-    def _fuse(self, dst: Tensor, src: Tensor) -> Tensor:
-        """x'' [B * T, m, C] of blocked destinations and sources."""
+    def _fuse(self, blocks: Tensor) -> Tensor:
+        """x'' [B * T, m, C] of blocks [B * T, m + n, C], destinations first.
+
+        A mean lies between what it is a mean of, and rounding may not take it out: so constant blocks stay as they are.
+        """
+        dst, src = blocks[:, : self.positions.m], blocks[:, self.positions.m :]
         count = self._R.flatten(0, 1).unsqueeze(-1)  # [B * T, m, 1]
         if dst.dtype == torch.float16:  # a sum of many tokens leaves fp16's range, their mean does not
             share = (self._weights.flatten(0, 1) / count).to(dst.dtype)
-            return torch.baddbmm((dst / count).to(dst.dtype), share, src)
-        fused = torch.baddbmm(dst, self._weights_as(dst.dtype).flatten(0, 1), src)
-        return fused.div_(count.to(dst.dtype)) if in_place(fused) else fused / count.to(dst.dtype)
+            fused = torch.baddbmm((dst / count).to(dst.dtype), share, src)
+        else:
+            fused = torch.baddbmm(dst, self._weights_as(dst.dtype).flatten(0, 1), src)
+            fused = fused.div_(count.to(dst.dtype)) if in_place(fused) else fused / count.to(dst.dtype)
+        low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
+        return fused.clamp_(low, high) if in_place(fused) else fused.clamp(low, high)
 
     def _weights_as(self, dtype: torch.dtype) -> Tensor:
         if dtype == self._weights.dtype:
