@@ -44,6 +44,7 @@ from .trace import kept_per_step
 Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 RIVAL = "tomesd-50"  # what merging's fidelity is tested against
 BASELINE = "baseline"
+GATE_BATCHES = 2
 
 
 @dataclass
@@ -236,9 +237,8 @@ class Benchmark:
         }
         with self.stage("sanity gates") as self.tools.on_progress:
             if self.tools.shard.is_main:
-                jobs = plan_jobs(self.prompts, self.settings)
-                batch = cut_batches(jobs, self.settings.batch_size)[0]
-                self.results["gates"] = repeat_gates(self.model, self.settings, batch, baseline, MaMeConfig())
+                batches = cut_batches(plan_jobs(self.prompts, self.settings), self.settings.batch_size)[:GATE_BATCHES]
+                self.results["gates"] = repeat_gates(self.model, self.settings, batches, baseline, MaMeConfig())
             self.tools.shard.wait()
             gate = ceiling_gate(baseline, known, self.tools)
             self.results["gates"] += [] if gate is None else [gate]
@@ -267,7 +267,8 @@ class Benchmark:
         self._save()
         with self.stage("tokens kept per step") as on_progress:
             for number, method in enumerate(methods, 1):
-                self._row(method.name)["kept"] = kept_per_step(self.model, self.settings, jobs[0], method)
+                row = self._row(method.name)
+                row["kept"] = row["kept"] or kept_per_step(self.model, self.settings, jobs[0], method)
                 on_progress(number, len(methods))
         self._save()
 

@@ -28,6 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     no_args_is_help=False,
 )
+# Before anything is imported: notices of transformers, of torch's C++ and of its profiler are not about users' input.
+QUIET = {"TRANSFORMERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99"}
 FORMATS = ("table", "json", "csv")
 ONE_PROMPT = FieldOptions(SamplingOptions, "Sampling", without=("images_per_prompt",))
 FormatOption = Annotated[str, typer.Option("--format", help="Of what goes to stdout.", metavar="|".join(FORMATS))]
@@ -191,7 +193,8 @@ def doctor_command(*, weights_dir: WeightsOption = None, model: ModelOptions) ->
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status; every failure has become one line on stderr."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     given = list(sys.argv[1:] if arguments is None else arguments)
     return exit_status(lambda: app(given, "mame-sd-eval", standalone_mode=False))
 

@@ -31,9 +31,13 @@ Gate = dict[str, Any]
 
 
 def repeat_gates(
-    model: LoadedModel, settings: GenerateSettings, batch: Sequence[Job], baseline: Run, config: MaMeConfig
+    model: LoadedModel,
+    settings: GenerateSettings,
+    batches: Sequence[Sequence[Job]],
+    baseline: Run,
+    config: MaMeConfig,
 ) -> list[Gate]:
-    """The first batch made again, as it was and under inactive hooks, against the baseline's files."""
+    """Some batches made again, as they were and under inactive hooks, against the baseline's files."""
     expected = f"PSNR above {NOISE_FLOOR:g} dB (equal images: inf)"
     gates = []
     for name, hooked in (("baseline against itself", False), ("inactive patch against the baseline", True)):
@@ -41,13 +45,17 @@ def repeat_gates(
         try:
             if handle is not None:
                 handle.active = False
-            images = sample(model, settings, batch)
+            made = [
+                (job, image)
+                for batch in batches
+                for job, image in zip(batch, sample(model, settings, batch), strict=True)
+            ]
         finally:
             if handle is not None:
                 handle.remove()
         values = [
             psnr(to_float([load_image(baseline.items[job.name].path)]), to_float([np.asarray(image)])).item()
-            for job, image in zip(batch, images, strict=True)
+            for job, image in made
         ]
         lowest = min(values)
         got = f"{lowest:.4g} dB, lowest of {len(values)}"

@@ -22,7 +22,7 @@ def check_out(out: Path) -> None:
     if check_place(out, out) != out:
         return
     with writing(out):
-        entries = sorted(os.listdir(out))
+        entries = sorted(name for name in os.listdir(out) if not name.startswith(".mame-sd."))  # writes under way
     if entries and NAME not in entries:
         raise UserError(
             f"--out {out}: expected a new or empty folder, or one begun by this command, got a folder with "

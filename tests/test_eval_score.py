@@ -304,42 +304,20 @@ def test_drawn_prompts_are_half_unseen_and_always_the_same() -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs several processes on one machine")
-def test_processes_share_scores_and_agree(tmp_path: Path) -> None:
-    """Two processes, five pairs of two sizes, and a reference of odd length: the same JSON as one process gives."""
+def test_processes_share_scores_and_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two processes and five pairs of two sizes: the same figures as of one process."""
     a = {f"{i:02}_0": noise(i, (24, 24 + 8 * (i % 2))) for i in range(5)}
     write_run(tmp_path / "a", a)
     write_run(tmp_path / "b", {key: shifted(pixels, n + 1) for n, (key, pixels) in enumerate(a.items())})
-    command = [
-        "-m",
-        "mame_sd.eval",
-        "score",
-        str(tmp_path / "a"),
-        str(tmp_path / "b"),
-        "--metrics",
-        "psnr,ssim",
-        "--format",
-        "json",
-    ]
+    options = [str(tmp_path / "a"), str(tmp_path / "b"), "--metrics", "psnr,ssim"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--main_process_port", "0", "-m", "mame_sd.eval", "score", *options, "--format", "json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--multi_gpu",
-        "--num_processes",
-        "2",
-        "--main_process_port",
-        "0",
-    ]
-    outputs = []
-    for start in ([sys.executable], launch):
-        done = subprocess.run(
-            [*start, *command], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
-        outputs.append(json.loads(done.stdout))
-    assert outputs[0]["metrics"] == outputs[1]["metrics"]
-    assert [output["manifest"]["processes"] for output in outputs] == [1, 2]
+    done = subprocess.run(launch, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    two, one = json.loads(done.stdout), score_json(capsys, *options)
+    assert two["metrics"] == one["metrics"]
+    assert (two["manifest"]["processes"], one["manifest"]["processes"]) == (2, 1)
 
 
 def test_features_are_put_back_into_order(tmp_path: Path) -> None:
