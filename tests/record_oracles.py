@@ -38,6 +38,42 @@ def inception() -> dict[str, Any]:
     return {"features": features[:, TAPS].tolist(), "logits": logits[:, TAPS].tolist()}
 
 
+def whole_path() -> dict[str, Any]:
+    """torch-fidelity from two sets of pictures to its three scores, on a local file of weights."""
+    from torch.utils.data import Dataset
+    from torch_fidelity import calculate_metrics
+
+    class Pictures(Dataset[torch.Tensor]):
+        def __init__(self, side: str) -> None:
+            self.pictures = [torch.from_numpy(picture).permute(2, 0, 1) for picture in seeded.inception_set(side)]
+
+        def __len__(self) -> int:
+            return len(self.pictures)
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return self.pictures[index]
+
+    convolutions = json.loads((OUT.parent / "inception_convolutions.json").read_text())
+    with tempfile.NamedTemporaryFile(suffix=".pth") as file:
+        torch.save(seeded.inception_weights(convolutions), file.name)
+        found = calculate_metrics(
+            input1=Pictures("a"),
+            input2=Pictures("b"),
+            fid=True,
+            kid=True,
+            isc=True,
+            kid_subsets=1,
+            kid_subset_size=4,
+            isc_splits=2,
+            samples_shuffle=False,
+            feature_extractor_weights_path=file.name,
+            cuda=False,
+            cache=False,
+            verbose=False,
+        )
+    return {name: float(value) for name, value in found.items()}
+
+
 def inception_convolutions() -> dict[str, list[int]]:
     """Shape of each convolution's weights, by its name in the state dict."""
     from torch_fidelity import feature_extractor_inceptionv3 as module
@@ -122,7 +158,7 @@ def efficientnet_lite0() -> dict[str, Any]:
 
 
 def distances() -> dict[str, Any]:
-    from cleanfid.fid import kernel_distance
+    from cleanfid.fid import frechet_distance, kernel_distance
     from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
     from torch_fidelity.metric_isc import isc_features_to_metric
     from torch_fidelity.metric_kid import mmd2
@@ -130,7 +166,9 @@ def distances() -> dict[str, Any]:
     a, b = (x.double() for x in seeded.feature_sets())
     kernels = [((x @ y.T / x.shape[1] + 1) ** 3).numpy() for x, y in ((a, a), (a, b), (b, b))]
     statistics = [fid_features_to_statistics(x) for x in (a, b)]
+    moments = [(x.mean(0).numpy(), np.cov(x.numpy(), rowvar=False)) for x in (a, b)]
     return {
+        "fid of clean-fid": float(frechet_distance(*moments[0], *moments[1])),
         "fid": float(fid_statistics_to_metric(*statistics, verbose=False)["frechet_inception_distance"]),
         "kid": float(mmd2(*kernels, mmd_est="unbiased")),
         "kid paired": float(mmd2(*kernels, mmd_est="u-statistic")),
@@ -142,6 +180,6 @@ def distances() -> dict[str, Any]:
 if __name__ == "__main__":
     OUT.parent.mkdir(exist_ok=True)
     (OUT.parent / "inception_convolutions.json").write_text(json.dumps(inception_convolutions(), indent=0) + "\n")
-    parts = (inception, resizing, lpips, efficientnet_lite0, distances)
+    parts = (inception, whole_path, resizing, lpips, efficientnet_lite0, distances)
     OUT.write_text(json.dumps({part.__name__: part() for part in parts}, indent=1) + "\n")
     print(f"wrote {OUT}")

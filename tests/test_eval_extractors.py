@@ -19,6 +19,9 @@ from mame_sd.eval.extractors import (
     load_extractor,
     resize,
 )
+from mame_sd.eval.metrics.frechet import frechet_distance
+from mame_sd.eval.metrics.inception_score import inception_score
+from mame_sd.eval.metrics.kid import kid_exact
 from mame_sd.eval.networks.efficientnet_lite import EfficientNetLite0
 from mame_sd.eval.weights_files import file_sha256
 from mame_sd.eval.weights_registry import REGISTRY
@@ -63,6 +66,17 @@ def test_inception_is_torch_fidelitys(inception_state: dict[str, Tensor]) -> Non
     assert same(found.logits, oracle("inception")["logits"])
     assert (found.features.shape, found.logits.shape) == ((2, 2048), (2, 1008))
     assert (extractor.dims, extractor.resize) == (2048, "clean-fid bicubic 299")
+
+
+def test_fid_kid_and_is_from_pictures_are_torch_fidelitys(inception_state: dict[str, Tensor]) -> None:
+    extractor = inception_extractor(inception_state)
+    a, b = (extractor(seeded.inception_set(side)) for side in "ab")
+    expected = oracle("whole_path")
+    score = inception_score(a.logits, splits=2, seed=None)
+    assert frechet_distance(a.features, b.features) == pytest.approx(expected["frechet_inception_distance"], rel=1e-4)
+    assert kid_exact(a.features, b.features) == pytest.approx(expected["kernel_inception_distance_mean"], rel=1e-3)
+    assert score.mean == pytest.approx(expected["inception_score_mean"], rel=1e-5)
+    assert score.std == pytest.approx(expected["inception_score_std"], rel=1e-2)
 
 
 @pytest.mark.parametrize("file", [source.file for source in REGISTRY["inception-fid"].sources])
