@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import math
@@ -12,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mame_sd.eval.report import frontier, latex, markdown, pictures, render
 from mame_sd.eval.report.data import Metric, Row, Value, parse
 from mame_sd.eval.report.headline import comparison, headline
 from mame_sd.eval.report.kept_plot import describe, merging_levels
 from mame_sd.eval.report.numbers import interval, number, p_value
+from mame_sd.eval.report.render import table_csv
 from mame_sd.eval.report.select import cases, focus
 from mame_sd.eval.report.tables import fidelity_table, quality_table
 from markupsafe import escape
@@ -482,7 +484,7 @@ def test_failed_gates_come_first(tmp_path: Path, results: Results) -> None:
         (["rows", 0, "status"], "done", "row 'baseline': status: expected one of measured, not measured, got 'done'"),
         (["rows", 0, "run"], "../other", "expected run to be a folder inside, got '../other'"),
         (["rows", 0, "run"], "/other", "expected run to be a folder inside, got '/other'"),
-        (["rows", 0, "values", "latency"], 3.0, "row 'baseline': latency: expected an object with a mean, got 3.0"),
+        (["rows", 0, "values", "latency"], 3.0, "row 'baseline': latency: expected mean (int or float), got 3.0"),
         (["rows", 4, "per_image", "lpips"], {"00001_0": "far"}, "lpips: expected one number for each image"),
         (["rows", 4, "kept"], [{"step": 0, "level": 0, "tokens": 4, "kept": 5}], "kept: expected 0 < kept <= tokens"),
         (["rows"], [3], "rows[0]: expected name (str), got 3"),
@@ -498,6 +500,44 @@ def test_bad_results_are_named(tmp_path: Path, results: Results, path: list[Any]
     with pytest.raises(UserError, match=re.escape(message)):
         render(results, tmp_path)
     assert not (tmp_path / "report.html").exists()
+
+
+def places(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of everything inside `value`."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path for key, item in inside for path in ((*here, key), *places(item, (*here, key)))]
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return example(tmp_path_factory.mktemp("drawn"))
+
+
+JUNK = st.sampled_from(
+    [None, True, -1, 0, 7, 1.5, -2.5, math.inf, math.nan, "", "lower", "x" * 99, [], [1], {}, {"a": 1}]
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_junk_anywhere_is_named_or_shown(drawn: Results, data: st.DataObject) -> None:
+    results = copy.deepcopy(drawn)
+    path = data.draw(st.sampled_from(places(drawn)))
+    target: Any = results
+    for part in path[:-1]:
+        target = target[part]
+    target[path[-1]] = data.draw(JUNK)
+    try:
+        parsed = parse(results)
+    except UserError:
+        return
+    chosen = focus(parsed)
+    cases(parsed, chosen)
+    frontier.points(parsed, chosen)
+    assert headline(chosen).endswith(".")
+    assert comparison(parsed, chosen) is not None
+    assert r"\end{table*}" in latex.render(parsed, chosen)
+    assert table_csv(parsed, chosen).count("\n") == 1 + len(parsed.rows)
 
 
 def test_a_place_that_is_a_file_is_an_error(tmp_path: Path, results: Results) -> None:

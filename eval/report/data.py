@@ -11,6 +11,7 @@ from typing import Any
 from mame_sd.errors import UserError
 
 BLOCKS = ("cost", "fidelity", "quality")
+AGAIN = "run the benchmark again"
 FAMILIES = ("baseline", "tomesd", "mame")
 
 
@@ -45,7 +46,7 @@ class Value:
 
     @property
     def known(self) -> bool:
-        return self.mean is not None and not math.isnan(self.mean) and self.withheld is None
+        return self.mean is not None and self.withheld is None
 
 
 @dataclass(frozen=True)
@@ -132,22 +133,25 @@ def parse(results: Mapping[str, Any]) -> Results:
     Raises:
         UserError: naming the entry that is missing or of another kind.
     """
-    reference = results.get("reference") or {}
+    top = "the top level"
+    reference = _get(results, "reference", dict, top, {})
     return Results(
-        suite=str(_get(results, "suite", str, "results")),
-        created=str(results.get("created", "")),
-        manifest=_get(results, "manifest", dict, "results"),
-        metrics=[_metric(key, entry) for key, entry in _get(results, "metrics", dict, "results").items()],
-        rows=[_row(entry, f"rows[{n}]") for n, entry in enumerate(_get(results, "rows", list, "results"))],
-        pictures=[
-            Picture(key, str(_get(entry, "prompt", str, f"images[{key!r}]")), entry.get("seed"))
-            for key, entry in results.get("images", {}).items()
-        ],
-        gates=[_gate(entry, f"gates[{n}]") for n, entry in enumerate(results.get("gates", []))],
-        reference=reference.get("name"),
-        reference_n=reference.get("n"),
-        notes=[str(note) for note in results.get("notes", [])],
+        suite=_get(results, "suite", str, top),
+        created=_get(results, "created", str, top, ""),
+        manifest=_get(results, "manifest", dict, top),
+        metrics=[_metric(key, entry) for key, entry in _get(results, "metrics", dict, top).items()],
+        rows=[_row(entry, f"rows[{n}]") for n, entry in enumerate(_get(results, "rows", list, top))],
+        pictures=[_picture(key, entry) for key, entry in _get(results, "images", dict, top, {}).items()],
+        gates=[_gate(entry, f"gates[{n}]") for n, entry in enumerate(_get(results, "gates", list, top, []))],
+        reference=_get(reference, "name", str, "reference", None),
+        reference_n=_get(reference, "n", int, "reference", None),
+        notes=[str(note) for note in _get(results, "notes", list, top, [])],
     )
+
+
+def _picture(key: str, entry: Any) -> Picture:
+    where = f"images[{key!r}]"
+    return Picture(key, _get(entry, "prompt", str, where), _get(entry, "seed", int, where, None))
 
 
 def _metric(key: str, entry: Any) -> Metric:
@@ -156,12 +160,12 @@ def _metric(key: str, entry: Any) -> Metric:
     block = _one_of(_get(entry, "block", str, where), BLOCKS, f"{where}.block")
     return Metric(
         key=key,
-        label=str(entry.get("label", key)),
-        unit=str(entry.get("unit") or ""),
+        label=_get(entry, "label", str, where, key) or key,
+        unit=_get(entry, "unit", str, where, ""),
         better=better,
         block=block,
-        digits=int(entry.get("digits", 3)),
-        about=str(entry.get("about", "")),
+        digits=min(max(0, _get(entry, "digits", int, where, 3)), 9),
+        about=_get(entry, "about", str, where, ""),
     )
 
 
@@ -169,19 +173,21 @@ def _row(entry: Any, where: str) -> Row:
     name = _get(entry, "name", str, where)
     where = f"row {name!r}"
     status = _one_of(_get(entry, "status", str, where), ("measured", "not measured"), f"{where}: status")
-    run = entry.get("run")
+    run = _get(entry, "run", str, where, None)
     if run is not None and (PurePosixPath(run).is_absolute() or ".." in Path(run).parts):
-        raise UserError(f"results.json, {where}: expected run to be a folder inside, got {run!r}; write the path again")
-    values = {key: _value(value, f"{where}: {key}") for key, value in (entry.get("values") or {}).items()}
-    per_image = {key: _numbers(found, f"{where}: {key}") for key, found in (entry.get("per_image") or {}).items()}
-    kept = [_kept(step, f"{where}: kept") for step in entry.get("kept") or ()]
+        raise UserError(f"results.json, {where}: expected run to be a folder inside, got {run!r}; {AGAIN}")
+    values = {key: _value(value, f"{where}: {key}") for key, value in _get(entry, "values", dict, where, {}).items()}
+    per_image = {
+        key: _numbers(found, f"{where}: {key}") for key, found in _get(entry, "per_image", dict, where, {}).items()
+    }
+    kept = [_kept(step, f"{where}: kept") for step in _get(entry, "kept", list, where, [])]
     return Row(
         name=name,
-        label=str(entry.get("label", name)),
+        label=_get(entry, "label", str, where, name) or name,
         family=_one_of(_get(entry, "family", str, where), FAMILIES, f"{where}: family"),
         default=bool(entry.get("default", False)),
         run=run,
-        reason=entry.get("reason"),
+        reason=_get(entry, "reason", str, where, None),
         measured=status == "measured",
         values=values,
         per_image=per_image,
@@ -190,16 +196,15 @@ def _row(entry: Any, where: str) -> Row:
 
 
 def _value(entry: Any, where: str) -> Value:
-    known = {"mean", "low", "high", "n", "p", "against", "withheld"}
-    if not isinstance(entry, dict) or not known & entry.keys():
-        raise UserError(f"results.json, {where}: expected an object with a mean, got {entry!r}; write it again")
-    return Value(**{key: entry[key] for key in known & entry.keys()})
+    kinds: dict[str, Any] = dict.fromkeys(("mean", "low", "high", "p"), (int, float))
+    kinds |= {"n": int, "against": str, "withheld": str}
+    return Value(**{name: _get(entry, name, kind, where, None) for name, kind in kinds.items()})
 
 
 def _kept(entry: Any, where: str) -> Kept:
     step = Kept(*(_get(entry, name, (int, float), where) for name in ("step", "level", "tokens", "kept")))
-    if not 0 < step.kept <= step.tokens:
-        raise UserError(f"results.json, {where}: expected 0 < kept <= tokens, got {entry!r}; write it again")
+    if not 0 < step.kept <= step.tokens < math.inf:
+        raise UserError(f"results.json, {where}: expected 0 < kept <= tokens, got {entry!r}; {AGAIN}")
     return step
 
 
@@ -209,22 +214,35 @@ def _gate(entry: Any, where: str) -> Gate:
 
 
 def _numbers(entry: Any, where: str) -> dict[str, float]:
-    if not isinstance(entry, dict) or not all(isinstance(number, (int, float)) for number in entry.values()):
-        raise UserError(f"results.json, {where}: expected one number for each image, got {entry!r}; write it again")
+    if not isinstance(entry, dict) or any(not _is(number, (int, float)) for number in entry.values()):
+        raise UserError(f"results.json, {where}: expected one number for each image, got {entry!r}; {AGAIN}")
     return {key: float(number) for key, number in entry.items()}
 
 
-def _get(entry: Any, name: str, kind: Any, where: str) -> Any:
-    if not isinstance(entry, Mapping) or not isinstance(entry.get(name), kind):
-        got = entry.get(name) if isinstance(entry, Mapping) else entry
-        kinds = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
-        raise UserError(f"results.json, {where}: expected {name} ({kinds}), got {got!r}; run the benchmark again")
-    return entry[name]
+_NEEDED = object()
+
+
+def _get(entry: Any, name: str, kind: Any, where: str, default: Any = _NEEDED) -> Any:
+    """`entry[name]`, which must be of `kind`; `default`, where one is given, if it is missing or null."""
+    if isinstance(entry, Mapping):
+        found = entry.get(name)
+        if found is None and default is not _NEEDED:
+            return default
+        if _is(found, kind):
+            return found
+    kinds = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+    got = entry.get(name) if isinstance(entry, Mapping) else entry
+    raise UserError(f"results.json, {where}: expected {name} ({kinds}), got {got!r}; {AGAIN}")
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether `value` is of `kind`; true and false are no numbers, and NaN is none either."""
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, kind) and not (isinstance(value, float) and math.isnan(value))
 
 
 def _one_of(value: str, allowed: Sequence[str], where: str) -> str:
     if value not in allowed:
-        raise UserError(
-            f"results.json, {where}: expected one of {', '.join(allowed)}, got {value!r}; run the benchmark again"
-        )
+        raise UserError(f"results.json, {where}: expected one of {', '.join(allowed)}, got {value!r}; {AGAIN}")
     return value
