@@ -15,7 +15,7 @@ from .loop import cosine, fit, generator
 from .text import TEXT_WIDTH, new_text_encoder
 
 LATENTS = 64  # side of the latent grid at the default size
-EMA_DECAY = 0.995
+EMA_DECAY = 0.98
 
 
 @dataclass(frozen=True)
