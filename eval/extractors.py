@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .cache import FeatureCache
 from .images import image_hash, load_image
-from .networks import efficientnet_lite, inception
+from .networks import efficientnet_lite, full_precision, inception
 from .networks.efficientnet_lite import EfficientNetLite0
 from .weights import load
 from .weights_files import Tensors, tensors_sha256
@@ -63,7 +63,6 @@ class Extractor:
             return metric
         return f"{ {'FID': 'FD'}.get(metric, metric) }-{self.name}"
 
-    @torch.no_grad()
     def __call__(self, images: Sequence[np.ndarray] | Sequence[Path], batch_size: int = 16) -> Features:
         """Features and logits of images (uint8 [H, W, 3], of any sizes) or image files, in their order.
 
@@ -86,7 +85,8 @@ class Extractor:
         missing = [index for index, row in enumerate(rows) if row is None]
         if missing:
             resized = torch.stack([resize(images[index], self._side) for index in missing]).to(self._device)
-            features, logits = (values.float().cpu() for values in self._run(resized))
+            with full_precision():
+                features, logits = (values.float().cpu() for values in self._run(resized))
             for row, index in enumerate(missing):
                 rows[index] = {"features": features[row].clone(), "logits": logits[row].clone()}
                 if cache:

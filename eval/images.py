@@ -110,6 +110,11 @@ def check_pair(a: Tensor, b: Tensor) -> None:
         raise ValueError(f"expected pairs of one shape, got {list(a.shape)} and {list(b.shape)}")
 
 
+def to_double(x: Tensor) -> Tensor:
+    """`x` in float64, on its own device if that has float64 (Apple's has not), else on the CPU."""
+    return x.cpu().double() if x.device.type == "mps" else x.double()
+
+
 def image_hash(image: np.ndarray) -> str:
     """sha256 of an image's size and pixels, whatever file held them."""
     return hashlib.sha256(repr(image.shape).encode() + np.ascontiguousarray(image).tobytes()).hexdigest()

@@ -197,3 +197,13 @@ def test_wrong_images_are_refused(effnet: Extractor, tmp_path: Path) -> None:
             effnet(wrong)
     with pytest.raises(ValueError, match="inception, effnet-lite0, got 'resnet'"):
         load_extractor("resnet")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_sees_what_the_cpu_sees(effnet: Extractor, effnet_state: dict[str, Tensor]) -> None:
+    pictures = [seeded.picture(f"cuda {i}", 60, 60) for i in range(3)]
+    before = torch.backends.cudnn.allow_tf32
+    found = effnet_lite0_extractor(effnet_state, device="cuda")(pictures)
+    assert torch.allclose(found.features, effnet(pictures).features, atol=1e-4)
+    assert torch.backends.cudnn.allow_tf32 == before

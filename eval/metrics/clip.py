@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from mame_sd.errors import UserError
 
-from ..images import check_images, check_pair
+from ..images import check_images, check_pair, to_double
+from ..networks import full_precision
 from ..weights import find
 from ..weights_files import tensors_sha256
 from ..weights_registry import REGISTRY
@@ -47,21 +48,22 @@ class Clip:
         self.model = model.eval().requires_grad_(False).to(self.device)
         self.images, self.tokenizer = images, tokenizer
 
-    @torch.no_grad()
     def image_features(self, images: Tensor) -> Tensor:
         """Unit vectors [n, d] of images [n, 3, H, W] in [0, 1], resized and cropped by CLIP's own processor."""
         check_images(images)
         pixels = (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
         inputs = self.images(images=list(pixels), return_tensors="pt", input_data_format="channels_last")
-        return _unit(self.model.get_image_features(pixel_values=inputs["pixel_values"].to(self.device)))
+        with full_precision():
+            return _unit(self.model.get_image_features(pixel_values=inputs["pixel_values"].to(self.device)))
 
-    @torch.no_grad()
     def text_features(self, prompts: Sequence[str]) -> tuple[Tensor, int]:
         """Unit vectors [n, d] of prompts, and how many of them were longer than CLIP reads (77 tokens)."""
         limit = self.model.config.text_config.max_position_embeddings
         lengths = [len(ids) for ids in self.tokenizer(list(prompts), truncation=False, verbose=False)["input_ids"]]
         inputs = self.tokenizer(list(prompts), padding=True, truncation=True, max_length=limit, return_tensors="pt")
-        return _unit(self.model.get_text_features(**inputs.to(self.device))), sum(length > limit for length in lengths)
+        with full_precision():
+            features = _unit(self.model.get_text_features(**inputs.to(self.device)))
+        return features, sum(length > limit for length in lengths)
 
 
 def clip_score(model: Clip, images: Tensor, prompts: Sequence[str]) -> ClipScores:
@@ -123,4 +125,4 @@ def _read(name: str, folder: Path, device: torch.device | str) -> Clip:
 def _unit(features: Any) -> Tensor:
     """Float64 rows of length 1 of what `get_*_features` gave, a tensor or (transformers 5) an output with one inside."""
     rows = features if isinstance(features, Tensor) else features.pooler_output
-    return F.normalize(rows.double(), dim=-1)
+    return F.normalize(to_double(rows), dim=-1)

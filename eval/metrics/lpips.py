@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..images import check_pair
+from ..networks import full_precision
 from ..networks.lpips import BACKBONES, distance
 from ..weights import load
 from ..weights_files import tensors_sha256
@@ -37,7 +38,6 @@ class Lpips:
         self.tensors = {name: value.to(device, torch.float32) for name, value in tensors.items()}
         self.device = torch.device(device)
 
-    @torch.no_grad()
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
         """Distance of each pair, float64 [n] on the CPU.
 
@@ -54,10 +54,11 @@ class Lpips:
                 f"expected images of at least {MIN_SIDE} x {MIN_SIDE} for LPIPS, got {a.shape[-1]} x {a.shape[-2]}"
             )
         step = max(1, _PIXELS_AT_ONCE // (a.shape[-2] * a.shape[-1]))
-        parts = [
-            distance(self.net, self.tensors, *(2 * x.to(self.device, torch.float32) - 1 for x in pair)).cpu()
-            for pair in zip(a.split(step), b.split(step), strict=True)
-        ]
+        with full_precision():
+            parts = [
+                distance(self.net, self.tensors, *(2 * x.to(self.device, torch.float32) - 1 for x in pair))
+                for pair in zip(a.split(step), b.split(step), strict=True)
+            ]
         return torch.cat(parts)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..images import check_pair
+from ..images import check_pair, to_double
 
 
 @torch.no_grad()
@@ -20,5 +20,5 @@ def psnr(a: Tensor, b: Tensor) -> Tensor:
         ValueError: shapes differ, values outside [0, 1] or NaN.
     """
     check_pair(a, b)
-    error = (a.double() - b.double()).square().mean((1, 2, 3)).cpu()
+    error = (to_double(a) - to_double(b)).square().mean((1, 2, 3)).cpu()
     return -10 * error.log10()

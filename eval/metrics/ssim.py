@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..images import check_pair
+from ..images import check_pair, to_double
 
 WINDOW, SIGMA = 11, 1.5
 C1, C2 = 0.01**2, 0.03**2
@@ -30,7 +30,7 @@ def ssim(a: Tensor, b: Tensor) -> Tensor:
         ValueError: shapes differ, too small, values outside [0, 1] or NaN.
     """
     _check(a, b, WINDOW, "SSIM")
-    luminance, structure = _similarity(a.double(), b.double())
+    luminance, structure = _similarity(to_double(a), to_double(b))
     return (luminance * structure).mean((1, 2, 3)).cpu()
 
 
@@ -41,7 +41,7 @@ def ms_ssim(a: Tensor, b: Tensor) -> Tensor:
     Args and errors as for `ssim`; sides of at least 176.
     """
     _check(a, b, MS_SSIM_MIN_SIDE, "MS-SSIM")
-    a, b = a.double(), b.double()
+    a, b = to_double(a), to_double(b)
     result = torch.ones(a.shape[:2], dtype=torch.float64, device=a.device)  # [n, 3]
     for scale, weight in enumerate(SCALES):
         if scale:

@@ -64,12 +64,12 @@ BACKBONES: dict[str, Callable[[Tensor, _Layers], Iterator[Tensor]]] = {"alex": _
 
 
 def distance(net: str, tensors: Tensors, a: Tensor, b: Tensor) -> Tensor:
-    """LPIPS of each pair, [n]. `a` and `b` are [n, 3, H, W] in [-1, 1]."""
+    """LPIPS of each pair, float64 [n] on the CPU. `a` and `b` are [n, 3, H, W] in [-1, 1]."""
     shift, scale = (torch.tensor(values, dtype=a.dtype, device=a.device)[:, None, None] for values in (SHIFT, SCALE))
     images = (torch.cat((a, b)) - shift) / scale
-    total = torch.zeros(len(a), dtype=torch.float64, device=a.device)
+    total = torch.zeros(len(a), dtype=torch.float64)
     for index, features in enumerate(BACKBONES[net](images, _Layers(tensors))):
         unit = features / (features.square().sum(1, keepdim=True).sqrt() + 1e-10)
         gap = (unit[: len(a)] - unit[len(a) :]).square()  # [n, channels, h, w]
-        total += torch.einsum("nchw,c->nhw", gap, tensors[f"head{index}"]).mean((1, 2))
+        total += torch.einsum("nchw,c->nhw", gap, tensors[f"head{index}"]).mean((1, 2)).cpu().double()
     return total
