@@ -57,12 +57,6 @@ class Extractor:
         self.resize = f"clean-fid bicubic {side}"
         self._run, self._side, self._device, self._cache = run, side, torch.device(device), cache
 
-    def label(self, metric: str) -> str:
-        """How a table calls `metric` ("FID", "KID", "IS") by this network: anything but Inception's own carries the name."""
-        if self.name == "Inception":
-            return metric
-        return f"{ {'FID': 'FD'}.get(metric, metric) }-{self.name}"
-
     def __call__(self, images: Sequence[np.ndarray] | Sequence[Path], batch_size: int = 16) -> Features:
         """Features and logits of images (uint8 [H, W, 3], of any sizes) or image files, in their order.
 

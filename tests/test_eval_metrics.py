@@ -271,7 +271,9 @@ def test_kid_of_all_images_is_torchmetrics_and_the_sum_by_hand() -> None:
     assert kid_exact(a, b) == pytest.approx(poly_mmd(a, b).item(), rel=1e-9)
     everything = kid(a, b, subsets=3, subset_size=40)
     assert everything.mean == pytest.approx(kid_exact(a, b), rel=1e-9)
-    assert everything.std == pytest.approx(0, abs=1e-12)
+    assert (everything.std, everything.subsets, everything.subset_size) == (0, 1, 40)
+    one_side = kid(a, b[:30], subsets=3, subset_size=1000)
+    assert (one_side.subsets, one_side.subset_size) == (3, 30)
 
 
 def test_kid_by_subsets_is_near_the_exact_one() -> None:
@@ -318,7 +320,7 @@ def test_kid_refuses_what_it_cannot_compare() -> None:
             kid(a, other)
     with pytest.raises(ValueError, match="expected pairs, got 10 and 9"):
         kid_exact(a, a[:9], paired=True)
-    with pytest.raises(ValueError, match="subset of 2"):
+    with pytest.raises(ValueError, match="at least 1 subset of 2"):
         kid(a, a, subset_size=1)
 
 

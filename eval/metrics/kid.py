@@ -28,7 +28,8 @@ def kid(a: Tensor, b: Tensor, subsets: int = 100, subset_size: int = 1000, seed:
         a: features [N, D].
         b: features [M, D].
         subsets: how many subsets are drawn.
-        subset_size: images in each; lowered to the smaller set's size, which the result then says.
+        subset_size: images in each; lowered to the smaller set's size, which the result then says. When both sets are a subset,
+            there is only one to draw.
         seed: of the draws. The global generator is left alone.
 
     Raises:
@@ -38,6 +39,8 @@ def kid(a: Tensor, b: Tensor, subsets: int = 100, subset_size: int = 1000, seed:
     if subsets < 1 or subset_size < 2:
         raise ValueError(f"expected at least 1 subset of 2 images, got {subsets} of {subset_size}")
     size = min(subset_size, len(a), len(b))
+    if size == len(a) == len(b):
+        return KidResult(_discrepancy(a, b).item(), 0.0, size, 1)
     generator = torch.Generator().manual_seed(seed)
     values = torch.stack(
         [
