@@ -43,8 +43,10 @@ def run_benchmark(
     rounds: int | None,
     model: ModelOptions,
     sampling: SuiteSampling,
-) -> dict[str, Any]:
-    """Run `suite` with what was given over it, into `out`, report included; returns the results.
+) -> bool:
+    """Run `suite` with what was given over it, into `out`, report included.
+
+    Returns whether this is the main process, which has written it.
 
     Raises:
         UserError, MachineError: what was done before is kept; the same call continues.
@@ -91,7 +93,7 @@ def run_benchmark(
                 f"{out}/report.html: expected every sanity gate to pass, failed: {', '.join(failed)}; "
                 "do not trust these figures before the report's gates say why"
             )
-    return results
+    return shard.is_main
 
 
 def run_bench(

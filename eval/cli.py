@@ -124,8 +124,8 @@ def benchmark_command(
 
     check_rounds(chosen.rounds if rounds is None else rounds)
     place = Path("out") / suite if out is None else out
-    results = run_benchmark(chosen, place, prompts, num, rows, reference, weights_dir, rounds, model, sampling)
-    if results:
+    written = run_benchmark(chosen, place, prompts, num, rows, reference, weights_dir, rounds, model, sampling)
+    if written:
         print(place / "report.html")
 
 

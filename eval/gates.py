@@ -18,7 +18,7 @@ from mame_sd.plan import GenerateSettings, Job
 from mame_sd.sampling import merge_in, sample
 
 from .images import load_image, to_float
-from .metric_list import METRICS
+from .metric_list import Metric
 from .metrics.psnr import psnr
 from .runs import Pair, Run
 from .score import pair_values
@@ -63,30 +63,32 @@ def repeat_gates(
     return gates
 
 
-def ceiling_gate(baseline: Run, found: Mapping[str, Mapping[str, Any]], tools: Tools) -> Gate | None:
+def ceiling_gate(
+    baseline: Run, metrics: Sequence[Metric], found: Sequence[Mapping[str, Mapping[str, Any]]], tools: Tools
+) -> Gate | None:
     """Each baseline image against that of the next prompt: every method must come nearer than that.
 
     Args:
-        found: values of "psnr" and, where it was measured, "lpips", by method.
+        metrics: fidelity metrics of pairs to look at; the same on every process.
+        found: values by metric name, one mapping a method; read on the main process only.
 
     Returns:
         the gate on the main process; None on the others, and where there are no two prompts of one size.
     """
     pairs = unrelated_pairs(baseline)
-    names = [name for name in ("psnr", "lpips") if any(name in values for values in found.values())]
-    if not pairs or not names:
+    if not pairs or not metrics:
         return None
-    values = pair_values([METRICS[name] for name in names], pairs, tools)
+    values = pair_values(metrics, pairs, tools)
     if not tools.shard.is_main:
         return None
     prompts = {pair.key: pair.prompt_id for pair in pairs}
-    ceiling = {name: mean_interval(values[name], prompts)["mean"] for name in names}
+    ceiling = {metric: mean_interval(values[metric.name], prompts)["mean"] for metric in metrics}
     passed = all(
-        (value["mean"] > ceiling[name]) == (METRICS[name].better == "higher")
-        for name in names
-        for value in (values[name] for values in found.values() if name in values)
+        (value[metric.name]["mean"] > limit) == (metric.better == "higher")
+        for metric, limit in ceiling.items()
+        for value in found
     )
-    got = ", ".join(f"{METRICS[name].label} {value:.3g}" for name, value in ceiling.items())
+    got = ", ".join(f"{metric.label} {limit:.3g}" for metric, limit in ceiling.items())
     expected = "every method nearer to the baseline than the next prompt's image is"
     return {"name": "unrelated pairing, the ceiling", "expected": expected, "got": got, "passed": passed}
 
