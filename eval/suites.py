@@ -64,7 +64,7 @@ SUITES = {
             about="128 prompts, half of them never trained on, the embedded model, every column.",
             prompts="drawn",
             num=128,
-            steps=20,
+            steps=10,
             metrics=(*_PAPER, "ms_ssim", "lpips_vgg", "clip_image", "fid_to_baseline", "kid", "fd_effnet", "kid_effnet",
                      "is_effnet", "retrieval", "background", *_COST),
             rounds=5,
