@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,7 @@ from mame_sd.eval.metrics.frechet import frechet_distance
 from mame_sd.eval.metrics.inception_score import inception_score
 from mame_sd.eval.metrics.kid import kid_exact
 from mame_sd.eval.networks.efficientnet_lite import EfficientNetLite0
+from mame_sd.eval.reference import open_reference
 from mame_sd.eval.weights_files import file_sha256
 from mame_sd.eval.weights_registry import REGISTRY
 from PIL import Image
@@ -205,3 +207,24 @@ def test_cuda_sees_what_the_cpu_sees(effnet: Extractor, effnet_state: dict[str, 
     found = effnet_lite0_extractor(effnet_state, device="cuda")(pictures)
     assert torch.allclose(found.features, effnet(pictures).features, atol=1e-4)
     assert torch.backends.cudnn.allow_tf32 == before
+
+
+def test_the_documented_example_makes_statistics_that_reference_takes(
+    tmp_path: Path, inception_state: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    torch.save(inception_state, tmp_path / "net.pth")
+    source = replace(REGISTRY["inception-fid"].sources[0], file="net.pth", sha256=file_sha256(tmp_path / "net.pth"))
+    monkeypatch.setitem(REGISTRY, "inception-fid", replace(REGISTRY["inception-fid"], sources=(source,)))
+    monkeypatch.setenv("MAME_SD_WEIGHTS", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Path("photos").mkdir()
+    for i in range(3):
+        Image.fromarray(seeded.picture(f"photo {i}", 60, 90)).save(f"photos/{i}.jpg")
+    exec(compile(code, "docs/metrics.md", "exec"), {})
+    reference = open_reference(Path("photos.npz"))
+    assert reference.count == 3
+    assert reference.statistics is not None
+    assert reference.statistics.source == "Inception"
+    assert len(list(Path("features").rglob("*.safetensors"))) == 3
