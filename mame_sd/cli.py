@@ -209,6 +209,35 @@ def sheet_command(
     print(out)
 
 
+@app.command("ui")
+@takes(model=MODEL, merging=MergingOptions(without=("tau", "keep")))
+def ui_command(
+    *,
+    prompt: Annotated[str, typer.Option(help="What stands in the prompt's field at first.", metavar="TEXT")] = (
+        "rocket on a light blue background"
+    ),
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="Port to listen on, 0 to 65535; 0 takes a free one.", metavar="PORT")
+    ] = 7860,
+    model: ModelOptions,
+    merging: MaMeConfig,
+) -> None:
+    """Serve a page that paints with and without merging, side by side. Ctrl-C ends it. Needs pip install 'mame-sd[ui]'."""
+    from mame_sd.models import load_model
+    from mame_sd.ui import Painter, load_gradio, serve
+
+    if not 0 <= port <= 65535:
+        raise UserError(f"--port: expected a number from 0 to 65535, got {port}; give another")
+    load_gradio()
+    loaded = load_model(model_choice(model))
+    painter = Painter(loaded, _with_saved(loaded, merging, needed=True))
+    painter.warm_up()
+    page = serve(painter, host, port, prompt)
+    print(f"{page.local_url} (Ctrl-C ends it)", flush=True)
+    page.block_thread()
+
+
 @app.command("doctor")
 @takes(model=MODEL)
 def doctor_command(*, model: ModelOptions) -> None:

@@ -7,7 +7,7 @@ each destination that others joined.
 from __future__ import annotations
 
 import colorsys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.models import LoadedModel
 from mame_sd.plan import GenerateSettings, plan_jobs
-from mame_sd.prompt_files import Prompt
+from mame_sd.prompt_files import Prompt, prompts_from_texts
 from mame_sd.sampling import levels_of, merge_in, sample
 from mame_sd.sheet import Cell, draw_sheet
 
@@ -69,7 +69,7 @@ def capture_merge(
         raise UserError(
             f"expected a pipeline that reports its steps, {type(model.pipe).__name__} does not; use another model"
         )
-    (job,) = plan_jobs([Prompt(id="show-merge", text=prompt)], settings)
+    (job,) = plan_jobs([prompt_to_draw(prompt)], settings)
     handle = merge_in(model, config)
     plans: dict[str, Any] = {}
 
@@ -89,6 +89,12 @@ def capture_merge(
     owners = plan.owners()[-1].cpu().numpy()  # the last sample is the one with the prompt, under guidance too
     height, width = chosen.size or _size_like(image, len(owners))
     return MergeMap(image, owners.reshape(height, width), chosen.name, step, plan.tokens_kept)
+
+
+def prompt_to_draw(text: str) -> Prompt:
+    """The prompt of `capture_merge`, whose id decides the noise. Raises UserError for an empty one."""
+    (prompt,) = prompts_from_texts([text])
+    return replace(prompt, id="show-merge")
 
 
 def first_evaluation(step: int, steps: int, evaluations: int, order: int) -> int:
@@ -115,10 +121,10 @@ def draw_merge(found: MergeMap, prompt: str) -> Image.Image:
         f"{found.layer}, step {found.step}",
         f"{found.tokens_kept} of {total} tokens kept; a colour is a group, a dot its destination, clear tokens are alone",
     )
-    return draw_sheet([[Cell(plain, (prompt,)), Cell(_overlay(plain, found.owners), legend)]])
+    return draw_sheet([[Cell(plain, (prompt,)), Cell(overlay(plain, found.owners), legend)]])
 
 
-def _overlay(image: Image.Image, owners: np.ndarray) -> Image.Image:
+def overlay(image: Image.Image, owners: np.ndarray) -> Image.Image:
     """`image` with every group of two or more tokens in a colour of its own."""
     rows, columns = owners.shape
     flat = owners.reshape(-1)

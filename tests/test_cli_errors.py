@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[1]
 AT_IMPORT = """
 import signal, sys
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
@@ -39,16 +41,31 @@ def error_of(capsys: pytest.CaptureFixture[str]) -> str:
     return lines[-1]
 
 
-def test_the_machine_and_interrupts_have_their_own_status(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_machine_has_its_own_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(lambda: torch.empty(2**52)) == 1
     assert "expected enough memory" in error_of(capsys)
     assert exit_status(lambda: Path("/nowhere/file").read_bytes()) == 1
     assert "No such file or directory" in error_of(capsys)
     assert exit_status(lambda: {}["bug"]) == 1
     assert "unexpected KeyError: 'bug'; this is a bug" in error_of(capsys)
-    assert exit_status(lambda: signal.raise_signal(signal.SIGINT)) == 130
-    assert capsys.readouterr().err.startswith("interrupted")
     assert exit_status(lambda: None) == 0
+
+
+def test_an_interrupt_has_its_own_status(capsys: pytest.CaptureFixture[str]) -> None:
+    def swallow() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise RuntimeError from None
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        for interrupted in (lambda: signal.raise_signal(signal.SIGINT), swallow):
+            assert exit_status(interrupted) == 130
+            assert capsys.readouterr().err.startswith("interrupted")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_user_errors_name_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
