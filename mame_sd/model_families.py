@@ -53,7 +53,8 @@ def shapes_given(model: Any, call: Call) -> Tokens:
     """Qwen-Image: `img_shapes`, one (t, h, w) for each sample, or a list of them, the painted image's first."""
     first = call["img_shapes"][0]
     t, h, w = first[0] if isinstance(first, list) else first
-    return Tokens((t, h, w) if t > 1 else (h, w), after=call["hidden_states"].shape[1] - t * h * w)
+    text, image = call["encoder_hidden_states"].shape[1], call["hidden_states"].shape[1]
+    return Tokens((t, h, w) if t > 1 else (h, w), before=text, after=image - t * h * w)
 
 
 def sides_given(model: Any, call: Call) -> Tokens:
@@ -90,10 +91,13 @@ def lumina_rows(call: Call, rows: Rows) -> dict[str, Any]:
 
 
 def qwen_rows(call: Call, rows: Rows) -> dict[str, Any]:
-    if call.get("image_rotary_emb") is None:
-        return {}
-    image, text = call["image_rotary_emb"]
-    return {"image_rotary_emb": (rows(image, 0), text)}
+    changed: dict[str, Any] = {}
+    if call.get("image_rotary_emb") is not None:
+        image, text = call["image_rotary_emb"]
+        changed["image_rotary_emb"] = rows(image, 0), text
+    if call.get("attention_mask") is not None:  # of text and image: diffusers before 0.38
+        changed["attention_mask"] = rows(call["attention_mask"], -1)
+    return changed
 
 
 def chroma_rows(call: Call, rows: Rows) -> dict[str, Any]:
@@ -157,6 +161,7 @@ register_family(
         ("Attention.attn",),
         shapes_given,
         qwen_rows,
+        mask=True,
         cross=True,
     )
 )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import diffusers
 import pytest
+from packaging.version import Version
 
 from tests.matrix import features, tools, transformers, unets
 from tests.matrix.checks import check_absent, check_row
@@ -14,7 +17,13 @@ from tests.matrix.table import page
 ROWS = [*unets.ROWS, *features.ROWS, *transformers.ROWS]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def marked(row: Row) -> Any:
+    old = Version(diffusers.__version__) < Version(row.since)
+    skip = pytest.mark.skipif(old, reason=f"needs diffusers {row.since}: {row.note}")
+    return pytest.param(row, id=row.name, marks=skip)
+
+
+@pytest.mark.parametrize("row", map(marked, ROWS))
 def test_row(row: Row, tmp_path: Path) -> None:
     check_row(row, tmp_path)
 

@@ -31,7 +31,7 @@ def lora(seed: int) -> dict[str, Tensor]:
 
 
 def load_lora(pipe: Any, seed: int = 5, **kwargs: Any) -> None:
-    pipe.load_lora_weights(dict(lora(seed)), adapter_name="style", **kwargs)
+    pipe.load_lora_weights({name: value.clone() for name, value in lora(seed).items()}, adapter_name="style", **kwargs)
 
 
 def scale_lora(pipe: Any) -> None:
@@ -272,6 +272,8 @@ ROWS = [
     features(
         "group offload",
         switch=call("unet.enable_group_offload", onload_device=CPU, offload_device=CPU, offload_type="leaf_level"),
+        since="0.42",
+        note="on a CPU alone diffusers needs 0.42 for it",
     ),
     features("model offload", switch=call("enable_model_cpu_offload", device="cpu"), loads=False),
     features("quanto int8", build=quanto_pipeline, loads=False),

@@ -37,6 +37,7 @@ class Row:
             `set_attn_processor`.
         one_liner: the table's words where `processor` is "set".
         refused: part of the error when nothing can merge.
+        since: the first version of diffusers in which this works here without our code.
         note: for the table.
     """
 
@@ -57,6 +58,7 @@ class Row:
     processor: Processor = "same"
     one_liner: str = ""
     refused: str = ""
+    since: str = "0"
     note: str = ""
 
 
