@@ -49,60 +49,43 @@ RIVALS = {
     "pool 2x2": trivial("pool", 2, 2),
     "pool-kv 1x2": trivial("pool-kv", 1, 2),
     "pool-kv 2x2": trivial("pool-kv", 2, 2),
-    "pool-kv 2x2, first level only": trivial("pool-kv", 2, 2, 4096),
-    "pool-kv 4x4, first level only": trivial("pool-kv", 4, 4, 4096),
-    "pool 2x2, first level only": trivial("pool", 2, 2, 4096),
-    "pool 1x2, first level only": trivial("pool", 1, 2, 4096),
+    "pool-kv 2x2, first level": trivial("pool-kv", 2, 2, 4096),
+    "pool-kv 4x4, first level": trivial("pool-kv", 4, 4, 4096),
+    "pool 2x2, first level": trivial("pool", 2, 2, 4096),
+    "pool 1x2, first level": trivial("pool", 1, 2, 4096),
 }
 SHORT = {
     "default": ours(),
+    "kv 1/16, 4x4 cells, tiles 16": ours(keep=0.05, stride=(4, 4), tiles=16),
     "qkv .5": ours(keep=0.5, merge="qkv"),
     "plain": ours(preset="plain"),
     **{name: RIVALS[name] for name in ("tomesd 0.5", "pool-kv 2x2")},
 }
+FIRST = {"min_tokens": 4096}  # the first level only, as tomesd merges unless told otherwise
+WIDE: dict[str, dict[str, Any]] = {
+    "1/9, 3x3 cells, tiles 12": {"keep": 0.1, "stride": (3, 3), "tiles": 12},
+    "1/16, 4x4 cells, tiles 16": {"keep": 0.05, "stride": (4, 4), "tiles": 16},
+    "1/64, 8x8 cells, tiles 32": {"keep": 0.01, "stride": (8, 8), "tiles": 32},
+}
 FULL = {
     "default": ours(),
-    **{f"kv {keep}": ours(keep=keep) for keep in (0.75, 0.5, 0.25)},
-    **{f"kv {keep}, tiles 16": ours(keep=keep, tiles=16) for keep in (0.5, 0.375, 0.25)},
-    **{f"kv {keep}, tiles 4": ours(keep=keep, tiles=4) for keep in (0.5, 0.375, 0.25)},
-    "kv .25, global": ours(keep=0.25, tiles=0),
+    "default, first level": ours(**FIRST),
+    **{f"kv {keep}": ours(keep=keep) for keep in (0.75, 0.5, 0.375)},
+    **{f"kv .25, tiles {tiles}": ours(tiles=tiles) for tiles in (4, 16)},
+    "kv .25, tiles 16, first level": ours(tiles=16, **FIRST),
+    "kv .25, global": ours(tiles=0),
+    **{f"kv {name}": ours(**fields) for name, fields in WIDE.items()},
+    **{f"kv {name}, first level": ours(**fields, **FIRST) for name, fields in WIDE.items()},
+    "kv .25, average": ours(weights="average"),
+    "kv .25, average, not refined": ours(weights="average", refine=False),
+    "kv .25, similarity of keys": ours(feature="k-mean"),
     "kv .5, alternating": ours(keep=0.5, partition="alternating"),
     "kv .5, random": ours(keep=0.5, partition="random"),
-    "kv .25, similarity of keys": ours(keep=0.25, feature="k-mean"),
-    "kv .25, not refined": ours(keep=0.25, refine=False),
-    "kv 1/9, 3x3 cells, tiles 12": ours(keep=0.1, stride=(3, 3), tiles=12),
-    "kv 1/16, 4x4 cells": ours(keep=0.05, stride=(4, 4)),
-    **{f"kv {keep}, best": ours(keep=keep, weights="best") for keep in (0.5, 0.375, 0.25)},
-    **{
-        f"kv {keep}, best, first level only": ours(keep=keep, weights="best", min_tokens=4096)
-        for keep in (0.5, 0.375, 0.25)
-    },
-    "kv .25, best, tiles 16, first level only": ours(keep=0.25, weights="best", tiles=16, min_tokens=4096),
-    "kv .375, best, tiles 16, first level only": ours(keep=0.375, weights="best", tiles=16, min_tokens=4096),
-    "kv 1/9, best, 3x3 cells, tiles 12, first level only": ours(
-        keep=0.1, stride=(3, 3), tiles=12, weights="best", min_tokens=4096
-    ),
-    "kv 1/16, best, 4x4 cells, tiles 16, first level only": ours(
-        keep=0.05, stride=(4, 4), tiles=16, weights="best", min_tokens=4096
-    ),
-    "kv 1/16, best, 4x4 cells, tiles 32, first level only": ours(
-        keep=0.05, stride=(4, 4), tiles=32, weights="best", min_tokens=4096
-    ),
-    "kv tau 0.8, best, first level only": ours(tau=0.8, merge="kv", weights="best", min_tokens=4096),
-    "kv tau 0.8, best, tiles 16, first level only": ours(
-        tau=0.8, merge="kv", weights="best", tiles=16, min_tokens=4096
-    ),
-    "kv .25, first level only": ours(keep=0.25, min_tokens=4096),
-    "kv .375, first level only": ours(keep=0.375, min_tokens=4096),
-    **{f"kv tau {tau}": ours(tau=tau, merge="kv") for tau in (0.7, 0.8, 0.9)},
+    "kv tau 0.8, best": ours(tau=0.8, merge="kv", weights="best"),
     **{f"qkv {keep}": ours(keep=keep, merge="qkv") for keep in (0.75, 0.5, 0.25)},
+    "qkv .5, first level": ours(keep=0.5, merge="qkv", **FIRST),
+    "qkv .5, average": ours(keep=0.5, merge="qkv", weights="average"),
     "qkv .5, alternating": ours(keep=0.5, merge="qkv", partition="alternating"),
-    "qkv .5, tiles 16": ours(keep=0.5, merge="qkv", tiles=16),
-    "qkv .5, best, first level only": ours(keep=0.5, merge="qkv", weights="best", min_tokens=4096),
-    "qkv .25, best, tiles 16, first level only": ours(
-        keep=0.25, merge="qkv", weights="best", tiles=16, min_tokens=4096
-    ),
-    "qkv .5, first level only": ours(keep=0.5, merge="qkv", min_tokens=4096),
     **{f"qkv tau {tau}": ours(tau=tau) for tau in (0.7, 0.8, 0.9)},
     **{f"plain tau {tau}": ours(tau=tau, preset="plain") for tau in (0.7, 0.8, 0.9)},
     "printed equations, tau 0.8": ours(tau=0.8, preset="plain", variant="paper"),

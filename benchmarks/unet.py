@@ -30,7 +30,7 @@ from mame_sd import MaMeConfig, embedded_model_path, mame
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
-    "kv .25": {"keep": 0.25},
+    "kv .50": {"keep": 0.5},
     "mame+mare .50": {"keep": 0.5, "merge": "qkv"},
 }
 On = Callable[[Any], AbstractContextManager[Any]]

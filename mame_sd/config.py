@@ -26,8 +26,8 @@ from typing import Any, Literal
 # default is one edit here. Keys: what was given, of tau and keep; "neither" holds what is then used.
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "default": {
-        "neither": {"keep": 0.375},
-        "keep": {"merge": "kv", "batch": "per_sample", "partition": "grid", "tiles": 8},
+        "neither": {"keep": 0.25},
+        "keep": {"merge": "kv", "batch": "per_sample", "partition": "grid", "tiles": 8, "weights": "best"},
         "tau": {"merge": "qkv", "batch": "shared", "partition": "grid", "tiles": 0},
     },
     "plain": {

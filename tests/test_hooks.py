@@ -99,7 +99,7 @@ def test_default_levels(overrides: dict[str, Any], latent: int, expected: list[i
     run_unet(unet, batch=1, height=latent, width=latent)
     levels = handle.report().levels()
     assert [level.tokens_in for level in levels if level.layers_merged == level.layers] == expected
-    assert all(level.share == pytest.approx(0.375, abs=0.01) for level in levels if level.layers_merged)
+    assert all(level.share == pytest.approx(0.25, abs=0.01) for level in levels if level.layers_merged)
     assert all(level.tokens_in < 1024 for level in levels if not level.layers_merged)
 
 

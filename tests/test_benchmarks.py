@@ -1,0 +1,97 @@
+"""The benchmarks measure what they say: gates that can fail, published architectures, work, verdicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import attention, layers, unets
+from benchmarks.frontier_report import markdown, on_frontier, verdict
+from benchmarks.painting import AttentionWork, clocked
+from benchmarks.rivals import pooled
+from benchmarks.timing import captured, interleaved
+from tests.tiny import run_unet, tiny_unet
+
+CPU = torch.device("cpu")
+
+
+def test_every_method_is_timed_and_checked_and_a_wrong_one_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = layers.gate(64, CPU, torch.float32, attention.CONFIGS)
+    assert max(errors.values()) < 1e-5
+    case = {"dtype": "float32", "tokens": 256, "dim": 64, "batch": 2}
+    found = attention.measure(case, 1, CPU, None)["methods"]
+    assert {"sdpa", "free 0.50", "mame+mare .50", "mame kv .25"} <= set(found)
+    assert all(row["median_s"] > 0 for row in found.values())
+    assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("| m")]) == 6
+    monkeypatch.setitem(layers.TOLERANCE, torch.float32, 1e-12)
+    with pytest.raises(SystemExit, match="nothing was timed"):
+        layers.gate(64, CPU, torch.float32, attention.CONFIGS)
+
+
+def test_each_method_is_called_once_a_round_on_an_input_of_its_own() -> None:
+    seen: dict[str, list[int]] = {"a": [], "b": []}
+    fresh = iter(range(100))
+    times = interleaved({n: v.append for n, v in seen.items()}, lambda: next(fresh), 3, CPU)
+    assert {n: len(v) for n, v in seen.items()} == {"a": 4, "b": 4}
+    assert sorted(seen["a"] + seen["b"]) == list(range(8))
+    assert all(len(t.seconds) == 3 for t in times.values())
+    assert captured(10.0, 4.0, 4.0) == 1
+    assert captured(10.0, 10.0, 4.0) == 0
+
+
+@pytest.mark.parametrize(("name", "millions"), [("sd1.5", 859.5), ("sd2.1", 865.9), ("sdxl", 2567.5)])
+def test_the_architectures_are_the_published_ones(name: str, millions: float) -> None:
+    unet = unets.build(name, torch.device("meta"), torch.float32)
+    assert sum(p.numel() for p in unet.parameters()) == pytest.approx(millions * 1e6, rel=1e-4)
+
+
+def test_pooled_keys_of_constant_cells_change_nothing_and_processors_come_back() -> None:
+    attn = layers.attention(64, CPU, torch.float32)
+    cells = torch.randn(1, 16, 16, 64).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1, 2)  # 32 x 32
+    unet = tiny_unet()
+    before = dict(unet.attn_processors)
+    with torch.no_grad(), pooled(unet, (2, 2), "pool-kv", 16):
+        processor: Any = next(iter(unet.attn_processors.values()))
+        torch.testing.assert_close(processor(attn, cells), attn(cells), rtol=1e-4, atol=1e-5)
+        assert not torch.equal(processor(attn, torch.randn(1, 1024, 64)), attn(torch.randn(1, 1024, 64)))
+    assert dict(unet.attn_processors) == before
+
+
+def test_work_counts_self_attention_alone() -> None:
+    unet = tiny_unet()
+    with AttentionWork(7) as whole, clocked(unet) as clock:
+        run_unet(unet)
+    with AttentionWork(7) as quarter, pooled(unet, (2, 2), "pool-kv", 16):
+        run_unet(unet)
+    assert quarter.work * 4 == whole.work > 0
+    assert clock.seconds > 0
+
+
+def point(name: str, family: str, times_faster: float, lpips: float) -> dict[str, Any]:
+    return {
+        "name": name, "family": family, "times_faster": times_faster, "lpips": lpips,
+        "work": 0.5, "psnr": 30.0, "ssim": 0.9, "retrieval": 1.0,
+    }  # fmt: skip
+
+
+def test_the_verdict_names_what_beats_each_rival() -> None:
+    points = [
+        point("baseline", "baseline", 1.0, 0.0),
+        point("mild", "mame", 1.2, 0.01),
+        point("strong", "mame", 1.6, 0.05),
+        point("tomesd", "tomesd", 1.1, 0.02),
+        point("pool", "pool", 1.7, 0.04),
+    ]
+    assert verdict(points) == {
+        "tomesd": {"better": "mild", "faster": "mild"},
+        "pool": {"better": None, "faster": None},
+    }
+    assert [p["name"] for p in on_frontier(points)] == ["baseline", "mild", "pool"]
+    text = markdown(points)
+    assert "- pool: NOT beaten" in text
+    assert "- tomesd: beaten" in text
+    assert "| **mild** | 1.20 |" in text
