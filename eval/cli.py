@@ -86,13 +86,14 @@ def score_command(
 
     from .score_command import format_scores, score_runs
     from .tools import Tools
+    from .weights import default_folder
 
     shard = shard_of_environment()
     tools = Tools(
         weights_dir=None if scoring.weights_dir is None else Path(scoring.weights_dir),
         offline=scoring.offline,
         device=pick_device(scoring.device, shard.local_rank),
-        cache=None if scoring.cache is None else Path(scoring.cache),
+        cache=default_folder() / "features" if scoring.cache is None else Path(scoring.cache),
         shard=shard,
     )
     with joined(shard), base.progress("images", shard.is_main) as tools.on_progress:
@@ -193,15 +194,14 @@ def doctor_command(*, weights_dir: WeightsOption = None, model: ModelOptions) ->
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status; every failure has become one line on stderr."""
+    return exit_status(lambda: invoke(arguments))
+
+
+def invoke(arguments: Sequence[str] | None = None) -> Any:
+    """Run one command line (that of the process by default), failures as exceptions."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    return exit_status(lambda: app(given, "mame-sd-eval", standalone_mode=False))
-
-
-def main() -> None:
-    """The console script."""
-    sys.exit(run())
+    return app(list(sys.argv[1:] if arguments is None else arguments), "mame-sd-eval", standalone_mode=False)
 
 
 def _check_format(form: str) -> None:

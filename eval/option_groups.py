@@ -71,4 +71,6 @@ class ScoringOptions:
     weights_dir: str | None = option(None, "Folder with weights of metrics, looked into first.", metavar="DIR")
     offline: bool = option(False, "Never ask a network.", "--offline")
     device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
-    cache: str | None = option(None, "Folder to keep features of images in. Without it, none are kept.", metavar="DIR")
+    cache: str | None = option(
+        None, "Folder that keeps features of images. Without it, features in the weights' own folder.", metavar="DIR"
+    )

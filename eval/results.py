@@ -15,20 +15,24 @@ from .json_text import json_text
 
 FORMAT = "mame-sd benchmark 1"
 NAME = "results.json"
+OWN = {"runs", "scores", "features", "bench.jsonl", "report.html", "report.md", "table.csv", "table.tex"}
 
 
 def check_out(out: Path) -> None:
-    """Raise UserError when no benchmark could go into `out`: only a new, empty or own folder will do."""
+    """Raise UserError when no benchmark could go into `out`: only a new, empty or own folder will do.
+
+    An own folder whose results.json was deleted is taken too: everything in it is found again.
+    """
     if check_place(out, out) != out:
         return
     with writing(out):
         entries = sorted(name for name in os.listdir(out) if not name.startswith(".mame-sd."))  # writes under way
-    if entries and NAME not in entries:
+    if entries and NAME not in entries and not ("runs" in entries and OWN.issuperset(entries)):
         raise UserError(
             f"--out {out}: expected a new or empty folder, or one begun by this command, got a folder with "
             f"{len(entries)} other things in it ({entries[0]!r}); choose another"
         )
-    if entries:
+    if NAME in entries:
         read_results(out)
 
 
@@ -40,7 +44,9 @@ def read_results(out: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{out}: expected the folder of a benchmark, found no {NAME}; run benchmark first") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: expected the results of a benchmark, got: {error}; run it again") from None
+        raise UserError(
+            f"{path}: expected the results of a benchmark, got: {error}; delete it and run benchmark again, nothing else is lost"
+        ) from None
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise UserError(f"{path}: expected the results of a benchmark ({FORMAT!r}), got another file; choose another")
     return values

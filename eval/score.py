@@ -245,7 +245,8 @@ def _in_order(found: Mapping[str, Values], keys: Sequence[str], tools: Tools) ->
 
 def _inception_score(features: Mapping[str, Tensor], splits: int) -> dict[str, Any]:
     result = inception_score(features["logits"], splits=splits)
-    return {"mean": result.mean, "std": result.std, "splits": result.splits, "cap": result.cap}
+    spread = {"std": result.std} if result.splits > 1 else {}
+    return {"mean": result.mean, **spread, "splits": result.splits, "cap": result.cap}
 
 
 def _source(metric: Metric, tools: Tools) -> str:

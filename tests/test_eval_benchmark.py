@@ -216,6 +216,12 @@ def test_other_settings_and_foreign_folders_are_refused(model: LoadedModel, tmp_
     (tmp_path / "killed").mkdir()
     (tmp_path / "killed" / ".mame-sd.1.tmp").write_text("what a kill in the first write leaves")
     check_out(tmp_path / "killed")
+    results = tmp_path / "out" / "results.json"
+    results.write_text(results.read_text()[:-100])
+    with pytest.raises(UserError, match="delete it and run benchmark again, nothing else is lost"):
+        check_out(tmp_path / "out")
+    results.unlink()
+    check_out(tmp_path / "out")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     with pytest.raises(UserError, match=r"1 other things in it \('thesis.tex'\)"):

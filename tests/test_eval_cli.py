@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import typer
 from mame_sd.eval import cli
+from mame_sd.eval.suites import SUITES
 from typer.main import get_command
 
 from mame_sd import cli as base
@@ -20,6 +23,8 @@ from tests.kills import snapshot
 from tests.tiny import save_tiny_pipeline
 
 ROOT = Path(__file__).parents[1]
+DOCUMENT = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+COMMANDS = [line.split("  #")[0] for line in re.findall(r"^mame-sd-eval .*$", DOCUMENT, re.M)]
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +149,24 @@ def test_doctor_names_what_is_missing(here: Path, capsys: pytest.CaptureFixture[
     missing = next(line for line in lines if "weights effnet-lite0" in line)
     assert missing.startswith("note")
     assert "sha256" in missing
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_documented_commands_parse(line: str) -> None:
+    words = shlex.split(line)[1:]
+    command = get_command(cli.app)
+    assert isinstance(command, typer.core.TyperGroup)
+    sub = command.get_command(command.make_context("mame-sd-eval", words[:1], resilient_parsing=True), words[0])
+    assert sub is not None, f"no command {words[0]}"
+    sub.make_context(words[0], words[1:])
+
+
+def test_the_suites_are_documented_as_they_are() -> None:
+    for name, suite in SUITES.items():
+        row = next(line for line in DOCUMENT.splitlines() if line.startswith(f"| `{name}`"))
+        cells = [cell.strip() for cell in row.split("|")]
+        assert cells[3].startswith(f"{suite.num:,}")
+        assert cells[4:6] == [str(suite.steps), str(suite.rounds)]
 
 
 def test_every_option_has_help() -> None:

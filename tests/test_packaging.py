@@ -41,7 +41,7 @@ def test_both_commands_are_installed(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         points = next(n for n in archive.namelist() if n.endswith("entry_points.txt"))
         lines = archive.read(points).decode().splitlines()
-    assert lines[1:] == ["mame-sd = mame_sd.cli:main", "mame-sd-eval = mame_sd.eval.cli:main"]
+    assert lines[1:] == ["mame-sd = mame_sd.__main__:main", "mame-sd-eval = mame_sd.eval.__main__:main"]
 
 
 def test_the_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
