@@ -1,7 +1,8 @@
-.PHONY: demo test check bench score model clean
+.PHONY: demo test test-oldest check bench score model clean
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+OLDEST := .venv-oldest
 OUT ?= out/demo
 
 demo: $(READY)  ## set up, then generate the demo prompts with and without merging, side by side
@@ -11,6 +12,9 @@ demo: $(READY)  ## set up, then generate the demo prompts with and without mergi
 
 test: check  ## set up, lint, type-check and run every test
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+test-oldest: $(OLDEST)/.ready  ## the compatibility matrix with the oldest supported versions, in .venv-oldest
+	HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -p no:cacheprovider tests/test_matrix.py tests/test_families.py tests/test_hooks.py
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -33,5 +37,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $(READY)
 
+$(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
+	$(OLDEST)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable ".[matrix,lora]" hypothesis pytest
+	touch $(OLDEST)/.ready
+
 clean:
-	rm -rf .venv out build dist *.egg-info
+	rm -rf .venv $(OLDEST) out build dist *.egg-info
