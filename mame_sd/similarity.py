@@ -27,7 +27,7 @@ def similarity_of(x: Tensor, pos: Positions, metric: str) -> Tensor:
         if metric == "euclidean":
             s = torch.cdist(dst, src, compute_mode="donot_use_mm_for_euclid_dist") * -(d**-0.5)
         else:
-            s = torch.bmm(dst if metric == "cosine" else dst * d**-0.5, src.transpose(1, 2))
+            s = _product(dst if metric == "cosine" else dst * d**-0.5, src)
     if metric == "cosine":
         s = s.clamp_(-1, 1) if in_place(s) else s.clamp(-1, 1)
     s = s.view(b, pos.blocks, pos.m, pos.n)
@@ -35,6 +35,33 @@ def similarity_of(x: Tensor, pos: Positions, metric: str) -> Tensor:
         pad = pos.dst_pad.unsqueeze(-1)
         s = s.masked_fill_(pad, -math.inf) if in_place(s) else s.masked_fill(pad, -math.inf)
     return torch.softmax(s, -2) if metric == "softmax" else s
+
+
+def _product(dst: Tensor, src: Tensor) -> Tensor:
+    """dst src^T [B * T, m, n] in full precision, also where the user lets CUDA's fp32 products run in TF32.
+
+    TF32's spacing near 0.8 is that of fp16: rounding would decide what merges. So both factors are split instead, and the
+    user's setting stays as it is.
+    """
+    if dst.is_cuda and dst.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        dst, src = split_for_tf32(dst, src)
+    return torch.bmm(dst, src.transpose(1, 2))
+
+
+def split_for_tf32(dst: Tensor, src: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors [.., 3 d] whose product, rounded to TF32 on the way, is that of dst and src [.., d] to 2 ** -21.
+
+    Each is the sum of a TF32 number and a rest; of the four products only rest by rest is left out. Gradients are
+    TF32's, for the first parts are constants to them.
+    """
+    dst_high, src_high = _to_tf32(dst), _to_tf32(src)
+    dst_low, src_low = dst - dst_high, src - src_high
+    return torch.cat([dst_high, dst_high, dst_low], -1), torch.cat([src_high, src_low, src_high], -1)
+
+
+def _to_tf32(x: Tensor) -> Tensor:
+    """x in fp32, cut to the 10 bits of TF32's mantissa."""
+    return (x.detach().view(torch.int32) & -(1 << 13)).view(torch.float32)
 
 
 def _cosine_of_halves(blocks: Tensor, m: int) -> Tensor:
