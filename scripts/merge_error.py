@@ -22,7 +22,8 @@ from mame_sd import embedded_model as subjects
 SETTINGS: dict[str, dict[str, object]] = {
     "default": {},
     "kv keep .5, tiles 8": {"keep": 0.5},
-    "kv keep .25, tiles 8": {"keep": 0.25},
+    "kv keep .375, tiles 8": {"keep": 0.375},
+    "kv keep .25, averaged, tiles 8": {"keep": 0.25, "weights": "average"},
     "kv keep .25, tiles 4": {"keep": 0.25, "tiles": 4},
     "kv keep .25, tiles 16": {"keep": 0.25, "tiles": 16},
     "kv keep .25, global": {"keep": 0.25, "tiles": 0},
