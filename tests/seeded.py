@@ -46,16 +46,24 @@ def inception_weights(convolutions: dict[str, list[int]]) -> dict[str, Tensor]:
 
 
 def picture(name: str, height: int, width: int) -> np.ndarray:
-    """uint8 [height, width, 3], smooth with fine noise."""
-    coarse = uniform(name, (1, 3, 5, 7))
-    smooth = torch.nn.functional.interpolate(coarse, (height, width), mode="bilinear", align_corners=True)[0]
-    mixed = (smooth + 0.2 * uniform(f"{name} noise", (3, height, width))).clamp(-1, 1)
-    return ((mixed + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).numpy()
+    """uint8 [height, width, 3], smooth with fine noise. Plain float64 arithmetic: no pixel rounds otherwise elsewhere."""
+    smooth = _stretched(_stretched(uniform(name, (5, 7, 3)).numpy().astype(np.float64), height).swapaxes(0, 1), width)
+    noise = uniform(f"{name} noise", (height, width, 3)).numpy()
+    mixed = np.clip(smooth.swapaxes(0, 1) + 0.2 * noise, -1, 1)
+    return np.rint((mixed + 1) * 127.5).astype(np.uint8)
+
+
+def _stretched(values: np.ndarray, length: int) -> np.ndarray:
+    """Linear interpolation of the first axis to `length` points, ends on ends."""
+    at = np.linspace(0, len(values) - 1, length)
+    low = np.minimum(at.astype(int), len(values) - 2)
+    share = (at - low)[:, None, None]
+    return values[low] * (1 - share) + values[low + 1] * share
 
 
 def picture_pairs() -> tuple[Tensor, Tensor]:
-    """Two batches [2, 3, 64, 80] in [0, 1]."""
-    batches = [np.stack([picture(f"{side} {i}", 64, 80) for i in range(2)]) for side in "ab"]
+    """Two batches [2, 3, 70, 86] in [0, 1]: sizes that pools do not divide."""
+    batches = [np.stack([picture(f"{side} {i}", 70, 86) for i in range(2)]) for side in "ab"]
     a, b = (torch.from_numpy(batch).permute(0, 3, 1, 2).float() / 255 for batch in batches)
     return a, b
 
