@@ -64,6 +64,7 @@ def run_benchmark(
     tools = Tools(
         weights_dir=weights_dir,
         offline=model.offline,
+        fetch=suite.fetch,
         device=loaded.pipe.device,
         cache=out / "features",
         shard=shard,

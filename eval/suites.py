@@ -22,6 +22,7 @@ class Suite:
         metrics: names of METRICS, in no order that matters.
         rounds: of the latency benchmark.
         glyphs: score against the embedded model's ground truth.
+        fetch: networks (as `tools.network_name` names them) whose weights may be fetched; None: all. Others are used if here.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Suite:
     metrics: tuple[str, ...]
     rounds: int
     glyphs: bool = False
+    fetch: tuple[str, ...] | None = None
 
     def sampling(self, given: dict[str, Any]) -> dict[str, Any]:
         """Fields of GenerateSettings: those `given` (None: not given) over the suite's."""
@@ -58,6 +60,7 @@ SUITES = {
             metrics=(*_PAPER, "fd_effnet", "is_effnet", "retrieval", "background", *_COST),
             rounds=3,
             glyphs=True,
+            fetch=("lpips-alex",),
         ),
         Suite(
             name="embedded",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ class Tools:
     Attributes:
         weights_dir: folder to look for weights in first; None: the default one.
         offline: never ask a network for weights.
+        fetch: names of the networks whose weights may be fetched; None: all.
         cache: folder for features of images; None: none are kept.
         shard: this process among several, which share the images.
         on_progress: told (images done, images of this process).
@@ -34,6 +35,7 @@ class Tools:
 
     weights_dir: Path | None = None
     offline: bool = False
+    fetch: Collection[str] | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     cache: Path | None = None
     shard: Shard = field(default_factory=Shard)
@@ -95,7 +97,8 @@ class Tools:
         from .metrics.clip import load_clip
         from .metrics.lpips import load_lpips
 
-        place: dict[str, Any] = {"weights_dir": self.weights_dir, "offline": self.offline, "device": self.device}
+        offline = self.offline or (self.fetch is not None and name not in self.fetch)
+        place: dict[str, Any] = {"weights_dir": self.weights_dir, "offline": offline, "device": self.device}
         if name == "clip":
             return load_clip(**place)
         if name.startswith("lpips-"):

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from mame_sd.eval.gates import unrelated_pairs
 from mame_sd.eval.runs import Run, differing_settings, pair
@@ -18,6 +19,7 @@ from mame_sd.model_files import ModelChoice
 from mame_sd.models import LoadedModel, load_model
 from mame_sd.plan import GenerateSettings
 from mame_sd.prompt_files import Prompt
+from tests.run_folders import write_run
 from tests.tiny import save_tiny_pipeline
 
 PROMPTS = [
@@ -126,21 +128,27 @@ def test_unfinished_runs_are_refused(folder: Path) -> None:
         Run.open(folder / "b")
 
 
-@pytest.mark.parametrize(
-    ("prompts", "settings", "message"),
-    [
-        (PROMPTS[:3], {}, r"expected the image 9_0 as in .*a, found none \(2 missing\)"),
-        ([*PROMPTS, Prompt(id="more", text="x")], {}, "expected the image more_0"),
-        ([*PROMPTS[:3], Prompt(id="9", text="owl")], {}, "expected the prompt of 9_0 to be 'key'.* got 'owl'"),
-        (PROMPTS, {"seed": 7}, "expected the seed of b_0 to be 0 as in .* got 7"),
-        (PROMPTS, {"negative_prompt": "red"}, "expected the negative prompt of b_0 to be None"),
-    ],
-    ids=["missing", "extra", "prompt", "seed", "negative-prompt"],
-)
-def test_runs_that_do_not_pair_are_refused(
-    model: LoadedModel, folder: Path, prompts: list[Prompt], settings: dict[str, Any], message: str
-) -> None:
-    both = {"steps": 1, "images_per_prompt": 2, "batch_size": 4}
-    generate(model, prompts, GenerateSettings(**{**both, **settings}), None, folder / "c")
+CHANGES: dict[str, tuple[Any, str]] = {
+    "missing": (lambda rows: rows.pop(), r"expected the image z_0 as in .*a, found none \(1 missing\)"),
+    "extra": (lambda rows: rows.append({**rows[0], "id": "more"}), "expected the image more_0 as in .*b, found none"),
+    "prompt": (lambda rows: rows[2].update(prompt="owl"), "the prompt of z_0 to be 'prompt z' as in .*, got 'owl'"),
+    "seed": (lambda rows: rows[0].update(seed=7), "expected the seed of x_0 to be 0 as in .* got 7"),
+    "negative-prompt": (lambda rows: rows[1].update(negative_prompt="red"), "expected the negative prompt of y_0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_runs_that_do_not_pair_are_refused(tmp_path: Path, case: str) -> None:
+    change, message = CHANGES[case]
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    a, b = (write_run(tmp_path / name, dict.fromkeys(("x_0", "y_0", "z_0"), pixels)) for name in "ab")
+    assert len(pair(Run.open(a), Run.open(b))) == 3
+    rows = [json.loads(line) for line in (b / "samples.jsonl").read_text().splitlines()]
+    change(rows)
+    shutil.rmtree(b)
+    write_run(b, {f"{row['id']}_{row['repeat']}": pixels for row in rows})
+    known = {"prompt", "seed", "negative_prompt"}
+    changed = {row["id"]: {name: row[name] for name in known & row.keys()} for row in rows}
+    rewrite(b, lambda row: row.update(changed[row["id"]]))
     with pytest.raises(UserError, match=message):
-        pair(Run.open(folder / "a"), Run.open(folder / "c"))
+        pair(Run.open(a), Run.open(b))

@@ -25,30 +25,9 @@ from mame_sd.eval.tools import Tools
 from PIL import Image
 
 from mame_sd.errors import UserError
-from mame_sd.run_folder import FORMAT
+from tests.run_folders import write_run
 
 ROOT = Path(__file__).parents[1]
-Edit = Any
-
-
-def write_run(
-    folder: Path, images: dict[str, np.ndarray], prompts: dict[str, str] | None = None, **settings: Any
-) -> Path:
-    """A run folder as `generate` leaves it, of given pixels by key `<id>_<repeat>`."""
-    (folder / "images").mkdir(parents=True)
-    rows = []
-    for key, pixels in images.items():
-        identity, _, repeat = key.rpartition("_")
-        Image.fromarray(pixels).save(folder / "images" / f"{key}.png")
-        row = {"name": key, "id": identity, "repeat": int(repeat), "file": f"images/{key}.png", "seed": 0}
-        size = {"width": pixels.shape[1], "height": pixels.shape[0]}
-        rows.append(
-            {**row, **size, "prompt": (prompts or {}).get(key, f"prompt {identity}"), "seconds": 1.0, "levels": []}
-        )
-    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    known = {"prompts": {"count": len(images), "sha256": "x"}, "images_per_prompt": 1, "mame": None, **settings}
-    (folder / "manifest.json").write_text(json.dumps({"format": FORMAT, "settings": known, "environment": {}}))
-    return folder
 
 
 def noise(seed: int, size: tuple[int, int] = (24, 32)) -> np.ndarray:
@@ -167,7 +146,7 @@ def break_text(run: Path) -> None:
 
 @pytest.mark.parametrize("breaks", [break_size, break_truncated, break_deep, break_clear, break_text])
 def test_broken_images_are_named_and_nothing_is_scored(
-    runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str], breaks: Edit
+    runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str], breaks: Any
 ) -> None:
     breaks(runs[1])
     assert "02_0.png" in error_of(capsys, "score", str(runs[0]), str(runs[1]), "--format", "json")
@@ -203,6 +182,24 @@ def test_bad_input_is_one_line_and_status_2(
     arguments, message = BAD[case]
     names = {"A": str(runs[0]), "B": str(runs[1]), "C": str(tmp_path / "c")}
     assert message in error_of(capsys, "score", *(names.get(word, word) for word in arguments))
+
+
+def test_weights_with_another_hash_are_refused(
+    runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lpips-alex.safetensors").write_bytes(b"other bytes")
+    options = ["--metrics", "psnr,lpips", "--weights-dir", str(tmp_path), "--format", "json"]
+    error = error_of(capsys, "score", *map(str, runs), *options)
+    assert "lpips-alex.safetensors with the sha256" in error
+    assert "another file, or a broken one" in error
+
+
+def test_a_suite_fetches_no_more_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAME_SD_WEIGHTS", str(tmp_path))
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    tools = Tools(fetch=("lpips-alex",))
+    with pytest.raises(UserError, match=r"expected the weights of effnet-lite0.* --offline fetches nothing"):
+        tools.network(METRICS["fd_effnet"])
 
 
 def test_sample_size_rules() -> None:
