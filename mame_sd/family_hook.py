@@ -41,7 +41,7 @@ class FamilyLayer:
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
             return "input is no tokens [B, L, C]"
         if tokens is None:
-            return "height and width unknown"
+            return "height and width unknown (under torch.compile: compile the blocks, not the whole model)"
         beside = call.get("encoder_hidden_states") is not None and "encoder_hidden_states" not in self.family.inputs
         if beside and not self.family.cross:
             return "cross-attention"

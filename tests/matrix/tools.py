@@ -14,6 +14,7 @@ from torch import nn
 from mame_sd import MaMeAttnProcessor, NothingMergedError, apply_mame, remove_mame
 from tests.matrix.features import cached, uncached
 from tests.matrix.rows import Check
+from tests.matrix.transformers import FLUX, flux_inputs, model, normal, run
 from tests.matrix.unets import LEVELS, once
 from tests.tiny import run_unet, tiny_pipeline, tiny_unet
 
@@ -38,6 +39,24 @@ def compiled(whole: bool) -> None:
             assert not torch.equal(run_unet(unet, seed=seed), expected)
     if whole:
         assert sum(layer.merged for layer in handle.report().layers) == sum(LEVELS.values())
+
+
+def compiled_flux() -> None:
+    """Flux's blocks compile with their hooks; the whole model can't read the image's sides, and the report says so."""
+    torch.compiler.reset()
+    build = model("FluxTransformer2DModel", **FLUX, pooled_projection_dim=8)
+    inputs = {**flux_inputs(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])}
+    blocks, whole = build(), build()
+    handle = apply_mame(blocks, keep=0.5, min_tokens=60)
+    expected = run(inputs, blocks)
+    blocks.compile_repeated_blocks(backend="eager", fullgraph=True)
+    torch.testing.assert_close(run(inputs, blocks), expected)
+    assert {(layer.calls, layer.merged) for layer in handle.report().layers} == {(2, True)}
+    handle = apply_mame(whole, keep=0.5, min_tokens=60)
+    whole.compile(backend="eager")
+    run(inputs, whole)
+    with pytest.raises(NothingMergedError, match="compile the blocks, not the whole model"):
+        handle.report()
 
 
 def tomesd_first() -> None:
@@ -121,6 +140,7 @@ CHECKS = [
         partial(compiled, False),
         "by the one-liner: diffusers' hooks would make a graph for every block",
     ),
+    Check("torch.compile of Flux, regional, fullgraph", compiled_flux, "merges; compiling the whole model is an error"),
     Check("tomesd on the same pipe", tomesd_first, "one error that says which to remove, in either order"),
     Check("DeepCache, merging removed while it is on", removed_under_deepcache, "bit-equal to DeepCache alone"),
     Check("unknown model", unknown_model, "an error that says what was looked for and what was found"),
