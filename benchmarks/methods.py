@@ -56,7 +56,7 @@ RIVALS = {
 }
 SHORT = {
     "default": ours(),
-    "kv 1/16, 4x4 cells, tiles 16": ours(keep=0.05, stride=(4, 4), tiles=16),
+    "kv 1/16, 4x4 cells, tiles 16, first level": ours(keep=0.05, stride=(4, 4), tiles=16, min_tokens=4096),
     "qkv .5": ours(keep=0.5, merge="qkv"),
     "plain": ours(preset="plain"),
     **{name: RIVALS[name] for name in ("tomesd 0.5", "pool-kv 2x2")},
