@@ -25,6 +25,7 @@ from mame_sd.generate import environment, generate
 from mame_sd.models import LoadedModel
 from mame_sd.plan import GenerateSettings, cut_batches, plan_jobs
 from mame_sd.prompt_files import Prompt, prompts_digest
+from mame_sd.run_folder import differences
 
 from .bench import bench, summary
 from .gates import ceiling_gate, repeat_gates
@@ -285,13 +286,25 @@ class Benchmark:
 
 
 def resumed(results: dict[str, Any], out: Path) -> dict[str, Any]:
-    """`results` with the rows that an earlier start of the same benchmark has left in `out`, so that none is lost."""
+    """`results` with the rows that an earlier start of the same benchmark has left in `out`, so that none is lost.
+
+    Raises UserError when `out` was begun with another model, other settings or prompts: its results stay as they are.
+    """
     try:
         before = read_results(out)
     except UserError:
         return results
-    same = all(before["manifest"].get(name) == results["manifest"][name] for name in ("model", "sampling", "prompts"))
-    rows = {row["name"]: row for row in before["rows"] if same and row["status"] == "measured"}
+    there, here = (
+        {"model": it["model"], **it["sampling"], "prompts": it["prompts"]["sha256"]}
+        for it in (before["manifest"], results["manifest"])
+    )
+    different = differences(there, here)
+    if different:
+        raise UserError(
+            f"--out {out}: expected the settings it was begun with, got {'; '.join(different)}; choose another --out, or "
+            "give the same settings"
+        )
+    rows = {row["name"]: row for row in before["rows"] if row["status"] == "measured"}
     kept = [
         rows[row["name"]] if row["name"] in rows and rows[row["name"]]["config"] == row["config"] else row
         for row in results["rows"]

@@ -224,21 +224,21 @@ class RunFolder:
     def _compare(self, there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
         """Refuse other settings; return a note for each difference of the environment."""
         normal = json.loads(json.dumps(here))  # tuples and the like, as they come back from a file
-        different = _differences(there["settings"], normal["settings"])
+        different = differences(there["settings"], normal["settings"])
         if different:
             raise UserError(
                 f"--out {self.path}: expected the settings it was begun with, got {'; '.join(different)}; "
                 "choose another --out, or give the same settings"
             )
-        return _differences(there.get("environment", {}), normal.get("environment", {}))
+        return differences(there.get("environment", {}), normal.get("environment", {}))
 
 
-def _differences(there: Any, here: Any, name: str = "") -> list[str]:
+def differences(there: Any, here: Any, name: str = "") -> list[str]:
     """`name: old there, new here` for every leaf that differs."""
     if isinstance(there, dict) and isinstance(here, dict):
         found = []
         for key in sorted({*there, *here}):
-            found += _differences(there.get(key), here.get(key), f"{name}.{key}" if name else key)
+            found += differences(there.get(key), here.get(key), f"{name}.{key}" if name else key)
         return found
     return [] if there == here else [f"{name}: {json.dumps(there)} there, {json.dumps(here)} here"]
 

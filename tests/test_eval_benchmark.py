@@ -209,8 +209,10 @@ def test_what_was_done_is_kept_when_it_is_interrupted(model: LoadedModel, tmp_pa
 def test_other_settings_and_foreign_folders_are_refused(model: LoadedModel, tmp_path: Path) -> None:
     only = [tiny_methods()[0]]
     benchmark(model, tmp_path / "out", methods=only, metrics=[METRICS["psnr"]]).run()
+    before = (tmp_path / "out" / "results.json").read_bytes()
     with pytest.raises(UserError, match="steps: 2 there, 3 here"):
         benchmark(model, tmp_path / "out", methods=only, settings=GenerateSettings(steps=3)).run()
+    assert (tmp_path / "out" / "results.json").read_bytes() == before
     check_out(tmp_path / "out")
     check_out(tmp_path / "new")
     (tmp_path / "killed").mkdir()
