@@ -96,7 +96,7 @@ def _add_lora(pipe: Any, lora: str, index: int, offline: bool) -> None:
             f"--lora {source}: expected a pipeline that takes LoRAs, got {type(pipe).__name__}; leave it out"
         )
     path = Path(source)
-    if not os.path.exists(path) and not HUB_ID.fullmatch(source):
+    if not source or (not os.path.exists(path) and not HUB_ID.fullmatch(source)):
         raise UserError(
             f"--lora {source}: expected a .safetensors file, a folder or a hub id, found nothing; check the path"
         )

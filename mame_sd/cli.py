@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from mame_sd.patches import Patch
 
 app = typer.Typer(
-    help="Faster diffusion without training: merge tokens before self-attention (MaMe), restore them after it (MaRe).",
     add_completion=False,
     pretty_exceptions_enable=False,
     no_args_is_help=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 MODEL = FieldOptions(ModelOptions, "Model")
 SAMPLING = FieldOptions(SamplingOptions, "Sampling")
@@ -56,6 +56,23 @@ PromptsOption = Annotated[
 ]
 NumOption = Annotated[int | None, typer.Option(help="Take the first NUM prompts only.", metavar="NUM")]
 PromptArgument = Annotated[str, typer.Argument(help="What to paint.", metavar="PROMPT", show_default=False)]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"mame-sd {version('mame-sd')}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and end.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Faster diffusion without training: merge tokens before self-attention (MaMe), restore them after it (MaRe)."""
 
 
 @app.command("generate")
@@ -95,7 +112,8 @@ def compare_command(
     from mame_sd.sheet import check_sheet_path, write_sheet
 
     settings = GenerateSettings(**asdict(sampling))
-    taus, keeps = _numbers("--tau", tau if tau or keep else "0.6,0.7,0.8,0.9"), _numbers("--keep", keep)
+    taus = _numbers("--tau", "0.6,0.7,0.8,0.9" if tau is None and keep is None else tau)
+    keeps = _numbers("--keep", keep)
     variants_of(merging, taus, keeps)  # refuses bad numbers before anything is loaded
     check_sheet_path(out)
     loaded = load_model(model_choice(model))
@@ -355,7 +373,7 @@ def read_prompts(file: str | None, texts: Sequence[str], num: int | None) -> Any
 def _numbers(flag: str, text: str | None) -> list[float]:
     """`"0.6,0.7"` as numbers; none for None."""
     try:
-        return [float(part) for part in text.split(",")] if text else []
+        return [] if text is None else [float(part) for part in text.split(",")]
     except ValueError:
         raise UserError(
             f"{flag}: expected numbers with commas between, such as 0.6,0.8, got {text!r}; correct it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,12 @@ from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.models import LoadedModel
 from mame_sd.plan import GenerateSettings, plan_jobs
-from mame_sd.prompt_files import Prompt
+from mame_sd.prompt_files import prompts_from_texts
 from mame_sd.sampling import levels_of, merge_in, sample
 from mame_sd.sheet import Cell, draw_sheet, enlarge
 
 PANEL_SIDE = 512
-COLUMNS = 6  # images side by side on a sheet of runs
+COLUMNS = 6  # images side by side
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def compare(
     Raises:
         UserError: a variant in which nothing could merge, or that the model refuses.
     """
-    (job,) = plan_jobs([Prompt(id="compare", text=prompt)], settings)
+    (job,) = plan_jobs([replace(*prompts_from_texts([prompt]), id="compare")], settings)
     total = 1 + len(variants)
     on_progress(0, total)
     sample(model, _one_step(settings), [job])
@@ -82,9 +82,9 @@ def compare(
 
 
 def compare_sheet(prompt: str, panels: Sequence[Panel]) -> Image.Image:
-    """The panels side by side, labelled; the first is the baseline."""
+    """The panels, `COLUMNS` side by side, labelled; the first is the baseline."""
     cells = [Cell(enlarge(panel.image, PANEL_SIDE), panel.lines(panels[0])) for panel in panels]
-    return draw_sheet([cells], title=prompt)
+    return draw_sheet([cells[i : i + COLUMNS] for i in range(0, len(cells), COLUMNS)], title=prompt)
 
 
 def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:

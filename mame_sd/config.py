@@ -200,19 +200,22 @@ class MaMeConfig:
 
 
 def _read_table(path: Path) -> dict[str, Any]:
+    kind = path.suffix.lower()
+    if kind not in (".json", ".toml"):
+        raise ValueError(f"expected a .json or .toml file of settings, got {kind or 'no ending'}; rename or convert it")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"expected a .json or .toml file of settings that can be read, got {error}") from None
     try:
-        if path.suffix.lower() == ".toml":
+        if kind == ".toml":
             import tomllib
 
             values: Any = tomllib.loads(text)
         else:
             values = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"expected {path.suffix.lstrip('.') or 'json'}, but {error}") from None
+        raise ValueError(f"expected {kind.lstrip('.')}, but {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f'expected an object of settings such as {{"tau": 0.8}}, got {values!r}')
     return values

@@ -187,7 +187,10 @@ def _load_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
         )
     except Exception as error:
         if config is not None:
-            raise
+            raise UserError(
+                f"--single-file-config {config}: expected the folder or hub id of a pipeline of the same architecture, but "
+                f"{first_line(error)}; give another"
+            ) from error
         raise UserError(
             f"--model {path}: expected the hub's configuration for this architecture, but {first_line(error)}; "
             "give a pipeline folder of the same architecture as --single-file-config"

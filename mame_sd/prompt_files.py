@@ -68,7 +68,7 @@ def load_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:
     if reader is None:
         raise PromptError(
             f"{path}: expected a prompt file ending in {', '.join(READERS)} (or 'demo'), got "
-            f"{path.suffix or 'no ending'!r}; rename or convert it"
+            f"{path.suffix or 'no ending'}; rename or convert it"
         )
     prompts: list[Prompt] = []
     lines: list[int] = []

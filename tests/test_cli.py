@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,9 @@ BAD = {
     "partition": (["generate", "--prompt", "x", "--partition", "odd"], "partition: expected one of alternating"),
     "stride": (["generate", "--prompt", "x", "--stride", "two"], "--stride: expected two whole numbers such as 2x2, got 'two'"),
     "baseline": (["generate", "--prompt", "x", "--baseline", "--mame-seed", "1"], "--baseline: expected no merging options beside it, got --mame-seed"),
+    "config-kind": (["generate", "--prompt", "x", "--config", "a.yaml"], "a.yaml: expected a .json or .toml file of settings, got .yaml"),
+    "compare-empty": (["compare", "x", "--tau", ""], "--tau: expected numbers with commas between"),
+    "lora-empty": (["generate", "--prompt", "x", "--lora", ""], "found nothing; check the path"),
     "config": (["generate", "--prompt", "x", "--config", "none.json"], "none.json: expected a .json or .toml file"),
     "scheduler": (["generate", "--prompt", "x", "--scheduler", "magic"], "--scheduler: expected one of ddim, ddpm"),
     "dtype": (["generate", "--prompt", "x", "--dtype", "int8"], "--dtype: expected auto, float32"),
@@ -197,3 +201,11 @@ def test_ids_can_not_leave_the_folder(run_cli: Any, capsys: pytest.CaptureFixtur
     (tmp_path / "p.jsonl").write_text('{"prompt": "key", "id": "../../key"}')
     assert run_cli("generate", "--prompts", "p.jsonl", quick=True) == 2
     assert "p.jsonl:1: id: expected a plain file name" in error_of(capsys)
+
+
+def test_version_and_help(run_cli: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("--version") == 0
+    assert capsys.readouterr().out == f"mame-sd {version('mame-sd')}\n"
+    for arguments in (["-h"], ["generate", "-h"], ["ui", "--help"]):
+        assert run_cli(*arguments) == 0
+        assert "Usage: mame-sd" in capsys.readouterr().out

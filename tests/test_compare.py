@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from mame_sd import cli
+from mame_sd import cli, mame
 from mame_sd.compare import compare, compare_sheet, folders_sheet, variants_of
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.generate import generate
 from mame_sd.model_files import ModelChoice
 from mame_sd.models import LoadedModel, load_model
-from mame_sd.plan import GenerateSettings
+from mame_sd.plan import GenerateSettings, plan_jobs
 from mame_sd.prompt_files import prompts_from_texts
+from mame_sd.sampling import sample
 from mame_sd.sheet import Cell, draw_sheet, write_sheet
-from mame_sd.show_merge import MergeMap, capture_merge, draw_merge
+from mame_sd.show_merge import MergeMap, capture_merge, draw_merge, prompt_to_draw
 from tests.tiny import save_tiny_pipeline
 
 TWO_STEPS = GenerateSettings(steps=2)
@@ -82,6 +84,24 @@ def test_the_chosen_step_level_and_layer_are_drawn(model: LoadedModel) -> None:
             capture_merge(model, "key", TWO_STEPS, SMALL, **{"step": 1, **wrong})
     with pytest.raises(UserError, match="'up_blocks' fits 4"):
         capture_merge(model, "key", TWO_STEPS, SMALL, step=1, layer="up_blocks")
+
+
+def test_a_step_is_one_of_the_scheduler(model_folder: Path) -> None:
+    heun = load_model(ModelChoice(model=str(model_folder), device="cpu", scheduler="heun"))
+    maps = []
+    with mame(heun.pipe, SMALL) as handle:
+        handle.capture()
+
+        def keep(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            maps.append({name: plan.owners()[-1] for name, plan in handle.plans().items()})
+            return tensors
+
+        (job,) = plan_jobs([prompt_to_draw("key")], GenerateSettings(steps=3))
+        sample(heun, GenerateSettings(steps=3), [job], callback_on_step_end=keep)
+    assert len(maps) == 5  # evaluations of the model
+    for step in (1, 2, 3):
+        found = capture_merge(heun, "key", GenerateSettings(steps=3), SMALL, step=step)
+        assert np.array_equal(found.owners.reshape(-1), maps[2 * (step - 1)][found.layer])
 
 
 def test_groups_are_coloured_and_lone_tokens_are_clear() -> None:
