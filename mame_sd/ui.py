@@ -99,7 +99,7 @@ def build_page(painter: Painter, prompt: str = "") -> Any:
             button = gradio.Button("Paint", variant="primary", scale=1)
         with gradio.Row():
             by = gradio.Radio(["keep", "tau"], value="keep", label="Merge by", info="share to keep, or similarity")
-            keep = gradio.Slider(0.05, 1, 0.25, step=0.005, label="keep")
+            keep = gradio.Slider(0.05, 1, MaMeConfig().keep, step=0.005, label="keep")
             tau = gradio.Slider(0, 1, 0.8, step=0.01, label="tau", visible=False)
             steps = gradio.Slider(1, 50, 20, step=1, label="Steps")
             seed = gradio.Number(0, label="Seed", precision=0, minimum=0)

@@ -78,7 +78,7 @@ def test_the_page_in_a_browser(address: str, browser: Any) -> None:
     page.get_by_label("Prompt").fill("a blue star")
     page.get_by_label("number input for Steps").fill("2")
     page.get_by_role("button", name="Paint").click()
-    page.get_by_text("96 of 256 (38%)").wait_for()
+    page.get_by_text(f"{256 * (MaMeConfig().keep or 0):.0f} of 256").wait_for()
     pictures = page.locator("img[src*='file=']")
     assert pictures.count() == 3
     assert pictures.evaluate_all("images => images.map(image => image.naturalWidth)") == [512] * 3
