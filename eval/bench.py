@@ -37,14 +37,13 @@ MEBIBYTE = 2**20
 class Timing:
     """One call: seconds an image in all and in denoising, peak bytes in all and in denoising, weights included.
 
-    None: not measured (a pipeline without a decoder; `reserved` and, in a timed call, all memory on other than CUDA).
+    None: not measured (a pipeline without a decoder; in a timed call, memory on other than CUDA).
     """
 
     seconds: float
     denoising: float | None = None
     allocated: int | None = None
     allocated_denoising: int | None = None
-    reserved: int | None = None
 
 
 def bench(
@@ -59,14 +58,16 @@ def bench(
     """Time one batch of `jobs` with every method, `rounds` times over; by method, in order of rounds.
 
     Args:
-        record: JSON lines that hold every timing as soon as it is taken. A stopped call continues from them, unless
-            they were taken with other settings or on another machine: then it starts over.
+        record: JSON lines that hold every timing as soon as it is taken. A stopped call continues from the last whole
+            round in them. Were they taken of anything else (prompts, methods and their settings, model, machine), it
+            starts over.
     """
     about = {
         "environment": environment(model),
         "model": model.identity,
         "settings": asdict(settings),
-        "jobs": [job.name for job in jobs],
+        "jobs": [asdict(job) for job in jobs],
+        "methods": {method.name: method.config for method in methods},
     }
     done = _read_record(record, about)
     open_calls = [
@@ -104,9 +105,6 @@ def summary(timings: Sequence[Timing]) -> dict[str, dict[str, Any]]:
         peaks = [getattr(timing, field) for timing in timings if getattr(timing, field) is not None]
         if peaks:
             found[name] = {"mean": max(peaks) / MEBIBYTE, "low": None, "high": None, "n": len(peaks)}
-            reserved = [timing.reserved for timing in timings if timing.reserved is not None]
-            if name == "memory" and reserved:
-                found[name]["reserved"] = max(reserved) / MEBIBYTE
     return found
 
 
@@ -134,8 +132,7 @@ def timed_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Jo
     denoising = (marks["decoding"] - marks["denoising"]) / len(jobs) if "decoding" in marks else None
     if device.type != "cuda":
         return Timing(seconds / len(jobs), denoising)
-    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    return Timing(seconds / len(jobs), denoising, allocated, peak.get("denoising"), reserved)
+    return Timing(seconds / len(jobs), denoising, torch.cuda.max_memory_allocated(device), peak.get("denoising"))
 
 
 def peak_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], method: Method) -> Timing:
@@ -215,14 +212,15 @@ def _weight_bytes(model: LoadedModel) -> int:
 
 
 def _read_record(path: Path, about: Mapping[str, Any]) -> dict[tuple[int, str], Timing]:
-    """Timings taken before under the same circumstances, by (round, method)."""
+    """Timings taken before under the same circumstances, by (round, method); whole rounds alone, so that all interleave."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError):
         return {}
     if not lines or lines[0] != json.loads(json.dumps(about)):
         return {}
-    return {(line.pop("round"), line.pop("method")): Timing(**line) for line in lines[1:]}
+    found = {(line.pop("round"), line.pop("method")): Timing(**line) for line in lines[1:]}
+    return {key: timing for key, timing in found.items() if all((key[0], name) in found for name in about["methods"])}
 
 
 def _write_record(path: Path, about: Mapping[str, Any], done: Mapping[tuple[int, str], Timing]) -> None:

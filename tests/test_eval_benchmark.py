@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -307,11 +308,31 @@ def test_timings_continue_and_start_over_when_anything_else_is_timed(model: Load
     again = bench(model, SETTINGS, jobs, methods, 3, record, lambda done, total: counts.append(done))
     assert counts == [6, 7, 8, 9]
     assert {name: timings[:2] for name, timings in again.items()} == found
+    record.write_text("".join(record.read_text().splitlines(keepends=True)[:9]))  # stopped within the third round
+    counts.clear()
+    bench(model, SETTINGS, jobs, methods, 3, record, lambda done, total: counts.append(done))
+    assert counts == [6, 7, 8, 9], "a round of which a part is missing is timed as a whole"
     counts.clear()
     bench(model, GenerateSettings(steps=1), jobs, methods, 1, record, lambda done, total: counts.append(done))
     assert counts == [0, 1, 2, 3]
     record.write_text("{broken")
     assert len(bench(model, SETTINGS, jobs, methods[:1], 1, record)["baseline"]) == 1
+
+
+@pytest.mark.parametrize("other", ["prompt", "config", "rows"])
+def test_timings_of_other_work_are_not_taken_for_these(model: LoadedModel, tmp_path: Path, other: str) -> None:
+    baseline, _, _, default = tiny_methods()
+    one_step, record = GenerateSettings(steps=1), tmp_path / "bench.jsonl"
+    jobs = plan_jobs(prompts_from_texts(["key"]), one_step)
+    methods = [baseline] if other == "rows" else [baseline, default]
+    bench(model, one_step, jobs, methods, 1, record)
+    changed = replace(default, patch=MaMePatch(MaMeConfig(keep=0.25, min_tokens=16)))
+    methods = [baseline, changed if other == "config" else default]
+    if other == "prompt":
+        jobs = plan_jobs(prompts_from_texts(["ant"]), one_step)
+    counts: list[int] = []
+    bench(model, one_step, jobs, methods, 1, record, lambda done, total: counts.append(done))
+    assert counts == [0, 1, 2]
 
 
 def test_timed_calls_measure_denoising_apart(model: LoadedModel) -> None:
