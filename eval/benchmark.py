@@ -31,7 +31,7 @@ from .bench import bench, summary
 from .gates import ceiling_gate, repeat_gates
 from .manifest import attention_of
 from .methods import Method, NotApplicable
-from .metric_list import METRICS, Metric, withheld_for_size
+from .metric_list import METRICS, Metric
 from .reference import Reference
 from .results import FORMAT, read_results, write_results
 from .runs import Run, pair
@@ -41,6 +41,7 @@ from .stats import mean_interval, paired_difference
 from .suites import Suite
 from .tools import Tools, network_name
 from .trace import kept_per_step
+from .withheld import withheld, withheld_by
 
 Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 RIVAL = "tomesd-50"  # what merging's fidelity is tested against
@@ -181,7 +182,7 @@ class Benchmark:
         for metric in self.metrics:
             if metric.needs == "time" or (name == BASELINE and metric.needs in ("pair", "sets")):
                 continue
-            reason = self._withheld(metric, len(run.items))
+            reason = self._withheld(metric, run)
             if reason is not None:
                 row["values"][metric.name] = {"mean": None, "n": len(run.items), "withheld": reason}
             else:
@@ -202,21 +203,20 @@ class Benchmark:
                     row["values"][metric.name] = set_value(metric, run, baseline, self.reference, self.tools)
                 self._save()
 
-    def _withheld(self, metric: Metric, count: int) -> str | None:
-        """Why a metric can't be given for `count` images on this machine, or None."""
-        reason = withheld_for_size(metric, count, None if self.reference is None else self.reference.count)
-        if reason is None and metric.needs == "set" and self.reference is None:
-            reason = "no --reference to measure against"
-        if reason is None:
-            try:
-                self.tools.network(metric)
-            except (UserError, MachineError) as error:
-                name = network_name(metric)
-                reason = f"not measured: no weights of {name}"
-                note = f"{name}: {error}"
-                if note not in self.results["notes"]:
-                    self.results["notes"].append(note)
-        return reason
+    def _withheld(self, metric: Metric, run: Run) -> str | None:
+        """Why a metric can't be given for `run` on this machine, or None."""
+        reason = withheld(metric, run, self.reference)
+        if reason is not None:
+            return reason
+        try:
+            network = self.tools.network(metric)
+        except (UserError, MachineError) as error:
+            name = network_name(metric)
+            note = f"{name}: {error}"
+            if note not in self.results["notes"]:
+                self.results["notes"].append(note)
+            return f"not measured: no weights of {name}"
+        return withheld_by(metric, network, self.reference)
 
     def _compare_rows(self, baseline: Run) -> None:
         """P-values: fidelity against tomesd at 50 %, quality per image against the baseline."""

@@ -444,9 +444,11 @@ def test_two_processes_make_the_same_benchmark(
     assert set(one["mame-default"]["per_image"]) == {"psnr", "ssim"}  # no ground truth for such prompts
 
 
-def test_prompt_ids_need_not_be_in_order(model: LoadedModel, tmp_path: Path) -> None:
+def test_prompt_ids_need_not_be_in_order_and_small_images_lack_what_they_are_too_small_for(
+    model: LoadedModel, tmp_path: Path
+) -> None:
+    metrics = [METRICS["psnr"], METRICS["ms_ssim"]]
     prompts = [Prompt(id=name, text=text.text) for name, text in zip("zay", PROMPTS, strict=True)]
-    results = benchmark(
-        model, tmp_path, prompts=prompts, methods=tiny_methods()[::3], metrics=[METRICS["psnr"]], rounds=1
-    ).run()
+    results = benchmark(model, tmp_path, prompts=prompts, methods=tiny_methods()[::3], metrics=metrics, rounds=1).run()
     assert list(results["rows"][1]["per_image"]["psnr"]) == ["z_0", "a_0", "y_0"]
+    assert "needs 176 x 176" in results["rows"][1]["values"]["ms_ssim"]["withheld"]

@@ -16,12 +16,15 @@ import numpy as np
 import pytest
 import torch
 from mame_sd.eval import cli
+from mame_sd.eval.extractors import effnet_lite0_extractor
 from mame_sd.eval.metric_list import METRICS, chosen_metrics, withheld_for_size
+from mame_sd.eval.networks.efficientnet_lite import EfficientNetLite0
 from mame_sd.eval.reference import open_reference, rendered_glyphs
 from mame_sd.eval.retrieval import background_right, draw_prompts, rendered, retrieved, subject_of, subjects_by_caption
 from mame_sd.eval.runs import Run
 from mame_sd.eval.score import set_value
 from mame_sd.eval.tools import Tools
+from mame_sd.eval.withheld import withheld, withheld_by
 from PIL import Image
 
 from mame_sd.errors import UserError
@@ -270,6 +273,28 @@ def test_statistics_serve_distances_that_need_no_images(tmp_path: Path) -> None:
     np.savez(tmp_path / "other.npz", mu=np.zeros(7), sigma=np.eye(7))
     with pytest.raises(UserError, match="fid: expected equal feature dims"):
         set_value(METRICS["fid"], run, None, open_reference(tmp_path / "other.npz"), tools)
+
+
+@pytest.mark.parametrize("count", [99, 100])
+def test_a_reference_of_statistics_withholds_what_it_cannot_serve(tmp_path: Path, count: int) -> None:
+    run = Run.open(write_run(tmp_path / "run", coloured(count, 0)))
+    effnet = effnet_lite0_extractor(EfficientNetLite0().state_dict())
+
+    def reasons(name: str, dims: int, source: str) -> list[str | None]:
+        path = tmp_path / "stats.npz"
+        np.savez(path, mu=np.zeros(dims), sigma=np.eye(dims), n=2000, source=source)
+        reference = open_reference(path)
+        return [withheld(METRICS[name], run, reference), withheld_by(METRICS[name], effnet, reference)]
+
+    few = "N = 99, needs 100" if count < 100 else None
+    assert reasons("fd_effnet", 1280, "EffNetLite0") == [few, None]
+    assert reasons("fd_effnet", 1280, "")[1] is None
+    assert reasons("fd_effnet", 1280, "Inception")[1] == "the reference is features of Inception, needs EffNetLite0"
+    assert reasons("fd_effnet", 2048, "")[1] == "the reference has 2048 dims, needs 1280"
+    assert reasons("kid_effnet", 1280, "")[0] == (few or "the reference is statistics, needs images")
+    assert withheld(METRICS["fd_effnet"], run, None) == (few or "no --reference to measure against")
+    assert withheld(METRICS["psnr"], run, None) is None
+    assert withheld(METRICS["ms_ssim"], run, None) == "images of 8 x 8, needs 176 x 176"
 
 
 def test_a_reference_folder_is_taken_without_what_lies_below_it(tmp_path: Path) -> None:
