@@ -152,6 +152,7 @@ class MergePlan:
         """x'' [B * T, m, C] of blocks [B * T, m + n, C], destinations first.
 
         A mean lies between what it is a mean of, and rounding may not take it out: so constant blocks stay as they are.
+        The bounds take no part in gradients, which are those of the products whatever the rounding.
         """
         dst, src = blocks[:, : self.positions.m], blocks[:, self.positions.m :]
         count = self._R.flatten(0, 1).unsqueeze(-1)  # [B * T, m, 1]
@@ -161,8 +162,9 @@ class MergePlan:
         else:
             fused = torch.baddbmm(dst, self._weights_as(dst.dtype).flatten(0, 1), src)
             fused = fused.div_(count.to(dst.dtype)) if in_place(fused) else fused / count.to(dst.dtype)
-        low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
-        return fused.clamp_(low, high) if in_place(fused) else fused.clamp(low, high)
+        with torch.no_grad():
+            fused.clamp_(blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True))
+        return fused
 
     def _weights_as(self, dtype: torch.dtype) -> Tensor:
         if dtype == self._weights.dtype:

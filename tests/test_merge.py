@@ -347,6 +347,18 @@ def test_nan_is_never_hidden_and_never_leaves_its_sample(where: int, bad: float,
     assert bool(z[1].isfinite().all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_plans_gradient_is_the_same_at_every_image(dtype: torch.dtype) -> None:
+    plan = plan_merge(tokens(2, 63, 5, dtype=dtype), config(keep=0.5), (7, 9))
+    share = tokens(2, plan.tokens_kept, 5, seed=1, dtype=dtype)  # of each merged token in the loss
+    grads = []
+    for t in (tokens(2, 63, 5, seed=2, dtype=dtype), torch.full((2, 63, 5), 0.1, dtype=dtype)):
+        merged = plan.merge(t.requires_grad_())
+        grads.append(torch.autograd.grad((merged * share).sum(), t)[0])
+    assert torch.equal(merged, torch.full_like(merged, 0.1))
+    assert torch.equal(*grads)
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("metric", ["cosine", "euclidean", "dot", "softmax"])
 def test_a_source_of_nan_stays_with_tau_and_is_chosen_last_with_keep(metric: str, grad: bool) -> None:
