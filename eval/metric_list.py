@@ -61,7 +61,7 @@ METRICS: dict[str, Metric] = {
         ),
         Metric(
             name="psnr", label="PSNR", unit="dB", digits=2, better="higher", block="fidelity", needs="pair",
-            about="Peak signal-to-noise ratio to the baseline's image; mean of per-image values.",
+            about="Peak signal-to-noise ratio to the baseline's image; mean over images that are not equal to it.",
         ),
         Metric(
             name="ssim", label="SSIM", better="higher", block="fidelity", needs="pair",

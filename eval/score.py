@@ -102,7 +102,8 @@ def set_value(
         result = kid(own["features"], other)
         subset = {"std": result.std, "subsets": result.subsets, "subset_size": result.subset_size}
         return {**value, "mean": result.mean, **subset}
-    warning = {"warning": f"N = {count}, below {FEW_IMAGES}: biased upward"} if count < FEW_IMAGES else {}
+    few = min(count, _count(metric, baseline, reference) or count)
+    warning = {"warning": f"N = {few}, below {FEW_IMAGES:,}: biased upward"} if few < FEW_IMAGES else {}
     try:
         return {
             **value,
@@ -196,6 +197,13 @@ def _other_side(metric: Metric, baseline: Run | None, reference: Reference | Non
     return tools.remember((metric.extractor, reference), lambda: _features(metric, load, reference.count, tools))[
         "features"
     ]
+
+
+def _count(metric: Metric, baseline: Run | None, reference: Reference | None) -> int:
+    """Images of what the run is compared with; 0 where that is not known."""
+    if metric.needs == "sets":
+        return 0 if baseline is None else len(baseline.items)
+    return 0 if reference is None else reference.count
 
 
 def _run_features(metric: Metric, run: Run, tools: Tools) -> dict[str, Tensor]:

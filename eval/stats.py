@@ -26,24 +26,31 @@ def mean_interval(values: Mapping[str, float], prompts: Mapping[str, str]) -> di
     """The mean of per-image `values` and its 95 % percentile bootstrap interval over prompts.
 
     Args:
-        values: by image key; infinite values (PSNR of equal images) make the mean infinite and leave no interval.
+        values: by image key. Infinite ones (PSNR of equal images) are counted as "equal" and left out of the mean, which
+            is infinite only where all of them are.
         prompts: prompt id of each key.
 
     Returns:
-        mean, low, high, n images; where low and high are None, "note" says why.
+        mean, low, high, n images; "equal", where some are infinite; "note" says what was left out, or why there is no
+        interval.
 
     Raises:
         ValueError: no values, or NaN.
     """
     if not values or any(math.isnan(value) for value in values.values()):
         raise ValueError(f"expected numbers to average, got {'NaN' if values else 'none'}")
-    sums, counts = _by_prompt(values, prompts)
-    found: dict[str, Any] = {"mean": float(sums.sum() / counts.sum()), "low": None, "high": None, "n": len(values)}
-    if not np.isfinite(sums).all():
-        equal = sum(math.isinf(value) for value in values.values())
-        return {**found, "note": f"no interval: {equal} of {len(values)} values are infinite"}
+    finite = {key: value for key, value in values.items() if math.isfinite(value)}
+    equal = len(values) - len(finite)
+    found: dict[str, Any] = {"mean": math.inf, "low": None, "high": None, "n": len(values)}
+    if equal:
+        found |= {"equal": equal, "note": f"{equal} of {len(values)} equal" + ", mean of the others" * bool(finite)}
+    if not finite:
+        return found
+    sums, counts = _by_prompt(finite, prompts)
+    found["mean"] = float(sums.sum() / counts.sum())
     if len(sums) == 1:
-        return {**found, "note": "no interval: one prompt, needs two"}
+        reason = "no interval: one prompt, needs two"
+        return {**found, "note": f"{found['note']}; {reason}" if equal else reason}
     rng = np.random.default_rng(0)
     means = []
     for _ in range(RESAMPLES // _CHUNK):

@@ -183,6 +183,8 @@ def test_a_changed_image_is_scored_again(model: LoadedModel, finished: Path, tmp
     assert rows_of(out)["mame-tau"]["per_image"]["psnr"]["p00001_0"] == math.inf
     untouched = rows_of(finished)["mame-tau"]["per_image"]["psnr"]["p00002_0"]
     assert rows_of(out)["mame-tau"]["per_image"]["psnr"]["p00002_0"] == untouched
+    assert rows_of(out)["mame-tau"]["values"]["psnr"]["equal"] == 1
+    assert all(gate["passed"] for gate in read_results(out)["gates"])
 
 
 def test_what_was_done_is_kept_when_it_is_interrupted(model: LoadedModel, tmp_path: Path) -> None:

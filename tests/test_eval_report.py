@@ -271,6 +271,35 @@ def test_a_long_reason_stands_below_the_table_once(tmp_path: Path, results: Resu
     assert (tmp_path / "report.md").read_text().count("FID: expected the weights") == 1
 
 
+def test_set_wide_values_say_how_they_mislead_in_every_format(tmp_path: Path, results: Results) -> None:
+    warning = "N = 128, below 2,048: biased upward"
+    for n, entry in enumerate(results["rows"]):
+        if entry["status"] == "measured":
+            spread = {"std": 0.5, "subsets": 100, "subset_size": 50}
+            entry["values"]["fid"] = {"mean": 30.0 + n, "n": 128, "warning": warning, **spread}
+            entry["values"]["retrieval"] = {"mean": 3.0, "n": 128, "splits": 1, "cap": 128}
+    text = render(results, tmp_path).read_text(encoding="utf-8")
+    subsets = "100 subsets of 50 images; ± is the standard deviation over them"
+    assert text.count(f"FID: {warning}; {subsets}") == 1
+    assert text.count("Retrieval: 1 split; at most 128") == 1
+    assert "± 0.50" in Elements(text).tables["table-quality"]
+    for name in ("report.md", "table.tex", "table.csv"):
+        assert (tmp_path / name).read_text(encoding="utf-8").count(warning) == (4 if name == "table.csv" else 1)
+        assert "1 split; at most 128" in (tmp_path / name).read_text(encoding="utf-8")
+    assert r"{\scriptsize $\pm$ 0.50}" in (tmp_path / "table.tex").read_text(encoding="utf-8")
+
+
+def test_a_mean_without_the_equal_images_says_so_and_beats_nothing(tmp_path: Path, results: Results) -> None:
+    row(results, "mame-tau-0.8")["values"]["psnr"] |= {"mean": 99.0, "n": 4, "equal": 1}
+    assert best_rows(results, "psnr") == set()
+    text = render(results, tmp_path).read_text(encoding="utf-8")
+    assert "1 of 4 equal" in Elements(text).tables["table-fidelity"]
+    for name in ("report.md", "table.tex", "table.csv"):
+        assert "1 of 4 equal" in (tmp_path / name).read_text(encoding="utf-8")
+    row(results, "mame-tau-0.8")["values"]["psnr"] |= {"mean": math.inf, "low": None, "high": None, "equal": 4}
+    assert best_rows(results, "psnr") == {"mame-tau-0.8"}
+
+
 def test_p_values_name_the_row_they_compare_with(page: str) -> None:
     assert page.count("p of the paired sign-flip test against ToMeSD 50 %") == 1
     assert "p 0.031" in Elements(page).tables["table-fidelity"]

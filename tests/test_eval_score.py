@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_equal_runs_have_infinite_psnr_in_valid_json(
     assert found["metrics"]["psnr"]["mean"] == math.inf
     assert found["metrics"]["psnr"]["low"] is None
     assert found["metrics"]["ssim"]["mean"] == pytest.approx(1)
-    assert "5 of 5 values are infinite" in captured.err
+    assert "psnr: note, 5 of 5 equal" in captured.err
 
 
 def test_one_image_has_values_and_no_intervals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,7 +256,9 @@ def test_distances_follow_the_sets_and_state_their_size(tmp_path: Path) -> None:
         assert values[0]["mean"] == pytest.approx(0, abs=1e-2)
         assert values[1]["mean"] < values[2]["mean"]
         assert values[2]["n"] == 120
-    assert "below 2048" in set_value(METRICS["fid"], near, base, reference, tools)["warning"]
+    assert "N = 120, below 2,048" in set_value(METRICS["fid"], near, base, reference, tools)["warning"]
+    few = replace(reference, count=119)
+    assert "N = 119, below 2,048" in set_value(METRICS["fid"], near, base, few, tools)["warning"]
     score = set_value(METRICS["is"], near, None, None, tools)
     assert (score["splits"], score["n"]) == (1, 120)
     assert 1 <= score["mean"] <= score["cap"]

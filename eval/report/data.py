@@ -34,7 +34,11 @@ class Metric:
 
 @dataclass(frozen=True)
 class Value:
-    """One measured value with its interval, or the reason why it is withheld. `p` compares it with row `against`."""
+    """One measured value with its interval, or the reason why it is withheld. `p` compares it with row `against`.
+
+    `std` is over `subsets` of `subset_size` images or over `splits`; `cap` is the most the value can be; `equal` counts
+    images that are the baseline's, left out of `mean`; `warning` says how the value misleads.
+    """
 
     mean: float | None = None
     low: float | None = None
@@ -43,6 +47,13 @@ class Value:
     p: float | None = None
     against: str | None = None
     withheld: str | None = None
+    warning: str | None = None
+    equal: int | None = None
+    std: float | None = None
+    subsets: int | None = None
+    subset_size: int | None = None
+    splits: int | None = None
+    cap: float | None = None
 
     @property
     def known(self) -> bool:
@@ -196,8 +207,9 @@ def _row(entry: Any, where: str) -> Row:
 
 
 def _value(entry: Any, where: str) -> Value:
-    kinds: dict[str, Any] = dict.fromkeys(("mean", "low", "high", "p"), (int, float))
-    kinds |= {"n": int, "against": str, "withheld": str}
+    kinds: dict[str, Any] = dict.fromkeys(("mean", "low", "high", "p", "std", "cap"), (int, float))
+    kinds |= dict.fromkeys(("n", "equal", "subsets", "subset_size", "splits"), int)
+    kinds |= dict.fromkeys(("against", "withheld", "warning"), str)
     return Value(**{name: _get(entry, name, kind, where, None) for name, kind in kinds.items()})
 
 

@@ -71,11 +71,12 @@ def _cells(table: Table, number: int) -> list[Cell]:
 
 
 def _line(row: Row, cells: list[Cell]) -> str:
-    """The row, and under it its intervals if it has any."""
+    """The row, and under it its intervals and counts of equal images, if it has any."""
     shade = "\\rowcolor[gray]{0.9}\n" if row.family == "mame" else ""
     lines = [" & ".join([escape(row.label), *(_cell(cell) for cell in cells)]) + r" \\"]
-    if any(cell.interval for cell in cells):
-        below = (rf"{{\scriptsize {escape(cell.interval)}}}" if cell.interval else "" for cell in cells)
+    under = [", ".join(filter(None, (cell.interval, cell.note))) if cell.kind == "value" else "" for cell in cells]
+    if any(under):
+        below = (rf"{{\scriptsize {escape(text)}}}" if text else "" for text in under)
         lines = [lines[0] + "[-3pt]", " & ".join(["", *below]) + r" \\"]
     return "\n".join(shade + line for line in lines)
 
@@ -108,7 +109,7 @@ def _caption(results: Results) -> str:
 
 
 def _notes(results: Results, tables: list[Table]) -> list[str]:
-    """Why cells hold a dash: each reason once."""
+    """Why cells hold a dash, and what to know of the values: each once."""
     missing = [
         f"{row.label}: not measured ({row.reason or 'no reason given'})." for row in results.rows if not row.measured
     ]
@@ -119,4 +120,11 @@ def _notes(results: Results, tables: list[Table]) -> list[str]:
         for metric, cell in zip(table.metrics, line.cells, strict=False)
         if cell.kind in ("withheld", "absent") and (cell.note or cell.footnote)
     )
-    return missing + list(dict.fromkeys(withheld))
+    remarks = (
+        f"{metric.label}: {cell.footnote}."
+        for table in tables
+        for line in table.lines
+        for metric, cell in zip(table.metrics, line.cells, strict=False)
+        if cell.kind == "value" and cell.footnote
+    )
+    return missing + list(dict.fromkeys([*withheld, *remarks]))

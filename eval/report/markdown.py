@@ -60,7 +60,7 @@ def _cell(cell: Cell) -> str:
     if cell.kind in ("withheld", "absent"):
         return escape(f"{cell.text}: {cell.note}" if cell.note else cell.text)
     text = f"**{escape(cell.text)}**" if cell.best else escape(cell.text)
-    extra = "; ".join(part for part in (cell.interval, cell.p) if part)
+    extra = "; ".join(part for part in (cell.interval, cell.p, cell.note if cell.kind == "value" else "") if part)
     return f"{text} \\[{escape(extra)}\\]" if extra else text
 
 

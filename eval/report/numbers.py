@@ -18,10 +18,28 @@ def number(value: float, digits: int) -> str:
 
 
 def interval(value: Value, digits: int) -> str:
-    """The interval as ``low – high``; empty where there is none."""
+    """The interval as ``low – high``, or the spread as ``± std``; empty where there is neither."""
     if value.low is None or value.high is None:
-        return ""
+        return f"± {number(value.std, digits)}" if value.std else ""
     return f"{number(value.low, digits)} – {number(value.high, digits)}"
+
+
+def remark(value: Value) -> str:
+    """How a set-wide value came about and misleads: its warning, subsets, splits and cap; empty where there is nothing."""
+    parts = [value.warning or ""]
+    if value.subsets is not None and value.subset_size is not None:
+        parts.append(f"{_several(value.subsets, 'subset')} of {value.subset_size} images")
+    if value.splits is not None:
+        parts.append(_several(value.splits, "split"))
+    if value.std:
+        parts.append("± is the standard deviation over them")
+    if value.cap is not None:
+        parts.append(f"at most {value.cap:g}")
+    return "; ".join(part for part in parts if part)
+
+
+def _several(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def p_value(value: Value) -> str:

@@ -18,6 +18,7 @@ from .data import Results, Row, parse
 from .figures import NARROW, WIDE
 from .headline import comparison, headline
 from .manifest import command, facts, flat
+from .numbers import remark
 from .pictures import gradient, load_pictures
 from .select import Focus, focus
 from .tables import Table, cost_metrics, fidelity_table, quality_table
@@ -57,9 +58,9 @@ def render(results: Mapping[str, Any], out: Path) -> Path:
 
 
 def table_csv(results: Results, chosen: Focus) -> str:
-    """One line for each row; for each metric m the columns m, m_low, m_high, m_n, m_p and m_withheld."""
+    """One line for each row; for each metric m the columns m, m_low, m_high, m_n, m_p, m_withheld and m_remark."""
     metrics = [*cost_metrics(results, chosen), *results.block("fidelity"), *results.block("quality")]
-    parts = ("", "_low", "_high", "_n", "_p", "_withheld")
+    parts = ("", "_low", "_high", "_n", "_p", "_withheld", "_remark")
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(["name", "label", "family", "status", "reason", *(m.key + part for m in metrics for part in parts)])
@@ -74,8 +75,10 @@ def _csv_cells(row: Row, key: str, chosen: Focus) -> list[Any]:
     value = row.values.get(key)
     if value is None:
         ratio = chosen.speedup(row) if key == "speedup" else None
-        return ["" if ratio is None else ratio, *[""] * 5]
-    cells = [value.mean if value.known else None, value.low, value.high, value.n, value.p, value.withheld]
+        return ["" if ratio is None else ratio, *[""] * 6]
+    equal = f"{value.equal} of {value.n} equal" if value.equal else ""
+    remarks = "; ".join(filter(None, (equal, remark(value))))
+    cells = [value.mean if value.known else None, value.low, value.high, value.n, value.p, value.withheld, remarks]
     return ["" if cell is None else cell for cell in cells]
 
 

@@ -7,11 +7,12 @@ reference set.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from .data import Metric, Results, Row
-from .numbers import interval, number, p_value
+from .numbers import interval, number, p_value, remark
 from .select import Focus
 
 SPEEDUP = Metric(
@@ -29,8 +30,10 @@ SHORT = 32  # characters of a reason that a cell holds
 
 @dataclass(frozen=True)
 class Cell:
-    """`kind` is "value", "withheld", "self" (the baseline against itself) or "absent"; `note` says why, and `footnote`
-    where that is too long for a cell.
+    """`kind` is "value", "withheld", "self" (the baseline against itself) or "absent".
+
+    `note` says why a value is missing, or how many equal images (`partial`) it leaves out; `footnote` what is too long for
+    a cell.
     """
 
     kind: str
@@ -42,6 +45,7 @@ class Cell:
     note: str = ""
     footnote: str = ""
     best: bool = False
+    partial: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class Table:
 
     @property
     def footnotes(self) -> list[str]:
-        """``column: why it is missing``, each once."""
+        """``column: why values are missing, or what to know of them``, each once."""
         found = (
             f"{metric.label}: {cell.footnote}"
             for line in self.lines
@@ -153,6 +157,9 @@ def _cell(row: Row, metric: Metric, chosen: Focus) -> Cell:
         interval(value, metric.digits),
         p_value(value),
         value.against,
+        note=f"{value.equal} of {value.n} equal" if value.equal else "",
+        footnote=remark(value),
+        partial=bool(value.equal) and math.isfinite(value.mean),
     )
 
 
@@ -166,10 +173,13 @@ def _without_value(reason: str) -> Cell:
 
 
 def _mark_best(metric: Metric, index: int, lines: Sequence[Line]) -> list[Cell]:
-    """The column's cells, those that read as the best of at least two marked; lines without cells give an empty one."""
+    """The column's cells, those that read as the best of at least two marked; lines without cells give an empty one.
+
+    None is marked where a mean leaves out equal images, which would have made it better.
+    """
     cells = [line.cells[index] if line.cells else Cell("absent", "") for line in lines]
     scores = {n: cell.mean for n, cell in enumerate(cells) if cell.mean is not None}
-    if len({cells[n].text for n in scores}) < 2:
+    if len({cells[n].text for n in scores}) < 2 or any(cell.partial for cell in cells):
         return cells
     best = cells[(min if metric.better == "lower" else max)(scores, key=lambda n: scores[n])].text
     return [dataclasses.replace(cell, best=n in scores and cell.text == best) for n, cell in enumerate(cells)]
