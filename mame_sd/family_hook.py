@@ -16,6 +16,9 @@ from mame_sd.merge import MergePlan, plan_merge
 from mame_sd.report import LayerStats
 
 WHOLE = "queries merge too: this attention takes no keys of its own"
+PARTS = (
+    "{}, which cuts the batch into parts; samples that keep their own tokens run alone (tau lets them keep the same)"
+)
 
 
 class FamilyLayer:
@@ -70,6 +73,14 @@ class FamilyLayer:
         first = start_of(hidden.shape[1], tokens) or 0
         order = _Order(tokens, first, hidden)
         plan = plan_merge(feature_of(module, order.image(hidden), config.feature), config, order.plane)
+        kept = order.positions(plan)
+        if plan.tokens_kept == plan.positions.M:  # destinations alone: the same ones in every sample
+            kept = kept.reshape(-1, plan.tokens_kept)[0]
+        alone = self.family.select is not None and kept.dim() == 2 and kept.shape[0] > 1
+        processor = type(getattr(module, "processor", None)).__name__
+        if alone and processor.startswith("PAG"):
+            stats.skipped(PARTS.format(processor), tokens.count)
+            return forward(**call)
         stats.merged(plan, tokens.size, WHOLE if config.merge == "kv" else "")
         done: dict[int, Tensor] = {}
         inner = dict(call)
@@ -78,11 +89,9 @@ class FamilyLayer:
             if id(value) not in done:
                 done[id(value)] = order.put(value, plan.merge(order.image(value)))
             inner[name] = done[id(value)]
-        kept = order.positions(plan)
-        if self.family.select is None:
-            return self._restored(forward(**inner), order, plan)
-        if kept.dim() == 1 or kept.shape[0] == 1:
-            inner.update(self.family.select(call, order.rows(kept.reshape(-1))))
+        if not alone:
+            if self.family.select is not None:
+                inner.update(self.family.select(call, order.rows(kept.reshape(-1))))
             return self._restored(forward(**inner), order, plan)
         outputs = [forward(**self._sample(inner, call, order, kept, i)) for i in range(kept.shape[0])]
         return self._restored(_joined(outputs), order, plan)
@@ -180,11 +189,23 @@ def start_of(length: int, tokens: Tokens) -> int | None:
 
 
 def _of_sample(value: Any, batch: int, i: int, least: int = 2) -> Any:
+    """What sample `i` has of an argument.
+
+    Raises:
+        TypeError: neither tensors nor plain values, so what is the sample's can't be told.
+    """
     if isinstance(value, Tensor):
         return value[i : i + 1] if value.dim() >= least and value.shape[0] == batch else value
-    if isinstance(value, tuple):  # of rotary positions: a first dimension of two counts tokens, never samples
-        return tuple(_of_sample(part, batch, i, least=3) for part in value)
-    return value
+    if isinstance(value, (tuple, list)):  # of rotary positions: a first dimension of two counts tokens, never samples
+        return type(value)(_of_sample(part, batch, i, least=3) for part in value)
+    if isinstance(value, dict):
+        return {name: _of_sample(part, batch, i, least) for name, part in value.items()}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(
+        f"expected tensors, numbers, or tuples, lists and dicts of them as an attention's arguments, got "
+        f"{type(value).__name__}, which can't be split into samples: give tau in place of keep, or one sample at a time"
+    )
 
 
 def _joined(outputs: list[Any]) -> Any:

@@ -46,7 +46,8 @@ def packed(model: Any, call: Call) -> Tokens | None:
     ids = (ids[0] if ids.dim() == 3 else ids).long()  # [L, 3]
     first = ids[ids[:, 0] == ids[0, 0]]
     h, w = (int(n) for n in first[:, 1:3].amax(0) - first[:, 1:3].amin(0) + 1)
-    return Tokens((h, w), before=call["encoder_hidden_states"].shape[1], after=ids.shape[0] - h * w)
+    mode = int(getattr(model, "union", False))  # a ControlNet-Union puts a token of its mode before the text
+    return Tokens((h, w), before=mode + call["encoder_hidden_states"].shape[1], after=ids.shape[0] - h * w)
 
 
 def shapes_given(model: Any, call: Call) -> Tokens:
@@ -57,9 +58,10 @@ def shapes_given(model: Any, call: Call) -> Tokens:
     return Tokens((t, h, w) if t > 1 else (h, w), before=text, after=image - t * h * w)
 
 
-def sides_given(model: Any, call: Call) -> Tokens:
-    """LTX: the sides are arguments."""
-    return Tokens((call["num_frames"], call["height"], call["width"]))
+def sides_given(model: Any, call: Call) -> Tokens | None:
+    """LTX: the sides are arguments; `video_coords` alone do not tell them."""
+    sides = tuple(call.get(name) for name in ("num_frames", "height", "width"))
+    return None if None in sides else Tokens(sides)
 
 
 def frames_first(model: Any, call: Call) -> Tokens:
@@ -76,7 +78,7 @@ def with_registers(model: Any, call: Call) -> Tokens:
 
 
 def cos_sin(name: str, dim: int) -> Any:
-    """A `select` for rotary positions given as (cos, sin), one row per token along `dim`, or None."""
+    """A `select` for rotary positions given as (cos, sin), stacked or not, one row per token along `dim`, or None."""
 
     def select(call: Call, rows: Rows) -> dict[str, Any]:
         pair = call.get(name)
@@ -106,18 +108,13 @@ def chroma_rows(call: Call, rows: Rows) -> dict[str, Any]:
     return changed if mask is None else {**changed, "attention_mask": rows(rows(mask, 2), 3)}
 
 
-def hunyuan_rows(call: Call, rows: Rows) -> dict[str, Any]:
-    pair: Any = call.get("image_rotary_emb")
-    if pair is None:
-        return {}
-    if isinstance(pair, Tensor):
-        return {"image_rotary_emb": rows(pair, -2)}
-    return {"image_rotary_emb": tuple(rows(part, 0) for part in pair)}
-
-
 register_family(
     Family(
-        "HunyuanDiT", ("HunyuanDiT2DModel", "HunyuanDiT2DControlNetModel"), ("Attention.attn1",), patches, hunyuan_rows
+        "HunyuanDiT",
+        ("HunyuanDiT2DModel", "HunyuanDiT2DControlNetModel"),
+        ("Attention.attn1",),
+        patches,
+        cos_sin("image_rotary_emb", 0),
     )
 )
 register_family(

@@ -6,14 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel, WanTransformer3DModel
-from diffusers.models.transformers.transformer_flux import FluxAttention
+from diffusers import FluxControlNetModel, FluxTransformer2DModel, LTXVideoTransformer3DModel, WanTransformer3DModel
+from diffusers.models.attention_processor import (
+    Attention,
+    HunyuanAttnProcessor2_0,
+    PAGCFGHunyuanAttnProcessor2_0,
+)
+from diffusers.models.transformers.transformer_flux import FluxAttention, FluxIPAdapterAttnProcessor
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 from torch import Tensor, nn
 
-from mame_sd import MaMeConfig, apply_mame, plan_merge, remove_mame
+from mame_sd import MaMeConfig, apply_mame, families, plan_merge, remove_mame
 from mame_sd.families import Family, Tokens, family_of, register_family
-from mame_sd.family_hook import FamilyLayer, start_of
+from mame_sd.family_hook import FamilyLayer, _of_sample, start_of
 from mame_sd.report import LayerStats
 from tests.matrix.transformers import FLUX, TEXT, H, W, flux_inputs, normal, run
 from tests.tiny import seeded, tiny_unet
@@ -103,6 +108,118 @@ def test_text_of_flux_never_merges() -> None:
     assert [part.shape[1] for part in halves] == [TEXT + N // 2] * 2  # each sample keeps its own
     assert halves[0].shape[0] == 1
     assert plain.shape[1] == TEXT + N
+
+
+def test_samples_that_keep_the_same_tokens_run_together() -> None:
+    model = seeded(FluxTransformer2DModel, 0, **FLUX, pooled_projection_dim=8)
+    inputs = {**flux_inputs(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])}
+    seen: list[tuple[int, ...]] = []
+    apply_mame(model, keep=0.25, min_tokens=1)
+    hook = model.single_transformer_blocks[0].attn.to_k.register_forward_pre_hook(
+        lambda module, args: seen.append(tuple(args[0].shape[:2]))
+    )
+    both = run(inputs, model)
+    hook.remove()
+    assert seen == [(2, TEXT + N // 4)]
+    first = {key: value if key.endswith("ids") else value[:1] for key, value in inputs.items()}
+    torch.testing.assert_close(run(first, model), both[:1])
+
+
+def test_each_sample_sees_its_own_image_prompt() -> None:
+    attn = seeded(FluxAttention, 0, query_dim=32, heads=2, dim_head=16, out_dim=32, added_kv_proj_dim=32)
+    attn.set_processor(seeded(FluxIPAdapterAttnProcessor, 1, hidden_size=32, cross_attention_dim=24))
+    family = family_of(FluxTransformer2DModel(**FLUX, pooled_projection_dim=8))
+    assert family is not None
+    rotary = normal(TEXT + N, 16), normal(TEXT + N, 16, seed=1)
+    hidden, text, prompt = normal(2, N, 32), normal(2, TEXT, 32), normal(2, 1, 4, 24)
+
+    def run_samples(chosen: slice) -> Any:
+        return merged(
+            attn,
+            family,
+            Tokens((H, W), before=TEXT),
+            MaMeConfig(keep=0.5, min_tokens=1),
+            hidden_states=hidden[chosen],
+            encoder_hidden_states=text[chosen],
+            image_rotary_emb=rotary,
+            ip_hidden_states=[prompt[chosen]],
+        )
+
+    with torch.no_grad():
+        both, first, second = (run_samples(chosen) for chosen in (slice(2), slice(1), slice(1, 2)))
+    for i in range(3):  # image, text, image prompt
+        torch.testing.assert_close(both[i], torch.cat([first[i], second[i]]))
+
+
+def hunyuan(processor: Any) -> Attention:
+    return seeded(Attention, 0, query_dim=32, heads=2, dim_head=16, qk_norm="layer_norm", processor=processor)
+
+
+def hunyuan_family() -> Family:
+    return families._FAMILIES["HunyuanDiT2DModel"]
+
+
+def test_a_processor_that_cuts_the_batch_is_left_alone_where_samples_run_alone() -> None:
+    attn = hunyuan(PAGCFGHunyuanAttnProcessor2_0())
+    call = {"hidden_states": normal(3, N, 32), "image_rotary_emb": (normal(N, 16), normal(N, 16, seed=1))}
+    layer, stats = FamilyLayer(attn, hunyuan_family()), LayerStats("here")
+    with torch.no_grad():
+        half = layer.merged(attn, call, Tokens((H, W)), MaMeConfig(keep=0.5, min_tokens=1), stats, attn.forward)
+        assert torch.equal(half, attn(**call))
+        assert stats.last_reason is not None
+        assert stats.last_reason.startswith("PAGCFGHunyuanAttnProcessor2_0, which cuts the batch into parts")
+        layer.merged(attn, call, Tokens((H, W)), MaMeConfig(keep=0.25, min_tokens=1), stats, attn.forward)
+        assert (stats.last_reason, stats.tokens_kept) == (None, N + N // 4)
+
+
+def test_stacked_rotary_positions_are_those_of_the_pair() -> None:
+    attn, hidden = hunyuan(HunyuanAttnProcessor2_0()), normal(2, N, 32)
+    pair, config = (normal(N, 16), normal(N, 16, seed=1)), MaMeConfig(keep=0.5, min_tokens=1)
+    with torch.no_grad():
+        outputs = [
+            merged(attn, hunyuan_family(), Tokens((H, W)), config, hidden_states=hidden, image_rotary_emb=rotary)
+            for rotary in (pair, torch.stack(pair))
+        ]
+    assert torch.equal(*outputs)
+
+
+def test_arguments_that_cannot_be_split_into_samples_are_an_error() -> None:
+    assert torch.equal(_of_sample({"a": [normal(2, 3, 4)]}, 2, 1)["a"][0], normal(2, 3, 4)[1:])
+    with pytest.raises(TypeError, match=r"got set, which can't be split into samples: give tau"):
+        _of_sample({1, 2}, 2, 0)
+
+
+def test_ltx_without_sides_is_left_alone() -> None:
+    model = seeded(
+        LTXVideoTransformer3DModel, 0, in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16,
+        cross_attention_dim=32, num_layers=1, caption_channels=16,
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": normal(1, 2 * N, 4),
+        "encoder_hidden_states": normal(1, TEXT, 16),
+        "encoder_attention_mask": torch.ones(1, TEXT),
+        "timestep": torch.tensor([5]),
+        "video_coords": normal(1, 3, 2 * N).abs(),
+    }
+    before = run(inputs, model)
+    handle = apply_mame(model, keep=0.5, min_tokens=1)
+    assert torch.equal(run(inputs, model), before)
+    with pytest.raises(RuntimeError, match="height and width unknown"):
+        handle.report()
+
+
+def test_the_mode_of_a_controlnet_union_stands_before_the_text() -> None:
+    model = seeded(FluxControlNetModel, 0, **FLUX, pooled_projection_dim=8, num_mode=3)
+    inputs = {
+        **flux_inputs(),
+        "controlnet_cond": normal(2, N, 4, seed=3),
+        "controlnet_mode": torch.tensor([[1], [1]]),
+        "pooled_projections": normal(2, 8),
+        "timestep": torch.tensor([0.5, 0.5]),
+    }
+    handle = apply_mame(model, keep=0.5, min_tokens=1)
+    run(inputs, model)
+    assert {(layer.tokens_in, layer.tokens_kept) for layer in handle.report().layers} == {(N, N // 2)}
 
 
 def test_default_merges_queries_where_keys_alone_cannot_be_and_says_so() -> None:
