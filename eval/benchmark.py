@@ -286,7 +286,10 @@ class Benchmark:
 
 
 def resumed(results: dict[str, Any], out: Path) -> dict[str, Any]:
-    """`results` with the rows that an earlier start of the same benchmark has left in `out`, so that none is lost.
+    """`results` with the rows that an earlier start of the same benchmark has left in `out`: what was made, no figures.
+
+    Figures come back from bench.jsonl, scores/ and features/, which know what they are of: another reference or other
+    weights can't be mixed with these.
 
     Raises UserError when `out` was begun with another model, other settings or prompts: its results stay as they are.
     """
@@ -306,7 +309,9 @@ def resumed(results: dict[str, Any], out: Path) -> dict[str, Any]:
         )
     rows = {row["name"]: row for row in before["rows"] if row["status"] == "measured"}
     kept = [
-        rows[row["name"]] if row["name"] in rows and rows[row["name"]]["config"] == row["config"] else row
+        {**rows[row["name"]], "values": {}, "per_image": {}}
+        if row["name"] in rows and rows[row["name"]]["config"] == row["config"]
+        else row
         for row in results["rows"]
     ]
     return {**results, "rows": kept}

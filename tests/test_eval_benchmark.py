@@ -175,6 +175,25 @@ def test_running_again_computes_nothing_again(model: LoadedModel, finished: Path
 
 
 @peers
+def test_a_resumed_benchmark_mixes_no_figures_of_before(model: LoadedModel, finished: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(finished, tmp_path / "out"))
+
+    @contextlib.contextmanager
+    def interrupted(name: str) -> Iterator[Callable[[int, int], None]]:
+        if name == "ToMeSD 50 %: scores":
+            raise KeyboardInterrupt
+        yield lambda done, total: None
+
+    with pytest.raises(KeyboardInterrupt):
+        benchmark(model, out, stage=interrupted).run()
+    row = rows_of(out)["mame-default"]
+    assert set(row["values"]) == {"latency", "denoising", "memory", "memory_denoising"}, (
+        "scores are those of another start"
+    )
+    assert (row["status"], row["per_image"], len(row["kept"])) == ("measured", {}, 4)
+
+
+@peers
 def test_a_changed_image_is_scored_again(model: LoadedModel, finished: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(finished, tmp_path / "out"))
     images = out / "runs" / "mame-tau" / "images"
