@@ -192,7 +192,8 @@ def tune_command(
     height, width = (None, None) if pixels is None else pair("size", pixels if "x" in pixels else f"{pixels}x{pixels}")
     settings = GenerateSettings(**{**asdict(sampling), "height": height, "width": width})
     texts = list(prompt or [])
-    chosen_prompts = read_prompts(prompts or (None if texts else "demo"), texts, num or (None if texts else 4))
+    num = 4 if num is None and not texts else num
+    chosen_prompts = read_prompts(prompts or (None if texts else "demo"), texts, num)
     distance = lpips_distance(weights_dir, model.offline)
     loaded = load_model(model_choice(model))
     with progress("images") as on_progress:

@@ -41,7 +41,7 @@ class Painter:
         self._plain("warm-up", GenerateSettings(steps=1))
 
     def paint(
-        self, prompt: str, by: str, keep: float, tau: float, steps: float, seed: float, step: float
+        self, prompt: str, by: str, keep: float, tau: float, steps: float, seed: float | None, step: float
     ) -> tuple[Image.Image, Image.Image, Image.Image, str]:
         """Baseline, merged image, merge map at `step`, and a table of seconds and tokens.
 
@@ -51,6 +51,8 @@ class Painter:
         Raises:
             UserError, MachineError: what the command line would say.
         """
+        if seed is None:
+            raise UserError("Seed: expected a whole number, got an empty field; give one, such as 0")
         settings = GenerateSettings(steps=int(steps), seed=int(seed))
         try:
             config = self._base.replace(**{by: {"keep": keep, "tau": tau}[by]})

@@ -125,3 +125,6 @@ def test_the_command_writes_a_config_that_generate_takes(
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: expected a setting with at least 1000 times")
     assert cli.run([*command, "--out", str(tmp_path)]) == 2
     assert "--max-lpips or --min-speedup" in capsys.readouterr().err
+    for prompts in ([], command[3:5]):  # without --prompt, those of the demo
+        assert cli.run(["tune", *prompts, "--num", "0", "--min-speedup", "1", "--out", str(tmp_path)]) == 2
+        assert "--num: expected at least 1, got 0" in capsys.readouterr().err

@@ -64,6 +64,7 @@ def test_the_button_says_what_the_command_line_says(model: LoadedModel) -> None:
         (("key", "tau", 0.5, 0.8, 2, 0, 1), "'per_sample' needs keep"),
         (("key", "keep", 0.5, 0.8, 0, 0, 1), "--steps: expected at least 1"),
         (("key", "keep", 0.5, 0.8, 2, -1, 1), "--seed: expected"),
+        (("key", "keep", 0.5, 0.8, 2, None, 1), "Seed: expected a whole number, got an empty field"),
     ):
         with pytest.raises(UserError, match=message):
             painter.paint(*values)
