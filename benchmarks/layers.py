@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +27,9 @@ def attention(dim: int, device: torch.device, dtype: torch.dtype) -> Attention:
 
 def ours(attn: Attention, config: MaMeConfig, size: tuple[int, int]) -> Layer:
     """`attn` with MaMe + MaRe (or keys and values merged, as `config` says), by the processor that users install."""
-    processor = MaMeAttnProcessor(config.replace(size=size, min_tokens=1))
-    return lambda x: processor(attn, x)
+    module = copy.deepcopy(attn)
+    module.set_processor(MaMeAttnProcessor(config.replace(size=size, min_tokens=1)))
+    return lambda x: module(x)
 
 
 def free(attn: Attention, kept: int, merge: str) -> Layer:

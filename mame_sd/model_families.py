@@ -60,8 +60,8 @@ def shapes_given(model: Any, call: Call) -> Tokens:
 
 def sides_given(model: Any, call: Call) -> Tokens | None:
     """LTX: the sides are arguments; `video_coords` alone do not tell them."""
-    sides = tuple(call.get(name) for name in ("num_frames", "height", "width"))
-    return None if None in sides else Tokens(sides)
+    sides: list[Any] = [call.get(name) for name in ("num_frames", "height", "width")]
+    return None if None in sides else Tokens(tuple(sides))
 
 
 def frames_first(model: Any, call: Call) -> Tokens:

@@ -32,6 +32,26 @@ def test_every_method_is_timed_and_checked_and_a_wrong_one_is_refused(
         layers.gate(64, CPU, torch.float32, attention.CONFIGS)
 
 
+def test_every_method_goes_through_the_modules_own_call() -> None:
+    attn, called = layers.attention(64, CPU, torch.float32), 0
+
+    def count(module: Any, args: Any) -> None:
+        nonlocal called
+        called += 1
+
+    attn.register_forward_pre_hook(count)  # copies carry it
+    x = layers.inputs(1, 256, 64, CPU, torch.float32)()
+    processor = attn.processor
+    for layer in (
+        layers.ours(attn, attention.CONFIGS["mame kv .25"], (16, 16)),
+        layers.free(attn, 64, "kv"),
+        layers.free(attn, 64, "qkv"),
+    ):
+        layer(x)
+    assert called == 3
+    assert attn.processor is processor
+
+
 def test_each_method_is_called_once_a_round_on_an_input_of_its_own() -> None:
     seen: dict[str, list[int]] = {"a": [], "b": []}
     fresh = iter(range(100))
