@@ -52,11 +52,18 @@ def rendered(index: int) -> Pixels:
 
 
 def draw_prompts(count: int, seed: int = 0) -> list[Prompt]:
-    """`count` prompts of the embedded model, half of them pairs that training never saw."""
+    """`count` prompts of the embedded model, half of them pairs that training never saw.
+
+    Raises UserError for more than there are: twice as many as it was not trained on.
+    """
     rng = random.Random(seed)
     pairs = list(subjects_by_caption().values())
     held = [pair for pair in pairs if subjects.is_held_out(*pair)]
     seen = [pair for pair in pairs if not subjects.is_held_out(*pair)]
+    if count // 2 > len(held):
+        raise UserError(
+            f"--num: expected at most {2 * len(held) + 1} drawn prompts, got {count}; lower it, or give --prompts"
+        )
     chosen = rng.sample(held, count // 2) + rng.sample(seen, count - count // 2)
     return [
         Prompt(

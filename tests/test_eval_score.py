@@ -326,6 +326,9 @@ def test_drawn_prompts_are_half_unseen_and_always_the_same() -> None:
     assert len({prompt.text for prompt in prompts}) == 128
     assert sum(prompt.extra["held_out"] for prompt in prompts) == 64
     assert all(prompt.text in subjects_by_caption() for prompt in prompts)
+    assert len({prompt.text for prompt in draw_prompts(651)}) == 651
+    with pytest.raises(UserError, match="--num: expected at most 651 drawn prompts, got 652"):
+        draw_prompts(652)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs several processes on one machine")
