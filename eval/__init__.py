@@ -2,3 +2,5 @@
 
 In a checkout ``python -m eval``, installed ``mame-sd-eval`` or ``python -m mame_sd.eval``.
 """
+
+PROGRAM = "mame-sd-eval"

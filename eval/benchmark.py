@@ -60,6 +60,7 @@ class Benchmark:
         tools: of this process among those that `tools.shard` counts, which must have joined one another.
         stage: opens a step of that name and gives its progress callback.
         prompt_file: name and digest of the prompt file, for the manifest.
+        command: what makes it again, for the report; "": that of the suite.
     """
 
     suite: Suite
@@ -75,6 +76,7 @@ class Benchmark:
     rounds: int
     on_note: Callable[[str], None] = lambda note: None
     prompt_file: dict[str, Any] | None = None
+    command: str = ""
     results: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> dict[str, Any]:
@@ -125,12 +127,19 @@ class Benchmark:
             "images": {job.name: {"prompt": job.prompt.text, "seed": job.seed} for job in jobs},
             "gates": [],
             "reference": None if reference is None else {"name": reference.name, "n": reference.count},
-            "notes": [self.suite.about],
+            "notes": [f"{self.suite.about} Here: {self._words()}."],
         }
+
+    def _words(self) -> str:
+        """What was really painted, whatever the suite's own settings are."""
+        file, settings = self.prompt_file or {}, self.settings
+        prompts = f"{len(self.prompts)} prompts" + (f" ({file['name']})" if file.get("name") else "")
+        return f"{prompts}, {settings.steps} step{"s" * (settings.steps != 1)}, seed {settings.seed}, model {self.model.identity['name']}"
 
     def _manifest(self) -> dict[str, Any]:
         return {
             "suite": self.suite.name,
+            "command": self.command,
             "model": dict(self.model.identity),
             "sampling": {
                 **asdict(self.settings),

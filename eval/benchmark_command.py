@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from mame_sd.prompt_files import Prompt, load_prompts, prompt_file_identity
 from mame_sd.run_folder import check_place, writing
 from mame_sd.shards import Shard, joined, shard_of_environment
 
+from . import PROGRAM
 from .bench import bench, summary
 from .benchmark import Benchmark, failed_gates
 from .methods import Method, paper_methods
@@ -43,8 +45,9 @@ def run_benchmark(
     rounds: int | None,
     model: ModelOptions,
     sampling: SuiteSampling,
+    command: str,
 ) -> bool:
-    """Run `suite` with what was given over it, into `out`, report included.
+    """Run `suite` with what was given over it, into `out`, report included, which names the `command` that made it.
 
     Returns whether this is the main process, which has written it.
 
@@ -57,10 +60,11 @@ def run_benchmark(
     methods = chosen_methods(rows)
     settings = GenerateSettings(**suite.sampling(vars(sampling)))
     chosen, prompt_file = suite_prompts(suite, prompts, num)
-    glyphs = suite.glyphs and all(prompt.text in subjects_by_caption() for prompt in chosen)
+    choice = _suite_model(suite, model)
+    glyphs = suite.glyphs and choice.model is None and all(prompt.text in subjects_by_caption() for prompt in chosen)
     against = open_reference(reference) if reference is not None else rendered_glyphs() if glyphs else None
     shard = shard_of_environment()
-    loaded = load_model(base.model_choice(_suite_model(suite, model), shard.local_rank))
+    loaded = load_model(base.model_choice(choice, shard.local_rank))
     tools = Tools(
         weights_dir=weights_dir,
         offline=model.offline,
@@ -84,6 +88,7 @@ def run_benchmark(
             rounds=suite.rounds if rounds is None else rounds,
             on_note=base.note,
             prompt_file=prompt_file,
+            command=command,
         )
         results = benchmark.run()
     if shard.is_main:
@@ -154,8 +159,18 @@ def suite_prompts(suite: Suite, file: str | None, num: int | None) -> tuple[list
 
 
 def suite_metrics(suite: Suite, glyphs: bool) -> list[Metric]:
-    """The suite's columns in the order of METRICS; ground truth only where the prompts have some."""
+    """The suite's columns in the order of METRICS; `glyphs`: with ground truth, which only the embedded model has."""
     return [metric for name, metric in METRICS.items() if name in suite.metrics and (glyphs or name not in _TRUTH)]
+
+
+def command_again(arguments: Sequence[str]) -> str:
+    """The command line of these arguments as a shell reads it, without --out: whoever repeats it chooses a place."""
+    kept = [
+        word
+        for before, word in zip(["", *arguments], arguments, strict=False)
+        if before != "--out" and word.partition("=")[0] != "--out"
+    ]
+    return shlex.join([PROGRAM, *kept])
 
 
 def check_rounds(rounds: int) -> None:

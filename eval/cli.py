@@ -19,6 +19,7 @@ from mame_sd.cli_errors import exit_status
 from mame_sd.cli_options import FieldOptions, ModelOptions, SamplingOptions, takes
 from mame_sd.errors import UserError
 
+from . import PROGRAM
 from .option_groups import MethodOptions, ScoringOptions, SuiteSampling
 from .suites import SUITES, suite_named
 
@@ -106,6 +107,7 @@ def score_command(
 @takes(model=base.MODEL, sampling=FieldOptions(SuiteSampling, "Sampling"))
 def benchmark_command(
     *,
+    context: typer.Context,
     suite: Annotated[str, typer.Option(help="What to run.", metavar="|".join(SUITES))] = "quick",
     out: Annotated[
         Path | None, typer.Option(help="Folder: new, empty, or begun by the same command. Without it, out/SUITE.")
@@ -121,11 +123,12 @@ def benchmark_command(
 ) -> None:
     """From prompts to a finished report in one command. Run again to continue; launch with accelerate to share out."""
     chosen = suite_named(suite)
-    from .benchmark_command import check_rounds, run_benchmark
+    from .benchmark_command import check_rounds, command_again, run_benchmark
 
     check_rounds(chosen.rounds if rounds is None else rounds)
     place = Path("out") / suite if out is None else out
-    written = run_benchmark(chosen, place, prompts, num, rows, reference, weights_dir, rounds, model, sampling)
+    again = command_again(context.obj or ["benchmark"])
+    written = run_benchmark(chosen, place, prompts, num, rows, reference, weights_dir, rounds, model, sampling, again)
     if written:
         print(place / "report.html")
 
@@ -201,7 +204,8 @@ def invoke(arguments: Sequence[str] | None = None) -> Any:
     """Run one command line (that of the process by default), failures as exceptions."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    return app(list(sys.argv[1:] if arguments is None else arguments), "mame-sd-eval", standalone_mode=False)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return app(given, PROGRAM, standalone_mode=False, obj=given)
 
 
 def _check_format(form: str) -> None:

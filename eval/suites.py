@@ -16,7 +16,7 @@ class Suite:
     """One suite. Whatever the command line gives overrides it.
 
     Attributes:
-        about: one line for the report.
+        about: one line for the report, which adds what was really painted.
         model, scheduler, dtype, height, width, guidance: as for ``generate``; None: the model's own.
         prompts: a prompt file, "drawn" (of the embedded model's, half of them never trained on), or None: must be given.
         metrics: names of METRICS, in no order that matters.
@@ -53,7 +53,7 @@ SUITES = {
     for suite in (
         Suite(
             name="quick",
-            about="12 prompts, 10 steps, the embedded model: a look at everything in minutes. Too few images for distances.",
+            about="Meant as a look at everything in minutes.",
             prompts="demo",
             num=12,
             steps=10,
@@ -64,7 +64,7 @@ SUITES = {
         ),
         Suite(
             name="embedded",
-            about="128 prompts, half of them never trained on, the embedded model, every column.",
+            about="Meant for every column, on a model that comes along.",
             prompts="drawn",
             num=128,
             steps=10,
@@ -75,7 +75,7 @@ SUITES = {
         ),
         Suite(
             name="paper",
-            about="The paper's protocol: SD 2.1 at 768 x 768, 50 DPM-Solver steps, guidance 7.5, seed 42, fp32.",
+            about="The paper's protocol: SD 2.1 at 768 x 768, 50 DPM-Solver steps, guidance 7.5, seed 42, fp32, save where said.",
             model="stabilityai/stable-diffusion-2-1",
             scheduler="dpm++",
             dtype="float32",

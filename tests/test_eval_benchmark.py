@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import torch
 from mame_sd.eval import cli
 from mame_sd.eval.bench import bench, peak_call, summary, timed_call
 from mame_sd.eval.benchmark import Benchmark
-from mame_sd.eval.benchmark_command import chosen_methods, suite_metrics, suite_prompts
+from mame_sd.eval.benchmark_command import chosen_methods, command_again, suite_metrics, suite_prompts
 from mame_sd.eval.gates import repeat_gates
 from mame_sd.eval.methods import Method, NotApplicable, ToMeSD, paper_methods
 from mame_sd.eval.metric_list import METRICS
@@ -414,6 +415,24 @@ def test_suites_hold_what_the_paper_and_the_issue_say() -> None:
     assert paper.sampling({"steps": 3, "guidance": None})["guidance"] == 7.5
     with pytest.raises(UserError, match="--suite: expected one of quick, embedded, paper"):
         suite_named("huge")
+
+
+def test_the_report_names_its_command_and_another_model_has_no_ground_truth(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "two words"
+    options = ["benchmark", "--offline", "--num", "2", "--steps", "1", "--rows", "mame-default", "--rounds", "1"]
+    given = [*options, "--height", "64", "--width", "64", "--model", str(model_folder), "--device", "cpu"]
+    assert cli.run([*given, "--out", str(out)]) == 0, capsys.readouterr().err
+    results = read_results(out)
+    assert all(prompt["prompt"] in subjects_by_caption() for prompt in results["images"].values())
+    assert not {"retrieval", "background"} & set(results["metrics"])
+    assert results["reference"] is None
+    command = shlex.join(["mame-sd-eval", *given])
+    assert results["manifest"]["command"] == command
+    assert command in (out / "report.md").read_text(encoding="utf-8")
+    assert "2 prompts (demo.txt), 1 step, seed 0, model tiny" in results["notes"][0]
+    assert command_again(["benchmark", "--out=x", "--prompts", "a b"]) == "mame-sd-eval benchmark --prompts 'a b'"
 
 
 def test_suites_find_their_prompts(tmp_path: Path) -> None:
