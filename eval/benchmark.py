@@ -134,7 +134,8 @@ class Benchmark:
         """What was really painted, whatever the suite's own settings are."""
         file, settings = self.prompt_file or {}, self.settings
         prompts = f"{len(self.prompts)} prompts" + (f" ({file['name']})" if file.get("name") else "")
-        return f"{prompts}, {settings.steps} step{"s" * (settings.steps != 1)}, seed {settings.seed}, model {self.model.identity['name']}"
+        steps = f"{settings.steps} step" + "s" * (settings.steps != 1)
+        return f"{prompts}, {steps}, seed {settings.seed}, model {self.model.identity['name']}"
 
     def _manifest(self) -> dict[str, Any]:
         return {
