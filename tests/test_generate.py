@@ -279,7 +279,13 @@ def test_kills_and_an_interrupt_of_the_command(model_folder: Path, tmp_path: Pat
     for sign, after in ((signal.SIGKILL, 1), (signal.SIGINT, 6), (signal.SIGKILL, 12)):
         pipe = subprocess.PIPE
         with subprocess.Popen(
-            [*command, str(tmp_path / "killed")], env=environment(), cwd=tmp_path, stdout=pipe, stderr=pipe, text=True
+            [*command, str(tmp_path / "killed")],
+            env=environment(),
+            cwd=tmp_path,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job's children ignore it
         ) as process:
             while process.poll() is None and (not images.exists() or len(list(images.iterdir())) < after):
                 with contextlib.suppress(subprocess.TimeoutExpired):
