@@ -97,7 +97,11 @@ def _download(choice: ModelChoice) -> Path:
 def digest_of(source: Path) -> str:
     """A digest of names, sizes and whole contents; hidden files, model cards and Python's files paint nothing and are left out."""
     digest = hashlib.sha256()
-    files = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file() and p.suffix not in (".md", ".py", ".pyc"))
+    files = (
+        [source]
+        if source.is_file()
+        else sorted(p for p in source.rglob("*") if p.is_file() and p.suffix not in (".md", ".py", ".pyc"))
+    )
     for path in files:
         if any(part.startswith(".") for part in path.relative_to(source).parts):
             continue
