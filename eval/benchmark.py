@@ -35,7 +35,7 @@ from .metric_list import METRICS, Metric
 from .reference import Reference
 from .results import FORMAT, read_results, write_results
 from .runs import Run, pair
-from .score import image_values, pair_values, set_value
+from .score import cut_prompts, image_values, pair_values, set_value
 from .score_file import ScoreFile
 from .stats import mean_interval, paired_difference
 from .suites import Suite
@@ -254,11 +254,9 @@ class Benchmark:
             gate = ceiling_gate(baseline, known, found, self.tools)
             self.results["gates"] += [] if gate is None else [gate]
         self.results["manifest"]["networks"] = self.tools.about()
-        cut = set().union(*self.tools.shard.gather(self.tools.cut_prompts))
+        cut, prompts = cut_prompts(self.metrics, baseline, self.tools)
         if cut:
-            self.results["notes"].append(
-                f"CLIP read {len(cut)} of {len(baseline.items)} prompts only in part (77 tokens)."
-            )
+            self.results["notes"].append(f"CLIP read {cut} of {prompts} prompts only in part (77 tokens).")
         self._save()
 
     def _time(self) -> None:

@@ -144,6 +144,16 @@ def score(
     return found
 
 
+def cut_prompts(metrics: Sequence[Metric], run: Run, tools: Tools) -> tuple[int, int]:
+    """How many of the run's prompts, each counted once, the CLIP score read only in part, and how many there are."""
+    prompts = sorted({item.prompt for item in run.items.values()})
+    clip = tools.networks.get("clip")
+    asked = any(metric.name == "clip_score" for metric in metrics)
+    if not asked or clip is None or isinstance(clip, Exception):
+        return 0, len(prompts)
+    return len(clip.cut(prompts)), len(prompts)
+
+
 def check_reference(metrics: Sequence[Metric], reference: Reference | None) -> None:
     """Raise UserError when one of `metrics` needs a reference and there is none."""
     needing = [metric.name for metric in metrics if metric.needs == "set"]
@@ -175,10 +185,7 @@ def _imagewise(metric: Metric, tools: Tools) -> Callable[[Item], float]:
 
     def of_clip(item: Item) -> float:
         images = to_float([load_image(item.path)]).to(tools.device)
-        result = clip_score(network, images, [item.prompt])
-        if result.cut:
-            tools.cut_prompts.add(item.key)
-        return float(result.scores.item())
+        return float(clip_score(network, images, [item.prompt]).scores.item())
 
     return of_clip
 

@@ -17,7 +17,7 @@ from .json_text import json_text
 from .metric_list import METRICS, Metric
 from .reference import open_reference
 from .runs import Run, differing_settings, pair
-from .score import check_reference, score
+from .score import check_reference, cut_prompts, score
 from .tools import Tools
 
 FORMATS = ("table", "json", "csv")
@@ -45,9 +45,9 @@ def score_runs(
     for text in different:
         on_note(f"the runs differ beside the method ({text})")
     found = score(a, b, pairs, against, metrics, tools)
-    cut = set().union(*tools.shard.gather(tools.cut_prompts))
+    cut, prompts = cut_prompts(metrics, b, tools)
     if cut:
-        on_note(f"CLIP read {len(cut)} of {len(b.items)} prompts only in part (77 tokens)")
+        on_note(f"CLIP read {cut} of {prompts} prompts only in part (77 tokens)")
     for name, value in found.items():
         for key in ("withheld", "warning", "note"):
             if value.get(key):
@@ -60,7 +60,7 @@ def score_runs(
             "differing_settings": different,
             "reference": None if against is None else {"name": against.name, "n": against.count},
             "networks": tools.about(),
-            "prompts_cut_for_clip": len(cut),
+            "prompts_cut_for_clip": cut,
             "device": str(tools.device),
             "threads": torch.get_num_threads(),
             "processes": tools.shard.count,

@@ -30,7 +30,6 @@ class Tools:
         shard: this process among several, which share the images.
         on_progress: told (images done, images of this process).
         networks: those loaded so far, by `network_name`; an exception where one can't be had.
-        cut_prompts: keys of images whose prompt CLIP did not read to its end, of this process.
     """
 
     weights_dir: Path | None = None
@@ -40,7 +39,6 @@ class Tools:
     cache: Path | None = None
     shard: Shard = field(default_factory=Shard)
     on_progress: Callable[[int, int], None] = lambda done, total: None
-    cut_prompts: set[str] = field(default_factory=set)
     networks: dict[str, Any] = field(default_factory=dict)
     _remembered: dict[Any, Any] = field(default_factory=dict)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.metrics.clip import Clip, clip_image_cosine, clip_score, load_clip
 from mame_sd.eval.metrics.frechet import Statistics, frechet_distance, load_statistics, save_statistics, statistics
 from mame_sd.eval.metrics.inception_score import inception_score
@@ -20,12 +22,17 @@ from mame_sd.eval.metrics.kid import kid, kid_exact
 from mame_sd.eval.metrics.lpips import Lpips, load_lpips
 from mame_sd.eval.metrics.psnr import psnr
 from mame_sd.eval.metrics.ssim import ms_ssim, ssim
+from mame_sd.eval.runs import Run
+from mame_sd.eval.score import cut_prompts
+from mame_sd.eval.tools import Tools
 from mame_sd.eval.weights_files import file_sha256
 from mame_sd.eval.weights_registry import REGISTRY
+from safetensors.torch import save_file
 from torch import Tensor
 
 from mame_sd.errors import UserError
 from tests import seeded
+from tests.run_folders import write_run
 from tests.tiny import tiny_tokenizer
 
 ORACLES = Path(__file__).parent / "oracles" / "eval.json"
@@ -478,6 +485,16 @@ def test_long_prompts_are_cut_counted_and_still_differ(clip: Clip) -> None:
     assert clip_score(clip, image[:1], ["a" * 75]).cut == 0
 
 
+def test_cut_prompts_are_counted_once_and_also_when_nothing_is_scored_again(clip: Clip, tmp_path: Path) -> None:
+    images = {f"{key}_{repeat}": seeded.picture(f"cut {key}", 40, 40) for key in "abc" for repeat in (0, 1)}
+    prompts = {key: "a" * 80 if key < "c" else "an owl" for key in images}  # a and b: one text under two ids
+    run = Run.open(write_run(tmp_path / "run", images, prompts))
+    tools = Tools(networks={"clip": clip})
+    assert cut_prompts([METRICS["clip_score"]], run, tools) == (1, 2)
+    assert cut_prompts([METRICS["clip_image"]], run, tools) == (0, 2)
+    assert cut_prompts([METRICS["clip_score"]], run, Tools(networks={"clip": UserError("no weights")})) == (0, 2)
+
+
 def test_clip_image_cosine_laws(clip: Clip) -> None:
     a, b = seeded.picture_pairs()
     assert clip_image_cosine(clip, a, a).tolist() == pytest.approx([1, 1], abs=1e-9)
@@ -495,7 +512,9 @@ def test_clip_refuses_wrong_numbers_and_ranges(clip: Clip) -> None:
         clip_image_cosine(clip, a, b[:1])
 
 
-def test_clip_comes_from_weights_dir_checked(clip: Clip, clip_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clip_comes_from_weights_dir_checked(
+    clip: Clip, clip_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     entry = REGISTRY["clip-vit-b-32"]
     (source,) = entry.sources
     assert source.file == "clip-vit-base-patch32/pytorch_model.bin"
@@ -505,6 +524,11 @@ def test_clip_comes_from_weights_dir_checked(clip: Clip, clip_folder: Path, monk
     monkeypatch.setitem(REGISTRY, "clip-vit-b-32", replace(entry, sources=(trusted,)))
     loaded = load_clip(weights_dir=clip_folder.parent, offline=True)
     assert (loaded.name, loaded.weights_hash) == ("CLIP clip-vit-b-32", clip.weights_hash)
+    both = tmp_path / clip_folder.name
+    shutil.copytree(clip_folder, both)
+    save_file({name: value + 1 for name, value in clip.model.state_dict().items()}, both / "model.safetensors")
+    loaded = load_clip(weights_dir=tmp_path, offline=True)
+    assert loaded.weights_hash == clip.weights_hash, "what was checked is what is read"
 
 
 def test_a_folder_that_is_no_clip_is_refused(tmp_path: Path) -> None:

@@ -59,11 +59,16 @@ class Clip:
     def text_features(self, prompts: Sequence[str]) -> tuple[Tensor, int]:
         """Unit vectors [n, d] of prompts, and how many of them were longer than CLIP reads (77 tokens)."""
         limit = self.model.config.text_config.max_position_embeddings
-        lengths = [len(ids) for ids in self.tokenizer(list(prompts), truncation=False, verbose=False)["input_ids"]]
         inputs = self.tokenizer(list(prompts), padding=True, truncation=True, max_length=limit, return_tensors="pt")
         with full_precision():
             features = _unit(self.model.get_text_features(**inputs.to(self.device)))
-        return features, sum(length > limit for length in lengths)
+        return features, len(self.cut(prompts))
+
+    def cut(self, prompts: Sequence[str]) -> list[str]:
+        """Those of `prompts` (at least one) that are longer than CLIP reads."""
+        limit = self.model.config.text_config.max_position_embeddings
+        tokens = self.tokenizer(list(prompts), truncation=False, verbose=False)["input_ids"]
+        return [prompt for prompt, ids in zip(prompts, tokens, strict=True) if len(ids) > limit]
 
 
 def clip_score(model: Clip, images: Tensor, prompts: Sequence[str]) -> ClipScores:
@@ -102,15 +107,18 @@ def load_clip(
         UserError: missing while offline, wrong hash, not a CLIP folder.
         MachineError: it could not be fetched.
     """
-    folder = find(str(name), weights_dir, offline).parent if str(name) in REGISTRY else Path(name)
-    return _read(f"CLIP {name if str(name) in REGISTRY else folder.name}", folder, device)
+    if str(name) not in REGISTRY:
+        return _read(f"CLIP {Path(name).name}", Path(name), device, None)
+    checked = find(str(name), weights_dir, offline)
+    return _read(f"CLIP {name}", checked.parent, device, checked.suffix == ".safetensors")
 
 
-def _read(name: str, folder: Path, device: torch.device | str) -> Clip:
+def _read(name: str, folder: Path, device: torch.device | str, safetensors: bool | None) -> Clip:
+    """`safetensors`: read model.safetensors, or (False) pytorch_model.bin, even where the other lies there too."""
     from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
     try:
-        model = CLIPModel.from_pretrained(folder, local_files_only=True)
+        model = CLIPModel.from_pretrained(folder, local_files_only=True, use_safetensors=safetensors)
         images = CLIPImageProcessorPil.from_pretrained(folder, local_files_only=True)
         tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # a missing file raises OSError, a broken one nearly anything
