@@ -76,7 +76,7 @@ def get(name: str, weights_dir: Path | None = None) -> Path:
             found = _from_hub(weights, offline=False)
             if found:
                 return _checked(found, weights.sources[0])
-        except MachineError as error:
+        except (MachineError, UserError) as error:
             failures.append(str(error))
     for source in weights.sources:
         if source.fetch:
@@ -92,7 +92,7 @@ def get(name: str, weights_dir: Path | None = None) -> Path:
                 if usable != fetched:
                     fetched.unlink()  # an archive, unpacked
                 return usable
-            except MachineError as error:
+            except (MachineError, UserError) as error:
                 failures.append(str(error))
     raise MachineError(f"{'; '.join(failures)}; {_how(weights)}")
 
@@ -138,14 +138,19 @@ def _from_hub(weights: Weights, offline: bool) -> Path | None:
 
 
 def _usable(name: str, path: Path, source: Source, folder: Path) -> Path:
-    """`path`, or the safetensors file made of an archive: for every network that the archive holds, so it is not needed again."""
+    """`path`, or the safetensors file made of an archive: for every network that the archive holds, so it is not needed again.
+
+    A broken one that lies there is made anew.
+    """
     if not source.convert:
         return path
     folder.mkdir(parents=True, exist_ok=True)
     for other in REGISTRY.values():
         for twin in other.sources:
+            if twin.file != source.file or not twin.read:
+                continue
             target = folder / other.sources[0].file
-            if twin.file == source.file and twin.read and not target.is_file():
+            if not (target.is_file() and _matches(target, other.sources[0])):
                 partial_file = target.with_name(target.name + ".partial")
                 save_file(twin.read(path), partial_file)
                 partial_file.replace(target)

@@ -24,7 +24,7 @@ def check_names(names: Sequence[str]) -> None:
 def get_weights(names: Sequence[str], weights_dir: Path | None, on_note: Callable[[str], None]) -> None:
     """Get the weights of these names that are not there yet; for no names, of all that metrics use.
 
-    Raises MachineError when no network gives some of them, after getting the others.
+    Raises MachineError when some of them can't be had, after getting the others.
     """
     used = [name for name in NAMES if name in {weights_of(metric) for metric in METRICS.values()}]
     ready = {found.name for found in status(weights_dir) if found.state == "ready"}
@@ -34,7 +34,7 @@ def get_weights(names: Sequence[str], weights_dir: Path | None, on_note: Callabl
             on_note(f"getting {name}")
             try:
                 get(name, weights_dir)
-            except MachineError as error:
+            except (MachineError, UserError) as error:
                 failures.append(f"{name}: {error}")
     if failures:
         raise MachineError(f"expected all weights, got all but {len(failures)}; {'; '.join(failures)}")

