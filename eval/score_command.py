@@ -20,7 +20,6 @@ from .runs import Run, differing_settings, pair
 from .score import check_reference, cut_prompts, score
 from .tools import Tools
 
-FORMATS = ("table", "json", "csv")
 _FIELDS = ("mean", "low", "high", "n")
 
 
@@ -70,7 +69,7 @@ def score_runs(
 
 
 def format_scores(found: Mapping[str, Any], form: str) -> str:
-    """The scores as one of `FORMATS`."""
+    """The scores as table, json or csv."""
     if form == "json":
         return json_text(dict(found))
     if form == "csv":

@@ -7,23 +7,18 @@ without a traceback too.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 
-def main() -> None:
-    """The console script."""
+def main(commands: str = "mame_sd.cli") -> None:
+    """The console script: runs `invoke` of the module `commands` and exits with its status."""
     try:
         from mame_sd.cli_errors import exit_status
 
-        status = exit_status(_run)
+        status = exit_status(lambda: import_module(commands).invoke())
     except KeyboardInterrupt:  # before exit_status was there to say so
         status = 130
     sys.exit(status)
-
-
-def _run() -> object:
-    from mame_sd.cli import invoke
-
-    return invoke()
 
 
 if __name__ == "__main__":

@@ -14,36 +14,17 @@ baseline's image of the same prompt and seed, then averaged.
 
 import argparse
 import json
-import random
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
+from mame_sd.eval.retrieval import draw_prompts
 from PIL import Image
 from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
 
 from mame_sd import embedded_model as subjects
-
-
-def draw_prompts(num: int, seed: int) -> list[dict[str, str]]:
-    """``num`` prompts, half of them held-out pairs."""
-    rng = random.Random(seed)
-    pairs = [(n, b) for n in subjects.glyph_names() for b in subjects.BACKGROUNDS]
-    held = [p for p in pairs if subjects.is_held_out(*p)]
-    seen = [p for p in pairs if not subjects.is_held_out(*p)]
-    chosen = rng.sample(held, num // 2) + rng.sample(seen, num - num // 2)
-    return [
-        {
-            "id": f"{i:03}",
-            "prompt": subjects.caption(n, b),
-            "glyph": n,
-            "background": b,
-            "held_out": subjects.is_held_out(n, b),
-        }
-        for i, (n, b) in enumerate(chosen)
-    ]
 
 
 def generate(prompts: Path, out: Path, setting: str, model: str | None, steps: int) -> None:
@@ -131,7 +112,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    prompts = draw_prompts(args.num, args.seed)
+    prompts = [{"id": p.id, "prompt": p.text, **p.extra} for p in draw_prompts(args.num, args.seed)]
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "prompts.jsonl"
     file.write_text("".join(json.dumps(p) + "\n" for p in prompts), encoding="utf-8")

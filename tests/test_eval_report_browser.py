@@ -5,19 +5,14 @@ Skipped where no Chromium can be had: Debian's `chromium`, Google's Chrome, or t
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.chromium import chromium
 from tests.report_example import PROMPTS, example, row
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="pip install mame-sd[dev] brings playwright")
-
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 OUTSIDE = """() => [...document.querySelectorAll('body *')].filter((node) => {
   if (node.closest('.scroll, pre, dialog, svg, .sr')) return false;
@@ -28,14 +23,8 @@ OUTSIDE = """() => [...document.querySelectorAll('body *')].filter((node) => {
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as driver:
-        path = next(filter(None, map(shutil.which, NAMES)), None) or driver.chromium.executable_path
-        if not Path(path).exists():
-            pytest.skip("no Chromium: install your system's, such as `apt-get install chromium`")
-        sandbox = hasattr(os, "geteuid") and os.geteuid() != 0  # Chromium has none for root
-        running = driver.chromium.launch(executable_path=path, chromium_sandbox=sandbox)
+    with chromium() as running:
         yield running
-        running.close()
 
 
 @pytest.fixture(scope="module")
