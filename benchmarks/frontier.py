@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="4 prompts, 6 steps, a few settings")
     parser.add_argument("--num", type=int, help="prompts (default 16)")
     parser.add_argument("--steps", type=int, help="denoising steps (default 10)")
-    parser.add_argument("--rounds", type=int, default=3, help="timed runs of each method (default 3)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed runs of each method (default 5)")
     parser.add_argument("--only", metavar="TEXT", help="settings whose name holds TEXT")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     args = parser.parse_args()

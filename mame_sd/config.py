@@ -49,7 +49,7 @@ COMMON: dict[str, Any] = {
 }
 CHOICES: dict[str, tuple[str, ...]] = {
     "preset": ("default", "plain"),
-    "partition": ("alternating", "sequential", "random", "grid"),
+    "partition": ("alternating", "sequential", "random", "grid", "random-grid"),
     "metric": ("cosine", "dot", "euclidean", "softmax"),
     "feature": ("x", "k", "k-mean"),
     "weights": ("average", "best"),
@@ -96,13 +96,14 @@ class MaMeConfig:
     preset: Literal["default", "plain"] = _field(
         "default: what measurement chose; plain: the paper to the letter (global similarity, tau 0.8, alternating)"
     )
-    partition: Literal["alternating", "sequential", "random", "grid"] = _field(
-        "which tokens are destinations: alternating, sequential, random, or grid (one per stride cell)"
+    partition: Literal["alternating", "sequential", "random", "grid", "random-grid"] = _field(
+        "which tokens are destinations: alternating, sequential, random, grid (the first of each stride cell), or "
+        "random-grid (one drawn from each cell)"
     )
     stride: tuple[int, int] = _field(
-        "cell of the grid partition as (rows, columns) of tokens. Larger: fewer destinations, so more can merge"
+        "cell of the grid partitions as (rows, columns) of tokens. Larger: fewer destinations, so more can merge"
     )
-    seed: int = _field("seed of the random partition (its own generator, never the global one)")
+    seed: int = _field("seed of the random partitions (their own generator, never the global one)")
     min_tokens: int = _field(
         "layers with fewer tokens are left alone. With MaMeAttnProcessor on a video model keep it above the number of frames"
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.merge import MergePlan, plan_merge
+from mame_sd.partition import GRIDS
 from mame_sd.report import LayerStats
 
 # (hidden_states, encoder_hidden_states or None) -> the attention's output
@@ -125,7 +126,7 @@ def layout(tokens: int, config: MaMeConfig, size: tuple[int, int] | None) -> Lay
     side = math.isqrt(tokens)
     if side * side == tokens:
         return Layout((side, side))
-    return Layout(None, fallback=config.partition == "grid" or config.tiles is not None)
+    return Layout(None, fallback=config.partition in GRIDS or config.tiles is not None)
 
 
 def feature_of(attn: Attention, hidden_states: Tensor, kind: str) -> Tensor:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 
+GRIDS = ("grid", "random-grid")  # partitions of one destination per stride cell
+
 
 @dataclass(frozen=True, eq=False)
 class Positions:
@@ -81,7 +83,7 @@ def positions(
         raise ValueError(f"tokens: expected at least 1 token to partition, got {tokens}")
     if size is not None and size[0] * size[1] != tokens:
         raise ValueError(f"size: expected (h, w) with h * w = {tokens} tokens, got {tuple(size)}")
-    if config.partition == "grid" or config.tiles is not None:
+    if config.partition in GRIDS or config.tiles is not None:
         size = size or square(tokens)
         if size is None:
             raise ValueError(
@@ -90,8 +92,8 @@ def positions(
             )
     else:
         size = (1, tokens)  # rows do not matter: one key of the cache for all of them
-    stride = config.stride if config.partition == "grid" else (1, 1)
-    seed = config.seed if config.partition == "random" else 0
+    stride = config.stride if config.partition in GRIDS else (1, 1)
+    seed = config.seed if "random" in config.partition else 0
     h, w = size
     tensors = _looked_up(int(h), int(w), config.partition, stride[0], stride[1], seed, config.tiles or 0, str(device))
     return Positions(*tensors)
@@ -144,7 +146,14 @@ def _destinations(h: int, w: int, partition: str, stride: tuple[int, int], gener
         order = torch.randperm(tokens, generator=generator, device="cpu")
         drawn: list[int] = order[:count].tolist()
         return sorted(drawn)
-    return [row * w + column for row in range(0, h, stride[0]) for column in range(0, w, stride[1])]
+    corners = [(row, column) for row in range(0, h, stride[0]) for column in range(0, w, stride[1])]
+    if partition == "random-grid":
+        draw = torch.rand(len(corners), 2, generator=generator, device="cpu").tolist()
+        corners = [
+            (row + int(y * min(stride[0], h - row)), column + int(x * min(stride[1], w - column)))
+            for (row, column), (y, x) in zip(corners, draw, strict=True)
+        ]
+    return sorted(row * w + column for row, column in corners)
 
 
 def _layout(tokens: int, dst: list[list[int]], src: list[list[int]], device: torch.device) -> Positions:

@@ -8,7 +8,7 @@ import torch
 from mame_sd.config import MaMeConfig
 from mame_sd.partition import positions, square
 
-PARTITIONS = ("alternating", "sequential", "random", "grid")
+PARTITIONS = ("alternating", "sequential", "random", "grid", "random-grid")
 SIZES = [(1, 1), (1, 2), (3, 1), (1, 5), (7, 1), (5, 10), (1, 197), (16, 16), (7, 11), (2, 2), (9, 8)]
 
 
@@ -47,6 +47,18 @@ def test_grid_takes_the_top_left_of_each_cell() -> None:
     assert positions(15, config("grid"), (3, 5)).dst.tolist() == [0, 2, 4, 10, 12, 14]
     assert positions(15, config("grid", stride=(3, 2)), (3, 5)).dst.tolist() == [0, 2, 4]
     assert positions(16, config("grid", stride=(9, 9))).dst.tolist() == [0]
+
+
+def test_random_grid_draws_one_of_each_cell_cut_cells_too() -> None:
+    found = set()
+    for seed in range(20):
+        dst = positions(35, config("random-grid", seed=seed, stride=(2, 3)), (5, 7)).dst.tolist()
+        assert sorted((p // 7 // 2, p % 7 // 3) for p in dst) == [(i, j) for i in range(3) for j in range(3)]
+        found.update(dst)
+    assert found == set(range(35))
+    assert positions(35, config("random-grid", seed=1), (5, 7)).dst.tolist() != positions(
+        35, config("grid"), (5, 7)
+    ).dst.tolist()
 
 
 def test_random_has_its_own_seed_and_leaves_the_global_one_alone() -> None:
