@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.rivals import pooled, tomesd_on
+from benchmarks.variants import guidance_protected, scheduled, varied
 from mame_sd import MaMeConfig, mame
 
 OURS = "mame"
@@ -28,7 +29,8 @@ def baseline() -> Method:
 
 def ours(**fields: Any) -> Method:
     config = MaMeConfig.from_dict(fields)
-    return Method(OURS, config.to_dict(), lambda unet: mame(unet, config))
+    settings = {name: value for name, value in config.to_dict().items() if value is not None}
+    return Method(OURS, settings, lambda unet: mame(unet, config))
 
 
 def tomesd(ratio: float, max_downsample: int = 1) -> Method:
@@ -39,6 +41,15 @@ def tomesd(ratio: float, max_downsample: int = 1) -> Method:
 def trivial(kind: str, rows: int, columns: int, min_tokens: int = 1024) -> Method:
     settings = {"cell": [rows, columns], "min_tokens": min_tokens}
     return Method(kind, settings, lambda unet: pooled(unet, (rows, columns), kind, min_tokens))
+
+
+def variant(idea: str, on: Callable[[Any], AbstractContextManager[Any]], **settings: Any) -> Method:
+    return Method("variant", {"idea": idea, **settings}, on)
+
+
+def biased(bias: float, keep: float) -> Method:
+    config = MaMeConfig(keep=keep)
+    return variant("size bias", lambda unet: varied(unet, config, bias=bias), bias=bias, keep=keep)
 
 
 RIVALS = {
@@ -67,6 +78,16 @@ WIDE: dict[str, dict[str, Any]] = {
     "1/16, 4x4 cells, tiles 16": {"keep": 0.05, "stride": (4, 4), "tiles": 16},
     "1/64, 8x8 cells, tiles 32": {"keep": 0.01, "stride": (8, 8), "tiles": 32},
 }
+VARIANTS = {
+    **{f"size bias {bias:g}, kv {keep}": biased(bias, keep) for bias in (0.5, 1.0) for keep in (0.25, 0.375)},
+    "guidance protected, kv .375": variant(
+        "protected", lambda unet: varied(unet, MaMeConfig(keep=0.375), guidance_protected), keep=0.375
+    ),
+    "noisy half only": variant("early", lambda unet: scheduled(unet, lambda t: 0.25 if t > 0.5 else None)),
+    "fine half only": variant("late", lambda unet: scheduled(unet, lambda t: 0.25 if t <= 0.5 else None)),
+    "kv .50 to .25, linear": variant("falling", lambda unet: scheduled(unet, lambda t: 0.25 + 0.25 * t)),
+    "kv .25 to .50, linear": variant("rising", lambda unet: scheduled(unet, lambda t: 0.5 - 0.25 * t)),
+}
 FULL = {
     "default": ours(),
     "default, first level": ours(**FIRST),
@@ -81,6 +102,7 @@ FULL = {
     "kv .25, similarity of keys": ours(feature="k-mean"),
     "kv .5, alternating": ours(keep=0.5, partition="alternating"),
     "kv .5, random": ours(keep=0.5, partition="random"),
+    "kv .25, random in each cell": ours(partition="random-grid"),
     "kv tau 0.8, best": ours(tau=0.8, merge="kv", weights="best"),
     **{f"qkv {keep}": ours(keep=keep, merge="qkv") for keep in (0.75, 0.5, 0.25)},
     "qkv .5, first level": ours(keep=0.5, merge="qkv", **FIRST),
@@ -89,5 +111,6 @@ FULL = {
     **{f"qkv tau {tau}": ours(tau=tau) for tau in (0.7, 0.8, 0.9)},
     **{f"plain tau {tau}": ours(tau=tau, preset="plain") for tau in (0.7, 0.8, 0.9)},
     "printed equations, tau 0.8": ours(tau=0.8, preset="plain", variant="paper"),
+    **VARIANTS,
     **RIVALS,
 }

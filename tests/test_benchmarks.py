@@ -12,6 +12,9 @@ from benchmarks.frontier_report import markdown, on_frontier, verdict
 from benchmarks.painting import AttentionWork, clocked
 from benchmarks.rivals import pooled
 from benchmarks.timing import captured, interleaved
+from benchmarks.variants import guidance_protected, scheduled, varied
+from mame_sd import MaMeConfig, mame
+from mame_sd.hooks import has_hooks
 from tests.tiny import run_unet, tiny_unet
 
 CPU = torch.device("cpu")
@@ -79,6 +82,44 @@ def test_pooled_keys_of_constant_cells_change_nothing_and_processors_come_back()
         torch.testing.assert_close(processor(attn, cells), attn(cells), rtol=1e-4, atol=1e-5)
         assert not torch.equal(processor(attn, torch.randn(1, 1024, 64)), attn(torch.randn(1, 1024, 64)))
     assert dict(unet.attn_processors) == before
+
+
+def test_variants_without_their_idea_are_plain_merging_and_with_it_are_not() -> None:
+    unet, config = tiny_unet(), MaMeConfig(keep=0.375, min_tokens=16)
+    with mame(unet, config):
+        want = run_unet(unet)
+    with varied(unet, config):
+        torch.testing.assert_close(run_unet(unet), want)
+    with varied(unet, config, bias=1.0):
+        assert not torch.allclose(run_unet(unet), want)
+    with varied(unet, config, guidance_protected):
+        assert not torch.allclose(run_unet(unet), want)
+
+
+def test_the_tokens_in_which_the_two_samples_differ_most_stay() -> None:
+    same = torch.randn(1, 64, 8)
+    x = torch.cat([same, same])
+    apart = [9, 11, 25, 63]  # sources of a 2 x 2 grid on 8 x 8 tokens
+    x[1, apart] += 3
+    plan = guidance_protected(x, MaMeConfig(keep=20 / 64), (8, 8))
+    for sample in plan.preserved:
+        assert plan.positions.src[sample].tolist() == apart
+
+
+def test_a_schedule_goes_by_the_timestep() -> None:
+    unet = tiny_unet()
+    plain = run_unet(unet)
+    seen: list[float] = []
+
+    def keep_at(t: float) -> float | None:
+        seen.append(t)
+        return None
+
+    with scheduled(unet, keep_at):
+        assert torch.equal(run_unet(unet), plain)
+    assert len(seen) == 1
+    assert 0 <= seen[0] <= 1
+    assert not has_hooks(unet)
 
 
 def test_work_counts_self_attention_alone() -> None:

@@ -1,0 +1,98 @@
+"""Ideas that were tried beside the settings of MaMeConfig; each is a point of the frontier, none has won so far.
+
+* size bias: log R_i on the attention logits of a merged key, which stands for R_i tokens (design: ToMe's proportional
+  attention);
+* protected: the tokens in which the guided and the unguided sample differ most stay, instead of the least similar ones;
+* schedules: merging in the noisy or in the fine half of the steps only, or with a share that changes linearly. They go by
+  the timestep that the UNet is called with, so that they hold under any scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from torch import Tensor
+
+from mame_sd import MaMeConfig, MergePlan, mame, plan_merge
+from mame_sd.partition import positions, square
+from mame_sd.similarity import similarity_of
+from mame_sd.weights import weights_by_keep
+
+TRAIN_STEPS = 1000
+Plan = Callable[[Tensor, MaMeConfig, tuple[int, int]], MergePlan]
+
+
+class VariantProcessor:
+    """Self-attention of square images with keys and values merged by `plan`; everything else as diffusers computes it.
+
+    Args:
+        config: the settings that `plan` is made with.
+        plan: makes the plan of tokens [B, L, C] that lie as (h, w).
+        bias: what log R_i is multiplied by before it is added to the logits of merged key i.
+    """
+
+    def __init__(self, config: MaMeConfig, plan: Plan, bias: float) -> None:
+        self._config, self._plan, self._bias = config, plan, bias
+        self._inner = AttnProcessor2_0()
+
+    def __call__(
+        self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Any = None, **rest: Any
+    ) -> Tensor:
+        size = square(hidden_states.shape[1])
+        if encoder_hidden_states is not None or size is None or hidden_states.shape[1] < self._config.min_tokens:
+            return self._inner(attn, hidden_states, encoder_hidden_states, **rest)
+        plan = self._plan(hidden_states, self._config, size)
+        if self._bias:
+            counts = torch.ones(hidden_states.shape[0], plan.tokens_kept, device=hidden_states.device)
+            counts[:, : plan.positions.M] = plan.counts
+            rest["attention_mask"] = (self._bias * counts.log()).to(hidden_states.dtype).unsqueeze(1)
+        return self._inner(attn, hidden_states, plan.merge(hidden_states), **rest)
+
+
+def guidance_protected(x: Tensor, config: MaMeConfig, size: tuple[int, int]) -> MergePlan:
+    """A plan of the guided batch x [2 n, L, d] that keeps the sources in which its two halves differ most."""
+    pos = positions(x.shape[1], config, size, x.device)
+    similarity = similarity_of(x, pos, config.metric)
+    assert config.keep is not None
+    kept = max(pos.M, round(config.keep * pos.L)) - pos.M
+    first, second = x.chunk(2)
+    apart = (first - second).norm(dim=-1).repeat(2, 1)[:, pos.src]  # [2 n, N]
+    protected = pos.src_real[apart.topk(kept).indices]  # [2 n, kept] source slots
+    columns = torch.zeros(x.shape[0], pos.blocks * pos.n, dtype=torch.bool, device=x.device).scatter(1, protected, True)
+    similarity.masked_fill_(columns.view(x.shape[0], pos.blocks, 1, pos.n), -2)  # below every cosine: last in rank
+    weights, stay, rows = weights_by_keep(similarity, pos, config)
+    return MergePlan(weights, stay, rows, pos, 0, x.shape[:1], paper=False)
+
+
+@contextmanager
+def varied(unet: Any, config: MaMeConfig, plan: Plan = plan_merge, bias: float = 0.0) -> Iterator[None]:
+    """`unet` with a VariantProcessor for the block; afterwards its own processors are back."""
+    before = dict(unet.attn_processors)
+    try:
+        unet.set_attn_processor(VariantProcessor(config, plan, bias))
+        yield
+    finally:
+        unet.set_attn_processor(before)
+
+
+@contextmanager
+def scheduled(unet: Any, keep_at: Callable[[float], float | None]) -> Iterator[None]:
+    """`unet` merging with share `keep_at(t / 1000)` of the timestep t that it is called with; None: not at all."""
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        timestep = kwargs["timestep"] if "timestep" in kwargs else args[1]
+        keep = keep_at(float(timestep) / TRAIN_STEPS)
+        handle.active = keep is not None
+        if keep is not None and keep != handle.config.keep:
+            handle.set(keep=keep)
+
+    with mame(unet) as handle:
+        hook = unet.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
