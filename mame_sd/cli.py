@@ -196,8 +196,9 @@ def tune_command(
     chosen_prompts = read_prompts(prompts or (None if texts else "demo"), texts, num)
     distance = lpips_distance(weights_dir, model.offline)
     loaded = load_model(model_choice(model))
+    ladder = ladder_of(_with_saved(loaded, merging, needed=True))
     with progress("images") as on_progress:
-        trials = tune(loaded, chosen_prompts, settings, ladder_of(merging), distance, out, on_progress)
+        trials = tune(loaded, chosen_prompts, settings, ladder, distance, out, on_progress)
     try:
         best = choose(trials, max_lpips, min_speedup)
     except UserError:
@@ -205,7 +206,8 @@ def tune_command(
         raise
     print(table(trials, best), text_plot(trials), sep="\n\n", end="\n\n")
     file = out / "config.json"
-    write_atomically(file, (json.dumps(best.config.to_dict(given_only=True), indent=1) + "\n").encode())
+    fields = {name: value for name, value in best.config.to_dict().items() if value is not None}
+    write_atomically(file, (json.dumps(fields, indent=1) + "\n").encode())
     print(f"{file}: mame-sd generate --config {file}, or MaMeConfig.from_file({str(file)!r})")
 
 

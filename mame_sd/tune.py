@@ -23,7 +23,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.generate import environment
 from mame_sd.models import LoadedModel
-from mame_sd.plan import GenerateSettings, plan_jobs
+from mame_sd.plan import GenerateSettings, Job, plan_jobs
 from mame_sd.prompt_files import Prompt
 from mame_sd.run_folder import write_atomically, writing
 from mame_sd.sampling import levels_of, merge_in, sample
@@ -100,28 +100,37 @@ def tune(
     variants: list[tuple[str, MaMeConfig | None]] = [(BASELINE, None), *ladder]
     total = len(jobs) * len(variants)
     on_progress(len(record) * len(variants), total)
-    if len(record) < len(jobs):
-        sample(model, GenerateSettings(**{**asdict(settings), "steps": 1}), jobs[:1])  # warm up
-    for job in jobs:
-        if job.name in record:
-            continue
-        rows, plain = {}, None
-        for label, config in variants:
-            handle = None if config is None else merge_in(model, config)
-            try:
-                start = time.perf_counter()
-                (image,) = sample(model, settings, [job])
-                seconds = time.perf_counter() - start
-                kept = 1.0 if handle is None else _kept(levels_of(handle))
-            finally:
-                if handle is not None:
-                    handle.remove()
-            plain = plain or image
-            rows[label] = {"seconds": seconds, "lpips": distance(image, plain), "kept": kept}
-            on_progress(len(record) * len(variants) + len(rows), total)
-        record[job.name] = rows
+    todo = [job for job in jobs if job.name not in record]
+    for _, config in variants if todo else ():
+        _paint(model, GenerateSettings(**{**asdict(settings), "steps": 1}), jobs[0], config)  # warm up
+    for number, job in enumerate(todo):
+        turn = number % len(variants)  # no setting is always the first, or always behind the same one
+        painted = {}
+        for label, config in variants[turn:] + variants[:turn]:
+            painted[label] = _paint(model, settings, job, config)
+            on_progress(len(record) * len(variants) + len(painted), total)
+        plain = painted[BASELINE][0]
+        record[job.name] = {
+            label: {"seconds": seconds, "lpips": distance(image, plain), "kept": kept}
+            for label, (image, seconds, kept) in painted.items()
+        }
         write_atomically(out / "measured.json", json.dumps({"about": about, "rows": record}).encode())
     return [_trial(label, config, [record[job.name] for job in jobs]) for label, config in ladder]
+
+
+def _paint(
+    model: LoadedModel, settings: GenerateSettings, job: Job, config: MaMeConfig | None
+) -> tuple[Image.Image, float, float]:
+    """The job's image, its seconds, and the share of the tokens that the level with the most tokens keeps."""
+    handle = None if config is None else merge_in(model, config)
+    try:
+        start = time.perf_counter()
+        (image,) = sample(model, settings, [job])
+        seconds = time.perf_counter() - start
+        return image, seconds, 1.0 if handle is None else _kept(levels_of(handle))
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 def choose(trials: Sequence[Trial], max_lpips: float | None, min_speedup: float | None) -> Trial:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mame_sd.pipelines import StableDiffusionMaMePipeline
 from PIL import Image
 
 from mame_sd import cli
@@ -119,12 +120,20 @@ def test_the_command_writes_a_config_that_generate_takes(
     config = MaMeConfig.from_file(tmp_path / "config.json")
     assert config.min_tokens == 16
     assert config.keep is not None
-    assert json.loads((tmp_path / "config.json").read_text()) == config.to_dict(given_only=True)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["weights"] == config.weights, "written whole: a later version's defaults change nothing"
+    assert MaMeConfig.from_dict(written) == config
     assert "->" in capsys.readouterr().out
     assert cli.run([*command, "--min-speedup", "1000", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: expected a setting with at least 1000 times")
     assert cli.run([*command, "--out", str(tmp_path)]) == 2
     assert "--max-lpips or --min-speedup" in capsys.readouterr().err
+    merging = StableDiffusionMaMePipeline.from_pretrained(folder, mame_config={"min_tokens": 16})
+    merging.save_pretrained(tmp_path / "saved")
+    command[2] = str(tmp_path / "saved")  # its own min_tokens holds: with the default's nothing could merge here
+    del command[command.index("--min-tokens") : command.index("--min-tokens") + 2]
+    assert cli.run([*command, "--min-speedup", "0.01", "--out", str(tmp_path / "tuned")]) == 0
+    assert MaMeConfig.from_file(tmp_path / "tuned" / "config.json").min_tokens == 16
     for prompts in ([], command[3:5]):  # without --prompt, those of the demo
         assert cli.run(["tune", *prompts, "--num", "0", "--min-speedup", "1", "--out", str(tmp_path)]) == 2
         assert "--num: expected at least 1, got 0" in capsys.readouterr().err
