@@ -18,7 +18,7 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
-from mame_sd.config import CHOICES, MaMeConfig
+from mame_sd.config import CHOICES, SHARES, MaMeConfig
 from mame_sd.errors import UserError
 
 
@@ -175,9 +175,11 @@ class MergingOptions:
 
     def _parameter(self, f: Field[Any]) -> inspect.Parameter:
         flag = _merging_flag(f.name)
-        kind: Any = {"tau": float, "keep": float, "eps": float, "seed": int, "min_tokens": int, "tiles": int}.get(
-            f.name, str
-        )
+        numbers = {
+            **dict.fromkeys(("tau", "eps", *SHARES), float),
+            **dict.fromkeys(("seed", "min_tokens", "tiles"), int),
+        }
+        kind: Any = numbers.get(f.name, str)
         flags, metavar = (flag,), None
         if f.name == "refine":
             kind, flags = bool, ("--refine/--no-refine",)

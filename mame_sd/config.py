@@ -63,6 +63,8 @@ TAU_RANGE: dict[str, tuple[float, float]] = {
     "euclidean": (-math.inf, 0.0),
     "softmax": (0.0, 1.0),
 }
+PARTS = ("mlp", "cross")  # what can merge beside self-attention, each the share of tokens to keep there
+SHARES = ("keep", *PARTS)
 PAPER_TAU = 0.8  # what variant="paper" takes when neither tau nor keep is given: it knows no keep
 
 _UNSET: Any = None
@@ -133,6 +135,11 @@ class MaMeConfig:
         "compare tokens only inside square tiles of this side, in tokens (at least 2); 0 compares all with all"
     )
     size: tuple[int, int] | None = _field("latent (height, width), for when the layer's cannot be known")
+    mlp: float | None = _field(
+        "share of tokens to keep in the feed-forward networks too (above 0, at most 1), restored after them; off unless "
+        "given. UNets, DiT and PixArt by apply_mame only"
+    )
+    cross: float | None = _field("as mlp, of the queries of cross-attention")
 
     def __post_init__(self) -> None:
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
@@ -165,6 +172,14 @@ class MaMeConfig:
     def given(self) -> Mapping[str, Any]:
         """The fields that were given, by name; the preset decided on the others."""
         return dict(self.__dict__["_given"])
+
+    def of_part(self, name: str) -> MaMeConfig | None:
+        """The settings that merge a part ("mlp" or "cross") of a block by itself; None where it is off."""
+        share = getattr(self, name)
+        if share is None:
+            return None
+        off = dict.fromkeys(PARTS)
+        return self.replace(keep=share, merge="qkv", batch="per_sample", feature="x", **off)
 
     def to_dict(self, given_only: bool = False) -> dict[str, Any]:
         """All fields (or only those given) as JSON values; `from_dict` makes an equal config of either.
@@ -229,7 +244,8 @@ def _resolve(given: dict[str, Any]) -> dict[str, Any]:
     if "tau" not in chosen and "keep" not in chosen:
         chosen.update({"tau": PAPER_TAU} if given.get("variant") == "paper" else preset["neither"])
     table = preset["keep" if "keep" in chosen else "tau"]
-    values = {"tau": None, "keep": None, "preset": "default", "size": None, **COMMON, **table, **chosen}
+    unset = dict.fromkeys(("tau", "keep", "size", *PARTS))
+    values = {**unset, "preset": "default", **COMMON, **table, **chosen}
     values["tiles"] = values["tiles"] or None
     return values
 
@@ -239,13 +255,14 @@ def _check_given(given: dict[str, Any]) -> None:
     for name, choices in CHOICES.items():
         if name in given and given[name] not in choices:
             raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {given[name]!r}")
-    for name in ("tau", "keep", "eps"):
+    for name in ("tau", "eps", *SHARES):
         if name in given and (not _is_number(given[name]) or math.isnan(given[name])):
             raise ValueError(f"{name}: expected a number, got {given[name]!r}")
     if "tau" in given and "keep" in given:
         raise ValueError(f"expected tau or keep, got both (tau={given['tau']!r}, keep={given['keep']!r}); drop one")
-    if "keep" in given and not 0 < given["keep"] <= 1:
-        raise ValueError(f"keep: expected a share above 0 and at most 1, got {given['keep']!r}")
+    for name in SHARES:
+        if name in given and not 0 < given[name] <= 1:
+            raise ValueError(f"{name}: expected a share above 0 and at most 1, got {given[name]!r}")
     if "eps" in given and not 0 < given["eps"] < math.inf:
         raise ValueError(f"eps: expected a finite number above 0, got {given['eps']!r}")
     for name, low in (("seed", 0), ("min_tokens", 1)):
@@ -284,6 +301,11 @@ def _check_resolved(config: MaMeConfig) -> None:
             "variant: 'paper' knows only tau, merge='qkv' and weights='average' (the printed equations), "
             f"got tau={config.tau!r}, keep={config.keep!r}, merge={config.merge!r}, weights={config.weights!r}"
         )
+    if config.variant == "paper" and any(getattr(config, name) is not None for name in PARTS):
+        raise ValueError(
+            "variant: 'paper' merges self-attention alone, got "
+            f"mlp={config.mlp!r}, cross={config.cross!r}; leave them out, or give variant='settled'"
+        )
 
 
 def _is_int(value: Any) -> bool:
@@ -300,7 +322,7 @@ def _plain(name: str, value: Any) -> Any:
         return tuple(_plain(name, item) for item in value)
     if isinstance(value, bool):
         return value
-    if isinstance(value, numbers.Integral) and name not in ("tau", "keep", "eps"):
+    if isinstance(value, numbers.Integral) and name not in ("tau", "eps", *SHARES):
         return int(value)
     if isinstance(value, numbers.Real):
         try:

@@ -1,4 +1,4 @@
-"""apply_mame: merging as hooks on a model's self-attention modules.
+"""apply_mame: merging as hooks on a model's self-attention modules, and on its MLPs and cross-attention if asked to.
 
     handle = apply_mame(pipe, tau=0.8)
     image = pipe("a red key").images[0]
@@ -49,6 +49,7 @@ from mame_sd.model_hooks import (
     put_hook,
     take_hook,
 )
+from mame_sd.parts import PartHook, check_parts, parts_of
 from mame_sd.processor import MaMeAttnProcessor, make_config
 from mame_sd.report import LayerStats, MaMeReport, device_of, make_report
 
@@ -71,8 +72,8 @@ class MaMeHandle:
         self.root = root
         self._shared = shared
         self._hooks = hooks
-        self._layers = [(module, hook.stats) for module, _, hook in hooks if isinstance(hook, (MergeHook, FamilyHook))]
-        self._stats = [stats for _, stats in self._layers]
+        self._layers = [(module, hook.stats) for module, name, hook in hooks if name == MAME_HOOK]
+        check_parts(shared.config, (hook for _, _, hook in hooks), root)
 
     @property
     def config(self) -> MaMeConfig:
@@ -82,7 +83,7 @@ class MaMeHandle:
     @property
     def installed(self) -> bool:
         """Whether this handle's hooks are (all) on the model: not removed, not replaced by a later `apply_mame`."""
-        return all(hook_on(module, name) is hook for module, name, hook in self._hooks)
+        return all(hook_on(module, name) is hook for module, name, hook in self._hooks if _is_on(hook))
 
     @property
     def active(self) -> bool:
@@ -98,11 +99,15 @@ class MaMeHandle:
 
         Raises:
             RuntimeError: merging was removed or replaced, so the change would have no effect.
-            ValueError: a field is unknown or out of its range; nothing has changed then.
+            ValueError: a field is unknown or out of its range, or the model lacks what it merges; nothing has changed
+                then.
         """
         if not self.installed:
             raise RuntimeError("expected merging to be applied, but it was removed or replaced: call apply_mame again")
-        self._shared.config = make_config(self.config if config is None else config, fields)
+        new = make_config(self.config if config is None else config, fields)
+        check_parts(new, (hook for _, _, hook in self._hooks), self.root)
+        self._shared.config = new
+        self.install()
 
     def report(self) -> MaMeReport:
         """Tokens in and kept per layer since the last `reset`.
@@ -110,7 +115,7 @@ class MaMeHandle:
         Raises:
             NothingMergedError: a forward has run and no layer could merge.
         """
-        return make_report(self._stats)
+        return make_report(self._in_force())
 
     def reset(self) -> None:
         """Sets all counters to zero and drops captured plans."""
@@ -119,13 +124,13 @@ class MaMeHandle:
 
     def capture(self, on: bool = True) -> None:
         """Keeps the latest MergePlan of every layer for `plans` (memory: one plan a layer; not under torch.compile)."""
-        for stats in self._stats:
+        for _, stats in self._layers:
             stats.capture = on
             stats.plan = stats.plan if on else None
 
     def plans(self) -> dict[str, MergePlan]:
         """The latest plan of every layer that merged since `capture`, by layer name; sizes stand in `report`."""
-        return {stats.name: stats.plan for stats in self._stats if stats.plan is not None}
+        return {stats.name: stats.plan for stats in self._in_force() if stats.plan is not None}
 
     def remove(self) -> None:
         """Takes this handle's hooks off the model; hooks of a later `apply_mame` stay."""
@@ -134,9 +139,16 @@ class MaMeHandle:
                 take_hook(module, name)
 
     def install(self) -> None:
-        """Puts the hooks back (after `remove`, or in place of a later `apply_mame`)."""
+        """Puts the hooks back (after `remove`, or in place of a later `apply_mame`); those of parts that are off stay off."""
         for module, name, hook in self._hooks:
-            put_hook(module, name, hook)
+            if _is_on(hook):
+                put_hook(module, name, hook)
+            else:
+                take_hook(module, name)
+
+    def _in_force(self) -> list[LayerStats]:
+        """The counters of all layers that the settings merge."""
+        return [hook.stats for _, name, hook in self._hooks if name == MAME_HOOK and _is_on(hook)]
 
 
 def apply_mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> MaMeHandle:
@@ -153,7 +165,8 @@ def apply_mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> 
 
     Raises:
         TypeError: `target` is neither a module nor a pipeline with a denoiser.
-        ValueError: no self-attention that could merge, or a MaMeAttnProcessor is installed, or bad settings.
+        ValueError: no self-attention that could merge, or a MaMeAttnProcessor is installed, or bad settings, or ones
+            that the model lacks the parts for (`mlp`, `cross`).
     """
     handle = build_handle(target, make_config(config, fields))
     remove_mame(handle.root, processors=False)
@@ -167,6 +180,7 @@ def build_handle(target: Any, config: MaMeConfig) -> MaMeHandle:
     shared = Shared(config)
     hooks: list[tuple[nn.Module, str, Any]] = []
     images: dict[str, tuple[SizeHook, Family | None]] = {}
+    parts: dict[str, str] = {}
     for path, module in root.named_modules():
         reader = _reader_of(module)
         if reader is not None:
@@ -174,6 +188,11 @@ def build_handle(target: Any, config: MaMeConfig) -> MaMeHandle:
             hooks.append((module, MAME_SIZE_HOOK, images[path][0]))
         inside = max((p for p in images if not p or path.startswith(p + ".")), key=len, default=None)
         image, family = (None, None) if inside is None else images[inside]
+        if family is None and _in_space(path):
+            parts.update(parts_of(path, module))
+        if path in parts:
+            hooks.append((module, MAME_HOOK, PartHook(shared, LayerStats(path, device_of(module), parts[path]), image)))
+            continue
         if not (
             family.owns(path, module) if family else isinstance(module, Attention) and _may_merge(path, module, image)
         ):
@@ -188,7 +207,7 @@ def build_handle(target: Any, config: MaMeConfig) -> MaMeHandle:
             hooks.append((module, MAME_HOOK, MergeHook(shared, stats, image)))
         else:
             hooks.append((module, MAME_HOOK, FamilyHook(shared, stats, image, FamilyLayer(module, family))))
-    if not any(name == MAME_HOOK for _, name, _ in hooks):
+    if not any(isinstance(hook, (MergeHook, FamilyHook)) for _, _, hook in hooks):
         raise ValueError(_nothing_found(root))
     return MaMeHandle(root, shared, hooks)
 
@@ -273,7 +292,17 @@ def _may_merge(path: str, attn: Attention, image: SizeHook | None) -> bool:
     to compute plain self-attention, since what others do with the tokens can't be told.
     """
     plain = image is not None or type(attn.processor).__name__ in PLAIN_PROCESSORS
-    return plain and fixed_reason(attn) is None and _TEMPORAL.isdisjoint(path.split("."))
+    return plain and fixed_reason(attn) is None and _in_space(path)
+
+
+def _in_space(path: str) -> bool:
+    """Whether the tokens of a module are one image's, not one pixel's over frames."""
+    return _TEMPORAL.isdisjoint(path.split("."))
+
+
+def _is_on(hook: Any) -> bool:
+    """Whether the settings in force need this hook."""
+    return not isinstance(hook, PartHook) or hook.on
 
 
 def _nothing_found(root: nn.Module) -> str:

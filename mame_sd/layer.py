@@ -154,20 +154,41 @@ def merged_attention(
         stats: counters of this layer.
         call: runs the installed processor on (hidden_states, encoder_hidden_states).
     """
-    tokens = index(hidden_states.shape[1])  # a plain number under torch.compile too, where sizes may be symbols
-    where = layout(tokens, config, size)
-    if isinstance(where, str):
-        stats.skipped(where, tokens)
+    plan = plan_call(hidden_states, config, size, stats, lambda: feature_of(attn, hidden_states, config.feature))
+    if plan is None:
         return call(hidden_states, None)
-    if where.fallback:
-        config = without_size(config)
-    feature = feature_of(attn, hidden_states, config.feature)
-    plan: MergePlan = plan_merge(feature, config, where.size)
-    stats.merged(plan, where.size, NO_SIZE if where.fallback else "")
     merged = plan.merge(hidden_states)
     if config.merge == "kv":
         return call(hidden_states, merged)
     return plan.restore(call(merged, None))
+
+
+def plan_call(
+    hidden_states: Tensor,
+    config: MaMeConfig,
+    size: tuple[int, int] | None,
+    stats: LayerStats,
+    feature: Callable[[], Tensor],
+) -> MergePlan | None:
+    """The plan of a call on tokens [B, L, C], counted in `stats`; None where they are not those of the known size.
+
+    Args:
+        hidden_states: [B, L, C].
+        config: the settings.
+        size: the true (h, w), None if unknown.
+        stats: counters of this layer.
+        feature: gives what similarity compares [B, L, d].
+    """
+    tokens = index(hidden_states.shape[1])  # a plain number under torch.compile too, where sizes may be symbols
+    where = layout(tokens, config, size)
+    if isinstance(where, str):
+        stats.skipped(where, tokens)
+        return None
+    if where.fallback:
+        config = without_size(config)
+    plan = plan_merge(feature(), config, where.size)
+    stats.merged(plan, where.size, NO_SIZE if where.fallback else "")
+    return plan
 
 
 def without_size(config: MaMeConfig) -> MaMeConfig:

@@ -1,6 +1,6 @@
 """The hooks themselves: two that merge around an attention module, one that reads how the tokens lie.
 
-`hooks.py` puts them on models. Here is also what diffusers' registry of hooks lacks: putting a hook back, and taking
+`parts.py` has the one for what follows attention, `hooks.py` puts them on models. Here is also what diffusers' registry of hooks lacks: putting a hook back, and taking
 one out from under another.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import Tensor, nn
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import PARTS, MaMeConfig
 from mame_sd.families import Call, Tokens
 from mame_sd.family_hook import FamilyLayer
 from mame_sd.layer import merged_attention, skip_reason, unfused
@@ -35,8 +35,17 @@ class Shared:
         self.config = config
         self.active = True
 
+    @property
+    def config(self) -> MaMeConfig:
+        return self._config
 
-class _Hook(ModelHook):
+    @config.setter
+    def config(self, config: MaMeConfig) -> None:
+        self.parts = {name: config.of_part(name) for name in PARTS}
+        self._config = config
+
+
+class AroundHook(ModelHook):
     """Runs around a module's own forward, in deepcopies of the module too.
 
     diffusers binds a hook to the module that was hooked first, so that a deepcopy would run the original's weights.
@@ -80,7 +89,13 @@ class SizeHook:
         self.tokens = self._read(module, {**dict(zip(self._names, args, strict=False)), **kwargs})
 
 
-class MergeHook(_Hook):
+def size_of(image: SizeHook | None) -> tuple[int, int] | None:
+    """(h, w) of the tokens in the latest forward of an image's transformer; None where it is unknown."""
+    tokens = None if image is None else image.tokens
+    return None if tokens is None else (tokens.size[0], tokens.size[1])
+
+
+class MergeHook(AroundHook):
     """Merges around one Attention module's own forward, or its keys and values only."""
 
     name = MAME_HOOK
@@ -117,12 +132,10 @@ class MergeHook(_Hook):
         if reason is not None:
             self.stats.skipped(reason, hidden_states.shape[1])
             return call(hidden_states, encoder_hidden_states)
-        tokens = None if self.image is None else self.image.tokens
-        size = None if tokens is None else (tokens.size[0], tokens.size[1])
-        return merged_attention(module, hidden_states, config, size, self.stats, call)
+        return merged_attention(module, hidden_states, config, size_of(self.image), self.stats, call)
 
 
-class FamilyHook(_Hook):
+class FamilyHook(AroundHook):
     """Merges around one attention module of a transformer family."""
 
     name = MAME_HOOK

@@ -21,7 +21,7 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import PARTS, MaMeConfig
 from mame_sd.layer import NO_SIZE, default_processor, merged_attention, skip_reason, unfused
 from mame_sd.report import LayerStats, MaMeReport, NothingMergedError, make_report
 
@@ -50,10 +50,10 @@ class MaMeAttnProcessor:
         tau: similarity above which a token may merge. Lower merges more: faster, further from the unmerged image.
         keep: share of tokens to keep, instead of `tau`.
         inner: the processor that computes attention; None is what diffusers would install on each module.
-        fields: any other field of MaMeConfig, over those of `config`.
+        fields: any other field of MaMeConfig but `mlp` and `cross`, over those of `config`.
 
     Raises:
-        ValueError: a field is unknown or out of its range.
+        ValueError: a field is unknown or out of its range, or `mlp` or `cross` is given.
     """
 
     def __init__(
@@ -67,6 +67,12 @@ class MaMeAttnProcessor:
     ) -> None:
         given = {name: value for name, value in {"tau": tau, "keep": keep, **fields}.items() if value is not None}
         self.config = make_config(config, given)
+        for name in PARTS:
+            share = getattr(self.config, name)
+            if share is not None:
+                raise ValueError(
+                    f"{name}: expected none, got {share!r}: a processor merges self-attention alone; use apply_mame"
+                )
         self.inner = inner
         self._stats: dict[Attention, LayerStats] = {}
         self._passed: Counter[str] = Counter()  # calls that were no self-attention over tokens, by reason

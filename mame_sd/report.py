@@ -23,13 +23,15 @@ class NothingMergedError(RuntimeError):
 
 
 class LayerStats:
-    """Counters of one attention layer since the last `reset`: calls, tokens in, tokens kept, and why it was skipped.
+    """Counters of one layer since the last `reset`: calls, tokens in, tokens kept, and why it was skipped.
 
-    With merge "kv" the tokens kept are keys. `last_reason` is None when the latest call could merge.
+    With merge "kv" the tokens kept are keys. `last_reason` is None when the latest call could merge. `part` is what the
+    layer computes: "attention" (self-attention), or the setting that merges it, "mlp" or "cross".
     """
 
-    def __init__(self, name: str, device: torch.device | None = None) -> None:
+    def __init__(self, name: str, device: torch.device | None = None, part: str = "attention") -> None:
         self.name = name
+        self.part = part
         self.capture = False
         self.compiled: Tensor | None = None  # [3] int64: calls, tokens in, tokens kept; None: not counted there
         self.reset(device)
@@ -79,9 +81,9 @@ class LayerStats:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One self-attention layer: means over its calls since the last reset.
+    """One layer: means over its calls since the last reset.
 
-    `level` counts from 0, the layers with the most tokens. `merged` is False when the layer was left alone, for the
+    `part` is "attention" (self-attention), "mlp" or "cross" (queries of cross-attention). `level` counts from 0, the layers with the most tokens. `merged` is False when the layer was left alone, for the
     `reason` given. With merge "kv" `tokens_kept` counts keys. `size` is (h, w) in tokens where it was known.
     """
 
@@ -93,6 +95,7 @@ class LayerReport:
     merged: bool
     reason: str
     size: tuple[int, ...] | None = None
+    part: str = "attention"
 
     @property
     def share(self) -> float:
@@ -118,13 +121,13 @@ class LevelReport:
 
 @dataclass(frozen=True)
 class MaMeReport:
-    """Every self-attention layer that could merge; `str(report)` is a table."""
+    """Every layer that could merge, MLP and cross-attention where these are on; `str(report)` is a table."""
 
     layers: tuple[LayerReport, ...]
 
-    def levels(self) -> list[LevelReport]:
-        """The layers that were called, by level, most tokens first; means weighted by calls."""
-        called = [layer for layer in self.layers if layer.calls]
+    def levels(self, part: str = "attention") -> list[LevelReport]:
+        """The layers of one part that were called, by level, most tokens first; means weighted by calls."""
+        called = [layer for layer in self.layers if layer.calls and layer.part == part]
         result = []
         for level in sorted({layer.level for layer in called}):
             group = [layer for layer in called if layer.level == level]
@@ -141,7 +144,7 @@ class MaMeReport:
         return result
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON values: `layers` and `levels`, each a list of objects."""
+        """The report as JSON values: `layers` and `levels` (of self-attention), each a list of objects."""
         return {
             "layers": [{**asdict(layer), "share": layer.share} for layer in self.layers],
             "levels": [{**asdict(level), "share": level.share} for level in self.levels()],
@@ -155,11 +158,13 @@ class MaMeReport:
                 f"{layer.name:<{width}}  {layer.level:>5}  {layer.tokens_in:>6.0f}  {layer.tokens_kept:>6.0f}"
                 f"  {layer.share:>5.0%}  {layer.calls:>6}  {layer.reason}".rstrip()
             )
-        for level in self.levels():
-            lines.append(
-                f"level {level.level}: {level.tokens_in:.0f} -> {level.tokens_kept:.0f} tokens ({level.share:.0%}), "
-                f"{level.layers_merged} of {level.layers} layers merge"
-            )
+        for part in dict.fromkeys(layer.part for layer in self.layers):
+            name = "" if part == "attention" else f", {part}"
+            for level in self.levels(part):
+                lines.append(
+                    f"level {level.level}{name}: {level.tokens_in:.0f} -> {level.tokens_kept:.0f} tokens "
+                    f"({level.share:.0%}), {level.layers_merged} of {level.layers} layers merge"
+                )
         return "\n".join(lines)
 
 
@@ -182,6 +187,7 @@ def make_report(stats: Iterable[LayerStats]) -> MaMeReport:
             merged=layer.last_reason is None,
             reason=layer.last_reason or layer.note,
             size=layer.size,
+            part=layer.part,
         )
         for (layer, calls, total_in, total_kept), count in zip(rows, tokens, strict=True)
     )
@@ -189,7 +195,7 @@ def make_report(stats: Iterable[LayerStats]) -> MaMeReport:
     if any(layer.calls for layer in layers) and not any(layer.merged for layer in layers):
         reasons = sorted({f"{layer.name}: {layer.reason}" for layer in layers if layer.calls})
         raise NothingMergedError(
-            "expected at least one self-attention layer to merge, but every one was left alone:\n  "
+            "expected at least one layer to merge, but every one was left alone:\n  "
             + "\n  ".join(reasons)
             + "\nLower min_tokens, generate larger images, or remove merging."
         )
