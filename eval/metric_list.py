@@ -33,7 +33,7 @@ class Metric:
     needs: Literal["pair", "image", "set", "sets", "alone", "time"]
     about: str
     unit: str = ""
-    digits: int = 3
+    digits: int = 4  # merged images are within 0.001 of the unmerged ones
     extractor: str | None = None
 
     def column(self) -> dict[str, Any]:
