@@ -1,20 +1,19 @@
 """Latency and peak memory of several methods on one model, interleaved round by round.
 
-Rounds and their order decide what a slow minute of the machine does: each round times every method once, and the order
-turns by one a round, so drift spreads over all of them. A warm-up call of each method comes first.
+Rounds and their order decide what a slow minute of the machine does: each round times every method once, on one batch of
+prompts, the next round on the next one, and the order turns by one a round, so drift spreads over all of them. A warm-up
+call of each method comes first.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -22,54 +21,45 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from mame_sd.generate import environment
 from mame_sd.hooks import denoiser_of
 from mame_sd.models import LoadedModel
-from mame_sd.plan import GenerateSettings, Job
-from mame_sd.run_folder import write_atomically
+from mame_sd.plan import GenerateSettings, Job, call_of, cut_batches
 from mame_sd.sampling import sample
 
 from .methods import Method
+from .timings import Timing, read_record, write_record
 
 WARM_UP_STEPS = 2
 _DECODING = "mame-sd: decoding"
-MEBIBYTE = 2**20
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One call: seconds an image in all and in denoising, peak bytes in all and in denoising, weights included.
-
-    None: not measured (a pipeline without a decoder; in a timed call, memory on other than CUDA).
-    """
-
-    seconds: float
-    denoising: float | None = None
-    allocated: int | None = None
-    allocated_denoising: int | None = None
 
 
 def bench(
     model: LoadedModel,
     settings: GenerateSettings,
-    jobs: Sequence[Job],
+    batches: Sequence[Sequence[Job]],
     methods: Sequence[Method],
     rounds: int,
     record: Path,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    must_merge: bool = False,
 ) -> dict[str, list[Timing]]:
-    """Time one batch of `jobs` with every method, `rounds` times over; by method, in order of rounds.
+    """Time one batch with every method, `rounds` times over; by method, in order of rounds.
 
     Args:
+        batches: alike (`alike_batches`); a round takes the next one, and after the last the first. Peaks of memory on the
+            CPU, which its rounds do not give, are those of the first.
         record: JSON lines that hold every timing as soon as it is taken. A stopped call continues from the last whole
             round in them. Were they taken of anything else (prompts, methods and their settings, model, machine), it
             starts over.
+
+    Raises UserError when `record` is another file and, if `must_merge`, when a method does nothing to the first batch.
     """
     about = {
         "environment": environment(model),
         "model": model.identity,
         "settings": asdict(settings),
-        "jobs": [asdict(job) for job in jobs],
+        "batches": [[asdict(job) for job in batch] for batch in batches],
         "methods": {method.name: method.config for method in methods},
     }
-    done = _read_record(record, about)
+    done = read_record(record, about)
     open_calls = [
         (number, method)
         for number in range(rounds)
@@ -79,33 +69,28 @@ def bench(
     on_progress(len(done), rounds * len(methods))
     peaks: dict[str, Timing] = {}
     for method in {method.name: method for _, method in open_calls}.values():
-        timed_call(model, replace(settings, steps=min(WARM_UP_STEPS, settings.steps)), jobs, method)
+        with installed(model, method, batches[0]) as patched:
+            sample(model, replace(settings, steps=min(WARM_UP_STEPS, settings.steps)), batches[0])
+            if must_merge and patched is not None:
+                patched.levels()
         if model.pipe.device.type == "cpu":  # CUDA counts while it is timed, the CPU in a call of its own
-            peaks[method.name] = peak_call(model, replace(settings, steps=1), jobs, method)
+            peaks[method.name] = peak_call(model, replace(settings, steps=1), batches[0], method)
     for number, method in open_calls:
-        timing = timed_call(model, settings, jobs, method)
+        timing = timed_call(model, settings, batches[number % len(batches)], method)
         if method.name in peaks:
             peak = peaks[method.name]
             timing = replace(timing, allocated=peak.allocated, allocated_denoising=peak.allocated_denoising)
         done[number, method.name] = timing
-        _write_record(record, about, done)
+        write_record(record, about, done)
         on_progress(len(done), rounds * len(methods))
     return {m.name: [done[number, m.name] for number in range(rounds)] for m in methods}
 
 
-def summary(timings: Sequence[Timing]) -> dict[str, dict[str, Any]]:
-    """The cost metrics of one method: median and quartiles of seconds, the highest peak of memory."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, field in (("latency", "seconds"), ("denoising", "denoising")):
-        values = [getattr(timing, field) for timing in timings if getattr(timing, field) is not None]
-        if values:
-            low, mean, high = (float(value) for value in np.quantile(values, [0.25, 0.5, 0.75]))
-            found[name] = {"mean": mean, "low": low, "high": high, "n": len(values), "statistic": "median, quartiles"}
-    for name, field in (("memory", "allocated"), ("memory_denoising", "allocated_denoising")):
-        peaks = [getattr(timing, field) for timing in timings if getattr(timing, field) is not None]
-        if peaks:
-            found[name] = {"mean": max(peaks) / MEBIBYTE, "low": None, "high": None, "n": len(peaks)}
-    return found
+def alike_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:
+    """The batches of a run that cost the same but for what they show: the longest ones, of one size and kind."""
+    batches = cut_batches(jobs, batch_size)
+    first = max(batches, key=len)
+    return [batch for batch in batches if len(batch) == len(first) and call_of(batch[0]) == call_of(first[0])]
 
 
 def timed_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], method: Method) -> Timing:
@@ -209,20 +194,3 @@ def _weight_bytes(model: LoadedModel) -> int:
     modules = [part for part in model.pipe.components.values() if isinstance(part, nn.Module)]
     tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())
-
-
-def _read_record(path: Path, about: Mapping[str, Any]) -> dict[tuple[int, str], Timing]:
-    """Timings taken before under the same circumstances, by (round, method); whole rounds alone, so that all interleave."""
-    try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError):
-        return {}
-    if not lines or lines[0] != json.loads(json.dumps(about)):
-        return {}
-    found = {(line.pop("round"), line.pop("method")): Timing(**line) for line in lines[1:]}
-    return {key: timing for key, timing in found.items() if all((key[0], name) in found for name in about["methods"])}
-
-
-def _write_record(path: Path, about: Mapping[str, Any], done: Mapping[tuple[int, str], Timing]) -> None:
-    rows = [{"round": number, "method": name, **asdict(timing)} for (number, name), timing in done.items()]
-    write_atomically(path, "".join(json.dumps(row) + "\n" for row in [about, *rows]).encode())

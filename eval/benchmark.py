@@ -27,18 +27,19 @@ from mame_sd.plan import GenerateSettings, cut_batches, plan_jobs
 from mame_sd.prompt_files import Prompt, prompts_digest
 from mame_sd.run_folder import differences
 
-from .bench import bench, summary
+from .bench import alike_batches, bench
 from .gates import ceiling_gate, repeat_gates
 from .manifest import attention_of
 from .methods import Method, NotApplicable
 from .metric_list import METRICS, Metric
 from .reference import Reference
-from .results import FORMAT, read_results, write_results
+from .results import FORMAT, TIMINGS, read_results, write_results
 from .runs import Run, pair
 from .score import cut_prompts, image_values, pair_values, set_value
 from .score_file import ScoreFile
 from .stats import mean_interval, paired_difference
 from .suites import Suite
+from .timings import summary
 from .tools import Tools, network_name
 from .trace import kept_per_step
 from .withheld import withheld, withheld_by
@@ -153,7 +154,11 @@ class Benchmark:
             },
             "environment": {**environment(self.model), "processes": self.tools.shard.count},
             "attention": attention_of(self.model),
-            "latency": {"rounds": self.rounds, "batch": self.settings.batch_size},
+            "latency": {
+                "rounds": self.rounds,
+                "batch": self.settings.batch_size,
+                "prompts": "another batch each round",
+            },
             "networks": {},
         }
 
@@ -264,12 +269,10 @@ class Benchmark:
         if not self.tools.shard.is_main:
             return
         jobs = plan_jobs(self.prompts, self.settings)
-        batch = cut_batches(jobs, self.settings.batch_size)[0]
+        batches = alike_batches(jobs, self.settings.batch_size)
         methods = [method for method in self.methods if self._row(method.name)["status"] == "measured"]
         with self.stage("latency and memory") as on_progress:
-            timings = bench(
-                self.model, self.settings, batch, methods, self.rounds, self.out / "bench.jsonl", on_progress
-            )
+            timings = bench(self.model, self.settings, batches, methods, self.rounds, self.out / TIMINGS, on_progress)
         for method in methods:
             costs = summary(timings[method.name])
             self._row(method.name)["values"].update({m.name: costs[m.name] for m in self.metrics if m.name in costs})

@@ -14,21 +14,22 @@ from mame_sd import cli as base
 from mame_sd.cli_options import ModelOptions
 from mame_sd.errors import MachineError, UserError
 from mame_sd.models import load_model
-from mame_sd.plan import GenerateSettings, cut_batches, plan_jobs
+from mame_sd.plan import GenerateSettings, plan_jobs
 from mame_sd.prompt_files import Prompt, load_prompts, prompt_file_identity
 from mame_sd.run_folder import check_place, writing
 from mame_sd.shards import Shard, joined, shard_of_environment
 
 from . import PROGRAM
-from .bench import bench, summary
+from .bench import alike_batches, bench
 from .benchmark import Benchmark, failed_gates
 from .methods import Method, paper_methods
 from .metric_list import METRICS, Metric
 from .option_groups import SuiteSampling
 from .reference import open_reference, rendered_glyphs
-from .results import check_out
+from .results import TIMINGS, check_out
 from .retrieval import draw_prompts, subjects_by_caption
 from .suites import Suite
+from .timings import read_record, summary
 from .tools import Tools
 
 _TRUTH = ("retrieval", "background")
@@ -104,26 +105,41 @@ def run_benchmark(
 
 def run_bench(
     out: Path,
-    prompt: str,
+    prompts: Sequence[Prompt],
     rows: str | None,
     rounds: int,
     model: ModelOptions,
     settings: GenerateSettings,
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """Latency and memory of each row, by row and metric; timings are kept in `out`."""
+    """Latency and memory of each row, by row and metric; timings are kept in `out`.
+
+    Raises UserError for options that do not fit, fewer prompts than a batch holds, and more than one process, which
+    would slow each other down.
+    """
     methods = chosen_methods(rows)
-    missing = [f"{method.name}: {method.lacking}" for method in methods if method.lacking is not None]
-    for text in missing:
-        base.note(text)
-    methods = [method for method in methods if method.lacking is None]
+    for method in methods:
+        if method.lacking is not None:
+            base.note(f"{method.name}: {method.lacking}")
     check_rounds(rounds)
+    processes = shard_of_environment().count
+    if processes > 1:
+        raise UserError(
+            f"bench: expected one process, for several slow each other down, got {processes}; start it alone"
+        )
+    batches = alike_batches(plan_jobs(prompts, settings), settings.batch_size)
+    if len(batches[0]) < settings.batch_size:
+        raise UserError(
+            f"--batch-size: expected at most {len(batches[0])}, as many prompts as there are of one size, got "
+            f"{settings.batch_size}; lower it, or give more --prompts"
+        )
     check_place(out, out)
+    read_record(out / TIMINGS)
     loaded = load_model(base.model_choice(model))
-    batch = cut_batches(plan_jobs([Prompt(id="bench", text=prompt)], settings), settings.batch_size)[0]
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
+    measured = [method for method in methods if method.lacking is None]
     with base.progress("calls") as on_progress:
-        timings = bench(loaded, settings, batch, methods, rounds, out / "bench.jsonl", on_progress)
+        timings = bench(loaded, settings, batches, measured, rounds, out / TIMINGS, on_progress, must_merge=True)
     return {name: summary(found) for name, found in timings.items()}
 
 

@@ -138,14 +138,16 @@ def benchmark_command(
 def bench_command(
     *,
     out: Annotated[Path, typer.Option(help="Folder for bench.jsonl, every timing.", metavar="DIR")] = Path("out/bench"),
-    prompt: Annotated[str, typer.Option(help="What to paint.", metavar="TEXT")] = "rocket on a light blue background",
+    prompts: base.PromptFileOption = None,
+    prompt: base.PromptsOption = None,
+    num: base.NumOption = None,
     rows: RowsOption = None,
     rounds: Annotated[int, typer.Option(help="Rounds; each times every row once.")] = 5,
     form: FormatOption = "table",
     model: ModelOptions,
     sampling: SamplingOptions,
 ) -> None:
-    """Latency and memory alone, rows interleaved round by round. Run again to continue."""
+    """Latency and memory alone, rows interleaved, another prompt each round (demo's by default). Run again to continue."""
     _check_format(form)
     from mame_sd.plan import GenerateSettings
 
@@ -153,7 +155,8 @@ def bench_command(
     from .benchmark_command import run_bench
 
     settings = GenerateSettings(**asdict(sampling))
-    print(format_bench(run_bench(out, prompt, rows, rounds, model, settings), form))
+    chosen = base.read_prompts(prompts or (None if prompt else "demo"), prompt or [], num)
+    print(format_bench(run_bench(out, chosen, rows, rounds, model, settings), form))
 
 
 @app.command("report")

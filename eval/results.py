@@ -12,10 +12,11 @@ from mame_sd.errors import UserError
 from mame_sd.run_folder import check_place, write_atomically, writing
 
 from .json_text import json_text
+from .timings import read_record
 
 FORMAT = "mame-sd benchmark 1"
-NAME = "results.json"
-OWN = {"runs", "scores", "features", "bench.jsonl", "report.html", "report.md", "table.csv", "table.tex"}
+NAME, TIMINGS = "results.json", "bench.jsonl"
+OWN = {"runs", "scores", "features", TIMINGS, "report.html", "report.md", "table.csv", "table.tex"}
 
 
 def check_out(out: Path) -> None:
@@ -34,6 +35,8 @@ def check_out(out: Path) -> None:
         )
     if NAME in entries:
         read_results(out)
+    if TIMINGS in entries:
+        read_record(out / TIMINGS)
 
 
 def read_results(out: Path) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
+from mame_sd.errors import UserError
 from mame_sd.models import LoadedModel
 from mame_sd.plan import GenerateSettings, Job
 from mame_sd.sampling import sample
@@ -23,9 +25,10 @@ def kept_per_step(model: LoadedModel, settings: GenerateSettings, job: Job, meth
     with installed(model, method, [job]) as patched:
 
         def count(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
-            for level in patched.levels():
-                tokens, kept = level["tokens_in"], level["tokens_kept"]
-                found.append({"step": step, "level": level["level"], "tokens": tokens, "kept": kept})
+            with suppress(UserError):  # nothing merges at this size
+                for level in patched.levels():
+                    tokens, kept = level["tokens_in"], level["tokens_kept"]
+                    found.append({"step": step, "level": level["level"], "tokens": tokens, "kept": kept})
             patched.begin([job])
             return values
 

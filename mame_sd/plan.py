@@ -115,14 +115,14 @@ def cut_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:
     batches: list[list[Job]] = []
     for job in jobs:
         last = batches[-1] if batches else []
-        if last and _call_of(last[0]) == _call_of(job) and len(last) < batch_size:
+        if last and call_of(last[0]) == call_of(job) and len(last) < batch_size:
             last.append(job)
         else:
             batches.append([job])
     return batches
 
 
-def _call_of(job: Job) -> tuple[int | None, int | None, bool]:
+def call_of(job: Job) -> tuple[int | None, int | None, bool]:
     """What all images of one call share."""
     return job.height, job.width, job.negative_prompt is None
 

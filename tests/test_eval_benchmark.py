@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from mame_sd.eval import cli
-from mame_sd.eval.bench import bench, peak_call, summary, timed_call
+from mame_sd.eval.bench import alike_batches, bench, peak_call, timed_call
 from mame_sd.eval.benchmark import Benchmark
 from mame_sd.eval.benchmark_command import chosen_methods, command_again, suite_metrics, suite_prompts
 from mame_sd.eval.gates import repeat_gates
@@ -30,6 +30,7 @@ from mame_sd.eval.results import check_out, read_results
 from mame_sd.eval.retrieval import subjects_by_caption
 from mame_sd.eval.runs import Run
 from mame_sd.eval.suites import SUITES, Suite, suite_named
+from mame_sd.eval.timings import FORMAT, read_record, summary
 from mame_sd.eval.tools import Tools
 from mame_sd.eval.trace import kept_per_step
 
@@ -49,6 +50,10 @@ PROMPTS = prompts_from_texts(["key on a black background", "ant on a pink backgr
 SETTINGS = GenerateSettings(steps=2)
 KEEP = MaMeConfig(keep=0.5, min_tokens=16)
 TAU = MaMeConfig(preset="plain", tau=0.3, min_tokens=16)
+LIKE_SDXL = {  # no attention at the largest level
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+}
 peers = pytest.mark.skipif(importlib.util.find_spec("tomesd") is None, reason="tomesd is not installed (extra peers)")
 
 
@@ -293,11 +298,7 @@ def test_tomesd_merges_leaves_no_trace_and_resumes_to_the_same_pixels(model: Loa
 
 @peers
 def test_tomesd_says_where_it_can_do_nothing(tmp_path: Path) -> None:
-    blocks = {
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-    }
-    folder = save_tiny_pipeline(tmp_path / "like-sdxl", **blocks)
+    folder = save_tiny_pipeline(tmp_path / "like-sdxl", **LIKE_SDXL)
     like_sdxl = load_model(ModelChoice(model=str(folder), device="cpu"))
     with pytest.raises(NotApplicable, match="only at the largest level"):
         generate(like_sdxl, PROMPTS, SETTINGS, ToMeSD(0.5), tmp_path / "run")
@@ -316,10 +317,10 @@ def test_ratios_out_of_range_are_refused(ratio: float) -> None:
 
 def test_timings_continue_and_start_over_when_anything_else_is_timed(model: LoadedModel, tmp_path: Path) -> None:
     methods = [method for method in tiny_methods() if method.family != "tomesd"]
-    jobs = plan_jobs(PROMPTS[:1], SETTINGS)
+    batches = alike_batches(plan_jobs(PROMPTS, SETTINGS), 1)
     record = tmp_path / "bench.jsonl"
     counts: list[int] = []
-    found = bench(model, SETTINGS, jobs, methods, 2, record, lambda done, total: counts.append(done))
+    found = bench(model, SETTINGS, batches, methods, 2, record, lambda done, total: counts.append(done))
     assert counts == list(range(7))
     assert {name: len(timings) for name, timings in found.items()} == {method.name: 2 for method in methods}
     lines = [json.loads(line) for line in record.read_text().splitlines()]
@@ -327,33 +328,107 @@ def test_timings_continue_and_start_over_when_anything_else_is_timed(model: Load
         (0, "baseline"), (0, "mame-tau"), (0, "mame-default"), (1, "mame-tau"), (1, "mame-default"), (1, "baseline"),
     ]  # fmt: skip
     counts.clear()
-    again = bench(model, SETTINGS, jobs, methods, 3, record, lambda done, total: counts.append(done))
+    again = bench(model, SETTINGS, batches, methods, 3, record, lambda done, total: counts.append(done))
     assert counts == [6, 7, 8, 9]
     assert {name: timings[:2] for name, timings in again.items()} == found
     record.write_text("".join(record.read_text().splitlines(keepends=True)[:9]))  # stopped within the third round
     counts.clear()
-    bench(model, SETTINGS, jobs, methods, 3, record, lambda done, total: counts.append(done))
+    bench(model, SETTINGS, batches, methods, 3, record, lambda done, total: counts.append(done))
     assert counts == [6, 7, 8, 9], "a round of which a part is missing is timed as a whole"
     counts.clear()
-    bench(model, GenerateSettings(steps=1), jobs, methods, 1, record, lambda done, total: counts.append(done))
+    bench(model, GenerateSettings(steps=1), batches, methods, 1, record, lambda done, total: counts.append(done))
     assert counts == [0, 1, 2, 3]
-    record.write_text("{broken")
-    assert len(bench(model, SETTINGS, jobs, methods[:1], 1, record)["baseline"]) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{broken",
+        "[1, 2]",
+        '{"a": 1}',
+        '{"format": "mame-sd timings 0"}',
+        f'{{"format": "{FORMAT}"}}\n{{"foreign": 1}}',
+        f'{{"format": "{FORMAT}"}}\n{{"round": 0, "method": "baseline", "seconds": "two"}}',
+    ],
+)
+def test_a_file_that_is_no_record_of_timings_is_refused_and_kept(tmp_path: Path, text: str) -> None:
+    (tmp_path / "bench.jsonl").write_text(text)
+    (tmp_path / "runs").mkdir()
+    for check in (lambda: read_record(tmp_path / "bench.jsonl"), lambda: check_out(tmp_path)):
+        with pytest.raises(UserError, match=r"bench.jsonl: expected timings \('mame-sd timings 1'\), got another file"):
+            check()
+    assert (tmp_path / "bench.jsonl").read_text() == text
+    assert read_record(tmp_path / "none.jsonl") == {}
+
+
+def test_each_round_times_another_prompt_and_every_method_on_it(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mame_sd.eval.bench as module
+
+    seen: list[tuple[str, str]] = []
+
+    def watched(model: LoadedModel, settings: Any, jobs: Any, method: Method) -> Any:
+        seen.append((jobs[0].name, method.name))
+        return timed_call(model, settings, jobs, method)
+
+    monkeypatch.setattr(module, "timed_call", watched)
+    one_step, methods = GenerateSettings(steps=1), tiny_methods()[::3]
+    bench(model, one_step, alike_batches(plan_jobs(PROMPTS, one_step), 1), methods, 4, tmp_path / "bench.jsonl")
+    names = ["p00001_0", "p00002_0", "p00003_0", "p00001_0"]
+    assert [name for name, _ in seen[::2]] == [name for name, _ in seen[1::2]] == names
+    assert {method for _, method in seen[2:4]} == {"baseline", "mame-default"}
+
+
+def test_batches_that_are_timed_are_of_one_size_and_length() -> None:
+    sizes = [64, 64, 64, 128, 64, 64]
+    prompts = [
+        replace(prompt, id=str(n), width=size) for n, (prompt, size) in enumerate(zip(PROMPTS * 2, sizes, strict=True))
+    ]
+    batches = alike_batches(plan_jobs(prompts, SETTINGS), 2)
+    assert [[job.prompt.id for job in batch] for batch in batches] == [["0", "1"], ["4", "5"]]
+
+
+@peers
+def test_bench_refuses_rows_that_do_nothing(tmp_path: Path) -> None:
+    folder = save_tiny_pipeline(tmp_path / "like-sdxl", **LIKE_SDXL)
+    like_sdxl = load_model(ModelChoice(model=str(folder), device="cpu"))
+    batches = alike_batches(plan_jobs(PROMPTS, SETTINGS), 1)
+    with pytest.raises(NotApplicable, match="only at the largest level"):
+        bench(like_sdxl, SETTINGS, batches, tiny_methods()[:2], 1, tmp_path / "bench.jsonl", must_merge=True)
+
+
+def test_bench_times_alone(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["bench", "--model", str(model_folder), "--device", "cpu", "--steps", "1", "--rounds", "1"]
+    options += ["--rows", "baseline", "--height", "64", "--width", "64", "--format", "json"]
+    assert cli.run([*options, "--batch-size", "13"]) == 2
+    assert "--batch-size: expected at most 12, as many prompts as there are" in capsys.readouterr().err
+    assert cli.run([*options, "--prompt", "key", "--prompt", "ant"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"]["baseline"]["latency"]["n"] == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.run(options) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: bench: expected one process, for several slow each other down, got 2"
+    )
 
 
 @pytest.mark.parametrize("other", ["prompt", "config", "rows"])
 def test_timings_of_other_work_are_not_taken_for_these(model: LoadedModel, tmp_path: Path, other: str) -> None:
     baseline, _, _, default = tiny_methods()
     one_step, record = GenerateSettings(steps=1), tmp_path / "bench.jsonl"
-    jobs = plan_jobs(prompts_from_texts(["key"]), one_step)
+    batches = [plan_jobs(prompts_from_texts(["key"]), one_step)]
     methods = [baseline] if other == "rows" else [baseline, default]
-    bench(model, one_step, jobs, methods, 1, record)
+    bench(model, one_step, batches, methods, 1, record)
     changed = replace(default, patch=MaMePatch(MaMeConfig(keep=0.25, min_tokens=16)))
     methods = [baseline, changed if other == "config" else default]
     if other == "prompt":
-        jobs = plan_jobs(prompts_from_texts(["ant"]), one_step)
+        batches = [plan_jobs(prompts_from_texts(["ant"]), one_step)]
     counts: list[int] = []
-    bench(model, one_step, jobs, methods, 1, record, lambda done, total: counts.append(done))
+    bench(model, one_step, batches, methods, 1, record, lambda done, total: counts.append(done))
     assert counts == [0, 1, 2]
 
 
