@@ -46,6 +46,7 @@ COMMON: dict[str, Any] = {
     "refine": True,
     "variant": "settled",
     "eps": 1e-6,
+    "kernel": None,
 }
 CHOICES: dict[str, tuple[str, ...]] = {
     "preset": ("default", "plain"),
@@ -56,6 +57,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "variant": ("settled", "paper"),
     "batch": ("shared", "per_sample"),
     "merge": ("qkv", "kv"),
+    "kernel": ("triton",),
 }
 TAU_RANGE: dict[str, tuple[float, float]] = {
     "cosine": (-1.0, 1.0),
@@ -65,6 +67,7 @@ TAU_RANGE: dict[str, tuple[float, float]] = {
 }
 PARTS = ("mlp", "cross")  # what can merge beside self-attention, each the share of tokens to keep there
 SHARES = ("keep", *PARTS)
+MAX_TILE = 16  # side of the largest tile that the kernel holds on the chip
 PAPER_TAU = 0.8  # what variant="paper" takes when neither tau nor keep is given: it knows no keep
 
 _UNSET: Any = None
@@ -130,6 +133,10 @@ class MaMeConfig:
     )
     merge: Literal["qkv", "kv"] = _field(
         "qkv: merge before attention and restore after it (the paper); kv: merge keys and values only"
+    )
+    kernel: Literal["triton"] | None = _field(
+        "triton: find and merge in fused kernels on a CUDA device, with weights best, metric cosine and tiles of at most "
+        "16 (verified in Triton's interpreter, not yet timed on a GPU); PyTorch's operations unless given"
     )
     tiles: int | None = _field(
         "compare tokens only inside square tiles of this side, in tokens (at least 2); 0 compares all with all"
@@ -300,6 +307,13 @@ def _check_resolved(config: MaMeConfig) -> None:
         raise ValueError(
             "variant: 'paper' knows only tau, merge='qkv' and weights='average' (the printed equations), "
             f"got tau={config.tau!r}, keep={config.keep!r}, merge={config.merge!r}, weights={config.weights!r}"
+        )
+    if config.kernel is not None and not (
+        config.weights == "best" and config.metric == "cosine" and (config.tiles or MAX_TILE + 1) <= MAX_TILE
+    ):
+        raise ValueError(
+            f"kernel: {config.kernel!r} knows only weights='best', metric='cosine' and tiles from 2 to {MAX_TILE}, got "
+            f"weights={config.weights!r}, metric={config.metric!r}, tiles={config.tiles or 0}; change these, or leave kernel out"
         )
     if config.variant == "paper" and any(getattr(config, name) is not None for name in PARTS):
         raise ValueError(

@@ -184,16 +184,18 @@ def plan_call(
     if isinstance(where, str):
         stats.skipped(where, tokens)
         return None
+    note = ""
     if where.fallback:
+        note = NO_SIZE if config.kernel is None else f"{NO_SIZE}. Kernel {config.kernel!r} needs tiles: not run"
         config = without_size(config)
     plan = plan_merge(feature(), config, where.size)
-    stats.merged(plan, where.size, NO_SIZE if where.fallback else "")
+    stats.merged(plan, where.size, note)
     return plan
 
 
 def without_size(config: MaMeConfig) -> MaMeConfig:
-    """`config` for tokens whose (h, w) is unknown: partition "alternating", no tiles."""
-    return config.replace(partition="alternating", tiles=0)
+    """`config` for tokens whose (h, w) is unknown: partition "alternating", no tiles, and no kernel, which needs them."""
+    return config.replace(partition="alternating", tiles=0, kernel=None)
 
 
 def unfused(processor: Any, encoder_hidden_states: Tensor | None) -> Any:

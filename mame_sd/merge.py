@@ -46,6 +46,7 @@ class MergePlan:
         preserved: bool [*, N], True where a source stays as it is, in the order of `positions.src`.
         tokens_in: L, special tokens included.
         tokens_kept: L', special tokens included.
+        note: why the kernel that the settings name did not run; "" where it did, or none is named.
     """
 
     def __init__(
@@ -60,12 +61,18 @@ class MergePlan:
     ) -> None:
         # weights [B, T, m, n], stay bool [B, N] by position, kept_rows [r] or [B, r]: indices into `pos.src`.
         self._weights = weights
+        self._R = 1 + weights.sum(-1)  # [B, T, m]
+        self._place(stay, kept_rows, pos, special, lead, paper)
+
+    def _place(
+        self, stay: Tensor, kept_rows: Tensor, pos: Positions, special: int, lead: torch.Size, paper: bool = False
+    ) -> None:
         self._stay = stay
         self._kept = kept_rows
         self._lead = lead
         self._paper = paper
-        self._R = 1 + weights.sum(-1)  # [B, T, m]
         self._cast: dict[torch.dtype, Tensor] = {}
+        self.note = ""
         self.positions = pos
         self.special = special
         self.tokens_in = special + pos.L
@@ -178,7 +185,7 @@ class MergePlan:
 
     def _kept_rows(self) -> Tensor:
         """[B * (M + r)]: row of every kept token, destinations first, in a [B * L, C] tensor."""
-        pos, b = self.positions, self._weights.shape[0]
+        pos, b = self.positions, self._stay.shape[0]
         kept = self._kept_positions().expand(b, -1)
         return flat_rows(torch.cat([pos.dst.expand(b, -1), kept], 1), pos.L)
 
@@ -222,6 +229,15 @@ def plan_merge(x: Tensor, config: MaMeConfig, size: tuple[int, int] | None = Non
     lead = x.shape[:-2]
     feature = x.reshape(math.prod(lead), *x.shape[-2:])[:, special:]
     pos = positions(feature.shape[1], config, size, x.device)
+    note = ""
+    if config.kernel is not None:
+        from mame_sd.fused import TORCH_INSTEAD, row_plan
+
+        with _no_autocast(x):
+            plan = row_plan(feature, pos, config, special, lead)
+        if plan is not None:
+            return plan
+        note = TORCH_INSTEAD
     with _no_autocast(x):
         similarity = similarity_of(feature, pos, config.metric)  # [B, T, m, n]
         if config.keep is None:
@@ -229,7 +245,9 @@ def plan_merge(x: Tensor, config: MaMeConfig, size: tuple[int, int] | None = Non
         else:
             weights, stay, kept = weights_by_keep(similarity, pos, config)
         del similarity
-        return MergePlan(weights, stay, kept, pos, special, lead, config.variant == "paper")
+        made = MergePlan(weights, stay, kept, pos, special, lead, config.variant == "paper")
+        made.note = note
+        return made
 
 
 def _no_autocast(t: Tensor) -> contextlib.AbstractContextManager[None]:

@@ -127,9 +127,9 @@ class MaMeAttnProcessor:
             return call(hidden_states, encoder_hidden_states)
         stats = self._stats_of(attn)
         output = merged_attention(attn, hidden_states, self.config, None, stats, call)
-        if stats.note and not self._warned and not torch.compiler.is_compiling():
+        if NO_SIZE in stats.note and not self._warned and not torch.compiler.is_compiling():
             self._warned = True
-            warnings.warn(f"{stats.note}, or use apply_mame, which reads it", UserWarning, stacklevel=2)
+            warnings.warn(f"{NO_SIZE}, or use apply_mame, which reads it", UserWarning, stacklevel=2)
         return output
 
     def report(self) -> MaMeReport:

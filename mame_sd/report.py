@@ -58,7 +58,7 @@ class LayerStats:
         """A call merged by `plan` over (h, w) or (t, h, w) = `size`; `note` tells of a fallback."""
         self.last_reason = None
         self.size = size
-        self.note = note
+        self.note = "; ".join(part for part in (note, plan.note) if part)
         self._count(plan.tokens_in, plan.tokens_kept)
         if self.capture and not torch.compiler.is_compiling():
             self.plan = plan

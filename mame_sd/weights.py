@@ -34,38 +34,62 @@ def weights_by_tau(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tenso
         total = excess.sum(-2)
         merges = total > 0
         weights = _settled_weights(excess, total, config.refine)
-    shared = merges.all(0) & ~pos.src_pad if pos.src_pad is not None else merges.all(0)
-    weights = _masked(weights, ~shared)
-    stay = ~shared.flatten().index_select(0, pos.src_real)  # [N]
-    return weights, stay.expand(s.shape[0], -1), stay.nonzero().squeeze(-1)
+    leave, stay, kept = by_tau(merges, pos)
+    return _masked(weights, leave), stay, kept
+
+
+def by_tau(merges: Tensor, pos: Positions) -> tuple[Tensor, Tensor, Tensor]:
+    """Which source slots stay [T, n], which sources [B, N], and their rank in `pos.src` [r]: those that any sample keeps.
+
+    Args:
+        merges: bool [B, T, n], where a source has a destination above tau.
+    """
+    leave = ~merges.all(0)
+    if pos.src_pad is not None:
+        leave = leave | pos.src_pad
+    stay = leave.flatten().index_select(0, pos.src_real)  # [N]
+    return leave, stay.expand(merges.shape[0], -1), stay.nonzero().squeeze(-1)
 
 
 def weights_by_keep(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tensor, Tensor, Tensor]:
     """W_F, stay [B, N] and the kept sources [B, r] when a share of the tokens is to remain, sample by sample."""
     assert config.keep is not None
-    b = s.shape[0]
-    merged = pos.L - max(pos.M, round(config.keep * pos.L))
-    if merged == 0:
-        stay = s.new_ones((b, pos.N), dtype=torch.bool)
-        every = torch.arange(pos.N, device=s.device).expand(b, -1)
-        return torch.zeros_like(s), stay, every
     best, row = s.max(-2)  # [B, T, n]
-    last = torch.finfo(s.dtype).min  # a source with a NaN similarity ranks last
-    best = torch.nan_to_num(best, nan=last, posinf=math.inf, neginf=-math.inf)
-    ranked, order = best.flatten(1).index_select(1, pos.src_real).sort(dim=1, descending=True, stable=True)
-    chosen, kept = order[:, :merged], order[:, merged:].sort(dim=1).values
-    stay = torch.ones_like(order, dtype=torch.bool).scatter(1, chosen, False)  # [B, N]
-    leave = stay.new_ones((b, pos.blocks * pos.n)).index_copy(1, pos.src_real, stay).view_as(row)
+    leave, stay, kept = by_keep(best, pos, config.keep)
+    if kept.shape[1] == pos.N:
+        return torch.zeros_like(s), stay, kept
     if config.weights == "best":
         return _single(s, row, ~leave), stay, kept
-    lowest = (ranked > last).sum(1, keepdim=True).clamp(1, merged) - 1  # where NaN ones are chosen, they set no tau
-    excess = _excess(s, ranked.gather(1, lowest).view(b, 1, 1, 1))
+    # The found tau: the least similarity that merges. Where NaN ones are chosen, they set none.
+    tau = best.masked_fill(leave | best.isnan(), math.inf).flatten(1).min(1).values
+    excess = _excess(s, tau.view(-1, 1, 1, 1))
     total = excess.sum(-2)
     single = ~(total > 0) & ~leave  # nothing strictly above the found tau: the best one takes it all
     weights = _masked(_settled_weights(excess, total, config.refine), leave)
     one, row = single.unsqueeze(-2).to(weights.dtype), row.unsqueeze(-2)
     weights = weights.scatter_add_(-2, row, one) if in_place(weights) else weights.scatter_add(-2, row, one)
     return weights, stay, kept
+
+
+def by_keep(best: Tensor, pos: Positions, keep: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Which source slots stay [B, T, n], which sources [B, N], and their rank in `pos.src` [B, r].
+
+    Args:
+        best: [B, T, n], the largest similarity of every source slot. The highest merge, ties by position, NaN ranks last.
+        keep: share of the tokens to keep; all destinations stay in any case.
+    """
+    b, merged = best.shape[0], pos.L - max(pos.M, round(keep * pos.L))
+    if merged in (0, pos.N):  # nothing to choose
+        stay = torch.full((b, pos.N), merged == 0, device=best.device)
+        kept = torch.arange(pos.N - merged, device=best.device).expand(b, -1)
+    else:
+        last = torch.finfo(best.dtype).min
+        best = torch.nan_to_num(best.detach(), nan=last, posinf=math.inf, neginf=-math.inf)
+        order = best.flatten(1).index_select(1, pos.src_real).argsort(dim=1, descending=True, stable=True)
+        kept = order[:, merged:].sort(dim=1).values
+        stay = torch.zeros_like(order, dtype=torch.bool).scatter(1, kept, True)
+    leave = stay.new_ones((b, pos.blocks * pos.n)).index_copy(1, pos.src_real, stay)
+    return leave.view_as(best), stay, kept
 
 
 def _excess(s: Tensor, tau: Tensor | float) -> Tensor:
