@@ -33,9 +33,9 @@ def ours(**fields: Any) -> Method:
     return Method(OURS, settings, lambda unet: mame(unet, config))
 
 
-def tomesd(ratio: float, max_downsample: int = 1) -> Method:
-    settings = {"ratio": ratio, "max_downsample": max_downsample}
-    return Method("tomesd", settings, lambda unet: tomesd_on(unet, ratio, max_downsample))
+def tomesd(ratio: float, max_downsample: int = 1, **more: Any) -> Method:
+    settings = {"ratio": ratio, "max_downsample": max_downsample, **more}
+    return Method("tomesd", settings, lambda unet: tomesd_on(unet, **settings))
 
 
 def trivial(kind: str, rows: int, columns: int, min_tokens: int = 1024) -> Method:
@@ -55,6 +55,7 @@ def biased(bias: float, keep: float) -> Method:
 RIVALS = {
     **{f"tomesd {ratio}": tomesd(ratio) for ratio in (0.25, 0.5, 0.75)},
     **{f"tomesd {ratio}, two levels": tomesd(ratio, 2) for ratio in (0.25, 0.5, 0.75)},
+    "tomesd 0.5, two levels, mlp": tomesd(0.5, 2, merge_mlp=True),
     "stride 1x2": trivial("stride", 1, 2),
     "pool 1x2": trivial("pool", 1, 2),
     "pool 2x2": trivial("pool", 2, 2),
@@ -111,6 +112,12 @@ FULL = {
     **{f"qkv tau {tau}": ours(tau=tau) for tau in (0.7, 0.8, 0.9)},
     **{f"plain tau {tau}": ours(tau=tau, preset="plain") for tau in (0.7, 0.8, 0.9)},
     "printed equations, tau 0.8": ours(tau=0.8, preset="plain", variant="paper"),
+    **{f"default, mlp {mlp}": ours(mlp=mlp) for mlp in (0.75, 0.5, 0.25)},
+    "default, mlp .5, first level": ours(mlp=0.5, **FIRST),
+    "default, mlp .5, averaged": ours(mlp=0.5, weights="average"),
+    "default, cross .5": ours(cross=0.5),
+    "default, mlp .5, cross .5": ours(mlp=0.5, cross=0.5),
+    "qkv .5, mlp .5, cross .5": ours(keep=0.5, merge="qkv", mlp=0.5, cross=0.5),
     **VARIANTS,
     **RIVALS,
 }

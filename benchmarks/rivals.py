@@ -62,8 +62,8 @@ def pooled(unet: Any, cell: tuple[int, int], kind: str, min_tokens: int) -> Iter
 
 
 @contextmanager
-def tomesd_on(unet: nn.Module, ratio: float, max_downsample: int = 1) -> Iterator[None]:
-    """`unet` patched by the tomesd package for the block.
+def tomesd_on(unet: nn.Module, ratio: float, max_downsample: int = 1, merge_mlp: bool = False) -> Iterator[None]:
+    """`unet` patched by the tomesd package for the block; `ratio` of the tokens merge, in the MLP too if asked to.
 
     Raises:
         ImportError: tomesd is not installed (`pip install mame-sd[peers]`).
@@ -71,7 +71,7 @@ def tomesd_on(unet: nn.Module, ratio: float, max_downsample: int = 1) -> Iterato
     import tomesd
 
     try:
-        tomesd.apply_patch(unet, ratio=ratio, max_downsample=max_downsample)
+        tomesd.apply_patch(unet, ratio=ratio, max_downsample=max_downsample, merge_mlp=merge_mlp)
         torch.manual_seed(0)  # its generator is forked from the global one at the first forward
         yield
     finally:

@@ -2,10 +2,12 @@
 
     python -m benchmarks.unet --short                                  # the embedded model and SD 1.5 at 512, fp32
     python -m benchmarks.unet                                          # SD 2.1 at 512 and 768 on a CPU
+    python -m benchmarks.unet --model sdxl --side 1024 --batch 1 --dtype bfloat16 --rounds 1 --only default   # 8 GiB, minutes
     python -m benchmarks.unet --device cuda --model sd1.5 sd2.1 sdxl --side 512 768 1024 2048
 
-*free* computes attention on the kept tokens as if merging and restoring cost nothing; captured = (T_plain - T) / (T_plain -
-T_free). "plain again" is the noise floor: where a method's gain is below it, there is none. Batch 2 is one guided image.
+*free* computes on the kept tokens as if merging and restoring cost nothing; captured = (T_plain - T) / (T_plain - T_free).
+"plain again" is the noise floor: where a method's gain is below it, there is none. Batch 2 is one guided image. tomesd merges
+the first level unless told otherwise (SDXL has no attention there): max_downsample 2 and 4 are the first two and three.
 """
 
 from __future__ import annotations
@@ -13,16 +15,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
-from diffusers.models.attention_processor import AttnProcessor2_0
 
 from benchmarks import unets
+from benchmarks.free import free_on
 from benchmarks.rivals import tomesd_on
 from benchmarks.timing import Times, captured, interleaved, machine
 from mame_sd import MaMeConfig, embedded_model_path, mame
@@ -32,62 +34,45 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "kv .50": {"keep": 0.5},
     "mame+mare .50": {"keep": 0.5, "merge": "qkv"},
+    "default, mlp .75": {"mlp": 0.75},
+    "default, mlp .5": {"mlp": 0.5},
+    "default, mlp .5, cross .5": {"mlp": 0.5, "cross": 0.5},
 }
+TOMESD: dict[str, dict[str, Any]] = {
+    **{f"tomesd {ratio}": {"ratio": ratio} for ratio in (0.25, 0.5, 0.75)},
+    **{f"tomesd {ratio}, max_downsample 2": {"ratio": ratio, "max_downsample": 2} for ratio in (0.25, 0.5, 0.75)},
+    "tomesd 0.5, max_downsample 4, mlp": {"ratio": 0.5, "max_downsample": 4, "merge_mlp": True},
+}
+SHORT = ("default", "kv .50", "mame+mare .50", "tomesd 0.25", "tomesd 0.5")
 On = Callable[[Any], AbstractContextManager[Any]]
 
 
-class FreeProcessor:
-    """Self-attention on the first `share` of the tokens: the bound that no merging can pass. Outputs are repeated."""
-
-    def __init__(self, share: float, merge: str, min_tokens: int) -> None:
-        self._share, self._merge, self._min_tokens = share, merge, min_tokens
-        self._inner = AttnProcessor2_0()
-
-    def __call__(self, attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: Any = None, **rest: Any) -> Any:
-        tokens = hidden_states.shape[1]
-        if encoder_hidden_states is not None or tokens < self._min_tokens:
-            return self._inner(attn, hidden_states, encoder_hidden_states, **rest)
-        kept = hidden_states[:, : round(self._share * tokens)]
-        if self._merge == "kv":
-            return self._inner(attn, hidden_states, kept, **rest)
-        output = self._inner(attn, kept, None, **rest)
-        return output.new_empty(hidden_states.shape).copy_(output[:, :1])  # a block needs all rows; one write
-
-
-@contextmanager
-def free_on(unet: Any, config: MaMeConfig) -> Iterator[None]:
-    before = dict(unet.attn_processors)
-    assert config.keep is not None
-    try:
-        unet.set_attn_processor(FreeProcessor(config.keep, config.merge, config.min_tokens))
-        yield
-    finally:
-        unet.set_attn_processor(before)
-
-
-def methods() -> dict[str, tuple[str, On]]:
-    """(name of the free bound, how to apply it) by name."""
+def methods(only: Sequence[str] = (), short: bool = False) -> dict[str, tuple[str, On]]:
+    """(name of the free bound, how to apply it) by name: those that hold a text of `only`, else all or the short choice."""
     found: dict[str, tuple[str, On]] = {"plain": ("", nullcontext), "plain again": ("", nullcontext)}
     for name, fields in SETTINGS.items():
         config = MaMeConfig.from_dict(fields)
         found[f"free {name}"] = ("", partial(free_on, config=config))
         found[name] = (f"free {name}", partial(mame, config=config))
-    for ratio in (0.25, 0.5):
-        found[f"tomesd {ratio}"] = ("", partial(tomesd_on, ratio=ratio))
-    return found
+    found.update({name: ("", partial(tomesd_on, **fields)) for name, fields in TOMESD.items()})
+    wanted = {f"{free}{name}" for name in SHORT for free in ("", "free ")} if short and not only else found
+    return {
+        name: method
+        for name, method in found.items()
+        if name.startswith("plain") or (any(text in name for text in only) if only else name in wanted)
+    }
 
 
 @torch.no_grad()
-def measure(unet: Any, side: int, batch: int, rounds: int, only: str | None) -> dict[str, Any]:
-    """Figures of every method at one size: prints the table and returns it."""
+def measure(unet: Any, side: int, batch: int, rounds: int, chosen: dict[str, tuple[str, On]]) -> dict[str, Any]:
+    """Figures of the `chosen` methods at one size: prints the table and returns it."""
 
     def forward(given: dict[str, Any]) -> torch.Tensor:
         rest = {name: value for name, value in given.items() if name != "sample"}
         output: torch.Tensor = unet(given["sample"], **rest).sample  # tomesd reads the size off a positional sample
         return output
 
-    chosen = {n: m for n, m in methods().items() if only is None or only in n or n.startswith("plain")}
-    seeds = count()
+    chosen, seeds = dict(chosen), count()
     for name, (_, on) in list(chosen.items()):
         try:
             with on(unet):
@@ -145,7 +130,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2, help="samples; 2 is one guided image (default 2)")
     parser.add_argument("--dtype", choices=DTYPES, help="default float32; on cuda bfloat16")
     parser.add_argument("--rounds", type=int, help="timed rounds (default 5 on a CPU, 20 on cuda)")
-    parser.add_argument("--only", metavar="TEXT", help="methods whose name holds TEXT, beside plain")
+    parser.add_argument(
+        "--only", metavar="TEXT", nargs="+", default=(), help="methods whose name holds TEXT, beside plain"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -161,7 +148,8 @@ def main() -> None:
         unet = load(model, device, dtype)
         for side in sides:
             print(f"\n{model}, {side} x {side}, batch {args.batch}, {dtype}; {rounds} rounds\n", flush=True)
-            results.append({"model": model, "dtype": str(dtype), **measure(unet, side, args.batch, rounds, args.only)})
+            found = measure(unet, side, args.batch, rounds, methods(args.only, args.short))
+            results.append({"model": model, "dtype": str(dtype), **found})
         del unet
     print(json.dumps({"benchmark": "unet", "machine": machine(device), "cases": results}))
 

@@ -1,0 +1,72 @@
+"""The bound that no merging can pass: a UNet that computes on the first tokens only, as if choosing and restoring were free.
+
+What it computes is no image. Its times say what merging to a share of the tokens could save at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.attention_processor import AttnProcessor2_0
+
+from mame_sd import MaMeConfig
+
+
+class FreeProcessor:
+    """Self-attention on the first `share` of the tokens. Outputs are repeated."""
+
+    def __init__(self, share: float, merge: str, min_tokens: int) -> None:
+        self._share, self._merge, self._min_tokens = share, merge, min_tokens
+        self._inner = AttnProcessor2_0()
+
+    def __call__(self, attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: Any = None, **rest: Any) -> Any:
+        tokens = hidden_states.shape[1]
+        if encoder_hidden_states is not None or tokens < self._min_tokens:
+            return self._inner(attn, hidden_states, encoder_hidden_states, **rest)
+        kept = first(hidden_states, self._share)
+        if self._merge == "kv":
+            return self._inner(attn, hidden_states, kept, **rest)
+        return repeated(self._inner(attn, kept, None, **rest), tokens)
+
+
+@contextmanager
+def free_on(unet: Any, config: MaMeConfig) -> Iterator[None]:
+    """`unet` with every part that `config` merges on the kept tokens alone, for the block."""
+    before = dict(unet.attn_processors)
+    wrapped = []
+    assert config.keep is not None
+    try:
+        unet.set_attn_processor(FreeProcessor(config.keep, config.merge, config.min_tokens))
+        for block in (module for module in unet.modules() if isinstance(module, BasicTransformerBlock)):
+            for module, share in ((block.ff, config.mlp), (block.attn2, config.cross)):
+                if share is not None and module is not None:
+                    module.forward = partial(_on_first, module.forward, share, config.min_tokens)
+                    wrapped.append(module)
+        yield
+    finally:
+        unet.set_attn_processor(before)
+        for module in wrapped:
+            del module.forward
+
+
+def first(x: torch.Tensor, share: float) -> torch.Tensor:
+    """The first `share` of the tokens of x [B, L, C], as merging would hand them on: without gaps."""
+    return x[:, : round(share * x.shape[1])].contiguous()
+
+
+def repeated(y: torch.Tensor, tokens: int) -> torch.Tensor:
+    """y [B, n, C] as [B, tokens, C]: a block needs all rows, and one write makes them."""
+    return y.new_empty(y.shape[0], tokens, y.shape[2]).copy_(y[:, :1])
+
+
+def _on_first(
+    forward: Callable[..., torch.Tensor], share: float, min_tokens: int, x: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    if x.shape[1] < min_tokens:
+        return forward(x, *args, **kwargs)
+    return repeated(forward(first(x, share), *args, **kwargs), x.shape[1])
