@@ -17,6 +17,8 @@ from .metric_list import METRICS, Metric
 from .runs import Pair
 from .tools import Tools, network_name
 
+FORMAT = "mame-sd scores 1"  # another one, and all is computed again
+
 
 @dataclass
 class ScoreFile:
@@ -29,14 +31,16 @@ class ScoreFile:
 
     @classmethod
     def open(cls, path: Path, pairs: Sequence[Pair], shard: Shard) -> ScoreFile:
-        """What is at `path`, if it is of these images; else empty, to be filled."""
+        """What is at `path`, if it is of this version and of these images; else empty, to be filled."""
         file = cls(path, digest_of(pairs), shard)
         try:
             values: Any = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            values = None
-        if isinstance(values, dict) and values.get("images") == file.digest:
-            file.found = values["metrics"]
+            if (values["format"], values["images"]) == (FORMAT, file.digest):
+                file.found = {
+                    name: {key: it[key] for key in ("network", "values")} for name, it in values["metrics"].items()
+                }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            pass
         shard.wait()  # nobody writes before everybody has read
         return file
 
@@ -55,7 +59,7 @@ class ScoreFile:
         if self.shard.is_main:
             with writing(self.path):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-            text = json_text({"images": self.digest, "metrics": self.found})
+            text = json_text({"format": FORMAT, "images": self.digest, "metrics": self.found})
             write_atomically(self.path, text.encode())
 
 
