@@ -32,7 +32,7 @@ from .gates import ceiling_gate, repeat_gates
 from .manifest import attention_of
 from .methods import Method, NotApplicable
 from .metric_list import METRICS, Metric
-from .reference import Reference
+from .reference import Reference, check_foreign
 from .results import FORMAT, TIMINGS, read_results, write_results
 from .runs import Run, pair
 from .score import cut_prompts, image_values, pair_values, set_value
@@ -93,6 +93,7 @@ class Benchmark:
         self._time()  # before any network of a metric takes memory
         self.tools.shard.wait()  # the main process has written down what all have made
         runs = {row["name"]: Run.open(self.out / row["run"]) for row in self._measured()}
+        check_foreign(self.reference, *runs.values())
         for name, run in runs.items():
             self._score(name, run, runs[BASELINE])
         self._compare_rows(runs[BASELINE])
@@ -117,7 +118,6 @@ class Benchmark:
             for method in self.methods
         ]
         jobs = plan_jobs(self.prompts, self.settings)
-        reference = self.reference
         return {
             "format": FORMAT,
             "suite": self.suite.name,
@@ -127,7 +127,7 @@ class Benchmark:
             "rows": rows,
             "images": {job.name: {"prompt": job.prompt.text, "seed": job.seed} for job in jobs},
             "gates": [],
-            "reference": None if reference is None else {"name": reference.name, "n": reference.count},
+            "reference": None if self.reference is None else self.reference.about(),
             "notes": [f"{self.suite.about} Here: {self._words()}."],
         }
 
@@ -159,6 +159,8 @@ class Benchmark:
                 "batch": self.settings.batch_size,
                 "prompts": "another batch each round",
             },
+            "methods": {method.name: method.config for method in self.methods},
+            "reference": None if self.reference is None else self.reference.about(),
             "networks": {},
         }
 

@@ -43,6 +43,9 @@ class Metric:
 
 _OFFLINE = " Features of EfficientNet-Lite0 on ImageNet, not of FID's Inception: comparable only with itself."
 _LPIPS = "Learned perceptual distance to the baseline's image, {} features, at the images' own resolution."
+_PAIRED_KID = (
+    "Kernel distance to the baseline's images, unbiased: pairs of one prompt and seed left out. Fidelity, not quality."
+)
 
 METRICS: dict[str, Metric] = {
     metric.name: metric
@@ -78,6 +81,14 @@ METRICS: dict[str, Metric] = {
         Metric(
             name="fid_to_baseline", label="FID to baseline", digits=2, better="lower", block="fidelity", needs="sets",
             extractor="inception", about="Frechet distance to the baseline's images: fidelity, not quality.",
+        ),
+        Metric(
+            name="kid_to_baseline", label="KID to baseline", digits=5, better="lower", block="fidelity", needs="sets",
+            extractor="inception", about=_PAIRED_KID,
+        ),
+        Metric(
+            name="kid_effnet_to_baseline", label="KID-EffNetLite0 to baseline", digits=5, better="lower", block="fidelity",
+            needs="sets", extractor="effnet-lite0", about=_PAIRED_KID + _OFFLINE,
         ),
         Metric(
             name="fid", label="FID", digits=2, better="lower", block="quality", needs="set", extractor="inception",

@@ -18,10 +18,10 @@ from .images import load_image, to_float
 from .metric_list import FEW_IMAGES, Metric, withheld_for_size
 from .metrics.frechet import Statistics, frechet_distance, statistics
 from .metrics.inception_score import inception_score
-from .metrics.kid import kid
+from .metrics.kid import kid, kid_exact
 from .metrics.psnr import psnr
 from .metrics.ssim import ms_ssim, ssim
-from .reference import Reference
+from .reference import Reference, check_foreign
 from .retrieval import background_right, retrieved
 from .runs import Item, Pair, Run
 from .stats import mean_interval, paired_difference
@@ -98,6 +98,10 @@ def set_value(
     other = _other_side(metric, baseline, reference, tools)
     if not tools.shard.is_main:
         return value
+    if metric.name.startswith("kid") and metric.needs == "sets" and isinstance(other, Tensor) and baseline is not None:
+        rows = {key: number for number, key in enumerate(baseline.items)}
+        paired = other[[rows[key] for key in run.items]]
+        return {**value, "mean": kid_exact(own["features"], paired, paired=True)}
     if metric.name.startswith("kid") and isinstance(other, Tensor):
         result = kid(own["features"], other)
         subset = {"std": result.std, "subsets": result.subsets, "subset_size": result.subset_size}
@@ -125,6 +129,7 @@ def score(
         UserError: whatever the metrics raise; nothing is left out in silence.
     """
     check_reference(metrics, reference)
+    check_foreign(reference, a, b)
     for metric in metrics:
         if withheld_for_size(metric, len(b.items), None if reference is None else reference.count) is None:
             tools.network(metric)  # missing weights are found before anything is computed
