@@ -16,6 +16,7 @@ from mame_sd.generate import versions
 from .json_text import json_text
 from .metric_list import METRICS, Metric
 from .reference import open_reference
+from .remarks import equal_images, remark
 from .runs import Run, differing_settings, pair
 from .score import check_reference, cut_prompts, score
 from .tools import Tools
@@ -48,16 +49,16 @@ def score_runs(
     if cut:
         on_note(f"CLIP read {cut} of {prompts} prompts only in part (77 tokens)")
     for name, value in found.items():
-        for key in ("withheld", "warning", "note"):
-            if value.get(key):
-                on_note(f"{name}: {key}, {value[key]}")
+        for text in (value.get("withheld") and f"withheld, {value['withheld']}", equal_images(value), remark(value)):
+            if text:
+                on_note(f"{name}: {text}")
     return {
         "metrics": found,
         "manifest": {
             "run_a": _about(a),
             "run_b": _about(b),
             "differing_settings": different,
-            "reference": None if against is None else {"name": against.name, "n": against.count},
+            "reference": None if against is None else against.about(),
             "networks": tools.about(),
             "prompts_cut_for_clip": cut,
             "device": str(tools.device),
@@ -75,9 +76,10 @@ def format_scores(found: Mapping[str, Any], form: str) -> str:
     if form == "csv":
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["metric", *_FIELDS, "withheld"])
+        writer.writerow(["metric", *_FIELDS, "withheld", "remark"])
         for name, value in found["metrics"].items():
-            writer.writerow([name, *(value.get(key) for key in _FIELDS), value.get("withheld")])
+            remarks = "; ".join(filter(None, (equal_images(value), remark(value))))
+            writer.writerow([name, *(value.get(key) for key in _FIELDS), value.get("withheld"), remarks])
         return text.getvalue().rstrip("\n")
     rows = [("metric", "mean", "95 % interval", "n")]
     rows += [_table_row(METRICS[name], value) for name, value in found["metrics"].items()]
@@ -95,7 +97,8 @@ def _table_row(metric: Metric, value: Mapping[str, Any]) -> tuple[str, str, str,
     label = metric.label + (f" ({metric.unit})" if metric.unit else "")
     if value.get("mean") is None:
         return label, "withheld", str(value.get("withheld", "")), str(value["n"])
-    interval = f"{number('low')} to {number('high')}" if value.get("low") is not None else "-"
+    spread = f"± {number('std')}" if value.get("std") else "-"
+    interval = f"{number('low')} to {number('high')}" if value.get("low") is not None else spread
     return label, number("mean"), interval, str(value["n"])
 
 

@@ -31,8 +31,7 @@ def mean_interval(values: Mapping[str, float], prompts: Mapping[str, str]) -> di
         prompts: prompt id of each key.
 
     Returns:
-        mean, low, high, n images; "equal", where some are infinite; "note" says what was left out, or why there is no
-        interval.
+        mean, low, high, n images; "equal", where some are infinite; "note", where there is no interval: why.
 
     Raises:
         ValueError: no values, or NaN.
@@ -43,14 +42,13 @@ def mean_interval(values: Mapping[str, float], prompts: Mapping[str, str]) -> di
     equal = len(values) - len(finite)
     found: dict[str, Any] = {"mean": math.inf, "low": None, "high": None, "n": len(values)}
     if equal:
-        found |= {"equal": equal, "note": f"{equal} of {len(values)} equal" + ", mean of the others" * bool(finite)}
+        found["equal"] = equal
     if not finite:
         return found
     sums, counts = _by_prompt(finite, prompts)
     found["mean"] = float(sums.sum() / counts.sum())
     if len(sums) == 1:
-        reason = "no interval: one prompt, needs two"
-        return {**found, "note": f"{found['note']}; {reason}" if equal else reason}
+        return {**found, "note": "no interval: one prompt, needs two"}
     rng = np.random.default_rng(0)
     means = []
     for _ in range(RESAMPLES // _CHUNK):
@@ -74,7 +72,7 @@ def paired_difference(
     if values.keys() != others.keys():
         raise ValueError(f"expected the same images on both sides, got {len(values)} and {len(others)} with other keys")
     if any(math.isinf(value) for value in [*values.values(), *others.values()]):
-        note = "no difference: infinite values"
+        note = "no p-value: infinite values"
         return {"mean": None, "low": None, "high": None, "n": len(values), "note": note, "p": None}
     gaps = {key: values[key] - others[key] for key in values}
     return {**mean_interval(gaps, prompts), "p": sign_flip_p(_by_prompt(gaps, prompts)[0])}

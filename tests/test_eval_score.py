@@ -93,7 +93,7 @@ def test_equal_runs_have_infinite_psnr_in_valid_json(
     assert found["metrics"]["psnr"]["mean"] == math.inf
     assert found["metrics"]["psnr"]["low"] is None
     assert found["metrics"]["ssim"]["mean"] == pytest.approx(1)
-    assert "psnr: note, 5 of 5 equal" in captured.err
+    assert "psnr: 5 of 5 equal\n" in captured.err
 
 
 def test_one_image_has_values_and_no_intervals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 from mame_sd.errors import UserError
 
+from ..remarks import remark
+
 BLOCKS = ("cost", "fidelity", "quality")
 AGAIN = "run the benchmark again"
 FAMILIES = ("baseline", "tomesd", "mame")
@@ -36,8 +38,8 @@ class Metric:
 class Value:
     """One measured value with its interval, or the reason why it is withheld. `p` compares it with row `against`.
 
-    `std` is over `subsets` of `subset_size` images or over `splits`; `cap` is the most the value can be; `equal` counts
-    images that are the baseline's, left out of `mean`; `warning` says how the value misleads.
+    `std` is over subsets of images or over splits, as the remark says; `equal` counts
+    images that are the baseline's, left out of `mean`; `remark` is what must be said beside it.
     """
 
     mean: float | None = None
@@ -47,13 +49,9 @@ class Value:
     p: float | None = None
     against: str | None = None
     withheld: str | None = None
-    warning: str | None = None
     equal: int | None = None
     std: float | None = None
-    subsets: int | None = None
-    subset_size: int | None = None
-    splits: int | None = None
-    cap: float | None = None
+    remark: str = ""
 
     @property
     def known(self) -> bool:
@@ -209,8 +207,10 @@ def _row(entry: Any, where: str) -> Row:
 def _value(entry: Any, where: str) -> Value:
     kinds: dict[str, Any] = dict.fromkeys(("mean", "low", "high", "p", "std", "cap"), (int, float))
     kinds |= dict.fromkeys(("n", "equal", "subsets", "subset_size", "splits"), int)
-    kinds |= dict.fromkeys(("against", "withheld", "warning"), str)
-    return Value(**{name: _get(entry, name, kind, where, None) for name, kind in kinds.items()})
+    kinds |= dict.fromkeys(("against", "withheld", "warning", "note"), str)
+    kinds |= {"difference": dict}
+    found = {name: _get(entry, name, kind, where, None) for name, kind in kinds.items()}
+    return Value(**{name: found[name] for name in found if name in Value.__dataclass_fields__}, remark=remark(found))
 
 
 def _kept(entry: Any, where: str) -> Kept:

@@ -24,24 +24,6 @@ def interval(value: Value, digits: int) -> str:
     return f"{number(value.low, digits)} – {number(value.high, digits)}"
 
 
-def remark(value: Value) -> str:
-    """How a set-wide value came about and misleads: its warning, subsets, splits and cap; empty where there is nothing."""
-    parts = [value.warning or ""]
-    if value.subsets is not None and value.subset_size is not None:
-        parts.append(f"{_several(value.subsets, 'subset')} of {value.subset_size} images")
-    if value.splits is not None:
-        parts.append(_several(value.splits, "split"))
-    if value.std:
-        parts.append("± is the standard deviation over them")
-    if value.cap is not None:
-        parts.append(f"at most {value.cap:g}")
-    return "; ".join(part for part in parts if part)
-
-
-def _several(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
 def p_value(value: Value) -> str:
     """``p 0.03``, ``p < 0.001``; empty where there is none."""
     if value.p is None:

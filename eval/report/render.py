@@ -18,7 +18,6 @@ from .data import Results, Row, parse
 from .figures import NARROW, WIDE
 from .headline import comparison, headline
 from .manifest import command, facts, flat
-from .numbers import remark
 from .pictures import gradient, load_pictures
 from .select import Focus, focus
 from .tables import Table, cost_metrics, fidelity_table, quality_table
@@ -77,7 +76,7 @@ def _csv_cells(row: Row, key: str, chosen: Focus) -> list[Any]:
         ratio = chosen.speedup(row) if key == "speedup" else None
         return ["" if ratio is None else ratio, *[""] * 6]
     equal = f"{value.equal} of {value.n} equal" if value.equal else ""
-    remarks = "; ".join(filter(None, (equal, remark(value))))
+    remarks = "; ".join(filter(None, (equal, value.remark)))
     cells = [value.mean if value.known else None, value.low, value.high, value.n, value.p, value.withheld, remarks]
     return ["" if cell is None else cell for cell in cells]
 

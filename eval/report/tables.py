@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from .data import Metric, Results, Row
-from .numbers import interval, number, p_value, remark
+from .numbers import interval, number, p_value
 from .select import Focus
 
 SPEEDUP = Metric(
@@ -158,7 +158,7 @@ def _cell(row: Row, metric: Metric, chosen: Focus) -> Cell:
         p_value(value),
         value.against,
         note=f"{value.equal} of {value.n} equal" if value.equal else "",
-        footnote=remark(value),
+        footnote=value.remark,
         partial=bool(value.equal) and math.isfinite(value.mean),
     )
 
