@@ -89,10 +89,7 @@ def _skip_reason(
         return f"fewer than min_tokens={config.min_tokens}"
     if not isinstance(module, processors.Attention):
         return None
-    states, mask = (*args, None, None)[:2]
-    mask = kwargs.get("attention_mask", mask)
-    if kwargs.get("encoder_hidden_states", states) is None:
-        return "no encoder states"
+    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
     if isinstance(mask, Tensor) and mask.dim() > 2 and mask.shape[-2] != 1:
         return "attention mask of queries"
     if kwargs.get("ip_adapter_masks") is not None:
