@@ -5,7 +5,9 @@
     python -m benchmarks.attention --device cuda --dtype bfloat16
 
 Query, key, value and output projections are counted. *free* is attention on the kept tokens alone, as if merging and
-restoring cost nothing; captured = (T_sdpa - T) / (T_sdpa - T_free). "sdpa again" shows the noise.
+restoring cost nothing; captured = (T_sdpa - T) / (T_sdpa - T_free). "sdpa again" shows the noise. "global" compares all
+tokens with all, without tiles; "plan given" merges by a plan that was made outside of the clock: the most that reusing plans
+over blocks or steps can win. On cuda the Triton kernels have a row of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.layers import Layer, attention, free, gate, inputs, ours, tomesd_layer
+from benchmarks.layers import Layer, attention, free, gate, inputs, ours, planned, tomesd_layer
 from benchmarks.timing import Times, captured, interleaved, machine
 from mame_sd import MaMeConfig
 
@@ -30,7 +32,16 @@ CONFIGS = {
     "mame+mare .25": MaMeConfig(keep=0.25, **TILED),
     "mame kv .50": MaMeConfig(keep=0.5),
     "mame kv .25": MaMeConfig(keep=0.25),
+    "global .50": MaMeConfig(keep=0.5, partition="grid", tiles=0, merge="qkv"),
+    "global kv .25": MaMeConfig(keep=0.25, tiles=0),
 }
+KERNELS = {"mame kv .25, triton": MaMeConfig(keep=0.25, kernel="triton")}
+REUSED = "mame kv .25"
+
+
+def configs(device: torch.device) -> dict[str, MaMeConfig]:
+    """What is measured of ours on this device."""
+    return {**CONFIGS, **KERNELS} if device.type == "cuda" else CONFIGS
 
 
 def methods(dim: int, tokens: int, device: torch.device, dtype: torch.dtype) -> dict[str, tuple[float, str, Layer]]:
@@ -49,10 +60,12 @@ def methods(dim: int, tokens: int, device: torch.device, dtype: torch.dtype) -> 
             print("note: tomesd is not installed, so it is not measured; pip install mame-sd[peers]", file=sys.stderr)
             break
         found[f"tomesd {ratio:.2f}"] = (1 - ratio, f"free {1 - ratio:.2f}", layer)
-    for name, config in CONFIGS.items():
+    for name, config in configs(device).items():
         assert config.keep is not None
         bound = f"free kv {config.keep:.2f}" if config.merge == "kv" else f"free {config.keep:.2f}"
         found[name] = (config.keep, bound, ours(attn, config, size))
+        if name == REUSED:
+            found[f"{name}, plan given"] = (config.keep, bound, planned(attn, config, size))
     return found
 
 
@@ -118,7 +131,7 @@ def main() -> None:
             parser.error(f"--tokens: expected squares, got {tokens}; the next one is {(math.isqrt(tokens) + 1) ** 2}")
     if args.dim % 64 or args.dim < 64:
         parser.error(f"--dim: expected a multiple of 64, got {args.dim}; heads are of 64")
-    errors = {dtype: gate(args.dim, device, DTYPES[dtype], CONFIGS) for dtype in args.dtype}
+    errors = {dtype: gate(args.dim, device, DTYPES[dtype], configs(device)) for dtype in args.dtype}
     print(f"error against the float64 loops: at most {max(max(e.values()) for e in errors.values()):.1e}")
     results = [measure(case, args.rounds, device, args.only) for case in cases(args)]
     print(json.dumps({"benchmark": "attention", "machine": machine(device), "errors": errors, "cases": results}))
