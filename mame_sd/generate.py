@@ -83,8 +83,14 @@ def generate(
         done = folder.finished(list(known))
         shard.wait()  # nobody writes before everybody has looked
         pending = [batch for batch in batches if any(job.name not in done for job in batch)][shard.rank :: shard.count]
-        made = _make(model, pending, done, settings, patch, described, folder, on_progress, on_note, sizes)
-        shard.wait()
+        made, problem = 0, None
+        try:
+            made = _make(model, pending, done, settings, patch, described, folder, on_progress, on_note, sizes)
+        except UserError as error:
+            problem = error
+        problems = [found for found in shard.everywhere(problem) if found is not None]
+        if problems:
+            raise problems[0]  # on every process: what one of them finds wrong with the method or the model, all know
         if shard.is_main:
             rows = folder.collect(known)
         complete = True

@@ -527,10 +527,9 @@ def test_suites_find_their_prompts(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs several processes on one machine")
-def test_two_processes_make_the_same_benchmark(
-    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_processes_make_the_same_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompts.txt").write_text("key\nant\nstar\n")
+    model_folder = save_tiny_pipeline(tmp_path / "like-sdxl", **LIKE_SDXL)  # tomesd can do nothing with it
     options = ["benchmark", "--model", str(model_folder), "--device", "cpu", "--offline", "--steps", "1"]
     options += [
         "--prompts",
@@ -540,7 +539,7 @@ def test_two_processes_make_the_same_benchmark(
         "--width",
         "64",
         "--rows",
-        "mame-default",
+        "tomesd-50,mame-default",
         "--rounds",
         "1",
     ]
@@ -556,6 +555,8 @@ def test_two_processes_make_the_same_benchmark(
     for name in ("baseline", "mame-default"):
         assert snapshot(tmp_path / "one" / "runs" / name) == snapshot(tmp_path / "two" / "runs" / name)
         assert one[name]["per_image"] == two[name]["per_image"]
+    assert [row["status"] for row in two.values()] == ["measured", "not measured", "measured"]
+    assert one["tomesd-50"]["reason"] == two["tomesd-50"]["reason"] != ""
     found = set(one["mame-default"]["per_image"]) - {"lpips"}  # where its weights lie in the cache
     assert found == {"psnr", "ssim"}  # no ground truth for such prompts
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from mame_sd.errors import UserError
 from tests import seeded
 from tests.run_folders import write_run
-from tests.tiny import tiny_tokenizer
+from tests.tiny import save_tiny_clip
 
 ORACLES = Path(__file__).parent / "oracles" / "eval.json"
 
@@ -429,24 +429,7 @@ def test_lpips_refuses_wrong_ranges_sizes_and_nets() -> None:
 
 @pytest.fixture(scope="module")
 def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small CLIP with random weights, saved as the hub holds OpenAI's: pytorch_model.bin, tokenizer, image processor."""
-    from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
-
-    folder = tmp_path_factory.mktemp("weights") / "clip-vit-base-patch32"
-    tokenizer = tiny_tokenizer()
-    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 1}
-    text = {**small, **ends, "vocab_size": len(tokenizer), "max_position_embeddings": 77}
-    vision = {**small, "image_size": 32, "patch_size": 8}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval()
-    model.save_pretrained(folder)
-    (folder / "model.safetensors").unlink()
-    torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    tokenizer.save_pretrained(folder)
-    CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}).save_pretrained(folder)
-    return folder
+    return save_tiny_clip(tmp_path_factory.mktemp("weights") / "clip-vit-base-patch32")
 
 
 @pytest.fixture(scope="module")

@@ -25,10 +25,12 @@ from mame_sd.eval.retrieval import background_right, draw_prompts, rendered, ret
 from mame_sd.eval.runs import Run
 from mame_sd.eval.score import set_value
 from mame_sd.eval.tools import Tools
+from mame_sd.eval.weights_registry import REGISTRY
 from mame_sd.eval.withheld import withheld, withheld_by
 from PIL import Image
 
 from mame_sd.errors import UserError
+from tests.eval_with_weights import save_seeded_weights, trusted
 from tests.run_folders import write_run
 
 ROOT = Path(__file__).parents[1]
@@ -331,21 +333,46 @@ def test_drawn_prompts_are_half_unseen_and_always_the_same() -> None:
         draw_prompts(652)
 
 
+EVERY_KIND = "psnr,ssim,lpips,clip_image,kid_effnet_to_baseline,fd_effnet,kid_effnet,is_effnet,clip_score"
+
+
 @pytest.mark.skipif(os.name != "posix", reason="needs several processes on one machine")
-def test_processes_share_scores_and_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two processes and five pairs of two sizes: the same figures as of one process."""
-    a = {f"{i:02}_0": noise(i, (24, 24 + 8 * (i % 2))) for i in range(5)}
+def test_processes_share_scores_and_agree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes, 101 pairs, 100 reference images, metrics of every kind: the same figures as of one process."""
+    a = {f"{i:03}_0": noise(i % 37, (32, 40)) for i in range(101)}
+    b = {key: shifted(pixels, 1 + 4 * (n % 2)) for n, (key, pixels) in enumerate(a.items())}
     write_run(tmp_path / "a", a)
-    write_run(tmp_path / "b", {key: shifted(pixels, n + 1) for n, (key, pixels) in enumerate(a.items())})
-    options = [str(tmp_path / "a"), str(tmp_path / "b"), "--metrics", "psnr,ssim"]
+    write_run(tmp_path / "b", dict(reversed(b.items())))
+    (tmp_path / "real").mkdir()
+    for i in range(100):
+        Image.fromarray(noise(i % 23 + 14, (32, 40))).save(tmp_path / "real" / f"{i}.bmp")
+    (tmp_path / "weights").mkdir()
+    weights = save_seeded_weights(tmp_path / "weights")
+    options = [str(tmp_path / "a"), str(tmp_path / "b"), "--metrics", EVERY_KIND, "--reference", str(tmp_path / "real")]
+    options += ["--offline", "--device", "cpu", "--weights-dir", str(weights)]
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    launch += ["--main_process_port", "0", "-m", "mame_sd.eval", "score", *options, "--format", "json"]
+    launch += ["--main_process_port", "0", "-m", "tests.eval_with_weights", str(weights)]
+    launch += ["score", *options, "--cache", str(tmp_path / "two"), "--format", "json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(launch, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(launch, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
-    two, one = json.loads(done.stdout), score_json(capsys, *options)
-    assert two["metrics"] == one["metrics"]
+    for name, entry in trusted(weights).items():
+        monkeypatch.setitem(REGISTRY, name, entry)
+    two, one = json.loads(done.stdout), score_json(capsys, *options, "--cache", str(tmp_path / "one"))
     assert (two["manifest"]["processes"], one["manifest"]["processes"]) == (2, 1)
+    assert two["manifest"]["networks"] == one["manifest"]["networks"]
+    assert list(two["metrics"]) == list(one["metrics"]) == EVERY_KIND.split(",")
+    for name, value in one["metrics"].items():
+        assert value["n"] == 101
+        assert leaves(two["metrics"][name]) == pytest.approx(leaves(value), abs=1e-6), name
+
+
+def leaves(value: dict[str, Any]) -> dict[str, Any]:
+    """Every number of a value, those of its difference too."""
+    flat = {**value, **{f"difference {key}": number for key, number in value.get("difference", {}).items()}}
+    return {key: number for key, number in flat.items() if isinstance(number, int | float)}
 
 
 def test_features_are_put_back_into_order(tmp_path: Path) -> None:

@@ -172,3 +172,23 @@ def run_unet(unet: UNet2DConditionModel, **kwargs: Any) -> torch.Tensor:
     """The UNet's output [B, 4, height, width] for `unet_inputs(unet, **kwargs)`, without gradients."""
     with torch.no_grad():
         return unet(**unet_inputs(unet, **kwargs)).sample
+
+
+def save_tiny_clip(folder: Path) -> Path:
+    """A small CLIP with random weights, saved as the hub holds OpenAI's: pytorch_model.bin, tokenizer, image processor."""
+    from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
+
+    tokenizer = tiny_tokenizer()
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 1}
+    text = {**small, **ends, "vocab_size": len(tokenizer), "max_position_embeddings": 77}
+    vision = {**small, "image_size": 32, "patch_size": 8}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval()
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    tokenizer.save_pretrained(folder)
+    CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}).save_pretrained(folder)
+    return folder
