@@ -27,7 +27,7 @@ from typing import Any, Literal
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "default": {
         "neither": {"keep": 0.25},
-        "keep": {"merge": "kv", "batch": "per_sample", "partition": "grid", "tiles": 8, "weights": "best"},
+        "keep": {"merge": "kv", "batch": "per_sample", "partition": "grid", "tiles": 16, "weights": "best"},
         "tau": {"merge": "qkv", "batch": "shared", "partition": "grid", "tiles": 0},
     },
     "plain": {
@@ -36,6 +36,9 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "tau": {"merge": "qkv", "batch": "shared", "partition": "alternating", "tiles": 0},
     },
 }
+# Cells of the grid when keep is given, from small to large: with about as many destinations as it allows, (nearly) every
+# source merges, and merged keys stand for equally many tokens.
+CELLS = ((1, 2), (1, 3), (2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 4))
 COMMON: dict[str, Any] = {
     "stride": (2, 2),
     "seed": 0,
@@ -106,7 +109,8 @@ class MaMeConfig:
         "random-grid (one drawn from each cell)"
     )
     stride: tuple[int, int] = _field(
-        "cell of the grid partitions as (rows, columns) of tokens. Larger: fewer destinations, so more can merge"
+        "cell of the grid partitions as (rows, columns) of tokens. Larger: fewer destinations, so more can merge. With "
+        "keep, one from (1, 2) to (4, 4) that leaves as many destinations as keep allows, else (2, 2)"
     )
     seed: int = _field("seed of the random partitions (their own generator, never the global one)")
     min_tokens: int = _field(
@@ -254,7 +258,18 @@ def _resolve(given: dict[str, Any]) -> dict[str, Any]:
     unset = dict.fromkeys(("tau", "keep", "size", *PARTS))
     values = {**unset, "preset": "default", **COMMON, **table, **chosen}
     values["tiles"] = values["tiles"] or None
+    if "keep" in chosen and "stride" not in chosen:
+        values["stride"] = _cell(chosen["keep"], values["tiles"])
     return values
+
+
+def _cell(keep: float, tiles: int | None) -> tuple[int, int]:
+    """The cell with the most destinations that is within the share `keep`, cells cut by a tile's border counted whole."""
+
+    def share(cell: tuple[int, int]) -> float:
+        return math.prod(math.ceil(tiles / side) / tiles if tiles else 1 / side for side in cell)
+
+    return max((cell for cell in CELLS if share(cell) <= keep + 1e-9), key=share, default=CELLS[-1])
 
 
 def _check_given(given: dict[str, Any]) -> None:

@@ -94,6 +94,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def test_keep_chooses_the_cell_with_as_many_destinations_as_it_allows() -> None:
+    keeps = (0.75, 0.5, 0.4, 0.375, 0.37, 0.25, 0.13, 0.1, 0.0625, 0.01)
+    chosen = [(1, 2), (1, 2), (1, 3), (1, 3), (2, 2), (2, 2), (2, 4), (3, 4), (4, 4), (4, 4)]
+    assert [MaMeConfig(keep=keep).stride for keep in keeps] == chosen
+    assert MaMeConfig(keep=0.34, tiles=0).stride == (1, 3), "no tile's border cuts a cell"
+    assert MaMeConfig(keep=0.5, stride=(2, 2)).stride == (2, 2)
+    assert MaMeConfig(tau=0.8).stride == (2, 2)
+    assert MaMeConfig(keep=0.5).replace(keep=0.25).stride == (2, 2)
+
+
 @pytest.mark.parametrize(("values", "message"), REFUSED, ids=[str(values) for values, _ in REFUSED])
 def test_refusals_name_the_field_what_was_expected_and_what_came(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -110,7 +120,7 @@ def test_the_range_of_tau_follows_the_metric(metric: Any, tau: float) -> None:
 def test_replace_lets_the_preset_decide_again() -> None:
     config = MaMeConfig(tau=0.8, seed=3)
     kept = config.replace(keep=0.5)
-    assert (kept.tau, kept.keep, kept.merge, kept.batch, kept.tiles, kept.seed) == (None, 0.5, "kv", "per_sample", 8, 3)
+    assert (kept.tau, kept.keep, kept.merge, kept.batch, kept.tiles, kept.seed) == (None, 0.5, "kv", "per_sample", 16, 3)
     assert kept.replace(tau=0.8) == config
     assert config.replace(tau=None) == MaMeConfig(seed=3)
     assert MaMeConfig(keep=0.5, batch="per_sample").replace(tau=0.9).batch == "shared"
