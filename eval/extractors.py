@@ -22,6 +22,7 @@ from .networks.efficientnet_lite import EfficientNetLite0
 from .weights import load
 from .weights_files import Tensors, tensors_sha256
 
+VERSION = "features 1"  # of what the cache keeps: another one, and images are looked at again
 Pass = Callable[[Tensor], tuple[Tensor, Tensor]]  # images [n, 3, side, side] in 0..255 to features and logits
 
 
@@ -57,8 +58,10 @@ class Extractor:
         self.resize = f"clean-fid bicubic {side}"
         self._run, self._side, self._device, self._cache = run, side, torch.device(device), cache
 
-    def __call__(self, images: Sequence[np.ndarray] | Sequence[Path], batch_size: int = 16) -> Features:
+    def __call__(self, images: Sequence[np.ndarray] | Sequence[Path]) -> Features:
         """Features and logits of images (uint8 [H, W, 3], of any sizes) or image files, in their order.
+
+        One image at a time: in a batch the last digits depend on the neighbours, and so on the number of processes.
 
         Raises:
             UserError: a file is not a whole 8-bit RGB image.
@@ -66,26 +69,22 @@ class Extractor:
         """
         if not len(images):
             raise ValueError("expected at least one image, got none")
-        found: list[dict[str, Tensor]] = []
-        for start in range(0, len(images), batch_size):
-            found += self._batch([_pixels(image) for image in images[start : start + batch_size]])
+        found = [self._look(_pixels(image)) for image in images]
         return Features(*(torch.stack([row[key] for row in found]) for key in ("features", "logits")))
 
-    def _batch(self, images: list[np.ndarray]) -> list[dict[str, Tensor]]:
+    def _look(self, image: np.ndarray) -> dict[str, Tensor]:
+        """`features` [D] and `logits` [K] of one image, from the cache if it has them."""
         cache = self._cache
-        keys = [cache.key(self.weights_hash, self.resize, image_hash(image)) for image in images] if cache else []
-        rows = [cache.get(key) for key in keys] if cache else [None] * len(images)
-        rows = [row if row and set(row) == {"features", "logits"} else None for row in rows]
-        missing = [index for index, row in enumerate(rows) if row is None]
-        if missing:
-            resized = torch.stack([resize(images[index], self._side) for index in missing]).to(self._device)
-            with full_precision():
-                features, logits = (values.float().cpu() for values in self._run(resized))
-            for row, index in enumerate(missing):
-                rows[index] = {"features": features[row].clone(), "logits": logits[row].clone()}
-                if cache:
-                    cache.put(keys[index], rows[index] or {})
-        return [row for row in rows if row is not None]
+        key = cache.key(VERSION, self.weights_hash, self.resize, image_hash(image)) if cache else ""
+        kept = cache.get(key) if cache else None
+        if kept is not None and set(kept) == {"features", "logits"}:
+            return kept
+        with full_precision():
+            found = self._run(resize(image, self._side)[None].to(self._device))
+        row = {name: value[0].float().cpu() for name, value in zip(("features", "logits"), found, strict=True)}
+        if cache:
+            cache.put(key, row)
+        return row
 
 
 def resize(image: np.ndarray, side: int) -> Tensor:
