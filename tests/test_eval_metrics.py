@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from mame_sd.eval.metrics.kid import kid, kid_exact
 from mame_sd.eval.metrics.lpips import Lpips, load_lpips
 from mame_sd.eval.metrics.psnr import psnr
 from mame_sd.eval.metrics.ssim import ms_ssim, ssim
+from mame_sd.eval.networks import full_precision
 from mame_sd.eval.runs import Run
 from mame_sd.eval.score import cut_prompts
 from mame_sd.eval.tools import Tools
@@ -377,6 +379,66 @@ def test_inception_score_draws_from_its_own_generator_and_refuses_nan() -> None:
     for wrong, why in ((logits[:9], "at least 10 images"), (logits / 0, "finite"), (logits[0], "logits")):
         with pytest.raises(ValueError, match=why):
             inception_score(wrong)
+
+
+# whole precision
+
+
+def precisions() -> list[Any]:
+    """What the user has allowed, by the new settings and, where it does not contradict these, by the old one."""
+    backends = torch.backends
+    places = (
+        backends.cuda.matmul,
+        backends.cudnn.conv,
+        backends.cudnn.rnn,
+        backends.mkldnn.matmul,
+        backends.mkldnn.conv,
+    )
+    try:
+        old = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        old = "contradicts"
+    return [*(place.fp32_precision for place in places), backends.cudnn.deterministic, backends.cudnn.benchmark, old]
+
+
+USERS_CHOICES: dict[str, Callable[[], None]] = {
+    "nothing": lambda: None,
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "everything": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+    "convolutions alone": lambda: setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
+    "benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),
+}
+
+
+@pytest.fixture
+def own_precisions() -> Iterator[None]:
+    """What the test allows is taken back."""
+    places = (torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+    before = [place.fp32_precision for place in places]
+    yield
+    torch.backends.fp32_precision = "none"
+    torch.backends.cudnn.benchmark = False
+    torch.set_float32_matmul_precision("highest")
+    for place, value in zip(places, before, strict=True):
+        place.fp32_precision = value
+
+
+@pytest.mark.usefixtures("own_precisions")
+@pytest.mark.parametrize("choice", USERS_CHOICES)
+def test_networks_run_in_whole_precision_whatever_the_user_allows(choice: str) -> None:
+    backends = torch.backends
+    USERS_CHOICES[choice]()
+    before = precisions()
+    with full_precision():
+        places = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
+        assert [place.fp32_precision for place in places] == ["ieee"] * 4
+        assert (backends.cudnn.deterministic, backends.cudnn.benchmark) == (True, False)
+        assert not torch.is_grad_enabled()
+        assert torch.isfinite(
+            torch.nn.functional.conv2d(torch.ones(1, 3, 8, 8), torch.ones(2, 3, 3, 3)) @ torch.ones(6, 2)
+        ).all()
+    assert precisions() == before
 
 
 # LPIPS

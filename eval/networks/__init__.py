@@ -10,6 +10,22 @@ import torch
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Inference as the scores are defined: no gradients, and on CUDA whole float32 (not TF32) by repeatable kernels."""
-    with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
-        yield
+    """Inference as the scores are defined: no gradients, whole float32 whatever the user allows, and repeatable kernels.
+
+    TensorFloat-32 and bfloat16 in matrix products and convolutions are put back afterwards as they were.
+    """
+    cuda, cpu = torch.backends.cudnn, torch.backends.mkldnn
+    wanted = [
+        *((place, "fp32_precision", "ieee") for place in (torch.backends.cuda.matmul, cuda.conv, cpu.matmul, cpu.conv)),
+        (cuda, "deterministic", True),
+        (cuda, "benchmark", False),
+    ]
+    before = [(place, name, getattr(place, name)) for place, name, _ in wanted]
+    try:
+        for place, name, value in wanted:
+            setattr(place, name, value)
+        with torch.no_grad():
+            yield
+    finally:
+        for place, name, value in before:
+            setattr(place, name, value)
