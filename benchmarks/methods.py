@@ -47,9 +47,9 @@ def variant(idea: str, on: Callable[[Any], AbstractContextManager[Any]], **setti
     return Method("variant", {"idea": idea, **settings}, on)
 
 
-def biased(bias: float, keep: float) -> Method:
-    config = MaMeConfig(keep=keep)
-    return variant("size bias", lambda unet: varied(unet, config, bias=bias), bias=bias, keep=keep)
+def biased(bias: float, **fields: Any) -> Method:
+    config = MaMeConfig.from_dict(fields)
+    return variant("size bias", lambda unet: varied(unet, config, bias=bias), bias=bias, **fields)
 
 
 RIVALS = {
@@ -80,10 +80,16 @@ WIDE: dict[str, dict[str, Any]] = {
     "1/16, 4x4 cells, tiles 16": {"keep": 0.05, "stride": (4, 4), "tiles": 16},
     "1/64, 8x8 cells, tiles 32": {"keep": 0.01, "stride": (8, 8), "tiles": 32},
 }
+MIXED: dict[str, Any] = {
+    "keep": 0.375,
+    "stride": (2, 2),
+    "tiles": 8,
+}  # some sources stay, so keys stand for 1 to 4 tokens
 VARIANTS = {
-    **{f"size bias {bias:g}, kv {keep}": biased(bias, keep) for bias in (0.5, 1.0) for keep in (0.25, 0.375)},
-    "guidance protected, kv .375": variant(
-        "protected", lambda unet: varied(unet, MaMeConfig(keep=0.375), guidance_protected), keep=0.375
+    **{f"default, size bias {bias:g}": biased(bias) for bias in (0.5, 1.0)},
+    **{f"kv 0.375, 2x2 cells, size bias {bias:g}": biased(bias, **MIXED) for bias in (0.5, 1.0)},
+    "kv 0.375, 2x2 cells, guidance protected": variant(
+        "protected", lambda unet: varied(unet, MaMeConfig.from_dict(MIXED), guidance_protected), **MIXED
     ),
     "noisy half only": variant("early", lambda unet: scheduled(unet, lambda t: 0.25 if t > 0.5 else None)),
     "fine half only": variant("late", lambda unet: scheduled(unet, lambda t: 0.25 if t <= 0.5 else None)),
@@ -104,7 +110,7 @@ FULL = {
     "kv .25, average, not refined": ours(tiles=8, weights="average", refine=False),
     "kv .25, similarity of keys": ours(tiles=8, feature="k-mean"),
     "kv 0.5, random": ours(tiles=8, keep=0.5, partition="random"),
-    "kv .25, random in each cell": ours(partition="random-grid"),
+    **{f"kv .25, random in each cell, seed {n}": ours(partition="random-grid", seed=n) for n in (0, 1, 2)},
     "kv tau 0.8, best": ours(tau=0.8, merge="kv", weights="best"),
     **{f"qkv {keep}": ours(keep=keep, merge="qkv") for keep in (0.75, 0.5, 0.25)},
     "qkv 0.5, first level": ours(keep=0.5, merge="qkv", **FIRST),

@@ -202,7 +202,7 @@ def test_keep_counts_hold_for_every_sample_and_half_stays_half() -> None:
         plan = plan_merge(x, config(keep=share, partition="grid"))
         assert plan.tokens_kept == round(share * 64)
         assert bool(((~plan.preserved).sum(1) == 64 - plan.tokens_kept).all())
-    assert plan_merge(x, config(keep=0.01, partition="grid")).tokens_kept == 16  # the destinations
+    assert plan_merge(x, config(keep=0.01, partition="grid", stride=(2, 2))).tokens_kept == 16  # the destinations
 
 
 def test_ties_are_broken_by_position() -> None:
@@ -325,7 +325,7 @@ def test_any_leading_dimensions() -> None:
 
 def test_tiles_keep_merging_inside_a_tile() -> None:
     x = torch.ones(1, 6 * 10, 3)
-    plan = plan_merge(x, config(keep=0.01, tiles=4, partition="grid"), (6, 10))
+    plan = plan_merge(x, config(keep=0.01, tiles=4, partition="grid", stride=(2, 2)), (6, 10))
     rows, columns = torch.arange(60) // 10 // 4, torch.arange(60) % 10 // 4
     owner = plan.owners()[0]
     assert torch.equal(rows[owner], rows)
