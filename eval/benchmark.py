@@ -35,9 +35,9 @@ from .metric_list import METRICS, Metric
 from .reference import Reference, check_foreign
 from .results import FORMAT, TIMINGS, read_results, write_results
 from .runs import Run, pair
-from .score import cut_prompts, image_values, pair_values, set_value
+from .score import cut_prompts, image_values, mean_value, pair_values, set_value
 from .score_file import ScoreFile
-from .stats import mean_interval, paired_difference
+from .stats import paired_difference
 from .suites import Suite
 from .timings import summary
 from .tools import Tools, network_name
@@ -212,7 +212,7 @@ class Benchmark:
                 if metric.needs in ("pair", "image"):
                     values = file.get(metric, self.tools)
                     if self.tools.shard.is_main and values is not None:
-                        row["values"][metric.name] = mean_interval(values, prompts)
+                        row["values"][metric.name] = mean_value(metric, values, prompts, self.tools)
                         row["per_image"][metric.name] = values
                 else:
                     row["values"][metric.name] = set_value(metric, run, baseline, self.reference, self.tools)

@@ -30,7 +30,7 @@ from .results import TIMINGS, check_out
 from .retrieval import draw_prompts, subjects_by_caption
 from .suites import Suite
 from .timings import read_record, summary
-from .tools import Tools
+from .tools import CLIPS, Tools
 
 _TRUTH = ("retrieval", "background")
 
@@ -43,6 +43,7 @@ def run_benchmark(
     rows: str | None,
     reference: Path | None,
     weights_dir: Path | None,
+    clip: str | None,
     rounds: int | None,
     model: ModelOptions,
     sampling: SuiteSampling,
@@ -73,6 +74,7 @@ def run_benchmark(
         offline=model.offline,
         fetch=suite.fetch,
         device=loaded.pipe.device,
+        clip=clip or CLIPS[0],
         cache=out / "features",
         shard=shard,
     )

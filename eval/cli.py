@@ -20,7 +20,7 @@ from mame_sd.cli_options import FieldOptions, ModelOptions, SamplingOptions, tak
 from mame_sd.errors import UserError
 
 from . import PROGRAM
-from .option_groups import MethodOptions, ScoringOptions, SuiteSampling
+from .option_groups import CLIP_HELP, MethodOptions, ScoringOptions, SuiteSampling
 from .suites import SUITES, suite_named
 
 app = typer.Typer(
@@ -86,7 +86,7 @@ def score_command(
     from mame_sd.shards import joined, shard_of_environment
 
     from .score_command import format_scores, score_runs
-    from .tools import Tools
+    from .tools import CLIPS, Tools
     from .weights import default_folder
 
     shard = shard_of_environment()
@@ -94,6 +94,7 @@ def score_command(
         weights_dir=None if scoring.weights_dir is None else Path(scoring.weights_dir),
         offline=scoring.offline,
         device=pick_device(scoring.device, shard.local_rank),
+        clip=scoring.clip or CLIPS[0],
         cache=default_folder() / "features" if scoring.cache is None else Path(scoring.cache),
         shard=shard,
     )
@@ -117,6 +118,7 @@ def benchmark_command(
     rows: RowsOption = None,
     reference: ReferenceOption = None,
     weights_dir: WeightsOption = None,
+    clip: Annotated[str | None, typer.Option(help=CLIP_HELP, metavar="NAME|DIR")] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds of timing, instead of the suite's.")] = None,
     model: ModelOptions,
     sampling: SuiteSampling,
@@ -128,7 +130,9 @@ def benchmark_command(
     check_rounds(chosen.rounds if rounds is None else rounds)
     place = Path("out") / suite if out is None else out
     again = command_again(context.obj or ["benchmark"])
-    written = run_benchmark(chosen, place, prompts, num, rows, reference, weights_dir, rounds, model, sampling, again)
+    written = run_benchmark(
+        chosen, place, prompts, num, rows, reference, weights_dir, clip, rounds, model, sampling, again
+    )
     if written:
         print(place / "report.html")
 

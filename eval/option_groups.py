@@ -14,6 +14,9 @@ from mame_sd.errors import UserError
 
 METHODS = ("baseline", "mame", "tomesd")
 DEFAULT_RATIO = 0.5
+CLIP_HELP = (
+    "CLIP to score with: clip-vit-b-32, clip-vit-l-14, or a folder that transformers saved. Without it, the first."
+)
 
 
 class MethodOptions(MergingOptions):
@@ -70,6 +73,7 @@ class ScoringOptions:
 
     weights_dir: str | None = option(None, "Folder with weights of metrics, looked into first.", metavar="DIR")
     offline: bool = option(False, "Never ask a network.", "--offline")
+    clip: str | None = option(None, CLIP_HELP, metavar="NAME|DIR")
     device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
     cache: str | None = option(
         None, "Folder that keeps features of images. Without it, features in the weights' own folder.", metavar="DIR"

@@ -25,7 +25,7 @@ from .reference import Reference, check_foreign
 from .retrieval import background_right, retrieved
 from .runs import Item, Pair, Run
 from .stats import mean_interval, paired_difference
-from .tools import Tools
+from .tools import Tools, network_name
 
 SPLIT_FROM = 1000  # images from which on the inception score is taken over ten splits
 _CHUNK = 64  # images decoded at once
@@ -138,14 +138,22 @@ def score(
     found: dict[str, Any] = {}
     for metric in metrics:
         if metric.needs == "pair":
-            found[metric.name] = mean_interval(paired[metric.name], prompts) if tools.shard.is_main else {}
+            found[metric.name] = mean_value(metric, paired[metric.name], prompts, tools) if tools.shard.is_main else {}
         elif metric.needs == "image":
             own, before = (image_values(metric, run, tools) for run in (b, a))
             if tools.shard.is_main:
                 difference = paired_difference(own, before, prompts)
-                found[metric.name] = {**mean_interval(own, prompts), "difference": difference}
+                found[metric.name] = {**mean_value(metric, own, prompts, tools), "difference": difference}
         else:
             found[metric.name] = set_value(metric, b, a, reference, tools)
+    return found
+
+
+def mean_value(metric: Metric, values: Values, prompts: Mapping[str, str], tools: Tools) -> dict[str, Any]:
+    """The mean of per-image values with its interval (`mean_interval`); its note says which CLIP it is of."""
+    found = mean_interval(values, prompts)
+    if network_name(metric) == "clip":
+        found["note"] = "; ".join(filter(None, (tools.network(metric).name, found.get("note"))))
     return found
 
 

@@ -13,8 +13,10 @@ from mame_sd.errors import MachineError, UserError
 from mame_sd.shards import Shard
 
 from .metric_list import LPIPS_NETS, Metric
+from .weights_registry import REGISTRY
 
 REMEMBERED = 4  # sets of features kept in memory: a run's, the baseline's and the reference's, with one to spare
+CLIPS = tuple(name for name in REGISTRY if name.startswith("clip-"))
 T = TypeVar("T")
 
 
@@ -26,6 +28,7 @@ class Tools:
         weights_dir: folder to look for weights in first; None: the default one.
         offline: never ask a network for weights.
         fetch: names of the networks whose weights may be fetched; None: all.
+        clip: name of a CLIP, or a folder with one as transformers saves it.
         cache: folder for features of images; None: none are kept.
         shard: this process among several, which share the images.
         on_progress: told (images done, images of this process).
@@ -36,11 +39,17 @@ class Tools:
     offline: bool = False
     fetch: Collection[str] | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    clip: str = CLIPS[0]
     cache: Path | None = None
     shard: Shard = field(default_factory=Shard)
     on_progress: Callable[[int, int], None] = lambda done, total: None
     networks: dict[str, Any] = field(default_factory=dict)
     _remembered: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises UserError for a CLIP that is neither known nor a folder."""
+        if self.clip not in CLIPS and not Path(self.clip).is_dir():
+            raise UserError(f"--clip: expected {', '.join(CLIPS)} or a folder, got {self.clip!r}; give one of these")
 
     def network(self, metric: Metric) -> Any:
         """The network behind `metric`; None where it needs none. All processes must ask together the first time.
@@ -98,7 +107,7 @@ class Tools:
         offline = self.offline or (self.fetch is not None and name not in self.fetch)
         place: dict[str, Any] = {"weights_dir": self.weights_dir, "offline": offline, "device": self.device}
         if name == "clip":
-            return load_clip(**place)
+            return load_clip(self.clip, **place)
         if name.startswith("lpips-"):
             return load_lpips(name.removeprefix("lpips-"), **place)
         return load_extractor(name, cache=self.cache, **place)
@@ -107,7 +116,7 @@ class Tools:
 def weights_of(metric: Metric) -> str | None:
     """The name that `weights` knows the metric's network by, or None."""
     name = network_name(metric)
-    return {"clip": "clip-vit-b-32", "inception": "inception-fid"}.get(name, name) if name else None
+    return {"clip": CLIPS[0], "inception": "inception-fid"}.get(name, name) if name else None
 
 
 def network_name(metric: Metric) -> str | None:

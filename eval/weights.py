@@ -94,7 +94,7 @@ def get(name: str, weights_dir: Path | None = None) -> Path:
                 return usable
             except (MachineError, UserError) as error:
                 failures.append(str(error))
-    raise MachineError(f"{'; '.join(failures)}; {_how(weights)}")
+    raise MachineError(f"{'; '.join(failures)}; {_how(name)}")
 
 
 def status(weights_dir: Path | None = None) -> list[WeightsStatus]:
@@ -107,7 +107,7 @@ def _status(name: str, weights_dir: Path | None) -> WeightsStatus:
     path, source = next(_candidates(name, weights_dir), (None, weights.sources[0]))
     state = "missing" if path is None else "ready" if _matches(path, source) else "wrong hash"
     return WeightsStatus(
-        name, state, source.file, source.size, source.sha256, weights.licence, source.origin, path, _how(weights)
+        name, state, source.file, source.size, source.sha256, weights.licence, source.origin, path, _how(name)
     )
 
 
@@ -176,17 +176,18 @@ def _check_folder(weights_dir: Path | None) -> None:
         raise UserError(f"--weights-dir: expected a folder, but {weights_dir} is not one; correct the path")
 
 
-def _how(weights: Weights) -> str:
+def _how(name: str) -> str:
     """What a user does to have these weights."""
+    weights = REGISTRY[name]
     by_hand = " or ".join(
         f"{source.file} ({source.origin})" for source in weights.sources if source.fetch or weights.hub
     )
     beside = " with the files beside it" if weights.hub else ""
-    return f"run mame-sd-eval weights --get, or put {by_hand}{beside} into --weights-dir"
+    return f"run mame-sd-eval weights --get {name}, or put {by_hand}{beside} into --weights-dir"
 
 
 def _refuse(name: str, weights_dir: Path | None) -> Path:
     places = " and ".join(str(folder) for folder in (weights_dir, default_folder()) if folder)
     raise UserError(
-        f"expected the weights of {name} in {places}, found none, and --offline fetches nothing; {_how(REGISTRY[name])}"
+        f"expected the weights of {name} in {places}, found none, and --offline fetches nothing; {_how(name)}"
     )

@@ -564,15 +564,15 @@ def test_clip_comes_from_weights_dir_checked(
     (source,) = entry.sources
     assert source.file == "clip-vit-base-patch32/pytorch_model.bin"
     with pytest.raises(UserError, match="with the sha256 a63082132ba4"):
-        load_clip(weights_dir=clip_folder.parent, offline=True)
+        load_clip("clip-vit-b-32", weights_dir=clip_folder.parent, offline=True)
     trusted = replace(source, sha256=file_sha256(clip_folder / "pytorch_model.bin"))
     monkeypatch.setitem(REGISTRY, "clip-vit-b-32", replace(entry, sources=(trusted,)))
-    loaded = load_clip(weights_dir=clip_folder.parent, offline=True)
+    loaded = load_clip("clip-vit-b-32", weights_dir=clip_folder.parent, offline=True)
     assert (loaded.name, loaded.weights_hash) == ("CLIP clip-vit-b-32", clip.weights_hash)
     both = tmp_path / clip_folder.name
     shutil.copytree(clip_folder, both)
     save_file({name: value + 1 for name, value in clip.model.state_dict().items()}, both / "model.safetensors")
-    loaded = load_clip(weights_dir=tmp_path, offline=True)
+    loaded = load_clip("clip-vit-b-32", weights_dir=tmp_path, offline=True)
     assert loaded.weights_hash == clip.weights_hash, "what was checked is what is read"
 
 

@@ -20,7 +20,7 @@ from mame_sd.eval import cli
 from mame_sd.eval.extractors import effnet_lite0_extractor
 from mame_sd.eval.metric_list import METRICS, chosen_metrics, withheld_for_size
 from mame_sd.eval.networks.efficientnet_lite import EfficientNetLite0
-from mame_sd.eval.reference import open_reference, rendered_glyphs
+from mame_sd.eval.reference import check_foreign, open_reference, rendered_glyphs
 from mame_sd.eval.retrieval import background_right, draw_prompts, rendered, retrieved, subject_of, subjects_by_caption
 from mame_sd.eval.runs import Run
 from mame_sd.eval.score import set_value
@@ -32,6 +32,7 @@ from PIL import Image
 from mame_sd.errors import UserError
 from tests.eval_with_weights import save_seeded_weights, trusted
 from tests.run_folders import write_run
+from tests.tiny import save_tiny_clip
 
 ROOT = Path(__file__).parents[1]
 
@@ -170,6 +171,11 @@ BAD: dict[str, tuple[list[str], str]] = {
     "statistics": (["A", "B", "--metrics", "fid", "--reference", "nowhere.npz"], "nowhere.npz"),
     "device": (["A", "B", "--device", "abacus"], "--device abacus: expected auto"),
     "small": (["A", "B", "--metrics", "ms_ssim"], "ms_ssim of"),
+    "clip": (["A", "B", "--metrics", "clip_score", "--clip", "big"], "--clip: expected clip-vit-b-32, clip-vit-l-14 or a"),
+    "no-clip": (["A", "B", "--metrics", "clip_score", "--clip", "."], "expected a CLIP model, its tokenizer"),
+    "large-clip": (["A", "B", "--metrics", "clip_image", "--clip", "clip-vit-l-14", "--offline"], "--get clip-vit-l-14"),
+    "own-reference": (["A", "B", "--metrics", "fid", "--reference", "A"], "--reference a: expected images of another origin"),
+    "own-images": (["A", "B", "--metrics", "fd_effnet", "--reference", "B/images"], "got 5 that are also in"),
     "truth": (["A", "B", "--metrics", "retrieval"], "expected prompts of the embedded model"),
     "weights": (["A", "B", "--metrics", "lpips_vgg", "--offline", "--weights-dir", "."], "vgg"),
 }  # fmt: skip
@@ -186,7 +192,8 @@ def test_bad_input_is_one_line_and_status_2(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MAME_SD_WEIGHTS", str(tmp_path / "weights"))
     arguments, message = BAD[case]
-    names = {"A": str(runs[0]), "B": str(runs[1]), "C": str(tmp_path / "c")}
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    names = {"A": str(runs[0]), "B": str(runs[1]), "C": str(tmp_path / "c"), "B/images": str(runs[1] / "images")}
     assert message in error_of(capsys, "score", *(names.get(word, word) for word in arguments))
 
 
@@ -198,6 +205,18 @@ def test_weights_with_another_hash_are_refused(
     error = error_of(capsys, "score", *map(str, runs), *options)
     assert "lpips-alex.safetensors with the sha256" in error
     assert "another file, or a broken one" in error
+
+
+def test_another_clip_is_named_beside_its_scores(
+    runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clip = save_tiny_clip(tmp_path / "my-clip")
+    options = [*map(str, runs), "--metrics", "clip_score,clip_image", "--clip", str(clip)]
+    found = score_json(capsys, *options)
+    assert found["manifest"]["networks"]["clip"]["name"] == "CLIP my-clip"
+    assert [value["note"] for value in found["metrics"].values()] == ["CLIP my-clip"] * 2
+    assert cli.run(["score", *options, "--format", "csv"]) == 0
+    assert capsys.readouterr().out.count(",CLIP my-clip\n") == 2
 
 
 def test_a_suite_fetches_no_more_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,10 +244,10 @@ def test_fidelity_and_quality_do_not_mix() -> None:
         assert (metric.needs == "time") == (metric.block == "cost")
 
 
-class Means:
-    """An extractor that is no network: mean colour and spread of an image, and its colour as logits."""
+class MeanColourStandIn:
+    """Stands in for an extractor, and is no network: mean colour and spread of an image, and its colour as logits."""
 
-    name, weights_hash, resize = "means", "0", "none"
+    name, weights_hash, resize = "stand-in", "0", "none"
 
     def __call__(self, images: list[np.ndarray]) -> Any:
         colour = torch.tensor(np.stack([image.mean((0, 1)) / 255 for image in images])).float()
@@ -236,8 +255,8 @@ class Means:
         return type("Features", (), {"features": torch.cat([colour, spread], 1), "logits": colour * 20})
 
 
-def tools_with_means() -> Tools:
-    return Tools(networks={"inception": Means(), "effnet-lite0": Means()})
+def tools_with_stand_ins() -> Tools:
+    return Tools(networks={"inception": MeanColourStandIn(), "effnet-lite0": MeanColourStandIn()})
 
 
 def coloured(count: int, brighter: int) -> dict[str, np.ndarray]:
@@ -252,7 +271,7 @@ def test_distances_follow_the_sets_and_state_their_size(tmp_path: Path) -> None:
     base = Run.open(write_run(tmp_path / "base", coloured(120, 0)))
     reference = open_reference(tmp_path / "base")
     assert (reference.name, reference.count) == ("base", 120)
-    tools = tools_with_means()
+    tools = tools_with_stand_ins()
     for name in ("fid", "kid", "fid_to_baseline"):
         values = [set_value(METRICS[name], run, base, reference, tools) for run in (base, near, far)]
         assert values[0]["mean"] == pytest.approx(0, abs=1e-2)
@@ -266,10 +285,45 @@ def test_distances_follow_the_sets_and_state_their_size(tmp_path: Path) -> None:
     assert 1 <= score["mean"] <= score["cap"]
 
 
+def test_the_kernel_distance_to_the_baseline_pairs_by_key(tmp_path: Path) -> None:
+    """Equal sets score 0 whatever their order; the same images under other keys do not."""
+    images = coloured(100, 0)
+    base = Run.open(write_run(tmp_path / "base", images))
+    turned = Run.open(write_run(tmp_path / "turned", dict(reversed(images.items()))))
+    swapped = Run.open(write_run(tmp_path / "swapped", dict(zip(images, reversed(images.values()), strict=True))))
+    tools, metric = Tools(networks={"effnet-lite0": MeanColourStandIn()}), METRICS["kid_effnet_to_baseline"]
+    same, order, other = (set_value(metric, run, base, None, tools)["mean"] for run in (base, turned, swapped))
+    assert same == pytest.approx(0, abs=1e-12)
+    assert order == pytest.approx(0, abs=1e-12)
+    assert abs(other) > 1e-9
+
+
+def test_the_reference_is_known_by_what_it_holds(tmp_path: Path) -> None:
+    for name, order in (("one", 1), ("other", -1)):
+        (tmp_path / name).mkdir()
+        for place, pixels in zip("ab", [noise(1), noise(2)][::order], strict=True):
+            Image.fromarray(pixels).save(tmp_path / name / f"{place}.png")
+    one, other = open_reference(tmp_path / "one"), open_reference(tmp_path / "other")
+    assert one.digest == other.digest
+    assert one.about() == {"name": "one", "n": 2, "sha256": one.digest}
+    Image.fromarray(noise(3)).save(tmp_path / "other" / "b.png")
+    assert open_reference(tmp_path / "other").digest != one.digest
+    assert len(rendered_glyphs().digest) == 64
+    shared = Run.open(write_run(tmp_path / "run", {"x_0": noise(2), "y_0": noise(5)}))
+    with pytest.raises(UserError, match=r"got 1 that are also in .*run \(x_0\); ask for fid_to_baseline"):
+        check_foreign(one, shared)
+    check_foreign(None, shared)
+    check_foreign(rendered_glyphs(), shared)
+
+
 def test_statistics_serve_distances_that_need_no_images(tmp_path: Path) -> None:
     run = Run.open(write_run(tmp_path / "run", coloured(120, 0)))
-    tools = tools_with_means()
-    features = Means()([np.asarray(Image.open(item.path)) for item in run.items.values()]).features.double().numpy()
+    tools = tools_with_stand_ins()
+    features = (
+        MeanColourStandIn()([np.asarray(Image.open(item.path)) for item in run.items.values()])
+        .features.double()
+        .numpy()
+    )
     np.savez(tmp_path / "stats.npz", mu=features.mean(0), sigma=np.cov(features.T))
     reference = open_reference(tmp_path / "stats.npz")
     assert set_value(METRICS["fid"], run, None, reference, tools)["mean"] == pytest.approx(0, abs=1e-6)

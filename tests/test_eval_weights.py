@@ -186,7 +186,8 @@ def test_a_published_prefix_of_the_hash_is_enough(pth: Path, monkeypatch: pytest
 
 def test_offline_and_missing_says_where_from(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"--offline fetches nothing; run mame-sd-eval weights --get, or put weights-inception"
+        UserError,
+        match=r"--offline fetches nothing; run mame-sd-eval weights --get inception-fid, or put weights-inception",
     ):
         find("inception-fid", tmp_path, offline=True)
     with pytest.raises(UserError, match="--weights-dir: expected a folder"):
@@ -246,7 +247,7 @@ def test_status_lists_every_network() -> None:
         assert item.size > 1e6
         assert item.licence
         assert item.source
-        assert item.how.startswith("run mame-sd-eval weights --get, or put ")
+        assert item.how.startswith(f"run mame-sd-eval weights --get {item.name}, or put ")
 
 
 # fetching

@@ -23,8 +23,6 @@ from ..weights import find
 from ..weights_files import tensors_sha256
 from ..weights_registry import REGISTRY
 
-DEFAULT = "clip-vit-b-32"
-
 
 @dataclass(frozen=True)
 class ClipScores:
@@ -96,7 +94,7 @@ def clip_image_cosine(model: Clip, a: Tensor, b: Tensor) -> Tensor:
 
 
 def load_clip(
-    name: str | Path = DEFAULT,
+    name: str | Path,
     weights_dir: Path | None = None,
     offline: bool = False,
     device: torch.device | str = "cpu",
