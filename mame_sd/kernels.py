@@ -1,7 +1,8 @@
 """The two Triton kernels of `fused.py`, as operators that torch.compile takes as they are.
 
-Every program works on one tile of one sample. Blocks are padded to powers of two and masked, so that any tile of at most
-16 x 16 tokens, cut at an image's border too, and any width of tokens will do.
+Every program works on one tile of one sample: the first kernel on all of its destinations and some of its sources, the second on
+some channels of all its tokens. Blocks are padded to powers of two and masked, so that any width of tokens and any tile of at most
+16 x 16 tokens will do, cut at an image's border too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ def best_destination(x: Tensor, slots: Tensor, m: int) -> tuple[Tensor, Tensor]:
     best = x.new_empty((b, blocks, n), dtype=torch.float32)
     row = x.new_empty((b, blocks, n), dtype=torch.int32)
     with torch.cuda.device_of(x):
-        _best_kernel[(blocks, b)](x, slots, best, row, length, d, m, n, **_sides(m, n))
+        sides = _sides(m, n)
+        grid = blocks, max(1, triton.cdiv(n, sides["BLOCK_N"])), b
+        _best_kernel[grid](x, slots, best, row, length, d, m, n, **sides)
     return best, row
 
 
@@ -50,29 +53,32 @@ def _(t: Tensor, slots: Tensor, gather: Tensor, row: Tensor, kept: int) -> Tenso
 
 
 def _sides(m: int, n: int) -> dict[str, int]:
-    """Sides of the blocks that programs work on: powers of two, at least the 16 of tl.dot."""
-    sources = max(16, triton.next_power_of_2(n))
+    """Sides of the blocks that programs work on (powers of two, at least the 16 of tl.dot), and warps for them."""
+    side = max(16, triton.next_power_of_2(m))
     return {
-        "BLOCK_M": max(16, triton.next_power_of_2(m)),
-        "BLOCK_N": sources,
-        "BLOCK_D": 64 if sources <= 64 else 16,
+        "BLOCK_M": side,
+        "BLOCK_N": min(64, max(16, triton.next_power_of_2(n))),
+        "BLOCK_D": 32,
+        "num_warps": 4 if side <= 64 else 8,
     }
 
 
 @triton.jit
-def _tile(
-    slots: tl.tensor, m: tl.tensor, n: tl.tensor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-) -> tuple[tl.tensor, ...]:
-    """Positions of the tile's destinations and sources, and which are real: padding repeats the first destination."""
-    slots += tl.program_id(0).to(tl.int64) * (m + n)
+def _destinations(slots: tl.tensor, m: tl.tensor, BLOCK_M: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Positions of the tile's destinations, and which are real: padding repeats the first."""
     i = tl.arange(0, BLOCK_M)
-    j = tl.arange(0, BLOCK_N)
-    first = tl.load(slots)
-    dst = tl.load(slots + i, mask=i < m, other=0)
-    src = tl.load(slots + m + j, mask=j < n, other=0)
-    dst_real = (i < m) & ((i == 0) | (dst != first))
-    src_real = (j < n) & (src != first)
-    return dst, src, dst_real, src_real
+    position = tl.load(slots + i, mask=i < m, other=0)
+    return position, (i < m) & ((i == 0) | (position != tl.load(slots)))
+
+
+@triton.jit
+def _sources(
+    slots: tl.tensor, m: tl.tensor, n: tl.tensor, first: tl.tensor, BLOCK_N: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Positions of the tile's sources from the `first` on, and which are real: padding repeats the first destination."""
+    j = first + tl.arange(0, BLOCK_N)
+    position = tl.load(slots + m + j, mask=j < n, other=0)
+    return position, (j < n) & (position != tl.load(slots))
 
 
 @triton.jit
@@ -112,9 +118,13 @@ def _best_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    dst, src, dst_real, src_real = _tile(slots, m, n, BLOCK_M, BLOCK_N)
-    sample = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK_N
+    sample = tl.program_id(2).to(tl.int64)
+    slots += tile * (m + n)
     x += sample * length * d
+    dst, dst_real = _destinations(slots, m, BLOCK_M)
+    src, src_real = _sources(slots, m, n, first, BLOCK_N)
     dst_largest = tl.zeros([BLOCK_M], tl.float32)
     src_largest = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, d, BLOCK_D):
@@ -135,8 +145,8 @@ def _best_kernel(
     s = tl.where(s != s, 2.0, tl.minimum(tl.maximum(s, -1.0), 1.0))  # NaN is the largest, as in torch.max
     s = tl.where(dst_real[:, None], s, -2.0)
     top = tl.max(s, 0)
-    j = tl.arange(0, BLOCK_N)
-    out = (sample * tl.num_programs(0) + tl.program_id(0)) * n + j
+    j = first + tl.arange(0, BLOCK_N)
+    out = (sample * tl.num_programs(0) + tile) * n + j
     tl.store(best + out, tl.where(top > 1.5, float("nan"), top), mask=j < n)
     tl.store(row + out, tl.where(src_real, tl.argmax(s, 0), -1), mask=j < n)
 
@@ -157,25 +167,32 @@ def _merge_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    dst, src, dst_real, src_real = _tile(slots, m, n, BLOCK_M, BLOCK_N)
-    sample = tl.program_id(2).to(tl.int64)
+    tile = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK_D
+    sample = tl.program_id(2).to(tl.int64)
+    slots += tile * (m + n)
     t += sample * length * c
     y += sample * kept * c
-    row += (sample * tl.num_programs(0) + tl.program_id(0)) * n
-    i = tl.arange(0, BLOCK_M)
-    goes = tl.load(row + tl.arange(0, BLOCK_N), mask=src_real, other=-1)
-    weights = (i[:, None] == goes[None, :]).to(tl.float32)
-    count = 1 + tl.sum(weights, 1)
-    a = _chunk(t, dst, dst_real, start, c, BLOCK_D)
-    b = _chunk(t, src, src_real, start, c, BLOCK_D)
-    mean = tl.dot(weights, b, a, input_precision="ieee") / count[:, None]
+    row += (sample * tl.num_programs(0) + tile) * n
+    dst, dst_real = _destinations(slots, m, BLOCK_M)
+    total = _chunk(t, dst, dst_real, start, c, BLOCK_D)
+    count = tl.full([BLOCK_M], 1.0, tl.float32)
+    low = tl.min(tl.where(dst_real[:, None], total, float("inf")), 0)
+    high = tl.max(tl.where(dst_real[:, None], total, float("-inf")), 0)
+    nans = tl.sum((total != total).to(tl.int32), 0)
+    for first in range(0, n, BLOCK_N):
+        src, src_real = _sources(slots, m, n, first, BLOCK_N)
+        goes = tl.load(row + first + tl.arange(0, BLOCK_N), mask=src_real, other=-1)
+        weights = (tl.arange(0, BLOCK_M)[:, None] == goes[None, :]).to(tl.float32)
+        part = _chunk(t, src, src_real, start, c, BLOCK_D)
+        count += tl.sum(weights, 1)
+        total = tl.dot(weights, part, total, input_precision="ieee")
+        low = tl.minimum(low, tl.min(tl.where(src_real[:, None], part, float("inf")), 0))
+        high = tl.maximum(high, tl.max(tl.where(src_real[:, None], part, float("-inf")), 0))
+        nans += tl.sum((part != part).to(tl.int32), 0)
+    mean = total / count[:, None]
     # A mean lies between what it is a mean of, and rounding may not take it out.
-    inf = float("inf")
-    low = tl.minimum(tl.min(tl.where(dst_real[:, None], a, inf), 0), tl.min(tl.where(src_real[:, None], b, inf), 0))
-    high = tl.maximum(tl.max(tl.where(dst_real[:, None], a, -inf), 0), tl.max(tl.where(src_real[:, None], b, -inf), 0))
     held = tl.minimum(tl.maximum(mean, low[None, :]), high[None, :])
-    nans = tl.sum((a != a).to(tl.int32), 0) + tl.sum((b != b).to(tl.int32), 0)
     held = tl.where((mean != mean) | (nans > 0)[None, :], float("nan"), held)
     out = tl.load(gather + dst, mask=dst_real, other=0)
     column = start + tl.arange(0, BLOCK_D)

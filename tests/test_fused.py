@@ -32,8 +32,9 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "cut tiles": ((11, 13), {}),
     "some sources stay": ((11, 13), {"keep": 0.5, "merge": "qkv"}),
     "tau": ((8, 16), {"tau": 0.1, "weights": "best", "tiles": 8}),
+    "tiles of 8": ((16, 8), {"tiles": 8}),
     "3 x 3 cells, tiles of 12": ((12, 24), {"stride": (3, 3), "keep": 0.1, "tiles": 12}),
-    "alternating, tiles of 16": ((16, 16), {"partition": "alternating", "keep": 0.5, "tiles": 16}),
+    "alternating": ((16, 16), {"partition": "alternating", "keep": 0.5}),
 }
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
