@@ -14,10 +14,11 @@ _COLUMNS = ("latency", "denoising", "memory", "memory_denoising")
 _FIELDS = ("mean", "low", "high", "n")
 
 
-def format_bench(found: Mapping[str, Mapping[str, Mapping[str, Any]]], form: str) -> str:
-    """Costs by row and metric, as "table", "json" or "csv". The first row is what the others' speed refers to."""
+def format_bench(bench: Mapping[str, Mapping[str, Any]], form: str) -> str:
+    """What `run_bench` gives, as "table", "json" or "csv". The first row is what the others' speed refers to."""
     if form == "json":
-        return json_text({"rows": found})
+        return json_text(dict(bench))
+    found = bench["rows"]
     names = [name for name in _COLUMNS if any(name in costs for costs in found.values())]
     if form == "csv":
         text = io.StringIO()

@@ -308,23 +308,27 @@ def resumed(results: dict[str, Any], out: Path) -> dict[str, Any]:
         before = read_results(out)
     except UserError:
         return results
-    there, here = (
-        {"model": it["model"], **it["sampling"], "prompts": it["prompts"]["sha256"]}
-        for it in (before["manifest"], results["manifest"])
-    )
+    try:
+        there, here = (
+            {"model": it["model"], **it["sampling"], "prompts": it["prompts"]["sha256"]}
+            for it in (before["manifest"], results["manifest"])
+        )
+        rows = {row["name"]: (row["config"], row) for row in before["rows"] if row["status"] == "measured"}
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{out}: expected the results of a benchmark, got some without {error}; delete results.json and run again, "
+            "nothing else is lost"
+        ) from None
     different = differences(there, here)
     if different:
         raise UserError(
             f"--out {out}: expected the settings it was begun with, got {'; '.join(different)}; choose another --out, or "
             "give the same settings"
         )
-    rows = {row["name"]: row for row in before["rows"] if row["status"] == "measured"}
-    kept = [
-        {**rows[row["name"]], "values": {}, "per_image": {}}
-        if row["name"] in rows and rows[row["name"]]["config"] == row["config"]
-        else row
-        for row in results["rows"]
-    ]
+    kept = []
+    for row in results["rows"]:
+        config, found = rows.get(row["name"], (None, {}))
+        kept.append({**row, **found, "values": {}, "per_image": {}} if config == row["config"] else row)
     return {**results, "rows": kept}
 
 

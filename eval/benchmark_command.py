@@ -6,22 +6,24 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from mame_sd import cli as base
 from mame_sd.cli_options import ModelOptions
 from mame_sd.errors import MachineError, UserError
+from mame_sd.generate import environment
 from mame_sd.models import load_model
 from mame_sd.plan import GenerateSettings, plan_jobs
-from mame_sd.prompt_files import Prompt, load_prompts, prompt_file_identity
+from mame_sd.prompt_files import Prompt, load_prompts, prompt_file_identity, prompts_digest
 from mame_sd.run_folder import check_place, writing
 from mame_sd.shards import Shard, joined, shard_of_environment
 
 from . import PROGRAM
 from .bench import alike_batches, bench
 from .benchmark import Benchmark, failed_gates
+from .manifest import attention_of
 from .methods import Method, paper_methods
 from .metric_list import METRICS, Metric
 from .option_groups import SuiteSampling
@@ -114,8 +116,8 @@ def run_bench(
     rounds: int,
     model: ModelOptions,
     settings: GenerateSettings,
-) -> dict[str, dict[str, dict[str, Any]]]:
-    """Latency and memory of each row, by row and metric; timings are kept in `out`.
+) -> dict[str, dict[str, Any]]:
+    """`rows`: latency and memory by row and metric; `manifest`: what they depend on. Timings are kept in `out`.
 
     Raises UserError for options that do not fit, fewer prompts than a batch holds, and more than one process, which
     would slow each other down.
@@ -144,7 +146,16 @@ def run_bench(
     measured = [method for method in methods if method.lacking is None]
     with base.progress("calls") as on_progress:
         timings = bench(loaded, settings, batches, measured, rounds, out / TIMINGS, on_progress, must_merge=True)
-    return {name: summary(found) for name, found in timings.items()}
+    manifest = {
+        "model": dict(loaded.identity),
+        "sampling": asdict(settings),
+        "methods": {method.name: method.config for method in measured},
+        "prompts": {"count": len(prompts), "sha256": prompts_digest(prompts)},
+        "rounds": rounds,
+        "environment": environment(loaded),
+        "attention": attention_of(loaded),
+    }
+    return {"rows": {name: summary(found) for name, found in timings.items()}, "manifest": manifest}
 
 
 def chosen_methods(rows: str | None) -> list[Method]:

@@ -92,30 +92,23 @@ def set_value(
     if reason is not None:
         return {**value, "withheld": reason}
     own = _run_features(metric, run, tools)
-    if metric.needs == "alone":
-        splits = 10 if count >= SPLIT_FROM else 1
-        return {**value, **_inception_score(own, splits)} if tools.shard.is_main else value
-    other = _other_side(metric, baseline, reference, tools)
+    other = None if metric.needs == "alone" else _other_side(metric, baseline, reference, tools)
     if not tools.shard.is_main:
         return value
-    if metric.name.startswith("kid") and metric.needs == "sets" and isinstance(other, Tensor) and baseline is not None:
-        rows = {key: number for number, key in enumerate(baseline.items)}
-        paired = other[[rows[key] for key in run.items]]
-        return {**value, "mean": kid_exact(own["features"], paired, paired=True)}
-    if metric.name.startswith("kid") and isinstance(other, Tensor):
-        result = kid(own["features"], other)
-        subset = {"std": result.std, "subsets": result.subsets, "subset_size": result.subset_size}
-        return {**value, "mean": result.mean, **subset}
-    few = min(count, _count(metric, baseline, reference) or count)
-    warning = {"warning": f"N = {few}, below {FEW_IMAGES:,}: biased upward"} if few < FEW_IMAGES else {}
     try:
-        return {
-            **value,
-            "mean": frechet_distance(statistics(own["features"], _source(metric, tools)), other),
-            **warning,
-        }
+        if other is None:
+            return {**value, **_inception_score(own, 10 if count >= SPLIT_FROM else 1)}
+        if isinstance(other, Tensor) and metric.needs == "sets" and baseline is not None:
+            rows = {key: number for number, key in enumerate(baseline.items)}
+            other = other[[rows[key] for key in run.items]]
+        if metric.name.startswith("kid") and isinstance(other, Tensor):
+            return {**value, **_kernel_distance(metric, own["features"], other)}
+        few = min(count, _count(metric, baseline, reference) or count)
+        warning = {"warning": f"N = {few}, below {FEW_IMAGES:,}: biased upward"} if few < FEW_IMAGES else {}
+        mean = frechet_distance(statistics(own["features"], _source(metric, tools)), other)
+        return {**value, "mean": mean, **warning}
     except ValueError as error:
-        raise UserError(f"{metric.name}: {error}; give another --reference") from None
+        raise UserError(f"{metric.name}: {error}; give another --reference, or leave it out") from None
 
 
 def score(
@@ -142,16 +135,22 @@ def score(
         elif metric.needs == "image":
             own, before = (image_values(metric, run, tools) for run in (b, a))
             if tools.shard.is_main:
-                difference = paired_difference(own, before, prompts)
-                found[metric.name] = {**mean_value(metric, own, prompts, tools), "difference": difference}
+                value = mean_value(metric, own, prompts, tools)
+                found[metric.name] = {**value, "difference": paired_difference(own, before, prompts)}
         else:
             found[metric.name] = set_value(metric, b, a, reference, tools)
     return found
 
 
 def mean_value(metric: Metric, values: Values, prompts: Mapping[str, str], tools: Tools) -> dict[str, Any]:
-    """The mean of per-image values with its interval (`mean_interval`); its note says which CLIP it is of."""
-    found = mean_interval(values, prompts)
+    """The mean of per-image values with its interval (`mean_interval`); its note says which CLIP it is of.
+
+    Raises UserError for NaN, which only broken weights give.
+    """
+    try:
+        found = mean_interval(values, prompts)
+    except ValueError as error:
+        raise UserError(f"{metric.name}: {error}; check the weights with mame-sd-eval weights") from None
     if network_name(metric) == "clip":
         found["note"] = "; ".join(filter(None, (tools.network(metric).name, found.get("note"))))
     return found
@@ -275,6 +274,14 @@ def _inception_score(features: Mapping[str, Tensor], splits: int) -> dict[str, A
     result = inception_score(features["logits"], splits=splits)
     spread = {"std": result.std} if result.splits > 1 else {}
     return {"mean": result.mean, **spread, "splits": result.splits, "cap": result.cap}
+
+
+def _kernel_distance(metric: Metric, own: Tensor, other: Tensor) -> dict[str, Any]:
+    """To the baseline's images, row by row of the same key: without the pairs. To others: over subsets."""
+    if metric.needs == "sets":
+        return {"mean": kid_exact(own, other, paired=True)}
+    result = kid(own, other)
+    return {"mean": result.mean, "std": result.std, "subsets": result.subsets, "subset_size": result.subset_size}
 
 
 def _source(metric: Metric, tools: Tools) -> str:

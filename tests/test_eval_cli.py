@@ -110,7 +110,10 @@ def test_bench_prints_every_row(model_folder: Path, here: Path, capsys: pytest.C
     ]
     options += ["--height", "64", "--width", "64"]
     assert cli.run([*options, "--format", "json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    found = json.loads(capsys.readouterr().out)
+    rows, manifest = found["rows"], found["manifest"]
+    assert {*manifest["methods"], *manifest["environment"]} >= {"mame-default", "torch", "threads", "device"}
+    assert (manifest["rounds"], manifest["prompts"]["count"], manifest["sampling"]["steps"]) == (2, 12, 1)
     assert list(rows) == ["baseline", "mame-default"]
     assert set(rows["baseline"]) == {"latency", "denoising", "memory", "memory_denoising"}
     assert cli.run([*options, "--format", "csv"]) == 0

@@ -27,7 +27,7 @@ from mame_sd.eval.networks import full_precision
 from mame_sd.eval.runs import Run
 from mame_sd.eval.score import cut_prompts
 from mame_sd.eval.tools import Tools
-from mame_sd.eval.weights_files import file_sha256
+from mame_sd.eval.weights_files import _torchmetrics_heads, file_sha256, read_state_dict
 from mame_sd.eval.weights_registry import REGISTRY
 from safetensors.torch import save_file
 from torch import Tensor
@@ -462,6 +462,9 @@ def test_lpips_is_its_authors_on_the_published_weights(net: str) -> None:
     except UserError as error:
         pytest.skip(str(error))
     assert lpips(*seeded.picture_pairs()).tolist() == pytest.approx(oracle("lpips")[net]["published"], rel=1e-4)
+    heads = read_state_dict(_torchmetrics_heads(net))  # another package's copy of the authors' weights
+    for index, head in enumerate(heads.values()):
+        assert torch.equal(lpips.tensors[f"head{index}"], head.flatten())
 
 
 def test_lpips_laws() -> None:

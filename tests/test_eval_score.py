@@ -22,14 +22,16 @@ from mame_sd.eval.metric_list import METRICS, chosen_metrics, withheld_for_size
 from mame_sd.eval.networks.efficientnet_lite import EfficientNetLite0
 from mame_sd.eval.reference import check_foreign, open_reference, rendered_glyphs
 from mame_sd.eval.retrieval import background_right, draw_prompts, rendered, retrieved, subject_of, subjects_by_caption
-from mame_sd.eval.runs import Run
-from mame_sd.eval.score import set_value
+from mame_sd.eval.runs import Run, pair
+from mame_sd.eval.score import mean_value, set_value
+from mame_sd.eval.score_file import ScoreFile
 from mame_sd.eval.tools import Tools
 from mame_sd.eval.weights_registry import REGISTRY
 from mame_sd.eval.withheld import withheld, withheld_by
 from PIL import Image
 
 from mame_sd.errors import UserError
+from mame_sd.shards import Shard
 from tests.eval_with_weights import save_seeded_weights, trusted
 from tests.run_folders import write_run
 from tests.tiny import save_tiny_clip
@@ -217,6 +219,35 @@ def test_another_clip_is_named_beside_its_scores(
     assert [value["note"] for value in found["metrics"].values()] == ["CLIP my-clip"] * 2
     assert cli.run(["score", *options, "--format", "csv"]) == 0
     assert capsys.readouterr().out.count(",CLIP my-clip\n") == 2
+
+
+def test_not_a_number_is_never_averaged(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    a = Run.open(runs[0])
+    broken = {name: torch.full(value.shape, torch.nan) for name, value in EfficientNetLite0().state_dict().items()}
+    tools = Tools(networks={"effnet-lite0": effnet_lite0_extractor(broken)})
+    many = replace(a, items={f"{n}_0": item for n, item in enumerate([*a.items.values()] * 20)})
+    for name in ("kid_effnet_to_baseline", "is_effnet"):
+        with pytest.raises(UserError, match=f"{name}: expected finite (features|logits), got NaN or infinity"):
+            set_value(METRICS[name], many, many, None, tools)
+    with pytest.raises(UserError, match="ssim: expected numbers to average, got NaN; check the weights"):
+        mean_value(METRICS["ssim"], {"x_0": math.nan}, {"x_0": "x"}, tools)
+
+
+def test_scores_on_disk_are_of_this_version_and_these_images(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    pairs, path = pair(*map(Run.open, runs)), tmp_path / "scores" / "b.json"
+    ScoreFile.open(path, pairs, Shard()).put({"psnr": {"x_0": math.inf}}, Tools())
+    written = json.loads(path.read_text())
+
+    def found() -> Any:
+        return ScoreFile.open(path, pairs, Shard()).get(METRICS["psnr"], Tools())
+
+    assert found() == {"x_0": math.inf}
+    for other in ({**written, "format": "mame-sd scores 0"}, {**written, "images": "x"}, {"foreign": 1}, [], "text",
+                  {**written, "metrics": {"psnr": {"values": {}}}}, {**written, "metrics": [1]}):  # fmt: skip
+        path.write_text(json.dumps(other))
+        assert found() is None, other
+    path.write_text("{broken")
+    assert found() is None
 
 
 def test_a_suite_fetches_no_more_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -14,7 +15,8 @@ def full_precision() -> Iterator[None]:
 
     TensorFloat-32 and bfloat16 in matrix products and convolutions are put back afterwards as they were.
     """
-    cuda, cpu = torch.backends.cudnn, torch.backends.mkldnn
+    cuda: Any = torch.backends.cudnn
+    cpu: Any = torch.backends.mkldnn
     wanted = [
         *((place, "fp32_precision", "ieee") for place in (torch.backends.cuda.matmul, cuda.conv, cpu.matmul, cpu.conv)),
         (cuda, "deterministic", True),
