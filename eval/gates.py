@@ -84,7 +84,7 @@ def ceiling_gate(
     prompts = {pair.key: pair.prompt_id for pair in pairs}
     ceiling = {metric: mean_interval(values[metric.name], prompts)["mean"] for metric in metrics}
     passed = all(
-        (value[metric.name]["mean"] > limit) == (metric.better == "higher")
+        value[metric.name]["mean"] > limit if metric.better == "higher" else value[metric.name]["mean"] < limit
         for metric, limit in ceiling.items()
         for value in found
     )

@@ -26,7 +26,11 @@ def render(page: Mapping[str, Any]) -> str:
     if page["pictures"].cases:
         parts += ["## Pictures", *(_case(case, page["chosen"]) for case in page["pictures"].cases)]
     if page["kept_words"]:
-        parts += ["## Tokens kept", "\n".join(f"- {escape(words)}" for words in page["kept_words"])]
+        parts += [
+            "## Tokens kept",
+            "Counted on one image, that of the first prompt.",
+            "\n".join(f"- {escape(words)}" for words in page["kept_words"]),
+        ]
     parts += ["## Sanity gates", _gates(results), *(f"- {escape(note)}" for note in results.notes)]
     manifest = [f"| {escape(name)} | {escape(value)} |" for name, value in page["manifest"]]
     parts += [
