@@ -32,7 +32,7 @@ CONFIGS = {
     "mame+mare .25": MaMeConfig(keep=0.25, **TILED),
     "mame kv .50": MaMeConfig(keep=0.5),
     "mame kv .25": MaMeConfig(keep=0.25),
-    "global .50": MaMeConfig(keep=0.5, partition="grid", tiles=0, merge="qkv"),
+    "global .50": MaMeConfig(keep=0.5, preset="plain"),  # alpha = beta = .5 in the paper's cost condition
     "global kv .25": MaMeConfig(keep=0.25, tiles=0),
 }
 KERNELS = {"mame kv .25, triton": MaMeConfig(keep=0.25, kernel="triton")}

@@ -16,13 +16,13 @@ from tests.matrix.features import cached, uncached
 from tests.matrix.rows import Check
 from tests.matrix.transformers import FLUX, flux_inputs, model, normal, run
 from tests.matrix.unets import LEVELS, once
-from tests.tiny import run_unet, tiny_pipeline, tiny_unet
+from tests.tiny import LATENT, run_unet, tiny_pipeline, tiny_unet, unet_inputs
 
 HALF: dict[str, Any] = {"keep": 0.5, "min_tokens": 60}
 
 
 def compiled(whole: bool) -> None:
-    """`keep` compiles into full graphs, which are not compiled again over batches of the same size and steps."""
+    """`keep` compiles into one full graph for each size, which serves all later steps, also when the size returns."""
     torch.compiler.reset()
     unet = tiny_unet()
     if whole:
@@ -34,9 +34,13 @@ def compiled(whole: bool) -> None:
         expected = run_unet(unet)
         unet.compile_repeated_blocks(backend="eager", fullgraph=True)
     torch.testing.assert_close(run_unet(unet), expected, rtol=1e-4, atol=1e-4)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for seed in (4, 5):
-            assert not torch.equal(run_unet(unet, seed=seed), expected)
+    larger = 24
+    run_unet(unet, height=larger, width=larger)
+    with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
+        for step, side in ((4, LATENT), (5, LATENT), (6, larger), (7, LATENT), (8, larger)):
+            inputs = unet_inputs(unet, height=side, width=side, seed=step)
+            output = unet(**{**inputs, "timestep": torch.tensor(100 * step)}).sample
+            assert not torch.equal(output, expected)
     if whole:
         assert sum(layer.merged for layer in handle.report().layers) == sum(LEVELS.values())
 
@@ -134,7 +138,11 @@ def cascade() -> None:
 
 
 CHECKS = [
-    Check("torch.compile, whole UNet, fullgraph", partial(compiled, True), "one graph; no recompilation over steps"),
+    Check(
+        "torch.compile, whole UNet, fullgraph",
+        partial(compiled, True),
+        "one graph for each size; none over steps, none when a size returns",
+    ),
     Check(
         "torch.compile, regional, fullgraph",
         partial(compiled, False),
