@@ -5,15 +5,18 @@ What it computes is no image. Its times say what merging to a share of the token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from diffusers import UNet2DConditionModel
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import AttnProcessor2_0
+from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import unets
 from mame_sd import MaMeConfig
 
 
@@ -52,6 +55,25 @@ def free_on(unet: Any, config: MaMeConfig) -> Iterator[None]:
         unet.set_attn_processor(before)
         for module in wrapped:
             del module.forward
+
+
+@torch.no_grad()
+def work(unet: Any, side: int, batch: int, configs: Mapping[str, MaMeConfig]) -> dict[str, float]:
+    """The free bound's multiplications as a share of the plain UNet's, of one forward, by the configs' names.
+
+    Counted on a copy without weights: on no device and in no time.
+    """
+    with torch.device("meta"):
+        twin = UNet2DConditionModel.from_config(unet.config).eval()
+
+    def count(config: MaMeConfig | None) -> int:
+        given = unets.inputs(twin, side, batch, 0)
+        with nullcontext() if config is None else free_on(twin, config), FlopCounterMode(display=False) as counter:
+            twin(**given)
+        return counter.get_total_flops()
+
+    plain = count(None)
+    return {name: count(config) / plain for name, config in configs.items()}
 
 
 def first(x: torch.Tensor, share: float) -> torch.Tensor:

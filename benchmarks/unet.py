@@ -2,10 +2,11 @@
 
     python -m benchmarks.unet --short                                  # the embedded model and SD 1.5 at 512, fp32
     python -m benchmarks.unet                                          # SD 2.1 at 512 and 768 on a CPU
-    python -m benchmarks.unet --model sdxl --side 1024 --batch 1 --dtype bfloat16 --rounds 1 --only default   # 8 GiB, minutes
+    python -m benchmarks.unet --model sdxl --side 1024 --batch 1 --dtype bfloat16 --rounds 1 --only default   # 6 GiB
     python -m benchmarks.unet --device cuda --model sd1.5 sd2.1 sdxl --side 512 768 1024 2048
 
 *free* computes on the kept tokens as if merging and restoring cost nothing; captured = (T_plain - T) / (T_plain - T_free).
+*work* is the free bound's share of the plain UNet's multiplications, whatever the machine.
 "plain again" is the noise floor: where a method's gain is below it, there is none. Batch 2 is one guided image. tomesd merges
 the first level unless told otherwise (SDXL has no attention there): max_downsample 2 and 4 are the first two and three.
 """
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks import unets
-from benchmarks.free import free_on
+from benchmarks.free import free_on, work
 from benchmarks.rivals import tomesd_on
 from benchmarks.timing import Times, captured, interleaved, machine
 from mame_sd import MaMeConfig, embedded_model_path, mame
@@ -89,11 +90,12 @@ def measure(unet: Any, side: int, batch: int, rounds: int, chosen: dict[str, tup
         around=lambda name: chosen[name][1](unet),
     )
     plain = times["plain"].median
-    print("| method | median (quartiles), ms | times faster | captured |\n|---|---|---|---|")
-    rows = {name: _row(times, name, bound, plain) for name, (bound, _) in chosen.items()}
+    shares = work(unet, side, batch, {n: MaMeConfig.from_dict(f) for n, f in SETTINGS.items() if n in chosen})
+    print("| method | median (quartiles), ms | times faster | captured | work |\n|---|---|---|---|---|")
+    rows = {name: {**_row(times, name, bound, plain), "work": shares.get(name)} for name, (bound, _) in chosen.items()}
     for name, row in rows.items():
-        share = "" if row["captured"] is None else f"{row['captured']:.2f}"
-        print(f"| {name} | {times[name]} | {row['times_faster']:.3f} | {share} |", flush=True)
+        captured, share = ("" if row[key] is None else f"{row[key]:.2f}" for key in ("captured", "work"))
+        print(f"| {name} | {times[name]} | {row['times_faster']:.3f} | {captured} | {share} |", flush=True)
     noise = abs(1 - times["plain again"].median / plain)
     print(f"\nnoise floor: {noise:.1%}")
     return {"side": side, "batch": batch, "noise": noise, "methods": rows}

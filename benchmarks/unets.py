@@ -70,7 +70,7 @@ def build(name: str, device: torch.device, dtype: torch.dtype) -> UNet2DConditio
 def inputs(unet: UNet2DConditionModel, side: int, batch: int, seed: int) -> dict[str, Any]:
     """Keyword arguments of one forward for images of `side` pixels; another `seed`, other values."""
     weight = next(unet.parameters())
-    generator = torch.Generator(weight.device).manual_seed(seed)
+    generator = None if weight.is_meta else torch.Generator(weight.device).manual_seed(seed)
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=weight.device, dtype=weight.dtype)

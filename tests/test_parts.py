@@ -13,7 +13,7 @@ from diffusers import ControlNetModel, DiTTransformer2DModel, FluxTransformer2DM
 from diffusers.models.attention_processor import AttnProcessor2_0, IPAdapterAttnProcessor2_0
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 
-from benchmarks.free import free_on
+from benchmarks.free import free_on, work
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, cli, mame, plan_merge, remove_mame
 from mame_sd.hooks import has_hooks
 from mame_sd.reference import reference_plan
@@ -318,3 +318,12 @@ def test_the_free_bound_computes_the_kept_tokens_and_goes_again() -> None:
         assert not torch.equal(run_unet(unet), before)
     assert torch.equal(run_unet(unet), before)
     assert counted == [32, 64]
+
+
+def test_the_work_of_the_free_bound() -> None:
+    settings = {"all": (1.0, None), "keys": (0.25, None), "mlp .75": (0.25, 0.75), "mlp .5": (0.25, 0.5)}
+    configs = {name: MaMeConfig(min_tokens=40, keep=keep, mlp=mlp) for name, (keep, mlp) in settings.items()}
+    share = work(tiny_unet(), 128, 1, configs)
+    assert share["all"] == 1
+    assert 1 > share["keys"] > share["mlp .75"] > 0
+    assert share["keys"] - share["mlp .5"] == pytest.approx(2 * (share["keys"] - share["mlp .75"]))
