@@ -22,13 +22,15 @@ from mame_sd.eval import cli
 from mame_sd.eval.bench import alike_batches, bench, peak_call, timed_call
 from mame_sd.eval.benchmark import Benchmark
 from mame_sd.eval.benchmark_command import chosen_methods, command_again, suite_metrics, suite_prompts
-from mame_sd.eval.gates import repeat_gates
+from mame_sd.eval.gates import ceiling_gate, repeat_gates, unrelated_pairs
 from mame_sd.eval.methods import Method, NotApplicable, ToMeSD, paper_methods
 from mame_sd.eval.metric_list import METRICS
+from mame_sd.eval.metrics.lpips import Lpips
 from mame_sd.eval.report import render
 from mame_sd.eval.results import check_out, read_results
 from mame_sd.eval.retrieval import subjects_by_caption
 from mame_sd.eval.runs import Run
+from mame_sd.eval.score import pair_values
 from mame_sd.eval.suites import SUITES, Suite, suite_named
 from mame_sd.eval.timings import FORMAT, read_record, summary
 from mame_sd.eval.tools import Tools
@@ -42,7 +44,9 @@ from mame_sd.models import LoadedModel, load_model
 from mame_sd.patches import MaMePatch
 from mame_sd.plan import GenerateSettings, plan_jobs
 from mame_sd.prompt_files import Prompt, prompts_from_texts
+from tests import seeded
 from tests.kills import snapshot
+from tests.run_folders import write_run
 from tests.tiny import save_tiny_pipeline
 
 ROOT = Path(__file__).parents[1]
@@ -247,7 +251,11 @@ def test_other_settings_and_foreign_folders_are_refused(model: LoadedModel, tmp_
     (tmp_path / "killed" / ".mame-sd.1.tmp").write_text("what a kill in the first write leaves")
     check_out(tmp_path / "killed")
     results = tmp_path / "out" / "results.json"
-    results.write_text(results.read_text()[:-100])
+    whole = results.read_text()
+    results.write_text(json.dumps({"format": json.loads(whole)["format"], "rows": [{"name": "baseline"}]}))
+    with pytest.raises(UserError, match=r"got some without 'manifest'; delete results\.json and run again"):
+        benchmark(model, tmp_path / "out", methods=only).run()
+    results.write_text(whole[:-100])
     with pytest.raises(UserError, match="delete it and run benchmark again, nothing else is lost"):
         check_out(tmp_path / "out")
     results.unlink()
@@ -466,6 +474,46 @@ def test_a_gate_fails_when_the_baseline_is_not_repeated(model: LoadedModel, tmp_
     assert all(module.__class__.__name__ != "ToMeBlock" for module in model.pipe.unet.modules())
 
 
+def test_the_ceiling_gate_fails_when_any_method_is_as_far_as_another_prompt(tmp_path: Path) -> None:
+    shapes = json.loads((ROOT / "tests" / "oracles" / "eval.json").read_text())["lpips"]["alex"]["shapes"]
+    network = Lpips("alex", seeded.weights({name: tuple(shape) for name, shape in shapes.items()}))
+    pictures = {f"{n}_0": seeded.picture(f"ceiling {n}", 64, 64) for n in range(3)}
+    baseline = Run.open(write_run(tmp_path / "run", pictures))
+    tools = Tools(networks={"lpips-alex": network})
+    metrics = [METRICS["psnr"], METRICS["lpips"]]
+    unrelated = pair_values(metrics, unrelated_pairs(baseline), tools)
+    ceiling = {name: sum(values.values()) / 3 for name, values in unrelated.items()}
+
+    def passes(**factors: float) -> bool:
+        """With one method that equals the baseline, and one at so many times the ceiling."""
+        equal = {"psnr": {"mean": math.inf}, "lpips": {"mean": 0.0}}
+        other = {name: {"mean": ceiling[name] * factor} for name, factor in factors.items()}
+        gate = ceiling_gate(baseline, [METRICS[name] for name in factors], [equal, other], tools)
+        assert gate is not None
+        return bool(gate["passed"])
+
+    assert passes(psnr=1.1, lpips=0.9)
+    assert not passes(psnr=0.9, lpips=0.9)
+    assert not passes(psnr=1.1, lpips=1.1)
+    for name in ceiling:
+        assert not passes(**{name: 1.0})
+
+
+def test_every_gate_can_fail_and_then_the_exit_status_is_1(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["benchmark", "--offline", "--num", "2", "--steps", "1", "--rows", "mame-default", "--rounds", "1"]
+    options += ["--height", "64", "--width", "64", "--model", str(model_folder), "--device", "cpu"]
+    assert cli.run([*options, "--out", str(tmp_path / "out")]) == 0, capsys.readouterr().err
+    images = sorted((tmp_path / "out" / "runs" / "baseline" / "images").iterdir())
+    images[0].write_bytes(images[1].read_bytes())  # not what the baseline makes, and no other prompt's image differs
+    assert cli.run([*options, "--out", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "expected every sanity gate to pass, failed: baseline against itself, inactive patch" in error
+    assert "unrelated pairing" in error
+    assert "3 of 3 sanity gates failed" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+
+
 def test_steps_are_not_traced_for_the_baseline(model: LoadedModel) -> None:
     assert kept_per_step(model, SETTINGS, plan_jobs(PROMPTS, SETTINGS)[0], tiny_methods()[0]) == []
 
@@ -535,9 +583,9 @@ def test_two_processes_make_the_same_benchmark(tmp_path: Path, capsys: pytest.Ca
         "--prompts",
         str(tmp_path / "prompts.txt"),
         "--height",
-        "64",
+        "128",
         "--width",
-        "64",
+        "128",
         "--rows",
         "tomesd-50,mame-default",
         "--rounds",
