@@ -74,7 +74,7 @@ def run_benchmark(
     tools = Tools(
         weights_dir=weights_dir,
         offline=model.offline,
-        fetch=suite.fetch,
+        fetch=suite.fetch and (*suite.fetch, *(["clip"] if clip else [])),
         device=loaded.pipe.device,
         clip=clip or CLIPS[0],
         cache=out / "features",

@@ -40,7 +40,7 @@ def load_image(path: Path) -> np.ndarray:
         UserError: no such file, not an image, truncated, corrupt, or in a mode that RGB can't hold unchanged.
     """
     if not path.is_file():
-        raise UserError(f"expected an image file, but {path} does not exist; check the path")
+        raise UserError(f"expected an image file, but {path} is not one; check the path")
     data = path.read_bytes()
     try:
         with warnings.catch_warnings():

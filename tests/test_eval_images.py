@@ -122,8 +122,8 @@ def test_a_bomb_text_a_folder_and_nothing_are_refused(tmp_path: Path) -> None:
     for name, why in (
         ("bomb", "decompression bomb"),
         ("text", "it is not an image"),
-        ("folder", "does not exist"),
-        ("none", "does not exist"),
+        ("folder", "is not one"),
+        ("none", "is not one"),
     ):
         with pytest.raises(UserError, match=why):
             load_image(tmp_path / f"{name}.png")

@@ -249,7 +249,8 @@ def test_bad_statistics_are_refused(tmp_path: Path, arrays: dict[str, np.ndarray
 
 def test_what_is_no_statistics_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_text("nothing of the kind")
-    for name in ("a.npz", "none.npz"):
+    (tmp_path / "empty.npz").write_bytes(b"")
+    for name in ("a.npz", "empty.npz", "none.npz"):
         with pytest.raises(UserError, match=name):
             load_statistics(tmp_path / name)
 

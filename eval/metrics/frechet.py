@@ -84,7 +84,7 @@ def load_statistics(path: Path) -> Statistics:
         with np.load(path, allow_pickle=False) as file:
             mean, covariance = (torch.from_numpy(np.asarray(file[key], np.float64)) for key in ("mu", "sigma"))
             n, source = (int(file["n"]) if "n" in file else 0), (str(file["source"]) if "source" in file else "")
-    except (OSError, KeyError, ValueError, TypeError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, KeyError, ValueError, TypeError, zipfile.BadZipFile) as error:
         raise _bad_statistics(path, str(error)) from error
     if covariance.shape != (mean.numel(), mean.numel()) or mean.ndim != 1:
         raise _bad_statistics(path, f"mu is {list(mean.shape)} and sigma {list(covariance.shape)}")
