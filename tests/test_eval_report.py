@@ -289,6 +289,27 @@ def test_set_wide_values_say_how_they_mislead_in_every_format(tmp_path: Path, re
     assert r"{\scriptsize $\pm$ 0.50}" in (tmp_path / "table.tex").read_text(encoding="utf-8")
 
 
+def test_why_an_interval_or_a_p_value_is_missing_is_said_in_every_format(tmp_path: Path, results: Results) -> None:
+    for entry in results["rows"]:
+        if entry["values"] and entry["family"] != "baseline":
+            entry["values"]["lpips"]["note"] = "no interval: one prompt, needs two"
+            entry["values"]["psnr"]["difference"] = {"mean": None, "p": None, "note": "no p-value: infinite values"}
+    render(results, tmp_path)
+    for name in ("report.html", "report.md", "table.tex", "table.csv"):
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert text.count("no interval: one prompt, needs two") == (3 if name == "table.csv" else 1), name
+        assert text.count("no p-value: infinite values") == (3 if name == "table.csv" else 1), name
+
+
+def test_tokens_kept_say_what_they_were_counted_on(tmp_path: Path, results: Results) -> None:
+    for entry in results["rows"]:
+        if entry["family"] == "mame":
+            entry["kept"] = [{"step": step, "level": 0, "tokens": 64, "kept": 32 + step} for step in range(3)]
+    render(results, tmp_path)
+    for name in ("report.html", "report.md"):
+        assert "Counted on one image, that of the first prompt." in (tmp_path / name).read_text(encoding="utf-8")
+
+
 def test_a_mean_without_the_equal_images_says_so_and_beats_nothing(tmp_path: Path, results: Results) -> None:
     row(results, "mame-tau-0.8")["values"]["psnr"] |= {"mean": 99.0, "n": 4, "equal": 1}
     assert best_rows(results, "psnr") == set()
