@@ -59,7 +59,7 @@ def _sides(m: int, n: int) -> dict[str, int]:
         "BLOCK_M": side,
         "BLOCK_N": min(64, max(16, triton.next_power_of_2(n))),
         "BLOCK_D": 32,
-        "num_warps": 4 if side <= 64 else 8,
+        "num_warps": 4 if side == 16 else 8,
     }
 
 
