@@ -13,11 +13,12 @@ the true (h, w) of the tokens from the Transformer2DModel around it. Each module
 again replaces it. A `copy.deepcopy` of a hooked model merges with its own weights; to save a whole model with `torch.save`
 call `remove_mame` first.
 
-`torch.compile` of the model with `keep` makes one graph of it, merging included, for each size and batch size. With `tau`
-how many tokens stay depends on the data, which breaks the graph in each merging layer (results stay right): for one
-graph compile with `fullgraph=True`, or set `torch._dynamo.config.capture_dynamic_output_shape_ops = True`. Of
-`compile_repeated_blocks` diffusers' hooks make one graph for every block, which passes `recompile_limit`: there take the
-processor, which all blocks share (`MaMeAttnProcessor`; it does not count compiled calls).
+`torch.compile` of the model with `keep` makes one graph of it, merging included, for each size and batch size (not with
+`dynamic=True`). With `tau` how many tokens stay depends on the data, which breaks the graph in each merging layer (results
+stay right): for one graph compile with `fullgraph=True`, or set
+`torch._dynamo.config.capture_dynamic_output_shape_ops = True`. Of `compile_repeated_blocks` diffusers' hooks make one graph
+for every block, which passes `recompile_limit`: there take the processor, which all blocks share (`MaMeAttnProcessor`; it
+does not count compiled calls).
 """
 
 from __future__ import annotations
