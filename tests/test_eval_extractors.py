@@ -203,10 +203,15 @@ def test_wrong_images_are_refused(effnet: Extractor, tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_sees_what_the_cpu_sees(effnet: Extractor, effnet_state: dict[str, Tensor]) -> None:
     pictures = [seeded.picture(f"cuda {i}", 60, 60) for i in range(3)]
-    before = torch.backends.cudnn.allow_tf32
-    found = effnet_lite0_extractor(effnet_state, device="cuda")(pictures)
-    assert torch.allclose(found.features, effnet(pictures).features, atol=1e-4)
-    assert torch.backends.cudnn.allow_tf32 == before
+    torch.set_float32_matmul_precision("high")  # TF32, which logits would show
+    try:
+        found = effnet_lite0_extractor(effnet_state, device="cuda")(pictures)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    expected = effnet(pictures)
+    assert torch.allclose(found.features, expected.features, atol=1e-4)
+    assert torch.allclose(found.logits, expected.logits, atol=1e-4)
 
 
 def test_the_documented_example_makes_statistics_that_reference_takes(
