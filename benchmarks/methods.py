@@ -121,7 +121,6 @@ FULL = {
     "printed equations, tau 0.8": ours(tau=0.8, preset="plain", variant="paper"),
     **{f"default, mlp {mlp}": ours(mlp=mlp) for mlp in (0.75, 0.5, 0.25)},
     "default, mlp .5, first level": ours(mlp=0.5, **FIRST),
-    "default, mlp .5, 2x2 cells": ours(mlp=0.5, stride=(2, 2)),
     "default, mlp .5, averaged": ours(mlp=0.5, weights="average"),
     "default, cross .5": ours(cross=0.5),
     "default, mlp .5, cross .5": ours(mlp=0.5, cross=0.5),

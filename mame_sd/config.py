@@ -185,12 +185,15 @@ class MaMeConfig:
         return dict(self.__dict__["_given"])
 
     def of_part(self, name: str) -> MaMeConfig | None:
-        """The settings that merge a part ("mlp" or "cross") of a block by itself; None where it is off."""
+        """The settings that merge a part ("mlp" or "cross") of a block by itself; None where it is off.
+
+        They are these, with the part's share as `keep`, from which the grid's cell follows.
+        """
         share = getattr(self, name)
         if share is None:
             return None
-        off = dict.fromkeys(PARTS)
-        return self.replace(keep=share, merge="qkv", batch="per_sample", feature="x", **off)
+        changes = {"tau": None, "keep": share, "stride": None, "merge": "qkv", "batch": "per_sample", "feature": "x"}
+        return MaMeConfig.from_dict({**self.to_dict(), **changes, **dict.fromkeys(PARTS)})
 
     def to_dict(self, given_only: bool = False) -> dict[str, Any]:
         """All fields (or only those given) as JSON values; `from_dict` makes an equal config of either.

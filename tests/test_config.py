@@ -120,7 +120,14 @@ def test_the_range_of_tau_follows_the_metric(metric: Any, tau: float) -> None:
 def test_replace_lets_the_preset_decide_again() -> None:
     config = MaMeConfig(tau=0.8, seed=3)
     kept = config.replace(keep=0.5)
-    assert (kept.tau, kept.keep, kept.merge, kept.batch, kept.tiles, kept.seed) == (None, 0.5, "kv", "per_sample", 16, 3)
+    assert (kept.tau, kept.keep, kept.merge, kept.batch, kept.tiles, kept.seed) == (
+        None,
+        0.5,
+        "kv",
+        "per_sample",
+        16,
+        3,
+    )
     assert kept.replace(tau=0.8) == config
     assert config.replace(tau=None) == MaMeConfig(seed=3)
     assert MaMeConfig(keep=0.5, batch="per_sample").replace(tau=0.9).batch == "shared"
@@ -165,6 +172,23 @@ def test_dictionaries_bring_back_an_equal_config(config: MaMeConfig) -> None:
         assert twin == config
         assert twin.given == config.given
         assert hash(twin) == hash(config)
+
+
+def test_a_part_merges_alike_in_equal_configs() -> None:
+    config = MaMeConfig(mlp=0.5, cross=0.75, min_tokens=64)
+    twin = MaMeConfig.from_dict(config.to_dict())
+    assert twin == config
+    assert twin.of_part("mlp") == config.of_part("mlp") == MaMeConfig(keep=0.5, merge="qkv", min_tokens=64)
+    assert config.replace(cross=None).of_part("cross") is None
+    plain = MaMeConfig(preset="plain", mlp=0.5).of_part("mlp")
+    assert plain is not None
+    assert (plain.keep, plain.tau, plain.partition, plain.tiles, plain.batch) == (
+        0.5,
+        None,
+        "alternating",
+        None,
+        "per_sample",
+    )
 
 
 def test_a_config_is_frozen_and_hashable() -> None:
