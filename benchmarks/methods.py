@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from benchmarks.rivals import pooled, tomesd_on
-from benchmarks.variants import guidance_protected, scheduled, varied
+from benchmarks.variants import guidance_protected, scheduled, share_at, varied
 from mame_sd import MaMeConfig, mame
 
 OURS = "mame"
@@ -43,13 +44,22 @@ def trivial(kind: str, rows: int, columns: int, min_tokens: int = 1024) -> Metho
     return Method(kind, settings, lambda unet: pooled(unet, (rows, columns), kind, min_tokens))
 
 
-def variant(idea: str, on: Callable[[Any], AbstractContextManager[Any]], **settings: Any) -> Method:
-    return Method("variant", {"idea": idea, **settings}, on)
-
-
 def biased(bias: float, **fields: Any) -> Method:
     config = MaMeConfig.from_dict(fields)
-    return variant("size bias", lambda unet: varied(unet, config, bias=bias), bias=bias, **fields)
+    return Method("variant", {"bias": bias, **config.to_dict()}, lambda unet: varied(unet, config, bias=bias))
+
+
+def protected(**fields: Any) -> Method:
+    config = MaMeConfig.from_dict(fields)
+    return Method(
+        "variant", {"protected": "guidance", **config.to_dict()}, lambda unet: varied(unet, config, guidance_protected)
+    )
+
+
+def in_steps(noisy: tuple[float, ...], fine: tuple[float, ...]) -> Method:
+    """The default with a share that changes linearly from `noisy` to `fine`, both of one number; an empty one: no merging there."""
+    settings = {"noisy": noisy, "fine": fine, **MaMeConfig().to_dict()}
+    return Method("variant", settings, lambda unet: scheduled(unet, partial(share_at, noisy, fine)))
 
 
 RIVALS = {
@@ -80,21 +90,16 @@ WIDE: dict[str, dict[str, Any]] = {
     "1/16, 4x4 cells, tiles 16": {"keep": 0.05, "stride": (4, 4), "tiles": 16},
     "1/64, 8x8 cells, tiles 32": {"keep": 0.01, "stride": (8, 8), "tiles": 32},
 }
-MIXED: dict[str, Any] = {
-    "keep": 0.375,
-    "stride": (2, 2),
-    "tiles": 8,
-}  # some sources stay, so keys stand for 1 to 4 tokens
+# Some sources stay, so that keys stand for one to four tokens.
+MIXED: dict[str, Any] = {"keep": 0.375, "stride": (2, 2), "tiles": 8}
 VARIANTS = {
     **{f"default, size bias {bias:g}": biased(bias) for bias in (0.5, 1.0)},
     **{f"kv 0.375, 2x2 cells, size bias {bias:g}": biased(bias, **MIXED) for bias in (0.5, 1.0)},
-    "kv 0.375, 2x2 cells, guidance protected": variant(
-        "protected", lambda unet: varied(unet, MaMeConfig.from_dict(MIXED), guidance_protected), **MIXED
-    ),
-    "noisy half only": variant("early", lambda unet: scheduled(unet, lambda t: 0.25 if t > 0.5 else None)),
-    "fine half only": variant("late", lambda unet: scheduled(unet, lambda t: 0.25 if t <= 0.5 else None)),
-    "kv .50 to .25, linear": variant("falling", lambda unet: scheduled(unet, lambda t: 0.25 + 0.25 * t)),
-    "kv .25 to .50, linear": variant("rising", lambda unet: scheduled(unet, lambda t: 0.5 - 0.25 * t)),
+    "kv 0.375, 2x2 cells, guidance protected": protected(**MIXED),
+    "default, noisy half only": in_steps((0.25,), ()),
+    "default, fine half only": in_steps((), (0.25,)),
+    "kv .50 to .25 over the steps": in_steps((0.5,), (0.25,)),
+    "kv .25 to .50 over the steps": in_steps((0.25,), (0.5,)),
 }
 FULL = {
     "default": ours(),
@@ -119,12 +124,9 @@ FULL = {
     **{f"qkv tau {tau}": ours(tau=tau) for tau in (0.7, 0.8, 0.9)},
     **{f"plain tau {tau}": ours(tau=tau, preset="plain") for tau in (0.7, 0.8, 0.9)},
     "printed equations, tau 0.8": ours(tau=0.8, preset="plain", variant="paper"),
-    **{f"default, mlp {mlp}": ours(mlp=mlp) for mlp in (0.75, 0.5, 0.25)},
-    "default, mlp .5, first level": ours(mlp=0.5, **FIRST),
-    "default, mlp .5, averaged": ours(mlp=0.5, weights="average"),
+    **{f"default, mlp {mlp}": ours(mlp=mlp) for mlp in (0.75, 0.5)},
     "default, cross .5": ours(cross=0.5),
     "default, mlp .5, cross .5": ours(mlp=0.5, cross=0.5),
-    "qkv .5, mlp .5, cross .5": ours(keep=0.5, merge="qkv", mlp=0.5, cross=0.5),
     **VARIANTS,
     **RIVALS,
 }

@@ -68,6 +68,14 @@ def guidance_protected(x: Tensor, config: MaMeConfig, size: tuple[int, int]) -> 
     return MergePlan(weights, stay, rows, pos, 0, x.shape[:1], paper=False)
 
 
+def share_at(noisy: tuple[float, ...], fine: tuple[float, ...], t: float) -> float | None:
+    """The share to keep at the time t (1: noise, 0: image): between `noisy` and `fine`, or the one of t's half; None: no merging."""
+    if noisy and fine:
+        return fine[0] + (noisy[0] - fine[0]) * t
+    half = noisy if t > 0.5 else fine
+    return half[0] if half else None
+
+
 @contextmanager
 def varied(unet: Any, config: MaMeConfig, plan: Plan = plan_merge, bias: float = 0.0) -> Iterator[None]:
     """`unet` with a VariantProcessor for the block; afterwards its own processors are back."""

@@ -68,7 +68,7 @@ SUITES = {
             prompts="drawn",
             num=128,
             steps=10,
-            metrics=(*_PAPER, "ms_ssim", "lpips_vgg", "clip_image", "fid_to_baseline", "kid", "fd_effnet", "kid_effnet",
+            metrics=(*_PAPER, "ms_ssim", "clip_image", "fid_to_baseline", "kid", "fd_effnet", "kid_effnet",
                      "is_effnet", "retrieval", "background", *_COST),
             rounds=5,
             glyphs=True,
