@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ REUSED = "mame kv .25"
 
 def configs(device: torch.device) -> dict[str, MaMeConfig]:
     """What is measured of ours on this device."""
-    return {**CONFIGS, **KERNELS} if device.type == "cuda" else CONFIGS
+    return {**CONFIGS, **KERNELS} if device.type == "cuda" and find_spec("triton") else CONFIGS
 
 
 def methods(dim: int, tokens: int, device: torch.device, dtype: torch.dtype) -> dict[str, tuple[float, str, Layer]]:

@@ -88,8 +88,11 @@ def varied(unet: Any, config: MaMeConfig, plan: Plan = plan_merge, bias: float =
 
 
 @contextmanager
-def scheduled(unet: Any, keep_at: Callable[[float], float | None]) -> Iterator[None]:
-    """`unet` merging with share `keep_at(t / 1000)` of the timestep t that it is called with; None: not at all."""
+def scheduled(unet: Any, keep_at: Callable[[float], float | None], **fields: Any) -> Iterator[None]:
+    """`unet` merging with share `keep_at(t / 1000)` of the timestep t that it is called with; None: not at all.
+
+    `fields` are settings of MaMeConfig.
+    """
 
     def note(module: Any, args: Any, kwargs: Any) -> None:
         timestep = kwargs["timestep"] if "timestep" in kwargs else args[1]
@@ -98,7 +101,7 @@ def scheduled(unet: Any, keep_at: Callable[[float], float | None]) -> Iterator[N
         if keep is not None and keep != handle.config.keep:
             handle.set(keep=keep)
 
-    with mame(unet) as handle:
+    with mame(unet, **fields) as handle:
         hook = unet.register_forward_pre_hook(note, with_kwargs=True)
         try:
             yield

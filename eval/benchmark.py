@@ -90,10 +90,11 @@ class Benchmark:
         self._save()
         for method in self.methods:
             self._generate(method)
-        self._time()  # before any network of a metric takes memory
         self.tools.shard.wait()  # the main process has written down what all have made
         runs = {row["name"]: Run.open(self.out / row["run"]) for row in self._measured()}
         check_foreign(self.reference, *runs.values())
+        self._time()  # before any network of a metric takes memory
+        self.tools.shard.wait()
         for name, run in runs.items():
             self._score(name, run, runs[BASELINE])
         self._compare_rows(runs[BASELINE])

@@ -55,7 +55,7 @@ def read_record(path: Path, about: Mapping[str, Any] | None = None) -> Timings:
             f"{path}: expected timings ({FORMAT!r}), got another file ({type(error).__name__}: {error}); delete it, or "
             "choose another --out"
         ) from None
-    if about is None or lines[0]["about"] != _digest(about):
+    if about is None or lines[0].get("about") != _digest(about):
         return {}
     return {key: timing for key, timing in found.items() if all((key[0], name) in found for name in about["methods"])}
 

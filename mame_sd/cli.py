@@ -185,7 +185,7 @@ def tune_command(
     from mame_sd.models import load_model
     from mame_sd.plan import GenerateSettings
     from mame_sd.run_folder import write_atomically
-    from mame_sd.tune import choose, ladder_of, lpips_distance, table, text_plot, tune
+    from mame_sd.tune import choose, ladder_of, lpips_distance, table, text_plot, tune, whole
 
     if (max_lpips is None) == (min_speedup is None):
         raise UserError("expected --max-lpips or --min-speedup, one of them; say what matters")
@@ -206,8 +206,7 @@ def tune_command(
         raise
     print(table(trials, best), text_plot(trials), sep="\n\n", end="\n\n")
     file = out / "config.json"
-    fields = {name: value for name, value in best.config.to_dict().items() if value is not None}
-    write_atomically(file, (json.dumps(fields, indent=1) + "\n").encode())
+    write_atomically(file, (json.dumps(whole(best.config), indent=1) + "\n").encode())
     print(f"{file}: mame-sd generate --config {file}, or MaMeConfig.from_file({str(file)!r})")
 
 

@@ -148,7 +148,7 @@ class MaMeConfig:
     size: tuple[int, int] | None = _field("latent (height, width), for when the layer's cannot be known")
     mlp: float | None = _field(
         "share of tokens to keep in the feed-forward networks too (above 0, at most 1), restored after them; off unless "
-        "given. UNets, DiT and PixArt by apply_mame only"
+        "given. The grid's cell follows from this share. UNets, DiT and PixArt by apply_mame only"
     )
     cross: float | None = _field("as mlp, of the queries of cross-attention")
 
@@ -187,12 +187,15 @@ class MaMeConfig:
     def of_part(self, name: str) -> MaMeConfig | None:
         """The settings that merge a part ("mlp" or "cross") of a block by itself; None where it is off.
 
-        They are these, with the part's share as `keep`, from which the grid's cell follows.
+        They are these, with the part's share as `keep`, from which the grid's cell follows. Of tau's own choices none
+        holds for a share: similarity of all with all would cost more than the part itself.
         """
         share = getattr(self, name)
         if share is None:
             return None
         changes = {"tau": None, "keep": share, "stride": None, "merge": "qkv", "batch": "per_sample", "feature": "x"}
+        if self.tau is not None:
+            changes |= {"tiles": None, "weights": None}
         return MaMeConfig.from_dict({**self.to_dict(), **changes, **dict.fromkeys(PARTS)})
 
     def to_dict(self, given_only: bool = False) -> dict[str, Any]:

@@ -83,14 +83,14 @@ def generate(
         done = folder.finished(list(known))
         shard.wait()  # nobody writes before everybody has looked
         pending = [batch for batch in batches if any(job.name not in done for job in batch)][shard.rank :: shard.count]
-        made, problem = 0, None
+        first = FirstBatch(shard)
         try:
-            made = _make(model, pending, done, settings, patch, described, folder, on_progress, on_note, sizes)
+            made = _make(model, pending, done, settings, patch, described, folder, on_progress, on_note, sizes, first)
         except UserError as error:
-            problem = error
-        problems = [found for found in shard.everywhere(problem) if found is not None]
-        if problems:
-            raise problems[0]  # on every process: what one of them finds wrong with the method or the model, all know
+            first.agree(error)
+            raise
+        first.agree()
+        shard.wait()
         if shard.is_main:
             rows = folder.collect(known)
         complete = True
@@ -104,6 +104,23 @@ def generate(
     return _summary(rows, len(jobs), made)
 
 
+class FirstBatch:
+    """What is wrong with the method or the model shows in the first batch: then it is raised on every process."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._agreed = False
+
+    def agree(self, problem: UserError | None = None) -> None:
+        """Tells the others, once, how the first batch went; raises the first problem that any of them had."""
+        if self._agreed:
+            return
+        self._agreed = True
+        problems = [found for found in self._shard.everywhere(problem) if found is not None]
+        if problems:
+            raise problems[0]
+
+
 def _make(
     model: LoadedModel,
     batches: Sequence[Sequence[Job]],
@@ -115,6 +132,7 @@ def _make(
     on_progress: Callable[[int, int], None],
     on_note: Callable[[str], None],
     sizes: set[tuple[int | None, int | None]],
+    first: FirstBatch,
 ) -> int:
     """Compute `batches`, write the images that are not `done`, and return how many were written.
 
@@ -141,6 +159,7 @@ def _make(
                     folder.write_image(job.name, to_png(image, job, described), record)
                     made += 1
             on_progress(made, total)
+            first.agree()
     finally:
         if patched is not None:
             patched.remove()

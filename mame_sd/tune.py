@@ -157,6 +157,13 @@ def choose(trials: Sequence[Trial], max_lpips: float | None, min_speedup: float 
     )
 
 
+def whole(config: MaMeConfig) -> dict[str, Any]:
+    """All of `config` for a file that no later version's defaults change; a cell that follows from keep is left to it."""
+    fields = {name: value for name, value in config.to_dict().items() if value is not None}
+    rest = {name: value for name, value in fields.items() if name != "stride"}
+    return rest if MaMeConfig.from_dict(rest) == config else fields
+
+
 def table(trials: Sequence[Trial], chosen: Trial | None) -> str:
     """The trade-off as text, an arrow at the chosen setting."""
     width = max(len(t.label) for t in trials)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ from benchmarks.frontier_report import markdown, on_frontier, verdict
 from benchmarks.painting import AttentionWork, clocked
 from benchmarks.rivals import pooled
 from benchmarks.timing import captured, interleaved
-from benchmarks.variants import guidance_protected, scheduled, varied
+from benchmarks.variants import guidance_protected, scheduled, share_at, varied
 from mame_sd import MaMeConfig, mame
 from mame_sd.hooks import has_hooks
-from tests.tiny import run_unet, tiny_unet
+from tests.tiny import run_unet, tiny_unet, unet_inputs
 
 CPU = torch.device("cpu")
 
@@ -107,19 +108,23 @@ def test_the_tokens_in_which_the_two_samples_differ_most_stay() -> None:
 
 
 def test_a_schedule_goes_by_the_timestep() -> None:
-    unet = tiny_unet()
-    plain = run_unet(unet)
-    seen: list[float] = []
+    unet, inputs = tiny_unet(), unet_inputs(tiny_unet())
 
-    def keep_at(t: float) -> float | None:
-        seen.append(t)
-        return None
+    def at(t: int) -> torch.Tensor:
+        with torch.no_grad():
+            sample: torch.Tensor = unet(**{**inputs, "timestep": torch.tensor(t)}).sample
+        return sample
 
-    with scheduled(unet, keep_at):
-        assert torch.equal(run_unet(unet), plain)
-    assert len(seen) == 1
-    assert 0 <= seen[0] <= 1
+    plain = at(900), at(100)
+    with mame(unet, keep=0.5, min_tokens=16):
+        half = at(100)
+    with scheduled(unet, partial(share_at, (), (0.5,)), min_tokens=16):
+        assert torch.equal(at(900), plain[0])
+        assert torch.equal(at(100), half)
+        assert not torch.equal(half, plain[1])
+        assert torch.equal(at(900), plain[0])
     assert not has_hooks(unet)
+    assert [share_at((0.5,), (0.25,), t) for t in (0.0, 0.5, 1.0)] == [0.25, 0.375, 0.5]
 
 
 def test_work_counts_self_attention_alone() -> None:

@@ -29,8 +29,8 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 runs = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device")
 CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "default": ((16, 16), {}),
-    "cut tiles": ((11, 13), {}),
-    "some sources stay": ((11, 13), {"keep": 0.5, "merge": "qkv"}),
+    "cut tiles": ((20, 36), {}),
+    "cut tiles, some sources stay": ((11, 13), {"tiles": 8, "keep": 0.6, "merge": "qkv"}),
     "tau": ((8, 16), {"tau": 0.1, "weights": "best", "tiles": 8}),
     "tiles of 8": ((16, 8), {"tiles": 8}),
     "3 x 3 cells, tiles of 12": ((12, 24), {"stride": (3, 3), "keep": 0.1, "tiles": 12}),
@@ -182,11 +182,14 @@ def test_the_kernels_compile_for_a_gpu_without_one() -> None:
         "row": "*i32",
         "best": "*fp32",
     }
-    blocks = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": 16}
+    launched = kernels._sides(64, 192)  # the default's tiles
+    warps = {"num_warps": launched["num_warps"]}
+    blocks = {name: side for name, side in launched.items() if name.startswith("BLOCK")}
     for kernel in (kernels._best_kernel, kernels._merge_kernel):
         signature = {name: types.get(name, "i32") for name in kernel.arg_names} | dict.fromkeys(blocks, "constexpr")
-        made = compile(ASTSource(kernel, signature, blocks), target=GPUTarget("cuda", 80, 32))
+        made = compile(ASTSource(kernel, signature, blocks), target=GPUTarget("cuda", 80, 32), options=warps)
         assert len(made.asm["cubin"]) > 0
+        assert made.metadata.shared <= 48 * 1024, "what every device gives a program without asking"
 
 
 def test_a_cpu_is_refused_and_so_are_other_settings() -> None:

@@ -56,9 +56,10 @@ def test_random_grid_draws_one_of_each_cell_cut_cells_too() -> None:
         assert sorted((p // 7 // 2, p % 7 // 3) for p in dst) == [(i, j) for i in range(3) for j in range(3)]
         found.update(dst)
     assert found == set(range(35))
-    assert positions(35, config("random-grid", seed=1), (5, 7)).dst.tolist() != positions(
-        35, config("grid"), (5, 7)
-    ).dst.tolist()
+    assert (
+        positions(35, config("random-grid", seed=1), (5, 7)).dst.tolist()
+        != positions(35, config("grid"), (5, 7)).dst.tolist()
+    )
 
 
 def test_random_has_its_own_seed_and_leaves_the_global_one_alone() -> None:

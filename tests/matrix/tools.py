@@ -16,7 +16,7 @@ from tests.matrix.features import cached, uncached
 from tests.matrix.rows import Check
 from tests.matrix.transformers import FLUX, flux_inputs, model, normal, run
 from tests.matrix.unets import LEVELS, once
-from tests.tiny import LATENT, run_unet, tiny_pipeline, tiny_unet, unet_inputs
+from tests.tiny import LATENT, tiny_pipeline, tiny_unet, unet_inputs
 
 HALF: dict[str, Any] = {"keep": 0.5, "min_tokens": 60}
 
@@ -24,23 +24,30 @@ HALF: dict[str, Any] = {"keep": 0.5, "min_tokens": 60}
 def compiled(whole: bool) -> None:
     """`keep` compiles into one full graph for each size, which serves all later steps, also when the size returns."""
     torch.compiler.reset()
-    unet = tiny_unet()
+    unet, larger = tiny_unet(), 24
+    steps = [(4, LATENT), (5, LATENT), (6, larger), (7, LATENT), (8, larger)]
+
+    def forward(step: int, side: int) -> torch.Tensor:
+        inputs = unet_inputs(unet, height=side, width=side, seed=step)
+        with torch.no_grad():
+            sample: torch.Tensor = unet(**{**inputs, "timestep": torch.tensor(100 * step)}).sample
+        return sample
+
     if whole:
         handle = apply_mame(unet, **HALF)
-        expected = run_unet(unet)
-        unet.compile(backend="eager", fullgraph=True)
     else:
         unet.set_attn_processor(MaMeAttnProcessor(**HALF))
-        expected = run_unet(unet)
+    expected = [forward(*step) for step in steps]
+    if whole:
+        handle.reset()
+        unet.compile(backend="eager", fullgraph=True)
+    else:
         unet.compile_repeated_blocks(backend="eager", fullgraph=True)
-    torch.testing.assert_close(run_unet(unet), expected, rtol=1e-4, atol=1e-4)
-    larger = 24
-    run_unet(unet, height=larger, width=larger)
-    with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
-        for step, side in ((4, LATENT), (5, LATENT), (6, larger), (7, LATENT), (8, larger)):
-            inputs = unet_inputs(unet, height=side, width=side, seed=step)
-            output = unet(**{**inputs, "timestep": torch.tensor(100 * step)}).sample
-            assert not torch.equal(output, expected)
+    for side in (LATENT, larger):
+        forward(1, side)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step, eager in zip(steps, expected, strict=True):
+            torch.testing.assert_close(forward(*step), eager, rtol=1e-4, atol=1e-4)
     if whole:
         assert sum(layer.merged for layer in handle.report().layers) == sum(LEVELS.values())
 
