@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
@@ -49,19 +49,21 @@ On = Callable[[Any], AbstractContextManager[Any]]
 
 
 def methods(only: Sequence[str] = (), short: bool = False) -> dict[str, tuple[str, On]]:
-    """(name of the free bound, how to apply it) by name: those that hold a text of `only`, else all or the short choice."""
+    """(name of the free bound, how to apply it) by name: those that `only` names, else all or the short choice."""
     found: dict[str, tuple[str, On]] = {"plain": ("", nullcontext), "plain again": ("", nullcontext)}
     for name, fields in SETTINGS.items():
         config = MaMeConfig.from_dict(fields)
         found[f"free {name}"] = ("", partial(free_on, config=config))
         found[name] = (f"free {name}", partial(mame, config=config))
     found.update({name: ("", partial(tomesd_on, **fields)) for name, fields in TOMESD.items()})
-    wanted = {f"{free}{name}" for name in SHORT for free in ("", "free ")} if short and not only else found
-    return {
-        name: method
-        for name, method in found.items()
-        if name.startswith("plain") or (any(text in name for text in only) if only else name in wanted)
-    }
+    named = [name for text in only for name in _named(text, found)] if only else SHORT if short else list(found)
+    wanted = {f"{free}{name}" for name in named for free in ("", "free ")}
+    return {name: method for name, method in found.items() if name.startswith("plain") or name in wanted}
+
+
+def _named(text: str, names: Iterable[str]) -> list[str]:
+    """The method of that name alone, else all whose names hold the text."""
+    return [text] if text in names else [name for name in names if text in name]
 
 
 @torch.no_grad()
@@ -133,7 +135,11 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="default float32; on cuda bfloat16")
     parser.add_argument("--rounds", type=int, help="timed rounds (default 5 on a CPU, 20 on cuda)")
     parser.add_argument(
-        "--only", metavar="TEXT", nargs="+", default=(), help="methods whose name holds TEXT, beside plain"
+        "--only",
+        metavar="TEXT",
+        nargs="+",
+        default=(),
+        help="the method TEXT, or those whose names hold it, beside plain",
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     args = parser.parse_args()
@@ -143,6 +149,11 @@ def main() -> None:
     sides = args.side or ([512] if args.short else [512, 768])
     rounds = args.rounds or (20 if cuda else 2 if args.short else 5)
     dtype = DTYPES[args.dtype or ("bfloat16" if cuda else "float32")]
+    for text in args.only:
+        if not _named(text, methods()):
+            parser.error(
+                f"--only: expected the name of a method or a part of one, got {text!r}; see benchmarks/unet.py"
+            )
     if any(side % 64 or side < 64 for side in sides):
         parser.error(f"--side: expected multiples of 64 pixels, got {sides}")
     results = []
