@@ -62,27 +62,34 @@ def verdict(points: list[Point]) -> dict[str, dict[str, str | None]]:
 
 
 def plot(points: list[Point], path: Path) -> None:
-    """LPIPS over UNet time and over attention work, one colour a family, as a .png."""
+    """LPIPS (on a logarithmic scale) over UNet time and over attention work, one colour a family, as a .png.
+
+    Over time a line joins the points that nothing beats in both; they, tomesd and the default are named.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    figure, axes = pyplot.subplots(2, 1, figsize=(10, 12), layout="constrained")
+    shown = [p for p in points if p["lpips"] > 0]
+    named = {p["name"] for p in on_frontier(points) if p["family"] == OURS} | {"default", "tomesd 0.25", "tomesd 0.5"}
     for ax, key, label in (
         (axes[0], "times_faster", "UNet, times faster than unmerged"),
         (axes[1], "work", "self-attention work, share of the unmerged"),
     ):
-        for family in dict.fromkeys(p["family"] for p in points):
-            group = [p for p in points if p["family"] == family]
+        for family in dict.fromkeys(p["family"] for p in shown):
+            group = [p for p in shown if p["family"] == family]
             ax.scatter([p[key] for p in group], [p["lpips"] for p in group], label=family, s=28)
-        for point in on_frontier(points):
-            ax.annotate(
-                point["name"], (point[key], point["lpips"]), fontsize=7, xytext=(4, 3), textcoords="offset points"
-            )
+        ax.set_yscale("log")
         ax.set_xlabel(label)
         ax.set_ylabel("LPIPS to the unmerged image")
         ax.grid(alpha=0.3)
+    line = sorted((p for p in on_frontier(points) if p in shown), key=lambda p: p["times_faster"])
+    axes[0].plot([p["times_faster"] for p in line], [p["lpips"] for p in line], color="0.6", lw=1, zorder=0)
+    style: dict[str, Any] = {"fontsize": 7, "textcoords": "offset points", "rotation": -25, "rotation_mode": "anchor"}
+    for point in (p for p in shown if p["name"] in named):
+        axes[0].annotate(point["name"], (point["times_faster"], point["lpips"]), xytext=(5, -3), **style)
     axes[0].legend()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
