@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,14 +18,21 @@ USAGE = PAGES[0].read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"<!-- test: python -->\n```python\n(.*?)```", USAGE, re.S)
 
 
-@pytest.mark.parametrize("code", EXAMPLES, ids=["pipeline", "family"])
-def test_examples_run(code: str) -> None:
-    scope: dict[str, object] = {}
+def _run(code: str) -> dict[str, Any]:
+    scope: dict[str, Any] = {}
     exec(compile(code, "usage.md", "exec"), scope)
-    if "image" in scope:
-        assert scope["image"].size == (256, 256)  # type: ignore[attr-defined]
-    else:
-        assert families.family_names().count("MyTransformer2DModel") == 1
+    return scope
+
+
+def test_examples_run() -> None:
+    pipeline, half_of_the_steps, family = EXAMPLES
+    assert _run(pipeline)["image"].size == (256, 256)
+    scope = _run(half_of_the_steps)
+    assert scope["image"].size == (256, 256)
+    assert scope["handle"].active is False
+    assert scope["handle"].report().layers
+    _run(family)
+    assert families.family_names().count("MyTransformer2DModel") == 1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
