@@ -83,8 +83,9 @@ class LayerStats:
 class LayerReport:
     """One layer: means over its calls since the last reset.
 
-    `part` is "attention" (self-attention), "mlp" or "cross" (queries of cross-attention). `level` counts from 0, the layers with the most tokens. `merged` is False when the layer was left alone, for the
-    `reason` given. With merge "kv" `tokens_kept` counts keys. `size` is (h, w) in tokens where it was known.
+    `part` is "attention" (self-attention), "mlp" or "cross" (queries of cross-attention). `level` counts from 0, the layers with
+    the most tokens. `merged` is False when the layer was left alone, for the `reason` given. With merge "kv" `tokens_kept` counts
+    keys. `size` is (h, w) in tokens where it was known.
     """
 
     name: str

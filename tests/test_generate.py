@@ -236,7 +236,7 @@ def test_a_size_at_which_nothing_merges_is_noted_and_the_run_goes_on(model: Load
     assert run(model, tmp_path / "run", config=config, prompts=prompts).made == 1
     none = [prompts[0], Prompt(id="flat", text="key", width=32, height=8)]
     for _ in range(2):
-        with pytest.raises(UserError, match=r"at least one (self-attention layer|image)"):
+        with pytest.raises(UserError, match=r"at least one (layer to merge|image)"):
             run(model, tmp_path / "none", config=config, prompts=none)
 
 

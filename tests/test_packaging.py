@@ -96,4 +96,4 @@ def test_the_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Pa
         text=True,
         check=True,
     )
-    assert done.stdout.splitlines()[0] == "metric,mean,low,high,n,withheld"
+    assert done.stdout.splitlines()[0] == "metric,mean,low,high,n,withheld,remark"
