@@ -16,21 +16,21 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from benchmarks.layers import Layer, attention, free, gate, inputs, ours, planned, tomesd_layer
-from benchmarks.timing import Times, captured, interleaved, machine
+from benchmarks.timing import Times, captured, interleaved, machine, named
 from mame_sd import MaMeConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TILED: dict[str, Any] = {"partition": "grid", "tiles": 8, "merge": "qkv"}
 CONFIGS = {
-    "mame+mare .75": MaMeConfig(keep=0.75, **TILED),
-    "mame+mare .50": MaMeConfig(keep=0.5, **TILED),
-    "mame+mare .25": MaMeConfig(keep=0.25, **TILED),
+    "mame+mare .75": MaMeConfig(keep=0.75, merge="qkv"),
+    "mame+mare .50": MaMeConfig(keep=0.5, merge="qkv"),
+    "mame+mare .25": MaMeConfig(keep=0.25, merge="qkv"),
     "mame kv .50": MaMeConfig(keep=0.5),
     "mame kv .25": MaMeConfig(keep=0.25),
     "global .50": MaMeConfig(keep=0.5, preset="plain"),  # alpha = beta = .5 in the paper's cost condition
@@ -71,12 +71,12 @@ def methods(dim: int, tokens: int, device: torch.device, dtype: torch.dtype) -> 
 
 
 @torch.no_grad()
-def measure(case: dict[str, Any], rounds: int, device: torch.device, only: str | None) -> dict[str, Any]:
+def measure(case: dict[str, Any], rounds: int, device: torch.device, only: Sequence[str] = ()) -> dict[str, Any]:
     """One table: prints it and returns its figures."""
     dtype, tokens, dim, batch = DTYPES[case["dtype"]], case["tokens"], case["dim"], case["batch"]
     chosen = methods(dim, tokens, device, dtype)
-    if only is not None:
-        wanted = {name for name in chosen if only in name or name == "sdpa"}
+    if only:
+        wanted = {"sdpa", *(name for text in only for name in named(text, chosen))}
         wanted |= {chosen[name][1] for name in wanted}
         chosen = {name: method for name, method in chosen.items() if name in wanted}
     calls = {name: layer for name, (_, _, layer) in chosen.items()}
@@ -117,7 +117,13 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="default float32 bfloat16; on cuda bfloat16 float16")
     parser.add_argument("--rounds", type=int, help="timed rounds (default 7 on a CPU, 50 on cuda)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
-    parser.add_argument("--only", metavar="TEXT", help="methods whose name holds TEXT, beside sdpa and their bounds")
+    parser.add_argument(
+        "--only",
+        metavar="TEXT",
+        nargs="+",
+        default=(),
+        help="the method TEXT, or those whose names hold it, beside sdpa and their bounds",
+    )
     args = parser.parse_args()
     device = torch.device(args.device)
     cuda = device.type == "cuda"
@@ -132,6 +138,11 @@ def main() -> None:
             parser.error(f"--tokens: expected squares, got {tokens}; the next one is {(math.isqrt(tokens) + 1) ** 2}")
     if args.dim % 64 or args.dim < 64:
         parser.error(f"--dim: expected a multiple of 64, got {args.dim}; heads are of 64")
+    for text in args.only:
+        if not named(text, methods(args.dim, 16, device, torch.float32)):
+            parser.error(
+                f"--only: expected the name of a method or a part of one, got {text!r}; leave it out to see all"
+            )
     errors = {dtype: gate(args.dim, device, DTYPES[dtype], configs(device)) for dtype in args.dtype}
     print(f"error against the float64 loops: at most {max(max(e.values()) for e in errors.values()):.1e}")
     results = [measure(case, args.rounds, device, args.only) for case in cases(args)]

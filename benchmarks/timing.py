@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
@@ -103,3 +103,8 @@ def _processor() -> str:
 def _drain(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def named(text: str, names: Iterable[str]) -> list[str]:
+    """What `--only TEXT` chooses: the method of that name alone, else all whose names hold the text."""
+    return [text] if text in names else [name for name in names if text in name]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
@@ -27,7 +27,7 @@ import torch
 from benchmarks import unets
 from benchmarks.free import free_on, work
 from benchmarks.rivals import tomesd_on
-from benchmarks.timing import Times, captured, interleaved, machine
+from benchmarks.timing import Times, captured, interleaved, machine, named
 from mame_sd import MaMeConfig, embedded_model_path, mame
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,14 +56,9 @@ def methods(only: Sequence[str] = (), short: bool = False) -> dict[str, tuple[st
         found[f"free {name}"] = ("", partial(free_on, config=config))
         found[name] = (f"free {name}", partial(mame, config=config))
     found.update({name: ("", partial(tomesd_on, **fields)) for name, fields in TOMESD.items()})
-    named = [name for text in only for name in _named(text, found)] if only else SHORT if short else list(found)
+    named = [name for text in only for name in named(text, found)] if only else SHORT if short else list(found)
     wanted = {f"{free}{name}" for name in named for free in ("", "free ")}
     return {name: method for name, method in found.items() if name.startswith("plain") or name in wanted}
-
-
-def _named(text: str, names: Iterable[str]) -> list[str]:
-    """The method of that name alone, else all whose names hold the text."""
-    return [text] if text in names else [name for name in names if text in name]
 
 
 @torch.no_grad()
@@ -150,7 +145,7 @@ def main() -> None:
     rounds = args.rounds or (20 if cuda else 2 if args.short else 5)
     dtype = DTYPES[args.dtype or ("bfloat16" if cuda else "float32")]
     for text in args.only:
-        if not _named(text, methods()):
+        if not named(text, methods()):
             parser.error(
                 f"--only: expected the name of a method or a part of one, got {text!r}; see benchmarks/unet.py"
             )

@@ -27,7 +27,7 @@ def test_every_method_is_timed_and_checked_and_a_wrong_one_is_refused(
     errors = layers.gate(64, CPU, torch.float32, attention.CONFIGS)
     assert max(errors.values()) < 1e-5
     case = {"dtype": "float32", "tokens": 256, "dim": 64, "batch": 2}
-    found = attention.measure(case, 1, CPU, None)["methods"]
+    found = attention.measure(case, 1, CPU)["methods"]
     assert {"sdpa", "free 0.50", "mame+mare .50", "mame kv .25", "mame kv .25, plan given", "global .50"} <= set(found)
     assert all(row["median_s"] > 0 for row in found.values())
     assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("| m")]) == 7
