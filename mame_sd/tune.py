@@ -29,14 +29,15 @@ from mame_sd.run_folder import write_atomically, writing
 from mame_sd.sampling import levels_of, merge_in, sample
 
 BASELINE = "baseline"
-# From mild to strong; what is not named is as in the setting that tuning starts from.
+# From mild to strong. The cell follows from keep; what else is not named is as in the setting that tuning starts from.
 LADDER: tuple[dict[str, Any], ...] = (
     {"keep": 0.75},
     {"keep": 0.5},
     {"keep": 0.375},
     {"keep": 0.25},
-    {"keep": 0.12, "stride": (3, 3), "tiles": 12},
-    {"keep": 0.07, "stride": (4, 4), "tiles": 16},
+    {"keep": 0.19},
+    {"keep": 0.125},
+    {"keep": 0.0625},
     {"keep": 0.5, "merge": "qkv"},
     {"keep": 0.25, "merge": "qkv"},
 )
@@ -60,7 +61,7 @@ def ladder_of(base: MaMeConfig) -> list[tuple[str, MaMeConfig]]:
     steps = []
     for fields in LADDER:
         label = ", ".join(f"{name} {_short(value)}" for name, value in fields.items())
-        steps.append((label, base.replace(**fields)))
+        steps.append((label, base.replace(stride=None, **fields)))
     return steps
 
 
@@ -165,13 +166,13 @@ def whole(config: MaMeConfig) -> dict[str, Any]:
 
 
 def table(trials: Sequence[Trial], chosen: Trial | None) -> str:
-    """The trade-off as text, an arrow at the chosen setting."""
+    """The trade-off as text: settings numbered as in `text_plot`, an arrow at the chosen one."""
     width = max(len(t.label) for t in trials)
-    lines = [f"   {'setting':<{width}}  kept  s per image  times faster   LPIPS"]
-    for t in trials:
+    lines = [f"      {'setting':<{width}}  kept  s per image  times faster   LPIPS"]
+    for number, t in enumerate(trials, 1):
         mark = "->" if t is chosen else "  "
         lines.append(
-            f"{mark} {t.label:<{width}}  {t.kept:4.0%}  {t.seconds:11.2f}  {t.times_faster:12.2f}  {t.lpips:6.4f}"
+            f"{mark} {number:>2} {t.label:<{width}}  {t.kept:4.0%}  {t.seconds:11.2f}  {t.times_faster:12.2f}  {t.lpips:6.4f}"
         )
     return "\n".join(lines)
 

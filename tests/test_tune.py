@@ -45,11 +45,12 @@ def test_every_step_of_the_ladder_is_measured_and_a_second_call_measures_nothing
     seen: list[tuple[int, int]] = []
     trials = tune(model, PROMPTS, GenerateSettings(steps=1), ladder, distance, tmp_path, lambda *n: seen.append(n))
     assert [t.config for t in trials] == [SMALL.replace(**fields) for fields in LADDER]
+    assert [c for _, c in ladder_of(SMALL.replace(stride=(2, 2)))] == [t.config for t in trials]
     assert seen[-1] == (len(PROMPTS) * (1 + len(LADDER)),) * 2
     kept = {t.label: t.kept for t in trials}
     assert kept["keep 0.75"] == 0.75
-    assert kept["keep 0.25"] == 0.25 > kept["keep 0.07, stride 4x4, tiles 16"]
-    assert trials[0].lpips < trials[5].lpips, "keeping fewer keys costs more"
+    assert kept["keep 0.25"] == 0.25 > kept["keep 0.0625"]
+    assert trials[0].lpips < trials[6].lpips, "keeping fewer keys costs more"
 
     def refuse(a: Image.Image, b: Image.Image) -> float:
         raise AssertionError("nothing is to be measured again")
