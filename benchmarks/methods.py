@@ -76,14 +76,6 @@ RIVALS = {
     "pool 2x2, first level": trivial("pool", 2, 2, 4096),
     "pool 1x2, first level": trivial("pool", 1, 2, 4096),
 }
-SHORT = {
-    "default": ours(),
-    "default, first level": ours(min_tokens=4096),
-    "kv 1/9, 3x3 cells, tiles 12": ours(keep=0.1, stride=(3, 3), tiles=12),
-    "qkv 0.5": ours(keep=0.5, merge="qkv"),
-    "plain": ours(preset="plain"),
-    **{name: RIVALS[name] for name in ("tomesd 0.5", "pool-kv 2x2")},
-}
 FIRST = {"min_tokens": 4096}  # the first level only, as tomesd merges unless told otherwise
 WIDE: dict[str, dict[str, Any]] = {
     "1/9, 3x3 cells, tiles 12": {"keep": 0.1, "stride": (3, 3), "tiles": 12},
@@ -129,4 +121,17 @@ FULL = {
     "default, mlp .5, cross .5": ours(mlp=0.5, cross=0.5),
     **VARIANTS,
     **RIVALS,
+}
+SHORT = {
+    name: FULL[name]
+    for name in (
+        "default",
+        "default, first level",
+        "kv 0.125",
+        "kv 1/64, 8x8 cells, tiles 32",
+        "qkv 0.5",
+        "plain tau 0.8",
+        "tomesd 0.5",
+        "pool-kv 2x2",
+    )
 }

@@ -14,14 +14,16 @@ import torch.nn.functional as F
 from diffusers import StableDiffusionPipeline
 from torch.overrides import TorchFunctionMode
 
-from mame_sd import embedded_model_path
 from mame_sd.embedded_model import DEFAULT_GUIDANCE
+from mame_sd.model_files import ModelChoice
+from mame_sd.models import load_model
 
 
 def load(device: torch.device, dtype: torch.dtype) -> StableDiffusionPipeline:
     """The embedded pipeline, quiet, without its progress bar."""
-    pipe = StableDiffusionPipeline.from_pretrained(embedded_model_path(), torch_dtype=dtype).to(device)
-    pipe.set_progress_bar_config(disable=True)
+    pipe: StableDiffusionPipeline = load_model(
+        ModelChoice(device=str(device), dtype=str(dtype).removeprefix("torch."))
+    ).pipe
     return pipe
 
 
