@@ -56,8 +56,8 @@ def methods(only: Sequence[str] = (), short: bool = False) -> dict[str, tuple[st
         found[f"free {name}"] = ("", partial(free_on, config=config))
         found[name] = (f"free {name}", partial(mame, config=config))
     found.update({name: ("", partial(tomesd_on, **fields)) for name, fields in TOMESD.items()})
-    named = [name for text in only for name in named(text, found)] if only else SHORT if short else list(found)
-    wanted = {f"{free}{name}" for name in named for free in ("", "free ")}
+    chosen = [name for text in only for name in named(text, found)] if only else SHORT if short else list(found)
+    wanted = {f"{free}{name}" for name in chosen for free in ("", "free ")}
     return {name: method for name, method in found.items() if name.startswith("plain") or name in wanted}
 
 

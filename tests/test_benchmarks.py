@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import attention, layers, unets
+from benchmarks import attention, layers, unet, unets
 from benchmarks.frontier_report import markdown, on_frontier, verdict
 from benchmarks.painting import AttentionWork, clocked
 from benchmarks.rivals import pooled
@@ -161,3 +161,11 @@ def test_the_verdict_names_what_beats_each_rival() -> None:
     assert "- pool: NOT beaten" in text
     assert "- tomesd: beaten" in text
     assert "| **mild** | 1.20 |" in text
+
+
+def test_only_takes_the_method_of_that_name_or_all_that_hold_the_text() -> None:
+    assert set(unet.methods(["default"])) == {"plain", "plain again", "free default", "default"}
+    assert {"default", "tomesd 0.25", "tomesd 0.5"} <= set(unet.methods(["default", "tomesd"]))
+    case = {"dtype": "float32", "tokens": 64, "dim": 64, "batch": 1}
+    found = attention.measure(case, 1, CPU, ["mame kv .25", "global"])["methods"]
+    assert set(found) == {"sdpa", "free 0.50", "free kv 0.25", "mame kv .25", "global .50", "global kv .25"}

@@ -164,7 +164,9 @@ def test_a_processor_that_cuts_the_batch_is_left_alone_where_samples_run_alone()
     call = {"hidden_states": normal(3, N, 32), "image_rotary_emb": (normal(N, 16), normal(N, 16, seed=1))}
     layer, stats = FamilyLayer(attn, hunyuan_family()), LayerStats("here")
     with torch.no_grad():
-        half = layer.merged(attn, call, Tokens((H, W)), MaMeConfig(keep=0.5, stride=(2, 2), min_tokens=1), stats, attn.forward)
+        half = layer.merged(
+            attn, call, Tokens((H, W)), MaMeConfig(keep=0.5, stride=(2, 2), min_tokens=1), stats, attn.forward
+        )
         assert torch.equal(half, attn(**call))
         assert stats.last_reason is not None
         assert stats.last_reason.startswith("PAGCFGHunyuanAttnProcessor2_0, which cuts the batch into parts")

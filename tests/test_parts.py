@@ -18,7 +18,7 @@ from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mam
 from mame_sd.hooks import has_hooks
 from mame_sd.reference import reference_plan
 from tests.matrix.transformers import FLUX
-from tests.test_hooks import motion_unet
+from tests.test_hooks_models import motion_unet
 from tests.test_processor import attention
 from tests.tiny import generate, run_unet, seeded, tiny_components, tiny_pipeline, tiny_sdxl_unet, tiny_unet
 

@@ -82,6 +82,7 @@ def test_the_page_in_a_browser(address: str, browser: Any) -> None:
     page.get_by_text(f"{256 * (MaMeConfig().keep or 0):.0f} of 256").wait_for()
     pictures = page.locator("img[src*='file=']")
     assert pictures.count() == 3
+    page.wait_for_function("[...document.querySelectorAll('img[src*=\"file=\"]')].every(image => image.complete)")
     assert pictures.evaluate_all("images => images.map(image => image.naturalWidth)") == [512] * 3
     page.get_by_label("tau", exact=True).first.check()
     page.get_by_label("number input for tau").fill("1")

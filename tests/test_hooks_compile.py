@@ -1,0 +1,107 @@
+"""apply_mame under torch.compile, inference mode and gradient checkpointing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.attention_processor import Attention
+
+from mame_sd import MaMeAttnProcessor, apply_mame, mame
+from tests.test_processor import CONFIGS, attention, tokens
+from tests.tiny import (
+    run_unet,
+    tiny_unet,
+    unet_inputs,
+)
+
+MERGING = {"tau": 0.2, "min_tokens": 40}
+
+
+@pytest.mark.parametrize("fields", [CONFIGS["tau"], CONFIGS["keep"]], ids=["tau", "keep"])
+def test_compiled_calls_are_counted_without_recompiling(fields: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    attn: Attention = attention()
+    inputs = [tokens(), *(tokens().roll(k, 0) * torch.linspace(0.1, k, 64)[:, None] + k for k in (1, 2, 3))]
+    handle = apply_mame(attn, min_tokens=1, **fields)
+    with torch.no_grad():
+        expected = [attn(x) for x in inputs]
+        before = handle.report().layers[0]
+        handle.reset()
+        compiled = torch.compile(attn, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(inputs[0]), expected[0])
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for x, y in zip(inputs[1:], expected[1:], strict=True):
+                torch.testing.assert_close(compiled(x), y)
+    assert handle.report().layers[0] == before
+    assert before.calls == 4
+    assert before.tokens_in == 64
+
+
+@pytest.mark.parametrize(
+    ("fields", "capture", "graphs"),
+    [(CONFIGS["keep"], False, 1), (CONFIGS["tau"], False, None), (CONFIGS["tau"], True, 1)],
+    ids=["keep", "tau", "tau-captured"],
+)
+def test_graphs_of_a_compiled_layer(fields: dict[str, Any], capture: bool, graphs: int | None) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    attn = attention()
+    apply_mame(attn, min_tokens=1, **fields)
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=capture):
+        expected = attn(tokens())
+        torch.testing.assert_close(torch.compile(attn, backend="eager")(tokens()), expected)
+    made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert made == graphs if graphs else made > 1
+
+
+def test_works_in_inference_mode_and_out_of_it() -> None:
+    unet = tiny_unet()
+    with torch.inference_mode():
+        handle = apply_mame(unet, **MERGING)
+        inside = run_unet(unet)
+        handle.reset()
+    assert torch.equal(run_unet(unet), inside)
+    handle.reset()
+
+
+def test_gradients_under_checkpointing() -> None:
+    unet = tiny_unet().train()
+    apply_mame(unet, **MERGING)
+    inputs = unet_inputs(unet, height=8, width=24)
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            unet.enable_gradient_checkpointing()
+        unet.zero_grad()
+        unet(**inputs).sample.square().mean().backward()
+        gradients.append([p.grad.clone() for p in unet.parameters() if p.grad is not None])
+    assert len(gradients[0]) == len(list(unet.parameters()))
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_regional_compilation_of_the_processor_shares_graphs() -> None:
+    torch._dynamo.reset()
+    unet = tiny_unet()
+    unet.set_attn_processor(MaMeAttnProcessor(keep=0.4, min_tokens=40))
+    expected = run_unet(unet)
+    for attention_model in unet.up_blocks[1].attentions:
+        attention_model.transformer_blocks[0].compile(backend="eager", fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    torch.testing.assert_close(run_unet(unet), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_applying_to_a_compiled_model_takes_effect() -> None:
+    torch._dynamo.reset()
+    attn, x = attention(), tokens()
+    with torch.no_grad():
+        before = attn(x)
+        compiled = torch.compile(attn, backend="eager")
+        assert torch.equal(compiled(x), before)
+        with mame(attn, tau=0.3, min_tokens=1):
+            hooked = attn(x)
+            torch.testing.assert_close(compiled(x), hooked)
+        assert not torch.equal(hooked, before)
+        assert torch.equal(compiled(x), before)
