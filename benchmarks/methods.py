@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.rivals import pooled, tomesd_on
-from benchmarks.variants import guidance_protected, scheduled, share_at, varied
+from benchmarks.variants import guidance_protected, redrawn, scheduled, share_at, varied
 from mame_sd import MaMeConfig, mame
 
 OURS = "mame"
@@ -62,6 +62,12 @@ def in_steps(noisy: tuple[float, ...], fine: tuple[float, ...]) -> Method:
     return Method("variant", settings, lambda unet: scheduled(unet, partial(share_at, noisy, fine)))
 
 
+def anew(**fields: Any) -> Method:
+    """Destinations drawn anew at each step."""
+    settings = {"redrawn": True, **MaMeConfig(partition="random-grid", **fields).to_dict()}
+    return Method("variant", settings, lambda unet: redrawn(unet, **fields))
+
+
 RIVALS = {
     **{f"tomesd {ratio}": tomesd(ratio) for ratio in (0.25, 0.5, 0.75)},
     **{f"tomesd {ratio}, two levels": tomesd(ratio, 2) for ratio in (0.25, 0.5, 0.75)},
@@ -92,6 +98,8 @@ VARIANTS = {
     "default, fine half only": in_steps((), (0.25,)),
     "kv .50 to .25 over the steps": in_steps((0.5,), (0.25,)),
     "kv .25 to .50 over the steps": in_steps((0.25,), (0.5,)),
+    **{f"kv {keep}, drawn anew each step": anew(keep=keep) for keep in (0.5, 0.25, 0.125)},
+    **{f"qkv {keep}, drawn anew each step": anew(keep=keep, merge="qkv") for keep in (0.5, 0.25, 0.125)},
 }
 FULL = {
     "default": ours(),
@@ -109,7 +117,9 @@ FULL = {
     "kv 0.5, random": ours(tiles=8, keep=0.5, partition="random"),
     **{f"kv .25, random in each cell, seed {n}": ours(partition="random-grid", seed=n) for n in (0, 1, 2)},
     "kv tau 0.8, best": ours(tau=0.8, merge="kv", weights="best"),
-    **{f"qkv {keep}": ours(keep=keep, merge="qkv") for keep in (0.75, 0.5, 0.25)},
+    **{f"qkv {keep}": ours(keep=keep, merge="qkv") for keep in (0.75, 0.5, 0.25, 0.19, 0.125)},
+    "qkv 0.25, global": ours(keep=0.25, merge="qkv", tiles=0),
+    "qkv 0.25, random in each cell": ours(keep=0.25, merge="qkv", partition="random-grid"),
     "qkv 0.5, first level": ours(keep=0.5, merge="qkv", **FIRST),
     "qkv 0.5, 2x2 cells": ours(tiles=8, keep=0.5, merge="qkv", stride=(2, 2)),
     "qkv 0.5, 2x2 cells, average": ours(tiles=8, keep=0.5, merge="qkv", stride=(2, 2), weights="average"),

