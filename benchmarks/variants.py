@@ -1,4 +1,4 @@
-"""Ideas that were tried beside the settings of MaMeConfig; each is a point of the frontier, none has won so far.
+"""Ideas that were tried beside the settings of MaMeConfig; each is a point of the frontier, none is a setting so far.
 
 * size bias: log R_i on the attention logits of a merged key, which stands for R_i tokens (design: ToMe's proportional
   attention);

@@ -57,6 +57,18 @@ def test_commands_parse(line: str) -> None:
     sub.make_context(words[0], words[1:])
 
 
+def test_modules_and_scripts_of_every_page_have_the_options_it_gives() -> None:
+    found = 0
+    for page in (README, *(file.read_text(encoding="utf-8") for file in (ROOT / "docs").glob("*.md"))):
+        for line in re.findall(r"python (?:-m )?((?:benchmarks\.|scripts/)[^`\n]+)", page):
+            target, *words = shlex.split(line)
+            source = ROOT / (target if target.startswith("scripts/") else target.replace(".", "/") + ".py")
+            options = set(re.findall(r'"(--[\w-]+)"', source.read_text(encoding="utf-8")))
+            assert {word for word in words if word.startswith("--")} <= options, line
+            found += 1
+    assert found > 10
+
+
 @pytest.mark.parametrize("target", re.findall(r"\]\((?!http)([^)#]+)\)", README))
 def test_links_lead_somewhere(target: str) -> None:
     assert (ROOT / target).exists()

@@ -232,7 +232,7 @@ ROWS = [
         loads=False,
         processor="set",
         one_liner="not on the perturbed layers, whose processor PAG replaces during a call",
-        note="with merge=\"qkv\"; keys and values alone (the default) leave the perturbed layers as they are",
+        note='with merge="qkv"; keys and values alone (the default) leave the perturbed layers as they are',
     ),
     features("FreeU", switch=call("enable_freeu", s1=0.9, s2=0.2, b1=1.2, b2=1.4), undo=call("disable_freeu")),
     features(
