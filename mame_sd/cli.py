@@ -112,8 +112,9 @@ def compare_command(
     from mame_sd.sheet import check_sheet_path, write_sheet
 
     settings = GenerateSettings(**asdict(sampling))
-    taus = _numbers("--tau", tau)
-    keeps = _numbers("--keep", "0.5,0.25,0.125" if tau is None and keep is None else keep)
+    neither = tau is None and keep is None
+    taus = _numbers("--tau", "0.6,0.7,0.8,0.9" if neither and merging.tau is not None else tau)
+    keeps = _numbers("--keep", "0.5,0.25,0.125" if neither and merging.tau is None else keep)
     variants_of(merging, taus, keeps)  # refuses bad numbers before anything is loaded
     check_sheet_path(out)
     loaded = load_model(model_choice(model))
@@ -191,6 +192,7 @@ def tune_command(
         raise UserError("expected --max-lpips or --min-speedup, one of them; say what matters")
     height, width = (None, None) if pixels is None else pair("size", pixels if "x" in pixels else f"{pixels}x{pixels}")
     settings = GenerateSettings(**{**asdict(sampling), "height": height, "width": width})
+    ladder_of(merging)  # refuses what allows no keep before anything is loaded
     texts = list(prompt or [])
     num = 4 if num is None and not texts else num
     chosen_prompts = read_prompts(prompts or (None if texts else "demo"), texts, num)

@@ -188,14 +188,17 @@ class MaMeConfig:
         """The settings that merge a part ("mlp" or "cross") of a block by itself; None where it is off.
 
         They are these, with the part's share as `keep`, from which the grid's cell follows. Of tau's own choices none
-        holds for a share: similarity of all with all would cost more than the part itself.
+        holds for a share (the preset decides again on global similarity, which would cost more than the part itself, and on
+        averaging).
         """
         share = getattr(self, name)
         if share is None:
             return None
         changes = {"tau": None, "keep": share, "stride": None, "merge": "qkv", "batch": "per_sample", "feature": "x"}
-        if self.tau is not None:
-            changes |= {"tiles": None, "weights": None}
+        if self.tau is not None and self.tiles is None:
+            changes["tiles"] = None
+        if self.tau is not None and self.weights == "average":
+            changes["weights"] = None
         return MaMeConfig.from_dict({**self.to_dict(), **changes, **dict.fromkeys(PARTS)})
 
     def to_dict(self, given_only: bool = False) -> dict[str, Any]:
@@ -212,12 +215,7 @@ class MaMeConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MaMeConfig:
         """A config of `values` by field name. Raises ValueError for a name that is none."""
-        names = [f.name for f in fields(cls)]
-        for name in values:
-            if name not in names:
-                near = difflib.get_close_matches(str(name), names, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"unknown setting {name!r}{hint} (settings are {', '.join(names)})")
+        check_names(values)
         return cls(**values)
 
     @classmethod
@@ -230,6 +228,16 @@ class MaMeConfig:
             return cls.from_dict(_read_table(Path(path)))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+
+
+def check_names(values: Mapping[str, Any]) -> None:
+    """Raises ValueError for a name in `values` that no setting has."""
+    names = [f.name for f in fields(MaMeConfig)]
+    for name in values:
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown setting {name!r}{hint} (settings are {', '.join(names)})")
 
 
 def _read_table(path: Path) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class RowPlan(MergePlan):
         y: Tensor = torch.ops.mame_sd.merged_tokens(
             body, self.positions.slots, self.positions.gather, self._row, self.positions.M
         )
-        if self._kept.shape[-1]:
+        if torch.compiler.is_compiling() or self._kept.shape[-1]:  # with tau a graph does not know how many were kept
             y = torch.cat([y, rows_of(body, self._kept_positions())], 1)
         if self.special:
             y = torch.cat([t[:, : self.special], y], 1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import MaMeConfig, check_names
 
 DEFAULT = "default"
 PIPELINE = "StableDiffusionMaMePipeline"
@@ -44,8 +44,10 @@ def resolve_setting(tau: float | str | None, keep: float | None, fields: dict[st
             f"expected tau or keep, got both (tau={tau!r}, keep={keep!r}). Drop one; where one of them was saved with the "
             "pipeline, give it as None"
         )
-    config = MaMeConfig.from_dict({**(fields or {}), "tau": tau, "keep": keep})
-    return None if tau is None and keep is None else config
+    if tau is None and keep is None:  # off: what the fields need of tau or keep is not there to be checked
+        check_names(fields or {})
+        return None
+    return MaMeConfig.from_dict({**(fields or {}), "tau": tau, "keep": keep})
 
 
 def read_saved_merging(folder: Path) -> SavedMerging | None:

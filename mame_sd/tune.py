@@ -29,7 +29,8 @@ from mame_sd.run_folder import write_atomically, writing
 from mame_sd.sampling import levels_of, merge_in, sample
 
 BASELINE = "baseline"
-# From mild to strong. The cell follows from keep; what else is not named is as in the setting that tuning starts from.
+# From mild to strong. The cell follows from keep, and merge is the preset's; what else is not named is as in the setting that
+# tuning starts from.
 LADDER: tuple[dict[str, Any], ...] = (
     {"keep": 0.75},
     {"keep": 0.5},
@@ -57,11 +58,14 @@ class Trial:
 
 
 def ladder_of(base: MaMeConfig) -> list[tuple[str, MaMeConfig]]:
-    """The ladder's settings over `base`, labelled by what they change."""
+    """The ladder's settings over `base`, labelled by what they change. Raises UserError where `base` allows no keep."""
     steps = []
     for fields in LADDER:
         label = ", ".join(f"{name} {_short(value)}" for name, value in fields.items())
-        steps.append((label, base.replace(stride=None, **fields)))
+        try:
+            steps.append((label, base.replace(**{"stride": None, "merge": None, **fields})))
+        except ValueError as error:
+            raise UserError(f"merging: {error}; tune tries shares to keep") from error
     return steps
 
 
@@ -94,17 +98,17 @@ def tune(
         MachineError: the disk, memory.
     """
     jobs = plan_jobs(prompts, settings)
-    about = _digest([asdict(settings), [job.known for job in jobs], [(n, c.to_dict()) for n, c in ladder]], model)
+    about = _digest([asdict(settings), [asdict(job) for job in jobs], [(n, c.to_dict()) for n, c in ladder]], model)
     record = _read(out / "measured.json", about)
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
     variants: list[tuple[str, MaMeConfig | None]] = [(BASELINE, None), *ladder]
     total = len(jobs) * len(variants)
     on_progress(len(record) * len(variants), total)
-    todo = [job for job in jobs if job.name not in record]
+    todo = [(number, job) for number, job in enumerate(jobs) if job.name not in record]
     for _, config in variants if todo else ():
         _paint(model, GenerateSettings(**{**asdict(settings), "steps": 1}), jobs[0], config)  # warm up
-    for number, job in enumerate(todo):
+    for number, job in todo:
         turn = number % len(variants)  # no setting is always the first, or always behind the same one
         painted = {}
         for label, config in variants[turn:] + variants[:turn]:
@@ -159,9 +163,14 @@ def choose(trials: Sequence[Trial], max_lpips: float | None, min_speedup: float 
 
 
 def whole(config: MaMeConfig) -> dict[str, Any]:
-    """All of `config` for a file that no later version's defaults change; a cell that follows from keep is left to it."""
+    """All of `config` for a file that no later version's defaults change.
+
+    What follows from keep (the cell, the batch's rule) is left to it, so that another tau or keep can take its place; so is
+    `merge` unless it was given, since transformers merge queries too where nobody asked for less.
+    """
     fields = {name: value for name, value in config.to_dict().items() if value is not None}
-    rest = {name: value for name, value in fields.items() if name != "stride"}
+    left = {"stride", "batch", "merge"} - config.given.keys()
+    rest = {name: value for name, value in fields.items() if name not in left}
     return rest if MaMeConfig.from_dict(rest) == config else fields
 
 

@@ -174,6 +174,16 @@ def test_dictionaries_bring_back_an_equal_config(config: MaMeConfig) -> None:
         assert hash(twin) == hash(config)
 
 
+def test_a_part_keeps_tiles_and_kernel_that_stand_beside_tau() -> None:
+    fields = {"preset": "plain", "tau": 0.8, "weights": "best", "tiles": 16, "partition": "grid", "kernel": "triton"}
+    part = MaMeConfig(**fields, mlp=0.5).of_part("mlp")
+    assert part is not None
+    assert (part.tiles, part.weights, part.kernel) == (16, "best", "triton")
+    part = MaMeConfig(tau=0.8, tiles=8, mlp=0.5).of_part("mlp")
+    assert part is not None
+    assert (part.tiles, part.weights) == (8, "best")
+
+
 def test_a_part_merges_alike_in_equal_configs() -> None:
     config = MaMeConfig(mlp=0.5, cross=0.75, min_tokens=64)
     twin = MaMeConfig.from_dict(config.to_dict())

@@ -168,6 +168,20 @@ def test_a_compiled_layer_is_one_graph_with_the_kernels_in_it() -> None:
     torch.testing.assert_close(compiled(x), expected, rtol=1e-4, atol=1e-4)
 
 
+@runs
+@torch.no_grad()
+def test_a_count_that_depends_on_the_data_compiles_too() -> None:
+    torch._dynamo.reset()
+    config = MaMeConfig(tau=0.1, weights="best", kernel="triton", tiles=4)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        plan = plan_merge(x, config, (8, 8))
+        return plan.restore(plan.merge(x) * 2)
+
+    x = tokens((8, 8), 16)
+    torch.testing.assert_close(torch.compile(layer, backend="eager", fullgraph=True)(x), layer(x))
+
+
 @pytest.mark.skipif(INTERPRETED, reason="compiles them")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_the_kernels_compile_for_a_gpu_without_one() -> None:

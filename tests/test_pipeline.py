@@ -13,6 +13,7 @@ from diffusers import DiffusionPipeline, StableDiffusionPipeline
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 
 from mame_sd import MaMeConfig, apply_mame, remove_mame
+from mame_sd.saved_setting import resolve_setting
 from tests.single_file import save_single_file
 from tests.tiny import SCHEDULERS, generate, run_unet, tiny_components, tiny_pipeline
 
@@ -275,3 +276,10 @@ def test_a_compiled_unet_is_not_compiled_again_for_every_call() -> None:
         torch.testing.assert_close(generate(pipe, keep=None), plain, rtol=1e-4, atol=1e-4)
     assert pipe.mame is not None
     assert {layer.calls for layer in pipe.mame.report().layers} == {2}
+
+
+def test_off_needs_nothing_of_tau_or_keep_but_names_must_exist() -> None:
+    assert resolve_setting(None, None, {"batch": "shared"}) is None
+    assert resolve_setting(None, None, {"metric": "euclidean", "preset": "plain"}) is None
+    with pytest.raises(ValueError, match="unknown setting 'tile'"):
+        resolve_setting(None, None, {"tile": 8})

@@ -7,18 +7,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from diffusers import FluxTransformer2DModel
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from PIL import Image
 
-from mame_sd import cli
+from mame_sd import cli, mame
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.model_files import ModelChoice
 from mame_sd.models import LoadedModel, load_model
 from mame_sd.plan import GenerateSettings
-from mame_sd.prompt_files import prompts_from_texts
-from mame_sd.tune import LADDER, Trial, choose, ladder_of, table, text_plot, tune
-from tests.tiny import save_tiny_pipeline
+from mame_sd.prompt_files import Prompt, prompts_from_texts
+from mame_sd.saved_setting import resolve_setting
+from mame_sd.tune import LADDER, Trial, choose, ladder_of, table, text_plot, tune, whole
+from tests.matrix.transformers import FLUX, flux_inputs, normal
+from tests.tiny import save_tiny_pipeline, seeded
 
 SMALL = MaMeConfig(min_tokens=16)
 PROMPTS = prompts_from_texts(["a red key", "an owl"])
@@ -124,7 +128,10 @@ def test_the_command_writes_a_config_that_generate_takes(
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["weights"] == config.weights, "written whole: a later version's defaults change nothing"
     assert MaMeConfig.from_dict(written) == config
+    assert resolve_setting(0.8, None, {name: v for name, v in written.items() if name != "keep"}) is not None
     assert "->" in capsys.readouterr().out
+    assert cli.run([*command, "--min-speedup", "0.01", "--mame-variant", "paper", "--out", str(tmp_path)]) == 2
+    assert "merging: variant: 'paper' knows only tau" in capsys.readouterr().err
     assert cli.run([*command, "--min-speedup", "1000", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: expected a setting with at least 1000 times")
     assert cli.run([*command, "--out", str(tmp_path)]) == 2
@@ -138,3 +145,35 @@ def test_the_command_writes_a_config_that_generate_takes(
     for prompts in ([], command[3:5]):  # without --prompt, those of the demo
         assert cli.run(["tune", *prompts, "--num", "0", "--min-speedup", "1", "--out", str(tmp_path)]) == 2
         assert "--num: expected at least 1, got 0" in capsys.readouterr().err
+
+
+def test_a_tuned_file_merges_transformers_as_tuning_did() -> None:
+    model = seeded(FluxTransformer2DModel, 0, **FLUX, pooled_projection_dim=8)
+    inputs = {**flux_inputs(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])}
+    for label, config in ladder_of(MaMeConfig(min_tokens=16)):
+        with mame(model, MaMeConfig.from_dict(json.loads(json.dumps(whole(config))))) as handle:
+            model(**inputs)
+            assert handle.report().layers[0].merged, label
+
+
+def test_the_ladder_says_what_it_does_whatever_it_starts_from() -> None:
+    assert [c.merge for _, c in ladder_of(MaMeConfig(keep=0.5, merge="qkv"))] == ["kv"] * 7 + ["qkv"] * 2
+
+
+def test_a_prompt_of_another_size_is_measured_anew(model: LoadedModel, tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def count(a: Image.Image, b: Image.Image) -> float:
+        calls.append(1)
+        return 0.0
+
+    for side in (32, 40):
+        tune(
+            model,
+            [Prompt(id="a", text="key", width=side, height=side)],
+            GenerateSettings(steps=1),
+            ladder_of(SMALL)[:1],
+            count,
+            tmp_path,
+        )
+    assert len(calls) == 4  # baseline and one setting, twice
