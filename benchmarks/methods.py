@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.rivals import pooled, tomesd_on
-from benchmarks.variants import guidance_protected, redrawn, scheduled, share_at, varied
+from benchmarks.variants import guidance_protected, scheduled, share_at, varied
 from mame_sd import MaMeConfig, mame
 
 OURS = "mame"
@@ -62,12 +62,6 @@ def in_steps(noisy: tuple[float, ...], fine: tuple[float, ...]) -> Method:
     return Method("variant", settings, lambda unet: scheduled(unet, partial(share_at, noisy, fine)))
 
 
-def anew(**fields: Any) -> Method:
-    """Destinations drawn anew at each step."""
-    settings = {"redrawn": True, **MaMeConfig(partition="random-grid", **fields).to_dict()}
-    return Method("variant", settings, lambda unet: redrawn(unet, **fields))
-
-
 RIVALS = {
     **{f"tomesd {ratio}": tomesd(ratio) for ratio in (0.25, 0.5, 0.75)},
     **{f"tomesd {ratio}, two levels": tomesd(ratio, 2) for ratio in (0.25, 0.5, 0.75)},
@@ -88,41 +82,43 @@ WIDE: dict[str, dict[str, Any]] = {
     "1/16, 4x4 cells, tiles 16": {"keep": 0.05, "stride": (4, 4), "tiles": 16},
     "1/64, 8x8 cells, tiles 32": {"keep": 0.01, "stride": (8, 8), "tiles": 32},
 }
+CORNER: dict[str, Any] = {"partition": "grid"}  # the first token of each cell, at every step
+SMALL: dict[str, Any] = {**CORNER, "tiles": 8}
 # Some sources stay, so that keys stand for one to four tokens.
-MIXED: dict[str, Any] = {"keep": 0.375, "stride": (2, 2), "tiles": 8}
+MIXED: dict[str, Any] = {**SMALL, "keep": 0.375, "stride": (2, 2)}
 VARIANTS = {
-    **{f"default, size bias {bias:g}": biased(bias) for bias in (0.5, 1.0)},
+    **{f"kv .25, first of each cell, size bias {bias:g}": biased(bias, **CORNER) for bias in (0.5, 1.0)},
     **{f"kv 0.375, 2x2 cells, size bias {bias:g}": biased(bias, **MIXED) for bias in (0.5, 1.0)},
     "kv 0.375, 2x2 cells, guidance protected": protected(**MIXED),
     "default, noisy half only": in_steps((0.25,), ()),
     "default, fine half only": in_steps((), (0.25,)),
     "kv .50 to .25 over the steps": in_steps((0.5,), (0.25,)),
     "kv .25 to .50 over the steps": in_steps((0.25,), (0.5,)),
-    **{f"kv {keep}, drawn anew each step": anew(keep=keep) for keep in (0.5, 0.25, 0.125)},
-    **{f"qkv {keep}, drawn anew each step": anew(keep=keep, merge="qkv") for keep in (0.5, 0.25, 0.125)},
 }
 FULL = {
     "default": ours(),
     "default, first level": ours(**FIRST),
     **{f"kv {keep}": ours(keep=keep) for keep in (0.75, 0.5, 0.375, 0.19, 0.125, 0.0625)},
-    **{f"kv {keep}, 2x2 cells": ours(keep=keep, stride=(2, 2), tiles=8) for keep in (0.75, 0.5, 0.375)},
-    **{f"kv .25, tiles {tiles}": ours(tiles=tiles) for tiles in (4, 8)},
-    "kv .25, tiles 8, first level": ours(tiles=8, **FIRST),
+    **{f"kv {keep}, first of each cell": ours(keep=keep, **CORNER) for keep in (0.5, 0.25, 0.125)},
+    **{f"kv {keep}, first of each 2x2 cell": ours(**{**MIXED, "keep": keep}) for keep in (0.75, 0.5, 0.375)},
+    **{f"kv .25, tiles {tiles}": ours(partition="grid", tiles=tiles) for tiles in (4, 8)},
+    "kv .25, tiles 8, first level": ours(**SMALL, **FIRST),
     "kv .25, global": ours(tiles=0),
     **{f"kv {name}": ours(**fields) for name, fields in WIDE.items()},
     **{f"kv {name}, first level": ours(**fields, **FIRST) for name, fields in WIDE.items()},
-    "kv .25, average": ours(tiles=8, weights="average"),
-    "kv .25, average, not refined": ours(tiles=8, weights="average", refine=False),
-    "kv .25, similarity of keys": ours(tiles=8, feature="k-mean"),
-    "kv 0.5, random": ours(tiles=8, keep=0.5, partition="random"),
-    **{f"kv .25, random in each cell, seed {n}": ours(partition="random-grid", seed=n) for n in (0, 1, 2)},
+    "kv .25, average": ours(**SMALL, weights="average"),
+    "kv .25, average, not refined": ours(**SMALL, weights="average", refine=False),
+    "kv .25, similarity of keys": ours(**SMALL, feature="k-mean"),
+    "kv 0.5, random": ours(tiles=8, keep=0.5, partition="random", redraw=False),
+    **{f"kv .25, drawn once, seed {n}": ours(redraw=False, seed=n) for n in (0, 1, 2)},
     "kv tau 0.8, best": ours(tau=0.8, merge="kv", weights="best"),
     **{f"qkv {keep}": ours(keep=keep, merge="qkv") for keep in (0.75, 0.5, 0.25, 0.19, 0.125)},
-    "qkv 0.25, global": ours(keep=0.25, merge="qkv", tiles=0),
-    "qkv 0.25, random in each cell": ours(keep=0.25, merge="qkv", partition="random-grid"),
+    "qkv 0.25, global": ours(keep=0.25, merge="qkv", tiles=0, **CORNER),
+    "qkv 0.25, first of each cell": ours(keep=0.25, merge="qkv", **CORNER),
+    "qkv 0.25, drawn once": ours(keep=0.25, merge="qkv", redraw=False),
     "qkv 0.5, first level": ours(keep=0.5, merge="qkv", **FIRST),
-    "qkv 0.5, 2x2 cells": ours(tiles=8, keep=0.5, merge="qkv", stride=(2, 2)),
-    "qkv 0.5, 2x2 cells, average": ours(tiles=8, keep=0.5, merge="qkv", stride=(2, 2), weights="average"),
+    "qkv 0.5, first of each 2x2 cell": ours(**{**MIXED, "keep": 0.5}, merge="qkv"),
+    "qkv 0.5, first of each 2x2 cell, average": ours(**{**MIXED, "keep": 0.5}, merge="qkv", weights="average"),
     **{f"qkv tau {tau}": ours(tau=tau) for tau in (0.7, 0.8, 0.9)},
     **{f"plain tau {tau}": ours(tau=tau, preset="plain") for tau in (0.7, 0.8, 0.9)},
     "printed equations, tau 0.8": ours(tau=0.8, preset="plain", variant="paper"),

@@ -4,8 +4,7 @@
   attention);
 * protected: the tokens in which the guided and the unguided sample differ most stay, instead of the least similar ones;
 * schedules: merging in the noisy or in the fine half of the steps only, or with a share that changes linearly. They go by
-  the timestep that the UNet is called with, so that they hold under any scheduler;
-* redrawn: other destinations at each call of the UNet, as tomesd has them, so that errors of the steps do not add up.
+  the timestep that the UNet is called with, so that they hold under any scheduler.
 """
 
 from __future__ import annotations
@@ -104,21 +103,6 @@ def scheduled(unet: Any, keep_at: Callable[[float], float | None], **fields: Any
 
     with mame(unet, **fields) as handle:
         hook = unet.register_forward_pre_hook(note, with_kwargs=True)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-
-@contextmanager
-def redrawn(unet: Any, **fields: Any) -> Iterator[None]:
-    """`unet` merging with destinations that are drawn in each cell, others at each of its calls."""
-
-    def draw(module: Any, args: Any) -> None:
-        handle.set(seed=handle.config.seed + 1)
-
-    with mame(unet, partition="random-grid", **fields) as handle:
-        hook = unet.register_forward_pre_hook(draw)
         try:
             yield
         finally:

@@ -181,8 +181,8 @@ class MergingOptions:
         }
         kind: Any = numbers.get(f.name, str)
         flags, metavar = (flag,), None
-        if f.name == "refine":
-            kind, flags = bool, ("--refine/--no-refine",)
+        if f.name in ("refine", "redraw"):
+            kind, flags = bool, (f"{flag}/--no-{f.name}",)
         elif f.name in ("stride", "size"):
             metavar = "HxW"
         elif f.name in CHOICES:

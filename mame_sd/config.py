@@ -27,7 +27,14 @@ from typing import Any, Literal
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "default": {
         "neither": {"keep": 0.25},
-        "keep": {"merge": "kv", "batch": "per_sample", "partition": "grid", "tiles": 16, "weights": "best"},
+        "keep": {
+            "merge": "kv",
+            "batch": "per_sample",
+            "partition": "random-grid",
+            "redraw": True,
+            "tiles": 16,
+            "weights": "best",
+        },
         "tau": {"merge": "qkv", "batch": "shared", "partition": "grid", "tiles": 0},
     },
     "plain": {
@@ -42,6 +49,7 @@ CELLS = ((1, 2), (1, 3), (2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 4))
 COMMON: dict[str, Any] = {
     "stride": (2, 2),
     "seed": 0,
+    "redraw": False,
     "min_tokens": 1024,
     "metric": "cosine",
     "feature": "x",
@@ -68,6 +76,7 @@ TAU_RANGE: dict[str, tuple[float, float]] = {
     "euclidean": (-math.inf, 0.0),
     "softmax": (0.0, 1.0),
 }
+DRAWN = ("random", "random-grid")  # partitions with a seed
 PARTS = ("mlp", "cross")  # what can merge beside self-attention, each the share of tokens to keep there
 SHARES = ("keep", *PARTS)
 MAX_TILE = 16  # side of the largest tile that the kernel holds on the chip
@@ -113,6 +122,10 @@ class MaMeConfig:
         "unless given; with keep, the one from (1, 2) to (4, 4) that leaves as many destinations as keep allows"
     )
     seed: int = _field("seed of the random partitions (their own generator, never the global one)")
+    redraw: bool = _field(
+        "the random partitions take other destinations at each step, so that errors of the steps do not add up; by "
+        "apply_mame, which sees the timestep, and not where gradients are on. True with keep, False with tau"
+    )
     min_tokens: int = _field(
         "layers with fewer tokens are left alone. With MaMeAttnProcessor on a video model keep it above the number of frames"
     )
@@ -272,6 +285,8 @@ def _resolve(given: dict[str, Any]) -> dict[str, Any]:
     unset = dict.fromkeys(("tau", "keep", "size", *PARTS))
     values = {**unset, "preset": "default", **COMMON, **table, **chosen}
     values["tiles"] = values["tiles"] or None
+    if "redraw" not in chosen and values["partition"] not in DRAWN:
+        values["redraw"] = False
     if "keep" in chosen and "stride" not in chosen:
         values["stride"] = _cell(chosen["keep"], values["tiles"])
     return values
@@ -306,8 +321,9 @@ def _check_given(given: dict[str, Any]) -> None:
             raise ValueError(f"{name}: expected a whole number of at least {low}, got {given[name]!r}")
     if "tiles" in given and not (_is_int(given["tiles"]) and (given["tiles"] == 0 or given["tiles"] >= 2)):
         raise ValueError(f"tiles: expected a side of at least 2 tokens, or 0 for none, got {given['tiles']!r}")
-    if "refine" in given and not isinstance(given["refine"], bool):
-        raise ValueError(f"refine: expected True or False, got {given['refine']!r}")
+    for name in ("refine", "redraw"):
+        if name in given and not isinstance(given[name], bool):
+            raise ValueError(f"{name}: expected True or False, got {given[name]!r}")
     for name in ("stride", "size"):
         pair = given.get(name, (2, 2))
         if not (isinstance(pair, tuple) and len(pair) == 2 and all(_is_int(n) and n >= 1 for n in pair)):
@@ -332,6 +348,11 @@ def _check_resolved(config: MaMeConfig) -> None:
         )
     if config.batch == "shared" and config.keep is not None:
         raise ValueError("batch: 'shared' needs tau, got keep; give tau instead of keep, or leave batch out")
+    if config.redraw and config.partition not in DRAWN:
+        raise ValueError(
+            f"redraw: expected a partition that is drawn ({' or '.join(DRAWN)}), got {config.partition!r}; change the "
+            "partition, or leave redraw out"
+        )
     if config.variant == "paper" and (config.tau is None or config.merge != "qkv" or config.weights != "average"):
         raise ValueError(
             "variant: 'paper' knows only tau, merge='qkv' and weights='average' (the printed equations), "

@@ -67,12 +67,13 @@ class FamilyLayer:
         config: MaMeConfig,
         stats: LayerStats,
         forward: Callable[..., Any],
+        draw: Tensor | None = None,
     ) -> Any:
         """The attention's output on merged image tokens, restored; `skip_reason` has returned None for this call."""
         hidden: Tensor = call[self.family.inputs[0]]
         first = start_of(hidden.shape[1], tokens) or 0
         order = _Order(tokens, first, hidden)
-        plan = plan_merge(feature_of(module, order.image(hidden), config.feature), config, order.plane)
+        plan = plan_merge(feature_of(module, order.image(hidden), config.feature), config, order.plane, draw=draw)
         kept = order.positions(plan)
         if plan.tokens_kept == plan.positions.M:  # destinations alone: the same ones in every sample
             kept = kept.reshape(-1, plan.tokens_kept)[0]

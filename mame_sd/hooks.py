@@ -41,10 +41,12 @@ from mame_sd.model_hooks import (
     IMAGE_MODULES,
     MAME_HOOK,
     MAME_SIZE_HOOK,
+    MAME_STEP_HOOK,
     FamilyHook,
     MergeHook,
     Shared,
     SizeHook,
+    StepHook,
     hook_on,
     image_size,
     put_hook,
@@ -54,7 +56,7 @@ from mame_sd.parts import PartHook, check_parts, parts_of
 from mame_sd.processor import MaMeAttnProcessor, make_config
 from mame_sd.report import LayerStats, MaMeReport, device_of, make_report
 
-_OURS = (MAME_HOOK, MAME_SIZE_HOOK)
+_OURS = (MAME_HOOK, MAME_SIZE_HOOK, MAME_STEP_HOOK)
 _DENOISERS = ("unet", "transformer")
 # Attention over frames lies below modules of these names (AnimateDiff, SVD, text-to-video, I2VGen-XL).
 _TEMPORAL = {
@@ -182,7 +184,11 @@ def build_handle(target: Any, config: MaMeConfig) -> MaMeHandle:
     hooks: list[tuple[nn.Module, str, Any]] = []
     images: dict[str, tuple[SizeHook, Family | None]] = {}
     parts: dict[str, str] = {}
+    steps: list[str] = []
     for path, module in root.named_modules():
+        if StepHook.fits(module) and not any(not p or path.startswith(p + ".") for p in steps):
+            steps.append(path)
+            hooks.append((module, MAME_STEP_HOOK, StepHook(module, shared)))
         reader = _reader_of(module)
         if reader is not None:
             images[path] = SizeHook(module, reader[0]), reader[1]

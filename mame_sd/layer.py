@@ -144,6 +144,7 @@ def merged_attention(
     size: tuple[int, int] | None,
     stats: LayerStats,
     call: Call,
+    draw: Tensor | None = None,
 ) -> Tensor:
     """The attention's output [B, L, C], computed on merged tokens (or on merged keys and values).
 
@@ -153,8 +154,9 @@ def merged_attention(
         size: the true (h, w) with h * w = L, None if unknown.
         stats: counters of this layer.
         call: runs the installed processor on (hidden_states, encoder_hidden_states).
+        draw: see `plan_merge`.
     """
-    plan = plan_call(hidden_states, config, size, stats, lambda: feature_of(attn, hidden_states, config.feature))
+    plan = plan_call(hidden_states, config, size, stats, lambda: feature_of(attn, hidden_states, config.feature), draw)
     if plan is None:
         return call(hidden_states, None)
     merged = plan.merge(hidden_states)
@@ -169,6 +171,7 @@ def plan_call(
     size: tuple[int, int] | None,
     stats: LayerStats,
     feature: Callable[[], Tensor],
+    draw: Tensor | None = None,
 ) -> MergePlan | None:
     """The plan of a call on tokens [B, L, C], counted in `stats`; None where they are not those of the known size.
 
@@ -178,6 +181,7 @@ def plan_call(
         size: the true (h, w), None if unknown.
         stats: counters of this layer.
         feature: gives what similarity compares [B, L, d].
+        draw: see `plan_merge`.
     """
     tokens = index(hidden_states.shape[1])  # a plain number under torch.compile too, where sizes may be symbols
     where = layout(tokens, config, size)
@@ -188,14 +192,14 @@ def plan_call(
     if where.fallback:
         note = NO_SIZE if config.kernel is None else f"{NO_SIZE}. Kernel {config.kernel!r} needs tiles: not run"
         config = without_size(config)
-    plan = plan_merge(feature(), config, where.size)
+    plan = plan_merge(feature(), config, where.size, draw=draw)
     stats.merged(plan, where.size, note)
     return plan
 
 
 def without_size(config: MaMeConfig) -> MaMeConfig:
     """`config` for tokens whose (h, w) is unknown: partition "alternating", no tiles, and no kernel, which needs them."""
-    return config.replace(partition="alternating", tiles=0, kernel=None)
+    return config.replace(partition="alternating", tiles=0, kernel=None, redraw=None)
 
 
 def unfused(processor: Any, encoder_hidden_states: Tensor | None) -> Any:

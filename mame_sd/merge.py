@@ -208,7 +208,13 @@ class MergePlan:
         return t.reshape(math.prod(self._lead), tokens, t.shape[-1])
 
 
-def plan_merge(x: Tensor, config: MaMeConfig, size: tuple[int, int] | None = None, special: int = 0) -> MergePlan:
+def plan_merge(
+    x: Tensor,
+    config: MaMeConfig,
+    size: tuple[int, int] | None = None,
+    special: int = 0,
+    draw: Tensor | None = None,
+) -> MergePlan:
     """Decides what merges, from the similarity of the tokens of x.
 
     Args:
@@ -218,6 +224,7 @@ def plan_merge(x: Tensor, config: MaMeConfig, size: tuple[int, int] | None = Non
         size: (h, w) of the tokens without the special ones, needed by tiles and by the grid partition (a square is
             assumed where it fits).
         special: leading tokens that take no part, such as a class token.
+        draw: with `redraw`, which of the drawn partitions, a LongTensor [1] (`mame_sd.partition.draw_at`); None: the first.
 
     Raises:
         ValueError: a shape, dtype or size that can't be.
@@ -228,7 +235,7 @@ def plan_merge(x: Tensor, config: MaMeConfig, size: tuple[int, int] | None = Non
         raise ValueError(f"special: expected fewer than the {x.shape[-2]} tokens of x, got {special}")
     lead = x.shape[:-2]
     feature = x.reshape(math.prod(lead), *x.shape[-2:])[:, special:]
-    pos = positions(feature.shape[1], config, size, x.device)
+    pos = positions(feature.shape[1], config, size, x.device, draw)
     note = ""
     if config.kernel is not None:
         from mame_sd.fused import TORCH_INSTEAD, row_plan

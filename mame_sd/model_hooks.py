@@ -1,7 +1,7 @@
-"""The hooks themselves: two that merge around an attention module, one that reads how the tokens lie.
+"""The hooks themselves: two merge around an attention module, one reads how the tokens lie, one which step it is.
 
-`parts.py` has the one for what follows attention, `hooks.py` puts them on models. Here is also what diffusers' registry of hooks lacks: putting a hook back, and taking
-one out from under another.
+`parts.py` has the one for what follows attention, `hooks.py` puts them on models. Here is also what diffusers' registry
+of hooks lacks: putting a hook back, and taking one out from under another.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from operator import index
 from typing import Any
 
+import torch
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import Tensor, nn
 
@@ -18,22 +19,25 @@ from mame_sd.config import PARTS, MaMeConfig
 from mame_sd.families import Call, Tokens
 from mame_sd.family_hook import FamilyLayer
 from mame_sd.layer import merged_attention, skip_reason, unfused
+from mame_sd.partition import draw_at
 from mame_sd.processor import MaMeAttnProcessor
 from mame_sd.report import LayerStats
 
 MAME_HOOK = "mame"
 MAME_SIZE_HOOK = "mame_size"
+MAME_STEP_HOOK = "mame_step"
 # Modules whose first input is an image [B, C, H, W] and whose blocks see its pixels, or patches, as tokens.
 _UNET_TRANSFORMERS = {"Transformer2DModel", "TransformerSpatioTemporalModel"}
 IMAGE_MODULES = _UNET_TRANSFORMERS | {"DiTTransformer2DModel", "PixArtTransformer2DModel"}
 
 
 class Shared:
-    """What a handle and its hooks share: the live settings, and whether merging is on."""
+    """What a handle and its hooks share: the live settings, whether merging is on, and which draw the step takes."""
 
     def __init__(self, config: MaMeConfig) -> None:
         self.config = config
         self.active = True
+        self.draw: Tensor | None = None
 
     @property
     def config(self) -> MaMeConfig:
@@ -89,6 +93,30 @@ class SizeHook:
         self.tokens = self._read(module, {**dict(zip(self._names, args, strict=False)), **kwargs})
 
 
+class StepHook:
+    """Notes which draw of the random partitions the latest forward of a denoiser takes: it follows from the timestep.
+
+    So the same call gives the same result, whatever ran before, and no sampler needs to be known. Where gradients are on
+    it is always the first draw: a block that is computed again for its gradients (checkpointing) merges as before, and
+    no sample's timestep decides on its neighbours in a training batch.
+    """
+
+    def __init__(self, module: nn.Module, shared: Shared) -> None:
+        self._shared = shared
+        self._names = list(inspect.signature(type(module).forward).parameters)[1:]
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        """Whether `module` is called with a timestep."""
+        return "timestep" in inspect.signature(type(module).forward).parameters
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        timestep = {**dict(zip(self._names, args, strict=False)), **kwargs}.get("timestep")
+        self._shared.draw = None
+        if timestep is not None and self._shared.config.redraw and not torch.is_grad_enabled():
+            self._shared.draw = draw_at(timestep)
+
+
 def size_of(image: SizeHook | None) -> tuple[int, int] | None:
     """(h, w) of the tokens in the latest forward of an image's transformer; None where it is unknown."""
     tokens = None if image is None else image.tokens
@@ -132,7 +160,7 @@ class MergeHook(AroundHook):
         if reason is not None:
             self.stats.skipped(reason, hidden_states.shape[1])
             return call(hidden_states, encoder_hidden_states)
-        return merged_attention(module, hidden_states, config, size_of(self.image), self.stats, call)
+        return merged_attention(module, hidden_states, config, size_of(self.image), self.stats, call, self.shared.draw)
 
 
 class FamilyHook(AroundHook):
@@ -157,13 +185,16 @@ class FamilyHook(AroundHook):
         if reason is not None or tokens is None:
             self.stats.skipped(reason or "", 0 if tokens is None else tokens.count)
             return forward(*args, **kwargs)
-        return self.layer.merged(module, call, tokens, config, self.stats, forward)
+        return self.layer.merged(module, call, tokens, config, self.stats, forward, self.shared.draw)
+
+
+_READERS: dict[str, type] = {MAME_SIZE_HOOK: SizeHook, MAME_STEP_HOOK: StepHook}  # plain forward pre-hooks
 
 
 def hook_on(module: nn.Module, name: str) -> Any:
     """The hook of that name on `module`."""
-    if name == MAME_SIZE_HOOK:
-        return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SizeHook)), None)
+    if name in _READERS:
+        return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _READERS[name])), None)
     registry = getattr(module, "_diffusers_hook", None)
     return None if registry is None else registry.get_hook(name)
 
@@ -173,7 +204,7 @@ def put_hook(module: nn.Module, name: str, hook: Any) -> None:
     if hook_on(module, name) is hook:
         return
     take_hook(module, name)
-    if isinstance(hook, SizeHook):
+    if name in _READERS:
         module.register_forward_pre_hook(hook, with_kwargs=True)
         return
     HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
@@ -189,7 +220,7 @@ def take_hook(module: nn.Module, name: str) -> None:
     hook = hook_on(module, name)
     if hook is None:
         return
-    if isinstance(hook, SizeHook):
+    if name in _READERS:
         key = next(key for key, value in module._forward_pre_hooks.items() if value is hook)
         del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
         return

@@ -3,6 +3,10 @@
 Positions are computed once per (tokens, size, config, device). Without tiles there is one block, the whole sequence;
 with `tiles=T` every T x T square of the image is a block with a partition of its own, in which positions count in
 row-major order. Blocks of unequal size are padded to the largest and carry masks.
+
+With `redraw` a random partition is drawn DRAWS times; `draw_at` says which draw a timestep takes. All draws of one size have
+equally many destinations and sources in each block, so a draw is one row of a table, picked on the device: no host sync, no
+other graph.
 """
 
 from __future__ import annotations
@@ -10,13 +14,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import DRAWN, MaMeConfig
 
 GRIDS = ("grid", "random-grid")  # partitions of one destination per stride cell
+DRAWS = 8  # partitions that steps choose from
+_PER_DRAW = ("dst", "src", "slots", "src_real", "gather", "source")  # index tensors that differ between draws
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,15 +36,14 @@ class Positions:
 
     dst: Tensor  # [M] positions of the destinations, block by block
     src: Tensor  # [N] positions of the sources, ascending over the whole sequence
-    dst_slots: Tensor  # [T, m] position of every destination slot
-    src_slots: Tensor  # [T, n] position of every source slot
-    slots: Tensor  # [T, m + n] both, destinations first
+    slots: Tensor  # [T, m + n] position of every slot of a block, destinations first
     dst_real: Tensor | None  # [M] the slots that are not padding; None: all of them
     src_real: Tensor  # [N] the slot of each source, in the order of `src`
     dst_pad: Tensor | None  # [T, m] True at padding; None: there is none
     src_pad: Tensor | None  # [T, n] True at padding; None: there is none
     gather: Tensor  # [L] row of each position in concat(destinations [M], source slots [T * n])
     source: Tensor  # [L] source slot of each position; 0 at destinations
+    m: int  # destination slots of a block
 
     @property
     def L(self) -> int:
@@ -53,28 +59,48 @@ class Positions:
 
     @property
     def blocks(self) -> int:
-        return self.dst_slots.shape[0]
-
-    @property
-    def m(self) -> int:
-        return self.dst_slots.shape[1]
+        return self.slots.shape[0]
 
     @property
     def n(self) -> int:
-        return self.src_slots.shape[1]
+        return self.slots.shape[1] - self.m
+
+    @property
+    def dst_slots(self) -> Tensor:
+        """[T, m] position of every destination slot"""
+        return self.slots[:, : self.m]
+
+    @property
+    def src_slots(self) -> Tensor:
+        """[T, n] position of every source slot"""
+        return self.slots[:, self.m :]
+
+
+def draw_at(timestep: Tensor | float) -> Tensor:
+    """Which of the DRAWS partitions the (first) timestep takes, a LongTensor [1]: a hash, so that neighbours differ."""
+    first = torch.as_tensor(timestep).flatten()[:1]
+    bits = (first.float() * 1000).long()
+    for _ in range(2):
+        bits = ((bits ^ (bits >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
+    return (bits >> 16) % DRAWS
 
 
 def positions(
-    tokens: int, config: MaMeConfig, size: tuple[int, int] | None = None, device: torch.device | str = "cpu"
+    tokens: int,
+    config: MaMeConfig,
+    size: tuple[int, int] | None = None,
+    device: torch.device | str = "cpu",
+    draw: Tensor | None = None,
 ) -> Positions:
     """The partition of `tokens` positions that `config` asks for; special tokens are not counted.
 
     Args:
         tokens: L, at least 1.
-        config: `partition`, `stride`, `seed` and `tiles` are read.
+        config: `partition`, `stride`, `seed`, `redraw` and `tiles` are read.
         size: (h, w) in tokens with h * w = L. Needed by the grid partition and by tiles; a square is assumed when
             it is left out and L is a perfect square.
         device: where the index tensors live.
+        draw: with `redraw`, which of the drawn partitions, a LongTensor [1]; None: the first.
 
     Raises:
         ValueError: no tokens, a size that does not fit, or none where one is needed.
@@ -93,10 +119,11 @@ def positions(
     else:
         size = (1, tokens)  # rows do not matter: one key of the cache for all of them
     stride = config.stride if config.partition in GRIDS else (1, 1)
-    seed = config.seed if "random" in config.partition else 0
+    seed = config.seed if config.partition in DRAWN else 0
     h, w = size
-    tensors = _looked_up(int(h), int(w), config.partition, stride[0], stride[1], seed, config.tiles or 0, str(device))
-    return Positions(*tensors)
+    key = int(h), int(w), config.partition, stride[0], stride[1], seed, config.tiles or 0, str(device)
+    first = Positions(*_looked_up(*key))
+    return first if draw is None or not config.redraw else _drawn(first, _looked_up_draws(*key), draw)
 
 
 def square(tokens: int) -> tuple[int, int] | None:
@@ -105,22 +132,57 @@ def square(tokens: int) -> tuple[int, int] | None:
     return (side, side) if side * side == tokens else None
 
 
+def _drawn(first: Positions, draws: Tensor, draw: Tensor) -> Positions:
+    """The positions that row `draw` [1] of a table of draws holds; padding and counts are those of every draw."""
+    row = draws.index_select(0, draw.to(draws.device))[0]
+    values = {f.name: getattr(first, f.name) for f in fields(first)}
+    start = 0
+    for name in _PER_DRAW:
+        count = values[name].numel()
+        values[name] = row[start : start + count].view(values[name].shape)
+        start += count
+    return Positions(**values)
+
+
 # A compiled graph takes these tensors as constants and traces nothing below; it reads counts off their shapes.
 @torch.compiler.assume_constant_result
-def _looked_up(
-    h: int, w: int, partition: str, sh: int, sw: int, seed: int, tiles: int, device: str
-) -> tuple[Tensor | None, ...]:
+def _looked_up(h: int, w: int, partition: str, sh: int, sw: int, seed: int, tiles: int, device: str) -> tuple[Any, ...]:
     pos = _positions(h, w, partition, (sh, sw), seed, tiles or None, torch.device(device))
     return tuple(getattr(pos, f.name) for f in fields(pos))
 
 
+@torch.compiler.assume_constant_result
+def _looked_up_draws(h: int, w: int, partition: str, sh: int, sw: int, seed: int, tiles: int, device: str) -> Tensor:
+    return _draws(h, w, partition, (sh, sw), seed, tiles or None, torch.device(device))
+
+
+@lru_cache(maxsize=64)
+def _draws(
+    h: int, w: int, partition: str, stride: tuple[int, int], seed: int, tiles: int | None, device: torch.device
+) -> Tensor:
+    """[DRAWS, ...]: the tensors of `_PER_DRAW` side by side, a row for each draw."""
+    with torch.inference_mode(False):
+        cpu = torch.device("cpu")
+        drawn = [_positions(h, w, partition, stride, seed, tiles, cpu, draw) for draw in range(DRAWS)]
+        rows = [torch.cat([getattr(pos, name).flatten() for name in _PER_DRAW]) for pos in drawn]
+        return torch.stack(rows).to(device)
+
+
 @lru_cache(maxsize=256)
 def _positions(
-    h: int, w: int, partition: str, stride: tuple[int, int], seed: int, tiles: int | None, device: torch.device
+    h: int,
+    w: int,
+    partition: str,
+    stride: tuple[int, int],
+    seed: int,
+    tiles: int | None,
+    device: torch.device,
+    draw: int = 0,
 ) -> Positions:
     # Cached tensors outlive the call: they must not be inference tensors, which autograd refuses later.
     with torch.inference_mode(False):
-        generator = torch.Generator("cpu").manual_seed(seed)
+        # The generator reads 32 bits of a seed.
+        generator = torch.Generator("cpu").manual_seed((seed + draw * 0x9E3779B1) % 2**32)
         dst: list[list[int]] = []
         src: list[list[int]] = []
         side_h, side_w = (tiles, tiles) if tiles is not None else (h, w)
@@ -184,8 +246,6 @@ def _layout(tokens: int, dst: list[list[int]], src: list[list[int]], device: tor
     return Positions(
         dst=index(flat_dst),
         src=index(flat_src),
-        dst_slots=dst_slots,
-        src_slots=src_slots,
         slots=torch.cat([dst_slots, src_slots], 1),
         dst_real=None if dst_pad is None else index(dst_real),
         src_real=index([slot_of[p] for p in flat_src]),
@@ -193,4 +253,5 @@ def _layout(tokens: int, dst: list[list[int]], src: list[list[int]], device: tor
         src_pad=pad_mask(src, n),
         gather=index([row_of[p] for p in range(tokens)]),
         source=index([slot_of.get(p, 0) for p in range(tokens)]),
+        m=m,
     )

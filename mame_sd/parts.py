@@ -51,7 +51,9 @@ class PartHook(AroundHook):
         if reason is not None:
             self.stats.skipped(reason, hidden_states.shape[1])
             return forward(hidden_states, *args, **kwargs)
-        plan = plan_call(hidden_states, config, size_of(self.image), self.stats, lambda: hidden_states)
+        plan = plan_call(
+            hidden_states, config, size_of(self.image), self.stats, lambda: hidden_states, self.shared.draw
+        )
         if plan is None:
             return forward(hidden_states, *args, **kwargs)
         return plan.restore(forward(plan.merge(hidden_states), *args, **kwargs))

@@ -77,11 +77,15 @@ class ReferencePlan:
 
 
 def reference_plan(
-    x: Tensor, config: MaMeConfig, size: tuple[int, int] | None = None, special: int = 0
+    x: Tensor,
+    config: MaMeConfig,
+    size: tuple[int, int] | None = None,
+    special: int = 0,
+    draw: Tensor | None = None,
 ) -> ReferencePlan:
     """The loop version of `plan_merge`, for x [B, L, d]."""
     x = x.double()[:, special:]
-    pos = positions(x.shape[1], config, size)
+    pos = positions(x.shape[1], config, size, draw=draw)
     dst, src = pos.dst.tolist(), pos.src.tolist()
     tile = _tile_of(x.shape[1], config, size)
     weights, preserved = [], []

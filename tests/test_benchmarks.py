@@ -86,7 +86,7 @@ def test_pooled_keys_of_constant_cells_change_nothing_and_processors_come_back()
 
 
 def test_variants_without_their_idea_are_plain_merging_and_with_it_are_not() -> None:
-    unet, config = tiny_unet(), MaMeConfig(keep=0.375, stride=(2, 2), min_tokens=16)
+    unet, config = tiny_unet(), MaMeConfig(keep=0.375, stride=(2, 2), partition="grid", min_tokens=16)
     with mame(unet, config):
         want = run_unet(unet)
     with varied(unet, config):

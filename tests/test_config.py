@@ -86,6 +86,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tiles": 1}, "tiles: expected a side of at least 2 tokens, or 0 for none, got 1"),
     ({"eps": 0.0}, "eps: expected a finite number above 0"),
     ({"refine": "yes"}, "refine: expected True or False, got 'yes'"),
+    ({"redraw": 1}, "redraw: expected True or False, got 1"),
+    ({"redraw": True, "partition": "grid"}, "redraw: expected a partition that is drawn .*got 'grid'"),
+    ({"redraw": True, "tau": 0.8}, "redraw: expected a partition that is drawn .*got 'grid'"),
     ({"tau": 0.8, "batch": "per_sample"}, "batch: 'per_sample' needs keep"),
     ({"keep": 0.5, "batch": "shared"}, "batch: 'shared' needs tau"),
     ({"variant": "paper", "keep": 0.5}, "variant: 'paper' knows only tau"),
@@ -102,6 +105,14 @@ def test_keep_chooses_the_cell_with_as_many_destinations_as_it_allows() -> None:
     assert MaMeConfig(keep=0.5, stride=(2, 2)).stride == (2, 2)
     assert MaMeConfig(tau=0.8).stride == (2, 2)
     assert MaMeConfig(keep=0.5).replace(keep=0.25).stride == (2, 2)
+
+
+def test_only_the_default_and_only_drawn_partitions_are_drawn_anew() -> None:
+    assert MaMeConfig().redraw
+    assert MaMeConfig(keep=0.5, partition="random").redraw
+    for given in ({"tau": 0.8}, {"preset": "plain", "keep": 0.5}, {"partition": "grid"}, {"redraw": False}):
+        assert not MaMeConfig.from_dict(given).redraw, given
+    assert MaMeConfig(tau=0.8, partition="random-grid", redraw=True).redraw
 
 
 @pytest.mark.parametrize(("values", "message"), REFUSED, ids=[str(values) for values, _ in REFUSED])

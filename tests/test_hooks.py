@@ -11,6 +11,7 @@ from diffusers.hooks import HookRegistry, ModelHook
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, remove_mame
 from mame_sd.hooks import has_hooks
+from mame_sd.partition import draw_at
 from tests.test_processor import added_kv_unet, attention, every_config, tokens
 from tests.tiny import (
     run_unet,
@@ -19,6 +20,7 @@ from tests.tiny import (
     tiny_tokenizer,
     tiny_unet,
     tiny_vae,
+    unet_inputs,
 )
 
 SIZES = [(16, 16), (8, 24), (12, 20)]
@@ -34,13 +36,65 @@ def test_bit_equal_to_the_processor_and_after_removal(
     unet = build()
     shape = {"height": size[0], "width": size[1]}
     before = run_unet(unet, **shape)
-    apply_mame(unet, min_tokens=40, **fields)
+    apply_mame(unet, min_tokens=40, redraw=False, **fields)  # the processor sees no steps
     hooked = run_unet(unet, **shape)
     assert not torch.equal(hooked, before)
     remove_mame(unet)
     assert torch.equal(run_unet(unet, **shape), before)
     unet.set_attn_processor(MaMeAttnProcessor(min_tokens=40, size=size, **fields))
     assert torch.equal(run_unet(unet, **shape), hooked)
+
+
+def at(unet: Any, timestep: Any, **fields: Any) -> torch.Tensor:
+    with torch.no_grad(), mame(unet, keep=0.25, min_tokens=40, **fields):
+        output: torch.Tensor = unet(**{**unet_inputs(unet), "timestep": timestep}).sample
+    return output
+
+
+def test_each_timestep_has_destinations_of_its_own_whatever_ran_before() -> None:
+    unet = tiny_unet()
+    once = at(unet, torch.tensor(500), redraw=False)
+    first = at(unet, torch.tensor(500))
+    assert draw_at(500).item() != 0
+    assert not torch.equal(first, once)
+    at(unet, torch.tensor(20))
+    for again in (500, torch.tensor(500.0), torch.tensor([500, 500])):
+        assert torch.equal(at(unet, again), first)
+    seeds = [at(unet, torch.tensor(500), seed=seed) for seed in (1, 2)]
+    assert not torch.equal(*seeds)
+    zero = next(t for t in range(1000) if draw_at(t).item() == 0)
+    assert torch.equal(at(unet, torch.tensor(zero)), at(unet, torch.tensor(zero), redraw=False))
+
+
+def test_a_model_inside_another_module_has_steps_too() -> None:
+    unet = tiny_unet()
+    want = at(unet, torch.tensor(500))
+    whole = torch.nn.Sequential(unet)
+    with torch.no_grad(), mame(whole, keep=0.25, min_tokens=40):
+        assert torch.equal(whole[0](**unet_inputs(unet)).sample, want)
+    assert not has_hooks(whole)
+
+
+def test_with_gradients_the_first_draw_is_taken() -> None:
+    unet = tiny_unet()
+    apply_mame(unet, keep=0.25, min_tokens=40)
+    with_gradients = unet(**unet_inputs(unet)).sample
+    assert with_gradients.requires_grad
+    drawn = run_unet(unet)
+    remove_mame(unet)
+    apply_mame(unet, keep=0.25, min_tokens=40, redraw=False)
+    assert torch.equal(with_gradients, run_unet(unet))
+    assert not torch.equal(with_gradients, drawn)
+
+
+def test_a_copy_follows_its_own_steps() -> None:
+    unet = tiny_unet()
+    apply_mame(unet, keep=0.25, min_tokens=40)
+    want = run_unet(unet)
+    twin = copy.deepcopy(unet)
+    with torch.no_grad():
+        unet(**{**unet_inputs(unet), "timestep": torch.tensor(20)})
+    assert torch.equal(run_unet(twin), want)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4], ids=lambda b: f"B{b}")

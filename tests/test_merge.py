@@ -83,6 +83,18 @@ def test_values_equal_the_loops(length: int, partition: str, fields: dict[str, A
     torch.testing.assert_close(plan.restore(y).double(), slow.restore(y), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("fields", [{}, {"tiles": 4}, {"merge": "qkv", "partition": "random"}], ids=str)
+@pytest.mark.parametrize("draw", [0, 1, 5])
+def test_values_of_each_draw_equal_the_loops(draw: int, fields: dict[str, Any]) -> None:
+    cfg = MaMeConfig.from_dict({"keep": 0.4, "min_tokens": 1, **fields})
+    x, row = tokens(2, 60, 6), torch.tensor([draw])
+    plan, slow = plan_merge(x, cfg, (6, 10), draw=row), reference_plan(x, cfg, (6, 10), draw=row)
+    assert_same(plan, slow, 2e-5)
+    torch.testing.assert_close(plan.restore(plan.merge(x)).double(), slow.restore(slow.merge(x)), rtol=1e-5, atol=1e-5)
+    owners = plan.owners()
+    assert all(owners[:, p].eq(p).all() for p in slow.dst)
+
+
 @pytest.mark.parametrize("fields", [{"tau": 0.5}, {"keep": 0.6, "tiles": 6}], ids=str)
 @pytest.mark.parametrize("length", [197, 256])
 def test_values_equal_the_loops_at_length(length: int, fields: dict[str, Any]) -> None:

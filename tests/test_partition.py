@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from mame_sd.config import MaMeConfig
-from mame_sd.partition import positions, square
+from mame_sd.partition import DRAWS, Positions, draw_at, positions, square
 
 PARTITIONS = ("alternating", "sequential", "random", "grid", "random-grid")
 SIZES = [(1, 1), (1, 2), (3, 1), (1, 5), (7, 1), (5, 10), (1, 197), (16, 16), (7, 11), (2, 2), (9, 8)]
@@ -22,6 +24,19 @@ def config(partition: str = "alternating", **fields: object) -> MaMeConfig:
 def test_every_position_is_a_destination_or_a_source_once(size: tuple[int, int], partition: str, tiles: int) -> None:
     tokens = size[0] * size[1]
     pos = positions(tokens, config(partition, tiles=tiles), size)
+    check(pos, tokens)
+    if "random" in partition:
+        anew = config(partition, tiles=tiles, redraw=True)
+        drawn = [positions(tokens, anew, size, draw=torch.tensor([i])) for i in range(DRAWS)]
+        assert torch.equal(drawn[0].slots, pos.slots), "the first draw is the one without draws"
+        for other in drawn:
+            check(other, tokens)
+            assert (other.M, other.N, other.blocks, other.m, other.n) == (pos.M, pos.N, pos.blocks, pos.m, pos.n)
+            for mask in ("dst_pad", "src_pad", "dst_real"):
+                assert getattr(other, mask) is getattr(pos, mask)
+
+
+def check(pos: Positions, tokens: int) -> None:
     assert sorted(pos.dst.tolist() + pos.src.tolist()) == list(range(tokens))
     assert (pos.dst.numel(), pos.src.numel()) == (pos.M, pos.N)
     assert pos.M >= 1
@@ -69,6 +84,36 @@ def test_random_has_its_own_seed_and_leaves_the_global_one_alone() -> None:
     torch.rand(3)
     assert positions(50, config("random", seed=1)).dst.tolist() == first.dst.tolist()
     assert positions(50, config("random", seed=2)).dst.tolist() != first.dst.tolist()
+
+
+def test_draws_differ_follow_the_seed_and_need_redraw() -> None:
+    draw = [torch.tensor([i]) for i in range(DRAWS)]
+    seeds = [
+        [tuple(positions(256, config("random-grid", seed=seed, redraw=True), draw=i).dst.tolist()) for i in draw]
+        for seed in (0, 1)
+    ]
+    assert len({*seeds[0], *seeds[1]}) == 2 * DRAWS
+    same = positions(256, config("random-grid", redraw=False), draw=draw[3])
+    assert tuple(same.dst.tolist()) == seeds[0][0]
+
+
+def test_a_timestep_says_which_draw_and_neighbours_differ() -> None:
+    for count in (10, 20, 25, 50):
+        steps = [round(999 - 1000 / count * i) for i in range(count)]
+        for times in (steps, [t / 1000 for t in steps]):  # flow models count time from 0 to 1
+            found = [int(draw_at(t)) for t in times]
+            assert len(set(found)) >= 6
+            assert sum(a == b for a, b in itertools.pairwise(found)) <= count / 4
+            assert set(found) <= set(range(DRAWS))
+    forms = [
+        torch.tensor(500),
+        torch.tensor([500, 20]),
+        torch.tensor([[500.0]]),
+        torch.tensor(500, dtype=torch.half),
+        500,
+    ]
+    assert {int(draw_at(form)) for form in forms} == {int(draw_at(500.0))}
+    assert draw_at(500).shape == (1,)
 
 
 def test_tiles_count_inside_each_tile() -> None:
