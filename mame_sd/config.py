@@ -124,7 +124,7 @@ class MaMeConfig:
     seed: int = _field("seed of the random partitions (their own generator, never the global one)")
     redraw: bool = _field(
         "the random partitions take other destinations at each step, so that errors of the steps do not add up; by "
-        "apply_mame, which sees the timestep, and not where gradients are on. True with keep, False with tau"
+        "apply_mame, which sees the timestep, and not where gradients are on. True with the default preset's keep"
     )
     min_tokens: int = _field(
         "layers with fewer tokens are left alone. With MaMeAttnProcessor on a video model keep it above the number of frames"
@@ -212,6 +212,9 @@ class MaMeConfig:
             changes["tiles"] = None
         if self.tau is not None and self.weights == "average":
             changes["weights"] = None
+        for name in ("partition", "redraw"):
+            if self.tau is not None and name not in self.given:
+                changes[name] = None
         return MaMeConfig.from_dict({**self.to_dict(), **changes, **dict.fromkeys(PARTS)})
 
     def to_dict(self, given_only: bool = False) -> dict[str, Any]:
@@ -285,8 +288,6 @@ def _resolve(given: dict[str, Any]) -> dict[str, Any]:
     unset = dict.fromkeys(("tau", "keep", "size", *PARTS))
     values = {**unset, "preset": "default", **COMMON, **table, **chosen}
     values["tiles"] = values["tiles"] or None
-    if "redraw" not in chosen and values["partition"] not in DRAWN:
-        values["redraw"] = False
     if "keep" in chosen and "stride" not in chosen:
         values["stride"] = _cell(chosen["keep"], values["tiles"])
     return values
@@ -348,11 +349,6 @@ def _check_resolved(config: MaMeConfig) -> None:
         )
     if config.batch == "shared" and config.keep is not None:
         raise ValueError("batch: 'shared' needs tau, got keep; give tau instead of keep, or leave batch out")
-    if config.redraw and config.partition not in DRAWN:
-        raise ValueError(
-            f"redraw: expected a partition that is drawn ({' or '.join(DRAWN)}), got {config.partition!r}; change the "
-            "partition, or leave redraw out"
-        )
     if config.variant == "paper" and (config.tau is None or config.merge != "qkv" or config.weights != "average"):
         raise ValueError(
             "variant: 'paper' knows only tau, merge='qkv' and weights='average' (the printed equations), "

@@ -14,7 +14,7 @@ again replaces it. A `copy.deepcopy` of a hooked model merges with its own weigh
 call `remove_mame` first.
 
 `torch.compile` of the model with `keep` makes one graph of it, merging included, for each size and batch size (not with
-`dynamic=True`). With `tau` how many tokens stay depends on the data, which breaks the graph in each merging layer (results
+`dynamic=True`), and a small one of the hook that reads the step. With `tau` how many tokens stay depends on the data, which breaks the graph in each merging layer (results
 stay right): for one graph compile with `fullgraph=True`, or set
 `torch._dynamo.config.capture_dynamic_output_shape_ops = True`. Of `compile_repeated_blocks` diffusers' hooks make one graph
 for every block, which passes `recompile_limit`: there take the processor, which all blocks share (`MaMeAttnProcessor`; it
@@ -186,9 +186,10 @@ def build_handle(target: Any, config: MaMeConfig) -> MaMeHandle:
     parts: dict[str, str] = {}
     steps: list[str] = []
     for path, module in root.named_modules():
-        if StepHook.fits(module) and not any(not p or path.startswith(p + ".") for p in steps):
+        step = StepHook.of(module, shared)
+        if step is not None and not any(not p or path.startswith(p + ".") for p in steps):
             steps.append(path)
-            hooks.append((module, MAME_STEP_HOOK, StepHook(module, shared)))
+            hooks.append((module, MAME_STEP_HOOK, step))
         reader = _reader_of(module)
         if reader is not None:
             images[path] = SizeHook(module, reader[0]), reader[1]

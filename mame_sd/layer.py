@@ -1,6 +1,6 @@
 """One self-attention call, merged: decide whether it may, plan, delegate to the installed processor, restore.
 
-Both ways into diffusers (`processor.py` and `hooks.py`) call `merged_attention`, so they give the same numbers.
+Both ways into diffusers (`processor.py` and `hooks.py`) call `merged_attention`, so they give the same numbers (with `redraw=False`: processors see no steps).
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def plan_call(
 
 def without_size(config: MaMeConfig) -> MaMeConfig:
     """`config` for tokens whose (h, w) is unknown: partition "alternating", no tiles, and no kernel, which needs them."""
-    return config.replace(partition="alternating", tiles=0, kernel=None, redraw=None)
+    return config.replace(partition="alternating", tiles=0, kernel=None)
 
 
 def unfused(processor: Any, encoder_hidden_states: Tensor | None) -> Any:

@@ -37,7 +37,21 @@ class Shared:
     def __init__(self, config: MaMeConfig) -> None:
         self.config = config
         self.active = True
-        self.draw: Tensor | None = None
+        self.step: Tensor | None = None
+
+    @property
+    def draw(self) -> Tensor | None:
+        """Which draw of the random partitions the step takes, a LongTensor [1]; None: the first.
+
+        That is always so where gradients are on, asked for where it is used: a block that is computed again for its
+        gradients (checkpointing) merges as before, whatever has run since, and no sample's timestep decides on its
+        neighbours in a training batch.
+        """
+        return None if torch.is_grad_enabled() else self.step
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies start without a step."""
+        return {**self.__dict__, "step": None}
 
     @property
     def config(self) -> MaMeConfig:
@@ -96,25 +110,31 @@ class SizeHook:
 class StepHook:
     """Notes which draw of the random partitions the latest forward of a denoiser takes: it follows from the timestep.
 
-    So the same call gives the same result, whatever ran before, and no sampler needs to be known. Where gradients are on
-    it is always the first draw: a block that is computed again for its gradients (checkpointing) merges as before, and
-    no sample's timestep decides on its neighbours in a training batch.
+    So the same call gives the same result, whatever ran before, and no sampler needs to be known.
     """
 
-    def __init__(self, module: nn.Module, shared: Shared) -> None:
+    def __init__(self, names: list[str], shared: Shared) -> None:
         self._shared = shared
-        self._names = list(inspect.signature(type(module).forward).parameters)[1:]
+        self._names = names
 
-    @staticmethod
-    def fits(module: nn.Module) -> bool:
-        """Whether `module` is called with a timestep."""
-        return "timestep" in inspect.signature(type(module).forward).parameters
+    @classmethod
+    def of(cls, module: nn.Module, shared: Shared) -> StepHook | None:
+        """The hook of a module that is called with a timestep; None for others."""
+        try:
+            names = list(inspect.signature(type(module).forward).parameters)[1:]
+        except (AttributeError, TypeError, ValueError):  # scripted or built-in: no signature
+            return None
+        return cls(names, shared) if "timestep" in names else None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        timestep = {**dict(zip(self._names, args, strict=False)), **kwargs}.get("timestep")
-        self._shared.draw = None
-        if timestep is not None and self._shared.config.redraw and not torch.is_grad_enabled():
-            self._shared.draw = draw_at(timestep)
+        call = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        timestep = call.get("timestep")
+        self._shared.step = None
+        if timestep is not None and self._shared.config.redraw:
+            inputs = (value for value in call.values() if isinstance(value, Tensor) and value.dim() > 1)
+            tokens = next(inputs, None)
+            step = draw_at(timestep)
+            self._shared.step = step if tokens is None else step.to(tokens.device)
 
 
 def size_of(image: SizeHook | None) -> tuple[int, int] | None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from mame_sd.config import DRAWN, MaMeConfig
 
@@ -77,9 +78,12 @@ class Positions:
 
 
 def draw_at(timestep: Tensor | float) -> Tensor:
-    """Which of the DRAWS partitions the (first) timestep takes, a LongTensor [1]: a hash, so that neighbours differ."""
-    first = torch.as_tensor(timestep).flatten()[:1]
-    bits = (first.float() * 1000).long()
+    """Which of the DRAWS partitions a step takes, a LongTensor [1]: a hash of the (largest) timestep.
+
+    Largest, because video models give tokens that are known already (a first frame) the timestep 0 throughout.
+    """
+    times = timestep if isinstance(timestep, Tensor) else torch.tensor([timestep])
+    bits = (times.float().amax().reshape(1) * 1000).long()
     for _ in range(2):
         bits = ((bits ^ (bits >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
     return (bits >> 16) % DRAWS
@@ -123,7 +127,9 @@ def positions(
     h, w = size
     key = int(h), int(w), config.partition, stride[0], stride[1], seed, config.tiles or 0, str(device)
     first = Positions(*_looked_up(*key))
-    return first if draw is None or not config.redraw else _drawn(first, _looked_up_draws(*key), draw)
+    if draw is None or not config.redraw or config.partition not in DRAWN:
+        return first
+    return _drawn(first, _looked_up_draws(*key), draw)
 
 
 def square(tokens: int) -> tuple[int, int] | None:
@@ -156,14 +162,14 @@ def _looked_up_draws(h: int, w: int, partition: str, sh: int, sw: int, seed: int
     return _draws(h, w, partition, (sh, sw), seed, tiles or None, torch.device(device))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _draws(
     h: int, w: int, partition: str, stride: tuple[int, int], seed: int, tiles: int | None, device: torch.device
 ) -> Tensor:
     """[DRAWS, ...]: the tensors of `_PER_DRAW` side by side, a row for each draw."""
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), unset_fake_temporarily():
         cpu = torch.device("cpu")
-        drawn = [_positions(h, w, partition, stride, seed, tiles, cpu, draw) for draw in range(DRAWS)]
+        drawn = [_positions.__wrapped__(h, w, partition, stride, seed, tiles, cpu, draw) for draw in range(DRAWS)]
         rows = [torch.cat([getattr(pos, name).flatten() for name in _PER_DRAW]) for pos in drawn]
         return torch.stack(rows).to(device)
 
@@ -179,8 +185,8 @@ def _positions(
     device: torch.device,
     draw: int = 0,
 ) -> Positions:
-    # Cached tensors outlive the call: they must not be inference tensors, which autograd refuses later.
-    with torch.inference_mode(False):
+    # Cached tensors outlive the call: they must not be inference tensors, which autograd refuses later, nor an export's fakes.
+    with torch.inference_mode(False), unset_fake_temporarily():
         # The generator reads 32 bits of a seed.
         generator = torch.Generator("cpu").manual_seed((seed + draw * 0x9E3779B1) % 2**32)
         dst: list[list[int]] = []

@@ -87,8 +87,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"eps": 0.0}, "eps: expected a finite number above 0"),
     ({"refine": "yes"}, "refine: expected True or False, got 'yes'"),
     ({"redraw": 1}, "redraw: expected True or False, got 1"),
-    ({"redraw": True, "partition": "grid"}, "redraw: expected a partition that is drawn .*got 'grid'"),
-    ({"redraw": True, "tau": 0.8}, "redraw: expected a partition that is drawn .*got 'grid'"),
     ({"tau": 0.8, "batch": "per_sample"}, "batch: 'per_sample' needs keep"),
     ({"keep": 0.5, "batch": "shared"}, "batch: 'shared' needs tau"),
     ({"variant": "paper", "keep": 0.5}, "variant: 'paper' knows only tau"),
@@ -107,12 +105,17 @@ def test_keep_chooses_the_cell_with_as_many_destinations_as_it_allows() -> None:
     assert MaMeConfig(keep=0.5).replace(keep=0.25).stride == (2, 2)
 
 
-def test_only_the_default_and_only_drawn_partitions_are_drawn_anew() -> None:
+def test_the_default_with_keep_is_drawn_anew() -> None:
     assert MaMeConfig().redraw
     assert MaMeConfig(keep=0.5, partition="random").redraw
-    for given in ({"tau": 0.8}, {"preset": "plain", "keep": 0.5}, {"partition": "grid"}, {"redraw": False}):
+    for given in ({"tau": 0.8}, {"preset": "plain", "keep": 0.5}, {"redraw": False}):
         assert not MaMeConfig.from_dict(given).redraw, given
-    assert MaMeConfig(tau=0.8, partition="random-grid", redraw=True).redraw
+    part = MaMeConfig(tau=0.8, mlp=0.5).of_part("mlp")
+    assert part is not None
+    assert (part.partition, part.redraw) == ("random-grid", True), "tau's own choices hold for no share"
+    kept = MaMeConfig(tau=0.8, partition="grid", redraw=False, mlp=0.5).of_part("mlp")
+    assert kept is not None
+    assert (kept.partition, kept.redraw) == ("grid", False)
 
 
 @pytest.mark.parametrize(("values", "message"), REFUSED, ids=[str(values) for values, _ in REFUSED])

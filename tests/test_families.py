@@ -110,6 +110,17 @@ def test_text_of_flux_never_merges() -> None:
     assert plain.shape[1] == TEXT + N
 
 
+def test_steps_of_flux_have_destinations_of_their_own() -> None:
+    model = seeded(FluxTransformer2DModel, 0, **FLUX, pooled_projection_dim=8)
+    inputs = {**flux_inputs(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])}
+    handle = apply_mame(model, keep=0.25, min_tokens=1)
+    drawn = run(inputs, model)
+    handle.set(redraw=False)
+    assert not torch.equal(run(inputs, model), drawn)
+    handle.set(redraw=True)
+    assert torch.equal(run(inputs, model), drawn)
+
+
 def test_samples_that_keep_the_same_tokens_run_together() -> None:
     model = seeded(FluxTransformer2DModel, 0, **FLUX, pooled_projection_dim=8)
     inputs = {**flux_inputs(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])}

@@ -62,9 +62,9 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_plans_are_those_of_the_loops(name: str) -> None:
     size, fields = CASES[name]
-    x, config = tokens(size), MaMeConfig(kernel="triton", **fields)
-    plan, plain = plan_merge(x, config, size), plan_merge(x, config.replace(kernel=None), size)
-    exact = reference_plan(x.cpu().double(), config, size)
+    x, config, draw = tokens(size), MaMeConfig(kernel="triton", **fields), torch.tensor([3])
+    plan, plain = plan_merge(x, config, size, draw=draw), plan_merge(x, config.replace(kernel=None), size, draw=draw)
+    exact = reference_plan(x.cpu().double(), config, size, draw=draw)
     assert isinstance(plan, RowPlan)
     for of in ("weights", "counts", "preserved", "kept"):
         assert torch.equal(getattr(plan, of), getattr(plain, of)), of

@@ -75,6 +75,17 @@ def test_a_model_inside_another_module_has_steps_too() -> None:
     assert not has_hooks(whole)
 
 
+def test_modules_without_a_signature_are_no_denoisers() -> None:
+    class Relu(torch.nn.Module):
+        forward = torch.relu
+
+    holder = torch.nn.ModuleDict(
+        {"unet": tiny_unet(), "relu": Relu(), "traced": torch.jit.script(torch.nn.Linear(2, 2))}
+    )
+    apply_mame(holder, min_tokens=40)
+    assert has_hooks(holder)
+
+
 def test_with_gradients_the_first_draw_is_taken() -> None:
     unet = tiny_unet()
     apply_mame(unet, keep=0.25, min_tokens=40)
@@ -91,9 +102,12 @@ def test_a_copy_follows_its_own_steps() -> None:
     unet = tiny_unet()
     apply_mame(unet, keep=0.25, min_tokens=40)
     want = run_unet(unet)
-    twin = copy.deepcopy(unet)
+    early = {**unet_inputs(unet), "timestep": torch.tensor(20)}
     with torch.no_grad():
-        unet(**{**unet_inputs(unet), "timestep": torch.tensor(20)})
+        unet(**early)
+        twin = copy.deepcopy(unet)
+        assert torch.equal(run_unet(twin), want)
+        unet(**early)
     assert torch.equal(run_unet(twin), want)
 
 

@@ -42,6 +42,7 @@ def test_compiled_calls_are_counted_without_recompiling(fields: dict[str, Any]) 
 @pytest.mark.parametrize("forward", ["model", "forward alone"])
 def test_steps_with_destinations_of_their_own_are_one_graph(forward: str) -> None:
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     unet = tiny_unet()
     apply_mame(unet, keep=0.25, min_tokens=40)
     steps = [{**unet_inputs(unet), "timestep": torch.tensor(t)} for t in (999, 700, 500, 20)]
@@ -55,6 +56,22 @@ def test_steps_with_destinations_of_their_own_are_one_graph(forward: str) -> Non
         with torch.compiler.set_stance("fail_on_recompile"):
             for step, want in zip(steps[1:], expected[1:], strict=True):
                 torch.testing.assert_close(compiled(**step).sample, want)
+    hook = 1 if forward == "model" else 0  # the hook that reads the step is a graph of its own
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + hook
+
+
+@pytest.mark.parametrize("kind", [int, float])
+def test_timesteps_that_are_numbers_make_a_few_graphs(kind: Any) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    unet = tiny_unet()
+    apply_mame(unet, keep=0.25, min_tokens=40)
+    with torch.no_grad():
+        compiled: Any = torch.compile(unet, backend="eager", fullgraph=True)
+        for t in range(999, 0, -100):
+            step = {**unet_inputs(unet), "timestep": kind(t)}
+            torch.testing.assert_close(compiled(**step).sample, unet(**step).sample)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 
 @pytest.mark.parametrize(
@@ -96,6 +113,21 @@ def test_gradients_under_checkpointing() -> None:
         unet(**inputs).sample.square().mean().backward()
         gradients.append([p.grad.clone() for p in unet.parameters() if p.grad is not None])
     assert len(gradients[0]) == len(list(unet.parameters()))
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_a_pass_without_gradients_does_not_change_what_checkpoints_compute_again() -> None:
+    unet = tiny_unet().train()
+    apply_mame(unet, keep=0.25, min_tokens=40)
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            unet.enable_gradient_checkpointing()
+        unet.zero_grad()
+        loss = unet(**unet_inputs(unet)).sample.square().mean()
+        run_unet(unet)
+        loss.backward()
+        gradients.append([p.grad.clone() for p in unet.parameters() if p.grad is not None])
     torch.testing.assert_close(gradients[1], gradients[0])
 
 

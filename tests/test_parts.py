@@ -73,6 +73,16 @@ def test_outputs_and_gradients_are_the_references(fields: dict[str, Any], part: 
     torch.testing.assert_close(*(torch.autograd.grad(y, x, down)[0] for y in results), rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("part", ["mlp", "cross"])
+def test_parts_have_destinations_of_their_own_at_each_step(part: str) -> None:
+    unet = tiny_sdxl_unet()
+    handle = apply_mame(unet, keep=1.0, min_tokens=24, **{part: 0.5})
+    with torch.no_grad():
+        drawn = forward(unet)
+        handle.set(redraw=False)
+        assert not torch.equal(forward(unet), drawn)
+
+
 def test_off_is_bit_equal_and_leaves_no_hook() -> None:
     unet = tiny_sdxl_unet()
     before = run_unet(unet)
