@@ -90,6 +90,7 @@ def plot(points: list[Point], path: Path) -> None:
     style: dict[str, Any] = {"fontsize": 7, "textcoords": "offset points", "rotation": -25, "rotation_mode": "anchor"}
     for point in (p for p in shown if p["name"] in named):
         axes[0].annotate(point["name"], (point["times_faster"], point["lpips"]), xytext=(5, -3), **style)
-    axes[0].legend()
+    axes[0].margins(x=0.13)  # room for the names
+    axes[0].legend(loc="lower right")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

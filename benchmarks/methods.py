@@ -81,6 +81,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "1/9, 3x3 cells, tiles 12": {"keep": 0.1, "stride": (3, 3), "tiles": 12},
     "1/16, 4x4 cells, tiles 16": {"keep": 0.05, "stride": (4, 4), "tiles": 16},
     "1/64, 8x8 cells, tiles 32": {"keep": 0.01, "stride": (8, 8), "tiles": 32},
+    "1/64, 8x8 cells, global": {"keep": 0.01, "stride": (8, 8), "tiles": 0},
 }
 CORNER: dict[str, Any] = {"partition": "grid"}  # the first token of each cell, at every step
 SMALL: dict[str, Any] = {**CORNER, "tiles": 8}
@@ -98,6 +99,7 @@ VARIANTS = {
 FULL = {
     "default": ours(),
     "default, first level": ours(**FIRST),
+    "default, min_tokens 256": ours(min_tokens=256),
     **{f"kv {keep}": ours(keep=keep) for keep in (0.75, 0.5, 0.375, 0.19, 0.125, 0.0625)},
     **{f"kv {keep}, first of each cell": ours(keep=keep, **CORNER) for keep in (0.5, 0.25, 0.125)},
     **{f"kv {keep}, first of each 2x2 cell": ours(**{**MIXED, "keep": keep}) for keep in (0.75, 0.5, 0.375)},
@@ -112,7 +114,7 @@ FULL = {
     "kv 0.5, random": ours(tiles=8, keep=0.5, partition="random", redraw=False),
     **{f"kv .25, drawn once, seed {n}": ours(redraw=False, seed=n) for n in (0, 1, 2)},
     "kv tau 0.8, best": ours(tau=0.8, merge="kv", weights="best"),
-    **{f"qkv {keep}": ours(keep=keep, merge="qkv") for keep in (0.75, 0.5, 0.25, 0.19, 0.125)},
+    **{f"qkv {keep}": ours(keep=keep, merge="qkv") for keep in (0.75, 0.5, 0.25, 0.19, 0.125, 0.0625)},
     "qkv 0.25, global": ours(keep=0.25, merge="qkv", tiles=0, **CORNER),
     "qkv 0.25, first of each cell": ours(keep=0.25, merge="qkv", **CORNER),
     "qkv 0.25, drawn once": ours(keep=0.25, merge="qkv", redraw=False),
