@@ -85,8 +85,8 @@ WIDE: dict[str, dict[str, Any]] = {
 }
 CORNER: dict[str, Any] = {"partition": "grid"}  # the first token of each cell, at every step
 SMALL: dict[str, Any] = {**CORNER, "tiles": 8}
-# Some sources stay, so that keys stand for one to four tokens.
-MIXED: dict[str, Any] = {**SMALL, "keep": 0.375, "stride": (2, 2)}
+SQUARE: dict[str, Any] = {**SMALL, "stride": (2, 2)}
+MIXED: dict[str, Any] = {**SQUARE, "keep": 0.375}  # some sources stay, so that keys stand for one to four tokens
 VARIANTS = {
     **{f"kv .25, first of each cell, size bias {bias:g}": biased(bias, **CORNER) for bias in (0.5, 1.0)},
     **{f"kv 0.375, 2x2 cells, size bias {bias:g}": biased(bias, **MIXED) for bias in (0.5, 1.0)},
@@ -102,8 +102,8 @@ FULL = {
     "default, min_tokens 256": ours(min_tokens=256),
     **{f"kv {keep}": ours(keep=keep) for keep in (0.75, 0.5, 0.375, 0.19, 0.125, 0.0625)},
     **{f"kv {keep}, first of each cell": ours(keep=keep, **CORNER) for keep in (0.5, 0.25, 0.125)},
-    **{f"kv {keep}, first of each 2x2 cell": ours(**{**MIXED, "keep": keep}) for keep in (0.75, 0.5, 0.375)},
-    **{f"kv .25, tiles {tiles}": ours(partition="grid", tiles=tiles) for tiles in (4, 8)},
+    **{f"kv {keep}, first of each 2x2 cell": ours(keep=keep, **SQUARE) for keep in (0.75, 0.5, 0.375)},
+    **{f"kv .25, tiles {tiles}": ours(tiles=tiles, **CORNER) for tiles in (4, 8)},
     "kv .25, tiles 8, first level": ours(**SMALL, **FIRST),
     "kv .25, global": ours(tiles=0),
     **{f"kv {name}": ours(**fields) for name, fields in WIDE.items()},
@@ -119,8 +119,8 @@ FULL = {
     "qkv 0.25, first of each cell": ours(keep=0.25, merge="qkv", **CORNER),
     "qkv 0.25, drawn once": ours(keep=0.25, merge="qkv", redraw=False),
     "qkv 0.5, first level": ours(keep=0.5, merge="qkv", **FIRST),
-    "qkv 0.5, first of each 2x2 cell": ours(**{**MIXED, "keep": 0.5}, merge="qkv"),
-    "qkv 0.5, first of each 2x2 cell, average": ours(**{**MIXED, "keep": 0.5}, merge="qkv", weights="average"),
+    "qkv 0.5, first of each 2x2 cell": ours(keep=0.5, merge="qkv", **SQUARE),
+    "qkv 0.5, first of each 2x2 cell, average": ours(keep=0.5, merge="qkv", weights="average", **SQUARE),
     **{f"qkv tau {tau}": ours(tau=tau) for tau in (0.7, 0.8, 0.9)},
     **{f"plain tau {tau}": ours(tau=tau, preset="plain") for tau in (0.7, 0.8, 0.9)},
     "printed equations, tau 0.8": ours(tau=0.8, preset="plain", variant="paper"),

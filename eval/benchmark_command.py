@@ -182,7 +182,8 @@ def suite_prompts(suite: Suite, file: str | None, num: int | None) -> tuple[list
     source = file or suite.prompts
     if source is None:
         raise UserError(
-            f"--suite {suite.name}: expected --prompts FILE, got none; .txt, .csv, .tsv and .jsonl files will do (the paper's are of GEMRec and ImageNet's class names)"
+            f"--suite {suite.name}: expected --prompts FILE, got none; .txt, .csv, .tsv and .jsonl files will do "
+            "(the paper's are of GEMRec and ImageNet's class names)"
         )
     if source == "drawn":
         return draw_prompts(count, suite.seed), {"name": f"drawn with seed {suite.seed}", "sha256": None}

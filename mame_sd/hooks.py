@@ -14,8 +14,8 @@ again replaces it. A `copy.deepcopy` of a hooked model merges with its own weigh
 call `remove_mame` first.
 
 `torch.compile` of the model with `keep` makes one graph of it, merging included, for each size and batch size (not with
-`dynamic=True`), and a small one of the hook that reads the step. With `tau` how many tokens stay depends on the data, which breaks the graph in each merging layer (results
-stay right): for one graph compile with `fullgraph=True`, or set
+`dynamic=True`), and a small one of the hook that reads the step. With `tau` how many tokens stay depends on the data,
+which breaks the graph in each merging layer (results stay right): for one graph compile with `fullgraph=True`, or set
 `torch._dynamo.config.capture_dynamic_output_shape_ops = True`. Of `compile_repeated_blocks` diffusers' hooks make one graph
 for every block, which passes `recompile_limit`: there take the processor, which all blocks share (`MaMeAttnProcessor`; it
 does not count compiled calls).
@@ -186,15 +186,15 @@ def build_handle(target: Any, config: MaMeConfig) -> MaMeHandle:
     parts: dict[str, str] = {}
     steps: list[str] = []
     for path, module in root.named_modules():
-        step = StepHook.of(module, shared)
-        if step is not None and not any(not p or path.startswith(p + ".") for p in steps):
+        step = None if any(_within(path, outer) for outer in steps) else StepHook.of(module, shared)
+        if step is not None:
             steps.append(path)
             hooks.append((module, MAME_STEP_HOOK, step))
         reader = _reader_of(module)
         if reader is not None:
             images[path] = SizeHook(module, reader[0]), reader[1]
             hooks.append((module, MAME_SIZE_HOOK, images[path][0]))
-        inside = max((p for p in images if not p or path.startswith(p + ".")), key=len, default=None)
+        inside = max((outer for outer in images if _within(path, outer)), key=len, default=None)
         image, family = (None, None) if inside is None else images[inside]
         if family is None and _in_space(path):
             parts.update(parts_of(path, module))
@@ -293,6 +293,11 @@ def _reader_of(module: nn.Module) -> tuple[Callable[[Any, Call], Tokens | None],
         return image_size, None
     family = family_of(module)
     return None if family is None else (family.tokens, family)
+
+
+def _within(path: str, outer: str) -> bool:
+    """Whether the module at `path` lies below the one at `outer` ("" is the root, which counts as within itself)."""
+    return not outer or path.startswith(outer + ".")
 
 
 def _may_merge(path: str, attn: Attention, image: SizeHook | None) -> bool:

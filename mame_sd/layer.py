@@ -1,6 +1,7 @@
 """One self-attention call, merged: decide whether it may, plan, delegate to the installed processor, restore.
 
-Both ways into diffusers (`processor.py` and `hooks.py`) call `merged_attention`, so they give the same numbers (with `redraw=False`: processors see no steps).
+Both ways into diffusers (`processor.py` and `hooks.py`) call `merged_attention`, so they give the same numbers (with
+`redraw=False`: processors see no steps).
 """
 
 from __future__ import annotations

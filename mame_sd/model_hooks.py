@@ -85,49 +85,64 @@ class AroundHook(ModelHook):
         raise NotImplementedError
 
 
-class SizeHook:
-    """Notes how the tokens lie in the latest forward of a transformer, before it runs.
+class Reader:
+    """Reads the arguments of a module's latest forward, by name, before it runs.
 
     A plain forward pre-hook: other tools (DeepCache, offloading) put functions of their own in place of these modules'
     forward, which wrapping it would get lost under or undo.
     """
 
-    def __init__(self, module: nn.Module, read: Callable[[Any, Call], Tokens | None]) -> None:
-        self._read = read
-        self._names = list(inspect.signature(type(module).forward).parameters)[1:]
-        self.tokens: Tokens | None = None
+    def __init__(self, module: nn.Module) -> None:
+        self.names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.read(module, {**dict(zip(self.names, args, strict=False)), **kwargs})
+
+    def read(self, module: nn.Module, call: Call) -> None:
+        """Notes what it is for."""
+        raise NotImplementedError
+
+
+class SizeHook(Reader):
+    """Notes how the tokens lie in the latest forward of a transformer."""
+
+    def __init__(self, module: nn.Module, tokens_of: Callable[[Any, Call], Tokens | None]) -> None:
+        super().__init__(module)
+        self._tokens_of = tokens_of
+        self.tokens: Tokens | None = None
+
+    def read(self, module: nn.Module, call: Call) -> None:
+        """The tokens of this call; raises ValueError beside tomesd's patch."""
         for block in getattr(module, "transformer_blocks", ()):
             if type(block).__name__ == "ToMeBlock":
                 raise ValueError(
                     "expected blocks whose tokens are not merged yet, found tomesd's patch: call "
                     "tomesd.remove_patch(pipe), or remove_mame(pipe) to merge by tomesd alone"
                 )
-        self.tokens = self._read(module, {**dict(zip(self._names, args, strict=False)), **kwargs})
+        self.tokens = self._tokens_of(module, call)
 
 
-class StepHook:
+class StepHook(Reader):
     """Notes which draw of the random partitions the latest forward of a denoiser takes: it follows from the timestep.
 
     So the same call gives the same result, whatever ran before, and no sampler needs to be known.
     """
 
-    def __init__(self, names: list[str], shared: Shared) -> None:
+    def __init__(self, module: nn.Module, shared: Shared) -> None:
+        super().__init__(module)
         self._shared = shared
-        self._names = names
 
     @classmethod
     def of(cls, module: nn.Module, shared: Shared) -> StepHook | None:
         """The hook of a module that is called with a timestep; None for others."""
         try:
-            names = list(inspect.signature(type(module).forward).parameters)[1:]
+            hook = cls(module, shared)
         except (AttributeError, TypeError, ValueError):  # scripted or built-in: no signature
             return None
-        return cls(names, shared) if "timestep" in names else None
+        return hook if "timestep" in hook.names else None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = {**dict(zip(self._names, args, strict=False)), **kwargs}
+    def read(self, module: nn.Module, call: Call) -> None:
+        """The draw of this call's timestep, on the device of its inputs."""
         timestep = call.get("timestep")
         self._shared.step = None
         if timestep is not None and self._shared.config.redraw:
@@ -208,7 +223,7 @@ class FamilyHook(AroundHook):
         return self.layer.merged(module, call, tokens, config, self.stats, forward, self.shared.draw)
 
 
-_READERS: dict[str, type] = {MAME_SIZE_HOOK: SizeHook, MAME_STEP_HOOK: StepHook}  # plain forward pre-hooks
+_READERS: dict[str, type[Reader]] = {MAME_SIZE_HOOK: SizeHook, MAME_STEP_HOOK: StepHook}
 
 
 def hook_on(module: nn.Module, name: str) -> Any:

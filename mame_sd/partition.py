@@ -169,13 +169,21 @@ def _draws(
     """[DRAWS, ...]: the tensors of `_PER_DRAW` side by side, a row for each draw."""
     with torch.inference_mode(False), unset_fake_temporarily():
         cpu = torch.device("cpu")
-        drawn = [_positions.__wrapped__(h, w, partition, stride, seed, tiles, cpu, draw) for draw in range(DRAWS)]
+        drawn = [_built(h, w, partition, stride, seed, tiles, cpu, draw) for draw in range(DRAWS)]
         rows = [torch.cat([getattr(pos, name).flatten() for name in _PER_DRAW]) for pos in drawn]
         return torch.stack(rows).to(device)
 
 
 @lru_cache(maxsize=256)
 def _positions(
+    h: int, w: int, partition: str, stride: tuple[int, int], seed: int, tiles: int | None, device: torch.device
+) -> Positions:
+    # Cached tensors outlive the call: they must not be inference tensors, which autograd refuses later, nor an export's fakes.
+    with torch.inference_mode(False), unset_fake_temporarily():
+        return _built(h, w, partition, stride, seed, tiles, device, draw=0)
+
+
+def _built(
     h: int,
     w: int,
     partition: str,
@@ -183,23 +191,21 @@ def _positions(
     seed: int,
     tiles: int | None,
     device: torch.device,
-    draw: int = 0,
+    draw: int,
 ) -> Positions:
-    # Cached tensors outlive the call: they must not be inference tensors, which autograd refuses later, nor an export's fakes.
-    with torch.inference_mode(False), unset_fake_temporarily():
-        # The generator reads 32 bits of a seed.
-        generator = torch.Generator("cpu").manual_seed((seed + draw * 0x9E3779B1) % 2**32)
-        dst: list[list[int]] = []
-        src: list[list[int]] = []
-        side_h, side_w = (tiles, tiles) if tiles is not None else (h, w)
-        for top in range(0, h, side_h):
-            for left in range(0, w, side_w):
-                th, tw = min(side_h, h - top), min(side_w, w - left)
-                chosen = _destinations(th, tw, partition, stride, generator)
-                block = [(top + i // tw) * w + left + i % tw for i in range(th * tw)]
-                dst.append([block[i] for i in chosen])
-                src.append([block[i] for i in sorted(set(range(th * tw)) - set(chosen))])
-        return _layout(h * w, dst, src, device)
+    # The generator reads 32 bits of a seed.
+    generator = torch.Generator("cpu").manual_seed((seed + draw * 0x9E3779B1) % 2**32)
+    dst: list[list[int]] = []
+    src: list[list[int]] = []
+    side_h, side_w = (tiles, tiles) if tiles is not None else (h, w)
+    for top in range(0, h, side_h):
+        for left in range(0, w, side_w):
+            th, tw = min(side_h, h - top), min(side_w, w - left)
+            chosen = _destinations(th, tw, partition, stride, generator)
+            block = [(top + i // tw) * w + left + i % tw for i in range(th * tw)]
+            dst.append([block[i] for i in chosen])
+            src.append([block[i] for i in sorted(set(range(th * tw)) - set(chosen))])
+    return _layout(h * w, dst, src, device)
 
 
 def _destinations(h: int, w: int, partition: str, stride: tuple[int, int], generator: torch.Generator) -> list[int]:

@@ -101,34 +101,34 @@ def test_works_in_inference_mode_and_out_of_it() -> None:
     handle.reset()
 
 
-def test_gradients_under_checkpointing() -> None:
-    unet = tiny_unet().train()
-    apply_mame(unet, **MERGING)
-    inputs = unet_inputs(unet, height=8, width=24)
-    gradients = []
+def gradients(unet: Any, inputs: dict[str, Any], before_backward: Any = None) -> list[list[torch.Tensor]]:
+    """Those of all parameters, without and with checkpointing; `before_backward` is called with the UNet in between."""
+    found = []
     for checkpointing in (False, True):
         if checkpointing:
             unet.enable_gradient_checkpointing()
         unet.zero_grad()
-        unet(**inputs).sample.square().mean().backward()
-        gradients.append([p.grad.clone() for p in unet.parameters() if p.grad is not None])
-    assert len(gradients[0]) == len(list(unet.parameters()))
-    torch.testing.assert_close(gradients[1], gradients[0])
+        loss = unet(**inputs).sample.square().mean()
+        if before_backward is not None:
+            before_backward(unet)
+        loss.backward()
+        found.append([p.grad.clone() for p in unet.parameters() if p.grad is not None])
+    assert len(found[0]) == len(list(unet.parameters()))
+    return found
+
+
+def test_gradients_under_checkpointing() -> None:
+    unet = tiny_unet().train()
+    apply_mame(unet, **MERGING)
+    plain, checkpointed = gradients(unet, unet_inputs(unet, height=8, width=24))
+    torch.testing.assert_close(checkpointed, plain)
 
 
 def test_a_pass_without_gradients_does_not_change_what_checkpoints_compute_again() -> None:
     unet = tiny_unet().train()
     apply_mame(unet, keep=0.25, min_tokens=40)
-    gradients = []
-    for checkpointing in (False, True):
-        if checkpointing:
-            unet.enable_gradient_checkpointing()
-        unet.zero_grad()
-        loss = unet(**unet_inputs(unet)).sample.square().mean()
-        run_unet(unet)
-        loss.backward()
-        gradients.append([p.grad.clone() for p in unet.parameters() if p.grad is not None])
-    torch.testing.assert_close(gradients[1], gradients[0])
+    plain, checkpointed = gradients(unet, unet_inputs(unet), before_backward=run_unet)
+    torch.testing.assert_close(checkpointed, plain)
 
 
 def test_regional_compilation_of_the_processor_shares_graphs() -> None:

@@ -9,7 +9,6 @@ import torch
 from diffusers import (
     DiTTransformer2DModel,
     I2VGenXLUNet,
-    MotionAdapter,
     PixArtTransformer2DModel,
     UNet3DConditionModel,
     UNetMotionModel,
@@ -23,12 +22,22 @@ from tests.tiny import (
     generate,
     run_unet,
     seeded,
+    tiny_motion_adapter,
     tiny_pipeline,
     tiny_unet,
     unet_inputs,
 )
 
 MERGING = {"tau": 0.2, "min_tokens": 40}
+VIDEO: dict[str, Any] = {
+    "block_out_channels": (32, 64),
+    "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
+    "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
+    "cross_attention_dim": 16,
+    "attention_head_dim": 8,
+    "layers_per_block": 1,
+    "norm_num_groups": 8,
+}
 
 
 @pytest.mark.parametrize("fields", [{"tau": 0.2}, {"keep": 0.4}], ids=["qkv", "kv"])
@@ -105,15 +114,7 @@ def test_pag_merges_all_but_the_perturbed_layers_with_kv() -> None:
 
 
 def motion_unet() -> UNetMotionModel:
-    adapter = seeded(
-        MotionAdapter,
-        5,
-        block_out_channels=(16, 32),
-        motion_layers_per_block=1,
-        motion_num_attention_heads=2,
-        motion_norm_num_groups=8,
-    )
-    return UNetMotionModel.from_unet2d(tiny_unet(), adapter).eval()
+    return UNetMotionModel.from_unet2d(tiny_unet(), tiny_motion_adapter()).eval()
 
 
 def test_animatediff_merges_pixels_and_never_frames() -> None:
@@ -197,17 +198,7 @@ def test_autoencoder_and_text_encoder_of_a_pipeline_are_not_hooked() -> None:
 
 
 def test_video_unet_merges_pixels_and_never_frames() -> None:
-    unet = seeded(
-        UNet3DConditionModel,
-        0,
-        block_out_channels=(32, 64),
-        down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
-        up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
-        cross_attention_dim=16,
-        attention_head_dim=8,
-        layers_per_block=1,
-        norm_num_groups=8,
-    )
+    unet = seeded(UNet3DConditionModel, 0, **VIDEO)
     generator = torch.Generator().manual_seed(0)
     video, text = torch.randn(1, 4, 3, 8, 12, generator=generator), torch.randn(1, 7, 16, generator=generator)
     handle = apply_mame(unet, tau=0.1, min_tokens=1)
@@ -217,17 +208,7 @@ def test_video_unet_merges_pixels_and_never_frames() -> None:
 
 
 def test_i2vgen_is_hooked_on_pixels_and_never_on_frames() -> None:
-    unet = seeded(
-        I2VGenXLUNet,
-        0,
-        block_out_channels=(32, 64),
-        down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
-        up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
-        cross_attention_dim=16,
-        attention_head_dim=8,
-        layers_per_block=1,
-        norm_num_groups=8,
-    )
+    unet = seeded(I2VGenXLUNet, 0, **VIDEO)
     assert any(
         "image_latents_temporal_encoder" in path and isinstance(m, Attention) for path, m in unet.named_modules()
     )

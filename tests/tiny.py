@@ -17,6 +17,7 @@ from diffusers import (
     DPMSolverMultistepScheduler,
     EulerAncestralDiscreteScheduler,
     HeunDiscreteScheduler,
+    MotionAdapter,
     StableDiffusionPipeline,
     UNet2DConditionModel,
 )
@@ -70,6 +71,18 @@ def tiny_sdxl_unet(seed: int = 0, **overrides: Any) -> UNet2DConditionModel:
         "projection_class_embeddings_input_dim": 6 * 4 + TEXT_DIM,
     }
     return tiny_unet(seed, **{**config, **overrides})
+
+
+def tiny_motion_adapter(seed: int = 5) -> MotionAdapter:
+    """AnimateDiff's layers over frames, for `tiny_unet`."""
+    return seeded(
+        MotionAdapter,
+        seed,
+        block_out_channels=(16, 32),
+        motion_layers_per_block=1,
+        motion_num_attention_heads=2,
+        motion_norm_num_groups=8,
+    )
 
 
 def tiny_vae(seed: int = 1) -> AutoencoderKL:

@@ -7,7 +7,7 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers import AutoencoderKLTemporalDecoder, ControlNetModel, MotionAdapter, T2IAdapter, VQModel
+from diffusers import AutoencoderKLTemporalDecoder, ControlNetModel, T2IAdapter, VQModel
 from torch import Tensor
 from transformers import (
     CLIPImageProcessor,
@@ -25,6 +25,7 @@ from tests.tiny import (
     generate,
     seeded,
     tiny_components,
+    tiny_motion_adapter,
     tiny_pipeline,
     tiny_scheduler,
     tiny_sdxl_unet,
@@ -154,16 +155,8 @@ def run_kandinsky(pipe: Any) -> Tensor:
 
 
 def animatediff() -> Any:
-    adapter = seeded(
-        MotionAdapter,
-        5,
-        block_out_channels=(16, 32),
-        motion_layers_per_block=1,
-        motion_num_attention_heads=2,
-        motion_norm_num_groups=8,
-    )
     parts = {k: v for k, v in tiny_components().items() if k not in ("safety_checker", "requires_safety_checker")}
-    return quiet(diffusers.AnimateDiffPipeline(**parts, motion_adapter=adapter))
+    return quiet(diffusers.AnimateDiffPipeline(**parts, motion_adapter=tiny_motion_adapter()))
 
 
 def run_animatediff(pipe: Any) -> Tensor:
