@@ -127,7 +127,13 @@ def test_gradients_under_checkpointing() -> None:
 def test_a_pass_without_gradients_does_not_change_what_checkpoints_compute_again() -> None:
     unet = tiny_unet().train()
     apply_mame(unet, keep=0.25, min_tokens=40)
-    plain, checkpointed = gradients(unet, unet_inputs(unet), before_backward=run_unet)
+    other_step = {**unet_inputs(unet), "timestep": torch.tensor(20)}
+
+    @torch.no_grad()
+    def pass_of_another_step(unet: Any) -> None:
+        unet(**other_step)
+
+    plain, checkpointed = gradients(unet, unet_inputs(unet), before_backward=pass_of_another_step)
     torch.testing.assert_close(checkpointed, plain)
 
 
