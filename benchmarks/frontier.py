@@ -22,16 +22,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from mame_sd.eval.metrics.lpips import load_lpips
+from mame_sd.eval.metrics.psnr import psnr
+from mame_sd.eval.metrics.ssim import ssim
+from mame_sd.eval.scoring.retrieval import draw_prompts, retrieved
 
 from benchmarks import methods
 from benchmarks.frontier_report import markdown, plot, verdict
 from benchmarks.methods import Method
 from benchmarks.painting import AttentionWork, clocked, load, paint
 from benchmarks.timing import machine
-from eval.metrics.lpips import load_lpips
-from eval.metrics.psnr import psnr
-from eval.metrics.ssim import ssim
-from eval.retrieval import draw_prompts, retrieved
 from mame_sd import embedded_model_path
 
 BATCH = 4

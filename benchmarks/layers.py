@@ -12,7 +12,7 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, MergePlan, plan_merge
-from mame_sd.reference import reference_plan
+from mame_sd.core.reference import reference_plan
 
 Layer = Callable[[Tensor], Tensor]  # [B, L, C] to [B, L, C] (free bounds: what is left of it)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from diffusers import StableDiffusionPipeline
 from torch.overrides import TorchFunctionMode
 
-from mame_sd.embedded_model import DEFAULT_GUIDANCE
-from mame_sd.model_files import ModelChoice
-from mame_sd.models import load_model
+from mame_sd.embedded.model import DEFAULT_GUIDANCE
+from mame_sd.runs.loading import load_model
+from mame_sd.runs.model_files import ModelChoice
 
 
 def load(device: torch.device, dtype: torch.dtype) -> StableDiffusionPipeline:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor, nn
 
-from mame_sd.partition import square
+from mame_sd.core.partition import square
 
 
 class PooledProcessor:

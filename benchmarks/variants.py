@@ -18,9 +18,9 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor
 
 from mame_sd import MaMeConfig, MergePlan, mame, plan_merge
-from mame_sd.partition import positions, square
-from mame_sd.similarity import similarity_of
-from mame_sd.weights import weights_by_keep
+from mame_sd.core.partition import positions, square
+from mame_sd.core.similarity import similarity_of
+from mame_sd.core.weights import weights_by_keep
 
 TRAIN_STEPS = 1000
 Plan = Callable[[Tensor, MaMeConfig, tuple[int, int]], MergePlan]

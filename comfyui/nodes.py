@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.merge import MergePlan, plan_merge
+from mame_sd.core.merge import MergePlan, plan_merge
 
 log = logging.getLogger("mame-sd")
 

@@ -7,7 +7,7 @@ from mame_sd.__main__ import main as run
 
 def main() -> None:
     """The console script."""
-    run(f"{__package__}.cli")
+    run("mame_sd.eval.cli.app")
 
 
 if __name__ == "__main__":

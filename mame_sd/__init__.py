@@ -7,28 +7,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mame_sd.config import MaMeConfig
-    from mame_sd.embedded_model import embedded_model_path
+    from mame_sd.core.merge import MergePlan, plan_merge
+    from mame_sd.diffusion.apply import MaMeHandle, apply_mame, mame, remove_mame
+    from mame_sd.diffusion.processor import MaMeAttnProcessor
+    from mame_sd.embedded.model import embedded_model_path
     from mame_sd.errors import MachineError, UserError
-    from mame_sd.hooks import MaMeHandle, apply_mame, mame, remove_mame
-    from mame_sd.merge import MergePlan, plan_merge
-    from mame_sd.processor import MaMeAttnProcessor
     from mame_sd.report import MaMeReport, NothingMergedError
 
 # Loaded on first use: torch and diffusers take seconds.
 _LAZY = {
-    "MaMeAttnProcessor": "mame_sd.processor",
+    "MaMeAttnProcessor": "mame_sd.diffusion.processor",
     "MaMeConfig": "mame_sd.config",
-    "MaMeHandle": "mame_sd.hooks",
+    "MaMeHandle": "mame_sd.diffusion.apply",
     "MaMeReport": "mame_sd.report",
     "MachineError": "mame_sd.errors",
-    "MergePlan": "mame_sd.merge",
+    "MergePlan": "mame_sd.core.merge",
     "NothingMergedError": "mame_sd.report",
     "UserError": "mame_sd.errors",
-    "apply_mame": "mame_sd.hooks",
-    "embedded_model_path": "mame_sd.embedded_model",
-    "mame": "mame_sd.hooks",
-    "plan_merge": "mame_sd.merge",
-    "remove_mame": "mame_sd.hooks",
+    "apply_mame": "mame_sd.diffusion.apply",
+    "embedded_model_path": "mame_sd.embedded.model",
+    "mame": "mame_sd.diffusion.apply",
+    "plan_merge": "mame_sd.core.merge",
+    "remove_mame": "mame_sd.diffusion.apply",
 }
 
 __all__ = [

@@ -10,10 +10,10 @@ import sys
 from importlib import import_module
 
 
-def main(commands: str = "mame_sd.cli") -> None:
+def main(commands: str = "mame_sd.cli.app") -> None:
     """The console script: runs `invoke` of the module `commands` and exits with its status."""
     try:
-        from mame_sd.cli_errors import exit_status
+        from mame_sd.cli.errors import exit_status
 
         status = exit_status(lambda: import_module(commands).invoke())
     except KeyboardInterrupt:  # before exit_status was there to say so

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mame_sd.merge import MergePlan
+from mame_sd.core.merge import MergePlan
 
 NEVER_CALLED = "not called yet"
 

@@ -23,8 +23,8 @@ from diffusers.schedulers import KarrasDiffusionSchedulers
 from transformers import CLIPImageProcessor, CLIPTextModel, CLIPTokenizer, CLIPVisionModelWithProjection
 
 from mame_sd.config import MaMeConfig
-from mame_sd.hooks import MaMeHandle, build_handle, has_hooks, hooks_restored
-from mame_sd.saved_setting import DEFAULT, resolve_setting
+from mame_sd.diffusion.apply import MaMeHandle, build_handle, has_hooks, hooks_restored
+from mame_sd.diffusion.saved_setting import DEFAULT, resolve_setting
 
 _UNSET: Any = "unset"
 

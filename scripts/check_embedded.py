@@ -20,11 +20,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from mame_sd.eval.retrieval import draw_prompts
+from mame_sd.eval.scoring.retrieval import draw_prompts
 from PIL import Image
 from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
 
-from mame_sd import embedded_model as subjects
+from mame_sd.embedded import model as subjects
 
 
 def generate(prompts: Path, out: Path, setting: str, model: str | None, steps: int) -> None:

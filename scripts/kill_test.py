@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.kills import snapshot
+from tests.builders.kills import snapshot
 
 
 def start(out: Path, arguments: argparse.Namespace) -> subprocess.Popen[bytes]:

@@ -17,7 +17,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 
 from mame_sd import MaMeConfig, apply_mame, embedded_model_path, remove_mame
-from mame_sd import embedded_model as subjects
+from mame_sd.embedded import model as subjects
 
 SETTINGS: dict[str, dict[str, object]] = {
     "default": {},

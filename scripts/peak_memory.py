@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from mame_sd.config import MaMeConfig
-from mame_sd.merge import plan_merge
+from mame_sd.core.merge import plan_merge
 
 LIMIT = 3.0
 SETTINGS: dict[str, dict[str, Any]] = {

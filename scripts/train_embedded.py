@@ -23,7 +23,7 @@ from embedded_training.diffusion import Data, Denoiser, Stage, new_scheduler, ne
 from embedded_training.export import export
 from embedded_training.text import new_text_encoder, new_tokenizer
 
-from mame_sd import embedded_model as subjects
+from mame_sd.embedded import model as subjects
 
 STAGES = (
     Stage("patch8", 8, (192, 224), (3, 4), 1100, 64, 0.01, 0.001, decided=0.8),

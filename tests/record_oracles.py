@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from mame_sd.eval.networks.efficientnet_lite import EfficientNetLite0
-from mame_sd.eval.weights import load
+from mame_sd.eval.weights.load import load
 
-from tests import seeded
+from tests.builders import seeded
 
 OUT = Path(__file__).parent / "oracles" / "eval.json"
 TAPS = slice(None, None, 97)  # of a long vector, these are recorded

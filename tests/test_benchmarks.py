@@ -15,8 +15,8 @@ from benchmarks.rivals import pooled
 from benchmarks.timing import captured, interleaved
 from benchmarks.variants import guidance_protected, scheduled, share_at, varied
 from mame_sd import MaMeConfig, mame
-from mame_sd.hooks import has_hooks
-from tests.tiny import run_unet, tiny_unet, unet_inputs
+from mame_sd.diffusion.apply import has_hooks
+from tests.builders.tiny import run_unet, tiny_unet, unet_inputs
 
 CPU = torch.device("cpu")
 

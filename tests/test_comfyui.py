@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mame_sd import apply_mame
 from mame_sd.config import MaMeConfig
-from tests.tiny import seeded
+from tests.builders.tiny import seeded
 
 ROOT = Path(__file__).parents[1]
 H, W = 8, 12

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.main import get_command
 
-from mame_sd.cli import app
+from mame_sd.cli.app import app
 from mame_sd.config import MaMeConfig
 
 ROOT = Path(__file__).parents[1]

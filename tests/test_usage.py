@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import mame_sd
-from mame_sd import MaMeConfig, families, pipelines
+from mame_sd import MaMeConfig, pipelines
+from mame_sd.diffusion.families import family as families
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "docs" / "usage.md", ROOT / "docs" / "compatibility.md", ROOT / "comfyui" / "README.md"]

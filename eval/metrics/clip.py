@@ -19,9 +19,9 @@ from mame_sd.errors import UserError
 
 from ..images import check_images, check_pair, to_double
 from ..networks import full_precision
-from ..weights import find
-from ..weights_files import tensors_sha256
-from ..weights_registry import REGISTRY
+from ..weights.files import tensors_sha256
+from ..weights.load import find
+from ..weights.registry import REGISTRY
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch import Tensor
 from ..images import check_pair
 from ..networks import full_precision
 from ..networks.lpips import BACKBONES, distance
-from ..weights import load
-from ..weights_files import tensors_sha256
+from ..weights.files import tensors_sha256
+from ..weights.load import load
 
 MIN_SIDE = 32  # the smallest that every backbone can pool
 _PIXELS_AT_ONCE = 4 * 512 * 512

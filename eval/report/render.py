@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from mame_sd.run_folder import write_atomically, writing
+from mame_sd.runs.run_folder import write_atomically, writing
 
 from . import frontier, kept_plot, latex, markdown
 from .data import Results, Row, parse

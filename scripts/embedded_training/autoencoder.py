@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from diffusers import AutoencoderTiny
 from PIL import Image
 
-from mame_sd import embedded_model as subjects
+from mame_sd.embedded import model as subjects
 
 from .loop import atomic_save, cosine, fit, generator
 

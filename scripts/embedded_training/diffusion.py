@@ -9,7 +9,7 @@ from diffusers import DPMSolverMultistepScheduler, UNet2DConditionModel
 from pytorch_optimizer import Muon
 from transformers import CLIPTextModel, CLIPTokenizer
 
-from mame_sd import embedded_model as subjects
+from mame_sd.embedded import model as subjects
 
 from .loop import cosine, fit, generator
 from .text import TEXT_WIDTH, new_text_encoder

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, MaMeHandle, NothingMergedError, apply_mame, remove_mame
-from mame_sd.hooks import denoiser_of, has_hooks
+from mame_sd.diffusion.apply import denoiser_of, has_hooks
 from tests.matrix.rows import Absent, Row
 
 Shapes = dict[str, list[Any]]

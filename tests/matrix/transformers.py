@@ -10,8 +10,8 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
+from tests.builders.tiny import seeded
 from tests.matrix.rows import Row
-from tests.tiny import seeded
 
 H, W, TEXT = 8, 12, 7  # tokens of the image, and of the text
 HALF = {"qkv": {"keep": 0.5, "merge": "qkv"}}

@@ -17,8 +17,7 @@ from transformers import (
     CLIPVisionModelWithProjection,
 )
 
-from tests.matrix.rows import Row
-from tests.tiny import (
+from tests.builders.tiny import (
     FACTOR,
     LATENT,
     TEXT_DIM,
@@ -34,6 +33,7 @@ from tests.tiny import (
     tiny_unet,
     tiny_vae,
 )
+from tests.matrix.rows import Row
 
 SIDE = LATENT * FACTOR  # pixels
 LEVELS = {256: 3, 64: 4}  # what tiny_unet merges at its own size

@@ -1,0 +1,1 @@
+"""The benchmark: suites, methods, interleaved timing, gates, results."""

@@ -1,0 +1,196 @@
+"""Latency and peak memory of several methods on one model, interleaved round by round.
+
+Rounds and their order decide what a slow minute of the machine does: each round times every method once, on one batch of
+prompts, the next round on the next one, and the order turns by one a round, so drift spreads over all of them. A warm-up
+call of each method comes first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from mame_sd.diffusion.apply import denoiser_of
+from mame_sd.runs.generate import environment
+from mame_sd.runs.jobs import GenerateSettings, Job, call_of, cut_batches
+from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.sampling import sample
+
+from .methods import Method
+from .timings import Timing, read_record, write_record
+
+WARM_UP_STEPS = 2
+_DECODING = "mame-sd: decoding"
+
+
+def bench(
+    model: LoadedModel,
+    settings: GenerateSettings,
+    batches: Sequence[Sequence[Job]],
+    methods: Sequence[Method],
+    rounds: int,
+    record: Path,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    must_merge: bool = False,
+) -> dict[str, list[Timing]]:
+    """Time one batch with every method, `rounds` times over; by method, in order of rounds.
+
+    Args:
+        batches: alike (`alike_batches`); a round takes the next one, and after the last the first. Peaks of memory on the
+            CPU, which its rounds do not give, are those of the first.
+        record: JSON lines that hold every timing as soon as it is taken. A stopped call continues from the last whole
+            round in them. Were they taken of anything else (prompts, methods and their settings, model, machine), it
+            starts over.
+
+    Raises UserError when `record` is another file and, if `must_merge`, when a method does nothing to the first batch.
+    """
+    about = {
+        "environment": environment(model),
+        "model": model.identity,
+        "settings": asdict(settings),
+        "batches": [[asdict(job) for job in batch] for batch in batches],
+        "methods": {method.name: method.config for method in methods},
+    }
+    done = read_record(record, about)
+    open_calls = [
+        (number, method)
+        for number in range(rounds)
+        for method in _turned(methods, number)
+        if (number, method.name) not in done
+    ]
+    on_progress(len(done), rounds * len(methods))
+    peaks: dict[str, Timing] = {}
+    for method in {method.name: method for _, method in open_calls}.values():
+        with installed(model, method, batches[0]) as patched:
+            sample(model, replace(settings, steps=min(WARM_UP_STEPS, settings.steps)), batches[0])
+            if must_merge and patched is not None:
+                patched.levels()
+        if model.pipe.device.type == "cpu":  # CUDA counts while it is timed, the CPU in a call of its own
+            peaks[method.name] = peak_call(model, replace(settings, steps=1), batches[0], method)
+    for number, method in open_calls:
+        timing = timed_call(model, settings, batches[number % len(batches)], method)
+        if method.name in peaks:
+            peak = peaks[method.name]
+            timing = replace(timing, allocated=peak.allocated, allocated_denoising=peak.allocated_denoising)
+        done[number, method.name] = timing
+        write_record(record, about, done)
+        on_progress(len(done), rounds * len(methods))
+    return {m.name: [done[number, m.name] for number in range(rounds)] for m in methods}
+
+
+def alike_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:
+    """The batches of a run that cost the same but for what they show: the longest ones, of one size and kind."""
+    batches = cut_batches(jobs, batch_size)
+    first = max(batches, key=len)
+    return [batch for batch in batches if len(batch) == len(first) and call_of(batch[0]) == call_of(first[0])]
+
+
+def timed_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], method: Method) -> Timing:
+    """One call of the pipeline with `method` installed, on a device that has nothing else to do."""
+    device = model.pipe.device
+    marks: dict[str, float] = {}
+    peak: dict[str, int] = {}
+
+    def at(name: str) -> None:
+        if name not in marks:
+            _synchronize(device)
+            marks[name] = time.perf_counter()
+            if name == "decoding" and device.type == "cuda":
+                peak["denoising"] = torch.cuda.max_memory_allocated(device)
+
+    with installed(model, method, jobs), _marking(model, at):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        _synchronize(device)
+        start = time.perf_counter()
+        sample(model, settings, jobs)
+        _synchronize(device)
+        seconds = time.perf_counter() - start
+    denoising = (marks["decoding"] - marks["denoising"]) / len(jobs) if "decoding" in marks else None
+    if device.type != "cuda":
+        return Timing(seconds / len(jobs), denoising)
+    return Timing(seconds / len(jobs), denoising, torch.cuda.max_memory_allocated(device), peak.get("denoising"))
+
+
+def peak_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], method: Method) -> Timing:
+    """Peak memory of one call on the CPU, from the profiler's record of every allocation; its seconds mean nothing."""
+
+    def at(name: str) -> None:
+        if name == "decoding":
+            with record_function(_DECODING):
+                pass
+
+    with (
+        installed(model, method, jobs),
+        _marking(model, at),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found,
+    ):
+        sample(model, settings, jobs)
+    profiler = found.profiler
+    assert profiler is not None
+    assert profiler.kineto_results is not None
+    alive = peak = 0
+    before_decoding: int | None = None
+    for event in sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == _DECODING and before_decoding is None:
+            before_decoding = peak
+        elif event.name() == "[memory]":
+            alive += event.nbytes()
+            peak = max(peak, alive)
+    weights = _weight_bytes(model)
+    denoising = None if before_decoding is None else weights + before_decoding
+    return Timing(0.0, allocated=weights + peak, allocated_denoising=denoising)
+
+
+@contextmanager
+def installed(model: LoadedModel, method: Method, jobs: Sequence[Job]) -> Iterator[Any]:
+    """`method` on the model for a block, ready for `jobs`; gives the patched model, None for the baseline."""
+    patched = None if method.patch is None else method.patch.install(model)
+    try:
+        if patched is not None:
+            patched.begin(jobs)
+        yield patched
+    finally:
+        if patched is not None:
+            patched.remove()
+
+
+@contextmanager
+def _marking(model: LoadedModel, at: Callable[[str], None]) -> Iterator[None]:
+    """Call `at` with "denoising" before each call of the denoiser and "decoding" before each of the decoder."""
+    decoder = getattr(getattr(model.pipe, "vae", None), "decoder", None)
+    parts: list[tuple[str, nn.Module]] = [("denoising", denoiser_of(model.pipe))]
+    if isinstance(decoder, nn.Module):
+        parts.append(("decoding", decoder))
+    hooks = [part.register_forward_pre_hook(lambda *_, name=name: at(name)) for name, part in parts]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _turned(methods: Sequence[Method], number: int) -> list[Method]:
+    turn = number % len(methods)
+    return [*methods[turn:], *methods[:turn]]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def _weight_bytes(model: LoadedModel) -> int:
+    modules = [part for part in model.pipe.components.values() if isinstance(part, nn.Module)]
+    tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())

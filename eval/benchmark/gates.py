@@ -1,0 +1,109 @@
+"""Sanity gates of a benchmark: does it measure what it says? They run on the first images of every benchmark.
+
+The baseline made again must be the baseline, and merging's hooks, installed but switched off, must change nothing. What
+they differ by otherwise is the noise floor. Two images that have nothing to do with each other give the ceiling: a
+method that is as far from the baseline as that has kept nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mame_sd.config import MaMeConfig
+from mame_sd.runs.jobs import GenerateSettings, Job
+from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.sampling import merge_in, sample
+
+from ..images import load_image, to_float
+from ..metric_list import Metric
+from ..metrics.psnr import psnr
+from ..scoring.runs import Pair, Run
+from ..scoring.score import pair_values
+from ..scoring.tools import Tools
+from ..stats import mean_interval
+
+NOISE_FLOOR = 60.0  # dB: a few pixels off by one in 8 bits
+
+Gate = dict[str, Any]
+
+
+def repeat_gates(
+    model: LoadedModel,
+    settings: GenerateSettings,
+    batches: Sequence[Sequence[Job]],
+    baseline: Run,
+    config: MaMeConfig,
+) -> list[Gate]:
+    """Some batches made again, as they were and under inactive hooks, against the baseline's files."""
+    expected = f"PSNR above {NOISE_FLOOR:g} dB (equal images: inf)"
+    gates = []
+    for name, hooked in (("baseline against itself", False), ("inactive patch against the baseline", True)):
+        handle = merge_in(model, config) if hooked else None
+        try:
+            if handle is not None:
+                handle.active = False
+            made = [
+                (job, image)
+                for batch in batches
+                for job, image in zip(batch, sample(model, settings, batch), strict=True)
+            ]
+        finally:
+            if handle is not None:
+                handle.remove()
+        values = [
+            psnr(to_float([load_image(baseline.items[job.name].path)]), to_float([np.asarray(image)])).item()
+            for job, image in made
+        ]
+        lowest = min(values)
+        got = f"{lowest:.4g} dB, lowest of {len(values)}"
+        gates.append({"name": name, "expected": expected, "got": got, "passed": lowest > NOISE_FLOOR})
+    return gates
+
+
+def ceiling_gate(
+    baseline: Run, metrics: Sequence[Metric], found: Sequence[Mapping[str, Mapping[str, Any]]], tools: Tools
+) -> Gate | None:
+    """Each baseline image against that of the next prompt: every method must come nearer than that.
+
+    Args:
+        metrics: fidelity metrics of pairs to look at; the same on every process.
+        found: values by metric name, one mapping a method; read on the main process only.
+
+    Returns:
+        the gate on the main process; None on the others, and where there are no two prompts of one size.
+    """
+    pairs = unrelated_pairs(baseline)
+    if not pairs or not metrics:
+        return None
+    values = pair_values(metrics, pairs, tools)
+    if not tools.shard.is_main:
+        return None
+    prompts = {pair.key: pair.prompt_id for pair in pairs}
+    ceiling = {metric: mean_interval(values[metric.name], prompts)["mean"] for metric in metrics}
+    passed = all(
+        value[metric.name]["mean"] > limit if metric.better == "higher" else value[metric.name]["mean"] < limit
+        for metric, limit in ceiling.items()
+        for value in found
+    )
+    got = ", ".join(f"{metric.label} {limit:.3g}" for metric, limit in ceiling.items())
+    expected = "every method nearer to the baseline than the next prompt's image is"
+    return {"name": "unrelated pairing, the ceiling", "expected": expected, "got": got, "passed": passed}
+
+
+def unrelated_pairs(run: Run) -> list[Pair]:
+    """Every image beside the next one of its size that has another prompt (the last one beside the first)."""
+    groups: dict[tuple[Any, Any], list[str]] = {}
+    for key, item in run.items.items():
+        groups.setdefault((item.row.get("width"), item.row.get("height")), []).append(key)
+    pairs = []
+    for keys in groups.values():
+        for number, key in enumerate(keys):
+            item = run.items[key]
+            others = [run.items[other] for other in [*keys[number + 1 :], *keys[:number]]]
+            other = next((other for other in others if other.prompt != item.prompt), None)
+            if other is not None:
+                pairs.append(Pair(key, item.prompt_id, item.path, other.path))
+    return pairs

@@ -1,0 +1,177 @@
+"""The methods that are compared: the unchanged model, merging at any setting, and tomesd where it is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from mame_sd.config import MaMeConfig
+from mame_sd.errors import UserError
+from mame_sd.runs.jobs import Job, generator_of
+from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.methods import MaMePatch, Patch, PatchedModel
+
+NO_TOMESD = "tomesd is not installed: pip install mame-sd[peers]"
+MAX_RATIO = 0.75  # of its default 2 x 2 cells, one token in four is a destination
+
+
+class NotApplicable(UserError):
+    """The method can do nothing with this model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One row of a benchmark.
+
+    Attributes:
+        name: fit to be a folder's name.
+        family: baseline, tomesd or mame.
+        patch: None: the unchanged model.
+        default: what a user gets who changes no setting.
+    """
+
+    name: str
+    label: str
+    family: str
+    patch: Patch | None = None
+    default: bool = False
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its settings as JSON values."""
+        return {} if self.patch is None else self.patch.describe()
+
+    @property
+    def lacking(self) -> str | None:
+        """Why this machine can't run it and what to do, or None."""
+        return NO_TOMESD if isinstance(self.patch, ToMeSD) and not has_tomesd() else None
+
+
+def paper_methods() -> list[Method]:
+    """The five rows of the paper's table, and our default."""
+    rows = [Method(name="baseline", label="baseline", family="baseline")]
+    for percent in (25, 50):
+        patch = ToMeSD(percent / 100)
+        rows.append(Method(name=f"tomesd-{percent}", label=f"ToMeSD {percent} %", family="tomesd", patch=patch))
+    for tau in (0.7, 0.8):
+        patch_of_tau = MaMePatch(MaMeConfig(preset="plain", tau=tau))
+        rows.append(Method(name=f"mame-{tau}", label=f"MaMe+MaRe τ {tau}", family="mame", patch=patch_of_tau))
+    default = MaMePatch(MaMeConfig())
+    rows.append(Method(name="mame-default", label="MaMe default", family="mame", patch=default, default=True))
+    return rows
+
+
+def has_tomesd() -> bool:
+    return importlib.util.find_spec("tomesd") is not None
+
+
+@dataclass(frozen=True)
+class ToMeSD:
+    """Token Merging for Stable Diffusion (Bolya and Hoffman, 2023) as its package applies it, `ratio` of tokens merged.
+
+    Raises:
+        UserError: a ratio outside (0, 0.75].
+    """
+
+    ratio: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= MAX_RATIO:
+            raise UserError(f"--ratio: expected a share above 0 and at most {MAX_RATIO}, got {self.ratio}; change it")
+
+    def describe(self) -> dict[str, Any]:
+        version = importlib.metadata.version("tomesd") if has_tomesd() else None
+        return {"peer": {"name": "tomesd", "ratio": self.ratio, "version": version}}
+
+    def install(self, model: LoadedModel) -> PatchedModel:
+        """Raises UserError when tomesd is missing, NotApplicable when the model has no UNet."""
+        if not has_tomesd():
+            raise UserError(f"--method tomesd: expected its package, but {NO_TOMESD}")
+        unet = getattr(model.pipe, "unet", None)
+        if not isinstance(unet, nn.Module):
+            raise NotApplicable(
+                f"--method tomesd: expected a model with a unet, got {type(model.pipe).__name__}; choose another model"
+            )
+        import tomesd
+
+        tomesd.apply_patch(unet, ratio=self.ratio)
+        return _ToMeSDOnModel(unet)
+
+
+@dataclass
+class _Seen:
+    """Tokens of one transformer block: as they come in, and as its self-attention gets them, summed over calls."""
+
+    calls: int = 0
+    tokens_in: int = 0
+    kept: int = 0
+
+
+@dataclass
+class _ToMeSDOnModel:
+    """tomesd on a UNet. Its random numbers are drawn anew for each batch, so that resuming changes no pixel."""
+
+    unet: nn.Module
+    blocks: list[_Seen] = field(default_factory=list)
+    hooks: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for module in self.unet.modules():
+            if type(module).__name__ == "ToMeBlock":
+                self._watch(module)
+
+    def _watch(self, block: nn.Module) -> None:
+        seen = _Seen()
+
+        def count_in(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.calls += 1
+            seen.tokens_in += (args[0] if args else kwargs["hidden_states"]).shape[1]
+
+        def count_kept(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.kept += (args[0] if args else kwargs["hidden_states"]).shape[1]
+
+        self.blocks.append(seen)
+        self.hooks.append(block.register_forward_pre_hook(count_in, with_kwargs=True))
+        self.hooks.append(block.attn1.register_forward_pre_hook(count_kept, with_kwargs=True))  # type: ignore[union-attr]
+
+    def begin(self, jobs: Sequence[Job]) -> None:
+        device = next(self.unet.parameters()).device
+        seed = generator_of(jobs[0]).initial_seed()
+        info: Any = self.unet._tome_info
+        info["args"]["generator"] = torch.Generator(device).manual_seed(seed)
+        for seen in self.blocks:
+            seen.calls = seen.tokens_in = seen.kept = 0
+
+    def levels(self) -> list[dict[str, Any]]:
+        """Raises NotApplicable when no block merged anything, which tomesd itself passes over in silence (SDXL)."""
+        called = [seen for seen in self.blocks if seen.calls]
+        if called and all(seen.kept == seen.tokens_in for seen in called):
+            raise NotApplicable(
+                "--method tomesd: expected at least one layer to merge, but it merges only at the largest level, "
+                "which has no self-attention in this model; choose another method"
+            )
+        found = []
+        for number, tokens in enumerate(sorted({seen.tokens_in / seen.calls for seen in called}, reverse=True)):
+            group = [seen for seen in called if seen.tokens_in / seen.calls == tokens]
+            calls = sum(seen.calls for seen in group)
+            merged = sum(seen.kept < seen.tokens_in for seen in group)
+            kept = sum(seen.kept for seen in group) / calls
+            level = {"level": number, "tokens_in": tokens, "tokens_kept": kept}
+            found.append({**level, "layers": len(group), "layers_merged": merged})
+        return found
+
+    def remove(self) -> None:
+        import tomesd
+
+        for hook in self.hooks:
+            hook.remove()
+        tomesd.remove_patch(self.unet)
+        for module in self.unet.modules():
+            if hasattr(module, "_tome_info"):
+                del module._tome_info

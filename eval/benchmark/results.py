@@ -1,0 +1,62 @@
+"""results.json: the one file that a benchmark writes and a report reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mame_sd.errors import UserError
+from mame_sd.runs.run_folder import check_place, write_atomically, writing
+
+from ..json_text import json_text
+from .timings import read_record
+
+FORMAT = "mame-sd benchmark 1"
+NAME, TIMINGS = "results.json", "bench.jsonl"
+OWN = {"runs", "scores", "features", TIMINGS, "report.html", "report.md", "table.csv", "table.tex"}
+
+
+def check_out(out: Path) -> None:
+    """Raise UserError when no benchmark could go into `out`: only a new, empty or own folder will do.
+
+    An own folder whose results.json was deleted is taken too: everything in it is found again.
+    """
+    if check_place(out, out) != out:
+        return
+    with writing(out):
+        entries = sorted(name for name in os.listdir(out) if not name.startswith(".mame-sd."))  # writes under way
+    if entries and NAME not in entries and not ("runs" in entries and OWN.issuperset(entries)):
+        raise UserError(
+            f"--out {out}: expected a new or empty folder, or one begun by this command, got a folder with "
+            f"{len(entries)} other things in it ({entries[0]!r}); choose another"
+        )
+    if NAME in entries:
+        read_results(out)
+    if TIMINGS in entries:
+        read_record(out / TIMINGS)
+
+
+def read_results(out: Path) -> dict[str, Any]:
+    """The results in `out`. Raises UserError when there are none."""
+    path = out / NAME
+    try:
+        values: Any = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{out}: expected the folder of a benchmark, found no {NAME}; run benchmark first") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path}: expected the results of a benchmark, got: {error}; delete it and run benchmark again, nothing else is lost"
+        ) from None
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise UserError(f"{path}: expected the results of a benchmark ({FORMAT!r}), got another file; choose another")
+    return values
+
+
+def write_results(out: Path, results: Mapping[str, Any]) -> None:
+    """Write results.json whole or not at all."""
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / NAME, (json_text(dict(results), indent=1) + "\n").encode())

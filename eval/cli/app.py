@@ -1,0 +1,220 @@
+"""The command line, ``mame-sd-eval``: thin commands over the modules beside it.
+
+torch and diffusers are imported inside the commands, after cheap checks, so that help and usage errors come at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mame_sd.cli import app as base
+from mame_sd.cli.errors import exit_status
+from mame_sd.cli.options import FieldOptions, ModelOptions, SamplingOptions, takes
+from mame_sd.errors import UserError
+
+from .. import PROGRAM
+from ..benchmark.suites import SUITES, suite_named
+from .options import CLIP_HELP, MethodOptions, ScoringOptions, SuiteSampling
+
+app = typer.Typer(
+    help="Evaluate merged diffusion models: fidelity to the baseline, quality, cost, and a report.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=False,
+)
+# Before anything is imported: notices of transformers, of torch's C++ and of its profiler are not about users' input.
+QUIET = {"TRANSFORMERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99"}
+FORMATS = ("table", "json", "csv")
+ONE_PROMPT = FieldOptions(SamplingOptions, "Sampling", without=("images_per_prompt",))
+FormatOption = Annotated[str, typer.Option("--format", help="Of what goes to stdout.", metavar="|".join(FORMATS))]
+ReferenceOption = Annotated[
+    Path | None,
+    typer.Option(help="Images to measure quality against: a folder, or an .npz of statistics.", metavar="DIR|NPZ"),
+]
+WeightsOption = Annotated[
+    Path | None, typer.Option(help="Folder with weights of metrics, looked into first.", metavar="DIR")
+]
+OfflineOption = Annotated[bool, typer.Option("--offline", help="Never ask a network.")]
+RowsOption = Annotated[
+    str | None,
+    typer.Option(help="Rows to run beside the baseline, with commas between. Without it, all.", metavar="NAMES"),
+]
+
+
+@app.command("generate")
+@takes(model=base.MODEL, sampling=base.SAMPLING, method=MethodOptions())
+def generate_command(
+    *,
+    out: base.RunFolderOption = Path("out/generate"),
+    prompts: base.PromptFileOption = None,
+    prompt: base.PromptsOption = None,
+    num: base.NumOption = None,
+    model: ModelOptions,
+    sampling: SamplingOptions,
+    method: Any,
+) -> None:
+    """Generate images as `mame-sd generate` does, also with the methods that merging is compared with."""
+    base.generate_run(out, prompts, prompt or [], num, model, sampling, method)
+
+
+@app.command("score")
+@takes(scoring=FieldOptions(ScoringOptions, "Scoring"))
+def score_command(
+    *,
+    run_a: Annotated[Path, typer.Argument(help="The baseline's run folder.", metavar="RUN_A", show_default=False)],
+    run_b: Annotated[Path, typer.Argument(help="The run folder to score.", metavar="RUN_B", show_default=False)],
+    reference: ReferenceOption = None,
+    metrics: Annotated[
+        str, typer.Option(help="Metrics, with commas between; an unknown one lists them all.", metavar="NAMES")
+    ] = "psnr,ssim",
+    form: FormatOption = "table",
+    scoring: ScoringOptions,
+) -> None:
+    """Score RUN_B: its fidelity to RUN_A, which is the baseline, and its quality."""
+    from ..metric_list import chosen_metrics
+
+    chosen = chosen_metrics(metrics)
+    _check_format(form)
+    from mame_sd.runs.devices import pick_device
+    from mame_sd.runs.processes import joined, shard_of_environment
+
+    from ..scoring.tools import CLIPS, Tools
+    from ..weights.load import default_folder
+    from .score import format_scores, score_runs
+
+    shard = shard_of_environment()
+    tools = Tools(
+        weights_dir=None if scoring.weights_dir is None else Path(scoring.weights_dir),
+        offline=scoring.offline,
+        device=pick_device(scoring.device, shard.local_rank),
+        clip=scoring.clip or CLIPS[0],
+        cache=default_folder() / "features" if scoring.cache is None else Path(scoring.cache),
+        shard=shard,
+    )
+    with joined(shard), base.progress("images", shard.is_main) as tools.on_progress:
+        found = score_runs(run_a, run_b, reference, chosen, tools, base.note if shard.is_main else lambda text: None)
+    if shard.is_main:
+        print(format_scores(found, form))
+
+
+@app.command("benchmark")
+@takes(model=base.MODEL, sampling=FieldOptions(SuiteSampling, "Sampling"))
+def benchmark_command(
+    *,
+    context: typer.Context,
+    suite: Annotated[str, typer.Option(help="What to run.", metavar="|".join(SUITES))] = "quick",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder: new, empty, or begun by the same command. Without it, out/SUITE.")
+    ] = None,
+    prompts: base.PromptFileOption = None,
+    num: base.NumOption = None,
+    rows: RowsOption = None,
+    reference: ReferenceOption = None,
+    weights_dir: WeightsOption = None,
+    clip: Annotated[str | None, typer.Option(help=CLIP_HELP, metavar="NAME|DIR")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of timing, instead of the suite's.")] = None,
+    model: ModelOptions,
+    sampling: SuiteSampling,
+) -> None:
+    """From prompts to a finished report in one command. Run again to continue; launch with accelerate to share out."""
+    chosen = suite_named(suite)
+    from .benchmark import check_rounds, command_again, run_benchmark
+
+    check_rounds(chosen.rounds if rounds is None else rounds)
+    place = Path("out") / suite if out is None else out
+    again = command_again(context.obj or ["benchmark"])
+    written = run_benchmark(
+        chosen, place, prompts, num, rows, reference, weights_dir, clip, rounds, model, sampling, again
+    )
+    if written:
+        print(place / "report.html")
+
+
+@app.command("bench")
+@takes(model=base.MODEL, sampling=ONE_PROMPT)
+def bench_command(
+    *,
+    out: Annotated[Path, typer.Option(help="Folder for bench.jsonl, every timing.", metavar="DIR")] = Path("out/bench"),
+    prompts: base.PromptFileOption = None,
+    prompt: base.PromptsOption = None,
+    num: base.NumOption = None,
+    rows: RowsOption = None,
+    rounds: Annotated[int, typer.Option(help="Rounds; each times every row once.")] = 5,
+    form: FormatOption = "table",
+    model: ModelOptions,
+    sampling: SamplingOptions,
+) -> None:
+    """Latency and memory alone, rows interleaved, another prompt each round (demo's by default). Run again to continue."""
+    _check_format(form)
+    from mame_sd.runs.jobs import GenerateSettings
+
+    from ..benchmark.bench_table import format_bench
+    from .benchmark import run_bench
+
+    settings = GenerateSettings(**asdict(sampling))
+    chosen = base.read_prompts(prompts or (None if prompt else "demo"), prompt or [], num)
+    print(format_bench(run_bench(out, chosen, rows, rounds, model, settings), form))
+
+
+@app.command("report")
+def report_command(
+    out: Annotated[Path, typer.Argument(help="Folder of a benchmark.", metavar="OUT", show_default=False)],
+) -> None:
+    """Write the report of a benchmark again, from its results.json."""
+    from ..benchmark.results import read_results
+    from ..report import render
+
+    render(read_results(out), out)
+    print(out / "report.html")
+
+
+@app.command("weights")
+def weights_command(
+    names: Annotated[list[str] | None, typer.Argument(help="Of which networks. Without it, of all.")] = None,
+    get: Annotated[bool, typer.Option("--get", help="Get those that are missing.")] = False,
+    weights_dir: WeightsOption = None,
+) -> None:
+    """List the weights of metrics: state, size, licence, where they lie or come from, sha256; or get them."""
+    from .weights import check_names, get_weights, weights_lines
+
+    check_names(names or [])
+    if get:
+        get_weights(names or [], weights_dir, base.note)
+    for line in weights_lines(names or [], weights_dir):
+        print(line)
+
+
+@app.command("doctor")
+@takes(model=base.MODEL)
+def doctor_command(*, weights_dir: WeightsOption = None, model: ModelOptions) -> None:
+    """Say what this machine can evaluate: what `mame-sd doctor` says, the peers, and the weights of each metric."""
+    from mame_sd.cli.doctor import examine
+
+    from .weights import weights_checks
+
+    base.print_checks([*examine(base.model_choice(model)), *weights_checks(weights_dir)])
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit status; every failure has become one line on stderr."""
+    return exit_status(lambda: invoke(arguments))
+
+
+def invoke(arguments: Sequence[str] | None = None) -> Any:
+    """Run one command line (that of the process by default), failures as exceptions."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return app(given, PROGRAM, standalone_mode=False, obj=given)
+
+
+def _check_format(form: str) -> None:
+    if form not in FORMATS:
+        raise UserError(f"--format: expected one of {', '.join(FORMATS)}, got {form!r}; give one of these")

@@ -1,0 +1,235 @@
+"""The bodies of ``mame-sd-eval benchmark`` and ``bench``: from options to a `Benchmark`, or to timings alone."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from mame_sd.cli import app as base
+from mame_sd.cli.options import ModelOptions
+from mame_sd.errors import MachineError, UserError
+from mame_sd.runs.generate import environment
+from mame_sd.runs.jobs import GenerateSettings, plan_jobs
+from mame_sd.runs.loading import load_model
+from mame_sd.runs.processes import Shard, joined, shard_of_environment
+from mame_sd.runs.prompt_files import Prompt, load_prompts, prompt_file_identity, prompts_digest
+from mame_sd.runs.run_folder import check_place, writing
+
+from .. import PROGRAM
+from ..benchmark.bench import alike_batches, bench
+from ..benchmark.manifest import attention_of
+from ..benchmark.methods import Method, paper_methods
+from ..benchmark.results import TIMINGS, check_out
+from ..benchmark.run import Benchmark, failed_gates
+from ..benchmark.suites import Suite
+from ..benchmark.timings import read_record, summary
+from ..metric_list import METRICS, Metric
+from ..scoring.reference import open_reference, rendered_glyphs
+from ..scoring.retrieval import draw_prompts, subjects_by_caption
+from ..scoring.tools import CLIPS, Tools
+from .options import SuiteSampling
+
+_TRUTH = ("retrieval", "background")
+
+
+def run_benchmark(
+    suite: Suite,
+    out: Path,
+    prompts: str | None,
+    num: int | None,
+    rows: str | None,
+    reference: Path | None,
+    weights_dir: Path | None,
+    clip: str | None,
+    rounds: int | None,
+    model: ModelOptions,
+    sampling: SuiteSampling,
+    command: str,
+) -> bool:
+    """Run `suite` with what was given over it, into `out`, report included, which names the `command` that made it.
+
+    Returns whether this is the main process, which has written it.
+
+    Raises:
+        UserError, MachineError: what was done before is kept; the same call continues.
+    """
+    from ..report import render
+
+    check_out(out)
+    methods = chosen_methods(rows)
+    settings = GenerateSettings(**suite.sampling(vars(sampling)))
+    chosen, prompt_file = suite_prompts(suite, prompts, num)
+    choice = _suite_model(suite, model)
+    glyphs = suite.glyphs and choice.model is None and all(prompt.text in subjects_by_caption() for prompt in chosen)
+    if reference is not None and reference.resolve().is_relative_to(out.resolve()):
+        raise UserError(f"--reference {reference}: expected images of another origin than --out {out}; give others")
+    against = open_reference(reference) if reference is not None else rendered_glyphs() if glyphs else None
+    shard = shard_of_environment()
+    loaded = load_model(base.model_choice(choice, shard.local_rank))
+    tools = Tools(
+        weights_dir=weights_dir,
+        offline=model.offline,
+        fetch=suite.fetch and (*suite.fetch, *(["clip"] if clip else [])),
+        device=loaded.pipe.device,
+        clip=clip or CLIPS[0],
+        cache=out / "features",
+        shard=shard,
+    )
+    with joined(shard):
+        benchmark = Benchmark(
+            suite=suite,
+            model=loaded,
+            prompts=chosen,
+            settings=settings,
+            methods=methods,
+            metrics=suite_metrics(suite, glyphs),
+            reference=against,
+            out=out,
+            tools=tools,
+            stage=stages(shard),
+            rounds=suite.rounds if rounds is None else rounds,
+            on_note=base.note,
+            prompt_file=prompt_file,
+            command=command,
+        )
+        results = benchmark.run()
+    if shard.is_main:
+        render(results, out)
+        failed = failed_gates(results)
+        if failed:
+            raise MachineError(
+                f"{out}/report.html: expected every sanity gate to pass, failed: {', '.join(failed)}; "
+                "do not trust these figures before the report's gates say why"
+            )
+    return shard.is_main
+
+
+def run_bench(
+    out: Path,
+    prompts: Sequence[Prompt],
+    rows: str | None,
+    rounds: int,
+    model: ModelOptions,
+    settings: GenerateSettings,
+) -> dict[str, dict[str, Any]]:
+    """`rows`: latency and memory by row and metric; `manifest`: what they depend on. Timings are kept in `out`.
+
+    Raises UserError for options that do not fit, fewer prompts than a batch holds, and more than one process, which
+    would slow each other down.
+    """
+    methods = chosen_methods(rows)
+    for method in methods:
+        if method.lacking is not None:
+            base.note(f"{method.name}: {method.lacking}")
+    check_rounds(rounds)
+    processes = shard_of_environment().count
+    if processes > 1:
+        raise UserError(
+            f"bench: expected one process, for several slow each other down, got {processes}; start it alone"
+        )
+    batches = alike_batches(plan_jobs(prompts, settings), settings.batch_size)
+    if len(batches[0]) < settings.batch_size:
+        raise UserError(
+            f"--batch-size: expected at most {len(batches[0])}, as many prompts as there are of one size, got "
+            f"{settings.batch_size}; lower it, or give more --prompts"
+        )
+    check_place(out, out)
+    read_record(out / TIMINGS)
+    loaded = load_model(base.model_choice(model))
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+    measured = [method for method in methods if method.lacking is None]
+    with base.progress("calls") as on_progress:
+        timings = bench(loaded, settings, batches, measured, rounds, out / TIMINGS, on_progress, must_merge=True)
+    manifest = {
+        "model": dict(loaded.identity),
+        "sampling": asdict(settings),
+        "methods": {method.name: method.config for method in measured},
+        "prompts": {"count": len(prompts), "sha256": prompts_digest(prompts)},
+        "rounds": rounds,
+        "environment": environment(loaded),
+        "attention": attention_of(loaded),
+    }
+    return {"rows": {name: summary(found) for name, found in timings.items()}, "manifest": manifest}
+
+
+def chosen_methods(rows: str | None) -> list[Method]:
+    """The rows of that names, baseline always first; all of them for None. Raises UserError for an unknown name."""
+    methods = paper_methods()
+    if rows is None:
+        return methods
+    names = [name.strip() for name in rows.split(",")]
+    known = [method.name for method in methods]
+    for name in names:
+        if name not in known:
+            raise UserError(f"--rows: expected names of {', '.join(known)}, got {name!r}; correct it")
+    return [method for method in methods if method.name in (known[0], *names)]
+
+
+def suite_prompts(suite: Suite, file: str | None, num: int | None) -> tuple[list[Prompt], dict[str, Any] | None]:
+    """The prompts of a suite, or the first `num` of `file`, and what the manifest says of their file.
+
+    Raises UserError when the suite has none of its own and none are given.
+    """
+    if num is not None and num < 1:
+        raise UserError(f"--num: expected at least 1, got {num}; raise it, or leave it out")
+    count = suite.num if num is None else num
+    source = file or suite.prompts
+    if source is None:
+        raise UserError(
+            f"--suite {suite.name}: expected --prompts FILE, got none; .txt, .csv, .tsv and .jsonl files will do "
+            "(the paper's are of GEMRec and ImageNet's class names)"
+        )
+    if source == "drawn":
+        return draw_prompts(count, suite.seed), {"name": f"drawn with seed {suite.seed}", "sha256": None}
+    return load_prompts(source, count), prompt_file_identity(source)
+
+
+def suite_metrics(suite: Suite, glyphs: bool) -> list[Metric]:
+    """The suite's columns in the order of METRICS; `glyphs`: with ground truth, which only the embedded model has."""
+    return [metric for name, metric in METRICS.items() if name in suite.metrics and (glyphs or name not in _TRUTH)]
+
+
+def command_again(arguments: Sequence[str]) -> str:
+    """The command line of these arguments as a shell reads it, without --out: whoever repeats it chooses a place."""
+    kept = [
+        word
+        for before, word in zip(["", *arguments], arguments, strict=False)
+        if before != "--out" and word.partition("=")[0] != "--out"
+    ]
+    return shlex.join([PROGRAM, *kept])
+
+
+def check_rounds(rounds: int) -> None:
+    if rounds < 1:
+        raise UserError(f"--rounds: expected at least 1, got {rounds}; raise it")
+
+
+def stages(shard: Shard) -> Callable[[str], Any]:
+    """A `Stage` that says on stderr what is being done, with a bar on a terminal."""
+
+    @contextmanager
+    def stage(name: str) -> Iterator[Callable[[int, int], None]]:
+        if shard.is_main:
+            print(f"{name} ...", file=sys.stderr, flush=True)
+        with base.progress("images", shard.is_main) as on_progress:
+            yield on_progress
+
+    return stage
+
+
+def _suite_model(suite: Suite, given: ModelOptions) -> ModelOptions:
+    """`given`, with the suite's own where nothing was given."""
+    own: dict[str, Any] = {}
+    if given.model is None:
+        own = {"model": suite.model}
+    if given.scheduler is None and suite.scheduler is not None:
+        own["scheduler"] = suite.scheduler
+    if given.dtype == "auto":
+        own["dtype"] = suite.dtype
+    return replace(given, **own)

@@ -1,0 +1,63 @@
+"""The bodies of ``mame-sd-eval weights`` and of what ``doctor`` says of weights and peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from mame_sd.cli.doctor import Check
+from mame_sd.errors import MachineError, UserError
+
+from ..benchmark.methods import NO_TOMESD, has_tomesd
+from ..metric_list import METRICS
+from ..scoring.tools import weights_of
+from ..weights.load import NAMES, get, status
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise UserError for a name that no network has."""
+    for name in names:
+        if name not in NAMES:
+            raise UserError(f"weights: expected names of {', '.join(NAMES)}, got {name!r}; correct it")
+
+
+def get_weights(names: Sequence[str], weights_dir: Path | None, on_note: Callable[[str], None]) -> None:
+    """Get the weights of these names that are not there yet; for no names, of all that metrics use.
+
+    Raises MachineError when some of them can't be had, after getting the others.
+    """
+    used = [name for name in NAMES if name in {weights_of(metric) for metric in METRICS.values()}]
+    ready = {found.name for found in status(weights_dir) if found.state == "ready"}
+    failures = []
+    for name in dict.fromkeys(names or used):
+        if name not in ready:
+            on_note(f"getting {name}")
+            try:
+                get(name, weights_dir)
+            except (MachineError, UserError) as error:
+                failures.append(f"{name}: {error}")
+    if failures:
+        raise MachineError(f"expected all weights, got all but {len(failures)}; {'; '.join(failures)}")
+
+
+def weights_lines(names: Sequence[str], weights_dir: Path | None) -> Iterator[str]:
+    """Lines on the weights of that names, of every network for no names: how they stand, where they are or come from."""
+    for found in status(weights_dir):
+        if names and found.name not in names:
+            continue
+        size = f"{found.size / 2**20:.0f} MiB"
+        yield f"{found.state:<10}  {found.name:<16}  {size:>8}  {found.licence}"
+        yield f"            {found.path or found.how}"
+        yield f"            from {found.source}, sha256 {found.sha256}"
+
+
+def weights_checks(weights_dir: Path | None) -> Iterator[Check]:
+    """What could not be measured here: notes for missing weights and peers, a failure for wrong ones."""
+    yield Check("tomesd", "ok", "installed") if has_tomesd() else Check("tomesd", "note", NO_TOMESD)
+    for found in status(weights_dir):
+        if found.state == "ready":
+            yield Check(f"weights {found.name}", "ok", str(found.path))
+        elif found.state == "missing":
+            yield Check(f"weights {found.name}", "note", f"missing; {found.how}; sha256 {found.sha256}")
+        else:
+            yield Check(f"weights {found.name}", "fail", f"{found.path}: {found.state}; {found.how}", bad_input=True)

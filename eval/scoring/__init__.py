@@ -1,0 +1,1 @@
+"""Scores of run folders and image folders."""

@@ -1,0 +1,88 @@
+"""The reference set that quality is measured against: a folder, a run, a file of statistics, or the rendered glyphs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mame_sd.embedded import model as embedded_model
+from mame_sd.errors import UserError
+
+from ..images import image_files, load_image
+from ..metrics.frechet import Statistics, load_statistics
+from ..weights.files import file_sha256
+from .retrieval import Pixels, rendered, subjects_by_caption
+from .runs import Run
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """A named set of images, loaded one by one, or its `statistics` alone.
+
+    Attributes:
+        count: images in it; 0 where statistics do not say.
+        digest: sha256 of what it holds, in whatever order: the files' bytes, or what the glyphs are rendered from.
+        load: pixels [H, W, 3] of the image at an index.
+        hashes: sha256 of each image file.
+    """
+
+    name: str
+    count: int
+    digest: str
+    load: Callable[[int], Pixels] | None = None
+    statistics: Statistics | None = None
+    hashes: frozenset[str] = frozenset()
+
+    def about(self) -> dict[str, Any]:
+        """What a manifest says of it."""
+        return {"name": self.name, "n": self.count, "sha256": self.digest}
+
+    def images(self, metric: str) -> Callable[[int], Pixels]:
+        """`load`. Raises UserError when there are only statistics, which `metric` can't do with."""
+        if self.load is None:
+            raise UserError(f"--reference {self.name}: expected images for {metric}, got statistics; give a folder")
+        return self.load
+
+
+def open_reference(path: Path) -> Reference:
+    """The reference at `path`: an .npz of statistics, a run folder, or any folder of images (nothing below it).
+
+    Raises UserError for anything else.
+    """
+    if path.suffix.lower() == ".npz":
+        statistics = load_statistics(path)
+        return Reference(path.name, statistics.n, file_sha256(path), statistics=statistics)
+    if (path / "manifest.json").is_file():
+        files = [item.path for item in Run.open(path).items.values()]
+    else:
+        files = image_files(path)
+    hashes = sorted(file_sha256(file) for file in files)
+    digest = hashlib.sha256("".join(hashes).encode()).hexdigest()
+    name = path.resolve().name
+    return Reference(name, len(files), digest, lambda index: load_image(files[index]), hashes=frozenset(hashes))
+
+
+def check_foreign(reference: Reference | None, *runs: Run) -> None:
+    """Raise UserError when images of the reference are those of a run: a distance to these is fidelity, not quality."""
+    if reference is None or not reference.hashes:
+        return
+    for run in runs:
+        own = [key for key, item in run.items.items() if file_sha256(item.path) in reference.hashes]
+        if own:
+            raise UserError(
+                f"--reference {reference.name}: expected images of another origin, got {len(own)} that are also in "
+                f"{run.folder} ({own[0]}); ask for fid_to_baseline to compare with the baseline, or give other images"
+            )
+
+
+def rendered_glyphs() -> Reference:
+    """Every glyph of the embedded model on every background."""
+    made_of = (
+        json.dumps([*subjects_by_caption(), embedded_model.BACKGROUNDS]).encode() + embedded_model.glyphs().tobytes()
+    )
+    digest = hashlib.sha256(made_of).hexdigest()
+    return Reference("rendered glyphs", len(subjects_by_caption()), digest, load=rendered)

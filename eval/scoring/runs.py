@@ -1,0 +1,175 @@
+"""Finished runs of ``mame-sd generate`` and their pairing, always by key ``<id>_<repeat>``, never by file order."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mame_sd.errors import UserError
+from mame_sd.runs.run_folder import FORMAT
+
+AGAIN = "run generate again, into a new folder where that does not help"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One image of a run. `row` is all that samples.jsonl says of it: seconds, levels, size, ..."""
+
+    key: str
+    prompt_id: str
+    prompt: str
+    seed: int
+    negative_prompt: str | None
+    path: Path
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: every image that its manifest promises is there, and no other.
+
+    Attributes:
+        settings, environment: as in manifest.json.
+        items: by key, in the order of the run's prompts.
+    """
+
+    folder: Path
+    settings: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    items: Mapping[str, Item]
+
+    @classmethod
+    def open(cls, folder: Path) -> Run:
+        """Read a run folder.
+
+        Raises:
+            UserError: no run, an unfinished one, or one whose images and samples.jsonl do not agree.
+        """
+        manifest = _read_manifest(folder)
+        settings = manifest["settings"]
+        items = {item.key: item for item in _read_items(folder)}
+        if not items:
+            raise UserError(f"{folder}: expected a run with images, found none; {AGAIN}")
+        _check_complete(folder, settings, items)
+        return cls(folder, settings, manifest.get("environment", {}), items)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two images of one prompt, seed and repeat: of the baseline (`a`) and of what is compared with it (`b`)."""
+
+    key: str
+    prompt_id: str
+    a: Path
+    b: Path
+
+
+def pair(a: Run, b: Run) -> list[Pair]:
+    """Every image of `a` beside that of `b` with its key, in the order of `a`.
+
+    Raises:
+        UserError: an image that only one run has, another prompt, negative prompt or seed; the first one is named.
+    """
+    for one, other in ((a, b), (b, a)):
+        lacking = [key for key in one.items if key not in other.items]
+        if lacking:
+            raise UserError(
+                f"{other.folder}: expected the image {lacking[0]} as in {one.folder}, found none "
+                f"({len(lacking)} missing); compare runs of the same prompts"
+            )
+    for key, first in a.items.items():
+        second = b.items[key]
+        for name in ("prompt", "negative_prompt", "seed"):
+            there, here = getattr(first, name), getattr(second, name)
+            if there != here:
+                raise UserError(
+                    f"{b.folder}: expected the {name.replace('_', ' ')} of {key} to be {there!r} as in {a.folder}, "
+                    f"got {here!r}; compare runs of the same prompts and seeds"
+                )
+    return [Pair(key, item.prompt_id, item.path, b.items[key].path) for key, item in a.items.items()]
+
+
+def differing_settings(a: Run, b: Run) -> list[str]:
+    """Names of settings other than the method itself in which two runs differ, such as ``steps: 20, 10``."""
+    found = []
+    for name in sorted({*a.settings, *b.settings} - {"mame", "peer", "prompts"}):
+        there, here = a.settings.get(name), b.settings.get(name)
+        if there != here:
+            found.append(f"{name}: {json.dumps(there)}, {json.dumps(here)}")
+    return found
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise UserError(f"{folder}: expected the folder of a run, found none; check the path")
+    path = folder / "manifest.json"
+    try:
+        values: Any = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder}: expected a folder that `mame-sd generate` wrote, found no manifest.json; run generate first"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: expected the manifest of a run, got: {error}; {AGAIN}") from None
+    if not (isinstance(values, dict) and values.get("format") == FORMAT and isinstance(values.get("settings"), dict)):
+        raise UserError(f"{path}: expected the manifest of a run ({FORMAT!r}), got another file; {AGAIN}")
+    return values
+
+
+def _read_items(folder: Path) -> list[Item]:
+    path = folder / "samples.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise UserError(f"{folder}: expected samples.jsonl of a run, found none; {AGAIN}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: expected a file that can be read, got: {error}; {AGAIN}") from None
+    items = [_item(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    for key, count in Counter(item.key for item in items).items():
+        if count > 1:
+            raise UserError(f"{path}: expected one record an image, got {count} of {key}; {AGAIN}")
+    return items
+
+
+def _item(path: Path, number: int, line: str) -> Item:
+    """The item of one line of samples.jsonl."""
+    try:
+        row = json.loads(line)
+        key = f"{row['id']}_{row['repeat']}"
+        if row["file"] != f"images/{key}.png" or not isinstance(row["prompt"], str) or not isinstance(row["seed"], int):
+            raise ValueError(f"file {row['file']!r} for the image {key!r}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}:{number}: expected the record of an image, got {type(error).__name__}: {error}; {AGAIN}"
+        ) from None
+    image = path.parent / "images" / f"{key}.png"
+    return Item(key, str(row["id"]), row["prompt"], row["seed"], row.get("negative_prompt"), image, row)
+
+
+def _check_complete(folder: Path, settings: Mapping[str, Any], items: Mapping[str, Item]) -> None:
+    """Raise UserError unless the images are those of samples.jsonl, and as many as the settings promise."""
+    try:
+        present = {path.name for path in (folder / "images").iterdir()}
+    except OSError:
+        present = set()
+    lacking = [item.path.name for item in items.values() if item.path.name not in present]
+    if lacking:
+        raise UserError(f"{folder}: expected the image {lacking[0]}, found none ({len(lacking)} missing); {AGAIN}")
+    extra = sorted(present - {item.path.name for item in items.values()})
+    if extra:
+        raise UserError(
+            f"{folder}: expected only images of samples.jsonl, got {extra[0]!r} ({len(extra)} too many); "
+            "move it away, or finish the run first"
+        )
+    try:
+        promised = settings["prompts"]["count"] * settings["images_per_prompt"]
+    except (KeyError, TypeError):
+        raise UserError(f"{folder}/manifest.json: expected the number of prompts, found none; {AGAIN}") from None
+    if len(items) != promised:
+        raise UserError(
+            f"{folder}: expected {promised} images, found {len(items)}; finish that run first (the same command continues)"
+        )

@@ -1,0 +1,128 @@
+"""What scores are computed with: networks, loaded once and only when asked for, on one device, shared by processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from mame_sd.errors import MachineError, UserError
+from mame_sd.runs.processes import Shard
+
+from ..metric_list import LPIPS_NETS, Metric
+from ..weights.registry import REGISTRY
+
+REMEMBERED = 4  # sets of features kept in memory: a run's, the baseline's and the reference's, with one to spare
+CLIPS = tuple(name for name in REGISTRY if name.startswith("clip-"))
+T = TypeVar("T")
+
+
+@dataclass
+class Tools:
+    """How and where metrics are computed.
+
+    Attributes:
+        weights_dir: folder to look for weights in first; None: the default one.
+        offline: never ask a network for weights.
+        fetch: names of the networks whose weights may be fetched; None: all.
+        clip: name of a CLIP, or a folder with one as transformers saves it.
+        cache: folder for features of images; None: none are kept.
+        shard: this process among several, which share the images.
+        on_progress: told (images done, images of this process).
+        networks: those loaded so far, by `network_name`; an exception where one can't be had.
+    """
+
+    weights_dir: Path | None = None
+    offline: bool = False
+    fetch: Collection[str] | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    clip: str = CLIPS[0]
+    cache: Path | None = None
+    shard: Shard = field(default_factory=Shard)
+    on_progress: Callable[[int, int], None] = lambda done, total: None
+    networks: dict[str, Any] = field(default_factory=dict)
+    _remembered: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises UserError for a CLIP that is neither known nor a folder."""
+        if self.clip not in CLIPS and not Path(self.clip).is_dir():
+            raise UserError(f"--clip: expected {', '.join(CLIPS)} or a folder, got {self.clip!r}; give one of these")
+
+    def network(self, metric: Metric) -> Any:
+        """The network behind `metric`; None where it needs none. All processes must ask together the first time.
+
+        Raises UserError or MachineError when its weights can't be had by every process, each time at once.
+        """
+        name = network_name(metric)
+        if name is None:
+            return None
+        if name not in self.networks:
+            own = self._try(name) if self.shard.is_main else None
+            self.shard.wait()  # what the main process fetched need not be fetched again
+            own = self._try(name) if own is None else own
+            failed = [error for error in self.shard.everywhere(own if isinstance(own, Exception) else None) if error]
+            self.networks[name] = failed[0] if failed else own
+        if isinstance(self.networks[name], Exception):
+            raise self.networks[name]
+        return self.networks[name]
+
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        """`make()`, kept for the next times that `key` is asked for; only the latest few are."""
+        if key not in self._remembered:
+            value = make()
+            while len(self._remembered) >= REMEMBERED:
+                del self._remembered[next(iter(self._remembered))]
+            self._remembered[key] = value
+        else:
+            self._remembered[key] = self._remembered.pop(key)  # latest again
+        found: T = self._remembered[key]
+        return found
+
+    def about(self) -> dict[str, dict[str, str]]:
+        """Name, weights' hash and resizing of every network loaded so far."""
+        found = {name: network for name, network in self.networks.items() if not isinstance(network, Exception)}
+        return {
+            name: {
+                "name": network.name,
+                "weights_sha256": network.weights_hash,
+                **({"resize": network.resize} if hasattr(network, "resize") else {}),
+            }
+            for name, network in sorted(found.items())
+        }
+
+    def _try(self, name: str) -> Any:
+        try:
+            return self._load(name)
+        except (UserError, MachineError) as error:
+            return error
+
+    def _load(self, name: str) -> Any:
+        from ..metrics.clip import load_clip
+        from ..metrics.lpips import load_lpips
+        from ..networks.extractors import load_extractor
+
+        offline = self.offline or (self.fetch is not None and name not in self.fetch)
+        place: dict[str, Any] = {"weights_dir": self.weights_dir, "offline": offline, "device": self.device}
+        if name == "clip":
+            return load_clip(self.clip, **place)
+        if name.startswith("lpips-"):
+            return load_lpips(name.removeprefix("lpips-"), **place)
+        return load_extractor(name, cache=self.cache, **place)
+
+
+def weights_of(metric: Metric) -> str | None:
+    """The name that `weights` knows the metric's network by, or None."""
+    name = network_name(metric)
+    return {"clip": CLIPS[0], "inception": "inception-fid"}.get(name, name) if name else None
+
+
+def network_name(metric: Metric) -> str | None:
+    """The network that `metric` needs: "clip", "lpips-<net>", an extractor, or None."""
+    if metric.name in LPIPS_NETS:
+        return f"lpips-{LPIPS_NETS[metric.name]}"
+    if metric.name in ("clip_score", "clip_image"):
+        return "clip"
+    return metric.extractor

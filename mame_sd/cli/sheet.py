@@ -1,0 +1,111 @@
+"""Contact sheets: images in rows and columns with lines of text under them, drawn with pillow."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
+
+from mame_sd.errors import UserError
+from mame_sd.runs.run_folder import check_place, nearest, write_atomically, writing
+
+FONT_SIZE = 15
+LINE = 20  # pixels from one line of text to the next
+MARGIN = 12
+MAX_WIDTH, MAX_SIDE = 16_000, 60_000
+_INK, _PAPER = (24, 24, 27), (255, 255, 255)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One image of a sheet and the lines under it."""
+
+    image: Image.Image
+    lines: tuple[str, ...] = ()
+
+
+def draw_sheet(rows: Sequence[Sequence[Cell]], title: str = "") -> Image.Image:
+    """All cells on white, each column as wide as its widest cell; long lines are shortened to fit.
+
+    Raises UserError when the sheet would be larger than image files may be.
+    """
+    columns = max(len(row) for row in rows)
+    widths = [max(row[i].image.width for row in rows if i < len(row)) for i in range(columns)]
+    heights = [max(cell.image.height for cell in row) + LINE * max(len(cell.lines) for cell in row) for row in rows]
+    top = MARGIN + (LINE + MARGIN // 2 if title else 0)
+    size = sum(widths) + MARGIN * (columns + 1), top + sum(heights) + MARGIN * len(rows)
+    if size[0] > MAX_WIDTH or size[1] > MAX_SIDE:
+        raise UserError(
+            f"expected a sheet of at most {MAX_WIDTH} x {MAX_SIDE} pixels, got {size[0]} x {size[1]}; show fewer"
+        )
+    sheet = Image.new("RGB", size, _PAPER)
+    draw = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default(FONT_SIZE)
+    draw.text((MARGIN, MARGIN // 2 + 2), _fit(title, size[0] - 2 * MARGIN, font), _INK, font)
+    y = top
+    for row, height in zip(rows, heights, strict=True):
+        x = MARGIN
+        image_height = max(cell.image.height for cell in row)
+        for cell, width in zip(row, widths, strict=False):
+            sheet.paste(cell.image, (x, y))
+            for number, line in enumerate(cell.lines):
+                draw.text((x, y + image_height + 2 + LINE * number), _fit(line, width, font), _INK, font)
+            x += width + MARGIN
+        y += height + MARGIN
+    return sheet
+
+
+def enlarge(image: Image.Image, side: int) -> Image.Image:
+    """The image, times the whole number that brings its longer side nearest to `side` without passing it."""
+    factor = max(1, side // max(image.size))
+    return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
+
+
+def check_sheet_path(path: Path) -> None:
+    """Raise UserError when a sheet can't be written to `path`, or something else is there. Nothing is created."""
+    if path.suffix.lower() != ".png":
+        raise UserError(f"--out {path}: expected a file ending in .png, got {path.suffix or 'no ending'}; rename it")
+    with writing(path):
+        there = nearest(path) == path
+    if there and path.is_dir():
+        raise UserError(f"--out {path}: expected a file, got a folder; name a file in it")
+    if there and not _is_ours(path):
+        raise UserError(f"--out {path}: expected a new file or an earlier sheet, got a file of yours; choose another")
+    check_place(path.parent, path)
+
+
+def write_sheet(path: Path, sheet: Image.Image, about: dict[str, Any]) -> None:
+    """Write the sheet as PNG, all or nothing, with `about` as JSON in its text chunk ``mame_sd``."""
+    check_sheet_path(path)
+    text = PngInfo()
+    text.add_text("mame_sd", json.dumps(about, sort_keys=True))
+    buffer = io.BytesIO()
+    sheet.save(buffer, "PNG", pnginfo=text)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, buffer.getvalue())
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        with Image.open(path) as image:
+            image.load()
+            return "mame_sd" in image.info
+    except (OSError, ValueError, SyntaxError):
+        return False
+
+
+def _fit(line: str, width: int, font: Any) -> str:
+    """`line` with control characters as spaces, shortened until it is at most `width` pixels wide."""
+    line = "".join(char if char.isprintable() else " " for char in line[:500])
+    if font.getlength(line) <= width:
+        return line
+    while line and font.getlength(line + "...") > width:
+        line = line[:-1]
+    return line + "..."

@@ -1,0 +1,179 @@
+"""Draw which tokens were merged into which, over the image: one colour a group, as in the paper's figures.
+
+A group is a destination and the sources that mainly went to it. Tokens that stayed alone are left clear, a dot marks
+each destination that others joined.
+"""
+
+from __future__ import annotations
+
+import colorsys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from mame_sd.cli.sheet import Cell, draw_sheet
+from mame_sd.config import MaMeConfig
+from mame_sd.errors import UserError
+from mame_sd.runs.jobs import GenerateSettings, plan_jobs
+from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.prompt_files import Prompt, prompts_from_texts
+from mame_sd.runs.sampling import levels_of, merge_in, sample
+
+PANEL_SIDE = 768
+_OPACITY = 0.6
+
+
+@dataclass(frozen=True)
+class MergeMap:
+    """The merging of one layer at one step.
+
+    Attributes:
+        image: the finished image.
+        owners: [h, w], for each token the position (row * w + column) that it mainly went to, its own if it was kept.
+        layer: name of the layer.
+        step: counted from 1.
+        tokens_kept: in this layer and step.
+    """
+
+    image: Image.Image
+    owners: np.ndarray
+    layer: str
+    step: int
+    tokens_kept: int
+
+
+def capture_merge(
+    model: LoadedModel,
+    prompt: str,
+    settings: GenerateSettings,
+    config: MaMeConfig,
+    step: int,
+    level: int = 0,
+    layer: str | None = None,
+) -> MergeMap:
+    """Generate one image and keep how a layer merged at `step`.
+
+    Args:
+        step: a step of the scheduler, from 1; where it evaluates the model more than once (Heun), the first of them.
+        level: 0 is the level with the most tokens; its first layer that merged is taken.
+        layer: a layer's name, or a part of it that only one layer has, instead of `level`.
+
+    Raises:
+        UserError: no such step, level or layer, or a pipeline without step callbacks.
+    """
+    if not 1 <= step <= settings.steps:
+        raise UserError(f"--step: expected 1 to {settings.steps} (--steps), got {step}; give one of these")
+    if "callback_on_step_end" not in model.arguments:
+        raise UserError(
+            f"expected a pipeline that reports its steps, {type(model.pipe).__name__} does not; use another model"
+        )
+    (job,) = plan_jobs([prompt_to_draw(prompt)], settings)
+    handle = merge_in(model, config)
+    plans: dict[str, Any] = {}
+
+    def keep_plans(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if index == first_evaluation(step, settings.steps, len(pipe.scheduler.timesteps), pipe.scheduler.order):
+            plans.update(handle.plans())
+        return tensors
+
+    try:
+        handle.capture()
+        (image,) = sample(model, settings, [job], callback_on_step_end=keep_plans)
+        levels_of(handle)  # raises when nothing merged
+        chosen = _choose(handle.report().layers, plans, level, layer)
+    finally:
+        handle.remove()
+    plan = plans[chosen.name]
+    owners = plan.owners()[-1].cpu().numpy()  # the last sample is the one with the prompt, under guidance too
+    height, width = chosen.size or _size_like(image, len(owners))
+    return MergeMap(image, owners.reshape(height, width), chosen.name, step, plan.tokens_kept)
+
+
+def prompt_to_draw(text: str) -> Prompt:
+    """The prompt of `capture_merge`, whose id decides the noise. Raises UserError for an empty one."""
+    (prompt,) = prompts_from_texts([text])
+    return replace(prompt, id="show-merge")
+
+
+def first_evaluation(step: int, steps: int, evaluations: int, order: int) -> int:
+    """The place, from 0, among all `evaluations` of the model where `step` (from 1) of `steps` begins.
+
+    `order` evaluations make a step, the last step may have fewer (Heun: 2 steps are 3 evaluations); those beyond steps * order
+    belong to the first step (PNDM warms up: 2 steps are 3 evaluations as well).
+
+    >>> [first_evaluation(step, 3, 5, order=2) for step in (1, 2, 3)]
+    [0, 2, 4]
+    >>> [first_evaluation(step, 3, 4, order=1) for step in (1, 2, 3)]
+    [0, 2, 3]
+    """
+    return 0 if step == 1 else max(0, evaluations - steps * order) + (step - 1) * order
+
+
+def draw_merge(found: MergeMap, prompt: str) -> Image.Image:
+    """The image and, beside it, the image under its groups' colours."""
+    factor = max(1, PANEL_SIDE // max(found.image.size))
+    size = found.image.width * factor, found.image.height * factor
+    plain = found.image.resize(size, Image.Resampling.LANCZOS)
+    total = found.owners.size
+    legend = (
+        f"{found.layer}, step {found.step}",
+        f"{found.tokens_kept} of {total} tokens kept; a colour is a group, a dot its destination, clear tokens are alone",
+    )
+    return draw_sheet([[Cell(plain, (prompt,)), Cell(overlay(plain, found.owners), legend)]])
+
+
+def overlay(image: Image.Image, owners: np.ndarray) -> Image.Image:
+    """`image` with every group of two or more tokens in a colour of its own."""
+    rows, columns = owners.shape
+    flat = owners.reshape(-1)
+    sizes = np.bincount(flat, minlength=flat.size)  # [L], tokens of each group, at its owner's position
+    colours = np.array([_colour(position) for position in range(flat.size)], np.uint8)  # [L, 3]
+    grouped = sizes[flat] > 1
+    cells = colours[flat].reshape(rows, columns, 3)
+    alpha = (grouped.reshape(rows, columns) * round(255 * _OPACITY)).astype(np.uint8)
+    colour_layer = Image.fromarray(cells).resize(image.size, Image.Resampling.NEAREST)
+    result = Image.composite(colour_layer, image, Image.fromarray(alpha).resize(image.size, Image.Resampling.NEAREST))
+    draw = ImageDraw.Draw(result)
+    cell_width, cell_height = image.width / columns, image.height / rows
+    radius = max(1.0, min(cell_width, cell_height) / 6)
+    for position in np.flatnonzero((flat == np.arange(flat.size)) & grouped):
+        x, y = (position % columns + 0.5) * cell_width, (position // columns + 0.5) * cell_height
+        draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=(0, 0, 0))
+    return result
+
+
+def _colour(position: int) -> tuple[int, int, int]:
+    """A colour for a group; neighbours in numbering are far apart in hue (golden ratio)."""
+    hue, value = position * 0.618033988749895 % 1.0, 0.75 + 0.25 * (position * 0.754877666 % 1.0)
+    red, green, blue = colorsys.hsv_to_rgb(hue, 0.85, value)
+    return round(255 * red), round(255 * green), round(255 * blue)
+
+
+def _choose(layers: Any, plans: dict[str, Any], level: int, name: str | None) -> Any:
+    """The report of the layer to draw."""
+    merged = [layer for layer in layers if layer.name in plans]
+    if name is not None:
+        found = [layer for layer in merged if layer.name == name] or [layer for layer in merged if name in layer.name]
+        if len(found) != 1:
+            raise UserError(
+                f"--layer: expected one layer's name, {name!r} fits {len(found)}; "
+                f"those that merge are {', '.join(layer.name for layer in merged)}"
+            )
+        return found[0]
+    found = [layer for layer in merged if layer.level == level]
+    if not found:
+        there = sorted({layer.level for layer in merged})
+        raise UserError(
+            f"--level: expected a level that merges ({', '.join(map(str, there))}), got {level}; lower --min-tokens for more"
+        )
+    return found[0]
+
+
+def _size_like(image: Image.Image, tokens: int) -> tuple[int, int]:
+    """(h, w) of `tokens` tokens in the image's proportions. Raises UserError when they fit none."""
+    height = round((tokens * image.height / image.width) ** 0.5)
+    if height < 1 or tokens % height:
+        raise UserError(f"expected tokens that lie on a grid, got {tokens} for {image.width} x {image.height} pixels")
+    return height, tokens // height

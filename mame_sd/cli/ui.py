@@ -1,0 +1,162 @@
+"""``mame-sd ui``: a page in the browser that paints a prompt with and without merging, side by side.
+
+Built with gradio, an optional extra. The page is served on this machine, fetches nothing from elsewhere, and one image is
+computed at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from PIL import Image
+
+from mame_sd.cli.sheet import enlarge
+from mame_sd.cli.show_merge import capture_merge, overlay, prompt_to_draw
+from mame_sd.config import MaMeConfig
+from mame_sd.errors import MachineError, UserError
+from mame_sd.runs.jobs import GenerateSettings, plan_jobs
+from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.sampling import sample
+
+SIDE = 512  # pixels of a shown image
+FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # no web fonts
+
+
+class Painter:
+    """What the page's button does. Keeps the latest baseline, so that moving a slider costs one image, not two.
+
+    Args:
+        model: the model to paint with.
+        base: the settings that the sliders change `tau` or `keep` of.
+    """
+
+    def __init__(self, model: LoadedModel, base: MaMeConfig) -> None:
+        self._model = model
+        self._base = base
+        self._baseline: tuple[tuple[str, GenerateSettings], Image.Image, float] | None = None
+
+    def warm_up(self) -> None:
+        """One step of an image, so that the first seconds shown are not those of starting up."""
+        self._plain("warm-up", GenerateSettings(steps=1))
+
+    def paint(
+        self, prompt: str, by: str, keep: float, tau: float, steps: float, seed: float | None, step: float
+    ) -> tuple[Image.Image, Image.Image, Image.Image, str]:
+        """Baseline, merged image, merge map at `step`, and a table of seconds and tokens.
+
+        Args:
+            by: "keep" or "tau", which of the two sliders counts.
+
+        Raises:
+            UserError, MachineError: what the command line would say.
+        """
+        if seed is None:
+            raise UserError("Seed: expected a whole number, got an empty field; give one, such as 0")
+        settings = GenerateSettings(steps=int(steps), seed=int(seed))
+        try:
+            config = self._base.replace(**{by: {"keep": keep, "tau": tau}[by]})
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        plain, plain_seconds = self._plain(prompt, settings)
+        start = time.perf_counter()
+        found = capture_merge(self._model, prompt, settings, config, min(int(step), settings.steps))
+        seconds = time.perf_counter() - start
+        total = found.owners.size
+        shown = enlarge(found.image, SIDE)
+        table = (
+            "| | baseline | merged |\n|---|---|---|\n"
+            f"| seconds | {plain_seconds:.2f} | {seconds:.2f} ({plain_seconds / seconds:.2f} x as fast) |\n"
+            f"| {'keys' if config.merge == 'kv' else 'tokens'} kept, largest level, step {found.step} | {total} of {total} "
+            f"| {found.tokens_kept} of {total} ({found.tokens_kept / total:.0%}) |\n\n"
+            "On the merge map a colour is a group of tokens, a dot its destination; clear tokens are alone.\n"
+        )
+        return enlarge(plain, SIDE), shown, overlay(shown, found.owners), table
+
+    def _plain(self, prompt: str, settings: GenerateSettings) -> tuple[Image.Image, float]:
+        """The baseline and its seconds; the latest one is not computed again."""
+        key = (prompt, settings)
+        if self._baseline is None or self._baseline[0] != key:
+            (job,) = plan_jobs([prompt_to_draw(prompt)], settings)
+            start = time.perf_counter()
+            (image,) = sample(self._model, settings, [job])
+            self._baseline = key, image, time.perf_counter() - start
+        return self._baseline[1:]
+
+
+def build_page(painter: Painter, prompt: str = "") -> Any:
+    """The page, a gradio Blocks. Raises MachineError when gradio is not installed."""
+    gradio = load_gradio()
+
+    def paint(*values: Any) -> Any:
+        try:
+            return painter.paint(*values)
+        except (UserError, MachineError) as error:
+            return *[gradio.skip()] * len(shown), f"**{error}**"  # what was painted before stays
+
+    with gradio.Blocks(title="mame-sd", analytics_enabled=False) as page:
+        gradio.Markdown("# mame-sd\nThe same noise, painted without merging and with it.")
+        with gradio.Row():
+            text = gradio.Textbox(prompt, label="Prompt", scale=4, autofocus=True)
+            button = gradio.Button("Paint", variant="primary", scale=1)
+        with gradio.Row():
+            by = gradio.Radio(["keep", "tau"], value="keep", label="Merge by", info="share to keep, or similarity")
+            keep = gradio.Slider(0.05, 1, MaMeConfig().keep, step=0.005, label="keep")
+            tau = gradio.Slider(0, 1, 0.8, step=0.01, label="tau", visible=False)
+            steps = gradio.Slider(1, 50, 20, step=1, label="Steps")
+            seed = gradio.Number(0, label="Seed", precision=0, minimum=0)
+            step = gradio.Slider(1, 50, 10, step=1, label="Step of the merge map")
+        with gradio.Row():
+            shown = [
+                gradio.Image(label=label, interactive=False, format="png", buttons=["download", "fullscreen"])
+                for label in ("Baseline", "Merged", "Merge map")
+            ]
+        table = gradio.Markdown()
+        by.change(
+            lambda chosen: (gradio.update(visible=chosen == "keep"), gradio.update(visible=chosen == "tau")),
+            by,
+            [keep, tau],
+        )
+        inputs, outputs = [text, by, keep, tau, steps, seed, step], [*shown, table]
+        gradio.on([button.click, text.submit], paint, inputs, outputs, concurrency_limit=1, api_name="paint")
+    return page
+
+
+def serve(painter: Painter, host: str, port: int, prompt: str = "") -> Any:
+    """Serve the page in the background and return it; its `local_url` is its address, `close()` ends it.
+
+    Args:
+        host: address to listen on; 127.0.0.1 is this machine alone.
+        port: 0 takes a free one.
+
+    Raises:
+        UserError: an address or port that can't be had.
+        MachineError: gradio is not installed.
+    """
+    page = build_page(painter, prompt)
+    theme = load_gradio().themes.Default(**FONTS)
+    try:
+        page.launch(
+            server_name=host,
+            server_port=port or None,
+            prevent_thread_lock=True,
+            quiet=True,
+            theme=theme,
+            footer_links=[],
+        )
+    except OSError as error:
+        raise UserError(
+            f"--port {port}: expected a port that is free on {host}, but {error}; choose another, or 0 for any"
+        ) from error
+    return page
+
+
+def load_gradio() -> Any:
+    """The module gradio. Raises MachineError when it is not installed."""
+    try:
+        import gradio
+    except ModuleNotFoundError:
+        raise MachineError(
+            "expected gradio, which the page is built with, found none; pip install 'mame-sd[ui]'"
+        ) from None
+    return gradio

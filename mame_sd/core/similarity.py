@@ -1,0 +1,94 @@
+"""How alike tokens are: S of destinations and sources (paper, "Similarity-Based Fusion Matrix"), tile by tile."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mame_sd.core.indexing import blocks_of, in_place
+from mame_sd.core.partition import Positions
+
+
+def similarity_of(x: Tensor, pos: Positions, metric: str) -> Tensor:
+    """S [B, T, m, n] in fp32 (fp64 of fp64); padded destinations are -inf, so that nothing merges into them."""
+    b, _, d = x.shape
+    blocks = blocks_of(x, pos.slots)  # [B * T, m + n, d], a buffer of our own: what follows may overwrite it
+    if metric == "cosine" and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and in_place(x):
+        s = _cosine_of_halves(blocks, pos.m)
+    else:
+        blocks = blocks if x.dtype == torch.float64 else blocks.float()
+        if metric == "cosine":
+            blocks = _in_range(blocks)
+            inverse = _inverse_norm(blocks)
+            blocks = blocks.mul_(inverse) if in_place(blocks) else blocks * inverse
+        dst, src = blocks[:, : pos.m], blocks[:, pos.m :]
+        if metric == "euclidean":
+            s = torch.cdist(dst, src, compute_mode="donot_use_mm_for_euclid_dist") * -(d**-0.5)
+        else:
+            s = _product(dst if metric == "cosine" else dst * d**-0.5, src)
+    if metric == "cosine":
+        s = s.clamp_(-1, 1) if in_place(s) else s.clamp(-1, 1)
+    s = s.view(b, pos.blocks, pos.m, pos.n)
+    if pos.dst_pad is not None:
+        pad = pos.dst_pad.unsqueeze(-1)
+        s = s.masked_fill_(pad, -math.inf) if in_place(s) else s.masked_fill(pad, -math.inf)
+    return torch.softmax(s, -2) if metric == "softmax" else s
+
+
+def _product(dst: Tensor, src: Tensor) -> Tensor:
+    """dst src^T [B * T, m, n] in full precision, also where the user lets CUDA's fp32 products run in TF32.
+
+    TF32's spacing near 0.8 is that of fp16: rounding would decide what merges. So both factors are split instead, and the
+    user's setting stays as it is.
+    """
+    if dst.is_cuda and dst.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        dst, src = split_for_tf32(dst, src)
+    return torch.bmm(dst, src.transpose(1, 2))
+
+
+def split_for_tf32(dst: Tensor, src: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors [.., 3 d] whose product, rounded to TF32 on the way, is that of dst and src [.., d] to 2 ** -21.
+
+    Each is the sum of a TF32 number and a rest; of the four products only rest by rest is left out. Gradients are
+    TF32's, for the first parts are constants to them.
+    """
+    dst_high, src_high = _to_tf32(dst), _to_tf32(src)
+    dst_low, src_low = dst - dst_high, src - src_high
+    return torch.cat([dst_high, dst_high, dst_low], -1), torch.cat([src_high, src_low, src_high], -1)
+
+
+def _to_tf32(x: Tensor) -> Tensor:
+    """x in fp32, cut to the 10 bits of TF32's mantissa."""
+    return (x.detach().view(torch.int32) & -(1 << 13)).view(torch.float32)
+
+
+def _cosine_of_halves(blocks: Tensor, m: int) -> Tensor:
+    """Cosine [B * T, m, n] in fp32 of 16-bit tokens on CUDA: exact products, no 16-bit rounding, no copy in fp32."""
+    if blocks.dtype == torch.bfloat16:  # products of fp16 are never out of the range of fp32
+        blocks = _in_range(blocks)
+    inverse = _inverse_norm(blocks.float())
+    s = torch.bmm(blocks[:, :m], blocks[:, m:].transpose(1, 2), out_dtype=torch.float32)
+    return s.mul_(inverse[:, :m]).mul_(inverse[:, m:].transpose(1, 2))
+
+
+def _in_range(x: Tensor) -> Tensor:
+    """Tokens x [B, L, d] divided by the power of two at their largest entry (exact), so that squares stay in range.
+
+    Cosine does not depend on a token's scale: the divisor counts as a constant for gradients too. Overwrites `x` where
+    no gradient is needed.
+    """
+    with torch.no_grad():
+        largest = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
+        largest = largest if x.dtype == torch.float64 else largest.float()
+        top = 1022 if x.dtype == torch.float64 else 126  # 2 ** +-top and their inverses are normal numbers
+        factor = torch.exp2(-largest.log2().floor().clamp(-top, top)).to(x.dtype)
+    return x.mul_(factor) if in_place(x) else x * factor
+
+
+def _inverse_norm(x: Tensor) -> Tensor:
+    """1 / |x| [B, L, 1] of tokens [B, L, d] whose squares are in range, and 0 for a zero token (with gradient 0)."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    zero = norm == 0
+    return norm.masked_fill(zero, 1.0).reciprocal().masked_fill(zero, 0.0)

@@ -1,0 +1,109 @@
+"""Attention families: where the image's tokens are in a transformer's attention calls, and what goes with them.
+
+A UNet's self-attention is a function of its tokens alone. A transformer's is not: text tokens share the call or the
+sequence, rotary positions are given beside the tokens, a video's tokens lie in three dimensions. A `Family` says all of
+this for one kind of model, and `register_family` adds yours. For a model of class MyTransformer whose forward takes
+`hidden_states` [B, C, H, W], cut into patches, and whose `MyAttention` takes (cos, sin), each [L, D]:
+
+    from mame_sd.families import Family, Tokens, register_family
+
+    def tokens(model, call):
+        return Tokens((call["hidden_states"].shape[2] // 2, call["hidden_states"].shape[3] // 2))
+
+    def select(call, rows):
+        cos, sin = call["rotary"]
+        return {"rotary": (rows(cos, 0), rows(sin, 0))}
+
+    register_family(Family("mine", ("MyTransformer",), ("MyAttention",), tokens, select))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+Call = Mapping[str, Any]  # the arguments of a forward, by name
+Rows = Callable[[Tensor, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How tokens lie in one forward of a model.
+
+    Attributes:
+        size: (h, w) of an image's tokens, or (t, h, w) of a video's, in row-major order.
+        before: tokens of something else, such as text, that stand before them in layers where both share a sequence.
+        after: the same, behind them (in every layer, such as a reference image's).
+    """
+
+    size: tuple[int, ...]
+    before: int = 0
+    after: int = 0
+
+    @property
+    def count(self) -> int:
+        n = 1
+        for side in self.size:
+            n *= side
+        return n
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of transformer.
+
+    Attributes:
+        name: for reports and errors.
+        models: class names of models (or of parts of them) whose forward knows how the tokens lie.
+        attention: class names of the self-attention modules below such a model, each with the last part of its path
+            after a dot where others of that class are to be left alone: "WanAttention.attn1".
+        tokens: (model, arguments of its forward) -> how the tokens lie; None where that can't be known.
+        select: (arguments of an attention call, rows) -> the arguments that hold one row per token, such as rotary
+            positions, changed to those of the tokens that stay. `rows(tensor, dim)` picks them along `dim`, which may
+            count the image's tokens or all of the sequence. None: there are none.
+        inputs: arguments of the attention that hold the tokens [B, L, C].
+        outputs: where the attention returns a tuple, the entries of it that hold the image's tokens.
+        mask: `select` takes care of `attention_mask`; else a call with one is left alone.
+        cross: the attention's `encoder_hidden_states` may be there (joint attention); else such a call is left alone.
+    """
+
+    name: str
+    models: tuple[str, ...]
+    attention: tuple[str, ...]
+    tokens: Callable[[Any, Call], Tokens | None]
+    select: Callable[[Call, Rows], dict[str, Any]] | None = None
+    inputs: tuple[str, ...] = ("hidden_states",)
+    outputs: tuple[int, ...] = (0,)
+    mask: bool = False
+    cross: bool = False
+
+    def owns(self, path: str, module: nn.Module) -> bool:
+        """Whether `module` at `path` is a self-attention of this family."""
+        kind, last = type(module).__name__, path.rpartition(".")[2]
+        return kind in self.attention or f"{kind}.{last}" in self.attention
+
+
+_FAMILIES: dict[str, Family] = {}
+
+
+def register_family(family: Family) -> Family:
+    """Makes `apply_mame` know the models that `family` names; a family of the same name or model is replaced."""
+    for model in family.models:
+        _FAMILIES[model] = family
+    return family
+
+
+def family_of(model: nn.Module) -> Family | None:
+    """The family of a model by its class name, or that of a class it derives from; None for an unknown one."""
+    for kind in type(model).__mro__:
+        if kind.__name__ in _FAMILIES:
+            return _FAMILIES[kind.__name__]
+    return None
+
+
+def family_names() -> list[str]:
+    """Class names of all models that are known."""
+    return sorted(_FAMILIES)

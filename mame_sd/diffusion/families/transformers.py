@@ -1,0 +1,187 @@
+"""The families of diffusers' transformers, and the models that are left alone on purpose.
+
+The UNets, DiT and PixArt need none: their self-attention has nothing beside its tokens (`layer.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mame_sd.diffusion.families.family import Call, Family, Rows, Tokens, register_family
+
+# Models for which merging is refused, with the reason.
+EXCLUDED = {
+    "SanaTransformer2DModel": "its self-attention is linear in the tokens already, so merging has nothing to save",
+    "SanaVideoTransformer3DModel": "its self-attention is linear in the tokens already, so merging has nothing to save",
+    "SanaControlNetModel": "its self-attention is linear in the tokens already, so merging has nothing to save",
+    "Lumina2Transformer2DModel": "captions of unequal length put the image's tokens at other positions in each sample",
+    "StableCascadeUNet": "each attention takes image and text together as its keys",
+    "ZImageTransformer2DModel": "captions of unequal length put the image's tokens at other positions in each sample",
+}
+
+
+def patches(model: Any, call: Call) -> Tokens:
+    """An image [B, C, H, W] in square patches."""
+    side = model.config["patch_size"]
+    return Tokens((call["hidden_states"].shape[-2] // side, call["hidden_states"].shape[-1] // side))
+
+
+def video_patches(model: Any, call: Call) -> Tokens:
+    """A video [B, C, T, H, W] in patches of the model's own (t, h, w)."""
+    sides = model.config["patch_size"]
+    return Tokens(tuple(n // side for n, side in zip(call["hidden_states"].shape[-3:], sides, strict=True)))
+
+
+def packed(model: Any, call: Call) -> Tokens | None:
+    """Flux: tokens [B, L, C] with their (image, row, column) in `img_ids`; tokens of further images stay as they are.
+
+    Reading the ids waits for the device once per forward of the model; inside `torch.compile` they can't be read.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    ids = call["img_ids"]
+    ids = (ids[0] if ids.dim() == 3 else ids).long()  # [L, 3]
+    first = ids[ids[:, 0] == ids[0, 0]]
+    h, w = (int(n) for n in first[:, 1:3].amax(0) - first[:, 1:3].amin(0) + 1)
+    mode = int(getattr(model, "union", False))  # a ControlNet-Union puts a token of its mode before the text
+    return Tokens((h, w), before=mode + call["encoder_hidden_states"].shape[1], after=ids.shape[0] - h * w)
+
+
+def shapes_given(model: Any, call: Call) -> Tokens:
+    """Qwen-Image: `img_shapes`, one (t, h, w) for each sample, or a list of them, the painted image's first."""
+    first = call["img_shapes"][0]
+    t, h, w = first[0] if isinstance(first, list) else first
+    text, image = call["encoder_hidden_states"].shape[1], call["hidden_states"].shape[1]
+    return Tokens((t, h, w) if t > 1 else (h, w), before=text, after=image - t * h * w)
+
+
+def sides_given(model: Any, call: Call) -> Tokens | None:
+    """LTX: the sides are arguments; `video_coords` alone do not tell them."""
+    sides: list[Any] = [call.get(name) for name in ("num_frames", "height", "width")]
+    return None if None in sides else Tokens(tuple(sides))
+
+
+def frames_first(model: Any, call: Call) -> Tokens:
+    """CogVideoX: a video [B, T, C, H, W]; text has a call of its own in each attention."""
+    t, _, h, w = call["hidden_states"].shape[-4:]
+    side, depth = model.config["patch_size"], model.config["patch_size_t"] or 1
+    return Tokens((t // depth, h // side, w // side))
+
+
+def with_registers(model: Any, call: Call) -> Tokens:
+    """AuraFlow: its last blocks see register tokens, text and image in one sequence."""
+    text = call["encoder_hidden_states"].shape[1] + model.register_tokens.shape[1]
+    return Tokens(patches(model, call).size, before=text)
+
+
+def cos_sin(name: str, dim: int) -> Any:
+    """A `select` for rotary positions given as (cos, sin), stacked or not, one row per token along `dim`, or None."""
+
+    def select(call: Call, rows: Rows) -> dict[str, Any]:
+        pair = call.get(name)
+        return {} if pair is None else {name: tuple(rows(part, dim) for part in pair)}
+
+    return select
+
+
+def lumina_rows(call: Call, rows: Rows) -> dict[str, Any]:
+    names = ("query_rotary_emb", "key_rotary_emb", "attention_mask")
+    return {name: rows(call[name], 1) for name in names if call.get(name) is not None}
+
+
+def qwen_rows(call: Call, rows: Rows) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    if call.get("image_rotary_emb") is not None:
+        image, text = call["image_rotary_emb"]
+        changed["image_rotary_emb"] = rows(image, 0), text
+    if call.get("attention_mask") is not None:  # of text and image: diffusers before 0.38
+        changed["attention_mask"] = rows(call["attention_mask"], -1)
+    return changed
+
+
+def chroma_rows(call: Call, rows: Rows) -> dict[str, Any]:
+    changed: dict[str, Any] = cos_sin("image_rotary_emb", 0)(call, rows)
+    mask: Tensor | None = call.get("attention_mask")  # [B, 1, S, S]
+    return changed if mask is None else {**changed, "attention_mask": rows(rows(mask, 2), 3)}
+
+
+register_family(
+    Family(
+        "HunyuanDiT",
+        ("HunyuanDiT2DModel", "HunyuanDiT2DControlNetModel"),
+        ("Attention.attn1",),
+        patches,
+        cos_sin("image_rotary_emb", 0),
+    )
+)
+register_family(
+    Family(
+        "Lumina",
+        ("LuminaNextDiT2DModel",),
+        ("Attention.attn1",),
+        patches,
+        lumina_rows,
+        inputs=("hidden_states", "encoder_hidden_states"),
+        mask=True,
+    )
+)
+register_family(
+    Family(
+        "Stable Diffusion 3",
+        ("SD3Transformer2DModel", "SD3ControlNetModel"),
+        ("Attention.attn", "Attention.attn2"),
+        patches,
+        cross=True,
+    )
+)
+register_family(
+    Family(
+        "Flux",
+        ("FluxTransformer2DModel", "FluxControlNetModel"),
+        ("FluxAttention",),
+        packed,
+        cos_sin("image_rotary_emb", 0),
+        outputs=(0, 2),
+        cross=True,
+    )
+)
+register_family(
+    Family("Chroma", ("ChromaTransformer2DModel",), ("FluxAttention",), packed, chroma_rows, mask=True, cross=True)
+)
+register_family(
+    Family(
+        "Qwen-Image",
+        ("QwenImageTransformer2DModel", "QwenImageControlNetModel"),
+        ("Attention.attn",),
+        shapes_given,
+        qwen_rows,
+        mask=True,
+        cross=True,
+    )
+)
+register_family(Family("AuraFlow", ("AuraFlowTransformer2DModel",), ("Attention.attn",), with_registers, cross=True))
+register_family(
+    Family(
+        "Wan",
+        ("WanTransformer3DModel", "WanVACETransformer3DModel"),
+        ("WanAttention.attn1",),
+        video_patches,
+        cos_sin("rotary_emb", 1),
+    )
+)
+register_family(
+    Family("LTX", ("LTXVideoTransformer3DModel",), ("LTXAttention.attn1",), sides_given, cos_sin("image_rotary_emb", 1))
+)
+register_family(
+    Family(
+        "CogVideoX",
+        ("CogVideoXTransformer3DModel",),
+        ("Attention.attn1",),
+        frames_first,
+        cos_sin("image_rotary_emb", 0),
+        cross=True,
+    )
+)

@@ -1,0 +1,199 @@
+"""MaMeAttnProcessor: merging as an attention processor, for diffusers' `set_attn_processor`.
+
+    pipe.unet.set_attn_processor(MaMeAttnProcessor(tau=0.8))
+
+It runs on every Attention of a model and merges only where that is sound: cross-attention, masks, added keys and values
+and small layers pass through untouched. It sees tokens [B, L, C] and not their height and width: give `size` for images
+that are not square. Nor does it see what the tokens are: in a video model attention over frames merges too where there
+are at least `min_tokens` frames, so keep `min_tokens` above their number. Slicing, `fuse_qkv_projections`,
+`load_ip_adapter` and PAG replace processors, this one included, and `load_ip_adapter` makes new ones without arguments;
+`apply_mame` survives all of these, knows the true size and leaves attention over frames alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+from diffusers.models.attention_processor import Attention
+from torch import Tensor
+
+from mame_sd.config import PARTS, MaMeConfig
+from mame_sd.diffusion.attention import NO_SIZE, default_processor, merged_attention, skip_reason, unfused
+from mame_sd.report import LayerStats, MaMeReport, NothingMergedError, make_report
+
+_UNCOUNTED = LayerStats("compiled")
+
+
+def make_config(config: MaMeConfig | None, fields: dict[str, Any]) -> MaMeConfig:
+    """`config` (the measured default if None) with the given `fields` over it.
+
+    Raises:
+        TypeError: `config` is no MaMeConfig.
+        ValueError: a field is unknown or out of its range.
+    """
+    if config is None:
+        return MaMeConfig.from_dict(fields)
+    if not isinstance(config, MaMeConfig):
+        raise TypeError(f"config: expected a MaMeConfig, got {config!r}; write MaMeConfig(tau=0.8) or tau=0.8")
+    return config.replace(**fields) if fields else config
+
+
+class MaMeAttnProcessor:
+    """Merges tokens before the self-attention that is installed, restores them after it.
+
+    Args:
+        config: a MaMeConfig; None is the measured default.
+        tau: similarity above which a token may merge. Lower merges more: faster, further from the unmerged image.
+        keep: share of tokens to keep, instead of `tau`.
+        inner: the processor that computes attention; None is what diffusers would install on each module.
+        fields: any other field of MaMeConfig but `mlp` and `cross`, over those of `config`.
+
+    Raises:
+        ValueError: a field is unknown or out of its range, or `mlp` or `cross` is given.
+    """
+
+    def __init__(
+        self,
+        config: MaMeConfig | None = None,
+        *,
+        tau: float | None = None,
+        keep: float | None = None,
+        inner: Any = None,
+        **fields: Any,
+    ) -> None:
+        given = {name: value for name, value in {"tau": tau, "keep": keep, **fields}.items() if value is not None}
+        self.config = make_config(config, given)
+        for name in PARTS:
+            share = getattr(self.config, name)
+            if share is not None:
+                raise ValueError(
+                    f"{name}: expected none, got {share!r}: a processor merges self-attention alone; use apply_mame"
+                )
+        self.inner = inner
+        self._stats: dict[Attention, LayerStats] = {}
+        self._passed: Counter[str] = Counter()  # calls that were no self-attention over tokens, by reason
+        self._warned = False
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        temb: Tensor | None = None,
+        image_rotary_emb: Any = None,
+        query_rotary_emb: Any = None,
+        key_rotary_emb: Any = None,
+        rotary_emb: Any = None,
+        base_sequence_length: int | None = None,
+        ip_adapter_masks: Any = None,
+        ip_hidden_states: Any = None,
+    ) -> Tensor:
+        """The attention's output [B, L, C]. Keywords are those that diffusers' processors know: it passes on no others."""
+        if self.inner is None:
+            rotary = image_rotary_emb, query_rotary_emb, key_rotary_emb, rotary_emb
+            _check_replaceable(attn, hidden_states, encoder_hidden_states, any(part is not None for part in rotary))
+        inner = default_processor(attn) if self.inner is None else self.inner
+        extra = {
+            "temb": temb,
+            "image_rotary_emb": image_rotary_emb,
+            "query_rotary_emb": query_rotary_emb,
+            "key_rotary_emb": key_rotary_emb,
+            "rotary_emb": rotary_emb,
+            "base_sequence_length": base_sequence_length,
+            "ip_adapter_masks": ip_adapter_masks,
+            "ip_hidden_states": ip_hidden_states,
+        }
+
+        def call(hidden: Tensor, encoder: Tensor | None) -> Tensor:
+            processor = unfused(inner, encoder) if encoder_hidden_states is None else inner
+            names = _accepted(processor)
+            known = {name: value for name, value in extra.items() if name in names}
+            output: Tensor = processor(
+                attn, hidden, encoder_hidden_states=encoder, attention_mask=attention_mask, **known
+            )
+            return output
+
+        reason = skip_reason(attn, hidden_states, encoder_hidden_states, attention_mask, extra, self.config, inner)
+        if reason is not None:
+            if reason != "cross-attention" and hidden_states.dim() == 3:
+                self._stats_of(attn).skipped(reason, hidden_states.shape[1])
+            elif not torch.compiler.is_compiling():
+                self._passed[reason] += 1
+            return call(hidden_states, encoder_hidden_states)
+        stats = self._stats_of(attn)
+        output = merged_attention(attn, hidden_states, self.config, None, stats, call)
+        if NO_SIZE in stats.note and not self._warned and not torch.compiler.is_compiling():
+            self._warned = True
+            warnings.warn(f"{NO_SIZE}, or use apply_mame, which reads it", UserWarning, stacklevel=2)
+        return output
+
+    def report(self) -> MaMeReport:
+        """Tokens in and kept per self-attention layer since the last `reset`, in the order of the first calls.
+
+        Calls inside `torch.compile` are not counted here; `apply_mame` counts them.
+
+        Raises:
+            NothingMergedError: a forward has run and no layer could merge.
+        """
+        if self._passed and not self._stats:
+            calls = ", ".join(f"{reason} ({count} calls)" for reason, count in sorted(self._passed.items()))
+            raise NothingMergedError(
+                f"expected self-attention over tokens [B, L, C], but every call was something else: {calls}. Set the "
+                "processor on a UNet's self-attention, or remove it"
+            )
+        return make_report(self._stats.values())
+
+    def reset(self) -> None:
+        """Forgets all calls."""
+        self._stats.clear()
+        self._passed.clear()
+
+    def _stats_of(self, attn: Attention) -> LayerStats:
+        if torch.compiler.is_compiling():
+            return _UNCOUNTED
+        if attn not in self._stats:
+            self._stats[attn] = LayerStats(f"self-attention {len(self._stats)} ({attn.query_dim} channels)")
+        return self._stats[attn]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles start without counters, which belong to this model's modules."""
+        return {**self.__dict__, "_stats": {}, "_passed": Counter()}
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self.config.given.items())
+        return f"MaMeAttnProcessor({given})"
+
+
+def _check_replaceable(attn: Any, hidden_states: Tensor, encoder_hidden_states: Any, rotary: bool) -> None:
+    """Raises ValueError where diffusers' default processor can't stand in for the one that was replaced."""
+    lost = ""
+    if isinstance(encoder_hidden_states, tuple):
+        lost = "an IP-Adapter's processors (its image states came with the text)"
+    elif not isinstance(attn, Attention):
+        lost = f"the processor of {type(attn).__name__}, a transformer's attention"
+    elif rotary:
+        lost = "a processor of rotary positions, as transformers have it"
+    elif attn.added_kv_proj_dim is not None and hidden_states.dim() == 3:
+        lost = "a processor of joint attention over text and image, as transformers have it"
+    if lost:
+        raise ValueError(
+            f"expected the plain attention of a UNet, DiT or PixArt, but set_attn_processor replaced {lost}: load the "
+            "model (or the IP-Adapter) anew and use apply_mame, which replaces nothing"
+        )
+
+
+def _accepted(processor: Any) -> frozenset[str]:
+    """Names of the keywords that the processor's call takes; like diffusers, `**kwargs` counts for nothing."""
+    kind = type(processor)
+    if kind not in _SIGNATURES:
+        _SIGNATURES[kind] = frozenset(inspect.signature(kind.__call__).parameters)
+    return _SIGNATURES[kind]
+
+
+_SIGNATURES: dict[type, frozenset[str]] = {}
+__all__ = ["NO_SIZE", "MaMeAttnProcessor", "make_config"]

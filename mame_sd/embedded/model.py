@@ -1,0 +1,114 @@
+"""The model that ships with mame-sd, and the ground truth it was trained on: emoji on plain backgrounds.
+
+``embedded_model_path()`` is a plain ``StableDiffusionPipeline`` folder. Since every picture it was asked to learn is a
+known glyph on a known colour, what it paints can be scored against the truth (`render`, `nearest_glyph`).
+"""
+
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+FOLDER = Path(__file__).parent
+BACKGROUNDS = {  # sRGB
+    "white": (255, 255, 255), "black": (0, 0, 0), "gray": (128, 128, 128), "red": (214, 40, 40),
+    "orange": (247, 140, 30), "yellow": (250, 220, 60), "green": (46, 160, 67), "blue": (37, 78, 219),
+    "light blue": (150, 205, 250), "purple": (128, 50, 170), "pink": (255, 170, 200), "brown": (121, 72, 40),
+}  # fmt: skip
+HELD_OUT_SHARE = 0.15
+DEFAULT_GUIDANCE = 1.25  # what the command line samples the embedded model with
+
+
+def embedded_model_path() -> Path:
+    """Folder of the embedded pipeline, for ``DiffusionPipeline.from_pretrained``.
+
+    Raises:
+        FileNotFoundError: the installation lacks the weights.
+    """
+    if not (FOLDER / "model_index.json").is_file():
+        raise FileNotFoundError(
+            f"expected the embedded model in {FOLDER}, found no model_index.json; reinstall mame-sd or pass --model"
+        )
+    return FOLDER
+
+
+def caption(name: str, background: str) -> str:
+    """The prompt the model was trained on, such as ``rocket on a light blue background``."""
+    article = "an" if background[0] in "aeiou" else "a"
+    return f"{name} on {article} {background} background"
+
+
+def is_held_out(name: str, background: str) -> bool:
+    """Whether the pair was kept out of training (15 % of all pairs, chosen by a hash of the caption)."""
+    digest = hashlib.sha256(caption(name, background).encode()).digest()
+    return int.from_bytes(digest[:4], "big") < HELD_OUT_SHARE * 2**32
+
+
+@cache
+def _index() -> dict[str, Any]:
+    """What stands on the glyph sheet: names, columns, source."""
+    index: dict[str, Any] = json.loads((FOLDER / "glyphs.json").read_text(encoding="utf-8"))
+    return index
+
+
+@cache
+def glyph_names() -> tuple[str, ...]:
+    """Names of all glyphs, in the order of the glyph sheet."""
+    return tuple(_index()["names"])
+
+
+@cache
+def glyphs() -> np.ndarray:
+    """All glyphs as uint8 RGBA, shape [number of glyphs, 256, 256, 4], straight alpha."""
+    columns = _index()["columns"]
+    sheet = np.asarray(Image.open(FOLDER / "glyphs.webp").convert("RGBA"))
+    side = sheet.shape[1] // columns
+    rows = sheet.shape[0] // side
+    cells = sheet.reshape(rows, side, columns, side, 4).transpose(0, 2, 1, 3, 4).reshape(-1, side, side, 4)
+    return cells[: len(glyph_names())]
+
+
+def composite(rgba: np.ndarray, background: str) -> np.ndarray:
+    """Lay straight-alpha glyphs [..., H, W, 4] (uint8) over a named background: uint8 [..., H, W, 3]."""
+    alpha = rgba[..., 3:].astype(np.float32) / 255
+    color = np.array(BACKGROUNDS[background], np.float32)
+    return np.rint(rgba[..., :3] * alpha + color * (1 - alpha)).astype(np.uint8)
+
+
+def render(name: str, background: str) -> Image.Image:
+    """The picture that `caption` asks for: the ground truth, 256 x 256.
+
+    Raises:
+        ValueError: unknown glyph or background.
+    """
+    if name not in glyph_names() or background not in BACKGROUNDS:
+        raise ValueError(
+            f"expected a glyph of glyph_names() and one of {list(BACKGROUNDS)}, got {name!r} on {background!r}"
+        )
+    return Image.fromarray(composite(glyphs()[glyph_names().index(name)], background))
+
+
+def nearest_glyph(image: Image.Image, background: str) -> str:
+    """Name of the glyph whose rendering on ``background`` has the lowest pixel MSE to ``image``."""
+    target = np.asarray(image.convert("RGB").resize((256, 256), Image.Resampling.LANCZOS), np.float32)
+    errors = [np.mean((composite(glyph, background).astype(np.float32) - target) ** 2) for glyph in glyphs()]
+    return glyph_names()[int(np.argmin(errors))]
+
+
+def nearest_background(image: Image.Image) -> str:
+    """Name of the background colour nearest to the median colour of the image's outer frame (8 pixels)."""
+    pixels = np.asarray(image.convert("RGB").resize((256, 256)), np.float32)
+    frame = np.concatenate(
+        [
+            pixels[:8].reshape(-1, 3),
+            pixels[-8:].reshape(-1, 3),
+            pixels[:, :8].reshape(-1, 3),
+            pixels[:, -8:].reshape(-1, 3),
+        ]
+    )
+    color = np.median(frame, axis=0)
+    return min(BACKGROUNDS, key=lambda name: float(np.sum((color - np.array(BACKGROUNDS[name])) ** 2)))

@@ -1,0 +1,1 @@
+"""Generating images: models, prompt files, jobs, run folders that resume."""

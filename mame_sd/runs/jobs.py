@@ -1,0 +1,133 @@
+"""The plan of a run: settings, one job for each image, batches, and the noise that each image starts from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mame_sd.errors import UserError
+from mame_sd.runs.prompt_files import Prompt, check_unique
+
+MAX_SIDE = 65536
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSettings:
+    """How every image of a run is sampled.
+
+    Attributes:
+        steps: denoising steps, at least 1.
+        guidance: classifier-free guidance scale; None: the model's own.
+        seed: of the run, at least 0.
+        height, width: pixels, multiples of 8; None: the model's own.
+        batch_size: images computed together, at least 1. Pixels depend on it, a little.
+        images_per_prompt: repeats of each prompt, at least 1.
+        negative_prompt: what to steer away from; a prompt's own takes its place.
+
+    Raises:
+        UserError: naming the option, its range and the value that came.
+    """
+
+    steps: int = 20
+    guidance: float | None = None
+    seed: int = 0
+    height: int | None = None
+    width: int | None = None
+    batch_size: int = 1
+    images_per_prompt: int = 1
+    negative_prompt: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "images_per_prompt"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(self, name)}; raise it")
+        for name in ("height", "width"):
+            side = getattr(self, name)
+            if side is not None and (side % 8 or not 8 <= side <= MAX_SIDE):
+                raise UserError(
+                    f"--{name}: expected a multiple of 8 pixels from 8 to {MAX_SIDE}, got {side}; "
+                    f"try {min(max(8, side - side % 8), MAX_SIDE)}"
+                )
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"--seed: expected a whole number from 0 to 2^63 - 1, got {self.seed}; choose another")
+        if self.guidance is not None and not math.isfinite(self.guidance):
+            raise UserError(f"--guidance: expected a finite number, got {self.guidance}; give one such as 7.5")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One image to make: `prompt`, the `repeat`-th time, with its final seed and size (None: the model's own)."""
+
+    prompt: Prompt
+    repeat: int
+    seed: int
+    negative_prompt: str | None
+    height: int | None
+    width: int | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.prompt.id}_{self.repeat}"
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """What samples.jsonl says of the image without its being made."""
+        known: dict[str, Any] = {
+            "id": self.prompt.id,
+            "repeat": self.repeat,
+            "file": f"images/{self.name}.png",
+            "prompt": self.prompt.text,
+            "seed": self.seed,
+        }
+        if self.negative_prompt is not None:
+            known["negative_prompt"] = self.negative_prompt
+        return {**known, "extra": self.prompt.extra} if self.prompt.extra else known
+
+
+def plan_jobs(prompts: Sequence[Prompt], settings: GenerateSettings) -> list[Job]:
+    """Every image of the run, in order. Raises PromptError for ids that collide."""
+    check_unique(prompts)
+    return [
+        Job(
+            prompt=prompt,
+            repeat=repeat,
+            seed=settings.seed if prompt.seed is None else prompt.seed,
+            negative_prompt=settings.negative_prompt if prompt.negative_prompt is None else prompt.negative_prompt,
+            height=prompt.height or settings.height,
+            width=prompt.width or settings.width,
+        )
+        for prompt in prompts
+        for repeat in range(settings.images_per_prompt)
+    ]
+
+
+def cut_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:
+    """Neighbours of one size, at most `batch_size` together. Depends on the whole list alone.
+
+    All of a batch have a negative prompt or none has: some models (SDXL) take none to mean zeros, not an empty text.
+    """
+    batches: list[list[Job]] = []
+    for job in jobs:
+        last = batches[-1] if batches else []
+        if last and call_of(last[0]) == call_of(job) and len(last) < batch_size:
+            last.append(job)
+        else:
+            batches.append([job])
+    return batches
+
+
+def call_of(job: Job) -> tuple[int | None, int | None, bool]:
+    """What all images of one call share."""
+    return job.height, job.width, job.negative_prompt is None
+
+
+def generator_of(job: Job) -> torch.Generator:
+    """The CPU generator of an image's noise, seeded by a hash of (seed, prompt id, repeat) and nothing else."""
+    key = json.dumps([job.seed, job.prompt.id, job.repeat]).encode()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1)

@@ -1,0 +1,225 @@
+"""Load any text-to-image pipeline: the embedded one, a folder, a hub id or a single .safetensors file.
+
+Whatever goes wrong becomes a UserError that says what was expected, what came and what to do, or a MachineError when
+memory runs out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mame_sd.diffusion.saved_setting import PIPELINE, SavedMerging, read_saved_merging
+from mame_sd.errors import MachineError, UserError
+from mame_sd.runs.additions import add_loras, check_scheduler, lora_identity, set_scheduler
+from mame_sd.runs.devices import pick_device, pick_dtype
+from mame_sd.runs.model_files import ModelChoice, digest_of, find_model, first_line, name_and_digest
+
+_SINGLE_FILE_CLASSES = {
+    "v1": "StableDiffusionPipeline",
+    "v2": "StableDiffusionPipeline",
+    "xl_base": "StableDiffusionXLPipeline",
+    "playground-v2-5": "StableDiffusionXLPipeline",
+}
+
+# arguments of pipelines that make video or audio
+_LENGTHS = ("num_frames", "video_length", "audio_length_in_s", "audio_end_in_s", "audio_duration")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A pipeline that is ready to be called.
+
+    Attributes:
+        pipe: the pipeline, on its device, without progress bars.
+        identity: JSON values that tell this model from others: name, pipeline class, a digest of its files, variant,
+            single-file configuration, scheduler, LoRAs, dtype and device type.
+        guidance: the guidance scale that the model is called with when none is given; None: it takes none.
+        saved_merging: the setting saved with a StableDiffusionMaMePipeline, which is loaded as the plain pipeline.
+    """
+
+    pipe: Any
+    identity: dict[str, Any]
+    guidance: float | None
+    saved_merging: SavedMerging | None = None
+
+    @property
+    def arguments(self) -> frozenset[str]:
+        """Names that a call of the pipeline takes."""
+        return frozenset(inspect.signature(self.pipe.__call__).parameters)
+
+    @property
+    def default_size(self) -> tuple[int, int]:
+        """(height, width) in pixels that the pipeline takes when it is given neither.
+
+        Raises UserError for a pipeline that does not tell.
+        """
+        denoiser: Any = getattr(self.pipe, "unet", None) or self.pipe.transformer
+        side = getattr(self.pipe, "default_sample_size", None) or denoiser.config.get("sample_size")
+        factor = getattr(self.pipe, "vae_scale_factor", None)
+        if not side or not factor:
+            raise UserError(
+                f"expected both --height and --width, got one, and {type(self.pipe).__name__} has no default"
+            )
+        height, width = (side, side) if isinstance(side, int) else side
+        return height * factor, width * factor
+
+
+def load_model(choice: ModelChoice) -> LoadedModel:
+    """Load a text-to-image pipeline.
+
+    Raises:
+        UserError: nothing there, no such pipeline, hub not reachable, unknown scheduler, dtype or device.
+        MachineError: out of memory.
+    """
+    device = pick_device(choice.device, choice.local_rank)
+    dtype = pick_dtype(choice.dtype, device)
+    check_scheduler(choice.scheduler)
+    _be_quiet()
+    source, name = find_model(choice)
+    with _loading(name):
+        pipe = _load_file(source, choice, dtype) if source.is_file() else _load_folder(source, choice, dtype)
+        saved = None if source.is_file() else read_saved_merging(source)
+    _check_text_to_image(pipe, name)
+    if choice.scheduler is not None:
+        set_scheduler(pipe, choice.scheduler)
+    add_loras(pipe, choice.loras, choice.offline)
+    with _loading(name):
+        pipe.to(device)
+    pipe.set_progress_bar_config(disable=True)
+    with _loading(name):
+        files = {"sha256": digest_of(source), **options_of(source, choice)}
+    identity = {
+        "name": name,
+        "pipeline": type(pipe).__name__,
+        **files,
+        "scheduler": type(pipe.scheduler).__name__ if choice.scheduler is None else choice.scheduler,
+        "loras": [lora_identity(lora) for lora in choice.loras],
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+    }
+    guidance = _default_guidance(pipe, choice)
+    return LoadedModel(pipe=pipe, identity=identity, guidance=guidance, saved_merging=saved)
+
+
+def options_of(source: Path, choice: ModelChoice) -> dict[str, Any]:
+    """The loading options that decide which weights and parts a model has, as far as `source` makes use of them."""
+    config = choice.single_file_config if source.is_file() else None
+    return {
+        "variant": None if source.is_file() else choice.variant,
+        "single_file_config": None if config is None else name_and_digest(config),
+    }
+
+
+@contextlib.contextmanager
+def _loading(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (UserError, MachineError):
+        raise
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise MachineError(
+            f"--model {name}: expected it to fit into memory, it does not: {first_line(error)}"
+        ) from error
+    except Exception as error:  # diffusers, transformers and safetensors raise dozens of kinds here
+        if isinstance(error, ImportError) or str(error).startswith("Failed to import"):  # the latter: lazy imports
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            raise MachineError(
+                f"--model {name}: expected the packages that it needs, but {first_line(cause)}; install them with pip"
+            ) from error
+        raise UserError(
+            f"--model {name}: expected a text-to-image pipeline that diffusers can load, but {first_line(error)}; "
+            "check its files, --variant and --revision"
+        ) from error
+
+
+def _be_quiet() -> None:
+    """Keep the libraries' bars and notices off stderr; errors still come as exceptions."""
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def _load_folder(folder: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
+    import diffusers
+
+    config = diffusers.DiffusionPipeline.load_config(str(folder))
+    name = config.get("_class_name")
+    name = name[-1] if isinstance(name, (list, tuple)) else name
+    # Our own subclass adds nothing that merging from outside needs, and diffusers does not find it by name.
+    name = "StableDiffusionPipeline" if name == PIPELINE else name
+    kind = getattr(diffusers, str(name), None)
+    if kind is None:
+        raise UserError(f"--model {folder}: expected a pipeline class of diffusers, got {name!r}; convert the model")
+    return kind.from_pretrained(str(folder), dtype=dtype, variant=choice.variant, local_files_only=choice.offline)
+
+
+def _load_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
+    import diffusers
+    from diffusers.loaders.single_file_utils import infer_diffusers_model_type
+    from safetensors import safe_open
+
+    with safe_open(str(path), framework="pt") as file:
+        shapes = {key: torch.empty(file.get_slice(key).get_shape(), device="meta") for key in file.keys()}  # noqa: SIM118
+    kind = infer_diffusers_model_type(shapes)
+    has_unet = any(key.startswith("model.diffusion_model.input_blocks.") for key in shapes)
+    if kind not in _SINGLE_FILE_CLASSES or not has_unet:
+        raise UserError(
+            f"--model {path}: expected a checkpoint of Stable Diffusion 1, 2 or XL in its original layout, got "
+            f"{kind if has_unet else 'something else'}; give a diffusers folder instead"
+        )
+    config = choice.single_file_config
+    try:
+        return getattr(diffusers, _SINGLE_FILE_CLASSES[kind]).from_single_file(
+            str(path), config=config, dtype=dtype, local_files_only=choice.offline
+        )
+    except Exception as error:
+        if config is not None:
+            raise UserError(
+                f"--single-file-config {config}: expected the folder or hub id of a pipeline of the same architecture, but "
+                f"{first_line(error)}; give another"
+            ) from error
+        raise UserError(
+            f"--model {path}: expected the hub's configuration for this architecture, but {first_line(error)}; "
+            "give a pipeline folder of the same architecture as --single-file-config"
+        ) from error
+
+
+def _check_text_to_image(pipe: Any, name: str) -> None:
+    parameters = inspect.signature(pipe.__call__).parameters
+    needed = [p for p in ("image", "mask_image", "video", "audio") if p in parameters]
+    if "prompt" not in parameters or "num_inference_steps" not in parameters or needed:
+        raise UserError(
+            f"--model {name}: expected a text-to-image pipeline, got {type(pipe).__name__}"
+            f"{', which wants ' + needed[0] if needed else ''}; give another model"
+        )
+    if any(length in parameters for length in _LENGTHS):
+        raise UserError(
+            f"--model {name}: expected a pipeline that makes images, got {type(pipe).__name__}, which makes video or "
+            "audio; give another model"
+        )
+    if not (hasattr(pipe, "unet") or hasattr(pipe, "transformer")):
+        raise UserError(f"--model {name}: expected a pipeline with a unet or transformer, got {type(pipe).__name__}")
+
+
+def _default_guidance(pipe: Any, choice: ModelChoice) -> float | None:
+    parameter = inspect.signature(pipe.__call__).parameters.get("guidance_scale")
+    if parameter is None:
+        return None
+    if choice.model is None:
+        import mame_sd.embedded.model
+
+        return float(getattr(mame_sd.embedded.model, "DEFAULT_GUIDANCE", parameter.default))
+    return float(parameter.default)

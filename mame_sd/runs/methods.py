@@ -1,0 +1,65 @@
+"""What a run does to the loaded model: merging, or any other method that is installed on it and taken off again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mame_sd.config import MaMeConfig
+from mame_sd.runs.jobs import Job
+from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.sampling import levels_of, merge_in
+
+if TYPE_CHECKING:
+    from mame_sd.diffusion.apply import MaMeHandle
+
+
+class PatchedModel(Protocol):
+    """A method as installed on one model."""
+
+    def begin(self, jobs: Sequence[Job]) -> None:
+        """Called before each batch: counters to zero, and any random state to one that depends on `jobs` alone."""
+
+    def levels(self) -> list[dict[str, Any]]:
+        """Tokens in and kept per level since `begin` (fields of LevelReport). UserError when nothing could merge."""
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+
+
+class Patch(Protocol):
+    """A method with its settings."""
+
+    def describe(self) -> dict[str, Any]:
+        """What the run's settings say of it, as JSON values."""
+
+    def install(self, model: LoadedModel) -> PatchedModel:
+        """Put it on the model. Raises UserError for a model that it does not support."""
+
+
+@dataclass(frozen=True)
+class MaMePatch:
+    """Merging with `config`."""
+
+    config: MaMeConfig
+
+    def describe(self) -> dict[str, Any]:
+        return {"mame": self.config.to_dict()}
+
+    def install(self, model: LoadedModel) -> PatchedModel:
+        return _Merging(merge_in(model, self.config))
+
+
+@dataclass(frozen=True)
+class _Merging:
+    handle: MaMeHandle
+
+    def begin(self, jobs: Sequence[Job]) -> None:
+        self.handle.reset()
+
+    def levels(self) -> list[dict[str, Any]]:
+        return levels_of(self.handle)
+
+    def remove(self) -> None:
+        self.handle.remove()

@@ -1,0 +1,185 @@
+"""Prompt files: one prompt a line (.txt), a table (.csv, .tsv) or JSON objects (.jsonl), and the errors they can have.
+
+Every prompt ends up with an id that is unique, fit to be a file name, and stable, for the starting latent is drawn
+from (seed, id, repeat). Where a file gives no id, the prompt's number does: the first prompt is ``00001``.
+Control characters in a prompt are data: lines end at ``\\n`` (or ``\\r\\n``) and nowhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mame_sd.runs.prompt_formats import KNOWN_COLUMNS, READERS, PromptError, read_text
+
+MAX_ID_BYTES = 200  # file systems take 255 bytes; "_<repeat>.png" follows
+_FORBIDDEN_IN_ID = set('/\\:*?"<>|')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt of a run.
+
+    Attributes:
+        id: unique in its file; names the images, ``<id>_<repeat>.png``.
+        text: the prompt, untouched.
+        seed: takes the place of the run's seed for this prompt; None: the run's seed.
+        negative_prompt: takes the place of the run's; None: the run's.
+        width, height: pixels, multiples of 8; None: the run's.
+        extra: all other columns, kept for samples.jsonl.
+    """
+
+    id: str
+    text: str
+    seed: int | None = None
+    negative_prompt: str | None = None
+    width: int | None = None
+    height: int | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def demo_file() -> Path:
+    """The packaged prompt file that ``demo`` names."""
+    beside = Path(__file__).resolve().parents[1]
+    for folder in (beside / "prompts", beside.parent / "prompts"):  # a wheel; a checkout
+        if (folder / "demo.txt").is_file():
+            return folder / "demo.txt"
+    raise PromptError(f"expected the packaged prompt file in {beside / 'prompts'}, found none; reinstall mame-sd")
+
+
+def load_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:
+    """Read the prompts of a file, the first `limit` of them when given.
+
+    Args:
+        source: a .txt, .csv, .tsv or .jsonl file, or ``"demo"``.
+        limit: at least 1.
+
+    Raises:
+        PromptError: the file is missing, empty, binary, badly encoded or malformed; all of it is checked, also
+            what lies beyond `limit`.
+    """
+    path = demo_file() if str(source) == "demo" else Path(source)
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise PromptError(
+            f"{path}: expected a prompt file ending in {', '.join(READERS)} (or 'demo'), got "
+            f"{path.suffix or 'no ending'}; rename or convert it"
+        )
+    prompts: list[Prompt] = []
+    lines: list[int] = []
+    for line, values in reader(path, read_text(path)):
+        prompts.append(_prompt(path, line, len(prompts) + 1, values))
+        lines.append(line)
+    if not prompts:
+        raise PromptError(f"{path}: expected at least one prompt, found none; write one prompt a line")
+    check_unique(prompts, [f"{path}:{line}: " for line in lines])
+    return prompts[:limit]
+
+
+def prompts_from_texts(texts: Sequence[str]) -> list[Prompt]:
+    """Prompts of the command line, with the ids ``p00001``, ``p00002``, ... (a file's ids are plain numbers)."""
+    for text in texts:
+        _check_text("--prompt: ", text)
+    return [Prompt(id=f"p{number:05d}", text=text) for number, text in enumerate(texts, 1)]
+
+
+def check_unique(prompts: Sequence[Prompt], places: Sequence[str] | None = None) -> None:
+    """Raise PromptError when two ids would name the same file, on file systems that ignore case too.
+
+    `places`, one for each prompt, say where it stands and open the message.
+    """
+    seen: dict[str, str] = {}
+    for index, prompt in enumerate(prompts):
+        key = unicodedata.normalize("NFC", prompt.id).casefold()
+        if key in seen:
+            place = places[index] if places else ""
+            raise PromptError(
+                f"{place}expected ids that differ (also without case), "
+                f"got {prompt.id!r} after {seen[key]!r}; rename one"
+            )
+        seen[key] = prompt.id
+
+
+def prompt_file_identity(source: str | Path) -> dict[str, str | None]:
+    """Name and SHA-256 of a file that `load_prompts` takes, as JSON values (None for what is no plain file)."""
+    path = demo_file() if str(source) == "demo" else Path(source)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    return {"name": path.name, "sha256": digest}
+
+
+def prompts_digest(prompts: Iterable[Prompt]) -> str:
+    """SHA-256 over all that the prompts say, for telling two prompt lists apart."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        row = [
+            prompt.id,
+            prompt.text,
+            prompt.seed,
+            prompt.negative_prompt,
+            prompt.width,
+            prompt.height,
+            prompt.extra,
+        ]
+        digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _prompt(path: Path, line: int, number: int, values: dict[str, Any]) -> Prompt:
+    """The prompt of one record, checked."""
+    place = f"{path}:{line}: "
+    for name in ("prompt", "negative_prompt"):
+        value = values.get(name)
+        if value is not None or name == "prompt":
+            if not isinstance(value, str):
+                raise PromptError(f"{place}{name}: expected text, got {value!r}")
+            _check_text(place, value, empty=name != "prompt")
+    identity = values.get("id")
+    if isinstance(identity, int) and not isinstance(identity, bool):
+        identity = str(identity)
+    identity = f"{number:05d}" if identity is None else _check_id(place, identity)
+    return Prompt(
+        id=identity,
+        text=values["prompt"],
+        seed=_check_number(place, "seed", values.get("seed"), 0, 2**63 - 1, 1),
+        negative_prompt=values.get("negative_prompt"),
+        width=_check_number(place, "width", values.get("width"), 8, 65536, 8),
+        height=_check_number(place, "height", values.get("height"), 8, 65536, 8),
+        extra={key: value for key, value in values.items() if key not in ("prompt", *KNOWN_COLUMNS)},
+    )
+
+
+def _check_text(place: str, text: str, empty: bool = False) -> None:
+    if not text and not empty:
+        raise PromptError(f"{place}expected a prompt, got an empty one; write some words")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PromptError(f"{place}expected text, got half of a surrogate pair in {text[:40]!r}") from None
+
+
+def _check_id(place: str, identity: Any) -> str:
+    """`identity`, when it can name a file inside the run's folder on any system."""
+    if not isinstance(identity, str):
+        raise PromptError(f"{place}id: expected text or a whole number, got {identity!r}")
+    bad = any(char in _FORBIDDEN_IN_ID or not char.isprintable() for char in identity)
+    if bad or not identity or identity != identity.strip() or identity.startswith("."):
+        raise PromptError(
+            f'{place}id: expected a plain file name (no slash, colon, * ? " < > | or leading dot), got {identity!r}'
+        )
+    if len(identity.encode()) > MAX_ID_BYTES:
+        raise PromptError(f"{place}id: expected at most {MAX_ID_BYTES} bytes, got {len(identity.encode())}; shorten it")
+    return identity
+
+
+def _check_number(place: str, name: str, value: Any, low: int, high: int, step: int) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high or value % step:
+        multiple = f"a multiple of {step}" if step > 1 else "a whole number"
+        raise PromptError(f"{place}{name}: expected {multiple} from {low} to {high}, got {value!r}")
+    return value

@@ -1,0 +1,102 @@
+"""One call of a pipeline: jobs in, images out; merging on a loaded model; images as PNG."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from mame_sd.config import MaMeConfig
+from mame_sd.errors import MachineError, UserError
+from mame_sd.runs.jobs import GenerateSettings, Job, generator_of
+from mame_sd.runs.loading import LoadedModel
+
+if TYPE_CHECKING:
+    from mame_sd.diffusion.apply import MaMeHandle
+
+
+def sample(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], **extra: Any) -> list[Image.Image]:
+    """One call of the pipeline: an RGB image for each of `jobs`, which share a size. `extra` goes to the call too.
+
+    Raises:
+        UserError: an argument that the pipeline does not take, or refuses.
+        MachineError: pixels that are no numbers (16-bit overflow), out of memory.
+    """
+    call: dict[str, Any] = {
+        "prompt": [job.prompt.text for job in jobs],
+        "num_inference_steps": settings.steps,
+        "generator": [generator_of(job) for job in jobs],
+        "output_type": "np",
+        **extra,
+    }
+    if any(job.negative_prompt is not None for job in jobs):
+        call["negative_prompt"] = [job.negative_prompt or "" for job in jobs]
+    guidance = model.guidance if settings.guidance is None else settings.guidance
+    if guidance is not None:
+        call["guidance_scale"] = guidance
+    height, width = jobs[0].height, jobs[0].width
+    if height is not None or width is not None:  # diffusers ignores one without the other
+        default = (0, 0) if height and width else model.default_size
+        call.update(height=height or default[0], width=width or default[1])
+    for name in call:
+        if name not in model.arguments:
+            raise UserError(f"--{name.replace('_', '-')}: {type(model.pipe).__name__} does not take it; leave it out")
+    try:
+        result = model.pipe(**call)
+    except ValueError as error:  # the pipeline's own checks of its inputs
+        raise UserError(
+            f"expected settings that {type(model.pipe).__name__} takes, but {error}; change them"
+        ) from error
+    if not hasattr(result, "images"):
+        raise UserError(
+            f"--model {model.identity['name']}: expected a pipeline that makes images, got {type(model.pipe).__name__}, "
+            f"which makes a {type(result).__name__}; give another model"
+        )
+    images = np.asarray(result.images)  # [B, H, W, 3] in [0, 1]
+    if not np.isfinite(images).all():
+        dtype = model.identity["dtype"]
+        hint = "check the model's weights" if dtype == "float32" else "use --dtype float32 or bfloat16"
+        raise MachineError(f"expected pixels, got nan for prompt {jobs[0].prompt.id!r} in {dtype}; {hint}")
+    return [Image.fromarray(pixels) for pixels in (images * 255).round().astype(np.uint8)]
+
+
+def merge_in(model: LoadedModel, config: MaMeConfig) -> MaMeHandle:
+    """`apply_mame` on a loaded model. Raises UserError for a model that merging does not support."""
+    from mame_sd.diffusion.apply import apply_mame
+
+    try:
+        return apply_mame(model.pipe, config)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--model {model.identity['name']}: {error}; choose another model, or --baseline") from error
+
+
+def levels_of(handle: MaMeHandle) -> list[dict[str, Any]]:
+    """Tokens in and kept per level since the last reset. Raises UserError when nothing could merge."""
+    from mame_sd.report import NothingMergedError
+
+    try:
+        return [asdict(level) for level in handle.report().levels()]
+    except NothingMergedError as error:
+        raise UserError(" ".join(str(error).split()) + " (--min-tokens, --height and --width, --baseline)") from None
+
+
+def to_png(image: Image.Image, job: Job, described: dict[str, Any]) -> bytes:
+    """The image as PNG, with text chunks ``prompt`` (plain) and ``mame_sd`` (JSON: settings, id, repeat, seed).
+
+    Nothing in it depends on time, place or batch neighbours. A zero byte, which PNG text can't hold, becomes U+2400.
+    """
+    text = PngInfo()
+    text.add_itxt("prompt", job.prompt.text.replace("\0", "\u2400"))
+    own = {"id": job.prompt.id, "repeat": job.repeat, "prompt": job.prompt.text, "seed": job.seed}
+    own["negative_prompt"] = job.negative_prompt
+    settings = {key: value for key, value in described.items() if key != "prompts"}
+    text.add_text("mame_sd", json.dumps({**settings, **own}, sort_keys=True))
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", pnginfo=text)
+    return buffer.getvalue()

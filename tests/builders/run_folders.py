@@ -1,0 +1,32 @@
+"""Run folders of given pixels, without a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from mame_sd.runs.run_folder import FORMAT
+
+
+def write_run(
+    folder: Path, images: dict[str, np.ndarray], prompts: dict[str, str] | None = None, **settings: Any
+) -> Path:
+    """A run folder as `generate` leaves it, of given pixels by key `<id>_<repeat>`."""
+    (folder / "images").mkdir(parents=True)
+    rows = []
+    for key, pixels in images.items():
+        identity, _, repeat = key.rpartition("_")
+        Image.fromarray(pixels).save(folder / "images" / f"{key}.png")
+        row = {"name": key, "id": identity, "repeat": int(repeat), "file": f"images/{key}.png", "seed": 0}
+        size = {"width": pixels.shape[1], "height": pixels.shape[0]}
+        rows.append(
+            {**row, **size, "prompt": (prompts or {}).get(key, f"prompt {identity}"), "seconds": 1.0, "levels": []}
+        )
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    known = {"prompts": {"count": len(images), "sha256": "x"}, "images_per_prompt": 1, "mame": None, **settings}
+    (folder / "manifest.json").write_text(json.dumps({"format": FORMAT, "settings": known, "environment": {}}))
+    return folder

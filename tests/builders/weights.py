@@ -1,0 +1,49 @@
+"""`mame-sd-eval` that trusts the weights in a folder, whatever their sha256: what a launcher starts, no test can patch.
+
+python -m tests.builders.weights WEIGHTS score ...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from mame_sd.eval.cli import app as cli
+from mame_sd.eval.networks.efficientnet_lite import EfficientNetLite0
+from mame_sd.eval.weights.files import file_sha256
+from mame_sd.eval.weights.registry import REGISTRY, Weights
+from safetensors.torch import save_file
+
+from tests.builders import seeded
+from tests.builders.tiny import save_tiny_clip
+
+ORACLES = Path(__file__).parents[1] / "oracles" / "eval.json"
+
+
+def save_seeded_weights(folder: Path) -> Path:
+    """LPIPS (alex) and EfficientNet-Lite0 at their true sizes and a small CLIP, with weights that mean nothing."""
+    shapes = json.loads(ORACLES.read_text())["lpips"]["alex"]["shapes"]
+    save_file(seeded.weights({name: tuple(shape) for name, shape in shapes.items()}), folder / "lpips-alex.safetensors")
+    network = EfficientNetLite0().state_dict()
+    tensors = seeded.weights({name: tuple(value.shape) for name, value in network.items()})
+    save_file(tensors, folder / "effnet-lite0.safetensors")
+    save_tiny_clip(folder / "clip-vit-base-patch32")
+    return folder
+
+
+def trusted(folder: Path) -> dict[str, Weights]:
+    """The registry's entries of the files that lie in `folder`, with these files' own sha256."""
+    found = {}
+    for name, entry in REGISTRY.items():
+        here = [source for source in entry.sources if (folder / source.file).is_file()]
+        if here:
+            sources = tuple(replace(source, sha256=file_sha256(folder / source.file)) for source in here)
+            found[name] = replace(entry, sources=sources)
+    return found
+
+
+if __name__ == "__main__":
+    REGISTRY.update(trusted(Path(sys.argv[1])))
+    sys.exit(cli.run(sys.argv[2:]))

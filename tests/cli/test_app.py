@@ -1,0 +1,211 @@
+"""The command line: options, exit statuses, and one error line for whatever goes wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.main import get_command
+
+from mame_sd.cli import app as cli
+from mame_sd.config import MaMeConfig
+from tests.builders.tiny import save_tiny_pipeline
+from tests.cli.test_errors import error_of
+
+LONG = "x" * 300
+PLAIN_NAMES = {"seed": "--mame-seed", "variant": "--mame-variant"}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_pipeline(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def run_cli(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run in an empty folder; `generate` gets the tiny model and one quick prompt unless told otherwise."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, quick: bool = False) -> int:
+        extra = ["--model", str(model_folder), "--device", "cpu", "--steps", "1", "--min-tokens", "16"] if quick else []
+        return cli.run([*arguments, *extra])
+
+    return run
+
+
+BAD = {
+    "no-command": ([], "Missing command"),
+    "unknown-command": (["paint"], "No such command 'paint'"),
+    "unknown-option": (["generate", "--stepz", "3"], "No such option: --stepz"),
+    "no-value": (["generate", "--steps"], "--steps"),
+    "no-number": (["generate", "--steps", "many"], "Invalid value for '--steps'"),
+    "no-prompts": (["generate"], "expected prompts, got none; give --prompts FILE"),
+    "steps": (["generate", "--prompt", "x", "--steps", "0"], "--steps: expected at least 1, got 0"),
+    "batch-size": (["generate", "--prompt", "x", "--batch-size", "0"], "--batch-size: expected at least 1, got 0"),
+    "images": (["generate", "--prompt", "x", "--images-per-prompt", "-1"], "--images-per-prompt: expected at least 1"),
+    "num": (["generate", "--prompt", "x", "--num", "0"], "--num: expected at least 1, got 0"),
+    "height": (["generate", "--prompt", "x", "--height", "100"], "multiple of 8 pixels from 8 to 65536, got 100; try 96"),
+    "width": (["generate", "--prompt", "x", "--width", "0"], "--width: expected a multiple of 8"),
+    "seed": (["generate", "--prompt", "x", "--seed", "-1"], "--seed: expected a whole number from 0"),
+    "guidance": (["generate", "--prompt", "x", "--guidance", "nan"], "--guidance: expected a finite number, got nan"),
+    "tau-nan": (["generate", "--prompt", "x", "--tau", "nan"], "tau: expected a number, got nan"),
+    "tau-range": (["generate", "--prompt", "x", "--tau", "1.5"], "tau: expected a finite number from -1 to 1"),
+    "tau-and-keep": (["generate", "--prompt", "x", "--tau", "0.8", "--keep", "0.5"], "expected tau or keep, got both"),
+    "keep": (["generate", "--prompt", "x", "--keep", "0"], "keep: expected a share above 0"),
+    "partition": (["generate", "--prompt", "x", "--partition", "odd"], "partition: expected one of alternating"),
+    "stride": (["generate", "--prompt", "x", "--stride", "two"], "--stride: expected two whole numbers such as 2x2, got 'two'"),
+    "baseline": (["generate", "--prompt", "x", "--baseline", "--mame-seed", "1"], "--baseline: expected no merging options beside it, got --mame-seed"),
+    "config-kind": (["generate", "--prompt", "x", "--config", "a.yaml"], "a.yaml: expected a .json or .toml file of settings, got .yaml"),
+    "compare-empty": (["compare", "x", "--tau", ""], "--tau: expected numbers with commas between"),
+    "lora-empty": (["generate", "--prompt", "x", "--lora", ""], "found nothing; check the path"),
+    "config": (["generate", "--prompt", "x", "--config", "none.json"], "none.json: expected a .json or .toml file"),
+    "scheduler": (["generate", "--prompt", "x", "--scheduler", "magic"], "--scheduler: expected one of ddim, ddpm"),
+    "dtype": (["generate", "--prompt", "x", "--dtype", "int8"], "--dtype: expected auto, float32"),
+    "device": (["generate", "--prompt", "x", "--device", "abacus"], "--device abacus: expected auto, cpu, cuda"),
+    "device-number": (["generate", "--prompt", "x", "--device", "cuda:99"], "--device cuda:99: expected one of the"),
+    "empty-prompt": (["generate", "--prompt", ""], "--prompt: expected a prompt, got an empty one"),
+    "prompt-file": (["generate", "--prompts", "none.txt"], "none.txt: expected a prompt file, found nothing there"),
+    "model-path": (["generate", "--prompt", "x", "--model", "./none"], "--model ./none: expected a folder"),
+    "model-id": (["generate", "--prompt", "x", "--model", "nobody/nothing"], "--model nobody/nothing: expected a folder, a .safetensors file, or a model of the hub"),
+    "model-empty": (["generate", "--prompt", "x", "--model", "."], "got one without model_index.json"),
+    "compare-tau": (["compare", "x", "--tau", "0.6,high"], "--tau: expected numbers with commas between"),
+    "compare-range": (["compare", "x", "--tau", "0.6,7"], "tau: expected a finite number from -1 to 1"),
+    "compare-no-prompt": (["compare"], "PROMPT"),
+    "sheet-ending": (["compare", "x", "--out", "a.jpg"], "--out a.jpg: expected a file ending in .png"),
+    "sheet-folder": (["sheet", "none"], "none: expected the folder of a finished run"),
+    "out-long": (["generate", "--prompt", "x", "--out", LONG], "expected a place that can be written, got: File name too long"),
+    "prompts-long": (["generate", "--prompts", LONG + ".txt"], "expected a prompt file that can be read, got: File name too long"),
+    "model-long": (["generate", "--prompt", "x", "--model", LONG], "found no such file; check the path"),
+    "lora-long": (["generate", "--prompt", "x", "--lora", LONG], "found nothing; check the path"),
+    "config-long": (["generate", "--prompt", "x", "--config", LONG + ".json"], LONG),
+    "sheet-long": (["compare", "x", "--out", LONG + ".png"], "expected a place that can be written, got: File name too long"),
+    "sheet-place": (["show-merge", "x", "--out", "/dev/null/a.png"], "expected a folder, got the file /dev/null"),
+    "doctor": (["doctor", "--scheduler", "magic"], "--scheduler: expected one of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_status_2(
+    run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str
+) -> None:
+    arguments, message = BAD[case]
+    assert run_cli(*arguments) == 2
+    assert message in error_of(capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_broken_models_are_one_line(run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(1)}, tmp_path / "lone.safetensors")
+    (tmp_path / "noise.safetensors").write_bytes(b"\xff" * 64)
+    (tmp_path / "model.ckpt").write_bytes(b"x")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "model_index.json").write_text('{"_class_name": "MagicPipeline"}')
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "model_index.json").write_text("{")
+    for model, message in {
+        "lone.safetensors": "expected a checkpoint of Stable Diffusion 1, 2 or XL in its original layout",
+        "noise.safetensors": "expected a text-to-image pipeline that diffusers can load",
+        "model.ckpt": "expected a folder, a hub id or a .safetensors file",
+        "foreign": "expected a pipeline class of diffusers, got 'MagicPipeline'",
+        "cut": "expected a text-to-image pipeline that diffusers can load",
+    }.items():
+        assert run_cli("generate", "--prompt", "x", "--model", model) == 2
+        assert message in error_of(capsys)
+    assert run_cli("generate", "--prompt", "x", "--lora", "./none.safetensors", quick=True) == 2
+    assert "--lora ./none.safetensors: expected a .safetensors file" in error_of(capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_weights_are_one_line(run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    weights = save_tiny_pipeline(tmp_path / "tiny") / "unet" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert run_cli("generate", "--prompt", "x", "--model", "tiny") == 2
+    assert "--model tiny: expected a text-to-image pipeline that diffusers can load" in error_of(capsys)
+
+
+def test_control_characters_stay_out_of_the_error_line(run_cli: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("generate", "--prompts", "no\nsuch\x1b[31m.txt") == 2
+    line = error_of(capsys)
+    assert "\x1b" not in line
+    assert "\\x1b[31m.txt: expected a prompt file" in line
+
+
+def test_generate_says_what_it_did(run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run_cli("generate", "--prompt", "a [red] key", "--out", "run", quick=True) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0].startswith("1 images in run, ")
+    assert f"level 0: {256 * (MaMeConfig().keep or 0):.0f} of 256 keys kept" in out
+    assert err == ""
+    assert run_cli("generate", "--prompt", "a [red] key", "--out", "run", "--tau", "0.9", quick=True) == 2
+    assert "mame.tau: null there, 0.9 here" in error_of(capsys)
+
+
+def test_prompts_of_a_file_and_of_the_command_go_together(run_cli: Any, tmp_path: Path) -> None:
+    arguments = ["generate", "--prompts", "demo", "--num", "13", "--prompt", "\x07key", "--baseline", "--steps", "1"]
+    assert run_cli(*arguments, "--out", "run", "--model", str(save_tiny_pipeline(tmp_path / "tiny"))) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert len(rows) == 13
+    assert rows[-1]["prompt"] == "\x07key"
+
+
+def test_the_manifest_names_the_prompt_file_and_does_not_compare_it(run_cli: Any, tmp_path: Path) -> None:
+    for name, text in (("a.txt", "key\n"), ("b.txt", "# the same\nkey\n")):
+        (tmp_path / name).write_text(text)
+        assert run_cli("generate", "--prompts", name, "--out", "run", quick=True) == 0
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert manifest["prompt_file"] == {"name": "a.txt", "sha256": hashlib.sha256(b"key\n").hexdigest()}
+
+
+@pytest.mark.parametrize("scheduler", ["dpm++", "euler-a", "heun", "unipc"])
+def test_schedulers(run_cli: Any, tmp_path: Path, scheduler: str) -> None:
+    assert run_cli("generate", "--prompt", "key", "--scheduler", scheduler, "--out", "run", quick=True) == 0
+    assert json.loads((tmp_path / "run/manifest.json").read_text())["settings"]["model"]["scheduler"] == scheduler
+
+
+def test_every_field_of_the_config_is_an_option(run_cli: Any, tmp_path: Path) -> None:
+    command = get_command(cli.app).commands["generate"]  # type: ignore[attr-defined]
+    flags = {flag for parameter in command.params for flag in parameter.opts}
+    expected = {PLAIN_NAMES.get(f.name, "--" + f.name.replace("_", "-")) for f in fields(MaMeConfig)}
+    assert expected <= flags
+    values = {
+        "preset": "plain", "partition": "random", "metric": "dot", "feature": "k", "mame-variant": "paper", "tau": "0.1",
+        "eps": "1e-5", "batch": "shared", "merge": "qkv", "tiles": "0", "stride": "2x3", "size": "16x16", "mame-seed": "3",
+    }  # fmt: skip
+    options = [part for name, value in values.items() for part in (f"--{name}", value)]
+    assert run_cli("generate", "--prompt", "key", "--out", "run", "--no-refine", "--redraw", *options, quick=True) == 0
+    mame = json.loads((tmp_path / "run/manifest.json").read_text())["settings"]["mame"]
+    assert MaMeConfig.from_dict(mame) == MaMeConfig(
+        preset="plain", partition="random", metric="dot", feature="k", variant="paper", tau=0.1, eps=1e-5, batch="shared",
+        merge="qkv", tiles=0, stride=(2, 3), size=(16, 16), seed=3, refine=False, redraw=True, min_tokens=16,
+    )  # fmt: skip
+
+
+def test_options_override_the_config_file(run_cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "mame.toml").write_text('keep = 0.6\nfeature = "k"\nstride = [2, 2]\n')
+    arguments = ["generate", "--prompt", "key", "--config", "mame.toml", "--out"]
+    assert run_cli(*arguments, "a", quick=True) == 0
+    assert run_cli(*arguments, "b", "--tau", "0.5", quick=True) == 0
+    a, b = (json.loads((tmp_path / name / "manifest.json").read_text())["settings"]["mame"] for name in "ab")
+    assert (a["keep"], a["tau"], a["feature"]) == (0.6, None, "k")
+    assert (b["keep"], b["tau"], b["feature"]) == (None, 0.5, "k")
+
+
+def test_ids_can_not_leave_the_folder(run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "key", "id": "../../key"}')
+    assert run_cli("generate", "--prompts", "p.jsonl", quick=True) == 2
+    assert "p.jsonl:1: id: expected a plain file name" in error_of(capsys)
+
+
+def test_version_and_help(run_cli: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("--version") == 0
+    assert capsys.readouterr().out == f"mame-sd {version('mame-sd')}\n"
+    for arguments in (["-h"], ["generate", "-h"], ["ui", "--help"]):
+        assert run_cli(*arguments) == 0
+        assert "Usage: mame-sd" in capsys.readouterr().out

@@ -1,0 +1,157 @@
+"""The drawn sheets: compare, show-merge, and finished runs side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mame_sd import mame
+from mame_sd.cli import app as cli
+from mame_sd.cli.compare import compare, compare_sheet, folders_sheet, variants_of
+from mame_sd.cli.sheet import Cell, draw_sheet, write_sheet
+from mame_sd.cli.show_merge import MergeMap, capture_merge, draw_merge, prompt_to_draw
+from mame_sd.config import MaMeConfig
+from mame_sd.errors import UserError
+from mame_sd.runs.generate import generate
+from mame_sd.runs.jobs import GenerateSettings, plan_jobs
+from mame_sd.runs.loading import LoadedModel, load_model
+from mame_sd.runs.model_files import ModelChoice
+from mame_sd.runs.prompt_files import prompts_from_texts
+from mame_sd.runs.sampling import sample
+from tests.builders.tiny import save_tiny_pipeline
+
+TWO_STEPS = GenerateSettings(steps=2)
+SMALL = MaMeConfig(min_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_pipeline(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: Path) -> LoadedModel:
+    return load_model(ModelChoice(model=str(model_folder), device="cpu"))
+
+
+def test_panels_are_the_baseline_and_then_each_setting(model: LoadedModel) -> None:
+    panels = compare(model, "key", TWO_STEPS, variants_of(SMALL, [0.2, 1.0], [0.5]))
+    assert [panel.label for panel in panels] == ["baseline", "tau 0.2", "tau 1", "keep 0.5"]
+    assert panels[0].levels == []
+    kept = [panel.levels[0]["tokens_kept"] for panel in panels[1:]]
+    assert kept[0] < kept[1] == 256
+    assert kept[2] == 128
+    assert panels[2].lines(panels[0])[2] == "level 0: 256 of 256 kept"
+    first, nothing = (np.asarray(panels[index].image, int) for index in (0, 2))
+    assert abs(first - nothing).max() <= 1  # tau = 1 merges nothing: the same noise, the same image
+    sheet = compare_sheet("a\x1b[31m [red] key", panels)
+    assert sheet.width > 4 * 512
+
+
+def test_nothing_to_merge_is_an_error(model: LoadedModel) -> None:
+    with pytest.raises(UserError, match="min_tokens=1024"):
+        compare(model, "key", TWO_STEPS, variants_of(MaMeConfig(), [0.8], []))
+    with pytest.raises(UserError, match="min_tokens=1024"):
+        capture_merge(model, "key", TWO_STEPS, MaMeConfig(), step=1)
+
+
+@pytest.mark.parametrize("config", [SMALL, SMALL.replace(tau=0.3)], ids=["kv", "qkv"])
+def test_a_merge_map_tells_where_each_token_went(model: LoadedModel, config: MaMeConfig) -> None:
+    wide = GenerateSettings(steps=2, width=48)
+    found = capture_merge(model, "key", wide, config, step=2)
+    assert found.owners.shape == (16, 24)
+    owners = found.owners.reshape(-1)
+    assert (owners[owners] == owners).all()  # a destination is its own owner
+    assert len(set(owners)) <= found.tokens_kept < owners.size
+    drawn = draw_merge(found, "key")
+    assert drawn.width >= 2 * 768 - 48
+
+
+def test_the_chosen_step_level_and_layer_are_drawn(model: LoadedModel) -> None:
+    first = capture_merge(model, "key", TWO_STEPS, SMALL, step=1)
+    second = capture_merge(model, "key", TWO_STEPS, SMALL, step=2)
+    assert first.layer == second.layer
+    assert (first.owners != second.owners).any()
+    assert capture_merge(model, "key", TWO_STEPS, SMALL, step=1, level=1).owners.shape == (8, 8)
+    name = "up_blocks.1.attentions.1.transformer_blocks.0.attn1"
+    assert capture_merge(model, "key", TWO_STEPS, SMALL, step=1, layer="up_blocks.1.attentions.1").layer == name
+    for wrong, message in (({"step": 3}, "--step: expected 1 to 2"), ({"level": 7}, "--level: expected a level")):
+        with pytest.raises(UserError, match=message):
+            capture_merge(model, "key", TWO_STEPS, SMALL, **{"step": 1, **wrong})
+    with pytest.raises(UserError, match="'up_blocks' fits 4"):
+        capture_merge(model, "key", TWO_STEPS, SMALL, step=1, layer="up_blocks")
+
+
+def test_a_step_is_one_of_the_scheduler(model_folder: Path) -> None:
+    heun = load_model(ModelChoice(model=str(model_folder), device="cpu", scheduler="heun"))
+    maps = []
+    with mame(heun.pipe, SMALL) as handle:
+        handle.capture()
+
+        def keep(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            maps.append({name: plan.owners()[-1] for name, plan in handle.plans().items()})
+            return tensors
+
+        (job,) = plan_jobs([prompt_to_draw("key")], GenerateSettings(steps=3))
+        sample(heun, GenerateSettings(steps=3), [job], callback_on_step_end=keep)
+    assert len(maps) == 5  # evaluations of the model
+    for step in (1, 2, 3):
+        found = capture_merge(heun, "key", GenerateSettings(steps=3), SMALL, step=step)
+        assert np.array_equal(found.owners.reshape(-1), maps[2 * (step - 1)][found.layer])
+
+
+def test_groups_are_coloured_and_lone_tokens_are_clear() -> None:
+    owners = np.arange(16).reshape(4, 4)
+    owners[0, 1] = owners[0, 0]
+    image = Image.new("RGB", (64, 64), (255, 255, 255))
+    drawn = np.asarray(draw_merge(MergeMap(image, owners, "layer", 1, 15), "key"))
+    panel = drawn[12:780, 12 + 768 + 12 :][:768, :768].reshape(4, 192, 4, 192, 3)[:, 10, :, 10]  # a pixel of each cell
+    assert (panel[0, 0] == panel[0, 1]).all()
+    assert (panel[0, 0] != 255).any()
+    assert (panel.reshape(16, 3)[2:] == 255).all()
+
+
+def test_finished_runs_side_by_side(model: LoadedModel, tmp_path: Path) -> None:
+    prompts = prompts_from_texts(["key", "ant"])
+    generate(model, prompts, TWO_STEPS, None, tmp_path / "baseline")
+    generate(model, prompts, TWO_STEPS, SMALL, tmp_path / "merged")
+    generate(model, prompts[:1], TWO_STEPS, SMALL, tmp_path / "short")
+    sheet = folders_sheet([tmp_path / "baseline", tmp_path / "merged"], limit=2)
+    assert folders_sheet([tmp_path / "baseline"], limit=1).height < sheet.height
+    with pytest.raises(UserError, match=r"expected the image p00002_0 as in .*baseline, found none"):
+        folders_sheet([tmp_path / "baseline", tmp_path / "short"], limit=2)
+
+
+def test_sheets_replace_sheets_and_nothing_else(tmp_path: Path) -> None:
+    sheet = draw_sheet([[Cell(Image.new("RGB", (20, 20)), ("a line that is longer than its image",))]], "title")
+    write_sheet(tmp_path / "new" / "a.png", sheet, {"prompt": "x"})
+    write_sheet(tmp_path / "new" / "a.png", sheet, {"prompt": "y"})
+    with Image.open(tmp_path / "new" / "a.png") as image:
+        assert json.loads(image.info["mame_sd"]) == {"prompt": "y"}
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.png"]
+    Image.new("RGB", (2, 2)).save(tmp_path / "photo.png")
+    for name, message in (("photo.png", "got a file of yours"), ("new", "ending in .png"), ("a.gif", "ending in .png")):
+        with pytest.raises(UserError, match=message):
+            write_sheet(tmp_path / name, sheet, {})
+    with pytest.raises(UserError, match="show fewer"):
+        draw_sheet([[Cell(Image.new("RGB", (20_000, 1)))]])
+
+
+def test_the_commands(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--model", str(model_folder), "--device", "cpu", "--steps", "2", "--min-tokens", "16"]
+    assert cli.run(["compare", "key", "--tau", "0.2,0.9", *options]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "compare.png"
+    assert cli.run(["show-merge", "key", "--step", "2", "--tau", "0.2", *options]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "show-merge.png"
+    assert cli.run(["generate", "--prompt", "key", "--out", "run", *options]) == 0
+    assert cli.run(["sheet", "run", "run", "--out", "both.png"]) == 0
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"compare.png", "show-merge.png", "both.png", "run"}

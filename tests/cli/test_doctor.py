@@ -1,0 +1,61 @@
+"""mame-sd doctor: what it says of this machine and of a model, sound or damaged."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mame_sd.cli import app as cli
+from mame_sd.cli.doctor import _fused_attention
+from tests.builders.tiny import save_tiny_pipeline
+from tests.cli.test_errors import error_of
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_pipeline(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_doctor_says_what_would_fail(capsys: pytest.CaptureFixture[str], model_folder: Path) -> None:
+    assert cli.run(["doctor", "--device", "cpu", "--model", str(model_folder)]) == 0
+    out = capsys.readouterr().out
+    for name in ("torch", "device", "fused attention", "merging", "model", "disk"):
+        assert any(line[6:].startswith(name) for line in out.splitlines()), name
+    assert cli.run(["doctor", "--device", "cpu", "--model", "nowhere"]) == 2
+    out, err = capsys.readouterr()
+    assert "fail  model" in out
+    assert err.splitlines()[-1].startswith("error: --model nowhere: expected a folder")
+    assert cli.run(["doctor", "--device", "abacus", "--model", str(model_folder)]) == 2
+    assert "--device abacus: expected auto" in error_of(capsys)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "noise", "nan", "missing"])
+def test_doctor_reads_the_weights(
+    capsys: pytest.CaptureFixture[str], model_folder: Path, tmp_path: Path, damage: str
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(model_folder, folder)
+    weights = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage == "noise":
+        weights.write_bytes(b"\xff" * 1000)
+    elif damage == "missing":
+        weights.unlink()
+    else:
+        values = load_file(weights)
+        values["conv_in.weight"][0, 0, 0, 0] = torch.nan
+        save_file(values, weights, {"format": "pt"})
+    assert cli.run(["doctor", "--device", "cpu", "--model", str(folder)]) == 2
+    assert "--model damaged: expected" in (line := error_of(capsys))
+    assert damage != "nan" or "unet.conv_in.weight" in line
+
+
+def test_doctor_notes_that_there_is_no_fused_attention() -> None:
+    cpu = torch.device("cpu")
+    assert _fused_attention(cpu).state == "ok"
+    assert _fused_attention(cpu, ("CUDNN_ATTENTION",)).state == "note"

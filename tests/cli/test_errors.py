@@ -1,0 +1,107 @@
+"""The edge of the command line: exit statuses, one error line, Ctrl-C and broken libraries at any time."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mame_sd.cli.errors import exit_status
+from mame_sd.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+# Runs `mame-sd` after something was made to happen at the import of a module.
+AT_IMPORT = """
+import signal, sys
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            {action}
+
+sys.meta_path.insert(0, Finder())
+sys.path.insert(0, {root!r})
+sys.argv = ["mame-sd", "generate", "--prompt", "key", "--out", "run"]
+from mame_sd.__main__ import main
+main()
+"""
+
+
+def error_of(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one error line that stderr ends with."""
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
+    assert not any("Traceback" in line for line in lines)
+    return lines[-1]
+
+
+def test_the_machine_has_its_own_status(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status(lambda: torch.empty(2**52)) == 1
+    assert "expected enough memory" in error_of(capsys)
+    assert exit_status(lambda: Path("/nowhere/file").read_bytes()) == 1
+    assert "No such file or directory" in error_of(capsys)
+    assert exit_status(lambda: {}["bug"]) == 1
+    assert "unexpected KeyError: 'bug'; this is a bug" in error_of(capsys)
+    assert exit_status(lambda: None) == 0
+
+
+def test_an_interrupt_has_its_own_status(capsys: pytest.CaptureFixture[str]) -> None:
+    def swallow() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise RuntimeError from None
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        for interrupted in (lambda: signal.raise_signal(signal.SIGINT), swallow):
+            assert exit_status(interrupted) == 130
+            assert capsys.readouterr().err.startswith("interrupted")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_user_errors_name_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise UserError("expected a,\ngot b; do c")
+
+    assert exit_status(fail) == 2
+    assert error_of(capsys) == "error: expected a, got b; do c"
+
+
+def test_as_a_module_from_another_folder(tmp_path: Path) -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import runpy; runpy.run_module('mame_sd', run_name='__main__')"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr == "error: Missing command; mame-sd --help shows what can be given\n"
+
+
+def at_import(module: str, action: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    code = AT_IMPORT.format(module=module, action=action, root=str(ROOT))
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("module", ["torch", "diffusers.models.autoencoders.autoencoder_kl"])
+def test_an_interrupt_while_libraries_load_is_one_line(tmp_path: Path, module: str) -> None:
+    done = at_import(module, "signal.raise_signal(signal.SIGINT)", tmp_path)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr == "interrupted; finished images are kept, and the same command continues\n"
+
+
+@pytest.mark.parametrize("module", ["torch", "diffusers.models.autoencoders.autoencoder_kl"])
+def test_a_library_that_does_not_load_is_the_machines_fault(tmp_path: Path, module: str) -> None:
+    done = at_import(module, "raise ImportError(f'No module named {name}')", tmp_path)
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert "expected the packages that" in last
+    assert f"No module named {module}" in last

@@ -1,0 +1,378 @@
+"""apply_mame on real models: bit-equal to the one-liner and, after removal, to before; live settings; bookkeeping."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from diffusers.hooks import HookRegistry, ModelHook
+
+from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, remove_mame
+from mame_sd.core.partition import draw_at
+from mame_sd.diffusion.apply import has_hooks
+from tests.builders.tiny import (
+    run_unet,
+    tiny_sdxl_unet,
+    tiny_text_encoder,
+    tiny_tokenizer,
+    tiny_unet,
+    tiny_vae,
+    unet_inputs,
+)
+from tests.diffusion.test_processor import added_kv_unet, attention, every_config, tokens
+
+SIZES = [(16, 16), (8, 24), (12, 20)]
+MERGING = {"tau": 0.2, "min_tokens": 40}
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda s: f"{s[0]}x{s[1]}")
+@pytest.mark.parametrize("build", [tiny_unet, tiny_sdxl_unet], ids=["sd", "sdxl"])
+@every_config
+def test_bit_equal_to_the_processor_and_after_removal(
+    fields: dict[str, Any], build: Any, size: tuple[int, int]
+) -> None:
+    unet = build()
+    shape = {"height": size[0], "width": size[1]}
+    before = run_unet(unet, **shape)
+    apply_mame(unet, min_tokens=40, redraw=False, **fields)  # the processor sees no steps
+    hooked = run_unet(unet, **shape)
+    assert not torch.equal(hooked, before)
+    remove_mame(unet)
+    assert torch.equal(run_unet(unet, **shape), before)
+    unet.set_attn_processor(MaMeAttnProcessor(min_tokens=40, size=size, **fields))
+    assert torch.equal(run_unet(unet, **shape), hooked)
+
+
+def at(unet: Any, timestep: Any, **fields: Any) -> torch.Tensor:
+    with torch.no_grad(), mame(unet, keep=0.25, min_tokens=40, **fields):
+        output: torch.Tensor = unet(**{**unet_inputs(unet), "timestep": timestep}).sample
+    return output
+
+
+def test_each_timestep_has_destinations_of_its_own_whatever_ran_before() -> None:
+    unet = tiny_unet()
+    once = at(unet, torch.tensor(500), redraw=False)
+    first = at(unet, torch.tensor(500))
+    assert draw_at(500).item() != 0
+    assert not torch.equal(first, once)
+    at(unet, torch.tensor(20))
+    for again in (500, torch.tensor(500.0), torch.tensor([500, 500])):
+        assert torch.equal(at(unet, again), first)
+    seeds = [at(unet, torch.tensor(500), seed=seed) for seed in (1, 2)]
+    assert not torch.equal(*seeds)
+    zero = next(t for t in range(1000) if draw_at(t).item() == 0)
+    assert torch.equal(at(unet, torch.tensor(zero)), at(unet, torch.tensor(zero), redraw=False))
+
+
+def test_a_model_inside_another_module_has_steps_too() -> None:
+    unet = tiny_unet()
+    want = at(unet, torch.tensor(500))
+    whole = torch.nn.Sequential(unet)
+    with torch.no_grad(), mame(whole, keep=0.25, min_tokens=40):
+        assert torch.equal(whole[0](**unet_inputs(unet)).sample, want)
+    assert not has_hooks(whole)
+
+
+def test_modules_without_a_signature_are_no_denoisers() -> None:
+    class Relu(torch.nn.Module):
+        forward = torch.relu
+
+    holder = torch.nn.ModuleDict(
+        {"unet": tiny_unet(), "relu": Relu(), "traced": torch.jit.script(torch.nn.Linear(2, 2))}
+    )
+    apply_mame(holder, min_tokens=40)
+    assert has_hooks(holder)
+
+
+def test_with_gradients_the_first_draw_is_taken() -> None:
+    unet = tiny_unet()
+    apply_mame(unet, keep=0.25, min_tokens=40)
+    with_gradients = unet(**unet_inputs(unet)).sample
+    assert with_gradients.requires_grad
+    drawn = run_unet(unet)
+    remove_mame(unet)
+    apply_mame(unet, keep=0.25, min_tokens=40, redraw=False)
+    assert torch.equal(with_gradients, run_unet(unet))
+    assert not torch.equal(with_gradients, drawn)
+
+
+def test_a_copy_follows_its_own_steps() -> None:
+    unet = tiny_unet()
+    apply_mame(unet, keep=0.25, min_tokens=40)
+    want = run_unet(unet)
+    early = {**unet_inputs(unet), "timestep": torch.tensor(20)}
+    with torch.no_grad():
+        unet(**early)
+        twin = copy.deepcopy(unet)
+        assert torch.equal(run_unet(twin), want)
+        unet(**early)
+    assert torch.equal(run_unet(twin), want)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 4], ids=lambda b: f"B{b}")
+def test_each_sample_of_a_batch_is_its_own_with_keep(batch: int) -> None:
+    unet = tiny_unet()
+    apply_mame(unet, keep=0.4, min_tokens=40)
+    whole = run_unet(unet, batch=batch, height=8, width=12)
+    assert whole.shape == (batch, 4, 8, 12)
+    inputs = torch.randn(batch, 4, 8, 12, generator=torch.Generator().manual_seed(3))
+    text = torch.randn(batch, 7, 16, generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        together = unet(inputs, torch.tensor(500), text).sample
+        alone = [unet(inputs[i : i + 1], torch.tensor(500), text[i : i + 1]).sample for i in range(batch)]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "latent", "expected"),
+    [
+        ({"block_out_channels": (8, 8, 8, 8), "attention_head_dim": 1}, 64, [4096, 1024]),
+        ({"block_out_channels": (8, 8, 8, 8), "attention_head_dim": 1}, 96, [9216, 2304]),
+        ({"sdxl": True}, 128, [4096, 1024]),
+    ],
+    ids=["sd1-512", "sd2-768", "sdxl-1024"],
+)
+def test_default_levels(overrides: dict[str, Any], latent: int, expected: list[int]) -> None:
+    cross, up = "CrossAttnDownBlock2D", "CrossAttnUpBlock2D"
+    config: dict[str, Any] = {"norm_num_groups": 8, **overrides}
+    if config.pop("sdxl", False):
+        unet = tiny_sdxl_unet(
+            block_out_channels=(8, 8, 8),
+            down_block_types=("DownBlock2D", cross, cross),
+            up_block_types=(up, up, "UpBlock2D"),
+            transformer_layers_per_block=(1, 1, 2),
+            attention_head_dim=1,
+        )
+    else:
+        unet = tiny_unet(
+            down_block_types=(cross, cross, cross, "DownBlock2D"), up_block_types=("UpBlock2D", up, up, up), **config
+        )
+    handle = apply_mame(unet)
+    run_unet(unet, batch=1, height=latent, width=latent)
+    levels = handle.report().levels()
+    assert [level.tokens_in for level in levels if level.layers_merged == level.layers] == expected
+    assert all(level.share == pytest.approx(0.25, abs=0.01) for level in levels if level.layers_merged)
+    assert all(level.tokens_in < 1024 for level in levels if not level.layers_merged)
+
+
+def test_only_self_attention_is_hooked() -> None:
+    unet = tiny_unet()
+    handle = apply_mame(unet, **MERGING)
+    run_unet(unet)
+    names = [layer.name for layer in handle.report().layers]
+    assert len(names) == 7
+    assert all(name.endswith("attn1") for name in names)
+
+
+def test_report_knows_sizes_levels_and_calls() -> None:
+    unet = tiny_unet()
+    handle = apply_mame(unet, **MERGING)
+    assert {layer.reason for layer in handle.report().layers} == {"not called yet"}
+    for _ in range(3):
+        run_unet(unet, height=10, width=18)
+    report = handle.report()
+    assert {(layer.level, layer.tokens_in, layer.size) for layer in report.layers} == {
+        (0, 180, (10, 18)),
+        (1, 45, (5, 9)),
+    }
+    assert {layer.calls for layer in report.layers} == {3}
+    assert all(layer.tokens_kept < layer.tokens_in for layer in report.layers if layer.level == 0)
+    assert "level 0: 180 ->" in str(report)
+    assert [level["layers"] for level in report.to_dict()["levels"]] == [3, 4]
+    handle.reset()
+    assert {layer.calls for layer in handle.report().layers} == {0}
+
+
+def test_report_raises_when_nothing_could_merge() -> None:
+    unet = tiny_unet()
+    handle = apply_mame(unet)
+    run_unet(unet)
+    with pytest.raises(NothingMergedError, match="fewer than min_tokens=1024"):
+        handle.report()
+
+
+def test_single_attention_module() -> None:
+    attn, x = attention(), tokens()
+    before = attn(x)
+    handle = apply_mame(attn, tau=0.3, min_tokens=1)
+    hooked = attn(x)
+    assert handle.report().layers[0].name == "Attention"
+    remove_mame(attn)
+    assert torch.equal(attn(x), before)
+    attn.set_processor(MaMeAttnProcessor(tau=0.3, min_tokens=1))
+    assert torch.equal(attn(x), hooked)
+
+
+def test_set_changes_the_next_forward() -> None:
+    unet = tiny_unet()
+    before = run_unet(unet)
+    handle = apply_mame(unet, **MERGING)
+    merged = run_unet(unet)
+    handle.set(tau=1.0)
+    torch.testing.assert_close(run_unet(unet), before)
+    with pytest.raises(ValueError, match="tau"):
+        handle.set(tau=2)
+    assert handle.config.tau == 1.0
+    handle.set(tau=0.2)
+    assert torch.equal(run_unet(unet), merged)
+    handle.set(MaMeConfig(keep=0.4, min_tokens=40))
+    assert handle.config == MaMeConfig(keep=0.4, min_tokens=40)
+    remove_mame(unet)
+    with pytest.raises(RuntimeError, match="apply_mame again"):
+        handle.set(tau=0.3)
+
+
+def test_applying_again_replaces() -> None:
+    unet = tiny_unet()
+    first = apply_mame(unet, **MERGING)
+    merged = run_unet(unet)
+    second = apply_mame(unet, keep=0.4, min_tokens=40)
+    assert not first.installed
+    assert second.installed
+    assert not torch.equal(run_unet(unet), merged)
+    assert first.report().layers[0].calls == 1
+    first.remove()  # not what is installed now: nothing happens
+    assert second.installed
+    apply_mame(unet, **MERGING)
+    assert torch.equal(run_unet(unet), merged)
+
+
+def test_removing_twice_or_without_applying_is_nothing() -> None:
+    unet = tiny_unet()
+    before = run_unet(unet)
+    remove_mame(unet)
+    handle = apply_mame(unet, **MERGING)
+    handle.remove()
+    remove_mame(unet)
+    assert not has_hooks(unet)
+    assert torch.equal(run_unet(unet), before)
+
+
+def test_failed_apply_changes_nothing() -> None:
+    unet = tiny_unet()
+    handle = apply_mame(unet, **MERGING)
+    with pytest.raises(ValueError, match="tau"):
+        apply_mame(unet, tau=7)
+    assert handle.installed
+
+
+def test_contexts_nest_and_restore() -> None:
+    unet = tiny_unet()
+    before = run_unet(unet)
+    with mame(unet, **MERGING) as outer:
+        merged = run_unet(unet)
+        with mame(unet, keep=0.4, min_tokens=40) as inner:
+            assert inner.installed
+            assert not torch.equal(run_unet(unet), merged)
+        assert outer.installed
+        assert torch.equal(run_unet(unet), merged)
+        with pytest.raises(KeyError), mame(unet, keep=0.4):
+            raise KeyError
+        assert outer.installed
+        with mame(unet, keep=0.4):
+            remove_mame(unet)
+        assert outer.installed
+        with mame(unet.down_blocks[0], keep=0.4):
+            assert not outer.installed
+        assert outer.installed
+    assert torch.equal(run_unet(unet), before)
+    assert not has_hooks(unet)
+    assert outer.report().layers[0].calls == 2
+
+
+def test_deepcopy_merges_with_its_own_weights_and_counters() -> None:
+    unet = tiny_unet()
+    handle = apply_mame(unet, **MERGING)
+    merged = run_unet(unet)
+    twin = copy.deepcopy(unet)
+    assert torch.equal(run_unet(twin), merged)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.1)
+    changed = run_unet(twin)
+    assert not torch.equal(changed, merged)
+    assert torch.equal(run_unet(unet), merged)
+    assert {layer.calls for layer in handle.report().layers} == {2}
+    fresh = tiny_unet()
+    fresh.load_state_dict(twin.state_dict())
+    apply_mame(fresh, **MERGING)
+    assert torch.equal(run_unet(fresh), changed)
+    remove_mame(fresh)
+    remove_mame(twin)
+    assert torch.equal(run_unet(twin), run_unet(fresh))
+
+
+def test_state_dict_and_saving_are_unchanged(tmp_path: Any) -> None:
+    unet = tiny_unet()
+    names = set(unet.state_dict())
+    apply_mame(unet, **MERGING)
+    run_unet(unet)
+    assert set(unet.state_dict()) == names
+    unet.save_pretrained(tmp_path)
+    assert not has_hooks(type(unet).from_pretrained(tmp_path))
+
+
+def test_capture_keeps_the_latest_plans() -> None:
+    unet = tiny_unet()
+    handle = apply_mame(unet, **MERGING)
+    run_unet(unet)
+    assert handle.plans() == {}
+    handle.capture()
+    run_unet(unet, height=8, width=24)
+    plans = handle.plans()
+    assert len(plans) == 7
+    sizes = {layer.name: layer.size for layer in handle.report().layers}
+    for name, plan in plans.items():
+        size = sizes[name]
+        assert size is not None
+        assert plan.owners().shape == (2, size[0] * size[1])
+    handle.capture(False)
+    assert handle.plans() == {}
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (tiny_vae, ValueError, "found none that can merge in AutoencoderKL"),
+        (lambda: tiny_text_encoder(tiny_tokenizer()), ValueError, "found none that can merge"),
+        (added_kv_unet, ValueError, "found none that can merge in UNet2DConditionModel"),
+        (lambda: 3, TypeError, "got int"),
+    ],
+    ids=["vae", "text-encoder", "added-kv", "int"],
+)
+def test_refused_targets(build: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        apply_mame(build(), tau=0.8)
+
+
+def test_processor_and_hooks_do_not_merge_twice() -> None:
+    unet = tiny_unet()
+    unet.set_attn_processor(MaMeAttnProcessor(**MERGING))
+    expected = run_unet(unet)
+    with pytest.raises(ValueError, match="merge twice: call remove_mame first"):
+        apply_mame(unet, **MERGING)
+    remove_mame(unet)
+    apply_mame(unet, keep=0.1, min_tokens=1)
+    unet.set_attn_processor(MaMeAttnProcessor(**MERGING))
+    assert torch.equal(run_unet(unet), expected)
+
+
+def test_hooks_of_others_stay_in_force() -> None:
+    class Negate(ModelHook):
+        def new_forward(self, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return -self.fn_ref.original_forward(*args, **kwargs)
+
+    attn, x = attention(), tokens()
+    before = attn(x)
+    registry = HookRegistry.check_if_exists_or_initialize(attn)
+    registry.register_hook(Negate(), "below")
+    apply_mame(attn, tau=0.3, min_tokens=1)
+    hooked = attn(x)
+    registry.register_hook(Negate(), "above")
+    assert torch.equal(attn(x), -hooked)
+    remove_mame(attn)
+    assert torch.equal(attn(x), before)
+    registry.remove_hook("above")
+    assert torch.equal(attn(x), -before)

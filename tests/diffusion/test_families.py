@@ -1,0 +1,322 @@
+"""Attention families: each merged call is what merging by hand gives; users can describe models of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxControlNetModel, FluxTransformer2DModel, LTXVideoTransformer3DModel, WanTransformer3DModel
+from diffusers.models.attention_processor import (
+    Attention,
+    HunyuanAttnProcessor2_0,
+    PAGCFGHunyuanAttnProcessor2_0,
+)
+from diffusers.models.transformers.transformer_flux import FluxAttention, FluxIPAdapterAttnProcessor
+from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
+from torch import Tensor, nn
+
+from mame_sd import MaMeConfig, apply_mame, plan_merge, remove_mame
+from mame_sd.diffusion.families import family as families
+from mame_sd.diffusion.families.family import Family, Tokens, family_of, register_family
+from mame_sd.diffusion.families.sequence import FamilyLayer, _of_sample, start_of
+from mame_sd.report import LayerStats
+from tests.builders.tiny import seeded, tiny_unet
+from tests.matrix.transformers import FLUX, TEXT, H, W, flux_inputs, normal, run
+
+N = H * W
+FIELDS: list[dict[str, Any]] = [{"keep": 0.5, "merge": "qkv"}, {"tau": 0.1}]
+
+
+def merged(module: nn.Module, family: Family, tokens: Tokens, config: MaMeConfig, **call: Any) -> Any:
+    layer = FamilyLayer(module, family)
+    assert layer.skip_reason(call, tokens, config) is None
+    return layer.merged(module, call, tokens, config, LayerStats("here"), module.forward)
+
+
+@pytest.mark.parametrize("fields", FIELDS, ids=["keep", "tau"])
+@pytest.mark.parametrize("text", [0, TEXT], ids=["image", "text-and-image"])
+def test_flux_single_attention_by_hand(text: int, fields: dict[str, Any]) -> None:
+    attn = seeded(FluxAttention, 0, query_dim=32, heads=2, dim_head=16, out_dim=32, pre_only=True)
+    hidden, cos, sin = normal(3, text + N, 32), normal(text + N, 16, seed=1), normal(text + N, 16, seed=2)
+    config = MaMeConfig(min_tokens=1, **fields)
+    family = family_of(FluxTransformer2DModel(**FLUX, pooled_projection_dim=8))
+    assert family is not None
+    with torch.no_grad():
+        got = merged(
+            attn, family, Tokens((H, W), before=text), config, hidden_states=hidden, image_rotary_emb=(cos, sin)
+        )
+        plan = plan_merge(hidden[:, text:], config, (H, W))
+        assert plan.tokens_kept < N
+        image = plan.merge(hidden[:, text:])
+        for i in range(3):
+            kept = plan.kept if plan.kept.dim() == 1 else plan.kept[i]
+            every = torch.cat([torch.arange(text), kept + text])
+            states = torch.cat([hidden[i : i + 1, :text], image[i : i + 1]], 1)
+            out = attn(states, image_rotary_emb=(cos[every], sin[every]))
+            alone = plan_merge(hidden[i : i + 1, text:], config, (H, W)) if plan.kept.dim() == 2 else None
+            if alone is not None:
+                torch.testing.assert_close(got[i : i + 1, text:], alone.restore(out[:, text:]))
+            torch.testing.assert_close(got[i : i + 1, :text], out[:, :text])
+            torch.testing.assert_close(got[i : i + 1, text:][:, kept[:5]], out[:, text : text + 5])
+
+
+@pytest.mark.parametrize("fields", FIELDS, ids=["keep", "tau"])
+def test_wan_attention_by_hand(fields: dict[str, Any]) -> None:
+    times = 3
+    attn = seeded(WanAttention, 0, dim=32, heads=2, dim_head=16, processor=WanAttnProcessor())
+    hidden = normal(2, times * N, 32)
+    rotary = normal(1, times * N, 1, 16, seed=1), normal(1, times * N, 1, 16, seed=2)
+    config = MaMeConfig(min_tokens=1, **fields)
+    family = family_of(seeded(WanTransformer3DModel, 0, num_layers=0, num_attention_heads=2, attention_head_dim=12))
+    assert family is not None
+    # the plane by index: row y of frame t is row y * times + t
+    order = torch.arange(times * N).view(times, H, W).permute(1, 0, 2).flatten()
+    with torch.no_grad():
+        got = merged(attn, family, Tokens((times, H, W)), config, hidden_states=hidden, rotary_emb=rotary)
+        for i in range(2) if config.keep else [slice(None)]:
+            one = hidden[i : i + 1] if isinstance(i, int) else hidden
+            plan = plan_merge(one[:, order], config, (H * times, W))
+            kept = order[plan.kept.reshape(-1)]
+            out = attn(plan.merge(one[:, order]), rotary_emb=tuple(part[:, kept] for part in rotary))
+            expected = torch.empty_like(one)
+            expected[:, order] = plan.restore(out)
+            torch.testing.assert_close(got[i : i + 1] if isinstance(i, int) else got, expected)
+
+
+def test_a_tile_of_a_video_spans_frames() -> None:
+    """A token that is alike only in the next frame merges with it there."""
+    frames = normal(1, 1, N, 32).expand(1, 2, N, 32).reshape(1, 2 * N, 32)
+    attn = seeded(WanAttention, 0, dim=32, heads=2, dim_head=16, processor=WanAttnProcessor())
+    family = Family("v", ("V",), ("WanAttention",), lambda model, call: None)
+    layer, stats = FamilyLayer(attn, family), LayerStats("here")
+    config = MaMeConfig(tau=0.999, min_tokens=1, tiles=8, stride=(2, 1))
+    layer.merged(attn, {"hidden_states": frames}, Tokens((2, H, W)), config, stats, attn.forward)
+    assert stats.tokens_kept == N
+
+
+def test_text_of_flux_never_merges() -> None:
+    """Equal text tokens come out unequal from nothing but their places: none of them was averaged."""
+    model = seeded(FluxTransformer2DModel, 0, **FLUX, pooled_projection_dim=8)
+    inputs = {**flux_inputs(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])}
+    seen: list[Tensor] = []
+    attn = model.single_transformer_blocks[0].attn
+    attn.to_k.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    run(inputs, model)
+    apply_mame(model, keep=0.5, stride=(2, 2), min_tokens=1)
+    run(inputs, model)
+    plain, halves = seen[0], seen[1:]
+    assert [part.shape[1] for part in halves] == [TEXT + N // 2] * 2  # each sample keeps its own
+    assert halves[0].shape[0] == 1
+    assert plain.shape[1] == TEXT + N
+
+
+def test_steps_of_flux_have_destinations_of_their_own() -> None:
+    model = seeded(FluxTransformer2DModel, 0, **FLUX, pooled_projection_dim=8)
+    inputs = {**flux_inputs(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])}
+    handle = apply_mame(model, keep=0.25, min_tokens=1)
+    drawn = run(inputs, model)
+    handle.set(redraw=False)
+    assert not torch.equal(run(inputs, model), drawn)
+    handle.set(redraw=True)
+    assert torch.equal(run(inputs, model), drawn)
+
+
+def test_samples_that_keep_the_same_tokens_run_together() -> None:
+    model = seeded(FluxTransformer2DModel, 0, **FLUX, pooled_projection_dim=8)
+    inputs = {**flux_inputs(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])}
+    seen: list[tuple[int, ...]] = []
+    apply_mame(model, keep=0.25, min_tokens=1)
+    hook = model.single_transformer_blocks[0].attn.to_k.register_forward_pre_hook(
+        lambda module, args: seen.append(tuple(args[0].shape[:2]))
+    )
+    both = run(inputs, model)
+    hook.remove()
+    assert seen == [(2, TEXT + N // 4)]
+    first = {key: value if key.endswith("ids") else value[:1] for key, value in inputs.items()}
+    torch.testing.assert_close(run(first, model), both[:1])
+
+
+def test_each_sample_sees_its_own_image_prompt() -> None:
+    attn = seeded(FluxAttention, 0, query_dim=32, heads=2, dim_head=16, out_dim=32, added_kv_proj_dim=32)
+    attn.set_processor(seeded(FluxIPAdapterAttnProcessor, 1, hidden_size=32, cross_attention_dim=24))
+    family = family_of(FluxTransformer2DModel(**FLUX, pooled_projection_dim=8))
+    assert family is not None
+    rotary = normal(TEXT + N, 16), normal(TEXT + N, 16, seed=1)
+    hidden, text, prompt = normal(2, N, 32), normal(2, TEXT, 32), normal(2, 1, 4, 24)
+
+    def run_samples(chosen: slice) -> Any:
+        return merged(
+            attn,
+            family,
+            Tokens((H, W), before=TEXT),
+            MaMeConfig(keep=0.5, min_tokens=1),
+            hidden_states=hidden[chosen],
+            encoder_hidden_states=text[chosen],
+            image_rotary_emb=rotary,
+            ip_hidden_states=[prompt[chosen]],
+        )
+
+    with torch.no_grad():
+        both, first, second = (run_samples(chosen) for chosen in (slice(2), slice(1), slice(1, 2)))
+    for i in range(3):  # image, text, image prompt
+        torch.testing.assert_close(both[i], torch.cat([first[i], second[i]]))
+
+
+def hunyuan(processor: Any) -> Attention:
+    return seeded(Attention, 0, query_dim=32, heads=2, dim_head=16, qk_norm="layer_norm", processor=processor)
+
+
+def hunyuan_family() -> Family:
+    return families._FAMILIES["HunyuanDiT2DModel"]
+
+
+def test_a_processor_that_cuts_the_batch_is_left_alone_where_samples_run_alone() -> None:
+    attn = hunyuan(PAGCFGHunyuanAttnProcessor2_0())
+    call = {"hidden_states": normal(3, N, 32), "image_rotary_emb": (normal(N, 16), normal(N, 16, seed=1))}
+    layer, stats = FamilyLayer(attn, hunyuan_family()), LayerStats("here")
+    with torch.no_grad():
+        half = layer.merged(
+            attn, call, Tokens((H, W)), MaMeConfig(keep=0.5, stride=(2, 2), min_tokens=1), stats, attn.forward
+        )
+        assert torch.equal(half, attn(**call))
+        assert stats.last_reason is not None
+        assert stats.last_reason.startswith("PAGCFGHunyuanAttnProcessor2_0, which cuts the batch into parts")
+        layer.merged(attn, call, Tokens((H, W)), MaMeConfig(keep=0.25, min_tokens=1), stats, attn.forward)
+        assert (stats.last_reason, stats.tokens_kept) == (None, N + N // 4)
+
+
+def test_stacked_rotary_positions_are_those_of_the_pair() -> None:
+    attn, hidden = hunyuan(HunyuanAttnProcessor2_0()), normal(2, N, 32)
+    pair, config = (normal(N, 16), normal(N, 16, seed=1)), MaMeConfig(keep=0.5, min_tokens=1)
+    with torch.no_grad():
+        outputs = [
+            merged(attn, hunyuan_family(), Tokens((H, W)), config, hidden_states=hidden, image_rotary_emb=rotary)
+            for rotary in (pair, torch.stack(pair))
+        ]
+    assert torch.equal(*outputs)
+
+
+def test_arguments_that_cannot_be_split_into_samples_are_an_error() -> None:
+    assert torch.equal(_of_sample({"a": [normal(2, 3, 4)]}, 2, 1)["a"][0], normal(2, 3, 4)[1:])
+    with pytest.raises(TypeError, match=r"got set, which can't be split into samples: give tau"):
+        _of_sample({1, 2}, 2, 0)
+
+
+def test_ltx_without_sides_is_left_alone() -> None:
+    model = seeded(
+        LTXVideoTransformer3DModel, 0, in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16,
+        cross_attention_dim=32, num_layers=1, caption_channels=16,
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": normal(1, 2 * N, 4),
+        "encoder_hidden_states": normal(1, TEXT, 16),
+        "encoder_attention_mask": torch.ones(1, TEXT),
+        "timestep": torch.tensor([5]),
+        "video_coords": normal(1, 3, 2 * N).abs(),
+    }
+    before = run(inputs, model)
+    handle = apply_mame(model, keep=0.5, min_tokens=1)
+    assert torch.equal(run(inputs, model), before)
+    with pytest.raises(RuntimeError, match="height and width unknown"):
+        handle.report()
+
+
+def test_the_mode_of_a_controlnet_union_stands_before_the_text() -> None:
+    model = seeded(FluxControlNetModel, 0, **FLUX, pooled_projection_dim=8, num_mode=3)
+    inputs = {
+        **flux_inputs(),
+        "controlnet_cond": normal(2, N, 4, seed=3),
+        "controlnet_mode": torch.tensor([[1], [1]]),
+        "pooled_projections": normal(2, 8),
+        "timestep": torch.tensor([0.5, 0.5]),
+    }
+    handle = apply_mame(model, keep=0.5, min_tokens=1)
+    run(inputs, model)
+    assert {(layer.tokens_in, layer.tokens_kept) for layer in handle.report().layers} == {(N, N // 2)}
+
+
+def test_default_merges_queries_where_keys_alone_cannot_be_and_says_so() -> None:
+    model = seeded(FluxTransformer2DModel, 0, **FLUX, pooled_projection_dim=8)
+    inputs = {**flux_inputs(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])}
+    handle = apply_mame(model, min_tokens=1)
+    run(inputs, model)
+    assert {layer.reason for layer in handle.report().layers} == {
+        "queries merge too: this attention takes no keys of its own"
+    }
+    handle = apply_mame(model, min_tokens=1, merge="kv")
+    run(inputs, model)
+    with pytest.raises(RuntimeError, match="merge='kv' is unknown to Flux"):
+        handle.report()
+
+
+class MyAttention(nn.Module):
+    """Attention with one learned row per token added to queries and keys: positions must follow the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        q, k, v = self.to_q(x) + places, self.to_k(x) + places, self.to_v(x)
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+class MyTransformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = MyAttention()
+        self.places = nn.Parameter(torch.randn(96, 8))
+
+    def forward(self, image: Tensor) -> Tensor:  # [B, 8, H, W]
+        return self.attention(image.flatten(2).transpose(1, 2), places=self.places)
+
+
+def test_a_model_of_the_users_own() -> None:
+    model = seeded(MyTransformer, 0)
+    with pytest.raises(ValueError, match=r"MyTransformer, which has 1 MyAttention.*register_family"):
+        apply_mame(model, keep=0.5)
+
+    def tokens(model: nn.Module, call: Any) -> Tokens:
+        return Tokens(tuple(call["image"].shape[2:]))
+
+    def select(call: Any, rows: Any) -> dict[str, Tensor]:
+        return {"places": rows(call["places"], 0)}
+
+    register_family(Family("mine", ("MyTransformer",), ("MyAttention",), tokens, select, inputs=("x",)))
+    image = normal(2, 8, 8, 12)
+    with torch.no_grad():
+        before = model(image)
+        handle = apply_mame(model, keep=0.5, min_tokens=1)
+        assert model(image).shape == before.shape
+        (layer,) = handle.report().layers
+        assert (layer.tokens_in, layer.tokens_kept, layer.size) == (96, 48, (8, 12))
+        handle.set(tau=1.0)
+        torch.testing.assert_close(model(image), before)
+        remove_mame(model)
+        assert torch.equal(model(image), before)
+
+
+def test_rows_of_another_length_are_an_error() -> None:
+    attn = seeded(FluxAttention, 0, query_dim=32, heads=2, dim_head=16, out_dim=32, pre_only=True)
+    family = family_of(FluxTransformer2DModel(**FLUX, pooled_projection_dim=8))
+    assert family is not None
+    rotary = normal(N + 1, 16), normal(N + 1, 16)
+    with pytest.raises(ValueError, match=r"one row for each of 96 image tokens .* got 97 along dimension 0"):
+        merged(
+            attn,
+            family,
+            Tokens((H, W)),
+            MaMeConfig(min_tokens=1),
+            hidden_states=normal(1, N, 32),
+            image_rotary_emb=rotary,
+        )
+
+
+def test_where_the_image_begins() -> None:
+    tokens = Tokens((2, 3), before=4, after=5)
+    assert [start_of(length, tokens) for length in (6, 11, 15, 7)] == [0, 0, 4, None]
+
+
+def test_a_unet_is_no_family() -> None:
+    assert family_of(tiny_unet()) is None

@@ -1,0 +1,163 @@
+"""apply_mame under torch.compile, inference mode and gradient checkpointing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.attention_processor import Attention
+
+from mame_sd import MaMeAttnProcessor, apply_mame, mame
+from tests.builders.tiny import (
+    run_unet,
+    tiny_unet,
+    unet_inputs,
+)
+from tests.diffusion.test_processor import CONFIGS, attention, tokens
+
+MERGING = {"tau": 0.2, "min_tokens": 40}
+
+
+@pytest.mark.parametrize("fields", [CONFIGS["tau"], CONFIGS["keep"]], ids=["tau", "keep"])
+def test_compiled_calls_are_counted_without_recompiling(fields: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    attn: Attention = attention()
+    inputs = [tokens(), *(tokens().roll(k, 0) * torch.linspace(0.1, k, 64)[:, None] + k for k in (1, 2, 3))]
+    handle = apply_mame(attn, min_tokens=1, **fields)
+    with torch.no_grad():
+        expected = [attn(x) for x in inputs]
+        before = handle.report().layers[0]
+        handle.reset()
+        compiled = torch.compile(attn, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(inputs[0]), expected[0])
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for x, y in zip(inputs[1:], expected[1:], strict=True):
+                torch.testing.assert_close(compiled(x), y)
+    assert handle.report().layers[0] == before
+    assert before.calls == 4
+    assert before.tokens_in == 64
+
+
+@pytest.mark.parametrize("forward", ["model", "forward alone"])
+def test_steps_with_destinations_of_their_own_are_one_graph(forward: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    unet = tiny_unet()
+    apply_mame(unet, keep=0.25, min_tokens=40)
+    steps = [{**unet_inputs(unet), "timestep": torch.tensor(t)} for t in (999, 700, 500, 20)]
+    with torch.no_grad():
+        expected = [unet(**step).sample for step in steps]
+        if forward == "model":
+            compiled: Any = torch.compile(unet, backend="eager", fullgraph=True)
+        else:  # what tools do that compile under the hooks of a model
+            compiled, unet.forward = unet, torch.compile(unet.forward, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(**steps[0]).sample, expected[0])
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for step, want in zip(steps[1:], expected[1:], strict=True):
+                torch.testing.assert_close(compiled(**step).sample, want)
+    hook = 1 if forward == "model" else 0  # the hook that reads the step is a graph of its own
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + hook
+
+
+@pytest.mark.parametrize("kind", [int, float])
+def test_timesteps_that_are_numbers_make_a_few_graphs(kind: Any) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    unet = tiny_unet()
+    apply_mame(unet, keep=0.25, min_tokens=40)
+    with torch.no_grad():
+        compiled: Any = torch.compile(unet, backend="eager", fullgraph=True)
+        for t in range(999, 0, -100):
+            step = {**unet_inputs(unet), "timestep": kind(t)}
+            torch.testing.assert_close(compiled(**step).sample, unet(**step).sample)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "capture", "graphs"),
+    [(CONFIGS["keep"], False, 1), (CONFIGS["tau"], False, None), (CONFIGS["tau"], True, 1)],
+    ids=["keep", "tau", "tau-captured"],
+)
+def test_graphs_of_a_compiled_layer(fields: dict[str, Any], capture: bool, graphs: int | None) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    attn = attention()
+    apply_mame(attn, min_tokens=1, **fields)
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=capture):
+        expected = attn(tokens())
+        torch.testing.assert_close(torch.compile(attn, backend="eager")(tokens()), expected)
+    made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert made == graphs if graphs else made > 1
+
+
+def test_works_in_inference_mode_and_out_of_it() -> None:
+    unet = tiny_unet()
+    with torch.inference_mode():
+        handle = apply_mame(unet, **MERGING)
+        inside = run_unet(unet)
+        handle.reset()
+    assert torch.equal(run_unet(unet), inside)
+    handle.reset()
+
+
+def gradients(unet: Any, inputs: dict[str, Any], before_backward: Any = None) -> list[list[torch.Tensor]]:
+    """Those of all parameters, without and with checkpointing; `before_backward` is called with the UNet in between."""
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            unet.enable_gradient_checkpointing()
+        unet.zero_grad()
+        loss = unet(**inputs).sample.square().mean()
+        if before_backward is not None:
+            before_backward(unet)
+        loss.backward()
+        found.append([p.grad.clone() for p in unet.parameters() if p.grad is not None])
+    assert len(found[0]) == len(list(unet.parameters()))
+    return found
+
+
+def test_gradients_under_checkpointing() -> None:
+    unet = tiny_unet().train()
+    apply_mame(unet, **MERGING)
+    plain, checkpointed = gradients(unet, unet_inputs(unet, height=8, width=24))
+    torch.testing.assert_close(checkpointed, plain)
+
+
+def test_a_pass_without_gradients_does_not_change_what_checkpoints_compute_again() -> None:
+    unet = tiny_unet().train()
+    apply_mame(unet, keep=0.25, min_tokens=40)
+    other_step = {**unet_inputs(unet), "timestep": torch.tensor(20)}
+
+    @torch.no_grad()
+    def pass_of_another_step(unet: Any) -> None:
+        unet(**other_step)
+
+    plain, checkpointed = gradients(unet, unet_inputs(unet), before_backward=pass_of_another_step)
+    torch.testing.assert_close(checkpointed, plain)
+
+
+def test_regional_compilation_of_the_processor_shares_graphs() -> None:
+    torch._dynamo.reset()
+    unet = tiny_unet()
+    unet.set_attn_processor(MaMeAttnProcessor(keep=0.4, min_tokens=40))
+    expected = run_unet(unet)
+    for attention_model in unet.up_blocks[1].attentions:
+        attention_model.transformer_blocks[0].compile(backend="eager", fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    torch.testing.assert_close(run_unet(unet), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_applying_to_a_compiled_model_takes_effect() -> None:
+    torch._dynamo.reset()
+    attn, x = attention(), tokens()
+    with torch.no_grad():
+        before = attn(x)
+        compiled = torch.compile(attn, backend="eager")
+        assert torch.equal(compiled(x), before)
+        with mame(attn, tau=0.3, min_tokens=1):
+            hooked = attn(x)
+            torch.testing.assert_close(compiled(x), hooked)
+        assert not torch.equal(hooked, before)
+        assert torch.equal(compiled(x), before)

@@ -1,0 +1,250 @@
+"""apply_mame beside what else changes a model (adapters, slicing, PAG, ...), and on video and transformers: which tokens merge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    DiTTransformer2DModel,
+    I2VGenXLUNet,
+    PixArtTransformer2DModel,
+    UNet3DConditionModel,
+    UNetMotionModel,
+    UNetSpatioTemporalConditionModel,
+)
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0, FusedAttnProcessor2_0
+
+from mame_sd import apply_mame, remove_mame
+from mame_sd.diffusion.apply import has_hooks
+from tests.builders.tiny import (
+    generate,
+    run_unet,
+    seeded,
+    tiny_motion_adapter,
+    tiny_pipeline,
+    tiny_unet,
+    unet_inputs,
+)
+
+MERGING = {"tau": 0.2, "min_tokens": 40}
+VIDEO: dict[str, Any] = {
+    "block_out_channels": (32, 64),
+    "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
+    "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
+    "cross_attention_dim": 16,
+    "attention_head_dim": 8,
+    "layers_per_block": 1,
+    "norm_num_groups": 8,
+}
+
+
+@pytest.mark.parametrize("fields", [{"tau": 0.2}, {"keep": 0.4}], ids=["qkv", "kv"])
+def test_survives_fused_projections(fields: dict[str, Any]) -> None:
+    unet = tiny_unet()
+    handle = apply_mame(unet, min_tokens=40, **fields)
+    before = run_unet(unet)
+    unet.fuse_qkv_projections()
+    handle.reset()
+    torch.testing.assert_close(run_unet(unet), before, rtol=1e-4, atol=1e-5)
+    assert all(layer.merged for layer in handle.report().layers)
+    assert all(type(p) is FusedAttnProcessor2_0 for p in unet.attn_processors.values())
+    unet.unfuse_qkv_projections()
+    assert torch.equal(run_unet(unet), before)
+
+
+@pytest.mark.parametrize("fields", [{"tau": 0.2}, {"keep": 0.4}], ids=["qkv", "kv"])
+def test_survives_slicing_and_default_processors(fields: dict[str, Any]) -> None:
+    pipe = tiny_pipeline()
+    handle = apply_mame(pipe, min_tokens=40, **fields)
+    before = run_unet(pipe.unet)
+    pipe.enable_attention_slicing()
+    torch.testing.assert_close(run_unet(pipe.unet), before, rtol=1e-4, atol=1e-5)
+    pipe.disable_attention_slicing()
+    torch.testing.assert_close(run_unet(pipe.unet), before, rtol=1e-4, atol=1e-5)
+    pipe.unet.set_attn_processor(AttnProcessor2_0())
+    assert torch.equal(run_unet(pipe.unet), before)
+    assert all(layer.calls == 4 for layer in handle.report().layers)
+
+
+def test_survives_freeu_and_ip_adapter_and_leaves_cross_attention_alone() -> None:
+    pipe = tiny_pipeline()
+    handle = apply_mame(pipe, **MERGING)
+    pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
+    pipe.unet.set_attn_processor({**pipe.unet.attn_processors})
+    run_unet(pipe.unet)
+    assert all(layer.merged for layer in handle.report().layers)
+    pipe.disable_freeu()
+    generator = torch.Generator().manual_seed(0)
+    adapter: dict[str, torch.Tensor] = {}
+    for i, (name, attn) in enumerate((n, m) for n, m in pipe.unet.named_modules() if n.endswith("attn2")):
+        for part in ("to_k_ip", "to_v_ip"):
+            adapter[f"{2 * i + 1}.{part}.weight"] = torch.randn(attn.inner_dim, 16, generator=generator)
+        assert name
+    projection = {
+        "proj.weight": torch.randn(4 * 16, 16, generator=generator),
+        "proj.bias": torch.zeros(4 * 16),
+        "norm.weight": torch.ones(16),
+        "norm.bias": torch.zeros(16),
+    }
+    pipe.unet._load_ip_adapter_weights([{"image_proj": projection, "ip_adapter": adapter}])
+    handle.reset()
+    with torch.no_grad():
+        sample = torch.randn(1, 4, 16, 16, generator=generator)
+        text = torch.randn(1, 7, 16, generator=generator)
+        image = {"image_embeds": [torch.randn(1, 1, 16, generator=generator)]}
+        pipe.unet(sample, torch.tensor(500), text, added_cond_kwargs=image)
+    assert all(layer.merged and layer.calls == 1 for layer in handle.report().layers)
+    assert sum("IPAdapter" in type(p).__name__ for p in pipe.unet.attn_processors.values()) == 7
+
+
+def test_pag_merges_all_but_the_perturbed_layers_with_kv() -> None:
+    from diffusers import StableDiffusionPAGPipeline
+
+    pipe = StableDiffusionPAGPipeline(
+        **tiny_pipeline().components, requires_safety_checker=False, pag_applied_layers=["mid"]
+    )
+    pipe.set_progress_bar_config(disable=True)
+    handle = apply_mame(pipe, keep=0.4, min_tokens=40)
+    generate(pipe, pag_scale=2.0)
+    skipped = [layer for layer in handle.report().layers if not layer.merged]
+    assert [layer.name.split(".")[0] for layer in skipped] == ["mid_block"]
+    assert "PAG" in skipped[0].reason
+
+
+def motion_unet() -> UNetMotionModel:
+    return UNetMotionModel.from_unet2d(tiny_unet(), tiny_motion_adapter()).eval()
+
+
+def test_animatediff_merges_pixels_and_never_frames() -> None:
+    unet = motion_unet()
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(1, 4, 6, 8, 12, generator=generator), torch.tensor(500)
+    text = torch.randn(6, 7, 16, generator=generator)
+    with torch.no_grad():
+        before = unet(*inputs, text).sample
+        handle = apply_mame(unet, tau=0.2, min_tokens=1)
+        assert not torch.equal(unet(*inputs, text).sample, before)
+        report = handle.report()
+        assert not any("motion" in layer.name for layer in report.layers)
+        assert {layer.size for layer in report.layers} == {(8, 12), (4, 6)}
+        remove_mame(unet)
+        assert torch.equal(unet(*inputs, text).sample, before)
+
+
+def test_stable_video_merges_pixels_and_never_frames() -> None:
+    unet = seeded(
+        UNetSpatioTemporalConditionModel,
+        0,
+        sample_size=8,
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+        cross_attention_dim=16,
+        num_attention_heads=(2, 4),
+        projection_class_embeddings_input_dim=96,
+        addition_time_embed_dim=32,
+        num_frames=3,
+    )
+    generator = torch.Generator().manual_seed(0)
+    inputs = (
+        torch.randn(1, 3, 8, 8, 12, generator=generator),
+        torch.tensor(500),
+        torch.randn(1, 1, 16, generator=generator),
+        torch.ones(1, 3),
+    )
+    with torch.no_grad():
+        before = unet(*inputs).sample
+        handle = apply_mame(unet, tau=0.2, min_tokens=1)
+        assert not torch.equal(unet(*inputs).sample, before)
+    report = handle.report()
+    assert not any("temporal" in layer.name for layer in report.layers)
+    assert {layer.size for layer in report.layers} == {(8, 12), (4, 6)}
+
+
+@pytest.mark.parametrize("kind", ["dit", "pixart"])
+def test_transformers_count_patches(kind: str) -> None:
+    shared: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "num_layers": 1}
+    shared |= {"sample_size": 16, "patch_size": 2, "norm_elementwise_affine": False}
+    generator = torch.Generator().manual_seed(0)
+    sample = torch.randn(2, 4, 16, 16, generator=generator)
+    if kind == "dit":
+        model = seeded(DiTTransformer2DModel, 0, out_channels=8, num_embeds_ada_norm=10, **shared)
+        inputs: dict[str, Any] = {"timestep": torch.tensor([5, 5]), "class_labels": torch.tensor([1, 2])}
+    else:
+        model = seeded(
+            PixArtTransformer2DModel, 0, out_channels=8, cross_attention_dim=16, caption_channels=16, **shared
+        )
+        inputs = {
+            "timestep": torch.tensor([5, 5]),
+            "encoder_hidden_states": torch.randn(2, 7, 16, generator=generator),
+            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+        }
+    with torch.no_grad():
+        handle = apply_mame(model, tau=0.0, min_tokens=1)
+        model(sample, **inputs)
+    (layer,) = handle.report().layers
+    assert (layer.tokens_in, layer.size, layer.merged) == (64, (8, 8), True)
+
+
+def test_autoencoder_and_text_encoder_of_a_pipeline_are_not_hooked() -> None:
+    pipe = tiny_pipeline()
+    apply_mame(pipe, **MERGING)
+    assert has_hooks(pipe.unet)
+    assert not has_hooks(pipe.vae)
+    assert not has_hooks(pipe.text_encoder)
+
+
+def test_video_unet_merges_pixels_and_never_frames() -> None:
+    unet = seeded(UNet3DConditionModel, 0, **VIDEO)
+    generator = torch.Generator().manual_seed(0)
+    video, text = torch.randn(1, 4, 3, 8, 12, generator=generator), torch.randn(1, 7, 16, generator=generator)
+    handle = apply_mame(unet, tau=0.1, min_tokens=1)
+    with torch.no_grad():
+        unet(video, torch.tensor(500), text)
+    assert {layer.size for layer in handle.report().layers} == {(8, 12), (4, 6)}
+
+
+def test_i2vgen_is_hooked_on_pixels_and_never_on_frames() -> None:
+    unet = seeded(I2VGenXLUNet, 0, **VIDEO)
+    assert any(
+        "image_latents_temporal_encoder" in path and isinstance(m, Attention) for path, m in unet.named_modules()
+    )
+    hooked = [layer.name for layer in apply_mame(unet, tau=0.1, min_tokens=1).report().layers]
+    assert hooked
+    assert all(".attentions." in name and name.endswith("attn1") for name in hooked)
+
+
+def test_image_tokens_among_others_are_left_alone() -> None:
+    unet = tiny_unet(attention_type="gated", cross_attention_dim=16)
+    handle = apply_mame(unet, **MERGING)
+    generator = torch.Generator().manual_seed(0)
+    boxes = {
+        "boxes": torch.rand(2, 3, 4, generator=generator),
+        "positive_embeddings": torch.randn(2, 3, 16, generator=generator),
+        "masks": torch.ones(2, 3),
+    }
+    with torch.no_grad():
+        unet(**unet_inputs(unet), cross_attention_kwargs={"gligen": boxes})
+    layers = handle.report().layers
+    assert {layer.merged for layer in layers if layer.name.endswith("attn1")} == {True}
+    grounded = [layer for layer in layers if "fuser" in layer.name]
+    assert len(grounded) == 7
+    assert {layer.merged for layer in grounded} == {False}
+    assert grounded[0].reason == "259 tokens are not those of 16 x 16"
+
+
+def test_adapters_loaded_after_applying_take_part() -> None:
+    peft = pytest.importorskip("peft")
+    unet = tiny_unet()
+    apply_mame(unet, **MERGING)
+    before = run_unet(unet)
+    unet.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v"]))
+    assert torch.equal(run_unet(unet), before)  # a new adapter adds nothing
+    with torch.no_grad():
+        for name, parameter in unet.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    assert not torch.equal(run_unet(unet), before)

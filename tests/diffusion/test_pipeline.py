@@ -1,0 +1,285 @@
+"""StableDiffusionMaMePipeline: settings that are saved, last as long as they should, and stay off shared UNets."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline, StableDiffusionPipeline
+from mame_sd.pipelines import StableDiffusionMaMePipeline
+
+from mame_sd import MaMeConfig, apply_mame, remove_mame
+from mame_sd.diffusion.saved_setting import resolve_setting
+from tests.builders.single_file import save_single_file
+from tests.builders.tiny import SCHEDULERS, generate, run_unet, tiny_components, tiny_pipeline
+
+FIELDS = {"min_tokens": 40}
+ROOT = Path(__file__).parents[2]
+
+
+def quiet(pipe: Any) -> Any:
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def mame_pipeline(scheduler: str = "ddim", **kwargs: Any) -> StableDiffusionMaMePipeline:
+    return quiet(
+        StableDiffusionMaMePipeline(**tiny_components(scheduler), **{"tau": 0.2, "mame_config": FIELDS, **kwargs})
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "guidance"), [(1, 5.0), (2, 0.0), (3, 5.0), (4, 0.0)], ids=["B1-guided", "B2", "B3-guided", "B4"]
+)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_schedulers_batches_guidance(scheduler: str, batch: int, guidance: float) -> None:
+    pipe = mame_pipeline(scheduler)
+    call: dict[str, Any] = {"prompt": ["a red key"] * batch, "guidance_scale": guidance, "height": 24, "width": 40}
+    merged = generate(pipe, **call)
+    plain = generate(tiny_pipeline(scheduler), **call)
+    assert merged.shape == (batch, 3, 24, 40)
+    assert torch.isfinite(merged).all()
+    assert not torch.equal(merged, plain)
+    assert torch.equal(generate(pipe, tau=None, **call), plain)
+    assert pipe.mame is not None
+    report = pipe.mame.report()
+    assert {layer.size for layer in report.layers} == {(12, 20), (6, 10)}
+    assert {layer.calls for layer in report.layers} == {3 if scheduler == "heun" else 2}
+
+
+def test_equals_the_hooked_base_pipeline() -> None:
+    base = tiny_pipeline()
+    apply_mame(base, tau=0.2, **FIELDS)
+    assert torch.equal(generate(base), generate(mame_pipeline()))
+
+
+def test_call_argument_lasts_for_that_call_also_when_it_raises() -> None:
+    pipe = mame_pipeline()
+    merged = generate(pipe)
+    kept = generate(pipe, tau=None, keep=0.4)
+    assert torch.equal(kept, generate(pipe, keep=0.4))
+    assert not torch.equal(kept, merged)
+    assert torch.equal(generate(pipe), merged)
+
+    def fail(*_: Any) -> None:
+        raise KeyError
+
+    for tau in (None, 0.9):
+        with pytest.raises(KeyError):
+            generate(pipe, tau=tau, callback_on_step_end=fail)
+        assert pipe.tau == 0.2
+        assert torch.equal(generate(pipe), merged)
+        assert torch.equal(run_unet(pipe.unet), run_unet(tiny_pipeline().unet))
+
+
+def test_default_is_the_measured_one_and_none_is_off() -> None:
+    pipe = mame_pipeline(tau="default")
+    assert pipe.mame_config == MaMeConfig(**FIELDS)
+    assert StableDiffusionMaMePipeline(**tiny_components()).mame_config == MaMeConfig()
+    assert torch.equal(generate(pipe), generate(mame_pipeline(tau=None), tau="default"))
+    off = mame_pipeline(tau=None)
+    assert off.mame_config is None
+    assert torch.equal(generate(off), generate(tiny_pipeline()))
+    assert off.mame is None
+
+
+def test_settings_of_a_config_object() -> None:
+    config = MaMeConfig(keep=0.4, min_tokens=40, stride=(2, 3))
+    pipe = mame_pipeline(tau="default", mame_config=config)
+    assert (pipe.tau, pipe.keep) == (None, 0.4)
+    assert pipe.mame_config == config
+    assert mame_pipeline(tau=0.5, mame_config=config).mame_config == MaMeConfig(tau=0.5, min_tokens=40, stride=(2, 3))
+
+
+def test_set_mame_lasts() -> None:
+    pipe = mame_pipeline()
+    pipe.set_mame(keep=0.4)
+    assert (pipe.tau, pipe.keep) == (None, 0.4)
+    assert torch.equal(generate(pipe), generate(mame_pipeline(tau=None, keep=0.4)))
+    with pytest.raises(ValueError, match="keep"):
+        pipe.set_mame(keep=7)
+    assert pipe.keep == 0.4
+    pipe.set_mame(tau=None)
+    assert pipe.mame_config is None
+    pipe.set_mame(tau="default", mame_config={"stride": [3, 3]})
+    assert pipe.mame_config == MaMeConfig(stride=(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tau": 1.5}, "tau: expected"),
+        ({"tau": float("nan")}, "tau: expected"),
+        ({"tau": "often"}, "'often'"),
+        ({"tau": 0.5, "keep": 0.5}, "expected tau or keep"),
+        ({"tau": None, "keep": 0}, "keep: expected"),
+    ],
+    ids=["range", "nan", "word", "both", "keep"],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mame_pipeline(**settings)
+    pipe = mame_pipeline()
+    with pytest.raises(ValueError, match=message):
+        generate(pipe, **settings)
+    with pytest.raises(ValueError, match="mni_tokens"):
+        mame_pipeline(tau=None, mame_config={"mni_tokens": 3})
+
+
+def test_saves_loads_and_overrides(tmp_path: Path) -> None:
+    pipe = mame_pipeline(mame_config={**FIELDS, "stride": (2, 3)})
+    image = generate(pipe)
+    pipe.save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    assert (index["tau"], index["keep"], index["mame_config"]) == (0.2, None, {"min_tokens": 40, "stride": [2, 3]})
+    load = StableDiffusionMaMePipeline.from_pretrained
+    again = quiet(load(tmp_path))
+    assert (again.tau, again.mame_config) == (0.2, pipe.mame_config)
+    assert torch.equal(generate(again), image)
+    assert load(tmp_path, tau=0.9).tau == 0.9
+    assert load(tmp_path, tau=None).mame_config is None
+    kept = load(tmp_path, tau=None, keep=0.5)
+    assert (kept.tau, kept.keep) == (None, 0.5)
+    with pytest.raises(ValueError, match=r"expected tau or keep.*give it as None"):
+        load(tmp_path, keep=0.5)
+    plain = quiet(StableDiffusionPipeline.from_pretrained(tmp_path))
+    assert torch.equal(generate(plain), generate(tiny_pipeline()))
+
+
+def test_loads_a_folder_of_the_base_pipeline(tmp_path: Path) -> None:
+    tiny_pipeline().save_pretrained(tmp_path)
+    pipe = quiet(StableDiffusionMaMePipeline.from_pretrained(tmp_path, tau=0.2, mame_config=FIELDS))
+    assert torch.equal(generate(pipe), generate(mame_pipeline()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_from_single_file(tmp_path: Path) -> None:
+    base = tiny_pipeline()
+    base.save_pretrained(tmp_path / "config")
+    pipe = quiet(
+        StableDiffusionMaMePipeline.from_single_file(
+            str(save_single_file(base, tmp_path / "model.safetensors")),
+            config=str(tmp_path / "config"),
+            local_files_only=True,
+            tau=0.2,
+            mame_config=FIELDS,
+            text_encoder=base.text_encoder,  # UNet and VAE come out of the file
+            tokenizer=base.tokenizer,
+            scheduler=base.scheduler,
+            safety_checker=None,
+        )
+    )
+    assert type(pipe) is StableDiffusionMaMePipeline
+    assert pipe.unet is not base.unet
+    assert torch.equal(generate(pipe), generate(mame_pipeline()))
+
+
+def test_from_pipe_shares_the_unet_but_not_the_merging() -> None:
+    base = tiny_pipeline()
+    plain = generate(base)
+    pipe = quiet(StableDiffusionMaMePipeline.from_pipe(base, tau=0.2, mame_config=FIELDS))
+    assert pipe.unet is base.unet
+    merged = generate(pipe)
+    assert torch.equal(merged, generate(mame_pipeline()))
+    assert torch.equal(generate(base), plain)
+    other = quiet(StableDiffusionMaMePipeline.from_pipe(pipe, keep=0.4, tau=None))
+    kept = generate(other)
+    assert not torch.equal(kept, merged)
+    assert torch.equal(generate(pipe), merged)
+    assert torch.equal(generate(other), kept)
+    assert torch.equal(generate(base), plain)
+
+
+def test_from_pipe_back_to_the_base_and_forth_again() -> None:
+    pipe = mame_pipeline()
+    merged = generate(pipe)
+    base = quiet(StableDiffusionPipeline.from_pipe(pipe))
+    assert base.unet is pipe.unet
+    assert torch.equal(generate(base), generate(tiny_pipeline()))
+    again = quiet(StableDiffusionMaMePipeline.from_pipe(base))
+    assert (again.tau, again.mame_config) == (0.2, pipe.mame_config)
+    assert torch.equal(generate(again), merged)
+
+
+def test_hooks_of_apply_mame_step_back_and_return() -> None:
+    pipe = mame_pipeline()
+    merged = generate(pipe)
+    handle = apply_mame(pipe, keep=0.4, **FIELDS)
+    hooked = generate(pipe, tau=None)  # off means: what the base pipeline does with this UNet
+    assert not torch.equal(hooked, generate(tiny_pipeline()))
+    assert torch.equal(generate(pipe), merged)
+    assert handle.installed
+    assert torch.equal(generate(pipe, tau=None), hooked)
+    remove_mame(pipe)
+    assert torch.equal(generate(pipe, tau=None), generate(tiny_pipeline()))
+    assert torch.equal(generate(pipe), merged)
+
+
+def test_a_new_unet_is_merged_too() -> None:
+    pipe = mame_pipeline()
+    generate(pipe)
+    pipe.unet = tiny_pipeline(seed=9).unet
+    expected = tiny_pipeline(seed=9)
+    apply_mame(expected, tau=0.2, **FIELDS)
+    assert torch.equal(generate(pipe), generate(expected))
+
+
+def test_custom_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers.utils import dynamic_modules_utils
+
+    monkeypatch.setattr(dynamic_modules_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    tiny_pipeline().save_pretrained(tmp_path / "model")
+    pipe = quiet(
+        DiffusionPipeline.from_pretrained(
+            tmp_path / "model",
+            custom_pipeline=str(ROOT / "pipelines" / "stable_diffusion_mame.py"),
+            trust_remote_code=True,
+            tau=0.2,
+            mame_config=FIELDS,
+        )
+    )
+    assert type(pipe).__name__ == "StableDiffusionMaMePipeline"
+    assert torch.equal(generate(pipe), generate(mame_pipeline()))
+
+
+def test_call_shows_the_base_arguments_and_its_own() -> None:
+    names = list(inspect.signature(mame_pipeline().__call__).parameters)
+    base = list(inspect.signature(tiny_pipeline().__call__).parameters)
+    assert names[:-1] == [*base[:-1], "tau", "keep"]
+
+
+def test_first_levels_of_a_guided_batch_share_one_report() -> None:
+    pipe = mame_pipeline(tau=None, keep=0.4)
+    generate(pipe, prompt=["a", "b"], guidance_scale=4.0, num_inference_steps=3)
+    assert pipe.mame is not None
+    levels = pipe.mame.report().levels()
+    assert [level.tokens_in for level in levels] == [256, 64]
+    assert levels[0].share == pytest.approx(0.4, abs=0.01)
+    generate(pipe, num_inference_steps=1)
+    assert {layer.calls for layer in pipe.mame.report().layers} == {1}
+
+
+def test_a_compiled_unet_is_not_compiled_again_for_every_call() -> None:
+    torch._dynamo.reset()
+    pipe = mame_pipeline(tau=None, keep=0.4)
+    merged, plain = generate(pipe), generate(pipe, keep=None)
+    block = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0]
+    block.compile(backend="eager", fullgraph=True)
+    torch.testing.assert_close(generate(pipe), merged, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(generate(pipe, keep=None), plain, rtol=1e-4, atol=1e-4)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        torch.testing.assert_close(generate(pipe), merged, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(generate(pipe, keep=None), plain, rtol=1e-4, atol=1e-4)
+    assert pipe.mame is not None
+    assert {layer.calls for layer in pipe.mame.report().layers} == {2}
+
+
+def test_off_needs_nothing_of_tau_or_keep_but_names_must_exist() -> None:
+    assert resolve_setting(None, None, {"batch": "shared"}) is None
+    assert resolve_setting(None, None, {"metric": "euclidean", "preset": "plain"}) is None
+    with pytest.raises(ValueError, match="unknown setting 'tile'"):
+        resolve_setting(None, None, {"tile": 8})

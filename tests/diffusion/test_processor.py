@@ -1,0 +1,337 @@
+"""The one-liner: what merges, what passes through untouched, and that attention itself is delegated."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from diffusers.models import attention_processor as processors
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0, SlicedAttnProcessor
+
+from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, plan_merge, remove_mame
+from mame_sd.diffusion.attention import feature_of
+from tests.builders.tiny import run_unet, seeded, tiny_sdxl_unet, tiny_unet, tiny_vae
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "tau": {"tau": 0.3},
+    "keep": {"keep": 0.4},
+    "tau-kv": {"tau": 0.3, "merge": "kv"},
+    "keep-qkv": {"keep": 0.5, "merge": "qkv"},
+    "plain": {"preset": "plain", "tau": 0.2},
+    "paper": {"tau": 0.3, "variant": "paper"},
+    "random": {"tau": 0.3, "partition": "random", "seed": 5},
+    "k": {"tau": 0.3, "feature": "k"},
+    "k-mean": {"keep": 0.4, "feature": "k-mean"},
+}
+every_config = pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS.keys())
+
+
+def attention(**kwargs: Any) -> Attention:
+    return seeded(Attention, 0, query_dim=16, heads=2, dim_head=8, **kwargs)
+
+
+def tokens(batch: int = 2, length: int = 64, dim: int = 16) -> torch.Tensor:
+    return torch.randn(batch, length, dim, generator=torch.Generator().manual_seed(1))
+
+
+def added_kv_unet() -> UNet2DConditionModel:
+    return tiny_unet(
+        down_block_types=("SimpleCrossAttnDownBlock2D",) * 2,
+        up_block_types=("SimpleCrossAttnUpBlock2D",) * 2,
+        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
+        attention_head_dim=8,
+    )
+
+
+def with_processor(attn: Attention, **fields: Any) -> MaMeAttnProcessor:
+    processor = MaMeAttnProcessor(min_tokens=16, **fields)
+    attn.set_processor(processor)
+    return processor
+
+
+@pytest.mark.parametrize("build", [tiny_unet, tiny_sdxl_unet], ids=["sd", "sdxl"])
+@every_config
+def test_set_attn_processor_merges_and_removal_is_bit_equal(build: Any, fields: dict[str, Any]) -> None:
+    unet = build()
+    before = run_unet(unet)
+    processor = MaMeAttnProcessor(min_tokens=64, **fields)
+    unet.set_attn_processor(processor)
+    after = run_unet(unet)
+    assert after.shape == before.shape
+    assert 0 < (after - before).norm() / before.norm() < 0.5
+    assert all(layer.merged for layer in processor.report().layers)
+    remove_mame(unet)
+    assert torch.equal(run_unet(unet), before)
+    assert all(type(p) is AttnProcessor2_0 for p in unet.attn_processors.values())
+
+
+def test_qkv_is_the_installed_attention_between_merge_and_restore() -> None:
+    attn, x = attention(), tokens()
+    processor = with_processor(attn, tau=0.3)
+    plan = plan_merge(x, processor.config, (8, 8))
+    expected = plan.restore(AttnProcessor2_0()(attn, plan.merge(x)))
+    assert plan.tokens_kept < 64
+    assert torch.equal(attn(x), expected)
+
+
+def test_kv_keeps_queries_whole_and_attends_to_merged_tokens() -> None:
+    attn, x = attention(), tokens()
+    processor = with_processor(attn, keep=0.4)
+    plan = plan_merge(x, processor.config, (8, 8))
+    expected = AttnProcessor2_0()(attn, x, encoder_hidden_states=plan.merge(x))
+    assert plan.tokens_kept == 26
+    assert torch.equal(attn(x), expected)
+
+
+@pytest.mark.parametrize("feature", ["k", "k-mean"])
+def test_similarity_of_keys(feature: str) -> None:
+    attn, x = attention(), tokens()
+    processor = with_processor(attn, tau=0.3, feature=feature)
+    keys = attn.to_k(x)
+    keys = keys if feature == "k" else keys.view(2, 64, 2, 8).mean(2)
+    plan = plan_merge(keys, processor.config, (8, 8))
+    assert torch.equal(attn(x), plan.restore(AttnProcessor2_0()(attn, plan.merge(x))))
+
+
+def test_keys_are_averaged_over_their_own_heads() -> None:
+    attn = seeded(Attention, 0, query_dim=32, heads=4, kv_heads=2, dim_head=8)  # [B, L, 2 * 8] keys
+    x = tokens(dim=32)
+    mean = feature_of(attn, x, "k-mean")
+    torch.testing.assert_close(mean, attn.to_k(x).view(2, 64, 2, 8).mean(2))
+
+
+UNTOUCHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "cross-attention": ({"cross_attention_dim": 16}, {"encoder_hidden_states": tokens(length=64)}),
+    "encoder states": ({}, {"encoder_hidden_states": tokens(length=64)}),
+    "mask": ({}, {"attention_mask": torch.zeros(2, 1, 64)}),
+    "group norm": ({"norm_num_groups": 4}, {}),
+    "residual": ({"residual_connection": True}, {}),
+}
+
+
+@pytest.mark.parametrize(("module", "call"), UNTOUCHED.values(), ids=UNTOUCHED.keys())
+def test_passes_through_bit_equal(module: dict[str, Any], call: dict[str, Any]) -> None:
+    attn, x = attention(**module), tokens()
+    before = attn(x, **call)
+    with_processor(attn, keep=0.3)
+    assert torch.equal(attn(x, **call), before)
+
+
+def test_autoencoder_passes_through_bit_equal() -> None:
+    vae = tiny_vae()
+    image = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before = vae(image).sample
+        vae.set_attn_processor(MaMeAttnProcessor(min_tokens=1, keep=0.3))
+        assert torch.equal(vae(image).sample, before)
+
+
+def test_added_keys_and_values_pass_through_bit_equal() -> None:
+    unet = added_kv_unet()
+    before = run_unet(unet)
+    unet.set_attn_processor(MaMeAttnProcessor(min_tokens=1, keep=0.3))
+    assert torch.equal(run_unet(unet), before)
+
+
+def test_inner_processor_computes_the_attention() -> None:
+    unet = tiny_unet()
+    unet.set_attn_processor(SlicedAttnProcessor(1))
+    before = run_unet(unet)
+    unet.set_attn_processor(MaMeAttnProcessor(inner=SlicedAttnProcessor(1), min_tokens=10**6))
+    assert torch.equal(run_unet(unet), before)
+    unet.set_attn_processor(MaMeAttnProcessor(inner=SlicedAttnProcessor(1), min_tokens=64, keep=0.4))
+    sliced = run_unet(unet)
+    unet.set_attn_processor(MaMeAttnProcessor(min_tokens=64, keep=0.4))
+    torch.testing.assert_close(sliced, run_unet(unet))
+
+
+def test_names_every_keyword_that_diffusers_processors_take() -> None:
+    # Attention.forward passes only what the processor's signature names: a name missing here is lost in silence.
+    ours = set(inspect.signature(MaMeAttnProcessor.__call__).parameters)
+    theirs: set[str] = set()
+    for name, kind in vars(processors).items():
+        if inspect.isclass(kind) and name.endswith(("Processor", "Processor2_0")) and "__call__" in vars(kind):
+            theirs |= set(inspect.signature(kind.__call__).parameters)
+    assert len(theirs) > 10
+    assert theirs - ours <= {"scale", "args", "kwargs", "encoder_attention_mask"}  # Mochi's own class; `scale` is gone
+
+
+def test_rotary_positions_pass_through() -> None:
+    class Rotary:
+        def __call__(self, attn: Any, hidden_states: torch.Tensor, image_rotary_emb: Any, **_: Any) -> torch.Tensor:
+            return hidden_states * image_rotary_emb
+
+    attn, x = attention(), tokens()
+    attn.set_processor(MaMeAttnProcessor(inner=Rotary(), min_tokens=1, keep=0.3, merge="qkv"))
+    angles = torch.randn(64, 1, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(attn(x, image_rotary_emb=angles), x * angles)
+
+
+@pytest.mark.parametrize(
+    ("size", "length", "expected"),
+    [
+        ((8, 24), 192, (8, 24)),
+        ((8, 24), 48, (4, 12)),
+        ((15, 9), 40, (8, 5)),
+        ((15, 9), 12, (4, 3)),
+        (None, 144, (12, 12)),
+    ],
+    ids=["level-0", "level-1", "odd-level-1", "odd-level-2", "square"],
+)
+def test_size_of_a_level(size: Any, length: int, expected: tuple[int, int]) -> None:
+    attn, x = attention(), tokens(length=length)
+    processor = MaMeAttnProcessor(min_tokens=1, tau=0.3, size=size)
+    attn.set_processor(processor)
+    plan = plan_merge(x, processor.config, expected)
+    assert torch.equal(attn(x), plan.restore(AttnProcessor2_0()(attn, plan.merge(x))))
+    assert processor.report().layers[0].size == expected
+
+
+def test_tokens_of_no_level_pass_through() -> None:
+    attn, x = attention(), tokens(length=64)
+    before = attn(x)
+    processor = with_processor(attn, keep=0.3, size=(8, 24))
+    assert torch.equal(attn(x), before)
+    with pytest.raises(NothingMergedError, match=r"64 tokens are no level of size=\(8, 24\)"):
+        processor.report()
+
+
+def test_unknown_size_merges_alternating_warns_once_and_says_so() -> None:
+    attn, x = attention(), tokens(length=192)
+    processor = with_processor(attn, tau=0.3)
+    plan = plan_merge(x, MaMeConfig(tau=0.3, partition="alternating"))
+    expected = plan.restore(AttnProcessor2_0()(attn, plan.merge(x)))
+    with pytest.warns(UserWarning, match="height and width unknown.*apply_mame"):
+        assert torch.equal(attn(x), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attn(x)
+    assert "alternating" in str(processor.report())
+
+
+def test_alternating_needs_no_size_and_no_warning() -> None:
+    attn = attention()
+    with_processor(attn, tau=0.3, partition="alternating")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert attn(tokens(length=192)).shape == (2, 192, 16)
+
+
+def test_report_counts_and_reset_forgets() -> None:
+    attn, x = attention(), tokens()
+    processor = with_processor(attn, keep=0.5)
+    assert processor.report().layers == ()
+    attn(x)
+    attn(x)
+    (layer,) = processor.report().layers
+    assert (layer.tokens_in, layer.tokens_kept, layer.calls, layer.merged, layer.share) == (64, 32, 2, True, 0.5)
+    assert "64" in str(processor.report())
+    processor.reset()
+    assert processor.report().layers == ()
+
+
+def test_report_raises_when_nothing_could_merge() -> None:
+    unet = tiny_unet()
+    processor = MaMeAttnProcessor(min_tokens=1024)
+    unet.set_attn_processor(processor)
+    run_unet(unet)
+    with pytest.raises(NothingMergedError, match="fewer than min_tokens=1024"):
+        processor.report()
+
+
+def test_report_raises_when_no_call_was_self_attention_over_tokens() -> None:
+    attn, cross = attention(), attention(cross_attention_dim=16)
+    processor = with_processor(attn, keep=0.5)
+    cross.set_processor(processor)
+    attn(tokens().transpose(1, 2).reshape(2, 16, 8, 8))
+    with pytest.raises(NothingMergedError, match=r"input of 4 dimensions \(1 calls\)"):
+        processor.report()
+    cross(tokens(), encoder_hidden_states=tokens())
+    with pytest.raises(NothingMergedError, match=r"cross-attention \(1 calls\), input of 4"):
+        processor.report()
+    assert copy.deepcopy(processor).report().layers == ()
+    attn(tokens())
+    assert [layer.merged for layer in processor.report().layers] == [True]
+    processor.reset()
+    assert processor.report().layers == ()
+
+
+def test_unknown_processor_is_not_given_merged_keys() -> None:
+    class Own:
+        def __call__(
+            self, attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: Any, attention_mask: Any
+        ) -> torch.Tensor:
+            assert encoder_hidden_states is None
+            return hidden_states
+
+    attn, x = attention(), tokens()
+    processor = with_processor(attn, keep=0.5, inner=Own())
+    assert torch.equal(attn(x), x)
+    with pytest.raises(NothingMergedError, match="Own is installed"):
+        processor.report()
+
+
+def test_lost_ip_adapter_is_an_error() -> None:
+    attn = attention(cross_attention_dim=16)
+    with_processor(attn)
+    with pytest.raises(ValueError, match="IP-Adapter"):
+        attn(tokens(), encoder_hidden_states=(tokens(), [tokens()]))
+
+
+def test_is_built_without_arguments_copied_and_pickled() -> None:
+    assert MaMeAttnProcessor().config == MaMeConfig()
+    attn = attention()
+    processor = with_processor(attn, keep=0.5)
+    attn(tokens())
+    for twin in (copy.deepcopy(processor), pickle.loads(pickle.dumps(processor))):
+        assert twin.config == processor.config
+        assert twin.report().layers == ()
+    assert len(processor.report().layers) == 1
+    assert repr(processor) == "MaMeAttnProcessor(keep=0.5, min_tokens=16)"
+
+
+def test_fields_go_over_those_of_a_config() -> None:
+    assert MaMeAttnProcessor(MaMeConfig(tau=0.8), keep=0.5, stride=(3, 3)).config == MaMeConfig(keep=0.5, stride=(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"tau": 1.5}, ValueError, "tau"),
+        ({"tau": float("nan")}, ValueError, "tau"),
+        ({"tau": 0.8, "keep": 0.5}, ValueError, "tau or keep"),
+        ({"tua": 0.8}, ValueError, "tua"),
+        ({"config": 0.8}, TypeError, "MaMeConfig"),
+    ],
+    ids=["tau-range", "nan", "both", "unknown", "no-config"],
+)
+def test_bad_settings(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        MaMeAttnProcessor(**arguments)
+
+
+@every_config
+def test_gradients_reach_every_token(fields: dict[str, Any]) -> None:
+    attn, x = attention(), tokens().requires_grad_()
+    with_processor(attn, **fields)
+    attn(x).square().sum().backward()
+    assert x.grad is not None
+    assert torch.isfinite(x.grad).all()
+    assert (x.grad.abs().sum(-1) > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@every_config
+def test_half_precision(dtype: torch.dtype, fields: dict[str, Any]) -> None:
+    attn, x = attention().to(dtype), tokens().to(dtype)
+    with_processor(attn, **fields)
+    y = attn(x)
+    assert y.dtype == dtype
+    assert torch.isfinite(y).all()

@@ -1,0 +1,83 @@
+"""The embedded model's ground truth: glyphs, captions, the held-out split, and the folder itself."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderTiny, StableDiffusionPipeline, UNet2DConditionModel
+from PIL import Image
+from safetensors import safe_open
+from transformers import CLIPTextModel, CLIPTokenizer
+
+from mame_sd.embedded import model as subjects
+
+REQUIRED = ["rocket", "red apple", "dog face", "cat face", "ant", "key", "star", "red heart", "pizza", "tree"]
+
+
+def test_there_are_enough_subjects_and_the_promised_ones() -> None:
+    assert len(subjects.glyph_names()) == len(set(subjects.glyph_names())) >= 150
+    assert set(REQUIRED) <= set(subjects.glyph_names())
+    assert subjects.glyphs().shape == (len(subjects.glyph_names()), 256, 256, 4)
+    assert (subjects.glyphs()[..., 3].reshape(len(subjects.glyphs()), -1).max(1) == 255).all()
+
+
+def test_captions_read_like_english() -> None:
+    assert subjects.caption("rocket", "light blue") == "rocket on a light blue background"
+    assert subjects.caption("ant", "orange") == "ant on an orange background"
+
+
+def test_fifteen_percent_of_the_pairs_are_held_out() -> None:
+    pairs = list(product(subjects.glyph_names(), subjects.BACKGROUNDS))
+    share = sum(subjects.is_held_out(*pair) for pair in pairs) / len(pairs)
+    assert share == pytest.approx(subjects.HELD_OUT_SHARE, abs=0.02)
+
+
+@pytest.mark.parametrize("background", subjects.BACKGROUNDS)
+def test_every_glyph_is_nearest_to_itself_and_to_a_noisy_copy(background: str) -> None:
+    rng = np.random.default_rng(0)
+    for name in subjects.glyph_names()[::30]:
+        pixels = np.asarray(subjects.render(name, background), np.float32)
+        noisy = Image.fromarray(np.clip(pixels + rng.normal(0, 40, pixels.shape), 0, 255).astype(np.uint8))
+        assert subjects.nearest_glyph(noisy, background) == name
+        assert subjects.nearest_background(noisy) == background
+
+
+def test_an_unknown_subject_is_named() -> None:
+    with pytest.raises(ValueError, match="'unicorn horn'"):
+        subjects.render("unicorn horn", "white")
+
+
+def test_the_folder_is_a_plain_pipeline_of_at_most_40_mb() -> None:
+    folder = subjects.embedded_model_path()
+    assert sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) <= 40e6
+    pipe = StableDiffusionPipeline.from_pretrained(folder)
+    kinds = (UNet2DConditionModel, AutoencoderTiny, CLIPTextModel, CLIPTokenizer)
+    assert all(
+        isinstance(p, k) for p, k in zip((pipe.unet, pipe.vae, pipe.text_encoder, pipe.tokenizer), kinds, strict=True)
+    )
+    assert pipe.unet.config.sample_size == 64
+    assert pipe.vae_scale_factor == 4
+    assert "Noto" in (folder / "README.md").read_text(encoding="utf-8")
+    for path in folder.rglob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            assert {"script_sha256", "seed", "steps"} <= set(file.metadata())
+            assert all(file.get_tensor(key).dtype in (torch.float16, torch.int64) for key in list(file.keys())[:20])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a photograph of the Eiffel tower at night", "naïve café ☕ 日本語", "x" * 500, "tab\tand\x00null"]
+)
+def test_the_tokenizer_takes_any_string(text: str) -> None:
+    tokenizer = CLIPTokenizer.from_pretrained(subjects.embedded_model_path() / "tokenizer")
+    ids = tokenizer(text, padding="max_length", truncation=True).input_ids
+    assert len(ids) == 77
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.eos_token_id in ids
+
+
+def test_every_word_of_the_captions_is_one_token() -> None:
+    tokenizer = CLIPTokenizer.from_pretrained(subjects.embedded_model_path() / "tokenizer")
+    for name in subjects.glyph_names():
+        words = subjects.caption(name, "white").replace("-", " - ").split()
+        assert len(tokenizer.tokenize(subjects.caption(name, "white"))) == len(words)

@@ -1,0 +1,194 @@
+"""The command line of the evaluation: commands, options, exit statuses, one error line for whatever goes wrong."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from mame_sd.eval.benchmark.suites import SUITES
+from mame_sd.eval.cli import app as cli
+from typer.main import get_command
+
+from mame_sd.cli import app as base
+from tests.builders.kills import snapshot
+from tests.builders.tiny import save_tiny_pipeline
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+COMMANDS = [line.split("  #")[0] for line in re.findall(r"^mame-sd-eval .*$", DOCUMENT, re.M)]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_pipeline(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder, where no weights are."""
+    monkeypatch.setenv("MAME_SD_WEIGHTS", str(tmp_path.parent / "no-weights"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def error_of(capsys: pytest.CaptureFixture[str]) -> str:
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert captured.out == ""
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
+    return lines[-1]
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "no-command": ([], "Missing command; mame-sd-eval --help"),
+    "unknown-command": (["paint"], "No such command 'paint'"),
+    "method": (["generate", "--prompt", "x", "--method", "magic"], "--method: expected one of baseline, mame, tomesd, got 'magic'"),
+    "method-tau": (["generate", "--prompt", "x", "--method", "baseline", "--tau", "0.8"], "--method baseline: expected no --tau beside it"),
+    "method-ratio": (["generate", "--prompt", "x", "--ratio", "0.5"], "--method mame: expected no --ratio beside it"),
+    "ratio": (["generate", "--prompt", "x", "--method", "tomesd", "--ratio", "0.9"], "--ratio: expected a share above 0"),
+    "no-prompts": (["generate", "--method", "tomesd"], "expected prompts, got none"),
+    "suite": (["benchmark", "--suite", "huge"], "--suite: expected one of quick, embedded, paper, got 'huge'"),
+    "paper-prompts": (["benchmark", "--suite", "paper"], "--suite paper: expected --prompts FILE, got none"),
+    "rows": (["benchmark", "--rows", "mame-9"], "--rows: expected names of baseline, tomesd-25"),
+    "rounds": (["benchmark", "--rounds", "0"], "--rounds: expected at least 1, got 0"),
+    "benchmark-num": (["benchmark", "--num", "0"], "--num: expected at least 1, got 0"),
+    "benchmark-steps": (["benchmark", "--steps", "0"], "--steps: expected at least 1, got 0"),
+    "benchmark-prompts": (["benchmark", "--prompts", "none.txt"], "none.txt: expected a prompt file"),
+    "benchmark-reference": (["benchmark", "--reference", "none"], "none"),
+    "benchmark-model": (["benchmark", "--model", "./none"], "--model ./none: expected a folder"),
+    "bench-rounds": (["bench", "--rounds", "0"], "--rounds: expected at least 1, got 0"),
+    "bench-format": (["bench", "--format", "xml"], "--format: expected one of table, json, csv"),
+    "bench-out": (["bench", "--out", "/dev/null/x"], "--out /dev/null/x: expected a folder"),
+    "report": (["report", "none"], "none: expected the folder of a benchmark, found no results.json"),
+    "weights": (["weights", "magic"], "weights: expected names of lpips-alex"),
+    "doctor": (["doctor", "--scheduler", "magic"], "--scheduler: expected one of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_status_2(here: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    arguments, message = BAD[case]
+    assert cli.run(arguments) == 2
+    assert message in error_of(capsys)
+    assert list(here.iterdir()) == []
+
+
+def test_generate_is_that_of_mame_sd(model_folder: Path, here: Path) -> None:
+    options = ["generate", "--prompt", "key", "--model", str(model_folder), "--device", "cpu", "--steps", "1"]
+    pairs = {
+        "baseline": (["--method", "baseline"], ["--baseline"]),
+        "mame": (["--keep", "0.5", "--min-tokens", "16"],) * 2,
+    }
+    for name, (ours, theirs) in pairs.items():
+        assert cli.run([*options, *ours, "--out", f"{name}-eval"]) == 0
+        assert base.run([*options, *theirs, "--out", name]) == 0
+        assert snapshot(here / name) == snapshot(here / f"{name}-eval")
+
+
+def test_bench_prints_every_row(model_folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "bench",
+        "--model",
+        str(model_folder),
+        "--device",
+        "cpu",
+        "--steps",
+        "1",
+        "--rounds",
+        "2",
+        "--rows",
+        "mame-default",
+    ]
+    options += ["--height", "64", "--width", "64"]
+    assert cli.run([*options, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows, manifest = found["rows"], found["manifest"]
+    assert {*manifest["methods"], *manifest["environment"]} >= {"mame-default", "torch", "threads", "device"}
+    assert (manifest["rounds"], manifest["prompts"]["count"], manifest["sampling"]["steps"]) == (2, 12, 1)
+    assert list(rows) == ["baseline", "mame-default"]
+    assert set(rows["baseline"]) == {"latency", "denoising", "memory", "memory_denoising"}
+    assert cli.run([*options, "--format", "csv"]) == 0
+    lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [(line["row"], line["metric"]) for line in lines][:2] == [("baseline", "latency"), ("baseline", "denoising")]
+    assert float(lines[0]["mean"]) == rows["baseline"]["latency"]["mean"]  # taken once, kept in bench.jsonl
+    assert cli.run(options) == 0
+    table = capsys.readouterr().out
+    assert "times faster" in table
+    assert table.count("\n") == 3
+
+
+def test_weights_are_listed_without_a_network(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["weights", "lpips-alex", "--weights-dir", str(here)]) == 0
+    out = capsys.readouterr().out
+    assert "missing" in out
+    assert "lpips-alex" in out
+    assert "sha256" in out
+    assert "inception-fid" not in out
+
+
+def test_wrong_weights_are_found_out(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "lpips-alex.safetensors").write_bytes(b"other bytes")
+    assert cli.run(["weights", "lpips-alex", "--weights-dir", str(here)]) == 0
+    assert "wrong hash" in capsys.readouterr().out
+    assert cli.run(["doctor", "--weights-dir", str(here), "--device", "cpu"]) == 2
+    captured = capsys.readouterr()
+    assert "wrong hash" in captured.err.splitlines()[-1]
+
+
+def test_doctor_names_what_is_missing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["doctor", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in ("tomesd", "weights lpips-alex", "weights inception-fid", "weights clip-vit-b-32"):
+        assert any(name in line for line in lines)
+    missing = next(line for line in lines if "weights effnet-lite0" in line)
+    assert missing.startswith("note")
+    assert "sha256" in missing
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_documented_commands_parse(line: str) -> None:
+    words = shlex.split(line)[1:]
+    command = get_command(cli.app)
+    assert isinstance(command, typer.core.TyperGroup)
+    sub = command.get_command(command.make_context("mame-sd-eval", words[:1], resilient_parsing=True), words[0])
+    assert sub is not None, f"no command {words[0]}"
+    sub.make_context(words[0], words[1:])
+
+
+def test_the_suites_are_documented_as_they_are() -> None:
+    for name, suite in SUITES.items():
+        row = next(line for line in DOCUMENT.splitlines() if line.startswith(f"| `{name}`"))
+        cells = [cell.strip() for cell in row.split("|")]
+        assert cells[3].startswith(f"{suite.num:,}")
+        assert cells[4:6] == [str(suite.steps), str(suite.rounds)]
+
+
+def test_every_option_has_help() -> None:
+    command = get_command(cli.app)
+    assert isinstance(command, typer.core.TyperGroup)
+    assert set(command.commands) == {"generate", "score", "benchmark", "bench", "report", "weights", "doctor"}
+    for name, sub in command.commands.items():
+        for parameter in sub.params:
+            assert getattr(parameter, "help", None), f"{name} {parameter.name}"
+
+
+@pytest.mark.parametrize("module", ["eval", "mame_sd.eval"])
+def test_as_a_module(module: str) -> None:
+    result: Any = subprocess.run([sys.executable, "-m", module], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr == "error: Missing command; mame-sd-eval --help shows what can be given\n"
+
+
+def test_help_and_usage_errors_import_no_torch() -> None:
+    code = "import sys; from mame_sd.eval import cli; cli.run(['benchmark', '--suite', 'x']); print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout == "False\n"

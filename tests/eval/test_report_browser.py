@@ -1,0 +1,167 @@
+"""The report in a real Chromium: it fits the screen, fetches nothing, and its pictures enlarge by mouse and by keyboard.
+
+Skipped where no Chromium can be had: Debian's `chromium`, Google's Chrome, or the one of `playwright install chromium`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.builders.chromium import chromium
+from tests.builders.report_example import PROMPTS, example, row
+
+OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+OUTSIDE = """() => [...document.querySelectorAll('body *')].filter((node) => {
+  if (node.closest('.scroll, pre, dialog, svg, .sr')) return false;
+  const box = node.getBoundingClientRect();
+  return box.width && (box.right > document.documentElement.clientWidth + 1 || box.left < -1);
+}).map((node) => node.tagName + '.' + node.className)"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from mame_sd.eval.report import render
+
+    folder = tmp_path_factory.mktemp("report")
+    results = example(folder, prompts=(*PROMPTS, "a" * 300))
+    row(results, "tomesd-50")["label"] = "ToMeSD with quite a long label, 50 %"
+    results["manifest"]["digest"] = "0123456789abcdef" * 16
+    return render(results, folder).as_uri()
+
+
+@pytest.fixture
+def trouble() -> list[str]:
+    """What the page complained of, and every address outside itself that it asked for."""
+    return []
+
+
+def opened(browser: Any, report: str, trouble: list[str], width: int = 1280, scheme: str = "light") -> Any:
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page.on("console", lambda message: trouble.append(message.text))
+    page.on("pageerror", lambda error: trouble.append(str(error)))
+    page.on("dialog", lambda dialog: (trouble.append(dialog.message), dialog.dismiss()))
+    page.on("request", lambda request: trouble.append(request.url) if not _own(request.url, report) else None)
+    page.goto(report)
+    return page
+
+
+def _own(url: str, report: str) -> bool:
+    return url == report or url.startswith("data:")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+def test_nothing_overflows(browser: Any, report: str, trouble: list[str], width: int, scheme: str) -> None:
+    page = opened(browser, report, trouble, width, scheme)
+    for summary in page.locator("summary").all():
+        summary.click()
+    assert page.evaluate(OVERFLOW) == 0
+    assert page.evaluate(OUTSIDE) == []
+    boxes = page.locator(".scroll").evaluate_all("nodes => nodes.map(n => [n.scrollWidth, n.clientWidth])")
+    assert all(inner > outer for inner, outer in boxes) or width > 360  # wide tables scroll in their own box
+    plots = page.locator(".plot svg:visible")
+    assert plots.count() == 2
+    assert all(box["width"] <= width for box in (plot.bounding_box() for plot in plots.all()))
+    assert trouble == []
+    page.close()
+
+
+def test_colors_follow_the_scheme(browser: Any, report: str, trouble: list[str]) -> None:
+    seen = []
+    for scheme in ("light", "dark"):
+        page = opened(browser, report, trouble, scheme=scheme)
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        ink = page.evaluate("getComputedStyle(document.querySelector('.plot svg text')).fill")
+        seen.append([sum(int(part) for part in color[4:-1].split(",")) for color in (ground, ink)])
+        page.close()
+    (light_ground, light_ink), (dark_ground, dark_ink) = seen
+    assert light_ground > 600 > 400 > light_ink
+    assert dark_ground < 150 < 300 < dark_ink
+
+
+def test_every_picture_is_drawn(browser: Any, report: str, trouble: list[str]) -> None:
+    page = opened(browser, report, trouble)
+    page.locator(".gallery summary").click()
+    page.wait_for_function("[...document.querySelectorAll('main img')].every((image) => image.complete)")
+    widths = page.locator("main img").evaluate_all("images => images.map((image) => image.naturalWidth)")
+    assert len(widths) == 3 * 5 + 5 * 4
+    assert min(widths) > 0
+    page.close()
+
+
+def test_a_click_enlarges_and_arrows_swap_in_place(browser: Any, report: str, trouble: list[str]) -> None:
+    page = opened(browser, report, trouble)
+    shots = page.locator(".case").first.locator(".shot")
+    small = shots.first.bounding_box()["width"]
+    shots.first.click()
+    dialog, image = page.locator("dialog"), page.locator("dialog img")
+    assert dialog.is_visible()
+    assert image.bounding_box()["width"] > 2 * small
+    sources = [shot.locator("img").get_attribute("src") for shot in shots.all()]
+    place = image.bounding_box()
+    seen = [image.get_attribute("src")]
+    for _ in range(5):
+        page.keyboard.press("ArrowRight")
+        seen.append(image.get_attribute("src"))
+        assert image.bounding_box() == place
+    assert seen == [*sources, sources[0]]
+    page.keyboard.press("ArrowLeft")
+    assert image.get_attribute("src") == sources[-1]
+    assert image.get_attribute("alt").startswith("Difference of MaMe (default) from the baseline: ")
+    page.locator("dialog .previous").click()
+    assert dialog.locator(".label").inner_text().startswith("Difference of ToMeSD")
+    page.locator("dialog .close").click()
+    assert not dialog.is_visible()
+    assert trouble == []
+    page.close()
+
+
+def test_the_keyboard_alone_opens_enlarges_and_closes(browser: Any, report: str, trouble: list[str]) -> None:
+    page = opened(browser, report, trouble)
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "shot"
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    dialog, image = page.locator("dialog"), page.locator("dialog img")
+    assert dialog.is_visible()
+    assert page.evaluate("document.activeElement.closest('dialog') !== null")
+    once = image.bounding_box()["width"]
+    page.keyboard.press("z")
+    assert image.bounding_box()["width"] == pytest.approx(2 * once, rel=0.01)
+    assert page.locator("dialog .twice").get_attribute("aria-pressed") == "true"
+    image.click()
+    assert image.bounding_box()["width"] == pytest.approx(once)
+    for _ in range(6):  # Tab never leaves the open dialog for the page behind it
+        page.keyboard.press("Tab")
+        assert page.evaluate(
+            "document.activeElement === document.body || document.activeElement.closest('dialog') !== null"
+        )
+    page.keyboard.press("Escape")
+    assert not dialog.is_visible()
+    assert page.evaluate("document.activeElement === document.querySelectorAll('.shot')[1]")
+    assert trouble == []
+    page.close()
+
+
+def test_an_enlarged_picture_fits_a_phone(browser: Any, report: str, trouble: list[str]) -> None:
+    page = opened(browser, report, trouble, width=360)
+    page.locator(".shot").nth(2).click()
+    box = page.locator("dialog img").bounding_box()
+    assert box["width"] > 300
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= 360
+    for button in page.locator("dialog button").all():
+        place = button.bounding_box()
+        assert min(place["width"], place["height"]) >= 44  # a thumb's width
+        assert place["x"] + place["width"] <= 360
+        assert 0 <= place["y"] <= 800 - place["height"]
+    page.close()

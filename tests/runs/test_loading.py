@@ -1,0 +1,162 @@
+"""Loading models: what identifies one, schedulers, LoRAs, sizes, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKL,
+    StableAudioPipeline,
+    StableDiffusionInpaintPipeline,
+    TextToVideoSDPipeline,
+    WanPipeline,
+)
+from diffusers.loaders import StableDiffusionLoraLoaderMixin
+
+from mame_sd.errors import UserError
+from mame_sd.runs.generate import generate
+from mame_sd.runs.jobs import GenerateSettings
+from mame_sd.runs.loading import _check_text_to_image, load_model, options_of
+from mame_sd.runs.model_files import ModelChoice, digest_of, find_model
+from mame_sd.runs.prompt_files import prompts_from_texts
+from tests.builders.single_file import save_single_file
+from tests.builders.tiny import generate as images_of
+from tests.builders.tiny import save_tiny_pipeline, tiny_components, tiny_pipeline
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_pipeline(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def choice(folder: Path, *loras: str, scheduler: str | None = None) -> ModelChoice:
+    return ModelChoice(model=str(folder), device="cpu", loras=loras, scheduler=scheduler)
+
+
+def test_identity_follows_the_files_not_their_place(folder: Path, tmp_path: Path) -> None:
+    first = load_model(choice(folder)).identity
+    moved = save_tiny_pipeline(tmp_path / "elsewhere" / "tiny")
+    assert load_model(choice(moved)).identity == first
+    other = save_tiny_pipeline(tmp_path / "other" / "tiny", seed=9)
+    assert load_model(choice(other)).identity["sha256"] != first["sha256"]
+    assert (first["name"], first["scheduler"], first["dtype"]) == ("tiny", "DDIMScheduler", "float32")
+
+
+def test_the_digest_sees_every_byte(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    digests = set()
+    for position in (None, 0, 2_500_000, 4_999_999):
+        data = bytearray(5_000_000)
+        if position is not None:
+            data[position] = 1
+        file.write_bytes(data)
+        digests.add(digest_of(file))
+    assert len(digests) == 4
+
+
+def test_identity_tells_variants_and_single_file_configs_apart(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"x")
+    (tmp_path / "other").mkdir()
+    first, second, hub = (
+        options_of(file, ModelChoice(model=str(file), single_file_config=config))["single_file_config"]
+        for config in (str(folder), str(tmp_path / "other"), "owner/name")
+    )
+    assert (first["name"], second["name"]) == ("tiny", "other")
+    assert first["sha256"] != second["sha256"]
+    assert hub == {"name": "owner/name", "sha256": None}
+    assert load_model(choice(folder)).identity["variant"] is None
+    assert options_of(folder, ModelChoice(variant="fp16", single_file_config="x")) == {
+        "variant": "fp16",
+        "single_file_config": None,
+    }
+
+
+def test_a_scheduler_keeps_the_models_noise_schedule(folder: Path) -> None:
+    model = load_model(choice(folder, scheduler="dpm++-karras"))
+    assert type(model.pipe.scheduler).__name__ == "DPMSolverMultistepScheduler"
+    assert model.pipe.scheduler.config.beta_end == 0.012
+    assert model.pipe.scheduler.config.use_karras_sigmas is True
+
+
+def test_loras_change_images_and_identity(folder: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    pipe = tiny_pipeline()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        pipe.unet.add_adapter(peft.LoraConfig(r=2, init_lora_weights="gaussian", target_modules=["to_q", "to_v"]))
+        for name, parameter in pipe.unet.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
+    layers = peft.get_peft_model_state_dict(pipe.unet)
+    StableDiffusionLoraLoaderMixin.save_lora_weights(tmp_path, unet_lora_layers=layers, weight_name="style.safetensors")
+    file = str(tmp_path / "style.safetensors")
+    images = []
+    for number, loras in enumerate([(), (file,), (f"{file}:0.5",), (file, f"{file}:0")]):
+        model = load_model(choice(folder, *loras))
+        generate(model, prompts_from_texts(["key"]), GenerateSettings(steps=1), None, tmp_path / str(number))
+        images.append((tmp_path / str(number) / "images" / "p00001_0.png").read_bytes().partition(b"IDAT")[2])
+        assert [lora["scale"] for lora in model.identity["loras"]] == [[], [1.0], [0.5], [1.0, 0.0]][number]
+    assert len(set(images[:3])) == 3
+    assert images[3] == images[1]
+    (tmp_path / "bad.safetensors").write_bytes(b"x" * 99)
+    with pytest.raises(UserError, match=r"--lora .*bad\.safetensors: expected a LoRA for StableDiffusionPipeline"):
+        load_model(choice(folder, str(tmp_path / "bad.safetensors")))
+    with pytest.raises(UserError, match="expected a finite scale"):
+        load_model(choice(folder, f"{file}:nan"))
+
+
+def test_one_side_is_filled_with_the_models_own(folder: Path, tmp_path: Path) -> None:
+    model = load_model(choice(folder))
+    assert model.default_size == (32, 32)
+    generate(model, prompts_from_texts(["key"]), GenerateSettings(steps=1, width=48), None, tmp_path)
+    assert '"height": 32' in (tmp_path / "samples.jsonl").read_text()
+    assert '"width": 48' in (tmp_path / "samples.jsonl").read_text()
+
+
+def test_pipelines_that_are_no_text_to_image_are_refused(tmp_path: Path) -> None:
+    StableDiffusionInpaintPipeline(**tiny_components(in_channels=9)).save_pretrained(tmp_path / "inpaint")
+    with pytest.raises(UserError, match="StableDiffusionInpaintPipeline, which wants image"):
+        load_model(choice(tmp_path / "inpaint"))
+    AutoencoderKL.from_config(tiny_components()["vae"].config).save_pretrained(tmp_path / "vae")
+    with pytest.raises(UserError, match=r"got one without model_index\.json"):
+        load_model(choice(tmp_path / "vae"))
+
+
+@pytest.mark.parametrize("kind", [TextToVideoSDPipeline, WanPipeline, StableAudioPipeline])
+def test_pipelines_that_make_video_or_audio_are_refused(kind: Any) -> None:
+    with pytest.raises(UserError, match="expected a pipeline that makes images, got " + kind.__name__):
+        _check_text_to_image(kind.__new__(kind), "x")  # its arguments alone decide
+
+
+def test_our_own_pipeline_loads_without_its_class(tmp_path: Path) -> None:
+    from mame_sd.pipelines import StableDiffusionMaMePipeline
+
+    StableDiffusionMaMePipeline(**tiny_components(), tau=0.5).save_pretrained(tmp_path / "ours")
+    model = load_model(choice(tmp_path / "ours"))
+    assert type(model.pipe).__name__ == "StableDiffusionPipeline"
+
+
+def test_a_single_file_gives_the_pipeline_that_it_was_made_of(folder: Path, tmp_path: Path) -> None:
+    file = save_single_file(tiny_pipeline(), tmp_path / "model.safetensors")
+    model = load_model(ModelChoice(model=str(file), single_file_config=str(folder), device="cpu", offline=True))
+    assert type(model.pipe).__name__ == model.identity["pipeline"] == "StableDiffusionPipeline"
+    assert (model.identity["name"], model.identity["single_file_config"]["name"]) == ("model.safetensors", "tiny")
+    assert torch.equal(images_of(model.pipe), images_of(tiny_pipeline()))
+    with pytest.raises(UserError, match="--single-file-config"):
+        load_model(ModelChoice(model=str(file), device="cpu", offline=True))
+
+
+@pytest.mark.parametrize("name", ["./x/y", "a/b/c", "nothing", "../up", "a/b.safetensors"])
+def test_paths_are_not_taken_for_hub_ids(name: str) -> None:
+    with pytest.raises(UserError, match="found no such file; check the path"):
+        find_model(ModelChoice(model=name))
+
+
+def test_a_hub_model_that_is_not_cached_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match=r"--model nobody/nothing: expected a folder, .* give a folder"):
+        find_model(ModelChoice(model="nobody/nothing", offline=True))

@@ -1,0 +1,138 @@
+"""Prompt files: the four formats, and one error line for each way a file can be wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mame_sd.errors import UserError
+from mame_sd.runs.prompt_files import PromptError, check_unique, load_prompts, prompts_digest, prompts_from_texts
+
+
+def write(folder: Path, name: str, content: str | bytes) -> Path:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_demo_is_packaged_and_names_what_the_embedded_model_knows() -> None:
+    prompts = load_prompts("demo")
+    assert len(prompts) == 12
+    assert prompts[0].id == "00001"
+    assert prompts[0].text == "rocket on a light blue background"
+    assert all(prompt.text.endswith(" background") for prompt in prompts)
+
+
+def test_txt_skips_comments_and_blank_lines_and_numbers_prompts(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.txt", "\ufeff# comment\r\n\r\n  a red apple \r\nkey\n")
+    assert [(p.id, p.text) for p in load_prompts(path)] == [("00001", "a red apple"), ("00002", "key")]
+
+
+def test_control_characters_are_data(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.txt", "a\x1b[31m\x0b\x1cb\u2028c\n")
+    assert [p.text for p in load_prompts(path)] == ["a\x1b[31m\x0b\x1cb\u2028c"]
+    path = write(tmp_path, "a.jsonl", '{"prompt": "a\\u0000\\nb"}\n')
+    assert load_prompts(path)[0].text == "a\0\nb"
+
+
+@pytest.mark.parametrize("column", ["Prompt", "prompt", "caption", "Caption"])
+@pytest.mark.parametrize(("ending", "mark"), [(".csv", ","), (".tsv", "\t")])
+def test_tables_keep_extra_columns(tmp_path: Path, column: str, ending: str, mark: str) -> None:
+    head = mark.join(["id", column, "Category", "seed", "width"])
+    body = mark.join(["x", f'"a ""big""{mark}\nkey"', "Arts", "7", ""])
+    (prompt,) = load_prompts(write(tmp_path, "a" + ending, f"{head}\n{body}\n\n"))
+    assert prompt.text == f'a "big"{mark}\nkey'
+    assert (prompt.id, prompt.seed, prompt.width, prompt.extra) == ("x", 7, None, {"Category": "Arts"})
+
+
+def test_jsonl_takes_every_field(tmp_path: Path) -> None:
+    line = '{"prompt": "key", "id": 3, "seed": 1, "negative_prompt": "", "width": 64, "height": 72, "challenge": [1]}'
+    (prompt,) = load_prompts(write(tmp_path, "a.jsonl", line))
+    assert (prompt.id, prompt.seed, prompt.negative_prompt) == ("3", 1, "")
+    assert (prompt.width, prompt.height, prompt.extra) == (64, 72, {"challenge": [1]})
+
+
+BAD = {
+    "missing": ("none.txt", None, "none.txt: expected a prompt file, found nothing there"),
+    "ending": ("a.doc", "key", "expected a prompt file ending in .txt, .csv, .tsv, .jsonl"),
+    "empty": ("a.txt", "", "a.txt: expected at least one prompt"),
+    "only-comments": ("a.txt", "# key\n", "expected at least one prompt"),
+    "header-only": ("a.csv", "prompt\n", "expected at least one prompt"),
+    "binary": ("a.txt", b"key\n\x89PNG\0\0", "a.txt:2: expected text, got a binary file"),
+    "encoding": ("a.txt", b"key\nna\xefve\n", "a.txt:2: expected UTF-8, got the byte 0xef"),
+    "utf-16": ("a.txt", "key".encode("utf-16"), "expected UTF-8, got UTF-16"),
+    "no-column": ("a.csv", "text,id\nkey,1\n", "a.csv:1: expected a column named prompt or caption, got text, id"),
+    "columns-twice": ("a.csv", "prompt,x,x\nkey,1,2\n", "a.csv:1: expected columns that differ, got 'x' twice"),
+    "columns-short": ("a.csv", "prompt,x\nkey,1\nkey\n", "a.csv:3: expected 2 columns as in the header, got 1"),
+    "quote": ("a.csv", 'prompt\n"key\n', "a.csv:2: expected a table, but unexpected end of data"),
+    "empty-cell": ("a.csv", "prompt,x\n,1\n", "a.csv:2: expected a prompt, got an empty one"),
+    "cell-number": ("a.csv", "prompt,seed\nkey,1.5\n", "a.csv:2: seed: expected a whole number, got '1.5'"),
+    "json": ("a.jsonl", '{"prompt": "key"}\n{"prompt": }\n', "a.jsonl:2: expected a JSON object, but Expecting value"),
+    "json-deep": ("a.jsonl", "[" * 100_000, "a.jsonl:1: expected a JSON object"),
+    "json-nan": ("a.jsonl", '{"prompt": "key", "x": NaN}', "NaN is no JSON value"),
+    "json-array": ("a.jsonl", '["key"]', "a.jsonl:1: expected an object such as"),
+    "json-no-prompt": ("a.jsonl", '{"text": "key"}', "a.jsonl:1: expected an object such as"),
+    "json-type": ("a.jsonl", '{"prompt": 3}', "a.jsonl:1: prompt: expected text, got 3"),
+    "surrogate": ("a.jsonl", '{"prompt": "\\ud800"}', "half of a surrogate pair"),
+    "duplicate": ("a.csv", "prompt,id\nkey,a\nant,b\nbat,A\n", "a.csv:4: expected ids that differ (also without case)"),
+    "duplicate-number": ("a.jsonl", '{"prompt": "a", "id": "00002"}\n{"caption": "b"}',
+                         "a.jsonl:2: expected ids that differ"),
+    "seed": ("a.jsonl", '{"prompt": "key", "seed": -1}', "a.jsonl:1: seed: expected a whole number from 0"),
+    "width": ("a.jsonl", '{"prompt": "key", "width": 60}', "a.jsonl:1: width: expected a multiple of 8"),
+    "height": ("a.jsonl", '{"prompt": "key", "height": true}', "a.jsonl:1: height: expected a multiple of 8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files_name_file_and_line(tmp_path: Path, case: str) -> None:
+    name, content, message = BAD[case]
+    path = tmp_path / name if content is None else write(tmp_path, name, content)
+    with pytest.raises(PromptError) as caught:
+        load_prompts(path)
+    assert message in str(caught.value)
+    assert isinstance(caught.value, UserError)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_folder_is_no_prompt_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").mkdir()
+    with pytest.raises(PromptError, match="can be read"):
+        load_prompts(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("bad", ["../x", "a/b", "a\\\\b", "..", ".x", "", " a", "a\\u0000", "a\\nb", "c:x", "x" * 201])
+def test_ids_stay_in_the_folder(tmp_path: Path, bad: str) -> None:
+    with pytest.raises(PromptError, match=r"a\.jsonl:1: id: expected"):
+        load_prompts(write(tmp_path, "a.jsonl", f'{{"prompt": "key", "id": "{bad}"}}'))
+
+
+def test_limit_checks_the_whole_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.txt", "a\nb\nc\n")
+    assert [p.text for p in load_prompts(path, limit=2)] == ["a", "b"]
+    with pytest.raises(PromptError):
+        load_prompts(write(tmp_path, "a.jsonl", '{"prompt": "a"}\n{'), limit=1)
+
+
+def test_prompts_of_the_command_line_do_not_collide_with_a_files() -> None:
+    prompts = prompts_from_texts(["a", "b"])
+    assert [p.id for p in prompts] == ["p00001", "p00002"]
+    with pytest.raises(PromptError, match="empty"):
+        prompts_from_texts([""])
+    with pytest.raises(PromptError, match="expected ids that differ"):
+        check_unique([*prompts, prompts[0]])
+
+
+def test_digest_sees_every_field() -> None:
+    first, second = prompts_from_texts(["a"]), prompts_from_texts(["b"])
+    assert prompts_digest(first) == prompts_digest(prompts_from_texts(["a"])) != prompts_digest(second)
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\0"), min_size=1), min_size=1))
+def test_any_text_survives_txt(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+    kept = [text.strip(" \t\r") for text in texts]
+    kept = [text for text in kept if text and not text.startswith("#")]
+    path = write(tmp_path_factory.mktemp("p"), "a.txt", "key\n" + "\n".join(texts))
+    assert [p.text for p in load_prompts(path)] == ["key", *kept]
