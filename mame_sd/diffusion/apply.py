@@ -24,39 +24,34 @@ does not count compiled calls).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from diffusers.models.attention_processor import Attention
 from torch import nn
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import PARTS, MaMeConfig
 from mame_sd.core.merge import MergePlan
-from mame_sd.diffusion.attention import PLAIN_PROCESSORS, default_processor, fixed_reason
-from mame_sd.diffusion.families.family import Call, Family, Tokens, family_names, family_of
-from mame_sd.diffusion.families.sequence import FamilyLayer
-from mame_sd.diffusion.families.transformers import EXCLUDED
-from mame_sd.diffusion.hooks import (
+from mame_sd.diffusion.families.family import Family
+from mame_sd.diffusion.families.parts import Part, parts_of
+from mame_sd.diffusion.families.sequence import SequenceAttention
+from mame_sd.diffusion.families.transformers import EXCLUDED, family_names, family_of
+from mame_sd.diffusion.families.unet import (
     IMAGE_MODULES,
-    MAME_HOOK,
-    MAME_SIZE_HOOK,
-    MAME_STEP_HOOK,
-    FamilyHook,
-    MergeHook,
-    Shared,
-    SizeHook,
-    StepHook,
-    hook_on,
-    image_size,
-    put_hook,
-    take_hook,
+    PLAIN_PROCESSORS,
+    PlainAttention,
+    default_processor,
+    fixed_reason,
+    image_tokens,
 )
-from mame_sd.diffusion.parts import PartHook, check_parts, parts_of
+from mame_sd.diffusion.hook_registry import AroundHook, PreHook, hook_on, put_hook, take_hook
+from mame_sd.diffusion.hooks import MergeHook, Shared, SizeHook, StepHook, takes_timestep
+from mame_sd.diffusion.layer import Layer
 from mame_sd.diffusion.processor import MaMeAttnProcessor, make_config
 from mame_sd.report import LayerStats, MaMeReport, device_of, make_report
 
-_OURS = (MAME_HOOK, MAME_SIZE_HOOK, MAME_STEP_HOOK)
+_OURS = (MergeHook.name, SizeHook.name, StepHook.name)
 _DENOISERS = ("unet", "transformer")
 # Attention over frames lies below modules of these names (AnimateDiff, SVD, text-to-video, I2VGen-XL).
 _TEMPORAL = {
@@ -66,17 +61,18 @@ _TEMPORAL = {
     "transformer_in",
     "image_latents_temporal_encoder",
 }
+Placed = tuple[nn.Module, AroundHook | PreHook]  # a hook and the module it goes on
 
 
 class MaMeHandle:
     """Merging as applied to one model: settings, counters, removal. Made by `apply_mame`."""
 
-    def __init__(self, root: nn.Module, shared: Shared, hooks: list[tuple[nn.Module, str, Any]]) -> None:
+    def __init__(self, root: nn.Module, shared: Shared, hooks: list[Placed]) -> None:
         self.root = root
         self._shared = shared
         self._hooks = hooks
-        self._layers = [(module, hook.stats) for module, name, hook in hooks if name == MAME_HOOK]
-        check_parts(shared.config, (hook for _, _, hook in hooks), root)
+        self._layers = [(module, hook) for module, hook in hooks if isinstance(hook, MergeHook)]
+        self._check(shared.config)
 
     @property
     def config(self) -> MaMeConfig:
@@ -86,7 +82,7 @@ class MaMeHandle:
     @property
     def installed(self) -> bool:
         """Whether this handle's hooks are (all) on the model: not removed, not replaced by a later `apply_mame`."""
-        return all(hook_on(module, name) is hook for module, name, hook in self._hooks if _is_on(hook))
+        return all(hook_on(module, hook.name) is hook for module, hook in self._hooks if _is_on(hook))
 
     @property
     def active(self) -> bool:
@@ -108,7 +104,7 @@ class MaMeHandle:
         if not self.installed:
             raise RuntimeError("expected merging to be applied, but it was removed or replaced: call apply_mame again")
         new = make_config(self.config if config is None else config, fields)
-        check_parts(new, (hook for _, _, hook in self._hooks), self.root)
+        self._check(new)
         self._shared.config = new
         self.install()
 
@@ -118,40 +114,47 @@ class MaMeHandle:
         Raises:
             NothingMergedError: a forward has run and no layer could merge.
         """
-        return make_report(self._in_force())
+        return make_report(hook.stats for _, hook in self._layers if hook.on)
 
     def reset(self) -> None:
         """Sets all counters to zero and drops captured plans."""
-        for module, stats in self._layers:
-            stats.reset(device_of(module))
+        for module, hook in self._layers:
+            hook.stats.reset(device_of(module))
 
     def capture(self, on: bool = True) -> None:
         """Keeps the latest MergePlan of every layer for `plans` (memory: one plan a layer; not under torch.compile)."""
-        for _, stats in self._layers:
-            stats.capture = on
-            stats.plan = stats.plan if on else None
+        for _, hook in self._layers:
+            hook.stats.capture = on
+            hook.stats.plan = hook.stats.plan if on else None
 
     def plans(self) -> dict[str, MergePlan]:
         """The latest plan of every layer that merged since `capture`, by layer name; sizes stand in `report`."""
-        return {stats.name: stats.plan for stats in self._in_force() if stats.plan is not None}
+        found = (hook.stats for _, hook in self._layers if hook.on)
+        return {stats.name: stats.plan for stats in found if stats.plan is not None}
 
     def remove(self) -> None:
         """Takes this handle's hooks off the model; hooks of a later `apply_mame` stay."""
-        for module, name, hook in self._hooks:
-            if hook_on(module, name) is hook:
-                take_hook(module, name)
+        for module, hook in self._hooks:
+            if hook_on(module, hook.name) is hook:
+                take_hook(module, hook.name)
 
     def install(self) -> None:
         """Puts the hooks back (after `remove`, or in place of a later `apply_mame`); those of parts that are off stay off."""
-        for module, name, hook in self._hooks:
+        for module, hook in self._hooks:
             if _is_on(hook):
-                put_hook(module, name, hook)
+                put_hook(module, hook)
             else:
-                take_hook(module, name)
+                take_hook(module, hook.name)
 
-    def _in_force(self) -> list[LayerStats]:
-        """The counters of all layers that the settings merge."""
-        return [hook.stats for _, name, hook in self._hooks if name == MAME_HOOK and _is_on(hook)]
+    def _check(self, config: MaMeConfig) -> None:
+        """Raises ValueError where `config` asks for a part of blocks that the model lacks."""
+        there = {hook.stats.part for _, hook in self._layers}
+        for name in PARTS:
+            if getattr(config, name) is not None and name not in there:
+                raise ValueError(
+                    f"{name}: expected blocks of a UNet, DiT or PixArt (BasicTransformerBlock) that have such a part, "
+                    f"found none in {type(self.root).__name__}; leave {name} out"
+                )
 
 
 def apply_mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> MaMeHandle:
@@ -179,43 +182,31 @@ def apply_mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> 
 
 def build_handle(target: Any, config: MaMeConfig) -> MaMeHandle:
     """A handle for `target` whose hooks are not installed yet; raises as `apply_mame` does."""
-    root = denoiser_of(target)
-    shared = Shared(config)
-    hooks: list[tuple[nn.Module, str, Any]] = []
-    images: dict[str, tuple[SizeHook, Family | None]] = {}
+    root, shared = denoiser_of(target), Shared(config)
+    hooks: list[Placed] = []
+    denoisers: list[str] = []
+    images: dict[str, tuple[SizeHook, Family | None]] = {}  # what tells how tokens lie, by path, and whose they are
     parts: dict[str, str] = {}
-    steps: list[str] = []
     for path, module in root.named_modules():
-        step = None if any(_within(path, outer) for outer in steps) else StepHook.of(module, shared)
-        if step is not None:
-            steps.append(path)
-            hooks.append((module, MAME_STEP_HOOK, step))
-        reader = _reader_of(module)
-        if reader is not None:
-            images[path] = SizeHook(module, reader[0]), reader[1]
-            hooks.append((module, MAME_SIZE_HOOK, images[path][0]))
-        inside = max((outer for outer in images if _within(path, outer)), key=len, default=None)
-        image, family = (None, None) if inside is None else images[inside]
+        if takes_timestep(module) and not any(_within(path, outer) for outer in denoisers):
+            denoisers.append(path)
+            hooks.append((module, StepHook(module, shared)))
+        kind = type(module).__name__
+        if kind in EXCLUDED:
+            raise ValueError(f"expected a model whose attention can be merged, got {kind}: {EXCLUDED[kind]}")
+        own = family_of(module)
+        if own is not None or kind in IMAGE_MODULES:
+            images[path] = SizeHook(module, image_tokens if own is None else own.tokens), own
+            hooks.append((module, images[path][0]))
+        nearest = max((outer for outer in images if _within(path, outer)), key=len, default=None)
+        image, family = (None, None) if nearest is None else images[nearest]
         if family is None and _in_space(path):
             parts.update(parts_of(path, module))
-        if path in parts:
-            hooks.append((module, MAME_HOOK, PartHook(shared, LayerStats(path, device_of(module), parts[path]), image)))
-            continue
-        if not (
-            family.owns(path, module) if family else isinstance(module, Attention) and _may_merge(path, module, image)
-        ):
-            continue
-        if isinstance(getattr(module, "processor", None), MaMeAttnProcessor):
-            raise ValueError(
-                f"expected no merging on {path or type(module).__name__}, found {module.processor}, which would merge "
-                "twice: call remove_mame first"
-            )
-        stats = LayerStats(path or type(module).__name__, device_of(module))
-        if family is None or image is None:
-            hooks.append((module, MAME_HOOK, MergeHook(shared, stats, image)))
-        else:
-            hooks.append((module, MAME_HOOK, FamilyHook(shared, stats, image, FamilyLayer(module, family))))
-    if not any(isinstance(hook, (MergeHook, FamilyHook)) for _, _, hook in hooks):
+        layer = _layer_of(path, module, image, family, part := parts.get(path, "attention"))
+        if layer is not None:
+            stats = LayerStats(path or kind, device_of(module), part)
+            hooks.append((module, MergeHook(shared, stats, layer, image)))
+    if not any(isinstance(hook, MergeHook) and hook.stats.part == "attention" for _, hook in hooks):
         raise ValueError(_nothing_found(root))
     return MaMeHandle(root, shared, hooks)
 
@@ -258,7 +249,7 @@ def hooks_restored(target: Any) -> Iterator[None]:
             if hook is None:
                 take_hook(module, name)
             else:
-                put_hook(module, name, hook)
+                put_hook(module, hook)
 
 
 def has_hooks(target: Any) -> bool:
@@ -283,29 +274,32 @@ def denoiser_of(target: Any) -> nn.Module:
     )
 
 
-def _reader_of(module: nn.Module) -> tuple[Callable[[Any, Call], Tokens | None], Family | None] | None:
-    """What reads the tokens of `module`'s calls, and the family of attention below it (None: a UNet's)."""
-    if type(module).__name__ in EXCLUDED:
+def _layer_of(path: str, module: nn.Module, image: SizeHook | None, family: Family | None, part: str) -> Layer | None:
+    """What can merge at `path`; None for modules that are no such layer.
+
+    Raises:
+        ValueError: a MaMeAttnProcessor is installed on it.
+    """
+    if part != "attention":
+        return Part(module)
+    if family is not None:
+        if not family.owns(path, module):
+            return None
+    elif not isinstance(module, Attention) or fixed_reason(module) is not None or not _in_space(path):
+        return None
+    elif image is None and type(module.processor).__name__ not in PLAIN_PROCESSORS:
+        return None  # outside of an image's transformer, what unknown processors do with the tokens can't be told
+    if isinstance(getattr(module, "processor", None), MaMeAttnProcessor):
         raise ValueError(
-            f"expected a model whose attention can be merged, got {type(module).__name__}: {EXCLUDED[type(module).__name__]}"
+            f"expected no merging on {path or type(module).__name__}, found {module.processor}, which would merge twice: "
+            "call remove_mame first"
         )
-    if type(module).__name__ in IMAGE_MODULES:
-        return image_size, None
-    family = family_of(module)
-    return None if family is None else (family.tokens, family)
+    return PlainAttention(module) if family is None else SequenceAttention(module, family)
 
 
 def _within(path: str, outer: str) -> bool:
     """Whether the module at `path` lies below the one at `outer` ("" is the root, which counts as within itself)."""
     return not outer or path.startswith(outer + ".")
-
-
-def _may_merge(path: str, attn: Attention, image: SizeHook | None) -> bool:
-    """Whether a plain Attention may merge; outside of a known image's transformer only with a processor that is known
-    to compute plain self-attention, since what others do with the tokens can't be told.
-    """
-    plain = image is not None or type(attn.processor).__name__ in PLAIN_PROCESSORS
-    return plain and fixed_reason(attn) is None and _in_space(path)
 
 
 def _in_space(path: str) -> bool:
@@ -315,7 +309,7 @@ def _in_space(path: str) -> bool:
 
 def _is_on(hook: Any) -> bool:
     """Whether the settings in force need this hook."""
-    return not isinstance(hook, PartHook) or hook.on
+    return not isinstance(hook, MergeHook) or hook.on
 
 
 def _nothing_found(root: nn.Module) -> str:
@@ -325,5 +319,5 @@ def _nothing_found(root: nn.Module) -> str:
     return (
         f"expected a UNet's self-attention (diffusers' Attention without added keys, not over frames) or a transformer "
         f"that is known ({', '.join(family_names())}), found none that can merge in {type(root).__name__}, which has "
-        f"{found}. Apply to a UNet such as pipe.unet, or describe the model with mame_sd.diffusion.families.family.register_family"
+        f"{found}. Apply to a UNet such as pipe.unet, or describe the model with mame_sd.families.register_family"
     )

@@ -12,7 +12,6 @@ are at least `min_tokens` frames, so keep `min_tokens` above their number. Slici
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections import Counter
 from typing import Any
@@ -22,10 +21,12 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
 from mame_sd.config import PARTS, MaMeConfig
-from mame_sd.diffusion.attention import NO_SIZE, default_processor, merged_attention, skip_reason, unfused
+from mame_sd.diffusion.families.unet import PlainAttention, default_processor, processed, skip_reason
+from mame_sd.diffusion.layer import NO_SIZE, LayerCall, merged_call
 from mame_sd.report import LayerStats, MaMeReport, NothingMergedError, make_report
 
 _UNCOUNTED = LayerStats("compiled")
+_LAYER = PlainAttention()
 
 
 def make_config(config: MaMeConfig | None, fields: dict[str, Any]) -> MaMeConfig:
@@ -98,7 +99,10 @@ class MaMeAttnProcessor:
             rotary = image_rotary_emb, query_rotary_emb, key_rotary_emb, rotary_emb
             _check_replaceable(attn, hidden_states, encoder_hidden_states, any(part is not None for part in rotary))
         inner = default_processor(attn) if self.inner is None else self.inner
-        extra = {
+        arguments = {
+            "hidden_states": hidden_states,
+            "encoder_hidden_states": encoder_hidden_states,
+            "attention_mask": attention_mask,
             "temb": temb,
             "image_rotary_emb": image_rotary_emb,
             "query_rotary_emb": query_rotary_emb,
@@ -108,25 +112,15 @@ class MaMeAttnProcessor:
             "ip_adapter_masks": ip_adapter_masks,
             "ip_hidden_states": ip_hidden_states,
         }
-
-        def call(hidden: Tensor, encoder: Tensor | None) -> Tensor:
-            processor = unfused(inner, encoder) if encoder_hidden_states is None else inner
-            names = _accepted(processor)
-            known = {name: value for name, value in extra.items() if name in names}
-            output: Tensor = processor(
-                attn, hidden, encoder_hidden_states=encoder, attention_mask=attention_mask, **known
-            )
-            return output
-
-        reason = skip_reason(attn, hidden_states, encoder_hidden_states, attention_mask, extra, self.config, inner)
-        if reason is not None:
-            if reason != "cross-attention" and hidden_states.dim() == 3:
-                self._stats_of(attn).skipped(reason, hidden_states.shape[1])
-            elif not torch.compiler.is_compiling():
+        call = LayerCall(attn, lambda **given: processed(inner, attn, given), arguments, inner)
+        reason = skip_reason(call, self.config)
+        if reason == "cross-attention" or (reason is not None and hidden_states.dim() != 3):
+            if not torch.compiler.is_compiling():
                 self._passed[reason] += 1
-            return call(hidden_states, encoder_hidden_states)
+            output: Tensor = call.run()
+            return output
         stats = self._stats_of(attn)
-        output = merged_attention(attn, hidden_states, self.config, None, stats, call)
+        output = merged_call(_LAYER, call, None, self.config, stats)
         if NO_SIZE in stats.note and not self._warned and not torch.compiler.is_compiling():
             self._warned = True
             warnings.warn(f"{NO_SIZE}, or use apply_mame, which reads it", UserWarning, stacklevel=2)
@@ -187,13 +181,4 @@ def _check_replaceable(attn: Any, hidden_states: Tensor, encoder_hidden_states: 
         )
 
 
-def _accepted(processor: Any) -> frozenset[str]:
-    """Names of the keywords that the processor's call takes; like diffusers, `**kwargs` counts for nothing."""
-    kind = type(processor)
-    if kind not in _SIGNATURES:
-        _SIGNATURES[kind] = frozenset(inspect.signature(kind.__call__).parameters)
-    return _SIGNATURES[kind]
-
-
-_SIGNATURES: dict[type, frozenset[str]] = {}
 __all__ = ["NO_SIZE", "MaMeAttnProcessor", "make_config"]

@@ -12,6 +12,7 @@ from diffusers.hooks import HookRegistry, ModelHook
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, remove_mame
 from mame_sd.core.partition import draw_at
 from mame_sd.diffusion.apply import has_hooks
+from tests.builders.layers import added_kv_unet, attention, every_config, tokens
 from tests.builders.tiny import (
     run_unet,
     tiny_sdxl_unet,
@@ -21,7 +22,6 @@ from tests.builders.tiny import (
     tiny_vae,
     unet_inputs,
 )
-from tests.diffusion.test_processor import added_kv_unet, attention, every_config, tokens
 
 SIZES = [(16, 16), (8, 24), (12, 20)]
 MERGING = {"tau": 0.2, "min_tokens": 40}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -17,9 +20,10 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnP
 from torch import Tensor, nn
 
 from mame_sd import MaMeConfig, apply_mame, plan_merge, remove_mame
-from mame_sd.diffusion.families import family as families
-from mame_sd.diffusion.families.family import Family, Tokens, family_of, register_family
-from mame_sd.diffusion.families.sequence import FamilyLayer, _of_sample, start_of
+from mame_sd.diffusion.families.sequence import SequenceAttention, start_of
+from mame_sd.diffusion.families.transformers import BUILT_IN, family_of
+from mame_sd.diffusion.layer import merged_call
+from mame_sd.families import Family, Tokens, register_family
 from mame_sd.report import LayerStats
 from tests.builders.tiny import seeded, tiny_unet
 from tests.matrix.transformers import FLUX, TEXT, H, W, flux_inputs, normal, run
@@ -28,10 +32,17 @@ N = H * W
 FIELDS: list[dict[str, Any]] = [{"keep": 0.5, "merge": "qkv"}, {"tau": 0.1}]
 
 
+def counted(
+    module: nn.Module, family: Family, tokens: Tokens, config: MaMeConfig, **call: Any
+) -> tuple[Any, LayerStats]:
+    layer, stats = SequenceAttention(module, family), LayerStats("here")
+    return merged_call(layer, layer.call(module, module.forward, (), call), tokens, config, stats), stats
+
+
 def merged(module: nn.Module, family: Family, tokens: Tokens, config: MaMeConfig, **call: Any) -> Any:
-    layer = FamilyLayer(module, family)
-    assert layer.skip_reason(call, tokens, config) is None
-    return layer.merged(module, call, tokens, config, LayerStats("here"), module.forward)
+    output, stats = counted(module, family, tokens, config, **call)
+    assert stats.last_reason is None
+    return output
 
 
 @pytest.mark.parametrize("fields", FIELDS, ids=["keep", "tau"])
@@ -89,9 +100,8 @@ def test_a_tile_of_a_video_spans_frames() -> None:
     frames = normal(1, 1, N, 32).expand(1, 2, N, 32).reshape(1, 2 * N, 32)
     attn = seeded(WanAttention, 0, dim=32, heads=2, dim_head=16, processor=WanAttnProcessor())
     family = Family("v", ("V",), ("WanAttention",), lambda model, call: None)
-    layer, stats = FamilyLayer(attn, family), LayerStats("here")
     config = MaMeConfig(tau=0.999, min_tokens=1, tiles=8, stride=(2, 1))
-    layer.merged(attn, {"hidden_states": frames}, Tokens((2, H, W)), config, stats, attn.forward)
+    _, stats = counted(attn, family, Tokens((2, H, W)), config, hidden_states=frames)
     assert stats.tokens_kept == N
 
 
@@ -168,22 +178,20 @@ def hunyuan(processor: Any) -> Attention:
 
 
 def hunyuan_family() -> Family:
-    return families._FAMILIES["HunyuanDiT2DModel"]
+    return next(family for family in BUILT_IN if family.name == "HunyuanDiT")
 
 
 def test_a_processor_that_cuts_the_batch_is_left_alone_where_samples_run_alone() -> None:
     attn = hunyuan(PAGCFGHunyuanAttnProcessor2_0())
     call = {"hidden_states": normal(3, N, 32), "image_rotary_emb": (normal(N, 16), normal(N, 16, seed=1))}
-    layer, stats = FamilyLayer(attn, hunyuan_family()), LayerStats("here")
+    half, same = MaMeConfig(keep=0.5, stride=(2, 2), min_tokens=1), MaMeConfig(keep=0.25, min_tokens=1)
     with torch.no_grad():
-        half = layer.merged(
-            attn, call, Tokens((H, W)), MaMeConfig(keep=0.5, stride=(2, 2), min_tokens=1), stats, attn.forward
-        )
-        assert torch.equal(half, attn(**call))
+        output, stats = counted(attn, hunyuan_family(), Tokens((H, W)), half, **call)
+        assert torch.equal(output, attn(**call))
         assert stats.last_reason is not None
         assert stats.last_reason.startswith("PAGCFGHunyuanAttnProcessor2_0, which cuts the batch into parts")
-        layer.merged(attn, call, Tokens((H, W)), MaMeConfig(keep=0.25, min_tokens=1), stats, attn.forward)
-        assert (stats.last_reason, stats.tokens_kept) == (None, N + N // 4)
+        _, stats = counted(attn, hunyuan_family(), Tokens((H, W)), same, **call)
+        assert (stats.last_reason, stats.tokens_kept) == (None, N // 4)
 
 
 def test_stacked_rotary_positions_are_those_of_the_pair() -> None:
@@ -197,10 +205,41 @@ def test_stacked_rotary_positions_are_those_of_the_pair() -> None:
     assert torch.equal(*outputs)
 
 
-def test_arguments_that_cannot_be_split_into_samples_are_an_error() -> None:
-    assert torch.equal(_of_sample({"a": [normal(2, 3, 4)]}, 2, 1)["a"][0], normal(2, 3, 4)[1:])
-    with pytest.raises(TypeError, match=r"got set, which can't be split into samples: give tau"):
-        _of_sample({1, 2}, 2, 0)
+@pytest.mark.parametrize(
+    ("rows", "more", "reason"),
+    [
+        (N + 1, {}, r"expected one position for each of 96 image tokens, got 97 along dimension 0 of \[97, 16\]"),
+        (N, {"ids": {1, 2}}, r"arguments of set can't be split into samples that keep their own tokens"),
+    ],
+    ids=["rows", "arguments"],
+)
+def test_a_call_unlike_its_family_is_left_alone_and_the_report_says_why(rows: int, more: Any, reason: str) -> None:
+    class Loose(MyAttention):
+        def forward(self, x: Tensor, places: Tensor, ids: Any = None) -> Tensor:
+            return super().forward(x, places[:N].repeat(1, 2)[:, :8])
+
+    attn = seeded(Loose, 0)
+    family = Family("loose", ("L",), ("Loose",), lambda model, call: None, lambda call, rows: {"places": rows(call["places"], 0)}, ("x",))  # fmt: skip
+    call = {"x": normal(2, N, 8), "places": normal(rows, 16), **more}
+    with torch.no_grad():
+        output, stats = counted(attn, family, Tokens((H, W)), MaMeConfig(keep=0.5, stride=(2, 2), min_tokens=1), **call)
+        assert torch.equal(output, attn(**call))
+    assert re.fullmatch(reason, stats.last_reason or "")
+    assert (stats.tokens_in, stats.tokens_kept) == (N, N)
+
+
+def test_inputs_of_unequal_length_are_left_alone() -> None:
+    class Cross(MyAttention):
+        def forward(self, x: Tensor, places: Tensor, context: Tensor) -> Tensor:
+            return super().forward(x, places) + context.mean(1, keepdim=True)
+
+    attn = seeded(Cross, 0)
+    family = Family("two", ("T",), ("Cross",), lambda model, call: None, None, ("x", "context"))
+    call = {"x": normal(2, N, 8), "places": normal(N, 8), "context": normal(2, N - 3, 8)}
+    with torch.no_grad():
+        output, stats = counted(attn, family, Tokens((H, W)), MaMeConfig(keep=0.5, min_tokens=1), **call)
+        assert torch.equal(output, attn(**call))
+    assert stats.last_reason == "93 tokens are not those of 8 x 12"
 
 
 def test_ltx_without_sides_is_left_alone() -> None:
@@ -297,20 +336,20 @@ def test_a_model_of_the_users_own() -> None:
         assert torch.equal(model(image), before)
 
 
-def test_rows_of_another_length_are_an_error() -> None:
-    attn = seeded(FluxAttention, 0, query_dim=32, heads=2, dim_head=16, out_dim=32, pre_only=True)
-    family = family_of(FluxTransformer2DModel(**FLUX, pooled_projection_dim=8))
-    assert family is not None
-    rotary = normal(N + 1, 16), normal(N + 1, 16)
-    with pytest.raises(ValueError, match=r"one row for each of 96 image tokens .* got 97 along dimension 0"):
-        merged(
-            attn,
-            family,
-            Tokens((H, W)),
-            MaMeConfig(min_tokens=1),
-            hidden_states=normal(1, N, 32),
-            image_rotary_emb=rotary,
-        )
+def test_a_family_of_ones_own_comes_before_a_built_in_one_whenever_it_is_registered() -> None:
+    """Also where it is registered before `apply_mame` has been imported at all."""
+    lines = (
+        "from mame_sd.families import Family, Tokens, register_family",
+        "mine = register_family(Family('mine', ('WanTransformer3DModel',), ('X',), lambda model, call: None))",
+        "import mame_sd; mame_sd.apply_mame",
+        "from mame_sd.diffusion.families.transformers import family_of",
+        "from diffusers import WanTransformer3DModel",
+        "import torch",
+        "with torch.device('meta'): model = WanTransformer3DModel(num_layers=0)",
+        "assert family_of(model) is mine",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_where_the_image_begins() -> None:

@@ -9,12 +9,12 @@ import torch
 from diffusers.models.attention_processor import Attention
 
 from mame_sd import MaMeAttnProcessor, apply_mame, mame
+from tests.builders.layers import CONFIGS, attention, tokens
 from tests.builders.tiny import (
     run_unet,
     tiny_unet,
     unet_inputs,
 )
-from tests.diffusion.test_processor import CONFIGS, attention, tokens
 
 MERGING = {"tau": 0.2, "min_tokens": 40}
 

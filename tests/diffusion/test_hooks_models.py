@@ -11,18 +11,17 @@ from diffusers import (
     I2VGenXLUNet,
     PixArtTransformer2DModel,
     UNet3DConditionModel,
-    UNetMotionModel,
     UNetSpatioTemporalConditionModel,
 )
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0, FusedAttnProcessor2_0
 
 from mame_sd import apply_mame, remove_mame
 from mame_sd.diffusion.apply import has_hooks
+from tests.builders.layers import motion_unet
 from tests.builders.tiny import (
     generate,
     run_unet,
     seeded,
-    tiny_motion_adapter,
     tiny_pipeline,
     tiny_unet,
     unet_inputs,
@@ -111,10 +110,6 @@ def test_pag_merges_all_but_the_perturbed_layers_with_kv() -> None:
     skipped = [layer for layer in handle.report().layers if not layer.merged]
     assert [layer.name.split(".")[0] for layer in skipped] == ["mid_block"]
     assert "PAG" in skipped[0].reason
-
-
-def motion_unet() -> UNetMotionModel:
-    return UNetMotionModel.from_unet2d(tiny_unet(), tiny_motion_adapter()).eval()
 
 
 def test_animatediff_merges_pixels_and_never_frames() -> None:

@@ -11,7 +11,7 @@ from diffusers.hooks import HookRegistry
 from diffusers.hooks import ModelHook as DiffusersHook
 
 from mame_sd import apply_mame, mame, remove_mame
-from tests.diffusion.test_processor import attention, tokens
+from tests.builders.layers import attention, tokens
 
 MERGING = {"tau": 0.3, "min_tokens": 1}
 

@@ -18,9 +18,8 @@ from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mam
 from mame_sd.cli import app as cli
 from mame_sd.core.reference import reference_plan
 from mame_sd.diffusion.apply import has_hooks
+from tests.builders.layers import attention, motion_unet
 from tests.builders.tiny import generate, run_unet, seeded, tiny_components, tiny_pipeline, tiny_sdxl_unet, tiny_unet
-from tests.diffusion.test_hooks_models import motion_unet
-from tests.diffusion.test_processor import attention
 from tests.matrix.transformers import FLUX
 
 ON: dict[str, Any] = {"mlp": 0.5, "cross": 0.4, "min_tokens": 24}

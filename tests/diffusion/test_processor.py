@@ -10,44 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
 from diffusers.models import attention_processor as processors
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0, SlicedAttnProcessor
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, plan_merge, remove_mame
-from mame_sd.diffusion.attention import feature_of
+from mame_sd.diffusion.layer import compared
+from tests.builders.layers import added_kv_unet, attention, every_config, tokens
 from tests.builders.tiny import run_unet, seeded, tiny_sdxl_unet, tiny_unet, tiny_vae
-
-CONFIGS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "tau": {"tau": 0.3},
-    "keep": {"keep": 0.4},
-    "tau-kv": {"tau": 0.3, "merge": "kv"},
-    "keep-qkv": {"keep": 0.5, "merge": "qkv"},
-    "plain": {"preset": "plain", "tau": 0.2},
-    "paper": {"tau": 0.3, "variant": "paper"},
-    "random": {"tau": 0.3, "partition": "random", "seed": 5},
-    "k": {"tau": 0.3, "feature": "k"},
-    "k-mean": {"keep": 0.4, "feature": "k-mean"},
-}
-every_config = pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS.keys())
-
-
-def attention(**kwargs: Any) -> Attention:
-    return seeded(Attention, 0, query_dim=16, heads=2, dim_head=8, **kwargs)
-
-
-def tokens(batch: int = 2, length: int = 64, dim: int = 16) -> torch.Tensor:
-    return torch.randn(batch, length, dim, generator=torch.Generator().manual_seed(1))
-
-
-def added_kv_unet() -> UNet2DConditionModel:
-    return tiny_unet(
-        down_block_types=("SimpleCrossAttnDownBlock2D",) * 2,
-        up_block_types=("SimpleCrossAttnUpBlock2D",) * 2,
-        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
-        attention_head_dim=8,
-    )
 
 
 def with_processor(attn: Attention, **fields: Any) -> MaMeAttnProcessor:
@@ -103,7 +72,7 @@ def test_similarity_of_keys(feature: str) -> None:
 def test_keys_are_averaged_over_their_own_heads() -> None:
     attn = seeded(Attention, 0, query_dim=32, heads=4, kv_heads=2, dim_head=8)  # [B, L, 2 * 8] keys
     x = tokens(dim=32)
-    mean = feature_of(attn, x, "k-mean")
+    mean = compared(attn, x, "k-mean")
     torch.testing.assert_close(mean, attn.to_k(x).view(2, 64, 2, 8).mean(2))
 
 

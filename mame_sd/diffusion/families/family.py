@@ -19,6 +19,7 @@ this for one kind of model, and `register_family` adds yours. For a model of cla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,10 +32,11 @@ Rows = Callable[[Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class Tokens:
-    """How tokens lie in one forward of a model.
+    """How the tokens of one call lie.
 
     Attributes:
-        size: (h, w) of an image's tokens, or (t, h, w) of a video's, in row-major order.
+        size: (h, w) of an image's tokens, or (t, h, w) of a video's, in row-major order; (n,) where rows and columns are
+            unknown.
         before: tokens of something else, such as text, that stand before them in layers where both share a sequence.
         after: the same, behind them (in every layer, such as a reference image's).
     """
@@ -45,10 +47,19 @@ class Tokens:
 
     @property
     def count(self) -> int:
-        n = 1
-        for side in self.size:
-            n *= side
-        return n
+        return math.prod(self.size)
+
+    @property
+    def plane(self) -> tuple[int, int] | None:
+        """The (rows, columns) on which tokens are compared; None where they are unknown.
+
+        A video's plane is (h * t, w): the rows of all frames interleaved, so that a tile of the plane spans neighbours
+        in time as well as in space.
+        """
+        if len(self.size) == 1:
+            return None
+        *times, h, w = self.size
+        return h * math.prod(times), w
 
 
 @dataclass(frozen=True)
@@ -86,24 +97,11 @@ class Family:
         return kind in self.attention or f"{kind}.{last}" in self.attention
 
 
-_FAMILIES: dict[str, Family] = {}
+REGISTERED: dict[str, Family] = {}  # by class name of the model; these come before the built-in ones
 
 
 def register_family(family: Family) -> Family:
-    """Makes `apply_mame` know the models that `family` names; a family of the same name or model is replaced."""
+    """Makes `apply_mame` know the models that `family` names, in place of any family, built-in or not, that named them."""
     for model in family.models:
-        _FAMILIES[model] = family
+        REGISTERED[model] = family
     return family
-
-
-def family_of(model: nn.Module) -> Family | None:
-    """The family of a model by its class name, or that of a class it derives from; None for an unknown one."""
-    for kind in type(model).__mro__:
-        if kind.__name__ in _FAMILIES:
-            return _FAMILIES[kind.__name__]
-    return None
-
-
-def family_names() -> list[str]:
-    """Class names of all models that are known."""
-    return sorted(_FAMILIES)

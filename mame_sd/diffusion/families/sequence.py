@@ -1,19 +1,21 @@
-"""Merging around one attention call of a transformer family: the image's tokens merge, what stands beside them follows."""
+"""A transformer's self-attention: the image's tokens merge, and what stands beside them in the call follows.
+
+Text tokens may share the sequence or the call, rotary positions come one for each token, a video has frames: a `Family`
+tells which. Text takes no part in merging, and rotary positions of merged tokens are those of the tokens that stay.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import MergePlan, plan_merge
-from mame_sd.diffusion.attention import feature_of
-from mame_sd.diffusion.families.family import Call, Family, Tokens
-from mame_sd.report import LayerStats
+from mame_sd.core.merge import MergePlan
+from mame_sd.core.partition import positions
+from mame_sd.diffusion.families.family import Call, Family, Rows, Tokens
+from mame_sd.diffusion.layer import Layer, LayerCall, compared
 
 WHOLE = "queries merge too: this attention takes no keys of its own"
 PARTS = (
@@ -21,87 +23,97 @@ PARTS = (
 )
 
 
-class FamilyLayer:
-    """One attention module of a family: binds its calls' arguments to names, and merges them.
-
-    Args:
-        module: the attention module.
-        family: what its calls look like.
-    """
+class SequenceAttention(Layer):
+    """One attention module of a family."""
 
     def __init__(self, module: nn.Module, family: Family) -> None:
+        super().__init__(module)
         self.family = family
-        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-        self._names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.hidden = family.inputs[0]
 
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call, by name."""
-        return {**dict(zip(self._names, args, strict=False)), **kwargs}
-
-    def skip_reason(self, call: Call, tokens: Tokens | None, config: MaMeConfig) -> str | None:
-        """Why this call passes through untouched; None if it may merge."""
-        hidden = call.get(self.family.inputs[0])
+    def tokens(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Tokens | str:
+        """The image's tokens, as the model around says; a reason where the call isn't as the family says, or too small."""
+        hidden = call.arguments.get(self.hidden)
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
             return "input is no tokens [B, L, C]"
-        if tokens is None:
+        if known is None:
             return "height and width unknown (under torch.compile: compile the blocks, not the whole model)"
-        beside = call.get("encoder_hidden_states") is not None and "encoder_hidden_states" not in self.family.inputs
-        if beside and not self.family.cross:
+        reason = self._skip_reason(call.arguments, hidden, known, config)
+        if reason is not None:
+            return reason
+        if self._alone(hidden.shape[0], known, config):
+            kind = type(call.processor).__name__
+            if kind.startswith("PAG"):
+                return PARTS.format(kind)
+            unknown = next((v for v in call.arguments.values() if not _splits(v)), None)
+            if unknown is not None:
+                return f"arguments of {type(unknown).__name__} can't be split into samples that keep their own tokens"
+        return known
+
+    def feature(self, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> Tensor:
+        """The image's tokens, or their keys, in the order of the plane."""
+        hidden: Tensor = call.arguments[self.hidden]
+        return compared(call.module, _Order(tokens, hidden.shape[1]).image(hidden), config.feature)
+
+    def merged(self, call: LayerCall, tokens: Tokens, plan: MergePlan, config: MaMeConfig) -> Any:
+        """The attention's output: the image's tokens restored, all others as computed beside the merged ones."""
+        hidden: Tensor = call.arguments[self.hidden]
+        order = _Order(tokens, hidden.shape[1])
+        merged: dict[int, Tensor] = {}
+        changes: dict[str, Any] = {}
+        for name in self.family.inputs:
+            value = call.arguments[name]
+            if id(value) not in merged:
+                merged[id(value)] = order.put(value, plan.merge(order.image(value)))
+            changes[name] = merged[id(value)]
+        kept = order.positions(plan)
+        if self._alone(hidden.shape[0], tokens, config):
+            samples = [self._sample(call, changes, order, kept, i) for i in range(kept.shape[0])]
+            return self._restored(_joined([call.forward(**sample) for sample in samples]), order, plan)
+        if self.family.select is not None:
+            same = kept.reshape(-1, plan.tokens_kept)[0]
+            changes |= self.family.select(call.arguments, order.rows(same))
+        return self._restored(call.run(**changes), order, plan)
+
+    def count(self, call: LayerCall, known: Tokens | None) -> int:
+        """The image's tokens; 0 where they are unknown."""
+        return 0 if known is None else known.count
+
+    def fitted(self, config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
+        """The settings as they are; where they merge keys alone, a note that queries merge too."""
+        return config, WHOLE if config.merge == "kv" else ""
+
+    def _skip_reason(self, given: Call, hidden: Tensor, tokens: Tokens, config: MaMeConfig) -> str | None:
+        """Why this call passes through untouched; None if it may merge."""
+        family = self.family
+        beside = given.get("encoder_hidden_states") is not None and "encoder_hidden_states" not in family.inputs
+        if beside and not family.cross:
             return "cross-attention"
-        first = start_of(hidden.shape[1], tokens)
-        if first is None:
-            return f"{hidden.shape[1]} tokens are not those of {' x '.join(map(str, tokens.size))}"
+        for name in family.inputs:
+            value = given.get(name)
+            if not isinstance(value, Tensor) or start_of(value.shape[1], tokens) is None:
+                length = value.shape[1] if isinstance(value, Tensor) else "no"
+                return f"{length} tokens are not those of {' x '.join(map(str, tokens.size))}"
         if tokens.count < config.min_tokens:
             return f"fewer than min_tokens={config.min_tokens}"
-        if call.get("attention_mask") is not None and not self.family.mask:
+        if given.get("attention_mask") is not None and not family.mask:
             return "attention mask"
         if config.merge == "kv" and "merge" in config.given:
-            return f"merge='kv' is unknown to {self.family.name}: {WHOLE}; leave merge out or give merge='qkv'"
-        return None
+            return f"merge='kv' is unknown to {family.name}: {WHOLE}; leave merge out or give merge='qkv'"
+        return None if family.select is None else _unlike(given, family.select, tokens)
 
-    def merged(
-        self,
-        module: Any,
-        call: dict[str, Any],
-        tokens: Tokens,
-        config: MaMeConfig,
-        stats: LayerStats,
-        forward: Callable[..., Any],
-        draw: Tensor | None = None,
-    ) -> Any:
-        """The attention's output on merged image tokens, restored; `skip_reason` has returned None for this call."""
-        hidden: Tensor = call[self.family.inputs[0]]
-        first = start_of(hidden.shape[1], tokens) or 0
-        order = _Order(tokens, first, hidden)
-        plan = plan_merge(feature_of(module, order.image(hidden), config.feature), config, order.plane, draw=draw)
-        kept = order.positions(plan)
-        if plan.tokens_kept == plan.positions.M:  # destinations alone: the same ones in every sample
-            kept = kept.reshape(-1, plan.tokens_kept)[0]
-        alone = self.family.select is not None and kept.dim() == 2 and kept.shape[0] > 1
-        processor = type(getattr(module, "processor", None)).__name__
-        if alone and processor.startswith("PAG"):
-            stats.skipped(PARTS.format(processor), tokens.count)
-            return forward(**call)
-        stats.merged(plan, tokens.size, WHOLE if config.merge == "kv" else "")
-        done: dict[int, Tensor] = {}
-        inner = dict(call)
-        for name in self.family.inputs:
-            value = call[name]
-            if id(value) not in done:
-                done[id(value)] = order.put(value, plan.merge(order.image(value)))
-            inner[name] = done[id(value)]
-        if not alone:
-            if self.family.select is not None:
-                inner.update(self.family.select(call, order.rows(kept.reshape(-1))))
-            return self._restored(forward(**inner), order, plan)
-        outputs = [forward(**self._sample(inner, call, order, kept, i)) for i in range(kept.shape[0])]
-        return self._restored(_joined(outputs), order, plan)
+    def _alone(self, batch: int, tokens: Tokens, config: MaMeConfig) -> bool:
+        """Whether samples run one by one: they keep tokens of their own, and rotary positions are shared by a batch."""
+        if self.family.select is None or config.keep is None or batch == 1:
+            return False
+        places = positions(tokens.count, config, tokens.plane)
+        return 0 < tokens.count - max(places.M, round(config.keep * tokens.count)) < places.N
 
-    def _sample(self, inner: dict[str, Any], call: Call, order: _Order, kept: Tensor, i: int) -> dict[str, Any]:
-        """The arguments of sample `i` alone: rotary positions are shared by a batch, merged positions are not."""
+    def _sample(self, call: LayerCall, changes: dict[str, Any], order: _Order, kept: Tensor, i: int) -> dict[str, Any]:
+        """The arguments of sample `i` alone."""
         assert self.family.select is not None
-        one = {**inner, **self.family.select(call, order.rows(kept[i]))}
-        return {name: _of_sample(value, kept.shape[0], i) for name, value in one.items()}
+        given = {**call.arguments, **changes, **self.family.select(call.arguments, order.rows(kept[i]))}
+        return {name: _of_sample(value, kept.shape[0], i) for name, value in given.items()}
 
     def _restored(self, output: Any, order: _Order, plan: MergePlan) -> Any:
         if isinstance(output, Tensor):
@@ -112,20 +124,13 @@ class FamilyLayer:
 
 
 class _Order:
-    """Where the image's tokens are in one call, and the plane they are compared on.
+    """Where the image's tokens are in a sequence of `length`, and how they go to their plane and back."""
 
-    An image's plane is (h, w). A video's is (h * t, w): the rows of all frames interleaved, so that a tile of the plane
-    spans neighbours in time as well as in space.
-    """
-
-    def __init__(self, tokens: Tokens, first: int, hidden: Tensor) -> None:
+    def __init__(self, tokens: Tokens, length: int) -> None:
         self.tokens = tokens
-        self.first = first
-        self.stop = first + tokens.count
-        self.length = hidden.shape[1]
-        *times, h, w = tokens.size
-        self.times = times[0] if times else 1
-        self.plane = (h * self.times, w)
+        self.first = start_of(length, tokens) or 0
+        self.stop = self.first + tokens.count
+        self.times = tokens.size[0] if len(tokens.size) == 3 else 1
 
     def image(self, t: Tensor) -> Tensor:
         """The image's tokens [B, n, C] of t [B, L, C], in the plane's order."""
@@ -161,21 +166,14 @@ class _Order:
         row, column = kept // w, kept % w
         return (row % self.times * h + row // self.times) * w + column
 
-    def rows(self, kept: Tensor) -> Callable[[Tensor, int], Tensor]:
+    def rows(self, kept: Tensor) -> Rows:
         """Picks the rows of merged tokens along a dimension that counts the image's, or the whole sequence's."""
-        n, tokens = self.tokens.count, self.tokens
 
         def pick(t: Tensor, dim: int) -> Tensor:
-            length = t.shape[dim]
-            start = {n: 0, n + tokens.after: 0, n + tokens.before + tokens.after: tokens.before}.get(length)
-            if start is None:
-                raise ValueError(
-                    f"rows: expected one row for each of {n} image tokens (with {tokens.before} before and "
-                    f"{tokens.after} after them), got {length} along dimension {dim} of {list(t.shape)}"
-                )
+            start = start_of(t.shape[dim], self.tokens) or 0
             index = kept.to(t.device) + start
-            every = torch.arange(length, device=t.device)
-            return t.index_select(dim, torch.cat([every[:start], index, every[start + n :]]))
+            every = torch.arange(t.shape[dim], device=t.device)
+            return t.index_select(dim, torch.cat([every[:start], index, every[start + self.tokens.count :]]))
 
         return pick
 
@@ -189,24 +187,40 @@ def start_of(length: int, tokens: Tokens) -> int | None:
     return None
 
 
-def _of_sample(value: Any, batch: int, i: int, least: int = 2) -> Any:
-    """What sample `i` has of an argument.
+def _unlike(given: Call, select: Any, tokens: Tokens) -> str | None:
+    """Why the rows of this call's arguments are not those of its tokens; None where they are."""
+    wrong: list[str] = []
 
-    Raises:
-        TypeError: neither tensors nor plain values, so what is the sample's can't be told.
-    """
+    def look(t: Tensor, dim: int) -> Tensor:
+        if start_of(t.shape[dim], tokens) is None:
+            wrong.append(f"{t.shape[dim]} along dimension {dim} of {list(t.shape)}")
+        return t
+
+    select(given, look)
+    beside = f" (with {tokens.before} before and {tokens.after} after them)" if tokens.before or tokens.after else ""
+    if not wrong:
+        return None
+    return f"expected one position for each of {tokens.count} image tokens{beside}, got {wrong[0]}"
+
+
+def _splits(value: Any) -> bool:
+    """Whether it can be told what each sample has of an argument."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_splits, value))
+    if isinstance(value, dict):
+        return all(map(_splits, value.values()))
+    return value is None or isinstance(value, (Tensor, bool, int, float, str))
+
+
+def _of_sample(value: Any, batch: int, i: int, least: int = 2) -> Any:
+    """What sample `i` has of an argument that `_splits`."""
     if isinstance(value, Tensor):
         return value[i : i + 1] if value.dim() >= least and value.shape[0] == batch else value
     if isinstance(value, (tuple, list)):  # of rotary positions: a first dimension of two counts tokens, never samples
         return type(value)(_of_sample(part, batch, i, least=3) for part in value)
     if isinstance(value, dict):
         return {name: _of_sample(part, batch, i, least) for name, part in value.items()}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise TypeError(
-        f"expected tensors, numbers, or tuples, lists and dicts of them as an attention's arguments, got "
-        f"{type(value).__name__}, which can't be split into samples: give tau in place of keep, or one sample at a time"
-    )
+    return value
 
 
 def _joined(outputs: list[Any]) -> Any:

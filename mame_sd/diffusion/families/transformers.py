@@ -1,6 +1,6 @@
 """The families of diffusers' transformers, and the models that are left alone on purpose.
 
-The UNets, DiT and PixArt need none: their self-attention has nothing beside its tokens (`layer.py`).
+UNets, DiT and PixArt need none: their self-attention has nothing beside its tokens (`unet.py`).
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mame_sd.diffusion.families.family import Call, Family, Rows, Tokens, register_family
+from mame_sd.diffusion.families.family import REGISTERED, Call, Family, Rows, Tokens
 
 # Models for which merging is refused, with the reason.
 EXCLUDED = {
@@ -108,16 +108,14 @@ def chroma_rows(call: Call, rows: Rows) -> dict[str, Any]:
     return changed if mask is None else {**changed, "attention_mask": rows(rows(mask, 2), 3)}
 
 
-register_family(
+BUILT_IN = (
     Family(
         "HunyuanDiT",
         ("HunyuanDiT2DModel", "HunyuanDiT2DControlNetModel"),
         ("Attention.attn1",),
         patches,
         cos_sin("image_rotary_emb", 0),
-    )
-)
-register_family(
+    ),
     Family(
         "Lumina",
         ("LuminaNextDiT2DModel",),
@@ -126,18 +124,14 @@ register_family(
         lumina_rows,
         inputs=("hidden_states", "encoder_hidden_states"),
         mask=True,
-    )
-)
-register_family(
+    ),
     Family(
         "Stable Diffusion 3",
         ("SD3Transformer2DModel", "SD3ControlNetModel"),
         ("Attention.attn", "Attention.attn2"),
         patches,
         cross=True,
-    )
-)
-register_family(
+    ),
     Family(
         "Flux",
         ("FluxTransformer2DModel", "FluxControlNetModel"),
@@ -146,12 +140,8 @@ register_family(
         cos_sin("image_rotary_emb", 0),
         outputs=(0, 2),
         cross=True,
-    )
-)
-register_family(
-    Family("Chroma", ("ChromaTransformer2DModel",), ("FluxAttention",), packed, chroma_rows, mask=True, cross=True)
-)
-register_family(
+    ),
+    Family("Chroma", ("ChromaTransformer2DModel",), ("FluxAttention",), packed, chroma_rows, mask=True, cross=True),
     Family(
         "Qwen-Image",
         ("QwenImageTransformer2DModel", "QwenImageControlNetModel"),
@@ -160,22 +150,18 @@ register_family(
         qwen_rows,
         mask=True,
         cross=True,
-    )
-)
-register_family(Family("AuraFlow", ("AuraFlowTransformer2DModel",), ("Attention.attn",), with_registers, cross=True))
-register_family(
+    ),
+    Family("AuraFlow", ("AuraFlowTransformer2DModel",), ("Attention.attn",), with_registers, cross=True),
     Family(
         "Wan",
         ("WanTransformer3DModel", "WanVACETransformer3DModel"),
         ("WanAttention.attn1",),
         video_patches,
         cos_sin("rotary_emb", 1),
-    )
-)
-register_family(
-    Family("LTX", ("LTXVideoTransformer3DModel",), ("LTXAttention.attn1",), sides_given, cos_sin("image_rotary_emb", 1))
-)
-register_family(
+    ),
+    Family(
+        "LTX", ("LTXVideoTransformer3DModel",), ("LTXAttention.attn1",), sides_given, cos_sin("image_rotary_emb", 1)
+    ),
     Family(
         "CogVideoX",
         ("CogVideoXTransformer3DModel",),
@@ -183,5 +169,23 @@ register_family(
         frames_first,
         cos_sin("image_rotary_emb", 0),
         cross=True,
-    )
+    ),
 )
+_MODELS = {model: family for family in BUILT_IN for model in family.models}
+
+
+def family_of(model: nn.Module) -> Family | None:
+    """The family of a model by its class name, or that of a class it derives from; None for an unknown one.
+
+    Families that users have registered come before the built-in ones.
+    """
+    for kind in type(model).__mro__:
+        for known in (REGISTERED, _MODELS):
+            if kind.__name__ in known:
+                return known[kind.__name__]
+    return None
+
+
+def family_names() -> list[str]:
+    """Class names of all models that are known."""
+    return sorted({*REGISTERED, *_MODELS})

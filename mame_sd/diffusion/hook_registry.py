@@ -1,0 +1,99 @@
+"""What diffusers' registry of hooks lacks: hooks that live in copies, putting one back, taking one out from under another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers.hooks import HookRegistry, ModelHook
+from torch import nn
+
+
+class AroundHook(ModelHook):
+    """Runs around a module's own forward, in deepcopies of the module too.
+
+    diffusers binds a hook to the module that was hooked first, so that a deepcopy would run the original's weights.
+    `pre_forward` alone is given the module that was really called; it passes it on.
+    """
+
+    name: str
+    entry: Any  # the module's forward just after the hook was put on
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return args, {**kwargs, "_mame_module": module}
+
+    def new_forward(self, module: nn.Module, *args: Any, _mame_module: Any, **kwargs: Any) -> Any:
+        own = _mame_module._diffusers_hook.hooks[self.name]
+        return own.around(_mame_module, own.fn_ref.original_forward, *args, **kwargs)
+
+    def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """The module's output; `forward` is its own."""
+        raise NotImplementedError
+
+
+class PreHook:
+    """A plain forward pre-hook: it reads a module's arguments and changes nothing.
+
+    Other tools (DeepCache, offloading) put functions of their own in place of a module's forward, which wrapping it would
+    get lost under or undo.
+    """
+
+    name: str
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Reads the call. A method of each class: one that classes share, `torch.compile` would compile for each anew."""
+        raise NotImplementedError
+
+
+def hook_on(module: nn.Module, name: str) -> Any:
+    """The hook of that name on `module`."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, PreHook) and hook.name == name:
+            return hook
+    registry = getattr(module, "_diffusers_hook", None)
+    return None if registry is None else registry.get_hook(name)
+
+
+def put_hook(module: nn.Module, hook: AroundHook | PreHook) -> None:
+    """Makes `hook` the one of its name on `module`."""
+    if hook_on(module, hook.name) is hook:
+        return
+    take_hook(module, hook.name)
+    if isinstance(hook, PreHook):
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+        return
+    HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, hook.name)
+    hook.entry = module.forward
+
+
+def take_hook(module: nn.Module, name: str) -> None:
+    """Takes the hook of that name off `module`, if there is one; what was put around it since then stays in force.
+
+    diffusers' own removal gives the next hook the freed forward in place of its `new_forward`, which is then lost, and
+    drops a function that somebody has put around `module.forward` by hand.
+    """
+    hook = hook_on(module, name)
+    if hook is None:
+        return
+    if isinstance(hook, PreHook):
+        key = next(key for key, value in module._forward_pre_hooks.items() if value is hook)
+        del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+        return
+    registry: Any = module._diffusers_hook
+    later = registry._fn_refs[registry._hook_order.index(name) + 1 :]
+    around = (later[0].original_forward or later[0].forward) if later else module.forward
+    if around is not hook.entry:
+        _pass_through(registry, name)
+        return
+    outer = later[0] if later and later[0].original_forward is not None else None
+    kept = None if outer is None else outer.forward
+    registry.remove_hook(name, recurse=False)
+    if outer is not None:
+        outer.original_forward, outer.forward = outer.forward, kept
+
+
+def _pass_through(registry: Any, name: str) -> None:
+    """Takes a hook that is wrapped by a function of somebody else's out of the registry; what is wrapped does nothing."""
+    plain, place = ModelHook(), registry._hook_order.index(name)
+    ref = registry._fn_refs[place]
+    ref.pre_forward, ref.forward, ref.post_forward = plain.pre_forward, ref.original_forward, plain.post_forward
+    del registry.hooks[name], registry._hook_order[place], registry._fn_refs[place]

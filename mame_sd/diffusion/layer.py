@@ -1,0 +1,124 @@
+"""The way of a call through a merging layer: guard, plan, merge, call, restore.
+
+`merged_call` is that way for every layer and for both ways into diffusers (hooks and the processor), so they give the same
+numbers. What differs between layers is said by a `Layer`: a UNet's self-attention (`families/unet.py`), a transformer's
+(`families/sequence.py`), feed-forward networks and cross-attention (`families/parts.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from mame_sd.config import MaMeConfig
+from mame_sd.core.merge import MergePlan, plan_merge
+from mame_sd.core.partition import GRIDS
+from mame_sd.diffusion.families.family import Tokens
+from mame_sd.report import LayerStats
+
+NO_SIZE = "height and width unknown: merged with partition 'alternating' and without tiles; give size=(h, w)"
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a module: its arguments by name, what computes it, and the attention processor in it, if there is one."""
+
+    module: Any
+    forward: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    processor: Any = None
+
+    def run(self, **changes: Any) -> Any:
+        """The module's own output, with `changes` of the arguments."""
+        return self.forward(**{**self.arguments, **changes})
+
+
+class Layer(ABC):
+    """What one kind of module's calls look like to merging.
+
+    Args:
+        module: a module of that kind, whose forward names the arguments; the calls may come from copies of it.
+    """
+
+    hidden = "hidden_states"  # the argument that holds the tokens [B, L, C]
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        parameters = [] if module is None else list(inspect.signature(type(module).forward).parameters.values())[1:]
+        self._names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    def call(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> LayerCall:
+        """A call of `module`, whose own forward is `forward`. Raises TypeError for more arguments than it names."""
+        if len(args) > len(self._names):
+            raise TypeError(
+                f"{type(module).__name__}: expected at most {len(self._names)} positional arguments "
+                f"({', '.join(self._names)}), got {len(args)}; give the others by name"
+            )
+        named = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        return LayerCall(module, forward, named, getattr(module, "processor", None))
+
+    @abstractmethod
+    def tokens(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Tokens | str:
+        """How the tokens of this call lie, or why it passes through untouched. `known` is what the model around says."""
+
+    @abstractmethod
+    def merged(self, call: LayerCall, tokens: Tokens, plan: MergePlan, config: MaMeConfig) -> Any:
+        """The module's output, computed on merged tokens and whole again."""
+
+    def feature(self, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> Tensor:
+        """What similarity compares, [B, n, d] of the n tokens that may merge, in the order of their plane."""
+        hidden: Tensor = call.arguments[self.hidden]
+        return hidden
+
+    def count(self, call: LayerCall, known: Tokens | None) -> int:
+        """Tokens of a call that is left alone."""
+        return int(call.arguments[self.hidden].shape[1])
+
+    def fitted(self, config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
+        """The settings that hold for these tokens, and what a report says where they are not the given ones."""
+        if tokens.plane is not None or (config.partition not in GRIDS and not config.tiles):
+            return config, ""
+        note = NO_SIZE if config.kernel is None else f"{NO_SIZE}. Kernel {config.kernel!r} needs tiles: not run"
+        return config.replace(partition="alternating", tiles=0, kernel=None), note
+
+
+def merged_call(
+    layer: Layer,
+    call: LayerCall,
+    known: Tokens | None,
+    config: MaMeConfig,
+    stats: LayerStats,
+    draw: Tensor | None = None,
+) -> Any:
+    """The output of `call`, merged where that is sound, and counted.
+
+    Args:
+        layer: the kind of module.
+        call: the call.
+        known: how the tokens lie, from the model around the layer; None where nothing says it.
+        config: the settings.
+        stats: counters of this layer.
+        draw: which of the drawn partitions this step takes, see `plan_merge`.
+    """
+    tokens = layer.tokens(call, known, config)
+    if isinstance(tokens, str):
+        stats.skipped(tokens, layer.count(call, known))
+        return call.run()
+    config, note = layer.fitted(config, tokens)
+    plan = plan_merge(layer.feature(call, tokens, config), config, tokens.plane, draw=draw)
+    stats.merged(plan, tokens.size if tokens.plane else None, note)
+    return layer.merged(call, tokens, plan, config)
+
+
+def compared(attn: Any, hidden_states: Tensor, kind: str) -> Tensor:
+    """What similarity compares of tokens [B, L, C]: them ("x"), their keys ("k"), or keys averaged over heads ("k-mean")."""
+    if kind == "x":
+        return hidden_states
+    keys: Tensor = attn.to_k(hidden_states)
+    return keys if kind == "k" else keys.unflatten(-1, (-1, attn.inner_dim // attn.heads)).mean(-2)

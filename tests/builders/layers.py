@@ -1,0 +1,47 @@
+"""Single attention modules, their tokens, and the settings that tests of hooks and of the processor share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel, UNetMotionModel
+from diffusers.models.attention_processor import Attention
+
+from tests.builders.tiny import seeded, tiny_motion_adapter, tiny_unet
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "tau": {"tau": 0.3},
+    "keep": {"keep": 0.4},
+    "tau-kv": {"tau": 0.3, "merge": "kv"},
+    "keep-qkv": {"keep": 0.5, "merge": "qkv"},
+    "plain": {"preset": "plain", "tau": 0.2},
+    "paper": {"tau": 0.3, "variant": "paper"},
+    "random": {"tau": 0.3, "partition": "random", "seed": 5},
+    "k": {"tau": 0.3, "feature": "k"},
+    "k-mean": {"keep": 0.4, "feature": "k-mean"},
+}
+every_config = pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS.keys())
+
+
+def attention(**kwargs: Any) -> Attention:
+    return seeded(Attention, 0, query_dim=16, heads=2, dim_head=8, **kwargs)
+
+
+def tokens(batch: int = 2, length: int = 64, dim: int = 16) -> torch.Tensor:
+    return torch.randn(batch, length, dim, generator=torch.Generator().manual_seed(1))
+
+
+def added_kv_unet() -> UNet2DConditionModel:
+    return tiny_unet(
+        down_block_types=("SimpleCrossAttnDownBlock2D",) * 2,
+        up_block_types=("SimpleCrossAttnUpBlock2D",) * 2,
+        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
+        attention_head_dim=8,
+    )
+
+
+def motion_unet() -> UNetMotionModel:
+    return UNetMotionModel.from_unet2d(tiny_unet(), tiny_motion_adapter()).eval()
