@@ -12,6 +12,7 @@ on the UNet by `apply_mame` steps back during a merged call and is in force agai
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,7 +23,7 @@ from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionS
 from diffusers.schedulers import KarrasDiffusionSchedulers
 from transformers import CLIPImageProcessor, CLIPTextModel, CLIPTokenizer, CLIPVisionModelWithProjection
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import CHOICES, MaMeConfig
 from mame_sd.diffusion.apply import MaMeHandle, build_handle, has_hooks, hooks_restored
 from mame_sd.diffusion.saved_setting import DEFAULT, resolve_setting
 
@@ -40,7 +41,9 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
             arguments leave them out).
 
     All three are saved in model_index.json; `from_pretrained(folder, tau=0.9)` overrides what was saved, and
-    `from_pretrained(folder, tau=None, keep=0.5)` changes from one to the other. The other arguments are those of
+    `from_pretrained(folder, tau=None, keep=0.5)` changes from one to the other. `from_pretrained`, `from_single_file` and
+    `from_pipe` also take each field of MaMeConfig by its name (`min_tokens=256`), over those of `mame_config`; of these
+    `variant` means the weights' variant unless it is "settled" or "paper". The other arguments are those of
     StableDiffusionPipeline.
 
     Raises:
@@ -75,6 +78,24 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         )
         self._mame: MaMeHandle | None = None
         self.set_mame(tau=tau, keep=keep, mame_config=mame_config)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> StableDiffusionMaMePipeline:
+        """As StableDiffusionPipeline's, with any field of MaMeConfig. Raises ValueError for one out of its range."""
+        fields = _taken(kwargs)
+        return super().from_pretrained(*args, **kwargs)._with(fields)
+
+    @classmethod
+    def from_single_file(cls, *args: Any, **kwargs: Any) -> StableDiffusionMaMePipeline:
+        """As StableDiffusionPipeline's, with any field of MaMeConfig. Raises ValueError for one out of its range."""
+        fields = _taken(kwargs)
+        return super().from_single_file(*args, **kwargs)._with(fields)
+
+    @classmethod
+    def from_pipe(cls, *args: Any, **kwargs: Any) -> StableDiffusionMaMePipeline:
+        """As StableDiffusionPipeline's, with any field of MaMeConfig. Raises ValueError for one out of its range."""
+        fields = _taken(kwargs)
+        return super().from_pipe(*args, **kwargs)._with(fields)
 
     @property
     def tau(self) -> float | str | None:
@@ -128,6 +149,12 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         with self._merging(config):
             return super().__call__(*args, **kwargs)
 
+    def _with(self, fields: dict[str, Any]) -> StableDiffusionMaMePipeline:
+        """This pipeline with `fields` over those of its `mame_config`."""
+        if fields:
+            self.set_mame(mame_config={**(self.config.mame_config or {}), **fields})
+        return self
+
     def _choice(self, tau: Any, keep: Any) -> tuple[Any, Any]:
         """(tau, keep), where what is given replaces what the pipeline has."""
         if tau is _UNSET and keep is _UNSET:
@@ -155,6 +182,14 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
                 yield
             finally:
                 handle.active = False
+
+
+def _taken(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The fields of MaMeConfig among `arguments`, taken out of them; what __init__ takes stays."""
+    names = [field.name for field in dataclasses.fields(MaMeConfig) if field.name not in ("tau", "keep", "variant")]
+    if arguments.get("variant") in CHOICES["variant"]:
+        names.append("variant")
+    return {name: arguments.pop(name) for name in names if name in arguments}
 
 
 def _signature() -> inspect.Signature:

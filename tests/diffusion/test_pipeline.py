@@ -150,6 +150,22 @@ def test_saves_loads_and_overrides(tmp_path: Path) -> None:
     assert torch.equal(generate(plain), generate(tiny_pipeline()))
 
 
+def test_every_way_of_loading_takes_every_field(tmp_path: Path) -> None:
+    mame_pipeline(mame_config={"seed": 3}).save_pretrained(tmp_path)
+    loaded = StableDiffusionMaMePipeline.from_pretrained(tmp_path, min_tokens=40, stride=(2, 3), variant="paper")
+    made = StableDiffusionMaMePipeline.from_pipe(loaded, refine=False)
+    for pipe, refine in ((loaded, True), (made, False)):
+        config = pipe.mame_config
+        assert (config.tau, config.seed, config.min_tokens, config.stride) == (0.2, 3, 40, (2, 3))
+        assert (config.variant, config.refine) == ("paper", refine)
+    loaded.save_pretrained(tmp_path / "again")
+    assert StableDiffusionMaMePipeline.from_pretrained(tmp_path / "again").mame_config == loaded.mame_config
+    with pytest.raises(ValueError, match="min_tokens: expected"):
+        StableDiffusionMaMePipeline.from_pretrained(tmp_path, min_tokens=0)
+    with pytest.raises((OSError, ValueError), match="fp16"):  # the weights' variant, which is not there
+        StableDiffusionMaMePipeline.from_pretrained(tmp_path, variant="fp16")
+
+
 def test_loads_a_folder_of_the_base_pipeline(tmp_path: Path) -> None:
     tiny_pipeline().save_pretrained(tmp_path)
     pipe = quiet(StableDiffusionMaMePipeline.from_pretrained(tmp_path, tau=0.2, mame_config=FIELDS))

@@ -189,6 +189,6 @@ def test_as_a_module(module: str) -> None:
 
 
 def test_help_and_usage_errors_import_no_torch() -> None:
-    code = "import sys; from mame_sd.eval import cli; cli.run(['benchmark', '--suite', 'x']); print('torch' in sys.modules)"
+    code = "import sys; from mame_sd.eval.cli import app; app.run(['benchmark', '--suite', 'x']); print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.stdout == "False\n"
