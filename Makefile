@@ -19,6 +19,7 @@ test-oldest: $(OLDEST)/.ready  ## the compatibility matrix with the oldest suppo
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 bench: $(READY)  ## speed and quality beside tomesd and simpler ways, short forms: under 10 minutes on 2 cores
 	$(BIN)/python -m benchmarks.attention --short

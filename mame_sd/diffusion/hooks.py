@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from mame_sd.config import PARTS, MaMeConfig
 from mame_sd.core.partition import draw_at
-from mame_sd.diffusion.families.family import Call, Tokens
 from mame_sd.diffusion.hook_registry import AroundHook, PreHook
 from mame_sd.diffusion.layer import Layer, merged_call
+from mame_sd.diffusion.tokens import Call, Tokens
 from mame_sd.report import LayerStats
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.merge import MergePlan, plan_merge
 from mame_sd.core.partition import GRIDS
-from mame_sd.diffusion.families.family import Tokens
+from mame_sd.diffusion.tokens import Tokens
 from mame_sd.report import LayerStats
 
 NO_SIZE = "height and width unknown: merged with partition 'alternating' and without tiles; give size=(h, w)"

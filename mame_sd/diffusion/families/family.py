@@ -19,47 +19,15 @@ this for one kind of model, and `register_family` adds yours. For a model of cla
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-Call = Mapping[str, Any]  # the arguments of a forward, by name
+from mame_sd.diffusion.tokens import Call, Tokens
+
 Rows = Callable[[Tensor, int], Tensor]
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """How the tokens of one call lie.
-
-    Attributes:
-        size: (h, w) of an image's tokens, or (t, h, w) of a video's, in row-major order; (n,) where rows and columns are
-            unknown.
-        before: tokens of something else, such as text, that stand before them in layers where both share a sequence.
-        after: the same, behind them (in every layer, such as a reference image's).
-    """
-
-    size: tuple[int, ...]
-    before: int = 0
-    after: int = 0
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.size)
-
-    @property
-    def plane(self) -> tuple[int, int] | None:
-        """The (rows, columns) on which tokens are compared; None where they are unknown.
-
-        A video's plane is (h * t, w): the rows of all frames interleaved, so that a tile of the plane spans neighbours
-        in time as well as in space.
-        """
-        if len(self.size) == 1:
-            return None
-        *times, h, w = self.size
-        return h * math.prod(times), w
 
 
 @dataclass(frozen=True)

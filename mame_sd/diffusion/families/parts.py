@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.merge import MergePlan
-from mame_sd.diffusion.families.family import Tokens
 from mame_sd.diffusion.families.unet import PLAIN_PROCESSORS, lie
 from mame_sd.diffusion.layer import Layer, LayerCall
+from mame_sd.diffusion.tokens import Tokens
 
 # Cross-attention of each query by itself. Other processors may read maps of all queries as an image.
 _CROSS_PROCESSORS = PLAIN_PROCESSORS | {

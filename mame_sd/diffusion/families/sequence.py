@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.merge import MergePlan
 from mame_sd.core.partition import positions
-from mame_sd.diffusion.families.family import Call, Family, Rows, Tokens
+from mame_sd.diffusion.families.family import Family, Rows
 from mame_sd.diffusion.layer import Layer, LayerCall, compared
+from mame_sd.diffusion.tokens import Call, Tokens
 
 WHOLE = "queries merge too: this attention takes no keys of its own"
 PARTS = (

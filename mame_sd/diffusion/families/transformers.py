@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mame_sd.diffusion.families.family import REGISTERED, Call, Family, Rows, Tokens
+from mame_sd.diffusion.families.family import REGISTERED, Family, Rows
+from mame_sd.diffusion.tokens import Call, Tokens
 
 # Models for which merging is refused, with the reason.
 EXCLUDED = {

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.merge import MergePlan
-from mame_sd.diffusion.families.family import Call, Tokens
 from mame_sd.diffusion.layer import Layer, LayerCall, compared
+from mame_sd.diffusion.tokens import Call, Tokens
 
 # Modules whose first input is an image [B, C, H, W] and whose blocks see its pixels, or patches, as tokens.
 _UNET_TRANSFORMERS = {"Transformer2DModel", "TransformerSpatioTemporalModel"}
