@@ -46,7 +46,7 @@ from mame_sd.diffusion.families.unet import (
     image_tokens,
 )
 from mame_sd.diffusion.hook_registry import AroundHook, PreHook, hook_on, put_hook, take_hook
-from mame_sd.diffusion.hooks import MergeHook, Shared, SizeHook, StepHook, takes_timestep
+from mame_sd.diffusion.hooks import EagerSizeHook, MergeHook, Shared, SizeHook, StepHook, takes_timestep
 from mame_sd.diffusion.layer import Layer
 from mame_sd.diffusion.processor import MaMeAttnProcessor, make_config
 from mame_sd.report import LayerStats, MaMeReport, device_of, make_report
@@ -196,7 +196,8 @@ def build_handle(target: Any, config: MaMeConfig) -> MaMeHandle:
             raise ValueError(f"expected a model whose attention can be merged, got {kind}: {EXCLUDED[kind]}")
         own = family_of(module)
         if own is not None or kind in IMAGE_MODULES:
-            images[path] = SizeHook(module, image_tokens if own is None else own.tokens), own
+            reader = EagerSizeHook if own is not None and own.eager else SizeHook
+            images[path] = reader(module, image_tokens if own is None else own.tokens), own
             hooks.append((module, images[path][0]))
         nearest = max((outer for outer in images if _within(path, outer)), key=len, default=None)
         image, family = (None, None) if nearest is None else images[nearest]

@@ -102,6 +102,12 @@ class SizeHook(PreHook):
         self.tokens = self.tokens_of(module, {**dict(zip(self.names, args, strict=False)), **kwargs})
 
 
+class EagerSizeHook(SizeHook):
+    """A SizeHook that runs outside of compiled graphs, since it reads values of tensors."""
+
+    __call__ = torch.compiler.disable(SizeHook.__call__)
+
+
 class StepHook(PreHook):
     """Notes which draw of the random partitions the latest forward of a denoiser takes: it follows from the timestep.
 

@@ -11,7 +11,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -36,6 +36,13 @@ class LayerCall:
     def run(self, **changes: Any) -> Any:
         """The module's own output, with `changes` of the arguments."""
         return self.forward(**{**self.arguments, **changes})
+
+
+class Unmerged(NamedTuple):
+    """An output that was computed without merging after all, and why."""
+
+    output: Any
+    reason: str
 
 
 class Layer(ABC):
@@ -69,7 +76,7 @@ class Layer(ABC):
 
     @abstractmethod
     def merged(self, call: LayerCall, tokens: Tokens, plan: MergePlan, config: MaMeConfig) -> Any:
-        """The module's output, computed on merged tokens and whole again."""
+        """The module's output, computed on merged tokens and whole again; `Unmerged` where that could not be done."""
 
     def feature(self, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> Tensor:
         """What similarity compares, [B, n, d] of the n tokens that may merge, in the order of their plane."""
@@ -80,7 +87,7 @@ class Layer(ABC):
         """Tokens of a call that is left alone."""
         return int(call.arguments[self.hidden].shape[1])
 
-    def fitted(self, config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
+    def fitted(self, call: LayerCall, config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
         """The settings that hold for these tokens, and what a report says where they are not the given ones."""
         if tokens.plane is not None or (config.partition not in GRIDS and not config.tiles):
             return config, ""
@@ -110,10 +117,14 @@ def merged_call(
     if isinstance(tokens, str):
         stats.skipped(tokens, layer.count(call, known))
         return call.run()
-    config, note = layer.fitted(config, tokens)
+    config, note = layer.fitted(call, config, tokens)
     plan = plan_merge(layer.feature(call, tokens, config), config, tokens.plane, draw=draw)
+    output = layer.merged(call, tokens, plan, config)
+    if isinstance(output, Unmerged):
+        stats.skipped(output.reason, tokens.count)
+        return output.output
     stats.merged(plan, tokens.size if tokens.plane else None, note)
-    return layer.merged(call, tokens, plan, config)
+    return output
 
 
 def compared(attn: Any, hidden_states: Tensor, kind: str) -> Tensor:

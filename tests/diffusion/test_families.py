@@ -113,7 +113,7 @@ def test_text_of_flux_never_merges() -> None:
     attn = model.single_transformer_blocks[0].attn
     attn.to_k.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     run(inputs, model)
-    apply_mame(model, keep=0.5, stride=(2, 2), min_tokens=1)
+    apply_mame(model, keep=0.5, merge="qkv", stride=(2, 2), min_tokens=1)
     run(inputs, model)
     plain, halves = seen[0], seen[1:]
     assert [part.shape[1] for part in halves] == [TEXT + N // 2] * 2  # each sample keeps its own
@@ -136,7 +136,7 @@ def test_samples_that_keep_the_same_tokens_run_together() -> None:
     model = seeded(FluxTransformer2DModel, 0, **FLUX, pooled_projection_dim=8)
     inputs = {**flux_inputs(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])}
     seen: list[tuple[int, ...]] = []
-    apply_mame(model, keep=0.25, min_tokens=1)
+    apply_mame(model, keep=0.25, merge="qkv", min_tokens=1)
     hook = model.single_transformer_blocks[0].attn.to_k.register_forward_pre_hook(
         lambda module, args: seen.append(tuple(args[0].shape[:2]))
     )
@@ -160,7 +160,7 @@ def test_each_sample_sees_its_own_image_prompt() -> None:
             attn,
             family,
             Tokens((H, W), before=TEXT),
-            MaMeConfig(keep=0.5, min_tokens=1),
+            MaMeConfig(keep=0.5, merge="qkv", min_tokens=1),
             hidden_states=hidden[chosen],
             encoder_hidden_states=text[chosen],
             image_rotary_emb=rotary,
@@ -184,7 +184,7 @@ def hunyuan_family() -> Family:
 def test_a_processor_that_cuts_the_batch_is_left_alone_where_samples_run_alone() -> None:
     attn = hunyuan(PAGCFGHunyuanAttnProcessor2_0())
     call = {"hidden_states": normal(3, N, 32), "image_rotary_emb": (normal(N, 16), normal(N, 16, seed=1))}
-    half, same = MaMeConfig(keep=0.5, stride=(2, 2), min_tokens=1), MaMeConfig(keep=0.25, min_tokens=1)
+    half, same = (MaMeConfig(keep=keep, merge="qkv", stride=(2, 2), min_tokens=1) for keep in (0.5, 0.25))
     with torch.no_grad():
         output, stats = counted(attn, hunyuan_family(), Tokens((H, W)), half, **call)
         assert torch.equal(output, attn(**call))
@@ -196,7 +196,7 @@ def test_a_processor_that_cuts_the_batch_is_left_alone_where_samples_run_alone()
 
 def test_stacked_rotary_positions_are_those_of_the_pair() -> None:
     attn, hidden = hunyuan(HunyuanAttnProcessor2_0()), normal(2, N, 32)
-    pair, config = (normal(N, 16), normal(N, 16, seed=1)), MaMeConfig(keep=0.5, min_tokens=1)
+    pair, config = (normal(N, 16), normal(N, 16, seed=1)), MaMeConfig(keep=0.5, merge="qkv", min_tokens=1)
     with torch.no_grad():
         outputs = [
             merged(attn, hunyuan_family(), Tokens((H, W)), config, hidden_states=hidden, image_rotary_emb=rotary)
@@ -222,7 +222,9 @@ def test_a_call_unlike_its_family_is_left_alone_and_the_report_says_why(rows: in
     family = Family("loose", ("L",), ("Loose",), lambda model, call: None, lambda call, rows: {"places": rows(call["places"], 0)}, ("x",))  # fmt: skip
     call = {"x": normal(2, N, 8), "places": normal(rows, 16), **more}
     with torch.no_grad():
-        output, stats = counted(attn, family, Tokens((H, W)), MaMeConfig(keep=0.5, stride=(2, 2), min_tokens=1), **call)
+        output, stats = counted(
+            attn, family, Tokens((H, W)), MaMeConfig(keep=0.5, merge="qkv", stride=(2, 2), min_tokens=1), **call
+        )
         assert torch.equal(output, attn(**call))
     assert re.fullmatch(reason, stats.last_reason or "")
     assert (stats.tokens_in, stats.tokens_kept) == (N, N)
@@ -273,20 +275,6 @@ def test_the_mode_of_a_controlnet_union_stands_before_the_text() -> None:
     handle = apply_mame(model, keep=0.5, min_tokens=1)
     run(inputs, model)
     assert {(layer.tokens_in, layer.tokens_kept) for layer in handle.report().layers} == {(N, N // 2)}
-
-
-def test_default_merges_queries_where_keys_alone_cannot_be_and_says_so() -> None:
-    model = seeded(FluxTransformer2DModel, 0, **FLUX, pooled_projection_dim=8)
-    inputs = {**flux_inputs(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])}
-    handle = apply_mame(model, min_tokens=1)
-    run(inputs, model)
-    assert {layer.reason for layer in handle.report().layers} == {
-        "queries merge too: this attention takes no keys of its own"
-    }
-    handle = apply_mame(model, min_tokens=1, merge="kv")
-    run(inputs, model)
-    with pytest.raises(RuntimeError, match="merge='kv' is unknown to Flux"):
-        handle.report()
 
 
 class MyAttention(nn.Module):

@@ -53,7 +53,7 @@ def compiled(whole: bool) -> None:
 
 
 def compiled_flux() -> None:
-    """Flux's blocks compile with their hooks; the whole model can't read the image's sides, and the report says so."""
+    """Flux compiles with its hooks by its blocks, and as a whole in one graph."""
     torch.compiler.reset()
     build = model("FluxTransformer2DModel", **FLUX, pooled_projection_dim=8)
     inputs = {**flux_inputs(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])}
@@ -64,10 +64,9 @@ def compiled_flux() -> None:
     torch.testing.assert_close(run(inputs, blocks), expected)
     assert {(layer.calls, layer.merged) for layer in handle.report().layers} == {(2, True)}
     handle = apply_mame(whole, keep=0.5, min_tokens=60)
-    whole.compile(backend="eager")
-    run(inputs, whole)
-    with pytest.raises(NothingMergedError, match="compile the blocks, not the whole model"):
-        handle.report()
+    whole.compile(backend="eager", fullgraph=True)
+    torch.testing.assert_close(run(inputs, whole), expected)
+    assert {(layer.calls, layer.merged) for layer in handle.report().layers} == {(1, True)}
 
 
 def tomesd_first() -> None:
@@ -155,7 +154,7 @@ CHECKS = [
         partial(compiled, False),
         "by the one-liner: diffusers' hooks would make a graph for every block",
     ),
-    Check("torch.compile of Flux, regional, fullgraph", compiled_flux, "merges; compiling the whole model is an error"),
+    Check("torch.compile of Flux, by blocks and whole, fullgraph", compiled_flux, "merges"),
     Check("tomesd on the same pipe", tomesd_first, "one error that says which to remove, in either order"),
     Check("DeepCache, merging removed while it is on", removed_under_deepcache, "bit-equal to DeepCache alone"),
     Check("unknown model", unknown_model, "an error that says what was looked for and what was found"),

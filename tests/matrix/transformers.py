@@ -16,7 +16,7 @@ from tests.matrix.rows import Row
 H, W, TEXT = 8, 12, 7  # tokens of the image, and of the text
 HALF = {"qkv": {"keep": 0.5, "merge": "qkv"}}
 BOTH = {"kv": {"keep": 0.5}, "qkv": {"keep": 0.5, "merge": "qkv"}}
-DEFAULT = {"default": {"keep": 0.5}, "tau": {"tau": -1.0, "stride": (1, 2)}}  # merge left out: queries merge too
+DEFAULT = {"default": {"keep": 0.5}, "tau": {"tau": -1.0, "stride": (1, 2)}}  # keys and values; queries too
 STEP = {"timestep": torch.tensor([500.0, 500.0])}
 
 
@@ -146,7 +146,7 @@ ROWS = [
             **STEP,
         },
         {96: 4},
-        note="rotary positions selected",
+        note="keys merge after rotation",
     ),
     row(
         "Lumina-Next",
@@ -172,7 +172,7 @@ ROWS = [
         },
         {96: 2},
         processor="none",
-        note="rotary positions selected",
+        note="keys merge after rotation",
     ),
     row(
         "Stable Diffusion 3",
@@ -221,7 +221,7 @@ ROWS = [
         model("FluxTransformer2DModel", **FLUX, pooled_projection_dim=8),
         {**flux_inputs(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])},
         {96: 4},
-        note="double and single blocks; text tokens never merge; rotary positions selected",
+        note="double and single blocks; text tokens never merge; keys merge after rotation",
     ),
     row(
         "Flux Kontext",
@@ -269,7 +269,7 @@ ROWS = [
             "timestep": torch.tensor([0.5, 0.5]),
         },
         {96: 2},
-        note="text tokens never merge; rotary positions selected",
+        note="text tokens never merge; keys merge after rotation",
     ),
     row(
         "AuraFlow",
@@ -295,7 +295,7 @@ ROWS = [
         WAN,
         {"hidden_states": normal(2, 4, 3, 2 * H, 2 * W), "encoder_hidden_states": normal(2, TEXT, 16), **STEP},
         {288: 2},
-        note="tiles over time and space; rotary positions selected",
+        note="tiles over time and space; keys merge after rotation",
     ),
     row(
         "LTX-Video",
@@ -318,7 +318,7 @@ ROWS = [
             **STEP,
         },
         {288: 2},
-        note="tiles over time and space; rotary positions selected",
+        note="tiles over time and space; keys merge after rotation",
     ),
     row(
         "CogVideoX",
@@ -343,7 +343,7 @@ ROWS = [
             **STEP,
         },
         {288: 2},
-        note="tiles over time and space; text tokens never merge; rotary positions selected",
+        note="tiles over time and space; text tokens never merge; keys merge after rotation",
     ),
     row(
         "Sana",

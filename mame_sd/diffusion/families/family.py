@@ -42,11 +42,13 @@ class Family:
         tokens: (model, arguments of its forward) -> how the tokens lie; None where that can't be known.
         select: (arguments of an attention call, rows) -> the arguments that hold one row per token, such as rotary
             positions, changed to those of the tokens that stay. `rows(tensor, dim)` picks them along `dim`, which may
-            count the image's tokens or all of the sequence. None: there are none.
+            count the image's tokens or all of the sequence. None: there are none. Used where queries merge too.
         inputs: arguments of the attention that hold the tokens [B, L, C].
         outputs: where the attention returns a tuple, the entries of it that hold the image's tokens.
         mask: `select` takes care of `attention_mask`; else a call with one is left alone.
         cross: the attention's `encoder_hidden_states` may be there (joint attention); else such a call is left alone.
+        text_last: in joint attention the keys of `encoder_hidden_states` stand behind the image's; else before them.
+        eager: `tokens` reads values of tensors, not only shapes, and so runs outside of compiled graphs.
     """
 
     name: str
@@ -58,6 +60,8 @@ class Family:
     outputs: tuple[int, ...] = (0,)
     mask: bool = False
     cross: bool = False
+    text_last: bool = False
+    eager: bool = False
 
     def owns(self, path: str, module: nn.Module) -> bool:
         """Whether `module` at `path` is a self-attention of this family."""

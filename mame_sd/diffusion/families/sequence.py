@@ -1,7 +1,8 @@
 """A transformer's self-attention: the image's tokens merge, and what stands beside them in the call follows.
 
 Text tokens may share the sequence or the call, rotary positions come one for each token, a video has frames: a `Family`
-tells which. Text takes no part in merging, and rotary positions of merged tokens are those of the tokens that stay.
+tells which. Text takes no part in merging. With `merge="kv"` the image's keys and values merge where they are attended to
+(`keys.py`); with "qkv" tokens merge before the call, and rotary positions of merged tokens are those of the ones that stay.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core.merge import MergePlan
 from mame_sd.core.partition import positions
 from mame_sd.diffusion.families.family import Family, Rows
-from mame_sd.diffusion.layer import Layer, LayerCall, compared
+from mame_sd.diffusion.families.keys import MergedKeys
+from mame_sd.diffusion.layer import Layer, LayerCall, Unmerged, compared
 from mame_sd.diffusion.tokens import Call, Tokens
 
-WHOLE = "queries merge too: this attention takes no keys of its own"
+WHOLE = "queries merge too: {} attends to parts of the batch"
 PARTS = (
     "{}, which cuts the batch into parts; samples that keep their own tokens run alone (tau lets them keep the same)"
+)
+UNSEEN = (
+    "no scaled_dot_product_attention over the layer's own tokens: another attention backend hides its keys; take the "
+    "native one, or merge='qkv'"
 )
 
 
@@ -38,14 +44,13 @@ class SequenceAttention(Layer):
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
             return "input is no tokens [B, L, C]"
         if known is None:
-            return "height and width unknown (under torch.compile: compile the blocks, not the whole model)"
-        reason = self._skip_reason(call.arguments, hidden, known, config)
+            return "height and width unknown"
+        reason = self._skip_reason(call, known, config)
         if reason is not None:
             return reason
-        if self._alone(hidden.shape[0], known, config):
-            kind = type(call.processor).__name__
-            if kind.startswith("PAG"):
-                return PARTS.format(kind)
+        if not self._keys(call, config) and self._alone(hidden.shape[0], known, config):
+            if _cuts_batches(call):
+                return PARTS.format(type(call.processor).__name__)
             unknown = next((v for v in call.arguments.values() if not _splits(v)), None)
             if unknown is not None:
                 return f"arguments of {type(unknown).__name__} can't be split into samples that keep their own tokens"
@@ -60,6 +65,8 @@ class SequenceAttention(Layer):
         """The attention's output: the image's tokens restored, all others as computed beside the merged ones."""
         hidden: Tensor = call.arguments[self.hidden]
         order = _Order(tokens, hidden.shape[1])
+        if self._keys(call, config):
+            return self._with_merged_keys(call, order, plan)
         merged: dict[int, Tensor] = {}
         changes: dict[str, Any] = {}
         for name in self.family.inputs:
@@ -80,13 +87,14 @@ class SequenceAttention(Layer):
         """The image's tokens; 0 where they are unknown."""
         return 0 if known is None else known.count
 
-    def fitted(self, config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
-        """The settings as they are; where they merge keys alone, a note that queries merge too."""
-        return config, WHOLE if config.merge == "kv" else ""
+    def fitted(self, call: LayerCall, config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
+        """The settings as they are; where queries merge though they are to stay whole, a note of it."""
+        whole = config.merge == "kv" and not self._keys(call, config)
+        return config, WHOLE.format(type(call.processor).__name__) if whole else ""
 
-    def _skip_reason(self, given: Call, hidden: Tensor, tokens: Tokens, config: MaMeConfig) -> str | None:
+    def _skip_reason(self, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> str | None:
         """Why this call passes through untouched; None if it may merge."""
-        family = self.family
+        family, given = self.family, call.arguments
         beside = given.get("encoder_hidden_states") is not None and "encoder_hidden_states" not in family.inputs
         if beside and not family.cross:
             return "cross-attention"
@@ -99,9 +107,24 @@ class SequenceAttention(Layer):
             return f"fewer than min_tokens={config.min_tokens}"
         if given.get("attention_mask") is not None and not family.mask:
             return "attention mask"
-        if config.merge == "kv" and "merge" in config.given:
-            return f"merge='kv' is unknown to {family.name}: {WHOLE}; leave merge out or give merge='qkv'"
-        return None if family.select is None else _unlike(given, family.select, tokens)
+        if family.select is None or self._keys(call, config):
+            return None
+        return _unlike(given, family.select, tokens)
+
+    def _keys(self, call: LayerCall, config: MaMeConfig) -> bool:
+        """Whether keys and values merge alone."""
+        return config.merge == "kv" and not _cuts_batches(call)
+
+    def _with_merged_keys(self, call: LayerCall, order: _Order, plan: MergePlan) -> Any:
+        """The attention's output of all queries, with the image's keys and values merged."""
+        hidden: Tensor = call.arguments[self.hidden]
+        text = call.arguments.get("encoder_hidden_states") if self.family.cross else None
+        beside = 0 if text is None else text.shape[1]
+        first = order.first + (0 if self.family.text_last else beside)
+        keys = MergedKeys(plan, first, hidden.shape[1] + beside, hidden.shape[0], order.to_plane, order.positions(plan))
+        with keys:
+            output = call.run()
+        return output if keys.seen else Unmerged(output, UNSEEN)
 
     def _alone(self, batch: int, tokens: Tokens, config: MaMeConfig) -> bool:
         """Whether samples run one by one: they keep tokens of their own, and rotary positions are shared by a batch."""
@@ -135,10 +158,13 @@ class _Order:
 
     def image(self, t: Tensor) -> Tensor:
         """The image's tokens [B, n, C] of t [B, L, C], in the plane's order."""
-        body = t[:, self.first : self.stop]
+        return self.to_plane(t[:, self.first : self.stop])
+
+    def to_plane(self, image: Tensor) -> Tensor:
+        """The image's tokens [B, n, C] in the plane's order."""
         if self.times == 1:
-            return body
-        return body.unflatten(1, self.tokens.size).transpose(1, 2).flatten(1, 3)
+            return image
+        return image.unflatten(1, self.tokens.size).transpose(1, 2).flatten(1, 3)
 
     def put(self, t: Tensor, image: Tensor) -> Tensor:
         """`image` in place of t's image tokens, those before and after them as they are."""
@@ -186,6 +212,11 @@ def start_of(length: int, tokens: Tokens) -> int | None:
     if length == tokens.before + tokens.count + tokens.after:
         return tokens.before
     return None
+
+
+def _cuts_batches(call: LayerCall) -> bool:
+    """Whether the processor attends to parts of the batch apart (perturbed attention guidance)."""
+    return type(call.processor).__name__.startswith("PAG")
 
 
 def _unlike(given: Call, select: Any, tokens: Tokens) -> str | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mame_sd.diffusion.families.family import REGISTERED, Family, Rows
@@ -36,13 +35,11 @@ def video_patches(model: Any, call: Call) -> Tokens:
     return Tokens(tuple(n // side for n, side in zip(call["hidden_states"].shape[-3:], sides, strict=True)))
 
 
-def packed(model: Any, call: Call) -> Tokens | None:
+def packed(model: Any, call: Call) -> Tokens:
     """Flux: tokens [B, L, C] with their (image, row, column) in `img_ids`; tokens of further images stay as they are.
 
-    Reading the ids waits for the device once per forward of the model; inside `torch.compile` they can't be read.
+    Reading the ids waits for the device once per forward of the model.
     """
-    if torch.compiler.is_compiling():
-        return None
     ids = call["img_ids"]
     ids = (ids[0] if ids.dim() == 3 else ids).long()  # [L, 3]
     first = ids[ids[:, 0] == ids[0, 0]]
@@ -132,6 +129,7 @@ BUILT_IN = (
         ("Attention.attn", "Attention.attn2"),
         patches,
         cross=True,
+        text_last=True,
     ),
     Family(
         "Flux",
@@ -141,8 +139,18 @@ BUILT_IN = (
         cos_sin("image_rotary_emb", 0),
         outputs=(0, 2),
         cross=True,
+        eager=True,
     ),
-    Family("Chroma", ("ChromaTransformer2DModel",), ("FluxAttention",), packed, chroma_rows, mask=True, cross=True),
+    Family(
+        "Chroma",
+        ("ChromaTransformer2DModel",),
+        ("FluxAttention",),
+        packed,
+        chroma_rows,
+        mask=True,
+        cross=True,
+        eager=True,
+    ),
     Family(
         "Qwen-Image",
         ("QwenImageTransformer2DModel", "QwenImageControlNetModel"),

@@ -102,7 +102,7 @@ def image_tokens(module: Any, call: Call) -> Tokens | None:
         return None
     patch = 1
     if type(module).__name__ not in _UNET_TRANSFORMERS or getattr(module, "is_input_patches", False):
-        patch = int(getattr(module, "patch_size", None) or module.config["patch_size"])
+        patch = int(module.config["patch_size"])
     return Tokens((index(image.shape[-2]) // patch, index(image.shape[-1]) // patch))
 
 

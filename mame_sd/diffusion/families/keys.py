@@ -1,0 +1,91 @@
+"""Keys and values of an image among those of a whole attention call: merged where they are attended to, queries left whole.
+
+A transformer's processor projects, normalises and rotates queries, keys and values, puts text beside the image, and calls
+`torch.nn.functional.scaled_dot_product_attention`. `MergedKeys` stands in that call, so whatever came before it stays as it
+is: text is untouched, rotary positions are in the keys already, and a batch runs in one call though samples merge apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from mame_sd.core.merge import MergePlan
+
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+class MergedKeys(TorchFunctionMode):
+    """While entered, attention over `length` tokens of itself has the image's keys and values merged.
+
+    Args:
+        plan: of the image's tokens.
+        first: where the image's keys begin.
+        length: keys of the call that is meant; attention over others (an image prompt's) runs as it is.
+        batch: samples of the call that is meant.
+        to_plane: puts tokens [B, n, C] of the image in the order of the plan.
+        kept: [n'] or [B, n'], positions of the merged tokens among the image's.
+    """
+
+    def __init__(
+        self,
+        plan: MergePlan,
+        first: int,
+        length: int,
+        batch: int,
+        to_plane: Callable[[Tensor], Tensor],
+        kept: Tensor,
+    ) -> None:
+        super().__init__()
+        self.plan = plan
+        self.first = first
+        self.length = length
+        self.batch = batch
+        self.to_plane = to_plane
+        self.kept = kept
+        self.seen = False  # whether such a call came
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (
+            func is torch.Tensor.unflatten
+        ):  # a Python method, which torch.compile follows only where it is called as one
+            return args[0].unflatten(*args[1:], **kwargs)
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        call = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+        key = call["key"]
+        if key.shape[-2] == self.length == call["query"].shape[-2] and key.shape[0] == self.batch:
+            self.seen = True
+            call["key"], call["value"] = self.merged(key), self.merged(call["value"])
+            call["attn_mask"] = self.columns(call.get("attn_mask"))
+        return func(call.pop("query"), call.pop("key"), call.pop("value"), **call)
+
+    def merged(self, t: Tensor) -> Tensor:
+        """Keys or values [B, H, L', D] of [B, H, L, D], or [B, L', D] of [B, L, D]."""
+        if t.dim() == 3:
+            return self.merged(t.unsqueeze(1)).squeeze(1)
+        last = self.first + self.plan.tokens_in
+        tokens = t.transpose(1, 2)  # [B, L, H, D], as they were projected
+        image = self.plan.merge(self.to_plane(tokens[:, self.first : last].flatten(2)))
+        whole = torch.cat([tokens[:, : self.first], image.unflatten(2, t.shape[1::2]), tokens[:, last:]], 1)
+        return whole.transpose(1, 2)
+
+    def columns(self, mask: Tensor | None) -> Tensor | None:
+        """The mask [..., Q, L'] of the merged keys, whose entries are those of the tokens that stay."""
+        if mask is None or mask.shape[-1] == 1:
+            return mask
+        every = torch.arange(self.length, device=mask.device)
+        last = self.first + self.plan.tokens_in
+        kept = self.kept.to(mask.device) + self.first
+        if kept.dim() == 1:
+            return mask.index_select(-1, torch.cat([every[: self.first], kept, every[last:]]))
+        rows = [every[: self.first].expand(self.batch, -1), kept, every[last:].expand(self.batch, -1)]
+        mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
+        index = torch.cat(rows, 1)[:, None, None].expand(-1, mask.shape[1], mask.shape[2], -1)
+        return mask.expand(self.batch, -1, -1, -1).gather(-1, index)
