@@ -83,24 +83,24 @@ def score_command(
     chosen = chosen_metrics(metrics)
     _check_format(form)
     from mame_sd.runs.devices import pick_device
-    from mame_sd.runs.processes import joined, shard_of_environment
+    from mame_sd.runs.processes import joined, this_process
 
     from ..scoring.tools import CLIPS, Tools
     from ..weights.load import default_folder
     from .score import format_scores, score_runs
 
-    shard = shard_of_environment()
+    process = this_process()
     tools = Tools(
         weights_dir=None if scoring.weights_dir is None else Path(scoring.weights_dir),
         offline=scoring.offline,
-        device=pick_device(scoring.device, shard.local_rank),
+        device=pick_device(scoring.device, process.local_rank),
         clip=scoring.clip or CLIPS[0],
         cache=default_folder() / "features" if scoring.cache is None else Path(scoring.cache),
-        shard=shard,
+        process=process,
     )
-    with joined(shard), base.progress("images", shard.is_main) as tools.on_progress:
-        found = score_runs(run_a, run_b, reference, chosen, tools, base.note if shard.is_main else lambda text: None)
-    if shard.is_main:
+    with joined(process), base.progress("images", process.is_main) as tools.on_progress:
+        found = score_runs(run_a, run_b, reference, chosen, tools, base.note if process.is_main else lambda text: None)
+    if process.is_main:
         print(format_scores(found, form))
 
 

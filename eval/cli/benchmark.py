@@ -14,9 +14,9 @@ from mame_sd.cli import app as base
 from mame_sd.cli.options import ModelOptions
 from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.generate import environment
-from mame_sd.runs.jobs import GenerateSettings, plan_jobs
+from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import load_model
-from mame_sd.runs.processes import Shard, joined, shard_of_environment
+from mame_sd.runs.processes import Process, joined, this_process
 from mame_sd.runs.prompt_files import Prompt, load_prompts, prompt_file_identity, prompts_digest
 from mame_sd.runs.run_folder import check_place, writing
 
@@ -69,8 +69,8 @@ def run_benchmark(
     if reference is not None and reference.resolve().is_relative_to(out.resolve()):
         raise UserError(f"--reference {reference}: expected images of another origin than --out {out}; give others")
     against = open_reference(reference) if reference is not None else rendered_glyphs() if glyphs else None
-    shard = shard_of_environment()
-    loaded = load_model(base.model_choice(choice, shard.local_rank))
+    process = this_process()
+    loaded = load_model(base.model_choice(choice, process.local_rank))
     tools = Tools(
         weights_dir=weights_dir,
         offline=model.offline,
@@ -78,9 +78,9 @@ def run_benchmark(
         device=loaded.pipe.device,
         clip=clip or CLIPS[0],
         cache=out / "features",
-        shard=shard,
+        process=process,
     )
-    with joined(shard):
+    with joined(process):
         benchmark = Benchmark(
             suite=suite,
             model=loaded,
@@ -91,14 +91,14 @@ def run_benchmark(
             reference=against,
             out=out,
             tools=tools,
-            stage=stages(shard),
+            stage=stages(process),
             rounds=suite.rounds if rounds is None else rounds,
             on_note=base.note,
             prompt_file=prompt_file,
             command=command,
         )
         results = benchmark.run()
-    if shard.is_main:
+    if process.is_main:
         render(results, out)
         failed = failed_gates(results)
         if failed:
@@ -106,7 +106,7 @@ def run_benchmark(
                 f"{out}/report.html: expected every sanity gate to pass, failed: {', '.join(failed)}; "
                 "do not trust these figures before the report's gates say why"
             )
-    return shard.is_main
+    return process.is_main
 
 
 def run_bench(
@@ -127,12 +127,12 @@ def run_bench(
         if method.lacking is not None:
             base.note(f"{method.name}: {method.lacking}")
     check_rounds(rounds)
-    processes = shard_of_environment().count
+    processes = this_process().count
     if processes > 1:
         raise UserError(
             f"bench: expected one process, for several slow each other down, got {processes}; start it alone"
         )
-    batches = alike_batches(plan_jobs(prompts, settings), settings.batch_size)
+    batches = alike_batches(jobs_of(prompts, settings), settings.batch_size)
     if len(batches[0]) < settings.batch_size:
         raise UserError(
             f"--batch-size: expected at most {len(batches[0])}, as many prompts as there are of one size, got "
@@ -210,14 +210,14 @@ def check_rounds(rounds: int) -> None:
         raise UserError(f"--rounds: expected at least 1, got {rounds}; raise it")
 
 
-def stages(shard: Shard) -> Callable[[str], Any]:
+def stages(process: Process) -> Callable[[str], Any]:
     """A `Stage` that says on stderr what is being done, with a bar on a terminal."""
 
     @contextmanager
     def stage(name: str) -> Iterator[Callable[[int, int], None]]:
-        if shard.is_main:
+        if process.is_main:
             print(f"{name} ...", file=sys.stderr, flush=True)
-        with base.progress("images", shard.is_main) as on_progress:
+        with base.progress("images", process.is_main) as on_progress:
             yield on_progress
 
     return stage

@@ -32,7 +32,7 @@ from mame_sd.errors import MachineError, UserError
 if TYPE_CHECKING:
     from mame_sd.cli.doctor import Check
     from mame_sd.runs.loading import LoadedModel
-    from mame_sd.runs.methods import Patch
+    from mame_sd.runs.methods import Method
     from mame_sd.runs.model_files import ModelChoice
 
 app = typer.Typer(
@@ -287,13 +287,13 @@ def generate_run(
     num: int | None,
     model: ModelOptions,
     sampling: SamplingOptions,
-    method: MaMeConfig | Patch | None,
+    method: MaMeConfig | Method | None,
 ) -> None:
     """The body of ``generate``: load the model, make what `out` lacks, and print how it went."""
     from mame_sd.runs.generate import generate
     from mame_sd.runs.jobs import GenerateSettings
     from mame_sd.runs.loading import load_model
-    from mame_sd.runs.processes import joined, shard_of_environment
+    from mame_sd.runs.processes import joined, this_process
     from mame_sd.runs.prompt_files import prompt_file_identity
     from mame_sd.runs.run_folder import RunFolder
 
@@ -301,11 +301,11 @@ def generate_run(
     chosen = read_prompts(prompts, texts, num)
     prompt_file = None if prompts is None else prompt_file_identity(prompts)
     RunFolder(out).check()
-    shard = shard_of_environment()
-    loaded = load_model(model_choice(model, shard.local_rank))
+    process = this_process()
+    loaded = load_model(model_choice(model, process.local_rank))
     if isinstance(method, MaMeConfig):
-        method = _with_saved(loaded, method, told=shard.is_main)
-    with joined(shard), progress("images", shard.is_main) as on_progress:
+        method = _with_saved(loaded, method, told=process.is_main)
+    with joined(process), progress("images", process.is_main) as on_progress:
         summary = generate(
             loaded,
             chosen,
@@ -313,19 +313,19 @@ def generate_run(
             method,
             out,
             prompt_file=prompt_file,
-            shard=shard,
+            process=process,
             on_progress=on_progress,
             on_note=note,
         )
-    if shard.is_main:
+    if process.is_main:
         seconds = summary.seconds_per_image
         print(f"{summary.images} images in {out}" + (f", {seconds:.2f} s per image" if seconds is not None else ""))
         _print_levels(summary.levels, method)
 
 
 def model_choice(model: ModelOptions, local_rank: int = 0) -> ModelChoice:
-    from mame_sd.runs.additions import check_scheduler
     from mame_sd.runs.model_files import ModelChoice
+    from mame_sd.runs.schedulers import check_scheduler
 
     check_scheduler(model.scheduler)
     fields: dict[str, Any] = {name: value for name, value in vars(model).items() if name != "lora"}
@@ -407,7 +407,7 @@ def note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def _print_levels(levels: Sequence[dict[str, Any]], method: MaMeConfig | Patch | None) -> None:
+def _print_levels(levels: Sequence[dict[str, Any]], method: MaMeConfig | Method | None) -> None:
     what = "keys" if isinstance(method, MaMeConfig) and method.merge == "kv" else "tokens"
     for level in levels:
         kept, count = level["tokens_kept"], level["tokens_in"]

@@ -14,7 +14,7 @@ from PIL import Image
 from mame_sd.cli.sheet import Cell, draw_sheet, enlarge
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
-from mame_sd.runs.jobs import GenerateSettings, plan_jobs
+from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import prompts_from_texts
 from mame_sd.runs.sampling import levels_of, merge_in, sample
@@ -62,7 +62,7 @@ def compare(
     Raises:
         UserError: a variant in which nothing could merge, or that the model refuses.
     """
-    (job,) = plan_jobs([replace(*prompts_from_texts([prompt]), id="compare")], settings)
+    (job,) = jobs_of([replace(*prompts_from_texts([prompt]), id="compare")], settings)
     total = 1 + len(variants)
     on_progress(0, total)
     sample(model, _one_step(settings), [job])

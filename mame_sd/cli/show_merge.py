@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw
 from mame_sd.cli.sheet import Cell, draw_sheet
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
-from mame_sd.runs.jobs import GenerateSettings, plan_jobs
+from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import Prompt, prompts_from_texts
 from mame_sd.runs.sampling import levels_of, merge_in, sample
@@ -69,7 +69,7 @@ def capture_merge(
         raise UserError(
             f"expected a pipeline that reports its steps, {type(model.pipe).__name__} does not; use another model"
         )
-    (job,) = plan_jobs([prompt_to_draw(prompt)], settings)
+    (job,) = jobs_of([prompt_to_draw(prompt)], settings)
     handle = merge_in(model, config)
     plans: dict[str, Any] = {}
 

@@ -22,7 +22,7 @@ from PIL import Image
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.generate import environment
-from mame_sd.runs.jobs import GenerateSettings, Job, plan_jobs
+from mame_sd.runs.jobs import GenerateSettings, Job, jobs_of
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import Prompt
 from mame_sd.runs.run_folder import write_atomically, writing
@@ -97,7 +97,7 @@ def tune(
         UserError: a setting with which nothing could merge, or that the model refuses.
         MachineError: the disk, memory.
     """
-    jobs = plan_jobs(prompts, settings)
+    jobs = jobs_of(prompts, settings)
     about = _digest([asdict(settings), [asdict(job) for job in jobs], [(n, c.to_dict()) for n, c in ladder]], model)
     record = _read(out / "measured.json", about)
     with writing(out):

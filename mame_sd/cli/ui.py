@@ -15,7 +15,7 @@ from mame_sd.cli.sheet import enlarge
 from mame_sd.cli.show_merge import capture_merge, overlay, prompt_to_draw
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError
-from mame_sd.runs.jobs import GenerateSettings, plan_jobs
+from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.sampling import sample
 
@@ -77,7 +77,7 @@ class Painter:
         """The baseline and its seconds; the latest one is not computed again."""
         key = (prompt, settings)
         if self._baseline is None or self._baseline[0] != key:
-            (job,) = plan_jobs([prompt_to_draw(prompt)], settings)
+            (job,) = jobs_of([prompt_to_draw(prompt)], settings)
             start = time.perf_counter()
             (image,) = sample(self._model, settings, [job])
             self._baseline = key, image, time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""The plan of a run: settings, one job for each image, batches, and the noise that each image starts from."""
+"""What a run has to make: settings, one job for each image, batches, and the noise that each image starts from."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Job:
         return {**known, "extra": self.prompt.extra} if self.prompt.extra else known
 
 
-def plan_jobs(prompts: Sequence[Prompt], settings: GenerateSettings) -> list[Job]:
+def jobs_of(prompts: Sequence[Prompt], settings: GenerateSettings) -> list[Job]:
     """Every image of the run, in order. Raises PromptError for ids that collide."""
     check_unique(prompts)
     return [

@@ -17,9 +17,10 @@ import torch
 
 from mame_sd.diffusion.saved_setting import PIPELINE, SavedMerging, read_saved_merging
 from mame_sd.errors import MachineError, UserError
-from mame_sd.runs.additions import add_loras, check_scheduler, lora_identity, set_scheduler
 from mame_sd.runs.devices import pick_device, pick_dtype
+from mame_sd.runs.loras import add_loras, lora_identity
 from mame_sd.runs.model_files import ModelChoice, digest_of, find_model, first_line, name_and_digest
+from mame_sd.runs.schedulers import check_scheduler, set_scheduler
 
 _SINGLE_FILE_CLASSES = {
     "v1": "StableDiffusionPipeline",

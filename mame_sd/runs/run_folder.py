@@ -160,17 +160,17 @@ class RunFolder:
             os.fsync(file.fileno())
         write_atomically(self.images / f"{name}.png", png, self.work / f"image-{self._rank}.tmp")
 
-    def collect(self, plan: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Write samples.jsonl from all records so far, in the order of `plan`, and return its rows.
+    def collect(self, known: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Write samples.jsonl from all records so far, in the order of `known`, and return its rows.
 
         Args:
-            plan: for every image of the run its name and what is known of it without making it.
+            known: for every image of the run its name and what is known of it without making it.
         """
         records: dict[str, dict[str, Any]] = {}
         for source in (self.samples, *sorted(self.work.glob("samples-*.jsonl"))):
-            records.update((row["name"], row) for row in _read_rows(source) if row.get("name") in plan)
-        done = self.finished(list(plan))
-        rows = [{"name": name, **fixed, **records.get(name, {})} for name, fixed in plan.items() if name in done]
+            records.update((row["name"], row) for row in _read_rows(source) if row.get("name") in known)
+        done = self.finished(list(known))
+        rows = [{"name": name, **fixed, **records.get(name, {})} for name, fixed in known.items() if name in done]
         text = "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows)
         write_atomically(self.samples, text.encode(), self.work / "samples.tmp")
         for part in self.work.glob("samples-*.jsonl"):

@@ -18,7 +18,7 @@ from mame_sd.cli.show_merge import MergeMap, capture_merge, draw_merge, prompt_t
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.generate import generate
-from mame_sd.runs.jobs import GenerateSettings, plan_jobs
+from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.prompt_files import prompts_from_texts
@@ -97,7 +97,7 @@ def test_a_step_is_one_of_the_scheduler(model_folder: Path) -> None:
             maps.append({name: plan.owners()[-1] for name, plan in handle.plans().items()})
             return tensors
 
-        (job,) = plan_jobs([prompt_to_draw("key")], GenerateSettings(steps=3))
+        (job,) = jobs_of([prompt_to_draw("key")], GenerateSettings(steps=3))
         sample(heun, GenerateSettings(steps=3), [job], callback_on_step_end=keep)
     assert len(maps) == 5  # evaluations of the model
     for step in (1, 2, 3):
