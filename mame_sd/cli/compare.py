@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def compare(
     (job,) = jobs_of([replace(*prompts_from_texts([prompt]), id="compare")], settings)
     total = 1 + len(variants)
     on_progress(0, total)
-    sample(model, _one_step(settings), [job])
+    sample(model, replace(settings, steps=1), [job])
     panels: list[Panel] = []
     for label, config in [("baseline", None), *variants]:
         handle = None if config is None else merge_in(model, config)
@@ -140,7 +140,3 @@ def _open(path: Path) -> Image.Image:
             return enlarge(image.convert("RGB"), PANEL_SIDE // 2)
     except OSError as error:
         raise UserError(f"{path}: expected an image, got: {error}; run generate again") from None
-
-
-def _one_step(settings: GenerateSettings) -> GenerateSettings:
-    return GenerateSettings(**{**asdict(settings), "steps": 1})

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from mame_sd.diffusion.saved_setting import PIPELINE, SavedMerging, read_saved_merging
-from mame_sd.errors import MachineError, UserError
+from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.runs.devices import pick_device, pick_dtype
 from mame_sd.runs.loras import add_loras, lora_identity
-from mame_sd.runs.model_files import ModelChoice, digest_of, find_model, first_line, name_and_digest
-from mame_sd.runs.schedulers import check_scheduler, set_scheduler
+from mame_sd.runs.model_files import ModelChoice, digest_of, find_model, name_and_digest
+from mame_sd.runs.schedulers import set_scheduler
 
 _SINGLE_FILE_CLASSES = {
     "v1": "StableDiffusionPipeline",
@@ -72,16 +72,18 @@ class LoadedModel:
         return height * factor, width * factor
 
 
-def load_model(choice: ModelChoice) -> LoadedModel:
+def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     """Load a text-to-image pipeline.
 
+    Args:
+        local_rank: which CUDA device "auto" and "cuda" mean, among several processes on this machine.
+
     Raises:
-        UserError: nothing there, no such pipeline, hub not reachable, unknown scheduler, dtype or device.
+        UserError: nothing there, no such pipeline, hub not reachable, unknown device, scheduler or LoRA that does not fit.
         MachineError: out of memory.
     """
-    device = pick_device(choice.device, choice.local_rank)
+    device = pick_device(choice.device, local_rank)
     dtype = pick_dtype(choice.dtype, device)
-    check_scheduler(choice.scheduler)
     _be_quiet()
     source, name = find_model(choice)
     with _loading(name):

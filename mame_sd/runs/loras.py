@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mame_sd.errors import UserError
-from mame_sd.runs.model_files import HUB_ID, digest_of, first_line
+from mame_sd.errors import UserError, first_line
+from mame_sd.runs.model_files import HUB_ID, digest_of
 
 
 def _lora_scale(lora: str) -> tuple[str, float]:

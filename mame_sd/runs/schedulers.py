@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mame_sd.errors import UserError
-from mame_sd.runs.model_files import first_line
+from mame_sd.errors import UserError, first_line
 
 SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddim": ("DDIMScheduler", {}),
@@ -45,5 +44,5 @@ def set_scheduler(pipe: Any, name: str) -> None:
         pipe.scheduler = getattr(diffusers, class_name).from_config(pipe.scheduler.config, **extra)
     except (ImportError, NotImplementedError, ValueError) as error:
         raise UserError(
-            f"--scheduler {name}: expected it to fit this model, but {first_line(error)}; choose another"
+            f"--scheduler {name}: it does not fit this model ({first_line(error)}); choose another, or leave it out"
         ) from error
