@@ -100,7 +100,7 @@ def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
         for folder, samples in zip(folders, runs, strict=True):
             if name not in samples:
                 raise UserError(
-                    f"{folder}: expected the image {name} as in {folders[0]}, found none; finish that run first"
+                    f"{folder}: expected the image {name}, which {folders[0]} has, found none; finish that run first"
                 )
             lines = _sample_lines(folder, samples[name])
             column.append(Cell(_open(folder / samples[name]["file"]), lines if column else (first["prompt"], *lines)))

@@ -67,7 +67,7 @@ def capture_merge(
         raise UserError(f"--step: expected 1 to {settings.steps} (--steps), got {step}; give one of these")
     if "callback_on_step_end" not in model.arguments:
         raise UserError(
-            f"expected a pipeline that reports its steps, {type(model.pipe).__name__} does not; use another model"
+            f"expected a pipeline that reports its steps, but {type(model.pipe).__name__} does not; use another model"
         )
     (job,) = jobs_of([prompt_to_draw(prompt)], settings)
     handle = merge_in(model, config)
@@ -158,8 +158,8 @@ def _choose(layers: Any, plans: dict[str, Any], level: int, name: str | None) ->
         found = [layer for layer in merged if layer.name == name] or [layer for layer in merged if name in layer.name]
         if len(found) != 1:
             raise UserError(
-                f"--layer: expected one layer's name, {name!r} fits {len(found)}; "
-                f"those that merge are {', '.join(layer.name for layer in merged)}"
+                f"--layer: expected a part of one layer's name, but {name!r} fits {len(found)} of those that merge "
+                f"({', '.join(layer.name for layer in merged)}); give one of these"
             )
         return found[0]
     found = [layer for layer in merged if layer.level == level]
@@ -175,5 +175,7 @@ def _size_like(image: Image.Image, tokens: int) -> tuple[int, int]:
     """(h, w) of `tokens` tokens in the image's proportions. Raises UserError when they fit none."""
     height = round((tokens * image.height / image.width) ** 0.5)
     if height < 1 or tokens % height:
-        raise UserError(f"expected tokens that lie on a grid, got {tokens} for {image.width} x {image.height} pixels")
+        raise UserError(
+            f"expected tokens that lie on a grid, got {tokens} for {image.width} x {image.height} pixels; choose another --layer"
+        )
     return height, tokens // height

@@ -65,7 +65,7 @@ def check_place(folder: Path, out: Path) -> Path:
     if not place.is_dir():
         raise UserError(f"--out {out}: expected a folder, got the file {place}; choose another")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"--out {out}: expected a folder that can be written, {place} can't; choose another")
+        raise UserError(f"--out {out}: expected a folder that can be written, but {place} can't be; choose another")
     return place
 
 
@@ -113,8 +113,8 @@ class RunFolder:
             foreign = sorted(entry for entry in os.listdir(self.path) if entry != self.work.name)
         if foreign and self.manifest.name not in foreign:
             raise UserError(
-                f"--out {self.path}: expected a new or empty folder, or one begun by this command, got a folder with "
-                f"{len(foreign)} other things in it ({foreign[0]!r}); choose another"
+                f"--out {self.path}: expected a new or empty folder, or one begun by this command, got one "
+                f"with other things in it ({', '.join(map(repr, foreign[:3]))}); choose another"
             )
         if foreign:
             self._read_manifest()
@@ -199,7 +199,7 @@ class RunFolder:
             self._lock.close()
             self._lock = None
             raise UserError(
-                f"--out {self.path}: expected a folder of its own, got one that another run is writing to; wait for it"
+                f"--out {self.path}: another run is writing to this folder; wait for it, or choose another"
             ) from None
         except OSError:  # a file system without locks
             pass
@@ -227,8 +227,8 @@ class RunFolder:
         different = differences(there["settings"], normal["settings"])
         if different:
             raise UserError(
-                f"--out {self.path}: expected the settings it was begun with, got {'; '.join(different)}; "
-                "choose another --out, or give the same settings"
+                f"--out {self.path}: the folder was begun with other settings ({'; '.join(different)}); "
+                "choose another, or give the same settings"
             )
         return differences(there.get("environment", {}), normal.get("environment", {}))
 

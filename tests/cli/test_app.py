@@ -83,7 +83,7 @@ BAD = {
     "sheet-ending": (["compare", "x", "--out", "a.jpg"], "--out a.jpg: expected a file ending in .png"),
     "sheet-folder": (["sheet", "none"], "none: expected the folder of a finished run"),
     "out-long": (["generate", "--prompt", "x", "--out", LONG], "expected a place that can be written, got: File name too long"),
-    "prompts-long": (["generate", "--prompts", LONG + ".txt"], "expected a prompt file that can be read, got: File name too long"),
+    "prompts-long": (["generate", "--prompts", LONG + ".txt"], "the prompt file can't be read (File name too long)"),
     "model-long": (["generate", "--prompt", "x", "--model", LONG], "found no such file; check the path"),
     "lora-long": (["generate", "--prompt", "x", "--lora", LONG], "found nothing; check the path"),
     "config-long": (["generate", "--prompt", "x", "--config", LONG + ".json"], LONG),
