@@ -26,6 +26,7 @@ from mame_sd.eval.metrics.lpips import load_lpips
 from mame_sd.eval.metrics.psnr import psnr
 from mame_sd.eval.metrics.ssim import ssim
 from mame_sd.eval.scoring.retrieval import draw_prompts, retrieved
+from mame_sd.eval.timing import interleaved, quartiles
 
 from benchmarks import methods
 from benchmarks.frontier_report import markdown, plot, verdict
@@ -83,17 +84,17 @@ class Frontier:
         }
 
     def _times(self, method: Method) -> dict[str, Any]:
-        """Seconds of the UNet for one image, beside the baseline's in the same rounds, after one round of warm-up."""
-        seconds: dict[str, list[float]] = {"plain": [], "method": []}
-        for number in range(-1, self.rounds):
-            for which, on in (("plain", methods.baseline().on), ("method", method.on)):
-                with on(self.pipe.unet), clocked(self.pipe.unet) as clock:
-                    steps = self.steps if number >= 0 else 2
-                    paint(self.pipe, self.prompts[:1], steps, TIMING_SEED, output="latent")
-                if number >= 0:
-                    seconds[which].append(clock.seconds)
-        plain, ours = float(np.median(seconds["plain"])), float(np.median(seconds["method"]))
-        low, high = (float(q) for q in np.percentile(seconds["method"], [25, 75]))
+        """Seconds of the UNet for one image, beside the baseline's in the same rounds, after a warm-up of two steps."""
+        on = {"plain": methods.baseline().on, "method": method.on}
+
+        def call(which: str, number: int = -1) -> float:
+            with on[which](self.pipe.unet), clocked(self.pipe.unet) as clock:
+                paint(self.pipe, self.prompts[:1], 2 if number < 0 else self.steps, TIMING_SEED, output="latent")
+            return clock.seconds
+
+        found = [seconds for _, seconds in interleaved(list(on), self.rounds, call, warm_up=call)]
+        low, ours, high = quartiles([seconds["method"] for seconds in found])
+        _, plain, _ = quartiles([seconds["plain"] for seconds in found])
         return {"seconds": ours, "quartiles": [low, high], "seconds_plain": plain, "times_faster": plain / ours}
 
     def _file(self, name: str, method: Method, more: dict[str, Any], suffix: str) -> Path:

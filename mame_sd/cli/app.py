@@ -168,7 +168,10 @@ def tune_command(
     """Find the setting for your model, size and machine; write it as a file that --config takes."""
     from mame_sd.cli.console import progress
     from mame_sd.cli.generate import load_to_merge
-    from mame_sd.cli.tune import choose, ladder_of, lpips_distance, table, text_plot, tune, whole
+    from mame_sd.eval.tuning.choice import choose, whole
+    from mame_sd.eval.tuning.ladder import ladder_of
+    from mame_sd.eval.tuning.measure import lpips_distance, tune
+    from mame_sd.eval.tuning.table import table, text_plot
     from mame_sd.runs.run_folder import write_atomically
 
     if (max_lpips is None) == (min_speedup is None):
