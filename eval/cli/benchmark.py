@@ -12,13 +12,13 @@ from typing import Any
 
 from mame_sd.cli.console import note, progress
 from mame_sd.errors import MachineError, UserError
+from mame_sd.runs.files import check_place
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import load_model
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.processes import Process, joined, this_process
 from mame_sd.runs.prompt_files import Prompt, load_prompts, prompt_file_identity, prompts_digest
-from mame_sd.runs.run_folder import check_place, writing
 
 from .. import PROGRAM
 from ..benchmark.bench import alike_batches, bench
@@ -140,8 +140,6 @@ def run_bench(
     check_place(out, out)
     read_record(out / TIMINGS)
     loaded = load_model(model)
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
     measured = [method for method in methods if method.lacking is None]
     with progress("calls") as on_progress:
         timings = bench(loaded, settings, batches, measured, rounds, out / TIMINGS, on_progress, must_merge=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.errors import UserError
+from mame_sd.runs.records import Sample
 
 from ..images import load_image, to_float
 from ..metric_list import FEW_IMAGES, Metric, withheld_for_size
@@ -24,7 +25,7 @@ from ..metrics.ssim import ms_ssim, ssim
 from ..stats import mean_interval, paired_difference
 from .reference import Reference, check_foreign
 from .retrieval import background_right, retrieved
-from .runs import Item, Pair, Run
+from .runs import Pair, Run
 from .tools import Tools, network_name
 
 SPLIT_FROM = 1000  # images from which on the inception score is taken over ten splits
@@ -190,14 +191,14 @@ def _pairwise(metric: Metric, tools: Tools) -> Callable[[Tensor, Tensor], Tensor
     return found
 
 
-def _imagewise(metric: Metric, tools: Tools) -> Callable[[Item], float]:
+def _imagewise(metric: Metric, tools: Tools) -> Callable[[Sample], float]:
     if metric.name in TRUTH:
         return lambda item: TRUTH[metric.name](load_image(item.path), item.prompt)
     from ..metrics.clip import clip_score
 
     network = tools.network(metric)
 
-    def of_clip(item: Item) -> float:
+    def of_clip(item: Sample) -> float:
         images = to_float([load_image(item.path)]).to(tools.device)
         return float(clip_score(network, images, [item.prompt]).scores.item())
 

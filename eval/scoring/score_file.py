@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mame_sd.runs.files import write_atomically
 from mame_sd.runs.processes import Process
-from mame_sd.runs.run_folder import write_atomically, writing
 
 from ..json_text import json_text
 from ..metric_list import METRICS, Metric
@@ -57,8 +57,6 @@ class ScoreFile:
         for name, values in found.items():
             self.found[name] = {"network": _network_hash(METRICS[name], tools), "values": values}
         if self.process.is_main:
-            with writing(self.path):
-                self.path.parent.mkdir(parents=True, exist_ok=True)
             text = json_text({"format": FORMAT, "images": self.digest, "metrics": self.found})
             write_atomically(self.path, text.encode())
 

@@ -17,11 +17,11 @@ import numpy as np
 from PIL import Image
 
 from mame_sd.config import MaMeConfig
+from mame_sd.runs.files import check_place, write_atomically
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, Job, jobs_of
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import Prompt
-from mame_sd.runs.run_folder import write_atomically, writing
 from mame_sd.runs.sampling import levels_of, merge_in, sample
 
 from ..images import to_float
@@ -67,11 +67,10 @@ def tune(
         UserError: a setting with which nothing could merge, or that the model refuses.
         MachineError: the disk, memory.
     """
+    check_place(out, out)
     jobs = jobs_of(prompts, settings)
     about = _digest([asdict(settings), [asdict(job) for job in jobs], [(n, c.to_dict()) for n, c in ladder]], model)
     rows = _read(out / MEASURED, about)
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
     configs: dict[str, MaMeConfig | None] = {BASELINE: None, **dict(ladder)}
     rounds = interleaved(
         list(configs),

@@ -172,7 +172,7 @@ def tune_command(
     from mame_sd.eval.tuning.ladder import ladder_of
     from mame_sd.eval.tuning.measure import lpips_distance, tune
     from mame_sd.eval.tuning.table import table, text_plot
-    from mame_sd.runs.run_folder import write_atomically
+    from mame_sd.runs.files import write_atomically
 
     if (max_lpips is None) == (min_speedup is None):
         came = "neither" if max_lpips is None else "both"

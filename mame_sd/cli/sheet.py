@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 from mame_sd.errors import UserError
-from mame_sd.runs.run_folder import check_place, nearest, write_atomically, writing
+from mame_sd.runs.files import check_place, nearest, write_atomically, writing
 
 FONT_SIZE = 15
 LINE = 20  # pixels from one line of text to the next
@@ -87,8 +87,6 @@ def write_sheet(path: Path, sheet: Image.Image, about: dict[str, Any]) -> None:
     text.add_text("mame_sd", json.dumps(about, sort_keys=True))
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG", pnginfo=text)
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, buffer.getvalue())
 
 

@@ -12,80 +12,19 @@ depend on the settings alone, so a run that was killed and continued ends with t
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mame_sd.errors import MachineError, UserError
+from mame_sd.errors import UserError
+from mame_sd.runs.files import check_place, write_atomically, writing
+from mame_sd.runs.records import FORMAT, read_manifest
 
-FORMAT = "mame-sd run 1"
-_MACHINE_ERRNOS = {
-    getattr(errno, name)
-    for name in ("ENOSPC", "EDQUOT", "EFBIG", "EIO", "ENOMEM", "EMFILE", "ENFILE", "ESTALE", "EBUSY")
-    if hasattr(errno, name)
-}
+OTHER_OUT = "choose another --out"
 _PNG_END = b"IEND\xaeB`\x82"
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError from writing `path` into MachineError (disk full and the like) or UserError (not allowed)."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno in _MACHINE_ERRNOS:
-            raise MachineError(
-                f"{path}: expected to write, got: {reason}; free some space there and run the same command again"
-            ) from error
-        raise UserError(f"{path}: expected a place that can be written, got: {reason}; choose another") from error
-
-
-def nearest(path: Path) -> Path:
-    """`path`, or the nearest thing above it that exists. Raises OSError for what can't be reached or is too long."""
-    while True:
-        try:
-            os.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            if path == path.parent:
-                raise
-            path = path.parent
-        else:
-            return path
-
-
-def check_place(folder: Path, out: Path) -> Path:
-    """The nearest existing folder to `folder`. Raises UserError, naming `out`, when nothing could be written there."""
-    with writing(out):
-        place = nearest(folder)
-    if not place.is_dir():
-        raise UserError(f"--out {out}: expected a folder, got the file {place}; choose another")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"--out {out}: expected a folder that can be written, but {place} can't be; choose another")
-    return place
-
-
-def write_atomically(path: Path, data: bytes, temporary: Path | None = None) -> None:
-    """Write `data` so that `path` holds all of it or what it held before, whatever happens meanwhile.
-
-    `temporary` must lie on the same file system; left out, it is a hidden neighbour.
-    """
-    temporary = temporary or path.with_name(f".mame-sd.{os.getpid()}.tmp")
-    with writing(path):
-        try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
 
 
 class RunFolder:
@@ -117,7 +56,7 @@ class RunFolder:
                 f"with other things in it ({', '.join(map(repr, foreign[:3]))}); choose another"
             )
         if foreign:
-            self._read_manifest()
+            read_manifest(self.manifest, OTHER_OUT)
 
     def prepare(self, manifest: Mapping[str, Any]) -> list[str]:
         """Create or take up the folder and clear what a kill left behind. Returns notes about another environment.
@@ -137,7 +76,7 @@ class RunFolder:
                 leftover.unlink()
         notes: list[str] = []
         if self.manifest.exists():
-            notes = self._compare(self._read_manifest(), manifest)
+            notes = self._compare(read_manifest(self.manifest, OTHER_OUT), manifest)
         else:
             text = json.dumps({"format": FORMAT, **manifest}, indent=2, sort_keys=True) + "\n"
             write_atomically(self.manifest, text.encode(), self.work / "manifest.tmp")
@@ -203,23 +142,6 @@ class RunFolder:
             ) from None
         except OSError:  # a file system without locks
             pass
-
-    def _read_manifest(self) -> dict[str, Any]:
-        try:
-            values = json.loads(self.manifest.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(
-                f"{self.manifest}: expected the manifest of a run, got: {error}; choose another --out"
-            ) from None
-        if (
-            not isinstance(values, dict)
-            or values.get("format") != FORMAT
-            or not isinstance(values.get("settings"), dict)
-        ):
-            raise UserError(
-                f"{self.manifest}: expected the manifest of a run ({FORMAT!r}), got another file; choose another --out"
-            )
-        return values
 
     def _compare(self, there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
         """Refuse other settings; return a note for each difference of the environment."""
