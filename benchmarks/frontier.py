@@ -6,8 +6,8 @@
 
 LPIPS, PSNR and SSIM compare with the image that the unmerged model paints of the same prompt and seed; retrieval is the
 share of images whose nearest glyph is the prompted one. Times are of the UNet alone, over a whole run of `--steps` steps,
-each method beside the baseline. Writes frontier.md and frontier.png into --out; one file for each measured point makes it
-resumable: delete a file to measure its point again.
+each method beside the baseline. Writes frontier.md and frontier.png into --out, of every point measured there with the same
+prompts, steps and rounds on this machine; one file for each makes it resumable: delete a file to measure its point again.
 """
 
 from __future__ import annotations
@@ -15,49 +15,92 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from diffusers import StableDiffusionPipeline
 from mame_sd.eval.metrics.lpips import load_lpips
 from mame_sd.eval.metrics.psnr import psnr
 from mame_sd.eval.metrics.ssim import ssim
 from mame_sd.eval.scoring.retrieval import draw_prompts, retrieved
+from mame_sd.eval.timing import interleaved, quartiles
 
 from benchmarks import methods
-from benchmarks.frontier_report import markdown, plot, verdict
+from benchmarks.frontier_report import Point, markdown, plot, verdict
 from benchmarks.methods import Method
 from benchmarks.painting import AttentionWork, clocked, load, paint
 from benchmarks.timing import machine
 from mame_sd import embedded_model_path
+from mame_sd.runs.files import write_atomically, written_whole
 
 BATCH = 4
 TIMING_SEED = 1000
 
 
 class Frontier:
-    """The measurement of one model on one machine, kept in the folder `out`."""
+    """The measurement of one model on one machine, kept in the folder `out`.
 
-    def __init__(self, out: Path, device: torch.device, num: int, steps: int, rounds: int) -> None:
-        self.out, self.device, self.steps, self.rounds = out, device, steps, rounds
-        self.pipe = load(device, torch.float32 if device.type == "cpu" else torch.float16)
-        self.prompts = [prompt.text for prompt in draw_prompts(num)]
-        self.lpips = load_lpips(device=str(device))
-        self._common = {"prompts": self.prompts, "steps": steps, "model": _model_digest(), "machine": machine(device)}
+    Args:
+        distance: LPIPS of images [n, 3, H, W] in [0, 1] and those of the unmerged model.
+        model: digest of the model's weights.
+    """
 
-    def point(self, name: str, method: Method) -> dict[str, Any]:
+    def __init__(
+        self,
+        out: Path,
+        pipe: StableDiffusionPipeline,
+        distance: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        prompts: list[str],
+        steps: int,
+        rounds: int,
+        model: str,
+    ) -> None:
+        self.out, self.pipe, self.prompts, self.steps, self.rounds = out, pipe, prompts, steps, rounds
+        self._distance = distance
+        self._common = {"prompts": prompts, "steps": steps, "model": model, "machine": machine(pipe.device)}
+
+    def points(self, chosen: Mapping[str, Method], every: Mapping[str, Method]) -> list[Point]:
+        """The baseline, the methods of `chosen`, measured where they were not, and all of `every` that were before.
+
+        Raises SystemExit when the baseline does not equal itself.
+        """
+        baseline = self.measure("baseline", methods.baseline())
+        if baseline["lpips"] != 0 or baseline["work"] != 1:
+            raise SystemExit(f"error: expected the baseline to equal itself, got {baseline}; nothing else was measured")
+        found = [baseline]
+        for name, method in every.items():
+            try:
+                point = self.measure(name, method) if name in chosen else self.known(name, method)
+            except ImportError as error:
+                print(f"note: {name} is not measured: {error}; pip install mame-sd[peers]", file=sys.stderr)
+                continue
+            if point is not None:
+                found.append(point)
+        return found
+
+    def measure(self, name: str, method: Method) -> Point:
         """The method's figures: from its file, else measured now."""
         images, work = self._images(name, method)
         plain, plain_work = self._images("baseline", methods.baseline())
-        file = self._file(name, method, {"rounds": self.rounds}, ".json")
+        file = self._figures(name, method)
         if not file.exists():
             figures = {**self._quality(images, plain), "work": work / plain_work, **self._times(method)}
-            _write(file, json.dumps(figures).encode())
-        found: dict[str, Any] = json.loads(file.read_bytes())
-        return {"name": name, "family": method.family, "settings": method.settings, **found}
+            write_atomically(file, json.dumps(figures).encode())
+        found = self.known(name, method)
+        assert found is not None
+        print(f"{name}: {found['times_faster']:.2f}x, LPIPS {found['lpips']:.4f}", file=sys.stderr, flush=True)
+        return found
+
+    def known(self, name: str, method: Method) -> Point | None:
+        """The method's figures as measured before with the same prompts, steps and rounds on this machine, or None."""
+        file = self._figures(name, method)
+        if not file.exists():
+            return None
+        return {"name": name, "family": method.family, "settings": method.settings, **json.loads(file.read_bytes())}
 
     def _images(self, name: str, method: Method) -> tuple[np.ndarray, int]:
         """uint8 [n, H, W, 3] and the multiplications of self-attention, from the method's file or painted now."""
@@ -68,7 +111,8 @@ class Frontier:
                 for first in range(0, len(self.prompts), BATCH):
                     painted.append(paint(self.pipe, self.prompts[first : first + BATCH], self.steps, first))
                     print(f"  {name}: {first + len(painted[-1])} of {len(self.prompts)}", end="\r", file=sys.stderr)
-            _write_arrays(file, images=np.concatenate(painted), work=np.array(counted.work))
+            with written_whole(file) as whole:
+                np.savez_compressed(whole, images=np.concatenate(painted), work=np.array(counted.work))
         with np.load(file) as arrays:
             return arrays["images"], int(arrays["work"])
 
@@ -76,25 +120,28 @@ class Frontier:
         a, b = (torch.from_numpy(x).permute(0, 3, 1, 2).float() / 255 for x in (images, plain))
         hits = [retrieved(image, prompt) for image, prompt in zip(images, self.prompts, strict=True)]
         return {
-            "lpips": float(self.lpips(a.to(self.device), b.to(self.device)).mean()),
+            "lpips": float(self._distance(a.to(self.pipe.device), b.to(self.pipe.device)).mean()),
             "psnr": float(psnr(a, b).clamp(max=100).mean()),
             "ssim": float(ssim(a, b).mean()),
             "retrieval": float(np.mean(hits)),
         }
 
     def _times(self, method: Method) -> dict[str, Any]:
-        """Seconds of the UNet for one image, beside the baseline's in the same rounds, after one round of warm-up."""
-        seconds: dict[str, list[float]] = {"plain": [], "method": []}
-        for number in range(-1, self.rounds):
-            for which, on in (("plain", methods.baseline().on), ("method", method.on)):
-                with on(self.pipe.unet), clocked(self.pipe.unet) as clock:
-                    steps = self.steps if number >= 0 else 2
-                    paint(self.pipe, self.prompts[:1], steps, TIMING_SEED, output="latent")
-                if number >= 0:
-                    seconds[which].append(clock.seconds)
-        plain, ours = float(np.median(seconds["plain"])), float(np.median(seconds["method"]))
-        low, high = (float(q) for q in np.percentile(seconds["method"], [25, 75]))
+        """Seconds of the UNet for one image, beside the baseline's in the same rounds, after a warm-up of two steps."""
+        on = {"plain": methods.baseline().on, "method": method.on}
+
+        def call(which: str, number: int = -1) -> float:
+            with on[which](self.pipe.unet), clocked(self.pipe.unet) as clock:
+                paint(self.pipe, self.prompts[:1], 2 if number < 0 else self.steps, TIMING_SEED, output="latent")
+            return clock.seconds
+
+        found = [seconds for _, seconds in interleaved(list(on), self.rounds, call, warm_up=call)]
+        low, ours, high = quartiles([seconds["method"] for seconds in found])
+        _, plain, _ = quartiles([seconds["plain"] for seconds in found])
         return {"seconds": ours, "quartiles": [low, high], "seconds_plain": plain, "times_faster": plain / ours}
+
+    def _figures(self, name: str, method: Method) -> Path:
+        return self._file(name, method, {"rounds": self.rounds}, ".json")
 
     def _file(self, name: str, method: Method, more: dict[str, Any], suffix: str) -> Path:
         """Where a measurement lies: its name holds a digest of all that decides it."""
@@ -109,22 +156,6 @@ def _model_digest() -> str:
     return hashlib.sha256(weights.read_bytes()).hexdigest()
 
 
-def _write(path: Path, content: bytes) -> None:
-    """All of the file or nothing: a run that is stopped leaves no half of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
-
-
-def _write_arrays(path: Path, **arrays: np.ndarray) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
-    os.replace(partial, path)
-
-
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -133,7 +164,9 @@ def main() -> None:
     parser.add_argument("--num", type=int, help="prompts (default 16)")
     parser.add_argument("--steps", type=int, help="denoising steps (default 10)")
     parser.add_argument("--rounds", type=int, default=5, help="timed runs of each method (default 5)")
-    parser.add_argument("--only", metavar="TEXT", help="settings whose name holds TEXT")
+    parser.add_argument(
+        "--only", metavar="TEXT", help="measure settings whose name holds TEXT; rows measured before stay"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     args = parser.parse_args()
     chosen = methods.SHORT if args.short else methods.FULL
@@ -141,25 +174,16 @@ def main() -> None:
     if not chosen:
         parser.error(f"--only: expected a part of a setting's name, got {args.only!r}; see benchmarks/methods.py")
     num, steps = args.num or (4 if args.short else 16), args.steps or (6 if args.short else 10)
-    frontier = Frontier(args.out, torch.device(args.device), num, steps, args.rounds)
-    again = frontier.point("baseline", methods.baseline())
-    if again["lpips"] != 0 or again["work"] != 1:
-        raise SystemExit(f"error: expected the baseline to equal itself, got {again}; nothing else was measured")
-    points = [again]
-    for name, method in chosen.items():
-        try:
-            points.append(frontier.point(name, method))
-        except ImportError as error:
-            print(f"note: {name} is not measured: {error}; pip install mame-sd[peers]", file=sys.stderr)
-            continue
-        print(
-            f"{name}: {points[-1]['times_faster']:.2f}x, LPIPS {points[-1]['lpips']:.4f}", file=sys.stderr, flush=True
-        )
+    device = torch.device(args.device)
+    pipe = load(device, torch.float32 if device.type == "cpu" else torch.float16)
+    prompts = [prompt.text for prompt in draw_prompts(num)]
+    lpips = load_lpips(device=str(device))
+    points = Frontier(args.out, pipe, lpips, prompts, steps, args.rounds, _model_digest()).points(chosen, methods.FULL)
     text = markdown(points)
-    _write(args.out / "frontier.md", text.encode())
+    write_atomically(args.out / "frontier.md", text.encode())
     plot(points, args.out / "frontier.png")
     print(text)
-    about = {"num": num, "steps": steps, "machine": machine(frontier.device), "verdict": verdict(points)}
+    about = {"num": num, "steps": steps, "machine": machine(device), "verdict": verdict(points)}
     print(json.dumps({"benchmark": "frontier", **about, "points": points}))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from diffusers import StableDiffusionPipeline
+from mame_sd.eval.timing import synchronize
 from torch.overrides import TorchFunctionMode
 
 from mame_sd.embedded.model import DEFAULT_GUIDANCE
@@ -54,11 +55,11 @@ def clocked(module: torch.nn.Module) -> Iterator[Clock]:
     clock, device = Clock(), next(module.parameters()).device
 
     def start(*_: Any) -> None:
-        _drain(device)
+        synchronize(device)
         clock._start = time.perf_counter()
 
     def stop(*_: Any) -> None:
-        _drain(device)
+        synchronize(device)
         clock.seconds += time.perf_counter() - clock._start
 
     handles = [module.register_forward_pre_hook(start), module.register_forward_hook(stop)]
@@ -86,8 +87,3 @@ class AttentionWork(TorchFunctionMode):
         if func is F.scaled_dot_product_attention and args[1].shape[-2] != self._text_tokens:
             self.work += args[0].numel() * args[1].shape[-2]
         return func(*args, **(kwargs or {}))
-
-
-def _drain(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,17 +1,16 @@
-"""Interleaved timing: every round calls every method once, in another order, on an input that none has seen."""
+"""Interleaved timing of functions, each call on an input that none has seen; what the figures were made on."""
 
 from __future__ import annotations
 
 import platform
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-import numpy as np
 import torch
+from mame_sd.eval import timing
 
 PACKAGES = ("torch", "diffusers", "tomesd", "mame-sd")
 
@@ -24,12 +23,12 @@ class Times:
 
     @property
     def median(self) -> float:
-        return float(np.median(self.seconds))
+        return timing.quartiles(self.seconds)[1]
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        low, high = np.percentile(self.seconds, [25, 75])
-        return float(low), float(high)
+        low, _, high = timing.quartiles(self.seconds)
+        return low, high
 
     def to_dict(self) -> dict[str, Any]:
         return {"median_s": self.median, "quartiles_s": self.quartiles, "rounds": len(self.seconds)}
@@ -47,32 +46,25 @@ def interleaved(
     warm_up: int = 1,
     around: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
 ) -> dict[str, Times]:
-    """Seconds of each method over `rounds` rounds, after `warm_up` rounds that don't count.
+    """Seconds of each method over `rounds` rounds, after `warm_up` calls of each that don't count.
 
     Args:
         methods: what is timed, by name; each is called with one input.
-        make_input: makes an input, outside of the clock; called anew for every timed call.
+        make_input: makes an input, outside of the clock; called anew for every call.
         around: a context that a method runs in, entered and left outside of the clock.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in methods}
-    names = list(methods)
-    for number in range(-warm_up, rounds):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            with around(name):
-                taken = once(methods[name], make_input(), device)
-            if number >= 0:
-                seconds[name].append(taken)
-    return {name: Times(tuple(values)) for name, values in seconds.items()}
 
+    def call(name: str, number: int = -1) -> float:
+        given = make_input()
+        with around(name):
+            return timing.timed(lambda: methods[name](given), device)[1]
 
-def once(method: Callable[[Any], object], given: Any, device: torch.device) -> float:
-    """Seconds of one call, the device's queue drained before and after."""
-    _drain(device)
-    start = time.perf_counter()
-    method(given)
-    _drain(device)
-    return time.perf_counter() - start
+    def warm(name: str) -> None:
+        for _ in range(warm_up):
+            call(name)
+
+    found = [seconds for _, seconds in timing.interleaved(list(methods), rounds, call, warm_up=warm)]
+    return {name: Times(tuple(seconds[name] for seconds in found)) for name in methods}
 
 
 def captured(plain: float, ours: float, free: float) -> float:
@@ -98,11 +90,6 @@ def _processor() -> str:
             return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def _drain(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def named(text: str, names: Iterable[str]) -> list[str]:

@@ -8,4 +8,11 @@ class UserError(Exception):
 
 
 class MachineError(Exception):
-    """The machine gave out (disk full, out of memory): the input may be fine. Exit status 1."""
+    """The machine failed (disk full, out of memory): the input may be fine. Exit status 1."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, its type where there is none, without a full stop."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    line = lines[0] if lines else type(error).__name__
+    return line.rstrip(".") if len(line) <= 200 else line[:197] + "..."

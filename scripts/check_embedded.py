@@ -16,7 +16,9 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from PIL import Image
 from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
 
 from mame_sd.embedded import model as subjects
+from mame_sd.runs.records import read_samples
 
 
 def generate(prompts: Path, out: Path, setting: str, model: str | None, steps: int) -> None:
@@ -71,7 +74,7 @@ def score(run: Path, baseline: Path, prompts: list[dict[str, str]]) -> dict[str,
             a, b = as_tensor(image), as_tensor(load(baseline, prompt))
             psnr.append(min(100.0, peak_signal_noise_ratio(a, b, data_range=1.0).item()))
             ssim.append(structural_similarity_index_measure(a, b, data_range=1.0).item())
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    samples = [sample.row for sample in read_samples(run, "run it again").values()]
     result = {
         "retrieval": float(np.mean(hits)), "retrieval_held_out": float(np.mean(unseen)),
         "background": float(np.mean(backgrounds)), "seconds": float(np.median([s["seconds"] for s in samples])),
@@ -81,7 +84,7 @@ def score(run: Path, baseline: Path, prompts: list[dict[str, str]]) -> dict[str,
     return result
 
 
-def first_level_kept(samples: list[dict]) -> float:
+def first_level_kept(samples: list[Mapping[str, Any]]) -> float:
     """Mean share of the first level's tokens (keys, with merge=kv) that attention still sees."""
     shares = []
     for sample in samples:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from mame_sd.eval.scoring.retrieval import draw_prompts
 
-from benchmarks import attention, layers, unet, unets
+from benchmarks import attention, layers, methods, unet, unets
+from benchmarks.frontier import Frontier
 from benchmarks.frontier_report import markdown, on_frontier, verdict
 from benchmarks.painting import AttentionWork, clocked
 from benchmarks.rivals import pooled
@@ -16,7 +19,7 @@ from benchmarks.timing import captured, interleaved
 from benchmarks.variants import guidance_protected, scheduled, share_at, varied
 from mame_sd import MaMeConfig, mame
 from mame_sd.diffusion.apply import has_hooks
-from tests.builders.tiny import run_unet, tiny_unet, unet_inputs
+from tests.builders.tiny import run_unet, tiny_pipeline, tiny_unet, unet_inputs
 
 CPU = torch.device("cpu")
 
@@ -169,3 +172,32 @@ def test_only_takes_the_method_of_that_name_or_all_that_hold_the_text() -> None:
     case = {"dtype": "float32", "tokens": 64, "dim": 64, "batch": 1}
     found = attention.measure(case, 1, CPU, ["mame kv .25", "global"])["methods"]
     assert set(found) == {"sdpa", "free 0.50", "free kv 0.25", "mame kv .25", "global .50", "global kv .25"}
+
+
+def test_a_frontier_of_some_settings_keeps_the_rows_measured_before(tmp_path: Path) -> None:
+    every = {
+        "mild": methods.ours(keep=0.5, min_tokens=16),
+        "strong": methods.ours(keep=0.125, min_tokens=16),
+        "pool": methods.trivial("pool-kv", 2, 2, 16),
+    }
+    pipe, prompts = tiny_pipeline(), [prompt.text for prompt in draw_prompts(2)]
+
+    def distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (a - b).abs().mean((1, 2, 3))
+
+    def measured(steps: int, *names: str) -> dict[str, Any]:
+        with torch.no_grad():
+            frontier = Frontier(tmp_path, pipe, distance, prompts, steps, 1, "digest")
+            points = frontier.points({name: every[name] for name in names}, every)
+        return {point["name"]: point for point in points}
+
+    first = measured(1, "mild", "pool")
+    assert list(first) == ["baseline", "mild", "pool"]
+    assert first["baseline"]["lpips"] == 0 < first["mild"]["lpips"]
+    (again,) = tmp_path.glob("points/mild-*.json")
+    again.unlink()
+    only = measured(1, "mild", "strong")
+    assert list(only) == ["baseline", "mild", "strong", "pool"]
+    assert only["pool"] == first["pool"]
+    assert again.exists(), "what is named and lacks its file is measured"
+    assert list(measured(2, "strong")) == ["baseline", "strong"], "rows of other steps are of another table"

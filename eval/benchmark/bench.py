@@ -1,9 +1,4 @@
-"""Latency and peak memory of several methods on one model, interleaved round by round.
-
-Rounds and their order decide what a slow minute of the machine does: each round times every method once, on one batch of
-prompts, the next round on the next one, and the order turns by one a round, so drift spreads over all of them. A warm-up
-call of each method comes first.
-"""
+"""Latency and peak memory of several methods on one model, timed interleaved: each round on the next batch of prompts."""
 
 from __future__ import annotations
 
@@ -24,6 +19,7 @@ from mame_sd.runs.jobs import GenerateSettings, Job, call_of, cut_batches
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.sampling import sample
 
+from ..timing import interleaved, synchronize, timed
 from .methods import Method
 from .timings import Timing, read_record, write_record
 
@@ -46,9 +42,9 @@ def bench(
     Args:
         batches: alike (`alike_batches`); a round takes the next one, and after the last the first. Peaks of memory on the
             CPU, which its rounds do not give, are those of the first.
-        record: JSON lines that hold every timing as soon as it is taken. A stopped call continues from the last whole
-            round in them. Were they taken of anything else (prompts, methods and their settings, model, machine), it
-            starts over.
+        record: JSON lines that hold the timings of every round as soon as it ends. A stopped call continues after the
+            last round in them. Were they taken of anything else (prompts, methods and their settings, model, machine),
+            it starts over.
 
     Raises UserError when `record` is another file and, if `must_merge`, when a method does nothing to the first batch.
     """
@@ -60,30 +56,28 @@ def bench(
         "methods": {method.name: method.config for method in methods},
     }
     done = read_record(record, about)
-    open_calls = [
-        (number, method)
-        for number in range(rounds)
-        for method in _turned(methods, number)
-        if (number, method.name) not in done
-    ]
-    on_progress(len(done), rounds * len(methods))
+    by_name = {method.name: method for method in methods}
     peaks: dict[str, Timing] = {}
-    for method in {method.name: method for _, method in open_calls}.values():
-        with installed(model, method, batches[0]) as patched:
+
+    def warm_up(name: str) -> None:
+        with installed(model, by_name[name], batches[0]) as patched:
             sample(model, replace(settings, steps=min(WARM_UP_STEPS, settings.steps)), batches[0])
             if must_merge and patched is not None:
                 patched.levels()
         if model.pipe.device.type == "cpu":  # CUDA counts while it is timed, the CPU in a call of its own
-            peaks[method.name] = peak_call(model, replace(settings, steps=1), batches[0], method)
-    for number, method in open_calls:
-        timing = timed_call(model, settings, batches[number % len(batches)], method)
-        if method.name in peaks:
-            peak = peaks[method.name]
-            timing = replace(timing, allocated=peak.allocated, allocated_denoising=peak.allocated_denoising)
-        done[number, method.name] = timing
+            peaks[name] = peak_call(model, replace(settings, steps=1), batches[0], by_name[name])
+
+    def call(name: str, number: int) -> Timing:
+        timing = timed_call(model, settings, batches[number % len(batches)], by_name[name])
+        peak = peaks.get(name, timing)
+        return replace(timing, allocated=peak.allocated, allocated_denoising=peak.allocated_denoising)
+
+    for number, timings in interleaved(
+        list(by_name), rounds, call, done=done, warm_up=warm_up, on_progress=on_progress
+    ):
+        done[number] = timings
         write_record(record, about, done)
-        on_progress(len(done), rounds * len(methods))
-    return {m.name: [done[number, m.name] for number in range(rounds)] for m in methods}
+    return {name: [done[number][name] for number in range(rounds)] for name in by_name}
 
 
 def alike_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:
@@ -101,7 +95,7 @@ def timed_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Jo
 
     def at(name: str) -> None:
         if name not in marks:
-            _synchronize(device)
+            synchronize(device)
             marks[name] = time.perf_counter()
             if name == "decoding" and device.type == "cuda":
                 peak["denoising"] = torch.cuda.max_memory_allocated(device)
@@ -109,11 +103,7 @@ def timed_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Jo
     with installed(model, method, jobs), _marking(model, at):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        _synchronize(device)
-        start = time.perf_counter()
-        sample(model, settings, jobs)
-        _synchronize(device)
-        seconds = time.perf_counter() - start
+        _, seconds = timed(lambda: sample(model, settings, jobs), device)
     denoising = (marks["decoding"] - marks["denoising"]) / len(jobs) if "decoding" in marks else None
     if device.type != "cuda":
         return Timing(seconds / len(jobs), denoising)
@@ -176,18 +166,6 @@ def _marking(model: LoadedModel, at: Callable[[str], None]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _turned(methods: Sequence[Method], number: int) -> list[Method]:
-    turn = number % len(methods)
-    return [*methods[turn:], *methods[:turn]]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 def _weight_bytes(model: LoadedModel) -> int:

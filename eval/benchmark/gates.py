@@ -79,7 +79,7 @@ def ceiling_gate(
     if not pairs or not metrics:
         return None
     values = pair_values(metrics, pairs, tools)
-    if not tools.shard.is_main:
+    if not tools.process.is_main:
         return None
     prompts = {pair.key: pair.prompt_id for pair in pairs}
     ceiling = {metric: mean_interval(values[metric.name], prompts)["mean"] for metric in metrics}

@@ -15,7 +15,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import Job, generator_of
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import MaMePatch, Patch, PatchedModel
+from mame_sd.runs.methods import InstalledMethod, Merging
 
 NO_TOMESD = "tomesd is not installed: pip install mame-sd[peers]"
 MAX_RATIO = 0.75  # of its default 2 x 2 cells, one token in four is a destination
@@ -39,7 +39,7 @@ class Method:
     name: str
     label: str
     family: str
-    patch: Patch | None = None
+    patch: Merging | ToMeSD | None = None
     default: bool = False
 
     @property
@@ -60,9 +60,9 @@ def paper_methods() -> list[Method]:
         patch = ToMeSD(percent / 100)
         rows.append(Method(name=f"tomesd-{percent}", label=f"ToMeSD {percent} %", family="tomesd", patch=patch))
     for tau in (0.7, 0.8):
-        patch_of_tau = MaMePatch(MaMeConfig(preset="plain", tau=tau))
+        patch_of_tau = Merging(MaMeConfig(preset="plain", tau=tau))
         rows.append(Method(name=f"mame-{tau}", label=f"MaMe+MaRe τ {tau}", family="mame", patch=patch_of_tau))
-    default = MaMePatch(MaMeConfig())
+    default = Merging(MaMeConfig())
     rows.append(Method(name="mame-default", label="MaMe default", family="mame", patch=default, default=True))
     return rows
 
@@ -89,7 +89,7 @@ class ToMeSD:
         version = importlib.metadata.version("tomesd") if has_tomesd() else None
         return {"peer": {"name": "tomesd", "ratio": self.ratio, "version": version}}
 
-    def install(self, model: LoadedModel) -> PatchedModel:
+    def install(self, model: LoadedModel) -> InstalledMethod:
         """Raises UserError when tomesd is missing, NotApplicable when the model has no UNet."""
         if not has_tomesd():
             raise UserError(f"--method tomesd: expected its package, but {NO_TOMESD}")

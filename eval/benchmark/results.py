@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mame_sd.errors import UserError
-from mame_sd.runs.run_folder import check_place, write_atomically, writing
+from mame_sd.runs.files import check_place, write_atomically, writing
 
 from ..json_text import json_text
 from .timings import read_record
@@ -57,6 +57,4 @@ def read_results(out: Path) -> dict[str, Any]:
 
 def write_results(out: Path, results: Mapping[str, Any]) -> None:
     """Write results.json whole or not at all."""
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / NAME, (json_text(dict(results), indent=1) + "\n").encode())

@@ -22,7 +22,7 @@ from typing import Any
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.generate import environment, generate
-from mame_sd.runs.jobs import GenerateSettings, cut_batches, plan_jobs
+from mame_sd.runs.jobs import GenerateSettings, cut_batches, jobs_of
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import Prompt, prompts_digest
 from mame_sd.runs.run_folder import differences
@@ -58,7 +58,7 @@ class Benchmark:
     Attributes:
         methods: the rows; the first is the baseline.
         reference: what quality is measured against; None: distances are withheld.
-        tools: of this process among those that `tools.shard` counts, which must have joined one another.
+        tools: of this process among those that `tools.process` counts, which must have joined one another.
         stage: opens a step of that name and gives its progress callback.
         prompt_file: name and digest of the prompt file, for the manifest.
         command: what makes it again, for the report; "": that of the suite.
@@ -90,11 +90,11 @@ class Benchmark:
         self._save()
         for method in self.methods:
             self._generate(method)
-        self.tools.shard.wait()  # the main process has written down what all have made
+        self.tools.process.wait()  # the main process has written down what all have made
         runs = {row["name"]: Run.open(self.out / row["run"]) for row in self._measured()}
         check_foreign(self.reference, *runs.values())
         self._time()  # before any network of a metric takes memory
-        self.tools.shard.wait()
+        self.tools.process.wait()
         for name, run in runs.items():
             self._score(name, run, runs[BASELINE])
         self._compare_rows(runs[BASELINE])
@@ -118,7 +118,7 @@ class Benchmark:
             }
             for method in self.methods
         ]
-        jobs = plan_jobs(self.prompts, self.settings)
+        jobs = jobs_of(self.prompts, self.settings)
         return {
             "format": FORMAT,
             "suite": self.suite.name,
@@ -153,7 +153,7 @@ class Benchmark:
                 "sha256": prompts_digest(self.prompts),
                 "file": self.prompt_file or {},
             },
-            "environment": {**environment(self.model), "processes": self.tools.shard.count},
+            "environment": {**environment(self.model), "processes": self.tools.process.count},
             "attention": attention_of(self.model),
             "latency": {
                 "rounds": self.rounds,
@@ -178,7 +178,7 @@ class Benchmark:
                     method.patch,
                     self.out / row["run"],
                     prompt_file=self.prompt_file,
-                    shard=self.tools.shard,
+                    process=self.tools.process,
                     on_progress=on_progress,
                     on_note=self.on_note,
                 )
@@ -192,7 +192,7 @@ class Benchmark:
         """Per-image and set-wide values of one row."""
         row = self._row(name)
         pairs = pair(baseline, run)
-        file = ScoreFile.open(self.out / "scores" / f"{name}.json", pairs, self.tools.shard)
+        file = ScoreFile.open(self.out / "scores" / f"{name}.json", pairs, self.tools.process)
         prompts = {item.key: item.prompt_id for item in run.items.values()}
         todo = []
         for metric in self.metrics:
@@ -212,7 +212,7 @@ class Benchmark:
                     file.put({metric.name: image_values(metric, run, self.tools)}, self.tools)
                 if metric.needs in ("pair", "image"):
                     values = file.get(metric, self.tools)
-                    if self.tools.shard.is_main and values is not None:
+                    if self.tools.process.is_main and values is not None:
                         row["values"][metric.name] = mean_value(metric, values, prompts, self.tools)
                         row["per_image"][metric.name] = values
                 else:
@@ -253,10 +253,10 @@ class Benchmark:
         chosen = [metric for metric in self.metrics if metric.name in CEILING]
         known = [m for m in chosen if found and not any(values.get(m.name, {}).get("withheld") for values in found)]
         with self.stage("sanity gates") as self.tools.on_progress:
-            if self.tools.shard.is_main:
-                batches = cut_batches(plan_jobs(self.prompts, self.settings), self.settings.batch_size)[:GATE_BATCHES]
+            if self.tools.process.is_main:
+                batches = cut_batches(jobs_of(self.prompts, self.settings), self.settings.batch_size)[:GATE_BATCHES]
                 self.results["gates"] = repeat_gates(self.model, self.settings, batches, baseline, MaMeConfig())
-            self.tools.shard.wait()
+            self.tools.process.wait()
             gate = ceiling_gate(baseline, known, found, self.tools)
             self.results["gates"] += [] if gate is None else [gate]
         self.results["manifest"]["networks"] = self.tools.about()
@@ -267,9 +267,9 @@ class Benchmark:
 
     def _time(self) -> None:
         """Latency, memory, and tokens kept per step; on the main process, while the others wait."""
-        if not self.tools.shard.is_main:
+        if not self.tools.process.is_main:
             return
-        jobs = plan_jobs(self.prompts, self.settings)
+        jobs = jobs_of(self.prompts, self.settings)
         batches = alike_batches(jobs, self.settings.batch_size)
         methods = [method for method in self.methods if self._row(method.name)["status"] == "measured"]
         with self.stage("latency and memory") as on_progress:
@@ -293,7 +293,7 @@ class Benchmark:
         return [row for row in self.results["rows"] if row["status"] == "measured"]
 
     def _save(self) -> None:
-        if self.tools.shard.is_main:
+        if self.tools.process.is_main:
             write_results(self.out, self.results)
 
 

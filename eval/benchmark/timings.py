@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mame_sd.errors import UserError
-from mame_sd.runs.run_folder import write_atomically
+from mame_sd.runs.files import write_atomically
+
+from ..timing import quartiles
 
 FORMAT = "mame-sd timings 1"
 MEBIBYTE = 2**20
@@ -31,11 +31,11 @@ class Timing:
     allocated_denoising: int | None = None
 
 
-Timings = dict[tuple[int, str], Timing]  # by round and method
+Rounds = dict[int, dict[str, Timing]]  # by round and method
 
 
-def read_record(path: Path, about: Mapping[str, Any] | None = None) -> Timings:
-    """Timings taken before of just what `about` says; whole rounds alone, so that all interleave. None: a mere check.
+def read_record(path: Path, about: Mapping[str, Any] | None = None) -> Rounds:
+    """Timings taken before of just what `about` says, of whole rounds alone. None: a mere check.
 
     Raises UserError for a file that is no record of this version: it is not ours to overwrite.
     """
@@ -43,11 +43,12 @@ def read_record(path: Path, about: Mapping[str, Any] | None = None) -> Timings:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         if not lines or lines[0]["format"] != FORMAT:
             raise ValueError(repr(lines[0]["format"]) if lines else "an empty file")
-        found = {(line.pop("round"), line.pop("method")): Timing(**line) for line in lines[1:]}
-        if any(
-            not isinstance(value, int | float | None) for timing in found.values() for value in vars(timing).values()
-        ):
-            raise ValueError("timings that are no numbers")
+        found: Rounds = {}
+        for line in lines[1:]:
+            number, name, timing = line.pop("round"), line.pop("method"), Timing(**line)
+            if any(not isinstance(value, int | float | None) for value in vars(timing).values()):
+                raise ValueError("timings that are no numbers")
+            found.setdefault(number, {})[name] = timing
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -57,13 +58,17 @@ def read_record(path: Path, about: Mapping[str, Any] | None = None) -> Timings:
         ) from None
     if about is None or lines[0].get("about") != _digest(about):
         return {}
-    return {key: timing for key, timing in found.items() if all((key[0], name) in found for name in about["methods"])}
+    return {number: timings for number, timings in found.items() if timings.keys() >= set(about["methods"])}
 
 
-def write_record(path: Path, about: Mapping[str, Any], done: Timings) -> None:
+def write_record(path: Path, about: Mapping[str, Any], done: Rounds) -> None:
     """Write all timings, whole or not at all."""
     head = {"format": FORMAT, "about": _digest(about), **{key: about[key] for key in about if key != "batches"}}
-    rows = [{"round": number, "method": name, **asdict(timing)} for (number, name), timing in done.items()]
+    rows = [
+        {"round": number, "method": name, **asdict(timing)}
+        for number, timings in done.items()
+        for name, timing in timings.items()
+    ]
     write_atomically(path, "".join(json.dumps(row) + "\n" for row in [head, *rows]).encode())
 
 
@@ -73,8 +78,8 @@ def summary(timings: Sequence[Timing]) -> dict[str, dict[str, Any]]:
     for name, field in (("latency", "seconds"), ("denoising", "denoising")):
         values = [getattr(timing, field) for timing in timings if getattr(timing, field) is not None]
         if values:
-            low, mean, high = (float(value) for value in np.quantile(values, [0.25, 0.5, 0.75]))
-            found[name] = {"mean": mean, "low": low, "high": high, "n": len(values), "statistic": "median, quartiles"}
+            low, median, high = quartiles(values)
+            found[name] = {"mean": median, "low": low, "high": high, "n": len(values), "statistic": "median, quartiles"}
     for name, field in (("memory", "allocated"), ("memory_denoising", "allocated_denoising")):
         peaks = [getattr(timing, field) for timing in timings if getattr(timing, field) is not None]
         if peaks:

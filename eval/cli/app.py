@@ -8,20 +8,22 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mame_sd.cli import app as base
+from mame_sd.cli.console import note, progress
 from mame_sd.cli.errors import exit_status
-from mame_sd.cli.options import FieldOptions, ModelOptions, SamplingOptions, takes
+from mame_sd.cli.groups import MODEL, PROMPTS, SAMPLING, PromptOptions, RunFolderOption
+from mame_sd.cli.options import FieldOptions, takes
 from mame_sd.errors import UserError
+from mame_sd.runs.jobs import GenerateSettings
+from mame_sd.runs.model_files import ModelChoice
 
 from .. import PROGRAM
 from ..benchmark.suites import SUITES, suite_named
-from .options import CLIP_HELP, MethodOptions, ScoringOptions, SuiteSampling
+from .options import CLIP_HELP, SUITE_SAMPLING, MethodOptions, ScoringOptions
 
 app = typer.Typer(
     help="Evaluate merged diffusion models: fidelity to the baseline, quality, cost, and a report.",
@@ -32,7 +34,8 @@ app = typer.Typer(
 # Before anything is imported: notices of transformers, of torch's C++ and of its profiler are not about users' input.
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99"}
 FORMATS = ("table", "json", "csv")
-ONE_PROMPT = FieldOptions(SamplingOptions, "Sampling", without=("images_per_prompt",))
+ONE_PROMPT = FieldOptions(GenerateSettings, "Sampling", without=("images_per_prompt",))
+PROMPT_FILE = FieldOptions(PromptOptions, without=("texts",))
 FormatOption = Annotated[str, typer.Option("--format", help="Of what goes to stdout.", metavar="|".join(FORMATS))]
 ReferenceOption = Annotated[
     Path | None,
@@ -49,19 +52,19 @@ RowsOption = Annotated[
 
 
 @app.command("generate")
-@takes(model=base.MODEL, sampling=base.SAMPLING, method=MethodOptions())
+@takes(prompts=PROMPTS, model=MODEL, sampling=SAMPLING, method=MethodOptions())
 def generate_command(
     *,
-    out: base.RunFolderOption = Path("out/generate"),
-    prompts: base.PromptFileOption = None,
-    prompt: base.PromptsOption = None,
-    num: base.NumOption = None,
-    model: ModelOptions,
-    sampling: SamplingOptions,
+    out: RunFolderOption = Path("out/generate"),
+    prompts: PromptOptions,
+    model: ModelChoice,
+    sampling: GenerateSettings,
     method: Any,
 ) -> None:
     """Generate images as `mame-sd generate` does, also with the methods that merging is compared with."""
-    base.generate_run(out, prompts, prompt or [], num, model, sampling, method)
+    from mame_sd.cli.generate import run_generate
+
+    run_generate(out, prompts, model, sampling, method)
 
 
 @app.command("score")
@@ -83,29 +86,29 @@ def score_command(
     chosen = chosen_metrics(metrics)
     _check_format(form)
     from mame_sd.runs.devices import pick_device
-    from mame_sd.runs.processes import joined, shard_of_environment
+    from mame_sd.runs.processes import joined, this_process
 
     from ..scoring.tools import CLIPS, Tools
     from ..weights.load import default_folder
     from .score import format_scores, score_runs
 
-    shard = shard_of_environment()
+    process = this_process()
     tools = Tools(
         weights_dir=None if scoring.weights_dir is None else Path(scoring.weights_dir),
         offline=scoring.offline,
-        device=pick_device(scoring.device, shard.local_rank),
+        device=pick_device(scoring.device, process.local_rank),
         clip=scoring.clip or CLIPS[0],
         cache=default_folder() / "features" if scoring.cache is None else Path(scoring.cache),
-        shard=shard,
+        process=process,
     )
-    with joined(shard), base.progress("images", shard.is_main) as tools.on_progress:
-        found = score_runs(run_a, run_b, reference, chosen, tools, base.note if shard.is_main else lambda text: None)
-    if shard.is_main:
+    with joined(process), progress("images", process.is_main) as tools.on_progress:
+        found = score_runs(run_a, run_b, reference, chosen, tools, note if process.is_main else lambda text: None)
+    if process.is_main:
         print(format_scores(found, form))
 
 
 @app.command("benchmark")
-@takes(model=base.MODEL, sampling=FieldOptions(SuiteSampling, "Sampling"))
+@takes(prompts=PROMPT_FILE, model=MODEL, sampling=SUITE_SAMPLING)
 def benchmark_command(
     *,
     context: typer.Context,
@@ -113,15 +116,14 @@ def benchmark_command(
     out: Annotated[
         Path | None, typer.Option(help="Folder: new, empty, or begun by the same command. Without it, out/SUITE.")
     ] = None,
-    prompts: base.PromptFileOption = None,
-    num: base.NumOption = None,
     rows: RowsOption = None,
     reference: ReferenceOption = None,
     weights_dir: WeightsOption = None,
     clip: Annotated[str | None, typer.Option(help=CLIP_HELP, metavar="NAME|DIR")] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds of timing, instead of the suite's.")] = None,
-    model: ModelOptions,
-    sampling: SuiteSampling,
+    prompts: PromptOptions,
+    model: ModelChoice,
+    sampling: dict[str, Any],
 ) -> None:
     """From prompts to a finished report in one command. Run again to continue; launch with accelerate to share out."""
     chosen = suite_named(suite)
@@ -131,36 +133,30 @@ def benchmark_command(
     place = Path("out") / suite if out is None else out
     again = command_again(context.obj or ["benchmark"])
     written = run_benchmark(
-        chosen, place, prompts, num, rows, reference, weights_dir, clip, rounds, model, sampling, again
+        chosen, place, prompts.file, prompts.num, rows, reference, weights_dir, clip, rounds, model, sampling, again
     )
     if written:
         print(place / "report.html")
 
 
 @app.command("bench")
-@takes(model=base.MODEL, sampling=ONE_PROMPT)
+@takes(prompts=PROMPTS, model=MODEL, sampling=ONE_PROMPT)
 def bench_command(
     *,
     out: Annotated[Path, typer.Option(help="Folder for bench.jsonl, every timing.", metavar="DIR")] = Path("out/bench"),
-    prompts: base.PromptFileOption = None,
-    prompt: base.PromptsOption = None,
-    num: base.NumOption = None,
     rows: RowsOption = None,
     rounds: Annotated[int, typer.Option(help="Rounds; each times every row once.")] = 5,
     form: FormatOption = "table",
-    model: ModelOptions,
-    sampling: SamplingOptions,
+    prompts: PromptOptions,
+    model: ModelChoice,
+    sampling: GenerateSettings,
 ) -> None:
     """Latency and memory alone, rows interleaved, another prompt each round (demo's by default). Run again to continue."""
     _check_format(form)
-    from mame_sd.runs.jobs import GenerateSettings
-
     from ..benchmark.bench_table import format_bench
     from .benchmark import run_bench
 
-    settings = GenerateSettings(**asdict(sampling))
-    chosen = base.read_prompts(prompts or (None if prompt else "demo"), prompt or [], num)
-    print(format_bench(run_bench(out, chosen, rows, rounds, model, settings), form))
+    print(format_bench(run_bench(out, prompts.or_demo().read(), rows, rounds, model, sampling), form))
 
 
 @app.command("report")
@@ -186,20 +182,20 @@ def weights_command(
 
     check_names(names or [])
     if get:
-        get_weights(names or [], weights_dir, base.note)
+        get_weights(names or [], weights_dir, note)
     for line in weights_lines(names or [], weights_dir):
         print(line)
 
 
 @app.command("doctor")
-@takes(model=base.MODEL)
-def doctor_command(*, weights_dir: WeightsOption = None, model: ModelOptions) -> None:
+@takes(model=MODEL)
+def doctor_command(*, weights_dir: WeightsOption = None, model: ModelChoice) -> None:
     """Say what this machine can evaluate: what `mame-sd doctor` says, the peers, and the weights of each metric."""
-    from mame_sd.cli.doctor import examine
+    from mame_sd.cli.doctor import examine, print_checks
 
     from .weights import weights_checks
 
-    base.print_checks([*examine(base.model_choice(model)), *weights_checks(weights_dir)])
+    print_checks([*examine(model), *weights_checks(weights_dir)])
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

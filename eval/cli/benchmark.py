@@ -10,15 +10,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from mame_sd.cli import app as base
-from mame_sd.cli.options import ModelOptions
+from mame_sd.cli.console import note, progress
 from mame_sd.errors import MachineError, UserError
+from mame_sd.runs.files import check_place
 from mame_sd.runs.generate import environment
-from mame_sd.runs.jobs import GenerateSettings, plan_jobs
+from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import load_model
-from mame_sd.runs.processes import Shard, joined, shard_of_environment
+from mame_sd.runs.model_files import ModelChoice
+from mame_sd.runs.processes import Process, joined, this_process
 from mame_sd.runs.prompt_files import Prompt, load_prompts, prompt_file_identity, prompts_digest
-from mame_sd.runs.run_folder import check_place, writing
 
 from .. import PROGRAM
 from ..benchmark.bench import alike_batches, bench
@@ -32,7 +32,6 @@ from ..metric_list import METRICS, Metric
 from ..scoring.reference import open_reference, rendered_glyphs
 from ..scoring.retrieval import draw_prompts, subjects_by_caption
 from ..scoring.tools import CLIPS, Tools
-from .options import SuiteSampling
 
 _TRUTH = ("retrieval", "background")
 
@@ -47,8 +46,8 @@ def run_benchmark(
     weights_dir: Path | None,
     clip: str | None,
     rounds: int | None,
-    model: ModelOptions,
-    sampling: SuiteSampling,
+    model: ModelChoice,
+    sampling: dict[str, Any],
     command: str,
 ) -> bool:
     """Run `suite` with what was given over it, into `out`, report included, which names the `command` that made it.
@@ -62,15 +61,15 @@ def run_benchmark(
 
     check_out(out)
     methods = chosen_methods(rows)
-    settings = GenerateSettings(**suite.sampling(vars(sampling)))
+    settings = GenerateSettings(**suite.sampling(sampling))
     chosen, prompt_file = suite_prompts(suite, prompts, num)
     choice = _suite_model(suite, model)
     glyphs = suite.glyphs and choice.model is None and all(prompt.text in subjects_by_caption() for prompt in chosen)
     if reference is not None and reference.resolve().is_relative_to(out.resolve()):
         raise UserError(f"--reference {reference}: expected images of another origin than --out {out}; give others")
     against = open_reference(reference) if reference is not None else rendered_glyphs() if glyphs else None
-    shard = shard_of_environment()
-    loaded = load_model(base.model_choice(choice, shard.local_rank))
+    process = this_process()
+    loaded = load_model(choice, process.local_rank)
     tools = Tools(
         weights_dir=weights_dir,
         offline=model.offline,
@@ -78,9 +77,9 @@ def run_benchmark(
         device=loaded.pipe.device,
         clip=clip or CLIPS[0],
         cache=out / "features",
-        shard=shard,
+        process=process,
     )
-    with joined(shard):
+    with joined(process):
         benchmark = Benchmark(
             suite=suite,
             model=loaded,
@@ -91,14 +90,14 @@ def run_benchmark(
             reference=against,
             out=out,
             tools=tools,
-            stage=stages(shard),
+            stage=stages(process),
             rounds=suite.rounds if rounds is None else rounds,
-            on_note=base.note,
+            on_note=note,
             prompt_file=prompt_file,
             command=command,
         )
         results = benchmark.run()
-    if shard.is_main:
+    if process.is_main:
         render(results, out)
         failed = failed_gates(results)
         if failed:
@@ -106,7 +105,7 @@ def run_benchmark(
                 f"{out}/report.html: expected every sanity gate to pass, failed: {', '.join(failed)}; "
                 "do not trust these figures before the report's gates say why"
             )
-    return shard.is_main
+    return process.is_main
 
 
 def run_bench(
@@ -114,7 +113,7 @@ def run_bench(
     prompts: Sequence[Prompt],
     rows: str | None,
     rounds: int,
-    model: ModelOptions,
+    model: ModelChoice,
     settings: GenerateSettings,
 ) -> dict[str, dict[str, Any]]:
     """`rows`: latency and memory by row and metric; `manifest`: what they depend on. Timings are kept in `out`.
@@ -125,14 +124,14 @@ def run_bench(
     methods = chosen_methods(rows)
     for method in methods:
         if method.lacking is not None:
-            base.note(f"{method.name}: {method.lacking}")
+            note(f"{method.name}: {method.lacking}")
     check_rounds(rounds)
-    processes = shard_of_environment().count
+    processes = this_process().count
     if processes > 1:
         raise UserError(
             f"bench: expected one process, for several slow each other down, got {processes}; start it alone"
         )
-    batches = alike_batches(plan_jobs(prompts, settings), settings.batch_size)
+    batches = alike_batches(jobs_of(prompts, settings), settings.batch_size)
     if len(batches[0]) < settings.batch_size:
         raise UserError(
             f"--batch-size: expected at most {len(batches[0])}, as many prompts as there are of one size, got "
@@ -140,11 +139,9 @@ def run_bench(
         )
     check_place(out, out)
     read_record(out / TIMINGS)
-    loaded = load_model(base.model_choice(model))
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
+    loaded = load_model(model)
     measured = [method for method in methods if method.lacking is None]
-    with base.progress("calls") as on_progress:
+    with progress("calls") as on_progress:
         timings = bench(loaded, settings, batches, measured, rounds, out / TIMINGS, on_progress, must_merge=True)
     manifest = {
         "model": dict(loaded.identity),
@@ -210,20 +207,20 @@ def check_rounds(rounds: int) -> None:
         raise UserError(f"--rounds: expected at least 1, got {rounds}; raise it")
 
 
-def stages(shard: Shard) -> Callable[[str], Any]:
+def stages(process: Process) -> Callable[[str], Any]:
     """A `Stage` that says on stderr what is being done, with a bar on a terminal."""
 
     @contextmanager
     def stage(name: str) -> Iterator[Callable[[int, int], None]]:
-        if shard.is_main:
+        if process.is_main:
             print(f"{name} ...", file=sys.stderr, flush=True)
-        with base.progress("images", shard.is_main) as on_progress:
+        with progress("images", process.is_main) as on_progress:
             yield on_progress
 
     return stage
 
 
-def _suite_model(suite: Suite, given: ModelOptions) -> ModelOptions:
+def _suite_model(suite: Suite, given: ModelChoice) -> ModelChoice:
     """`given`, with the suite's own where nothing was given."""
     own: dict[str, Any] = {}
     if given.model is None:

@@ -63,7 +63,7 @@ def score_runs(
             "prompts_cut_for_clip": cut,
             "device": str(tools.device),
             "threads": torch.get_num_threads(),
-            "processes": tools.shard.count,
+            "processes": tools.process.count,
             "versions": versions(),
         },
     }

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.errors import UserError
+from mame_sd.runs.files import written_whole
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,8 @@ def frechet_distance(a: Tensor | Statistics, b: Tensor | Statistics) -> float:
 
 def save_statistics(path: Path, stats: Statistics) -> None:
     """Write `mu` and `sigma` as pytorch-fid, clean-fid and torch-fidelity read them, and beside them `n` and `source`."""
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as file:
+    with written_whole(path) as file:
         np.savez(file, mu=stats.mean.numpy(), sigma=stats.covariance.numpy(), n=stats.n, source=stats.source)
-    partial.replace(path)
 
 
 def load_statistics(path: Path) -> Statistics:

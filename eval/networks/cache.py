@@ -6,14 +6,14 @@ half of one; a file that can't be read counts as not there.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
+
+from mame_sd.runs.files import write_atomically
 
 
 class FeatureCache:
@@ -34,16 +34,8 @@ class FeatureCache:
             return None
 
     def put(self, key: str, tensors: dict[str, Tensor]) -> None:
-        """Keep `tensors` under `key`. Raises OSError when the disk gives out."""
-        path = self._path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        try:
-            partial.write_bytes(save(tensors))
-            partial.replace(path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                partial.unlink()
+        """Keep `tensors` under `key`. Raises UserError or MachineError where nothing can be written."""
+        write_atomically(self._path(key), save(tensors))
 
     def _path(self, key: str) -> Path:
         return self.folder / key[:2] / f"{key}.safetensors"

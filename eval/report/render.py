@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from mame_sd.runs.run_folder import write_atomically, writing
+from mame_sd.runs.files import write_atomically
 
 from . import frontier, kept_plot, latex, markdown
 from .data import Results, Row, parse
@@ -49,8 +49,6 @@ def render(results: Mapping[str, Any], out: Path) -> Path:
         CSV: table_csv(parsed, chosen),
         TEX: latex.render(parsed, chosen),
     }
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         write_atomically(out / name, text.encode())
     return out / HTML

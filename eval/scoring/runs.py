@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mame_sd.errors import UserError
-from mame_sd.runs.run_folder import FORMAT
+from mame_sd.runs.records import Sample, read_manifest, read_samples
 
 AGAIN = "run generate again, into a new folder where that does not help"
-
-
-@dataclass(frozen=True)
-class Item:
-    """One image of a run. `row` is all that samples.jsonl says of it: seconds, levels, size, ..."""
-
-    key: str
-    prompt_id: str
-    prompt: str
-    seed: int
-    negative_prompt: str | None
-    path: Path
-    row: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -40,7 +26,7 @@ class Run:
     folder: Path
     settings: Mapping[str, Any]
     environment: Mapping[str, Any]
-    items: Mapping[str, Item]
+    items: Mapping[str, Sample]
 
     @classmethod
     def open(cls, folder: Path) -> Run:
@@ -49,9 +35,15 @@ class Run:
         Raises:
             UserError: no run, an unfinished one, or one whose images and samples.jsonl do not agree.
         """
-        manifest = _read_manifest(folder)
+        if not folder.is_dir():
+            raise UserError(f"{folder}: expected the folder of a run, found none; check the path")
+        if not (folder / "manifest.json").exists():
+            raise UserError(
+                f"{folder}: expected a folder that `mame-sd generate` wrote, found no manifest.json; run generate first"
+            )
+        manifest = read_manifest(folder / "manifest.json", AGAIN)
         settings = manifest["settings"]
-        items = {item.key: item for item in _read_items(folder)}
+        items = read_samples(folder, AGAIN)
         if not items:
             raise UserError(f"{folder}: expected a run with images, found none; {AGAIN}")
         _check_complete(folder, settings, items)
@@ -103,54 +95,7 @@ def differing_settings(a: Run, b: Run) -> list[str]:
     return found
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise UserError(f"{folder}: expected the folder of a run, found none; check the path")
-    path = folder / "manifest.json"
-    try:
-        values: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(
-            f"{folder}: expected a folder that `mame-sd generate` wrote, found no manifest.json; run generate first"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: expected the manifest of a run, got: {error}; {AGAIN}") from None
-    if not (isinstance(values, dict) and values.get("format") == FORMAT and isinstance(values.get("settings"), dict)):
-        raise UserError(f"{path}: expected the manifest of a run ({FORMAT!r}), got another file; {AGAIN}")
-    return values
-
-
-def _read_items(folder: Path) -> list[Item]:
-    path = folder / "samples.jsonl"
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
-        raise UserError(f"{folder}: expected samples.jsonl of a run, found none; {AGAIN}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: expected a file that can be read, got: {error}; {AGAIN}") from None
-    items = [_item(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    for key, count in Counter(item.key for item in items).items():
-        if count > 1:
-            raise UserError(f"{path}: expected one record an image, got {count} of {key}; {AGAIN}")
-    return items
-
-
-def _item(path: Path, number: int, line: str) -> Item:
-    """The item of one line of samples.jsonl."""
-    try:
-        row = json.loads(line)
-        key = f"{row['id']}_{row['repeat']}"
-        if row["file"] != f"images/{key}.png" or not isinstance(row["prompt"], str) or not isinstance(row["seed"], int):
-            raise ValueError(f"file {row['file']!r} for the image {key!r}")
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path}:{number}: expected the record of an image, got {type(error).__name__}: {error}; {AGAIN}"
-        ) from None
-    image = path.parent / "images" / f"{key}.png"
-    return Item(key, str(row["id"]), row["prompt"], row["seed"], row.get("negative_prompt"), image, row)
-
-
-def _check_complete(folder: Path, settings: Mapping[str, Any], items: Mapping[str, Item]) -> None:
+def _check_complete(folder: Path, settings: Mapping[str, Any], items: Mapping[str, Sample]) -> None:
     """Raise UserError unless the images are those of samples.jsonl, and as many as the settings promise."""
     try:
         present = {path.name for path in (folder / "images").iterdir()}

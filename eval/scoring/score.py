@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.errors import UserError
+from mame_sd.runs.records import Sample
 
 from ..images import load_image, to_float
 from ..metric_list import FEW_IMAGES, Metric, withheld_for_size
@@ -24,7 +25,7 @@ from ..metrics.ssim import ms_ssim, ssim
 from ..stats import mean_interval, paired_difference
 from .reference import Reference, check_foreign
 from .retrieval import background_right, retrieved
-from .runs import Item, Pair, Run
+from .runs import Pair, Run
 from .tools import Tools, network_name
 
 SPLIT_FROM = 1000  # images from which on the inception score is taken over ten splits
@@ -42,7 +43,7 @@ def pair_values(metrics: Sequence[Metric], pairs: Sequence[Pair], tools: Tools) 
         UserError: a broken image, sizes that differ within a pair or are too small for a metric; the file is named.
     """
     functions = {metric.name: _pairwise(metric, tools) for metric in metrics}
-    mine = pairs[tools.shard.rank :: tools.shard.count]
+    mine = pairs[tools.process.rank :: tools.process.count]
     found: dict[str, Values] = {name: {} for name in functions}
     tools.on_progress(0, len(mine))
     for number, pair in enumerate(mine, 1):
@@ -66,7 +67,7 @@ def image_values(metric: Metric, run: Run, tools: Tools) -> Values:
     """`metric` (needs "image") for each image of the run, by key; all of them on the main process only."""
     items = list(run.items.values())
     function = _imagewise(metric, tools)
-    mine = items[tools.shard.rank :: tools.shard.count]
+    mine = items[tools.process.rank :: tools.process.count]
     found: Values = {}
     tools.on_progress(0, len(mine))
     for number, item in enumerate(mine, 1):
@@ -93,7 +94,7 @@ def set_value(
         return {**value, "withheld": reason}
     own = _run_features(metric, run, tools)
     other = None if metric.needs == "alone" else _other_side(metric, baseline, reference, tools)
-    if not tools.shard.is_main:
+    if not tools.process.is_main:
         return value
     try:
         if other is None:
@@ -131,10 +132,12 @@ def score(
     found: dict[str, Any] = {}
     for metric in metrics:
         if metric.needs == "pair":
-            found[metric.name] = mean_value(metric, paired[metric.name], prompts, tools) if tools.shard.is_main else {}
+            found[metric.name] = (
+                mean_value(metric, paired[metric.name], prompts, tools) if tools.process.is_main else {}
+            )
         elif metric.needs == "image":
             own, before = (image_values(metric, run, tools) for run in (b, a))
-            if tools.shard.is_main:
+            if tools.process.is_main:
                 value = mean_value(metric, own, prompts, tools)
                 found[metric.name] = {**value, "difference": paired_difference(own, before, prompts)}
         else:
@@ -188,14 +191,14 @@ def _pairwise(metric: Metric, tools: Tools) -> Callable[[Tensor, Tensor], Tensor
     return found
 
 
-def _imagewise(metric: Metric, tools: Tools) -> Callable[[Item], float]:
+def _imagewise(metric: Metric, tools: Tools) -> Callable[[Sample], float]:
     if metric.name in TRUTH:
         return lambda item: TRUTH[metric.name](load_image(item.path), item.prompt)
     from ..metrics.clip import clip_score
 
     network = tools.network(metric)
 
-    def of_clip(item: Item) -> float:
+    def of_clip(item: Sample) -> float:
         images = to_float([load_image(item.path)]).to(tools.device)
         return float(clip_score(network, images, [item.prompt]).scores.item())
 
@@ -236,7 +239,7 @@ def _run_features(metric: Metric, run: Run, tools: Tools) -> dict[str, Tensor]:
 def _features(metric: Metric, load: Callable[[int], Any], count: int, tools: Tools) -> dict[str, Tensor]:
     """`features` [N, D] and `logits` [N, K] of images 0 to count - 1; on other than the main process empty."""
     extractor = tools.network(metric)
-    mine = range(count)[tools.shard.rank :: tools.shard.count]
+    mine = range(count)[tools.process.rank :: tools.process.count]
     found: dict[str, list[Tensor]] = {"features": [], "logits": []}
     tools.on_progress(0, len(mine))
     for start in range(0, len(mine), _CHUNK):
@@ -245,7 +248,7 @@ def _features(metric: Metric, load: Callable[[int], Any], count: int, tools: Too
         found["features"].append(result.features.cpu())
         found["logits"].append(result.logits.cpu())
         tools.on_progress(start + len(chunk), len(mine))
-    parts = tools.shard.gather({name: torch.cat(rows) if rows else None for name, rows in found.items()})
+    parts = tools.process.gather({name: torch.cat(rows) if rows else None for name, rows in found.items()})
     if not parts:
         return {"features": torch.empty(0), "logits": torch.empty(0)}
     return {name: _interleave([part[name] for part in parts], count) for name in found}
@@ -263,7 +266,7 @@ def _interleave(parts: Sequence[Tensor | None], count: int) -> Tensor:
 
 def _in_order(found: Mapping[str, Values], keys: Sequence[str], tools: Tools) -> dict[str, Values]:
     """Values of all processes, by name and in the order of `keys`; on other than the main process empty."""
-    parts = tools.shard.gather(dict(found))
+    parts = tools.process.gather(dict(found))
     if not parts:
         return {name: {} for name in found}
     merged = {name: {key: value for part in parts for key, value in part[name].items()} for name in found}

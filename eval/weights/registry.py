@@ -74,7 +74,7 @@ def _pypi(requirement: str, file: str, sha256: str, size: int, read: Callable[[P
 
 def _address(url: str, sha256: str, size: int, read: Callable[[Path], Tensors]) -> Source:
     file = url.rpartition("/")[2]
-    return Source(file, sha256, size, url, read, partial(from_address, url, file))
+    return Source(file, sha256, size, url, read, partial(from_address, url, file, sha256))
 
 
 def _lpips(net: str, stored: tuple[str, int] | None, torchvision: str, size: int) -> Weights:

@@ -1,4 +1,4 @@
-"""The command line, ``mame-sd``: thin commands over `generate`, `compare`, `show_merge` and `doctor`.
+"""The command line, ``mame-sd``: thin commands over the modules beside it.
 
 torch and diffusers are imported inside the commands, after cheap checks, so that help and usage errors come at once.
 """
@@ -8,32 +8,29 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from mame_sd.cli.errors import exit_status
-from mame_sd.cli.options import (
-    FieldOptions,
+from mame_sd.cli.groups import (
+    MODEL,
+    ONE_IMAGE,
+    PROMPTS,
+    SAMPLING,
     MergingOptions,
-    ModelOptions,
     OptionalMerging,
-    SamplingOptions,
-    pair,
-    takes,
+    PromptOptions,
+    RunFolderOption,
 )
+from mame_sd.cli.options import FieldOptions, pair, takes
 from mame_sd.config import MaMeConfig
-from mame_sd.errors import MachineError, UserError
-
-if TYPE_CHECKING:
-    from mame_sd.cli.doctor import Check
-    from mame_sd.runs.loading import LoadedModel
-    from mame_sd.runs.methods import Patch
-    from mame_sd.runs.model_files import ModelChoice
+from mame_sd.errors import UserError
+from mame_sd.runs.jobs import GenerateSettings
+from mame_sd.runs.model_files import ModelChoice
 
 app = typer.Typer(
     add_completion=False,
@@ -41,21 +38,9 @@ app = typer.Typer(
     no_args_is_help=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-MODEL = FieldOptions(ModelOptions, "Model")
-SAMPLING = FieldOptions(SamplingOptions, "Sampling")
-ONE_IMAGE = FieldOptions(SamplingOptions, "Sampling", without=("batch_size", "images_per_prompt"))
-TUNED = FieldOptions(SamplingOptions, "Sampling", without=("batch_size", "images_per_prompt", "height", "width"))
-RunFolderOption = Annotated[
-    Path, typer.Option(help="Run folder: new, empty, or begun by the same command.", metavar="DIR")
-]
-PromptFileOption = Annotated[
-    str | None, typer.Option(help="Prompt file: .txt, .csv, .tsv, .jsonl, or demo.", metavar="FILE")
-]
-PromptsOption = Annotated[
-    list[str] | None, typer.Option(help="A prompt. Repeatable, also beside --prompts.", metavar="TEXT")
-]
-NumOption = Annotated[int | None, typer.Option(help="Take the first NUM prompts only.", metavar="NUM")]
-PromptArgument = Annotated[str, typer.Argument(help="What to paint.", metavar="PROMPT", show_default=False)]
+TUNED = FieldOptions(GenerateSettings, "Sampling", without=("batch_size", "images_per_prompt", "height", "width"))
+PromptArgument = Annotated[str, typer.Argument(help="The prompt.", metavar="PROMPT", show_default=False)]
+SheetOption = Annotated[Path, typer.Option(help="The sheet, a .png file.", metavar="FILE")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -76,19 +61,19 @@ def about(
 
 
 @app.command("generate")
-@takes(model=MODEL, sampling=SAMPLING, merging=OptionalMerging())
+@takes(prompts=PROMPTS, model=MODEL, sampling=SAMPLING, merging=OptionalMerging())
 def generate_command(
     *,
     out: RunFolderOption = Path("out/generate"),
-    prompts: PromptFileOption = None,
-    prompt: PromptsOption = None,
-    num: NumOption = None,
-    model: ModelOptions,
-    sampling: SamplingOptions,
+    prompts: PromptOptions,
+    model: ModelChoice,
+    sampling: GenerateSettings,
     merging: MaMeConfig | None,
 ) -> None:
     """Generate images from prompts, with merging on. Run again to continue; launch with accelerate to share out."""
-    generate_run(out, prompts, prompt or [], num, model, sampling, merging)
+    from mame_sd.cli.generate import run_generate
+
+    run_generate(out, prompts, model, sampling, merging)
 
 
 @app.command("compare")
@@ -100,27 +85,25 @@ def compare_command(
     keep: Annotated[
         str | None, typer.Option(help="Shares to keep to show, with commas between. 0.5,0.25,0.125 without --tau.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="The sheet, a .png file.", metavar="FILE")] = Path("compare.png"),
-    model: ModelOptions,
-    sampling: SamplingOptions,
+    out: SheetOption = Path("compare.png"),
+    model: ModelChoice,
+    sampling: GenerateSettings,
     merging: MaMeConfig,
 ) -> None:
     """Write one labelled sheet: the baseline, then each setting, with seconds and tokens kept."""
     from mame_sd.cli.compare import compare, compare_sheet, variants_of
+    from mame_sd.cli.console import progress
+    from mame_sd.cli.generate import load_to_merge
     from mame_sd.cli.sheet import check_sheet_path, write_sheet
-    from mame_sd.runs.jobs import GenerateSettings
-    from mame_sd.runs.loading import load_model
 
-    settings = GenerateSettings(**asdict(sampling))
     neither = tau is None and keep is None
     taus = _numbers("--tau", "0.6,0.7,0.8,0.9" if neither and merging.tau is not None else tau)
     keeps = _numbers("--keep", "0.5,0.25,0.125" if neither and merging.tau is None else keep)
     variants_of(merging, taus, keeps)  # refuses bad numbers before anything is loaded
     check_sheet_path(out)
-    loaded = load_model(model_choice(model))
-    variants = variants_of(_with_saved(loaded, merging, needed=True), taus, keeps)
+    loaded, merging = load_to_merge(model, merging)
     with progress("images") as on_progress:
-        panels = compare(loaded, prompt, settings, variants, on_progress)
+        panels = compare(loaded, prompt, sampling, variants_of(merging, taus, keeps), on_progress)
     about = [{"label": p.label, "seconds": p.seconds, "levels": p.levels} for p in panels]
     write_sheet(out, compare_sheet(prompt, panels), {"prompt": prompt, "model": loaded.identity, "panels": about})
     for panel in panels:
@@ -137,21 +120,18 @@ def show_merge_command(
     level: Annotated[int, typer.Option(help="Attention level to draw; 0 has the most tokens.")] = 0,
     layer: Annotated[str | None, typer.Option(help="A layer's name, or a part of it, instead of --level.")] = None,
     out: Annotated[Path, typer.Option(help="The drawing, a .png file.", metavar="FILE")] = Path("show-merge.png"),
-    model: ModelOptions,
-    sampling: SamplingOptions,
+    model: ModelChoice,
+    sampling: GenerateSettings,
     merging: MaMeConfig,
 ) -> None:
     """Draw which tokens were merged into which, over the image, for one level and step."""
+    from mame_sd.cli.generate import load_to_merge
     from mame_sd.cli.sheet import check_sheet_path, write_sheet
     from mame_sd.cli.show_merge import capture_merge, draw_merge
-    from mame_sd.runs.jobs import GenerateSettings
-    from mame_sd.runs.loading import load_model
 
-    settings = GenerateSettings(**asdict(sampling))
     check_sheet_path(out)
-    loaded = load_model(model_choice(model))
-    merging = _with_saved(loaded, merging, needed=True)
-    found = capture_merge(loaded, prompt, settings, merging, step, level, layer)
+    loaded, merging = load_to_merge(model, merging)
+    found = capture_merge(loaded, prompt, sampling, merging, step, level, layer)
     about = {"prompt": prompt, "model": loaded.identity, "mame": merging.to_dict(), "layer": found.layer, "step": step}
     write_sheet(out, draw_merge(found, prompt), about)
     print(f"{found.layer}, step {step}: {found.tokens_kept} of {found.owners.size} tokens kept")
@@ -159,7 +139,12 @@ def show_merge_command(
 
 
 @app.command("tune")
-@takes(model=MODEL, sampling=TUNED, merging=MergingOptions(without=("tau", "keep", "stride", "tiles", "merge", "size")))
+@takes(
+    prompts=PROMPTS,
+    model=MODEL,
+    sampling=TUNED,
+    merging=MergingOptions(without=("tau", "keep", "stride", "tiles", "merge", "size")),
+)
 def tune_command(
     *,
     max_lpips: Annotated[
@@ -171,36 +156,39 @@ def tune_command(
     pixels: Annotated[
         str | None, typer.Option("--size", help="Image size in pixels. Without it, the model's own.", metavar="S|HxW")
     ] = None,
-    prompts: PromptFileOption = None,
-    prompt: PromptsOption = None,
-    num: NumOption = None,
     weights_dir: Annotated[Path | None, typer.Option(help="Folder of LPIPS weights.", metavar="DIR")] = None,
     out: Annotated[
         Path, typer.Option(help="Folder for config.json and the measurements; run again to continue.", metavar="DIR")
     ] = Path("out/tune"),
-    model: ModelOptions,
-    sampling: SamplingOptions,
+    prompts: PromptOptions,
+    model: ModelChoice,
+    sampling: GenerateSettings,
     merging: MaMeConfig,
 ) -> None:
     """Find the setting for your model, size and machine; write it as a file that --config takes."""
-    from mame_sd.cli.tune import choose, ladder_of, lpips_distance, table, text_plot, tune, whole
-    from mame_sd.runs.jobs import GenerateSettings
-    from mame_sd.runs.loading import load_model
-    from mame_sd.runs.run_folder import write_atomically
+    from mame_sd.cli.console import progress
+    from mame_sd.cli.generate import load_to_merge
+    from mame_sd.eval.tuning.choice import choose, whole
+    from mame_sd.eval.tuning.ladder import ladder_of
+    from mame_sd.eval.tuning.measure import lpips_distance, tune
+    from mame_sd.eval.tuning.table import table, text_plot
+    from mame_sd.runs.files import write_atomically
 
     if (max_lpips is None) == (min_speedup is None):
-        raise UserError("expected --max-lpips or --min-speedup, one of them; say what matters")
-    height, width = (None, None) if pixels is None else pair("size", pixels if "x" in pixels else f"{pixels}x{pixels}")
-    settings = GenerateSettings(**{**asdict(sampling), "height": height, "width": width})
+        came = "neither" if max_lpips is None else "both"
+        raise UserError(f"expected one of --max-lpips or --min-speedup, got {came}; say which of them matters")
+    if pixels is not None:
+        height, width = pair("--size", pixels if "x" in pixels else f"{pixels}x{pixels}")
+        sampling = replace(sampling, height=height, width=width)
     ladder_of(merging)  # refuses what allows no keep before anything is loaded
-    texts = list(prompt or [])
-    num = 4 if num is None and not texts else num
-    chosen_prompts = read_prompts(prompts or (None if texts else "demo"), texts, num)
+    prompts = prompts.or_demo()
+    if not prompts.texts and prompts.num is None:
+        prompts = replace(prompts, num=4)
+    chosen = prompts.read()
     distance = lpips_distance(weights_dir, model.offline)
-    loaded = load_model(model_choice(model))
-    ladder = ladder_of(_with_saved(loaded, merging, needed=True))
+    loaded, merging = load_to_merge(model, merging)
     with progress("images") as on_progress:
-        trials = tune(loaded, chosen_prompts, settings, ladder, distance, out, on_progress)
+        trials = tune(loaded, chosen, sampling, ladder_of(merging), distance, out, on_progress)
     try:
         best = choose(trials, max_lpips, min_speedup)
     except UserError:
@@ -217,7 +205,7 @@ def sheet_command(
     folders: Annotated[
         list[Path], typer.Argument(help="Run folders, such as a baseline and a merged one.", show_default=False)
     ],
-    out: Annotated[Path, typer.Option(help="The sheet, a .png file.", metavar="FILE")] = Path("sheet.png"),
+    out: SheetOption = Path("sheet.png"),
     num: Annotated[int, typer.Option(help="Show the first NUM images.", metavar="NUM")] = 12,
 ) -> None:
     """Write one sheet of finished runs: the same images, run below run."""
@@ -242,31 +230,30 @@ def ui_command(
     port: Annotated[
         int, typer.Option(help="Port to listen on, 0 to 65535; 0 takes a free one.", metavar="PORT")
     ] = 7860,
-    model: ModelOptions,
+    model: ModelChoice,
     merging: MaMeConfig,
 ) -> None:
-    """Serve a page that paints with and without merging, side by side. Ctrl-C ends it. Needs the package gradio."""
-    from mame_sd.cli.ui import Painter, load_gradio, serve
-    from mame_sd.runs.loading import load_model
+    """Serve a page that generates with and without merging, side by side. Ctrl-C ends it. Needs the package gradio."""
+    from mame_sd.cli.generate import load_to_merge
+    from mame_sd.cli.ui import SideBySide, load_gradio, serve
 
     if not 0 <= port <= 65535:
         raise UserError(f"--port: expected a number from 0 to 65535, got {port}; give another")
     load_gradio()
-    loaded = load_model(model_choice(model))
-    painter = Painter(loaded, _with_saved(loaded, merging, needed=True))
-    painter.warm_up()
-    page = serve(painter, host, port, prompt)
+    both = SideBySide(*load_to_merge(model, merging))
+    both.warm_up()
+    page = serve(both, host, port, prompt)
     print(f"{page.local_url} (Ctrl-C ends it)", flush=True)
     page.block_thread()
 
 
 @app.command("doctor")
 @takes(model=MODEL)
-def doctor_command(*, model: ModelOptions) -> None:
+def doctor_command(*, model: ModelChoice) -> None:
     """Say what this machine can do: versions, device, fused attention, the model, and what would fail."""
-    from mame_sd.cli.doctor import examine
+    from mame_sd.cli.doctor import examine, print_checks
 
-    print_checks(examine(model_choice(model)))
+    print_checks(examine(model))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -280,100 +267,6 @@ def invoke(arguments: Sequence[str] | None = None) -> Any:
     return app(list(sys.argv[1:] if arguments is None else arguments), "mame-sd", standalone_mode=False)
 
 
-def generate_run(
-    out: Path,
-    prompts: str | None,
-    texts: Sequence[str],
-    num: int | None,
-    model: ModelOptions,
-    sampling: SamplingOptions,
-    method: MaMeConfig | Patch | None,
-) -> None:
-    """The body of ``generate``: load the model, make what `out` lacks, and print how it went."""
-    from mame_sd.runs.generate import generate
-    from mame_sd.runs.jobs import GenerateSettings
-    from mame_sd.runs.loading import load_model
-    from mame_sd.runs.processes import joined, shard_of_environment
-    from mame_sd.runs.prompt_files import prompt_file_identity
-    from mame_sd.runs.run_folder import RunFolder
-
-    settings = GenerateSettings(**asdict(sampling))
-    chosen = read_prompts(prompts, texts, num)
-    prompt_file = None if prompts is None else prompt_file_identity(prompts)
-    RunFolder(out).check()
-    shard = shard_of_environment()
-    loaded = load_model(model_choice(model, shard.local_rank))
-    if isinstance(method, MaMeConfig):
-        method = _with_saved(loaded, method, told=shard.is_main)
-    with joined(shard), progress("images", shard.is_main) as on_progress:
-        summary = generate(
-            loaded,
-            chosen,
-            settings,
-            method,
-            out,
-            prompt_file=prompt_file,
-            shard=shard,
-            on_progress=on_progress,
-            on_note=note,
-        )
-    if shard.is_main:
-        seconds = summary.seconds_per_image
-        print(f"{summary.images} images in {out}" + (f", {seconds:.2f} s per image" if seconds is not None else ""))
-        _print_levels(summary.levels, method)
-
-
-def model_choice(model: ModelOptions, local_rank: int = 0) -> ModelChoice:
-    from mame_sd.runs.additions import check_scheduler
-    from mame_sd.runs.model_files import ModelChoice
-
-    check_scheduler(model.scheduler)
-    fields: dict[str, Any] = {name: value for name, value in vars(model).items() if name != "lora"}
-    return ModelChoice(**fields, loras=tuple(model.lora), local_rank=local_rank)
-
-
-def _with_saved(loaded: LoadedModel, given: MaMeConfig, told: bool = True, needed: bool = False) -> Any:
-    """The settings in force: those saved with the model, where there are some, under the fields of `given`.
-
-    None when they say that merging is off and nothing was given, unless merging is `needed`.
-    """
-    saved = loaded.saved_merging
-    if saved is None:
-        return given
-    if told:
-        note(f"merging as saved with the model ({saved}); options such as --tau, --keep and --baseline override it")
-    if not (saved.on or needed or given.given):
-        return None
-    try:
-        return saved.overridden(given)
-    except ValueError as error:
-        raise UserError(f"merging: {error} (the model was saved with {saved})") from None
-
-
-def print_checks(checks: Sequence[Check]) -> None:
-    """One line a check on stdout. Raises UserError or MachineError when one failed."""
-    width = max(len(check.name) for check in checks)
-    for check in checks:
-        print(f"{check.state:<4}  {check.name:<{width}}  {check.detail}")
-    for check in checks:
-        if check.bad_input:
-            raise UserError(check.detail)
-    failed = [check.name for check in checks if check.state == "fail"]
-    if failed:
-        raise MachineError(f"expected every check to pass, failed: {', '.join(failed)}; the lines above say what to do")
-
-
-def read_prompts(file: str | None, texts: Sequence[str], num: int | None) -> Any:
-    from mame_sd.runs.prompt_files import load_prompts, prompts_from_texts
-
-    if num is not None and num < 1:
-        raise UserError(f"--num: expected at least 1, got {num}; raise it, or leave it out for all")
-    if file is None and not texts:
-        raise UserError("expected prompts, got none; give --prompts FILE (or demo), or --prompt TEXT")
-    chosen = [] if file is None else load_prompts(file)
-    return [*chosen, *prompts_from_texts(texts)][:num]
-
-
 def _numbers(flag: str, text: str | None) -> list[float]:
     """`"0.6,0.7"` as numbers; none for None."""
     try:
@@ -382,33 +275,3 @@ def _numbers(flag: str, text: str | None) -> list[float]:
         raise UserError(
             f"{flag}: expected numbers with commas between, such as 0.6,0.8, got {text!r}; correct it"
         ) from None
-
-
-@contextmanager
-def progress(unit: str, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr with images per second and time left; gives a callback for (done, total)."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as bar:
-        task = bar.add_task(unit, total=None, rate="")
-
-        def update(done: int, total: int) -> None:
-            elapsed = bar.tasks[0].elapsed or 0.0
-            rate = f"{done / elapsed:.2f} {unit}/s" if done and elapsed else ""
-            bar.update(task, completed=done, total=total, rate=rate)
-
-        yield update
-
-
-def note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
-
-
-def _print_levels(levels: Sequence[dict[str, Any]], method: MaMeConfig | Patch | None) -> None:
-    what = "keys" if isinstance(method, MaMeConfig) and method.merge == "kv" else "tokens"
-    for level in levels:
-        kept, count = level["tokens_kept"], level["tokens_in"]
-        print(f"level {level['level']}: {kept:.0f} of {count:.0f} {what} kept ({kept / count:.0%})")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ from PIL import Image
 from mame_sd.cli.sheet import Cell, draw_sheet, enlarge
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
-from mame_sd.runs.jobs import GenerateSettings, plan_jobs
+from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import prompts_from_texts
+from mame_sd.runs.records import Sample, read_samples
 from mame_sd.runs.sampling import levels_of, merge_in, sample
 
 PANEL_SIDE = 512
@@ -62,10 +62,10 @@ def compare(
     Raises:
         UserError: a variant in which nothing could merge, or that the model refuses.
     """
-    (job,) = plan_jobs([replace(*prompts_from_texts([prompt]), id="compare")], settings)
+    (job,) = jobs_of([replace(*prompts_from_texts([prompt]), id="compare")], settings)
     total = 1 + len(variants)
     on_progress(0, total)
-    sample(model, _one_step(settings), [job])
+    sample(model, replace(settings, steps=1), [job])
     panels: list[Panel] = []
     for label, config in [("baseline", None), *variants]:
         handle = None if config is None else merge_in(model, config)
@@ -100,10 +100,10 @@ def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
         for folder, samples in zip(folders, runs, strict=True):
             if name not in samples:
                 raise UserError(
-                    f"{folder}: expected the image {name} as in {folders[0]}, found none; finish that run first"
+                    f"{folder}: expected the image {name}, which {folders[0]} has, found none; finish that run first"
                 )
-            lines = _sample_lines(folder, samples[name])
-            column.append(Cell(_open(folder / samples[name]["file"]), lines if column else (first["prompt"], *lines)))
+            lines = _sample_lines(folder, samples[name].row)
+            column.append(Cell(_open(samples[name].path), lines if column else (first.prompt, *lines)))
         columns.append(column)
     rows = [row for i in range(0, len(columns), COLUMNS) for row in zip(*columns[i : i + COLUMNS], strict=True)]
     if not rows:
@@ -111,7 +111,7 @@ def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
     return draw_sheet(rows)
 
 
-def _sample_lines(folder: Path, row: dict[str, Any]) -> tuple[str, ...]:
+def _sample_lines(folder: Path, row: Mapping[str, Any]) -> tuple[str, ...]:
     seconds = row.get("seconds")
     kept = [
         f"{v['tokens_kept'] / v['tokens_in']:.0%} of {v['tokens_in']:.0f} tokens" for v in row.get("levels", [])[:1]
@@ -119,19 +119,10 @@ def _sample_lines(folder: Path, row: dict[str, Any]) -> tuple[str, ...]:
     return (", ".join([folder.name, *([f"{seconds:.2f} s"] if seconds else []), *kept]),)
 
 
-def _samples(folder: Path) -> dict[str, dict[str, Any]]:
-    path = folder / "samples.jsonl"
-    try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return {row["name"]: row for row in rows if row["file"] and row["prompt"]}
-    except FileNotFoundError:
-        raise UserError(
-            f"{folder}: expected the folder of a finished run, found no samples.jsonl; run generate first"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path}: expected the samples of a run, got: {error}; run generate into a new folder"
-        ) from None
+def _samples(folder: Path) -> dict[str, Sample]:
+    if not (folder / "samples.jsonl").is_file():
+        raise UserError(f"{folder}: expected the folder of a finished run, found no samples.jsonl; run generate first")
+    return read_samples(folder, "run generate into a new folder")
 
 
 def _open(path: Path) -> Image.Image:
@@ -140,7 +131,3 @@ def _open(path: Path) -> Image.Image:
             return enlarge(image.convert("RGB"), PANEL_SIDE // 2)
     except OSError as error:
         raise UserError(f"{path}: expected an image, got: {error}; run generate again") from None
-
-
-def _one_step(settings: GenerateSettings) -> GenerateSettings:
-    return GenerateSettings(**{**asdict(settings), "steps": 1})

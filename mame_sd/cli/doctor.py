@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 
 from mame_sd.config import MaMeConfig
-from mame_sd.errors import MachineError, UserError
+from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.runs.devices import pick_device
-from mame_sd.runs.model_files import ModelChoice, find_model, first_line
+from mame_sd.runs.model_files import ModelChoice, find_model
 
 NEEDED = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy", "pillow", "typer", "rich")
 FUSED_KERNELS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
@@ -43,6 +43,19 @@ def examine(choice: ModelChoice) -> list[Check]:
         checks.append(_guarded(name, check, choice))
     usable = next(check for check in checks if check.name == "device").state != "fail"
     return [*checks, _model(choice, choice.device if usable else "cpu"), _lora(), _threads(), _disk()]
+
+
+def print_checks(checks: Sequence[Check]) -> None:
+    """One line a check on stdout. Raises UserError or MachineError when one failed."""
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        print(f"{check.state:<4}  {check.name:<{width}}  {check.detail}")
+    for check in checks:
+        if check.bad_input:
+            raise UserError(check.detail)
+    failed = [check.name for check in checks if check.state == "fail"]
+    if failed:
+        raise MachineError(f"some checks failed ({', '.join(failed)}); the lines above say what to do")
 
 
 def _guarded(name: str, check: Callable[[torch.device], str | Check], choice: ModelChoice) -> Check:
@@ -127,7 +140,7 @@ def _model(choice: ModelChoice, device: str) -> Check:
         bad = _not_finite(model.pipe)
         if bad is not None:
             raise UserError(
-                f"--model {name}: expected weights that are finite numbers, got others in {bad}; get it again"
+                f"--model {name}: expected weights that are finite numbers, got others in {bad}; get the model again"
             )
         layers = len(build_handle(model.pipe, MaMeConfig()).report().layers)
     except MachineError as error:

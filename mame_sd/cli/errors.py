@@ -54,21 +54,21 @@ def describe(error: BaseException) -> tuple[int, str]:
         return USAGE, _usage_message(error, format_message())
     if _is_out_of_memory(error):
         return MACHINE, (
-            f"expected enough memory, got: {_one_line(error)}; lower --batch-size, --height and --width, or use --dtype float16"
+            f"there is not enough memory ({_one_line(error)}); lower --batch-size, --height and --width, or use --dtype float16"
         )
     if isinstance(error, BrokenPipeError):
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (nothing reads it any more)
-        return MACHINE, "expected somebody to read the output, but the pipe was closed; nothing else is wrong"
+        return (
+            MACHINE,
+            "the program that was reading the output ended before all of it was written; nothing else is wrong",
+        )
     if isinstance(error, ImportError):
         return MACHINE, (
-            f"expected the packages that mame-sd needs, got: {_one_line(error)}; install it again with pip, in a fresh "
+            f"a package that mame-sd needs does not load ({_one_line(error)}); install mame-sd again with pip, in a fresh "
             "environment if need be"
         )
     if isinstance(error, OSError):
-        return (
-            MACHINE,
-            f"expected the machine to read and write files, got: {_one_line(error)}; see to that and run it again",
-        )
+        return MACHINE, f"a file could not be read or written ({_one_line(error)}); mend that and run the command again"
     return MACHINE, (
         f"unexpected {type(error).__name__}: {_one_line(error)}; this is a bug, MAME_SD_TRACEBACK=1 shows where it is"
     )

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 from mame_sd.errors import UserError
-from mame_sd.runs.run_folder import check_place, nearest, write_atomically, writing
+from mame_sd.runs.files import check_place, nearest, write_atomically, writing
 
 FONT_SIZE = 15
 LINE = 20  # pixels from one line of text to the next
@@ -42,7 +42,7 @@ def draw_sheet(rows: Sequence[Sequence[Cell]], title: str = "") -> Image.Image:
     size = sum(widths) + MARGIN * (columns + 1), top + sum(heights) + MARGIN * len(rows)
     if size[0] > MAX_WIDTH or size[1] > MAX_SIDE:
         raise UserError(
-            f"expected a sheet of at most {MAX_WIDTH} x {MAX_SIDE} pixels, got {size[0]} x {size[1]}; show fewer"
+            f"expected a sheet of at most {MAX_WIDTH} x {MAX_SIDE} pixels, got {size[0]} x {size[1]}; show fewer images"
         )
     sheet = Image.new("RGB", size, _PAPER)
     draw = ImageDraw.Draw(sheet)
@@ -76,7 +76,7 @@ def check_sheet_path(path: Path) -> None:
     if there and path.is_dir():
         raise UserError(f"--out {path}: expected a file, got a folder; name a file in it")
     if there and not _is_ours(path):
-        raise UserError(f"--out {path}: expected a new file or an earlier sheet, got a file of yours; choose another")
+        raise UserError(f"--out {path}: expected a new file or an earlier sheet, got another file; choose another name")
     check_place(path.parent, path)
 
 
@@ -87,8 +87,6 @@ def write_sheet(path: Path, sheet: Image.Image, about: dict[str, Any]) -> None:
     text.add_text("mame_sd", json.dumps(about, sort_keys=True))
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG", pnginfo=text)
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, buffer.getvalue())
 
 

@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw
 from mame_sd.cli.sheet import Cell, draw_sheet
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
-from mame_sd.runs.jobs import GenerateSettings, plan_jobs
+from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import Prompt, prompts_from_texts
 from mame_sd.runs.sampling import levels_of, merge_in, sample
@@ -67,9 +67,9 @@ def capture_merge(
         raise UserError(f"--step: expected 1 to {settings.steps} (--steps), got {step}; give one of these")
     if "callback_on_step_end" not in model.arguments:
         raise UserError(
-            f"expected a pipeline that reports its steps, {type(model.pipe).__name__} does not; use another model"
+            f"expected a pipeline that reports its steps, but {type(model.pipe).__name__} does not; use another model"
         )
-    (job,) = plan_jobs([prompt_to_draw(prompt)], settings)
+    (job,) = jobs_of([prompt_to_draw(prompt)], settings)
     handle = merge_in(model, config)
     plans: dict[str, Any] = {}
 
@@ -158,8 +158,8 @@ def _choose(layers: Any, plans: dict[str, Any], level: int, name: str | None) ->
         found = [layer for layer in merged if layer.name == name] or [layer for layer in merged if name in layer.name]
         if len(found) != 1:
             raise UserError(
-                f"--layer: expected one layer's name, {name!r} fits {len(found)}; "
-                f"those that merge are {', '.join(layer.name for layer in merged)}"
+                f"--layer: expected a part of one layer's name, but {name!r} fits {len(found)} of those that merge "
+                f"({', '.join(layer.name for layer in merged)}); give one of these"
             )
         return found[0]
     found = [layer for layer in merged if layer.level == level]
@@ -175,5 +175,7 @@ def _size_like(image: Image.Image, tokens: int) -> tuple[int, int]:
     """(h, w) of `tokens` tokens in the image's proportions. Raises UserError when they fit none."""
     height = round((tokens * image.height / image.width) ** 0.5)
     if height < 1 or tokens % height:
-        raise UserError(f"expected tokens that lie on a grid, got {tokens} for {image.width} x {image.height} pixels")
+        raise UserError(
+            f"expected tokens that lie on a grid, got {tokens} for {image.width} x {image.height} pixels; choose another --layer"
+        )
     return height, tokens // height

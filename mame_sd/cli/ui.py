@@ -1,4 +1,4 @@
-"""``mame-sd ui``: a page in the browser that paints a prompt with and without merging, side by side.
+"""``mame-sd ui``: a page in the browser that shows a prompt's image with and without merging, side by side.
 
 Built with gradio, an optional extra. The page is served on this machine, fetches nothing from elsewhere, and one image is
 computed at a time.
@@ -15,7 +15,7 @@ from mame_sd.cli.sheet import enlarge
 from mame_sd.cli.show_merge import capture_merge, overlay, prompt_to_draw
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError
-from mame_sd.runs.jobs import GenerateSettings, plan_jobs
+from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.sampling import sample
 
@@ -23,11 +23,11 @@ SIDE = 512  # pixels of a shown image
 FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # no web fonts
 
 
-class Painter:
-    """What the page's button does. Keeps the latest baseline, so that moving a slider costs one image, not two.
+class SideBySide:
+    """A prompt's image without merging and with it. Keeps the latest baseline, so that moving a slider costs one image, not two.
 
     Args:
-        model: the model to paint with.
+        model: the model to generate with.
         base: the settings that the sliders change `tau` or `keep` of.
     """
 
@@ -40,7 +40,7 @@ class Painter:
         """One step of an image, so that the first seconds shown are not those of starting up."""
         self._plain("warm-up", GenerateSettings(steps=1))
 
-    def paint(
+    def generate(
         self, prompt: str, by: str, keep: float, tau: float, steps: float, seed: float | None, step: float
     ) -> tuple[Image.Image, Image.Image, Image.Image, str]:
         """Baseline, merged image, merge map at `step`, and a table of seconds and tokens.
@@ -77,28 +77,28 @@ class Painter:
         """The baseline and its seconds; the latest one is not computed again."""
         key = (prompt, settings)
         if self._baseline is None or self._baseline[0] != key:
-            (job,) = plan_jobs([prompt_to_draw(prompt)], settings)
+            (job,) = jobs_of([prompt_to_draw(prompt)], settings)
             start = time.perf_counter()
             (image,) = sample(self._model, settings, [job])
             self._baseline = key, image, time.perf_counter() - start
         return self._baseline[1:]
 
 
-def build_page(painter: Painter, prompt: str = "") -> Any:
+def build_page(both: SideBySide, prompt: str = "") -> Any:
     """The page, a gradio Blocks. Raises MachineError when gradio is not installed."""
     gradio = load_gradio()
 
-    def paint(*values: Any) -> Any:
+    def generate(*values: Any) -> Any:
         try:
-            return painter.paint(*values)
+            return both.generate(*values)
         except (UserError, MachineError) as error:
-            return *[gradio.skip()] * len(shown), f"**{error}**"  # what was painted before stays
+            return *[gradio.skip()] * len(shown), f"**{error}**"  # the images before stay
 
     with gradio.Blocks(title="mame-sd", analytics_enabled=False) as page:
-        gradio.Markdown("# mame-sd\nThe same noise, painted without merging and with it.")
+        gradio.Markdown("# mame-sd\nThe same noise, denoised without merging and with it.")
         with gradio.Row():
             text = gradio.Textbox(prompt, label="Prompt", scale=4, autofocus=True)
-            button = gradio.Button("Paint", variant="primary", scale=1)
+            button = gradio.Button("Generate", variant="primary", scale=1)
         with gradio.Row():
             by = gradio.Radio(["keep", "tau"], value="keep", label="Merge by", info="share to keep, or similarity")
             keep = gradio.Slider(0.05, 1, MaMeConfig().keep, step=0.005, label="keep")
@@ -118,11 +118,11 @@ def build_page(painter: Painter, prompt: str = "") -> Any:
             [keep, tau],
         )
         inputs, outputs = [text, by, keep, tau, steps, seed, step], [*shown, table]
-        gradio.on([button.click, text.submit], paint, inputs, outputs, concurrency_limit=1, api_name="paint")
+        gradio.on([button.click, text.submit], generate, inputs, outputs, concurrency_limit=1, api_name="generate")
     return page
 
 
-def serve(painter: Painter, host: str, port: int, prompt: str = "") -> Any:
+def serve(both: SideBySide, host: str, port: int, prompt: str = "") -> Any:
     """Serve the page in the background and return it; its `local_url` is its address, `close()` ends it.
 
     Args:
@@ -133,7 +133,7 @@ def serve(painter: Painter, host: str, port: int, prompt: str = "") -> Any:
         UserError: an address or port that can't be had.
         MachineError: gradio is not installed.
     """
-    page = build_page(painter, prompt)
+    page = build_page(both, prompt)
     theme = load_gradio().themes.Default(**FONTS)
     try:
         page.launch(

@@ -1,4 +1,4 @@
-"""Generate images from a list of prompts into a run folder: plan, batches, resuming, sharing over processes.
+"""Generate images from a list of prompts into a run folder, which several processes may share and a later call continues.
 
 The starting latent of an image depends on (seed, prompt id, repeat) alone. Its pixels also depend on the batch it is
 computed in, so batches are cut from the whole list before finished images are skipped: a batch with one image missing
@@ -11,7 +11,7 @@ import importlib.metadata
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,15 @@ import torch
 
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
-from mame_sd.runs.jobs import GenerateSettings, Job, cut_batches, plan_jobs
+from mame_sd.runs.jobs import GenerateSettings, Job, cut_batches, jobs_of
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import MaMePatch, Patch, PatchedModel
-from mame_sd.runs.processes import Shard
+from mame_sd.runs.methods import InstalledMethod, Merging, Method
+from mame_sd.runs.processes import Process
 from mame_sd.runs.prompt_files import Prompt, prompts_digest
 from mame_sd.runs.run_folder import RunFolder
 from mame_sd.runs.sampling import sample, to_png
 
-NOT_MERGED = "made without merging, for no layer has tokens enough (--min-tokens)"
+NOT_MERGED = "made without merging, for no layer has enough tokens (--min-tokens)"
 
 
 @dataclass(frozen=True)
@@ -44,153 +44,142 @@ def generate(
     model: LoadedModel,
     prompts: Sequence[Prompt],
     settings: GenerateSettings,
-    config: MaMeConfig | Patch | None,
+    method: MaMeConfig | Method | None,
     out: Path,
     *,
     prompt_file: dict[str, Any] | None = None,
-    shard: Shard | None = None,
+    process: Process | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> Summary:
-    """Make every image that `out` lacks; `config` None is the baseline, a `Patch` another method than merging.
+    """Make every image that the run folder `out` lacks.
 
     Args:
+        method: a config merges; None is the baseline; a `Method` is anything else that is compared with merging.
         prompt_file: name and digest of the file the prompts came from, for the manifest; nothing is compared with it.
-        shard: this process among several, which must have joined one another (`mame_sd.runs.processes.joined`).
+        process: this process among several, which must have joined one another (`mame_sd.runs.processes.joined`).
         on_progress: told (images done, images of this process) at the start and after each batch.
         on_note: told of what the user should know.
 
     Raises:
         UserError, MachineError: everything made before stays; the same call continues.
     """
-    shard = shard or Shard()
-    patch = MaMePatch(config) if isinstance(config, MaMeConfig) else config
-    jobs = plan_jobs(prompts, settings)
-    batches = cut_batches(jobs, settings.batch_size)
-    sizes = {(job.height, job.width) for job in jobs}
-    folder = RunFolder(out, shard.rank)
+    process = process or Process()
+    method = Merging(method) if isinstance(method, MaMeConfig) else method
+    jobs = jobs_of(prompts, settings)
     known = {job.name: job.known for job in jobs}
-    described = describe_settings(model, prompts, settings, patch)
+    folder = RunFolder(out, process.rank)
+    described = describe_settings(model, prompts, settings, method)
+    run = _Run(model, settings, method, jobs, described, folder, process, on_progress, on_note)
     rows: list[dict[str, Any]] = []
     complete = False
     try:
-        if shard.is_main:
+        if process.is_main:
             manifest = {"settings": described, "environment": environment(model), "prompt_file": prompt_file}
-            for note in folder.prepare(manifest):
-                on_note(f"the folder was begun elsewhere, so pixels may differ a little ({note})")
+            for difference in folder.prepare(manifest):
+                on_note(f"the folder was begun in another environment, so pixels may differ a little ({difference})")
             folder.collect(known)
-        shard.wait()
+        process.wait()
         done = folder.finished(list(known))
-        shard.wait()  # nobody writes before everybody has looked
-        pending = [batch for batch in batches if any(job.name not in done for job in batch)][shard.rank :: shard.count]
-        first = FirstBatch(shard)
-        try:
-            made = _make(model, pending, done, settings, patch, described, folder, on_progress, on_note, sizes, first)
-        except UserError as error:
-            first.agree(error)
-            raise
-        first.agree()
-        shard.wait()
-        if shard.is_main:
+        process.wait()  # nobody writes before everybody has looked
+        made = run.make_all_but(done)
+        process.wait()
+        if process.is_main:
             rows = folder.collect(known)
         complete = True
     finally:
-        folder.close(complete and shard.is_main)
-    if patch is not None and rows and all(row.get("levels") == [] for row in rows):
+        folder.close(complete and process.is_main)
+    if method is not None and rows and all(row.get("levels") == [] for row in rows):
         raise UserError(
-            f"expected at least one image in which tokens merge, got none of {len(rows)}; lower --min-tokens, raise "
-            "--height and --width, or use --baseline in another --out"
+            f"expected tokens to merge in at least one image, but they merged in none of {len(rows)}; lower --min-tokens, "
+            "raise --height and --width, or use --baseline in another --out"
         )
     return _summary(rows, len(jobs), made)
 
 
-class FirstBatch:
-    """What is wrong with the method or the model shows in the first batch: then it is raised on every process."""
+@dataclass
+class _Run:
+    """What all batches of a run share."""
 
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-        self._agreed = False
+    model: LoadedModel
+    settings: GenerateSettings
+    method: Method | None
+    jobs: Sequence[Job]
+    described: dict[str, Any]
+    folder: RunFolder
+    process: Process
+    on_progress: Callable[[int, int], None]
+    on_note: Callable[[str], None]
+    unmerged: set[tuple[int | None, int | None]] = field(default_factory=set)  # sizes at which nothing could merge
 
-    def agree(self, problem: UserError | None = None) -> None:
-        """Tells the others, once, how the first batch went; raises the first problem that any of them had."""
-        if self._agreed:
-            return
-        self._agreed = True
-        problems = [found for found in self._shard.everywhere(problem) if found is not None]
-        if problems:
-            raise problems[0]
+    def make_all_but(self, done: set[str]) -> int:
+        """Compute this process's batches and write the images that are not `done`. Returns how many were written.
 
+        What is wrong with the method or the model shows in the first batch, and is then raised on every process.
+        """
+        batches = cut_batches(self.jobs, self.settings.batch_size)
+        batches = [batch for batch in batches if any(job.name not in done for job in batch)]
+        batches = batches[self.process.rank :: self.process.count]
+        total = sum(job.name not in done for batch in batches for job in batch)
+        installed: InstalledMethod | None = None
+        problem: UserError | None = None
+        made = 0
+        self.on_progress(0, total)
+        try:
+            try:
+                if self.method is not None and batches:
+                    installed = self.method.install(self.model)
+                for batch in batches[:1]:
+                    made += self._make(batch, done, installed)
+            except UserError as error:
+                problem = error
+            for found in self.process.all_gather(problem):
+                if found is not None:
+                    raise found
+            for batch in batches[1:]:
+                self.on_progress(made, total)
+                made += self._make(batch, done, installed)
+        finally:
+            if installed is not None:
+                installed.remove()
+        self.on_progress(made, total)
+        return made
 
-def _make(
-    model: LoadedModel,
-    batches: Sequence[Sequence[Job]],
-    done: set[str],
-    settings: GenerateSettings,
-    patch: Patch | None,
-    described: dict[str, Any],
-    folder: RunFolder,
-    on_progress: Callable[[int, int], None],
-    on_note: Callable[[str], None],
-    sizes: set[tuple[int | None, int | None]],
-    first: FirstBatch,
-) -> int:
-    """Compute `batches`, write the images that are not `done`, and return how many were written.
+    def _make(self, batch: Sequence[Job], done: set[str], installed: InstalledMethod | None) -> int:
+        """Compute one batch and write what is not `done` of it."""
+        if installed is not None:
+            installed.begin(batch)
+        start = time.perf_counter()
+        images = sample(self.model, self.settings, batch)
+        seconds = (time.perf_counter() - start) / len(batch)
+        levels = [] if installed is None else self._levels(installed, batch[0])
+        note = {"note": NOT_MERGED} if installed is not None and not levels else {}
+        missing = [(job, image) for job, image in zip(batch, images, strict=True) if job.name not in done]
+        for job, image in missing:
+            size = {"width": image.width, "height": image.height}
+            record = {**job.known, **size, "seconds": seconds, "batch": len(batch), "levels": levels, **note}
+            self.folder.write_image(job.name, to_png(image, job, self.described), record)
+        return len(missing)
 
-    `sizes` are the (height, width) of all of the run's images; only when none of them can merge is that an error.
-    """
-    total = sum(job.name not in done for batch in batches for job in batch)
-    unmerged: set[tuple[int | None, int | None]] = set()
-    patched = None if patch is None or not batches else patch.install(model)
-    made = 0
-    try:
-        on_progress(0, total)
-        for batch in batches:
-            if patched is not None:
-                patched.begin(batch)
-            start = time.perf_counter()
-            images = sample(model, settings, batch)
-            seconds = (time.perf_counter() - start) / len(batch)
-            levels = [] if patched is None else _levels(patched, batch[0], sizes, unmerged, on_note)
-            note = {"note": NOT_MERGED} if patched is not None and not levels else {}
-            for job, image in zip(batch, images, strict=True):
-                if job.name not in done:
-                    size = {"width": image.width, "height": image.height}
-                    record = {**job.known, **size, "seconds": seconds, "batch": len(batch), "levels": levels, **note}
-                    folder.write_image(job.name, to_png(image, job, described), record)
-                    made += 1
-            on_progress(made, total)
-            first.agree()
-    finally:
-        if patched is not None:
-            patched.remove()
-    return made
+    def _levels(self, installed: InstalledMethod, job: Job) -> list[dict[str, Any]]:
+        """Levels of the batch that `job` is of; empty, with a note for each size, where nothing can merge at its size.
 
-
-def _levels(
-    patched: PatchedModel,
-    job: Job,
-    sizes: set[tuple[int | None, int | None]],
-    unmerged: set[tuple[int | None, int | None]],
-    on_note: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """Levels of a batch like `job`; empty, with a note for each size, where nothing can merge at its size.
-
-    Raises UserError when that is so for all of the run's `sizes`; `unmerged` collects them.
-    """
-    try:
-        return patched.levels()
-    except UserError:
-        size = (job.height, job.width)
-        if unmerged | {size} >= sizes:
-            raise
-        if size not in unmerged:
-            on_note(f"{job.name} and others of its size: {NOT_MERGED}")
-        unmerged.add(size)
-        return []
+        Raises UserError when that is so for all sizes of the run.
+        """
+        try:
+            return installed.levels()
+        except UserError:
+            size = (job.height, job.width)
+            if self.unmerged | {size} >= {(job.height, job.width) for job in self.jobs}:
+                raise
+            if size not in self.unmerged:
+                self.on_note(f"{job.name} and others of its size: {NOT_MERGED}")
+            self.unmerged.add(size)
+            return []
 
 
 def describe_settings(
-    model: LoadedModel, prompts: Sequence[Prompt], settings: GenerateSettings, patch: Patch | None
+    model: LoadedModel, prompts: Sequence[Prompt], settings: GenerateSettings, method: Method | None
 ) -> dict[str, Any]:
     """All that decides the pixels, as JSON values: what a run folder is begun with and must be continued with."""
     return {
@@ -199,7 +188,7 @@ def describe_settings(
         "model": model.identity,
         "prompts": {"count": len(prompts), "sha256": prompts_digest(prompts)},
         "mame": None,
-        **({} if patch is None else patch.describe()),
+        **({} if method is None else method.describe()),
     }
 
 

@@ -1,4 +1,4 @@
-"""The plan of a run: settings, one job for each image, batches, and the noise that each image starts from."""
+"""What a run has to make: settings, one job for each image, batches, and the noise that each image starts from."""
 
 from __future__ import annotations
 
@@ -7,41 +7,36 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from mame_sd.errors import UserError
+from mame_sd.runs.options import option
 from mame_sd.runs.prompt_files import Prompt, check_unique
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_SIDE = 65536
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings:
-    """How every image of a run is sampled.
+    """How every image of a run is sampled; each field's help text says what it means.
 
-    Attributes:
-        steps: denoising steps, at least 1.
-        guidance: classifier-free guidance scale; None: the model's own.
-        seed: of the run, at least 0.
-        height, width: pixels, multiples of 8; None: the model's own.
-        batch_size: images computed together, at least 1. Pixels depend on it, a little.
-        images_per_prompt: repeats of each prompt, at least 1.
-        negative_prompt: what to steer away from; a prompt's own takes its place.
+    A prompt's own seed, size and negative prompt take the place of these.
 
     Raises:
         UserError: naming the option, its range and the value that came.
     """
 
-    steps: int = 20
-    guidance: float | None = None
-    seed: int = 0
-    height: int | None = None
-    width: int | None = None
-    batch_size: int = 1
-    images_per_prompt: int = 1
-    negative_prompt: str | None = None
+    steps: int = option(20, "Denoising steps, at least 1. More is slower and finer.")
+    guidance: float | None = option(None, "Classifier-free guidance scale. Without it, the model's own.")
+    seed: int = option(0, "Seed of the run. An image's noise depends on seed, prompt id and repeat alone.")
+    height: int | None = option(None, "Height in pixels, a multiple of 8. Without it, the model's own.")
+    width: int | None = option(None, "Width in pixels, a multiple of 8. Without it, the model's own.")
+    negative_prompt: str | None = option(None, "What to steer away from.")
+    batch_size: int = option(1, "Images computed together. Faster on a GPU; pixels depend on it a little.")
+    images_per_prompt: int = option(1, "Images of each prompt, from different noise.")
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "images_per_prompt"):
@@ -90,7 +85,7 @@ class Job:
         return {**known, "extra": self.prompt.extra} if self.prompt.extra else known
 
 
-def plan_jobs(prompts: Sequence[Prompt], settings: GenerateSettings) -> list[Job]:
+def jobs_of(prompts: Sequence[Prompt], settings: GenerateSettings) -> list[Job]:
     """Every image of the run, in order. Raises PromptError for ids that collide."""
     check_unique(prompts)
     return [
@@ -129,5 +124,7 @@ def call_of(job: Job) -> tuple[int | None, int | None, bool]:
 
 def generator_of(job: Job) -> torch.Generator:
     """The CPU generator of an image's noise, seeded by a hash of (seed, prompt id, repeat) and nothing else."""
+    import torch  # here, since the command line's options come from this module and should be there at once
+
     key = json.dumps([job.seed, job.prompt.id, job.repeat]).encode()
     return torch.Generator("cpu").manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1)

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from mame_sd.diffusion.saved_setting import PIPELINE, SavedMerging, read_saved_merging
-from mame_sd.errors import MachineError, UserError
-from mame_sd.runs.additions import add_loras, check_scheduler, lora_identity, set_scheduler
+from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.runs.devices import pick_device, pick_dtype
-from mame_sd.runs.model_files import ModelChoice, digest_of, find_model, first_line, name_and_digest
+from mame_sd.runs.loras import add_loras, lora_identity
+from mame_sd.runs.model_files import ModelChoice, digest_of, find_model, name_and_digest
+from mame_sd.runs.schedulers import set_scheduler
 
 _SINGLE_FILE_CLASSES = {
     "v1": "StableDiffusionPipeline",
@@ -65,22 +66,24 @@ class LoadedModel:
         factor = getattr(self.pipe, "vae_scale_factor", None)
         if not side or not factor:
             raise UserError(
-                f"expected both --height and --width, got one, and {type(self.pipe).__name__} has no default"
+                f"expected both --height and --width, got one, and {type(self.pipe).__name__} tells no size of its own; give both"
             )
         height, width = (side, side) if isinstance(side, int) else side
         return height * factor, width * factor
 
 
-def load_model(choice: ModelChoice) -> LoadedModel:
+def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     """Load a text-to-image pipeline.
 
+    Args:
+        local_rank: which CUDA device "auto" and "cuda" mean, among several processes on this machine.
+
     Raises:
-        UserError: nothing there, no such pipeline, hub not reachable, unknown scheduler, dtype or device.
+        UserError: nothing there, no such pipeline, hub not reachable, unknown device, scheduler or LoRA that does not fit.
         MachineError: out of memory.
     """
-    device = pick_device(choice.device, choice.local_rank)
+    device = pick_device(choice.device, local_rank)
     dtype = pick_dtype(choice.dtype, device)
-    check_scheduler(choice.scheduler)
     _be_quiet()
     source, name = find_model(choice)
     with _loading(name):
@@ -125,7 +128,7 @@ def _loading(name: str) -> Iterator[None]:
         raise
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise MachineError(
-            f"--model {name}: expected it to fit into memory, it does not: {first_line(error)}"
+            f"--model {name}: it does not fit into memory ({first_line(error)}); use --dtype float16, or a smaller model"
         ) from error
     except Exception as error:  # diffusers, transformers and safetensors raise dozens of kinds here
         if isinstance(error, ImportError) or str(error).startswith("Failed to import"):  # the latter: lazy imports
@@ -133,7 +136,7 @@ def _loading(name: str) -> Iterator[None]:
             while cause.__cause__ is not None:
                 cause = cause.__cause__
             raise MachineError(
-                f"--model {name}: expected the packages that it needs, but {first_line(cause)}; install them with pip"
+                f"--model {name}: a package that it needs does not load ({first_line(cause)}); install it with pip"
             ) from error
         raise UserError(
             f"--model {name}: expected a text-to-image pipeline that diffusers can load, but {first_line(error)}; "
@@ -192,7 +195,7 @@ def _load_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
                 f"{first_line(error)}; give another"
             ) from error
         raise UserError(
-            f"--model {path}: expected the hub's configuration for this architecture, but {first_line(error)}; "
+            f"--model {path}: the hub gave no configuration for this architecture ({first_line(error)}); "
             "give a pipeline folder of the same architecture as --single-file-config"
         ) from error
 
@@ -211,7 +214,9 @@ def _check_text_to_image(pipe: Any, name: str) -> None:
             "audio; give another model"
         )
     if not (hasattr(pipe, "unet") or hasattr(pipe, "transformer")):
-        raise UserError(f"--model {name}: expected a pipeline with a unet or transformer, got {type(pipe).__name__}")
+        raise UserError(
+            f"--model {name}: expected a pipeline with a unet or transformer, got {type(pipe).__name__}; give another model"
+        )
 
 
 def _default_guidance(pipe: Any, choice: ModelChoice) -> float | None:

@@ -1,4 +1,4 @@
-"""What a run does to the loaded model: merging, or any other method that is installed on it and taken off again."""
+"""The method of a run: merging, or another one that is installed on the loaded model and removed again."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ if TYPE_CHECKING:
     from mame_sd.diffusion.apply import MaMeHandle
 
 
-class PatchedModel(Protocol):
-    """A method as installed on one model."""
+class InstalledMethod(Protocol):
+    """A method on one model."""
 
     def begin(self, jobs: Sequence[Job]) -> None:
-        """Called before each batch: counters to zero, and any random state to one that depends on `jobs` alone."""
+        """Called before each batch: sets counters to zero, and any random state to one that depends on `jobs` alone."""
 
     def levels(self) -> list[dict[str, Any]]:
-        """Tokens in and kept per level since `begin` (fields of LevelReport). UserError when nothing could merge."""
+        """Tokens in and kept per level since `begin` (fields of LevelReport). Raises UserError when nothing could merge."""
 
     def remove(self) -> None:
         """Leave the model as it was."""
 
 
-class Patch(Protocol):
+class Method(Protocol):
     """A method with its settings."""
 
     def describe(self) -> dict[str, Any]:
         """What the run's settings say of it, as JSON values."""
 
-    def install(self, model: LoadedModel) -> PatchedModel:
+    def install(self, model: LoadedModel) -> InstalledMethod:
         """Put it on the model. Raises UserError for a model that it does not support."""
 
 
 @dataclass(frozen=True)
-class MaMePatch:
+class Merging:
     """Merging with `config`."""
 
     config: MaMeConfig
@@ -47,12 +47,12 @@ class MaMePatch:
     def describe(self) -> dict[str, Any]:
         return {"mame": self.config.to_dict()}
 
-    def install(self, model: LoadedModel) -> PatchedModel:
-        return _Merging(merge_in(model, self.config))
+    def install(self, model: LoadedModel) -> InstalledMethod:
+        return _InstalledMerging(merge_in(model, self.config))
 
 
 @dataclass(frozen=True)
-class _Merging:
+class _InstalledMerging:
     handle: MaMeHandle
 
     def begin(self, jobs: Sequence[Job]) -> None:

@@ -8,7 +8,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from mame_sd.errors import UserError
+from mame_sd.errors import UserError, first_line
+from mame_sd.runs.options import option
+from mame_sd.runs.schedulers import SCHEDULERS, check_scheduler
+
+DTYPES = ("float32", "float16", "bfloat16")
 
 # owner/name, neither part hidden, and no file
 HUB_ID = re.compile(r"(?!\.)[\w.-]+/(?!\.)[\w.-]+(?<!\.safetensors)")
@@ -17,30 +21,39 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChoice:
-    """What to load and how.
+    """What to load and how; each field's help text says what it means.
 
-    Attributes:
-        model: folder, hub id or .safetensors file; None: the embedded model.
-        dtype: a name of `DTYPES`, or "auto": float16 on CUDA, float32 elsewhere.
-        device: as in torch, or "auto": CUDA if there is one, then MPS, then the CPU.
-        scheduler: a name of `SCHEDULERS`; None: the model's own.
-        loras: each PATH_OR_ID or PATH_OR_ID:SCALE.
-        variant, revision: of a hub model ("fp16"; branch, tag or commit).
-        offline: never ask the hub, take what is cached.
-        single_file_config: for a .safetensors file, a folder or hub id of a pipeline of the same architecture.
-        local_rank: which CUDA device "auto" and "cuda" mean, among several processes.
+    Raises:
+        UserError: a scheduler or dtype that there is none of.
     """
 
-    model: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    scheduler: str | None = None
-    loras: tuple[str, ...] = ()
-    variant: str | None = None
-    revision: str | None = None
-    offline: bool = False
-    single_file_config: str | None = None
-    local_rank: int = 0
+    model: str | None = option(
+        None,
+        "Pipeline folder, hub id (owner/name) or .safetensors file. Without it, the embedded model.",
+        metavar="PATH_OR_ID",
+    )
+    scheduler: str | None = option(None, f"Sampler: {', '.join(SCHEDULERS)}. Without it, the model's own.")
+    dtype: str = option("auto", f"{', '.join(DTYPES)}, or auto: float16 on CUDA, float32 elsewhere.")
+    device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
+    loras: tuple[str, ...] = option(
+        (),
+        "LoRA to add: file, folder or hub id, with :SCALE at its end if not 1. Repeatable.",
+        "--lora",
+        metavar="PATH_OR_ID",
+    )
+    variant: str | None = option(
+        None, "Variant of the model's files, such as fp16. (MaMeConfig's variant is --mame-variant.)"
+    )
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    offline: bool = option(False, "Never ask the hub; take what is cached.")
+    single_file_config: str | None = option(
+        None, "Pipeline folder or hub id of the same architecture, for a .safetensors file.", metavar="PATH_OR_ID"
+    )
+
+    def __post_init__(self) -> None:
+        check_scheduler(self.scheduler)
+        if self.dtype not in ("auto", *DTYPES):
+            raise UserError(f"--dtype: expected auto, {', '.join(DTYPES)}, got {self.dtype!r}; give one of these")
 
 
 def find_model(choice: ModelChoice) -> tuple[Path, str]:
@@ -95,7 +108,7 @@ def _download(choice: ModelChoice) -> Path:
 
 
 def digest_of(source: Path) -> str:
-    """A digest of names, sizes and whole contents; hidden files, model cards and Python's files paint nothing and are left out."""
+    """A digest of names, sizes and whole contents of the files that decide pixels: no hidden files, model cards or Python's files."""
     digest = hashlib.sha256()
     files = (
         [source]
@@ -122,10 +135,3 @@ def name_and_digest(source: str) -> dict[str, str | None]:
         if os.path.exists(path)
         else {"name": source, "sha256": None}
     )
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, its type where there is none, without a full stop."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    line = lines[0] if lines else type(error).__name__
-    return line.rstrip(".") if len(line) <= 200 else line[:197] + "..."

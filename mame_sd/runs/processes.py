@@ -1,7 +1,7 @@
-"""Several processes sharing one run: who this process is, and a way to wait for the others.
+"""Several processes sharing one run: who this process is, and how it waits for the others and hears from them.
 
-Launchers (``accelerate launch``, ``torchrun``) say so in the environment. Nothing but barriers and small objects is exchanged,
-so gloo serves on every device, and it never times out on shards of uneven length.
+Launchers (``accelerate launch``, ``torchrun``) tell in the environment. Only barriers and small objects are exchanged, so gloo
+serves on every device. Its timeout is 30 days, for processes may have unequal amounts of work.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Shard:
-    """This process among those of the run: `rank` of `count`; `local_rank` counts on this machine."""
+class Process:
+    """This process among those of the run: `rank` of `count`; `local_rank` counts on this machine.
+
+    `wait`, `gather` and `all_gather` must be called by every process, and raise MachineError when one of them is gone.
+    """
 
     rank: int = 0
     count: int = 1
@@ -31,51 +34,51 @@ class Shard:
         return self.rank == 0
 
     def wait(self) -> None:
-        """Return when every process has come here. Raises MachineError when one of them is gone."""
+        """A barrier: returns when every process has come here."""
         if self.count > 1:
             import torch.distributed
 
-            with self._together():
+            with self._all_alive():
                 torch.distributed.barrier()
 
-    def gather(self, part: T) -> list[T]:
-        """On the main process the `part` of every process, in order of rank; on the others nothing.
-
-        Raises MachineError when one of them is gone.
-        """
+    def gather(self, value: T) -> list[T]:
+        """On the main process the `value` of every process, in order of rank; on the others an empty list."""
         if self.count == 1:
-            return [part]
+            return [value]
         import torch.distributed
 
-        parts: list[Any] | None = [None] * self.count if self.is_main else None
-        with self._together():
-            torch.distributed.gather_object(part, parts)
-        return parts or []
+        values: list[Any] | None = [None] * self.count if self.is_main else None
+        with self._all_alive():
+            torch.distributed.gather_object(value, values)
+        return values or []
 
-    def everywhere(self, part: T) -> list[T]:
-        """The `part` of every process, in order of rank, on all of them. Raises MachineError when one of them is gone."""
+    def all_gather(self, value: T) -> list[T]:
+        """On every process the `value` of every process, in order of rank."""
         if self.count == 1:
-            return [part]
+            return [value]
         import torch.distributed
 
-        parts: list[Any] = [None] * self.count
-        with self._together():
-            torch.distributed.all_gather_object(parts, part)
-        return parts
+        values: list[Any] = [None] * self.count
+        with self._all_alive():
+            torch.distributed.all_gather_object(values, value)
+        return values
 
     @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
+    def _all_alive(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
             raise MachineError(
-                f"expected {self.count} processes, but another one ended early; its own error says why, "
-                "and the same command continues"
+                f"expected {self.count} processes, but one of the others ended early; its own error says why, and the same "
+                "command continues the run"
             ) from error
 
 
-def shard_of_environment() -> Shard:
-    """What the launcher says; a lone process when there was none. Raises UserError for numbers that are none."""
+def this_process() -> Process:
+    """What the launcher says in RANK, WORLD_SIZE and LOCAL_RANK; a single process when there is no launcher.
+
+    Raises UserError for values that are no whole numbers.
+    """
     values = [
         os.environ.get(name, str(default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
     ]
@@ -85,13 +88,13 @@ def shard_of_environment() -> Shard:
         raise UserError(
             f"expected whole numbers in RANK, WORLD_SIZE and LOCAL_RANK, got {', '.join(values)}; unset them"
         ) from None
-    return Shard(rank, count, local_rank)
+    return Process(rank, count, local_rank)
 
 
 @contextlib.contextmanager
-def joined(shard: Shard) -> Iterator[None]:
+def joined(process: Process) -> Iterator[None]:
     """Take part in the process group while the block runs."""
-    if shard.count == 1:
+    if process.count == 1:
         yield
         return
     import torch.distributed

@@ -136,7 +136,7 @@ def _prompt(path: Path, line: int, number: int, values: dict[str, Any]) -> Promp
         value = values.get(name)
         if value is not None or name == "prompt":
             if not isinstance(value, str):
-                raise PromptError(f"{place}{name}: expected text, got {value!r}")
+                raise PromptError(f"{place}{name}: expected text, got {value!r}; put it in quotes")
             _check_text(place, value, empty=name != "prompt")
     identity = values.get("id")
     if isinstance(identity, int) and not isinstance(identity, bool):
@@ -159,17 +159,18 @@ def _check_text(place: str, text: str, empty: bool = False) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise PromptError(f"{place}expected text, got half of a surrogate pair in {text[:40]!r}") from None
+        raise PromptError(f"{place}expected text, got half of a surrogate pair in {text[:40]!r}; remove it") from None
 
 
 def _check_id(place: str, identity: Any) -> str:
     """`identity`, when it can name a file inside the run's folder on any system."""
     if not isinstance(identity, str):
-        raise PromptError(f"{place}id: expected text or a whole number, got {identity!r}")
+        raise PromptError(f"{place}id: expected text or a whole number, got {identity!r}; put it in quotes")
     bad = any(char in _FORBIDDEN_IN_ID or not char.isprintable() for char in identity)
     if bad or not identity or identity != identity.strip() or identity.startswith("."):
         raise PromptError(
-            f'{place}id: expected a plain file name (no slash, colon, * ? " < > | or leading dot), got {identity!r}'
+            f'{place}id: expected a plain file name (no slash, colon, * ? " < > | or leading dot), got {identity!r}; '
+            "rename it"
         )
     if len(identity.encode()) > MAX_ID_BYTES:
         raise PromptError(f"{place}id: expected at most {MAX_ID_BYTES} bytes, got {len(identity.encode())}; shorten it")
@@ -181,5 +182,5 @@ def _check_number(place: str, name: str, value: Any, low: int, high: int, step: 
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high or value % step:
         multiple = f"a multiple of {step}" if step > 1 else "a whole number"
-        raise PromptError(f"{place}{name}: expected {multiple} from {low} to {high}, got {value!r}")
+        raise PromptError(f"{place}{name}: expected {multiple} from {low} to {high}, got {value!r}; correct it")
     return value

@@ -28,12 +28,14 @@ def read_text(path: Path) -> str:
         raise PromptError(f"{path}: expected a prompt file, found nothing there; check the path") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise PromptError(f"{path}: expected a prompt file that can be read, got: {reason}") from None
+        raise PromptError(
+            f"{path}: the prompt file can't be read ({reason}); check the path and its permissions"
+        ) from None
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise PromptError(f"{path}: expected UTF-8, got UTF-16; save it as UTF-8")
     if b"\0" in data:
         line = data[: data.index(b"\0")].count(b"\n") + 1
-        raise PromptError(f"{path}:{line}: expected text, got a binary file (it holds a zero byte)")
+        raise PromptError(f"{path}:{line}: expected text, got a binary file (it holds a zero byte); give a text file")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -71,7 +73,7 @@ def _table_records(delimiter: str) -> Callable[[Path, str], Iterator[Record]]:
                 line = rows.line_num + 1
         except csv.Error as error:
             raise PromptError(
-                f"{path}:{max(rows.line_num, 1)}: expected a table, but {error}; double a quote to keep it"
+                f"{path}:{max(rows.line_num, 1)}: expected a table, but {error}; write a quote inside a cell twice"
             ) from None
 
     return read
@@ -104,7 +106,9 @@ def _table_row(path: Path, line: int, header: list[str], row: list[str]) -> dict
             try:
                 values[name] = int(values[name])
             except ValueError:
-                raise PromptError(f"{path}:{line}: {name}: expected a whole number, got {values[name]!r}") from None
+                raise PromptError(
+                    f"{path}:{line}: {name}: expected a whole number, got {values[name]!r}; correct it"
+                ) from None
     return values
 
 
@@ -121,7 +125,8 @@ def _jsonl_records(path: Path, text: str) -> Iterator[Record]:
             ) from None
         if not isinstance(values, dict) or not any(name in values for name in PROMPT_COLUMNS):
             raise PromptError(
-                f'{path}:{number}: expected an object such as {{"prompt": "..."}}, got {line.strip()[:60]!r}'
+                f'{path}:{number}: expected an object such as {{"prompt": "..."}}, got {line.strip()[:60]!r}; '
+                "write one object a line"
             )
         name = next(name for name in PROMPT_COLUMNS if name in values)
         yield number, {**{key: value for key, value in values.items() if key != name}, "prompt": values[name]}

@@ -12,80 +12,19 @@ depend on the settings alone, so a run that was killed and continued ends with t
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mame_sd.errors import MachineError, UserError
+from mame_sd.errors import UserError
+from mame_sd.runs.files import check_place, write_atomically, writing
+from mame_sd.runs.records import FORMAT, read_manifest
 
-FORMAT = "mame-sd run 1"
-_MACHINE_ERRNOS = {
-    getattr(errno, name)
-    for name in ("ENOSPC", "EDQUOT", "EFBIG", "EIO", "ENOMEM", "EMFILE", "ENFILE", "ESTALE", "EBUSY")
-    if hasattr(errno, name)
-}
+OTHER_OUT = "choose another --out"
 _PNG_END = b"IEND\xaeB`\x82"
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError from writing `path` into MachineError (disk full and the like) or UserError (not allowed)."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno in _MACHINE_ERRNOS:
-            raise MachineError(
-                f"{path}: expected to write, got: {reason}; free some space there and run the same command again"
-            ) from error
-        raise UserError(f"{path}: expected a place that can be written, got: {reason}; choose another") from error
-
-
-def nearest(path: Path) -> Path:
-    """`path`, or the nearest thing above it that exists. Raises OSError for what can't be reached or is too long."""
-    while True:
-        try:
-            os.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            if path == path.parent:
-                raise
-            path = path.parent
-        else:
-            return path
-
-
-def check_place(folder: Path, out: Path) -> Path:
-    """The nearest existing folder to `folder`. Raises UserError, naming `out`, when nothing could be written there."""
-    with writing(out):
-        place = nearest(folder)
-    if not place.is_dir():
-        raise UserError(f"--out {out}: expected a folder, got the file {place}; choose another")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"--out {out}: expected a folder that can be written, {place} can't; choose another")
-    return place
-
-
-def write_atomically(path: Path, data: bytes, temporary: Path | None = None) -> None:
-    """Write `data` so that `path` holds all of it or what it held before, whatever happens meanwhile.
-
-    `temporary` must lie on the same file system; left out, it is a hidden neighbour.
-    """
-    temporary = temporary or path.with_name(f".mame-sd.{os.getpid()}.tmp")
-    with writing(path):
-        try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
 
 
 class RunFolder:
@@ -113,11 +52,11 @@ class RunFolder:
             foreign = sorted(entry for entry in os.listdir(self.path) if entry != self.work.name)
         if foreign and self.manifest.name not in foreign:
             raise UserError(
-                f"--out {self.path}: expected a new or empty folder, or one begun by this command, got a folder with "
-                f"{len(foreign)} other things in it ({foreign[0]!r}); choose another"
+                f"--out {self.path}: expected a new or empty folder, or one begun by this command, got one "
+                f"with other things in it ({', '.join(map(repr, foreign[:3]))}); choose another"
             )
         if foreign:
-            self._read_manifest()
+            read_manifest(self.manifest, OTHER_OUT)
 
     def prepare(self, manifest: Mapping[str, Any]) -> list[str]:
         """Create or take up the folder and clear what a kill left behind. Returns notes about another environment.
@@ -137,7 +76,7 @@ class RunFolder:
                 leftover.unlink()
         notes: list[str] = []
         if self.manifest.exists():
-            notes = self._compare(self._read_manifest(), manifest)
+            notes = self._compare(read_manifest(self.manifest, OTHER_OUT), manifest)
         else:
             text = json.dumps({"format": FORMAT, **manifest}, indent=2, sort_keys=True) + "\n"
             write_atomically(self.manifest, text.encode(), self.work / "manifest.tmp")
@@ -160,17 +99,17 @@ class RunFolder:
             os.fsync(file.fileno())
         write_atomically(self.images / f"{name}.png", png, self.work / f"image-{self._rank}.tmp")
 
-    def collect(self, plan: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Write samples.jsonl from all records so far, in the order of `plan`, and return its rows.
+    def collect(self, known: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Write samples.jsonl from all records so far, in the order of `known`, and return its rows.
 
         Args:
-            plan: for every image of the run its name and what is known of it without making it.
+            known: for every image of the run its name and what is known of it without making it.
         """
         records: dict[str, dict[str, Any]] = {}
         for source in (self.samples, *sorted(self.work.glob("samples-*.jsonl"))):
-            records.update((row["name"], row) for row in _read_rows(source) if row.get("name") in plan)
-        done = self.finished(list(plan))
-        rows = [{"name": name, **fixed, **records.get(name, {})} for name, fixed in plan.items() if name in done]
+            records.update((row["name"], row) for row in _read_rows(source) if row.get("name") in known)
+        done = self.finished(list(known))
+        rows = [{"name": name, **fixed, **records.get(name, {})} for name, fixed in known.items() if name in done]
         text = "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows)
         write_atomically(self.samples, text.encode(), self.work / "samples.tmp")
         for part in self.work.glob("samples-*.jsonl"):
@@ -199,27 +138,10 @@ class RunFolder:
             self._lock.close()
             self._lock = None
             raise UserError(
-                f"--out {self.path}: expected a folder of its own, got one that another run is writing to; wait for it"
+                f"--out {self.path}: another run is writing to this folder; wait for it, or choose another"
             ) from None
         except OSError:  # a file system without locks
             pass
-
-    def _read_manifest(self) -> dict[str, Any]:
-        try:
-            values = json.loads(self.manifest.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(
-                f"{self.manifest}: expected the manifest of a run, got: {error}; choose another --out"
-            ) from None
-        if (
-            not isinstance(values, dict)
-            or values.get("format") != FORMAT
-            or not isinstance(values.get("settings"), dict)
-        ):
-            raise UserError(
-                f"{self.manifest}: expected the manifest of a run ({FORMAT!r}), got another file; choose another --out"
-            )
-        return values
 
     def _compare(self, there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
         """Refuse other settings; return a note for each difference of the environment."""
@@ -227,8 +149,8 @@ class RunFolder:
         different = differences(there["settings"], normal["settings"])
         if different:
             raise UserError(
-                f"--out {self.path}: expected the settings it was begun with, got {'; '.join(different)}; "
-                "choose another --out, or give the same settings"
+                f"--out {self.path}: the folder was begun with other settings ({'; '.join(different)}); "
+                "choose another, or give the same settings"
             )
         return differences(there.get("environment", {}), normal.get("environment", {}))
 

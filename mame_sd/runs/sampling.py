@@ -13,7 +13,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from mame_sd.config import MaMeConfig
-from mame_sd.errors import MachineError, UserError
+from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.runs.jobs import GenerateSettings, Job, generator_of
 from mame_sd.runs.loading import LoadedModel
 
@@ -46,12 +46,15 @@ def sample(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], 
         call.update(height=height or default[0], width=width or default[1])
     for name in call:
         if name not in model.arguments:
-            raise UserError(f"--{name.replace('_', '-')}: {type(model.pipe).__name__} does not take it; leave it out")
+            flag = {"guidance_scale": "--guidance", "num_inference_steps": "--steps"}.get(
+                name, "--" + name.replace("_", "-")
+            )
+            raise UserError(f"{flag}: {type(model.pipe).__name__} does not take this; leave it out")
     try:
         result = model.pipe(**call)
     except ValueError as error:  # the pipeline's own checks of its inputs
         raise UserError(
-            f"expected settings that {type(model.pipe).__name__} takes, but {error}; change them"
+            f"{type(model.pipe).__name__} does not take these settings ({first_line(error)}); change them"
         ) from error
     if not hasattr(result, "images"):
         raise UserError(
@@ -62,7 +65,9 @@ def sample(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], 
     if not np.isfinite(images).all():
         dtype = model.identity["dtype"]
         hint = "check the model's weights" if dtype == "float32" else "use --dtype float32 or bfloat16"
-        raise MachineError(f"expected pixels, got nan for prompt {jobs[0].prompt.id!r} in {dtype}; {hint}")
+        raise MachineError(
+            f"prompt {jobs[0].prompt.id!r}: expected finite numbers for pixels, got others in {dtype}; {hint}"
+        )
     return [Image.fromarray(pixels) for pixels in (images * 255).round().astype(np.uint8)]
 
 
@@ -83,7 +88,9 @@ def levels_of(handle: MaMeHandle) -> list[dict[str, Any]]:
     try:
         return [asdict(level) for level in handle.report().levels()]
     except NothingMergedError as error:
-        raise UserError(" ".join(str(error).split()) + " (--min-tokens, --height and --width, --baseline)") from None
+        raise UserError(
+            " ".join(str(error).split()) + " (see --min-tokens, --height and --width, --baseline)"
+        ) from None
 
 
 def to_png(image: Image.Image, job: Job, described: dict[str, Any]) -> bytes:

@@ -10,12 +10,14 @@ import numpy as np
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mame_sd.runs.files import written_whole
+
 SAVE_EVERY = 90.0  # seconds
 
 
 def atomic_save(state: dict, path: Path) -> None:
-    torch.save(state, path.with_suffix(".part"))
-    path.with_suffix(".part").replace(path)
+    with written_whole(path) as file:
+        torch.save(state, file)
 
 
 def generator(seed: int, stage: str, step: int) -> torch.Generator:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mame_sd.runs.run_folder import FORMAT
+from mame_sd.runs.records import FORMAT
 
 
 def write_run(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -69,7 +71,7 @@ BAD = {
     "scheduler": (["generate", "--prompt", "x", "--scheduler", "magic"], "--scheduler: expected one of ddim, ddpm"),
     "dtype": (["generate", "--prompt", "x", "--dtype", "int8"], "--dtype: expected auto, float32"),
     "device": (["generate", "--prompt", "x", "--device", "abacus"], "--device abacus: expected auto, cpu, cuda"),
-    "device-number": (["generate", "--prompt", "x", "--device", "cuda:99"], "--device cuda:99: expected one of the"),
+    "device-number": (["generate", "--prompt", "x", "--device", "cuda:99"], "--device cuda:99: expected a CUDA device of this machine, which has"),
     "empty-prompt": (["generate", "--prompt", ""], "--prompt: expected a prompt, got an empty one"),
     "prompt-file": (["generate", "--prompts", "none.txt"], "none.txt: expected a prompt file, found nothing there"),
     "model-path": (["generate", "--prompt", "x", "--model", "./none"], "--model ./none: expected a folder"),
@@ -81,7 +83,7 @@ BAD = {
     "sheet-ending": (["compare", "x", "--out", "a.jpg"], "--out a.jpg: expected a file ending in .png"),
     "sheet-folder": (["sheet", "none"], "none: expected the folder of a finished run"),
     "out-long": (["generate", "--prompt", "x", "--out", LONG], "expected a place that can be written, got: File name too long"),
-    "prompts-long": (["generate", "--prompts", LONG + ".txt"], "expected a prompt file that can be read, got: File name too long"),
+    "prompts-long": (["generate", "--prompts", LONG + ".txt"], "the prompt file can't be read (File name too long)"),
     "model-long": (["generate", "--prompt", "x", "--model", LONG], "found no such file; check the path"),
     "lora-long": (["generate", "--prompt", "x", "--lora", LONG], "found nothing; check the path"),
     "config-long": (["generate", "--prompt", "x", "--config", LONG + ".json"], LONG),
@@ -209,3 +211,8 @@ def test_version_and_help(run_cli: Any, capsys: pytest.CaptureFixture[str]) -> N
     for arguments in (["-h"], ["generate", "-h"], ["ui", "--help"]):
         assert run_cli(*arguments) == 0
         assert "Usage: mame-sd" in capsys.readouterr().out
+
+
+def test_help_and_usage_errors_wait_for_no_library() -> None:
+    code = "import sys; from mame_sd.cli import app; app.run(['generate', '--help']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0

@@ -18,7 +18,7 @@ from mame_sd.cli.show_merge import MergeMap, capture_merge, draw_merge, prompt_t
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.generate import generate
-from mame_sd.runs.jobs import GenerateSettings, plan_jobs
+from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.prompt_files import prompts_from_texts
@@ -97,7 +97,7 @@ def test_a_step_is_one_of_the_scheduler(model_folder: Path) -> None:
             maps.append({name: plan.owners()[-1] for name, plan in handle.plans().items()})
             return tensors
 
-        (job,) = plan_jobs([prompt_to_draw("key")], GenerateSettings(steps=3))
+        (job,) = jobs_of([prompt_to_draw("key")], GenerateSettings(steps=3))
         sample(heun, GenerateSettings(steps=3), [job], callback_on_step_end=keep)
     assert len(maps) == 5  # evaluations of the model
     for step in (1, 2, 3):
@@ -123,7 +123,7 @@ def test_finished_runs_side_by_side(model: LoadedModel, tmp_path: Path) -> None:
     generate(model, prompts[:1], TWO_STEPS, SMALL, tmp_path / "short")
     sheet = folders_sheet([tmp_path / "baseline", tmp_path / "merged"], limit=2)
     assert folders_sheet([tmp_path / "baseline"], limit=1).height < sheet.height
-    with pytest.raises(UserError, match=r"expected the image p00002_0 as in .*baseline, found none"):
+    with pytest.raises(UserError, match=r"expected the image p00002_0, which .*baseline has, found none"):
         folders_sheet([tmp_path / "baseline", tmp_path / "short"], limit=2)
 
 
@@ -135,7 +135,7 @@ def test_sheets_replace_sheets_and_nothing_else(tmp_path: Path) -> None:
         assert json.loads(image.info["mame_sd"]) == {"prompt": "y"}
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.png"]
     Image.new("RGB", (2, 2)).save(tmp_path / "photo.png")
-    for name, message in (("photo.png", "got a file of yours"), ("new", "ending in .png"), ("a.gif", "ending in .png")):
+    for name, message in (("photo.png", "got another file"), ("new", "ending in .png"), ("a.gif", "ending in .png")):
         with pytest.raises(UserError, match=message):
             write_sheet(tmp_path / name, sheet, {})
     with pytest.raises(UserError, match="show fewer"):

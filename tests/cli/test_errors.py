@@ -43,7 +43,7 @@ def error_of(capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_the_machine_has_its_own_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(lambda: torch.empty(2**52)) == 1
-    assert "expected enough memory" in error_of(capsys)
+    assert "not enough memory" in error_of(capsys)
     assert exit_status(lambda: Path("/nowhere/file").read_bytes()) == 1
     assert "No such file or directory" in error_of(capsys)
     assert exit_status(lambda: {}["bug"]) == 1
@@ -103,5 +103,5 @@ def test_a_library_that_does_not_load_is_the_machines_fault(tmp_path: Path, modu
     assert done.returncode == 1, done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: ")
-    assert "expected the packages that" in last
+    assert "a package that" in last
     assert f"No module named {module}" in last

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
+from mame_sd.eval.tuning.choice import choose, whole
+from mame_sd.eval.tuning.ladder import LADDER, ladder_of
+from mame_sd.eval.tuning.measure import Trial, tune
+from mame_sd.eval.tuning.table import table, text_plot
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from PIL import Image
 
 from mame_sd import mame
 from mame_sd.cli import app as cli
-from mame_sd.cli.tune import LADDER, Trial, choose, ladder_of, table, text_plot, tune, whole
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.saved_setting import resolve_setting
 from mame_sd.errors import UserError
@@ -108,7 +111,7 @@ def test_table_and_plot_show_every_setting() -> None:
 def test_the_command_writes_a_config_that_generate_takes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("mame_sd.cli.tune.lpips_distance", lambda weights_dir, offline: distance)
+    monkeypatch.setattr("mame_sd.eval.tuning.measure.lpips_distance", lambda weights_dir, offline: distance)
     command = [
         "tune",
         "--model",

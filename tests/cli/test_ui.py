@@ -13,7 +13,7 @@ import pytest
 from mame_sd import MaMeConfig, UserError
 from mame_sd.cli import app as cli
 from mame_sd.cli.show_merge import capture_merge
-from mame_sd.cli.ui import Painter, serve
+from mame_sd.cli.ui import SideBySide, serve
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.model_files import ModelChoice
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 @pytest.fixture(scope="module")
 def address(model: LoadedModel) -> Iterator[str]:
     pytest.importorskip("gradio", reason="pip install mame-sd[ui] brings it")
-    page = serve(Painter(model, SMALL), "127.0.0.1", 0, "a red key")
+    page = serve(SideBySide(model, SMALL), "127.0.0.1", 0, "a red key")
     yield page.local_url
     page.close(verbose=False)
 
@@ -44,13 +44,13 @@ def browser() -> Iterator[Any]:
         yield running
 
 
-def test_the_button_paints_both_from_the_same_noise(model: LoadedModel) -> None:
-    painter = Painter(model, SMALL)
-    plain, merged, drawn, table = painter.paint("key", "tau", 0.5, 1.0, 2, 0, 9)
+def test_both_images_are_of_the_same_noise(model: LoadedModel) -> None:
+    both = SideBySide(model, SMALL)
+    plain, merged, drawn, table = both.generate("key", "tau", 0.5, 1.0, 2, 0, 9)
     assert plain.size == merged.size == drawn.size == (512, 512)
     assert np.abs(np.asarray(plain, int) - np.asarray(merged, int)).max() <= 1  # tau 1 merges nothing
     assert "256 of 256 (100%)" in table
-    again, merged, drawn, table = painter.paint("key", "keep", 0.5, 1.0, 2, 0, 9)
+    again, merged, drawn, table = both.generate("key", "keep", 0.5, 1.0, 2, 0, 9)
     assert np.array_equal(again, plain)
     assert "keys kept, largest level, step 2 | 256 of 256 | 128 of 256 (50%)" in table
     expected = capture_merge(model, "key", GenerateSettings(steps=2), SMALL.replace(keep=0.5), 2)
@@ -59,7 +59,7 @@ def test_the_button_paints_both_from_the_same_noise(model: LoadedModel) -> None:
 
 
 def test_the_button_says_what_the_command_line_says(model: LoadedModel) -> None:
-    painter = Painter(model, SMALL.replace(batch="per_sample"))
+    both = SideBySide(model, SMALL.replace(batch="per_sample"))
     for values, message in (
         (("", "keep", 0.5, 0.8, 2, 0, 1), "expected a prompt, got an empty one"),
         (("key", "tau", 0.5, 0.8, 2, 0, 1), "'per_sample' needs keep"),
@@ -68,7 +68,7 @@ def test_the_button_says_what_the_command_line_says(model: LoadedModel) -> None:
         (("key", "keep", 0.5, 0.8, 2, None, 1), "Seed: expected a whole number, got an empty field"),
     ):
         with pytest.raises(UserError, match=message):
-            painter.paint(*values)
+            both.generate(*values)
 
 
 def test_the_page_in_a_browser(address: str, browser: Any) -> None:
@@ -79,7 +79,7 @@ def test_the_page_in_a_browser(address: str, browser: Any) -> None:
     page.goto(address)
     page.get_by_label("Prompt").fill("a blue star")
     page.get_by_label("number input for Steps").fill("2")
-    page.get_by_role("button", name="Paint").click()
+    page.get_by_role("button", name="Generate").click()
     page.get_by_text(f"{256 * (MaMeConfig().keep or 0):.0f} of 256").wait_for()
     pictures = page.locator("img[src*='file=']")
     assert pictures.count() == 3
@@ -90,7 +90,7 @@ def test_the_page_in_a_browser(address: str, browser: Any) -> None:
     page.get_by_label("Prompt").press("Enter")
     page.get_by_text("256 of 256 (100%)").wait_for()
     page.get_by_label("Prompt").fill("")
-    page.get_by_role("button", name="Paint").click()
+    page.get_by_role("button", name="Generate").click()
     page.get_by_text("expected a prompt, got an empty one; write some words").wait_for()
     assert pictures.count() == 3
     assert trouble == []
@@ -103,6 +103,6 @@ def test_a_port_that_is_taken_is_one_line(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"--port {port}: expected a port that is free on 127.0.0.1"):
-            serve(Painter(model, SMALL), "127.0.0.1", port)
+            serve(SideBySide(model, SMALL), "127.0.0.1", port)
     assert cli.run(["ui", "--port", "70000"]) == 2
     assert "--port: expected a number from 0 to 65535, got 70000" in error_of(capsys)

@@ -39,9 +39,9 @@ from mame_sd.eval.scoring.tools import Tools
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.generate import generate
-from mame_sd.runs.jobs import GenerateSettings, plan_jobs
+from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel, load_model
-from mame_sd.runs.methods import MaMePatch
+from mame_sd.runs.methods import Merging
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.prompt_files import Prompt, prompts_from_texts
 from tests.builders import seeded
@@ -66,8 +66,8 @@ def tiny_methods() -> list[Method]:
     return [
         Method(name="baseline", label="baseline", family="baseline"),
         Method(name="tomesd-50", label="ToMeSD 50 %", family="tomesd", patch=ToMeSD(0.5)),
-        Method(name="mame-tau", label="MaMe+MaRe", family="mame", patch=MaMePatch(TAU)),
-        Method(name="mame-default", label="MaMe default", family="mame", patch=MaMePatch(KEEP), default=True),
+        Method(name="mame-tau", label="MaMe+MaRe", family="mame", patch=Merging(TAU)),
+        Method(name="mame-default", label="MaMe default", family="mame", patch=Merging(KEEP), default=True),
     ]
 
 
@@ -311,7 +311,7 @@ def test_tomesd_says_where_it_can_do_nothing(tmp_path: Path) -> None:
     with pytest.raises(NotApplicable, match="only at the largest level"):
         generate(like_sdxl, PROMPTS, SETTINGS, ToMeSD(0.5), tmp_path / "run")
     config = MaMeConfig(keep=0.5, min_tokens=16)
-    methods = [*tiny_methods()[:2], Method(name="mame", label="MaMe", family="mame", patch=MaMePatch(config))]
+    methods = [*tiny_methods()[:2], Method(name="mame", label="MaMe", family="mame", patch=Merging(config))]
     results = benchmark(like_sdxl, tmp_path / "out", methods=methods, metrics=[METRICS["psnr"]], rounds=1).run()
     assert [row["status"] for row in results["rows"]] == ["measured", "not measured", "measured"]
     assert "largest level" in results["rows"][1]["reason"]
@@ -325,7 +325,7 @@ def test_ratios_out_of_range_are_refused(ratio: float) -> None:
 
 def test_timings_continue_and_start_over_when_anything_else_is_timed(model: LoadedModel, tmp_path: Path) -> None:
     methods = [method for method in tiny_methods() if method.family != "tomesd"]
-    batches = alike_batches(plan_jobs(PROMPTS, SETTINGS), 1)
+    batches = alike_batches(jobs_of(PROMPTS, SETTINGS), 1)
     record = tmp_path / "bench.jsonl"
     counts: list[int] = []
     found = bench(model, SETTINGS, batches, methods, 2, record, lambda done, total: counts.append(done))
@@ -383,7 +383,7 @@ def test_each_round_times_another_prompt_and_every_method_on_it(
 
     monkeypatch.setattr(module, "timed_call", watched)
     one_step, methods = GenerateSettings(steps=1), tiny_methods()[::3]
-    bench(model, one_step, alike_batches(plan_jobs(PROMPTS, one_step), 1), methods, 4, tmp_path / "bench.jsonl")
+    bench(model, one_step, alike_batches(jobs_of(PROMPTS, one_step), 1), methods, 4, tmp_path / "bench.jsonl")
     names = ["p00001_0", "p00002_0", "p00003_0", "p00001_0"]
     assert [name for name, _ in seen[::2]] == [name for name, _ in seen[1::2]] == names
     assert {method for _, method in seen[2:4]} == {"baseline", "mame-default"}
@@ -394,7 +394,7 @@ def test_batches_that_are_timed_are_of_one_size_and_length() -> None:
     prompts = [
         replace(prompt, id=str(n), width=size) for n, (prompt, size) in enumerate(zip(PROMPTS * 2, sizes, strict=True))
     ]
-    batches = alike_batches(plan_jobs(prompts, SETTINGS), 2)
+    batches = alike_batches(jobs_of(prompts, SETTINGS), 2)
     assert [[job.prompt.id for job in batch] for batch in batches] == [["0", "1"], ["4", "5"]]
 
 
@@ -402,7 +402,7 @@ def test_batches_that_are_timed_are_of_one_size_and_length() -> None:
 def test_bench_refuses_rows_that_do_nothing(tmp_path: Path) -> None:
     folder = save_tiny_pipeline(tmp_path / "like-sdxl", **LIKE_SDXL)
     like_sdxl = load_model(ModelChoice(model=str(folder), device="cpu"))
-    batches = alike_batches(plan_jobs(PROMPTS, SETTINGS), 1)
+    batches = alike_batches(jobs_of(PROMPTS, SETTINGS), 1)
     with pytest.raises(NotApplicable, match="only at the largest level"):
         bench(like_sdxl, SETTINGS, batches, tiny_methods()[:2], 1, tmp_path / "bench.jsonl", must_merge=True)
 
@@ -428,20 +428,20 @@ def test_bench_times_alone(
 def test_timings_of_other_work_are_not_taken_for_these(model: LoadedModel, tmp_path: Path, other: str) -> None:
     baseline, _, _, default = tiny_methods()
     one_step, record = GenerateSettings(steps=1), tmp_path / "bench.jsonl"
-    batches = [plan_jobs(prompts_from_texts(["key"]), one_step)]
+    batches = [jobs_of(prompts_from_texts(["key"]), one_step)]
     methods = [baseline] if other == "rows" else [baseline, default]
     bench(model, one_step, batches, methods, 1, record)
-    changed = replace(default, patch=MaMePatch(MaMeConfig(keep=0.25, min_tokens=16)))
+    changed = replace(default, patch=Merging(MaMeConfig(keep=0.25, min_tokens=16)))
     methods = [baseline, changed if other == "config" else default]
     if other == "prompt":
-        batches = [plan_jobs(prompts_from_texts(["ant"]), one_step)]
+        batches = [jobs_of(prompts_from_texts(["ant"]), one_step)]
     counts: list[int] = []
     bench(model, one_step, batches, methods, 1, record, lambda done, total: counts.append(done))
     assert counts == [0, 1, 2]
 
 
 def test_timed_calls_measure_denoising_apart(model: LoadedModel) -> None:
-    jobs = plan_jobs(PROMPTS[:2], SETTINGS)
+    jobs = jobs_of(PROMPTS[:2], SETTINGS)
     timing = timed_call(model, GenerateSettings(steps=4, batch_size=2), jobs, tiny_methods()[0])
     assert timing.denoising is not None
     assert 0 < timing.denoising < timing.seconds
@@ -453,7 +453,7 @@ def test_timed_calls_measure_denoising_apart(model: LoadedModel) -> None:
 
 def test_peak_memory_counts_weights_and_grows_with_the_batch(model: LoadedModel) -> None:
     one, two = (
-        peak_call(model, GenerateSettings(steps=1, batch_size=n), plan_jobs(PROMPTS[:n], SETTINGS), tiny_methods()[0])
+        peak_call(model, GenerateSettings(steps=1, batch_size=n), jobs_of(PROMPTS[:n], SETTINGS), tiny_methods()[0])
         for n in (1, 3)
     )
     weights = sum(
@@ -468,7 +468,7 @@ def test_peak_memory_counts_weights_and_grows_with_the_batch(model: LoadedModel)
 
 def test_a_gate_fails_when_the_baseline_is_not_repeated(model: LoadedModel, tmp_path: Path) -> None:
     generate(model, PROMPTS, SETTINGS, KEEP, tmp_path / "merged")
-    jobs = plan_jobs(PROMPTS, SETTINGS)[:1]
+    jobs = jobs_of(PROMPTS, SETTINGS)[:1]
     gates = repeat_gates(model, SETTINGS, [jobs], Run.open(tmp_path / "merged"), KEEP)
     assert [gate["passed"] for gate in gates] == [False, False]
     assert all(module.__class__.__name__ != "ToMeBlock" for module in model.pipe.unet.modules())
@@ -515,7 +515,7 @@ def test_every_gate_can_fail_and_then_the_exit_status_is_1(
 
 
 def test_steps_are_not_traced_for_the_baseline(model: LoadedModel) -> None:
-    assert kept_per_step(model, SETTINGS, plan_jobs(PROMPTS, SETTINGS)[0], tiny_methods()[0]) == []
+    assert kept_per_step(model, SETTINGS, jobs_of(PROMPTS, SETTINGS)[0], tiny_methods()[0]) == []
 
 
 def test_the_papers_rows_are_there_and_rows_can_be_chosen() -> None:

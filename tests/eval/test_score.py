@@ -38,7 +38,7 @@ from mame_sd.eval.weights.registry import REGISTRY
 from PIL import Image
 
 from mame_sd.errors import UserError
-from mame_sd.runs.processes import Shard
+from mame_sd.runs.processes import Process
 from tests.builders.run_folders import write_run
 from tests.builders.tiny import save_tiny_clip
 from tests.builders.weights import save_seeded_weights, trusted
@@ -242,11 +242,11 @@ def test_not_a_number_is_never_averaged(runs: tuple[Path, Path], tmp_path: Path)
 
 def test_scores_on_disk_are_of_this_version_and_these_images(runs: tuple[Path, Path], tmp_path: Path) -> None:
     pairs, path = pair(*map(Run.open, runs)), tmp_path / "scores" / "b.json"
-    ScoreFile.open(path, pairs, Shard()).put({"psnr": {"x_0": math.inf}}, Tools())
+    ScoreFile.open(path, pairs, Process()).put({"psnr": {"x_0": math.inf}}, Tools())
     written = json.loads(path.read_text())
 
     def found() -> Any:
-        return ScoreFile.open(path, pairs, Shard()).get(METRICS["psnr"], Tools())
+        return ScoreFile.open(path, pairs, Process()).get(METRICS["psnr"], Tools())
 
     assert found() == {"x_0": math.inf}
     for other in ({**written, "format": "mame-sd scores 0"}, {**written, "images": "x"}, {"foreign": 1}, [], "text",

@@ -319,8 +319,9 @@ def test_an_address_is_fetched_whole_or_not_at_all(
     buffer = io.BytesIO()
     torch.save(state(), buffer)
     data = buffer.getvalue()
-    fetch = partial(from_address, f"{url}/net.pth", "net.pth")
-    source = Source("net.pth", hashlib.sha256(data).hexdigest(), len(data), f"{url}/net.pth", read_state_dict, fetch)
+    sha256 = hashlib.sha256(data).hexdigest()
+    fetch = partial(from_address, f"{url}/net.pth", "net.pth", sha256)
+    source = Source("net.pth", sha256, len(data), f"{url}/net.pth", read_state_dict, fetch)
     register(monkeypatch, "inception-fid", source)
     for body, length, why in (
         (b"", 0, "Error 404"),
@@ -338,7 +339,7 @@ def test_an_address_is_fetched_whole_or_not_at_all(
 
 
 def test_no_network_is_the_machines_trouble(own_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fetch = partial(from_address, "http://127.0.0.1:9/net.pth", "net.pth")
+    fetch = partial(from_address, "http://127.0.0.1:9/net.pth", "net.pth", "0")
     register(
         monkeypatch, "inception-fid", Source("net.pth", "0", 1, "http://127.0.0.1:9/net.pth", read_state_dict, fetch)
     )

@@ -20,7 +20,7 @@ from mame_sd.cli import app as cli
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.generate import Summary, generate
-from mame_sd.runs.jobs import GenerateSettings, cut_batches, generator_of, plan_jobs
+from mame_sd.runs.jobs import GenerateSettings, cut_batches, generator_of, jobs_of
 from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.prompt_files import Prompt, prompts_from_texts
@@ -87,7 +87,7 @@ def test_png_text_holds_prompt_and_settings(model: LoadedModel, tmp_path: Path) 
 
 def test_noise_depends_on_seed_id_and_repeat_alone() -> None:
     def noise(settings: GenerateSettings, prompts: list[Prompt], index: int) -> list[float]:
-        return torch.randn(4, generator=generator_of(plan_jobs(prompts, settings)[index])).tolist()
+        return torch.randn(4, generator=generator_of(jobs_of(prompts, settings)[index])).tolist()
 
     base = noise(FAST, PROMPTS, 1)
     assert noise(GenerateSettings(steps=9, batch_size=3, height=64), PROMPTS[1:], 0) == base
@@ -100,7 +100,7 @@ def test_noise_depends_on_seed_id_and_repeat_alone() -> None:
 
 def test_batches_are_cut_from_the_whole_list_and_hold_one_size() -> None:
     prompts = [Prompt(id=str(i), text="x", width=64 if i in (3, 4) else None) for i in range(7)]
-    batches = cut_batches(plan_jobs(prompts, FAST), 2)
+    batches = cut_batches(jobs_of(prompts, FAST), 2)
     assert [[job.name for job in batch] for batch in batches] == [
         ["0_0", "1_0"],
         ["2_0"],
@@ -112,7 +112,7 @@ def test_batches_are_cut_from_the_whole_list_and_hold_one_size() -> None:
 def test_a_batch_has_negative_prompts_or_none() -> None:
     negative = [None, "red", "", None]
     prompts = [Prompt(id=str(i), text="x", negative_prompt=text) for i, text in enumerate(negative)]
-    names = [[job.prompt.id for job in batch] for batch in cut_batches(plan_jobs(prompts, FAST), 4)]
+    names = [[job.prompt.id for job in batch] for batch in cut_batches(jobs_of(prompts, FAST), 4)]
     assert names == [["0"], ["1", "2"], ["3"]]
 
 
@@ -178,7 +178,7 @@ def test_another_environment_is_noted(model: LoadedModel, tmp_path: Path) -> Non
 
 def test_foreign_folders_are_left_alone(model: LoadedModel, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(UserError, match=r"1 other things in it \('thesis.tex'\)"):
+    with pytest.raises(UserError, match=r"with other things in it \('thesis.tex'\)"):
         run(model, tmp_path)
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(UserError, match="expected the manifest of a run"):

@@ -99,7 +99,7 @@ def test_bad_files_name_file_and_line(tmp_path: Path, case: str) -> None:
 
 def test_a_folder_is_no_prompt_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").mkdir()
-    with pytest.raises(PromptError, match="can be read"):
+    with pytest.raises(PromptError, match="can't be read"):
         load_prompts(tmp_path / "a.txt")
 
 

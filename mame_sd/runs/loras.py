@@ -1,4 +1,4 @@
-"""What goes onto a loaded pipeline: another scheduler, LoRAs."""
+"""LoRAs on a loaded pipeline."""
 
 from __future__ import annotations
 
@@ -7,49 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mame_sd.errors import UserError
-from mame_sd.runs.model_files import HUB_ID, digest_of, first_line
-
-SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ddim": ("DDIMScheduler", {}),
-    "ddpm": ("DDPMScheduler", {}),
-    "deis": ("DEISMultistepScheduler", {}),
-    "dpm++": ("DPMSolverMultistepScheduler", {}),
-    "dpm++-karras": ("DPMSolverMultistepScheduler", {"use_karras_sigmas": True}),
-    "dpm++-sde": ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}),
-    "euler": ("EulerDiscreteScheduler", {}),
-    "euler-a": ("EulerAncestralDiscreteScheduler", {}),
-    "heun": ("HeunDiscreteScheduler", {}),
-    "lcm": ("LCMScheduler", {}),
-    "pndm": ("PNDMScheduler", {}),
-    "unipc": ("UniPCMultistepScheduler", {}),
-}
-
-
-def check_scheduler(name: str | None) -> None:
-    """Raise UserError for a scheduler that is none of `SCHEDULERS`."""
-    if name is not None and name not in SCHEDULERS:
-        raise UserError(
-            f"--scheduler: expected one of {', '.join(SCHEDULERS)}, got {name!r}; leave it out for the model's own"
-        )
-
-
-def set_scheduler(pipe: Any, name: str) -> None:
-    """Put the named scheduler in place of the model's, with the model's noise schedule."""
-    import diffusers
-
-    class_name, extra = SCHEDULERS[name]
-    if class_name not in {kind.__name__ for kind in [*pipe.scheduler.compatibles, type(pipe.scheduler)]}:
-        raise UserError(
-            f"--scheduler {name}: expected a scheduler that fits the model's {type(pipe.scheduler).__name__}, "
-            f"got {class_name}; leave it out"
-        )
-    try:
-        pipe.scheduler = getattr(diffusers, class_name).from_config(pipe.scheduler.config, **extra)
-    except (ImportError, NotImplementedError, ValueError) as error:
-        raise UserError(
-            f"--scheduler {name}: expected it to fit this model, but {first_line(error)}; choose another"
-        ) from error
+from mame_sd.errors import UserError, first_line
+from mame_sd.runs.model_files import HUB_ID, digest_of
 
 
 def _lora_scale(lora: str) -> tuple[str, float]:

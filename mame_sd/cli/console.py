@@ -1,0 +1,30 @@
+"""What the commands say on a terminal while they work: notes and a progress bar, on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def progress(unit: str, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr with images per second and time left; gives a callback for (done, total)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as bar:
+        task = bar.add_task(unit, total=None, rate="")
+
+        def update(done: int, total: int) -> None:
+            elapsed = bar.tasks[0].elapsed or 0.0
+            rate = f"{done / elapsed:.2f} {unit}/s" if done and elapsed else ""
+            bar.update(task, completed=done, total=total, rate=rate)
+
+        yield update
+
+
+def note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)

@@ -1,0 +1,84 @@
+"""The body of ``generate``, and the settings that a command merges with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mame_sd.cli.console import note, progress
+from mame_sd.cli.groups import PromptOptions
+from mame_sd.config import MaMeConfig
+from mame_sd.errors import UserError
+from mame_sd.runs.generate import generate
+from mame_sd.runs.jobs import GenerateSettings
+from mame_sd.runs.loading import LoadedModel, load_model
+from mame_sd.runs.methods import Method
+from mame_sd.runs.model_files import ModelChoice
+from mame_sd.runs.processes import joined, this_process
+from mame_sd.runs.prompt_files import prompt_file_identity
+from mame_sd.runs.run_folder import RunFolder
+
+
+def run_generate(
+    out: Path,
+    prompts: PromptOptions,
+    choice: ModelChoice,
+    settings: GenerateSettings,
+    method: MaMeConfig | Method | None,
+) -> None:
+    """Load the model, make what `out` lacks, and print how it went."""
+    chosen = prompts.read()
+    prompt_file = None if prompts.file is None else prompt_file_identity(prompts.file)
+    RunFolder(out).check()
+    process = this_process()
+    model = load_model(choice, process.local_rank)
+    on_note = note if process.is_main else lambda text: None
+    if isinstance(method, MaMeConfig):
+        merging = settings_in_force(model, method, on_note)
+        saved = model.saved_merging
+        method = merging if saved is None or saved.on or method.given else None
+    with joined(process), progress("images", process.is_main) as on_progress:
+        summary = generate(
+            model,
+            chosen,
+            settings,
+            method,
+            out,
+            prompt_file=prompt_file,
+            process=process,
+            on_progress=on_progress,
+            on_note=note,
+        )
+    if process.is_main:
+        seconds = summary.seconds_per_image
+        print(f"{summary.images} images in {out}" + (f", {seconds:.2f} s per image" if seconds is not None else ""))
+        _print_levels(summary.levels, method)
+
+
+def load_to_merge(choice: ModelChoice, given: MaMeConfig) -> tuple[LoadedModel, MaMeConfig]:
+    """The model and the settings to merge it with."""
+    model = load_model(choice)
+    return model, settings_in_force(model, given)
+
+
+def settings_in_force(model: LoadedModel, given: MaMeConfig, on_note: Callable[[str], None] = note) -> MaMeConfig:
+    """The merging saved with the model, where there is some, under the fields of `given`; `given` itself elsewhere.
+
+    Raises UserError where the two do not go together.
+    """
+    saved = model.saved_merging
+    if saved is None:
+        return given
+    on_note(f"merging as saved with the model ({saved}); options such as --tau, --keep and --baseline override it")
+    try:
+        return saved.overridden(given)
+    except ValueError as error:
+        raise UserError(f"merging: {error} (the model was saved with {saved})") from None
+
+
+def _print_levels(levels: Sequence[dict[str, Any]], method: MaMeConfig | Method | None) -> None:
+    what = "keys" if isinstance(method, MaMeConfig) and method.merge == "kv" else "tokens"
+    for level in levels:
+        kept, count = level["tokens_kept"], level["tokens_in"]
+        print(f"level {level['level']}: {kept:.0f} of {count:.0f} {what} kept ({kept / count:.0%})")
