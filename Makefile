@@ -30,7 +30,7 @@ score: $(READY)  ## how good the embedded model is, and what the default costs i
 	$(BIN)/python scripts/check_embedded.py
 
 model: $(READY)  ## train the embedded model from nothing (hours)
-	$(BIN)/python scripts/train_embedded.py --work out/train --out mame_sd/embedded
+	$(BIN)/python scripts/train_embedded.py --work out/train --out mame_sd/embedded/unet
 
 $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv

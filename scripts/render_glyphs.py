@@ -2,7 +2,7 @@
 
 The SVGs come from the npm package ``@iconify-json/noto`` (Apache-2.0). Needs ``npm`` and ``pip install resvg_py``.
 
-    python scripts/render_glyphs.py            # writes mame_sd/embedded/glyphs.webp and glyphs.json
+    python scripts/render_glyphs.py            # writes mame_sd/embedded/unet/glyphs.webp and glyphs.json
 """
 
 import io
@@ -68,7 +68,7 @@ def rasterize(body: str) -> Image.Image:
 
 
 def main() -> None:
-    out = Path(__file__).parents[1] / "mame_sd" / "embedded"
+    out = Path(__file__).parents[1] / "mame_sd" / "embedded" / "unet"
     bodies, subjects = icons(), names()
     missing = [n for n in subjects if ALIASES.get(n, n.replace(" ", "-")) not in bodies]
     if missing or len(set(subjects)) != len(subjects):

@@ -25,7 +25,7 @@ def test_only_mame_sd_lands_at_top_level(wheel: Path) -> None:
     assert {n.split("/")[0] for n in names if ".dist-info/" not in n} == {"mame_sd"}
     for needed in (
         "py.typed",
-        "embedded/model_index.json",
+        "embedded/unet/model_index.json",
         "prompts/demo.txt",
         "pipelines/stable_diffusion_mame.py",
         "eval/report/templates/report.html.j2",

@@ -64,7 +64,9 @@ def run_benchmark(
     settings = GenerateSettings(**suite.sampling(sampling))
     chosen, prompt_file = suite_prompts(suite, prompts, num)
     choice = _suite_model(suite, model)
-    glyphs = suite.glyphs and choice.model is None and all(prompt.text in subjects_by_caption() for prompt in chosen)
+    glyphs = (
+        suite.glyphs and choice.embedded == "unet" and all(prompt.text in subjects_by_caption() for prompt in chosen)
+    )
     if reference is not None and reference.resolve().is_relative_to(out.resolve()):
         raise UserError(f"--reference {reference}: expected images of another origin than --out {out}; give others")
     against = open_reference(reference) if reference is not None else rendered_glyphs() if glyphs else None

@@ -1,1 +1,1 @@
-"""Weights, glyphs and model card of the embedded model (data only)."""
+"""The embedded models, a folder each (weights, glyphs, model card), and the module that knows them."""

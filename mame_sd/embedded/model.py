@@ -1,7 +1,7 @@
-"""The model that ships with mame-sd, and the ground truth it was trained on: emoji on plain backgrounds.
+"""The models that ship with mame-sd, one folder each, and the ground truth they were trained on: emoji on plain backgrounds.
 
-``embedded_model_path()`` is a plain ``StableDiffusionPipeline`` folder. Since every picture it was asked to learn is a
-known glyph on a known colour, what it paints can be scored against the truth (`render`, `nearest_glyph`).
+Every picture that they learned is a known glyph on a known colour, so that what they generate can be scored against the truth
+(`render`, `nearest_glyph`).
 """
 
 import hashlib
@@ -14,30 +14,39 @@ import numpy as np
 from PIL import Image
 
 FOLDER = Path(__file__).parent
+GLYPHS = FOLDER / "unet"  # they lie beside the weights that were first trained on them
 BACKGROUNDS = {  # sRGB
     "white": (255, 255, 255), "black": (0, 0, 0), "gray": (128, 128, 128), "red": (214, 40, 40),
     "orange": (247, 140, 30), "yellow": (250, 220, 60), "green": (46, 160, 67), "blue": (37, 78, 219),
     "light blue": (150, 205, 250), "purple": (128, 50, 170), "pink": (255, 170, 200), "brown": (121, 72, 40),
 }  # fmt: skip
 HELD_OUT_SHARE = 0.15
-DEFAULT_GUIDANCE = 1.25  # what the command line samples the embedded model with
+DEFAULT_GUIDANCE = 1.25  # what the command line samples an embedded model with
+_INDEXES = ("model_index.json", "config.json")  # of a diffusers pipeline; of a model that transformers saved
 
 
-def embedded_model_path() -> Path:
-    """Folder of the embedded pipeline, for ``DiffusionPipeline.from_pretrained``.
+def embedded_models() -> list[str]:
+    """Names of the embedded models of this installation: a folder here that a library can load is one."""
+    return sorted(path.name for path in FOLDER.iterdir() if any((path / name).is_file() for name in _INDEXES))
+
+
+def embedded_model_path(name: str = "unet") -> Path:
+    """Folder of an embedded model, for ``from_pretrained``; "unet" is a plain ``StableDiffusionPipeline``.
 
     Raises:
-        FileNotFoundError: the installation lacks the weights.
+        FileNotFoundError: this installation has none of that name; the message lists those it has.
     """
-    if not (FOLDER / "model_index.json").is_file():
+    there = embedded_models()
+    if name not in there:
         raise FileNotFoundError(
-            f"expected the embedded model in {FOLDER}, found no model_index.json; reinstall mame-sd or pass --model"
+            f"expected the name of an embedded model ({', '.join(there) or 'none is installed'}), got {name!r}; give one of "
+            "these, or reinstall mame-sd"
         )
-    return FOLDER
+    return FOLDER / name
 
 
 def caption(name: str, background: str) -> str:
-    """The prompt the model was trained on, such as ``rocket on a light blue background``."""
+    """The prompt that models were trained on, such as ``rocket on a light blue background``."""
     article = "an" if background[0] in "aeiou" else "a"
     return f"{name} on {article} {background} background"
 
@@ -51,7 +60,7 @@ def is_held_out(name: str, background: str) -> bool:
 @cache
 def _index() -> dict[str, Any]:
     """What stands on the glyph sheet: names, columns, source."""
-    index: dict[str, Any] = json.loads((FOLDER / "glyphs.json").read_text(encoding="utf-8"))
+    index: dict[str, Any] = json.loads((GLYPHS / "glyphs.json").read_text(encoding="utf-8"))
     return index
 
 
@@ -65,7 +74,7 @@ def glyph_names() -> tuple[str, ...]:
 def glyphs() -> np.ndarray:
     """All glyphs as uint8 RGBA, shape [number of glyphs, 256, 256, 4], straight alpha."""
     columns = _index()["columns"]
-    sheet = np.asarray(Image.open(FOLDER / "glyphs.webp").convert("RGBA"))
+    sheet = np.asarray(Image.open(GLYPHS / "glyphs.webp").convert("RGBA"))
     side = sheet.shape[1] // columns
     rows = sheet.shape[0] // side
     cells = sheet.reshape(rows, side, columns, side, 4).transpose(0, 2, 1, 3, 4).reshape(-1, side, side, 4)

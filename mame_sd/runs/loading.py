@@ -223,8 +223,8 @@ def _default_guidance(pipe: Any, choice: ModelChoice) -> float | None:
     parameter = inspect.signature(pipe.__call__).parameters.get("guidance_scale")
     if parameter is None:
         return None
-    if choice.model is None:
-        import mame_sd.embedded.model
+    if choice.embedded is not None:
+        from mame_sd.embedded.model import DEFAULT_GUIDANCE
 
-        return float(getattr(mame_sd.embedded.model, "DEFAULT_GUIDANCE", parameter.default))
+        return DEFAULT_GUIDANCE
     return float(parameter.default)

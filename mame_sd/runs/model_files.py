@@ -12,6 +12,7 @@ from mame_sd.errors import UserError, first_line
 from mame_sd.runs.options import option
 from mame_sd.runs.schedulers import SCHEDULERS, check_scheduler
 
+EMBEDDED = "embedded-"  # what the name of an embedded model begins with, as --model takes it
 DTYPES = ("float32", "float16", "bfloat16")
 
 # owner/name, neither part hidden, and no file
@@ -29,7 +30,7 @@ class ModelChoice:
 
     model: str | None = option(
         None,
-        "Pipeline folder, hub id (owner/name) or .safetensors file. Without it, the embedded model.",
+        "Pipeline folder, hub id (owner/name), .safetensors file or embedded-NAME. Without it, embedded-unet.",
         metavar="PATH_OR_ID",
     )
     scheduler: str | None = option(None, f"Sampler: {', '.join(SCHEDULERS)}. Without it, the model's own.")
@@ -50,6 +51,17 @@ class ModelChoice:
         None, "Pipeline folder or hub id of the same architecture, for a .safetensors file.", metavar="PATH_OR_ID"
     )
 
+    @property
+    def embedded(self) -> str | None:
+        """Name of the embedded model that is meant, by no `model` ("unet") or by embedded-NAME; None: another model.
+
+        A folder or file of that name goes before an embedded model.
+        """
+        if self.model is None:
+            return "unet"
+        named = self.model.startswith(EMBEDDED) and not os.path.exists(self.model)
+        return self.model.removeprefix(EMBEDDED) if named else None
+
     def __post_init__(self) -> None:
         check_scheduler(self.scheduler)
         if self.dtype not in ("auto", *DTYPES):
@@ -61,33 +73,40 @@ def find_model(choice: ModelChoice) -> tuple[Path, str]:
 
     Raises UserError when there is none.
     """
-    if choice.model is None:
+    if choice.embedded is not None:
         from mame_sd.embedded.model import embedded_model_path
 
+        name = EMBEDDED + choice.embedded
         try:
-            return embedded_model_path(), "embedded"
+            folder = embedded_model_path(choice.embedded)
         except FileNotFoundError as error:
-            raise UserError(f"--model: {error}") from None
-    path = Path(choice.model)
+            raise UserError(f"--model {name}: {error}") from None
+        return _pipeline_folder(folder), "embedded" if choice.embedded == "unet" else name
+    name = choice.model or ""
+    path = Path(name)
     if os.path.isdir(path):  # unlike Path.is_dir, False also for names that are too long or out of reach
-        if not os.path.isfile(path / "model_index.json"):
-            raise UserError(
-                f"--model {path}: expected the folder of a diffusers pipeline, got one without model_index.json; "
-                "give the folder that holds it"
-            )
-        return path, path.resolve().name
+        return _pipeline_folder(path), path.resolve().name
     if os.path.isfile(path):
         if path.suffix.lower() != ".safetensors":
             raise UserError(
                 f"--model {path}: expected a folder, a hub id or a .safetensors file, got another file; convert it"
             )
         return path, path.name
-    if not HUB_ID.fullmatch(choice.model):
+    if not HUB_ID.fullmatch(name):
         raise UserError(
-            f"--model {choice.model}: expected a folder, a .safetensors file or a hub id (owner/name), "
+            f"--model {name}: expected a folder, a .safetensors file or a hub id (owner/name), "
             "found no such file; check the path"
         )
-    return _download(choice), choice.model
+    return _download(choice), name
+
+
+def _pipeline_folder(path: Path) -> Path:
+    if not os.path.isfile(path / "model_index.json"):
+        raise UserError(
+            f"--model {path}: expected the folder of a diffusers pipeline, got one without model_index.json; "
+            "give the folder that holds it"
+        )
+    return path
 
 
 def _download(choice: ModelChoice) -> Path:

@@ -1,5 +1,6 @@
 """The embedded model's ground truth: glyphs, captions, the held-out split, and the folder itself."""
 
+import re
 from itertools import product
 
 import numpy as np
@@ -46,6 +47,14 @@ def test_every_glyph_is_nearest_to_itself_and_to_a_noisy_copy(background: str) -
 def test_an_unknown_subject_is_named() -> None:
     with pytest.raises(ValueError, match="'unicorn horn'"):
         subjects.render("unicorn horn", "white")
+
+
+def test_a_model_of_another_name_is_told_which_there_are() -> None:
+    assert subjects.embedded_model_path("unet") == subjects.embedded_model_path()
+    assert "unet" in subjects.embedded_models()
+    for name in ("unicorn", "", "..", "../runs"):
+        with pytest.raises(FileNotFoundError, match=r"an embedded model \((.*, )?unet.*, got '" + re.escape(name)):
+            subjects.embedded_model_path(name)
 
 
 def test_the_folder_is_a_plain_pipeline_of_at_most_40_mb() -> None:

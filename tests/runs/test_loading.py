@@ -16,6 +16,7 @@ from diffusers import (
 )
 from diffusers.loaders import StableDiffusionLoraLoaderMixin
 
+from mame_sd.embedded import model as subjects
 from mame_sd.errors import UserError
 from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import GenerateSettings
@@ -148,6 +149,27 @@ def test_a_single_file_gives_the_pipeline_that_it_was_made_of(folder: Path, tmp_
     assert torch.equal(images_of(model.pipe), images_of(tiny_pipeline()))
     with pytest.raises(UserError, match="--single-file-config"):
         load_model(ModelChoice(model=str(file), device="cpu", offline=True))
+
+
+def test_embedded_models_go_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_model(ModelChoice(model="embedded-unet")) == find_model(ModelChoice())
+    with pytest.raises(UserError, match=r"--model embedded-unicorn: expected the name of an embedded model"):
+        find_model(ModelChoice(model="embedded-unicorn"))
+    monkeypatch.setattr(subjects, "FOLDER", tmp_path / "embedded")
+    save_tiny_pipeline(tmp_path / "embedded" / "tiny")
+    (tmp_path / "embedded" / "clip").mkdir()
+    (tmp_path / "embedded" / "clip" / "config.json").write_text("{}")
+    model = load_model(ModelChoice(model="embedded-tiny", device="cpu"))
+    assert (model.identity["name"], model.guidance) == ("embedded-tiny", subjects.DEFAULT_GUIDANCE)
+    with pytest.raises(UserError, match=r"clip: expected the folder of a diffusers pipeline"):
+        find_model(ModelChoice(model="embedded-clip"))
+
+
+def test_a_folder_goes_before_an_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_tiny_pipeline(tmp_path / "embedded-unet")
+    model = load_model(ModelChoice(model="embedded-unet", device="cpu"))
+    assert (model.identity["name"], model.guidance) == ("embedded-unet", 7.5)
 
 
 @pytest.mark.parametrize("name", ["./x/y", "a/b/c", "nothing", "../up", "a/b.safetensors"])
