@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mame_sd.config import MaMeConfig
     from mame_sd.core.merge import MergePlan, plan_merge
-    from mame_sd.diffusion.apply import MaMeHandle, apply_mame, mame, remove_mame
+    from mame_sd.diffusion.apply import apply_mame, mame, remove_mame
+    from mame_sd.diffusion.handle import MaMeHandle
     from mame_sd.diffusion.processor import MaMeAttnProcessor
     from mame_sd.embedded.model import embedded_model_path
     from mame_sd.errors import MachineError, UserError
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "MaMeAttnProcessor": "mame_sd.diffusion.processor",
     "MaMeConfig": "mame_sd.config",
-    "MaMeHandle": "mame_sd.diffusion.apply",
+    "MaMeHandle": "mame_sd.diffusion.handle",
     "MaMeReport": "mame_sd.report",
     "MachineError": "mame_sd.errors",
     "MergePlan": "mame_sd.core.merge",

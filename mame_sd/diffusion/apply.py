@@ -31,8 +31,7 @@ from typing import Any
 from diffusers.models.attention_processor import Attention
 from torch import nn
 
-from mame_sd.config import PARTS, MaMeConfig
-from mame_sd.core.merge import MergePlan
+from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.families.parts import Part, parts_of
 from mame_sd.diffusion.families.sequence import SequenceAttention
@@ -45,11 +44,12 @@ from mame_sd.diffusion.families.unet import (
     fixed_reason,
     image_tokens,
 )
-from mame_sd.diffusion.hook_registry import AroundHook, PreHook, hook_on, put_hook, take_hook
+from mame_sd.diffusion.handle import MaMeHandle, Placed
+from mame_sd.diffusion.hook_registry import hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import EagerSizeHook, MergeHook, Shared, SizeHook, StepHook, takes_timestep
 from mame_sd.diffusion.layer import Layer
 from mame_sd.diffusion.processor import MaMeAttnProcessor, make_config
-from mame_sd.report import LayerStats, MaMeReport, device_of, make_report
+from mame_sd.report import LayerStats, device_of
 
 _OURS = (MergeHook.name, SizeHook.name, StepHook.name)
 _DENOISERS = ("unet", "transformer")
@@ -61,100 +61,6 @@ _TEMPORAL = {
     "transformer_in",
     "image_latents_temporal_encoder",
 }
-Placed = tuple[nn.Module, AroundHook | PreHook]  # a hook and the module it goes on
-
-
-class MaMeHandle:
-    """Merging as applied to one model: settings, counters, removal. Made by `apply_mame`."""
-
-    def __init__(self, root: nn.Module, shared: Shared, hooks: list[Placed]) -> None:
-        self.root = root
-        self._shared = shared
-        self._hooks = hooks
-        self._layers = [(module, hook) for module, hook in hooks if isinstance(hook, MergeHook)]
-        self._check(shared.config)
-
-    @property
-    def config(self) -> MaMeConfig:
-        """The settings now in force."""
-        return self._shared.config
-
-    @property
-    def installed(self) -> bool:
-        """Whether this handle's hooks are (all) on the model: not removed, not replaced by a later `apply_mame`."""
-        return all(hook_on(module, hook.name) is hook for module, hook in self._hooks if _is_on(hook))
-
-    @property
-    def active(self) -> bool:
-        """Whether the hooks merge; False makes every call bit-equal to an unhooked model."""
-        return self._shared.active
-
-    @active.setter
-    def active(self, value: bool) -> None:
-        self._shared.active = value
-
-    def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
-        """Changes live settings from the next forward on: `handle.set(tau=0.9)`; `config` replaces all of them.
-
-        Raises:
-            RuntimeError: merging was removed or replaced, so the change would have no effect.
-            ValueError: a field is unknown or out of its range, or the model lacks what it merges; nothing has changed
-                then.
-        """
-        if not self.installed:
-            raise RuntimeError("expected merging to be applied, but it was removed or replaced: call apply_mame again")
-        new = make_config(self.config if config is None else config, fields)
-        self._check(new)
-        self._shared.config = new
-        self.install()
-
-    def report(self) -> MaMeReport:
-        """Tokens in and kept per layer since the last `reset`.
-
-        Raises:
-            NothingMergedError: a forward has run and no layer could merge.
-        """
-        return make_report(hook.stats for _, hook in self._layers if hook.on)
-
-    def reset(self) -> None:
-        """Sets all counters to zero and drops captured plans."""
-        for module, hook in self._layers:
-            hook.stats.reset(device_of(module))
-
-    def capture(self, on: bool = True) -> None:
-        """Keeps the latest MergePlan of every layer for `plans` (memory: one plan a layer; not under torch.compile)."""
-        for _, hook in self._layers:
-            hook.stats.capture = on
-            hook.stats.plan = hook.stats.plan if on else None
-
-    def plans(self) -> dict[str, MergePlan]:
-        """The latest plan of every layer that merged since `capture`, by layer name; sizes stand in `report`."""
-        found = (hook.stats for _, hook in self._layers if hook.on)
-        return {stats.name: stats.plan for stats in found if stats.plan is not None}
-
-    def remove(self) -> None:
-        """Takes this handle's hooks off the model; hooks of a later `apply_mame` stay."""
-        for module, hook in self._hooks:
-            if hook_on(module, hook.name) is hook:
-                take_hook(module, hook.name)
-
-    def install(self) -> None:
-        """Puts the hooks back (after `remove`, or in place of a later `apply_mame`); those of parts that are off stay off."""
-        for module, hook in self._hooks:
-            if _is_on(hook):
-                put_hook(module, hook)
-            else:
-                take_hook(module, hook.name)
-
-    def _check(self, config: MaMeConfig) -> None:
-        """Raises ValueError where `config` asks for a part of blocks that the model lacks."""
-        there = {hook.stats.part for _, hook in self._layers}
-        for name in PARTS:
-            if getattr(config, name) is not None and name not in there:
-                raise ValueError(
-                    f"{name}: expected blocks of a UNet, DiT or PixArt (BasicTransformerBlock) that have such a part, "
-                    f"found none in {type(self.root).__name__}; leave {name} out"
-                )
 
 
 def apply_mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> MaMeHandle:
@@ -306,11 +212,6 @@ def _within(path: str, outer: str) -> bool:
 def _in_space(path: str) -> bool:
     """Whether the tokens of a module are one image's, not one pixel's over frames."""
     return _TEMPORAL.isdisjoint(path.split("."))
-
-
-def _is_on(hook: Any) -> bool:
-    """Whether the settings in force need this hook."""
-    return not isinstance(hook, MergeHook) or hook.on
 
 
 def _nothing_found(root: nn.Module) -> str:

@@ -12,7 +12,7 @@ from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.sampling import levels_of, merge_in
 
 if TYPE_CHECKING:
-    from mame_sd.diffusion.apply import MaMeHandle
+    from mame_sd.diffusion.handle import MaMeHandle
 
 
 class InstalledMethod(Protocol):

@@ -18,7 +18,7 @@ from mame_sd.runs.jobs import GenerateSettings, Job, generator_of
 from mame_sd.runs.loading import LoadedModel
 
 if TYPE_CHECKING:
-    from mame_sd.diffusion.apply import MaMeHandle
+    from mame_sd.diffusion.handle import MaMeHandle
 
 
 def sample(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], **extra: Any) -> list[Image.Image]:
