@@ -6,7 +6,7 @@ positions count in row-major order. Blocks of unequal size are padded to the lar
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,8 +64,8 @@ class Positions:
 
     def to(self, device: torch.device | str) -> Positions:
         """These positions with their tensors on `device`."""
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Positions(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()})
+        moved: dict[str, Any] = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in vars(self).items()}
+        return Positions(**moved)
 
 
 def partitioned(draw: int, h: int, w: int, partition: str, sh: int, sw: int, seed: int, tile_side: int) -> Positions:

@@ -1,4 +1,4 @@
-"""From similarities to fusion weights W_F, and which sources stay (paper, "Adaptive Weight Refining").
+"""From similarities to fusion weights W^F, and which sources are preserved (paper, "Adaptive Weight Refining").
 
 Where no gradient is needed everything works in place: at most two buffers of M x N are alive at once.
 """
@@ -19,8 +19,19 @@ from mame_sd.core.partition import Positions
 REFINE_FLOOR = 1e-5
 
 
-def weights_by_tau(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """W_F, stay [B, N] and the kept sources [r] for a fixed threshold, shared by the batch."""
+def fusion_weights(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tensor, Tensor]:
+    """W^F [B, T, m, n] and the preserved sources as indices into `pos.src`, ascending: [r] with tau, [B, r] with keep.
+
+    Args:
+        s: S [B, T, m, n]; overwritten where no gradient is needed.
+        pos: the partition.
+        config: `tau` or `keep`, `weights`, `refine`, `variant` and `eps` are read.
+    """
+    return _weights_by_tau(s, pos, config) if config.keep is None else _weights_by_keep(s, pos, config)
+
+
+def _weights_by_tau(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tensor, Tensor]:
+    """For a fixed threshold: a source is preserved where any sample has no destination above tau for it."""
     assert config.tau is not None
     if config.variant == "paper":
         weights = _paper_weights(_excess(s, config.tau), config.refine, config.eps)
@@ -34,62 +45,59 @@ def weights_by_tau(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tenso
         total = excess.sum(-2)
         merges = total > 0
         weights = _settled_weights(excess, total, config.refine)
-    leave, stay, kept = by_tau(merges, pos)
-    return _masked(weights, leave), stay, kept
+    unmerged, preserved = preserved_by_tau(merges, pos)
+    return _masked(weights, unmerged), preserved
 
 
-def by_tau(merges: Tensor, pos: Positions) -> tuple[Tensor, Tensor, Tensor]:
-    """Which source slots stay [T, n], which sources [B, N], and their rank in `pos.src` [r]: those that any sample keeps.
+def preserved_by_tau(merges: Tensor, pos: Positions) -> tuple[Tensor, Tensor]:
+    """Which source slots don't merge in all samples [T, n], padding among them, and the preserved sources [r].
 
     Args:
         merges: bool [B, T, n], where a source has a destination above tau.
     """
-    leave = ~merges.all(0)
+    unmerged = ~merges.all(0)
     if pos.src_pad is not None:
-        leave = leave | pos.src_pad
-    stay = leave.flatten().index_select(0, pos.src_real)  # [N]
-    return leave, stay.expand(merges.shape[0], -1), stay.nonzero().squeeze(-1)
+        unmerged = unmerged | pos.src_pad
+    return unmerged, unmerged.flatten().index_select(0, pos.src_real).nonzero().squeeze(-1)
 
 
-def weights_by_keep(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """W_F, stay [B, N] and the kept sources [B, r] when a share of the tokens is to remain, sample by sample."""
+def _weights_by_keep(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tensor, Tensor]:
+    """For a share of the tokens that is to remain: the most similar sources merge, each sample's own."""
     assert config.keep is not None
     best, row = s.max(-2)  # [B, T, n]
-    leave, stay, kept = by_keep(best, pos, config.keep)
-    if kept.shape[1] == pos.N:
-        return torch.zeros_like(s), stay, kept
+    unmerged, preserved = preserved_by_keep(best, pos, config.keep)
+    if preserved.shape[1] == pos.N:
+        return torch.zeros_like(s), preserved
     if config.weights == "best":
-        return _single(s, row, ~leave), stay, kept
+        return _single(s, row, ~unmerged), preserved
     # The found tau: the least similarity that merges. Where NaN ones are chosen, they set none.
-    tau = best.masked_fill(leave | best.isnan(), math.inf).flatten(1).min(1).values
+    tau = best.masked_fill(unmerged | best.isnan(), math.inf).flatten(1).min(1).values
     excess = _excess(s, tau.view(-1, 1, 1, 1))
     total = excess.sum(-2)
-    single = ~(total > 0) & ~leave  # nothing strictly above the found tau: the best one takes it all
-    weights = _masked(_settled_weights(excess, total, config.refine), leave)
+    single = ~(total > 0) & ~unmerged  # nothing strictly above the found tau: the best one takes it all
+    weights = _masked(_settled_weights(excess, total, config.refine), unmerged)
     one, row = single.unsqueeze(-2).to(weights.dtype), row.unsqueeze(-2)
     weights = weights.scatter_add_(-2, row, one) if in_place(weights) else weights.scatter_add(-2, row, one)
-    return weights, stay, kept
+    return weights, preserved
 
 
-def by_keep(best: Tensor, pos: Positions, keep: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Which source slots stay [B, T, n], which sources [B, N], and their rank in `pos.src` [B, r].
+def preserved_by_keep(best: Tensor, pos: Positions, keep: float) -> tuple[Tensor, Tensor]:
+    """Which source slots don't merge [B, T, n], padding among them, and the preserved sources [B, r].
 
     Args:
         best: [B, T, n], the largest similarity of every source slot. The highest merge, ties by position, NaN ranks last.
-        keep: share of the tokens to keep; all destinations stay in any case.
+        keep: share of the tokens to keep; all destinations are kept in any case.
     """
     b, merged = best.shape[0], pos.L - max(pos.M, round(keep * pos.L))
     if merged in (0, pos.N):  # nothing to choose
-        stay = torch.full((b, pos.N), merged == 0, device=best.device)
-        kept = torch.arange(pos.N - merged, device=best.device).expand(b, -1)
+        order = torch.arange(pos.N, device=best.device).expand(b, -1)
     else:
         last = torch.finfo(best.dtype).min
         best = torch.nan_to_num(best.detach(), nan=last, posinf=math.inf, neginf=-math.inf)
         order = best.flatten(1).index_select(1, pos.src_real).argsort(dim=1, descending=True, stable=True)
-        kept = order[:, merged:].sort(dim=1).values
-        stay = torch.zeros_like(order, dtype=torch.bool).scatter(1, kept, True)
-    leave = stay.new_ones((b, pos.blocks * pos.n)).index_copy(1, pos.src_real, stay)
-    return leave.view_as(best), stay, kept
+    unmerged = torch.ones(b, pos.blocks * pos.n, dtype=torch.bool, device=best.device)
+    unmerged = unmerged.scatter_(1, pos.src_real[order[:, :merged]], False)
+    return unmerged.view_as(best), order[:, merged:].sort(dim=1).values
 
 
 def _excess(s: Tensor, tau: Tensor | float) -> Tensor:

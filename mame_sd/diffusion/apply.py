@@ -32,7 +32,7 @@ from diffusers.models.attention_processor import Attention
 from torch import nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import MergePlan
+from mame_sd.core.plan import Plan
 from mame_sd.diffusion.attention import PLAIN_PROCESSORS, default_processor, fixed_reason
 from mame_sd.diffusion.families.family import Call, Family, Tokens, family_names, family_of
 from mame_sd.diffusion.families.sequence import FamilyLayer
@@ -126,12 +126,12 @@ class MaMeHandle:
             stats.reset(device_of(module))
 
     def capture(self, on: bool = True) -> None:
-        """Keeps the latest MergePlan of every layer for `plans` (memory: one plan a layer; not under torch.compile)."""
+        """Keeps the latest plan of every layer for `plans` (memory: one plan a layer; not under torch.compile)."""
         for _, stats in self._layers:
             stats.capture = on
             stats.plan = stats.plan if on else None
 
-    def plans(self) -> dict[str, MergePlan]:
+    def plans(self) -> dict[str, Plan]:
         """The latest plan of every layer that merged since `capture`, by layer name; sizes stand in `report`."""
         return {stats.name: stats.plan for stats in self._in_force() if stats.plan is not None}
 

@@ -17,8 +17,10 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import MergePlan, plan_merge
+from mame_sd.core.merge import plan_merge
 from mame_sd.core.partition import GRIDS
+from mame_sd.core.plan import Plan
+from mame_sd.core.triton_plan import kernel_note
 from mame_sd.report import LayerStats
 
 # (hidden_states, encoder_hidden_states or None) -> the attention's output
@@ -173,7 +175,7 @@ def plan_call(
     stats: LayerStats,
     feature: Callable[[], Tensor],
     draw: Tensor | None = None,
-) -> MergePlan | None:
+) -> Plan | None:
     """The plan of a call on tokens [B, L, C], counted in `stats`; None where they are not those of the known size.
 
     Args:
@@ -194,7 +196,7 @@ def plan_call(
         note = NO_SIZE if config.kernel is None else f"{NO_SIZE}. Kernel {config.kernel!r} needs tiles: not run"
         config = without_size(config)
     plan = plan_merge(feature(), config, where.size, draw=draw)
-    stats.merged(plan, where.size, note)
+    stats.merged(plan, where.size, note, kernel_note(config, plan))
     return plan
 
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import MergePlan, plan_merge
+from mame_sd.core.merge import plan_merge
+from mame_sd.core.plan import Plan
+from mame_sd.core.triton_plan import kernel_note
 from mame_sd.diffusion.attention import feature_of
 from mame_sd.diffusion.families.family import Call, Family, Tokens
 from mame_sd.report import LayerStats
@@ -82,7 +84,7 @@ class FamilyLayer:
         if alone and processor.startswith("PAG"):
             stats.skipped(PARTS.format(processor), tokens.count)
             return forward(**call)
-        stats.merged(plan, tokens.size, WHOLE if config.merge == "kv" else "")
+        stats.merged(plan, tokens.size, WHOLE if config.merge == "kv" else "", kernel_note(config, plan))
         done: dict[int, Tensor] = {}
         inner = dict(call)
         for name in self.family.inputs:
@@ -103,7 +105,7 @@ class FamilyLayer:
         one = {**inner, **self.family.select(call, order.rows(kept[i]))}
         return {name: _of_sample(value, kept.shape[0], i) for name, value in one.items()}
 
-    def _restored(self, output: Any, order: _Order, plan: MergePlan) -> Any:
+    def _restored(self, output: Any, order: _Order, plan: Plan) -> Any:
         if isinstance(output, Tensor):
             return order.restored(output, plan)
         return tuple(
@@ -140,7 +142,7 @@ class _Order:
             return image
         return torch.cat([t[:, : self.first], image, t[:, self.stop :]], 1)
 
-    def restored(self, y: Tensor, plan: MergePlan) -> Tensor:
+    def restored(self, y: Tensor, plan: Plan) -> Tensor:
         """All tokens from an output [B, L', ...], in the call's order."""
         flat = y.flatten(2)
         end = self.first + plan.tokens_kept
@@ -152,7 +154,7 @@ class _Order:
             image = torch.cat([flat[:, : self.first], image, flat[:, end:]], 1)
         return image.unflatten(2, y.shape[2:])
 
-    def positions(self, plan: MergePlan) -> Tensor:
+    def positions(self, plan: Plan) -> Tensor:
         """[n'] or [B, n']: where the merged tokens were among the image's."""
         kept = plan.kept
         if self.times == 1:
