@@ -12,7 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from mame_sd.core.indexing import blocks_of, flat_rows, in_place, rows_of
+from mame_sd.core.buffers import reuse
+from mame_sd.core.indexing import blocks_of, flat_rows, rows_of
 from mame_sd.core.tables import Positions
 
 
@@ -156,8 +157,7 @@ class MergePlan(Plan):
             fused = torch.baddbmm((dst / self._R).half(), share, src)
         else:
             fused = torch.baddbmm(dst, self._weights.to(body.dtype), src)
-            R = self._R.to(body.dtype)
-            fused = fused.div_(R) if in_place(fused) else fused / R
+            fused = torch.div(fused, self._R.to(body.dtype), out=reuse(fused))
         with torch.no_grad():
             fused.clamp_(tiles.amin(1, keepdim=True), tiles.amax(1, keepdim=True))
         return self._destinations(fused)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.indexing import in_place, rows_of
+from mame_sd.core.buffers import in_place
+from mame_sd.core.indexing import rows_of
 from mame_sd.core.plan import MergePlan, Plan
 from mame_sd.core.tables import Positions
 from mame_sd.core.weights import preserved_by_keep, preserved_by_tau
