@@ -62,7 +62,7 @@ def positions(
         raise ValueError(f"tokens: expected at least 1 token to partition, got {tokens}")
     if size is not None and size[0] * size[1] != tokens:
         raise ValueError(f"size: expected (h, w) with h * w = {tokens} tokens, got {tuple(size)}")
-    if config.partition in GRIDS or config.tiles is not None:
+    if config.partition in GRIDS or config.tiles:
         size = size or square(tokens)
         if size is None:
             raise ValueError(
@@ -74,7 +74,7 @@ def positions(
     stride = config.stride if config.partition in GRIDS else (1, 1)
     seed = config.seed if config.partition in DRAWN else 0
     h, w = size
-    key = int(h), int(w), config.partition, *stride, seed, config.tiles or 0, str(device)
+    key = int(h), int(w), config.partition, *stride, seed, config.tiles, str(device)
     first = Positions(*_looked_up(*key))
     if draw is None or not config.redraw or config.partition not in DRAWN:
         return first

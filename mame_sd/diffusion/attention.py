@@ -129,7 +129,7 @@ def layout(tokens: int, config: MaMeConfig, size: tuple[int, int] | None) -> Lay
     side = math.isqrt(tokens)
     if side * side == tokens:
         return Layout((side, side))
-    return Layout(None, fallback=config.partition in GRIDS or config.tiles is not None)
+    return Layout(None, fallback=config.partition in GRIDS or config.tiles > 0)
 
 
 def feature_of(attn: Attention, hidden_states: Tensor, kind: str) -> Tensor:
