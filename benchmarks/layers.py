@@ -11,7 +11,8 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
-from mame_sd import MaMeAttnProcessor, MaMeConfig, MergePlan, plan_merge
+from mame_sd import MaMeAttnProcessor, MaMeConfig, plan_merge
+from mame_sd.core.plan import Plan
 from mame_sd.core.reference import reference_plan
 
 Layer = Callable[[Tensor], Tensor]  # [B, L, C] to [B, L, C] (free bounds: what is left of it)
@@ -34,7 +35,7 @@ def ours(attn: Attention, config: MaMeConfig, size: tuple[int, int]) -> Layer:
 
 def planned(attn: Attention, config: MaMeConfig, size: tuple[int, int]) -> Layer:
     """`attn` with keys and values merged by the plan of the first call (the warm-up's): the most that reusing plans can win."""
-    plans: list[MergePlan] = []
+    plans: list[Plan] = []
 
     def layer(x: Tensor) -> Tensor:
         if not plans:

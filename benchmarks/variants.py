@@ -19,11 +19,12 @@ from torch import Tensor
 
 from mame_sd import MaMeConfig, MergePlan, mame, plan_merge
 from mame_sd.core.partition import positions, square
+from mame_sd.core.plan import Plan
 from mame_sd.core.similarity import similarity_of
-from mame_sd.core.weights import weights_by_keep
+from mame_sd.core.weights import fusion_weights
 
 TRAIN_STEPS = 1000
-Plan = Callable[[Tensor, MaMeConfig, tuple[int, int]], MergePlan]
+MakePlan = Callable[[Tensor, MaMeConfig, tuple[int, int]], Plan]
 
 
 class VariantProcessor:
@@ -35,7 +36,7 @@ class VariantProcessor:
         bias: what log R_i is multiplied by before it is added to the logits of merged key i.
     """
 
-    def __init__(self, config: MaMeConfig, plan: Plan, bias: float) -> None:
+    def __init__(self, config: MaMeConfig, plan: MakePlan, bias: float) -> None:
         self._config, self._plan, self._bias = config, plan, bias
         self._inner = AttnProcessor2_0()
 
@@ -64,8 +65,8 @@ def guidance_protected(x: Tensor, config: MaMeConfig, size: tuple[int, int]) -> 
     protected = pos.src_real[apart.topk(kept).indices]  # [2 n, kept] source slots
     columns = torch.zeros(x.shape[0], pos.blocks * pos.n, dtype=torch.bool, device=x.device).scatter(1, protected, True)
     similarity.masked_fill_(columns.view(x.shape[0], pos.blocks, 1, pos.n), -2)  # below every cosine: last in rank
-    weights, stay, rows = weights_by_keep(similarity, pos, config)
-    return MergePlan(weights, stay, rows, pos, 0, x.shape[:1], paper=False)
+    weights, preserved = fusion_weights(similarity, pos, config)
+    return MergePlan(weights, pos, preserved, 0, x.shape[:1])
 
 
 def share_at(noisy: tuple[float, ...], fine: tuple[float, ...], t: float) -> float | None:
@@ -77,7 +78,7 @@ def share_at(noisy: tuple[float, ...], fine: tuple[float, ...], t: float) -> flo
 
 
 @contextmanager
-def varied(unet: Any, config: MaMeConfig, plan: Plan = plan_merge, bias: float = 0.0) -> Iterator[None]:
+def varied(unet: Any, config: MaMeConfig, plan: MakePlan = plan_merge, bias: float = 0.0) -> Iterator[None]:
     """`unet` with a VariantProcessor for the block; afterwards its own processors are back."""
     before = dict(unet.attn_processors)
     try:

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import MergePlan, plan_merge
+from mame_sd.core.merge import plan_merge
+from mame_sd.core.plan import Plan
 
 log = logging.getLogger("mame-sd")
 
@@ -59,7 +60,7 @@ class MaMeModelPatch:
 
 def patches(config: MaMeConfig) -> tuple[BeforePatch, AfterPatch]:
     """What to call before and after each self-attention. They take turns: one call of the second for each of the first."""
-    plans: list[MergePlan] = []
+    plans: list[Plan] = []
     told: set[str] = set()
 
     def tell(message: str) -> None:

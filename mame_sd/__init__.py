@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mame_sd.config import MaMeConfig
-    from mame_sd.core.merge import MergePlan, plan_merge
+    from mame_sd.core.merge import plan_merge
+    from mame_sd.core.plan import MergePlan
     from mame_sd.diffusion.apply import apply_mame, mame, remove_mame
     from mame_sd.diffusion.handle import MaMeHandle
     from mame_sd.diffusion.processor import MaMeAttnProcessor
@@ -22,7 +23,7 @@ _LAZY = {
     "MaMeHandle": "mame_sd.diffusion.handle",
     "MaMeReport": "mame_sd.report",
     "MachineError": "mame_sd.errors",
-    "MergePlan": "mame_sd.core.merge",
+    "MergePlan": "mame_sd.core.plan",
     "NothingMergedError": "mame_sd.report",
     "UserError": "mame_sd.errors",
     "apply_mame": "mame_sd.diffusion.apply",

@@ -17,7 +17,7 @@ import json
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -29,18 +29,17 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "neither": {"keep": 0.25},
         "keep": {
             "merge": "kv",
-            "batch": "per_sample",
             "partition": "random-grid",
             "redraw": True,
             "tiles": 16,
             "weights": "best",
         },
-        "tau": {"merge": "qkv", "batch": "shared", "partition": "grid", "tiles": 0},
+        "tau": {"merge": "qkv", "partition": "grid", "tiles": 0},
     },
     "plain": {
         "neither": {"tau": 0.8},
-        "keep": {"merge": "qkv", "batch": "per_sample", "partition": "alternating", "tiles": 0},
-        "tau": {"merge": "qkv", "batch": "shared", "partition": "alternating", "tiles": 0},
+        "keep": {"merge": "qkv", "partition": "alternating", "tiles": 0},
+        "tau": {"merge": "qkv", "partition": "alternating", "tiles": 0},
     },
 }
 # Cells of the grid when keep is given, from small to large: with about as many destinations as it allows, (nearly) every
@@ -66,7 +65,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "feature": ("x", "k", "k-mean"),
     "weights": ("average", "best"),
     "variant": ("settled", "paper"),
-    "batch": ("shared", "per_sample"),
     "merge": ("qkv", "kv"),
     "kernel": ("triton",),
 }
@@ -94,9 +92,8 @@ class MaMeConfig:
     """Settings of MaMe (merging) and MaRe (restoring).
 
     An argument that is `None` is decided by `preset` and by which of `tau` and `keep` is given. After construction
-    exactly one of `tau` and `keep` is a number, and `tiles` is `None` when similarity is global. For a changed copy use
-    `config.replace` (or Python 3.13's `copy.replace`): `dataclasses.replace` hands back every field as if it had been
-    given, so that no preset decides again and a global `tiles`, which is `None`, is decided anew.
+    exactly one of `tau` and `keep` is a number. `config.replace`, `copy.replace` and `dataclasses.replace` make a changed copy,
+    in which the preset decides again on all that was never given.
 
     Raises:
         ValueError: naming the field, its range and the value that came.
@@ -145,9 +142,6 @@ class MaMeConfig:
         "settled: exact weights, amplitude kept; paper: the printed equations with eps and a second division in MaRe"
     )
     eps: float = _field("epsilon of the printed equations; used by variant paper only")
-    batch: Literal["shared", "per_sample"] = _field(
-        "which tokens stay: shared by the batch (the paper; with tau) or each sample's own (with keep)"
-    )
     merge: Literal["qkv", "kv"] = _field(
         "qkv: merge before attention and restore after it (the paper); kv: merge keys and values only"
     )
@@ -155,7 +149,7 @@ class MaMeConfig:
         "triton: find and merge in fused kernels on a CUDA device, with weights best, metric cosine and tiles of at most "
         "16 (verified in Triton's interpreter, not yet timed on a GPU); PyTorch's operations unless given"
     )
-    tiles: int | None = _field(
+    tiles: int = _field(
         "compare tokens only inside square tiles of this side, in tokens (at least 2); 0 compares all with all"
     )
     size: tuple[int, int] | None = _field("latent (height, width), for when the layer's cannot be known")
@@ -164,9 +158,15 @@ class MaMeConfig:
         "given. The grid's cell follows from this share. UNets, DiT and PixArt by apply_mame only"
     )
     cross: float | None = _field("as mlp, of the queries of cross-attention")
+    # What was given to the config that this one is made from: dataclasses.replace hands it on, beside every field.
+    _given: InitVar[Mapping[str, Any] | None] = None
 
-    def __post_init__(self) -> None:
-        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+    def __post_init__(self, _given: Mapping[str, Any] | None) -> None:
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        if _given is not None:
+            before = _resolve(dict(_given))
+            given = _changed(_given, {name: value for name, value in given.items() if value != before[name]})
+        given = {name: value for name, value in given.items() if value is not None}
         for name in ("stride", "size"):
             if isinstance(given.get(name), list):
                 given[name] = tuple(given[name])
@@ -180,59 +180,61 @@ class MaMeConfig:
     def replace(self, **changes: Any) -> MaMeConfig:
         """This config with `changes`, the preset deciding again on all that was never given.
 
-        Giving `tau` drops a given `keep` (and a given `batch`, which follows from it) and vice versa; `None` takes
-        a given field back.
+        Giving `tau` drops a given `keep` and vice versa; `None` takes a given field back.
         """
-        given: dict[str, Any] = dict(self.given)
-        for name, other in (("tau", "keep"), ("keep", "tau")):
-            if changes.get(name) is not None and changes.get(other) is None and given.pop(other, None) is not None:
-                given.pop("batch", None)
-        return MaMeConfig.from_dict({**given, **changes})
+        return MaMeConfig.from_dict(_changed(self.given, changes))
 
-    def __replace__(self, /, **changes: Any) -> MaMeConfig:
-        return self.replace(**changes)
+    __replace__ = replace
 
     @property
     def given(self) -> Mapping[str, Any]:
         """The fields that were given, by name; the preset decided on the others."""
         return dict(self.__dict__["_given"])
 
+    @property
+    def batch(self) -> str:
+        """Which sources a batch preserves: "shared", any that one of its samples preserves (paper, "Batch Processing
+        Implementation"), with `tau`; "per_sample", as many in each but its own, with `keep`."""
+        return "shared" if self.keep is None else "per_sample"
+
     def of_part(self, name: str) -> MaMeConfig | None:
         """The settings that merge a part ("mlp" or "cross") of a block by itself; None where it is off.
 
-        They are these, with the part's share as `keep`, from which the grid's cell follows. Of tau's own choices none
-        holds for a share (the preset decides again on global similarity, which would cost more than the part itself, and on
-        averaging).
+        They are these, with the part's share as `keep`, from which the grid's cell follows. With `tau`, the preset decides again
+        for a share wherever the value is what it decides for tau: global similarity would cost more than the part itself.
         """
         share = getattr(self, name)
         if share is None:
             return None
-        changes = {"tau": None, "keep": share, "stride": None, "merge": "qkv", "batch": "per_sample", "feature": "x"}
-        if self.tau is not None and self.tiles is None:
-            changes["tiles"] = None
-        if self.tau is not None and self.weights == "average":
-            changes["weights"] = None
-        for name in ("partition", "redraw"):
-            if self.tau is not None and name not in self.given:
-                changes[name] = None
-        return MaMeConfig.from_dict({**self.to_dict(), **changes, **dict.fromkeys(PARTS)})
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        if self.tau is not None:
+            by_tau = _resolve({"preset": self.preset, "tau": self.tau})
+            for field_name in ("partition", "redraw", "tiles", "weights"):
+                if values[field_name] == by_tau[field_name]:
+                    values[field_name] = None
+        values |= {"tau": None, "keep": share, "stride": None, "merge": "qkv", "feature": "x"}
+        return MaMeConfig(**{**values, **dict.fromkeys(PARTS)})
 
     def to_dict(self, given_only: bool = False) -> dict[str, Any]:
-        """All fields (or only those given) as JSON values; `from_dict` makes an equal config of either.
-
-        `tiles` is 0 when similarity is global, so that no preset can decide it again.
-        """
-        values = self.given if given_only else {f.name: getattr(self, f.name) for f in fields(self)}
-        values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-        if "tiles" in values:
-            values["tiles"] = values["tiles"] or 0
-        return values
+        """All fields and `batch` (or only the fields that were given) as JSON values; `from_dict` makes an equal config of either."""
+        every = {f.name: getattr(self, f.name) for f in fields(self)} | {"batch": self.batch}
+        values = self.given if given_only else every
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MaMeConfig:
-        """A config of `values` by field name. Raises ValueError for a name that is none."""
+        """A config of `values` by field name; `batch` may stand among them where it is what follows from the others.
+
+        Raises ValueError for a name that is none.
+        """
         check_names(values)
-        return cls(**values)
+        config = cls(**{name: value for name, value in values.items() if name != "batch"})
+        if values.get("batch", config.batch) not in (None, config.batch):
+            limit = "tau" if config.keep is None else "keep"
+            raise ValueError(
+                f"batch: expected {config.batch!r}, which follows from {limit}, got {values['batch']!r}; leave batch out"
+            )
+        return config
 
     @classmethod
     def from_file(cls, path: str | PathLike[str]) -> MaMeConfig:
@@ -250,7 +252,7 @@ def check_names(values: Mapping[str, Any]) -> None:
     """Raises ValueError for a name in `values` that no setting has."""
     names = [f.name for f in fields(MaMeConfig)]
     for name in values:
-        if name not in names:
+        if name not in (*names, "batch"):
             near = difflib.get_close_matches(str(name), names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"unknown setting {name!r}{hint} (settings are {', '.join(names)})")
@@ -287,17 +289,22 @@ def _resolve(given: dict[str, Any]) -> dict[str, Any]:
     table = preset["keep" if "keep" in chosen else "tau"]
     unset = dict.fromkeys(("tau", "keep", "size", *PARTS))
     values = {**unset, "preset": "default", **COMMON, **table, **chosen}
-    values["tiles"] = values["tiles"] or None
     if "keep" in chosen and "stride" not in chosen:
         values["stride"] = _cell(chosen["keep"], values["tiles"])
     return values
 
 
-def _cell(keep: float, tiles: int | None) -> tuple[int, int]:
+def _changed(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` with `changes`, of which a tau drops a keep and a keep a tau."""
+    dropped = {other for name, other in (("tau", "keep"), ("keep", "tau")) if changes.get(name) is not None}
+    return {**{name: value for name, value in given.items() if name not in dropped}, **changes}
+
+
+def _cell(keep: float, tile_side: int) -> tuple[int, int]:
     """The cell with the most destinations that is within the share `keep`, cells cut by a tile's border counted whole."""
 
     def share(cell: tuple[int, int]) -> float:
-        return math.prod(math.ceil(tiles / side) / tiles if tiles else 1 / side for side in cell)
+        return math.prod(math.ceil(tile_side / side) / tile_side if tile_side else 1 / side for side in cell)
 
     return max((cell for cell in CELLS if share(cell) <= keep + 1e-9), key=share, default=CELLS[-1])
 
@@ -342,24 +349,17 @@ def _check_resolved(config: MaMeConfig) -> None:
                 f"tau: expected a finite number from {low:g} to {high:g} for metric {config.metric!r}, "
                 f"got {config.tau!r}; give a tau in that range, or keep instead"
             )
-    if config.batch == "per_sample" and config.keep is None:
-        raise ValueError(
-            f"batch: 'per_sample' needs keep (equal counts in every sample), got tau={config.tau!r}; "
-            "give keep instead of tau, or batch='shared'"
-        )
-    if config.batch == "shared" and config.keep is not None:
-        raise ValueError("batch: 'shared' needs tau, got keep; give tau instead of keep, or leave batch out")
     if config.variant == "paper" and (config.tau is None or config.merge != "qkv" or config.weights != "average"):
         raise ValueError(
             "variant: 'paper' knows only tau, merge='qkv' and weights='average' (the printed equations), "
             f"got tau={config.tau!r}, keep={config.keep!r}, merge={config.merge!r}, weights={config.weights!r}"
         )
     if config.kernel is not None and not (
-        config.weights == "best" and config.metric == "cosine" and (config.tiles or MAX_TILE + 1) <= MAX_TILE
+        config.weights == "best" and config.metric == "cosine" and 0 < config.tiles <= MAX_TILE
     ):
         raise ValueError(
             f"kernel: {config.kernel!r} knows only weights='best', metric='cosine' and tiles from 2 to {MAX_TILE}, got "
-            f"weights={config.weights!r}, metric={config.metric!r}, tiles={config.tiles or 0}; change these, or leave kernel out"
+            f"weights={config.weights!r}, metric={config.metric!r}, tiles={config.tiles}; change these, or leave kernel out"
         )
     if config.variant == "paper" and any(getattr(config, name) is not None for name in PARTS):
         raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mame_sd.core.merge import MergePlan
+from mame_sd.core.plan import Plan
 
 NEVER_CALLED = "not called yet"
 
@@ -47,18 +47,18 @@ class LayerStats:
         self.size: tuple[int, ...] | None = None
         self.last_reason: str | None = NEVER_CALLED
         self.note = ""
-        self.plan: MergePlan | None = None
+        self.plan: Plan | None = None
 
     def skipped(self, reason: str, tokens: int) -> None:
         """A call passed through untouched, because of `reason`."""
         self.last_reason = reason
         self._count(tokens, tokens)
 
-    def merged(self, plan: MergePlan, size: tuple[int, ...] | None, note: str) -> None:
-        """A call merged by `plan` over (h, w) or (t, h, w) = `size`; `note` tells of a fallback."""
+    def merged(self, plan: Plan, size: tuple[int, ...] | None, *notes: str) -> None:
+        """A call merged by `plan` over (h, w) or (t, h, w) = `size`; `notes` that are not empty tell of fallbacks."""
         self.last_reason = None
         self.size = size
-        self.note = "; ".join(part for part in (note, plan.note) if part)
+        self.note = "; ".join(filter(None, notes))
         self._count(plan.tokens_in, plan.tokens_kept)
         if self.capture and not torch.compiler.is_compiling():
             self.plan = plan

@@ -78,7 +78,7 @@ def main() -> int:
             del plan
             peak = peak_bytes(work, device)
         buffers = peak / buffer
-        failed |= config.tiles is None and buffers > LIMIT
+        failed |= config.tiles == 0 and buffers > LIMIT
         result[name] = {"peak_mib": round(peak / 2**20, 1), "buffers": round(buffers, 2)}
         print(f"{name:18} {peak / 2**20:9.1f} {buffer / 2**20:15.1f} {buffers:8.2f}")
     print(json.dumps({**result, "torch": torch.__version__, "limit": LIMIT, "passed": not failed}))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pickle
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields
 from fractions import Fraction
 from pathlib import Path
@@ -29,14 +31,14 @@ def test_nothing_given_is_the_measured_default() -> None:
 
 def test_a_given_tau_means_the_paper_with_settled_points() -> None:
     config = MaMeConfig(tau=0.7)
-    assert (config.merge, config.batch, config.partition, config.tiles) == ("qkv", "shared", "grid", None)
+    assert (config.merge, config.batch, config.partition, config.tiles) == ("qkv", "shared", "grid", 0)
     assert config.keep is None
     assert MaMeConfig(tau=0.7, merge="kv", tiles=16).merge == "kv"
 
 
 def test_plain_is_the_paper_and_fields_beside_it_override_it() -> None:
     plain = MaMeConfig(preset="plain")
-    assert (plain.tau, plain.partition, plain.tiles, plain.merge) == (0.8, "alternating", None, "qkv")
+    assert (plain.tau, plain.partition, plain.tiles, plain.merge) == (0.8, "alternating", 0, "qkv")
     assert (plain.variant, plain.refine, plain.batch, plain.min_tokens) == ("settled", True, "shared", 1024)
     assert MaMeConfig(preset="plain", tau=0.6, partition="random").tau == 0.6
     assert MaMeConfig(preset="plain", keep=0.5).batch == "per_sample"
@@ -72,7 +74,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"metric": "l1"}, "metric: expected one of cosine"),
     ({"feature": "q"}, "feature: expected one of x, k"),
     ({"variant": "ours"}, "variant: expected one of settled, paper"),
-    ({"batch": "each"}, "batch: expected one of"),
+    ({"batch": "each"}, "batch: expected 'per_sample', which follows from keep, got 'each'"),
     ({"merge": "q"}, "merge: expected one of qkv, kv"),
     ({"preset": "fast"}, "preset: expected one of default, plain"),
     ({"stride": (2,)}, r"stride: expected two whole numbers of at least 1, got \(2,\)"),
@@ -87,8 +89,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"eps": 0.0}, "eps: expected a finite number above 0"),
     ({"refine": "yes"}, "refine: expected True or False, got 'yes'"),
     ({"redraw": 1}, "redraw: expected True or False, got 1"),
-    ({"tau": 0.8, "batch": "per_sample"}, "batch: 'per_sample' needs keep"),
-    ({"keep": 0.5, "batch": "shared"}, "batch: 'shared' needs tau"),
+    (
+        {"tau": 0.8, "batch": "per_sample"},
+        "batch: expected 'shared', which follows from tau, got 'per_sample'; leave batch out",
+    ),
+    ({"keep": 0.5, "batch": "shared"}, "batch: expected 'per_sample'"),
     ({"variant": "paper", "keep": 0.5}, "variant: 'paper' knows only tau"),
     ({"variant": "paper", "merge": "kv"}, "variant: 'paper' knows only tau, merge='qkv'.*merge='kv'"),
     ({"taw": 0.8}, "unknown setting 'taw'; did you mean 'tau'"),
@@ -113,9 +118,9 @@ def test_the_default_with_keep_is_drawn_anew() -> None:
     part = MaMeConfig(tau=0.8, mlp=0.5).of_part("mlp")
     assert part is not None
     assert (part.partition, part.redraw) == ("random-grid", True), "tau's own choices hold for no share"
-    kept = MaMeConfig(tau=0.8, partition="grid", redraw=False, mlp=0.5).of_part("mlp")
+    kept = MaMeConfig(tau=0.8, partition="alternating", redraw=True, mlp=0.5).of_part("mlp")
     assert kept is not None
-    assert (kept.partition, kept.redraw) == ("grid", False)
+    assert (kept.partition, kept.redraw) == ("alternating", True)
 
 
 @pytest.mark.parametrize(("values", "message"), REFUSED, ids=[str(values) for values, _ in REFUSED])
@@ -144,7 +149,7 @@ def test_replace_lets_the_preset_decide_again() -> None:
     )
     assert kept.replace(tau=0.8) == config
     assert config.replace(tau=None) == MaMeConfig(seed=3)
-    assert MaMeConfig(keep=0.5, batch="per_sample").replace(tau=0.9).batch == "shared"
+    assert MaMeConfig(keep=0.5).replace(tau=0.9).batch == "shared"
     assert config.replace(tau=0.9).tau == 0.9
     assert config.tau == 0.8
     with pytest.raises(ValueError, match="got both"):
@@ -160,32 +165,67 @@ def test_numbers_of_numpy_become_pythons_own() -> None:
     assert type(MaMeConfig(tau=1).tau) is float
 
 
-def test_copies_with_changes_keep_a_global_similarity() -> None:
-    config = MaMeConfig(keep=0.5, tiles=0)
-    for twin in (config.replace(seed=1), config.__replace__(seed=1)):
-        assert twin == MaMeConfig(keep=0.5, tiles=0, seed=1)
-        assert twin.tiles is None
+CONFIGS = [
+    MaMeConfig(),
+    MaMeConfig(tau=0.8),
+    MaMeConfig(keep=0.5, tiles=0),
+    MaMeConfig(tau=0.8, mlp=0.5, cross=0.25),
+    MaMeConfig(keep=0.5, merge="qkv", partition="grid", mlp=0.75),
+    MaMeConfig(preset="plain", stride=(3, 2), size=(64, 48)),
+    MaMeConfig(variant="paper", eps=1e-4),
+]
+COPIES: dict[str, Callable[[MaMeConfig], MaMeConfig]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda config: pickle.loads(pickle.dumps(config)),
+    "json": lambda config: MaMeConfig.from_dict(json.loads(json.dumps(config.to_dict(given_only=True)))),
+    "replace": lambda config: config.replace(),
+    "copy.replace": lambda config: config.__replace__(),  # what Python 3.13's copy.replace calls
+    "dataclasses.replace": dataclasses.replace,
+}
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        MaMeConfig(),
-        MaMeConfig(tau=0.8),
-        MaMeConfig(keep=0.5, tiles=0),
-        MaMeConfig(preset="plain", stride=(3, 2), size=(64, 48)),
-        MaMeConfig(variant="paper", eps=1e-4),
-    ],
-)
-def test_dictionaries_bring_back_an_equal_config(config: MaMeConfig) -> None:
-    assert MaMeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    given = MaMeConfig.from_dict(json.loads(json.dumps(config.to_dict(given_only=True))))
-    assert given == config
-    assert given.given == config.given
-    for twin in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
-        assert twin == config
-        assert twin.given == config.given
-        assert hash(twin) == hash(config)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
+def test_a_copy_is_the_same_in_all_it_does(copied: Callable[[MaMeConfig], MaMeConfig], config: MaMeConfig) -> None:
+    twin = copied(config)
+    assert twin == config
+    assert hash(twin) == hash(config)
+    assert twin.given == config.given
+    for changes in ({"seed": 1}, {"tau": 0.3, "weights": None}, {"preset": "default", "merge": None}):
+        assert twin.replace(**changes) == config.replace(**changes)
+    for name in ("mlp", "cross"):
+        assert twin.of_part(name) == config.of_part(name)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_a_dictionary_of_every_field_brings_back_an_equal_config(config: MaMeConfig) -> None:
+    values = config.to_dict()
+    twin = MaMeConfig.from_dict(json.loads(json.dumps(values)))
+    assert twin == config
+    assert twin.to_dict() == values
+    assert (values["batch"], values["tiles"]) == (config.batch, config.tiles)
+    assert [twin.of_part(name) for name in ("mlp", "cross")] == [config.of_part(name) for name in ("mlp", "cross")]
+
+
+def test_dataclasses_replace_lets_the_preset_decide_again() -> None:
+    assert dataclasses.replace(MaMeConfig(keep=0.5, tiles=0)).tiles == 0
+    config = MaMeConfig(keep=0.5, tiles=0, seed=3)
+    for changes in ({"seed": 1}, {"keep": 0.25}, {"tau": 0.8}, {"tiles": 8}, {"tiles": None}, {"merge": "qkv"}):
+        changed = dataclasses.replace(config, **changes)
+        assert changed == config.replace(**changes)
+        assert changed.given == config.replace(**changes).given
+    with pytest.raises(ValueError, match="keep: expected a share"):
+        dataclasses.replace(config, keep=2)
+
+
+def test_batch_follows_from_tau_and_keep_and_is_read_where_a_file_has_it() -> None:
+    for name, value, batch in (("tau", 0.8, "shared"), ("keep", 0.5, "per_sample")):
+        config = MaMeConfig.from_dict({name: value})
+        assert config.batch == batch
+        for read in (MaMeConfig.from_dict({name: value, "batch": batch}), config.replace(batch=batch)):
+            assert read == config
+            assert read.given == config.given
+    assert "batch" not in {f.name for f in fields(MaMeConfig)}
 
 
 def test_a_part_keeps_tiles_and_kernel_that_stand_beside_tau() -> None:
@@ -204,13 +244,18 @@ def test_a_part_merges_alike_in_equal_configs() -> None:
     assert twin == config
     assert twin.of_part("mlp") == config.of_part("mlp") == MaMeConfig(keep=0.5, merge="qkv", min_tokens=64)
     assert config.replace(cross=None).of_part("cross") is None
+    config = MaMeConfig(tau=0.8, mlp=0.5)
+    in_full = MaMeConfig.from_dict(config.to_dict())
+    assert in_full == config == MaMeConfig(tau=0.8, mlp=0.5, partition="grid", redraw=False)
+    part = config.of_part("mlp")
+    assert part == in_full.of_part("mlp") == config.replace(partition="grid", redraw=False).of_part("mlp")
     plain = MaMeConfig(preset="plain", mlp=0.5).of_part("mlp")
     assert plain is not None
     assert (plain.keep, plain.tau, plain.partition, plain.tiles, plain.batch) == (
         0.5,
         None,
         "alternating",
-        None,
+        0,
         "per_sample",
     )
 

@@ -38,10 +38,10 @@ def choose(trials: Sequence[Trial], max_lpips: float | None, min_speedup: float 
 def whole(config: MaMeConfig) -> dict[str, Any]:
     """All of `config` for a file that no later version's defaults change.
 
-    What follows from keep (the cell, the batch's rule) is left to it, so that another tau or keep can take its place; so is
-    `merge` unless it was given, since transformers merge queries too where nobody asked for less.
+    What follows from keep (the cell, `merge`, `batch`) is left to it unless it was given, so that another tau or keep can
+    take its place.
     """
     fields = {name: value for name, value in config.to_dict().items() if value is not None}
-    left = {"stride", "batch", "merge"} - config.given.keys()
+    left = {"stride", "merge"} - config.given.keys() | {"batch"}
     rest = {name: value for name, value in fields.items() if name not in left}
     return rest if MaMeConfig.from_dict(rest) == config else fields

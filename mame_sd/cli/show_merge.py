@@ -63,6 +63,8 @@ def capture_merge(
     Raises:
         UserError: no such step, level or layer, or a pipeline without step callbacks.
     """
+    from mame_sd.core.owners import owners_of
+
     if not 1 <= step <= settings.steps:
         raise UserError(f"--step: expected 1 to {settings.steps} (--steps), got {step}; give one of these")
     if "callback_on_step_end" not in model.arguments:
@@ -86,7 +88,7 @@ def capture_merge(
     finally:
         handle.remove()
     plan = plans[chosen.name]
-    owners = plan.owners()[-1].cpu().numpy()  # the last sample is the one with the prompt, under guidance too
+    owners = owners_of(plan)[-1].cpu().numpy()  # the last sample is the one with the prompt, under guidance too
     height, width = chosen.size or _size_like(image, len(owners))
     return MergeMap(image, owners.reshape(height, width), chosen.name, step, plan.tokens_kept)
 

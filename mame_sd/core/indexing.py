@@ -1,4 +1,4 @@
-"""Taking rows of token tensors by index, and when a result may overwrite its input."""
+"""Taking rows of token tensors by index."""
 
 from __future__ import annotations
 
@@ -25,8 +25,3 @@ def flat_rows(index: Tensor, length: int) -> Tensor:
     """Rows [B * k] of a [B * length, C] tensor, of each sample's rows `index` [B, k]: the faster way to take them."""
     first = torch.arange(0, index.shape[0] * length, length, device=index.device)
     return (index + first.unsqueeze(-1)).flatten()
-
-
-def in_place(t: Tensor) -> bool:
-    """Whether a result computed from `t` may overwrite it: no gradient is needed."""
-    return not (torch.is_grad_enabled() and t.requires_grad)

@@ -236,9 +236,10 @@ def _by_rank(s: list[Tensor], merged: int, config: MaMeConfig) -> tuple[list[Ten
 
 def _tile_of(tokens: int, config: MaMeConfig, size: tuple[int, int] | None) -> list[int]:
     """The tile of each position; one for all without tiles."""
-    if config.tiles is None:
+    if not config.tiles:
         return [0] * tokens
     side = math.isqrt(tokens)
     h, w = size if size is not None else (side, side)
-    across = math.ceil(w / config.tiles)
-    return [(p // w) // config.tiles * across + (p % w) // config.tiles for p in range(h * w)]
+    tile_side = config.tiles
+    across = math.ceil(w / tile_side)
+    return [(p // w) // tile_side * across + (p % w) // tile_side for p in range(h * w)]

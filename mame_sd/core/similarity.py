@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from mame_sd.core.indexing import blocks_of, in_place
+from mame_sd.core.buffers import in_place, masked_fill, reuse
+from mame_sd.core.indexing import blocks_of
 from mame_sd.core.partition import Positions
 
 
@@ -21,19 +22,17 @@ def similarity_of(x: Tensor, pos: Positions, metric: str) -> Tensor:
         blocks = blocks if x.dtype == torch.float64 else blocks.float()
         if metric == "cosine":
             blocks = _in_range(blocks)
-            inverse = _inverse_norm(blocks)
-            blocks = blocks.mul_(inverse) if in_place(blocks) else blocks * inverse
+            blocks = torch.mul(blocks, _inverse_norm(blocks), out=reuse(blocks))
         dst, src = blocks[:, : pos.m], blocks[:, pos.m :]
         if metric == "euclidean":
             s = torch.cdist(dst, src, compute_mode="donot_use_mm_for_euclid_dist") * -(d**-0.5)
         else:
             s = _product(dst if metric == "cosine" else dst * d**-0.5, src)
     if metric == "cosine":
-        s = s.clamp_(-1, 1) if in_place(s) else s.clamp(-1, 1)
+        s = torch.clamp(s, -1, 1, out=reuse(s))
     s = s.view(b, pos.blocks, pos.m, pos.n)
     if pos.dst_pad is not None:
-        pad = pos.dst_pad.unsqueeze(-1)
-        s = s.masked_fill_(pad, -math.inf) if in_place(s) else s.masked_fill(pad, -math.inf)
+        s = masked_fill(s, pos.dst_pad.unsqueeze(-1), -math.inf)
     return torch.softmax(s, -2) if metric == "softmax" else s
 
 
@@ -84,7 +83,7 @@ def _in_range(x: Tensor) -> Tensor:
         largest = largest if x.dtype == torch.float64 else largest.float()
         top = 1022 if x.dtype == torch.float64 else 126  # 2 ** +-top and their inverses are normal numbers
         factor = torch.exp2(-largest.log2().floor().clamp(-top, top)).to(x.dtype)
-    return x.mul_(factor) if in_place(x) else x * factor
+    return torch.mul(x, factor, out=reuse(x))
 
 
 def _inverse_norm(x: Tensor) -> Tensor:

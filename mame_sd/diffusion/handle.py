@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from mame_sd.config import PARTS, MaMeConfig
-from mame_sd.core.merge import MergePlan
+from mame_sd.core.plan import Plan
 from mame_sd.diffusion.hook_registry import AroundHook, PreHook, hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import MergeHook, Shared
 from mame_sd.diffusion.processor import make_config
@@ -74,12 +74,12 @@ class MaMeHandle:
             hook.stats.reset(device_of(module))
 
     def capture(self, on: bool = True) -> None:
-        """Keeps the latest MergePlan of every layer for `plans` (memory: one plan a layer; not under torch.compile)."""
+        """Keeps the latest plan of every layer for `plans` (memory: one plan a layer; not under torch.compile)."""
         for _, hook in self._layers:
             hook.stats.capture = on
             hook.stats.plan = hook.stats.plan if on else None
 
-    def plans(self) -> dict[str, MergePlan]:
+    def plans(self) -> dict[str, Plan]:
         """The latest plan of every layer that merged since `capture`, by layer name; sizes stand in `report`."""
         found = (hook.stats for _, hook in self._layers if hook.on)
         return {stats.name: stats.plan for stats in found if stats.plan is not None}

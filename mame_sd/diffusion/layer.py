@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import MergePlan, plan_merge
+from mame_sd.core.merge import plan_merge
 from mame_sd.core.partition import GRIDS
+from mame_sd.core.plan import Plan
+from mame_sd.core.triton_plan import kernel_note
 from mame_sd.diffusion.tokens import Tokens
 from mame_sd.report import LayerStats
 
@@ -75,7 +77,7 @@ class Layer(ABC):
         """How the tokens of this call lie, or why it passes through untouched. `known` is what the model around says."""
 
     @abstractmethod
-    def merged(self, call: LayerCall, tokens: Tokens, plan: MergePlan, config: MaMeConfig) -> Any:
+    def merged(self, call: LayerCall, tokens: Tokens, plan: Plan, config: MaMeConfig) -> Any:
         """The module's output, computed on merged tokens and whole again; `Unmerged` where that could not be done."""
 
     def feature(self, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> Tensor:
@@ -123,7 +125,7 @@ def merged_call(
     if isinstance(output, Unmerged):
         stats.skipped(output.reason, tokens.count)
         return output.output
-    stats.merged(plan, tokens.size if tokens.plane else None, note)
+    stats.merged(plan, tokens.size if tokens.plane else None, note, kernel_note(config, plan))
     return output
 
 

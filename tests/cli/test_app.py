@@ -178,13 +178,13 @@ def test_every_field_of_the_config_is_an_option(run_cli: Any, tmp_path: Path) ->
     assert expected <= flags
     values = {
         "preset": "plain", "partition": "random", "metric": "dot", "feature": "k", "mame-variant": "paper", "tau": "0.1",
-        "eps": "1e-5", "batch": "shared", "merge": "qkv", "tiles": "0", "stride": "2x3", "size": "16x16", "mame-seed": "3",
+        "eps": "1e-5", "merge": "qkv", "tiles": "0", "stride": "2x3", "size": "16x16", "mame-seed": "3",
     }  # fmt: skip
     options = [part for name, value in values.items() for part in (f"--{name}", value)]
     assert run_cli("generate", "--prompt", "key", "--out", "run", "--no-refine", "--redraw", *options, quick=True) == 0
     mame = json.loads((tmp_path / "run/manifest.json").read_text())["settings"]["mame"]
     assert MaMeConfig.from_dict(mame) == MaMeConfig(
-        preset="plain", partition="random", metric="dot", feature="k", variant="paper", tau=0.1, eps=1e-5, batch="shared",
+        preset="plain", partition="random", metric="dot", feature="k", variant="paper", tau=0.1, eps=1e-5,
         merge="qkv", tiles=0, stride=(2, 3), size=(16, 16), seed=3, refine=False, redraw=True, min_tokens=16,
     )  # fmt: skip
 

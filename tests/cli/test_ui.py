@@ -59,10 +59,10 @@ def test_both_images_are_of_the_same_noise(model: LoadedModel) -> None:
 
 
 def test_the_button_says_what_the_command_line_says(model: LoadedModel) -> None:
-    both = SideBySide(model, SMALL.replace(batch="per_sample"))
+    both = SideBySide(model, SMALL.replace(metric="euclidean"))
     for values, message in (
         (("", "keep", 0.5, 0.8, 2, 0, 1), "expected a prompt, got an empty one"),
-        (("key", "tau", 0.5, 0.8, 2, 0, 1), "'per_sample' needs keep"),
+        (("key", "tau", 0.5, 0.8, 2, 0, 1), "tau: expected a finite number from -inf to 0 for metric 'euclidean'"),
         (("key", "keep", 0.5, 0.8, 0, 0, 1), "--steps: expected at least 1"),
         (("key", "keep", 0.5, 0.8, 2, -1, 1), "--seed: expected"),
         (("key", "keep", 0.5, 0.8, 2, None, 1), "Seed: expected a whole number, got an empty field"),

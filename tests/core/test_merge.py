@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import MergePlan, plan_merge
+from mame_sd.core.merge import plan_merge
+from mame_sd.core.owners import owners_of
 from mame_sd.core.partition import positions
+from mame_sd.core.plan import Plan
 from mame_sd.core.reference import ReferencePlan, reference_plan
 
 PARTITIONS = ("alternating", "sequential", "random", "grid")
@@ -47,7 +49,7 @@ def tokens(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return (centres[pick] + 0.7 * torch.randn(*shape, generator=generator)).to(dtype)
 
 
-def dense(plan: MergePlan) -> Tensor:
+def dense(plan: Plan) -> Tensor:
     """W_F [B, M, N] of a plan with any tiles, in the order of positions.dst and positions.src."""
     pos, w = plan.positions, plan.weights
     full = w.new_zeros(w.shape[0], pos.L, pos.L)
@@ -58,7 +60,7 @@ def dense(plan: MergePlan) -> Tensor:
     return full[:, pos.dst][:, :, pos.src]
 
 
-def assert_same(plan: MergePlan, slow: ReferencePlan, tol: float) -> None:
+def assert_same(plan: Plan, slow: ReferencePlan, tol: float) -> None:
     b = slow.weights.shape[0]
     stay = torch.zeros(b, len(slow.src), dtype=torch.bool)
     for row, kept in zip(stay, slow.preserved, strict=True):
@@ -91,7 +93,7 @@ def test_values_of_each_draw_equal_the_loops(draw: int, fields: dict[str, Any]) 
     plan, slow = plan_merge(x, cfg, (6, 10), draw=row), reference_plan(x, cfg, (6, 10), draw=row)
     assert_same(plan, slow, 2e-5)
     torch.testing.assert_close(plan.restore(plan.merge(x)).double(), slow.restore(slow.merge(x)), rtol=1e-5, atol=1e-5)
-    owners = plan.owners()
+    owners = owners_of(plan)
     assert all(owners[:, p].eq(p).all() for p in slow.dst)
 
 
@@ -176,7 +178,7 @@ def test_tau_one_and_keep_one_merge_nothing(partition: str, fields: dict[str, An
     assert plan.tokens_kept == plan.tokens_in == 30
     assert not plan.weights.any()
     assert torch.equal(plan.restore(plan.merge(x)), x)
-    assert torch.equal(plan.owners(), torch.arange(30).repeat(2, 1))
+    assert torch.equal(owners_of(plan), torch.arange(30).repeat(2, 1))
 
 
 @pytest.mark.parametrize("fields", [*SETTINGS[:2], *SETTINGS[3:]], ids=str)
@@ -221,16 +223,16 @@ def test_ties_are_broken_by_position() -> None:
     x = torch.ones(1, 8, 2)
     plan = plan_merge(x, config(keep=0.75, partition="alternating"))  # sources 1, 3, 5, 7: two merge
     assert plan.preserved.tolist() == [[False, False, True, True]]
-    assert plan.owners().tolist() == [[0, 0, 2, 0, 4, 5, 6, 7]]
+    assert owners_of(plan).tolist() == [[0, 0, 2, 0, 4, 5, 6, 7]]
     tiled = plan_merge(torch.ones(1, 16, 2), config(keep=0.875, partition="alternating", tiles=2), (4, 4))
-    assert tiled.owners()[0].tolist() == [0, 0, 2, 2, *range(4, 16)]
+    assert owners_of(tiled)[0].tolist() == [0, 0, 2, 2, *range(4, 16)]
 
 
 def test_a_single_candidate_takes_the_source_whole() -> None:
     x = torch.tensor([[[1.0, 0.0], [1.0, 0.05], [0.0, 1.0], [-1.0, 0.0]]])
     plan = plan_merge(x, config(tau=0.9, partition="alternating"))
     assert plan.weights[0, 0].tolist() == [[1.0, 0.0], [0.0, 0.0]]
-    assert plan.owners().tolist() == [[0, 0, 2, 3]]
+    assert owners_of(plan).tolist() == [[0, 0, 2, 3]]
     torch.testing.assert_close(plan.merge(x)[0, 0], torch.tensor([1.0, 0.025]))
 
 
@@ -301,7 +303,7 @@ def test_preserved_tokens_come_back_bit_equal_and_special_ones_too() -> None:
     kept = plan.positions.src[plan.preserved[0]] + 2
     assert torch.equal(z[:, kept], x[:, kept])
     assert torch.equal(z[:, :2], x[:, :2])
-    assert plan.owners()[:, kept].tolist() == [kept.tolist()] * 2
+    assert owners_of(plan)[:, kept].tolist() == [kept.tolist()] * 2
 
 
 @pytest.mark.parametrize("fields", [{"keep": 0.5, "tiles": 4}, {"tau": 0.5}], ids=str)
@@ -329,7 +331,7 @@ def test_any_leading_dimensions() -> None:
     assert torch.equal(y.flatten(0, 1), flat.merge(x.flatten(0, 1)))
     assert plan.restore(y).shape == x.shape
     assert (plan.counts.shape, plan.preserved.shape) == ((2, 3, plan.positions.M), (2, 3, plan.positions.N))
-    assert plan.owners().shape == (2, 3, 16)
+    assert owners_of(plan).shape == (2, 3, 16)
     assert plan.weights.shape[:3] == (2, 3, 1)
     one = plan_merge(x[0, 0], cfg)
     assert torch.equal(one.restore(one.merge(x[0, 0])), plan.restore(y)[0, 0])
@@ -339,7 +341,7 @@ def test_tiles_keep_merging_inside_a_tile() -> None:
     x = torch.ones(1, 6 * 10, 3)
     plan = plan_merge(x, config(keep=0.01, tiles=4, partition="grid", stride=(2, 2)), (6, 10))
     rows, columns = torch.arange(60) // 10 // 4, torch.arange(60) % 10 // 4
-    owner = plan.owners()[0]
+    owner = owners_of(plan)[0]
     assert torch.equal(rows[owner], rows)
     assert torch.equal(columns[owner], columns)
     assert plan.tokens_kept == plan.positions.M == 15
@@ -475,7 +477,7 @@ def test_made_up_input_equals_the_loops(data: st.DataObject) -> None:
     y = plan.merge(x)
     torch.testing.assert_close(y.double(), slow.merge(x), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(plan.restore(y).double(), slow.restore(y), rtol=1e-5, atol=1e-5)
-    owners = plan.owners()
+    owners = owners_of(plan)
     assert torch.equal(owners.gather(1, owners), owners)
 
 

@@ -51,6 +51,55 @@ def check(pos: Positions, tokens: int) -> None:
     assert rows[pos.gather].tolist() == list(range(tokens))
 
 
+def destinations_by_loops(h: int, w: int, cfg: MaMeConfig, generator: torch.Generator) -> list[int]:
+    """Ascending row-major places of the destinations in one tile of h x w tokens."""
+    half = (h * w + 1) // 2
+    if cfg.partition == "alternating":
+        return list(range(0, h * w, 2))
+    if cfg.partition == "sequential":
+        return list(range(half))
+    if cfg.partition == "random":
+        return sorted(torch.randperm(h * w, generator=generator)[:half].tolist())
+    sh, sw = cfg.stride
+    found = []
+    for row, column in itertools.product(range(0, h, sh), range(0, w, sw)):
+        if cfg.partition == "random-grid":
+            y, x = torch.rand(2, generator=generator).tolist()
+            row, column = row + int(y * min(sh, h - row)), column + int(x * min(sw, w - column))
+        found.append(row * w + column)
+    return sorted(found)
+
+
+@pytest.mark.parametrize("tiles", [0, 2, 3, 8])
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("size", SIZES, ids=lambda s: f"{s[0]}x{s[1]}")
+def test_every_tensor_is_that_of_plain_loops(size: tuple[int, int], partition: str, tiles: int) -> None:
+    (h, w), stride = size, (3, 2) if tiles == 3 else (2, 2)
+    cfg, generator = config(partition, tiles=tiles, seed=5, stride=stride), torch.Generator().manual_seed(5)
+    dst, src = [], []  # positions, tile by tile
+    for top, left in itertools.product(range(0, h, tiles or h), range(0, w, tiles or w)):
+        th, tw = min(tiles or h, h - top), min(tiles or w, w - left)
+        tile = [(top + row) * w + left + column for row in range(th) for column in range(tw)]
+        chosen = destinations_by_loops(th, tw, cfg, generator)
+        dst.append([tile[i] for i in chosen])
+        src.append([p for i, p in enumerate(tile) if i not in chosen])
+    m, n = max(map(len, dst)), max(map(len, src))
+    flat = [p for block in dst for p in block]
+    slot = {p: t * n + i for t, block in enumerate(src) for i, p in enumerate(block)}
+    pos = positions(h * w, cfg, size)
+    assert pos.dst.tolist() == flat
+    assert pos.src.tolist() == sorted(slot)
+    padded = [d + d[:1] * (m - len(d)) + s + d[:1] * (n - len(s)) for d, s in zip(dst, src, strict=True)]
+    assert pos.slots.tolist() == padded
+    assert pos.src_real.tolist() == [slot[p] for p in sorted(slot)]
+    assert pos.source.tolist() == [slot.get(p, 0) for p in range(h * w)]
+    assert pos.gather.tolist() == [flat.index(p) if p in flat else len(flat) + slot[p] for p in range(h * w)]
+    for blocks, width, mask in ((dst, m, pos.dst_pad), (src, n, pos.src_pad)):
+        pad = [[i >= len(block) for i in range(width)] for block in blocks]
+        assert (mask is not None and mask.tolist() == pad) or (mask is None and not any(map(any, pad)))
+    assert (pos.dst_real is None) == (pos.dst_pad is None)
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 7, 50, 197, 256])
 def test_alternating_and_sequential_take_half_rounded_up(tokens: int) -> None:
     half = (tokens + 1) // 2

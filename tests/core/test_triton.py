@@ -18,8 +18,9 @@ import torch
 from diffusers.models.attention_processor import Attention
 
 from mame_sd import MachineError, MaMeConfig, apply_mame, plan_merge
+from mame_sd.core.owners import owners_of
 from mame_sd.core.reference import reference_plan
-from mame_sd.core.triton_plan import TORCH_INSTEAD, RowPlan
+from mame_sd.core.triton_plan import TORCH_INSTEAD, RowPlan, kernel_note
 from tests.builders.tiny import seeded, tiny_unet, unet_inputs
 
 pytest.importorskip("triton")
@@ -68,7 +69,7 @@ def test_plans_are_those_of_the_loops(name: str) -> None:
     assert isinstance(plan, RowPlan)
     for of in ("weights", "counts", "preserved", "kept"):
         assert torch.equal(getattr(plan, of), getattr(plain, of)), of
-    assert torch.equal(plan.owners(), plain.owners())
+    assert torch.equal(owners_of(plan), owners_of(plain))
     y = plan.merge(x)
     torch.testing.assert_close(y.cpu().double(), exact.merge(x.cpu().double()), rtol=0, atol=1e-5)
     assert torch.equal(plan.restore(y), plain.restore(y))
@@ -106,7 +107,7 @@ def test_constant_images_stay_as_they_are(dtype: torch.dtype, value: float) -> N
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_scale_does_not_matter(scale: float) -> None:
     x, config = tokens((8, 8)), MaMeConfig(kernel="triton")
-    assert torch.equal(plan_merge(x * scale, config, (8, 8)).owners(), plan_merge(x, config, (8, 8)).owners())
+    assert torch.equal(owners_of(plan_merge(x * scale, config, (8, 8))), owners_of(plan_merge(x, config, (8, 8))))
 
 
 @runs
@@ -116,7 +117,7 @@ def test_what_is_not_finite_goes_where_pytorch_puts_it(bad: float, position: int
     x, config = tokens((8, 16)), MaMeConfig(kernel="triton")
     x[0, position, 5] = bad
     plan, plain = plan_merge(x, config, (8, 16)), plan_merge(x, config.replace(kernel=None), (8, 16))
-    assert torch.equal(plan.owners(), plain.owners())
+    assert torch.equal(owners_of(plan), owners_of(plain))
     got, want = plan.merge(x), plain.merge(x)
     torch.testing.assert_close(got, want, equal_nan=True)
     assert not got[0].isfinite().all()
@@ -140,7 +141,7 @@ def test_gradients_and_float64_are_pytorchs_and_the_report_says_so() -> None:
     for served in (x.double(), x.clone().requires_grad_()):
         plan = plan_merge(served, config, (8, 8))
         assert not isinstance(plan, RowPlan)
-        assert plan.note == TORCH_INSTEAD
+        assert kernel_note(config, plan) == TORCH_INSTEAD
     plan, wanted = plan_merge(x, config, (8, 8)), x.clone().requires_grad_()
     plan.restore(plan.merge(wanted)).sum().backward()
     again = x.clone().requires_grad_()

@@ -10,6 +10,7 @@ import torch
 from diffusers.hooks import HookRegistry, ModelHook
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, remove_mame
+from mame_sd.core.owners import owners_of
 from mame_sd.core.partition import draw_at
 from mame_sd.diffusion.apply import has_hooks
 from tests.builders.layers import added_kv_unet, attention, every_config, tokens
@@ -327,7 +328,7 @@ def test_capture_keeps_the_latest_plans() -> None:
     for name, plan in plans.items():
         size = sizes[name]
         assert size is not None
-        assert plan.owners().shape == (2, size[0] * size[1])
+        assert owners_of(plan).shape == (2, size[0] * size[1])
     handle.capture(False)
     assert handle.plans() == {}
 

@@ -27,7 +27,7 @@ SIZE = (4, 6)  # of the attention's tokens at a latent of 8 x 12 in `tiny_sdxl_u
 FORMS: dict[str, dict[str, Any]] = {
     "default": {},
     "tau": {"tau": 0.3},
-    "plain": {"preset": "plain", "batch": "shared"},
+    "plain": {"preset": "plain"},
     "averaged": {"weights": "average", "tiles": 4, "stride": (3, 2)},
     "keys": {"feature": "k"},
     "all": {"mlp": 1.0, "cross": 1.0},

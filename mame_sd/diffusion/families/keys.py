@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mame_sd.core.merge import MergePlan
+from mame_sd.core.plan import Plan
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -34,7 +34,7 @@ class MergedKeys(TorchFunctionMode):
 
     def __init__(
         self,
-        plan: MergePlan,
+        plan: Plan,
         first: int,
         length: int,
         batch: int,

@@ -13,7 +13,7 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import MergePlan
+from mame_sd.core.plan import Plan
 from mame_sd.diffusion.families.unet import PLAIN_PROCESSORS, lie
 from mame_sd.diffusion.layer import Layer, LayerCall
 from mame_sd.diffusion.tokens import Tokens
@@ -33,7 +33,7 @@ class Part(Layer):
         """The tokens; a reason where the module may look at their places, or they are too few."""
         return _skip_reason(call, config) or lie(call.arguments["hidden_states"], known, config)
 
-    def merged(self, call: LayerCall, tokens: Tokens, plan: MergePlan, config: MaMeConfig) -> Any:
+    def merged(self, call: LayerCall, tokens: Tokens, plan: Plan, config: MaMeConfig) -> Any:
         """The module's output [B, L, C'] of merged tokens."""
         return plan.restore(call.run(hidden_states=plan.merge(call.arguments["hidden_states"])))
 

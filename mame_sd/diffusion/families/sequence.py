@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import MergePlan
 from mame_sd.core.partition import positions
+from mame_sd.core.plan import Plan
 from mame_sd.diffusion.families.family import Family, Rows
 from mame_sd.diffusion.families.keys import MergedKeys
 from mame_sd.diffusion.layer import Layer, LayerCall, Unmerged, compared
@@ -61,7 +61,7 @@ class SequenceAttention(Layer):
         hidden: Tensor = call.arguments[self.hidden]
         return compared(call.module, _Order(tokens, hidden.shape[1]).image(hidden), config.feature)
 
-    def merged(self, call: LayerCall, tokens: Tokens, plan: MergePlan, config: MaMeConfig) -> Any:
+    def merged(self, call: LayerCall, tokens: Tokens, plan: Plan, config: MaMeConfig) -> Any:
         """The attention's output: the image's tokens restored, all others as computed beside the merged ones."""
         hidden: Tensor = call.arguments[self.hidden]
         order = _Order(tokens, hidden.shape[1])
@@ -115,7 +115,7 @@ class SequenceAttention(Layer):
         """Whether keys and values merge alone."""
         return config.merge == "kv" and not _cuts_batches(call)
 
-    def _with_merged_keys(self, call: LayerCall, order: _Order, plan: MergePlan) -> Any:
+    def _with_merged_keys(self, call: LayerCall, order: _Order, plan: Plan) -> Any:
         """The attention's output of all queries, with the image's keys and values merged."""
         hidden: Tensor = call.arguments[self.hidden]
         text = call.arguments.get("encoder_hidden_states") if self.family.cross else None
@@ -139,7 +139,7 @@ class SequenceAttention(Layer):
         given = {**call.arguments, **changes, **self.family.select(call.arguments, order.rows(kept[i]))}
         return {name: _of_sample(value, kept.shape[0], i) for name, value in given.items()}
 
-    def _restored(self, output: Any, order: _Order, plan: MergePlan) -> Any:
+    def _restored(self, output: Any, order: _Order, plan: Plan) -> Any:
         if isinstance(output, Tensor):
             return order.restored(output, plan)
         return tuple(
@@ -172,7 +172,7 @@ class _Order:
             return image
         return torch.cat([t[:, : self.first], image, t[:, self.stop :]], 1)
 
-    def restored(self, y: Tensor, plan: MergePlan) -> Tensor:
+    def restored(self, y: Tensor, plan: Plan) -> Tensor:
         """All tokens from an output [B, L', ...], in the call's order."""
         flat = y.flatten(2)
         end = self.first + plan.tokens_kept
@@ -184,7 +184,7 @@ class _Order:
             image = torch.cat([flat[:, : self.first], image, flat[:, end:]], 1)
         return image.unflatten(2, y.shape[2:])
 
-    def positions(self, plan: MergePlan) -> Tensor:
+    def positions(self, plan: Plan) -> Tensor:
         """[n'] or [B, n']: where the merged tokens were among the image's."""
         kept = plan.kept
         if self.times == 1:

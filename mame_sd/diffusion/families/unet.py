@@ -16,7 +16,7 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import MergePlan
+from mame_sd.core.plan import Plan
 from mame_sd.diffusion.layer import Layer, LayerCall, compared
 from mame_sd.diffusion.tokens import Call, Tokens
 
@@ -64,7 +64,7 @@ class PlainAttention(Layer):
         """The layer's input, or its keys."""
         return compared(call.module, call.arguments["hidden_states"], config.feature)
 
-    def merged(self, call: LayerCall, tokens: Tokens, plan: MergePlan, config: MaMeConfig) -> Any:
+    def merged(self, call: LayerCall, tokens: Tokens, plan: Plan, config: MaMeConfig) -> Any:
         """The attention's output [B, L, C] of merged tokens, or of all queries with merged keys and values."""
         merged = plan.merge(call.arguments["hidden_states"])
         if config.merge == "qkv":

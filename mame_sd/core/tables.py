@@ -1,0 +1,151 @@
+"""The index tensors of one partition of an image into destinations and sources, made by tensor operations.
+
+Without tiles there is one block, the whole sequence; else every square tile is a block with a partition of its own, in which
+positions count in row-major order. Blocks of unequal size are padded to the largest and carry masks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """A partition of L positions into T blocks of at most m destinations and n sources each.
+
+    M and N count the real destinations and sources of all blocks, so M + N = L. Slots are the entries of a
+    block-shaped tensor, T * m or T * n of them, read row by row; a padded slot repeats a real position of its block.
+    """
+
+    dst: Tensor  # [M] positions of the destinations, block by block
+    src: Tensor  # [N] positions of the sources, ascending over the whole sequence
+    slots: Tensor  # [T, m + n] position of every slot of a block, destinations first
+    dst_real: Tensor | None  # [M] the slots that are not padding; None: all of them
+    src_real: Tensor  # [N] the slot of each source, in the order of `src`
+    dst_pad: Tensor | None  # [T, m] True at padding; None: there is none
+    src_pad: Tensor | None  # [T, n] True at padding; None: there is none
+    gather: Tensor  # [L] row of each position in concat(destinations [M], source slots [T * n])
+    source: Tensor  # [L] source slot of each position; 0 at destinations
+    m: int  # destination slots of a block
+
+    @property
+    def L(self) -> int:
+        return self.gather.shape[0]
+
+    @property
+    def M(self) -> int:
+        return self.dst.shape[0]
+
+    @property
+    def N(self) -> int:
+        return self.src.shape[0]
+
+    @property
+    def blocks(self) -> int:
+        return self.slots.shape[0]
+
+    @property
+    def n(self) -> int:
+        return self.slots.shape[1] - self.m
+
+    @property
+    def dst_slots(self) -> Tensor:
+        """[T, m] position of every destination slot"""
+        return self.slots[:, : self.m]
+
+    @property
+    def src_slots(self) -> Tensor:
+        """[T, n] position of every source slot"""
+        return self.slots[:, self.m :]
+
+    def to(self, device: torch.device | str) -> Positions:
+        """These positions with their tensors on `device`."""
+        moved: dict[str, Any] = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in vars(self).items()}
+        return Positions(**moved)
+
+
+def partitioned(draw: int, h: int, w: int, partition: str, sh: int, sw: int, seed: int, tile_side: int) -> Positions:
+    """The partition of h x w positions, on PyTorch's default device, which has to be the CPU.
+
+    Args:
+        draw: which of the partitions that `seed` gives; read by the random ones alone, as `seed` is.
+        partition: its name in MaMeConfig.
+        sh, sw: rows and columns of a cell, read by the grids alone.
+        tile_side: side of a tile; 0: all positions are one block.
+    """
+    tile_row, row, height = _cut(h, tile_side)
+    tile_column, column, width = _cut(w, tile_side)
+    tile = (tile_row.unsqueeze(1) * (int(tile_column[-1]) + 1) + tile_column).flatten()
+    place = (row.unsqueeze(1) * width + column).flatten()  # in its tile, row by row
+    order = tile.argsort(stable=True)  # positions tile by tile
+    # The generator reads 32 bits of a seed.
+    generator = torch.Generator().manual_seed((seed + draw * 0x9E3779B1) % 2**32)
+    if partition == "alternating":
+        is_dst = place % 2 == 0
+    elif partition == "sequential":
+        is_dst = place < (height.unsqueeze(1) * width).flatten().add(1) // 2
+    elif partition == "random":
+        blocks = order.split(tile.bincount().tolist())
+        half = [b.index_select(0, torch.randperm(len(b), generator=generator)[: (len(b) + 1) // 2]) for b in blocks]
+        is_dst = _mask(h * w, torch.cat(half))
+    else:
+        is_dst = ((row % sh == 0).unsqueeze(1) & (column % sw == 0)).flatten()
+    if partition == "random-grid":
+        corner = order.masked_select(is_dst.index_select(0, order))
+        y, x = torch.rand(len(corner), 2, generator=generator).double().unbind(1)
+        down = y * (height - row).clamp(max=sh).index_select(0, corner // w)  # a tile's border cuts cells
+        right = x * (width - column).clamp(max=sw).index_select(0, corner % w)
+        is_dst = _mask(h * w, corner + down.long() * w + right.long())
+    return _layout(tile, order, is_dst)
+
+
+def _cut(length: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each of `length` rows (or columns): the number of its tile, its place in it, and how many the tile has."""
+    at, side = torch.arange(length), side or length
+    return at // side, at % side, (length - at + at % side).clamp(max=side)
+
+
+def _mask(length: int, at: Tensor) -> Tensor:
+    return torch.zeros(length, dtype=torch.bool).index_fill_(0, at, True)
+
+
+def _layout(tile: Tensor, order: Tensor, is_dst: Tensor) -> Positions:
+    """The index tensors, from the tile of each position [L], all positions tile by tile [L], and which are destinations [L]."""
+    # index_select, for t[index] of a few thousand entries starts threads.
+    is_dst = is_dst.index_select(0, order)
+    dst, src = order.masked_select(is_dst), order.masked_select(~is_dst)
+
+    def placed(which: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each position its tile and its number among those of the tile, and how many every tile has [T]."""
+        its_tile = tile.index_select(0, which)
+        count = its_tile.bincount(minlength=int(tile[-1]) + 1)
+        first = (count.cumsum(0) - count).index_select(0, its_tile)
+        return its_tile, torch.arange(len(which)) - first, count
+
+    dst_tile, dst_rank, dst_count = placed(dst)
+    src_tile, src_rank, src_count = placed(src)
+    m, n = int(dst_count.max()), int(src_count.max())
+    slots = dst.masked_select(dst_rank == 0).repeat_interleave(m + n)  # padding: the first destination of the tile
+    slots.index_copy_(0, dst_tile * (m + n) + dst_rank, dst)
+    slots.index_copy_(0, src_tile * (m + n) + m + src_rank, src)
+    dst_pad = torch.arange(m) >= dst_count.unsqueeze(1)
+    src_pad = torch.arange(n) >= src_count.unsqueeze(1)
+    source = torch.zeros_like(order).index_copy_(0, src, src_tile * n + src_rank)
+    gather = (source + len(dst)).index_copy_(0, dst, torch.arange(len(dst)))
+    ascending = src.sort().values
+    return Positions(
+        dst=dst,
+        src=ascending,
+        slots=slots.view(-1, m + n),
+        dst_real=dst_tile * m + dst_rank if dst_pad.any() else None,
+        src_real=source.index_select(0, ascending),
+        dst_pad=dst_pad if dst_pad.any() else None,
+        src_pad=src_pad if src_pad.any() else None,
+        gather=gather,
+        source=source,
+        m=m,
+    )
