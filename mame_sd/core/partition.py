@@ -74,7 +74,8 @@ def positions(
     stride = config.stride if config.partition in GRIDS else (1, 1)
     seed = config.seed if config.partition in DRAWN else 0
     h, w = size
-    key = int(h), int(w), config.partition, *stride, seed, config.tiles, str(device)
+    # `or 0`: torch.compile takes only those numbers as constants that something has looked at.
+    key = int(h), int(w), config.partition, *stride, seed or 0, config.tiles or 0, str(device)
     first = Positions(*_looked_up(*key))
     if draw is None or not config.redraw or config.partition not in DRAWN:
         return first
