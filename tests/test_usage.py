@@ -11,7 +11,7 @@ import pytest
 
 import mame_sd
 from mame_sd import MaMeConfig, pipelines
-from mame_sd.diffusion.families import family as families
+from mame_sd.diffusion.families.transformers import family_names
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "docs" / "usage.md", ROOT / "docs" / "compatibility.md", ROOT / "comfyui" / "README.md"]
@@ -33,7 +33,7 @@ def test_examples_run() -> None:
     assert scope["handle"].active is False
     assert scope["handle"].report().layers
     _run(family)
-    assert families.family_names().count("MyTransformer2DModel") == 1
+    assert family_names().count("MyTransformer2DModel") == 1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
