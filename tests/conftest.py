@@ -1,8 +1,11 @@
-"""Settings for the whole suite: nothing goes to a network, two-core machines are not oversubscribed."""
+"""For the whole suite: nothing goes to a network, two-core machines are not oversubscribed, one tiny model for all."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -10,5 +13,20 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 import torch
 from diffusers.utils import logging
 
+from mame_sd.runs.loading import LoadedModel, load_model
+from mame_sd.runs.model_files import ModelChoice
+from tests.builders.tiny import save_tiny_pipeline
+
 torch.set_num_threads(1)
 logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Stable Diffusion pipeline, saved. Whoever changes it works on a copy."""
+    return save_tiny_pipeline(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: Path) -> LoadedModel:
+    return load_model(ModelChoice(model=str(model_folder), device="cpu"))

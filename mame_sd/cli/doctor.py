@@ -39,7 +39,7 @@ class Check:
 def examine(choice: ModelChoice) -> list[Check]:
     """Run every check. Nothing is downloaded unless `choice` names a hub model."""
     checks = [*_versions(), _device(choice)]
-    for name, check in (("fused attention", _fused_attention), ("merging", _merging), ("float16", _half)):
+    for name, check in (("fused attention", fused_attention), ("merging", _merging), ("float16", _half)):
         checks.append(_guarded(name, check, choice))
     usable = next(check for check in checks if check.name == "device").state != "fail"
     return [*checks, _model(choice, choice.device if usable else "cpu"), _lora(), _threads(), _disk()]
@@ -94,7 +94,7 @@ def _device(choice: ModelChoice) -> Check:
     )
 
 
-def _fused_attention(device: torch.device, kernels: Sequence[str] = FUSED_KERNELS) -> Check:
+def fused_attention(device: torch.device, kernels: Sequence[str] = FUSED_KERNELS) -> Check:
     """Which of the fused `kernels` run on the device; a note when none does."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

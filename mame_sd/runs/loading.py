@@ -89,7 +89,7 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     with _loading(name):
         pipe = _load_file(source, choice, dtype) if source.is_file() else _load_folder(source, choice, dtype)
         saved = None if source.is_file() else read_saved_merging(source)
-    _check_text_to_image(pipe, name)
+    check_text_to_image(pipe, name)
     if choice.scheduler is not None:
         set_scheduler(pipe, choice.scheduler)
     add_loras(pipe, choice.loras, choice.offline)
@@ -200,7 +200,8 @@ def _load_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
         ) from error
 
 
-def _check_text_to_image(pipe: Any, name: str) -> None:
+def check_text_to_image(pipe: Any, name: str) -> None:
+    """Raise UserError for a pipeline that does not make images of a prompt alone."""
     parameters = inspect.signature(pipe.__call__).parameters
     needed = [p for p in ("image", "mask_image", "video", "audio") if p in parameters]
     if "prompt" not in parameters or "num_inference_steps" not in parameters or needed:

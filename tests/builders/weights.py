@@ -1,4 +1,4 @@
-"""`mame-sd-eval` that trusts the weights in a folder, whatever their sha256: what a launcher starts, no test can patch.
+"""`mame-sd-eval` that trusts the weights in a folder, whatever their sha256: a test can't monkeypatch what a launcher starts.
 
 python -m tests.builders.weights WEIGHTS score ...
 """

@@ -18,16 +18,11 @@ from typer.main import get_command
 
 from mame_sd.cli import app as cli
 from mame_sd.config import MaMeConfig
+from tests.builders.console import error_of
 from tests.builders.tiny import save_tiny_pipeline
-from tests.cli.test_errors import error_of
 
 LONG = "x" * 300
 PLAIN_NAMES = {"seed": "--mame-seed", "variant": "--mame-variant"}
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_pipeline(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture

@@ -24,20 +24,9 @@ from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.prompt_files import prompts_from_texts
 from mame_sd.runs.sampling import sample
-from tests.builders.tiny import save_tiny_pipeline
 
 TWO_STEPS = GenerateSettings(steps=2)
 SMALL = MaMeConfig(min_tokens=16)
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_pipeline(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def model(model_folder: Path) -> LoadedModel:
-    return load_model(ModelChoice(model=str(model_folder), device="cpu"))
 
 
 def test_panels_are_the_baseline_and_then_each_setting(model: LoadedModel) -> None:

@@ -10,14 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mame_sd.cli import app as cli
-from mame_sd.cli.doctor import _fused_attention
-from tests.builders.tiny import save_tiny_pipeline
-from tests.cli.test_errors import error_of
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_pipeline(tmp_path_factory.mktemp("models") / "tiny")
+from mame_sd.cli.doctor import fused_attention
+from tests.builders.console import error_of
 
 
 def test_doctor_says_what_would_fail(capsys: pytest.CaptureFixture[str], model_folder: Path) -> None:
@@ -55,7 +49,7 @@ def test_doctor_reads_the_weights(
     assert damage != "nan" or "unet.conv_in.weight" in line
 
 
-def test_doctor_notes_that_there_is_no_fused_attention() -> None:
+def test_doctor_notes_that_there_is_nofused_attention() -> None:
     cpu = torch.device("cpu")
-    assert _fused_attention(cpu).state == "ok"
-    assert _fused_attention(cpu, ("CUDNN_ATTENTION",)).state == "note"
+    assert fused_attention(cpu).state == "ok"
+    assert fused_attention(cpu, ("CUDNN_ATTENTION",)).state == "note"

@@ -12,6 +12,7 @@ import torch
 
 from mame_sd.cli.errors import exit_status
 from mame_sd.errors import UserError
+from tests.builders.console import error_of
 
 ROOT = Path(__file__).parents[2]
 # Runs `mame-sd` after something was made to happen at the import of a module.
@@ -31,14 +32,6 @@ sys.argv = ["mame-sd", "generate", "--prompt", "key", "--out", "run"]
 from mame_sd.__main__ import main
 main()
 """
-
-
-def error_of(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one error line that stderr ends with."""
-    lines = capsys.readouterr().err.splitlines()
-    assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
-    assert not any("Traceback" in line for line in lines)
-    return lines[-1]
 
 
 def test_the_machine_has_its_own_status(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.prompt_files import Prompt, prompts_from_texts
 from tests.builders.tiny import save_tiny_pipeline, seeded
-from tests.matrix.transformers import FLUX, flux_inputs, normal
+from tests.builders.transformers import FLUX, flux_inputs, normal
 
 SMALL = MaMeConfig(min_tokens=16)
 PROMPTS = prompts_from_texts(["a red key", "an owl"])

@@ -15,19 +15,11 @@ from mame_sd.cli import app as cli
 from mame_sd.cli.show_merge import capture_merge
 from mame_sd.cli.ui import SideBySide, serve
 from mame_sd.runs.jobs import GenerateSettings
-from mame_sd.runs.loading import LoadedModel, load_model
-from mame_sd.runs.model_files import ModelChoice
+from mame_sd.runs.loading import LoadedModel
 from tests.builders.chromium import chromium
-from tests.builders.tiny import save_tiny_pipeline
-from tests.cli.test_errors import error_of
+from tests.builders.console import error_of
 
 SMALL = MaMeConfig(min_tokens=16)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    folder = save_tiny_pipeline(tmp_path_factory.mktemp("models") / "tiny")
-    return load_model(ModelChoice(model=str(folder), device="cpu"))
 
 
 @pytest.fixture(scope="module")

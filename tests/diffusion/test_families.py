@@ -26,7 +26,7 @@ from mame_sd.diffusion.layer import merged_call
 from mame_sd.families import Family, Tokens, register_family
 from mame_sd.report import LayerStats
 from tests.builders.tiny import seeded, tiny_unet
-from tests.matrix.transformers import FLUX, TEXT, H, W, flux_inputs, normal, run
+from tests.builders.transformers import FLUX, TEXT, H, W, flux_inputs, normal, run
 
 N = H * W
 FIELDS: list[dict[str, Any]] = [{"keep": 0.5, "merge": "qkv"}, {"tau": 0.1}]

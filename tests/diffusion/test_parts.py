@@ -20,7 +20,7 @@ from mame_sd.core.reference import reference_plan
 from mame_sd.diffusion.apply import has_hooks
 from tests.builders.layers import attention, motion_unet
 from tests.builders.tiny import generate, run_unet, seeded, tiny_components, tiny_pipeline, tiny_sdxl_unet, tiny_unet
-from tests.matrix.transformers import FLUX
+from tests.builders.transformers import FLUX
 
 ON: dict[str, Any] = {"mlp": 0.5, "cross": 0.4, "min_tokens": 24}
 SIZE = (4, 6)  # of the attention's tokens at a latent of 8 x 12 in `tiny_sdxl_unet`

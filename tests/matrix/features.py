@@ -15,9 +15,10 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from torch import Tensor
 
+from tests.builders.pipelines import once, quiet, sd, sdxl
 from tests.builders.tiny import TEXT_DIM, tiny_pipeline, tiny_unet, unet_inputs
 from tests.matrix.rows import Absent, Row
-from tests.matrix.unets import LEVELS, once, quiet, sd, sdxl
+from tests.matrix.unets import LEVELS
 
 
 @cache

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from mame_sd import MaMeAttnProcessor, NothingMergedError, apply_mame, remove_mame
+from tests.builders.pipelines import once
 from tests.builders.tiny import LATENT, tiny_pipeline, tiny_unet, unet_inputs
+from tests.builders.transformers import FLUX, flux_inputs, model, normal, run
 from tests.matrix.features import cached, uncached
 from tests.matrix.rows import Check
-from tests.matrix.transformers import FLUX, flux_inputs, model, normal, run
-from tests.matrix.unets import LEVELS, once
+from tests.matrix.unets import LEVELS
 
 HALF: dict[str, Any] = {"keep": 0.5, "min_tokens": 60}
 

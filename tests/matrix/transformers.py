@@ -2,77 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import diffusers
 import torch
-from torch import Tensor, nn
 
-from tests.builders.tiny import seeded
+from tests.builders.transformers import (
+    FLUX,
+    HEADS,
+    IMAGE,
+    PATCHED,
+    STEP,
+    TEXT,
+    H,
+    W,
+    flux_inputs,
+    model,
+    normal,
+    reference_image,
+    run,
+)
 from tests.matrix.rows import Row
 
-H, W, TEXT = 8, 12, 7  # tokens of the image, and of the text
-HALF = {"qkv": {"keep": 0.5, "merge": "qkv"}}
 BOTH = {"kv": {"keep": 0.5}, "qkv": {"keep": 0.5, "merge": "qkv"}}
 DEFAULT = {"default": {"keep": 0.5}, "tau": {"tau": -1.0, "stride": (1, 2)}}  # keys and values; queries too
-STEP = {"timestep": torch.tensor([500.0, 500.0])}
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def model(name: str, **config: Any) -> Callable[[], nn.Module]:
-    """Builds diffusers' class of that name; parameters that are made as zero or empty are drawn too."""
-
-    def build() -> nn.Module:
-        module = seeded(getattr(diffusers, name), 0, **config)
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for key, parameter in module.named_parameters():
-                blank = key.endswith(("gate", "pad_token", "register_tokens")) or not parameter.any()
-                if parameter.dim() > 0 and blank and not key.endswith("bias"):
-                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-        return module
-
-    return build
-
-
-def run(inputs: dict[str, Any], transformer: Any) -> Tensor:
-    with torch.no_grad():
-        output = transformer(**inputs, return_dict=False)[0]
-    return output if isinstance(output, Tensor) else torch.stack(list(output))
 
 
 def row(name: str, build: Any, inputs: dict[str, Any], merges: dict[int, int], **kwargs: Any) -> Row:
     return Row(name, build, partial(run, inputs), merges, **{"modes": DEFAULT, "processor": "error", **kwargs})
 
 
-def flux_inputs() -> dict[str, Any]:
-    rows = torch.arange(H).repeat_interleave(W)
-    ids = torch.stack([torch.zeros(H * W, dtype=torch.long), rows, torch.arange(W).repeat(H)], 1)
-    return {
-        "hidden_states": normal(2, H * W, 4),
-        "encoder_hidden_states": normal(2, TEXT, 16),
-        "img_ids": ids.float(),
-        "txt_ids": torch.zeros(TEXT, 3),
-    }
-
-
-def reference_image() -> dict[str, Any]:
-    """Flux Kontext: the tokens of a second image, 4 x 5, behind those of the painted one."""
-    inputs = flux_inputs()
-    second = torch.stack([torch.ones(20), torch.arange(4.0).repeat_interleave(5), torch.arange(5.0).repeat(4)], 1)
-    inputs["img_ids"] = torch.cat([inputs["img_ids"], second])
-    inputs["hidden_states"] = normal(2, H * W + 20, 4)
-    return inputs
-
-
-PATCHED: dict[str, Any] = {"sample_size": 32, "patch_size": 2, "in_channels": 4, "num_layers": 2}
-HEADS: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 16}
-IMAGE = normal(2, 4, 2 * H, 2 * W)
 PIXART = model(
     "PixArtTransformer2DModel", **PATCHED, **HEADS, out_channels=8, cross_attention_dim=32, caption_channels=16
 )
@@ -81,14 +40,6 @@ PIXART_INPUTS = {
     "encoder_hidden_states": normal(2, TEXT, 16),
     "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
     "timestep": torch.tensor([5, 5]),
-}
-FLUX: dict[str, Any] = {
-    "in_channels": 4,
-    "num_layers": 2,
-    "num_single_layers": 2,
-    **HEADS,
-    "joint_attention_dim": 16,
-    "axes_dims_rope": (4, 4, 8),
 }
 WAN = model(
     "WanTransformer3DModel",

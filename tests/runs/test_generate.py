@@ -21,28 +21,16 @@ from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.generate import Summary, generate
 from mame_sd.runs.jobs import GenerateSettings, cut_batches, generator_of, jobs_of
-from mame_sd.runs.loading import LoadedModel, load_model
-from mame_sd.runs.model_files import ModelChoice
+from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import Prompt, prompts_from_texts
 from mame_sd.runs.run_folder import RunFolder
 from tests.builders.kills import snapshot
-from tests.builders.tiny import save_tiny_pipeline
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = prompts_from_texts(["key", "ant", "star"])
 MERGED = MaMeConfig(keep=0.5, min_tokens=16)
 FAST = GenerateSettings(steps=1)
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_pipeline(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def model(model_folder: Path) -> LoadedModel:
-    return load_model(ModelChoice(model=str(model_folder), device="cpu"))
 
 
 def run(

@@ -20,7 +20,7 @@ from mame_sd.embedded import model as subjects
 from mame_sd.errors import UserError
 from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import GenerateSettings
-from mame_sd.runs.loading import _check_text_to_image, load_model, options_of
+from mame_sd.runs.loading import check_text_to_image, load_model, options_of
 from mame_sd.runs.model_files import ModelChoice, digest_of, find_model
 from mame_sd.runs.prompt_files import prompts_from_texts
 from tests.builders.single_file import save_single_file
@@ -28,17 +28,12 @@ from tests.builders.tiny import generate as images_of
 from tests.builders.tiny import save_tiny_pipeline, tiny_components, tiny_pipeline
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_pipeline(tmp_path_factory.mktemp("models") / "tiny")
-
-
 def choice(folder: Path, *loras: str, scheduler: str | None = None) -> ModelChoice:
     return ModelChoice(model=str(folder), device="cpu", loras=loras, scheduler=scheduler)
 
 
-def test_identity_follows_the_files_not_their_place(folder: Path, tmp_path: Path) -> None:
-    first = load_model(choice(folder)).identity
+def test_identity_follows_the_files_not_their_place(model_folder: Path, tmp_path: Path) -> None:
+    first = load_model(choice(model_folder)).identity
     moved = save_tiny_pipeline(tmp_path / "elsewhere" / "tiny")
     assert load_model(choice(moved)).identity == first
     other = save_tiny_pipeline(tmp_path / "other" / "tiny", seed=9)
@@ -58,32 +53,32 @@ def test_the_digest_sees_every_byte(tmp_path: Path) -> None:
     assert len(digests) == 4
 
 
-def test_identity_tells_variants_and_single_file_configs_apart(folder: Path, tmp_path: Path) -> None:
+def test_identity_tells_variants_and_single_file_configs_apart(model_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"x")
     (tmp_path / "other").mkdir()
     first, second, hub = (
         options_of(file, ModelChoice(model=str(file), single_file_config=config))["single_file_config"]
-        for config in (str(folder), str(tmp_path / "other"), "owner/name")
+        for config in (str(model_folder), str(tmp_path / "other"), "owner/name")
     )
     assert (first["name"], second["name"]) == ("tiny", "other")
     assert first["sha256"] != second["sha256"]
     assert hub == {"name": "owner/name", "sha256": None}
-    assert load_model(choice(folder)).identity["variant"] is None
-    assert options_of(folder, ModelChoice(variant="fp16", single_file_config="x")) == {
+    assert load_model(choice(model_folder)).identity["variant"] is None
+    assert options_of(model_folder, ModelChoice(variant="fp16", single_file_config="x")) == {
         "variant": "fp16",
         "single_file_config": None,
     }
 
 
-def test_a_scheduler_keeps_the_models_noise_schedule(folder: Path) -> None:
-    model = load_model(choice(folder, scheduler="dpm++-karras"))
+def test_a_scheduler_keeps_the_models_noise_schedule(model_folder: Path) -> None:
+    model = load_model(choice(model_folder, scheduler="dpm++-karras"))
     assert type(model.pipe.scheduler).__name__ == "DPMSolverMultistepScheduler"
     assert model.pipe.scheduler.config.beta_end == 0.012
     assert model.pipe.scheduler.config.use_karras_sigmas is True
 
 
-def test_loras_change_images_and_identity(folder: Path, tmp_path: Path) -> None:
+def test_loras_change_images_and_identity(model_folder: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     pipe = tiny_pipeline()
     with torch.random.fork_rng(devices=[]):
@@ -97,7 +92,7 @@ def test_loras_change_images_and_identity(folder: Path, tmp_path: Path) -> None:
     file = str(tmp_path / "style.safetensors")
     images = []
     for number, loras in enumerate([(), (file,), (f"{file}:0.5",), (file, f"{file}:0")]):
-        model = load_model(choice(folder, *loras))
+        model = load_model(choice(model_folder, *loras))
         generate(model, prompts_from_texts(["key"]), GenerateSettings(steps=1), None, tmp_path / str(number))
         images.append((tmp_path / str(number) / "images" / "p00001_0.png").read_bytes().partition(b"IDAT")[2])
         assert [lora["scale"] for lora in model.identity["loras"]] == [[], [1.0], [0.5], [1.0, 0.0]][number]
@@ -105,13 +100,13 @@ def test_loras_change_images_and_identity(folder: Path, tmp_path: Path) -> None:
     assert images[3] == images[1]
     (tmp_path / "bad.safetensors").write_bytes(b"x" * 99)
     with pytest.raises(UserError, match=r"--lora .*bad\.safetensors: expected a LoRA for StableDiffusionPipeline"):
-        load_model(choice(folder, str(tmp_path / "bad.safetensors")))
+        load_model(choice(model_folder, str(tmp_path / "bad.safetensors")))
     with pytest.raises(UserError, match="expected a finite scale"):
-        load_model(choice(folder, f"{file}:nan"))
+        load_model(choice(model_folder, f"{file}:nan"))
 
 
-def test_one_side_is_filled_with_the_models_own(folder: Path, tmp_path: Path) -> None:
-    model = load_model(choice(folder))
+def test_one_side_is_filled_with_the_models_own(model_folder: Path, tmp_path: Path) -> None:
+    model = load_model(choice(model_folder))
     assert model.default_size == (32, 32)
     generate(model, prompts_from_texts(["key"]), GenerateSettings(steps=1, width=48), None, tmp_path)
     assert '"height": 32' in (tmp_path / "samples.jsonl").read_text()
@@ -130,7 +125,7 @@ def test_pipelines_that_are_no_text_to_image_are_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize("kind", [TextToVideoSDPipeline, WanPipeline, StableAudioPipeline])
 def test_pipelines_that_make_video_or_audio_are_refused(kind: Any) -> None:
     with pytest.raises(UserError, match="expected a pipeline that makes images, got " + kind.__name__):
-        _check_text_to_image(kind.__new__(kind), "x")  # its arguments alone decide
+        check_text_to_image(kind.__new__(kind), "x")  # its arguments alone decide
 
 
 def test_our_own_pipeline_loads_without_its_class(tmp_path: Path) -> None:
@@ -141,9 +136,9 @@ def test_our_own_pipeline_loads_without_its_class(tmp_path: Path) -> None:
     assert type(model.pipe).__name__ == "StableDiffusionPipeline"
 
 
-def test_a_single_file_gives_the_pipeline_that_it_was_made_of(folder: Path, tmp_path: Path) -> None:
+def test_a_single_file_gives_the_pipeline_that_it_was_made_of(model_folder: Path, tmp_path: Path) -> None:
     file = save_single_file(tiny_pipeline(), tmp_path / "model.safetensors")
-    model = load_model(ModelChoice(model=str(file), single_file_config=str(folder), device="cpu", offline=True))
+    model = load_model(ModelChoice(model=str(file), single_file_config=str(model_folder), device="cpu", offline=True))
     assert type(model.pipe).__name__ == model.identity["pipeline"] == "StableDiffusionPipeline"
     assert (model.identity["name"], model.identity["single_file_config"]["name"]) == ("model.safetensors", "tiny")
     assert torch.equal(images_of(model.pipe), images_of(tiny_pipeline()))
