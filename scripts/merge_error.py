@@ -10,11 +10,12 @@ of interleaved runs on this machine.
 
 import argparse
 import json
-import time
+from functools import partial
 
 import numpy as np
 import torch
 from diffusers import StableDiffusionPipeline
+from mame_sd.eval.timing import quartiles, timed
 
 from mame_sd import MaMeConfig, apply_mame, embedded_model_path, remove_mame
 from mame_sd.embedded import model as subjects
@@ -58,9 +59,9 @@ def noised_inputs(pipe: StableDiffusionPipeline, images: int) -> list[tuple[torc
 def run(pipe: StableDiffusionPipeline, inputs: list) -> tuple[list[torch.Tensor], list[float]]:
     outputs, seconds = [], []
     for latents, t, text in inputs:
-        start = time.perf_counter()
-        outputs.append(pipe.unet(latents, t, text).sample)
-        seconds.append(time.perf_counter() - start)
+        output, taken = timed(partial(pipe.unet, latents, t, text), pipe.device)
+        outputs.append(output.sample)
+        seconds.append(taken)
     return outputs, seconds
 
 
@@ -78,7 +79,7 @@ def measure(pipe: StableDiffusionPipeline, inputs: list, fields: dict[str, objec
         "kept": kept,
         "work": kept if config.merge == "kv" else kept**2,
         "error": error,
-        "ratio": float(np.median(before) / np.median(after)),
+        "ratio": quartiles(before)[1] / quartiles(after)[1],
     }
 
 

@@ -1,4 +1,4 @@
-"""Latency and peak memory of several methods on one model, timed interleaved: each round on the next batch of prompts."""
+"""Latency and peak memory of several rows on one model, timed interleaved: each round on the next batch of prompts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,10 +16,11 @@ from mame_sd.diffusion.apply import denoiser_of
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, Job, call_of, cut_batches
 from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.methods import InstalledMethod
 from mame_sd.runs.sampling import sample
 
 from ..timing import interleaved, synchronize, timed
-from .methods import Method
+from .rows import Row
 from .timings import Timing, read_record, write_record
 
 WARM_UP_STEPS = 2
@@ -31,39 +31,39 @@ def bench(
     model: LoadedModel,
     settings: GenerateSettings,
     batches: Sequence[Sequence[Job]],
-    methods: Sequence[Method],
+    rows: Sequence[Row],
     rounds: int,
     record: Path,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     must_merge: bool = False,
 ) -> dict[str, list[Timing]]:
-    """Time one batch with every method, `rounds` times over; by method, in order of rounds.
+    """Time one batch with every row, `rounds` times over; by row, in order of rounds.
 
     Args:
         batches: alike (`alike_batches`); a round takes the next one, and after the last the first. Peaks of memory on the
             CPU, which its rounds do not give, are those of the first.
         record: JSON lines that hold the timings of every round as soon as it ends. A stopped call continues after the
-            last round in them. Were they taken of anything else (prompts, methods and their settings, model, machine),
+            last round in them. Were they taken of anything else (prompts, rows and their settings, model, machine),
             it starts over.
 
-    Raises UserError when `record` is another file and, if `must_merge`, when a method does nothing to the first batch.
+    Raises UserError when `record` is another file and, if `must_merge`, when a row does nothing to the first batch.
     """
     about = {
         "environment": environment(model),
         "model": model.identity,
         "settings": asdict(settings),
         "batches": [[asdict(job) for job in batch] for batch in batches],
-        "methods": {method.name: method.config for method in methods},
+        "methods": {row.name: row.config for row in rows},
     }
     done = read_record(record, about)
-    by_name = {method.name: method for method in methods}
+    by_name = {row.name: row for row in rows}
     peaks: dict[str, Timing] = {}
 
     def warm_up(name: str) -> None:
-        with installed(model, by_name[name], batches[0]) as patched:
+        with installed(model, by_name[name], batches[0]) as method:
             sample(model, replace(settings, steps=min(WARM_UP_STEPS, settings.steps)), batches[0])
-            if must_merge and patched is not None:
-                patched.levels()
+            if must_merge and method is not None:
+                method.levels()
         if model.pipe.device.type == "cpu":  # CUDA counts while it is timed, the CPU in a call of its own
             peaks[name] = peak_call(model, replace(settings, steps=1), batches[0], by_name[name])
 
@@ -87,8 +87,8 @@ def alike_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:
     return [batch for batch in batches if len(batch) == len(first) and call_of(batch[0]) == call_of(first[0])]
 
 
-def timed_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], method: Method) -> Timing:
-    """One call of the pipeline with `method` installed, on a device that has nothing else to do."""
+def timed_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], row: Row) -> Timing:
+    """One call of the pipeline with the row's method installed, on a device that has nothing else to do."""
     device = model.pipe.device
     marks: dict[str, float] = {}
     peak: dict[str, int] = {}
@@ -100,7 +100,7 @@ def timed_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Jo
             if name == "decoding" and device.type == "cuda":
                 peak["denoising"] = torch.cuda.max_memory_allocated(device)
 
-    with installed(model, method, jobs), _marking(model, at):
+    with installed(model, row, jobs), _marking(model, at):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         _, seconds = timed(lambda: sample(model, settings, jobs), device)
@@ -110,7 +110,7 @@ def timed_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Jo
     return Timing(seconds / len(jobs), denoising, torch.cuda.max_memory_allocated(device), peak.get("denoising"))
 
 
-def peak_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], method: Method) -> Timing:
+def peak_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], row: Row) -> Timing:
     """Peak memory of one call on the CPU, from the profiler's record of every allocation; its seconds mean nothing."""
 
     def at(name: str) -> None:
@@ -119,7 +119,7 @@ def peak_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job
                 pass
 
     with (
-        installed(model, method, jobs),
+        installed(model, row, jobs),
         _marking(model, at),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found,
     ):
@@ -141,16 +141,16 @@ def peak_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job
 
 
 @contextmanager
-def installed(model: LoadedModel, method: Method, jobs: Sequence[Job]) -> Iterator[Any]:
-    """`method` on the model for a block, ready for `jobs`; gives the patched model, None for the baseline."""
-    patched = None if method.patch is None else method.patch.install(model)
+def installed(model: LoadedModel, row: Row, jobs: Sequence[Job]) -> Iterator[InstalledMethod | None]:
+    """The row's method on the model for a block, ready for `jobs`; None for the baseline."""
+    method = None if row.method is None else row.method.install(model)
     try:
-        if patched is not None:
-            patched.begin(jobs)
-        yield patched
+        if method is not None:
+            method.begin(jobs)
+        yield method
     finally:
-        if patched is not None:
-            patched.remove()
+        if method is not None:
+            method.remove()
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from mame_sd.runs.sampling import merge_in, sample
 from ..images import load_image, to_float
 from ..metric_list import Metric
 from ..metrics.psnr import psnr
+from ..scoring.per_image import pair_values
 from ..scoring.runs import Pair, Run
-from ..scoring.score import pair_values
 from ..scoring.tools import Tools
 from ..stats import mean_interval
 
@@ -40,7 +40,7 @@ def repeat_gates(
     """Some batches made again, as they were and under inactive hooks, against the baseline's files."""
     expected = f"PSNR above {NOISE_FLOOR:g} dB (equal images: inf)"
     gates = []
-    for name, hooked in (("baseline against itself", False), ("inactive patch against the baseline", True)):
+    for name, hooked in (("baseline against itself", False), ("inactive merging against the baseline", True)):
         handle = merge_in(model, config) if hooked else None
         try:
             if handle is not None:
@@ -107,3 +107,8 @@ def unrelated_pairs(run: Run) -> list[Pair]:
             if other is not None:
                 pairs.append(Pair(key, item.prompt_id, item.path, other.path))
     return pairs
+
+
+def failed_gates(results: Mapping[str, Any]) -> list[str]:
+    """Names of the gates that did not pass."""
+    return [gate["name"] for gate in results["gates"] if not gate["passed"]]

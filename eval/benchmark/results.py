@@ -10,6 +10,7 @@ from typing import Any
 
 from mame_sd.errors import UserError
 from mame_sd.runs.files import check_place, write_atomically, writing
+from mame_sd.runs.run_folder import differences
 
 from ..json_text import json_text
 from .timings import read_record
@@ -58,3 +59,39 @@ def read_results(out: Path) -> dict[str, Any]:
 def write_results(out: Path, results: Mapping[str, Any]) -> None:
     """Write results.json whole or not at all."""
     write_atomically(out / NAME, (json_text(dict(results), indent=1) + "\n").encode())
+
+
+def resumed(results: dict[str, Any], out: Path) -> dict[str, Any]:
+    """`results` with the rows that an earlier start of the same benchmark has left in `out`: what was made, no figures.
+
+    Figures come back from bench.jsonl, scores/ and features/, which know what they are of: another reference or other
+    weights can't be mixed with these.
+
+    Raises UserError when `out` was begun with another model, other settings or prompts: its results stay as they are.
+    """
+    try:
+        before = read_results(out)
+    except UserError:
+        return results
+    try:
+        there, here = (
+            {"model": it["model"], **it["sampling"], "prompts": it["prompts"]["sha256"]}
+            for it in (before["manifest"], results["manifest"])
+        )
+        rows = {row["name"]: (row["config"], row) for row in before["rows"] if row["status"] == "measured"}
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{out}: expected the results of a benchmark, got some without {error}; delete results.json and run again, "
+            "nothing else is lost"
+        ) from None
+    different = differences(there, here)
+    if different:
+        raise UserError(
+            f"--out {out}: expected the settings it was begun with, got {'; '.join(different)}; choose another --out, or "
+            "give the same settings"
+        )
+    kept = []
+    for row in results["rows"]:
+        config, found = rows.get(row["name"], (None, {}))
+        kept.append({**row, **found, "values": {}, "per_image": {}} if config == row["config"] else row)
+    return {**results, "rows": kept}

@@ -11,25 +11,26 @@ from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.sampling import sample
 
 from .bench import installed
-from .methods import Method
+from .rows import Row
 
 
-def kept_per_step(model: LoadedModel, settings: GenerateSettings, job: Job, method: Method) -> list[dict[str, Any]]:
+def kept_per_step(model: LoadedModel, settings: GenerateSettings, job: Job, row: Row) -> list[dict[str, Any]]:
     """`step`, `level`, `tokens` and `kept` (means over layers) for each step and level; empty where nothing can tell.
 
     Levels count from 0, the one with the most tokens. With merge "kv" kept tokens are keys.
     """
     found: list[dict[str, Any]] = []
-    if method.patch is None or "callback_on_step_end" not in model.arguments:
+    if row.method is None or "callback_on_step_end" not in model.arguments:
         return found
-    with installed(model, method, [job]) as patched:
+    with installed(model, row, [job]) as method:
+        assert method is not None
 
         def count(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
             with suppress(UserError):  # nothing merges at this size
-                for level in patched.levels():
+                for level in method.levels():
                     tokens, kept = level["tokens_in"], level["tokens_kept"]
                     found.append({"step": step, "level": level["level"], "tokens": tokens, "kept": kept})
-            patched.begin([job])
+            method.begin([job])
             return values
 
         sample(model, settings, [job], callback_on_step_end=count)

@@ -22,10 +22,11 @@ from mame_sd.runs.prompt_files import Prompt, load_prompts, prompt_file_identity
 
 from .. import PROGRAM
 from ..benchmark.bench import alike_batches, bench
-from ..benchmark.manifest import attention_of
-from ..benchmark.methods import Method, paper_methods
+from ..benchmark.gates import failed_gates
 from ..benchmark.results import TIMINGS, check_out
-from ..benchmark.run import Benchmark, failed_gates
+from ..benchmark.rows import chosen_rows
+from ..benchmark.run import Benchmark
+from ..benchmark.setup import attention_of
 from ..benchmark.suites import Suite
 from ..benchmark.timings import read_record, summary
 from ..metric_list import METRICS, Metric
@@ -60,7 +61,7 @@ def run_benchmark(
     from ..report import render
 
     check_out(out)
-    methods = chosen_methods(rows)
+    wanted = chosen_rows(rows)
     settings = GenerateSettings(**suite.sampling(sampling))
     chosen, prompt_file = suite_prompts(suite, prompts, num)
     choice = _suite_model(suite, model)
@@ -87,7 +88,7 @@ def run_benchmark(
             model=loaded,
             prompts=chosen,
             settings=settings,
-            methods=methods,
+            rows=wanted,
             metrics=suite_metrics(suite, glyphs),
             reference=against,
             out=out,
@@ -104,7 +105,7 @@ def run_benchmark(
         failed = failed_gates(results)
         if failed:
             raise MachineError(
-                f"{out}/report.html: expected every sanity gate to pass, failed: {', '.join(failed)}; "
+                f"{out}/report.html: sanity gates failed ({', '.join(failed)}); "
                 "do not trust these figures before the report's gates say why"
             )
     return process.is_main
@@ -123,15 +124,15 @@ def run_bench(
     Raises UserError for options that do not fit, fewer prompts than a batch holds, and more than one process, which
     would slow each other down.
     """
-    methods = chosen_methods(rows)
-    for method in methods:
-        if method.lacking is not None:
-            note(f"{method.name}: {method.lacking}")
+    wanted = chosen_rows(rows)
+    for row in wanted:
+        if row.lacking is not None:
+            note(f"{row.name}: {row.lacking}")
     check_rounds(rounds)
     processes = this_process().count
     if processes > 1:
         raise UserError(
-            f"bench: expected one process, for several slow each other down, got {processes}; start it alone"
+            f"bench: expected one process, got {processes}, which would slow each other down; start it alone"
         )
     batches = alike_batches(jobs_of(prompts, settings), settings.batch_size)
     if len(batches[0]) < settings.batch_size:
@@ -142,32 +143,19 @@ def run_bench(
     check_place(out, out)
     read_record(out / TIMINGS)
     loaded = load_model(model)
-    measured = [method for method in methods if method.lacking is None]
+    measured = [row for row in wanted if row.lacking is None]
     with progress("calls") as on_progress:
         timings = bench(loaded, settings, batches, measured, rounds, out / TIMINGS, on_progress, must_merge=True)
     manifest = {
         "model": dict(loaded.identity),
         "sampling": asdict(settings),
-        "methods": {method.name: method.config for method in measured},
+        "methods": {row.name: row.config for row in measured},
         "prompts": {"count": len(prompts), "sha256": prompts_digest(prompts)},
         "rounds": rounds,
         "environment": environment(loaded),
         "attention": attention_of(loaded),
     }
     return {"rows": {name: summary(found) for name, found in timings.items()}, "manifest": manifest}
-
-
-def chosen_methods(rows: str | None) -> list[Method]:
-    """The rows of that names, baseline always first; all of them for None. Raises UserError for an unknown name."""
-    methods = paper_methods()
-    if rows is None:
-        return methods
-    names = [name.strip() for name in rows.split(",")]
-    known = [method.name for method in methods]
-    for name in names:
-        if name not in known:
-            raise UserError(f"--rows: expected names of {', '.join(known)}, got {name!r}; correct it")
-    return [method for method in methods if method.name in (known[0], *names)]
 
 
 def suite_prompts(suite: Suite, file: str | None, num: int | None) -> tuple[list[Prompt], dict[str, Any] | None]:

@@ -45,7 +45,7 @@ class MethodOptions(MergingOptions):
         if unused:
             raise UserError(f"--method {method}: expected no {', '.join(unused)} beside it; drop one of them")
         if method == "tomesd":
-            from ..benchmark.methods import ToMeSD
+            from ..benchmark.tomesd import ToMeSD
 
             return ToMeSD(DEFAULT_RATIO if ratio is None else ratio)
         return super().build(values) if method == "mame" else None

@@ -16,9 +16,9 @@ from mame_sd.runs.generate import versions
 from ..json_text import json_text
 from ..metric_list import METRICS, Metric
 from ..remarks import equal_images, remark
-from ..scoring.reference import open_reference
+from ..scoring.reference import check_reference, open_reference
 from ..scoring.runs import Run, differing_settings, pair
-from ..scoring.score import check_reference, cut_prompts, score
+from ..scoring.score import cut_prompts, score
 from ..scoring.tools import Tools
 
 _FIELDS = ("mean", "low", "high", "n")

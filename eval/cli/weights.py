@@ -8,7 +8,7 @@ from pathlib import Path
 from mame_sd.cli.doctor import Check
 from mame_sd.errors import MachineError, UserError
 
-from ..benchmark.methods import NO_TOMESD, has_tomesd
+from ..benchmark.tomesd import NO_TOMESD, has_tomesd
 from ..metric_list import METRICS
 from ..scoring.tools import weights_of
 from ..weights.load import NAMES, get, status
@@ -37,7 +37,7 @@ def get_weights(names: Sequence[str], weights_dir: Path | None, on_note: Callabl
             except (MachineError, UserError) as error:
                 failures.append(f"{name}: {error}")
     if failures:
-        raise MachineError(f"expected all weights, got all but {len(failures)}; {'; '.join(failures)}")
+        raise MachineError(f"the weights of {len(failures)} networks can't be had: {'; '.join(failures)}")
 
 
 def weights_lines(names: Sequence[str], weights_dir: Path | None) -> Iterator[str]:

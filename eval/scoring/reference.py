@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from mame_sd.embedded import model as embedded_model
 from mame_sd.errors import UserError
 
 from ..images import image_files, load_image
+from ..metric_list import Metric
 from ..metrics.frechet import Statistics, load_statistics
 from ..weights.files import file_sha256
 from .retrieval import Pixels, rendered, subjects_by_caption
@@ -64,6 +65,16 @@ def open_reference(path: Path) -> Reference:
     digest = hashlib.sha256("".join(hashes).encode()).hexdigest()
     name = path.resolve().name
     return Reference(name, len(files), digest, lambda index: load_image(files[index]), hashes=frozenset(hashes))
+
+
+def check_reference(metrics: Sequence[Metric], reference: Reference | None) -> None:
+    """Raise UserError when one of `metrics` needs a reference and there is none."""
+    needing = [metric.name for metric in metrics if metric.needs == "set"]
+    if needing and reference is None:
+        raise UserError(
+            f"--metrics {','.join(needing)}: expected a --reference to measure quality against, got none; give a folder "
+            "of images or an .npz of statistics, or ask for fid_to_baseline"
+        )
 
 
 def check_foreign(reference: Reference | None, *runs: Run) -> None:

@@ -98,11 +98,11 @@ def read_torchvision_lpips(path: Path, net: str) -> Tensors:
         f"conv{layers.index(name.rpartition('.')[0])}.{name.rpartition('.')[2]}": value
         for name, value in features.items()
     }
-    heads = read_state_dict(_torchmetrics_heads(net))
+    heads = read_state_dict(torchmetrics_heads(net))
     return tensors | {f"head{i}": value.reshape(-1) for i, value in enumerate(heads.values())}
 
 
-def _torchmetrics_heads(net: str) -> Path:
+def torchmetrics_heads(net: str) -> Path:
     import importlib.util
 
     spec = importlib.util.find_spec("torchmetrics")

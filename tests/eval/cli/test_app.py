@@ -22,7 +22,7 @@ from mame_sd.cli import app as base
 from tests.builders.kills import snapshot
 from tests.builders.tiny import save_tiny_pipeline
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DOCUMENT = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
 COMMANDS = [line.split("  #")[0] for line in re.findall(r"^mame-sd-eval .*$", DOCUMENT, re.M)]
 

@@ -17,37 +17,25 @@ import numpy as np
 import pytest
 import torch
 from mame_sd.eval.cli import app as cli
-from mame_sd.eval.metric_list import METRICS, chosen_metrics, withheld_for_size
+from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.networks.efficientnet_lite import EfficientNetLite0
 from mame_sd.eval.networks.extractors import effnet_lite0_extractor
-from mame_sd.eval.scoring.reference import check_foreign, open_reference, rendered_glyphs
-from mame_sd.eval.scoring.retrieval import (
-    background_right,
-    draw_prompts,
-    rendered,
-    retrieved,
-    subject_of,
-    subjects_by_caption,
-)
 from mame_sd.eval.scoring.runs import Run, pair
-from mame_sd.eval.scoring.score import mean_value, set_value
+from mame_sd.eval.scoring.score import mean_value
 from mame_sd.eval.scoring.score_file import ScoreFile
+from mame_sd.eval.scoring.sets import set_value
 from mame_sd.eval.scoring.tools import Tools
-from mame_sd.eval.scoring.withheld import withheld, withheld_by
 from mame_sd.eval.weights.registry import REGISTRY
 from PIL import Image
 
 from mame_sd.errors import UserError
 from mame_sd.runs.processes import Process
 from tests.builders.run_folders import write_run
+from tests.builders.scored_runs import noise
 from tests.builders.tiny import save_tiny_clip
 from tests.builders.weights import save_seeded_weights, trusted
 
-ROOT = Path(__file__).parents[2]
-
-
-def noise(seed: int, size: tuple[int, int] = (24, 32)) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
+ROOT = Path(__file__).parents[3]
 
 
 def shifted(pixels: np.ndarray, by: int) -> np.ndarray:
@@ -265,166 +253,6 @@ def test_a_suite_fetches_no_more_than_it_may(tmp_path: Path, monkeypatch: pytest
         tools.network(METRICS["fd_effnet"])
 
 
-def test_sample_size_rules() -> None:
-    assert withheld_for_size(METRICS["fid"], 99) == "N = 99, needs 100"
-    assert withheld_for_size(METRICS["fid"], 100) is None
-    assert withheld_for_size(METRICS["fid"], 100, 99) == "reference of 99, needs 100"
-    assert withheld_for_size(METRICS["fid"], 100, 0) is None  # statistics that do not say
-    assert withheld_for_size(METRICS["is"], 100, 5) is None
-    assert withheld_for_size(METRICS["psnr"], 1) is None
-    assert [metric.name for metric in chosen_metrics("ssim, psnr,ssim")] == ["ssim", "psnr"]
-
-
-def test_fidelity_and_quality_do_not_mix() -> None:
-    for metric in METRICS.values():
-        against_baseline = metric.needs in ("pair", "sets")
-        assert against_baseline == (metric.block == "fidelity")
-        assert (metric.needs == "time") == (metric.block == "cost")
-
-
-class MeanColourStandIn:
-    """Stands in for an extractor, and is no network: mean colour and spread of an image, and its colour as logits."""
-
-    name, weights_hash, resize = "stand-in", "0", "none"
-
-    def __call__(self, images: list[np.ndarray]) -> Any:
-        colour = torch.tensor(np.stack([image.mean((0, 1)) / 255 for image in images])).float()
-        spread = torch.tensor([[image.std() / 255] for image in images]).float()
-        return type("Features", (), {"features": torch.cat([colour, spread], 1), "logits": colour * 20})
-
-
-def tools_with_stand_ins() -> Tools:
-    return Tools(networks={"inception": MeanColourStandIn(), "effnet-lite0": MeanColourStandIn()})
-
-
-def coloured(count: int, brighter: int) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(brighter)
-    return {
-        f"{i:03}_0": np.clip(rng.normal(90 + brighter, 30, (8, 8, 3)), 0, 255).astype(np.uint8) for i in range(count)
-    }
-
-
-def test_distances_follow_the_sets_and_state_their_size(tmp_path: Path) -> None:
-    near, far = (Run.open(write_run(tmp_path / str(by), coloured(120, by))) for by in (5, 60))
-    base = Run.open(write_run(tmp_path / "base", coloured(120, 0)))
-    reference = open_reference(tmp_path / "base")
-    assert (reference.name, reference.count) == ("base", 120)
-    tools = tools_with_stand_ins()
-    for name in ("fid", "kid", "fid_to_baseline"):
-        values = [set_value(METRICS[name], run, base, reference, tools) for run in (base, near, far)]
-        assert values[0]["mean"] == pytest.approx(0, abs=1e-2)
-        assert values[1]["mean"] < values[2]["mean"]
-        assert values[2]["n"] == 120
-    assert "N = 120, below 2,048" in set_value(METRICS["fid"], near, base, reference, tools)["warning"]
-    few = replace(reference, count=119)
-    assert "N = 119, below 2,048" in set_value(METRICS["fid"], near, base, few, tools)["warning"]
-    score = set_value(METRICS["is"], near, None, None, tools)
-    assert (score["splits"], score["n"]) == (1, 120)
-    assert 1 <= score["mean"] <= score["cap"]
-
-
-def test_the_kernel_distance_to_the_baseline_pairs_by_key(tmp_path: Path) -> None:
-    """Equal sets score 0 whatever their order; the same images under other keys do not."""
-    images = coloured(100, 0)
-    base = Run.open(write_run(tmp_path / "base", images))
-    turned = Run.open(write_run(tmp_path / "turned", dict(reversed(images.items()))))
-    swapped = Run.open(write_run(tmp_path / "swapped", dict(zip(images, reversed(images.values()), strict=True))))
-    tools, metric = Tools(networks={"effnet-lite0": MeanColourStandIn()}), METRICS["kid_effnet_to_baseline"]
-    same, order, other = (set_value(metric, run, base, None, tools)["mean"] for run in (base, turned, swapped))
-    assert same == pytest.approx(0, abs=1e-12)
-    assert order == pytest.approx(0, abs=1e-12)
-    assert abs(other) > 1e-9
-
-
-def test_the_reference_is_known_by_what_it_holds(tmp_path: Path) -> None:
-    for name, order in (("one", 1), ("other", -1)):
-        (tmp_path / name).mkdir()
-        for place, pixels in zip("ab", [noise(1), noise(2)][::order], strict=True):
-            Image.fromarray(pixels).save(tmp_path / name / f"{place}.png")
-    one, other = open_reference(tmp_path / "one"), open_reference(tmp_path / "other")
-    assert one.digest == other.digest
-    assert one.about() == {"name": "one", "n": 2, "sha256": one.digest}
-    Image.fromarray(noise(3)).save(tmp_path / "other" / "b.png")
-    assert open_reference(tmp_path / "other").digest != one.digest
-    assert len(rendered_glyphs().digest) == 64
-    shared = Run.open(write_run(tmp_path / "run", {"x_0": noise(2), "y_0": noise(5)}))
-    with pytest.raises(UserError, match=r"got 1 that are also in .*run \(x_0\); ask for fid_to_baseline"):
-        check_foreign(one, shared)
-    check_foreign(None, shared)
-    check_foreign(rendered_glyphs(), shared)
-
-
-def test_statistics_serve_distances_that_need_no_images(tmp_path: Path) -> None:
-    run = Run.open(write_run(tmp_path / "run", coloured(120, 0)))
-    tools = tools_with_stand_ins()
-    features = (
-        MeanColourStandIn()([np.asarray(Image.open(item.path)) for item in run.items.values()])
-        .features.double()
-        .numpy()
-    )
-    np.savez(tmp_path / "stats.npz", mu=features.mean(0), sigma=np.cov(features.T))
-    reference = open_reference(tmp_path / "stats.npz")
-    assert set_value(METRICS["fid"], run, None, reference, tools)["mean"] == pytest.approx(0, abs=1e-6)
-    with pytest.raises(UserError, match=r"stats.npz: expected images for kid, got statistics"):
-        set_value(METRICS["kid"], run, None, reference, tools)
-    np.savez(tmp_path / "other.npz", mu=np.zeros(7), sigma=np.eye(7))
-    with pytest.raises(UserError, match="fid: expected equal feature dims"):
-        set_value(METRICS["fid"], run, None, open_reference(tmp_path / "other.npz"), tools)
-
-
-@pytest.mark.parametrize("count", [99, 100])
-def test_a_reference_of_statistics_withholds_what_it_cannot_serve(tmp_path: Path, count: int) -> None:
-    run = Run.open(write_run(tmp_path / "run", coloured(count, 0)))
-    effnet = effnet_lite0_extractor(EfficientNetLite0().state_dict())
-
-    def reasons(name: str, dims: int, source: str) -> list[str | None]:
-        path = tmp_path / "stats.npz"
-        np.savez(path, mu=np.zeros(dims), sigma=np.eye(dims), n=2000, source=source)
-        reference = open_reference(path)
-        return [withheld(METRICS[name], run, reference), withheld_by(METRICS[name], effnet, reference)]
-
-    few = "N = 99, needs 100" if count < 100 else None
-    assert reasons("fd_effnet", 1280, "EffNetLite0") == [few, None]
-    assert reasons("fd_effnet", 1280, "")[1] is None
-    assert reasons("fd_effnet", 1280, "Inception")[1] == "the reference is features of Inception, needs EffNetLite0"
-    assert reasons("fd_effnet", 2048, "")[1] == "the reference has 2048 dims, needs 1280"
-    assert reasons("kid_effnet", 1280, "")[0] == (few or "the reference is statistics, needs images")
-    assert withheld(METRICS["fd_effnet"], run, None) == (few or "no --reference to measure against")
-    assert withheld(METRICS["psnr"], run, None) is None
-    assert withheld(METRICS["ms_ssim"], run, None) == "images of 8 x 8, needs 176 x 176"
-
-
-def test_a_reference_folder_is_taken_without_what_lies_below_it(tmp_path: Path) -> None:
-    (tmp_path / "real" / "thumbnails").mkdir(parents=True)
-    for place in ("one.png", "two.png", "thumbnails/one.png"):
-        Image.fromarray(noise(1)).save(tmp_path / "real" / place)
-    assert open_reference(tmp_path / "real").count == 2
-
-
-def test_the_embedded_models_truth_is_found() -> None:
-    captions = list(subjects_by_caption())
-    assert len(captions) == rendered_glyphs().count == 180 * 12
-    index = captions.index("key on a black background")
-    assert subject_of(captions[index]) == ("key", "black")
-    image = rendered(index)
-    assert image.shape == (256, 256, 3)
-    assert retrieved(image, "key on a black background") == 1
-    assert retrieved(image, "pizza on a black background") == 0
-    assert background_right(image, "pizza on a black background") == 1
-    assert background_right(image, "key on a white background") == 0
-
-
-def test_drawn_prompts_are_half_unseen_and_always_the_same() -> None:
-    prompts = draw_prompts(128)
-    assert prompts == draw_prompts(128)
-    assert len({prompt.text for prompt in prompts}) == 128
-    assert sum(prompt.extra["held_out"] for prompt in prompts) == 64
-    assert all(prompt.text in subjects_by_caption() for prompt in prompts)
-    assert len({prompt.text for prompt in draw_prompts(651)}) == 651
-    with pytest.raises(UserError, match="--num: expected at most 651 drawn prompts, got 652"):
-        draw_prompts(652)
-
-
 EVERY_KIND = "psnr,ssim,lpips,clip_image,kid_effnet_to_baseline,fd_effnet,kid_effnet,is_effnet,clip_score"
 
 
@@ -465,12 +293,3 @@ def leaves(value: dict[str, Any]) -> dict[str, Any]:
     """Every number of a value, those of its difference too."""
     flat = {**value, **{f"difference {key}": number for key, number in value.get("difference", {}).items()}}
     return {key: number for key, number in flat.items() if isinstance(number, int | float)}
-
-
-def test_features_are_put_back_into_order(tmp_path: Path) -> None:
-    from mame_sd.eval.scoring.score import _interleave
-
-    whole = torch.arange(14.0).reshape(7, 2)
-    parts = [whole[rank::3] for rank in range(3)]
-    assert torch.equal(_interleave(parts, 7), whole)
-    assert torch.equal(_interleave([whole[:1], None], 1), whole[:1])

@@ -1,4 +1,4 @@
-"""The methods that are compared: the unchanged model, merging at any setting, and tomesd where it is installed."""
+"""tomesd, the peer that merging is compared with, as a method that a run installs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import Job, generator_of
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import InstalledMethod, Merging
+from mame_sd.runs.methods import InstalledMethod
 
 NO_TOMESD = "tomesd is not installed: pip install mame-sd[peers]"
 MAX_RATIO = 0.75  # of its default 2 x 2 cells, one token in four is a destination
@@ -23,48 +22,6 @@ MAX_RATIO = 0.75  # of its default 2 x 2 cells, one token in four is a destinati
 
 class NotApplicable(UserError):
     """The method can do nothing with this model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """One row of a benchmark.
-
-    Attributes:
-        name: fit to be a folder's name.
-        family: baseline, tomesd or mame.
-        patch: None: the unchanged model.
-        default: what a user gets who changes no setting.
-    """
-
-    name: str
-    label: str
-    family: str
-    patch: Merging | ToMeSD | None = None
-    default: bool = False
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Its settings as JSON values."""
-        return {} if self.patch is None else self.patch.describe()
-
-    @property
-    def lacking(self) -> str | None:
-        """Why this machine can't run it and what to do, or None."""
-        return NO_TOMESD if isinstance(self.patch, ToMeSD) and not has_tomesd() else None
-
-
-def paper_methods() -> list[Method]:
-    """The five rows of the paper's table, and our default."""
-    rows = [Method(name="baseline", label="baseline", family="baseline")]
-    for percent in (25, 50):
-        patch = ToMeSD(percent / 100)
-        rows.append(Method(name=f"tomesd-{percent}", label=f"ToMeSD {percent} %", family="tomesd", patch=patch))
-    for tau in (0.7, 0.8):
-        patch_of_tau = Merging(MaMeConfig(preset="plain", tau=tau))
-        rows.append(Method(name=f"mame-{tau}", label=f"MaMe+MaRe τ {tau}", family="mame", patch=patch_of_tau))
-    default = Merging(MaMeConfig())
-    rows.append(Method(name="mame-default", label="MaMe default", family="mame", patch=default, default=True))
-    return rows
 
 
 def has_tomesd() -> bool:
@@ -101,7 +58,7 @@ class ToMeSD:
         import tomesd
 
         tomesd.apply_patch(unet, ratio=self.ratio)
-        return _ToMeSDOnModel(unet)
+        return _InstalledToMeSD(unet)
 
 
 @dataclass
@@ -114,7 +71,7 @@ class _Seen:
 
 
 @dataclass
-class _ToMeSDOnModel:
+class _InstalledToMeSD:
     """tomesd on a UNet. Its random numbers are drawn anew for each batch, so that resuming changes no pixel."""
 
     unet: nn.Module

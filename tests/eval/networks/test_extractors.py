@@ -35,7 +35,7 @@ from mame_sd.errors import UserError
 from tests.builders import seeded
 from tests.record_oracles import TAPS
 
-ORACLES = Path(__file__).parents[1] / "oracles"
+ORACLES = Path(__file__).parents[2] / "oracles"
 
 
 @cache
@@ -217,7 +217,7 @@ def test_cuda_sees_what_the_cpu_sees(effnet: Extractor, effnet_state: dict[str, 
 def test_the_documented_example_makes_statistics_that_reference_takes(
     tmp_path: Path, inception_state: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
     torch.save(inception_state, tmp_path / "net.pth")
     source = replace(REGISTRY["inception-fid"].sources[0], file="net.pth", sha256=file_sha256(tmp_path / "net.pth"))

@@ -1,0 +1,131 @@
+"""What a benchmark is of: what is known before anything is measured."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mame_sd.diffusion.apply import denoiser_of
+from mame_sd.runs.generate import environment
+from mame_sd.runs.jobs import GenerateSettings, jobs_of
+from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.prompt_files import Prompt, prompts_digest
+
+from ..metric_list import Metric
+from ..scoring.reference import Reference
+from ..scoring.tools import Tools
+from .results import FORMAT
+from .rows import Row
+from .suites import Suite
+
+
+@dataclass(kw_only=True)
+class Setup:
+    """Everything that decides a benchmark's figures.
+
+    Attributes:
+        rows: the first is the baseline.
+        reference: what quality is measured against; None: distances are withheld.
+        tools: of this process among those that `tools.process` counts, which must have joined one another.
+        prompt_file: name and digest of the prompt file, for the manifest.
+        command: what makes it again, for the report; "": that of the suite.
+    """
+
+    suite: Suite
+    model: LoadedModel
+    prompts: Sequence[Prompt]
+    settings: GenerateSettings
+    rows: Sequence[Row]
+    metrics: Sequence[Metric]
+    reference: Reference | None
+    out: Path
+    tools: Tools
+    rounds: int
+    prompt_file: dict[str, Any] | None = None
+    command: str = ""
+
+    def results_before(self) -> dict[str, Any]:
+        """The content of results.json before anything is measured."""
+        rows = [
+            {
+                "name": row.name,
+                "label": row.label,
+                "family": row.family,
+                "default": row.default,
+                "config": row.config,
+                "run": f"runs/{row.name}",
+                "status": "not measured",
+                "reason": row.lacking or "not yet: the benchmark has not come to it",
+                "values": {},
+                "per_image": {},
+                "kept": [],
+            }
+            for row in self.rows
+        ]
+        jobs = jobs_of(self.prompts, self.settings)
+        return {
+            "format": FORMAT,
+            "suite": self.suite.name,
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "manifest": self.manifest(),
+            "metrics": {metric.name: metric.column() for metric in self.metrics},
+            "rows": rows,
+            "images": {job.name: {"prompt": job.prompt.text, "seed": job.seed} for job in jobs},
+            "gates": [],
+            "reference": None if self.reference is None else self.reference.about(),
+            "notes": [f"{self.suite.about} Here: {self._words()}."],
+        }
+
+    def _words(self) -> str:
+        """What was really painted, whatever the suite's own settings are."""
+        file, settings = self.prompt_file or {}, self.settings
+        prompts = f"{len(self.prompts)} prompts" + (f" ({file['name']})" if file.get("name") else "")
+        steps = f"{settings.steps} step" + "s" * (settings.steps != 1)
+        return f"{prompts}, {steps}, seed {settings.seed}, model {self.model.identity['name']}"
+
+    def manifest(self) -> dict[str, Any]:
+        """What the figures depend on."""
+        return {
+            "suite": self.suite.name,
+            "command": self.command,
+            "model": dict(self.model.identity),
+            "sampling": {
+                **asdict(self.settings),
+                "guidance": self.model.guidance if self.settings.guidance is None else self.settings.guidance,
+            },
+            "prompts": {
+                "count": len(self.prompts),
+                "sha256": prompts_digest(self.prompts),
+                "file": self.prompt_file or {},
+            },
+            "environment": {**environment(self.model), "processes": self.tools.process.count},
+            "attention": attention_of(self.model),
+            "latency": {
+                "rounds": self.rounds,
+                "batch": self.settings.batch_size,
+                "prompts": "another batch each round",
+            },
+            "methods": {row.name: row.config for row in self.rows},
+            "reference": None if self.reference is None else self.reference.about(),
+            "networks": {},
+        }
+
+
+def attention_of(model: LoadedModel) -> dict[str, Any]:
+    """The denoiser's attention processors and the kernels that PyTorch may take for them."""
+    processors = getattr(denoiser_of(model.pipe), "attn_processors", {})
+    kernels = {
+        "flash": torch.backends.cuda.flash_sdp_enabled(),
+        "memory-efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
+        "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
+        "math": torch.backends.cuda.math_sdp_enabled(),
+    }
+    return {
+        "processors": ", ".join(sorted({type(processor).__name__ for processor in processors.values()})),
+        "kernels allowed": ", ".join(name for name, allowed in kernels.items() if allowed),
+    }

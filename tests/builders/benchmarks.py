@@ -1,0 +1,72 @@
+"""A benchmark of a tiny model: prompts, rows, a suite."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mame_sd.eval.benchmark.rows import Row
+from mame_sd.eval.benchmark.run import Benchmark
+from mame_sd.eval.benchmark.suites import Suite
+from mame_sd.eval.benchmark.tomesd import ToMeSD
+from mame_sd.eval.cli.benchmark import suite_metrics
+from mame_sd.eval.scoring.tools import Tools
+
+from mame_sd.config import MaMeConfig
+from mame_sd.runs.jobs import GenerateSettings
+from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.methods import Merging
+from mame_sd.runs.prompt_files import prompts_from_texts
+
+PROMPTS = prompts_from_texts(["key on a black background", "ant on a pink background", "star on a purple background"])
+
+
+SETTINGS = GenerateSettings(steps=2)
+
+
+KEEP = MaMeConfig(keep=0.5, min_tokens=16)
+
+
+TAU = MaMeConfig(preset="plain", tau=0.3, min_tokens=16)
+
+
+LIKE_SDXL = {  # no attention at the largest level
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+}
+
+
+peers = pytest.mark.skipif(importlib.util.find_spec("tomesd") is None, reason="tomesd is not installed (extra peers)")
+
+
+def tiny_rows() -> list[Row]:
+    """The paper's rows at settings under which a tiny model merges."""
+    return [
+        Row(name="baseline", label="baseline", family="baseline"),
+        Row(name="tomesd-50", label="ToMeSD 50 %", family="tomesd", method=ToMeSD(0.5)),
+        Row(name="mame-tau", label="MaMe+MaRe", family="mame", method=Merging(TAU)),
+        Row(name="mame-default", label="MaMe default", family="mame", method=Merging(KEEP), default=True),
+    ]
+
+
+TINY = Suite(
+    name="tiny", about="for tests", prompts=None, num=3, steps=2, rounds=2, glyphs=True,
+    metrics=("psnr", "ssim", "fid", "is_effnet", "background", "latency", "denoising", "memory", "memory_denoising"),
+)  # fmt: skip
+
+
+def stage(name: str) -> contextlib.AbstractContextManager[Callable[[int, int], None]]:
+    return contextlib.nullcontext(lambda done, total: None)
+
+
+def benchmark(model: LoadedModel, out: Path, **changes: Any) -> Benchmark:
+    values: dict[str, Any] = {
+        "suite": TINY, "model": model, "prompts": PROMPTS, "settings": SETTINGS, "rows": tiny_rows(),
+        "metrics": suite_metrics(TINY, glyphs=True), "reference": None, "out": out, "tools": Tools(offline=True),
+        "stage": stage, "rounds": 2,
+    }  # fmt: skip
+    return Benchmark(**{**values, **changes})

@@ -1,0 +1,30 @@
+"""Fixtures of these tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mame_sd.runs.loading import LoadedModel, load_model
+from mame_sd.runs.model_files import ModelChoice
+from tests.builders.benchmarks import benchmark
+from tests.builders.tiny import save_tiny_pipeline
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_pipeline(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def model(model_folder: Path) -> LoadedModel:
+    return load_model(ModelChoice(model=str(model_folder), device="cpu"))
+
+
+@pytest.fixture(scope="session")
+def finished(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished benchmark."""
+    out = tmp_path_factory.mktemp("benchmark") / "out"
+    benchmark(model, out).run()
+    return out

@@ -1,0 +1,92 @@
+"""The sanity gates: they pass where they should, and each of them can fail."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from mame_sd.eval.benchmark.gates import ceiling_gate, repeat_gates, unrelated_pairs
+from mame_sd.eval.benchmark.results import read_results
+from mame_sd.eval.cli import app as cli
+from mame_sd.eval.metric_list import METRICS
+from mame_sd.eval.metrics.lpips import Lpips
+from mame_sd.eval.scoring.per_image import pair_values
+from mame_sd.eval.scoring.runs import Run
+from mame_sd.eval.scoring.tools import Tools
+
+from mame_sd.runs.generate import generate
+from mame_sd.runs.jobs import jobs_of
+from mame_sd.runs.loading import LoadedModel
+from tests.builders import seeded
+from tests.builders.benchmarks import KEEP, PROMPTS, SETTINGS, peers
+from tests.builders.run_folders import write_run
+
+ROOT = Path(__file__).parents[3]
+
+
+@peers
+def test_gates_pass_and_the_manifest_says_what_was_done(finished: Path) -> None:
+    results = read_results(finished)
+    assert [gate["name"] for gate in results["gates"]] == [
+        "baseline against itself",
+        "inactive merging against the baseline",
+        "unrelated pairing, the ceiling",
+    ]
+    assert [gate["got"] for gate in results["gates"][:2]] == ["inf dB, lowest of 2"] * 2
+    manifest = results["manifest"]
+    assert manifest["sampling"]["steps"] == 2
+    assert manifest["environment"]["torch"] == torch.__version__
+    assert manifest["attention"]["processors"] == "AttnProcessor2_0"
+    assert manifest["prompts"]["count"] == 3
+    assert set(results["images"]) == {"p00001_0", "p00002_0", "p00003_0"}
+
+
+def test_a_gate_fails_when_the_baseline_is_not_repeated(model: LoadedModel, tmp_path: Path) -> None:
+    generate(model, PROMPTS, SETTINGS, KEEP, tmp_path / "merged")
+    jobs = jobs_of(PROMPTS, SETTINGS)[:1]
+    gates = repeat_gates(model, SETTINGS, [jobs], Run.open(tmp_path / "merged"), KEEP)
+    assert [gate["passed"] for gate in gates] == [False, False]
+    assert all(module.__class__.__name__ != "ToMeBlock" for module in model.pipe.unet.modules())
+
+
+def test_the_ceiling_gate_fails_when_any_method_is_as_far_as_another_prompt(tmp_path: Path) -> None:
+    shapes = json.loads((ROOT / "tests" / "oracles" / "eval.json").read_text())["lpips"]["alex"]["shapes"]
+    network = Lpips("alex", seeded.weights({name: tuple(shape) for name, shape in shapes.items()}))
+    pictures = {f"{n}_0": seeded.picture(f"ceiling {n}", 64, 64) for n in range(3)}
+    baseline = Run.open(write_run(tmp_path / "run", pictures))
+    tools = Tools(networks={"lpips-alex": network})
+    metrics = [METRICS["psnr"], METRICS["lpips"]]
+    unrelated = pair_values(metrics, unrelated_pairs(baseline), tools)
+    ceiling = {name: sum(values.values()) / 3 for name, values in unrelated.items()}
+
+    def passes(**factors: float) -> bool:
+        """With one method that equals the baseline, and one at so many times the ceiling."""
+        equal = {"psnr": {"mean": math.inf}, "lpips": {"mean": 0.0}}
+        other = {name: {"mean": ceiling[name] * factor} for name, factor in factors.items()}
+        gate = ceiling_gate(baseline, [METRICS[name] for name in factors], [equal, other], tools)
+        assert gate is not None
+        return bool(gate["passed"])
+
+    assert passes(psnr=1.1, lpips=0.9)
+    assert not passes(psnr=0.9, lpips=0.9)
+    assert not passes(psnr=1.1, lpips=1.1)
+    for name in ceiling:
+        assert not passes(**{name: 1.0})
+
+
+def test_every_gate_can_fail_and_then_the_exit_status_is_1(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["benchmark", "--offline", "--num", "2", "--steps", "1", "--rows", "mame-default", "--rounds", "1"]
+    options += ["--height", "64", "--width", "64", "--model", str(model_folder), "--device", "cpu"]
+    assert cli.run([*options, "--out", str(tmp_path / "out")]) == 0, capsys.readouterr().err
+    images = sorted((tmp_path / "out" / "runs" / "baseline" / "images").iterdir())
+    images[0].write_bytes(images[1].read_bytes())  # not what the baseline makes, and no other prompt's image differs
+    assert cli.run([*options, "--out", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "sanity gates failed (baseline against itself, inactive merging" in error
+    assert "unrelated pairing" in error
+    assert "3 of 3 sanity gates failed" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")

@@ -1,0 +1,260 @@
+"""A whole benchmark with a tiny model, from prompts to report: resumed, interrupted and shared."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mame_sd.eval.benchmark.results import check_out, read_results
+from mame_sd.eval.benchmark.trace import kept_per_step
+from mame_sd.eval.cli import app as cli
+from mame_sd.eval.cli.benchmark import command_again
+from mame_sd.eval.metric_list import METRICS
+from mame_sd.eval.report import render
+from mame_sd.eval.scoring.retrieval import subjects_by_caption
+
+from mame_sd.errors import UserError
+from mame_sd.runs.jobs import GenerateSettings, jobs_of
+from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.prompt_files import Prompt
+from tests.builders.benchmarks import LIKE_SDXL, PROMPTS, SETTINGS, TINY, benchmark, peers, tiny_rows
+from tests.builders.kills import snapshot
+from tests.builders.tiny import save_tiny_pipeline
+
+
+def rows_of(out: Path) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in read_results(out)["rows"]}
+
+
+@peers
+def test_every_row_has_every_value_or_a_reason(finished: Path) -> None:
+    rows = rows_of(finished)
+    assert list(rows) == ["baseline", "tomesd-50", "mame-tau", "mame-default"]
+    for name, row in rows.items():
+        assert row["status"] == "measured"
+        expected = set(TINY.metrics) - ({"psnr", "ssim"} if name == "baseline" else set())
+        assert set(row["values"]) == expected
+        for metric in ("fid", "is_effnet"):
+            assert row["values"][metric]["withheld"] == "N = 3, needs 100"
+        for metric in ("latency", "denoising", "memory", "memory_denoising", "background"):
+            assert row["values"][metric]["mean"] >= 0
+        latency = row["values"]["latency"]
+        assert latency["low"] <= latency["mean"] <= latency["high"]
+        assert row["values"]["denoising"]["mean"] < latency["mean"]
+        assert row["values"]["memory_denoising"]["mean"] <= row["values"]["memory"]["mean"]
+    psnr = rows["mame-tau"]["values"]["psnr"]
+    assert psnr["mean"] == pytest.approx(sum(rows["mame-tau"]["per_image"]["psnr"].values()) / 3)
+    assert psnr["low"] < psnr["high"] < math.inf
+    assert psnr["against"] == "tomesd-50"
+    assert 0 < psnr["p"] <= 1
+    assert rows["mame-tau"]["values"]["background"]["against"] == "baseline"
+
+
+@peers
+def test_kept_tokens_are_counted_step_by_step(finished: Path) -> None:
+    rows = rows_of(finished)
+    assert rows["baseline"]["kept"] == []
+    kept = {(entry["step"], entry["level"]): entry for entry in rows["mame-default"]["kept"]}
+    assert set(kept) == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert (kept[1, 0]["tokens"], kept[1, 0]["kept"]) == (256, 128)
+    assert [entry["kept"] for entry in rows["tomesd-50"]["kept"] if entry["level"] == 0] == [128, 128]
+
+
+@peers
+def test_a_report_is_made_of_it(finished: Path) -> None:
+    render(read_results(finished), finished)
+    html = (finished / "report.html").read_text(encoding="utf-8")
+    assert "ToMeSD 50 %" in html
+    assert "N = 3, needs 100" in html
+
+
+@peers
+def test_running_again_computes_nothing_again(model: LoadedModel, finished: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(finished, tmp_path / "out"))
+    times = {path: path.stat().st_mtime_ns for path in out.rglob("*.png")}
+    bench_before, scores = (out / "bench.jsonl").read_bytes(), (out / "scores" / "mame-tau.json").read_bytes()
+    benchmark(model, out).run()
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*.png")} == times
+    assert (out / "bench.jsonl").read_bytes() == bench_before
+    assert (out / "scores" / "mame-tau.json").read_bytes() == scores
+    for name, row in rows_of(finished).items():
+        assert rows_of(out)[name]["values"] == row["values"]
+
+
+@peers
+def test_a_resumed_benchmark_mixes_no_figures_of_before(model: LoadedModel, finished: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(finished, tmp_path / "out"))
+
+    @contextlib.contextmanager
+    def interrupted(name: str) -> Iterator[Callable[[int, int], None]]:
+        if name == "ToMeSD 50 %: scores":
+            raise KeyboardInterrupt
+        yield lambda done, total: None
+
+    with pytest.raises(KeyboardInterrupt):
+        benchmark(model, out, stage=interrupted).run()
+    row = rows_of(out)["mame-default"]
+    assert set(row["values"]) == {"latency", "denoising", "memory", "memory_denoising"}, (
+        "scores are those of another start"
+    )
+    assert (row["status"], row["per_image"], len(row["kept"])) == ("measured", {}, 4)
+
+
+@peers
+def test_a_changed_image_is_scored_again(model: LoadedModel, finished: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(finished, tmp_path / "out"))
+    images = out / "runs" / "mame-tau" / "images"
+    shutil.copy(out / "runs" / "baseline" / "images" / "p00001_0.png", images / "p00001_0.png")
+    benchmark(model, out).run()
+    assert rows_of(out)["mame-tau"]["per_image"]["psnr"]["p00001_0"] == math.inf
+    untouched = rows_of(finished)["mame-tau"]["per_image"]["psnr"]["p00002_0"]
+    assert rows_of(out)["mame-tau"]["per_image"]["psnr"]["p00002_0"] == untouched
+    assert rows_of(out)["mame-tau"]["values"]["psnr"]["equal"] == 1
+    assert all(gate["passed"] for gate in read_results(out)["gates"])
+
+
+def test_what_was_done_is_kept_when_it_is_interrupted(model: LoadedModel, tmp_path: Path) -> None:
+    ours = [row for row in tiny_rows() if row.family != "tomesd"]
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def interrupted(name: str) -> Iterator[Callable[[int, int], None]]:
+        seen.append(name)
+        if name == "MaMe default: images":
+            raise KeyboardInterrupt
+        yield lambda done, total: None
+
+    with pytest.raises(KeyboardInterrupt):
+        benchmark(model, tmp_path, rows=ours, stage=interrupted).run()
+    rows = rows_of(tmp_path)
+    assert [row["status"] for row in rows.values()] == ["measured", "measured", "not measured"]
+    assert "not yet" in rows["mame-default"]["reason"]
+    images = snapshot(tmp_path / "runs" / "baseline")
+    benchmark(model, tmp_path, rows=ours).run()
+    assert [row["status"] for row in rows_of(tmp_path).values()] == ["measured"] * 3
+    assert snapshot(tmp_path / "runs" / "baseline") == images
+
+
+def test_other_settings_and_foreign_folders_are_refused(model: LoadedModel, tmp_path: Path) -> None:
+    only = [tiny_rows()[0]]
+    benchmark(model, tmp_path / "out", rows=only, metrics=[METRICS["psnr"]]).run()
+    before = (tmp_path / "out" / "results.json").read_bytes()
+    with pytest.raises(UserError, match="steps: 2 there, 3 here"):
+        benchmark(model, tmp_path / "out", rows=only, settings=GenerateSettings(steps=3)).run()
+    assert (tmp_path / "out" / "results.json").read_bytes() == before
+    check_out(tmp_path / "out")
+    check_out(tmp_path / "new")
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / ".mame-sd.1.tmp").write_text("what a kill in the first write leaves")
+    check_out(tmp_path / "killed")
+    results = tmp_path / "out" / "results.json"
+    whole = results.read_text()
+    results.write_text(json.dumps({"format": json.loads(whole)["format"], "rows": [{"name": "baseline"}]}))
+    with pytest.raises(UserError, match=r"got some without 'manifest'; delete results\.json and run again"):
+        benchmark(model, tmp_path / "out", rows=only).run()
+    results.write_text(whole[:-100])
+    with pytest.raises(UserError, match="delete it and run benchmark again, nothing else is lost"):
+        check_out(tmp_path / "out")
+    results.unlink()
+    check_out(tmp_path / "out")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    with pytest.raises(UserError, match=r"1 other things in it \('thesis.tex'\)"):
+        check_out(tmp_path / "mine")
+    (tmp_path / "mine" / "results.json").write_text("{}")
+    with pytest.raises(UserError, match="got another file"):
+        check_out(tmp_path / "mine")
+
+
+def test_missing_peers_and_weights_leave_a_reason(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mame_sd.eval.benchmark.rows.has_tomesd", lambda: False)
+    monkeypatch.setenv("MAME_SD_WEIGHTS", str(tmp_path / "none"))
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "none"))
+    metrics = [METRICS["lpips"], METRICS["psnr"]]
+    results = benchmark(model, tmp_path / "out", rows=tiny_rows()[:2], metrics=metrics).run()
+    assert results["rows"][1]["status"] == "not measured"
+    assert results["rows"][1]["reason"] == "tomesd is not installed: pip install mame-sd[peers]"
+    results = benchmark(model, tmp_path / "other", rows=tiny_rows()[::3], metrics=metrics).run()
+    assert results["rows"][1]["values"]["lpips"]["withheld"] == "not measured: no weights of lpips-alex"
+    assert results["rows"][1]["values"]["psnr"]["mean"] > 0
+    assert any("mame-sd-eval weights" in note for note in results["notes"])
+
+
+def test_steps_are_not_traced_for_the_baseline(model: LoadedModel) -> None:
+    assert kept_per_step(model, SETTINGS, jobs_of(PROMPTS, SETTINGS)[0], tiny_rows()[0]) == []
+
+
+def test_the_report_names_its_command_and_another_model_has_no_ground_truth(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "two words"
+    options = ["benchmark", "--offline", "--num", "2", "--steps", "1", "--rows", "mame-default", "--rounds", "1"]
+    given = [*options, "--height", "64", "--width", "64", "--model", str(model_folder), "--device", "cpu"]
+    assert cli.run([*given, "--out", str(out)]) == 0, capsys.readouterr().err
+    results = read_results(out)
+    assert all(prompt["prompt"] in subjects_by_caption() for prompt in results["images"].values())
+    assert not {"retrieval", "background"} & set(results["metrics"])
+    assert results["reference"] is None
+    command = shlex.join(["mame-sd-eval", *given])
+    assert results["manifest"]["command"] == command
+    assert command in (out / "report.md").read_text(encoding="utf-8")
+    assert "2 prompts (demo.txt), 1 step, seed 0, model tiny" in results["notes"][0]
+    assert command_again(["benchmark", "--out=x", "--prompts", "a b"]) == "mame-sd-eval benchmark --prompts 'a b'"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs several processes on one machine")
+def test_two_processes_make_the_same_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompts.txt").write_text("key\nant\nstar\n")
+    model_folder = save_tiny_pipeline(tmp_path / "like-sdxl", **LIKE_SDXL)  # tomesd can do nothing with it
+    options = ["benchmark", "--model", str(model_folder), "--device", "cpu", "--offline", "--steps", "1"]
+    options += [
+        "--prompts",
+        str(tmp_path / "prompts.txt"),
+        "--height",
+        "128",
+        "--width",
+        "128",
+        "--rows",
+        "tomesd-50,mame-default",
+        "--rounds",
+        "1",
+    ]
+    options += ["--weights-dir", str(tmp_path), "--out"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--main_process_port", "0", "-m", "mame_sd.eval", *options, str(tmp_path / "two")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(launch, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("report.html") == 1
+    assert cli.run([*options, str(tmp_path / "one")]) == 0
+    one, two = rows_of(tmp_path / "one"), rows_of(tmp_path / "two")
+    for name in ("baseline", "mame-default"):
+        assert snapshot(tmp_path / "one" / "runs" / name) == snapshot(tmp_path / "two" / "runs" / name)
+        assert one[name]["per_image"] == two[name]["per_image"]
+    assert [row["status"] for row in two.values()] == ["measured", "not measured", "measured"]
+    assert one["tomesd-50"]["reason"] == two["tomesd-50"]["reason"] != ""
+    found = set(one["mame-default"]["per_image"]) - {"lpips"}  # where its weights lie in the cache
+    assert found == {"psnr", "ssim"}  # no ground truth for such prompts
+
+
+def test_prompt_ids_need_not_be_in_order_and_small_images_lack_what_they_are_too_small_for(
+    model: LoadedModel, tmp_path: Path
+) -> None:
+    metrics = [METRICS["psnr"], METRICS["ms_ssim"]]
+    prompts = [Prompt(id=name, text=text.text) for name, text in zip("zay", PROMPTS, strict=True)]
+    results = benchmark(model, tmp_path, prompts=prompts, rows=tiny_rows()[::3], metrics=metrics, rounds=1).run()
+    assert list(results["rows"][1]["per_image"]["psnr"]) == ["z_0", "a_0", "y_0"]
+    assert "needs 176 x 176" in results["rows"][1]["values"]["ms_ssim"]["withheld"]

@@ -1,0 +1,53 @@
+"""The suites, their prompts, and the rows of the paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mame_sd.eval.benchmark.rows import chosen_rows, paper_rows
+from mame_sd.eval.benchmark.suites import SUITES, suite_named
+from mame_sd.eval.cli.benchmark import suite_prompts
+from mame_sd.eval.metric_list import METRICS
+from mame_sd.eval.scoring.retrieval import subjects_by_caption
+
+from mame_sd.errors import UserError
+from mame_sd.runs.jobs import GenerateSettings
+
+
+def test_the_papers_rows_are_there_and_rows_can_be_chosen() -> None:
+    labels = [row.label for row in paper_rows()]
+    assert labels == ["baseline", "ToMeSD 25 %", "ToMeSD 50 %", "MaMe+MaRe τ 0.7", "MaMe+MaRe τ 0.8", "MaMe default"]
+    config = paper_rows()[3].config["mame"]
+    assert (config["tau"], config["preset"], config["merge"]) == (0.7, "plain", "qkv")
+    assert [row.name for row in chosen_rows("mame-default")] == ["baseline", "mame-default"]
+    with pytest.raises(UserError, match="--rows: expected names of baseline, tomesd-25"):
+        chosen_rows("mame-default,tomesd-99")
+
+
+def test_suites_hold_what_the_paper_and_the_issue_say() -> None:
+    paper = SUITES["paper"]
+    assert (paper.steps, paper.guidance, paper.seed, paper.height, paper.width) == (50, 7.5, 42, 768, 768)
+    assert (paper.dtype, paper.scheduler, paper.num) == ("float32", "dpm++", 2000)
+    for suite in SUITES.values():
+        assert set(suite.metrics) <= set(METRICS)
+        GenerateSettings(**suite.sampling({"steps": 3, "guidance": None}))
+    assert paper.sampling({"steps": 3, "guidance": None})["guidance"] == 7.5
+    with pytest.raises(UserError, match="--suite: expected one of quick, embedded, paper"):
+        suite_named("huge")
+
+
+def test_suites_find_their_prompts(tmp_path: Path) -> None:
+    quick, file = suite_prompts(SUITES["quick"], None, None)
+    assert len(quick) == 12
+    assert file is not None
+    assert file["name"] == "demo.txt"
+    drawn, _ = suite_prompts(SUITES["embedded"], None, None)
+    assert len(drawn) == 128
+    assert all(prompt.text in subjects_by_caption() for prompt in [*quick, *drawn])
+    (tmp_path / "own.txt").write_text("a\nb\nc\n")
+    assert [p.text for p in suite_prompts(SUITES["paper"], str(tmp_path / "own.txt"), 2)[0]] == ["a", "b"]
+    with pytest.raises(UserError, match="--suite paper: expected --prompts FILE, got none"):
+        suite_prompts(SUITES["paper"], None, None)
+    with pytest.raises(UserError, match="--num: expected at least 1"):
+        suite_prompts(SUITES["quick"], None, 0)

@@ -1,0 +1,116 @@
+"""CLIP score and image cosine against the model itself; prompts that are cut; weights."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from mame_sd.eval.metric_list import METRICS
+from mame_sd.eval.metrics.clip import Clip, clip_image_cosine, clip_score, load_clip
+from mame_sd.eval.scoring.runs import Run
+from mame_sd.eval.scoring.score import cut_prompts
+from mame_sd.eval.scoring.tools import Tools
+from mame_sd.eval.weights.files import file_sha256
+from mame_sd.eval.weights.registry import REGISTRY
+from safetensors.torch import save_file
+
+from mame_sd.errors import UserError
+from tests.builders import seeded
+from tests.builders.metrics import pictures
+from tests.builders.run_folders import write_run
+from tests.builders.tiny import save_tiny_clip
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_clip(tmp_path_factory.mktemp("weights") / "clip-vit-base-patch32")
+
+
+@pytest.fixture(scope="module")
+def clip(clip_folder: Path) -> Clip:
+    return load_clip(clip_folder)
+
+
+PROMPTS = ["a red key on a table", "an owl"]
+
+
+def test_clip_score_is_the_models_own_logit_without_its_scale(clip: Clip, clip_folder: Path) -> None:
+    from PIL import Image
+    from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
+
+    model = CLIPModel.from_pretrained(clip_folder).eval()
+    pictures = [seeded.picture(f"clip {i}", 50, 70) for i in range(2)]
+    pixels = CLIPImageProcessorPil.from_pretrained(clip_folder)(
+        [Image.fromarray(x) for x in pictures], return_tensors="pt"
+    )
+    tokens = CLIPTokenizer.from_pretrained(clip_folder)(PROMPTS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        expected = (model(**tokens, **pixels).logits_per_image / model.logit_scale.exp()).diagonal() * 100
+    images = torch.stack([torch.from_numpy(x).permute(2, 0, 1).float() / 255 for x in pictures])
+    result = clip_score(clip, images, PROMPTS)
+    assert result.scores.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+    assert result.cut == 0
+
+
+def test_long_prompts_are_cut_counted_and_still_differ(clip: Clip) -> None:
+    image = pictures(1, 40, 40).expand(3, 3, 40, 40)
+    same_start = "a" * 76  # one token a character, so the last of them is cut
+    result = clip_score(clip, image, [same_start + "b", same_start + "c", "b" * 80])
+    assert result.cut == 3
+    assert result.scores[0] == pytest.approx(result.scores[1].item(), abs=1e-9)
+    assert abs(result.scores[0] - result.scores[2]) > 1e-3
+    assert clip_score(clip, image[:1], ["a" * 75]).cut == 0
+
+
+def test_cut_prompts_are_counted_once_and_also_when_nothing_is_scored_again(clip: Clip, tmp_path: Path) -> None:
+    images = {f"{key}_{repeat}": seeded.picture(f"cut {key}", 40, 40) for key in "abc" for repeat in (0, 1)}
+    prompts = {key: "a" * 80 if key < "c" else "an owl" for key in images}  # a and b: one text under two ids
+    run = Run.open(write_run(tmp_path / "run", images, prompts))
+    tools = Tools(networks={"clip": clip})
+    assert cut_prompts([METRICS["clip_score"]], run, tools) == (1, 2)
+    assert cut_prompts([METRICS["clip_image"]], run, tools) == (0, 2)
+    assert cut_prompts([METRICS["clip_score"]], run, Tools(networks={"clip": UserError("no weights")})) == (0, 2)
+
+
+def test_clip_image_cosine_laws(clip: Clip) -> None:
+    a, b = seeded.picture_pairs()
+    assert clip_image_cosine(clip, a, a).tolist() == pytest.approx([1, 1], abs=1e-9)
+    assert clip_image_cosine(clip, a, b).tolist() == pytest.approx(clip_image_cosine(clip, b, a).tolist(), abs=1e-9)
+    assert (clip_image_cosine(clip, a, b) < 0.9999).all()
+
+
+def test_clip_refuses_wrong_numbers_and_ranges(clip: Clip) -> None:
+    a, b = seeded.picture_pairs()
+    with pytest.raises(ValueError, match="got 1 prompts and 2 images"):
+        clip_score(clip, a, PROMPTS[:1])
+    with pytest.raises(ValueError, match="0 to 1"):
+        clip_score(clip, a * 255, PROMPTS)
+    with pytest.raises(ValueError, match="one shape"):
+        clip_image_cosine(clip, a, b[:1])
+
+
+def test_clip_comes_from_weights_dir_checked(
+    clip: Clip, clip_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = REGISTRY["clip-vit-b-32"]
+    (source,) = entry.sources
+    assert source.file == "clip-vit-base-patch32/pytorch_model.bin"
+    with pytest.raises(UserError, match="with the sha256 a63082132ba4"):
+        load_clip("clip-vit-b-32", weights_dir=clip_folder.parent, offline=True)
+    trusted = replace(source, sha256=file_sha256(clip_folder / "pytorch_model.bin"))
+    monkeypatch.setitem(REGISTRY, "clip-vit-b-32", replace(entry, sources=(trusted,)))
+    loaded = load_clip("clip-vit-b-32", weights_dir=clip_folder.parent, offline=True)
+    assert (loaded.name, loaded.weights_hash) == ("CLIP clip-vit-b-32", clip.weights_hash)
+    both = tmp_path / clip_folder.name
+    shutil.copytree(clip_folder, both)
+    save_file({name: value + 1 for name, value in clip.model.state_dict().items()}, both / "model.safetensors")
+    loaded = load_clip("clip-vit-b-32", weights_dir=tmp_path, offline=True)
+    assert loaded.weights_hash == clip.weights_hash, "what was checked is what is read"
+
+
+def test_a_folder_that_is_no_clip_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"expected a CLIP model, its tokenizer and preprocessor_config.json in "):
+        load_clip(tmp_path)

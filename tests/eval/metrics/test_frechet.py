@@ -1,0 +1,118 @@
+"""The Frechet distance against closed forms and other implementations; statistics in files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mame_sd.eval.metrics.frechet import Statistics, frechet_distance, load_statistics, save_statistics, statistics
+
+from mame_sd.errors import UserError
+from tests.builders.metrics import features, generator
+
+
+@settings(deadline=None, max_examples=30)
+@given(dims=st.integers(1, 12), seed=st.integers(0, 1000))
+def test_frechet_of_commuting_gaussians_is_the_closed_form(dims: int, seed: int) -> None:
+    rng = generator(seed)
+    rotation = torch.linalg.qr(torch.randn(dims, dims, generator=rng, dtype=torch.float64)).Q
+    spread_a, spread_b = torch.rand(2, dims, generator=rng, dtype=torch.float64)
+    spread_a[0] = 0  # singular
+    gap = torch.randn(dims, generator=rng, dtype=torch.float64)
+    a = Statistics(torch.zeros(dims, dtype=torch.float64), spread_a[:, None] * rotation.T, 100)
+    b = Statistics(gap, spread_b[:, None] * rotation.T, 100)
+    expected = gap.square().sum() + (spread_a - spread_b).square().sum()
+    assert frechet_distance(a, b) == pytest.approx(expected.item(), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize(("n", "m", "dims"), [(400, 300, 16), (60, 500, 32), (2, 3, 5)])
+def test_frechet_is_scipys_square_root(n: int, m: int, dims: int) -> None:
+    from scipy.linalg import sqrtm
+
+    a, b = features(n, dims, 1).double(), features(m, dims, 2, 0.3).double()
+    cov_a, cov_b = np.cov(a.numpy(), rowvar=False), np.cov(b.numpy(), rowvar=False)
+    gap = ((a.mean(0) - b.mean(0)) ** 2).sum().item()
+    expected = gap + np.trace(cov_a) + np.trace(cov_b) - 2 * np.trace(sqrtm(cov_a @ cov_b).real)
+    assert frechet_distance(a, b) == pytest.approx(expected, rel=1e-5 if n == 2 else 1e-9)
+
+
+def test_frechet_is_torchmetrics() -> None:
+    from torchmetrics.image.fid import _compute_fid
+
+    first, second = statistics(features(200, 64, 1)), statistics(features(150, 64, 2, 0.1))
+    theirs = _compute_fid(first.mean, first.covariance, second.mean, second.covariance)
+    assert frechet_distance(first, second) == pytest.approx(theirs.item(), rel=1e-6)
+
+
+def test_frechet_of_fewer_images_than_dims_and_of_their_covariances_agree() -> None:
+    a, b = statistics(features(20, 50, 1)), statistics(features(30, 50, 2))
+    full = [Statistics(s.mean, torch.linalg.cholesky(s.covariance + 1e-13 * torch.eye(50)).T, s.n) for s in (a, b)]
+    assert frechet_distance(a, b) == pytest.approx(frechet_distance(*full), rel=1e-4)
+
+
+def test_frechet_laws() -> None:
+    a, b = features(40, 8, 1), features(50, 8, 2, 1.0)
+    rotation = torch.linalg.qr(torch.randn(8, 8, generator=generator(3))).Q
+    assert frechet_distance(a, a) == pytest.approx(0, abs=1e-9)
+    assert frechet_distance(a, b) == pytest.approx(frechet_distance(b, a), rel=1e-9)
+    assert frechet_distance(a @ rotation + 5, b @ rotation + 5) == pytest.approx(frechet_distance(a, b), rel=1e-4)
+    assert frechet_distance(a, a + 2) == pytest.approx(8 * 4, rel=1e-5)
+
+
+def test_statistics_survive_their_file(tmp_path: Path) -> None:
+    a, b = statistics(features(40, 8, 1), "Inception"), statistics(features(6, 8, 2), "Inception")
+    save_statistics(tmp_path / "a.npz", a)
+    again = load_statistics(tmp_path / "a.npz")
+    assert (again.n, again.source) == (40, "Inception")
+    assert frechet_distance(again, b) == pytest.approx(frechet_distance(a, b), rel=1e-9)
+    with np.load(tmp_path / "a.npz") as file:
+        assert np.allclose(file["sigma"], np.cov(features(40, 8, 1).double().numpy(), rowvar=False))
+
+
+def test_a_published_statistics_file_needs_mu_and_sigma_only(tmp_path: Path) -> None:
+    a = statistics(features(40, 8, 1))
+    np.savez(tmp_path / "a.npz", mu=a.mean.float().numpy(), sigma=a.covariance.float().numpy())
+    again = load_statistics(tmp_path / "a.npz")
+    assert (again.n, again.source) == (0, "")
+    assert frechet_distance(again, a) == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "why"),
+    [
+        ({"mu": np.zeros(3)}, "sigma"),
+        ({"mu": np.zeros(3), "sigma": np.eye(4)}, r"mu is \[3\] and sigma \[4, 4\]"),
+        ({"mu": np.zeros(3), "sigma": np.eye(3) * np.nan}, "NaN"),
+        ({"mu": np.zeros(3), "sigma": -np.eye(3)}, "eigenvalue -1"),
+        ({"mu": np.array([None] * 3), "sigma": np.eye(3)}, "allow_pickle"),
+    ],
+)
+def test_bad_statistics_are_refused(tmp_path: Path, arrays: dict[str, np.ndarray], why: str) -> None:
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(UserError, match=why):
+        load_statistics(tmp_path / "a.npz")
+
+
+def test_what_is_no_statistics_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.npz").write_text("nothing of the kind")
+    (tmp_path / "empty.npz").write_bytes(b"")
+    for name in ("a.npz", "empty.npz", "none.npz"):
+        with pytest.raises(UserError, match=name):
+            load_statistics(tmp_path / name)
+
+
+def test_frechet_refuses_what_it_cannot_compare() -> None:
+    a = features(10, 4, 1)
+    for other, why in (
+        (a[:1], "at least 2 images"),
+        (a / 0, "finite"),
+        (features(10, 5, 1), "equal feature dims"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            frechet_distance(a, other)
+    with pytest.raises(ValueError, match="one extractor, got Inception and EffNetLite0"):
+        frechet_distance(statistics(a, "Inception"), statistics(a, "EffNetLite0"))

@@ -1,0 +1,109 @@
+"""PSNR, SSIM and MS-SSIM against other implementations and closed forms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mame_sd.eval.metrics.psnr import psnr
+from mame_sd.eval.metrics.ssim import ms_ssim, ssim
+from torch import Tensor
+
+from tests.builders.metrics import generator, pictures
+
+
+def noisy(images: Tensor, amount: float, seed: int = 1) -> Tensor:
+    """`images` with noise that grows along the batch, so that no two pairs score alike."""
+    steps = torch.linspace(amount / 2, amount, len(images))[:, None, None, None]
+    return (images + steps * torch.randn(images.shape, generator=generator(seed))).clamp(0, 1)
+
+
+def test_psnr_in_closed_form() -> None:
+    a = torch.full((3, 3, 4, 4), 0.5)
+    b = a + torch.tensor([0.0, 0.1, 0.01])[:, None, None, None]
+    assert psnr(a, b).tolist() == pytest.approx([float("inf"), 20, 40], abs=1e-4)
+
+
+def test_psnr_of_each_pair_is_scikit_images() -> None:
+    from skimage.metrics import peak_signal_noise_ratio
+
+    a = pictures(4, 33, 50)
+    b = noisy(a, 0.2)
+    expected = [
+        peak_signal_noise_ratio(x.double().numpy(), y.double().numpy(), data_range=1) for x, y in zip(a, b, strict=True)
+    ]
+    assert psnr(a, b).tolist() == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("size", [(11, 11), (64, 64), (37, 53)])
+def test_ssim_is_scikit_images_inside_the_border(size: tuple[int, int]) -> None:
+    from skimage.metrics import structural_similarity
+
+    a = pictures(3, *size)
+    b = noisy(a, 0.3)
+    options = {
+        "gaussian_weights": True,
+        "sigma": 1.5,
+        "use_sample_covariance": False,
+        "channel_axis": 0,
+        "data_range": 1,
+    }
+    expected = [
+        structural_similarity(x.double().numpy(), y.double().numpy(), **options) for x, y in zip(a, b, strict=True)
+    ]
+    assert ssim(a, b).tolist() == pytest.approx(expected, abs=1e-9)
+
+
+def test_ssim_is_torchmetrics_without_its_padded_border() -> None:
+    from torchmetrics.functional.image.ssim import _ssim_update
+
+    a = pictures(3, 40, 33)
+    b = noisy(a, 0.3)
+    _, full = _ssim_update(a.double(), b.double(), data_range=1.0, return_full_image=True)
+    assert ssim(a, b).tolist() == pytest.approx(full[..., 5:-5, 5:-5].mean((1, 2, 3)).tolist(), abs=1e-9)
+
+
+@pytest.mark.parametrize("size", [(176, 176), (176, 208)])
+def test_ms_ssim_is_pytorch_msssims(size: tuple[int, int]) -> None:
+    from pytorch_msssim import ms_ssim as theirs
+
+    a = pictures(2, *size)
+    b = noisy(a, 0.3)
+    expected = theirs(a.double(), b.double(), data_range=1, size_average=False)
+    assert ms_ssim(a, b).tolist() == pytest.approx(expected.tolist(), abs=1e-6)  # its window is rounded to float32
+
+
+def test_a_picture_is_wholly_like_itself_and_its_negative_is_not() -> None:
+    a = pictures(2, 176, 180)
+    assert ssim(a, a).tolist() == pytest.approx([1, 1])
+    assert ms_ssim(a, a).tolist() == pytest.approx([1, 1])
+    assert (ssim(a, 1 - a) < 0.5).all()
+    assert (ms_ssim(a, 1 - a) >= 0).all()
+
+
+@pytest.mark.parametrize("metric", [psnr, ssim, ms_ssim])
+def test_paired_metrics_refuse_wrong_pairs(metric) -> None:
+    a = pictures(2, 176, 176)
+    for other, why in (
+        (a[:1], "one shape"),
+        (a * 255, "0 to 1"),
+        (a * 2 - 1, "0 to 1"),
+        (a / 0, "0 to 1"),
+        (a.to(torch.uint8), "floats"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            metric(a, other)
+
+
+def test_small_images_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="at least 11 x 11 for SSIM, got 32 x 10"):
+        ssim(torch.zeros(1, 3, 10, 32), torch.zeros(1, 3, 10, 32))
+    with pytest.raises(ValueError, match="at least 176 x 176 for MS-SSIM, got 175 x 200"):
+        ms_ssim(torch.zeros(1, 3, 200, 175), torch.zeros(1, 3, 200, 175))
+
+
+@pytest.mark.parametrize("metric", [psnr, ssim])
+def test_neighbours_in_the_batch_change_nothing(metric) -> None:
+    a = pictures(3, 40, 24)
+    b = noisy(a, 0.2)
+    alone = torch.cat([metric(a[i : i + 1], b[i : i + 1]) for i in range(3)])
+    assert torch.equal(metric(a, b), alone)

@@ -1,0 +1,70 @@
+"""The headline: what it claims, and what it does not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mame_sd.eval.report import render
+from mame_sd.eval.report.data import parse
+from mame_sd.eval.report.headline import comparison, headline
+from mame_sd.eval.report.select import focus
+
+from tests.builders.report_example import row
+from tests.builders.report_page import Results
+
+
+def says(results: Results) -> str:
+    parsed = parse(results)
+    return headline(focus(parsed))
+
+
+def test_headline_of_a_faster_row(results: Results) -> None:
+    assert re.fullmatch(
+        r"MaMe \(default\) is 1\.60 times as fast as the baseline, at an LPIPS of 0\.\d{3}\.", says(results)
+    )
+    parsed = parse(results)
+    assert comparison(parsed, focus(parsed)).startswith(
+        "ToMeSD 50 % is 1.25 times as fast as the baseline, at an LPIPS of"
+    )
+
+
+def test_headline_of_a_value_too_small_to_print(results: Results) -> None:
+    row(results, "mame-default")["values"]["lpips"]["mean"] = 0.0002
+    assert says(results).endswith("times as fast as the baseline, at an LPIPS below 0.001.")
+
+
+def test_headline_of_a_slower_row(results: Results) -> None:
+    row(results, "mame-default")["values"]["latency"] = {"mean": 8.0, "low": 7.9, "high": 8.1}
+    assert "is slower than the baseline (0.50 times as fast), at an LPIPS" in says(results)
+
+
+def test_headline_claims_nothing_within_the_noise(results: Results) -> None:
+    row(results, "mame-default")["values"]["latency"] = {"mean": 3.8, "low": 3.0, "high": 4.5}
+    assert "is not measurably faster or slower than the baseline (1.05 times as fast)" in says(results)
+    row(results, "mame-default")["values"]["latency"] |= {"p": 0.01, "against": "baseline"}
+    assert "is 1.05 times as fast" in says(results)
+    row(results, "mame-default")["values"]["latency"] |= {"against": "tomesd-50"}  # says nothing about the baseline
+    assert "is not measurably faster" in says(results)
+
+
+def test_headline_without_speed_without_lpips_and_without_mame(results: Results) -> None:
+    for entry in results["rows"]:
+        entry["values"].pop("latency", None)
+    assert says(results).startswith("MaMe (default): speed was not measured; at an LPIPS of ")
+    for entry in results["rows"]:
+        entry["values"].pop("lpips", None)
+    assert "at a PSNR of " in says(results)
+    for entry in results["rows"]:
+        entry["values"].pop("psnr", None)
+    assert says(results).endswith("neither was its distance from the baseline.")
+    results["rows"] = results["rows"][:1]
+    assert says(results) == "No run with MaMe has been measured yet."
+
+
+def test_tomesd_that_was_not_measured_is_named(tmp_path: Path, results: Results) -> None:
+    row(results, "tomesd-50").update(status="not measured", values={}, per_image={}, reason="no <tomesd>")
+    text = render(results, tmp_path).read_text(encoding="utf-8")
+    assert "ToMeSD was not measured: tomesd is not installed: pip install mame-sd[peers]." in text
+    assert text.count("not measured: no &lt;tomesd&gt;") == 2  # in both tables
+    assert "--columns: 3" in text

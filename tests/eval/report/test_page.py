@@ -1,0 +1,121 @@
+"""The page: nothing in it is fetched or executed, everything has words, colours and ids hold."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from mame_sd.eval.report import render
+from markupsafe import escape
+
+from mame_sd.errors import UserError
+from tests.builders.report_example import PROMPTS
+from tests.builders.report_page import Elements, Results
+
+CSS = (Path(__file__).parents[3] / "eval" / "report" / "templates" / "report.css").read_text(encoding="utf-8")
+
+
+def test_nothing_is_fetched(page: str) -> None:
+    elements = Elements(page)
+    addresses = [
+        value for _, attrs in elements.tags for name, value in attrs.items() if name in ("src", "href") and value
+    ]
+    outside = [a for a in addresses if not a.startswith(("data:", "#"))]
+    assert outside == []
+    assert "url(" not in CSS
+    assert "@import" not in CSS
+    policy = next(a["content"] for a in elements.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; img-src data:;")
+
+
+def test_prompts_are_text(page: str) -> None:
+    elements = Elements(page)
+    assert len(elements.all("script")) == 1
+    assert all("onerror" not in attributes for _, attributes in elements.tags)
+    assert all((image["src"] or "").startswith("data:") for image in elements.all("img"))
+    for prompt in PROMPTS:
+        assert str(escape(prompt)) in page
+    assert "<b>that is</b>" not in page
+    assert "{{ 7 * 7 }}" in page
+
+
+def test_every_picture_and_plot_has_words(page: str) -> None:
+    elements = Elements(page)
+    shots = [attrs for attrs in elements.all("button") if attrs.get("class") == "shot"]
+    assert len(shots) == 3 * 5 + 4 * 4  # three cases with two maps each, and the gallery of four prompts and four rows
+    assert all((attrs["aria-label"] or "").startswith("Enlarge: ") for attrs in shots)
+    assert all(image["alt"] for image in elements.all("img")[:-1])  # the last is the dialog's, filled by the script
+    plots = [attrs["aria-label"] or "" for attrs in elements.all("svg")]
+    assert len(plots) == 4  # frontier and tokens kept, for wide and narrow screens
+    assert "MaMe (default) 1.60 times as fast" in plots[0]
+    assert "MaMe (default) keeps 30 to 70 % of 4,096 at level 0, 30 to 70 % of 1,024 at level 1." in plots[2]
+
+
+def test_ids_are_unique_and_plots_take_the_colors_of_the_page(page: str) -> None:
+    elements = Elements(page)
+    ids = [attributes["id"] for _, attributes in elements.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    svgs = "".join(re.findall(r"<svg.*?</svg>", page, re.S))
+    assert re.findall(r"#[0-9a-f]{6}\b", svgs) == []
+    assert "font-family" not in svgs
+    used = set(re.findall(r"var\(--([a-z]+)\)", svgs))
+    schemes = CSS.split("@media (prefers-color-scheme: dark)")
+    for scheme in schemes[:2]:
+        assert used <= set(re.findall(r"--([a-z]+):", scheme))
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_text_stands_out_from_its_ground(scheme: int) -> None:
+    colors = dict(re.findall(r"--([a-z]+): (#[0-9a-f]{6})", CSS.split("@media (prefers-color-scheme: dark)")[scheme]))
+    pairs = [(ink, ground) for ink in ("ink", "muted") for ground in ("paper", "raised", "wash", "best")]
+    pairs += [(ink, ground) for ink in ("mame", "tomesd", "baseline", "good", "bad") for ground in ("paper", "raised")]
+    pairs += [("mame", "best")]
+    assert {
+        pair: contrast(*(colors[name] for name in pair)) for pair in pairs if contrast(*(colors[n] for n in pair)) < 4.5
+    } == {}
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG 2's contrast ratio of two #rrggbb colours."""
+    lights = []
+    for color in (one, other):
+        channels = [int(color[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        lights.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
+    return (max(lights) + 0.05) / (min(lights) + 0.05)
+
+
+def test_the_same_results_give_the_same_bytes(tmp_path: Path, results: Results) -> None:
+    names = ("report.html", "report.md", "table.csv", "table.tex")
+    assert render(results, tmp_path) == tmp_path / "report.html"
+    first = [(tmp_path / name).read_bytes() for name in names]
+    render(results, tmp_path)
+    assert [(tmp_path / name).read_bytes() for name in names] == first
+    assert {path.name for path in tmp_path.iterdir()} == {*names, "runs"}
+
+
+def test_a_benchmark_that_has_just_begun_has_a_report(tmp_path: Path, results: Results) -> None:
+    for entry in results["rows"]:
+        entry.update(status="not measured", reason=None, values={}, per_image={}, kept=[])
+    results.update(gates=[], reference=None)
+    text = render(results, tmp_path).read_text(encoding="utf-8")
+    assert "No run with MaMe has been measured yet." in text
+    assert "None were run" in text
+    assert "Quality (no reference set was given)" in text
+
+
+def test_failed_gates_come_first(tmp_path: Path, results: Results) -> None:
+    results["gates"].append({"name": "unrelated <pairing>", "expected": "far", "got": "near", "passed": False})
+    text = render(results, tmp_path).read_text(encoding="utf-8")
+    assert "<strong>1 of 2 sanity gates failed:</strong> unrelated &lt;pairing&gt;" in text
+    assert text.index("sanity gates failed") < text.index('id="pictures"')
+    assert "**1 of 2 sanity gates failed: unrelated &lt;pairing&gt;.**" in (tmp_path / "report.md").read_text()
+
+
+def test_a_place_that_is_a_file_is_an_error(tmp_path: Path, results: Results) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="choose another"):
+        render(results, tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"

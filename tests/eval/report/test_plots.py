@@ -1,0 +1,65 @@
+"""The plots: the frontier, and tokens kept."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mame_sd.eval.report import frontier, render
+from mame_sd.eval.report.data import Row, parse
+from mame_sd.eval.report.kept_plot import describe, merging_levels
+from mame_sd.eval.report.select import focus
+
+from tests.builders.report_example import row
+from tests.builders.report_page import Results
+
+
+def points(pairs: list[tuple[float, float]]) -> list[frontier.Point]:
+    empty = Row("r", "r", "mame", False, None, None, True)
+    return [frontier.Point(empty, speed, distance) for speed, distance in pairs]
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=12), st.booleans())
+def test_nothing_surpasses_the_frontier(pairs: list[tuple[float, float]], lower: bool) -> None:
+    found = points(pairs)
+    best = frontier.frontier(found, lower)
+    sign = 1 if lower else -1
+
+    def surpasses(a: frontier.Point, b: frontier.Point) -> bool:
+        at_least = a.speed >= b.speed and sign * a.closeness <= sign * b.closeness
+        return at_least and (a.speed, a.closeness) != (b.speed, b.closeness)
+
+    kept = {(p.speed, p.closeness) for p in best}
+    assert kept == {(p.speed, p.closeness) for p in found if not any(surpasses(other, p) for other in found)}
+    assert [p.speed for p in best] == sorted({p.speed for p in best})
+
+
+def test_points_are_rows_with_both_figures(results: Results) -> None:
+    parsed = parse(results)
+    found = {p.row.name: p for p in frontier.points(parsed, focus(parsed))}
+    assert set(found) == {"baseline", "tomesd-50", "mame-tau-0.8", "mame-default"}
+    assert (found["baseline"].speed, found["baseline"].closeness) == (1, 0)
+    assert found["mame-default"].speed_interval == pytest.approx((4 / 2.6, 4 / 2.4))
+    row(results, "mame-default")["values"]["lpips"]["mean"] = math.inf
+    parsed = parse(results)
+    assert len(frontier.points(parsed, focus(parsed))) == 3
+
+
+def test_kept_tokens_leave_out_levels_that_do_not_merge(results: Results) -> None:
+    merging = merging_levels(next(r for r in parse(results).rows if r.name == "mame-default"))
+    assert list(merging) == [0, 1]
+    assert merging[0][1] == pytest.approx({0: 0.3, 1: 0.5, 2: 0.7})
+    assert describe("x", {0: (4096, {0: 0.375, 1: 0.375})}) == "x keeps 38 % of 4,096 at level 0."
+
+
+def test_plots_that_cannot_be_drawn_are_explained(tmp_path: Path, results: Results) -> None:
+    for entry in results["rows"]:
+        entry.update(kept=[])
+        entry["values"].pop("latency", None)
+    text = render(results, tmp_path).read_text(encoding="utf-8")
+    assert "<svg" not in text
+    assert "Not counted in this run." in text
+    assert "This plot needs the speed and the closeness of at least two rows" in text

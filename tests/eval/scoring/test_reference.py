@@ -1,0 +1,39 @@
+"""Reference sets: what they are known by, and what lies in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mame_sd.eval.scoring.reference import check_foreign, open_reference, rendered_glyphs
+from mame_sd.eval.scoring.runs import Run
+from PIL import Image
+
+from mame_sd.errors import UserError
+from tests.builders.run_folders import write_run
+from tests.builders.scored_runs import noise
+
+
+def test_the_reference_is_known_by_what_it_holds(tmp_path: Path) -> None:
+    for name, order in (("one", 1), ("other", -1)):
+        (tmp_path / name).mkdir()
+        for place, pixels in zip("ab", [noise(1), noise(2)][::order], strict=True):
+            Image.fromarray(pixels).save(tmp_path / name / f"{place}.png")
+    one, other = open_reference(tmp_path / "one"), open_reference(tmp_path / "other")
+    assert one.digest == other.digest
+    assert one.about() == {"name": "one", "n": 2, "sha256": one.digest}
+    Image.fromarray(noise(3)).save(tmp_path / "other" / "b.png")
+    assert open_reference(tmp_path / "other").digest != one.digest
+    assert len(rendered_glyphs().digest) == 64
+    shared = Run.open(write_run(tmp_path / "run", {"x_0": noise(2), "y_0": noise(5)}))
+    with pytest.raises(UserError, match=r"got 1 that are also in .*run \(x_0\); ask for fid_to_baseline"):
+        check_foreign(one, shared)
+    check_foreign(None, shared)
+    check_foreign(rendered_glyphs(), shared)
+
+
+def test_a_reference_folder_is_taken_without_what_lies_below_it(tmp_path: Path) -> None:
+    (tmp_path / "real" / "thumbnails").mkdir(parents=True)
+    for place in ("one.png", "two.png", "thumbnails/one.png"):
+        Image.fromarray(noise(1)).save(tmp_path / "real" / place)
+    assert open_reference(tmp_path / "real").count == 2
