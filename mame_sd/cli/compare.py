@@ -130,4 +130,4 @@ def _open(path: Path) -> Image.Image:
         with Image.open(path) as image:
             return enlarge(image.convert("RGB"), PANEL_SIDE // 2)
     except OSError as error:
-        raise UserError(f"{path}: expected an image, got: {error}; run generate again") from None
+        raise UserError(f"{path}: can't be read as an image ({error}); run generate again") from None

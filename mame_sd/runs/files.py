@@ -27,9 +27,9 @@ def writing(path: Path) -> Iterator[None]:
         reason = error.strerror or str(error)
         if error.errno in _MACHINE_ERRNOS:
             raise MachineError(
-                f"{path}: expected to write, got: {reason}; free some space there and run the same command again"
+                f"{path}: could not be written ({reason}); free some space there and run the same command again"
             ) from error
-        raise UserError(f"{path}: expected a place that can be written, got: {reason}; choose another") from error
+        raise UserError(f"{path}: can't be written ({reason}); choose another place") from error
 
 
 def nearest(path: Path) -> Path:

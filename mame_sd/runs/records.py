@@ -51,7 +51,7 @@ def read_samples(folder: Path, advice: str) -> dict[str, Sample]:
     except FileNotFoundError:
         raise UserError(f"{folder}: expected samples.jsonl of a run, found none; {advice}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: expected a file that can be read, got: {error}; {advice}") from None
+        raise UserError(f"{path}: can't be read ({error}); {advice}") from None
     samples = [_sample(path, number, line, advice) for number, line in enumerate(lines, 1) if line.strip()]
     found = {sample.key: sample for sample in samples}
     if len(found) < len(samples):

@@ -178,7 +178,7 @@ def test_foreign_folders_are_left_alone(model: LoadedModel, tmp_path: Path) -> N
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that not even root can write to")
 def test_unwritable_folders_are_the_users_to_change(model: LoadedModel) -> None:
-    with pytest.raises(UserError, match=r"expected a .* that can be written"):
+    with pytest.raises(UserError, match="can't be"):
         run(model, Path("/proc/mame-sd"))
 
 
@@ -197,7 +197,7 @@ def test_a_full_disk_is_the_machines_fault_and_loses_nothing(model: LoadedModel,
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))  # the manifest fits, an image does not
     try:
-        with pytest.raises(MachineError, match=r"p00001_0\.png: expected to write, got: File too large"):
+        with pytest.raises(MachineError, match=r"p00001_0\.png: could not be written \(File too large\)"):
             run(model, tmp_path / "run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
