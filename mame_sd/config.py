@@ -14,71 +14,14 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
-import numbers
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, fields
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-# What measurement chose (PRESETS["default"]) and the paper with our settled points (PRESETS["plain"]). A new
-# default is one edit here. Keys: what was given, of tau and keep; "neither" holds what is then used.
-PRESETS: dict[str, dict[str, dict[str, Any]]] = {
-    "default": {
-        "neither": {"keep": 0.25},
-        "keep": {
-            "merge": "kv",
-            "partition": "random-grid",
-            "redraw": True,
-            "tiles": 16,
-            "weights": "best",
-        },
-        "tau": {"merge": "qkv", "partition": "grid", "tiles": 0},
-    },
-    "plain": {
-        "neither": {"tau": 0.8},
-        "keep": {"merge": "qkv", "partition": "alternating", "tiles": 0},
-        "tau": {"merge": "qkv", "partition": "alternating", "tiles": 0},
-    },
-}
-# Cells of the grid when keep is given, from small to large: with about as many destinations as it allows, (nearly) every
-# source merges, and merged keys stand for equally many tokens.
-CELLS = ((1, 2), (1, 3), (2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 4))
-COMMON: dict[str, Any] = {
-    "stride": (2, 2),
-    "seed": 0,
-    "redraw": False,
-    "min_tokens": 1024,
-    "metric": "cosine",
-    "feature": "x",
-    "weights": "average",
-    "refine": True,
-    "variant": "settled",
-    "eps": 1e-6,
-    "kernel": None,
-}
-CHOICES: dict[str, tuple[str, ...]] = {
-    "preset": ("default", "plain"),
-    "partition": ("alternating", "sequential", "random", "grid", "random-grid"),
-    "metric": ("cosine", "dot", "euclidean", "softmax"),
-    "feature": ("x", "k", "k-mean"),
-    "weights": ("average", "best"),
-    "variant": ("settled", "paper"),
-    "merge": ("qkv", "kv"),
-    "kernel": ("triton",),
-}
-TAU_RANGE: dict[str, tuple[float, float]] = {
-    "cosine": (-1.0, 1.0),
-    "dot": (-math.inf, math.inf),
-    "euclidean": (-math.inf, 0.0),
-    "softmax": (0.0, 1.0),
-}
-DRAWN = ("random", "random-grid")  # partitions with a seed
-PARTS = ("mlp", "cross")  # what can merge beside self-attention, each the share of tokens to keep there
-SHARES = ("keep", *PARTS)
-MAX_TILE = 16  # side of the largest tile that the kernel holds on the chip
-PAPER_TAU = 0.8  # what variant="paper" takes when neither tau nor keep is given: it knows no keep
+from mame_sd.config_checks import PARTS, check_given, check_resolved, plain
+from mame_sd.presets import resolve
 
 _UNSET: Any = None
 
@@ -164,18 +107,18 @@ class MaMeConfig:
     def __post_init__(self, _given: Mapping[str, Any] | None) -> None:
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         if _given is not None:
-            before = _resolve(dict(_given))
+            before = resolve(dict(_given))
             given = _changed(_given, {name: value for name, value in given.items() if value != before[name]})
         given = {name: value for name, value in given.items() if value is not None}
         for name in ("stride", "size"):
             if isinstance(given.get(name), list):
                 given[name] = tuple(given[name])
-        given = {name: _plain(name, value) for name, value in given.items()}
-        _check_given(given)
+        given = {name: plain(name, value) for name, value in given.items()}
+        check_given(given)
         object.__setattr__(self, "_given", dict(given))
-        for name, value in _resolve(given).items():
+        for name, value in resolve(given).items():
             object.__setattr__(self, name, value)
-        _check_resolved(self)
+        check_resolved(self)
 
     def replace(self, **changes: Any) -> MaMeConfig:
         """This config with `changes`, the preset deciding again on all that was never given.
@@ -208,7 +151,7 @@ class MaMeConfig:
             return None
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         if self.tau is not None:
-            by_tau = _resolve({"preset": self.preset, "tau": self.tau})
+            by_tau = resolve({"preset": self.preset, "tau": self.tau})
             for field_name in ("partition", "redraw", "tiles", "weights"):
                 if values[field_name] == by_tau[field_name]:
                     values[field_name] = None
@@ -225,7 +168,7 @@ class MaMeConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> MaMeConfig:
         """A config of `values` by field name; `batch` may stand among them where it is what follows from the others.
 
-        Raises ValueError for a name that is none.
+        Raises ValueError for a name that no setting has, a value that can't be, and another `batch`.
         """
         check_names(values)
         config = cls(**{name: value for name, value in values.items() if name != "batch"})
@@ -280,113 +223,7 @@ def _read_table(path: Path) -> dict[str, Any]:
     return values
 
 
-def _resolve(given: dict[str, Any]) -> dict[str, Any]:
-    """Every field of MaMeConfig, concrete: what was given over what the preset says."""
-    preset = PRESETS[given.get("preset", "default")]
-    chosen = dict(given)
-    if "tau" not in chosen and "keep" not in chosen:
-        chosen.update({"tau": PAPER_TAU} if given.get("variant") == "paper" else preset["neither"])
-    table = preset["keep" if "keep" in chosen else "tau"]
-    unset = dict.fromkeys(("tau", "keep", "size", *PARTS))
-    values = {**unset, "preset": "default", **COMMON, **table, **chosen}
-    if "keep" in chosen and "stride" not in chosen:
-        values["stride"] = _cell(chosen["keep"], values["tiles"])
-    return values
-
-
 def _changed(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`given` with `changes`, of which a tau drops a keep and a keep a tau."""
     dropped = {other for name, other in (("tau", "keep"), ("keep", "tau")) if changes.get(name) is not None}
     return {**{name: value for name, value in given.items() if name not in dropped}, **changes}
-
-
-def _cell(keep: float, tile_side: int) -> tuple[int, int]:
-    """The cell with the most destinations that is within the share `keep`, cells cut by a tile's border counted whole."""
-
-    def share(cell: tuple[int, int]) -> float:
-        return math.prod(math.ceil(tile_side / side) / tile_side if tile_side else 1 / side for side in cell)
-
-    return max((cell for cell in CELLS if share(cell) <= keep + 1e-9), key=share, default=CELLS[-1])
-
-
-def _check_given(given: dict[str, Any]) -> None:
-    """Types, names and ranges of single fields, before any default is filled in."""
-    for name, choices in CHOICES.items():
-        if name in given and given[name] not in choices:
-            raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {given[name]!r}")
-    for name in ("tau", "eps", *SHARES):
-        if name in given and (not _is_number(given[name]) or math.isnan(given[name])):
-            raise ValueError(f"{name}: expected a number, got {given[name]!r}")
-    if "tau" in given and "keep" in given:
-        raise ValueError(f"expected tau or keep, got both (tau={given['tau']!r}, keep={given['keep']!r}); drop one")
-    for name in SHARES:
-        if name in given and not 0 < given[name] <= 1:
-            raise ValueError(f"{name}: expected a share above 0 and at most 1, got {given[name]!r}")
-    if "eps" in given and not 0 < given["eps"] < math.inf:
-        raise ValueError(f"eps: expected a finite number above 0, got {given['eps']!r}")
-    for name, low in (("seed", 0), ("min_tokens", 1)):
-        if name in given and not (_is_int(given[name]) and low <= given[name] < 2**63):
-            raise ValueError(f"{name}: expected a whole number of at least {low}, got {given[name]!r}")
-    if "tiles" in given and not (_is_int(given["tiles"]) and (given["tiles"] == 0 or given["tiles"] >= 2)):
-        raise ValueError(f"tiles: expected a side of at least 2 tokens, or 0 for none, got {given['tiles']!r}")
-    for name in ("refine", "redraw"):
-        if name in given and not isinstance(given[name], bool):
-            raise ValueError(f"{name}: expected True or False, got {given[name]!r}")
-    for name in ("stride", "size"):
-        pair = given.get(name, (2, 2))
-        if not (isinstance(pair, tuple) and len(pair) == 2 and all(_is_int(n) and n >= 1 for n in pair)):
-            raise ValueError(f"{name}: expected two whole numbers of at least 1, got {pair!r}")
-    if given.get("stride") == (1, 1):
-        raise ValueError("stride: expected a cell of more than one token, got (1, 1), which leaves nothing to merge")
-
-
-def _check_resolved(config: MaMeConfig) -> None:
-    """What fields demand of one another, once all are concrete."""
-    if config.tau is not None:
-        low, high = TAU_RANGE[config.metric]
-        if not low <= config.tau <= high or math.isinf(config.tau):
-            raise ValueError(
-                f"tau: expected a finite number from {low:g} to {high:g} for metric {config.metric!r}, "
-                f"got {config.tau!r}; give a tau in that range, or keep instead"
-            )
-    if config.variant == "paper" and (config.tau is None or config.merge != "qkv" or config.weights != "average"):
-        raise ValueError(
-            "variant: 'paper' knows only tau, merge='qkv' and weights='average' (the printed equations), "
-            f"got tau={config.tau!r}, keep={config.keep!r}, merge={config.merge!r}, weights={config.weights!r}"
-        )
-    if config.kernel is not None and not (
-        config.weights == "best" and config.metric == "cosine" and 0 < config.tiles <= MAX_TILE
-    ):
-        raise ValueError(
-            f"kernel: {config.kernel!r} knows only weights='best', metric='cosine' and tiles from 2 to {MAX_TILE}, got "
-            f"weights={config.weights!r}, metric={config.metric!r}, tiles={config.tiles}; change these, or leave kernel out"
-        )
-    if config.variant == "paper" and any(getattr(config, name) is not None for name in PARTS):
-        raise ValueError(
-            "variant: 'paper' merges self-attention alone, got "
-            f"mlp={config.mlp!r}, cross={config.cross!r}; leave them out, or give variant='settled'"
-        )
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _plain(name: str, value: Any) -> Any:
-    """`value` with NumPy's and other real numbers as Python's own; what is no number comes back as it is."""
-    if isinstance(value, tuple):
-        return tuple(_plain(name, item) for item in value)
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, numbers.Integral) and name not in ("tau", "eps", *SHARES):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        try:
-            return float(value)
-        except OverflowError:
-            raise ValueError(f"{name}: expected a number in the range of float, got a larger one") from None
-    return value

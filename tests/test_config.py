@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mame_sd.config import COMMON, PRESETS, MaMeConfig
+from mame_sd.config import MaMeConfig
+from mame_sd.presets import COMMON, PRESETS
 
 
 def test_nothing_given_is_the_measured_default() -> None:

@@ -57,11 +57,11 @@ def plan_merge(
         raise ValueError(f"special: expected fewer than the {x.shape[-2]} tokens of x, got {special}")
     lead = x.shape[:-2]
     feature = x.reshape(math.prod(lead), *x.shape[-2:])[:, special:]
-    pos = positions(feature.shape[1], config, size, x.device, draw)  # I_dst and I_src
+    pos = positions(feature.shape[1], config, size, x.device, draw)  # "Token Partitioning": I_dst and I_src
     with no_autocast(x):
         plan = row_plan(feature, pos, config, special, lead)
         if plan is not None:
             return plan
-        similarity = similarity_of(feature, pos, config.metric)  # S
-        weights, preserved = fusion_weights(similarity, pos, config)  # W^F, and the sources of X_pres
+        similarity = similarity_of(feature, pos, config.metric)  # "Similarity-Based Fusion Matrix": S
+        weights, preserved = fusion_weights(similarity, pos, config)  # "Adaptive Weight Refining": W^F; X_pres
         return MergePlan(weights, pos, preserved, special, lead, paper=config.variant == "paper")

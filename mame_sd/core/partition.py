@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from mame_sd.config import DRAWN, MaMeConfig
+from mame_sd.config import MaMeConfig
 from mame_sd.core.tables import Positions, partitioned
 
 GRIDS = ("grid", "random-grid")  # partitions of one destination per stride cell
+DRAWN = ("random", "random-grid")  # partitions with a seed
 DRAWS = 8  # partitions that steps choose from
 _PER_DRAW = ("dst", "src", "slots", "src_real", "gather", "source")  # index tensors that differ between draws
 

@@ -146,12 +146,12 @@ class MergePlan(Plan):
     def _aggregated(self, body: Tensor) -> Tensor:
         """x''_dst,i = (x_dst,i + sum_j W^F_ij x_src,j) / R_i (paper, "Token Aggregation and Preservation").
 
-        It is a mean of its tile's tokens: rounding is kept from taking it out of their range, so that constant tiles stay as
-        they are. These bounds take no part in gradients, which are those of the products whatever the rounding.
+        A mean is within the range of its tile's tokens; rounding that takes it out is undone, so that constant tiles are unchanged.
+        The gradients are those of the products alone.
         """
         pos = self.positions
-        tiles = blocks_of(body, pos.slots)  # [B * T, m + n, C]
-        dst, src = tiles[:, : pos.m], tiles[:, pos.m :]
+        blocks = blocks_of(body, pos.slots)  # [B * T, m + n, C]
+        dst, src = blocks[:, : pos.m], blocks[:, pos.m :]
         if body.dtype == torch.float16:  # a sum of many tokens leaves fp16's range, their mean does not
             share = (self._weights.original / self._R).half()
             fused = torch.baddbmm((dst / self._R).half(), share, src)
@@ -159,7 +159,7 @@ class MergePlan(Plan):
             fused = torch.baddbmm(dst, self._weights.to(body.dtype), src)
             fused = torch.div(fused, self._R.to(body.dtype), out=reuse(fused))
         with torch.no_grad():
-            fused.clamp_(tiles.amin(1, keepdim=True), tiles.amax(1, keepdim=True))
+            fused.clamp_(blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True))
         return self._destinations(fused)
 
     def _reconstructed(self, body: Tensor) -> Tensor:
@@ -173,8 +173,8 @@ class MergePlan(Plan):
         if pos.n:
             if pos.dst_real is not None:  # padding: any destination of the tile, its weights are 0
                 dst = dst.index_select(1, pos.gather[pos.dst_slots.flatten()])
-            tiles = dst.reshape(b * pos.blocks, pos.m, c)
-            src = torch.bmm(self._weights.to(body.dtype).transpose(1, 2), tiles).view(b, pos.blocks * pos.n, c)
+            blocks = dst.reshape(b * pos.blocks, pos.m, c)
+            src = torch.bmm(self._weights.to(body.dtype).transpose(1, 2), blocks).view(b, pos.blocks * pos.n, c)
         x = rows_of(src, pos.source.expand(b, -1)).view(b * pos.L, c)
         del src
         kept = flat_rows(self._body_kept().expand(b, -1), pos.L)

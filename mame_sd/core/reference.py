@@ -28,7 +28,7 @@ REFINE_FLOOR = 1e-5
 class ReferencePlan:
     """The loop version of `MergePlan`, for x [B, L, d] (special tokens included)."""
 
-    weights: Tensor  # [B, M, N] W_F, rows and columns in the order of dst and src
+    weights: Tensor  # [B, M, N] W^F, rows and columns in the order of dst and src
     preserved: list[list[int]]  # for each sample, the preserved sources as indices into src, ascending
     dst: list[int]  # positions, special tokens not counted
     src: list[int]
@@ -37,7 +37,7 @@ class ReferencePlan:
 
     @property
     def counts(self) -> Tensor:
-        """R_i = 1 + sum_j W_F_ij [B, M]"""
+        """R_i = 1 + sum_j W^F_ij [B, M]"""
         return 1 + self.weights.sum(2)
 
     def merge(self, t: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def similarity(x: Tensor, dst: list[int], src: list[int], tile: list[int], metri
 
 
 def settled_column(s: Tensor, refine: bool) -> Tensor:
-    """W_F of one source from its column of S+ [M]: sums to 1, or is all 0 when S+ is."""
+    """W^F of one source from its column of S~ [M]: sums to 1, or is all 0 when S~ is."""
     if not bool((s > 0).any()):
         return torch.zeros_like(s)
     w = s / s.sum()
@@ -150,7 +150,7 @@ def settled_column(s: Tensor, refine: bool) -> Tensor:
 
 
 def paper_column(s: Tensor, refine: bool, eps: float) -> Tensor:
-    """W_F of one source from its column of S+ [M], by the equations, C_j as Algorithm 1 counts it."""
+    """W^F of one source from its column of S~ [M], by the equations, C_j as Algorithm 1 counts it."""
     w = s / (s.sum() + eps)
     if not refine:
         return w
@@ -162,7 +162,7 @@ def paper_column(s: Tensor, refine: bool, eps: float) -> Tensor:
 def algorithm_1(
     x: Tensor, tau: float, dst: list[int], src: list[int], eps: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 1 as printed, for x [L, d] without special tokens: X' [L', d], W_F [M, N] and Mask [N]."""
+    """Algorithm 1 as printed, for x [L, d] without special tokens: X' [L', d], W^F [M, N] and Mask [N]."""
     x = x.double()
     m, n = len(dst), len(src)
     s = similarity(x, dst, src, [0] * len(x), "cosine")
@@ -205,7 +205,7 @@ def algorithm_2(y: Tensor, final: Tensor, mask: Tensor, dst: list[int], src: lis
 
 
 def best_column(s: Tensor) -> Tensor:
-    """W_F of one source from its column of S [M]: all to the most similar destination, the first of equals."""
+    """W^F of one source from its column of S [M]: all to the most similar destination, the first of equals."""
     return torch.nn.functional.one_hot(s.argmax(), len(s)).to(s.dtype)
 
 
@@ -219,7 +219,7 @@ def _column(s: Tensor, tau: float | Tensor, config: MaMeConfig) -> Tensor:
 
 
 def _by_rank(s: list[Tensor], merged: int, config: MaMeConfig) -> tuple[list[Tensor], set[int]]:
-    """Columns of W_F and the preserved sources when `merged` sources are to merge: those most similar to any."""
+    """Columns of W^F and the preserved sources when `merged` sources are to merge: those most similar to any."""
     best = [float(column.detach().max()) for column in s]
     order = sorted(range(len(s)), key=lambda j: (-best[j], j))
     columns = [torch.zeros_like(column) for column in s]

@@ -13,27 +13,36 @@ from mame_sd.core.partition import Positions
 
 
 def similarity_of(x: Tensor, pos: Positions, metric: str) -> Tensor:
-    """S [B, T, m, n] in fp32 (fp64 of fp64); padded destinations are -inf, so that nothing merges into them."""
+    """S [B, T, m, n] of tokens x [B, L, d], in fp32 (fp64 of fp64); padded destinations are -inf: nothing merges into them."""
     b, _, d = x.shape
     blocks = blocks_of(x, pos.slots)  # [B * T, m + n, d], a buffer of our own: what follows may overwrite it
-    if metric == "cosine" and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and in_place(x):
-        s = _cosine_of_halves(blocks, pos.m)
+    if metric == "cosine":
+        s = _cosine(blocks, pos.m)
     else:
-        blocks = blocks if x.dtype == torch.float64 else blocks.float()
-        if metric == "cosine":
-            blocks = _in_range(blocks)
-            blocks = torch.mul(blocks, _inverse_norm(blocks), out=reuse(blocks))
-        dst, src = blocks[:, : pos.m], blocks[:, pos.m :]
+        dst, src = _full(blocks).split([pos.m, pos.n], 1)
         if metric == "euclidean":
             s = torch.cdist(dst, src, compute_mode="donot_use_mm_for_euclid_dist") * -(d**-0.5)
-        else:
-            s = _product(dst if metric == "cosine" else dst * d**-0.5, src)
-    if metric == "cosine":
-        s = torch.clamp(s, -1, 1, out=reuse(s))
+        else:  # dot, and what softmax is of
+            s = _product(dst * d**-0.5, src)
     s = s.view(b, pos.blocks, pos.m, pos.n)
     if pos.dst_pad is not None:
         s = masked_fill(s, pos.dst_pad.unsqueeze(-1), -math.inf)
     return torch.softmax(s, -2) if metric == "softmax" else s
+
+
+def _cosine(blocks: Tensor, m: int) -> Tensor:
+    """S_ij = x_i . x_j / (|x_i| |x_j|) [B * T, m, n], from -1 to 1, and 0 for zero tokens."""
+    if blocks.is_cuda and blocks.dtype in (torch.float16, torch.bfloat16) and in_place(blocks):
+        s = _cosine_of_halves(blocks, m)
+    else:
+        blocks = _in_range(_full(blocks))
+        blocks = torch.mul(blocks, _inverse_norm(blocks), out=reuse(blocks))
+        s = _product(blocks[:, :m], blocks[:, m:])
+    return torch.clamp(s, -1, 1, out=reuse(s))
+
+
+def _full(t: Tensor) -> Tensor:
+    return t if t.dtype == torch.float64 else t.float()
 
 
 def _product(dst: Tensor, src: Tensor) -> Tensor:
@@ -53,12 +62,12 @@ def split_for_tf32(dst: Tensor, src: Tensor) -> tuple[Tensor, Tensor]:
     Each is the sum of a TF32 number and a rest; of the four products only rest by rest is left out. Gradients are
     TF32's, for the first parts are constants to them.
     """
-    dst_high, src_high = _to_tf32(dst), _to_tf32(src)
+    dst_high, src_high = to_tf32(dst), to_tf32(src)
     dst_low, src_low = dst - dst_high, src - src_high
     return torch.cat([dst_high, dst_high, dst_low], -1), torch.cat([src_high, src_low, src_high], -1)
 
 
-def _to_tf32(x: Tensor) -> Tensor:
+def to_tf32(x: Tensor) -> Tensor:
     """x in fp32, cut to the 10 bits of TF32's mantissa."""
     return (x.detach().view(torch.int32) & -(1 << 13)).view(torch.float32)
 
@@ -80,7 +89,7 @@ def _in_range(x: Tensor) -> Tensor:
     """
     with torch.no_grad():
         largest = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
-        largest = largest if x.dtype == torch.float64 else largest.float()
+        largest = _full(largest)
         top = 1022 if x.dtype == torch.float64 else 126  # 2 ** +-top and their inverses are normal numbers
         factor = torch.exp2(-largest.log2().floor().clamp(-top, top)).to(x.dtype)
     return torch.mul(x, factor, out=reuse(x))

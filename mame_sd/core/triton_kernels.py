@@ -1,4 +1,4 @@
-"""The two Triton kernels of `fused.py`, as operators that torch.compile takes as they are.
+"""The two Triton kernels of `triton_plan.py`, as operators that torch.compile takes as they are.
 
 Every program works on one tile of one sample: the first kernel on all of its destinations and some of its sources, the second on
 some channels of all its tokens. Blocks are padded to powers of two and masked, so that any width of tokens and any tile of at most
@@ -21,9 +21,9 @@ def best_destination(x: Tensor, slots: Tensor, m: int) -> tuple[Tensor, Tensor]:
     best = x.new_empty((b, blocks, n), dtype=torch.float32)
     row = x.new_empty((b, blocks, n), dtype=torch.int32)
     with torch.cuda.device_of(x):
-        sides = _sides(m, n)
-        grid = blocks, max(1, triton.cdiv(n, sides["BLOCK_N"])), b
-        _best_kernel[grid](x, slots, best, row, length, d, m, n, **sides)
+        launch = launch_sizes(m, n)
+        grid = blocks, max(1, triton.cdiv(n, launch["BLOCK_N"])), b
+        best_kernel[grid](x, slots, best, row, length, d, m, n, **launch)
     return best, row
 
 
@@ -34,25 +34,25 @@ def _(x: Tensor, slots: Tensor, m: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("mame_sd::merged_tokens", mutates_args=())
-def merged_tokens(t: Tensor, slots: Tensor, gather: Tensor, row: Tensor, kept: int) -> Tensor:
-    """Merged destinations [B, M, C] of t [B, L, C], M = `kept`; `row` and `slots` as above, `gather` of Positions."""
+def merged_tokens(t: Tensor, slots: Tensor, gather: Tensor, row: Tensor, M: int) -> Tensor:
+    """X''_dst [B, M, C] of t [B, L, C]; `row` and `slots` as above, `gather` and `M` those of Positions."""
     b, length, c = t.shape
     blocks, n = row.shape[1:]
     m = slots.shape[1] - n
-    y = t.new_empty((b, kept, c))
-    sides = _sides(m, n)
+    y = t.new_empty((b, M, c))
+    launch = launch_sizes(m, n)
     with torch.cuda.device_of(t):
-        grid = blocks, triton.cdiv(c, sides["BLOCK_D"]), b
-        _merge_kernel[grid](t, slots, gather, row, y, length, c, kept, m, n, **sides)
+        grid = blocks, triton.cdiv(c, launch["BLOCK_D"]), b
+        merge_kernel[grid](t, slots, gather, row, y, length, c, M, m, n, **launch)
     return y
 
 
 @merged_tokens.register_fake
-def _(t: Tensor, slots: Tensor, gather: Tensor, row: Tensor, kept: int) -> Tensor:
-    return t.new_empty((t.shape[0], kept, t.shape[2]))
+def _(t: Tensor, slots: Tensor, gather: Tensor, row: Tensor, M: int) -> Tensor:
+    return t.new_empty((t.shape[0], M, t.shape[2]))
 
 
-def _sides(m: int, n: int) -> dict[str, int]:
+def launch_sizes(m: int, n: int) -> dict[str, int]:
     """Sides of the blocks that programs work on (powers of two, at least the 16 of tl.dot), and warps for them."""
     side = max(16, triton.next_power_of_2(m))
     return {
@@ -105,7 +105,7 @@ def _inverse_norm(squares: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _best_kernel(
+def best_kernel(
     x: tl.tensor,
     slots: tl.tensor,
     best: tl.tensor,
@@ -152,7 +152,7 @@ def _best_kernel(
 
 
 @triton.jit
-def _merge_kernel(
+def merge_kernel(
     t: tl.tensor,
     slots: tl.tensor,
     gather: tl.tensor,
@@ -160,7 +160,7 @@ def _merge_kernel(
     y: tl.tensor,
     length: tl.tensor,
     c: tl.tensor,
-    kept: tl.tensor,
+    M: tl.tensor,
     m: tl.tensor,
     n: tl.tensor,
     BLOCK_M: tl.constexpr,
@@ -172,7 +172,7 @@ def _merge_kernel(
     sample = tl.program_id(2).to(tl.int64)
     slots += tile * (m + n)
     t += sample * length * c
-    y += sample * kept * c
+    y += sample * M * c
     row += (sample * tl.num_programs(0) + tile) * n
     dst, dst_real = _destinations(slots, m, BLOCK_M)
     total = _chunk(t, dst, dst_real, start, c, BLOCK_D)
@@ -191,7 +191,7 @@ def _merge_kernel(
         high = tl.maximum(high, tl.max(tl.where(src_real[:, None], part, float("-inf")), 0))
         nans += tl.sum((part != part).to(tl.int32), 0)
     mean = total / count[:, None]
-    # A mean lies between what it is a mean of, and rounding may not take it out.
+    # A mean is within the range of its tile's tokens; rounding that takes it out is undone.
     held = tl.minimum(tl.maximum(mean, low[None, :]), high[None, :])
     held = tl.where((mean != mean) | (nans > 0)[None, :], float("nan"), held)
     out = tl.load(gather + dst, mask=dst_real, other=0)

@@ -50,7 +50,7 @@ def tokens(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def dense(plan: Plan) -> Tensor:
-    """W_F [B, M, N] of a plan with any tiles, in the order of positions.dst and positions.src."""
+    """W^F [B, M, N] of a plan with any tiles, in the order of positions.dst and positions.src."""
     pos, w = plan.positions, plan.weights
     full = w.new_zeros(w.shape[0], pos.L, pos.L)
     for t in range(pos.blocks):
@@ -62,12 +62,12 @@ def dense(plan: Plan) -> Tensor:
 
 def assert_same(plan: Plan, slow: ReferencePlan, tol: float) -> None:
     b = slow.weights.shape[0]
-    stay = torch.zeros(b, len(slow.src), dtype=torch.bool)
-    for row, kept in zip(stay, slow.preserved, strict=True):
-        row[kept] = True
+    preserved = torch.zeros(b, len(slow.src), dtype=torch.bool)
+    for mask, indices in zip(preserved, slow.preserved, strict=True):
+        mask[indices] = True
     assert plan.positions.dst.tolist() == slow.dst
     assert plan.tokens_kept == slow.special + len(slow.dst) + len(slow.preserved[0])
-    assert torch.equal(plan.preserved, stay)
+    assert torch.equal(plan.preserved, preserved)
     torch.testing.assert_close(dense(plan).double(), slow.weights, rtol=0, atol=tol)
     torch.testing.assert_close(plan.counts.double(), slow.counts, rtol=tol, atol=tol)
 
@@ -375,7 +375,7 @@ def test_a_plans_gradient_is_the_same_at_every_image(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("metric", ["cosine", "euclidean", "dot", "softmax"])
-def test_a_source_of_nan_stays_with_tau_and_is_chosen_last_with_keep(metric: str, grad: bool) -> None:
+def test_a_source_of_nan_is_preserved_with_tau_and_the_last_to_merge_with_keep(metric: str, grad: bool) -> None:
     x = tokens(1, 32, 4).requires_grad_(grad)
     bad = torch.zeros(1, 32, 4)
     bad[0, [1, 9], 2] = float("nan")  # sources 0 and 4 of 16

@@ -7,7 +7,7 @@ import torch
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.partition import positions
-from mame_sd.core.similarity import _to_tf32, similarity_of, split_for_tf32
+from mame_sd.core.similarity import similarity_of, split_for_tf32, to_tf32
 
 
 def unit_tokens() -> torch.Tensor:
@@ -17,12 +17,12 @@ def unit_tokens() -> torch.Tensor:
     return x / x.norm(dim=-1, keepdim=True)
 
 
-def test_split_factors_survive_rounding_to_tf32() -> None:
+def test_split_factors_survive_roundingto_tf32() -> None:
     dst, src = unit_tokens().chunk(2, 1)
     exact = dst.double() @ src.double().transpose(1, 2)
 
     def error(a: torch.Tensor, b: torch.Tensor) -> float:
-        product = _to_tf32(a).double() @ _to_tf32(b).double().transpose(1, 2)  # as tensor cores see them
+        product = to_tf32(a).double() @ to_tf32(b).double().transpose(1, 2)  # as tensor cores see them
         return float((product - exact).abs().max())
 
     assert error(dst, src) > 1e-4

@@ -31,7 +31,7 @@ runs = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), rea
 CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "default": ((16, 16), {}),
     "cut tiles": ((20, 36), {}),
-    "cut tiles, some sources stay": ((11, 13), {"tiles": 8, "keep": 0.6, "merge": "qkv"}),
+    "cut tiles, some sources preserved": ((11, 13), {"tiles": 8, "keep": 0.6, "merge": "qkv"}),
     "tau": ((8, 16), {"tau": 0.1, "weights": "best", "tiles": 8}),
     "tiles of 8": ((16, 8), {"tiles": 8}),
     "3 x 3 cells, tiles of 12": ((12, 24), {"stride": (3, 3), "keep": 0.1, "tiles": 12}),
@@ -197,10 +197,10 @@ def test_the_kernels_compile_for_a_gpu_without_one() -> None:
         "row": "*i32",
         "best": "*fp32",
     }
-    launched = kernels._sides(64, 192)  # the default's tiles
+    launched = kernels.launch_sizes(64, 192)  # the default's tiles
     warps = {"num_warps": launched["num_warps"]}
     blocks = {name: side for name, side in launched.items() if name.startswith("BLOCK")}
-    for kernel in (kernels._best_kernel, kernels._merge_kernel):
+    for kernel in (kernels.best_kernel, kernels.merge_kernel):
         signature = {name: types.get(name, "i32") for name in kernel.arg_names} | dict.fromkeys(blocks, "constexpr")
         made = compile(ASTSource(kernel, signature, blocks), target=GPUTarget("cuda", 80, 32), options=warps)
         assert len(made.asm["cubin"]) > 0
