@@ -1,0 +1,109 @@
+"""What goes on a model's modules: merged blocks in place of their forward, and hooks around the model's own.
+
+Everything is kept in the module's own dictionaries, so that a deepcopy has its own, and is found there by its type.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from mame_sd.perception.blocks import MergedBlock, Pass
+
+_ATTENTION = (None, "eager", "sdpa")  # implementations that add a mask of numbers to the logits
+
+
+class BeginHook:
+    """Before the model's forward: nothing of an earlier one is left, the size of its images is known."""
+
+    def __init__(self, shared: Pass) -> None:
+        self.shared = shared
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.shared.active:
+            return
+        inputs = (*args, *kwargs.values())
+        image = next((value for value in inputs if isinstance(value, Tensor) and value.dim() == 4), None)
+        self.shared.begin(None if image is None else (image.shape[-2], image.shape[-1]))
+        if kwargs.get("pixel_attention_mask") is not None:
+            raise ValueError(
+                "pixel_attention_mask: expected none, got one: tokens of images that are padded can't merge. Leave it out "
+                "for images of one resolution that fill all patches"
+            )
+        if self.shared.prop_attn:
+            _check_attention(module)
+
+
+class EndHook:
+    """After the model's forward."""
+
+    def __init__(self, shared: Pass) -> None:
+        self.shared = shared
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.shared.end()
+
+
+class RestoreHook:
+    """Gives the tokens [B, L', C] of the module that heads read all of their places again [B, L, C]."""
+
+    def __init__(self, shared: Pass) -> None:
+        self.shared = shared
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return self.shared.restored(output) if self.shared.active else output
+
+
+Ours = MergedBlock | BeginHook | EndHook | RestoreHook
+
+
+def ours_on(module: nn.Module) -> list[Ours]:
+    """What of merging is on `module`."""
+    block = getattr(module.__dict__.get("forward"), "__self__", None)
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return [one for one in (block, *hooks) if isinstance(one, Ours)]
+
+
+def put(module: nn.Module, one: Ours) -> None:
+    """Puts it on `module`.
+
+    Raises:
+        ValueError: a function of somebody else's is in the place of the module's forward.
+    """
+    if isinstance(one, MergedBlock):
+        if "forward" in module.__dict__:
+            raise ValueError(
+                f"expected a {type(module).__name__} with its own forward, found another tool's in its place "
+                f"({module.__dict__['forward']!r}); apply merging before that tool"
+            )
+        module.forward = one.forward
+    elif isinstance(one, BeginHook):
+        module.register_forward_pre_hook(one, with_kwargs=True)
+    else:
+        module.register_forward_hook(one)
+
+
+def take(module: nn.Module, one: Ours) -> None:
+    """Takes it off `module`."""
+    if isinstance(one, MergedBlock):
+        del module.__dict__["forward"]
+        return
+    begins = isinstance(one, BeginHook)
+    hooks: Any = module._forward_pre_hooks if begins else module._forward_hooks
+    key = next(key for key, hook in hooks.items() if hook is one)
+    del hooks[key]
+    if begins:
+        del module._forward_pre_hooks_with_kwargs[key]
+
+
+def _check_attention(model: Any) -> None:
+    """Raises ValueError where sizes can't be counted in attention."""
+    kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if kind not in _ATTENTION:
+        raise ValueError(f"prop_attn: expected attention implementation 'eager' or 'sdpa', got {kind!r}; set one of these")
+    if getattr(model, "grad_checkpointing", False) and model.training:
+        raise ValueError(
+            "prop_attn: expected no checkpointing by timm, which computes blocks again without the sizes of their tokens, "
+            "got grad_checkpointing; switch one of both off"
+        )
