@@ -29,7 +29,7 @@ from mame_sd.core.merge import MergePlan
 from mame_sd.perception.blocks import MergedBlock, Pass
 from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks
 from mame_sd.perception.families import Encoder, find_encoder
-from mame_sd.perception.hooks import BeginHook, EndHook, Ours, RestoreHook, ours_on, put, take
+from mame_sd.perception.hooks import CheckHook, GridHook, Ours, RestoreHook, ours_on, put, take
 from mame_sd.perception.report import EncoderReport, make_blocks
 from mame_sd.perception.settings import changed, chosen_blocks, configs_of
 from mame_sd.report import device_of
@@ -48,7 +48,7 @@ class EncoderHandle:
         self, root: nn.Module, config: MaMeConfig | None, blocks: Any, fields: dict[str, Any], shared: dict[str, bool]
     ) -> None:
         self.root = root
-        path, self.encoder, modules, known = find_encoder(root)
+        self.encoder, modules, known = find_encoder(root)
         names = {module: name for name, module in root.named_modules()}
         self._names = [names[block] for block in modules]
         self._blocks = modules
@@ -66,7 +66,10 @@ class EncoderHandle:
             if number in chosen or self._shared.prop_attn
         }
         self._ours: list[tuple[nn.Module, Ours]] = [(modules[number], one) for number, one in self._merged.items()]
-        self._ours += [(self.encoder, BeginHook(self._shared)), (self.encoder, EndHook(self._shared))]
+        self._ours.append((self.encoder, CheckHook(self._shared)))
+        patches = next((part for part in self.encoder.modules() if isinstance(part, nn.Conv2d)), None)
+        if patches is not None:
+            self._ours.append((patches, GridHook(self._shared)))
         if self._shared.restore:
             output = modules[-1] if known.output is None else self.encoder.get_submodule(known.output)
             self._ours.append((output, RestoreHook(self._shared)))
@@ -108,7 +111,7 @@ class EncoderHandle:
         blocks, calls = make_blocks(self._names, self._costs, self._counts)
         before, after = blocks[0].tokens_in, blocks[-1].tokens_kept
         around = [
-            around_blocks(self.encoder, self._blocks, self._shared.image, before, tokens) if calls else 0.0
+            around_blocks(self.encoder, self._blocks, self._shared.grid, before, tokens) if calls else 0.0
             for tokens in (before, before if self._shared.restore else after)
         ]
         whole = around[0] + sum(block.flops_before for block in blocks)

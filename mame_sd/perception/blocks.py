@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,12 @@ class Pass:
     """What the blocks of one model share: whether they merge, and what the forward that runs knows.
 
     Attributes:
-        active: False makes every call bit-equal to a model without merging.
+        special: tokens before the patches.
         restore: the blocks' output has every token again.
         prop_attn: the log of a token's size is added to its attention logits.
+        active: False makes every call bit-equal to a model without merging.
         capture: plans are kept after the forward.
-        image: (height, width) in pixels of the latest images; None where unknown.
+        grid: (h, w) of the latest images' patches; None where unknown.
         sizes: [B, L'] how many tokens each token stands for, in the forward that runs; None: 1 each.
         plans: those of the latest forward by number of block, while it runs or with `capture`.
     """
@@ -44,26 +45,17 @@ class Pass:
         self.prop_attn = prop_attn
         self.active = True
         self.capture = False
-        self.image: tuple[int, int] | None = None
+        self.grid: tuple[int, int] | None = None
         self.begin()
 
-    def begin(self, image: tuple[int, int] | None = None) -> None:
-        """A forward begins."""
-        self.running = True
-        self.image = image
+    def begin(self) -> None:
+        """A forward begins: what an earlier one knew is dropped."""
         self.sizes: Tensor | None = None
         self.plans: dict[int, MergePlan] = {}
 
-    def end(self) -> None:
-        """It ends: what only it needs is dropped."""
-        self.running = False
-        self.sizes = None
-        if not self.capture:
-            self.plans = {}
-
     def keep(self, number: int, plan: MergePlan) -> None:
-        """Notes the plan of a block where it will be asked for (not when a checkpoint computes it again)."""
-        if self.running and (self.restore or (self.capture and not torch.compiler.is_compiling())):
+        """Notes the plan of a block where it will be asked for."""
+        if self.restore or (self.capture and not torch.compiler.is_compiling()):
             self.plans[number] = plan
 
     def restored(self, tokens: Tensor) -> Tensor:
@@ -74,7 +66,7 @@ class Pass:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies start without a forward."""
-        return {**self.__dict__, "running": False, "sizes": None, "plans": {}}
+        return {**self.__dict__, "sizes": None, "plans": {}}
 
 
 class MergedBlock:
@@ -104,6 +96,8 @@ class MergedBlock:
         self.shared = shared
         self.counts = counts.get(number)
         self.first = number == min(counts)
+        self.alone = len(counts) == 1
+        self._counts_calls = False  # not where a checkpoint computes again
         self._names = list(inspect.signature(type(block).forward).parameters)[1:]
         self.set(config)
 
@@ -111,13 +105,12 @@ class MergedBlock:
         """Merges by `config` from now on."""
         self.config = config
         self._needs_grid = config is not None and (config.partition in GRIDS or bool(config.tiles))
-        self._plain = config
-        if config is not None and self._needs_grid:
-            self._plain = config.replace(partition="alternating", tiles=0, kernel=None)
+        if config is not None:
+            self._plain = config.replace(partition="alternating", tiles=0, kernel=None) if self._needs_grid else config
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The block's output [B, L', C], of tokens [B, L, C]."""
-        shared, block = self.shared, self.block
+        shared, block = self.shared, cast(Any, self.block)
         if not shared.active:
             return type(block).forward(block, *args, **kwargs)
         call = {**dict(zip(self._names, args, strict=False)), **kwargs}
@@ -127,18 +120,21 @@ class MergedBlock:
                 "expected images without an attention mask (no padding, one resolution), got one: merged tokens have no "
                 "place in it. Leave the mask out, or call remove_mame first"
             )
-        run = partial(self._run, **call)
+        run: Any = partial(self._run, **call)
         if getattr(block, "gradient_checkpointing", False) and block.training:
-            y, shared.sizes = block._gradient_checkpointing_func(run, x, shared.sizes)  # type: ignore[operator]
-        else:
-            y, shared.sizes = run(x, shared.sizes)
+            run = partial(block._gradient_checkpointing_func, run)
+        if self.first:
+            shared.begin()
+        self._counts_calls = True
+        y, shared.sizes = run(x, shared.sizes)
+        self._counts_calls = False
         return y
 
     def _run(self, x: Tensor, sizes: Tensor | None, **call: Any) -> tuple[Tensor, Tensor | None]:
         normed = self._module(self.encoder.attention[0])(x)
         x = x + self._attend(normed, sizes, call)
         if self.config is not None:
-            merge = self._between_graphs if self.config.keep is None and _breaks_at_shapes() else self._merge
+            merge = self._between_graphs if torch.compiler.is_compiling() and self._breaks() else self._merge
             x, sizes = merge(x, normed, sizes)
         y = x
         for part in self.encoder.mlp:
@@ -161,8 +157,17 @@ class MergedBlock:
         plan = self._plan(x, normed)
         if self.shared.prop_attn:
             sizes = merged_sizes(plan, x.new_ones(x.shape[:2], dtype=torch.float32) if sizes is None else sizes)
-        self.shared.keep(self.number, plan)
+        if self._counts_calls:
+            self.shared.keep(self.number, plan)
         return plan.merge(x), sizes
+
+    def _breaks(self) -> bool:
+        """Whether merging splits a compiled graph: by tau the number of tokens depends on data, and partitions are made for
+        numbers that are known, so that each would be compiled anew. The first one can stay inside where shapes may depend on data.
+        """
+        assert self.config is not None
+        inside = self.alone and torch._dynamo.config.capture_dynamic_output_shape_ops
+        return self.config.keep is None and not inside
 
     @torch.compiler.disable
     def _between_graphs(self, x: Tensor, normed: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -170,27 +175,33 @@ class MergedBlock:
 
     def _plan(self, x: Tensor, normed: Tensor) -> MergePlan:
         """The plan for x' [B, L, C], counted."""
-        tokens, size, note, config = x.shape[1] - self.shared.special, None, "", self._plain
+        size, note, config = None, "", self.config
+        assert config is not None
         if self._needs_grid:
-            size = grid_of(tokens, self.shared.image) if self.first and self.encoder.grid else None
+            h, w = self.shared.grid or (0, 0)
+            known = self.first and self.encoder.grid and h * w == x.shape[1] - self.shared.special
+            size = (h, w) if known else None
             note = "" if size else UNKNOWN if self.first else LATER
-            config = self.config if size else self._plain
-        feature = self._feature(x, normed)
+            config = config if size else self._plain
+        feature = self._feature(x, normed, config.feature)
         plan = plan_merge(feature, config, size, self.shared.special)
-        pairs = plan.positions.blocks * plan.positions.m * plan.positions.n
-        merging = pairs * (feature.shape[2] + x.shape[2])
-        if self.shared.restore:
-            merging += pairs * x.shape[2]
-        if config.feature != "x":
-            merging += x.shape[1] * x.shape[2] * width_of(self.block, self.encoder)
-        assert self.counts is not None
-        self.counts.add(x.shape[1], plan.tokens_kept, merging, "; ".join(filter(None, (note, plan.note))))
+        if self._counts_calls:
+            self._count(plan, x.shape, feature.shape[2], note)
         return plan
 
-    def _feature(self, x: Tensor, normed: Tensor) -> Tensor:
+    def _count(self, plan: MergePlan, shape: torch.Size, dim: int, note: str) -> None:
+        """Counts a call that merged tokens [B, L, C] by a feature of `dim` channels."""
+        assert self.counts is not None
+        _, tokens, channels = shape
+        pairs = plan.positions.blocks * plan.positions.m * plan.positions.n
+        merging = pairs * (dim + channels * (2 if self.shared.restore else 1))
+        if self.config and self.config.feature != "x":
+            merging += tokens * channels * width_of(self.block, self.encoder)
+        self.counts.add(tokens, plan.tokens_kept, merging, "; ".join(filter(None, (note, plan.note))))
+
+    def _feature(self, x: Tensor, normed: Tensor, kind: str) -> Tensor:
         """What similarity compares [B, L, d]: x', the block's keys, or these averaged over the heads."""
-        assert self.config is not None
-        if self.config.feature == "x":
+        if kind == "x":
             return x
         path = self.encoder.keys or ""
         linear, width = self._module(path), width_of(self.block, self.encoder)
@@ -199,7 +210,7 @@ class MergedBlock:
         else:  # queries, keys and values joined
             bias = None if linear.bias is None else linear.bias[width : 2 * width]
             keys = nn.functional.linear(normed, linear.weight[width : 2 * width], bias)
-        if self.config.feature == "k":
+        if kind == "k":
             return keys
         owner = self._module(path.rpartition(".")[0])
         heads = getattr(owner, "num_attention_heads", None) or owner.num_heads
@@ -207,19 +218,6 @@ class MergedBlock:
 
     def _module(self, path: str) -> Any:
         return self.block.get_submodule(path)
-
-
-def _breaks_at_shapes() -> bool:
-    """Whether this is being compiled, and not for shapes that depend on data: there each number of tokens would be compiled anew."""
-    return torch.compiler.is_compiling() and not torch._dynamo.config.capture_dynamic_output_shape_ops
-
-
-def grid_of(tokens: int, image: tuple[int, int] | None) -> tuple[int, int] | None:
-    """(h, w) of patches of images [H, W] in pixels; None where no grid of their proportions has that many."""
-    if image is None:
-        return None
-    h = round((tokens * image[0] / image[1]) ** 0.5)
-    return (h, tokens // h) if h and tokens % h == 0 else None
 
 
 def merged_sizes(plan: MergePlan, sizes: Tensor) -> Tensor:

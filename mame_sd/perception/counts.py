@@ -76,14 +76,14 @@ def width_of(block: nn.Module, encoder: Encoder) -> int:
 
 
 def around_blocks(
-    model: nn.Module, blocks: list[nn.Module], image: tuple[int, int] | None, before: float, after: float
+    model: nn.Module, blocks: list[nn.Module], grid: tuple[int, int] | None, before: float, after: float
 ) -> float:
     """Multiply-adds of what a model does to one image besides its blocks: embedding patches, pooling, its own head.
 
     Args:
         model: the vision transformer.
         blocks: its blocks.
-        image: (height, width) in pixels; None where images come as patches.
+        grid: (h, w) of its patches; None where images come as patches.
         before: tokens before the first block.
         after: tokens after the last.
     """
@@ -92,10 +92,8 @@ def around_blocks(
     for name, part in model.named_modules():
         if part in inside:
             continue
-        if isinstance(part, nn.Conv2d) and image is not None:
-            sides = zip(image, part.kernel_size, part.stride, strict=True)
-            patches = math.prod((side - int(kernel)) // int(stride) + 1 for side, kernel, stride in sides)
-            total += part.weight.numel() * patches
+        if isinstance(part, nn.Conv2d) and grid is not None:
+            total += part.weight.numel() * math.prod(grid)
         elif isinstance(part, nn.MultiheadAttention):  # one query
             total += part.in_proj_weight.numel() / 3 * (1 + 2 * after) + 2 * part.embed_dim * after
         elif isinstance(part, nn.Linear):

@@ -110,8 +110,8 @@ def is_encoder(target: Any) -> bool:
     return any(not names.isdisjoint(_classes(module)) for module in target.modules())
 
 
-def find_encoder(target: nn.Module) -> tuple[str, nn.Module, list[nn.Module], Encoder]:
-    """The vision transformer in `target`: its path, itself, its blocks in their order, and what is known of it.
+def find_encoder(target: nn.Module) -> tuple[nn.Module, list[nn.Module], Encoder]:
+    """The vision transformer in `target`, its blocks in their order, and what is known of it.
 
     Raises:
         ValueError: a refused model, none that is known, more than one, or one whose blocks are not as described.
@@ -131,8 +131,8 @@ def find_encoder(target: nn.Module) -> tuple[str, nn.Module, list[nn.Module], En
             f"expected one vision transformer ({', '.join(sorted(known))}), got {what}; give the model itself, or "
             "describe it with mame_sd.perception.families.register_encoder"
         )
-    path, model = next(iter(inner.items()))
-    return path, model, *_described(model)
+    model = next(iter(inner.values()))
+    return model, *_described(model)
 
 
 def _described(model: nn.Module) -> tuple[list[nn.Module], Encoder]:
@@ -172,11 +172,10 @@ def _prefix(model: Any) -> int:
 def _vit(kind: str, special: int, grid: bool = True) -> None:
     """Models of transformers that are laid out as its ViT."""
     models, block, norms = (f"{kind}Model",), f"{kind}Layer", ("layernorm_before", "layernorm_after")
-    mlp = (norms[1], "intermediate", "output.dense", "output.dropout")  # transformers 5.0
-    common: dict[str, Any] = {"special": special, "output": "layernorm", "grid": grid}
-    old = Encoder(kind, models, block, (norms[0], "attention"), mlp, keys="attention.attention.key", **common)
     attention, mlp = (norms[0], "attention", "dropout"), (norms[1], "mlp", "dropout")
-    register_encoder(old)
+    first = (norms[0], "attention"), (norms[1], "intermediate", "output.dense", "output.dropout")  # transformers 5.0
+    common: dict[str, Any] = {"special": special, "output": "layernorm", "grid": grid}
+    register_encoder(Encoder(kind, models, block, *first, keys="attention.attention.key", **common))
     register_encoder(Encoder(kind, models, block, attention, mlp, keys="attention.k_proj", **common))
 
 

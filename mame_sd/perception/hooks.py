@@ -14,8 +14,8 @@ from mame_sd.perception.blocks import MergedBlock, Pass
 _ATTENTION = (None, "eager", "sdpa")  # implementations that add a mask of numbers to the logits
 
 
-class BeginHook:
-    """Before the model's forward: nothing of an earlier one is left, the size of its images is known."""
+class CheckHook:
+    """Before the model's forward: raises where its call can't be merged."""
 
     def __init__(self, shared: Pass) -> None:
         self.shared = shared
@@ -23,9 +23,6 @@ class BeginHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.shared.active:
             return
-        inputs = (*args, *kwargs.values())
-        image = next((value for value in inputs if isinstance(value, Tensor) and value.dim() == 4), None)
-        self.shared.begin(None if image is None else (image.shape[-2], image.shape[-1]))
         if kwargs.get("pixel_attention_mask") is not None:
             raise ValueError(
                 "pixel_attention_mask: expected none, got one: tokens of images that are padded can't merge. Leave it out "
@@ -35,14 +32,14 @@ class BeginHook:
             _check_attention(module)
 
 
-class EndHook:
-    """After the model's forward."""
+class GridHook:
+    """Notes how the patches lie: as the module gives them that cuts images, [B, C, h, w]."""
 
     def __init__(self, shared: Pass) -> None:
         self.shared = shared
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.shared.end()
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        self.shared.grid = output.shape[-2], output.shape[-1]
 
 
 class RestoreHook:
@@ -52,10 +49,15 @@ class RestoreHook:
         self.shared = shared
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return self.shared.restored(output) if self.shared.active else output
+        if not self.shared.active:
+            return output
+        output = self.shared.restored(output)
+        if not self.shared.capture:
+            self.shared.plans = {}
+        return output
 
 
-Ours = MergedBlock | BeginHook | EndHook | RestoreHook
+Ours = MergedBlock | CheckHook | GridHook | RestoreHook
 
 
 def ours_on(module: nn.Module) -> list[Ours]:
@@ -78,7 +80,7 @@ def put(module: nn.Module, one: Ours) -> None:
                 f"({module.__dict__['forward']!r}); apply merging before that tool"
             )
         module.forward = one.forward
-    elif isinstance(one, BeginHook):
+    elif isinstance(one, CheckHook):
         module.register_forward_pre_hook(one, with_kwargs=True)
     else:
         module.register_forward_hook(one)
@@ -89,7 +91,7 @@ def take(module: nn.Module, one: Ours) -> None:
     if isinstance(one, MergedBlock):
         del module.__dict__["forward"]
         return
-    begins = isinstance(one, BeginHook)
+    begins = isinstance(one, CheckHook)
     hooks: Any = module._forward_pre_hooks if begins else module._forward_hooks
     key = next(key for key, hook in hooks.items() if hook is one)
     del hooks[key]
@@ -101,7 +103,9 @@ def _check_attention(model: Any) -> None:
     """Raises ValueError where sizes can't be counted in attention."""
     kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if kind not in _ATTENTION:
-        raise ValueError(f"prop_attn: expected attention implementation 'eager' or 'sdpa', got {kind!r}; set one of these")
+        raise ValueError(
+            f"prop_attn: expected attention implementation 'eager' or 'sdpa', got {kind!r}; set one of these"
+        )
     if getattr(model, "grad_checkpointing", False) and model.training:
         raise ValueError(
             "prop_attn: expected no checkpointing by timm, which computes blocks again without the sizes of their tokens, "

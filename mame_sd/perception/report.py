@@ -62,7 +62,9 @@ class EncoderReport:
                 f"{block.name:<{width}}  {block.tokens_in:>6.0f}  {block.tokens_kept:>6.0f}  {block.share:>5.0%}"
                 f"  {block.flops_before / 1e9:>13.3f}  {block.flops / 1e9:>12.3f}  {block.note}".rstrip()
             )
-        lines.append(f"{self.flops_before / 1e9:.2f} -> {self.flops / 1e9:.2f} GFLOPs (multiply-adds) an image ({self.share:.0%})")
+        lines.append(
+            f"{self.flops_before / 1e9:.2f} -> {self.flops / 1e9:.2f} GFLOPs (multiply-adds) an image ({self.share:.0%})"
+        )
         return "\n".join(lines)
 
 
@@ -85,8 +87,17 @@ def make_blocks(
         if number in sums:
             kept, kept_squares, merging = (sums[number][key] for key in ("kept", "kept_squares", "merging"))
         flops = cost.of(before, squares, kept) + merging
-        values = (before, kept, cost.of(*whole, whole[0]), flops, merging)
-        each = (value / calls if calls else 0.0 for value in values)
-        rows.append(BlockReport(name, *each, merged=number in sums, note=counts[number].note if number in sums else ""))
+        rows.append(
+            BlockReport(
+                name=name,
+                tokens_in=before / max(calls, 1),
+                tokens_kept=kept / max(calls, 1),
+                flops_before=cost.of(*whole, whole[0]) / max(calls, 1),
+                flops=flops / max(calls, 1),
+                merging=merging / max(calls, 1),
+                merged=number in sums,
+                note=counts[number].note if number in sums else "",
+            )
+        )
         tokens, squares = kept, kept_squares
     return tuple(rows), calls
