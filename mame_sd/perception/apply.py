@@ -29,7 +29,7 @@ from mame_sd.core.merge import MergePlan
 from mame_sd.perception.blocks import MergedBlock, Pass
 from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks
 from mame_sd.perception.families import Encoder, find_encoder
-from mame_sd.perception.hooks import CheckHook, GridHook, Ours, RestoreHook, ours_on, put, take
+from mame_sd.perception.hooks import CheckHook, GridHook, Ours, RestoreHook, check_free, ours_on, put, take
 from mame_sd.perception.report import EncoderReport, make_blocks
 from mame_sd.perception.settings import changed, chosen_blocks, configs_of
 from mame_sd.report import device_of
@@ -174,7 +174,13 @@ class EncoderHandle:
                 take(module, one)
 
     def install(self) -> None:
-        """Puts merging back (after `remove`, or in place of a later `apply_encoder`)."""
+        """Puts merging back (after `remove`, or in place of a later `apply_encoder`).
+
+        Raises:
+            ValueError: another tool has put a function in place of a block's forward.
+        """
+        for module, one in self._ours:
+            check_free(module, one)
         remove_encoder(self.root)
         for module, one in self._ours:
             put(module, one)

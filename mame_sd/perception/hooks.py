@@ -67,18 +67,18 @@ def ours_on(module: nn.Module) -> list[Ours]:
     return [one for one in (block, *hooks) if isinstance(one, Ours)]
 
 
-def put(module: nn.Module, one: Ours) -> None:
-    """Puts it on `module`.
+def check_free(module: nn.Module, one: Ours) -> None:
+    """Raises ValueError where a function of somebody else's is in the place that is to be taken."""
+    if isinstance(one, MergedBlock) and "forward" in module.__dict__ and not ours_on(module):
+        raise ValueError(
+            f"expected a {type(module).__name__} with its own forward, found another tool's in its place "
+            f"({module.__dict__['forward']!r}); apply merging before that tool"
+        )
 
-    Raises:
-        ValueError: a function of somebody else's is in the place of the module's forward.
-    """
+
+def put(module: nn.Module, one: Ours) -> None:
+    """Puts it on `module`."""
     if isinstance(one, MergedBlock):
-        if "forward" in module.__dict__:
-            raise ValueError(
-                f"expected a {type(module).__name__} with its own forward, found another tool's in its place "
-                f"({module.__dict__['forward']!r}); apply merging before that tool"
-            )
         module.forward = one.forward
     elif isinstance(one, CheckHook):
         module.register_forward_pre_hook(one, with_kwargs=True)

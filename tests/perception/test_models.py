@@ -99,7 +99,7 @@ def test_reports_what_merged_and_leaves_no_trace(row: Row) -> None:
 @pytest.mark.parametrize("options", [{}, {"restore": True}, {"feature": "k"}, {"feature": "k-mean"}], ids=str)
 @torch.no_grad()
 def test_flops_are_those_of_the_operations_that_run(row: Row, options: dict) -> None:
-    model, inputs = row.build(), row.batch(1)
+    model, inputs = row.build().requires_grad_(False), row.batch(1)
     encoder = find_encoder(model)[0]
     handle = apply_encoder(model, keep=(0.5, 0.8), blocks=(0, 2), **options)
     counted = []
