@@ -17,6 +17,7 @@ itself then runs between graphs, or inside where `torch._dynamo.config.capture_d
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -56,7 +57,7 @@ class EncoderHandle:
         self._shared = Pass(known.special_of(self.encoder), **shared)
         chosen = chosen_blocks(blocks, len(modules))
         self.configs = configs_of(config, fields, chosen)
-        _check_keys(self.configs, known, modules[0])
+        _check_parts(self.configs, self._shared.prop_attn, known, modules[0])
         device = device_of(self.encoder)
         self._counts = {number: BlockCounts(device) for number in chosen}
         last = len(modules) if self._shared.prop_attn else chosen[-1] + 1
@@ -249,8 +250,15 @@ def encoder_restored(target: nn.Module) -> Iterator[None]:
             put(module, one)
 
 
-def _check_keys(configs: dict[int, MaMeConfig], known: Encoder, block: nn.Module) -> None:
+def _check_parts(configs: dict[int, MaMeConfig], prop_attn: bool, known: Encoder, block: nn.Module) -> None:
+    """Raises ValueError for settings that the model's blocks lack the parts for."""
     if any(config.feature != "x" for config in configs.values()) and known.keys not in dict(block.named_modules()):
         raise ValueError(
             f"feature: expected 'x' for a model of kind {known.name!r}, whose keys are not known, got another; leave it out"
+        )
+    attention = type(block.get_submodule(known.attention[1]))
+    if prop_attn and known.mask not in inspect.signature(attention.forward).parameters:
+        raise ValueError(
+            f"prop_attn: expected attention that takes an argument {known.mask!r}, which {attention.__name__} does not; "
+            "leave it out, or update the library that the model is of"
         )

@@ -121,7 +121,8 @@ class MergedBlock:
                 "place in it. Leave the mask out, or call remove_mame first"
             )
         run: Any = partial(self._run, **call)
-        if getattr(block, "gradient_checkpointing", False) and block.training:
+        checkpoints = getattr(block, "gradient_checkpointing", False) and block.training
+        if checkpoints and type(block).__call__ is nn.Module.__call__:  # else around this call, as in transformers 5.0
             run = partial(block._gradient_checkpointing_func, run)
         if self.first:
             shared.begin()

@@ -106,8 +106,11 @@ def _check_attention(model: Any) -> None:
         raise ValueError(
             f"prop_attn: expected attention implementation 'eager' or 'sdpa', got {kind!r}; set one of these"
         )
-    if getattr(model, "grad_checkpointing", False) and model.training:
+    around = getattr(model, "grad_checkpointing", False)  # timm
+    for block in model.modules():  # transformers 5.0
+        around |= getattr(block, "gradient_checkpointing", False) and type(block).__call__ is not nn.Module.__call__
+    if around and model.training:
         raise ValueError(
-            "prop_attn: expected no checkpointing by timm, which computes blocks again without the sizes of their tokens, "
-            "got grad_checkpointing; switch one of both off"
+            "prop_attn: expected no checkpointing around blocks (timm, transformers 5.0), which computes them again without "
+            "the sizes of their tokens, got it; switch one of both off"
         )
