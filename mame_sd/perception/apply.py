@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import MergePlan
+from mame_sd.core.owners import owners_of
+from mame_sd.core.plan import Plan
 from mame_sd.perception.blocks import MergedBlock, Pass
 from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks
 from mame_sd.perception.families import Encoder, find_encoder
@@ -131,7 +132,7 @@ class EncoderHandle:
         if not on:
             self._shared.plans = {}
 
-    def plans(self) -> dict[int, MergePlan]:
+    def plans(self) -> dict[int, Plan]:
         """The plans of the latest forward since `capture`, by number of block."""
         return dict(self._shared.plans)
 
@@ -151,8 +152,8 @@ class EncoderHandle:
         for plan in plans:
             kept = plan.kept.expand(len(here), -1)
             rows = torch.arange(plan.tokens_kept, device=kept.device).expand(len(here), -1)
-            row_of = torch.zeros_like(plan.owners()).scatter(1, kept, rows)
-            holder = row_of.gather(1, plan.owners().gather(1, holder))
+            owners = owners_of(plan)
+            holder = torch.zeros_like(owners).scatter(1, kept, rows).gather(1, owners.gather(1, holder))
             place = place.gather(1, kept)
         return place.gather(1, holder)
 
@@ -186,7 +187,7 @@ class EncoderHandle:
         for module, one in self._ours:
             put(module, one)
 
-    def _captured(self) -> list[tuple[int, MergePlan]]:
+    def _captured(self) -> list[tuple[int, Plan]]:
         if not self._shared.plans:
             raise RuntimeError(
                 "expected the plans of a forward, but none were kept: call handle.capture() before it (outside of "

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import MergePlan, plan_merge
+from mame_sd.core.merge import plan_merge
 from mame_sd.core.partition import GRIDS
+from mame_sd.core.plan import Plan
 from mame_sd.perception.counts import BlockCounts, width_of
 from mame_sd.perception.families import Encoder
 
@@ -51,9 +52,9 @@ class Pass:
     def begin(self) -> None:
         """A forward begins: what an earlier one knew is dropped."""
         self.sizes: Tensor | None = None
-        self.plans: dict[int, MergePlan] = {}
+        self.plans: dict[int, Plan] = {}
 
-    def keep(self, number: int, plan: MergePlan) -> None:
+    def keep(self, number: int, plan: Plan) -> None:
         """Notes the plan of a block where it will be asked for."""
         if self.restore or (self.capture and not torch.compiler.is_compiling()):
             self.plans[number] = plan
@@ -174,7 +175,7 @@ class MergedBlock:
     def _between_graphs(self, x: Tensor, normed: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return self._merge(x, normed, sizes)
 
-    def _plan(self, x: Tensor, normed: Tensor) -> MergePlan:
+    def _plan(self, x: Tensor, normed: Tensor) -> Plan:
         """The plan for x' [B, L, C], counted."""
         size, note, config = None, "", self.config
         assert config is not None
@@ -190,7 +191,7 @@ class MergedBlock:
             self._count(plan, x.shape, feature.shape[2], note)
         return plan
 
-    def _count(self, plan: MergePlan, shape: torch.Size, dim: int, note: str) -> None:
+    def _count(self, plan: Plan, shape: torch.Size, dim: int, note: str) -> None:
         """Counts a call that merged tokens [B, L, C] by a feature of `dim` channels."""
         assert self.counts is not None
         _, tokens, channels = shape
@@ -198,7 +199,7 @@ class MergedBlock:
         merging = pairs * (dim + channels * (2 if self.shared.restore else 1))
         if self.config and self.config.feature != "x":
             merging += tokens * channels * width_of(self.block, self.encoder)
-        self.counts.add(tokens, plan.tokens_kept, merging, "; ".join(filter(None, (note, plan.note))))
+        self.counts.add(tokens, plan.tokens_kept, merging, note)
 
     def _feature(self, x: Tensor, normed: Tensor, kind: str) -> Tensor:
         """What similarity compares [B, L, d]: x', the block's keys, or these averaged over the heads."""
@@ -221,7 +222,7 @@ class MergedBlock:
         return self.block.get_submodule(path)
 
 
-def merged_sizes(plan: MergePlan, sizes: Tensor) -> Tensor:
+def merged_sizes(plan: Plan, sizes: Tensor) -> Tensor:
     """How many tokens each merged token stands for [B, L'], of the sizes before [B, L]: what was shared out, summed up."""
     merged = plan.merge(sizes.unsqueeze(-1)).squeeze(-1)
     counts = plan.counts
