@@ -21,53 +21,10 @@ from mame_sd.core.partition import GRIDS
 from mame_sd.core.plan import Plan
 from mame_sd.perception.counts import BlockCounts, width_of
 from mame_sd.perception.families import Encoder
+from mame_sd.perception.shared import Pass
 
 LATER = "the tokens of a block after the first that merges are no grid: partition 'alternating', without tiles"
 UNKNOWN = "height and width unknown: merged with partition 'alternating' and without tiles"
-
-
-class Pass:
-    """What the blocks of one model share: whether they merge, and what the forward that runs knows.
-
-    Attributes:
-        special: tokens before the patches.
-        restore: the blocks' output has every token again.
-        prop_attn: the log of a token's size is added to its attention logits.
-        active: False makes every call bit-equal to a model without merging.
-        capture: plans are kept after the forward.
-        grid: (h, w) of the latest images' patches; None where unknown.
-        sizes: [B, L'] how many tokens each token stands for, in the forward that runs; None: 1 each.
-        plans: those of the latest forward by number of block, while it runs or with `capture`.
-    """
-
-    def __init__(self, special: int, restore: bool, prop_attn: bool) -> None:
-        self.special = special
-        self.restore = restore
-        self.prop_attn = prop_attn
-        self.active = True
-        self.capture = False
-        self.grid: tuple[int, int] | None = None
-        self.begin()
-
-    def begin(self) -> None:
-        """A forward begins: what an earlier one knew is dropped."""
-        self.sizes: Tensor | None = None
-        self.plans: dict[int, Plan] = {}
-
-    def keep(self, number: int, plan: Plan) -> None:
-        """Notes the plan of a block where it will be asked for."""
-        if self.restore or (self.capture and not torch.compiler.is_compiling()):
-            self.plans[number] = plan
-
-    def restored(self, tokens: Tensor) -> Tensor:
-        """All tokens [B, L, C] of [B, L', C], by the plans of the latest forward, last block first."""
-        for number in sorted(self.plans, reverse=True):
-            tokens = self.plans[number].restore(tokens)
-        return tokens
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies start without a forward."""
-        return {**self.__dict__, "sizes": None, "plans": {}}
 
 
 class MergedBlock:
@@ -156,6 +113,13 @@ class MergedBlock:
 
     def _merge(self, x: Tensor, normed: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x'' [B, L', C] of x' [B, L, C], and how many tokens each stands for where that counts."""
+        assert self.config is not None
+        assert self.counts is not None
+        tokens, least = x.shape[1], self.config.min_tokens
+        if tokens - self.shared.special < least:
+            if self._counts_calls:
+                self.counts.add(tokens, tokens, 0, f"fewer than min_tokens={least}")
+            return x, sizes
         plan = self._plan(x, normed)
         if self.shared.prop_attn:
             sizes = merged_sizes(plan, x.new_ones(x.shape[:2], dtype=torch.float32) if sizes is None else sizes)
@@ -165,7 +129,7 @@ class MergedBlock:
 
     def _breaks(self) -> bool:
         """Whether merging splits a compiled graph: by tau the number of tokens depends on data, and partitions are made for
-        numbers that are known, so that each would be compiled anew. The first one can stay inside where shapes may depend on data.
+        numbers that are known, so that each would be compiled anew. A single one stays inside where shapes may depend on data.
         """
         assert self.config is not None
         inside = self.alone and torch._dynamo.config.capture_dynamic_output_shape_ops

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mame_sd.perception.blocks import MergedBlock, Pass
+from mame_sd.perception.blocks import MergedBlock
+from mame_sd.perception.shared import Pass
 
 _ATTENTION = (None, "eager", "sdpa")  # implementations that add a mask of numbers to the logits
 
@@ -97,6 +98,13 @@ def take(module: nn.Module, one: Ours) -> None:
     del hooks[key]
     if begins:
         del module._forward_pre_hooks_with_kwargs[key]
+
+
+def take_all(target: nn.Module) -> None:
+    """Takes everything off all modules of `target`."""
+    for module in target.modules():
+        for one in ours_on(module):
+            take(module, one)
 
 
 def _check_attention(model: Any) -> None:

@@ -37,7 +37,8 @@ class EncoderReport:
     """Every block of a vision transformer; `str(report)` is a table.
 
     FLOPs are multiply-adds of matrix products and convolutions, as papers count them, for one image: embedding of its patches,
-    blocks, and the model's own pooling and head. `calls` are forwards since the last reset.
+    blocks, and the model's own pooling and head. `calls` are forwards since the last reset (twice as many where a checkpoint around
+    blocks computes them again, as timm's).
     """
 
     blocks: tuple[BlockReport, ...]

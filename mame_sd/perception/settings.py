@@ -9,7 +9,7 @@ from typing import Any
 from mame_sd.config import MaMeConfig
 
 # Under what was given. The preset "default" of images' synthesis was measured there; until perception's own is, it is the paper's.
-DEFAULTS: dict[str, Any] = {"preset": "plain", "min_tokens": 1}
+DEFAULTS: dict[str, Any] = {"preset": "plain", "min_tokens": 2}
 _NO_MEANING = {
     "merge": "an encoder's tokens merge once and stay merged",
     "redraw": "an encoder has no steps",

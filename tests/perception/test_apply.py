@@ -44,7 +44,7 @@ def test_defaults_are_the_paper_s() -> None:
     config = apply_encoder(VIT.build()).config
     assert (config.tau, config.partition, bool(config.tiles), config.weights, config.min_tokens) == (
         *(0.8, "alternating", False, "average"),
-        1,
+        2,
     )
     config = apply_encoder(VIT.build(), MaMeConfig(keep=0.7)).config
     assert (config.keep, config.partition, bool(config.tiles), config.weights) == (0.7, "alternating", False, "average")
@@ -55,7 +55,9 @@ def test_one_number_for_each_block() -> None:
     assert [config.keep for config in handle.configs.values()] == [0.5, 0.9]
     handle.set(tau=[0.5, 0.6])
     assert [config.tau for config in handle.configs.values()] == [0.5, 0.6]
-    handle.set(keep=1.0)
+    handle.set(MaMeConfig(metric="dot"), tau=0.1)
+    assert [(config.tau, config.metric) for config in handle.configs.values()] == [(0.1, "dot")] * 2
+    handle.set(MaMeConfig(keep=1.0))
     assert {config.keep for config in handle.configs.values()} == {1.0}
     with pytest.raises(ValueError, match="tau: expected one number, or one for each of 2 blocks, got 3"):
         handle.set(tau=(0.1, 0.2, 0.3))
@@ -75,6 +77,20 @@ def test_one_number_for_each_block() -> None:
 def test_settings_that_mean_nothing_here(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         apply_encoder(VIT.build(), **fields)
+
+
+@torch.no_grad()
+def test_few_tokens_are_left_alone() -> None:
+    model = VIT.build()
+    handle = apply_encoder(model, keep=0.5, min_tokens=18, restore=True)
+    assert model.vit(**VIT.batch()).last_hidden_state.shape[1] == PATCHES + 1
+    assert tokens(handle) == [19, 10, 10, 10]
+    assert [block.note for block in handle.report().blocks] == ["", "", *["fewer than min_tokens=18"] * 2]
+    register_encoder(MINE)
+    model = MyViT(blocks=5)
+    handle = apply_encoder(model, keep=0.5)
+    assert model(torch.randn(2, 1 + 4, 8)).shape[1] == 1 + 1
+    assert tokens(handle) == [3, 2, 2, 2, 2]
 
 
 @torch.no_grad()
@@ -382,19 +398,23 @@ class MyBlock(nn.Module):
 
 
 class MyViT(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 2) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(MyBlock(), MyBlock())
+        self.blocks = nn.Sequential(*(MyBlock() for _ in range(blocks)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks(x)
 
 
+MINE = Encoder("mine", ("MyViT",), "MyBlock", ("norm_a", "attend"), ("norm_b", "mlp"), special=1)
+
+
 @torch.no_grad()
 def test_a_model_of_one_s_own() -> None:
     model, x = MyViT(), torch.randn(2, 9, 8)
-    assert not is_encoder(model)
-    register_encoder(Encoder("mine", ("MyViT",), "MyBlock", ("norm_a", "attend"), ("norm_b", "mlp"), special=1))
+    assert not is_encoder(nn.Sequential(MyBlock()))
+    register_encoder(MINE)
+    assert is_encoder(model)
     handle = apply_encoder(model, keep=0.5)
     assert model(x).shape == (2, 1 + 2, 8)
     assert "blocks.1" in str(handle.report())
