@@ -1,0 +1,195 @@
+"""One block of a vision transformer, merged: x' = MSA(LN(x)) + x, x'' = MaMe(x'), MLP(LN(x'')) + x'' (paper,
+"Integration for Visual Perception").
+
+A `MergedBlock` stands in place of its block's forward and runs the block's own modules, so that hooks on these, their
+weights and what is saved stay as they are. It checkpoints where its block would.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from mame_sd.config import MaMeConfig
+from mame_sd.core.merge import plan_merge
+from mame_sd.core.partition import GRIDS
+from mame_sd.core.plan import Plan
+from mame_sd.perception.counts import BlockCounts, width_of
+from mame_sd.perception.families import Encoder
+from mame_sd.perception.shared import Pass
+
+LATER = "the tokens of a block after the first that merges are no grid: partition 'alternating', without tiles"
+UNKNOWN = "height and width unknown: merged with partition 'alternating' and without tiles"
+
+
+class MergedBlock:
+    """Takes the place of the forward of one block.
+
+    Args:
+        block: the block.
+        encoder: what its modules are.
+        number: which one it is, counted from 0.
+        shared: of all blocks of the model.
+        config: how its tokens merge; None: not at all (with `prop_attn`, later blocks read sizes).
+        counts: counters of the blocks that merge, by number. In the first of them tokens are the image's patches.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        encoder: Encoder,
+        number: int,
+        shared: Pass,
+        config: MaMeConfig | None,
+        counts: Mapping[int, BlockCounts],
+    ) -> None:
+        self.block = block
+        self.encoder = encoder
+        self.number = number
+        self.shared = shared
+        self.counts = counts.get(number)
+        self.first = number == min(counts)
+        self.alone = len(counts) == 1
+        self._counts_calls = False  # not where a checkpoint computes again
+        self._names = list(inspect.signature(type(block).forward).parameters)[1:]
+        self.set(config)
+
+    def set(self, config: MaMeConfig | None) -> None:
+        """Merges by `config` from now on."""
+        self.config = config
+        self._needs_grid = config is not None and (config.partition in GRIDS or bool(config.tiles))
+        if config is not None:
+            self._plain = config.replace(partition="alternating", tiles=0, kernel=None) if self._needs_grid else config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's output [B, L', C], of tokens [B, L, C]."""
+        shared, block = self.shared, cast(Any, self.block)
+        if not shared.active:
+            return type(block).forward(block, *args, **kwargs)
+        call = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        x = call.pop(self._names[0])
+        if call.pop(self.encoder.mask, None) is not None or call.get("is_causal"):
+            raise ValueError(
+                "expected images without an attention mask (no padding, one resolution), got one: merged tokens have no "
+                "place in it. Leave the mask out, or call remove_mame first"
+            )
+        run: Any = partial(self._run, **call)
+        checkpoints = getattr(block, "gradient_checkpointing", False) and block.training
+        if checkpoints and type(block).__call__ is nn.Module.__call__:  # else around this call, as in transformers 5.0
+            run = partial(block._gradient_checkpointing_func, run)
+        if self.first:
+            shared.begin()
+        self._counts_calls = True
+        y, shared.sizes = run(x, shared.sizes)
+        self._counts_calls = False
+        return y
+
+    def _run(self, x: Tensor, sizes: Tensor | None, **call: Any) -> tuple[Tensor, Tensor | None]:
+        normed = self._module(self.encoder.attention[0])(x)
+        x = x + self._attend(normed, sizes, call)
+        if self.config is not None:
+            merge = self._between_graphs if torch.compiler.is_compiling() and self._breaks() else self._merge
+            x, sizes = merge(x, normed, sizes)
+        y = x
+        for part in self.encoder.mlp:
+            y = self._module(part)(y)
+        return x + y, sizes
+
+    def _attend(self, normed: Tensor, sizes: Tensor | None, call: dict[str, Any]) -> Tensor:
+        """The attention branch after its norm, [B, L, C]."""
+        if sizes is not None:
+            call = {**call, self.encoder.mask: sizes.log().to(normed.dtype)[:, None, None]}  # [B, 1, 1, L]
+        attention, *rest = self.encoder.attention[1:]
+        y = self._module(attention)(normed, **call)
+        y = y[0] if isinstance(y, tuple) else y
+        for part in rest:
+            y = self._module(part)(y)
+        return y
+
+    def _merge(self, x: Tensor, normed: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x'' [B, L', C] of x' [B, L, C], and how many tokens each stands for where that counts."""
+        assert self.config is not None
+        assert self.counts is not None
+        tokens, least = x.shape[1], self.config.min_tokens
+        if tokens - self.shared.special < least:
+            if self._counts_calls:
+                self.counts.add(tokens, tokens, 0, f"fewer than min_tokens={least}")
+            return x, sizes
+        plan = self._plan(x, normed)
+        if self.shared.prop_attn:
+            sizes = merged_sizes(plan, x.new_ones(x.shape[:2], dtype=torch.float32) if sizes is None else sizes)
+        if self._counts_calls:
+            self.shared.keep(self.number, plan)
+        return plan.merge(x), sizes
+
+    def _breaks(self) -> bool:
+        """Whether merging splits a compiled graph: by tau the number of tokens depends on data, and partitions are made for
+        numbers that are known, so that each would be compiled anew. A single one stays inside where shapes may depend on data.
+        """
+        assert self.config is not None
+        inside = self.alone and torch._dynamo.config.capture_dynamic_output_shape_ops
+        return self.config.keep is None and not inside
+
+    @torch.compiler.disable
+    def _between_graphs(self, x: Tensor, normed: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self._merge(x, normed, sizes)
+
+    def _plan(self, x: Tensor, normed: Tensor) -> Plan:
+        """The plan for x' [B, L, C], counted."""
+        size, note, config = None, "", self.config
+        assert config is not None
+        if self._needs_grid:
+            h, w = self.shared.grid or (0, 0)
+            known = self.first and self.encoder.grid and h * w == x.shape[1] - self.shared.special
+            size = (h, w) if known else None
+            note = "" if size else UNKNOWN if self.first else LATER
+            config = config if size else self._plain
+        feature = self._feature(x, normed, config.feature)
+        plan = plan_merge(feature, config, size, self.shared.special)
+        if self._counts_calls:
+            self._count(plan, x.shape, feature.shape[2], note)
+        return plan
+
+    def _count(self, plan: Plan, shape: torch.Size, dim: int, note: str) -> None:
+        """Counts a call that merged tokens [B, L, C] by a feature of `dim` channels."""
+        assert self.counts is not None
+        _, tokens, channels = shape
+        pairs = plan.positions.blocks * plan.positions.m * plan.positions.n
+        merging = pairs * (dim + channels * (2 if self.shared.restore else 1))
+        if self.config and self.config.feature != "x":
+            merging += tokens * channels * width_of(self.block, self.encoder)
+        self.counts.add(tokens, plan.tokens_kept, merging, note)
+
+    def _feature(self, x: Tensor, normed: Tensor, kind: str) -> Tensor:
+        """What similarity compares [B, L, d]: x', the block's keys, or these averaged over the heads."""
+        if kind == "x":
+            return x
+        path = self.encoder.keys or ""
+        linear, width = self._module(path), width_of(self.block, self.encoder)
+        if linear.out_features == width:
+            keys = linear(normed)
+        else:  # queries, keys and values joined
+            bias = None if linear.bias is None else linear.bias[width : 2 * width]
+            keys = nn.functional.linear(normed, linear.weight[width : 2 * width], bias)
+        if kind == "k":
+            return keys
+        owner = self._module(path.rpartition(".")[0])
+        heads = getattr(owner, "num_attention_heads", None) or owner.num_heads
+        return keys.unflatten(-1, (heads, -1)).mean(-2)
+
+    def _module(self, path: str) -> Any:
+        return self.block.get_submodule(path)
+
+
+def merged_sizes(plan: Plan, sizes: Tensor) -> Tensor:
+    """How many tokens each merged token stands for [B, L'], of the sizes before [B, L]: what was shared out, summed up."""
+    merged = plan.merge(sizes.unsqueeze(-1)).squeeze(-1)
+    counts = plan.counts
+    rest = merged.shape[1] - plan.special - counts.shape[1]
+    ones = counts.new_ones(counts.shape[0], 1)
+    return merged * torch.cat([ones.expand(-1, plan.special), counts, ones.expand(-1, rest)], 1)

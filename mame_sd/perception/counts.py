@@ -1,0 +1,109 @@
+"""How many tokens blocks saw, and the multiply-adds that follow: counted, not guessed.
+
+A block's linear layers cost their weights' sizes for each token, its attention two products of all tokens by all, merging two
+products of destinations by sources. Tokens are counted as they pass, and their squares, so that sums over calls are exact.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from mame_sd.perception.families import Encoder
+
+FIELDS = ("calls", "tokens", "squares", "kept", "kept_squares", "merging")
+
+
+class BlockCounts:
+    """Sums over the calls of one merging block since the last `reset`.
+
+    Attributes:
+        eager: sums outside of compiled regions, in the order of FIELDS: calls, tokens in, their squares, tokens kept,
+            their squares, and multiply-adds of merging itself for one image.
+        compiled: the same in them, a tensor: a number that changed in every call would recompile every call.
+        note: of the latest call, why it merged otherwise than the settings say.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.reset(device)
+
+    def reset(self, device: torch.device) -> None:
+        """Back to zero calls; `device` is where compiled regions are to count."""
+        self.eager = [0] * len(FIELDS)
+        self.note = ""
+        with torch.inference_mode(False):  # counted in place, in and out of inference mode
+            self.compiled = torch.zeros(len(FIELDS), dtype=torch.int64, device=device)
+
+    def add(self, tokens: int, kept: int, merging: int, note: str = "") -> None:
+        """A call of `tokens` that kept `kept` of them; special tokens included."""
+        values = (1, tokens, tokens * tokens, kept, kept * kept, merging)
+        self.note = note
+        if not torch.compiler.is_compiling():
+            self.eager = [total + value for total, value in zip(self.eager, values, strict=True)]
+            return
+        for place, value in enumerate(values):
+            self.compiled[place].add_(value)
+
+    def sums(self) -> dict[str, int]:
+        """The sums by name; waits for the device if a compiled region counted there."""
+        totals = (a + b for a, b in zip(self.eager, self.compiled.tolist(), strict=True))
+        return dict(zip(FIELDS, totals, strict=True))
+
+
+class BlockCost:
+    """Multiply-adds of one block as its modules are."""
+
+    def __init__(self, block: nn.Module, encoder: Encoder) -> None:
+        self._attention = sum(_linear(block.get_submodule(part)) for part in encoder.attention)
+        self._mlp = sum(_linear(block.get_submodule(part)) for part in encoder.mlp)
+        self._width = width_of(block, encoder)
+
+    def of(self, tokens: int, squares: int, kept: int) -> int:
+        """Multiply-adds of calls whose tokens, their squares, and tokens left for the MLP sum up to these."""
+        return self._attention * tokens + 2 * self._width * squares + self._mlp * kept
+
+
+def width_of(block: nn.Module, encoder: Encoder) -> int:
+    """Channels of all heads of a block's attention together."""
+    attention = block.get_submodule(encoder.attention[1])
+    linear = [part for part in attention.modules() if isinstance(part, nn.Linear)]
+    keys = dict(block.named_modules()).get(encoder.keys or "")
+    if isinstance(keys, nn.Linear):
+        return keys.out_features // (3 if keys.out_features == 3 * linear[-1].in_features else 1)
+    return linear[-1].in_features if linear else 0
+
+
+def around_blocks(
+    model: nn.Module, blocks: list[nn.Module], grid: tuple[int, int] | None, before: float, after: float
+) -> float:
+    """Multiply-adds of what a model does to one image besides its blocks: embedding patches, pooling, its own head.
+
+    Args:
+        model: the vision transformer.
+        blocks: its blocks.
+        grid: (h, w) of its patches; None where images come as patches.
+        before: tokens before the first block.
+        after: tokens after the last.
+    """
+    inside = {part for block in blocks for part in block.modules()}
+    total = 0.0
+    for name, part in model.named_modules():
+        if part in inside:
+            continue
+        if isinstance(part, nn.Conv2d) and grid is not None:
+            total += part.weight.numel() * math.prod(grid)
+        elif isinstance(part, nn.MultiheadAttention):  # one query
+            total += part.in_proj_weight.numel() / 3 * (1 + 2 * after) + 2 * part.embed_dim * after
+        elif isinstance(part, nn.Linear):
+            tokens = {"patch_embedding": before, "kv": after}.get(name.rpartition(".")[2], 1)
+            total += part.weight.numel() * tokens
+            if name.endswith(".kv"):
+                total += part.out_features * after  # its products: timm's pooling by attention
+    return total
+
+
+def _linear(module: nn.Module) -> int:
+    """Weights of the linear layers in `module`: its multiply-adds for each token."""
+    return sum(part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))

@@ -1,0 +1,198 @@
+"""EncoderHandle: what `apply_encoder` gives, to read, change, switch, restore and remove merging."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mame_sd.config import MaMeConfig
+from mame_sd.core.owners import owners_of
+from mame_sd.core.plan import Plan
+from mame_sd.perception.blocks import MergedBlock
+from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks
+from mame_sd.perception.families import Encoder, find_encoder
+from mame_sd.perception.hooks import CheckHook, GridHook, Ours, RestoreHook, check_free, ours_on, put, take, take_all
+from mame_sd.perception.report import EncoderReport, make_blocks
+from mame_sd.perception.settings import changed, chosen_blocks, configs_of
+from mame_sd.perception.shared import Pass
+from mame_sd.report import device_of
+
+
+class EncoderHandle:
+    """Merging as applied to one vision transformer: settings, counters, restoring, removal. Made by `apply_encoder`.
+
+    Attributes:
+        root: what merging was applied to.
+        encoder: the vision transformer in it.
+        configs: the settings now in force, by number of block.
+    """
+
+    def __init__(
+        self, root: nn.Module, config: MaMeConfig | None, blocks: Any, fields: dict[str, Any], shared: dict[str, bool]
+    ) -> None:
+        self.root = root
+        self.encoder, modules, known = find_encoder(root)
+        self._known = known
+        names = {module: name for name, module in root.named_modules()}
+        self._names = [names[block] for block in modules]
+        self._blocks = modules
+        self._costs = [BlockCost(block, known) for block in modules]
+        self._shared = Pass(known.special_of(self.encoder), **shared)
+        chosen = chosen_blocks(blocks, len(modules))
+        self.configs = configs_of(config, fields, chosen)
+        _check_parts(self.configs, self._shared.prop_attn, known, modules[0])
+        device = device_of(self.encoder)
+        self._counts = {number: BlockCounts(device) for number in chosen}
+        last = len(modules) if self._shared.prop_attn else chosen[-1] + 1
+        self._merged = {
+            number: MergedBlock(modules[number], known, number, self._shared, self.configs.get(number), self._counts)
+            for number in range(chosen[0], last)
+            if number in chosen or self._shared.prop_attn
+        }
+        self._ours: list[tuple[nn.Module, Ours]] = [(modules[number], one) for number, one in self._merged.items()]
+        self._ours.append((self.encoder, CheckHook(self._shared)))
+        patches = next((part for part in self.encoder.modules() if isinstance(part, nn.Conv2d)), None)
+        if patches is not None:
+            self._ours.append((patches, GridHook(self._shared)))
+        if self._shared.restore:
+            output = modules[-1] if known.output is None else self.encoder.get_submodule(known.output)
+            self._ours.append((output, RestoreHook(self._shared)))
+
+    @property
+    def config(self) -> MaMeConfig:
+        """The settings now in force, of the first block that merges (`configs` has those of each)."""
+        return next(iter(self.configs.values()))
+
+    @property
+    def installed(self) -> bool:
+        """Whether merging is on the model as this handle put it: not removed, not replaced by a later `apply_encoder`."""
+        return all(one in ours_on(module) for module, one in self._ours)
+
+    @property
+    def active(self) -> bool:
+        """Whether blocks merge; False makes every call bit-equal to a model without merging."""
+        return self._shared.active
+
+    @active.setter
+    def active(self, value: bool) -> None:
+        self._shared.active = value
+
+    def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
+        """Changes live settings from the next forward on: `handle.set(tau=0.9)`, or one tau for each block that merges;
+        `config` replaces all of them.
+
+        Raises:
+            RuntimeError: merging was removed or replaced, so the change would have no effect.
+            ValueError: a field is unknown, out of its range or without meaning here; nothing has changed then.
+        """
+        if not self.installed:
+            raise RuntimeError("expected merging to be applied, but it was removed or replaced: call apply_mame again")
+        new = changed(self.configs, fields) if config is None else configs_of(config, fields, self.configs)
+        _check_parts(new, self._shared.prop_attn, self._known, self._blocks[0])
+        self.configs = new
+        for number, config in self.configs.items():
+            self._merged[number].set(config)
+
+    def report(self) -> EncoderReport:
+        """Tokens and FLOPs of every block since the last `reset`, means over forwards."""
+        blocks, calls = make_blocks(self._names, self._costs, self._counts)
+        before, after = blocks[0].tokens_in, blocks[-1].tokens_kept
+        around = [
+            around_blocks(self.encoder, self._blocks, self._shared.grid, before, tokens) if calls else 0.0
+            for tokens in (before, before if self._shared.restore else after)
+        ]
+        whole = around[0] + sum(block.flops_before for block in blocks)
+        return EncoderReport(blocks, calls, whole, around[1] + sum(block.flops for block in blocks))
+
+    def reset(self) -> None:
+        """Sets all counters to zero and drops captured plans."""
+        for count in self._counts.values():
+            count.reset(device_of(self.encoder))
+        self._shared.plans = {}
+
+    def capture(self, on: bool = True) -> None:
+        """Keeps the plans of the latest forward for `plans`, `owners` and `restore` (memory: one plan a block; not under
+        torch.compile)."""
+        self._shared.capture = on
+        if not on:
+            self._shared.plans = {}
+
+    def plans(self) -> dict[int, Plan]:
+        """The plans of the latest forward since `capture`, by number of block."""
+        return dict(self._shared.plans)
+
+    def owners(self, block: int | None = None) -> Tensor:
+        """LongTensor [B, L]: the input token that each one mainly went to, itself where it is kept; over all blocks.
+
+        Args:
+            block: only up to this block, counted from 0.
+
+        Raises:
+            RuntimeError: no forward has run since `capture`.
+        """
+        plans = [plan for number, plan in self._captured() if block is None or number <= block]
+        first = self._captured()[0][1]
+        here = torch.arange(first.tokens_in, device=first.counts.device).expand(first.counts.shape[0], -1)
+        holder, place = here, here  # [B, L] present row of each token's holder; [B, L'] input position of each row
+        for plan in plans:
+            kept = plan.kept.expand(len(here), -1)
+            rows = torch.arange(plan.tokens_kept, device=kept.device).expand(len(here), -1)
+            owners = owners_of(plan)
+            holder = torch.zeros_like(owners).scatter(1, kept, rows).gather(1, owners.gather(1, holder))
+            place = place.gather(1, kept)
+        return place.gather(1, holder)
+
+    def restore(self, features: Tensor) -> Tensor:
+        """All tokens [B, L, C] of the latest forward's features [B, L', C], each at its place (MaRe, last block first).
+
+        Special tokens stand first in both.
+
+        Raises:
+            RuntimeError: no forward has run since `capture`.
+            ValueError: features of another shape.
+        """
+        self._captured()
+        return self._shared.restored(features)
+
+    def remove(self) -> None:
+        """Takes this handle's merging off the model; that of a later `apply_encoder` stays."""
+        for module, one in self._ours:
+            if one in ours_on(module):
+                take(module, one)
+
+    def install(self) -> None:
+        """Puts merging back (after `remove`, or in place of a later `apply_encoder`).
+
+        Raises:
+            ValueError: another tool has put a function in place of a block's forward.
+        """
+        for module, one in self._ours:
+            check_free(module, one)
+        take_all(self.root)
+        for module, one in self._ours:
+            put(module, one)
+
+    def _captured(self) -> list[tuple[int, Plan]]:
+        if not self._shared.plans:
+            raise RuntimeError(
+                "expected the plans of a forward, but none were kept: call handle.capture() before it (outside of "
+                "torch.compile)"
+            )
+        return sorted(self._shared.plans.items())
+
+
+def _check_parts(configs: dict[int, MaMeConfig], prop_attn: bool, known: Encoder, block: nn.Module) -> None:
+    """Raises ValueError for settings that the model's blocks lack the parts for."""
+    if any(config.feature != "x" for config in configs.values()) and known.keys not in dict(block.named_modules()):
+        raise ValueError(
+            f"feature: expected 'x' for a model of kind {known.name!r}, whose keys are not known, got another; leave it out"
+        )
+    attention = type(block.get_submodule(known.attention[1]))
+    if prop_attn and known.mask not in inspect.signature(attention.forward).parameters:
+        raise ValueError(
+            f"prop_attn: expected attention that takes an argument {known.mask!r}, which {attention.__name__} does not; "
+            "leave it out, or update the library that the model is of"
+        )

@@ -1,0 +1,124 @@
+"""What goes on a model's modules: merged blocks in place of their forward, and hooks around the model's own.
+
+Everything is kept in the module's own dictionaries, so that a deepcopy has its own, and is found there by its type.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from mame_sd.perception.blocks import MergedBlock
+from mame_sd.perception.shared import Pass
+
+_ATTENTION = (None, "eager", "sdpa")  # implementations that add a mask of numbers to the logits
+
+
+class CheckHook:
+    """Before the model's forward: raises where its call can't be merged."""
+
+    def __init__(self, shared: Pass) -> None:
+        self.shared = shared
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.shared.active:
+            return
+        if kwargs.get("pixel_attention_mask") is not None:
+            raise ValueError(
+                "pixel_attention_mask: expected none, got one: tokens of images that are padded can't merge. Leave it out "
+                "for images of one resolution that fill all patches"
+            )
+        if self.shared.prop_attn:
+            _check_attention(module)
+
+
+class GridHook:
+    """Notes how the patches lie: as the module gives them that cuts images, [B, C, h, w]."""
+
+    def __init__(self, shared: Pass) -> None:
+        self.shared = shared
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        self.shared.grid = output.shape[-2], output.shape[-1]
+
+
+class RestoreHook:
+    """Gives the tokens [B, L', C] of the module that heads read all of their places again [B, L, C]."""
+
+    def __init__(self, shared: Pass) -> None:
+        self.shared = shared
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        if not self.shared.active:
+            return output
+        output = self.shared.restored(output)
+        if not self.shared.capture:
+            self.shared.plans = {}
+        return output
+
+
+Ours = MergedBlock | CheckHook | GridHook | RestoreHook
+
+
+def ours_on(module: nn.Module) -> list[Ours]:
+    """What of merging is on `module`."""
+    block = getattr(module.__dict__.get("forward"), "__self__", None)
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return [one for one in (block, *hooks) if isinstance(one, Ours)]
+
+
+def check_free(module: nn.Module, one: Ours) -> None:
+    """Raises ValueError where a function of somebody else's is in the place that is to be taken."""
+    if isinstance(one, MergedBlock) and "forward" in module.__dict__ and not ours_on(module):
+        raise ValueError(
+            f"expected a {type(module).__name__} with its own forward, found another tool's in its place "
+            f"({module.__dict__['forward']!r}); apply merging before that tool"
+        )
+
+
+def put(module: nn.Module, one: Ours) -> None:
+    """Puts it on `module`."""
+    if isinstance(one, MergedBlock):
+        module.forward = one.forward
+    elif isinstance(one, CheckHook):
+        module.register_forward_pre_hook(one, with_kwargs=True)
+    else:
+        module.register_forward_hook(one)
+
+
+def take(module: nn.Module, one: Ours) -> None:
+    """Takes it off `module`."""
+    if isinstance(one, MergedBlock):
+        del module.__dict__["forward"]
+        return
+    begins = isinstance(one, CheckHook)
+    hooks: Any = module._forward_pre_hooks if begins else module._forward_hooks
+    key = next(key for key, hook in hooks.items() if hook is one)
+    del hooks[key]
+    if begins:
+        del module._forward_pre_hooks_with_kwargs[key]
+
+
+def take_all(target: nn.Module) -> None:
+    """Takes everything off all modules of `target`."""
+    for module in target.modules():
+        for one in ours_on(module):
+            take(module, one)
+
+
+def _check_attention(model: Any) -> None:
+    """Raises ValueError where sizes can't be counted in attention."""
+    kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if kind not in _ATTENTION:
+        raise ValueError(
+            f"prop_attn: expected attention implementation 'eager' or 'sdpa', got {kind!r}; set one of these"
+        )
+    around = getattr(model, "grad_checkpointing", False)  # timm
+    for block in model.modules():  # transformers 5.0
+        around |= getattr(block, "gradient_checkpointing", False) and type(block).__call__ is not nn.Module.__call__
+    if around and model.training:
+        raise ValueError(
+            "prop_attn: expected no checkpointing around blocks (timm, transformers 5.0), which computes them again without "
+            "the sizes of their tokens, got it; switch one of both off"
+        )

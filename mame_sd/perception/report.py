@@ -1,0 +1,104 @@
+"""What merging did in a vision transformer: tokens of each block, multiply-adds with and without merging."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mame_sd.perception.counts import BlockCost, BlockCounts
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """One block: means over its calls since the last reset, for one image.
+
+    Special tokens are counted. `flops` and `flops_before` are multiply-adds with and without merging, `merging` (part of
+    `flops`) those of merging itself. `merged` says whether the settings merge here, `note` how otherwise than they say.
+    """
+
+    name: str
+    tokens_in: float
+    tokens_kept: float
+    flops_before: float
+    flops: float
+    merging: float
+    merged: bool
+    note: str = ""
+
+    @property
+    def share(self) -> float:
+        """Tokens kept / tokens in; 1 before the first call."""
+        return self.tokens_kept / self.tokens_in if self.tokens_in else 1.0
+
+
+@dataclass(frozen=True)
+class EncoderReport:
+    """Every block of a vision transformer; `str(report)` is a table.
+
+    FLOPs are multiply-adds of matrix products and convolutions, as papers count them, for one image: embedding of its patches,
+    blocks, and the model's own pooling and head. `calls` are forwards since the last reset (twice as many where a checkpoint around
+    blocks computes them again, as timm's).
+    """
+
+    blocks: tuple[BlockReport, ...]
+    calls: int
+    flops_before: float
+    flops: float
+
+    @property
+    def share(self) -> float:
+        """FLOPs with merging / FLOPs without; 1 before the first call."""
+        return self.flops / self.flops_before if self.flops_before else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return {**asdict(self), "share": self.share, "blocks": [{**asdict(b), "share": b.share} for b in self.blocks]}
+
+    def __str__(self) -> str:
+        width = max(len(block.name) for block in self.blocks)
+        lines = [f"{'block':<{width}}  tokens    kept   share  GFLOPs before  GFLOPs after  note"]
+        for block in self.blocks:
+            lines.append(
+                f"{block.name:<{width}}  {block.tokens_in:>6.0f}  {block.tokens_kept:>6.0f}  {block.share:>5.0%}"
+                f"  {block.flops_before / 1e9:>13.3f}  {block.flops / 1e9:>12.3f}  {block.note}".rstrip()
+            )
+        lines.append(
+            f"{self.flops_before / 1e9:.2f} -> {self.flops / 1e9:.2f} GFLOPs (multiply-adds) an image ({self.share:.0%})"
+        )
+        return "\n".join(lines)
+
+
+def make_blocks(
+    names: list[str], costs: list[BlockCost], counts: Mapping[int, BlockCounts]
+) -> tuple[tuple[BlockReport, ...], int]:
+    """The blocks' reports, and how many forwards they are of.
+
+    Args:
+        names: of every block.
+        costs: of every block.
+        counts: of those that merge, by number.
+    """
+    sums = {number: count.sums() for number, count in sorted(counts.items())}
+    start = next(iter(sums.values()))
+    calls, tokens, squares = start["calls"], start["tokens"], start["squares"]
+    whole, rows = (tokens, squares), []
+    for number, (name, cost) in enumerate(zip(names, costs, strict=True)):
+        before, kept, kept_squares, merging = tokens, tokens, squares, 0
+        if number in sums:
+            kept, kept_squares, merging = (sums[number][key] for key in ("kept", "kept_squares", "merging"))
+        flops = cost.of(before, squares, kept) + merging
+        rows.append(
+            BlockReport(
+                name=name,
+                tokens_in=before / max(calls, 1),
+                tokens_kept=kept / max(calls, 1),
+                flops_before=cost.of(*whole, whole[0]) / max(calls, 1),
+                flops=flops / max(calls, 1),
+                merging=merging / max(calls, 1),
+                merged=number in sums,
+                note=counts[number].note if number in sums else "",
+            )
+        )
+        tokens, squares = kept, kept_squares
+    return tuple(rows), calls

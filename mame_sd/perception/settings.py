@@ -1,0 +1,77 @@
+"""Which block merges how: `blocks`, one tau or keep for all or one for each, and the defaults of perception."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from operator import index
+from typing import Any
+
+from mame_sd.config import MaMeConfig
+
+# Under what was given. The preset "default" of images' synthesis was measured there; until perception's own is, it is the paper's.
+DEFAULTS: dict[str, Any] = {"preset": "plain", "min_tokens": 2}
+_NO_MEANING = {
+    "merge": "an encoder's tokens merge once and stay merged",
+    "redraw": "an encoder has no steps",
+    "mlp": "an encoder's MLPs see merged tokens already",
+    "cross": "an encoder has no cross-attention",
+    "size": "the size of its images is read off",
+}
+
+
+def chosen_blocks(blocks: int | Iterable[int] | None, depth: int) -> tuple[int, ...]:
+    """The blocks that merge, ascending, counted from 0: all of `depth`, the first ones, or those that are named.
+
+    Raises:
+        ValueError: none, one twice, or one that is not there (negative ones count from the end).
+    """
+    if blocks is None:
+        return tuple(range(depth))
+    if isinstance(blocks, int) and not isinstance(blocks, bool):
+        if not 1 <= blocks <= depth:
+            raise ValueError(f"blocks: expected how many of the {depth} blocks merge, from 1 to {depth}, got {blocks}")
+        return tuple(range(blocks))
+    try:
+        named = [index(block) for block in blocks]  # type: ignore[union-attr]
+    except TypeError:
+        raise ValueError(f"blocks: expected a number or numbers of blocks counted from 0, got {blocks!r}") from None
+    found = sorted({block % depth for block in named if -depth <= block < depth})
+    if not found or len(found) < len(named):
+        raise ValueError(f"blocks: expected different ones from 0 to {depth - 1}, got {tuple(named)}")
+    return tuple(found)
+
+
+def configs_of(config: MaMeConfig | None, fields: Mapping[str, Any], blocks: Iterable[int]) -> dict[int, MaMeConfig]:
+    """The settings of each block: those of `config` that were given, over the defaults of perception, with `fields` over both.
+
+    Raises:
+        TypeError: `config` is no MaMeConfig.
+        ValueError: as `changed`.
+    """
+    if config is not None and not isinstance(config, MaMeConfig):
+        raise TypeError(f"config: expected a MaMeConfig, got {config!r}; write MaMeConfig(tau=0.8) or tau=0.8")
+    base = MaMeConfig.from_dict({**DEFAULTS, **({} if config is None else config.given)})
+    return changed(dict.fromkeys(blocks, base), fields)
+
+
+def changed(configs: Mapping[int, MaMeConfig], fields: Mapping[str, Any]) -> dict[int, MaMeConfig]:
+    """The settings of each block with `fields` over them; `tau` and `keep` may be one number for each block.
+
+    Raises:
+        ValueError: a field is unknown, out of its range or without meaning here, or not one for each block.
+    """
+    rows: list[dict[str, Any]] = [{} for _ in configs]
+    for name, value in fields.items():
+        each = name in ("tau", "keep") and isinstance(value, Sequence) and not isinstance(value, str)
+        if each and len(value) != len(rows):
+            raise ValueError(
+                f"{name}: expected one number, or one for each of {len(rows)} blocks, got {len(value)}: {value!r}"
+            )
+        for row, one in zip(rows, value if each else [value] * len(rows), strict=True):
+            row[name] = one
+    made = {block: old.replace(**row) for (block, old), row in zip(configs.items(), rows, strict=True)}
+    for new in made.values():
+        for name, reason in _NO_MEANING.items():
+            if new.given.get(name, False) not in (False, "qkv"):
+                raise ValueError(f"{name}: expected none for a vision transformer, got {new.given[name]!r}: {reason}")
+    return made

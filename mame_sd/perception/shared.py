@@ -1,0 +1,54 @@
+"""What the merged blocks of one model share in a forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mame_sd.core.plan import Plan
+
+
+class Pass:
+    """What the blocks of one model share: whether they merge, and what the forward that runs knows.
+
+    Attributes:
+        special: tokens before the patches.
+        restore: the blocks' output has every token again.
+        prop_attn: the log of a token's size is added to its attention logits.
+        active: False makes every call bit-equal to a model without merging.
+        capture: plans are kept after the forward.
+        grid: (h, w) of the latest images' patches; None where unknown.
+        sizes: [B, L'] how many tokens each token stands for, in the forward that runs; None: 1 each.
+        plans: those of the latest forward by number of block, while it runs or with `capture`.
+    """
+
+    def __init__(self, special: int, restore: bool, prop_attn: bool) -> None:
+        self.special = special
+        self.restore = restore
+        self.prop_attn = prop_attn
+        self.active = True
+        self.capture = False
+        self.grid: tuple[int, int] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """A forward begins: what an earlier one knew is dropped."""
+        self.sizes: Tensor | None = None
+        self.plans: dict[int, Plan] = {}
+
+    def keep(self, number: int, plan: Plan) -> None:
+        """Notes the plan of a block where it will be asked for."""
+        if self.restore or (self.capture and not torch.compiler.is_compiling()):
+            self.plans[number] = plan
+
+    def restored(self, tokens: Tensor) -> Tensor:
+        """All tokens [B, L, C] of [B, L', C], by the plans of the latest forward, last block first."""
+        for number in sorted(self.plans, reverse=True):
+            tokens = self.plans[number].restore(tokens)
+        return tokens
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies start without a forward."""
+        return {**self.__dict__, "sizes": None, "plans": {}}

@@ -1,0 +1,47 @@
+"""The examples of docs/perception.md run, and its tables of arguments and models name what there is."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.encoders import counted
+from mame_sd.perception.apply import apply_encoder, remove_encoder
+from tests.builders.perception import ROWS
+from tests.builders.tiny import seeded
+
+PAGE = (Path(__file__).parents[2] / "docs" / "perception.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"<!-- test: python -->\n```python\n(.*?)```", PAGE, re.S)
+
+
+@pytest.mark.parametrize("code", EXAMPLES, ids=lambda code: code.splitlines()[0][:40])
+@torch.no_grad()
+def test_examples_run(code: str) -> None:
+    row = next(row for row in ROWS if row.name == "DeiTForImageClassification")
+    tiny = row.build()
+    model = seeded(type(tiny), 0, type(tiny.config)(**{**tiny.config.to_dict(), "num_hidden_layers": 10}))
+    scope = {
+        "model": model,
+        "encoder": model.deit,
+        **row.batch(),
+        "apply_mame": apply_encoder,
+        "remove_mame": remove_encoder,
+    }
+    exec(compile(code, "perception.md", "exec"), scope)
+
+
+def test_arguments_are_those_of_the_function() -> None:
+    parameters = inspect.signature(apply_encoder).parameters.values()
+    own = {one.name for one in parameters if one.kind == one.KEYWORD_ONLY}
+    assert own | {"tau", "keep"} == set(re.findall(r"^\| `(\w+)` \|", PAGE, re.M))
+
+
+def test_tome_s_r_is_a_keep_for_each_block() -> None:
+    keep = [(n - 16) / n for n in range(196, 4, -16)]
+    assert "keep=[(n - 16) / n for n in range(196, 4, -16)]" in PAGE
+    tokens = [block.tokens_kept for block in counted("ViT-B", tuple(range(12)), keep).blocks]
+    assert tokens == [*range(181, 20, -16), 1 + 10]

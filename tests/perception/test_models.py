@@ -1,0 +1,202 @@
+"""Every class of vision transformers: merged as the paper says, counted, copied, saved, checkpointed, taken off again."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from mame_sd.perception.apply import apply_encoder, has_encoder_hooks, remove_encoder
+from mame_sd.perception.blocks import MergedBlock
+from mame_sd.perception.families import find_encoder, is_encoder
+from mame_sd.perception.shared import Pass
+from tests.builders.perception import DEPTH, EVERY, PATCHES, ROWS, Row
+from tests.perception.oracle import blocks_of, merged_oracle
+
+every = pytest.mark.parametrize("row", EVERY)
+TOKENS = {"ViTMAEModel": 27}  # a quarter is masked
+
+
+def doubled(inputs: dict[str, Any]) -> dict[str, Any]:
+    real = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()}
+    return {**inputs, **{name: value.double() for name, value in real.items()}}
+
+
+def same(got: dict[str, Tensor], want: dict[str, Tensor], **tolerance: float) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], **tolerance)
+
+
+@every
+@pytest.mark.parametrize(
+    ("fields", "blocks"),
+    [({"keep": 0.5}, (1,)), ({"keep": (0.6, 0.7)}, (0, 2)), ({"tau": 0.2}, (0, 1, 3))],
+    ids=["one block", "two blocks", "tau"],
+)
+def test_output_and_gradients_are_the_oracle_s(row: Row, fields: dict, blocks: tuple[int, ...]) -> None:
+    model, inputs = row.build().double(), doubled(row.batch())
+    handle = apply_encoder(model, blocks=blocks, **fields)
+    remove_encoder(model)
+    slow = merged_oracle(model, row, handle.configs)
+    handle.install()
+    results = []
+    for one in (model, slow):
+        image = inputs["pixel_values"].clone().requires_grad_()
+        output = row.call(one, {**inputs, "pixel_values": image})
+        sum(value.square().sum() for value in output.values() if value.is_floating_point()).backward()
+        grads = {name: part.grad for name, part in one.named_parameters() if part.grad is not None}
+        results.append((output, {**grads, "image": image.grad}))
+    same(results[0][0], results[1][0], rtol=1e-9, atol=1e-9)
+    same(results[0][1], results[1][1], rtol=1e-7, atol=1e-7)
+
+
+@every
+def test_a_described_block_is_the_block_s_own_forward_to_the_bit(row: Row) -> None:
+    _, blocks, known = find_encoder(row.build())
+    x = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(1))
+    for block in blocks:
+        merged = MergedBlock(block, known, 1, Pass(0, False, False), None, {0: None})
+        assert torch.equal(merged.forward(x, None), block(x, None))
+
+
+@every
+@torch.no_grad()
+def test_reports_what_merged_and_leaves_no_trace(row: Row) -> None:
+    model, inputs = row.build(), row.batch()
+    before, names, state = row.call(model, inputs), dir(model), list(model.state_dict())
+    assert is_encoder(model)
+    handle = apply_encoder(model, keep=0.5, blocks=(0, -1))
+    assert not handle.report().calls
+    row.call(model, inputs)
+    report = handle.report()
+    patches = TOKENS.get(row.name, PATCHES)
+    half, quarter = -(-patches // 2), -(-patches // 2) // 2 + (-(-patches // 2) % 2)
+    assert [block.tokens_in for block in report.blocks] == [patches + row.special, *[half + row.special] * (DEPTH - 1)]
+    assert report.blocks[-1].tokens_kept == quarter + row.special
+    assert [block.merged for block in report.blocks] == [True, False, False, True]
+    assert report.calls == 1
+    assert report.flops < report.flops_before
+    assert "GFLOPs" in str(report)
+    assert report.to_dict()["blocks"][0]["share"] == report.blocks[0].share
+    assert list(model.state_dict()) == state
+    handle.active = False
+    same(row.call(model, inputs), before, rtol=0, atol=0)
+    handle.active = True
+    handle.remove()
+    assert not handle.installed
+    assert not has_encoder_hooks(model)
+    same(row.call(model, inputs), before, rtol=0, atol=0)
+    assert dir(model) == names
+
+
+@every
+@pytest.mark.parametrize("options", [{}, {"restore": True}, {"feature": "k"}, {"feature": "k-mean"}], ids=str)
+@torch.no_grad()
+def test_flops_are_those_of_the_operations_that_run(row: Row, options: dict) -> None:
+    model, inputs = row.build().requires_grad_(False), row.batch(1)
+    encoder = find_encoder(model)[0]
+    handle = apply_encoder(model, keep=(0.5, 0.8), blocks=(0, 2), **options)
+    counted = []
+    for active in (True, False):
+        handle.active = active
+        counter = FlopCounterMode(display=False)
+        hooks = [
+            encoder.register_forward_pre_hook(lambda *_, counter=counter: counter.__enter__() and None),
+            encoder.register_forward_hook(lambda *_, counter=counter: counter.__exit__(None, None, None)),
+        ]
+        with sdpa_kernel(SDPBackend.MATH):  # the counter knows no kernel of the CPU
+            row.call(model, inputs)
+        counted.append(counter.get_total_flops() / 2)
+        for hook in hooks:
+            hook.remove()
+    report = handle.report()
+    assert report.flops == counted[0]
+    assert report.flops_before == counted[1]
+
+
+@every
+@torch.no_grad()
+def test_a_copy_merges_with_its_own_weights(row: Row) -> None:
+    model, inputs = row.build(), row.batch()
+    plain = row.call(model, inputs)
+    handle = apply_encoder(model, keep=0.5, restore=True, prop_attn=True)
+    want = row.call(model, inputs)
+    twin = copy.deepcopy(model)
+    for part in model.parameters():
+        part.zero_()
+    same(row.call(twin, inputs), want, rtol=0, atol=0)
+    remove_encoder(twin)
+    same(row.call(twin, inputs), plain, rtol=0, atol=0)
+    assert handle.installed
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS])
+@torch.no_grad()
+def test_saves_as_if_nothing_merged(row: Row, tmp_path: Path) -> None:
+    model, inputs = row.build(), row.batch()
+    before = row.call(model, inputs)
+    apply_encoder(model, keep=0.5)
+    merged = row.call(model, inputs)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    same(row.call(loaded, inputs), before, rtol=0, atol=0)
+    apply_encoder(loaded, keep=0.5)
+    same(row.call(loaded, inputs), merged, rtol=0, atol=0)
+
+
+@every
+def test_trains_under_autocast(row: Row) -> None:
+    model, inputs = row.build().train(), row.batch()
+    apply_encoder(model, keep=0.5, blocks=2, prop_attn=True, restore=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = row.call(model, inputs)
+    sum(value.float().square().mean() for value in output.values() if value.is_floating_point()).backward()
+    first = blocks_of(model, row)[0]
+    assert all(part.grad is not None and part.grad.isfinite().all() for part in first.parameters())
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS])
+@pytest.mark.parametrize(
+    ("reentrant", "fields"), [(False, {"tau": 0.3}), (True, {"keep": 0.5, "prop_attn": True})], ids=str
+)
+def test_checkpointing_changes_no_gradient(row: Row, reentrant: bool, fields: dict) -> None:
+    grads = []
+    for checkpoint in (False, True):
+        model, inputs = row.build().double().train(), doubled(row.batch())
+        if checkpoint:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        handle = apply_encoder(model, blocks=(0, 2), **fields)
+        handle.capture()
+        image = inputs["pixel_values"].clone().requires_grad_()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            output = row.call(model, {**inputs, "pixel_values": image})
+            sum(value.square().sum() for value in output.values() if value.is_floating_point()).backward()
+        assert handle.report().calls == 1
+        grads.append({name: part.grad for name, part in model.named_parameters() if part.grad is not None})
+    same(grads[1], grads[0])
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in EVERY if row.id in {"ViTForImageClassification", "SiglipModel", "timm ViT"}]
+)
+@pytest.mark.parametrize("options", [{}, {"restore": True, "prop_attn": True}], ids=str)
+@torch.no_grad()
+def test_keep_compiles_to_one_graph(row: Row, options: dict) -> None:
+    torch._dynamo.reset()
+    model, inputs = row.build(), row.batch()
+    handle = apply_encoder(model, keep=0.5, blocks=(0, 2), **options)
+    want = row.call(model, inputs)
+    report = handle.report()
+    handle.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for _ in range(2):
+        same(row.call(compiled, inputs), want)
+    assert handle.report().to_dict() == {**report.to_dict(), "calls": 2}
