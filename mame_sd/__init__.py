@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mame_sd.apply import apply_mame, mame, remove_mame
     from mame_sd.config import MaMeConfig
     from mame_sd.core.merge import plan_merge
     from mame_sd.core.plan import MergePlan
-    from mame_sd.diffusion.apply import apply_mame, mame, remove_mame
     from mame_sd.diffusion.handle import MaMeHandle
     from mame_sd.diffusion.processor import MaMeAttnProcessor
     from mame_sd.embedded.model import embedded_model_path
@@ -26,11 +26,11 @@ _LAZY = {
     "MergePlan": "mame_sd.core.plan",
     "NothingMergedError": "mame_sd.report",
     "UserError": "mame_sd.errors",
-    "apply_mame": "mame_sd.diffusion.apply",
+    "apply_mame": "mame_sd.apply",
     "embedded_model_path": "mame_sd.embedded.model",
-    "mame": "mame_sd.diffusion.apply",
+    "mame": "mame_sd.apply",
     "plan_merge": "mame_sd.core.merge",
-    "remove_mame": "mame_sd.diffusion.apply",
+    "remove_mame": "mame_sd.apply",
 }
 
 __all__ = [

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from benchmarks.encoders import counted
-from mame_sd.perception.apply import apply_encoder, remove_encoder
+from mame_sd import apply_mame, remove_mame
+from mame_sd.perception.apply import apply_encoder
 from tests.builders.perception import ROWS
 from tests.builders.tiny import seeded
 
@@ -24,13 +25,7 @@ def test_examples_run(code: str) -> None:
     row = next(row for row in ROWS if row.name == "DeiTForImageClassification")
     tiny = row.build()
     model = seeded(type(tiny), 0, type(tiny.config)(**{**tiny.config.to_dict(), "num_hidden_layers": 10}))
-    scope = {
-        "model": model,
-        "encoder": model.deit,
-        **row.batch(),
-        "apply_mame": apply_encoder,
-        "remove_mame": remove_encoder,
-    }
+    scope = {"model": model, "encoder": model.deit, **row.batch(), "apply_mame": apply_mame, "remove_mame": remove_mame}
     exec(compile(code, "perception.md", "exec"), scope)
 
 

@@ -1,0 +1,75 @@
+"""One entry for both halves: diffusion models (`mame_sd.diffusion`) and vision transformers (`mame_sd.perception`).
+
+Which half it is follows from the target; its library is imported then and not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from mame_sd.config import MaMeConfig
+from mame_sd.perception.families import is_encoder
+
+if TYPE_CHECKING:
+    from mame_sd.diffusion.handle import MaMeHandle
+    from mame_sd.perception.handle import EncoderHandle
+
+
+def apply_mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> MaMeHandle | EncoderHandle:
+    """Merges tokens of `target` until `remove_mame`. Merging that is on it already is replaced.
+
+    Args:
+        target: a diffusers pipeline, a denoiser or a single Attention module: its large self-attentions merge
+            (`mame_sd.diffusion.apply.apply_mame`). Or a model with a vision transformer of transformers or timm: its blocks
+            merge between attention and MLP (`mame_sd.perception.apply.apply_encoder`).
+        config: the settings; None is the measured default (of a vision transformer: the paper's tau 0.8).
+        fields: fields of MaMeConfig, over those of `config`; for a vision transformer also `blocks`, `restore`, `prop_attn`.
+
+    Raises:
+        TypeError: `target` is neither a module nor a pipeline with a denoiser.
+        ValueError: nothing in it could merge, with what was found; or bad settings.
+    """
+    if is_encoder(target):
+        from mame_sd.perception.apply import apply_encoder
+
+        return apply_encoder(target, config, **fields)
+    from mame_sd.diffusion import apply
+
+    return apply.apply_mame(target, config, **fields)
+
+
+def remove_mame(target: Any, processors: bool = True) -> None:
+    """Takes all merging off `target`; results are bit-equal to before it was applied. Does nothing if there is none.
+
+    Args:
+        target: what `apply_mame` takes.
+        processors: also replace each MaMeAttnProcessor by its inner, or diffusers' default, processor.
+    """
+    if is_encoder(target):
+        from mame_sd.perception.apply import remove_encoder
+
+        remove_encoder(target)
+        return
+    from mame_sd.diffusion import apply
+
+    apply.remove_mame(target, processors)
+
+
+@contextmanager
+def mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> Iterator[MaMeHandle | EncoderHandle]:
+    """Merging for a `with` block. Afterwards, raised or not, what was applied before is in force again.
+
+    Takes the arguments of `apply_mame` and gives its handle.
+    """
+    if is_encoder(target):
+        from mame_sd.perception.apply import apply_encoder, encoder_restored
+
+        with encoder_restored(target):
+            yield apply_encoder(target, config, **fields)
+        return
+    from mame_sd.diffusion import apply
+
+    with apply.mame(target, config, **fields) as handle:
+        yield handle

@@ -1,0 +1,48 @@
+"""One entry for diffusion models and vision transformers, which imports the library of its target alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mame_sd import apply_mame, mame, remove_mame
+from mame_sd.diffusion.handle import MaMeHandle
+from mame_sd.perception.handle import EncoderHandle
+from tests.builders.perception import ROWS
+from tests.builders.tiny import run_unet, tiny_unet
+
+
+@torch.no_grad()
+def test_the_target_decides() -> None:
+    row = next(row for row in ROWS if row.name == "ViTForImageClassification")
+    encoder, unet = row.build(), tiny_unet()
+    before, image = encoder(**row.batch()).logits, run_unet(unet)
+    assert isinstance(apply_mame(encoder, keep=0.5), EncoderHandle)
+    assert isinstance(apply_mame(unet, keep=0.5, min_tokens=16), MaMeHandle)
+    assert not torch.equal(encoder(**row.batch()).logits, before)
+    assert not torch.equal(run_unet(unet), image)
+    remove_mame(encoder)
+    remove_mame(unet)
+    with mame(encoder, keep=0.5, blocks=(0,)) as handle:
+        assert not torch.equal(encoder(**row.batch()).logits, before)
+        assert next(block.tokens_kept < block.tokens_in for block in handle.report().blocks)
+    assert torch.equal(encoder(**row.batch()).logits, before)
+    assert torch.equal(run_unet(unet), image)
+    with pytest.raises(TypeError, match="expected a torch module or a diffusers pipeline"):
+        apply_mame("vit")
+
+
+def test_a_vision_transformer_needs_no_diffusers() -> None:
+    lines = (
+        "import sys, torch",
+        "from transformers import ViTConfig, ViTModel",
+        "from mame_sd import apply_mame",
+        "config = ViTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=32, patch_size=4)",
+        "apply_mame(ViTModel(config), keep=0.5)",
+        "print('diffusers' in sys.modules)",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("False\n", 0), done.stderr
