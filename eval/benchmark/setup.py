@@ -82,7 +82,7 @@ class Setup:
         }
 
     def _words(self) -> str:
-        """What was really painted, whatever the suite's own settings are."""
+        """What was really generated, whatever the suite's own settings are."""
         file, settings = self.prompt_file or {}, self.settings
         prompts = f"{len(self.prompts)} prompts" + (f" ({file['name']})" if file.get("name") else "")
         steps = f"{settings.steps} step" + "s" * (settings.steps != 1)

@@ -16,7 +16,7 @@ class Suite:
     """One suite. Whatever the command line gives overrides it.
 
     Attributes:
-        about: one line for the report, which adds what was really painted.
+        about: one line for the report, which adds what was really generated.
         model, scheduler, dtype, height, width, guidance: as for ``generate``; None: the model's own.
         prompts: a prompt file, "drawn" (of the embedded model's, half of them never trained on), or None: must be given.
         metrics: names of METRICS, in no order that matters.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_CHUNK = 2048
+CHUNK = 2048
 
 
 @dataclass(frozen=True)
@@ -99,4 +99,4 @@ def _kernel(a: Tensor, b: Tensor) -> Tensor:
 
 def _kernel_sum(a: Tensor, b: Tensor) -> Tensor:
     """The sum of the kernel over all N x M pairs, without holding them all."""
-    return torch.stack([((rows @ b.T / a.shape[1] + 1) ** 3).sum() for rows in a.split(_CHUNK)]).sum()
+    return torch.stack([((rows @ b.T / a.shape[1] + 1) ** 3).sum() for rows in a.split(CHUNK)]).sum()

@@ -184,7 +184,7 @@ def _thumb(row: Row, image: Image.Image, picture: Picture) -> Shot:
 
 def _image_shot(row: Row, image: Image.Image, picture: Picture, score: str, limit: int) -> Shot:
     words = " · ".join(part for part in (row.label, score) if part)
-    alt = f"{picture.prompt}, painted by {row.label}"
+    alt = f"{picture.prompt}, generated with {row.label}"
     return Shot(webp_uri(image, limit), row.label, words, score, alt, row.family, image.width, image.height)
 
 

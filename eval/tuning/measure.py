@@ -80,11 +80,11 @@ def tune(
         warm_up=lambda label: _paint(model, replace(settings, steps=1), jobs[0], configs[label]),
         on_progress=on_progress,
     )
-    for number, painted in rounds:
-        plain = painted[BASELINE][0]
+    for number, made in rounds:
+        plain = made[BASELINE][0]
         rows[jobs[number].name] = {
             label: {"seconds": seconds, "lpips": distance(image, plain), "kept": kept}
-            for label, (image, seconds, kept) in painted.items()
+            for label, (image, seconds, kept) in made.items()
         }
         write_atomically(out / MEASURED, json.dumps({"about": about, "rows": rows}).encode())
     return [_trial(label, config, [rows[job.name] for job in jobs]) for label, config in ladder]

@@ -49,7 +49,7 @@ def packed(model: Any, call: Call) -> Tokens:
 
 
 def shapes_given(model: Any, call: Call) -> Tokens:
-    """Qwen-Image: `img_shapes`, one (t, h, w) for each sample, or a list of them, the painted image's first."""
+    """Qwen-Image: `img_shapes`, one (t, h, w) for each sample, or a list of them, the generated image's first."""
     first = call["img_shapes"][0]
     t, h, w = first[0] if isinstance(first, list) else first
     text, image = call["encoder_hidden_states"].shape[1], call["hidden_states"].shape[1]

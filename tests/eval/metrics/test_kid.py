@@ -35,7 +35,7 @@ def test_kid_by_subsets_is_near_the_exact_one() -> None:
 def test_kid_in_chunks_is_kid_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = features(50, 8, 1), features(37, 8, 2)
     whole = kid_exact(a, b)
-    monkeypatch.setattr("mame_sd.eval.metrics.kid._CHUNK", 7)
+    monkeypatch.setattr("mame_sd.eval.metrics.kid.CHUNK", 7)
     assert kid_exact(a, b) == pytest.approx(whole, rel=1e-12)
 
 
