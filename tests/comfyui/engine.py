@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from mame_sd import embedded_model_path
+
 CHECKOUT = os.environ.get("MAME_COMFYUI", "")
 needs_engine = pytest.mark.skipif(not CHECKOUT, reason="MAME_COMFYUI names no checkout of ComfyUI")
 
@@ -24,6 +26,7 @@ def engine() -> Any:
     from comfy.cli_args import args
 
     args.cpu = True
+    args.use_pytorch_cross_attention = True  # as diffusers does
     import comfy.model_base
     import comfy.model_patcher
     import comfy.sample
@@ -219,3 +222,44 @@ def call(model: Any, name: str, options: dict[str, Any] | None = None, **changes
     given |= {"sigmas": values["t"], "cond_or_uncond": [0, 1], "wrappers": wrappers} | (options or {})
     result: Tensor = model.model.apply_model(**values, transformer_options=given)
     return result
+
+
+def sampled(model: Any, name: str = "SD 1.5", steps: int = 3, cfg: float = 7.0, latent: tuple[int, ...] = ()) -> Tensor:
+    """A run of the engine's own sampler on seeded noise."""
+    comfy, tiny = engine(), TINY[name]
+    noise = torch.randn(1, *(latent or tiny.latent), generator=torch.Generator().manual_seed(2))
+    text = torch.randn(2, 1, *tiny.context, generator=torch.Generator().manual_seed(3))
+    pooled = {"pooled_output": torch.zeros(1, 48)} if "y" in tiny.extra else {}
+    positive, negative = ([[one, dict(pooled)]] for one in text)
+    with torch.no_grad():
+        result: Tensor = comfy.sample.sample(
+            model, noise, steps, cfg, "euler", "normal", positive, negative, torch.zeros_like(noise), seed=0
+        )
+    return result
+
+
+def embedded_unet() -> Any:
+    """ComfyUI's UNet with the embedded model's weights, which have other groups, heads and time embedding than it would make."""
+    comfy, path = engine(), Path(embedded_model_path()) / "unet"
+    levels = {"num_res_blocks": [1] * 5, "channel_mult": [1, 2, 4, 6, 7], "transformer_depth": [1, 1, 1, 1, 0]}
+    depth = {"transformer_depth_output": [1, 1] * 4 + [0, 0], "transformer_depth_middle": 1, "context_dim": 192}
+    model = patcher("SD 1.5", **levels, **depth)
+    network = model.model.diffusion_model
+    weights = comfy.utils.load_torch_file(str(path / "diffusion_pytorch_model.safetensors"))
+    names = comfy.utils.unet_to_diffusers({**TINY["SD 1.5"].size, **levels, **depth})
+    for theirs, ours in names.items():
+        if theirs in weights:
+            parent, _, leaf = ours.rpartition(".")
+            setattr(
+                network.get_submodule(parent),
+                leaf,
+                torch.nn.Parameter(weights.pop(theirs).float(), requires_grad=False),
+            )
+    assert not weights
+    heads = {32: 1, 64: 1, 128: 2, 192: 3, 224: 4}
+    for module in network.modules():
+        if isinstance(module, torch.nn.GroupNorm):
+            module.num_groups = 16
+        elif type(module).__name__ == "CrossAttention":
+            module.heads = heads[module.to_q.weight.shape[0]]
+    return model
