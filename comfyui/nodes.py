@@ -1,104 +1,112 @@
-"""The node, and the two functions it patches into every self-attention of a UNet.
-
-ComfyUI calls an "attn1_patch" with (queries, keys, values, extra_options) before the projections, all three [B, L, C], and
-an "attn1_output_patch" with (output, extra_options) after the attention; `extra_options["original_shape"]` is the latent's.
-"""
+"""The node: takes a model and gives one that merges tokens in its large self-attention layers."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from torch import Tensor
+from mame_sd import MaMeConfig
 
-from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import plan_merge
-from mame_sd.core.plan import Plan
+from .merging import KEY, Merging
+from .models import transformer_of
 
-log = logging.getLogger("mame-sd")
-
-BeforePatch = Callable[[Tensor, Tensor, Tensor, Mapping[str, Any]], tuple[Tensor, Tensor, Tensor]]
-AfterPatch = Callable[[Tensor, Mapping[str, Any]], Tensor]
+KEYS_AND_VALUES, QUERIES_TOO = "keys and values", "queries too"
+SHARE = {"min": 0.0, "max": 1.0, "step": 0.01, "round": 0.001}
 
 
 class MaMeModelPatch:
-    """Node: merges tokens in the self-attention of a UNet model (SD 1.x, SD 2.x, SDXL)."""
+    """Node: merges tokens in the self-attention of a UNet or of the image in a transformer."""
 
     RETURN_TYPES: ClassVar = ("MODEL",)
+    OUTPUT_TOOLTIPS: ClassVar = ("The model, merging. The one that came in is left as it is.",)
     FUNCTION: ClassVar = "patch"
-    CATEGORY: ClassVar = "model_patches"
-    DESCRIPTION: ClassVar = "Faster self-attention by merging similar tokens (MaMe). Keep: share of tokens that remain."
+    CATEGORY: ClassVar = "model/patch"
+    DESCRIPTION: ClassVar = (
+        "Faster sampling without training: similar tokens merge in large self-attention layers. "
+        "The log says what merged, or why nothing did."
+    )
+    SEARCH_ALIASES: ClassVar = ["token merging", "ToMe", "MaRe", "speed"]
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        number = {"min": -1.0, "max": 1.0, "step": 0.005, "round": 0.001}
+        default = MaMeConfig()
+        number = {"step": 0.01, "round": 0.001}
         return {
             "required": {
-                "model": ("MODEL",),
-                "by": (["keep", "tau"],),
-                "amount": ("FLOAT", {"default": MaMeConfig().keep, **number}),
-                "merge": (["keys and values", "queries too"],),
-                "min_tokens": ("INT", {"default": MaMeConfig().min_tokens, "min": 1, "max": 1 << 20}),
+                "model": (
+                    "MODEL",
+                    {"tooltip": "UNets (SD 1.x, SD 2.x, SDXL) and the transformers named in the README."},
+                ),
+                "mode": (
+                    ["keep", "tau"],
+                    {
+                        "tooltip": "keep: a fixed share of tokens remains. tau: tokens more similar than a threshold merge."
+                    },
+                ),
+                "keep": (
+                    "FLOAT",
+                    {"default": default.keep, "min": 0.01, "max": 1.0, **number}
+                    | {"tooltip": "Used by mode keep: share of tokens that remain. Lower is faster and changes more."},
+                ),
+                "tau": (
+                    "FLOAT",
+                    {"default": 0.8, "min": -1.0, "max": 1.0, **number}
+                    | {"tooltip": "Used by mode tau: similarity above which tokens merge. 1 merges nothing."},
+                ),
+                "merge": (
+                    [KEYS_AND_VALUES, QUERIES_TOO],
+                    {"tooltip": f"{KEYS_AND_VALUES} changes the image less; {QUERIES_TOO} is faster, UNets only."},
+                ),
+                "min_tokens": (
+                    "INT",
+                    {"default": default.min_tokens, "min": 1, "max": 1 << 20}
+                    | {"tooltip": "Layers with fewer tokens are left alone."},
+                ),
+                "start_percent": (
+                    "FLOAT",
+                    {"default": 0.0, **SHARE, "tooltip": "Share of sampling at which merging begins."},
+                ),
+                "end_percent": (
+                    "FLOAT",
+                    {"default": 1.0, **SHARE, "tooltip": "Share of sampling at which merging ends."},
+                ),
             }
         }
 
-    def patch(self, model: Any, by: str, amount: float, merge: str, min_tokens: int) -> tuple[Any]:
-        """A clone of `model` that merges; `model` itself is left as it is.
+    def patch(
+        self,
+        model: Any,
+        mode: str,
+        keep: float,
+        tau: float,
+        merge: str,
+        min_tokens: int,
+        start_percent: float = 0.0,
+        end_percent: float = 1.0,
+    ) -> tuple[Any]:
+        """A clone of `model` that merges; one that merged already takes these settings instead.
 
         Raises:
-            ValueError: `amount` is out of the range of `by`.
+            ValueError: a value out of its range, or a model that can't merge so.
         """
-        kind = "kv" if merge == "keys and values" else "qkv"
-        config = MaMeConfig.from_dict({by: amount, "merge": kind, "min_tokens": min_tokens})
-        before, after = patches(config)
+        kind = "qkv" if merge == QUERIES_TOO else "kv"
+        config = MaMeConfig.from_dict({mode: keep if mode == "keep" else tau, "merge": kind, "min_tokens": min_tokens})
+        if not 0 <= start_percent <= end_percent <= 1:
+            raise ValueError(
+                "start_percent, end_percent: expected shares with 0 <= start_percent <= end_percent <= 1, "
+                f"got {start_percent} and {end_percent}"
+            )
+        transformer = transformer_of(model.get_model_object("diffusion_model"))
+        if transformer is not None and kind == "qkv":
+            raise ValueError(
+                f"merge: expected {KEYS_AND_VALUES!r} for {transformer.family.name}, got {merge!r}; "
+                "its queries carry positions that do not merge"
+            )
+        merging = Merging(config, transformer, start_percent, end_percent)
         clone = model.clone()
-        clone.set_model_attn1_patch(before)
-        clone.set_model_attn1_output_patch(after)
+        for kind_of_call, wrapper in (("outer_sample", merging.outer_sample), ("apply_model", merging.apply_model)):
+            clone.remove_wrappers_with_key(kind_of_call, KEY)
+            clone.add_wrapper_with_key(kind_of_call, KEY, wrapper)
         return (clone,)
-
-
-def patches(config: MaMeConfig) -> tuple[BeforePatch, AfterPatch]:
-    """What to call before and after each self-attention. They take turns: one call of the second for each of the first."""
-    plans: list[Plan] = []
-    told: set[str] = set()
-
-    def tell(message: str) -> None:
-        if message not in told:
-            told.add(message)
-            log.info("MaMe: %s", message)
-
-    def before(q: Tensor, k: Tensor, v: Tensor, extra_options: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        plans.clear()
-        tokens = q.shape[1]
-        size = level_size(extra_options, tokens)
-        if k.shape != q.shape or tokens < config.min_tokens or size is None:
-            tell(f"{tokens} tokens left alone")
-            return q, k, v
-        plan = plan_merge(q, config, size)
-        tell(f"{plan.tokens_in} -> {plan.tokens_kept} tokens at {size[0]} x {size[1]}")
-        keys = plan.merge(k)
-        values = keys if v is k else plan.merge(v)
-        if config.merge == "kv":
-            return q, keys, values
-        plans.append(plan)
-        return (keys if q is k else plan.merge(q)), keys, values
-
-    def after(n: Tensor, extra_options: Mapping[str, Any]) -> Tensor:
-        return plans.pop().restore(n) if plans else n
-
-    return before, after
-
-
-def level_size(extra_options: Mapping[str, Any], tokens: int) -> tuple[int, int] | None:
-    """(h, w) of `tokens`, from the latent's shape [..., H, W], each level half of the one above, rounded up.
-
-    None when they are no level of it: attention over frames, or tokens that another patch has merged.
-    """
-    h, w = (int(n) for n in extra_options["original_shape"][-2:])
-    while h * w > tokens and h * w > 1:
-        h, w = (h + 1) // 2, (w + 1) // 2
-    return (h, w) if h * w == tokens else None
 
 
 NODE_CLASS_MAPPINGS = {"MaMeModelPatch": MaMeModelPatch}

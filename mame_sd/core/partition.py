@@ -101,16 +101,37 @@ def _drawn(first: Positions, draws: Tensor, draw: Tensor) -> Positions:
     return Positions(**values)
 
 
-# A compiled graph takes these tensors as constants and traces nothing below; it reads counts off their shapes.
-@torch.compiler.assume_constant_result
+class _Compiled:
+    """Tables that compiled graphs read, as attributes: a tensor with a name of its own can be read at any number of sizes.
+
+    As constants they would all be called alike, which AOTAutograd's backends (inductor) refuse.
+    """
+
+
 def _looked_up(*key: Any) -> tuple[Any, ...]:
+    if torch.compiler.is_compiling():
+        return getattr(_Compiled, _attribute(False, *key))
+    return _values(*key)
+
+
+def _looked_up_draws(*key: Any) -> Tensor:
+    if torch.compiler.is_compiling():
+        return getattr(_Compiled, _attribute(True, *key))
+    return _draws(*key)
+
+
+@torch.compiler.assume_constant_result
+def _attribute(draws: bool, *key: Any) -> str:
+    """The attribute of _Compiled that holds a table; nothing below is traced."""
+    name = "_".join(map(str, (draws, *key)))
+    if not hasattr(_Compiled, name):
+        setattr(_Compiled, name, _draws(*key) if draws else _values(*key))
+    return name
+
+
+def _values(*key: Any) -> tuple[Any, ...]:
     pos = _first_draw(*key)
     return tuple(getattr(pos, f.name) for f in fields(pos))
-
-
-@torch.compiler.assume_constant_result
-def _looked_up_draws(*key: Any) -> Tensor:
-    return _draws(*key)
 
 
 @lru_cache(maxsize=16)

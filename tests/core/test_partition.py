@@ -208,3 +208,24 @@ def test_size_is_asked_for_where_it_is_needed() -> None:
         positions(50, config("grid"), (7, 7))
     with pytest.raises(ValueError, match="at least 1 token"):
         positions(0, config())
+
+
+def test_a_graph_that_autograd_compiles_reads_tables_of_several_sizes() -> None:
+    """Inductor takes graphs as aot_eager does; a backend that only runs them accepts what these refuse."""
+    config = MaMeConfig(keep=0.25)
+
+    class Levels(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, draw: Tensor) -> list[Tensor]:
+            sizes = (16, 24), (8, 12), (16, 24)
+            return [positions(h * w, config, (h, w), draw=draw).gather * self.scale for h, w in sizes]
+
+    levels = Levels()
+    compiled = torch.compile(levels, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for draw in (torch.tensor([0]), torch.tensor([5])):
+            for got, expected in zip(compiled(draw), levels(draw), strict=True):
+                assert torch.equal(got, expected)

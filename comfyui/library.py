@@ -1,0 +1,40 @@
+"""Makes `import mame_sd` work in ComfyUI: the copy beside this folder, else an installed one.
+
+The copy is loaded by its path: with the repository on `sys.path` its other folders (`eval`, `tests`, ...) would be importable to every
+node. Its core needs PyTorch alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+MISSING = (
+    "MaMe token merging: expected the folder mame_sd beside {}, or the package mame-sd installed, and found neither; "
+    "git clone the whole repository into custom_nodes, or pip install --no-deps the package"
+)
+
+
+def load(folder: Path) -> None:
+    """Imports `mame_sd`, from `folder` where it holds one.
+
+    Raises:
+        ImportError: it is neither there nor installed.
+    """
+    if "mame_sd" in sys.modules:
+        return
+    init = folder / "mame_sd" / "__init__.py"
+    if not init.is_file():
+        if importlib.util.find_spec("mame_sd") is None:
+            raise ImportError(MISSING.format(folder))
+        return
+    spec = importlib.util.spec_from_file_location("mame_sd", init, submodule_search_locations=[str(init.parent)])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["mame_sd"] = module
+    spec.loader.exec_module(module)
+
+
+load(Path(__file__).resolve().parents[1])

@@ -1,0 +1,127 @@
+"""Merging during a run: two wrappers around the engine's calls, which put patches into that call's options alone.
+
+`outer_sample` wraps a run, `apply_model` each call of the model. What a call needs to know is a `Call` in its
+`transformer_options`: nothing is kept between calls, so threads and several samplers may share one node. The patches go in at the
+call, so that other nodes' come first in whatever order the nodes are wired, and `torch.compile` outside of them sees no logging.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mame_sd import MaMeConfig
+from mame_sd.core.partition import draw_at
+
+from .joint import JointPatch
+from .models import Transformer
+from .run import OUTSIDE, Run
+from .unet import UNetPatch
+
+KEY = "mame_sd"  # of the Call in transformer_options, and of the wrappers
+RUN = "mame_sd_run"
+
+
+@dataclass
+class Call:
+    """What the patches need to know of one call of the model.
+
+    Attributes:
+        run: notes what merged.
+        draw: which of the drawn partitions, a LongTensor [1]; None: the first.
+        replaced: UNet blocks whose self-attention another node replaces, as the engine names them.
+        grid: (frames, rows, columns) of a transformer's image tokens.
+        references: tokens of a transformer's reference images.
+        text: tokens of the prompt.
+        override: another node's attention.
+    """
+
+    run: Run
+    draw: Tensor | None = None
+    replaced: frozenset[tuple[Any, ...]] = frozenset()
+    grid: tuple[int, int, int] = (1, 1, 1)
+    references: int = 0
+    text: int = 0
+    override: Callable[..., Tensor] | None = None
+
+
+class Merging:
+    """The wrappers of one applied node; it never changes.
+
+    Args:
+        config: the settings.
+        transformer: the model's layout, None for a UNet.
+        start, end: share of the sampling steps between which tokens merge.
+    """
+
+    def __init__(
+        self, config: MaMeConfig, transformer: Transformer | None, start: float = 0.0, end: float = 1.0
+    ) -> None:
+        self.config = config
+        self.transformer = transformer
+        self.start = start
+        self.end = end
+        self.unet = UNetPatch(config)
+        self.joint = JointPatch(config, transformer) if transformer else None
+
+    def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """A run of the sampler. The guider's options are this run's own copy."""
+        run = Run()
+        executor.class_obj.model_options.setdefault("transformer_options", {})[RUN] = run
+        result = executor(*args, **kwargs)
+        run.tell()
+        return result
+
+    def apply_model(
+        self,
+        executor: Any,
+        x: Tensor,
+        t: Tensor,
+        c_concat: Any = None,
+        c_crossattn: Tensor | None = None,
+        control: Any = None,
+        transformer_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """A call of the model on latents x [B, C, ..., H, W] at sigmas t [B]."""
+        given = transformer_options or {}
+        options = dict(given)
+        run = given.get(RUN) or Run()
+        sampling = executor.class_obj.model_sampling
+        if self._active(sampling, t):
+            call = Call(run, draw_at(sampling.timestep(t).float()) if self.config.redraw else None)
+            options[KEY] = call
+            if self.transformer is None:
+                self._patch_unet(options, call)
+            else:
+                call.grid = self.transformer.grid(x.shape)
+                call.references = self._references(kwargs.get("ref_latents"))
+                call.text = 0 if c_crossattn is None else c_crossattn.shape[1]
+                call.override = given.get("optimized_attention_override")
+                options["optimized_attention_override"] = self.joint
+        else:
+            run.note_left(OUTSIDE)
+        return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+
+    def _active(self, sampling: Any, sigmas: Tensor) -> bool:
+        if self.start <= 0 and self.end >= 1:
+            return True
+        sigma = float(sigmas.max())
+        return bool(sampling.percent_to_sigma(self.end) <= sigma <= sampling.percent_to_sigma(self.start))
+
+    def _patch_unet(self, options: dict[str, Any], call: Call) -> None:
+        """Ours is the last patch before the attention and the first one after it."""
+        call.replaced = frozenset(options.get("patches_replace", {}).get("attn1", {}))
+        patches = dict(options.get("patches", {}))
+        patches["attn1_patch"] = [*patches.get("attn1_patch", []), self.unet.before]
+        patches["attn1_output_patch"] = [self.unet.after, *patches.get("attn1_output_patch", [])]
+        options["patches"] = patches
+
+    def _references(self, latents: Any) -> int:
+        if not latents or self.transformer is None or not self.transformer.family.references:
+            return 0
+        return sum(math.prod(self.transformer.grid(latent.shape)) for latent in latents)

@@ -1,0 +1,42 @@
+"""What happened in one run of the sampler, told in one line when it ends."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import torch
+
+from mame_sd import MergePlan
+
+log = logging.getLogger("mame-sd")
+NOT_CALLED = "the engine never handed its attention to the node; update ComfyUI"
+OUTSIDE = "no step was between start_percent and end_percent"
+
+
+@dataclass
+class Run:
+    """Filled by the calls of one run, which may come from several threads. Nothing is noted inside a compiled graph."""
+
+    merged: set[str] = field(default_factory=set)
+    left: set[str] = field(default_factory=set)
+    compiled: bool = False
+
+    def note_merged(self, plan: MergePlan, size: tuple[int, ...]) -> None:
+        if torch.compiler.is_compiling():
+            self.compiled = True
+        else:
+            self.merged.add(f"{plan.tokens_in} -> {plan.tokens_kept} tokens at {' x '.join(map(str, size))}")
+
+    def note_left(self, reason: str, *values: object) -> None:
+        if torch.compiler.is_compiling():
+            self.compiled = True
+        else:
+            self.left.add(reason.format(*values))
+
+    def tell(self) -> None:
+        """Logs what merged; a warning with every reason when nothing did."""
+        if self.merged:
+            log.info("MaMe merged %s", ", ".join(sorted(self.merged)))
+        elif not self.compiled:
+            log.warning("MaMe merged nothing: %s", "; ".join(sorted(self.left)) or NOT_CALLED)

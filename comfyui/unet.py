@@ -1,0 +1,61 @@
+"""A UNet's self-attention: what comes before and after it merges.
+
+ComfyUI calls an "attn1_patch" with (queries, keys, values, extra_options) before the projections, all three [B, L, C], and
+an "attn1_output_patch" with (output, extra_options) after the attention, with the same `extra_options`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from mame_sd import MaMeConfig, plan_merge
+
+KEY = "mame_sd"
+PLAN = "mame_sd_plan"
+REPLACED = "another node replaces the attention of a block (such as PAG or SAG)"
+CUT = "another node has merged or cut the queries (such as ToMe or HyperTile)"
+SMALL = "{} tokens are fewer than min_tokens={}"
+OTHER = "attention over {} tokens is not the image's {} x {}"
+
+
+class UNetPatch:
+    """The two patches. They keep nothing: a plan travels from one to the other in the block's own options."""
+
+    def __init__(self, config: MaMeConfig) -> None:
+        self.config = config
+
+    def before(self, q: Tensor, k: Tensor, v: Tensor, extra_options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """The three with merged keys and values; merged queries too, where those of the settings do."""
+        config, call = self.config, extra_options[KEY]
+        batch, _, h, w = extra_options["activations_shape"]
+        tokens = k.shape[1]
+        if tokens != h * w or k.shape[0] != batch:
+            call.run.note_left(OTHER, tokens, h, w)
+        elif tokens < config.min_tokens:
+            call.run.note_left(SMALL, tokens, config.min_tokens)
+        elif replaced(extra_options, call.replaced):
+            call.run.note_left(REPLACED)
+        elif q.shape[0] != batch or (config.merge == "qkv" and q.shape != k.shape):
+            call.run.note_left(CUT)
+        else:
+            plan = plan_merge(k, config, (h, w), draw=call.draw)
+            call.run.note_merged(plan, (h, w))
+            keys = plan.merge(k)
+            values = keys if v is k else plan.merge(v)
+            if config.merge == "kv":
+                return q, keys, values
+            extra_options[PLAN] = plan
+            return (keys if q is k else plan.merge(q)), keys, values
+        return q, k, v
+
+    def after(self, n: Tensor, extra_options: dict[str, Any]) -> Tensor:
+        plan = extra_options.pop(PLAN, None)
+        return n if plan is None else plan.restore(n)
+
+
+def replaced(extra_options: dict[str, Any], blocks: frozenset[tuple[Any, ...]]) -> bool:
+    """Whether this block's self-attention is among `blocks`, which name a block or one transformer layer of it."""
+    block = extra_options.get("block")
+    return block is not None and (block in blocks or (*block, extra_options.get("block_index", 0)) in blocks)

@@ -1,0 +1,265 @@
+"""The real engine, where MAME_COMFYUI names a checkout of ComfyUI and its requirements are installed; tiny models of its own classes."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mame_sd import embedded_model_path
+
+CHECKOUT = os.environ.get("MAME_COMFYUI", "")
+needs_engine = pytest.mark.skipif(not CHECKOUT, reason="MAME_COMFYUI names no checkout of ComfyUI")
+
+
+def engine() -> Any:
+    """The package `comfy` of the checkout, on the CPU."""
+    if CHECKOUT not in sys.path:
+        sys.path.append(str(Path(CHECKOUT)))
+    from comfy.cli_args import args
+
+    args.cpu = True
+    args.use_pytorch_cross_attention = True  # as diffusers does
+    import comfy.model_base
+    import comfy.model_patcher
+    import comfy.sample
+    import comfy.samplers
+    import comfy.supported_models
+
+    return comfy
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A tiny model: its names in `comfy.supported_models` and `comfy.model_base`, its size, and what a call of it takes."""
+
+    config: str
+    base: str
+    size: dict[str, Any]
+    latent: tuple[int, ...]
+    context: tuple[int, int]
+    extra: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+
+
+HEADS = {"hidden_size": 64, "num_heads": 2, "mlp_ratio": 2.0, "depth": 1, "depth_single_blocks": 1, "theta": 10000}
+FLUX = HEADS | {"in_channels": 16, "out_channels": 16, "context_in_dim": 24, "axes_dim": [8, 12, 12], "qkv_bias": True}
+UNET = {
+    "image_size": 32,
+    "in_channels": 4,
+    "out_channels": 4,
+    "model_channels": 32,
+    "num_res_blocks": [1, 1],
+    "channel_mult": [1, 2],
+    "transformer_depth": [1, 1],
+    "transformer_depth_output": [1, 1, 1, 1],
+    "transformer_depth_middle": 1,
+    "use_spatial_transformer": True,
+    "legacy": False,
+}
+TINY = {
+    "SD 1.5": Tiny("SD15", "BaseModel", UNET | {"context_dim": 24, "num_heads": 2}, (4, 16, 24), (7, 24)),
+    "SDXL": Tiny(
+        "SDXL",
+        "SDXL",
+        UNET
+        | {"model_channels": 64, "context_dim": 24, "use_linear_in_transformer": True}
+        | {"num_classes": "sequential", "adm_in_channels": 48},
+        (4, 16, 24),
+        (7, 24),
+        {"y": (48,)},
+    ),
+    "SD3": Tiny(
+        "SD3",
+        "SD3",
+        {
+            "depth": 2,
+            "in_channels": 16,
+            "adm_in_channels": 48,
+            "context_size": 64,
+            "num_patches": 144,
+            "input_size": None,
+        }
+        | {"context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 24, "out_features": 128}}}
+        | {"pos_embed_max_size": 12, "x_block_self_attn_layers": [0], "qk_norm": "rms"},
+        (16, 16, 24),
+        (7, 24),
+        {"y": (48,)},
+    ),
+    "Flux": Tiny(
+        "Flux",
+        "Flux",
+        FLUX | {"vec_in_dim": 48, "patch_size": 2, "guidance_embed": True, "txt_ids_dims": []},
+        (16, 16, 24),
+        (7, 24),
+        {"y": (48,), "guidance": ()},
+    ),
+    "Chroma": Tiny(
+        "Chroma",
+        "Chroma",
+        FLUX
+        | {"in_channels": 64, "out_channels": 64, "vec_in_dim": 48, "patch_size": 2, "txt_ids_dims": []}
+        | {"in_dim": 64, "out_dim": 64, "hidden_dim": 32, "n_layers": 1},
+        (16, 16, 24),
+        (7, 24),
+        {"guidance": ()},
+    ),
+    "Qwen-Image": Tiny(
+        "QwenImage",
+        "QwenImage",
+        {"num_layers": 2, "attention_head_dim": 32, "num_attention_heads": 2, "joint_attention_dim": 24}
+        | {"pooled_projection_dim": 24, "axes_dims_rope": (8, 12, 12)},
+        (16, 1, 16, 24),
+        (7, 24),
+    ),
+    "Lumina 2": Tiny(
+        "Lumina2",
+        "Lumina2",
+        {
+            "in_channels": 16,
+            "dim": 64,
+            "n_layers": 2,
+            "n_refiner_layers": 1,
+            "n_heads": 2,
+            "n_kv_heads": 1,
+            "qk_norm": True,
+        }
+        | {"cap_feat_dim": 24, "axes_dims": [8, 12, 12], "axes_lens": [300, 512, 512]},
+        (16, 16, 24),
+        (7, 24),
+        constants={"num_tokens": 7},
+    ),
+    "AuraFlow": Tiny(
+        "AuraFlow",
+        "AuraFlow",
+        {"dim": 64, "n_layers": 2, "n_double_layers": 1, "n_heads": 2, "global_conddim": 64, "cond_seq_dim": 24}
+        | {"max_seq": 144},
+        (4, 16, 24),
+        (7, 24),
+    ),
+    "HunyuanVideo": Tiny(
+        "HunyuanVideo",
+        "HunyuanVideo",
+        FLUX
+        | {"vec_in_dim": 48, "patch_size": [1, 2, 2], "guidance_embed": False, "byt5": False, "meanflow": False}
+        | {"use_cond_type_embedding": False, "vision_in_dim": None, "meanflow_sum": False},
+        (16, 3, 16, 24),
+        (7, 24),
+        {"y": (48,)},
+    ),
+    "Wan": Tiny(
+        "WAN21_T2V",
+        "WAN21",
+        {"dim": 64, "ffn_dim": 64, "freq_dim": 32, "text_dim": 24, "num_heads": 2, "num_layers": 2},
+        (16, 3, 16, 24),
+        (7, 24),
+    ),
+    "LTX-Video": Tiny(
+        "LTXV",
+        "LTXV",
+        {"in_channels": 16, "cross_attention_dim": 64, "attention_head_dim": 32, "num_attention_heads": 2}
+        | {"caption_channels": 24, "num_layers": 2},
+        (16, 3, 8, 12),
+        (7, 24),
+        {"attention_mask": ()},
+        {"frame_rate": 25},
+    ),
+}
+
+
+def patcher(name: str, **size: Any) -> Any:
+    """ComfyUI's ModelPatcher around a tiny model of `TINY`, with seeded weights."""
+    comfy, tiny = engine(), TINY[name]
+    torch.manual_seed(0)
+    model = _made(comfy, tiny, {**tiny.size, **size, "dtype": torch.float32})
+    for key, tensor in model.diffusion_model.state_dict().items():
+        if tensor.is_floating_point() and not key.startswith("__"):
+            torch.nn.init.normal_(tensor, std=0.3)
+    return comfy.model_patcher.ModelPatcher(model, torch.device("cpu"), torch.device("cpu"))
+
+
+def _made(comfy: Any, tiny: Tiny, size: dict[str, Any]) -> Any:
+    """The model, without the arguments of `size` that an older engine does not know."""
+    config = getattr(comfy.supported_models, tiny.config)(size)
+    config.custom_operations = comfy.ops.disable_weight_init
+    try:
+        return getattr(comfy.model_base, tiny.base)(config, device="cpu")
+    except TypeError as error:
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown is None:
+            raise
+        return _made(comfy, tiny, {key: value for key, value in size.items() if key != unknown[1]})
+
+
+def inputs(name: str, batch: int = 2, seed: int = 1) -> dict[str, Any]:
+    """What `apply_model` takes."""
+    tiny, generator = TINY[name], torch.Generator().manual_seed(seed)
+    values: dict[str, Any] = {
+        "x": torch.randn(batch, *tiny.latent, generator=generator),
+        "t": torch.full((batch,), 0.7),
+        "c_crossattn": torch.randn(batch, *tiny.context, generator=generator),
+    }
+    extra = {key: torch.randn(batch, *shape, generator=generator) for key, shape in tiny.extra.items()}
+    if "attention_mask" in extra:
+        extra["attention_mask"] = None
+    return values | extra | tiny.constants
+
+
+@torch.no_grad()
+def call(model: Any, name: str, options: dict[str, Any] | None = None, **changes: Any) -> Tensor:
+    """One call of the model with the options and wrappers that a sampler would give it."""
+    comfy = engine()
+    wrappers = {kind: {key: list(found) for key, found in keys.items()} for kind, keys in model.wrappers.items()}
+    given = comfy.model_patcher.create_model_options_clone(model.model_options)["transformer_options"]
+    values = inputs(name) | changes
+    given |= {"sigmas": values["t"], "cond_or_uncond": [0, 1], "wrappers": wrappers} | (options or {})
+    result: Tensor = model.model.apply_model(**values, transformer_options=given)
+    return result
+
+
+def sampled(model: Any, name: str = "SD 1.5", steps: int = 3, cfg: float = 7.0, latent: tuple[int, ...] = ()) -> Tensor:
+    """A run of the engine's own sampler on seeded noise."""
+    comfy, tiny = engine(), TINY[name]
+    noise = torch.randn(1, *(latent or tiny.latent), generator=torch.Generator().manual_seed(2))
+    text = torch.randn(2, 1, *tiny.context, generator=torch.Generator().manual_seed(3))
+    pooled = {"pooled_output": torch.zeros(1, 48)} if "y" in tiny.extra else {}
+    positive, negative = ([[one, dict(pooled)]] for one in text)
+    with torch.no_grad():
+        result: Tensor = comfy.sample.sample(
+            model, noise, steps, cfg, "euler", "normal", positive, negative, torch.zeros_like(noise), seed=0
+        )
+    return result
+
+
+def embedded_unet() -> Any:
+    """ComfyUI's UNet with the embedded model's weights, which have other groups, heads and time embedding than it would make."""
+    comfy, path = engine(), Path(embedded_model_path()) / "unet"
+    levels = {"num_res_blocks": [1] * 5, "channel_mult": [1, 2, 4, 6, 7], "transformer_depth": [1, 1, 1, 1, 0]}
+    depth = {"transformer_depth_output": [1, 1] * 4 + [0, 0], "transformer_depth_middle": 1, "context_dim": 192}
+    model = patcher("SD 1.5", **levels, **depth)
+    network = model.model.diffusion_model
+    weights = comfy.utils.load_torch_file(str(path / "diffusion_pytorch_model.safetensors"))
+    names = comfy.utils.unet_to_diffusers({**TINY["SD 1.5"].size, **levels, **depth})
+    for theirs, ours in names.items():
+        if theirs in weights:
+            parent, _, leaf = ours.rpartition(".")
+            setattr(
+                network.get_submodule(parent),
+                leaf,
+                torch.nn.Parameter(weights.pop(theirs).float(), requires_grad=False),
+            )
+    assert not weights
+    heads = {32: 1, 64: 1, 128: 2, 192: 3, 224: 4}
+    for module in network.modules():
+        if isinstance(module, torch.nn.GroupNorm):
+            module.num_groups = 16
+        elif type(module).__name__ == "CrossAttention":
+            module.heads = heads[module.to_q.weight.shape[0]]
+    return model

@@ -1,0 +1,130 @@
+"""The part of ComfyUI's interface that the node meets, around real attention: what calls what, in which order, with which names.
+
+Written down from calls of ComfyUI 0.33.0 (commit 783545f6) and 0.3.64; `test_engine.py` holds it against the engine itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers.models.attention import BasicTransformerBlock
+from torch import Tensor, nn
+
+Wrapper = Callable[..., Any]
+
+
+class UNetModel(nn.Module):
+    """One self-attention of a UNet, called with patches as the engine's transformer block calls it."""
+
+    def __init__(self, block: BasicTransformerBlock, where: tuple[str, int] = ("input", 1)) -> None:
+        super().__init__()
+        self.attn: Any = block.attn1
+        self.where = where
+
+    def forward(self, n: Tensor, size: tuple[int, int], options: dict[str, Any]) -> Tensor:
+        """n [B, h * w, C]"""
+        patches = options.get("patches", {})
+        extra = {key: value for key, value in options.items() if key not in ("patches", "patches_replace")}
+        extra |= {"block": self.where, "block_index": 0, "n_heads": self.attn.heads}
+        extra |= {"activations_shape": [n.shape[0], n.shape[2], *size]}
+        context = value = n
+        for patch in patches.get("attn1_patch", []):
+            n, context, value = patch(n, context, value, extra)
+        q, k, v = self.attn.to_q(n), self.attn.to_k(context), self.attn.to_v(value)
+        replace = options.get("patches_replace", {}).get("attn1", {}).get((*self.where, 0))
+        n = self.attn.to_out[0](attention(q, k, v, self.attn.heads) if replace is None else replace(q, k, v, extra))
+        for patch in patches.get("attn1_output_patch", []):
+            n = patch(n, extra)
+        return n
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None, skip_reshape: bool = False, **_: Any
+) -> Tensor:
+    """The engine's attention function: [B, L, H * D], or [B, H, L, D] with `skip_reshape`, to [B, L, H * D]."""
+    if not skip_reshape:
+        q, k, v = (t.reshape(q.shape[0], -1, heads, q.shape[-1] // heads).transpose(1, 2) for t in (q, k, v))
+    if mask is not None:
+        mask = mask.unsqueeze(0) if mask.dim() == 2 else mask
+        mask = mask.unsqueeze(1) if mask.dim() == 3 else mask
+    return nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+
+
+class Sampling:
+    """Sigmas of a thousand steps: the sigma of timestep t is t / 1000."""
+
+    def timestep(self, sigma: Tensor) -> Tensor:
+        return (sigma * 1000).round()
+
+    def percent_to_sigma(self, percent: float) -> float:
+        return 1.0 - percent
+
+
+class Executor:
+    """A chain of wrappers around a call."""
+
+    def __init__(self, call: Wrapper, class_obj: Any, wrappers: list[Wrapper]) -> None:
+        self.call = call
+        self.class_obj = class_obj
+        self.wrappers = wrappers
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.wrappers:
+            return self.call(*args, **kwargs)
+        return self.wrappers[0](Executor(self.call, self.class_obj, self.wrappers[1:]), *args, **kwargs)
+
+
+class Model:
+    """What the engine calls a ModelPatcher, its model, and a sampler's guider, in one."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+        self.wrappers: dict[str, dict[str, list[Wrapper]]] = {}
+        self.model_options: dict[str, Any] = {"transformer_options": {}}
+        self.model_sampling = Sampling()
+
+    def clone(self) -> Model:
+        twin = Model(self.network)
+        twin.wrappers = {
+            kind: {key: list(value) for key, value in keys.items()} for kind, keys in self.wrappers.items()
+        }
+        options = self.model_options["transformer_options"]
+        twin.model_options = {"transformer_options": dict(options)}
+        return twin
+
+    def get_model_object(self, name: str) -> nn.Module:
+        assert name == "diffusion_model"
+        return self.network
+
+    def add_wrapper_with_key(self, kind: str, key: str, wrapper: Wrapper) -> None:
+        self.wrappers.setdefault(kind, {}).setdefault(key, []).append(wrapper)
+
+    def remove_wrappers_with_key(self, kind: str, key: str) -> None:
+        self.wrappers.get(kind, {}).pop(key, None)
+
+    def _through(self, kind: str, call: Wrapper) -> Executor:
+        return Executor(call, self, [wrapper for found in self.wrappers.get(kind, {}).values() for wrapper in found])
+
+    def apply_model(self, latent: Tensor, sigma: float, call: Callable[[dict[str, Any]], Tensor], **kwargs: Any) -> Any:
+        """A call of the model, which is `call` of the options that arrive there."""
+
+        def last(x: Tensor, t: Tensor, c_concat: Any, context: Any, control: Any, options: Any, **_: Any) -> Any:
+            return call(options)
+
+        options = dict(self.model_options["transformer_options"])
+        times = torch.full((latent.shape[0],), sigma)
+        context = kwargs.pop("context", None)
+        return self._through("apply_model", last)(latent, times, None, context, None, options, **kwargs)
+
+    def self_attention(self, n: Tensor, size: tuple[int, int], sigma: float = 0.5) -> Tensor:
+        """One call whose only layer is this UNet's, on n [B, h * w, C]."""
+        latent = torch.zeros(n.shape[0], 4, *size)
+        result: Tensor = self.apply_model(latent, sigma, lambda options: self.network(n, size, options))
+        return result
+
+    def sample(self, call: Wrapper) -> Any:
+        """A run of the sampler: `call` of the model with this run's own options."""
+        run = self.clone()
+        return run._through("outer_sample", lambda: call(run))()

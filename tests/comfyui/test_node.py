@@ -1,0 +1,329 @@
+"""The node on a UNet's self-attention, against `apply_mame`; its inputs, refusals and what it logs."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from diffusers.models.attention import BasicTransformerBlock
+from torch import Tensor, nn
+
+from mame_sd import MaMeConfig, apply_mame, embedded_model_path
+from tests.builders.tiny import seeded
+from tests.comfyui.interface import Model, UNetModel
+
+H, W = 8, 12
+KEYS, QUERIES = "keys and values", "queries too"
+
+
+@pytest.fixture(scope="module")
+def block() -> BasicTransformerBlock:
+    return seeded(BasicTransformerBlock, 0, dim=16, num_attention_heads=2, attention_head_dim=8, cross_attention_dim=16)
+
+
+@pytest.fixture
+def model(block: BasicTransformerBlock) -> Model:
+    return Model(UNetModel(block))
+
+
+def applied(node: Any, model: Model, merge: str = KEYS, **changes: Any) -> Any:
+    values = {"mode": "keep", "keep": 0.5, "tau": 0.1, "merge": merge, "min_tokens": 16} | changes
+    return node.patch(model, **values)[0]
+
+
+def tokens(length: int = H * W, seed: int = 1) -> Tensor:
+    return torch.randn(2, length, 16, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("merge", [KEYS, QUERIES])
+@pytest.mark.parametrize("mode", ["keep", "tau"])
+def test_node_is_apply_mame(node: Any, model: Model, block: Any, mode: str, merge: str) -> None:
+    before = model.self_attention(tokens(), (H, W))
+    patched = applied(node, model, merge, mode=mode)
+    kind, value = "kv" if merge == KEYS else "qkv", {"keep": 0.5} if mode == "keep" else {"tau": 0.1}
+    attn = copy.deepcopy(block.attn1)
+    apply_mame(attn, **value, merge=kind, min_tokens=16, size=(H, W), redraw=False)
+    drawn = MaMeConfig(**value).redraw
+    sigma = sigma_of_the_first_draw() if drawn else 0.5
+    got = patched.self_attention(tokens(), (H, W), sigma)
+    assert torch.equal(got, attn(tokens()))
+    assert not torch.equal(got, before)
+    assert torch.equal(model.self_attention(tokens(), (H, W)), before)  # the model that came is left as it is
+
+
+def sigma_of_the_first_draw() -> float:
+    from mame_sd.core.partition import draw_at
+
+    return next(t for t in range(1, 999) if int(draw_at(t)) == 0) / 1000
+
+
+@torch.no_grad()
+def test_steps_draw_as_those_of_apply_mame(node: Any) -> None:
+    unet = UNet2DConditionModel.from_pretrained(embedded_model_path(), subfolder="unet")
+    attn = unet.down_blocks[0].attentions[0].transformer_blocks[0]
+    patched = applied(node, Model(UNetModel(copy.deepcopy(attn))), keep=0.25, min_tokens=1024)
+    apply_mame(unet)
+    seen: list[Tensor] = []
+    attn.attn1.register_forward_hook(
+        lambda _, args, kwargs, output: seen.extend([args[0] if args else kwargs["hidden_states"], output]),
+        with_kwargs=True,
+    )
+    latent = torch.randn(1, 4, 64, 64, generator=torch.Generator().manual_seed(0))
+    text = torch.randn(1, 4, unet.config.cross_attention_dim, generator=torch.Generator().manual_seed(1))
+    outputs = []
+    for timestep in (900, 500, 100):
+        seen.clear()
+        unet(latent, timestep, text)
+        n, expected = seen
+        outputs.append(patched.self_attention(n, (64, 64), timestep / 1000))
+        assert torch.equal(outputs[-1], expected)
+    other = patched.self_attention(n, (64, 64), 0.9)
+    assert not torch.equal(other, outputs[-1])
+
+
+@torch.no_grad()
+def test_a_lower_level_of_an_odd_latent(node: Any, model: Model, block: Any) -> None:
+    attn = copy.deepcopy(block.attn1)
+    apply_mame(attn, tau=0.1, merge="kv", min_tokens=16, size=(5, 8))
+    assert torch.equal(applied(node, model, mode="tau").self_attention(tokens(40), (5, 8)), attn(tokens(40)))
+
+
+@torch.no_grad()
+def test_nothing_above_tau_is_the_unpatched_model(node: Any, model: Model) -> None:
+    patched = applied(node, model, QUERIES, mode="tau", tau=1.0)
+    torch.testing.assert_close(patched.self_attention(tokens(), (H, W)), model.self_attention(tokens(), (H, W)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("merge", [KEYS, QUERIES])
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+def test_patches_that_merge_queries_may_come_before_or_after(node: Any, model: Model, merge: str, first: str) -> None:
+    """As "Patch model (ToMe)" does: a third fewer queries before the attention, all of them after it."""
+    patched = applied(node, model, merge) if first == "ours" else model
+    patched = patched.clone()
+    patched.model_options["transformer_options"]["patches"] = {
+        "attn1_patch": [lambda q, k, v, extra: (q[:, :64], k, v)],
+        "attn1_output_patch": [lambda n, extra: torch.cat([n, n[:, :32]], 1)],
+    }
+    patched = applied(node, patched, merge) if first == "theirs" else patched
+    got = patched.self_attention(tokens(), (H, W))
+    alone = applied(node, model).self_attention(tokens(), (H, W))
+    expected = alone if merge == KEYS else model.self_attention(tokens(), (H, W))
+    torch.testing.assert_close(got[:, :64], expected[:, :64])
+    assert got.shape == expected.shape
+
+
+@torch.no_grad()
+def test_queries_cut_into_more_samples_are_left_alone(node: Any, model: Model, caplog: Any) -> None:
+    """As HyperTile does: queries of four tiles as four times the batch, keys whole."""
+    cut = {
+        "attn1_patch": [lambda q, k, v, extra: (q.reshape(8, 24, 16), k, v)],
+        "attn1_output_patch": [lambda n, extra: n.reshape(2, 96, 16)],
+    }
+    patched = applied(node, model)
+    for one in (model, patched):
+        one.model_options["transformer_options"]["patches"] = cut
+    expected = model.self_attention(tokens(), (H, W))
+    assert torch.equal(patched.sample(lambda run: run.self_attention(tokens(), (H, W))), expected)
+    assert caplog.messages == [
+        "MaMe merged nothing: another node has merged or cut the queries (such as ToMe or HyperTile)"
+    ]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [("input", 1), ("input", 1, 0)])
+def test_a_block_with_a_replacement_gets_whole_keys(node: Any, model: Model, name: tuple[Any, ...]) -> None:
+    """PAG's replacement returns the values as the output; SAG's reads its scores as a grid."""
+    shapes = []
+
+    def replacement(q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Any]) -> Tensor:
+        shapes.append((q.shape, k.shape, v.shape))
+        return v
+
+    for merge in (KEYS, QUERIES):
+        patched = applied(node, model, merge)
+        options = patched.model_options["transformer_options"]
+        options["patches_replace"] = {"attn1": {name: replacement, ("input", 1, 0): replacement}}
+        assert patched.self_attention(tokens(), (H, W)).shape == (2, 96, 16)
+    assert set(shapes) == {((2, 96, 16),) * 3}
+
+
+@torch.no_grad()
+def test_applied_twice_is_the_last_one(node: Any, model: Model) -> None:
+    for merge in (KEYS, QUERIES):
+        twice = applied(node, applied(node, model, merge, keep=0.25), merge)
+        once = applied(node, model, merge)
+        assert torch.equal(twice.self_attention(tokens(), (H, W)), once.self_attention(tokens(), (H, W)))
+
+
+@torch.no_grad()
+def test_threads_share_a_node(node: Any, model: Model) -> None:
+    patched = applied(node, model, QUERIES)
+    sizes = [(8, 12), (16, 16), (4, 6), (12, 20)]
+    expected = [patched.self_attention(tokens(h * w, i), (h, w)) for i, (h, w) in enumerate(sizes)]
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        for _ in range(30):
+            h, w = sizes[i]
+            if not torch.equal(patched.self_attention(tokens(h * w, i), (h, w)), expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@torch.no_grad()
+def test_start_and_end_percent(node: Any, model: Model) -> None:
+    patched = applied(node, model, start_percent=0.2, end_percent=0.6)
+    plain = model.self_attention(tokens(), (H, W))
+    merges = [not torch.equal(patched.self_attention(tokens(), (H, W), 1 - share), plain) for share in (0.1, 0.4, 0.8)]
+    assert merges == [False, True, False]
+
+
+@torch.no_grad()
+def test_a_run_says_once_what_merged(node: Any, model: Model, caplog: Any) -> None:
+    def steps(run: Any) -> None:
+        for sigma in (0.9, 0.5):
+            run.self_attention(tokens(), (H, W), sigma)
+            run.self_attention(tokens(12), (3, 4), sigma)
+
+    with caplog.at_level("INFO", logger="mame-sd"):
+        applied(node, model).sample(steps)
+    assert caplog.messages == ["MaMe merged 96 -> 48 tokens at 8 x 12"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("changes", "options", "reason"),
+    [
+        ({"min_tokens": 1024}, {}, "96 tokens are fewer than min_tokens=1024"),
+        ({"start_percent": 0.8}, {}, "no step was between start_percent and end_percent"),
+        (
+            {},
+            {"patches_replace": {"attn1": {("input", 1, 0): lambda q, k, v, extra: v}}},
+            "another node replaces the attention of a block (such as PAG or SAG)",
+        ),
+        (
+            {"merge": QUERIES},
+            {"patches": {"attn1_patch": [lambda q, k, v, extra: (q[:, :64], k, v)]}},
+            "another node has merged or cut the queries (such as ToMe or HyperTile)",
+        ),
+        (
+            {},
+            {"patches": {"attn1_patch": [lambda q, k, v, extra: (q, torch.cat([k, k], 1), torch.cat([v, v], 1))]}},
+            "attention over 192 tokens is not the image's 8 x 12",
+        ),
+    ],
+)
+def test_a_run_in_which_nothing_merged_warns_why(
+    node: Any, model: Model, caplog: Any, changes: dict[str, Any], options: dict[str, Any], reason: str
+) -> None:
+    patched = applied(node, model, **changes)
+    patched.model_options["transformer_options"] |= options
+    patched.sample(lambda run: run.self_attention(tokens(), (H, W)))
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [("WARNING", f"MaMe merged nothing: {reason}")]
+
+
+def test_an_engine_that_never_calls_the_node_is_a_warning(node: Any, model: Model, caplog: Any) -> None:
+    applied(node, model).sample(lambda run: None)
+    assert caplog.messages == ["MaMe merged nothing: the engine never handed its attention to the node; update ComfyUI"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("merge", [KEYS, QUERIES])
+def test_a_compiled_model_is_one_graph_for_every_step(node: Any, block: Any, merge: str) -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    model = Model(UNetModel(block))
+    plain = applied(node, model, merge)
+    compiled = Model(torch.compile(model.network, backend=counter, fullgraph=True))
+    patched = applied(node, compiled, merge)
+    for sigma in (0.9, 0.6, 0.5, 0.1):
+        expected = plain.self_attention(tokens(), (H, W), sigma)
+        torch.testing.assert_close(patched.self_attention(tokens(), (H, W), sigma), expected)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"keep": 0.0}, "keep: expected a share above 0"),
+        ({"keep": -0.5}, "keep: expected a share above 0"),
+        ({"mode": "tau", "tau": 1.5}, "tau: expected"),
+        ({"start_percent": 0.8, "end_percent": 0.2}, "got 0.8 and 0.2"),
+        ({"end_percent": 1.5}, "got 0.0 and 1.5"),
+    ],
+)
+def test_bad_values_say_what_was_expected(node: Any, model: Model, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        applied(node, model, **changes)
+
+
+class HunYuanDiT(nn.Module):
+    """The name of a transformer whose attention does not reach the override."""
+
+
+class LTXVModel(nn.Module):
+    patch_size = 1
+
+
+class LTXAVModel(LTXVModel):
+    """Looks like its base, with sound among its tokens."""
+
+
+class Flux(nn.Module):
+    patch_size = 2
+
+
+class HunyuanVideo(nn.Module):
+    """Of an older engine: the image before the text."""
+
+    patch_size = (1, 2, 2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double_blocks = [type("Block", (), {"flipped_img_txt": True})()]
+
+
+@pytest.mark.parametrize(
+    ("network", "merge", "message"),
+    [
+        (HunYuanDiT(), KEYS, r"expected one of UNets .*Flux.*, got HunYuanDiT; take the node out of this model's path"),
+        (LTXAVModel(), KEYS, "got LTXAVModel"),
+        (HunyuanVideo(), KEYS, "expected HunyuanVideo with its text before its image, got the older order; update"),
+        (Flux(), QUERIES, "expected 'keys and values' for Flux, got 'queries too'"),
+    ],
+)
+def test_models_that_cannot_merge_are_refused_when_applied(node: Any, network: Any, merge: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        applied(node, Model(network), merge)
+
+
+def test_inputs_are_what_comfyui_reads(package: Any, node: Any) -> None:
+    kind = type(node)
+    inputs = kind.INPUT_TYPES()["required"]
+    assert inputs["model"][0] == "MODEL"
+    assert inputs["keep"][1]["default"] == MaMeConfig().keep
+    assert all(options["tooltip"] for _, options in inputs.values())
+    for name in ("keep", "tau", "min_tokens", "start_percent", "end_percent"):
+        options = inputs[name][1]
+        assert options["min"] <= options["default"] <= options["max"]
+    for name in ("keep", "tau"):  # the ends of each range are values that it takes
+        for end in ("min", "max"):
+            MaMeConfig(**{name: inputs[name][1][end]})
+    assert callable(getattr(kind, kind.FUNCTION))
+    assert kind.RETURN_TYPES == ("MODEL",)
+    assert kind.CATEGORY == "model/patch"
+    assert set(package.NODE_DISPLAY_NAME_MAPPINGS) == set(package.NODE_CLASS_MAPPINGS)
