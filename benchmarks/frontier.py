@@ -23,11 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import StableDiffusionPipeline
-from mame_sd.eval.metrics.lpips import load_lpips
-from mame_sd.eval.metrics.psnr import psnr
-from mame_sd.eval.metrics.ssim import ssim
-from mame_sd.eval.scoring.retrieval import draw_prompts, retrieved
-from mame_sd.eval.timing import interleaved, quartiles
 
 from benchmarks import methods
 from benchmarks.frontier_report import Point, markdown, plot, verdict
@@ -35,6 +30,11 @@ from benchmarks.methods import Method
 from benchmarks.painting import AttentionWork, clocked, load, paint
 from benchmarks.timing import machine
 from mame_sd import embedded_model_path
+from mame_sd.eval.metrics.lpips import load_lpips
+from mame_sd.eval.metrics.psnr import psnr
+from mame_sd.eval.metrics.ssim import ssim
+from mame_sd.eval.scoring.retrieval import draw_prompts, retrieved
+from mame_sd.eval.timing import interleaved, quartiles
 from mame_sd.runs.files import write_atomically, written_whole
 
 BATCH = 4

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from diffusers import StableDiffusionPipeline
-from mame_sd.eval.timing import synchronize
 from torch.overrides import TorchFunctionMode
 
 from mame_sd.embedded.model import DEFAULT_GUIDANCE
+from mame_sd.eval.timing import synchronize
 from mame_sd.runs.loading import load_model
 from mame_sd.runs.model_files import ModelChoice
 

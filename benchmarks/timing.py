@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
+
 from mame_sd.eval import timing
 
 PACKAGES = ("torch", "diffusers", "tomesd", "mame-sd")

@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from mame_sd.eval.scoring.retrieval import draw_prompts
 from PIL import Image
 from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
 
 from mame_sd.embedded import model as subjects
+from mame_sd.eval.scoring.retrieval import draw_prompts
 from mame_sd.runs.records import read_samples
 
 

@@ -15,10 +15,10 @@ from functools import partial
 import numpy as np
 import torch
 from diffusers import StableDiffusionPipeline
-from mame_sd.eval.timing import quartiles, timed
 
 from mame_sd import MaMeConfig, apply_mame, embedded_model_path, remove_mame
 from mame_sd.embedded import model as subjects
+from mame_sd.eval.timing import quartiles, timed
 
 SETTINGS: dict[str, dict[str, object]] = {
     "default": {},

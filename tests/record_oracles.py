@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from mame_sd.eval.networks.efficientnet_lite import EfficientNetLite0
 from mame_sd.eval.weights.load import load
-
 from tests.builders import seeded
 
 OUT = Path(__file__).parent / "oracles" / "eval.json"

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from mame_sd.eval.scoring.retrieval import draw_prompts
 
 from benchmarks import attention, layers, methods, unet, unets
 from benchmarks.frontier import Frontier
@@ -19,6 +18,7 @@ from benchmarks.timing import captured, interleaved
 from benchmarks.variants import guidance_protected, scheduled, share_at, varied
 from mame_sd import MaMeConfig, mame
 from mame_sd.diffusion.apply import has_hooks
+from mame_sd.eval.scoring.retrieval import draw_prompts
 from tests.builders.tiny import run_unet, tiny_pipeline, tiny_unet, unet_inputs
 
 CPU = torch.device("cpu")

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from mame_sd.config import MaMeConfig
 from mame_sd.eval.benchmark.rows import Row
 from mame_sd.eval.benchmark.run import Benchmark
 from mame_sd.eval.benchmark.suites import Suite
 from mame_sd.eval.benchmark.tomesd import ToMeSD
 from mame_sd.eval.cli.benchmark import suite_metrics
 from mame_sd.eval.scoring.tools import Tools
-
-from mame_sd.config import MaMeConfig
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import Merging

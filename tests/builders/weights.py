@@ -10,12 +10,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from safetensors.torch import save_file
+
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.networks.efficientnet_lite import EfficientNetLite0
 from mame_sd.eval.weights.files import file_sha256
 from mame_sd.eval.weights.registry import REGISTRY, Weights
-from safetensors.torch import save_file
-
 from tests.builders import seeded
 from tests.builders.tiny import save_tiny_clip
 

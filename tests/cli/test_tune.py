@@ -9,11 +9,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
-from mame_sd.eval.tuning.choice import choose, whole
-from mame_sd.eval.tuning.ladder import LADDER, ladder_of
-from mame_sd.eval.tuning.measure import Trial, tune
-from mame_sd.eval.tuning.table import table, text_plot
-from mame_sd.pipelines import StableDiffusionMaMePipeline
 from PIL import Image
 
 from mame_sd import mame
@@ -21,6 +16,11 @@ from mame_sd.cli import app as cli
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.saved_setting import resolve_setting
 from mame_sd.errors import UserError
+from mame_sd.eval.tuning.choice import choose, whole
+from mame_sd.eval.tuning.ladder import LADDER, ladder_of
+from mame_sd.eval.tuning.measure import Trial, tune
+from mame_sd.eval.tuning.table import table, text_plot
+from mame_sd.pipelines import StableDiffusionMaMePipeline
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.model_files import ModelChoice

@@ -11,13 +11,13 @@ import pytest
 import torch
 from diffusers import ControlNetModel, DiTTransformer2DModel, FluxTransformer2DModel
 from diffusers.models.attention_processor import AttnProcessor2_0, IPAdapterAttnProcessor2_0
-from mame_sd.pipelines import StableDiffusionMaMePipeline
 
 from benchmarks.free import free_on, work
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, plan_merge, remove_mame
 from mame_sd.cli import app as cli
 from mame_sd.core.reference import reference_plan
 from mame_sd.diffusion.apply import has_hooks
+from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.layers import attention, motion_unet
 from tests.builders.tiny import generate, run_unet, seeded, tiny_components, tiny_pipeline, tiny_sdxl_unet, tiny_unet
 from tests.builders.transformers import FLUX

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline
-from mame_sd.pipelines import StableDiffusionMaMePipeline
 
 from mame_sd import MaMeConfig, apply_mame, remove_mame
 from mame_sd.diffusion.saved_setting import resolve_setting
+from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.single_file import save_single_file
 from tests.builders.tiny import SCHEDULERS, generate, run_unet, tiny_components, tiny_pipeline
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mame_sd.pipelines import StableDiffusionMaMePipeline
 
 from mame_sd import MaMeConfig
 from mame_sd.cli import app as cli
 from mame_sd.diffusion.saved_setting import read_saved_merging
+from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.tiny import save_tiny_pipeline, tiny_components
 
 FIELDS = {"min_tokens": 16, "stride": [2, 3]}

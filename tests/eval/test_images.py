@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mame_sd.eval.images import check_images, check_pair, image_files, image_hash, load_image, to_float
 from PIL import Image
 
 from mame_sd.errors import UserError
+from mame_sd.eval.images import check_images, check_pair, image_files, image_hash, load_image, to_float
 
 
 def pixels(height: int = 20, width: int = 30, channels: int = 3) -> np.ndarray:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from mame_sd.eval.json_text import json_text
 from mame_sd.eval.stats import mean_interval, paired_difference, sign_flip_p
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from mame_sd.eval.timing import interleaved, quartiles, timed
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from mame_sd.config import MaMeConfig
+from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.bench import alike_batches, bench, peak_call, timed_call
 from mame_sd.eval.benchmark.results import check_out
 from mame_sd.eval.benchmark.rows import Row
 from mame_sd.eval.benchmark.timings import FORMAT, read_record, summary
 from mame_sd.eval.benchmark.tomesd import NotApplicable
 from mame_sd.eval.cli import app as cli
-
-from mame_sd.config import MaMeConfig
-from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.methods import Merging

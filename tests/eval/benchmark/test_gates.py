@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from mame_sd.eval.benchmark.gates import ceiling_gate, repeat_gates, unrelated_pairs
 from mame_sd.eval.benchmark.results import read_results
 from mame_sd.eval.cli import app as cli
@@ -16,7 +17,6 @@ from mame_sd.eval.metrics.lpips import Lpips
 from mame_sd.eval.scoring.per_image import pair_values
 from mame_sd.eval.scoring.runs import Run
 from mame_sd.eval.scoring.tools import Tools
-
 from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import jobs_of
 from mame_sd.runs.loading import LoadedModel

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.results import check_out, read_results
 from mame_sd.eval.benchmark.trace import kept_per_step
 from mame_sd.eval.cli import app as cli
@@ -23,8 +25,6 @@ from mame_sd.eval.cli.benchmark import command_again
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.report import render
 from mame_sd.eval.scoring.retrieval import subjects_by_caption
-
-from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import Prompt

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
+from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.rows import chosen_rows, paper_rows
 from mame_sd.eval.benchmark.suites import SUITES, suite_named
 from mame_sd.eval.cli.benchmark import suite_prompts
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.scoring.retrieval import subjects_by_caption
-
-from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from mame_sd.eval.benchmark.rows import Row
-from mame_sd.eval.benchmark.tomesd import NotApplicable, ToMeSD
-from mame_sd.eval.metric_list import METRICS
 
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
+from mame_sd.eval.benchmark.rows import Row
+from mame_sd.eval.benchmark.tomesd import NotApplicable, ToMeSD
+from mame_sd.eval.metric_list import METRICS
 from mame_sd.runs.generate import generate
 from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.methods import Merging

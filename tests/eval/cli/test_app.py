@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import typer
-from mame_sd.eval.benchmark.suites import SUITES
-from mame_sd.eval.cli import app as cli
 from typer.main import get_command
 
 from mame_sd.cli import app as base
+from mame_sd.eval.benchmark.suites import SUITES
+from mame_sd.eval.cli import app as cli
 from tests.builders.kills import snapshot
 from tests.builders.tiny import save_tiny_pipeline
 

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+
+from mame_sd.errors import UserError
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.metrics.clip import Clip, clip_image_cosine, clip_score, load_clip
 from mame_sd.eval.scoring.runs import Run
@@ -15,9 +18,6 @@ from mame_sd.eval.scoring.score import cut_prompts
 from mame_sd.eval.scoring.tools import Tools
 from mame_sd.eval.weights.files import file_sha256
 from mame_sd.eval.weights.registry import REGISTRY
-from safetensors.torch import save_file
-
-from mame_sd.errors import UserError
 from tests.builders import seeded
 from tests.builders.metrics import pictures
 from tests.builders.run_folders import write_run

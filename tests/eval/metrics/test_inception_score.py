@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from mame_sd.eval.metrics.frechet import frechet_distance
 from mame_sd.eval.metrics.inception_score import inception_score
 from mame_sd.eval.metrics.kid import kid_exact
-
 from tests.builders import seeded
 from tests.builders.metrics import oracle
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from mame_sd.eval.metrics.kid import kid, kid_exact
 
+from mame_sd.eval.metrics.kid import kid, kid_exact
 from tests.builders.metrics import features, generator
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mame_sd.eval.metrics.lpips import Lpips, load_lpips
-from mame_sd.eval.weights.files import read_state_dict, torchmetrics_heads
 
 from mame_sd.errors import UserError
+from mame_sd.eval.metrics.lpips import Lpips, load_lpips
+from mame_sd.eval.weights.files import read_state_dict, torchmetrics_heads
 from tests.builders import seeded
 from tests.builders.metrics import oracle
 

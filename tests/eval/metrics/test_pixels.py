@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mame_sd.eval.metrics.psnr import psnr
-from mame_sd.eval.metrics.ssim import ms_ssim, ssim
 from torch import Tensor
 
+from mame_sd.eval.metrics.psnr import psnr
+from mame_sd.eval.metrics.ssim import ms_ssim, ssim
 from tests.builders.metrics import generator, pictures
 
 

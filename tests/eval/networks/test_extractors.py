@@ -12,6 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torch import Tensor
+
+from mame_sd.errors import UserError
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.metrics.frechet import frechet_distance
 from mame_sd.eval.metrics.inception_score import inception_score
@@ -28,10 +32,6 @@ from mame_sd.eval.networks.extractors import (
 from mame_sd.eval.scoring.reference import open_reference
 from mame_sd.eval.weights.files import file_sha256
 from mame_sd.eval.weights.registry import REGISTRY
-from PIL import Image
-from torch import Tensor
-
-from mame_sd.errors import UserError
 from tests.builders import seeded
 from tests.record_oracles import TAPS
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from mame_sd.eval.networks import full_precision
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from mame_sd.eval.report import render
 
+from mame_sd.eval.report import render
 from tests.builders.report_example import example
 from tests.builders.report_page import Results
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from mame_sd.errors import UserError
 from mame_sd.eval.report import frontier, latex, render
 from mame_sd.eval.report.data import Metric, parse
 from mame_sd.eval.report.headline import comparison, headline
 from mame_sd.eval.report.render import table_csv
 from mame_sd.eval.report.select import cases, focus
-
-from mame_sd.errors import UserError
 from tests.builders.report_example import example
 from tests.builders.report_page import Results
 

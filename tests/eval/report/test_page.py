@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from mame_sd.eval.report import render
 from markupsafe import escape
 
 from mame_sd.errors import UserError
+from mame_sd.eval.report import render
 from tests.builders.report_example import PROMPTS
 from tests.builders.report_page import Elements, Results
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
+
 from mame_sd.eval.report import pictures, render
 from mame_sd.eval.report.data import parse
 from mame_sd.eval.report.select import cases, focus
-from PIL import Image
-
 from tests.builders.report_example import row
 from tests.builders.report_page import Results
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from mame_sd.eval.report import frontier, render
 from mame_sd.eval.report.data import Row, parse
 from mame_sd.eval.report.kept_plot import describe, merging_levels
 from mame_sd.eval.report.select import focus
-
 from tests.builders.report_example import row
 from tests.builders.report_page import Results
 

@@ -9,12 +9,12 @@ import re
 from pathlib import Path
 
 import pytest
+
 from mame_sd.eval.report import latex, markdown, render
 from mame_sd.eval.report.data import Value, parse
 from mame_sd.eval.report.numbers import interval, number, p_value
 from mame_sd.eval.report.select import focus
 from mame_sd.eval.report.tables import fidelity_table, quality_table
-
 from tests.builders.report_example import row
 from tests.builders.report_page import Elements, Results
 

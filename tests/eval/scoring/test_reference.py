@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from mame_sd.eval.scoring.reference import check_foreign, open_reference, rendered_glyphs
-from mame_sd.eval.scoring.runs import Run
 from PIL import Image
 
 from mame_sd.errors import UserError
+from mame_sd.eval.scoring.reference import check_foreign, open_reference, rendered_glyphs
+from mame_sd.eval.scoring.runs import Run
 from tests.builders.run_folders import write_run
 from tests.builders.scored_runs import noise
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+
+from mame_sd.errors import UserError
 from mame_sd.eval.scoring.reference import rendered_glyphs
 from mame_sd.eval.scoring.retrieval import (
     background_right,
@@ -12,8 +14,6 @@ from mame_sd.eval.scoring.retrieval import (
     subject_of,
     subjects_by_caption,
 )
-
-from mame_sd.errors import UserError
 
 
 def test_the_embedded_models_truth_is_found() -> None:

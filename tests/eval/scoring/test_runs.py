@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mame_sd.eval.benchmark.gates import unrelated_pairs
-from mame_sd.eval.scoring.runs import Run, differing_settings, pair
 
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
+from mame_sd.eval.benchmark.gates import unrelated_pairs
+from mame_sd.eval.scoring.runs import Run, differing_settings, pair
 from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel, load_model

@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+
+from mame_sd.errors import UserError
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.networks.efficientnet_lite import EfficientNetLite0
@@ -26,9 +29,6 @@ from mame_sd.eval.scoring.score_file import ScoreFile
 from mame_sd.eval.scoring.sets import set_value
 from mame_sd.eval.scoring.tools import Tools
 from mame_sd.eval.weights.registry import REGISTRY
-from PIL import Image
-
-from mame_sd.errors import UserError
 from mame_sd.runs.processes import Process
 from tests.builders.run_folders import write_run
 from tests.builders.scored_runs import noise

