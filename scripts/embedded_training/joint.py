@@ -194,14 +194,17 @@ def draw_sigmas(batch: int, shift: float, g: torch.Generator) -> torch.Tensor:
 def draw_batch(
     pools: dict[str, Pool], tokens: dict[str, torch.Tensor], stage: Stage, step: int, batch: int, g: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clean latents [batch, 4, side, side] and the tokens of their captions."""
+    """Clean latents [batch, 4, side, side] and the tokens of their captions.
+
+    The first pool grows with the steps, that of the pairs a quarter as fast; a pool of held-out scenes is taken as it is.
+    """
     count = int(stage.pool[0] + stage.pool[1] * step)
     clean, words = [], []
     for paired, pick, u, v in torch.rand(batch, 4, generator=g).tolist():
         kind = "pairs" if paired < stage.pairs else next(iter(pools))
         pool = pools[kind]
-        pool.grow(count if kind != "pairs" else count // 4)
-        limit = len(pool.captions) if kind != "single" else min(count, len(pool.captions))
+        limit = len(pool.captions) if kind == "held-out" else count // 4 if kind == "pairs" else count
+        pool.grow(limit)
         index = int(pick * limit)
         clean.append(pool.window(index, u, v))
         words.append(tokens[pool.captions[index]])

@@ -6,8 +6,8 @@ from .joint import Denoiser, Stage, draw_batch
 from .loop import generator
 from .pool import Pool
 
-LEVELS = (0.98, 0.95, 0.9, 0.8, 0.65, 0.4, 0.15)
-PICTURES = 64
+LEVELS = (0.98, 0.9, 0.7, 0.3)
+PICTURES = 32
 
 
 class MeanAttention:
@@ -36,6 +36,7 @@ def scalar_loss(noisy: torch.Tensor, target: torch.Tensor) -> float:
 @torch.no_grad()
 def probe(model: Denoiser, pool: Pool, tokens: dict[str, torch.Tensor], stage: Stage, seed: int) -> None:
     g = generator(seed, "probe", 0)
+    pool.grow(PICTURES)
     clean, words = draw_batch({"held-out": pool}, tokens, stage, 0, PICTURES, g)
     noise = torch.randn(clean.shape, generator=g)
     own = model.transformer.attn_processors
