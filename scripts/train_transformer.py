@@ -31,7 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from embedded_training import joint, world
+from embedded_training import joint
 from embedded_training.growth import grow
 from embedded_training.joint import Denoiser, Stage
 from embedded_training.joint_export import export, sample_sheet
@@ -102,8 +102,12 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for the training state")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="1 beside other work, 2 on two idle cores")
-    parser.add_argument("--until", choices=[s.name for s in STAGES], default=STAGES[-1].name, help="the last stage to train")
-    parser.add_argument("--sample", action="store_true", help="write WORK/STAGE-STEP.png and print losses; train nothing")
+    parser.add_argument(
+        "--until", choices=[s.name for s in STAGES], default=STAGES[-1].name, help="the last stage to train"
+    )
+    parser.add_argument(
+        "--sample", action="store_true", help="write WORK/STAGE-STEP.png and print losses; train nothing"
+    )
     parser.add_argument("--export", type=Path, metavar="DIR", help="write the newest checkpoint; train nothing")
     parser.add_argument("--smoke", action="store_true", help="a few steps of everything")
     args = parser.parse_args()
@@ -114,9 +118,7 @@ def main() -> None:
     if args.smoke:
         stages = [replace(s, steps=3, batch=2, pool=(4, 0), pairs=0.5) for s in STAGES]
         glyphs, shard = 8, 4
-    pools = {
-        kind: Pool(args.work / "pool", args.seed, glyphs, kind, shard) for kind in ("single", "pairs", "held-out")
-    }
+    pools = {kind: Pool(args.work / "pool", args.seed, glyphs, kind, shard) for kind in ("single", "pairs", "held-out")}
     tokens = Tokens(joint.joint_tokenizer())
     begun = [s for s in stages if (args.work / f"{s.name}.pt").exists()]
     if not args.sample and not args.export:

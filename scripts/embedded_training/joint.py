@@ -1,5 +1,6 @@
 """The transformer with joint attention: its parts, what it learns from, and how it grows from coarse to fine tokens."""
 
+import json
 import math
 from dataclasses import dataclass
 
@@ -80,8 +81,12 @@ class CountedAttention:
             return x.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
 
         text = encoder_hidden_states
-        query = torch.cat([attn.norm_q(heads(attn.to_q(hidden_states))), attn.norm_added_q(heads(attn.add_q_proj(text)))], 2)
-        key = torch.cat([attn.norm_k(heads(attn.to_k(hidden_states))), attn.norm_added_k(heads(attn.add_k_proj(text)))], 2)
+        query = torch.cat(
+            [attn.norm_q(heads(attn.to_q(hidden_states))), attn.norm_added_q(heads(attn.add_q_proj(text)))], 2
+        )
+        key = torch.cat(
+            [attn.norm_k(heads(attn.to_k(hidden_states))), attn.norm_added_k(heads(attn.add_k_proj(text)))], 2
+        )
         value = torch.cat([heads(attn.to_v(hidden_states)), heads(attn.add_v_proj(text))], 2)
         count = torch.zeros(key.shape[2], dtype=value.dtype)
         count[-1] = math.log(IDLE)
@@ -126,14 +131,10 @@ def new_transformer(side: int, patch: int) -> SD3Transformer2DModel:
 def joint_tokenizer() -> CLIPTokenizer:
     """The embedded model's words and those of the grounds; prompts are cut at `TEXT_LENGTH` tokens."""
     tokenizer = new_tokenizer(world.all_captions())
-    return CLIPTokenizer(
-        vocab=tokenizer.get_vocab(), merges=_merges(tokenizer), model_max_length=TEXT_LENGTH
-    )
+    return CLIPTokenizer(vocab=tokenizer.get_vocab(), merges=_merges(tokenizer), model_max_length=TEXT_LENGTH)
 
 
 def _merges(tokenizer: CLIPTokenizer) -> list[tuple[str, str]]:
-    import json
-
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
     return [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in merges]
 
@@ -144,6 +145,7 @@ def new_text_encoders(tokenizer: CLIPTokenizer) -> tuple[CLIPTextModelWithProjec
     The pipeline wants two and reads the last hidden state but one: of the first that is the words in their context, of the
     second, with its single layer, the words as they are.
     """
+
     def config(width: int, layers: int) -> CLIPTextConfig:
         return CLIPTextConfig(
             vocab_size=len(tokenizer), hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,

@@ -66,7 +66,9 @@ def blank_t5() -> tuple[T5EncoderModel, T5Tokenizer]:
 
     ``from_pretrained`` refuses a folder without one unless it's called with ``text_encoder_3=None``.
     """
-    blank = T5EncoderModel(T5Config(vocab_size=3, d_model=TEXT_WIDTH + WORDS_WIDTH, d_kv=1, d_ff=1, num_layers=0, num_heads=1))
+    blank = T5EncoderModel(
+        T5Config(vocab_size=3, d_model=TEXT_WIDTH + WORDS_WIDTH, d_kv=1, d_ff=1, num_layers=0, num_heads=1)
+    )
     torch.nn.init.zeros_(blank.shared.weight)
     vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
     return blank, T5Tokenizer(vocab=vocabulary, extra_ids=0)
@@ -78,7 +80,8 @@ def export(out: Path, model: Denoiser, tokenizer: CLIPTokenizer, provenance: dic
     blank, blank_tokenizer = blank_t5()
     pipe.register_modules(text_encoder_3=blank, tokenizer_3=blank_tokenizer)
     pipe.to(dtype=torch.float16).save_pretrained(out)
-    for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):  # transformers loads in the dtype that stands here, diffusers in fp32
+    # transformers loads in the dtype that stands in the configuration, diffusers in fp32
+    for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
         config = out / name / "config.json"
         text = config.read_text(encoding="utf-8").replace('"dtype": "float16"', '"dtype": "float32"')
         config.write_text(text, encoding="utf-8")
