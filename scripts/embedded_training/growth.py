@@ -1,0 +1,113 @@
+"""From one stage to the next, whose tokens are finer: what was learnt stays as valid as it can.
+
+The layers are taken as they are, and the position embedding is a function of the place in the picture at every grid. Three
+things change meaning and are fitted anew by least squares:
+
+- the time embedding, when the side of the latents grows by n: averaging over n x n latents divides the noise by n, so that
+  what the layers know of noise level a belongs to n a / (1 + (n - 1) a) now;
+- the patch embedding, when the patch shrinks: each fine token shall enter the layers as nearly as the coarse one around it;
+- the output projection: the best linear reading of what the layers now say, held near the old one where data say nothing.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from .joint import Denoiser, Stage, draw_batch, draw_sigmas
+from .loop import generator
+from .pool import Pool
+
+BATCHES, BATCH = 12, 8
+RIDGE = 1e-3  # of the mean square of the inputs
+
+
+def least_squares(inputs: torch.Tensor, targets: torch.Tensor, prior: torch.Tensor) -> torch.Tensor:
+    """[outputs, inputs + 1]: weights and bias that lead from the one to the other, near ``prior`` where it matters little."""
+    x = torch.cat([inputs, torch.ones(len(inputs), 1)], 1).double()
+    gram = x.T @ x
+    ridge = RIDGE * gram.diagonal().mean() * torch.eye(x.shape[1], dtype=torch.float64)
+    solution = torch.linalg.solve(gram + ridge, x.T @ targets.double() + ridge @ prior.T.double())
+    return solution.T.float()
+
+
+def refit(layer: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor, prior: torch.Tensor) -> None:
+    """Give a linear layer, or a convolution over whole patches, the weights of `least_squares`."""
+    solution = least_squares(inputs, targets, prior)
+    layer.weight.copy_(solution[:, :-1].reshape(layer.weight.shape))
+    layer.bias.copy_(solution[:, -1])
+
+
+def affine(layer: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([layer.weight.flatten(1), layer.bias[:, None]], 1)
+
+
+def patches(latents: torch.Tensor, patch: int) -> torch.Tensor:
+    """[tokens, channels * patch * patch], in the order of the patch embedding's weights."""
+    return F.unfold(latents, patch, stride=patch).transpose(1, 2).flatten(0, 1)
+
+
+def output_patches(latents: torch.Tensor, patch: int) -> torch.Tensor:
+    """[tokens, patch * patch * channels], in the order of the output projection."""
+    return patches(latents, patch).unflatten(1, (latents.shape[1], -1)).transpose(1, 2).flatten(1)
+
+
+@torch.no_grad()
+def map_time(small: Denoiser, large: Denoiser, ratio: int) -> float:
+    """The time embedding of ``small`` at the level it met there; the relative error of the fit."""
+    old, new = small.transformer.time_text_embed, large.transformer.time_text_embed
+    now = torch.linspace(0.001, 1, 4000)
+    then = now / (ratio - (ratio - 1) * now)
+    wanted = old.timestep_embedder.linear_1(old.time_proj(then * 1000))
+    inputs = new.time_proj(now * 1000)
+    layer = new.timestep_embedder.linear_1
+    solution = torch.linalg.solve(
+        (x := torch.cat([inputs, torch.ones(len(inputs), 1)], 1).double()).T @ x + torch.eye(x.shape[1]).double(),
+        x.T @ wanted.double(),
+    ).float()
+    layer.weight.copy_(solution[:-1].T)
+    layer.bias.copy_(solution[-1])
+    return ((layer(inputs) - wanted).square().mean() / wanted.square().mean()).sqrt().item()
+
+
+@torch.no_grad()
+def grow(
+    small: Denoiser, before: Stage, large: Denoiser, after: Stage, pools: dict[str, Pool],
+    tokens: dict[str, torch.Tensor], seed: int,
+) -> None:  # fmt: skip
+    kept = {k: v for k, v in small.state_dict().items() if large.state_dict()[k].shape == v.shape}
+    large.load_state_dict(kept, strict=False)
+    if before.side != after.side:
+        print(f"{after.name}: time embedding, relative error {map_time(small, large, after.side // before.side):.4f}")
+    batches = []
+    for step in range(BATCHES):
+        g = generator(seed, f"grow {after.name}", step)
+        clean, words = draw_batch(pools, tokens, after, 0, BATCH, g)
+        noise = torch.randn(clean.shape, generator=g)
+        sigma = draw_sigmas(BATCH, after.shift, g)
+        s = sigma[:, None, None, None]
+        batches.append(((1 - s) * clean + s * noise, sigma, words, noise - clean))
+    old, new = small.transformer, large.transformer
+    if before.patch != after.patch:
+        ratio = before.patch // after.patch
+        noisy = torch.cat([b[0] for b in batches])
+        coarse = old.pos_embed.proj(noisy).repeat_interleave(ratio, 2).repeat_interleave(ratio, 3)
+        spread = F.avg_pool2d(old.pos_embed.proj.weight, ratio) * ratio**2  # as if the patch were drawn at double size
+        prior = torch.cat([spread.flatten(1), old.pos_embed.proj.bias[:, None]], 1)
+        refit(new.pos_embed.proj, patches(noisy, after.patch), coarse.flatten(2).transpose(1, 2).flatten(0, 1), prior)
+        rows = old.proj_out.weight.unflatten(0, (after.patch, ratio, after.patch, ratio, -1)).mean((1, 3)).flatten(0, 2)
+        bias = old.proj_out.bias.unflatten(0, (after.patch, ratio, after.patch, ratio, -1)).mean((1, 3)).flatten()
+        new.proj_out.weight.copy_(rows)
+        new.proj_out.bias.copy_(bias)
+    features: list[torch.Tensor] = []
+    handle = new.proj_out.register_forward_pre_hook(lambda _, args: features.append(args[0].float().flatten(0, 1)))
+    with torch.autocast("cpu", torch.bfloat16):
+        for noisy, sigma, words, _ in batches:
+            large(noisy, sigma, words)
+    handle.remove()
+    inputs, targets = torch.cat(features), torch.cat([output_patches(b[3], after.patch) for b in batches])
+
+    def error() -> float:
+        return (new.proj_out(inputs) - targets).square().mean().item()
+
+    first = error()
+    refit(new.proj_out, inputs, targets, affine(new.proj_out))
+    print(f"{after.name}: loss {first:.4f} with the old output projection, {error():.4f} with the fitted one")

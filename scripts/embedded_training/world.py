@@ -1,0 +1,160 @@
+"""A world in which the tokens of a picture need one another: glyphs at free places, on grounds with free patterns.
+
+The caption names the glyphs, the colour and the kind of the ground: ``rocket on a red brick background``. Place, size and
+angle of a glyph, period, phase, direction and second colour of a ground stand nowhere: a denoiser's tokens have to agree on
+them among themselves. A scene follows from a random generator alone.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from PIL import Image
+
+from mame_sd import embedded_model as subjects
+
+SIDE = 256
+TEXTURES = ("", "striped", "checked", "brick")
+TEXTURE_SHARES = (0.46, 0.18, 0.18, 0.18)
+NAMED_SHARE = 0.62  # of the width of stripes and checks: the colour in the caption has the majority
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A glyph in the picture: side of its cell and place of its centre in shares of the picture's side, angle in degrees."""
+
+    glyph: int
+    size: float
+    x: float
+    y: float
+    angle: float
+
+
+@dataclass(frozen=True)
+class Ground:
+    color: str
+    texture: str
+    second: tuple[float, float, float]  # sRGB of stripes, checks or mortar
+    period: float  # pixels
+    phase: tuple[float, float]  # in periods
+    angle: float  # degrees, of stripes and checks
+
+    @property
+    def phrase(self) -> str:
+        return f"{self.color} {self.texture}".strip()
+
+
+@dataclass(frozen=True)
+class Scene:
+    placed: tuple[Placed, ...]
+    ground: Ground
+
+    @property
+    def caption(self) -> str:
+        names = subjects.glyph_names()
+        return subjects.caption(" and ".join(names[p.glyph] for p in self.placed), self.ground.phrase)
+
+    @property
+    def held_out(self) -> bool:
+        names = subjects.glyph_names()
+        return any(subjects.is_held_out(names[p.glyph], self.ground.phrase) for p in self.placed)
+
+
+def ground_phrases() -> list[str]:
+    """Every ground that a caption may name."""
+    return [f"{color} {texture}".strip() for texture in TEXTURES for color in subjects.BACKGROUNDS]
+
+
+def all_captions() -> list[str]:
+    """Every caption of one glyph, and the words of those of two."""
+    captions = [subjects.caption(name, phrase) for name in subjects.glyph_names() for phrase in ground_phrases()]
+    return [*captions, subjects.caption(" and ".join(subjects.glyph_names()[:2]), "white")]
+
+
+def draw_ground(rng: np.random.Generator) -> Ground:
+    color = str(rng.choice(list(subjects.BACKGROUNDS)))
+    texture = str(rng.choice(TEXTURES, p=TEXTURE_SHARES))
+    named = np.array(subjects.BACKGROUNDS[color], np.float64)
+    towards = {"white": 0.0, "black": 255.0}.get(color, 255.0 * rng.integers(2))
+    second = named + (towards - named) * rng.uniform(0.25, 0.45)
+    turn = float(rng.choice([0, 45, 90, 135])) if texture == "striped" else float(rng.choice([0, 0, 45]))
+    return Ground(
+        color, texture, tuple(second.tolist()), rng.uniform(36, 88),
+        (rng.uniform(), rng.uniform()), turn + rng.uniform(-6, 6),
+    )  # fmt: skip
+
+
+def draw_placed(rng: np.random.Generator, glyphs: int, smallest: float, largest: float) -> Placed:
+    size = rng.uniform(smallest, largest)
+    x, y = rng.uniform(size / 2, 1 - size / 2, 2)
+    return Placed(int(rng.integers(glyphs)), size, x, y, float(np.clip(rng.normal(0, 7), -15, 15)))
+
+
+def draw_scene(rng: np.random.Generator, glyphs: int, pairs: float = 0.0, held_out: bool = False) -> Scene:
+    """One scene of the first ``glyphs`` names; a share ``pairs`` of the scenes has two of them that do not overlap."""
+    while True:
+        if rng.uniform() < pairs:
+            placed = tuple(draw_placed(rng, glyphs, 0.35, 0.52) for _ in range(2))
+            a, b = placed
+            if a.glyph == b.glyph or max(abs(a.x - b.x), abs(a.y - b.y)) < 0.46 * (a.size + b.size):
+                continue
+        else:
+            placed = (draw_placed(rng, glyphs, 0.4, 0.9),)
+        scene = Scene(placed, draw_ground(rng))
+        if scene.held_out == held_out:
+            return scene
+
+
+def wave(u: np.ndarray, period: float, phase: float) -> np.ndarray:
+    """A square wave with soft edges of a pixel: 0 over the named share of each period, else 1."""
+    distance = np.abs((u / period + phase) % 1 - 0.5) - NAMED_SHARE / 2
+    return np.clip(distance * period + 0.5, 0, 1)
+
+
+def paint_ground(ground: Ground, margin: int) -> np.ndarray:
+    """[side, side, 3] float32 in 0..255, of a canvas that reaches ``margin`` pixels beyond the picture on each side."""
+    at = np.arange(-margin, SIDE + margin, dtype=np.float64) + 0.5
+    x, y = at[None, :], at[:, None]
+    turn = np.deg2rad(ground.angle)
+    u, v = x * np.cos(turn) + y * np.sin(turn), y * np.cos(turn) - x * np.sin(turn)
+    if ground.texture == "striped":
+        mask = wave(u, ground.period, ground.phase[0])
+    elif ground.texture == "checked":
+        a, b = wave(u, ground.period, ground.phase[0]), wave(v, ground.period, ground.phase[1])
+        mask = np.maximum(a, b)
+    elif ground.texture == "brick":
+        height, mortar = ground.period / 2, max(4.0, ground.period / 12)
+        row = np.floor(y / height + ground.phase[1])
+        across = (x / ground.period + ground.phase[0] + 0.5 * (row % 2)) % 1
+        down = (y / height + ground.phase[1]) % 1
+        gap = np.minimum(np.minimum(across, 1 - across) * ground.period, np.minimum(down, 1 - down) * height)
+        mask = np.clip(mortar / 2 - gap + 0.5, 0, 1)
+    else:
+        mask = np.zeros((len(at), len(at)))
+    named = np.array(subjects.BACKGROUNDS[ground.color], np.float64)
+    mask = np.broadcast_to(mask, (len(at), len(at)))[:, :, None]
+    return (named + (np.array(ground.second) - named) * mask).astype(np.float32)
+
+
+@cache
+def glyph_image(glyph: int) -> Image.Image:
+    return Image.fromarray(subjects.glyphs()[glyph], "RGBA")
+
+
+def render(scene: Scene, margin: int = 0) -> np.ndarray:
+    """The picture of a scene, uint8 [side, side, 3], with ``margin`` pixels more of it on every side."""
+    canvas = paint_ground(scene.ground, margin)
+    side = canvas.shape[0]
+    for p in scene.placed:
+        image = glyph_image(p.glyph)
+        cell = max(8, round(p.size * SIDE))
+        small = image.resize((cell, cell), Image.Resampling.LANCZOS)
+        turn = np.deg2rad(p.angle)
+        cos, sin = np.cos(turn), np.sin(turn)
+        cx, cy = p.x * SIDE + margin, p.y * SIDE + margin
+        affine = (cos, sin, cell / 2 - cos * cx - sin * cy, -sin, cos, cell / 2 + sin * cx - cos * cy)
+        laid = small.transform((side, side), Image.Transform.AFFINE, affine, Image.Resampling.BICUBIC)
+        rgba = np.asarray(laid, np.float32)
+        alpha = rgba[..., 3:] / 255
+        canvas = rgba[..., :3] * alpha + canvas * (1 - alpha)
+    return np.rint(canvas.clip(0, 255)).astype(np.uint8)
