@@ -40,7 +40,7 @@ from embedded_training.pool import Pool
 from embedded_training.probe import probe
 from transformers import CLIPTokenizer
 
-from mame_sd import embedded_model as subjects
+from mame_sd.embedded import model as subjects
 
 STAGES = (
     Stage("tokens64", 32, 4, 3600, 48, 0.01, 4.0, (512, 1.5)),

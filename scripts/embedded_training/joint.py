@@ -10,7 +10,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 from pytorch_optimizer import Muon
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-from mame_sd import embedded_model as subjects
+from mame_sd.embedded import model as subjects
 
 from . import world
 from .loop import generator
@@ -154,8 +154,8 @@ def new_text_encoders(tokenizer: CLIPTokenizer) -> tuple[CLIPTextModelWithProjec
         )  # fmt: skip
 
     first, second = (CLIPTextModelWithProjection(config(*shape)) for shape in ((TEXT_WIDTH, 3), (WORDS_WIDTH, 1)))
-    known = CLIPTextModel.from_pretrained(subjects.FOLDER / "text_encoder", dtype=torch.float32).state_dict()
-    vocabulary = CLIPTokenizer.from_pretrained(subjects.FOLDER / "tokenizer").get_vocab()
+    known = CLIPTextModel.from_pretrained(subjects.embedded_model_path() / "text_encoder", dtype=torch.float32).state_dict()
+    vocabulary = CLIPTokenizer.from_pretrained(subjects.embedded_model_path() / "tokenizer").get_vocab()
     known = {k.removeprefix("text_model."): v for k, v in known.items()}
     with torch.no_grad():
         for name, value in first.text_model.state_dict().items():

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from diffusers import AutoencoderTiny
 
-from mame_sd import embedded_model as subjects
+from mame_sd.embedded import model as subjects
 
 from . import world
 
@@ -22,7 +22,7 @@ SHARD = 64  # scenes
 
 
 def load_autoencoder() -> AutoencoderTiny:
-    vae = AutoencoderTiny.from_pretrained(subjects.FOLDER / "vae")
+    vae = AutoencoderTiny.from_pretrained(subjects.embedded_model_path() / "vae")
     return vae.eval().requires_grad_(False).to(memory_format=torch.channels_last)
 
 

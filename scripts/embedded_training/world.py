@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 from PIL import Image
 
-from mame_sd import embedded_model as subjects
+from mame_sd.embedded import model as subjects
 
 SIDE = 256
 TEXTURES = ("", "striped", "checked", "brick")

@@ -12,7 +12,7 @@ import torch
 from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
 from safetensors.torch import load_file
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 from embedded_training import growth, joint, joint_export, world  # noqa: E402
