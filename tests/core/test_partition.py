@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mame_sd.config import MaMeConfig
