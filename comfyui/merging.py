@@ -24,6 +24,7 @@ from .unet import UNetPatch
 
 KEY = "mame_sd"  # of the Call in transformer_options, and of the wrappers
 RUN = "mame_sd_run"
+COMPILED = "torch.compile"  # of TorchCompileModel's wrapper, whose guards leave out transformer_options
 
 
 @dataclass
@@ -65,13 +66,24 @@ class Merging:
         self.transformer = transformer
         self.start = start
         self.end = end
+        self.always = start <= 0 and end >= 1
         self.unet = UNetPatch(config)
         self.joint = JointPatch(config, transformer) if transformer else None
 
     def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """A run of the sampler. The guider's options are this run's own copy."""
+        """A run of the sampler. The guider's options are this run's own copy.
+
+        Raises:
+            ValueError: a part of the steps, with a model compiled so that each step does what the first one did.
+        """
         run = Run()
-        executor.class_obj.model_options.setdefault("transformer_options", {})[RUN] = run
+        options = executor.class_obj.model_options.setdefault("transformer_options", {})
+        if not self.always and COMPILED in options.get("wrappers", {}).get("apply_model", {}):
+            raise ValueError(
+                "start_percent, end_percent: expected 0 and 1 beside TorchCompileModel, whose graph does at each step what it "
+                f"did at the first, got {self.start} and {self.end}; set those, or take TorchCompileModel out"
+            )
+        options[RUN] = run
         result = executor(*args, **kwargs)
         run.tell()
         return result
@@ -108,7 +120,7 @@ class Merging:
         return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
 
     def _active(self, sampling: Any, sigmas: Tensor) -> bool:
-        if self.start <= 0 and self.end >= 1:
+        if self.always:
             return True
         sigma = float(sigmas.max())
         return bool(sampling.percent_to_sigma(self.end) <= sigma <= sampling.percent_to_sigma(self.start))

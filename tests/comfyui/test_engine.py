@@ -171,32 +171,35 @@ def test_start_and_end_percent(node: Any, caplog: Any) -> None:
     assert not torch.equal(part, whole)
 
 
+def compiled(model: Any) -> Any:
+    """As TorchCompileModel does it (whose backend is inductor, which needs a C++ compiler and minutes)."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    model = model.clone()
+    options = {"guard_filter_fn": lambda entries: ["transformer_options" not in entry.name for entry in entries]}
+    set_torch_compile_wrapper(model=model, backend="aot_eager", options=options)
+    return model
+
+
 @pytest.mark.parametrize("name", ["SD 1.5", "Flux"])
 def test_compiled_it_adds_no_graph_and_no_break(node: Any, name: str) -> None:
-    """`TorchCompileModel` compiles so, with inductor."""
-    from torch._dynamo.testing import CompileCounter
+    from torch._dynamo.utils import counters
 
-    counts = []
-    for merging in (False, True):
+    model, counts = patcher(name), []
+    orders = [compiled, lambda one: compiled(applied(node, one)), lambda one: applied(node, compiled(one))]
+    eager = [sampled(model, name), *[sampled(applied(node, model), name)] * 2]
+    for order, expected in zip(orders, eager, strict=True):
         torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        counter = CompileCounter()
-        model = patcher(name)
-        eager = sampled(applied(node, model) if merging else model, name)
-        compiled = torch.compile(model.model.diffusion_model, backend=counter)
-        model = applied(node, model) if merging else model.clone()
+        counters.clear()
+        torch.testing.assert_close(sampled(order(model), name), expected, rtol=1e-3, atol=1e-3)
+        counts.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
+    assert counts == [counts[0]] * 3
 
-        def wrapper(executor: Any, *args: Any, compiled: Any = compiled, **kwargs: Any) -> Any:
-            original, executor.class_obj.diffusion_model = executor.class_obj.diffusion_model, compiled
-            try:
-                return executor(*args, **kwargs)
-            finally:
-                executor.class_obj.diffusion_model = original
 
-        model.add_wrapper_with_key("apply_model", "torch.compile", wrapper)
-        torch.testing.assert_close(sampled(model, name), eager, rtol=1e-3, atol=1e-3)
-        counts.append((counter.frame_count, sum(torch._dynamo.utils.counters["graph_break"].values())))
-    assert counts[0] == counts[1]
+def test_compiled_it_merges_at_every_step_or_says_so(node: Any) -> None:
+    model = applied(node, compiled(patcher("SD 1.5")), start_percent=0.5)
+    with pytest.raises(ValueError, match=r"expected 0 and 1 beside TorchCompileModel.*, got 0.5 and 1.0"):
+        sampled(model)
 
 
 def test_threads_share_a_node(node: Any) -> None:

@@ -1,0 +1,103 @@
+"""What a user installs: a clone in custom_nodes, with PyTorch alone; what the registry reads; the example workflow."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / "comfyui" / "example_workflows").glob("*.json"))
+# As ComfyUI loads a folder of custom_nodes, in a process where only PyTorch and the standard library can be imported.
+LOAD = """
+import importlib.util, sys
+folder = sys.argv[1]
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("diffusers", "transformers", "accelerate", "safetensors", "PIL", "typer", "rich"):
+            raise ImportError(name + " is not installed")
+
+sys.meta_path.insert(0, Missing())
+path = list(sys.path)
+name = folder.replace(".", "_x_")
+spec = importlib.util.spec_from_file_location(name, folder + "/__init__.py")
+module = importlib.util.module_from_spec(spec)
+sys.modules[name] = module
+spec.loader.exec_module(module)
+node = module.NODE_CLASS_MAPPINGS["MaMeModelPatch"]
+import mame_sd, torch
+assert mame_sd.__file__.startswith(folder) == (sys.argv[2] == "beside"), mame_sd.__file__
+assert sys.path == path
+plan = mame_sd.plan_merge(torch.randn(1, 64, 8), mame_sd.MaMeConfig(keep=0.25), (8, 8))
+print(plan.tokens_kept, node.CATEGORY)
+"""
+
+
+def clone(folder: Path, *parts: str) -> Path:
+    for part in parts:
+        if (ROOT / part).is_dir():
+            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "embedded"))
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / part, folder / part)
+    return folder
+
+
+def load(folder: Path, where: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", LOAD, str(folder), where]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def test_a_clone_in_custom_nodes_needs_pytorch_alone(tmp_path: Path) -> None:
+    folder = clone(tmp_path / "custom_nodes" / "mame-sd.git", "__init__.py", "comfyui", "mame_sd")
+    done = load(folder, "beside", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["16", "model/patch"]
+
+
+def test_the_folder_alone_says_what_is_missing(tmp_path: Path) -> None:
+    folder = clone(tmp_path, "comfyui") / "comfyui"
+    hide = "import sys, importlib.util as u; found = u.find_spec\n"
+    hide += "u.find_spec = lambda name, *rest: None if name == 'mame_sd' else found(name, *rest)\n"
+    command = [sys.executable, "-c", hide + LOAD, str(folder), "installed"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "ImportError: MaMe token merging: expected the folder mame_sd beside" in done.stderr
+    assert "git clone the whole repository into custom_nodes" in done.stderr
+
+
+def test_a_checkout_may_be_called_as_a_package_is(tmp_path: Path) -> None:
+    """The root's __init__.py is ComfyUI's: it must not make a package of the checkout for pytest."""
+    for name in ("mame_sd", "mame-sd"):
+        folder = clone(tmp_path / name, "__init__.py", "pyproject.toml", "comfyui", "mame_sd")
+        (folder / "tests").mkdir()
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "mame_sd/config.py"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+def test_requirements_replace_nothing() -> None:
+    lines = (ROOT / "comfyui" / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    assert all(line.startswith("#") for line in lines if line)
+    assert not (ROOT / "requirements.txt").exists()
+
+
+def test_the_registry_finds_its_section() -> None:
+    section = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["comfy"]
+    assert section["DisplayName"] == "MaMe token merging"
+    assert section["requires-comfyui"] == ">=0.3.64"
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_the_example_workflow_has_todays_inputs(node: Any, path: Path) -> None:
+    nodes = json.loads(path.read_text(encoding="utf-8"))["nodes"]
+    ours = next(one for one in nodes if one["type"] == "MaMeModelPatch")
+    inputs = {key: value for key, value in node.INPUT_TYPES()["required"].items() if key != "model"}
+    expected = [options["default"] if "default" in options else kind[0] for kind, options in inputs.values()]
+    assert ours["widgets_values"] == expected
