@@ -1,0 +1,55 @@
+"""What the project says of the paper and of itself: the same title and authors everywhere, links that lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+
+
+def test_readme_and_citation_name_the_same_paper() -> None:
+    (paper,) = CITATION["references"]
+    bibtex = re.search(r"```bibtex\n(.*?)```", README, re.S)
+    assert bibtex is not None
+    entry = dict(re.findall(r"(\w+)\s*= \{(.*)\}", bibtex[1]))
+    assert re.sub(r"[{}\\]", "", entry["title"]) == paper["title"]
+    assert entry["author"] == " and ".join(f"{one['family-names']}, {one['given-names']}" for one in paper["authors"])
+    assert entry["year"] == str(paper["year"])
+    assert entry["journal"].endswith(paper["identifiers"][0]["value"])
+    assert paper["url"] in README
+    assert paper["repository-code"] in README
+    assert "An independent implementation" in README
+
+
+def test_citation_has_the_packages_version_and_license() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert (CITATION["title"], CITATION["version"], CITATION["license"]) == (
+        project["name"],
+        project["version"],
+        project["license"],
+    )
+    assert CITATION["cff-version"] == "1.2.0"
+    assert CITATION["authors"]
+
+
+def test_links_of_contributing_lead_somewhere() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!http)([^)#]+)", page):
+        assert (ROOT / target).exists(), target
+
+
+def test_issue_templates_ask_for_doctor() -> None:
+    templates = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    assert templates
+    for path in templates:
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert {"name", "description", "body"} <= set(form)
+        fields = {field["id"]: field for field in form["body"]}
+        assert "mame-sd doctor" in fields["doctor"]["attributes"]["label"]
+        assert fields["doctor"]["validations"]["required"]
