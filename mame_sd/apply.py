@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mame_sd.config import MaMeConfig
+from mame_sd.diffusion.families.family import REGISTERED
 from mame_sd.perception.families import is_encoder
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ def apply_mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> 
     Args:
         target: a diffusers pipeline, a denoiser or a single Attention module: its large self-attentions merge
             (`mame_sd.diffusion.apply.apply_mame`). Or a model with a vision transformer of transformers or timm: its blocks
-            merge between attention and MLP (`mame_sd.perception.apply.apply_encoder`).
+            merge between attention and MLP (`mame_sd.perception.apply.apply_encoder`). Where both stand in one module, the
+            diffusion model merges; give the encoder itself to merge it.
         config: the settings; None is the measured default (of a vision transformer: the paper's tau 0.8).
         fields: fields of MaMeConfig, over those of `config`; for a vision transformer also `blocks`, `restore`, `prop_attn`.
 
@@ -31,7 +33,7 @@ def apply_mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> 
         TypeError: `target` is neither a module nor a pipeline with a denoiser.
         ValueError: nothing in it could merge, with what was found; or bad settings.
     """
-    if is_encoder(target):
+    if _only_encoder(target):
         from mame_sd.perception.apply import apply_encoder
 
         return apply_encoder(target, config, **fields)
@@ -51,6 +53,7 @@ def remove_mame(target: Any, processors: bool = True) -> None:
         from mame_sd.perception.apply import remove_encoder
 
         remove_encoder(target)
+    if _only_encoder(target):
         return
     from mame_sd.diffusion import apply
 
@@ -63,7 +66,7 @@ def mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> Iterat
 
     Takes the arguments of `apply_mame` and gives its handle.
     """
-    if is_encoder(target):
+    if _only_encoder(target):
         from mame_sd.perception.apply import apply_encoder, encoder_restored
 
         with encoder_restored(target):
@@ -73,3 +76,11 @@ def mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> Iterat
 
     with apply.mame(target, config, **fields) as handle:
         yield handle
+
+
+def _only_encoder(target: Any) -> bool:
+    """Whether `target` holds a vision transformer and nothing of diffusers: a UNet beside an image encoder is what merges."""
+    return is_encoder(target) and not any(
+        type(module).__module__.startswith("diffusers.") or type(module).__name__ in REGISTERED
+        for module in target.modules()
+    )

@@ -107,6 +107,7 @@ class MaMeConfig:
     def __post_init__(self, _given: Mapping[str, Any] | None) -> None:
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         if _given is not None:
+            check_names(_given)
             before = resolve(dict(_given))
             given = _changed(_given, {name: value for name, value in given.items() if value != before[name]})
         given = {name: value for name, value in given.items() if value is not None}
@@ -128,6 +129,10 @@ class MaMeConfig:
         return MaMeConfig.from_dict(_changed(self.given, changes))
 
     __replace__ = replace
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Made anew of what was given: a pickle of an older version may hold other fields, `batch` among them."""
+        self.__init__(**{name: value for name, value in state["_given"].items() if name != "batch"})  # type: ignore[misc]
 
     @property
     def given(self) -> Mapping[str, Any]:

@@ -84,20 +84,25 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> StableDiffusionMaMePipeline:
         """As StableDiffusionPipeline's, with any field of MaMeConfig. Raises ValueError for one out of its range."""
-        fields = _taken(kwargs)
-        return super().from_pretrained(*args, **kwargs)._with(fields)
+        if fields := _taken(kwargs):
+            places = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
+            saved = cls.load_config(*args, **{name: kwargs[name] for name in places if name in kwargs})
+            kwargs["mame_config"] = _over(kwargs.get("mame_config", saved.get("mame_config")), fields)
+        return super().from_pretrained(*args, **kwargs)
 
     @classmethod
     def from_single_file(cls, *args: Any, **kwargs: Any) -> StableDiffusionMaMePipeline:
         """As StableDiffusionPipeline's, with any field of MaMeConfig. Raises ValueError for one out of its range."""
-        fields = _taken(kwargs)
-        return super().from_single_file(*args, **kwargs)._with(fields)
+        if fields := _taken(kwargs):
+            kwargs["mame_config"] = _over(kwargs.get("mame_config"), fields)
+        return super().from_single_file(*args, **kwargs)
 
     @classmethod
-    def from_pipe(cls, *args: Any, **kwargs: Any) -> StableDiffusionMaMePipeline:
+    def from_pipe(cls, pipeline: Any, **kwargs: Any) -> StableDiffusionMaMePipeline:
         """As StableDiffusionPipeline's, with any field of MaMeConfig. Raises ValueError for one out of its range."""
-        fields = _taken(kwargs)
-        return super().from_pipe(*args, **kwargs)._with(fields)
+        if fields := _taken(kwargs):
+            kwargs["mame_config"] = _over(kwargs.get("mame_config", pipeline.config.get("mame_config")), fields)
+        return super().from_pipe(pipeline, **kwargs)
 
     @property
     def tau(self) -> float | str | None:
@@ -141,21 +146,17 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         Args:
             tau: threshold for this call alone, also when it raises; None is off, "default" the measured default.
             keep: share of tokens to keep for this call alone.
+            kwargs: StableDiffusionPipeline's, and any other field of MaMeConfig for this call alone.
 
         Raises:
             ValueError: a setting is out of its range, or both tau and keep are given.
         """
-        config = resolve_setting(*self._choice(tau, keep), self.config.mame_config)
+        fields = _over(self.config.mame_config, _taken(kwargs))
+        config = resolve_setting(*self._choice(tau, keep), fields)
         if config is None:
             return super().__call__(*args, **kwargs)
         with self._merging(config):
             return super().__call__(*args, **kwargs)
-
-    def _with(self, fields: dict[str, Any]) -> StableDiffusionMaMePipeline:
-        """This pipeline with `fields` over those of its `mame_config`."""
-        if fields:
-            self.set_mame(mame_config={**(self.config.mame_config or {}), **fields})
-        return self
 
     def _choice(self, tau: Any, keep: Any) -> tuple[Any, Any]:
         """(tau, keep), where what is given replaces what the pipeline has."""
@@ -186,12 +187,21 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
                 handle.active = False
 
 
+def _over(mame_config: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a `mame_config` with `fields` over them."""
+    if isinstance(mame_config, MaMeConfig):
+        mame_config = mame_config.to_dict(given_only=True)
+    return {**(mame_config or {}), **fields}
+
+
 def _taken(arguments: dict[str, Any]) -> dict[str, Any]:
     """The fields of MaMeConfig among `arguments`, taken out of them; what __init__ takes stays."""
     names = [field.name for field in dataclasses.fields(MaMeConfig) if field.name not in ("tau", "keep", "variant")]
     if arguments.get("variant") in CHOICES["variant"]:
         names.append("variant")
-    return {name: arguments.pop(name) for name in names if name in arguments}
+    taken = {name: arguments.pop(name) for name in names if name in arguments}
+    MaMeConfig.from_dict(taken)  # a bad value is refused before a model is loaded
+    return taken
 
 
 def _signature() -> inspect.Signature:

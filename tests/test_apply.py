@@ -10,6 +10,7 @@ import torch
 
 from mame_sd import apply_mame, mame, remove_mame
 from mame_sd.diffusion.handle import MaMeHandle
+from mame_sd.perception.apply import has_encoder_hooks
 from mame_sd.perception.handle import EncoderHandle
 from tests.builders.perception import ROWS
 from tests.builders.tiny import run_unet, tiny_unet
@@ -46,3 +47,24 @@ def test_a_vision_transformer_needs_no_diffusers() -> None:
     )
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("False\n", 0), done.stderr
+
+
+@torch.no_grad()
+def test_a_unet_beside_an_image_encoder_is_what_merges() -> None:
+    class Both(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unet = tiny_unet()
+            self.image_encoder = next(row for row in ROWS if row.name == "CLIPVisionModel").build()
+
+    both = Both()
+    image = run_unet(both.unet)
+    with mame(both, keep=0.5, min_tokens=16) as handle:
+        assert isinstance(handle, MaMeHandle)
+        assert not torch.equal(run_unet(both.unet), image)
+    assert torch.equal(run_unet(both.unet), image)
+    apply_mame(both.unet, keep=0.5, min_tokens=16)
+    apply_mame(both.image_encoder, keep=0.5)
+    remove_mame(both)
+    assert torch.equal(run_unet(both.unet), image)
+    assert not has_encoder_hooks(both)

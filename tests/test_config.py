@@ -301,3 +301,11 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes | None, m
     with pytest.raises(ValueError, match=message) as caught:
         MaMeConfig.from_file(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)
+
+
+def test_a_pickle_of_the_form_before_batch_was_derived_loads() -> None:
+    config = MaMeConfig(keep=0.5, tiles=0)
+    old = MaMeConfig.__new__(MaMeConfig)
+    old.__setstate__({**config.__dict__, "tiles": None, "batch": "per_sample", "_given": {**config.given, "batch": "per_sample"}})  # fmt: skip
+    assert old == config
+    assert dataclasses.replace(old, min_tokens=4).tiles == 0

@@ -28,16 +28,32 @@ NO_SIZE = "height and width unknown: merged with partition 'alternating' and wit
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of a module: its arguments by name, what computes it, and the attention processor in it, if there is one."""
+    """One call of a module: its arguments as they came and their names, what computes it, the attention processor in it.
+
+    Positional arguments beyond `names` have none and are passed on as they are.
+    """
 
     module: Any
     forward: Callable[..., Any]
-    arguments: Mapping[str, Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    names: tuple[str, ...] = ()
     processor: Any = None
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name."""
+        return {**dict(zip(self.names, self.args, strict=False)), **self.kwargs}
+
     def run(self, **changes: Any) -> Any:
-        """The module's own output, with `changes` of the arguments."""
-        return self.forward(**{**self.arguments, **changes})
+        """The module's own output, with `changes` of the arguments, each passed on as it came."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        for name, value in changes.items():
+            if name in self.names[: len(args)]:
+                args[self.names.index(name)] = value
+            else:
+                kwargs[name] = value
+        return self.forward(*args, **kwargs)
 
 
 class Unmerged(NamedTuple):
@@ -58,19 +74,13 @@ class Layer(ABC):
 
     def __init__(self, module: nn.Module | None = None) -> None:
         parameters = [] if module is None else list(inspect.signature(type(module).forward).parameters.values())[1:]
-        self._names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self._names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
     def call(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> LayerCall:
-        """A call of `module`, whose own forward is `forward`. Raises TypeError for more arguments than it names."""
-        if len(args) > len(self._names):
-            raise TypeError(
-                f"{type(module).__name__}: expected at most {len(self._names)} positional arguments "
-                f"({', '.join(self._names)}), got {len(args)}; give the others by name"
-            )
-        named = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        return LayerCall(module, forward, named, getattr(module, "processor", None))
+        """A call of `module`, whose own forward is `forward`."""
+        return LayerCall(module, forward, args, kwargs, self._names, getattr(module, "processor", None))
 
     @abstractmethod
     def tokens(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Tokens | str:
@@ -87,9 +97,14 @@ class Layer(ABC):
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
         """Tokens of a call that is left alone."""
-        return int(call.arguments[self.hidden].shape[1])
+        hidden = call.arguments.get(self.hidden)
+        return int(hidden.shape[1]) if isinstance(hidden, Tensor) and hidden.dim() > 1 else 0
 
-    def fitted(self, call: LayerCall, config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
+    def note(self, call: LayerCall, config: MaMeConfig) -> str:
+        """What a report says where another way than the settings' was taken."""
+        return ""
+
+    def fitted(self, config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
         """The settings that hold for these tokens, and what a report says where they are not the given ones."""
         if tokens.plane is not None or (config.partition not in GRIDS and not config.tiles):
             return config, ""
@@ -119,13 +134,14 @@ def merged_call(
     if isinstance(tokens, str):
         stats.skipped(tokens, layer.count(call, known))
         return call.run()
-    config, note = layer.fitted(call, config, tokens)
+    config, fallback = layer.fitted(config, tokens)
     plan = plan_merge(layer.feature(call, tokens, config), config, tokens.plane, draw=draw)
     output = layer.merged(call, tokens, plan, config)
     if isinstance(output, Unmerged):
         stats.skipped(output.reason, tokens.count)
         return output.output
-    stats.merged(plan, tokens.size if tokens.plane else None, note, kernel_note(config, plan))
+    note = layer.note(call, config)
+    stats.merged(plan, tokens.size if tokens.plane else None, fallback, note, kernel_note(config, plan))
     return output
 
 

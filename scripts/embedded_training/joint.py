@@ -154,7 +154,9 @@ def new_text_encoders(tokenizer: CLIPTokenizer) -> tuple[CLIPTextModelWithProjec
         )  # fmt: skip
 
     first, second = (CLIPTextModelWithProjection(config(*shape)) for shape in ((TEXT_WIDTH, 3), (WORDS_WIDTH, 1)))
-    known = CLIPTextModel.from_pretrained(subjects.embedded_model_path() / "text_encoder", dtype=torch.float32).state_dict()
+    known = CLIPTextModel.from_pretrained(
+        subjects.embedded_model_path() / "text_encoder", dtype=torch.float32
+    ).state_dict()
     vocabulary = CLIPTokenizer.from_pretrained(subjects.embedded_model_path() / "tokenizer").get_vocab()
     known = {k.removeprefix("text_model."): v for k, v in known.items()}
     with torch.no_grad():

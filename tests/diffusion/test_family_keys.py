@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.overrides import TorchFunctionMode
 
-from mame_sd import MaMeConfig, NothingMergedError, apply_mame
+from mame_sd import MaMeConfig, apply_mame
 from mame_sd.core.reference import reference_plan
+from mame_sd.diffusion.families.transformers import family_of
+from mame_sd.diffusion.layer import NO_SIZE
 from mame_sd.families import Family, Tokens, register_family
 from tests.builders.tiny import seeded
 from tests.matrix.transformers import ROWS, TEXT, H, W, normal
@@ -245,12 +248,42 @@ class EagerModel(nn.Module):
         return self.attention(x)
 
 
-def test_attention_that_hides_its_keys_is_left_alone_and_the_report_says_why() -> None:
+def test_attention_that_hides_its_keys_merges_queries_too_and_says_so() -> None:
     register_family(Family("eager", ("EagerModel",), ("Eager",), lambda model, call: Tokens((8, 8)), inputs=("x",)))
     model, x = seeded(EagerModel, 0), normal(2, 64, 8)
-    handle = apply_mame(model, keep=0.5, min_tokens=1)
-    assert torch.equal(model(x), Eager()(x))
-    with pytest.raises(NothingMergedError, match="no scaled_dot_product_attention over the layer's own tokens"):
-        handle.report()
+    handle = apply_mame(model, keep=0.5, min_tokens=1, redraw=False)
+    outputs = [model(x), model(x)]
+    reason = "queries merge too: Eager calls no scaled_dot_product_attention over all of the layer's tokens"
+    assert [layer.reason for layer in handle.report().layers] == [reason]
     handle.set(merge="qkv")
-    assert not torch.equal(model(x), Eager()(x))
+    assert torch.equal(model(x), outputs[0])
+    assert torch.equal(*outputs)
+    assert not torch.equal(outputs[0], Eager()(x))
+
+
+def test_a_joint_family_that_does_not_tell_where_text_stands_merges_queries_too_and_says_so() -> None:
+    row = EVERY["Stable Diffusion 3"]
+    model, told = row.build(), row.build()
+    known = family_of(model)
+    assert known is not None
+    expected = []
+    for one, family in ((model, replace(known, text_last=None)), (told, known)):
+        register_family(family)
+        handle = apply_mame(one, keep=0.5, min_tokens=60)
+        expected.append(row.run(one))
+        reasons = {layer.reason for layer in handle.report().layers}
+        assert reasons == ({"queries merge too: the family Stable Diffusion 3 doesn't tell text_last, where the text's keys stand"} if one is model else {""})  # fmt: skip
+    assert not torch.equal(*expected)
+
+
+@pytest.mark.parametrize("fields", [{}, {"merge": "qkv"}, {"tau": 0.5}], ids=str)
+def test_a_sequence_without_rows_and_columns_merges_alternating_and_says_so(fields: dict[str, Any]) -> None:
+    row = EVERY["Flux"]
+    model = row.build()
+    known = family_of(model)
+    assert known is not None
+    register_family(replace(known, tokens=lambda model, call: Tokens((96,), before=TEXT), eager=False))
+    handle = apply_mame(model, min_tokens=60, **fields)
+    row.run(model)
+    register_family(known)
+    assert all(layer.merged and layer.reason.startswith(NO_SIZE) for layer in handle.report().layers)

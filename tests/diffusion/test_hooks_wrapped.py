@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from diffusers.hooks import HookRegistry
+from diffusers.hooks import HookRegistry, LayerSkipConfig, apply_layer_skip
 from diffusers.hooks import ModelHook as DiffusersHook
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.attention_processor import Attention
 
 from mame_sd import apply_mame, mame, remove_mame
 from tests.builders.layers import attention, tokens
+from tests.builders.tiny import run_unet, tiny_unet
 
 MERGING = {"tau": 0.3, "min_tokens": 1}
 
@@ -79,3 +83,49 @@ def test_copies_are_not_taken_for_wrapped() -> None:
     remove_mame(twin)
     assert torch.equal(twin(x), before)
     assert torch.equal(attn(x), merged)
+
+
+WRAPPERS: dict[str, Any] = {
+    "lambda": lambda forward: lambda x, *args, **kwargs: forward(x, *args, **kwargs),
+    "HyperTile's way": lambda forward: lambda *args, **kwargs: forward(args[0], *args[1:], **kwargs),
+}
+
+
+@pytest.mark.parametrize("merge", ["kv", "qkv"])
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_a_forward_that_was_wrapped_before_gets_its_arguments_as_they_came(wrap: Any, merge: str) -> None:
+    plain, wrapped = tiny_unet(), tiny_unet()
+    for module in wrapped.modules():
+        if isinstance(module, Attention):
+            module.forward = wrap(module.forward)
+    outputs = []
+    for unet in (plain, wrapped):
+        apply_mame(unet, keep=0.5, merge=merge, min_tokens=40)
+        outputs.append(run_unet(unet))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("wrap", [torch.nn.Sequential, torch.compile], ids=["Sequential", "compiled"])
+def test_a_feed_forward_of_another_class_merges_too(wrap: Any) -> None:
+    plain, wrapped = tiny_unet(), tiny_unet()
+    for module in wrapped.modules():
+        if isinstance(module, BasicTransformerBlock):
+            module.ff = wrap(module.ff) if wrap is torch.nn.Sequential else wrap(module.ff, backend="eager")
+    outputs = []
+    for unet in (plain, wrapped):
+        handle = apply_mame(unet, keep=0.5, mlp=0.5, min_tokens=40)
+        outputs.append(run_unet(unet))
+        assert all(layer.merged for layer in handle.report().layers)
+    torch.testing.assert_close(*outputs)
+
+
+def test_layer_skip_of_attention_scores_leaves_keys_whole_and_the_report_says_why() -> None:
+    config = LayerSkipConfig([0], fqn="mid_block.attentions.0.transformer_blocks", skip_attention=False, skip_attention_scores=True, skip_ff=False)  # fmt: skip
+    plain, merged = tiny_unet(), tiny_unet()
+    for unet in (plain, merged):
+        apply_layer_skip(unet, config)
+    handle = apply_mame(merged, keep=0.5, min_tokens=1)
+    run_unet(merged)
+    (layer,) = (layer for layer in handle.report().layers if layer.name.startswith("mid_block"))
+    assert not layer.merged
+    assert "layer skip" in layer.reason

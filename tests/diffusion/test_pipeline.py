@@ -162,6 +162,13 @@ def test_every_way_of_loading_takes_every_field(tmp_path: Path) -> None:
     assert StableDiffusionMaMePipeline.from_pretrained(tmp_path / "again").mame_config == loaded.mame_config
     with pytest.raises(ValueError, match="min_tokens: expected"):
         StableDiffusionMaMePipeline.from_pretrained(tmp_path, min_tokens=0)
+    euclidean = StableDiffusionMaMePipeline.from_pretrained(tmp_path, tau=-2.0, metric="euclidean")
+    assert (euclidean.tau, euclidean.mame_config.metric, euclidean.mame_config.seed) == (-2.0, "euclidean", 3)
+    kept = StableDiffusionMaMePipeline.from_pretrained(tmp_path / "again", tau=None, keep=0.5, variant="settled")
+    assert (kept.mame_config.keep, kept.mame_config.min_tokens) == (0.5, 40)
+    plain = generate(quiet(kept), keep=1.0)
+    assert torch.equal(generate(kept, min_tokens=4096), generate(kept, tau=None))
+    assert not torch.equal(generate(kept), plain)
     with pytest.raises((OSError, ValueError), match="fp16"):  # the weights' variant, which is not there
         StableDiffusionMaMePipeline.from_pretrained(tmp_path, variant="fp16")
 

@@ -47,7 +47,8 @@ class Family:
         outputs: where the attention returns a tuple, the entries of it that hold the image's tokens.
         mask: `select` takes care of `attention_mask`; else a call with one is left alone.
         cross: the attention's `encoder_hidden_states` may be there (joint attention); else such a call is left alone.
-        text_last: in joint attention the keys of `encoder_hidden_states` stand behind the image's; else before them.
+        text_last: in joint attention, whether the keys of `encoder_hidden_states` stand behind the image's (True) or before
+            them (False). Unless it is told, queries merge too.
         eager: `tokens` reads values of tensors, not only shapes, and so runs outside of compiled graphs.
     """
 
@@ -60,7 +61,7 @@ class Family:
     outputs: tuple[int, ...] = (0,)
     mask: bool = False
     cross: bool = False
-    text_last: bool = False
+    text_last: bool | None = None
     eager: bool = False
 
     def owns(self, path: str, module: nn.Module) -> bool:

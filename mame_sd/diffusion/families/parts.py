@@ -29,6 +29,10 @@ _CROSS_PROCESSORS = PLAIN_PROCESSORS | {
 class Part(Layer):
     """A module on tokens [B, L, C] that gives [B, L, C'], each token by itself."""
 
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._names = (self.hidden, *self._names[1:])  # blocks pass the tokens first, whatever a module calls them
+
     def tokens(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Tokens | str:
         """The tokens; a reason where the module may look at their places, or they are too few."""
         return _skip_reason(call, config) or lie(call.arguments["hidden_states"], known, config)
@@ -51,7 +55,9 @@ def parts_of(path: str, module: nn.Module) -> dict[str, str]:
 
 def _skip_reason(call: LayerCall, config: MaMeConfig) -> str | None:
     """Why this call passes through untouched; None if it may merge."""
-    hidden: Tensor = call.arguments["hidden_states"]
+    hidden = call.arguments.get("hidden_states")
+    if not isinstance(hidden, Tensor):
+        return "input is no tokens [B, L, C]"
     if hidden.dim() != 3:
         return f"input of {hidden.dim()} dimensions"
     if hidden.shape[1] < config.min_tokens:

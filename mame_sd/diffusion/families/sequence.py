@@ -17,16 +17,13 @@ from mame_sd.core.partition import positions
 from mame_sd.core.plan import Plan
 from mame_sd.diffusion.families.family import Family, Rows
 from mame_sd.diffusion.families.keys import MergedKeys
+from mame_sd.diffusion.families.unet import LAYER_SKIP, skips_scores
 from mame_sd.diffusion.layer import Layer, LayerCall, Unmerged, compared
 from mame_sd.diffusion.tokens import Call, Tokens
 
-WHOLE = "queries merge too: {} attends to parts of the batch"
+WHOLE = "queries merge too: {}"
 PARTS = (
     "{}, which cuts the batch into parts; samples that keep their own tokens run alone (tau lets them keep the same)"
-)
-UNSEEN = (
-    "no scaled_dot_product_attention over the layer's own tokens: another attention backend hides its keys; take the "
-    "native one, or merge='qkv'"
 )
 
 
@@ -37,6 +34,7 @@ class SequenceAttention(Layer):
         super().__init__(module)
         self.family = family
         self.hidden = family.inputs[0]
+        self._unseen: set[str] = set()  # processors that were seen to attend otherwise than over all tokens at once
 
     def tokens(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Tokens | str:
         """The image's tokens, as the model around says; a reason where the call isn't as the family says, or too small."""
@@ -46,15 +44,9 @@ class SequenceAttention(Layer):
         if known is None:
             return "height and width unknown"
         reason = self._skip_reason(call, known, config)
-        if reason is not None:
-            return reason
-        if not self._keys(call, config) and self._alone(hidden.shape[0], known, config):
-            if _cuts_batches(call):
-                return PARTS.format(type(call.processor).__name__)
-            unknown = next((v for v in call.arguments.values() if not _splits(v)), None)
-            if unknown is not None:
-                return f"arguments of {type(unknown).__name__} can't be split into samples that keep their own tokens"
-        return known
+        if reason is None and self._whole_because(call, config) is not None:
+            reason = self._unable(call, known, self.fitted(config, known)[0])
+        return reason or known
 
     def feature(self, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> Tensor:
         """The image's tokens, or their keys, in the order of the plane."""
@@ -65,8 +57,14 @@ class SequenceAttention(Layer):
         """The attention's output: the image's tokens restored, all others as computed beside the merged ones."""
         hidden: Tensor = call.arguments[self.hidden]
         order = _Order(tokens, hidden.shape[1])
-        if self._keys(call, config):
-            return self._with_merged_keys(call, order, plan)
+        if self._whole_because(call, config) is None:
+            output, seen = self._with_merged_keys(call, order, plan)
+            if seen:
+                return output
+            self._unseen.add(_kind(call))
+            reason = self._unable(call, tokens, config)
+            if reason is not None:
+                return Unmerged(output, reason)
         merged: dict[int, Tensor] = {}
         changes: dict[str, Any] = {}
         for name in self.family.inputs:
@@ -77,7 +75,7 @@ class SequenceAttention(Layer):
         kept = order.positions(plan)
         if self._alone(hidden.shape[0], tokens, config):
             samples = [self._sample(call, changes, order, kept, i) for i in range(kept.shape[0])]
-            return self._restored(_joined([call.forward(**sample) for sample in samples]), order, plan)
+            return self._restored(_joined([call.run(**sample) for sample in samples]), order, plan)
         if self.family.select is not None:
             same = kept.reshape(-1, plan.tokens_kept)[0]
             changes |= self.family.select(call.arguments, order.rows(same))
@@ -87,10 +85,10 @@ class SequenceAttention(Layer):
         """The image's tokens; 0 where they are unknown."""
         return 0 if known is None else known.count
 
-    def fitted(self, call: LayerCall, config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
-        """The settings as they are; where queries merge though they are to stay whole, a note of it."""
-        whole = config.merge == "kv" and not self._keys(call, config)
-        return config, WHOLE.format(type(call.processor).__name__) if whole else ""
+    def note(self, call: LayerCall, config: MaMeConfig) -> str:
+        """Where queries merge though they are to stay whole: why."""
+        reason = self._whole_because(call, config)
+        return WHOLE.format(reason) if reason and config.merge == "kv" else ""
 
     def _skip_reason(self, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> str | None:
         """Why this call passes through untouched; None if it may merge."""
@@ -107,24 +105,52 @@ class SequenceAttention(Layer):
             return f"fewer than min_tokens={config.min_tokens}"
         if given.get("attention_mask") is not None and not family.mask:
             return "attention mask"
-        if family.select is None or self._keys(call, config):
-            return None
-        return _unlike(given, family.select, tokens)
+        return None
 
-    def _keys(self, call: LayerCall, config: MaMeConfig) -> bool:
-        """Whether keys and values merge alone."""
-        return config.merge == "kv" and not _cuts_batches(call)
+    def _whole_because(self, call: LayerCall, config: MaMeConfig) -> str | None:
+        """Why queries merge too; None where keys and values merge alone."""
+        if config.merge == "qkv":
+            return "merge='qkv'"
+        if _cuts_batches(call):
+            return f"{_kind(call)} attends to parts of the batch"
+        if skips_scores(call.module):
+            return LAYER_SKIP
+        if _kind(call) in self._unseen:
+            return f"{_kind(call)} calls no scaled_dot_product_attention over all of the layer's tokens"
+        if self._text(call) is not None and self.family.text_last is None:
+            return f"the family {self.family.name} doesn't tell text_last, where the text's keys stand"
+        return None
 
-    def _with_merged_keys(self, call: LayerCall, order: _Order, plan: Plan) -> Any:
-        """The attention's output of all queries, with the image's keys and values merged."""
+    def _unable(self, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> str | None:
+        """Why tokens can't merge before this call, queries included; None if they can."""
+        batch = call.arguments[self.hidden].shape[0]
+        if self.family.select is not None:
+            reason = _unlike(call.arguments, self.family.select, tokens)
+            if reason is not None:
+                return reason
+        if self._alone(batch, tokens, config):
+            if _cuts_batches(call):
+                return PARTS.format(_kind(call))
+            unknown = next((v for v in call.arguments.values() if not _splits(v)), None)
+            if unknown is not None:
+                return f"arguments of {type(unknown).__name__} can't be split into samples that keep their own tokens"
+        return None
+
+    def _text(self, call: LayerCall) -> Tensor | None:
+        """The text of a joint call."""
+        named = self.family.cross and "encoder_hidden_states" not in self.family.inputs
+        return call.arguments.get("encoder_hidden_states") if named else None
+
+    def _with_merged_keys(self, call: LayerCall, order: _Order, plan: Plan) -> tuple[Any, bool]:
+        """The attention's output of all queries, with the image's keys and values merged; and whether they were."""
         hidden: Tensor = call.arguments[self.hidden]
-        text = call.arguments.get("encoder_hidden_states") if self.family.cross else None
+        text = self._text(call)
         beside = 0 if text is None else text.shape[1]
         first = order.first + (0 if self.family.text_last else beside)
         keys = MergedKeys(plan, first, hidden.shape[1] + beside, hidden.shape[0], order.to_plane, order.positions(plan))
         with keys:
             output = call.run()
-        return output if keys.seen else Unmerged(output, UNSEEN)
+        return output, keys.seen
 
     def _alone(self, batch: int, tokens: Tokens, config: MaMeConfig) -> bool:
         """Whether samples run one by one: they keep tokens of their own, and rotary positions are shared by a batch."""
@@ -212,6 +238,11 @@ def start_of(length: int, tokens: Tokens) -> int | None:
     if length == tokens.before + tokens.count + tokens.after:
         return tokens.before
     return None
+
+
+def _kind(call: LayerCall) -> str:
+    """What attends in a call, by name."""
+    return type(call.module if call.processor is None else call.processor).__name__
 
 
 def _cuts_batches(call: LayerCall) -> bool:

@@ -139,6 +139,7 @@ BUILT_IN = (
         cos_sin("image_rotary_emb", 0),
         outputs=(0, 2),
         cross=True,
+        text_last=False,
         eager=True,
     ),
     Family(
@@ -149,6 +150,7 @@ BUILT_IN = (
         chroma_rows,
         mask=True,
         cross=True,
+        text_last=False,
         eager=True,
     ),
     Family(
@@ -159,8 +161,11 @@ BUILT_IN = (
         qwen_rows,
         mask=True,
         cross=True,
+        text_last=False,
     ),
-    Family("AuraFlow", ("AuraFlowTransformer2DModel",), ("Attention.attn",), with_registers, cross=True),
+    Family(
+        "AuraFlow", ("AuraFlowTransformer2DModel",), ("Attention.attn",), with_registers, cross=True, text_last=False
+    ),
     Family(
         "Wan",
         ("WanTransformer3DModel", "WanVACETransformer3DModel"),
@@ -178,6 +183,7 @@ BUILT_IN = (
         frames_first,
         cos_sin("image_rotary_emb", 0),
         cross=True,
+        text_last=False,
     ),
 )
 _MODELS = {model: family for family in BUILT_IN for model in family.models}

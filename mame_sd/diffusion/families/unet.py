@@ -48,6 +48,7 @@ PLAIN_PROCESSORS = frozenset(
     }
 )
 _ROTARY = ("image_rotary_emb", "query_rotary_emb", "key_rotary_emb", "rotary_emb")
+LAYER_SKIP = "diffusers' layer skip puts values in place of attention only where there are as many as queries"
 _PLAIN = processors.AttnProcessor2_0()
 _ADDED_KV = processors.AttnAddedKVProcessor2_0()
 _UNSCALED = processors.AttnProcessor()
@@ -148,7 +149,9 @@ def skip_reason(call: LayerCall, config: MaMeConfig) -> str | None:
         return "cross-attention"
     if given.get("attention_mask") is not None:
         return "attention mask"
-    hidden: Tensor = given["hidden_states"]
+    hidden = given.get("hidden_states")
+    if not isinstance(hidden, Tensor):
+        return "input is no tokens [B, L, C]"
     if hidden.dim() != 3:
         return f"input of {hidden.dim()} dimensions"
     reason = fixed_reason(call.module)
@@ -161,9 +164,17 @@ def skip_reason(call: LayerCall, config: MaMeConfig) -> str | None:
     kind = type(call.processor).__name__
     if kind == "MaMeAttnProcessor":
         return f"a {kind} on the module merges already"
+    if config.merge == "kv" and skips_scores(call.module):
+        return f"{LAYER_SKIP}; merge='qkv' goes with it"
     if config.merge == "kv" and not isinstance(call.processor, (*_KV_PROCESSORS, processors.FusedAttnProcessor2_0)):
         return f"merge='kv' needs a diffusers default processor, {kind} is installed"
     return None
+
+
+def skips_scores(attn: Any) -> bool:
+    """Whether diffusers' layer skip puts values in place of attention, which it does where there are as many as queries."""
+    registry = getattr(attn, "_diffusers_hook", None)
+    return registry is not None and any(getattr(h, "skip_attention_scores", False) for h in registry.hooks.values())
 
 
 def _accepted(kind: type) -> frozenset[str]:
