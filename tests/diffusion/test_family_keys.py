@@ -39,6 +39,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "own": {"keep": 0.5, "stride": (2, 2)},  # samples keep tokens of their own
     "same": {"keep": 0.25},
     "tau": {"tau": 0.1, "merge": "kv"},
+    "pick": {"keep": 0.25, "weights": "pick"},
+    "pick-own": {"keep": 0.5, "stride": (2, 2), "weights": "pick"},
 }
 
 
@@ -102,7 +104,10 @@ def layers_of(model: nn.Module, names: list[str]) -> list[nn.Module]:
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [*((name, "own") for name in EVERY), *((n, f) for n in ("Flux", "Wan (video)") for f in ("same", "tau"))],
+    [
+        *((name, "own") for name in EVERY),
+        *((n, f) for n in ("Flux", "Wan (video)") for f in ("same", "tau", "pick", "pick-own")),
+    ],
 )
 def test_equals_float64_loops(name: str, form: str) -> None:
     row, fields = EVERY[name], FIELDS[form]
@@ -223,6 +228,11 @@ def test_a_processor_that_attends_to_parts_of_the_batch_merges_queries_too_and_s
         model(**inputs, return_dict=False)
     reason = "queries merge too: PAGCFGHunyuanAttnProcessor2_0 attends to parts of the batch"
     assert {layer.reason for layer in handle.report().layers} == {reason}
+    handle.set(weights="pick")
+    with torch.no_grad():
+        model(**inputs, return_dict=False)
+    with pytest.raises(NothingMergedError, match="attends to parts of the batch, where queries would be dropped"):
+        handle.report()
 
 
 def _thrice(value: Any) -> Any:

@@ -21,6 +21,7 @@ from mame_sd.diffusion.layer import Layer, LayerCall, Unmerged, compared
 from mame_sd.diffusion.tokens import Call, Tokens
 
 WHOLE = "queries merge too: {} attends to parts of the batch"
+PICKED = "{} attends to parts of the batch, where queries would be dropped too; take weights 'best' or 'average'"
 PARTS = (
     "{}, which cuts the batch into parts; samples that keep their own tokens run alone (tau lets them keep the same)"
 )
@@ -107,6 +108,8 @@ class SequenceAttention(Layer):
             return f"fewer than min_tokens={config.min_tokens}"
         if given.get("attention_mask") is not None and not family.mask:
             return "attention mask"
+        if config.weights == "pick" and not self._keys(call, config):
+            return PICKED.format(type(call.processor).__name__)
         if family.select is None or self._keys(call, config):
             return None
         return _unlike(given, family.select, tokens)
