@@ -86,12 +86,13 @@ def positions(
     first = Positions(*_looked_up(*key))
     if draw is None or not config.redraw or config.partition not in DRAWN:
         return first
+    draw = draw % _draw_count(*key[2:5])  # which may be that of a step of other settings: of the model, not of a part
     return _drawn(first, _looked_up_draws(*key), draw)
 
 
 def _kind(config: MaMeConfig) -> str:
     """The partition by the name that `partitioned` knows."""
-    latin = config.partition == "random-grid" and config.weights == "pick" and config.redraw
+    latin = config.partition == "random-grid" and config.weights == "pick"
     return "latin-grid" if latin else config.partition
 
 
@@ -108,7 +109,7 @@ def square(tokens: int) -> tuple[int, int] | None:
 
 def _drawn(first: Positions, draws: Tensor, draw: Tensor) -> Positions:
     """The positions that row `draw` [1] of a table of draws holds; padding and counts are those of every draw."""
-    row = draws.index_select(0, draw.to(draws.device) % draws.shape[0])[0]  # a part of a block may have fewer draws
+    row = draws.index_select(0, draw.to(draws.device))[0]
     values = {f.name: getattr(first, f.name) for f in fields(first)}
     start = 0
     for name in _PER_DRAW:
