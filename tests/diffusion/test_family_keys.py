@@ -168,12 +168,12 @@ def test_text_is_exact_and_samples_run_together(name: str) -> None:
     assert torch.equal(merged[0][:, :, first + n // 2 :], plain[0][:, :, first + n :])
 
 
-@every_family
-def test_one_graph(name: str) -> None:
+@pytest.mark.parametrize(("name", "fields"), [*((name, {}) for name in EVERY), ("Flux", {"weights": "pick"})])
+def test_one_graph(name: str, fields: dict[str, Any]) -> None:
     """Merging breaks no graph, adds none but the small one of the hook that reads the step, and compiles once."""
     row = EVERY[name]
     model = row.build()
-    handle = apply_mame(model, keep=0.5, stride=(2, 2), min_tokens=60)
+    handle = apply_mame(model, keep=0.5, stride=(2, 2), min_tokens=60, **fields)
     expected = row.run(model)
     torch._dynamo.reset()
     counters.clear()
@@ -229,6 +229,7 @@ def test_a_processor_that_attends_to_parts_of_the_batch_merges_queries_too_and_s
     reason = "queries merge too: PAGCFGHunyuanAttnProcessor2_0 attends to parts of the batch"
     assert {layer.reason for layer in handle.report().layers} == {reason}
     handle.set(weights="pick")
+    handle.reset()
     with torch.no_grad():
         model(**inputs, return_dict=False)
     with pytest.raises(NothingMergedError, match="attends to parts of the batch, where queries would be dropped"):
