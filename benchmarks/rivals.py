@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mame_sd import mame
 from mame_sd.config import MaMeConfig
 from mame_sd.core.plan import Plan
-from mame_sd.diffusion.apply import denoiser_of
+from mame_sd.diffusion.apply import denoiser_of, mame
 from mame_sd.diffusion.families.unet import PlainAttention
+from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.hook_registry import hook_on
 from mame_sd.diffusion.hooks import MergeHook
 from mame_sd.diffusion.layer import Layer, LayerCall
@@ -105,7 +105,7 @@ class RivalLayer(Layer):
 @contextmanager
 def rival_on(
     target: Any, make: Callable[[], MakePlan], merge: str, min_tokens: int = 1024, plain_only: bool = False
-) -> Iterator[Any]:
+) -> Iterator[MaMeHandle]:
     """Merging by a rival for a `with` block, in the layers in which ours would merge.
 
     Args:
