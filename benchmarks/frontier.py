@@ -1,13 +1,14 @@
-"""What an image costs and what it loses: every setting, tomesd and the trivial rivals on the embedded model.
+"""What an image costs and what it loses: every setting and every rival on the embedded model.
 
     python -m benchmarks.frontier --short                       # 4 prompts, a few settings: minutes
+    python -m benchmarks.frontier --rivals --num 64             # every rival, and ours beside them
     python -m benchmarks.frontier                               # 16 prompts, 10 steps; run again to continue
     python -m benchmarks.frontier --device cuda --num 64 --steps 25
 
 LPIPS, PSNR and SSIM compare with the image that the unmerged model paints of the same prompt and seed; retrieval is the
 share of images whose nearest glyph is the prompted one. Times are of the UNet alone, over a whole run of `--steps` steps,
 each method beside the baseline. Writes frontier.md and frontier.png into --out, of every point measured there with the same
-prompts, steps and rounds on this machine; one file for each makes it resumable: delete a file to measure its point again.
+prompts, steps and rounds on this machine, with a line that says whether the model can tell methods apart at all; one file for each makes it resumable: delete a file to measure its point again.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from benchmarks import methods
 from benchmarks.frontier_report import Point, markdown, plot, verdict
 from benchmarks.methods import Method
 from benchmarks.painting import AttentionWork, clocked, load, paint
+from benchmarks.sensitivity import sensitivity
 from benchmarks.timing import machine
 from mame_sd import embedded_model_path
 from mame_sd.eval.metrics.lpips import load_lpips
 from mame_sd.eval.metrics.psnr import psnr
 from mame_sd.eval.metrics.ssim import ssim
 from mame_sd.eval.scoring.retrieval import draw_prompts, retrieved
+from mame_sd.eval.stats import mean_interval
 from mame_sd.eval.timing import interleaved, quartiles
 from mame_sd.runs.files import write_atomically, written_whole
 
@@ -116,11 +119,16 @@ class Frontier:
         with np.load(file) as arrays:
             return arrays["images"], int(arrays["work"])
 
-    def _quality(self, images: np.ndarray, plain: np.ndarray) -> dict[str, float]:
+    def _quality(self, images: np.ndarray, plain: np.ndarray) -> dict[str, Any]:
         a, b = (torch.from_numpy(x).permute(0, 3, 1, 2).float() / 255 for x in (images, plain))
         hits = [retrieved(image, prompt) for image, prompt in zip(images, self.prompts, strict=True)]
+        distances = self._distance(a.to(self.pipe.device), b.to(self.pipe.device)).tolist()
+        found = mean_interval(
+            {str(i): d for i, d in enumerate(distances)}, {str(i): str(i) for i in range(len(distances))}
+        )
         return {
-            "lpips": float(self._distance(a.to(self.pipe.device), b.to(self.pipe.device)).mean()),
+            "lpips": found["mean"],
+            "lpips_interval": None if found["low"] is None else [found["low"], found["high"]],
             "psnr": float(psnr(a, b).clamp(max=100).mean()),
             "ssim": float(ssim(a, b).mean()),
             "retrieval": float(np.mean(hits)),
@@ -161,6 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/frontier"), help="default out/frontier")
     parser.add_argument("--short", action="store_true", help="4 prompts, 6 steps, a few settings")
+    parser.add_argument("--rivals", action="store_true", help="every rival, and our settings over the same speeds")
     parser.add_argument("--num", type=int, help="prompts (default 16)")
     parser.add_argument("--steps", type=int, help="denoising steps (default 10)")
     parser.add_argument("--rounds", type=int, default=5, help="timed runs of each method (default 5)")
@@ -169,7 +178,7 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     args = parser.parse_args()
-    chosen = methods.SHORT if args.short else methods.FULL
+    chosen = methods.AGAINST_RIVALS if args.rivals else methods.SHORT if args.short else methods.FULL
     chosen = {name: method for name, method in chosen.items() if args.only is None or args.only in name}
     if not chosen:
         parser.error(f"--only: expected a part of a setting's name, got {args.only!r}; see benchmarks/methods.py")
@@ -179,11 +188,17 @@ def main() -> None:
     prompts = [prompt.text for prompt in draw_prompts(num)]
     lpips = load_lpips(device=str(device))
     points = Frontier(args.out, pipe, lpips, prompts, steps, args.rounds, _model_digest()).points(chosen, methods.FULL)
-    text = markdown(points)
+    text = f"{markdown(points)}\n{sensitivity(points)}\n"
     write_atomically(args.out / "frontier.md", text.encode())
     plot(points, args.out / "frontier.png")
     print(text)
-    about = {"num": num, "steps": steps, "machine": machine(device), "verdict": verdict(points)}
+    about = {
+        "num": num,
+        "steps": steps,
+        "machine": machine(device),
+        "verdict": verdict(points),
+        "sensitivity": sensitivity(points),
+    }
     print(json.dumps({"benchmark": "frontier", **about, "points": points}))
 
 

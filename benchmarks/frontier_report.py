@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.methods import OURS
+from benchmarks.methods import FLOOR, OURS
 
 Point = dict[str, Any]
 
@@ -51,7 +51,7 @@ def verdict(points: list[Point]) -> dict[str, dict[str, str | None]]:
     """For each rival: our setting with lower LPIPS that is at least as fast, and our faster one of at most its LPIPS."""
     mine = [p for p in points if p["family"] == OURS]
     found = {}
-    for rival in (p for p in points if p["family"] not in (OURS, "baseline", "variant")):
+    for rival in (p for p in points if p["family"] not in (OURS, "baseline", "variant", FLOOR)):
         better = [p for p in mine if p["times_faster"] >= rival["times_faster"] and p["lpips"] < rival["lpips"]]
         faster = [p for p in mine if p["lpips"] <= rival["lpips"] and p["times_faster"] > rival["times_faster"]]
         found[rival["name"]] = {

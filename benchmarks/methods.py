@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from benchmarks.rivals import pooled, tomesd_on
+from benchmarks.rival_plans import constant, means, random_cells, random_keys, strided, tiles, todo
+from benchmarks.rivals import MakePlan, rival_on, tomesd_on
+from benchmarks.toma import ToMA
 from benchmarks.variants import guidance_protected, scheduled, share_at, varied
 from mame_sd import MaMeConfig, mame
 
 OURS = "mame"
+HALVES = ((1, 2), (2, 2))  # cells of a half and a quarter
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,19 @@ def tomesd(ratio: float, max_downsample: int = 1, **more: Any) -> Method:
     return Method("tomesd", settings, lambda unet: tomesd_on(unet, **settings))
 
 
-def trivial(kind: str, rows: int, columns: int, min_tokens: int = 1024) -> Method:
-    settings = {"cell": [rows, columns], "min_tokens": min_tokens}
-    return Method(kind, settings, lambda unet: pooled(unet, (rows, columns), kind, min_tokens))
+def rival(
+    family: str, make: Callable[..., MakePlan], merge: str = "kv", min_tokens: int = 1024, **settings: Any
+) -> Method:
+    """A rival of `rival_plans` or `toma`, made of `settings`; `family` is its name in tables."""
+    said = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+    on = partial(
+        rival_on,
+        make=partial(make, **settings),
+        merge=merge,
+        min_tokens=min_tokens,
+        plain_only=make is tiles,
+    )
+    return Method(family, {**said, "merge": merge, "min_tokens": min_tokens}, lambda unet: on(unet))
 
 
 def biased(bias: float, **fields: Any) -> Method:
@@ -62,21 +75,64 @@ def in_steps(noisy: tuple[float, ...], fine: tuple[float, ...]) -> Method:
     return Method("variant", settings, lambda unet: scheduled(unet, partial(share_at, noisy, fine)))
 
 
+FIRST: dict[str, Any] = {"min_tokens": 4096}  # the first level only, as tomesd merges unless told otherwise
+FLOOR = "floor"  # the family of what an instrument must be able to see
+MEAN_ATTENTION = "mean attention"
+TRIVIAL = {
+    **{f"stride {rows}x{columns}": rival("stride", strided, "qkv", cell=(rows, columns)) for rows, columns in HALVES},
+    **{f"pool {rows}x{columns}": rival("pool", means, "qkv", cell=(rows, columns)) for rows, columns in HALVES},
+    **{f"pool-kv {rows}x{columns}": rival("pool-kv", means, cell=(rows, columns)) for rows, columns in HALVES},
+    "stride-kv 1x2": rival("stride-kv", strided, cell=(1, 2)),
+    "pool-kv 2x2, first level": rival("pool-kv", means, cell=(2, 2), **FIRST),
+    "pool-kv 4x4, first level": rival("pool-kv", means, cell=(4, 4), **FIRST),
+    "pool 2x2, first level": rival("pool", means, "qkv", cell=(2, 2), **FIRST),
+    "pool 1x2, first level": rival("pool", means, "qkv", cell=(1, 2), **FIRST),
+}
+RANDOM = {
+    f"random {name}{drawn}": rival("random", make, redraw=not drawn, **fields)
+    for name, make, fields in (
+        ("0.5", random_keys, {"share": 0.5}),
+        ("0.25", random_keys, {"share": 0.25}),
+        ("0.0625", random_keys, {"share": 0.0625}),
+        ("of 2x2", random_cells, {"cell": (2, 2)}),
+        ("of 4x4", random_cells, {"cell": (4, 4)}),
+    )
+    for drawn in ("", ", one draw")
+}
+PUBLISHED = {
+    "todo 2": rival("todo", todo, factor=2),
+    "todo 4": rival("todo", todo, factor=4),
+    "todo 4, then 2": rival("todo", todo, factor=2, first_factor=4),
+    **{
+        f"hypertile {pixels}{drawn}": rival("hypertile", tiles, "qkv", side=pixels // 8, options=2 if drawn else 1)
+        for pixels in (256, 128)
+        for drawn in ("", ", drawn")
+    },
+    **{
+        f"hypertile {pixels}, first level": rival("hypertile", tiles, "qkv", side=pixels // 8, **FIRST)
+        for pixels in (256, 128)
+    },
+    **{f"toma {share}": rival("toma", ToMA, "qkv", share=share) for share in (0.75, 0.5, 0.25)},
+    "toma-kv 0.25": rival("toma", ToMA, share=0.25),
+}
+FLOORS = {
+    MEAN_ATTENTION: rival(FLOOR, constant, "qkv", scale=1.0),
+    "zero attention": rival(FLOOR, constant, "qkv", scale=0.0),
+}
 RIVALS = {
     **{f"tomesd {ratio}": tomesd(ratio) for ratio in (0.25, 0.5, 0.75)},
     **{f"tomesd {ratio}, two levels": tomesd(ratio, 2) for ratio in (0.25, 0.5, 0.75)},
     "tomesd 0.5, two levels, mlp": tomesd(0.5, 2, merge_mlp=True),
-    "stride 1x2": trivial("stride", 1, 2),
-    "pool 1x2": trivial("pool", 1, 2),
-    "pool 2x2": trivial("pool", 2, 2),
-    "pool-kv 1x2": trivial("pool-kv", 1, 2),
-    "pool-kv 2x2": trivial("pool-kv", 2, 2),
-    "pool-kv 2x2, first level": trivial("pool-kv", 2, 2, 4096),
-    "pool-kv 4x4, first level": trivial("pool-kv", 4, 4, 4096),
-    "pool 2x2, first level": trivial("pool", 2, 2, 4096),
-    "pool 1x2, first level": trivial("pool", 1, 2, 4096),
+    **TRIVIAL,
+    **RANDOM,
+    **PUBLISHED,
+    **FLOORS,
 }
-FIRST = {"min_tokens": 4096}  # the first level only, as tomesd merges unless told otherwise
+PICKS = {
+    **{f"pick {keep}": ours(keep=keep, weights="pick") for keep in (0.5, 0.375, 0.25, 0.125, 0.0625)},
+    "pick 0.25, one draw": ours(keep=0.25, weights="pick", redraw=False),
+    "pick 0.25, first of each cell": ours(keep=0.25, weights="pick", partition="grid"),
+}
 WIDE: dict[str, dict[str, Any]] = {
     "1/9, 3x3 cells, tiles 12": {"keep": 0.1, "stride": (3, 3), "tiles": 12},
     "1/16, 4x4 cells, tiles 16": {"keep": 0.05, "stride": (4, 4), "tiles": 16},
@@ -127,6 +183,7 @@ FULL = {
     **{f"default, mlp {mlp}": ours(mlp=mlp) for mlp in (0.75, 0.5)},
     "default, cross .5": ours(cross=0.5),
     "default, mlp .5, cross .5": ours(mlp=0.5, cross=0.5),
+    **PICKS,
     **VARIANTS,
     **RIVALS,
 }
@@ -142,4 +199,10 @@ SHORT = {
         "tomesd 0.5",
         "pool-kv 2x2",
     )
+}
+# What `--rivals` measures: every rival, and ours over the same range of speeds.
+AGAINST_RIVALS = {
+    **{name: FULL[name] for name in ("default", "kv 0.5", "kv 0.125", "kv 0.0625", "qkv 0.5", "qkv 0.25")},
+    **PICKS,
+    **RIVALS,
 }

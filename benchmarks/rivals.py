@@ -1,64 +1,140 @@
-"""What merging has to beat: tomesd, and three ways to shrink self-attention that look at no token at all.
+"""What merging has to beat, on the library's own path: its hooks and layers, with a rival's plan in place of ours.
 
-* stride: attention on every second token, each output repeated for its neighbour;
-* pool: attention on means of 1 x 2 or 2 x 2 tokens, outputs repeated;
-* pool-kv: queries stay whole, keys and values are means of 1 x 2 or 2 x 2 tokens.
+So every rival meets the same calls, the same checks and the same counting, and differs in nothing but what merges. `rival_on`
+does that for any `Plan`: keys and values (`merge="kv"`), or whole tokens that it restores ("qkv"). Their plans stand in
+`rival_plans.py` and `toma.py`. tomesd patches models by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor, nn
 
-from mame_sd.core.partition import square
+from mame_sd.config import MaMeConfig
+from mame_sd.core.plan import Plan
+from mame_sd.diffusion.apply import denoiser_of, mame
+from mame_sd.diffusion.families.unet import PlainAttention
+from mame_sd.diffusion.handle import MaMeHandle
+from mame_sd.diffusion.hook_registry import hook_on
+from mame_sd.diffusion.hooks import MergeHook
+from mame_sd.diffusion.layer import Layer, LayerCall
+from mame_sd.diffusion.tokens import Tokens
 
 
-class PooledProcessor:
-    """Self-attention of square images on pooled tokens; everything else as diffusers computes it.
+class Run:
+    """What the layers of one model share while a rival is on it: the step of the image, and generators of random numbers.
 
-    Args:
-        cell: (rows, columns) that become one token.
-        kind: stride (the cell's first token), pool (its mean) or pool-kv (its mean, keys and values only).
-        min_tokens: layers with fewer are left alone.
+    A step is a change of the timestep; they are counted from 0 since it last rose.
     """
 
-    def __init__(self, cell: tuple[int, int], kind: str, min_tokens: int) -> None:
-        self._cell = cell
-        self._kind = kind
-        self._min_tokens = min_tokens
-        self._inner = AttnProcessor2_0()
+    def __init__(self, seed: int = 0) -> None:
+        self.choices = random.Random(seed)
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._step = -1
+        self._last = float("-inf")
+        self._timestep: Any = None
 
-    def __call__(
-        self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Any = None, **rest: Any
-    ) -> Tensor:
-        size = square(hidden_states.shape[1])
-        if encoder_hidden_states is not None or size is None or hidden_states.shape[1] < self._min_tokens:
-            return self._inner(attn, hidden_states, encoder_hidden_states, **rest)
-        image = hidden_states.transpose(1, 2).unflatten(2, size)  # [B, C, h, w]
-        rows, columns = self._cell
-        small = image[:, :, ::rows, ::columns] if self._kind == "stride" else F.avg_pool2d(image, self._cell)
-        tokens = small.flatten(2).transpose(1, 2)
-        if self._kind == "pool-kv":
-            return self._inner(attn, hidden_states, tokens, **rest)
-        output = self._inner(attn, tokens, None, **rest).transpose(1, 2).unflatten(2, small.shape[2:])
-        return output.repeat_interleave(rows, 2).repeat_interleave(columns, 3).flatten(2).transpose(1, 2)
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward pre-hook for the model; it does not wait for a GPU, only who asks for `step` does."""
+        self._timestep = kwargs.get("timestep", args[1] if len(args) > 1 else None)
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Its generator on `device`."""
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+    @property
+    def step(self) -> int:
+        """Which one it is; to be asked for at each."""
+        if self._timestep is not None:
+            now, self._timestep = float(torch.as_tensor(self._timestep).float().max()), None
+            self._step = 0 if now > self._last else self._step + (now < self._last)
+            self._last = now
+        return self._step
+
+
+# (tokens [B, L, C], their (h, w), what the layers share) -> plan
+MakePlan = Callable[[Tensor, tuple[int, int], Run], Plan]
+
+
+class RivalLayer(Layer):
+    """A layer that merges by a rival's plan and is `inner` in all else."""
+
+    def __init__(self, inner: Layer, make: MakePlan, run: Run) -> None:
+        super().__init__()
+        self.inner, self.make, self.run = inner, make, run
+
+    def call(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> LayerCall:
+        """As `inner`."""
+        return self.inner.call(module, forward, args, kwargs)
+
+    def tokens(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Tokens | str:
+        """What `inner` says; a reason where height and width are unknown."""
+        tokens = self.inner.tokens(call, known, config)
+        if isinstance(tokens, Tokens) and tokens.plane is None:
+            return "height and width unknown"
+        return tokens
+
+    def plan(self, call: LayerCall, tokens: Tokens, config: MaMeConfig, draw: Tensor | None = None) -> Plan:
+        """The rival's."""
+        assert tokens.plane is not None
+        return self.make(self.inner.feature(call, tokens, config), tokens.plane, self.run)
+
+    def merged(self, call: LayerCall, tokens: Tokens, plan: Plan, config: MaMeConfig) -> Any:
+        """As `inner`."""
+        return self.inner.merged(call, tokens, plan, config)
+
+    def count(self, call: LayerCall, known: Tokens | None) -> int:
+        """As `inner`."""
+        return self.inner.count(call, known)
+
+    def fitted(self, call: LayerCall, config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
+        """As `inner`."""
+        return self.inner.fitted(call, config, tokens)
 
 
 @contextmanager
-def pooled(unet: Any, cell: tuple[int, int], kind: str, min_tokens: int) -> Iterator[None]:
-    """`unet` with a PooledProcessor for the block; afterwards its own processors are back."""
-    before = dict(unet.attn_processors)
-    try:
-        unet.set_attn_processor(PooledProcessor(cell, kind, min_tokens))
-        yield
-    finally:
-        unet.set_attn_processor(before)
+def rival_on(
+    target: Any, make: Callable[[], MakePlan], merge: str, min_tokens: int = 1024, plain_only: bool = False
+) -> Iterator[MaMeHandle]:
+    """Merging by a rival for a `with` block, in the layers in which ours would merge.
+
+    Args:
+        target: what `apply_mame` takes.
+        make: called once for each layer, gives what makes its plans.
+        merge: "kv" or "qkv".
+        min_tokens: layers with fewer are left alone.
+        plain_only: the rival can't tell text from an image in one sequence.
+
+    Raises:
+        ValueError: nothing could merge, or `plain_only` and a transformer's attention.
+    """
+    run = Run()
+    # keep=1: all samples of a batch run together, for a rival's plans are not of our partition
+    with mame(target, keep=1.0, merge=merge, min_tokens=min_tokens) as handle:
+        noted = denoiser_of(target).register_forward_pre_hook(run.note, with_kwargs=True)
+        try:
+            for module in denoiser_of(target).modules():
+                hook = hook_on(module, MergeHook.name)
+                if isinstance(hook, MergeHook):
+                    if plain_only and not isinstance(hook.layer, PlainAttention):
+                        raise ValueError(
+                            f"expected self-attention of image tokens alone, got {type(module).__name__}, whose calls "
+                            "hold text too; use a UNet"
+                        )
+                    hook.layer = RivalLayer(hook.layer, make(), run)
+            yield handle
+        finally:
+            noted.remove()
 
 
 @contextmanager

@@ -75,8 +75,9 @@ class MaMeConfig:
     feature: Literal["x", "k", "k-mean"] = _field(
         "what similarity compares: x (the layer's input), k (its keys), k-mean (keys averaged over the heads)"
     )
-    weights: Literal["average", "best"] = _field(
-        "average: a source is shared out over its similar destinations (the paper); best: its most similar one takes it whole"
+    weights: Literal["average", "best", "pick"] = _field(
+        "average: a source is shared out over its similar destinations (the paper); best: its most similar one takes it whole; "
+        "pick: destinations stay as they are and sources that would merge are dropped, of keys and values only (merge kv)"
     )
     refine: bool = _field(
         "adaptive weight refining: drop a source's weaker than average destinations; used by weights average only"
@@ -149,7 +150,8 @@ class MaMeConfig:
         """The settings that merge a part ("mlp" or "cross") of a block by itself; None where it is off.
 
         They are these, with the part's share as `keep`, from which the grid's cell follows. With `tau`, the preset decides again
-        for a share wherever the value is what it decides for tau: global similarity would cost more than the part itself.
+        for a share wherever the value is what it decides for tau: global similarity would cost more than the part itself. It decides
+        on `weights` too where they are "pick", which leaves nothing to restore a part from.
         """
         share = getattr(self, name)
         if share is None:
@@ -160,6 +162,8 @@ class MaMeConfig:
             for field_name in ("partition", "redraw", "tiles", "weights"):
                 if values[field_name] == by_tau[field_name]:
                     values[field_name] = None
+        if self.weights == "pick":  # a part is restored
+            values["weights"] = None
         values |= {"tau": None, "keep": share, "stride": None, "merge": "qkv", "feature": "x"}
         return MaMeConfig(**{**values, **dict.fromkeys(PARTS)})
 

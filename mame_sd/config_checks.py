@@ -12,7 +12,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "partition": ("alternating", "sequential", "random", "grid", "random-grid"),
     "metric": ("cosine", "dot", "euclidean", "softmax"),
     "feature": ("x", "k", "k-mean"),
-    "weights": ("average", "best"),
+    "weights": ("average", "best", "pick"),
     "variant": ("settled", "paper"),
     "merge": ("qkv", "kv"),
     "kernel": ("triton",),
@@ -72,6 +72,11 @@ def check_resolved(config: Any) -> None:
         raise ValueError(
             "variant: 'paper' knows only tau, merge='qkv' and weights='average' (the printed equations), "
             f"got tau={config.tau!r}, keep={config.keep!r}, merge={config.merge!r}, weights={config.weights!r}"
+        )
+    if config.weights == "pick" and config.merge != "kv":
+        raise ValueError(
+            f"weights: 'pick' drops keys and values, from which nothing could be restored, and needs merge='kv', got "
+            f"merge={config.merge!r}; leave merge out, or take weights 'best' or 'average'"
         )
     if config.kernel is not None and not (
         config.weights == "best" and config.metric == "cosine" and 0 < config.tiles <= MAX_TILE

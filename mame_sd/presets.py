@@ -54,6 +54,8 @@ def resolve(given: Mapping[str, Any]) -> dict[str, Any]:
     table = preset["keep" if "keep" in chosen else "tau"]
     unset = dict.fromkeys(("tau", "keep", "size", "mlp", "cross"))
     values = {**unset, "preset": "default", **COMMON, **table, **chosen}
+    if values["weights"] == "pick" and "merge" not in chosen:
+        values["merge"] = "kv"
     if "keep" in chosen and "stride" not in chosen:
         values["stride"] = _cell(chosen["keep"], values["tiles"])
     return values

@@ -13,7 +13,7 @@ from benchmarks import attention, layers, methods, unet, unets
 from benchmarks.frontier import Frontier
 from benchmarks.frontier_report import markdown, on_frontier, verdict
 from benchmarks.painting import AttentionWork, clocked
-from benchmarks.rivals import pooled
+from benchmarks.rival_plans import means
 from benchmarks.timing import captured, interleaved
 from benchmarks.variants import guidance_protected, scheduled, share_at, varied
 from mame_sd import MaMeConfig, mame
@@ -76,18 +76,6 @@ def test_the_architectures_are_the_published_ones(name: str, millions: float) ->
     assert sum(p.numel() for p in unet.parameters()) == pytest.approx(millions * 1e6, rel=1e-4)
 
 
-def test_pooled_keys_of_constant_cells_change_nothing_and_processors_come_back() -> None:
-    attn = layers.attention(64, CPU, torch.float32)
-    cells = torch.randn(1, 16, 16, 64).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1, 2)  # 32 x 32
-    unet = tiny_unet()
-    before = dict(unet.attn_processors)
-    with torch.no_grad(), pooled(unet, (2, 2), "pool-kv", 16):
-        processor: Any = next(iter(unet.attn_processors.values()))
-        torch.testing.assert_close(processor(attn, cells), attn(cells), rtol=1e-4, atol=1e-5)
-        assert not torch.equal(processor(attn, torch.randn(1, 1024, 64)), attn(torch.randn(1, 1024, 64)))
-    assert dict(unet.attn_processors) == before
-
-
 def test_variants_without_their_idea_are_plain_merging_and_with_it_are_not() -> None:
     unet, config = tiny_unet(), MaMeConfig(keep=0.375, stride=(2, 2), partition="grid", min_tokens=16)
     with mame(unet, config):
@@ -134,7 +122,7 @@ def test_work_counts_self_attention_alone() -> None:
     unet = tiny_unet()
     with AttentionWork(7) as whole, clocked(unet) as clock:
         run_unet(unet)
-    with AttentionWork(7) as quarter, pooled(unet, (2, 2), "pool-kv", 16):
+    with AttentionWork(7) as quarter, methods.rival("pool-kv", means, cell=(2, 2), min_tokens=16).on(unet):
         run_unet(unet)
     assert quarter.work * 4 == whole.work > 0
     assert clock.seconds > 0
@@ -178,7 +166,7 @@ def test_a_frontier_of_some_settings_keeps_the_rows_measured_before(tmp_path: Pa
     every = {
         "mild": methods.ours(keep=0.5, min_tokens=16),
         "strong": methods.ours(keep=0.125, min_tokens=16),
-        "pool": methods.trivial("pool-kv", 2, 2, 16),
+        "pool": methods.rival("pool-kv", means, cell=(2, 2), min_tokens=16),
     }
     pipe, prompts = tiny_pipeline(), [prompt.text for prompt in draw_prompts(2)]
 

@@ -50,7 +50,15 @@ def test_variant_paper_takes_tau_and_qkv() -> None:
     assert (config.tau, config.merge, config.eps) == (0.8, "qkv", 1e-6)
 
 
+def test_picking_is_of_keys_and_values_and_parts_merge_as_the_preset_says() -> None:
+    assert MaMeConfig(tau=0.8, weights="pick").merge == "kv"
+    part = MaMeConfig(weights="pick", mlp=0.5).of_part("mlp")
+    assert part == MaMeConfig(keep=0.5, merge="qkv")
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"weights": "pick", "merge": "qkv"}, "weights: 'pick' .* needs merge='kv', got merge='qkv'"),
+    ({"weights": "pick", "kernel": "triton"}, "kernel: 'triton' knows only weights='best'"),
     ({"tau": 0.8, "keep": 0.5}, r"tau or keep, got both \(tau=0.8, keep=0.5\)"),
     ({"tau": 1.5}, "tau: .*from -1 to 1 for metric 'cosine', got 1.5"),
     ({"tau": float("nan")}, "tau: expected a number, got nan"),

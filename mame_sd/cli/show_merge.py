@@ -121,20 +121,23 @@ def draw_merge(found: MergeMap, prompt: str) -> Image.Image:
     total = found.owners.size
     legend = (
         f"{found.layer}, step {found.step}",
-        f"{found.tokens_kept} of {total} tokens kept; a colour is a group, a dot its destination, clear tokens are alone",
+        f"{found.tokens_kept} of {total} tokens kept; a colour is a group, a dot its destination, clear tokens are alone"
+        + (", dark ones dropped" if (found.owners < 0).any() else ""),
     )
     return draw_sheet([[Cell(plain, (prompt,)), Cell(overlay(plain, found.owners), legend)]])
 
 
 def overlay(image: Image.Image, owners: np.ndarray) -> Image.Image:
-    """`image` with every group of two or more tokens in a colour of its own."""
+    """`image` with every group of two or more tokens in a colour of its own, and dropped tokens dark."""
     rows, columns = owners.shape
-    flat = owners.reshape(-1)
+    dropped = owners.reshape(-1) < 0
+    flat = np.where(dropped, np.arange(dropped.size), owners.reshape(-1))
     sizes = np.bincount(flat, minlength=flat.size)  # [L], tokens of each group, at its owner's position
     colours = np.array([_colour(position) for position in range(flat.size)], np.uint8)  # [L, 3]
     grouped = sizes[flat] > 1
+    colours[dropped] = 0
     cells = colours[flat].reshape(rows, columns, 3)
-    alpha = (grouped.reshape(rows, columns) * round(255 * _OPACITY)).astype(np.uint8)
+    alpha = ((grouped | dropped).reshape(rows, columns) * round(255 * _OPACITY)).astype(np.uint8)
     colour_layer = Image.fromarray(cells).resize(image.size, Image.Resampling.NEAREST)
     result = Image.composite(colour_layer, image, Image.fromarray(alpha).resize(image.size, Image.Resampling.NEAREST))
     draw = ImageDraw.Draw(result)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.partition import positions
+from mame_sd.core.pick_plan import pick_plan
 from mame_sd.core.plan import MergePlan, Plan, no_autocast
 from mame_sd.core.similarity import similarity_of
 from mame_sd.core.triton_plan import row_plan
@@ -59,6 +60,8 @@ def plan_merge(
     feature = x.reshape(math.prod(lead), *x.shape[-2:])[:, special:]
     pos = positions(feature.shape[1], config, size, x.device, draw)  # "Token Partitioning": I_dst and I_src
     with no_autocast(x):
+        if config.weights == "pick":
+            return pick_plan(feature, pos, config, special, lead)
         plan = row_plan(feature, pos, config, special, lead)
         if plan is not None:
             return plan

@@ -104,7 +104,7 @@ def reference_plan(
         anywhere = set().union(*preserved)
         preserved = [anywhere for _ in preserved]
     for columns, out in zip(weights, preserved, strict=True):
-        for j in out:
+        for j in range(len(src)) if config.weights == "pick" else out:
             columns[j] = torch.zeros_like(columns[j])
     stacked = [torch.stack(columns, 1) if columns else x.new_zeros(len(dst), 0) for columns in weights]
     return ReferencePlan(
@@ -211,7 +211,7 @@ def best_column(s: Tensor) -> Tensor:
 
 def _column(s: Tensor, tau: float | Tensor, config: MaMeConfig) -> Tensor:
     excess = (s - tau).relu()
-    if config.weights == "best":
+    if config.weights in ("best", "pick"):  # what is picked drops the sources that would merge
         return best_column(s) if bool((s > tau).any()) else torch.zeros_like(s)
     if config.variant == "paper":
         return paper_column(excess, config.refine, config.eps)

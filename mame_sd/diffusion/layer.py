@@ -95,6 +95,10 @@ class Layer(ABC):
         hidden: Tensor = call.arguments[self.hidden]
         return hidden
 
+    def plan(self, call: LayerCall, tokens: Tokens, config: MaMeConfig, draw: Tensor | None = None) -> Plan:
+        """What merges in this call; `draw` as in `plan_merge`."""
+        return plan_merge(self.feature(call, tokens, config), config, tokens.plane, draw=draw)
+
     def count(self, call: LayerCall, known: Tokens | None) -> int:
         """Tokens of a call that is left alone."""
         hidden = call.arguments.get(self.hidden)
@@ -135,7 +139,7 @@ def merged_call(
         stats.skipped(tokens, layer.count(call, known))
         return call.run()
     config, fallback = layer.fitted(config, tokens)
-    plan = plan_merge(layer.feature(call, tokens, config), config, tokens.plane, draw=draw)
+    plan = layer.plan(call, tokens, config, draw)
     output = layer.merged(call, tokens, plan, config)
     if isinstance(output, Unmerged):
         stats.skipped(output.reason, tokens.count)

@@ -104,6 +104,11 @@ def test_groups_are_coloured_and_lone_tokens_are_clear() -> None:
     assert (panel[0, 0] == panel[0, 1]).all()
     assert (panel[0, 0] != 255).any()
     assert (panel.reshape(16, 3)[2:] == 255).all()
+    owners[3, 3] = -1
+    with_dropped = np.asarray(draw_merge(MergeMap(image, owners, "layer", 1, 14), "key"))
+    cells = with_dropped[12:780, 12 + 768 + 12 :][:768, :768].reshape(4, 192, 4, 192, 3)[:, 10, :, 10].reshape(16, 3)
+    assert (cells[15] < 200).all(), "a dropped token is dark"
+    assert (cells[2:15] == 255).all()
 
 
 def test_finished_runs_side_by_side(model: LoadedModel, tmp_path: Path) -> None:

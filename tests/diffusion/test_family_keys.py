@@ -42,6 +42,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "own": {"keep": 0.5, "stride": (2, 2)},  # samples keep tokens of their own
     "same": {"keep": 0.25},
     "tau": {"tau": 0.1, "merge": "kv"},
+    "pick": {"keep": 0.25, "weights": "pick"},
+    "pick-own": {"keep": 0.5, "stride": (2, 2), "weights": "pick"},
 }
 
 
@@ -105,7 +107,10 @@ def layers_of(model: nn.Module, names: list[str]) -> list[nn.Module]:
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [*((name, "own") for name in EVERY), *((n, f) for n in ("Flux", "Wan (video)") for f in ("same", "tau"))],
+    [
+        *((name, "own") for name in EVERY),
+        *((n, f) for n in ("Flux", "Wan (video)") for f in ("same", "tau", "pick", "pick-own")),
+    ],
 )
 def test_equals_float64_loops(name: str, form: str) -> None:
     row, fields = EVERY[name], FIELDS[form]
@@ -166,12 +171,12 @@ def test_text_is_exact_and_samples_run_together(name: str) -> None:
     assert torch.equal(merged[0][:, :, first + n // 2 :], plain[0][:, :, first + n :])
 
 
-@every_family
-def test_one_graph(name: str) -> None:
+@pytest.mark.parametrize(("name", "fields"), [*((name, {}) for name in EVERY), ("Flux", {"weights": "pick"})])
+def test_one_graph(name: str, fields: dict[str, Any]) -> None:
     """Merging breaks no graph, adds none but the small one of the hook that reads the step, and compiles once."""
     row = EVERY[name]
     model = row.build()
-    handle = apply_mame(model, keep=0.5, stride=(2, 2), min_tokens=60)
+    handle = apply_mame(model, keep=0.5, stride=(2, 2), min_tokens=60, **fields)
     expected = row.run(model)
     torch._dynamo.reset()
     counters.clear()
@@ -226,6 +231,12 @@ def test_a_processor_that_attends_to_parts_of_the_batch_merges_queries_too_and_s
         model(**inputs, return_dict=False)
     reason = "queries merge too: PAGCFGHunyuanAttnProcessor2_0 attends to parts of the batch"
     assert {layer.reason for layer in handle.report().layers} == {reason}
+    handle.set(weights="pick")
+    handle.reset()
+    with torch.no_grad():
+        model(**inputs, return_dict=False)
+    with pytest.raises(NothingMergedError, match="attends to parts of the batch, where queries would be dropped"):
+        handle.report()
 
 
 def _thrice(value: Any) -> Any:

@@ -39,12 +39,14 @@ def test_compiled_calls_are_counted_without_recompiling(fields: dict[str, Any]) 
     assert before.tokens_in == 64
 
 
-@pytest.mark.parametrize("forward", ["model", "forward alone"])
-def test_steps_with_destinations_of_their_own_are_one_graph(forward: str) -> None:
+@pytest.mark.parametrize(
+    ("forward", "fields"), [("model", {}), ("forward alone", {}), ("model", {"weights": "pick"})], ids=str
+)
+def test_steps_with_destinations_of_their_own_are_one_graph(forward: str, fields: dict[str, Any]) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     unet = tiny_unet()
-    apply_mame(unet, keep=0.25, min_tokens=40)
+    apply_mame(unet, keep=0.25, min_tokens=40, **fields)
     steps = [{**unet_inputs(unet), "timestep": torch.tensor(t)} for t in (999, 700, 500, 20)]
     with torch.no_grad():
         expected = [unet(**step).sample for step in steps]

@@ -22,6 +22,7 @@ from mame_sd.diffusion.layer import Layer, LayerCall, Unmerged, compared
 from mame_sd.diffusion.tokens import Call, Tokens
 
 WHOLE = "queries merge too: {}"
+PICKED = "{}, where picking would drop queries too; take weights 'best' or 'average'"
 PARTS = (
     "{}, which cuts the batch into parts; samples that keep their own tokens run alone (tau lets them keep the same)"
 )
@@ -123,6 +124,8 @@ class SequenceAttention(Layer):
 
     def _unable(self, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> str | None:
         """Why tokens can't merge before this call, queries included; None if they can."""
+        if config.weights == "pick":
+            return PICKED.format(self._whole_because(call, config))
         batch = call.arguments[self.hidden].shape[0]
         if self.family.select is not None:
             reason = _unlike(call.arguments, self.family.select, tokens)

@@ -1,0 +1,191 @@
+"""Rivals that look at no token: keys at fixed or random places, means of cells, independent tiles; and no attention at all.
+
+* `strided`: every n-th row and column (of keys and values this is ToDo, arXiv 2402.13573: nearest neighbour downsampling);
+* `random_keys`, `random_cells`: a share of all tokens, or one of each cell, drawn anew at each call or once;
+* `means`: the mean of each cell;
+* `tiles`: HyperTile (github.com/tfernd/HyperTile): tokens cut into tiles, self-attention within each;
+* `constant`: each layer's output replaced by its mean over all tokens, or by zero: what an instrument must be able to see.
+
+Each function gives a maker of plans for one layer, see `rivals.rival_on`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.rivals import MakePlan, Run
+from mame_sd.core.plan import Plan
+
+Size = tuple[int, int]
+
+
+class RivalPlan(Plan):
+    """A plan that is no partition into destinations and sources.
+
+    Args:
+        x: the planned tokens [B, L, C].
+        kept: positions of the tokens that stay, or stand for those that do [L'].
+    """
+
+    def __init__(self, x: Tensor, kept: Tensor) -> None:
+        self.special = 0
+        self.tokens_in, self.tokens_kept = x.shape[1], len(kept)
+        self._rows = kept
+        self._lead = x.shape[:1]
+
+    @property
+    def kept(self) -> Tensor:
+        """See `Plan`."""
+        return self._rows
+
+
+class Rows(RivalPlan):
+    """Tokens at `kept` alone. Restored, each token takes the output of entry `owner` [L] of them."""
+
+    def __init__(self, x: Tensor, kept: Tensor, owner: Tensor | None = None) -> None:
+        super().__init__(x, kept)
+        self._owner = owner
+
+    def merge(self, t: Tensor) -> Tensor:
+        return t.index_select(1, self._rows)
+
+    def restore(self, y: Tensor) -> Tensor:
+        if self._owner is None:
+            raise ValueError("restore: expected keys and values, which nobody restores; take merge='kv'")
+        return y.index_select(1, self._owner)
+
+
+class Means(Rows):
+    """Means of cells of (rows, columns); those that the border cuts have fewer tokens."""
+
+    def __init__(self, x: Tensor, size: Size, cell: Size) -> None:
+        super().__init__(x, *_corners(size, cell, x.device))
+        self._size, self._cell = size, cell
+
+    def merge(self, t: Tensor) -> Tensor:
+        image = t.transpose(1, 2).unflatten(2, self._size)  # [B, C, h, w]
+        return F.avg_pool2d(image, self._cell, ceil_mode=True, count_include_pad=False).flatten(2).transpose(1, 2)
+
+
+class Tiles(RivalPlan):
+    """`down` x `across` tiles, which become samples: [B, L, C] to [B * tiles, L / tiles, C]."""
+
+    def __init__(self, x: Tensor, size: Size, down: int, across: int) -> None:
+        super().__init__(x, torch.arange(x.shape[1], device=x.device))
+        self._parts = (down, size[0] // down, across, size[1] // across)
+
+    def merge(self, t: Tensor) -> Tensor:
+        return t.unflatten(1, self._parts).transpose(2, 3).flatten(0, 2).flatten(1, 2)
+
+    def restore(self, y: Tensor) -> Tensor:
+        down, rows, across, columns = self._parts
+        tiles = y.unflatten(0, (-1, down, across)).unflatten(3, (rows, columns))
+        return tiles.transpose(2, 3).flatten(1, 4)
+
+
+class Constant(RivalPlan):
+    """All tokens merge into themselves; the mean of their outputs (or zero) is everyone's."""
+
+    def __init__(self, x: Tensor, scale: float) -> None:
+        super().__init__(x, torch.arange(x.shape[1], device=x.device))
+        self._scale = scale
+
+    def merge(self, t: Tensor) -> Tensor:
+        return t
+
+    def restore(self, y: Tensor) -> Tensor:
+        return (y.mean(1, keepdim=True) * self._scale).expand_as(y)
+
+
+def todo(factor: int, first_factor: int | None = None, first_tokens: int = 4096) -> MakePlan:
+    """ToDo: keys and values by nearest-neighbour downsampling by `factor` (by `first_factor` from `first_tokens` tokens on).
+
+    As torch.nn.functional.interpolate to h // factor x w // factor with mode "nearest".
+    """
+
+    def make(x: Tensor, size: Size, run: Run) -> Plan:
+        by = first_factor if first_factor is not None and x.shape[1] >= first_tokens else factor
+        rows, columns = (torch.arange(max(n // by, 1)) * n // max(n // by, 1) for n in size)
+        return Rows(x, (rows.unsqueeze(1) * size[1] + columns).flatten().to(x.device))
+
+    return make
+
+
+def strided(cell: Size) -> MakePlan:
+    """The first token of each cell; restored, its output is the whole cell's."""
+    return lambda x, size, run: Rows(x, *_corners(size, cell, x.device))
+
+
+def means(cell: Size) -> MakePlan:
+    """The mean of each cell; restored, its output is the whole cell's."""
+    return lambda x, size, run: Means(x, size, cell)
+
+
+def random_keys(share: float, redraw: bool) -> MakePlan:
+    """A random `share` of all tokens, anew at each call or the same for all calls and layers."""
+
+    def make(x: Tensor, size: Size, run: Run) -> Plan:
+        scores = _numbers(x.shape[1], x.device, run, redraw)
+        return Rows(x, scores.topk(max(1, round(share * x.shape[1]))).indices)
+
+    return make
+
+
+def random_cells(cell: Size, redraw: bool) -> MakePlan:
+    """One random token of each cell, anew at each call or the same for all calls and layers."""
+
+    def make(x: Tensor, size: Size, run: Run) -> Plan:
+        corners, _ = _corners(size, cell, x.device)
+        rows = (size[0] - corners // size[1]).clamp(max=cell[0])  # the border cuts cells
+        columns = (size[1] - corners % size[1]).clamp(max=cell[1])
+        place = (_numbers(len(corners), x.device, run, redraw) * rows * columns).long().minimum(rows * columns - 1)
+        return Rows(x, corners + place // columns * size[1] + place % columns)
+
+    return make
+
+
+def tiles(side: int, options: int = 1) -> MakePlan:
+    """HyperTile with tiles of at least `side` tokens, the same in each layer that merges, whatever its level.
+
+    Tiles divide rows and columns evenly: their side is one of the smallest `options` divisors from `side` on. 1 takes the
+    smallest always; with more each call draws one, as web interfaces do. A length without such a divisor is not cut.
+    """
+
+    def make(x: Tensor, size: Size, run: Run) -> Plan:
+        down, across = (n // run.choices.choice(divisors(n, side)[:options]) for n in size)
+        return Tiles(x, size, down, across)
+
+    return make
+
+
+def divisors(length: int, least: int) -> list[int]:
+    """Those of `length` from `least` on, ascending; `length` itself is the last.
+
+    >>> divisors(64, 24), divisors(7, 4), divisors(16, 32)
+    ([32, 64], [7], [16])
+    """
+    return [n for n in range(min(least, length), length + 1) if length % n == 0]
+
+
+def constant(scale: float) -> MakePlan:
+    """Mean attention (1) or none (0)."""
+    return lambda x, size, run: Constant(x, scale)
+
+
+def _numbers(count: int, device: torch.device, run: Run, redraw: bool) -> Tensor:
+    """Uniform numbers: the next of the run, or without `redraw` the same always."""
+    generator = run.generator(device) if redraw else torch.Generator(device).manual_seed(0)
+    return torch.rand(count, generator=generator, device=device)
+
+
+def _corners(size: Size, cell: Size, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Positions of the first token of each cell [cells], and the cell of each position [h * w]."""
+    (h, w), (rows, columns) = size, cell
+    across = math.ceil(w / columns)
+    corners = torch.arange(0, h, rows, device=device).unsqueeze(1) * w + torch.arange(0, w, columns, device=device)
+    row, column = torch.arange(h, device=device) // rows, torch.arange(w, device=device) // columns
+    return corners.flatten(), (row.unsqueeze(1) * across + column).flatten()

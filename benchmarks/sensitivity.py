@@ -1,0 +1,46 @@
+"""Whether an instrument (a model, its prompts and steps) can tell methods apart at all.
+
+Where every merged layer's output is its mean over all tokens, attention says nothing of space: an instrument that hardly minds
+can't rank methods, all of which lie between that and the unmerged image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.methods import MEAN_ATTENTION
+
+LPIPS_FLOOR = 0.10  # of mean attention, at least
+RETRIEVAL_DROP = 0.20  # of mean attention below the baseline, at least
+TOMESD = "tomesd 0.5"
+TOMESD_LPIPS = 0.01  # at least
+INTERVAL_SHARE = 0.1  # of its LPIPS, which the width of the interval stays below
+
+
+def sensitivity(points: Sequence[Mapping[str, Any]]) -> str:
+    """One line: what mean attention and tomesd 50 % do, each beside what it has to; PASSES, FAILS, or what wasn't measured."""
+    found = {point["name"]: point for point in points}
+    lacking = [name for name in ("baseline", MEAN_ATTENTION, TOMESD) if name not in found]
+    if TOMESD in found and found[TOMESD].get("lpips_interval") is None:
+        lacking.append(f"the interval of {TOMESD}")
+    if lacking:
+        return f"Sensitivity of this instrument: not measured (needs {', '.join(lacking)}; see --rivals)."
+    mean, tomesd = found[MEAN_ATTENTION], found[TOMESD]
+    drop = found["baseline"]["retrieval"] - mean["retrieval"]
+    low, high = tomesd["lpips_interval"]
+    share = (high - low) / tomesd["lpips"] if tomesd["lpips"] else float("inf")
+    checks = (
+        (mean["lpips"] >= LPIPS_FLOOR, f"{MEAN_ATTENTION}: LPIPS {mean['lpips']:.4f} (at least {LPIPS_FLOOR:.2f})"),
+        (
+            drop >= RETRIEVAL_DROP - 1e-9,
+            f"retrieval down {100 * drop:.0f} points (at least {100 * RETRIEVAL_DROP:.0f})",
+        ),
+        (tomesd["lpips"] >= TOMESD_LPIPS, f"{TOMESD}: LPIPS {tomesd['lpips']:.4f} (at least {TOMESD_LPIPS:.2f})"),
+        (share < INTERVAL_SHARE, f"its 95 % interval {share:.0%} of it wide (below {INTERVAL_SHARE:.0%})"),
+    )
+    passed = all(ok for ok, _ in checks)
+    verdict = "PASSES" if passed else "FAILS: it can't tell these methods apart"
+    return f"Sensitivity of this instrument: {verdict}. " + "; ".join(
+        text if ok else f"{text}, MISSED" for ok, text in checks
+    ) + "."  # fmt: skip

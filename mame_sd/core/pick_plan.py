@@ -1,0 +1,60 @@
+"""Picking instead of merging (`weights="pick"`): destinations and preserved sources are taken as they are, the others dropped.
+
+To first order attention reads how keys and values vary together over the tokens. Means take away what varies inside a
+group; a pick keeps it in expectation, and other picks at each step let the errors cancel.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mame_sd.config import MaMeConfig
+from mame_sd.core.indexing import rows_of
+from mame_sd.core.plan import Plan
+from mame_sd.core.similarity import similarity_of
+from mame_sd.core.tables import Positions
+from mame_sd.core.weights import preserved_by_keep, preserved_by_tau
+
+
+class PickPlan(Plan):
+    """A plan that takes rows; all weights are 0, all counts 1. Arguments as `Plan`."""
+
+    @property
+    def weights(self) -> Tensor:
+        """See `Plan`; nothing is averaged, so all are 0."""
+        pos = self.positions
+        return torch.zeros(*self._lead, pos.blocks, pos.m, pos.n, device=pos.slots.device)
+
+    def merge(self, t: Tensor) -> Tensor:
+        """The rows of t [*, L, C] that stay, as [*, L', C]: special tokens, destinations, preserved sources.
+
+        Raises ValueError when `t` has not the leading dimensions and tokens that were planned for.
+        """
+        y = rows_of(self._checked(t, self.tokens_in, "merge"), self.kept)
+        return y.view(*self._lead, *y.shape[1:])
+
+    def restore(self, y: Tensor) -> Tensor:
+        """Raises ValueError: a dropped token has nothing to be restored from."""
+        raise ValueError(
+            "restore: expected a plan that merges, got one of weights='pick', which dropped the other tokens; "
+            "give it keys and values alone, or plan with weights 'best' or 'average'"
+        )
+
+
+@torch.no_grad()
+def pick_plan(x: Tensor, pos: Positions, config: MaMeConfig, special: int, lead: torch.Size) -> PickPlan:
+    """The plan of feature x [B, L, d] without special tokens.
+
+    Where `keep` leaves the destinations alone, or all tokens, nothing is compared: all samples take the same rows.
+    """
+    if config.keep is None:
+        assert config.tau is not None
+        _, preserved = preserved_by_tau(similarity_of(x, pos, config.metric).amax(-2) > config.tau, pos)
+    else:
+        stay = max(pos.M, round(config.keep * pos.L)) - pos.M
+        if stay in (0, pos.N):
+            preserved = torch.arange(stay, device=pos.src.device)
+        else:
+            _, preserved = preserved_by_keep(similarity_of(x, pos, config.metric).amax(-2), pos, config.keep)
+    return PickPlan(pos, preserved, special, lead)

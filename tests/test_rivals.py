@@ -1,0 +1,225 @@
+"""Every rival does what its publication says, by plain loops, on the path that ours takes too."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import methods
+from benchmarks.rival_plans import constant, divisors, means, random_cells, random_keys, strided, tiles, todo
+from benchmarks.rivals import Run, rival_on
+from benchmarks.sensitivity import sensitivity
+from benchmarks.toma import ToMA, facilities
+from mame_sd.diffusion.apply import has_hooks
+from tests.builders.layers import attention
+from tests.builders.tiny import run_unet, tiny_unet
+from tests.matrix.transformers import ROWS
+
+SIZES = [(8, 8), (7, 11), (12, 10), (1, 5)]
+every_size = pytest.mark.parametrize("size", SIZES, ids=str)
+RUN = Run()
+
+
+def tokens(size: tuple[int, int], batch: int = 2, channels: int = 16, seed: int = 1) -> Tensor:
+    return torch.randn(batch, size[0] * size[1], channels, generator=torch.Generator().manual_seed(seed))
+
+
+def cells(size: tuple[int, int], cell: tuple[int, int]) -> list[list[int]]:
+    """Positions of the tokens of each cell, by loops."""
+    (h, w), (rows, columns) = size, cell
+    found = []
+    for top, left in itertools.product(range(0, h, rows), range(0, w, columns)):
+        inside = itertools.product(range(top, min(h, top + rows)), range(left, min(w, left + columns)))
+        found.append([row * w + column for row, column in inside])
+    return found
+
+
+@every_size
+@pytest.mark.parametrize("factor", [2, 4])
+def test_todo_is_nearest_neighbour_downsampling(size: tuple[int, int], factor: int) -> None:
+    x = tokens(size)
+    small = [max(n // factor, 1) for n in size]
+    want = F.interpolate(x.transpose(1, 2).unflatten(2, size), size=small, mode="nearest").flatten(2).transpose(1, 2)
+    assert torch.equal(todo(factor)(x, size, RUN).merge(x), want)
+    if all(n % factor == 0 for n in size):
+        assert torch.equal(want, torch.stack([x[:, cell[0]] for cell in cells(size, (factor, factor))], 1))
+    both = todo(factor, first_factor=1, first_tokens=size[0] * size[1])
+    assert torch.equal(both(x, size, RUN).merge(x), x)
+
+
+@every_size
+@pytest.mark.parametrize("cell", [(1, 2), (2, 2), (4, 4)], ids=str)
+def test_strides_and_means_of_cells_equal_the_loops(size: tuple[int, int], cell: tuple[int, int]) -> None:
+    x, grouped = tokens(size), cells(size, cell)
+    first = torch.stack([x[:, group[0]] for group in grouped], 1)
+    mean = torch.stack([x[:, group].mean(1) for group in grouped], 1)
+    for make, want in ((strided(cell), first), (means(cell), mean)):
+        plan = make(x, size, RUN)
+        torch.testing.assert_close(plan.merge(x), want)
+        back = plan.restore(want)
+        assert plan.kept.tolist() == [group[0] for group in grouped]
+        for i, group in enumerate(grouped):
+            assert all(torch.equal(back[:, p], want[:, i]) for p in group)
+
+
+@every_size
+def test_random_keys_are_a_share_of_all_or_one_of_each_cell(size: tuple[int, int]) -> None:
+    x, grouped = tokens(size), cells(size, (2, 2))
+    for make, count in ((random_keys, round(0.25 * x.shape[1]) or 1), (random_cells, len(grouped))):
+        fields: dict[str, Any] = {"share": 0.25} if make is random_keys else {"cell": (2, 2)}
+        anew, once, twin = make(redraw=True, **fields), make(redraw=False, **fields), make(redraw=False, **fields)
+        drawn = [anew(x, size, RUN).kept.tolist() for _ in range(200)]
+        assert all(len(set(kept)) == len(kept) == count for kept in drawn)
+        taken = Counter(p for kept in drawn for p in kept)
+        assert set(taken) == set(range(x.shape[1])), "every token's turn comes"
+        assert len({tuple(once(x, size, RUN).kept.tolist()) for _ in range(5)}) == 1
+        assert torch.equal(once(x, size, RUN).kept, twin(x, size, RUN).kept), "one draw for all layers"
+        if make is random_cells:
+            for kept in drawn:
+                assert all(p in group for p, group in zip(kept, grouped, strict=True))
+        plan = once(x, size, RUN)
+        assert torch.equal(plan.merge(x), x[:, plan.kept])
+
+
+@pytest.mark.parametrize(
+    ("size", "side", "rows", "columns"),
+    [((8, 8), 4, 4, 4), ((7, 12), 4, 7, 4), ((6, 10), 4, 6, 5), ((4, 4), 8, 4, 4)],
+    ids=str,
+)
+def test_hypertile_is_attention_within_each_tile(size: tuple[int, int], side: int, rows: int, columns: int) -> None:
+    attn, x = attention(), tokens(size)
+    plan = tiles(side)(x, size, RUN)
+    with torch.no_grad():
+        got = plan.restore(attn(plan.merge(x)))
+        for tile in cells(size, (rows, columns)):
+            torch.testing.assert_close(got[:, tile], attn(x[:, tile]))
+
+
+def test_hypertile_draws_among_the_smallest_divisors() -> None:
+    assert divisors(96, 16) == [16, 24, 32, 48, 96]
+    x, make = tokens((8, 8)), tiles(2, options=2)
+    found = {make(x, (8, 8), RUN).merge(x).shape[0] // 2 for _ in range(40)}
+    assert found == {16, 8, 4}, "sides 2 and 4, drawn for rows and columns apart"
+
+
+def test_facility_location_takes_what_adds_most_in_turn() -> None:
+    x = F.normalize(tokens((3, 4), 1, 5).double(), dim=-1)[0]
+    s = (x @ x.T).tolist()
+    chosen: list[int] = []
+    for _ in range(4):
+        covered = [sum(max([-1.0, *(row[j] for j in [*chosen, new])]) for row in s) for new in range(12)]
+        chosen.append(max((j for j in range(12) if j not in chosen), key=lambda j: covered[j]))
+    assert facilities(torch.tensor(s), 4).tolist() == chosen
+
+
+@pytest.mark.parametrize(("size", "side"), [((8, 8), 4), ((6, 8), 4), ((7, 5), 4)], ids=str)
+def test_toma_is_a_linear_map_and_its_transpose_in_each_tile(size: tuple[int, int], side: int) -> None:
+    x = tokens(size).double()
+    plan = ToMA(0.25, side, temperature=0.2)(x, size, RUN)
+    groups = cells(size, (side if size[0] % side == 0 else size[0], side if size[1] % side == 0 else size[1]))
+    k = plan.tokens_kept // len(groups)
+    merged, y = plan.merge(x), tokens((1, plan.tokens_kept), seed=3).double()
+    back = plan.restore(y)
+    for b in range(2):
+        for t, group in enumerate(groups):
+            mine = plan.kept[b, t * k : (t + 1) * k].tolist()
+            assert set(mine) <= set(group)
+            unit = F.normalize(x[b], dim=-1)
+            shares = torch.stack([torch.softmax(unit[mine] @ unit[p] / 0.2, 0) for p in group], 1)  # [k, s]
+            mean = (shares @ x[b, group]) / shares.sum(1, keepdim=True)
+            torch.testing.assert_close(merged[b, t * k : (t + 1) * k], mean, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(back[b, group], shares.T @ y[b, t * k : (t + 1) * k], rtol=1e-4, atol=1e-5)
+
+
+def test_toma_keeps_shares_for_five_steps_and_destinations_for_ten() -> None:
+    run, make, size = Run(), ToMA(0.25, 4), (8, 8)
+
+    def at(timestep: int, seed: int) -> Any:
+        run.note(torch.nn.Identity(), (None, torch.tensor(timestep)), {})
+        return make(tokens(size, seed=seed), size, run)
+
+    plans = [at(1000 - 50 * i, seed=i) for i in range(12)]
+    assert [plans[i] is plans[0] for i in range(5)] == [True] * 5
+    assert plans[5] is not plans[0]
+    assert torch.equal(plans[5].kept, plans[0].kept)
+    assert not torch.equal(plans[10].kept, plans[0].kept)
+    assert plans[11] is plans[10]
+    assert torch.equal(at(1000, seed=0).kept, plans[0].kept), "a new image starts anew"
+
+
+def test_mean_and_zero_attention() -> None:
+    attn, x = attention(), tokens((8, 8))
+    with torch.no_grad():
+        plain = attn(x)
+        with rival_on(attn, lambda: constant(1.0), "qkv", 16):
+            torch.testing.assert_close(attn(x), plain.mean(1, keepdim=True).expand_as(plain))
+        with rival_on(attn, lambda: constant(0.0), "qkv", 16):
+            assert not attn(x).any()
+        assert torch.equal(attn(x), plain)
+        with rival_on(attn, lambda: strided((2, 2)), "kv", 16):
+            want = attn(x, encoder_hidden_states=x[:, [cell[0] for cell in cells((8, 8), (2, 2))]])
+            torch.testing.assert_close(attn(x), want)
+
+
+@pytest.mark.parametrize("name", [n for n in methods.AGAINST_RIVALS if "first level" not in n and "tomesd" not in n])
+def test_every_method_merges_a_unet_and_leaves_no_trace(name: str) -> None:
+    unet = tiny_unet()
+    plain = run_unet(unet, height=32, width=32)
+    with methods.AGAINST_RIVALS[name].on(unet):
+        merged = run_unet(unet, height=32, width=32)
+        assert run_unet(unet, height=8, width=8).isfinite().all(), "small layers are left alone"
+    assert merged.isfinite().all()
+    if "hypertile 256" in name:  # such a tile is the whole of 32 x 32 tokens
+        torch.testing.assert_close(merged, plain)
+    elif name != "hypertile 128, drawn":  # which may draw that one too
+        assert not torch.allclose(merged, plain)
+    assert not has_hooks(unet)
+    assert torch.equal(run_unet(unet, height=32, width=32), plain)
+
+
+@pytest.mark.parametrize("make", [todo, random_keys, random_cells, means, ToMA, constant], ids=lambda m: m.__name__)
+def test_rivals_run_in_joint_attention_too(make: Any) -> None:
+    fields: dict[Any, dict[str, Any]] = {
+        todo: {"factor": 2}, random_keys: {"share": 0.25, "redraw": True}, means: {"cell": (2, 2)},
+        random_cells: {"cell": (2, 2), "redraw": True}, ToMA: {"share": 0.25, "side": 4}, constant: {"scale": 1.0},
+    }  # fmt: skip
+    row = next(row for row in ROWS if row.name == "Flux")
+    model = row.build()
+    plain = row.run(model)
+    merge = "qkv" if make is constant else "kv"
+    with rival_on(model, lambda: make(**fields[make]), merge, 60) as handle:
+        merged = row.run(model)
+        assert all(layer.merged for layer in handle.report().layers)
+    assert not torch.allclose(merged, plain)
+    with (
+        pytest.raises(ValueError, match="expected self-attention of image tokens alone, got Flux"),
+        rival_on(model, lambda: tiles(4), "qkv", 60, plain_only=True),
+    ):
+        pass
+    assert torch.equal(row.run(model), plain)
+
+
+def point(name: str, lpips: float, retrieval: float, width: float = 0.0) -> dict[str, Any]:
+    return {"name": name, "lpips": lpips, "retrieval": retrieval, "lpips_interval": [lpips - width, lpips]}
+
+
+def test_an_instrument_that_cannot_tell_says_so() -> None:
+    good = [point("baseline", 0, 1), point("mean attention", 0.3, 0.5), point("tomesd 0.5", 0.02, 1, 0.001)]
+    assert "PASSES" in sensitivity(good)
+    for at, worse in (
+        (1, point("mean attention", 0.002, 0.5)),
+        (1, point("mean attention", 0.3, 0.95)),
+        (2, point("tomesd 0.5", 0.001, 1, 0.00001)),
+        (2, point("tomesd 0.5", 0.02, 1, 0.01)),
+    ):
+        line = sensitivity([*good[:at], worse, *good[at + 1 :]])
+        assert "FAILS: it can't tell" in line
+        assert line.count("MISSED") == 1
+    assert "not measured (needs mean attention" in sensitivity(good[:1])
+    assert "the interval of tomesd 0.5" in sensitivity([*good[:2], {**good[2], "lpips_interval": None}])
