@@ -98,27 +98,27 @@ class JointPatch:
                 x = x.flatten(2)
             return torch.cat([x[..., :start, :], y, x[..., stop:, :]], -2)
 
-        columns = None if mask is None else self._columns(mask, plan.kept, call.grid, start)
+        columns = None if mask is None else columns_of(mask, plan.kept, call.grid, start)
         return merged(k, keys), merged(v, image(v)), columns
 
-    @staticmethod
-    def _columns(mask: Tensor, kept: Tensor, grid: tuple[int, int, int], start: int) -> Tensor:
-        """The mask [..., L] for the merged keys: a merged key is masked as the token is that it was made into.
 
-        Args:
-            mask: [Q, L], [B, Q, L] or [B, H, Q, L], or broadcast to those.
-            kept: [n] or [B, n], positions in the interleaved image.
-        """
-        t, h, w = grid
-        order = torch.arange(t * h * w, device=kept.device).view(t, h, w).transpose(0, 1).flatten()
-        kept = order[kept] + start
-        before = torch.arange(start, device=kept.device).expand(*kept.shape[:-1], -1)
-        after = torch.arange(start + t * h * w, mask.shape[-1], device=kept.device).expand(*kept.shape[:-1], -1)
-        columns = torch.cat([before, kept, after], -1)
-        if columns.dim() == 1:
-            return mask.index_select(-1, columns)
-        if mask.dim() == 2:
-            mask = mask.unsqueeze(0)
-        b = columns.shape[0]
-        columns = columns.view(b, *(1,) * (mask.dim() - 2), -1).expand(b, *mask.shape[1:-1], -1)
-        return mask.expand(b, *mask.shape[1:]).gather(-1, columns)
+def columns_of(mask: Tensor, kept: Tensor, grid: tuple[int, int, int], start: int) -> Tensor:
+    """The mask [..., L] for the merged keys: a merged key is masked as the token is that it was made into.
+
+    Args:
+        mask: [Q, L], [B, Q, L] or [B, H, Q, L], or broadcast to those.
+        kept: [n] or [B, n], positions in the interleaved image.
+    """
+    t, h, w = grid
+    order = torch.arange(t * h * w, device=kept.device).view(t, h, w).transpose(0, 1).flatten()
+    kept = order[kept] + start
+    before = torch.arange(start, device=kept.device).expand(*kept.shape[:-1], -1)
+    after = torch.arange(start + t * h * w, mask.shape[-1], device=kept.device).expand(*kept.shape[:-1], -1)
+    columns = torch.cat([before, kept, after], -1)
+    if columns.dim() == 1:
+        return mask.index_select(-1, columns)
+    if mask.dim() == 2:
+        mask = mask.unsqueeze(0)
+    b = columns.shape[0]
+    columns = columns.view(b, *(1,) * (mask.dim() - 2), -1).expand(b, *mask.shape[1:-1], -1)
+    return mask.expand(b, *mask.shape[1:]).gather(-1, columns)

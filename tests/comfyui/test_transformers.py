@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from comfyui.joint import columns_of
 from mame_sd import MaMeConfig, plan_merge
 from mame_sd.core.partition import draw_at
 from tests.comfyui.interface import Model, attention
@@ -157,17 +157,13 @@ def test_a_prompt_as_long_as_the_image_leaves_it_alone(node: Any, caplog: Any) -
 
 
 def test_masks_that_differ_between_samples_and_heads_follow_their_keys(node: Any) -> None:
-    """With tau samples keep the same tokens; with the alternating keep each keeps its own."""
-    from comfyui.joint import JointPatch
-
     kept = torch.tensor([[3, 0, 5], [1, 2, 4]])
     mask = torch.arange(2 * 1 * 2 * 9.0).view(2, 1, 2, 9)
-    got = JointPatch._columns(mask, kept, (1, 2, 3), 2)
+    got = columns_of(mask, kept, (1, 2, 3), 2)
     assert got.shape == (2, 1, 2, 6)
     assert torch.equal(got[0, 0, 1], mask[0, 0, 1, [0, 1, 5, 2, 7, 8]])
     assert torch.equal(got[1, 0, 0], mask[1, 0, 0, [0, 1, 3, 4, 6, 8]])
-    assert torch.equal(JointPatch._columns(mask[0, 0], kept, (1, 2, 3), 2)[1], mask[0, 0][:, [0, 1, 3, 4, 6, 8]])
-    assert math.prod(got.shape) == 24
+    assert torch.equal(columns_of(mask[0, 0], kept, (1, 2, 3), 2)[1], mask[0, 0][:, [0, 1, 3, 4, 6, 8]])
 
 
 def test_a_padded_image_ends_before_its_padding(node: Any) -> None:
