@@ -97,9 +97,13 @@ class RivalLayer(Layer):
         """As `inner`."""
         return self.inner.count(call, known)
 
-    def fitted(self, call: LayerCall, config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
+    def fitted(self, config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
         """As `inner`."""
-        return self.inner.fitted(call, config, tokens)
+        return self.inner.fitted(config, tokens)
+
+    def note(self, call: LayerCall, config: MaMeConfig) -> str:
+        """As `inner`."""
+        return self.inner.note(call, config)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.overrides import TorchFunctionMode
 
-from mame_sd import MaMeConfig, apply_mame
+from mame_sd import MaMeConfig, NothingMergedError, apply_mame
 from mame_sd.core.reference import reference_plan
 from mame_sd.diffusion.families.transformers import family_of
 from mame_sd.diffusion.layer import NO_SIZE
@@ -235,7 +235,7 @@ def test_a_processor_that_attends_to_parts_of_the_batch_merges_queries_too_and_s
     handle.reset()
     with torch.no_grad():
         model(**inputs, return_dict=False)
-    with pytest.raises(NothingMergedError, match="attends to parts of the batch, where queries would be dropped"):
+    with pytest.raises(NothingMergedError, match="attends to parts of the batch, where picking would drop queries too"):
         handle.report()
 
 
