@@ -71,6 +71,11 @@ def changed(configs: Mapping[int, MaMeConfig], fields: Mapping[str, Any]) -> dic
             row[name] = one
     made = {block: old.replace(**row) for (block, old), row in zip(configs.items(), rows, strict=True)}
     for new in made.values():
+        if new.weights == "pick":
+            raise ValueError(
+                "weights: expected 'average' or 'best' for a vision transformer, got 'pick': later blocks would lack what "
+                "is dropped, and nothing could be restored"
+            )
         for name, reason in _NO_MEANING.items():
             if new.given.get(name, False) not in (False, "qkv"):
                 raise ValueError(f"{name}: expected none for a vision transformer, got {new.given[name]!r}: {reason}")

@@ -66,6 +66,7 @@ def test_one_number_for_each_block() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"weights": "pick"}, "weights: expected .average. or .best. for a vision transformer, got .pick."),
         ({"merge": "kv"}, "merge: expected none for a vision transformer, got 'kv': an encoder's tokens merge once"),
         ({"size": (4, 4)}, "size: expected none"),
         ({"redraw": True}, "redraw: expected none"),
