@@ -5,7 +5,7 @@
     python -m benchmarks.frontier                               # 16 prompts, 10 steps; run again to continue
     python -m benchmarks.frontier --device cuda --num 64 --steps 25
 
-LPIPS, PSNR and SSIM compare with the image that the unmerged model paints of the same prompt and seed; retrieval is the
+LPIPS, PSNR and SSIM compare with the image that the unmerged model makes of the same prompt and seed; retrieval is the
 share of images whose nearest glyph is the prompted one. Times are of the UNet alone, over a whole run of `--steps` steps,
 each method beside the baseline. Writes frontier.md and frontier.png into --out, of every point measured there with the same
 prompts, steps and rounds on this machine, with a line that says whether the model can tell methods apart at all; one file for each makes it resumable: delete a file to measure its point again.
@@ -27,8 +27,8 @@ from diffusers import StableDiffusionPipeline
 
 from benchmarks import methods
 from benchmarks.frontier_report import Point, markdown, plot, verdict
+from benchmarks.generation import AttentionWork, clocked, generate, load
 from benchmarks.methods import Method
-from benchmarks.painting import AttentionWork, clocked, load, paint
 from benchmarks.sensitivity import sensitivity
 from benchmarks.timing import machine
 from mame_sd import embedded_model_path
@@ -106,16 +106,16 @@ class Frontier:
         return {"name": name, "family": method.family, "settings": method.settings, **json.loads(file.read_bytes())}
 
     def _images(self, name: str, method: Method) -> tuple[np.ndarray, int]:
-        """uint8 [n, H, W, 3] and the multiplications of self-attention, from the method's file or painted now."""
+        """uint8 [n, H, W, 3] and the multiplications of self-attention, from the method's file or generated now."""
         file = self._file(name, method, {}, ".npz")
         if not file.exists():
-            painted = []
+            made = []
             with method.on(self.pipe.unet), AttentionWork(self.pipe.tokenizer.model_max_length) as counted:
                 for first in range(0, len(self.prompts), BATCH):
-                    painted.append(paint(self.pipe, self.prompts[first : first + BATCH], self.steps, first))
-                    print(f"  {name}: {first + len(painted[-1])} of {len(self.prompts)}", end="\r", file=sys.stderr)
+                    made.append(generate(self.pipe, self.prompts[first : first + BATCH], self.steps, first))
+                    print(f"  {name}: {first + len(made[-1])} of {len(self.prompts)}", end="\r", file=sys.stderr)
             with written_whole(file) as whole:
-                np.savez_compressed(whole, images=np.concatenate(painted), work=np.array(counted.work))
+                np.savez_compressed(whole, images=np.concatenate(made), work=np.array(counted.work))
         with np.load(file) as arrays:
             return arrays["images"], int(arrays["work"])
 
@@ -140,7 +140,7 @@ class Frontier:
 
         def call(which: str, number: int = -1) -> float:
             with on[which](self.pipe.unet), clocked(self.pipe.unet) as clock:
-                paint(self.pipe, self.prompts[:1], 2 if number < 0 else self.steps, TIMING_SEED, output="latent")
+                generate(self.pipe, self.prompts[:1], 2 if number < 0 else self.steps, TIMING_SEED, output="latent")
             return clock.seconds
 
         found = [seconds for _, seconds in interleaved(list(on), self.rounds, call, warm_up=call)]

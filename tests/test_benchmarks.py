@@ -12,7 +12,7 @@ import torch
 from benchmarks import attention, layers, methods, unet, unets
 from benchmarks.frontier import Frontier
 from benchmarks.frontier_report import markdown, on_frontier, verdict
-from benchmarks.painting import AttentionWork, clocked
+from benchmarks.generation import AttentionWork, clocked
 from benchmarks.rival_plans import means
 from benchmarks.timing import captured, interleaved
 from benchmarks.variants import guidance_protected, scheduled, share_at, varied

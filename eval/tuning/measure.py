@@ -75,9 +75,9 @@ def tune(
     rounds = interleaved(
         list(configs),
         len(jobs),
-        lambda label, number: _paint(model, settings, jobs[number], configs[label]),
+        lambda label, number: _generated(model, settings, jobs[number], configs[label]),
         done={number for number, job in enumerate(jobs) if job.name in rows},
-        warm_up=lambda label: _paint(model, replace(settings, steps=1), jobs[0], configs[label]),
+        warm_up=lambda label: _generated(model, replace(settings, steps=1), jobs[0], configs[label]),
         on_progress=on_progress,
     )
     for number, made in rounds:
@@ -90,7 +90,7 @@ def tune(
     return [_trial(label, config, [rows[job.name] for job in jobs]) for label, config in ladder]
 
 
-def _paint(
+def _generated(
     model: LoadedModel, settings: GenerateSettings, job: Job, config: MaMeConfig | None
 ) -> tuple[Image.Image, float, float]:
     """The job's image, its seconds, and the share of the tokens that the level with the most tokens keeps."""

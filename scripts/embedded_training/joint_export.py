@@ -1,4 +1,4 @@
-"""The transformer as a plain StableDiffusion3Pipeline folder, and sheets of what a checkpoint paints."""
+"""The transformer as a plain StableDiffusion3Pipeline folder, and sheets of what a checkpoint makes."""
 
 import copy
 from pathlib import Path

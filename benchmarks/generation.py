@@ -28,7 +28,7 @@ def load(device: torch.device, dtype: torch.dtype) -> StableDiffusionPipeline:
     return pipe
 
 
-def paint(pipe: Any, prompts: list[str], steps: int, first_seed: int = 0, output: str = "np") -> np.ndarray:
+def generate(pipe: Any, prompts: list[str], steps: int, first_seed: int = 0, output: str = "np") -> np.ndarray:
     """One image a prompt, uint8 [n, H, W, 3], seeds counted from `first_seed`; latents are not decoded with "latent"."""
     generators = [torch.Generator().manual_seed(first_seed + i) for i in range(len(prompts))]
     images = pipe(
