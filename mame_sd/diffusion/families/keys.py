@@ -29,7 +29,7 @@ class MergedKeys(TorchFunctionMode):
         length: keys of the call that is meant; attention over others (an image prompt's) runs as it is.
         batch: samples of the call that is meant.
         to_plane: puts tokens [B, n, C] of the image in the order of the plan.
-        kept: [n'] or [B, n'], positions of the merged tokens among the image's.
+        kept: gives [n'] or [B, n'], positions of the merged tokens among the image's; asked for only where there is a mask.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class MergedKeys(TorchFunctionMode):
         length: int,
         batch: int,
         to_plane: Callable[[Tensor], Tensor],
-        kept: Tensor,
+        kept: Callable[[], Tensor],
     ) -> None:
         super().__init__()
         self.plan = plan
@@ -82,7 +82,7 @@ class MergedKeys(TorchFunctionMode):
             return mask
         every = torch.arange(self.length, device=mask.device)
         last = self.first + self.plan.tokens_in
-        kept = self.kept.to(mask.device) + self.first
+        kept = self.kept().to(mask.device) + self.first
         if kept.dim() == 1:
             return mask.index_select(-1, torch.cat([every[: self.first], kept, every[last:]]))
         rows = [every[: self.first].expand(self.batch, -1), kept, every[last:].expand(self.batch, -1)]

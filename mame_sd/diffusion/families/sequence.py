@@ -150,7 +150,8 @@ class SequenceAttention(Layer):
         text = self._text(call)
         beside = 0 if text is None else text.shape[1]
         first = order.first + (0 if self.family.text_last else beside)
-        keys = MergedKeys(plan, first, hidden.shape[1] + beside, hidden.shape[0], order.to_plane, order.positions(plan))
+        length, batch = hidden.shape[1] + beside, hidden.shape[0]
+        keys = MergedKeys(plan, first, length, batch, order.to_plane, lambda: order.positions(plan))
         with keys:
             output = call.run()
         return output, keys.seen
