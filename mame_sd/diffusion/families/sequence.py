@@ -73,13 +73,14 @@ class SequenceAttention(Layer):
             if id(value) not in merged:
                 merged[id(value)] = order.put(value, plan.merge(order.image(value)))
             changes[name] = merged[id(value)]
+        if self.family.select is None:
+            return self._restored(call.run(**changes), order, plan)
         kept = order.positions(plan)
         if self._alone(hidden.shape[0], tokens, config):
             samples = [self._sample(call, changes, order, kept, i) for i in range(kept.shape[0])]
             return self._restored(_joined([call.run(**sample) for sample in samples]), order, plan)
-        if self.family.select is not None:
-            same = kept.reshape(-1, plan.tokens_kept)[0]
-            changes |= self.family.select(call.arguments, order.rows(same))
+        same = kept.reshape(-1, plan.tokens_kept)[0]
+        changes |= self.family.select(call.arguments, order.rows(same))
         return self._restored(call.run(**changes), order, plan)
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
