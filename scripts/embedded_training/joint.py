@@ -21,6 +21,7 @@ WIDTH, HEADS, BLOCKS = 256, 4, 6
 WORDS_WIDTH = 64  # of the second text encoder
 TEXT_LENGTH = 20  # tokens of a prompt
 IDLE = 256  # zero tokens that StableDiffusion3Pipeline puts after the prompt's when it has no T5
+WRITTEN_OUT = 512  # tokens below which attention in three operations trains 2 to 4 times as fast as the fused one on a CPU
 POSITIONS = 16.0  # side of the picture in the units of the position embedding, at every grid
 SHIFT = 6.0  # of the scheduler: 64 x 64 latents are decided in high noise
 
@@ -90,9 +91,12 @@ class CountedAttention:
         value = torch.cat([heads(attn.to_v(hidden_states)), heads(attn.add_v_proj(text))], 2)
         count = torch.zeros(key.shape[2], dtype=value.dtype)
         count[-1] = math.log(IDLE)
-        out = F.scaled_dot_product_attention(
-            query.to(value.dtype), key.to(value.dtype), value, attn_mask=count.expand(1, 1, key.shape[2], -1)
-        )
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        if key.shape[2] < WRITTEN_OUT:
+            scores = query @ key.transpose(2, 3) / math.sqrt(key.shape[3]) + count
+            out = scores.softmax(-1) @ value
+        else:
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=count.expand(1, 1, key.shape[2], -1))
         out = out.transpose(1, 2).flatten(2)
         image, words = out[:, : hidden_states.shape[1]], out[:, hidden_states.shape[1] :]
         image = attn.to_out[0](image)

@@ -16,6 +16,12 @@ from mame_sd.embedded import model as subjects
 SIDE = 256
 TEXTURES = ("", "striped", "checked", "brick")
 TEXTURE_SHARES = (0.46, 0.18, 0.18, 0.18)
+SUBJECTS = (
+    "rocket", "red apple", "cat face", "star", "red heart", "pizza", "tree", "balloon", "basketball", "soccer ball",
+    "teddy bear", "butterfly", "cactus", "crab", "elephant", "fish", "fox", "frog", "honeybee", "lion", "owl", "panda",
+    "penguin", "pig face", "sunflower", "whale", "banana", "birthday cake", "carrot", "hamburger", "ice cream",
+    "pineapple", "strawberry", "watermelon", "car", "sailboat", "umbrella", "full moon", "t-shirt", "house",
+)  # fmt: skip
 NAMED_SHARE = 0.62  # of the width of stripes and checks: the colour in the caption has the majority
 
 
@@ -87,11 +93,12 @@ def draw_ground(rng: np.random.Generator) -> Ground:
 def draw_placed(rng: np.random.Generator, glyphs: int, smallest: float, largest: float) -> Placed:
     size = rng.uniform(smallest, largest)
     x, y = rng.uniform(size / 2, 1 - size / 2, 2)
-    return Placed(int(rng.integers(glyphs)), size, x, y, float(np.clip(rng.normal(0, 7), -15, 15)))
+    glyph = subjects.glyph_names().index(SUBJECTS[int(rng.integers(glyphs))])
+    return Placed(glyph, size, x, y, float(np.clip(rng.normal(0, 7), -15, 15)))
 
 
 def draw_scene(rng: np.random.Generator, glyphs: int, pairs: float = 0.0, held_out: bool = False) -> Scene:
-    """One scene of the first ``glyphs`` names; a share ``pairs`` of the scenes has two of them that do not overlap."""
+    """One scene of the first ``glyphs`` subjects; a share ``pairs`` of the scenes has two of them that do not overlap."""
     while True:
         if rng.uniform() < pairs:
             placed = tuple(draw_placed(rng, glyphs, 0.35, 0.52) for _ in range(2))
@@ -99,7 +106,7 @@ def draw_scene(rng: np.random.Generator, glyphs: int, pairs: float = 0.0, held_o
             if a.glyph == b.glyph or max(abs(a.x - b.x), abs(a.y - b.y)) < 0.46 * (a.size + b.size):
                 continue
         else:
-            placed = (draw_placed(rng, glyphs, 0.4, 0.9),)
+            placed = (draw_placed(rng, glyphs, 0.5, 0.9),)
         scene = Scene(placed, draw_ground(rng))
         if scene.held_out == held_out:
             return scene
