@@ -1,12 +1,14 @@
-"""What an image costs and what it loses: every setting and every rival on the embedded model.
+"""What an image costs and what it loses: every setting and every rival on an embedded model.
 
     python -m benchmarks.frontier --short                       # 4 prompts, a few settings: minutes
     python -m benchmarks.frontier --rivals --num 64             # every rival, and ours beside them
+    python -m benchmarks.frontier --model transformer --rivals --num 64     # the same where nothing but attention mixes space
+    python -m benchmarks.frontier --rivals --num 64 --held-out  # on prompts that no default was chosen on
     python -m benchmarks.frontier                               # 16 prompts, 10 steps; run again to continue
     python -m benchmarks.frontier --device cuda --num 64 --steps 25
 
 LPIPS, PSNR and SSIM compare with the image that the unmerged model makes of the same prompt and seed; retrieval is the
-share of images whose nearest glyph is the prompted one. Times are of the UNet alone, over a whole run of `--steps` steps,
+share of images whose nearest subject is the prompted one. Times are of the denoiser alone, over a whole run of `--steps` steps,
 each method beside the baseline. Writes frontier.md and frontier.png into --out, of every point measured there with the same
 prompts, steps and rounds on this machine, with a line that says whether the model can tell methods apart at all; one file for each makes it resumable: delete a file to measure its point again.
 """
@@ -23,22 +25,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import StableDiffusionPipeline
 
 from benchmarks import methods
 from benchmarks.frontier_report import Point, markdown, plot, verdict
 from benchmarks.generation import AttentionWork, clocked, generate, load
+from benchmarks.instruments import INSTRUMENTS
 from benchmarks.methods import Method
 from benchmarks.sensitivity import sensitivity
 from benchmarks.timing import machine
-from mame_sd import embedded_model_path
+from mame_sd.diffusion.apply import denoiser_of
 from mame_sd.eval.metrics.lpips import load_lpips
 from mame_sd.eval.metrics.psnr import psnr
 from mame_sd.eval.metrics.ssim import ssim
-from mame_sd.eval.scoring.retrieval import draw_prompts, retrieved
 from mame_sd.eval.stats import mean_interval
 from mame_sd.eval.timing import interleaved, quartiles
 from mame_sd.runs.files import write_atomically, written_whole
+from mame_sd.runs.loading import LoadedModel
 
 BATCH = 4
 TIMING_SEED = 1000
@@ -49,22 +51,24 @@ class Frontier:
 
     Args:
         distance: LPIPS of images [n, 3, H, W] in [0, 1] and those of the unmerged model.
-        model: digest of the model's weights.
+        retrieved: 1.0 when an image uint8 [H, W, 3] shows the subject of its prompt.
     """
 
     def __init__(
         self,
         out: Path,
-        pipe: StableDiffusionPipeline,
+        model: LoadedModel,
         distance: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        retrieved: Callable[[np.ndarray, str], float],
         prompts: list[str],
         steps: int,
         rounds: int,
-        model: str,
     ) -> None:
-        self.out, self.pipe, self.prompts, self.steps, self.rounds = out, pipe, prompts, steps, rounds
-        self._distance = distance
-        self._common = {"prompts": prompts, "steps": steps, "model": model, "machine": machine(pipe.device)}
+        self.out, self.model, self.prompts, self.steps, self.rounds = out, model, prompts, steps, rounds
+        self.pipe, self.denoiser = model.pipe, denoiser_of(model.pipe)
+        self._distance, self._retrieved = distance, retrieved
+        about = {"prompts": prompts, "steps": steps, "model": model.identity["sha256"], "guidance": model.guidance}
+        self._common = {**about, "machine": machine(self.pipe.device)}
 
     def points(self, chosen: Mapping[str, Method], every: Mapping[str, Method]) -> list[Point]:
         """The baseline, the methods of `chosen`, measured where they were not, and all of `every` that were before.
@@ -110,9 +114,9 @@ class Frontier:
         file = self._file(name, method, {}, ".npz")
         if not file.exists():
             made = []
-            with method.on(self.pipe.unet), AttentionWork(self.pipe.tokenizer.model_max_length) as counted:
+            with method.on(self.denoiser), AttentionWork(self.pipe.tokenizer.model_max_length) as counted:
                 for first in range(0, len(self.prompts), BATCH):
-                    made.append(generate(self.pipe, self.prompts[first : first + BATCH], self.steps, first))
+                    made.append(generate(self.model, self.prompts[first : first + BATCH], self.steps, first))
                     print(f"  {name}: {first + len(made[-1])} of {len(self.prompts)}", end="\r", file=sys.stderr)
             with written_whole(file) as whole:
                 np.savez_compressed(whole, images=np.concatenate(made), work=np.array(counted.work))
@@ -121,7 +125,7 @@ class Frontier:
 
     def _quality(self, images: np.ndarray, plain: np.ndarray) -> dict[str, Any]:
         a, b = (torch.from_numpy(x).permute(0, 3, 1, 2).float() / 255 for x in (images, plain))
-        hits = [retrieved(image, prompt) for image, prompt in zip(images, self.prompts, strict=True)]
+        hits = [self._retrieved(image, prompt) for image, prompt in zip(images, self.prompts, strict=True)]
         distances = self._distance(a.to(self.pipe.device), b.to(self.pipe.device)).tolist()
         found = mean_interval(
             {str(i): d for i, d in enumerate(distances)}, {str(i): str(i) for i in range(len(distances))}
@@ -135,12 +139,12 @@ class Frontier:
         }
 
     def _times(self, method: Method) -> dict[str, Any]:
-        """Seconds of the UNet for one image, beside the baseline's in the same rounds, after a warm-up of two steps."""
+        """Seconds of the denoiser for one image, beside the baseline's in the same rounds, after a warm-up of two steps."""
         on = {"plain": methods.baseline().on, "method": method.on}
 
         def call(which: str, number: int = -1) -> float:
-            with on[which](self.pipe.unet), clocked(self.pipe.unet) as clock:
-                generate(self.pipe, self.prompts[:1], 2 if number < 0 else self.steps, TIMING_SEED, output="latent")
+            with on[which](self.denoiser), clocked(self.denoiser) as clock:
+                generate(self.model, self.prompts[:1], 2 if number < 0 else self.steps, TIMING_SEED, output="latent")
             return clock.seconds
 
         found = [seconds for _, seconds in interleaved(list(on), self.rounds, call, warm_up=call)]
@@ -159,17 +163,14 @@ class Frontier:
         return self.out / "points" / f"{slug}-{digest}{suffix}"
 
 
-def _model_digest() -> str:
-    weights = embedded_model_path() / "unet" / "diffusion_pytorch_model.safetensors"
-    return hashlib.sha256(weights.read_bytes()).hexdigest()
-
-
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("out/frontier"), help="default out/frontier")
+    parser.add_argument("--model", choices=INSTRUMENTS, default="unet", help="embedded model (default unet)")
+    parser.add_argument("--out", type=Path, help="default out/frontier, out/frontier-transformer")
     parser.add_argument("--short", action="store_true", help="4 prompts, 6 steps, a few settings")
     parser.add_argument("--rivals", action="store_true", help="every rival, and our settings over the same speeds")
+    parser.add_argument("--held-out", action="store_true", help="other prompts than those that defaults were chosen on")
     parser.add_argument("--num", type=int, help="prompts (default 16)")
     parser.add_argument("--steps", type=int, help="denoising steps (default 10)")
     parser.add_argument("--rounds", type=int, default=5, help="timed runs of each method (default 5)")
@@ -178,26 +179,31 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     args = parser.parse_args()
-    chosen = methods.AGAINST_RIVALS if args.rivals else methods.SHORT if args.short else methods.FULL
+    on = INSTRUMENTS[args.model]
+    out = args.out or Path("out/frontier" if args.model == "unet" else f"out/frontier-{args.model}")
+    chosen = on.rivals if args.rivals else on.short if args.short else on.methods
     chosen = {name: method for name, method in chosen.items() if args.only is None or args.only in name}
     if not chosen:
         parser.error(f"--only: expected a part of a setting's name, got {args.only!r}; see benchmarks/methods.py")
     num, steps = args.num or (4 if args.short else 16), args.steps or (6 if args.short else 10)
     device = torch.device(args.device)
-    pipe = load(device, torch.float32 if device.type == "cpu" else torch.float16)
-    prompts = [prompt.text for prompt in draw_prompts(num)]
+    model = load(device, torch.float32 if device.type == "cpu" else torch.float16, on.model)
+    prompts = on.prompts(num, args.held_out)
     lpips = load_lpips(device=str(device))
-    points = Frontier(args.out, pipe, lpips, prompts, steps, args.rounds, _model_digest()).points(chosen, methods.FULL)
-    text = f"{markdown(points)}\n{sensitivity(points)}\n"
-    write_atomically(args.out / "frontier.md", text.encode())
-    plot(points, args.out / "frontier.png")
+    frontier = Frontier(out, model, lpips, on.retrieved, prompts, steps, args.rounds)
+    points = frontier.points(chosen, on.methods)
+    sensitive = sensitivity(points, on.tomesd)
+    text = f"{markdown(points)}\n{sensitive}\n"
+    write_atomically(out / "frontier.md", text.encode())
+    plot(points, out / "frontier.png")
     print(text)
     about = {
+        "model": on.model,
         "num": num,
         "steps": steps,
         "machine": machine(device),
         "verdict": verdict(points),
-        "sensitivity": sensitivity(points),
+        "sensitivity": sensitive,
     }
     print(json.dumps({"benchmark": "frontier", **about, "points": points}))
 

@@ -1,4 +1,4 @@
-"""Images of the embedded model under any method, the UNet's seconds, and the work of its self-attention."""
+"""Images of an embedded model under any method, its denoiser's seconds, and the work of its self-attention."""
 
 from __future__ import annotations
 
@@ -11,30 +11,25 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import StableDiffusionPipeline
 from torch.overrides import TorchFunctionMode
 
-from mame_sd.embedded.model import DEFAULT_GUIDANCE
 from mame_sd.eval.timing import synchronize
-from mame_sd.runs.loading import load_model
+from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.model_files import ModelChoice
 
 
-def load(device: torch.device, dtype: torch.dtype) -> StableDiffusionPipeline:
-    """The embedded pipeline, quiet, without its progress bar."""
-    pipe: StableDiffusionPipeline = load_model(
-        ModelChoice(device=str(device), dtype=str(dtype).removeprefix("torch."))
-    ).pipe
-    return pipe
+def load(device: torch.device, dtype: torch.dtype, model: str = "embedded-unet") -> LoadedModel:
+    """An embedded model, its pipeline quiet, without a progress bar."""
+    return load_model(ModelChoice(model=model, device=str(device), dtype=str(dtype).removeprefix("torch.")))
 
 
-def generate(pipe: Any, prompts: list[str], steps: int, first_seed: int = 0, output: str = "np") -> np.ndarray:
+def generate(model: LoadedModel, prompts: list[str], steps: int, first_seed: int = 0, output: str = "np") -> np.ndarray:
     """One image a prompt, uint8 [n, H, W, 3], seeds counted from `first_seed`; latents are not decoded with "latent"."""
     generators = [torch.Generator().manual_seed(first_seed + i) for i in range(len(prompts))]
-    images = pipe(
+    images = model.pipe(
         prompts,
         num_inference_steps=steps,
-        guidance_scale=DEFAULT_GUIDANCE,
+        guidance_scale=model.guidance,
         generator=generators,
         output_type=output,
     ).images

@@ -1,4 +1,4 @@
-"""The points of the frontier: our settings and their rivals, each a context manager on a UNet."""
+"""The points of the frontier: our settings and their rivals, each a context manager on a denoiser."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HALVES = ((1, 2), (2, 2))  # cells of a half and a quarter
 
 @dataclass(frozen=True)
 class Method:
-    """One point: `settings` (JSON values) say all of it, `on(unet)` applies it for a block."""
+    """One point: `settings` (JSON values) say all of it, `on(denoiser)` applies it for a block."""
 
     family: str
     settings: dict[str, Any]
@@ -206,3 +206,31 @@ AGAINST_RIVALS = {
     **PICKS,
     **RIVALS,
 }
+
+
+def tomesd_form(keep: float) -> Method:
+    """What tomesd computes, on our path, for models that the package can't patch: a random destination of each 2 x 2 cell,
+    the same at every step; of the others those most like a destination merge into it as means, queries too."""
+    config = MaMeConfig(
+        keep=keep, merge="qkv", partition="random-grid", stride=(2, 2), redraw=False, tiles=0, weights="best"
+    )
+    settings = {name: value for name, value in config.to_dict().items() if value is not None}
+    return Method("tomesd", settings, lambda denoiser: mame(denoiser, config))
+
+
+# The transformer with joint attention, whose 1,024 tokens make one level. Tiles of HyperTile would cut the text.
+JOINT_PEERS = {
+    **{f"tomesd's form {keep}": tomesd_form(keep) for keep in (0.75, 0.5, 0.25)},
+    **{name: method for name, method in RIVALS.items()
+       if method.family not in ("tomesd", "hypertile") and "first level" not in name and "then" not in name},
+}  # fmt: skip
+JOINT = {
+    **{name: method for name, method in FULL.items() if name not in RIVALS and "first level" not in name and "mlp" not in name
+       and "cross" not in name and "min_tokens" not in name and method.family != "variant"},
+    **JOINT_PEERS,
+}  # fmt: skip
+JOINT_SHORT = {
+    name: JOINT[name]
+    for name in ("default", "kv 0.125", "pick 0.25", "qkv 0.5", "plain tau 0.8", "tomesd's form 0.5", "random 0.25", MEAN_ATTENTION)
+}  # fmt: skip
+JOINT_RIVALS = {**{name: AGAINST_RIVALS[name] for name in AGAINST_RIVALS if name in JOINT}, **JOINT_PEERS}

@@ -31,7 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from embedded_training import joint, world
+from embedded_training import joint
 from embedded_training.growth import grow
 from embedded_training.joint import Denoiser, Stage
 from embedded_training.joint_export import export, sample_sheet
@@ -40,10 +40,12 @@ from embedded_training.pool import Pool
 from embedded_training.probe import probe
 from transformers import CLIPTokenizer
 
+from mame_sd.embedded.scenes import SUBJECTS
+
 STAGES = (
-    Stage("tokens64", 32, 4, 2000, 48, 0.01, 4.0, (384, 1.0)),
-    Stage("tokens256", 64, 4, 1800, 24, 0.006, 6.0, (2400, 0.6)),
-    Stage("tokens1024", 64, 2, 1100, 8, 0.004, 6.0, (3500, 0.3)),
+    Stage("tokens64", 32, 4, 1500, 48, 0.01, 4.0, (384, 1.0)),
+    Stage("tokens256", 64, 4, 1300, 24, 0.006, 6.0, (1900, 0.6)),
+    Stage("tokens1024", 64, 2, 1000, 8, 0.004, 6.0, (2700, 0.3)),
 )
 
 
@@ -112,7 +114,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True)
     args.work.mkdir(parents=True, exist_ok=True)
-    stages, glyphs, shard = list(STAGES), len(world.SUBJECTS), 64
+    stages, glyphs, shard = list(STAGES), len(SUBJECTS), 64
     if args.smoke:
         stages = [replace(s, steps=3, batch=2, pool=(4, 0), pairs=0.5) for s in STAGES]
         glyphs, shard = 8, 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -51,25 +52,36 @@ def rendered(index: int) -> Pixels:
     return np.asarray(subjects.render(name, background))
 
 
-def draw_prompts(count: int, seed: int = 0) -> list[Prompt]:
-    """`count` prompts of the embedded model, half of them pairs that training never saw.
+def draw_captions(
+    captions: Mapping[str, tuple[str, str]], count: int, seed: int = 0, without: Sequence[str] = ()
+) -> list[str]:
+    """`count` of `captions`, which say (subject, background), but not those of `without`; half of them training never saw.
 
-    Raises UserError for more than there are: twice as many as it was not trained on.
+    Raises UserError for more than there are.
     """
     rng = random.Random(seed)
-    pairs = list(subjects_by_caption().values())
-    held = [pair for pair in pairs if subjects.is_held_out(*pair)]
-    seen = [pair for pair in pairs if not subjects.is_held_out(*pair)]
+    left = [caption for caption in captions if caption not in without]
+    held = [caption for caption in left if subjects.is_held_out(*captions[caption])]
+    seen = [caption for caption in left if not subjects.is_held_out(*captions[caption])]
     if count // 2 > len(held):
         raise UserError(
             f"--num: expected at most {2 * len(held) + 1} drawn prompts, got {count}; lower it, or give --prompts"
         )
-    chosen = rng.sample(held, count // 2) + rng.sample(seen, count - count // 2)
+    return rng.sample(held, count // 2) + rng.sample(seen, count - count // 2)
+
+
+def draw_prompts(count: int, seed: int = 0) -> list[Prompt]:
+    """`count` prompts of the embedded UNet, half of them pairs that training never saw.
+
+    Raises UserError for more than there are: twice as many as it was not trained on.
+    """
+    chosen = draw_captions(subjects_by_caption(), count, seed)
     return [
         Prompt(
             id=f"{number:03}",
-            text=subjects.caption(name, background),
+            text=text,
             extra={"glyph": name, "background": background, "held_out": subjects.is_held_out(name, background)},
         )
-        for number, (name, background) in enumerate(chosen)
+        for number, text in enumerate(chosen)
+        for name, background in [subjects_by_caption()[text]]
     ]

@@ -224,8 +224,6 @@ def _default_guidance(pipe: Any, choice: ModelChoice) -> float | None:
     parameter = inspect.signature(pipe.__call__).parameters.get("guidance_scale")
     if parameter is None:
         return None
-    if choice.embedded is not None:
-        from mame_sd.embedded.model import DEFAULT_GUIDANCE
+    from mame_sd.embedded.model import DEFAULT_GUIDANCE
 
-        return DEFAULT_GUIDANCE
-    return float(parameter.default)
+    return DEFAULT_GUIDANCE.get(choice.embedded or "", float(parameter.default))

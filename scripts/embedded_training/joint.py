@@ -21,7 +21,9 @@ WIDTH, HEADS, BLOCKS = 256, 4, 6
 WORDS_WIDTH = 64  # of the second text encoder
 TEXT_LENGTH = 20  # tokens of a prompt
 IDLE = 256  # zero tokens that StableDiffusion3Pipeline puts after the prompt's when it has no T5
-WRITTEN_OUT = 512  # tokens below which attention in three operations trains 2 to 4 times as fast as the fused one on a CPU
+WRITTEN_OUT = (
+    512  # tokens below which attention in three operations trains 2 to 4 times as fast as the fused one on a CPU
+)
 POSITIONS = 16.0  # side of the picture in the units of the position embedding, at every grid
 SHIFT = 6.0  # of the scheduler: 64 x 64 latents are decided in high noise
 

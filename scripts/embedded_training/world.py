@@ -12,16 +12,10 @@ import numpy as np
 from PIL import Image
 
 from mame_sd.embedded import model as subjects
+from mame_sd.embedded.scenes import LARGEST, SMALLEST, SUBJECTS, TEXTURES, ground_phrases
 
 SIDE = 256
-TEXTURES = ("", "striped", "checked", "brick")
 TEXTURE_SHARES = (0.46, 0.18, 0.18, 0.18)
-SUBJECTS = (
-    "rocket", "red apple", "cat face", "star", "red heart", "pizza", "tree", "balloon", "basketball", "soccer ball",
-    "teddy bear", "butterfly", "cactus", "crab", "elephant", "fish", "fox", "frog", "honeybee", "lion", "owl", "panda",
-    "penguin", "pig face", "sunflower", "whale", "banana", "birthday cake", "carrot", "hamburger", "ice cream",
-    "pineapple", "strawberry", "watermelon", "car", "sailboat", "umbrella", "full moon", "t-shirt", "house",
-)  # fmt: skip
 NAMED_SHARE = 0.62  # of the width of stripes and checks: the colour in the caption has the majority
 
 
@@ -66,11 +60,6 @@ class Scene:
         return any(subjects.is_held_out(names[p.glyph], self.ground.phrase) for p in self.placed)
 
 
-def ground_phrases() -> list[str]:
-    """Every ground that a caption may name."""
-    return [f"{color} {texture}".strip() for texture in TEXTURES for color in subjects.BACKGROUNDS]
-
-
 def all_captions() -> list[str]:
     """Every caption of one glyph, and the words of those of two."""
     captions = [subjects.caption(name, phrase) for name in subjects.glyph_names() for phrase in ground_phrases()]
@@ -106,7 +95,7 @@ def draw_scene(rng: np.random.Generator, glyphs: int, pairs: float = 0.0, held_o
             if a.glyph == b.glyph or max(abs(a.x - b.x), abs(a.y - b.y)) < 0.46 * (a.size + b.size):
                 continue
         else:
-            placed = (draw_placed(rng, glyphs, 0.5, 0.9),)
+            placed = (draw_placed(rng, glyphs, SMALLEST, LARGEST),)
         scene = Scene(placed, draw_ground(rng))
         if scene.held_out == held_out:
             return scene

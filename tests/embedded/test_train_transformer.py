@@ -93,8 +93,8 @@ def test_patches_of_the_output_are_in_the_order_of_the_transformer() -> None:
 @pytest.mark.parametrize("pairs", [0.0, 1.0])
 def test_scenes_follow_from_the_generator_and_keep_what_is_held_out(pairs: float) -> None:
     for seed in range(8):
-        one, two = (world.draw_scene(np.random.default_rng(seed), 180, pairs) for _ in range(2))
+        one, two = (world.draw_scene(np.random.default_rng(seed), 40, pairs) for _ in range(2))
         assert one == two
         assert not one.held_out
-        assert world.draw_scene(np.random.default_rng(seed), 180, pairs, held_out=True).held_out
+        assert world.draw_scene(np.random.default_rng(seed), 40, pairs, held_out=True).held_out
         assert np.array_equal(world.render(one), world.render(one, 32)[32:-32, 32:-32])

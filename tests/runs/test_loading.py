@@ -155,7 +155,7 @@ def test_embedded_models_go_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "embedded" / "clip").mkdir()
     (tmp_path / "embedded" / "clip" / "config.json").write_text("{}")
     model = load_model(ModelChoice(model="embedded-tiny", device="cpu"))
-    assert (model.identity["name"], model.guidance) == ("embedded-tiny", subjects.DEFAULT_GUIDANCE)
+    assert (model.identity["name"], model.guidance) == ("embedded-tiny", 7.5)
     with pytest.raises(UserError, match=r"clip: expected the folder of a diffusers pipeline"):
         find_model(ModelChoice(model="embedded-clip"))
 
