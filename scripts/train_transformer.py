@@ -43,9 +43,9 @@ from transformers import CLIPTokenizer
 from mame_sd.embedded.scenes import SUBJECTS
 
 STAGES = (
-    Stage("tokens64", 32, 4, 1500, 48, 0.01, 4.0, (384, 1.0)),
-    Stage("tokens256", 64, 4, 1300, 24, 0.006, 6.0, (1900, 0.6)),
-    Stage("tokens1024", 64, 2, 1000, 8, 0.004, 6.0, (2700, 0.3)),
+    Stage("tokens64", 32, 4, 1500, 48, 0.01, 4.0, (1200, 0.15)),
+    Stage("tokens256", 64, 4, 1300, 24, 0.006, 6.0, (1450, 0.4)),
+    Stage("tokens1024", 64, 2, 1000, 8, 0.004, 6.0, (1990, 0.1)),
 )
 
 

@@ -98,6 +98,7 @@ def score_command(
         offline=scoring.offline,
         device=pick_device(scoring.device, process.local_rank),
         clip=scoring.clip or CLIPS[0],
+        fid_backend=scoring.fid_backend,
         cache=default_folder() / "features" if scoring.cache is None else Path(scoring.cache),
         process=process,
     )

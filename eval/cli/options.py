@@ -13,6 +13,8 @@ from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.options import option
 
+from ..metric_list import FID_BACKENDS
+
 METHODS = ("baseline", "mame", "tomesd")
 DEFAULT_RATIO = 0.5
 CLIP_HELP = (
@@ -58,6 +60,11 @@ class ScoringOptions:
     weights_dir: str | None = option(None, "Folder with weights of metrics, looked into first.", metavar="DIR")
     offline: bool = option(False, "Never ask a network.")
     clip: str | None = option(None, CLIP_HELP, metavar="NAME|DIR")
+    fid_backend: str = option(
+        FID_BACKENDS[0],
+        f"Whose code computes FID and KID: {' or '.join(FID_BACKENDS)} (extra clean-fid).",
+        metavar="|".join(FID_BACKENDS),
+    )
     device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
     cache: str | None = option(
         None, "Folder that keeps features of images. Without it, features in the weights' own folder.", metavar="DIR"

@@ -29,6 +29,7 @@ class Reference:
         digest: sha256 of what it holds, in whatever order: the files' bytes, or what the glyphs are rendered from.
         load: pixels [H, W, 3] of the image at an index.
         hashes: sha256 of each image file.
+        files: the image files; none of rendered glyphs or statistics.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Reference:
     load: Callable[[int], Pixels] | None = None
     statistics: Statistics | None = None
     hashes: frozenset[str] = frozenset()
+    files: tuple[Path, ...] = ()
 
     def about(self) -> dict[str, Any]:
         """What a manifest says of it."""
@@ -64,7 +66,9 @@ def open_reference(path: Path) -> Reference:
     hashes = sorted(file_sha256(file) for file in files)
     digest = hashlib.sha256("".join(hashes).encode()).hexdigest()
     name = path.resolve().name
-    return Reference(name, len(files), digest, lambda index: load_image(files[index]), hashes=frozenset(hashes))
+    return Reference(
+        name, len(files), digest, lambda index: load_image(files[index]), hashes=frozenset(hashes), files=tuple(files)
+    )
 
 
 def check_reference(metrics: Sequence[Metric], reference: Reference | None) -> None:

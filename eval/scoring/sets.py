@@ -7,6 +7,7 @@ on the main process, so the number of processes changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ def set_value(
     reason = withheld_for_size(metric, count, None if reference is None else reference.count)
     if reason is not None:
         return {**value, "withheld": reason}
+    if tools.by_clean_fid(metric):
+        return {**value, **_by_clean_fid(metric, run, baseline, reference, tools)}
     own = _run_features(metric, run, tools)
     other = None if metric.needs == "alone" else _other_side(metric, baseline, reference, tools)
     if not tools.process.is_main:
@@ -77,6 +80,34 @@ def _other_side(metric: Metric, baseline: Run | None, reference: Reference | Non
     return tools.remember((metric.extractor, reference), lambda: _features(metric, load, reference.count, tools))[
         "features"
     ]
+
+
+def _by_clean_fid(
+    metric: Metric, run: Run, baseline: Run | None, reference: Reference | None, tools: Tools
+) -> dict[str, Any]:
+    """clean-fid's value, computed by the main process alone."""
+    network = tools.network(metric)
+    if metric.needs == "set":
+        check_reference([metric], reference)
+        assert reference is not None
+        other, key = reference.files, reference.digest
+        if not other:
+            raise UserError(
+                f"--reference {reference.name}: expected a folder of images for clean-fid, got another kind; give a folder"
+            )
+    else:
+        assert baseline is not None
+        other, key = _files(baseline), str(baseline.folder)
+    if not tools.process.is_main:
+        return {}
+    own = tools.remember(("clean-fid", str(run.folder)), lambda: network.features(_files(run)))
+    return {
+        "mean": network.distance(metric.name, own, tools.remember(("clean-fid", key), lambda: network.features(other)))
+    }
+
+
+def _files(run: Run) -> tuple[Path, ...]:
+    return tuple(item.path for item in run.items.values())
 
 
 def _count(metric: Metric, baseline: Run | None, reference: Reference | None) -> int:

@@ -12,8 +12,9 @@ import torch
 from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.processes import Process
 
-from ..metric_list import LPIPS_NETS, Metric
+from ..metric_list import FID_BACKENDS, LPIPS_NETS, Metric
 from ..weights.registry import REGISTRY
+from . import clean_fid
 
 REMEMBERED = 4  # sets of features kept in memory: a run's, the baseline's and the reference's, with one to spare
 CLIPS = tuple(name for name in REGISTRY if name.startswith("clip-"))
@@ -30,6 +31,7 @@ class Tools:
         fetch: names of the networks whose weights may be fetched; None: all.
         clip: name of a CLIP, or a folder with one as transformers saves it.
         cache: folder for features of images; None: none are kept.
+        fid_backend: whose code computes FID and KID: "mame-sd" or "clean-fid".
         process: this process among several, which share the images.
         on_progress: told (images done, images of this process).
         networks: those loaded so far, by `network_name`; an exception where one can't be had.
@@ -41,22 +43,31 @@ class Tools:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     clip: str = CLIPS[0]
     cache: Path | None = None
+    fid_backend: str = FID_BACKENDS[0]
     process: Process = field(default_factory=Process)
     on_progress: Callable[[int, int], None] = lambda done, total: None
     networks: dict[str, Any] = field(default_factory=dict)
     _remembered: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises UserError for a CLIP that is neither known nor a folder."""
+        """Raises UserError for a CLIP that is neither known nor a folder, or an unknown backend."""
         if self.clip not in CLIPS and not Path(self.clip).is_dir():
             raise UserError(f"--clip: expected {', '.join(CLIPS)} or a folder, got {self.clip!r}; give one of these")
+        if self.fid_backend not in FID_BACKENDS:
+            raise UserError(
+                f"--fid-backend: expected {' or '.join(FID_BACKENDS)}, got {self.fid_backend!r}; give one of these"
+            )
+
+    def by_clean_fid(self, metric: Metric) -> bool:
+        """Whether clean-fid's code computes `metric`."""
+        return self.fid_backend == "clean-fid" and metric.name in clean_fid.METRICS
 
     def network(self, metric: Metric) -> Any:
         """The network behind `metric`; None where it needs none. All processes must ask together the first time.
 
         Raises UserError or MachineError when its weights can't be had by every process, each time at once.
         """
-        name = network_name(metric)
+        name = "clean-fid" if self.by_clean_fid(metric) else network_name(metric)
         if name is None:
             return None
         if name not in self.networks:
@@ -106,6 +117,8 @@ class Tools:
 
         offline = self.offline or (self.fetch is not None and name not in self.fetch)
         place: dict[str, Any] = {"weights_dir": self.weights_dir, "offline": offline, "device": self.device}
+        if name == "clean-fid":
+            return clean_fid.load_clean_fid(self.device, offline)
         if name == "clip":
             return load_clip(self.clip, **place)
         if name.startswith("lpips-"):
