@@ -190,7 +190,7 @@ def main() -> None:
     model = load(device, torch.float32 if device.type == "cpu" else torch.float16, on.model)
     prompts = on.prompts(num, args.held_out)
     lpips = load_lpips(device=str(device))
-    frontier = Frontier(out, model, lpips, on.retrieved, prompts, steps, args.rounds)
+    frontier = Frontier(out, model, lpips, on.truth.retrieved, prompts, steps, args.rounds)
     points = frontier.points(chosen, on.methods)
     sensitive = sensitivity(points, on.tomesd)
     text = f"{markdown(points)}\n{sensitive}\n"

@@ -26,7 +26,7 @@ from PIL import Image
 from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
 
 from mame_sd.embedded import model as subjects
-from mame_sd.eval.scoring.retrieval import draw_prompts
+from mame_sd.eval.scoring.retrieval import TRUTHS
 from mame_sd.runs.records import read_samples
 
 
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    prompts = [{"id": p.id, "prompt": p.text, **p.extra} for p in draw_prompts(args.num, args.seed)]
+    prompts = [{"id": p.id, "prompt": p.text, **p.extra} for p in TRUTHS["unet"].draw(args.num, args.seed)]
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "prompts.jsonl"
     file.write_text("".join(json.dumps(p) + "\n" for p in prompts), encoding="utf-8")

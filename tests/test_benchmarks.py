@@ -18,7 +18,7 @@ from benchmarks.timing import captured, interleaved
 from benchmarks.variants import guidance_protected, scheduled, share_at, varied
 from mame_sd import MaMeConfig, mame
 from mame_sd.diffusion.apply import has_hooks
-from mame_sd.eval.scoring.retrieval import draw_prompts, retrieved
+from mame_sd.eval.scoring.retrieval import TRUTHS
 from mame_sd.runs.loading import LoadedModel
 from tests.builders.tiny import run_unet, tiny_pipeline, tiny_unet, unet_inputs
 
@@ -170,14 +170,14 @@ def test_a_frontier_of_some_settings_keeps_the_rows_measured_before(tmp_path: Pa
         "pool": methods.rival("pool-kv", means, cell=(2, 2), min_tokens=16),
     }
     model = LoadedModel(pipe=tiny_pipeline(), identity={"sha256": "digest"}, guidance=1.25)
-    prompts = [prompt.text for prompt in draw_prompts(2)]
+    prompts = [prompt.text for prompt in TRUTHS["unet"].draw(2)]
 
     def distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (a - b).abs().mean((1, 2, 3))
 
     def measured(steps: int, *names: str) -> dict[str, Any]:
         with torch.no_grad():
-            frontier = Frontier(tmp_path, model, distance, retrieved, prompts, steps, 1)
+            frontier = Frontier(tmp_path, model, distance, TRUTHS["unet"].retrieved, prompts, steps, 1)
             points = frontier.points({name: every[name] for name in names}, every)
         return {point["name"]: point for point in points}
 

@@ -30,11 +30,10 @@ from ..benchmark.setup import attention_of
 from ..benchmark.suites import Suite
 from ..benchmark.timings import read_record, summary
 from ..metric_list import METRICS, Metric
+from ..scoring.per_image import TRUTH
 from ..scoring.reference import open_reference, rendered_glyphs
-from ..scoring.retrieval import draw_prompts, subjects_by_caption
+from ..scoring.retrieval import TRUTHS, Truth
 from ..scoring.tools import CLIPS, Tools
-
-_TRUTH = ("retrieval", "background")
 
 
 def run_benchmark(
@@ -63,11 +62,11 @@ def run_benchmark(
     check_out(out)
     wanted = chosen_rows(rows)
     settings = GenerateSettings(**suite.sampling(sampling))
-    chosen, prompt_file = suite_prompts(suite, prompts, num)
     choice = _suite_model(suite, model)
-    glyphs = (
-        suite.glyphs and choice.embedded == "unet" and all(prompt.text in subjects_by_caption() for prompt in chosen)
-    )
+    truth = TRUTHS.get(choice.embedded or "")
+    chosen, prompt_file = suite_prompts(suite, prompts, num, truth)
+    known = suite.glyphs and truth is not None and all(prompt.text in truth.captions() for prompt in chosen)
+    glyphs = known and choice.embedded == "unet"
     if reference is not None and reference.resolve().is_relative_to(out.resolve()):
         raise UserError(f"--reference {reference}: expected images of another origin than --out {out}; give others")
     against = open_reference(reference) if reference is not None else rendered_glyphs() if glyphs else None
@@ -89,7 +88,7 @@ def run_benchmark(
             prompts=chosen,
             settings=settings,
             rows=wanted,
-            metrics=suite_metrics(suite, glyphs),
+            metrics=suite_metrics(suite, known),
             reference=against,
             out=out,
             tools=tools,
@@ -158,7 +157,9 @@ def run_bench(
     return {"rows": {name: summary(found) for name, found in timings.items()}, "manifest": manifest}
 
 
-def suite_prompts(suite: Suite, file: str | None, num: int | None) -> tuple[list[Prompt], dict[str, Any] | None]:
+def suite_prompts(
+    suite: Suite, file: str | None, num: int | None, truth: Truth | None = None
+) -> tuple[list[Prompt], dict[str, Any] | None]:
     """The prompts of a suite, or the first `num` of `file`, and what the manifest says of their file.
 
     Raises UserError when the suite has none of its own and none are given.
@@ -173,13 +174,16 @@ def suite_prompts(suite: Suite, file: str | None, num: int | None) -> tuple[list
             "(the paper's are of GEMRec and ImageNet's class names)"
         )
     if source == "drawn":
-        return draw_prompts(count, suite.seed), {"name": f"drawn with seed {suite.seed}", "sha256": None}
+        return (truth or TRUTHS["unet"]).draw(count, suite.seed), {
+            "name": f"drawn with seed {suite.seed}",
+            "sha256": None,
+        }
     return load_prompts(source, count), prompt_file_identity(source)
 
 
-def suite_metrics(suite: Suite, glyphs: bool) -> list[Metric]:
-    """The suite's columns in the order of METRICS; `glyphs`: with ground truth, which only the embedded model has."""
-    return [metric for name, metric in METRICS.items() if name in suite.metrics and (glyphs or name not in _TRUTH)]
+def suite_metrics(suite: Suite, known: bool) -> list[Metric]:
+    """The suite's columns in the order of METRICS; `known`: with ground truth, which only embedded models have."""
+    return [metric for name, metric in METRICS.items() if name in suite.metrics and (known or name not in TRUTH)]
 
 
 def command_again(arguments: Sequence[str]) -> str:

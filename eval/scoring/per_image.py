@@ -17,13 +17,13 @@ from ..images import load_image, to_float
 from ..metric_list import Metric
 from ..metrics.psnr import psnr
 from ..metrics.ssim import ms_ssim, ssim
-from .retrieval import background_right, retrieved
+from .retrieval import truth_of
 from .runs import Pair, Run
 from .tools import Tools
 
 Values = dict[str, float]
 PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"psnr": psnr, "ssim": ssim, "ms_ssim": ms_ssim}
-TRUTH = {"retrieval": retrieved, "background": background_right}
+TRUTH = ("retrieval", "background")
 
 
 def pair_values(metrics: Sequence[Metric], pairs: Sequence[Pair], tools: Tools) -> dict[str, Values]:
@@ -56,7 +56,7 @@ def pair_values(metrics: Sequence[Metric], pairs: Sequence[Pair], tools: Tools) 
 def image_values(metric: Metric, run: Run, tools: Tools) -> Values:
     """`metric` (needs "image") for each image of the run, by key; all of them on the main process only."""
     items = list(run.items.values())
-    function = _imagewise(metric, tools)
+    function = _imagewise(metric, run, tools)
     mine = items[tools.process.rank :: tools.process.count]
     found: Values = {}
     tools.on_progress(0, len(mine))
@@ -78,9 +78,11 @@ def _pairwise(metric: Metric, tools: Tools) -> Callable[[Tensor, Tensor], Tensor
     return found
 
 
-def _imagewise(metric: Metric, tools: Tools) -> Callable[[Sample], float]:
+def _imagewise(metric: Metric, run: Run, tools: Tools) -> Callable[[Sample], float]:
     if metric.name in TRUTH:
-        return lambda item: TRUTH[metric.name](load_image(item.path), item.prompt)
+        truth = truth_of(run.settings.get("model", {}))
+        told = truth.retrieved if metric.name == "retrieval" else truth.background_right
+        return lambda item: told(load_image(item.path), item.prompt)
     from ..metrics.clip import clip_score
 
     network = tools.network(metric)
