@@ -128,6 +128,15 @@ RIVALS = {
     **PUBLISHED,
     **FLOORS,
 }
+CORRECTED = {
+    f"{name}{keep}, corrected": ours(keep=keep, correct=True, **fields)
+    for name, fields in (
+        ("pick ", {"weights": "pick"}),
+        ("kv ", {}),
+        ("average ", {"weights": "average"}),
+    )
+    for keep in (0.25, 0.125, 0.0625)
+}
 PICKS = {
     **{f"pick {keep}": ours(keep=keep, weights="pick") for keep in (0.5, 0.375, 0.25, 0.125, 0.0625)},
     "pick 0.25, one draw": ours(keep=0.25, weights="pick", redraw=False),
@@ -184,6 +193,7 @@ FULL = {
     "default, cross .5": ours(cross=0.5),
     "default, mlp .5, cross .5": ours(mlp=0.5, cross=0.5),
     **PICKS,
+    **CORRECTED,
     **VARIANTS,
     **RIVALS,
 }
@@ -204,6 +214,7 @@ SHORT = {
 AGAINST_RIVALS = {
     **{name: FULL[name] for name in ("default", "kv 0.5", "kv 0.125", "kv 0.0625", "qkv 0.5", "qkv 0.25")},
     **PICKS,
+    **CORRECTED,
     **RIVALS,
 }
 

@@ -42,6 +42,11 @@ class RivalPlan(Plan):
         """See `Plan`."""
         return self._rows
 
+    @property
+    def sizes(self) -> Tensor:
+        """See `Plan`; all stand for equally many."""
+        return torch.full((self.tokens_kept,), self.tokens_in / self.tokens_kept, device=self._rows.device)
+
 
 class Rows(RivalPlan):
     """Tokens at `kept` alone. Restored, each token takes the output of entry `owner` [L] of them."""

@@ -79,6 +79,10 @@ class MaMeConfig:
         "average: a source is shared out over its similar destinations (the paper); best: its most similar one takes it whole; "
         "pick: destinations stay as they are and sources that would merge are dropped, of keys and values only (merge kv)"
     )
+    correct: bool = _field(
+        "add to attention what merged or dropped keys lose to first order: the mean and covariance of all keys and values, a "
+        "control variate. Of keys and values alone (merge kv), where the processor calls scaled_dot_product_attention"
+    )
     refine: bool = _field(
         "adaptive weight refining: drop a source's weaker than average destinations; used by weights average only"
     )

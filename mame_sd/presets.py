@@ -37,6 +37,7 @@ COMMON: dict[str, Any] = {
     "metric": "cosine",
     "feature": "x",
     "weights": "average",
+    "correct": False,
     "refine": True,
     "variant": "settled",
     "eps": 1e-6,

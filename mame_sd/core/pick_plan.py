@@ -26,6 +26,14 @@ class PickPlan(Plan):
         pos = self.positions
         return torch.zeros(*self._lead, pos.blocks, pos.m, pos.n, device=pos.slots.device)
 
+    @property
+    def sizes(self) -> Tensor:
+        """See `Plan`; destinations stand for the dropped sources, each for equally many."""
+        pos, stay = self.positions, self._preserved.shape[-1]
+        sizes = torch.ones(self.tokens_kept, device=pos.slots.device)
+        sizes[self.special : self.special + pos.M] = (pos.L - stay) / pos.M
+        return sizes
+
     def merge(self, t: Tensor) -> Tensor:
         """The rows of t [*, L, C] that stay, as [*, L', C]: special tokens, destinations, preserved sources.
 

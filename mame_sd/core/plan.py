@@ -57,6 +57,17 @@ class Plan:
         return slots if real is None else slots.index_select(-1, real)
 
     @property
+    def sizes(self) -> Tensor:
+        """How many tokens each of those that `merge` gives stands for, in its order: [L'], or [B, L']; L in all."""
+        counts = self.counts
+        counts = counts.flatten(0, -2) if counts.dim() > 1 else counts
+        ones = (
+            counts.new_ones(*counts.shape[:-1], self.special),
+            counts.new_ones(*counts.shape[:-1], self._preserved.shape[-1]),
+        )
+        return torch.cat([ones[0], counts, ones[1]], -1)
+
+    @property
     def preserved(self) -> Tensor:
         """bool [*, N], True where a source is preserved, in the order of `positions.src`."""
         mask = torch.zeros(math.prod(self._lead), self.positions.N, dtype=torch.bool, device=self._preserved.device)

@@ -44,6 +44,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "tau": {"tau": 0.1, "merge": "kv"},
     "pick": {"keep": 0.25, "weights": "pick"},
     "pick-own": {"keep": 0.5, "stride": (2, 2), "weights": "pick"},
+    "correct": {"keep": 0.25, "weights": "pick", "correct": True},
+    "correct-own": {"keep": 0.5, "stride": (2, 2), "correct": True},
 }
 
 
@@ -93,11 +95,25 @@ class Loops(TorchFunctionMode):
                 merged.append(torch.cat([part[b, :, :start], image, part[b, :, start + n :]], 1))
             scale = call.get("scale") or query.shape[-1] ** -0.5
             logits = query[b] @ merged[0].transpose(1, 2) * scale
+            sizes = torch.ones(len(columns)).double()
+            stay = len(plan.preserved[b])
+            picked = torch.full((len(plan.dst),), (n - stay) / len(plan.dst)).double()
+            sizes[start : start + len(plan.dst)] = picked if self.config.weights == "pick" else plan.counts[b]
+            if key.shape[-2] > n:  # beside text a merged key weighs as much as the keys it stands for
+                logits = logits + sizes.log()
             mask = call.get("attn_mask")
             if mask is not None:
                 mask = mask.expand(query.shape[0], *mask.shape[1:])[b][..., columns]
                 logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
             out.append(torch.softmax(logits, -1).nan_to_num() @ merged[1])  # padding's rows are masked throughout
+            if self.config.correct and mask is None:
+                shares = (sizes / key.shape[-2])[:, None]
+                mean, mean_kept = value[b].mean(1, keepdim=True), (merged[1] * shares).sum(1, keepdim=True)
+                whole_moment = value[b].transpose(1, 2) @ key[b] / key.shape[-2]
+                moment = whole_moment - (merged[1] * shares).transpose(1, 2) @ merged[0]
+                outer = mean.transpose(1, 2) @ key[b].mean(1, keepdim=True)
+                outer = outer - mean_kept.transpose(1, 2) @ (merged[0] * shares).sum(1, keepdim=True)
+                out[-1] = out[-1] + scale * query[b] @ (moment - outer).transpose(1, 2) + mean - mean_kept
         return torch.stack(out).to(call["query"].dtype)
 
 
@@ -109,7 +125,7 @@ def layers_of(model: nn.Module, names: list[str]) -> list[nn.Module]:
     ("name", "form"),
     [
         *((name, "own") for name in EVERY),
-        *((n, f) for n in ("Flux", "Wan (video)") for f in ("same", "tau", "pick", "pick-own")),
+        *((n, f) for n in ("Flux", "Wan (video)") for f in FIELDS if f != "own"),
     ],
 )
 def test_equals_float64_loops(name: str, form: str) -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from mame_sd.core.correction import first_order
 from mame_sd.core.plan import Plan
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -30,6 +31,7 @@ class MergedKeys(TorchFunctionMode):
         batch: samples of the call that is meant.
         to_plane: puts tokens [B, n, C] of the image in the order of the plan.
         kept: gives [n'] or [B, n'], positions of the merged tokens among the image's; asked for only where there is a mask.
+        correct: add what the merged keys lose to first order (`core/correction.py`), where there is no mask.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class MergedKeys(TorchFunctionMode):
         batch: int,
         to_plane: Callable[[Tensor], Tensor],
         kept: Callable[[], Tensor],
+        correct: bool = False,
     ) -> None:
         super().__init__()
         self.plan = plan
@@ -48,6 +51,7 @@ class MergedKeys(TorchFunctionMode):
         self.batch = batch
         self.to_plane = to_plane
         self.kept = kept
+        self.correct = correct
         self.seen = False  # whether such a call came
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,9 +66,36 @@ class MergedKeys(TorchFunctionMode):
         key = call["key"]
         if key.shape[-2] == self.length == call["query"].shape[-2] and key.shape[0] == self.batch:
             self.seen = True
-            call["key"], call["value"] = self.merged(key), self.merged(call["value"])
-            call["attn_mask"] = self.columns(call.get("attn_mask"))
+            query, value, mask = call["query"], call["value"], call.get("attn_mask")
+            call["key"], call["value"] = self.merged(key), self.merged(value)
+            call["attn_mask"] = self.weighed(self.columns(mask), query)
+            output = func(call.pop("query"), merged_key := call.pop("key"), merged_value := call.pop("value"), **call)
+            if not self.correct or mask is not None or call.get("is_causal") or query.shape[:-2] != key.shape[:-2]:
+                return output
+            scale = call.get("scale") or query.shape[-1] ** -0.5
+            sizes = self.sizes(query)
+            return output + first_order(query, key, value, merged_key, merged_value, sizes, scale)
         return func(call.pop("query"), call.pop("key"), call.pop("value"), **call)
+
+    def sizes(self, like: Tensor) -> Tensor:
+        """How many keys each of the merged ones stands for, [L'] or [B, 1, L'] (for `like` of three dimensions [B, L'])."""
+        sizes = self.plan.sizes.to(like.device)
+        before, after = self.first, self.length - self.first - self.plan.tokens_in
+        sizes = F.pad(sizes, (before, after), value=1.0)
+        return sizes if sizes.dim() == 1 or like.dim() == 3 else sizes.unsqueeze(1)
+
+    def weighed(self, mask: Tensor | None, query: Tensor) -> Tensor | None:
+        """The mask, and where other keys stand beside the image's the logarithm of how many keys each one stands for.
+
+        Merged keys would else weigh too little against text: n equal keys weigh as much as one whose logit is greater by log n.
+        """
+        if self.length == self.plan.tokens_in:
+            return mask
+        exact = torch.promote_types(query.dtype, torch.float32)
+        weight = self.sizes(query).to(exact).log().to(query.dtype).unsqueeze(-2)  # [1, L'] or [B, 1, 1, L']
+        if mask is None:
+            return weight.expand(*weight.shape[:-2], query.shape[-2], -1)
+        return torch.where(mask, weight, -torch.inf) if mask.dtype == torch.bool else mask + weight
 
     def merged(self, t: Tensor) -> Tensor:
         """Keys or values [B, H, L', D] of [B, H, L, D], or [B, L', D] of [B, L, D]."""

@@ -59,7 +59,7 @@ class SequenceAttention(Layer):
         hidden: Tensor = call.arguments[self.hidden]
         order = _Order(tokens, hidden.shape[1])
         if self._whole_because(call, config) is None:
-            output, seen = self._with_merged_keys(call, order, plan)
+            output, seen = self._with_merged_keys(call, order, plan, config.correct)
             if seen:
                 return output
             self._unseen.add(_kind(call))
@@ -145,14 +145,14 @@ class SequenceAttention(Layer):
         named = self.family.cross and "encoder_hidden_states" not in self.family.inputs
         return call.arguments.get("encoder_hidden_states") if named else None
 
-    def _with_merged_keys(self, call: LayerCall, order: _Order, plan: Plan) -> tuple[Any, bool]:
+    def _with_merged_keys(self, call: LayerCall, order: _Order, plan: Plan, correct: bool) -> tuple[Any, bool]:
         """The attention's output of all queries, with the image's keys and values merged; and whether they were."""
         hidden: Tensor = call.arguments[self.hidden]
         text = self._text(call)
         beside = 0 if text is None else text.shape[1]
         first = order.first + (0 if self.family.text_last else beside)
         length, batch = hidden.shape[1] + beside, hidden.shape[0]
-        keys = MergedKeys(plan, first, length, batch, order.to_plane, lambda: order.positions(plan))
+        keys = MergedKeys(plan, first, length, batch, order.to_plane, lambda: order.positions(plan), correct)
         with keys:
             output = call.run()
         return output, keys.seen

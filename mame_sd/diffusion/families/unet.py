@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.plan import Plan
+from mame_sd.diffusion.families.keys import MergedKeys
 from mame_sd.diffusion.layer import Layer, LayerCall, compared
 from mame_sd.diffusion.tokens import Call, Tokens
 
@@ -47,6 +48,8 @@ PLAIN_PROCESSORS = frozenset(
         "PAGIdentitySelfAttnProcessor2_0",
     }
 )
+# Those that call scaled_dot_product_attention, in which keys and values can be corrected.
+_WHOLE_KEYS = (processors.AttnProcessor2_0, processors.FusedAttnProcessor2_0)
 _ROTARY = ("image_rotary_emb", "query_rotary_emb", "key_rotary_emb", "rotary_emb")
 LAYER_SKIP = "diffusers' layer skip puts values in place of attention only where there are as many as queries"
 _PLAIN = processors.AttnProcessor2_0()
@@ -67,6 +70,10 @@ class PlainAttention(Layer):
 
     def merged(self, call: LayerCall, tokens: Tokens, plan: Plan, config: MaMeConfig) -> Any:
         """The attention's output [B, L, C] of merged tokens, or of all queries with merged keys and values."""
+        if config.merge == "kv" and config.correct and isinstance(call.processor, _WHOLE_KEYS):
+            batch, length = call.arguments["hidden_states"].shape[:2]
+            with MergedKeys(plan, 0, length, batch, lambda t: t, lambda: plan.kept, correct=True):
+                return call.run()
         merged = plan.merge(call.arguments["hidden_states"])
         if config.merge == "qkv":
             return plan.restore(call.run(hidden_states=merged))

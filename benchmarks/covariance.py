@@ -1,0 +1,162 @@
+"""Why keys picked at random beat averaged ones: what a cell's mean loses, and what a pick only makes noisy.
+
+    python -m benchmarks.covariance                         # the embedded UNet, 4 prompts
+    python -m benchmarks.covariance --model transformer
+
+To first order in the logits attention is o(q) = mean(v) + Cov(v, k) q / sqrt(d), the covariance taken over the tokens. Means of
+cells keep what varies between cells and lose what varies within them: an error of -Cov_within(v, k) q / sqrt(d), the same at every
+step. One token of each cell has the whole covariance in expectation: no such bias, but a variance, which new draws average out.
+
+Printed for self-attention over the image's tokens (2 x 2 cells, `--queries` queries a call; text keys left out), by noise:
+
+* within: share of Cov(v, k) that lies within cells, <C_within, C> / <C, C>;
+* predicted: cosine between the error of means of cells and -C_within q / sqrt(d), over all queries and heads;
+* error of each form, |o' - o|^2 / |o - mean(v)|^2, split into the bias of its mean over draws and the variance around it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from benchmarks.generation import generate, load
+from benchmarks.instruments import INSTRUMENTS
+from mame_sd.diffusion.apply import denoiser_of
+
+DRAWS = 16
+FORMS = ("means of cells", "first of each cell", "random of each cell", "random quarter")
+
+
+def cells(t: Tensor, side: int) -> Tensor:
+    """[B, heads, side * side, d] as [B, heads, cells, 4, d]."""
+    t = t.unflatten(2, (side // 2, 2, side // 2, 2)).transpose(3, 4)
+    return t.flatten(4, 5).flatten(2, 3)
+
+
+def covariance(v: Tensor, k: Tensor) -> Tensor:
+    """[..., d, d] over the last dimension but one, of tokens."""
+    v, k = (t - t.mean(-2, keepdim=True) for t in (v, k))
+    return v.transpose(-1, -2) @ k / k.shape[-2]
+
+
+def within(v: Tensor, k: Tensor) -> Tensor:
+    """The part of `covariance` that lies within the cells [B, heads, cells, 4, d]."""
+    v, k = ((t - t.mean(-2, keepdim=True)).flatten(2, 3) for t in (v, k))
+    return v.transpose(-1, -2) @ k / k.shape[-2]
+
+
+def one_of_each(t: Tensor, place: Tensor) -> Tensor:
+    """Of [B, heads, cells, 4, d] the token `place` [cells] of each cell."""
+    return t[:, :, torch.arange(t.shape[2]), place]
+
+
+def measure(q: Tensor, k: Tensor, v: Tensor, side: int, g: torch.Generator) -> dict[str, float]:
+    """The figures of one call: q [B, heads, n, d], k and v [B, heads, side * side, d], all double."""
+    whole = F.scaled_dot_product_attention(q, k, v)
+    signal = (whole - v.mean(2, keepdim=True)).square().sum()
+    k4, v4 = cells(k, side), cells(v, side)
+    inside, total = within(v4, k4), covariance(v, k)
+    predicted = -q @ inside.transpose(-1, -2) / q.shape[-1] ** 0.5
+    error = F.scaled_dot_product_attention(q, k4.mean(3), v4.mean(3)) - whole
+    found = {
+        "within": ((inside * total).sum() / total.square().sum()).item(),
+        "predicted": F.cosine_similarity(error.flatten(), predicted.flatten(), dim=0).item(),
+    }
+    count = k4.shape[2]
+
+    def outputs(form: str) -> Tensor:
+        if form == "means of cells":
+            return (whole + error)[None]
+        if form == "first of each cell":
+            return F.scaled_dot_product_attention(q, k4[:, :, :, 0], v4[:, :, :, 0])[None]
+        drawn = []
+        for _ in range(DRAWS):
+            if form == "random of each cell":
+                place = torch.randint(4, (count,), generator=g)
+                drawn.append(F.scaled_dot_product_attention(q, one_of_each(k4, place), one_of_each(v4, place)))
+            else:
+                kept = torch.randperm(k.shape[2], generator=g)[:count]
+                drawn.append(F.scaled_dot_product_attention(q, k[:, :, kept], v[:, :, kept]))
+        return torch.stack(drawn)
+
+    for form in FORMS:
+        made = outputs(form)
+        variance = made.var(0).sum() if len(made) > 1 else torch.zeros(())
+        # the mean of n draws has a share 1 / n of the variance in it, which is no bias
+        bias = (made.mean(0) - whole).square().sum() - variance / len(made)
+        found |= {f"{form}: bias": (bias / signal).item(), f"{form}: variance": (variance / signal).item()}
+    return found
+
+
+class Watch(TorchFunctionMode):
+    """Measures self-attention calls over at least `least` image tokens while it is on, at the steps of `at`."""
+
+    def __init__(self, least: int, queries: int, at: Mapping[int, str]) -> None:
+        super().__init__()
+        self.step, self._at, self._least, self._queries = -1, at, least, queries
+        self._generator = torch.Generator().manual_seed(0)
+        self.found: dict[str, list[dict[str, float]]] = defaultdict(list)
+
+    def count(self, *_: Any) -> None:
+        """A forward pre-hook of the denoiser."""
+        self.step += 1
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention and self.step in self._at:
+            q, k, v = (t.double() for t in args[:3])
+            if k.shape[2] >= self._least and q.shape[2] == k.shape[2]:
+                side = self._side(k.shape[2])
+                chosen = torch.randperm(side * side, generator=self._generator)[: self._queries]
+                call = q[:, :, chosen], k[:, :, : side * side], v[:, :, : side * side]
+                self.found[self._at[self.step]].append(measure(*call, side, self._generator))
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _side(tokens: int) -> int:
+        """Side of the image among `tokens`: the largest power of two whose square fits."""
+        return 2 ** ((tokens.bit_length() - 1) // 2)
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=INSTRUMENTS, default="unet", help="embedded model (default unet)")
+    parser.add_argument("--num", type=int, default=4, help="prompts (default 4)")
+    parser.add_argument("--steps", type=int, default=10, help="denoising steps (default 10)")
+    parser.add_argument("--queries", type=int, default=128, help="queries measured of each call (default 128)")
+    args = parser.parse_args()
+    on = INSTRUMENTS[args.model]
+    model = load(torch.device("cpu"), torch.float32, on.model)
+    at = {args.steps // 10: "early", args.steps // 2: "middle", args.steps - 1 - args.steps // 10: "late"}
+    rows: dict[str, list[dict[str, float]]] = defaultdict(list)
+    for seed, prompt in enumerate(on.prompts(args.num)):
+        watch = Watch(1024, args.queries, at)
+        handle = denoiser_of(model.pipe).register_forward_pre_hook(watch.count)
+        with watch:
+            generate(model, [prompt], args.steps, seed, output="latent")
+        handle.remove()
+        for when, found in watch.found.items():
+            rows[when] += found
+    means = {
+        when: {name: sum(row[name] for row in found) / len(found) for name in found[0]} for when, found in rows.items()
+    }
+    print("| | " + " | ".join(means) + " |\n|---|" + "---|" * len(means))
+    for name in next(iter(means.values())):
+        print(f"| {name} | " + " | ".join(f"{found[name]:.4f}" for found in means.values()) + " |")
+    print(
+        json.dumps({"benchmark": "covariance", "model": on.model, "num": args.num, "steps": args.steps, "means": means})
+    )
+
+
+if __name__ == "__main__":
+    main()
