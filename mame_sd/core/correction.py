@@ -13,7 +13,13 @@ from torch import Tensor
 
 
 def first_order(
-    query: Tensor, key: Tensor, value: Tensor, kept_key: Tensor, kept_value: Tensor, sizes: Tensor, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kept_key: Tensor,
+    kept_value: Tensor,
+    sizes: Tensor | None,
+    scale: float,
 ) -> Tensor:
     """What to add to attention over the kept keys, [..., Q, D] in the query's dtype.
 
@@ -21,12 +27,15 @@ def first_order(
         query: [..., Q, D].
         key, value: all N of them, [..., N, D].
         kept_key, kept_value: those that stand for them, [..., N', D].
-        sizes: how many each stands for, [..., N'] (broadcast), N in all.
+        sizes: how many each stands for, [..., N'] (broadcast), N in all, where their logits have log(sizes) added; None: all
+            weigh alike.
         scale: of the logits.
     """
     count = key.shape[-2]
     exact = torch.promote_types(query.dtype, torch.float32)
-    share = (sizes.to(exact) / count).unsqueeze(-1).to(value.dtype)
+    share: Tensor | float = 1 / kept_key.shape[-2]
+    if sizes is not None:
+        share = (sizes.to(exact) / count).unsqueeze(-1).to(value.dtype)
     middle_key, middle_value = key.mean(-2, keepdim=True), value.mean(-2, keepdim=True)
     k, v = key - middle_key, value - middle_value  # centred: nothing large cancels
     kept_k, kept_v = kept_key - middle_key, kept_value - middle_value

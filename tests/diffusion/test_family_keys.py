@@ -107,7 +107,8 @@ class Loops(TorchFunctionMode):
                 logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
             out.append(torch.softmax(logits, -1).nan_to_num() @ merged[1])  # padding's rows are masked throughout
             if self.config.correct and mask is None:
-                shares = (sizes / key.shape[-2])[:, None]
+                shares = (sizes if key.shape[-2] > n else torch.ones_like(sizes))[:, None]
+                shares = shares / shares.sum()
                 mean, mean_kept = value[b].mean(1, keepdim=True), (merged[1] * shares).sum(1, keepdim=True)
                 whole_moment = value[b].transpose(1, 2) @ key[b] / key.shape[-2]
                 moment = whole_moment - (merged[1] * shares).transpose(1, 2) @ merged[0]

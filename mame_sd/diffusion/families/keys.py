@@ -73,9 +73,14 @@ class MergedKeys(TorchFunctionMode):
             if not self.correct or mask is not None or call.get("is_causal") or query.shape[:-2] != key.shape[:-2]:
                 return output
             scale = call.get("scale") or query.shape[-1] ** -0.5
-            sizes = self.sizes(query)
-            return output + first_order(query, key, value, merged_key, merged_value, sizes, scale)
+            weights = None if self.alone else self.sizes(query)
+            return output + first_order(query, key, value, merged_key, merged_value, weights, scale)
         return func(call.pop("query"), call.pop("key"), call.pop("value"), **call)
+
+    @property
+    def alone(self) -> bool:
+        """Whether the image's keys are all there are."""
+        return self.length == self.plan.tokens_in
 
     def sizes(self, like: Tensor) -> Tensor:
         """How many keys each of the merged ones stands for, [L'] or [B, 1, L'] (for `like` of three dimensions [B, L'])."""
@@ -89,7 +94,7 @@ class MergedKeys(TorchFunctionMode):
 
         Merged keys would else weigh too little against text: n equal keys weigh as much as one whose logit is greater by log n.
         """
-        if self.length == self.plan.tokens_in:
+        if self.alone:
             return mask
         exact = torch.promote_types(query.dtype, torch.float32)
         weight = self.sizes(query).to(exact).log().to(query.dtype).unsqueeze(-2)  # [1, L'] or [B, 1, 1, L']

@@ -51,6 +51,7 @@ PLAIN_PROCESSORS = frozenset(
 # Those that call scaled_dot_product_attention, in which keys and values can be corrected.
 _WHOLE_KEYS = (processors.AttnProcessor2_0, processors.FusedAttnProcessor2_0)
 _ROTARY = ("image_rotary_emb", "query_rotary_emb", "key_rotary_emb", "rotary_emb")
+NOT_CORRECTED = "not corrected: {} calls no scaled_dot_product_attention"
 LAYER_SKIP = "diffusers' layer skip puts values in place of attention only where there are as many as queries"
 _PLAIN = processors.AttnProcessor2_0()
 _ADDED_KV = processors.AttnAddedKVProcessor2_0()
@@ -70,7 +71,7 @@ class PlainAttention(Layer):
 
     def merged(self, call: LayerCall, tokens: Tokens, plan: Plan, config: MaMeConfig) -> Any:
         """The attention's output [B, L, C] of merged tokens, or of all queries with merged keys and values."""
-        if config.merge == "kv" and config.correct and isinstance(call.processor, _WHOLE_KEYS):
+        if self._corrects(call, config):
             batch, length = call.arguments["hidden_states"].shape[:2]
             with MergedKeys(plan, 0, length, batch, lambda t: t, lambda: plan.kept, correct=True):
                 return call.run()
@@ -82,6 +83,16 @@ class PlainAttention(Layer):
             # has the same weights and gives the same numbers.
             return processed(_PLAIN, call.module, {**call.arguments, "encoder_hidden_states": merged})
         return call.run(encoder_hidden_states=merged)
+
+    def note(self, call: LayerCall, config: MaMeConfig) -> str:
+        """Where keys and values are not corrected though they are to be: why."""
+        wanted = config.merge == "kv" and config.correct
+        return (
+            NOT_CORRECTED.format(type(call.processor).__name__) if wanted and not self._corrects(call, config) else ""
+        )
+
+    def _corrects(self, call: LayerCall, config: MaMeConfig) -> bool:
+        return config.merge == "kv" and config.correct and isinstance(call.processor, _WHOLE_KEYS)
 
 
 def lie(hidden_states: Tensor, known: Tokens | None, config: MaMeConfig) -> Tokens | str:

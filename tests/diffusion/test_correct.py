@@ -1,0 +1,125 @@
+"""The first-order correction in a UNet's self-attention: what it computes, where it can't, and what it is good for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_processor import (
+    Attention,
+    AttnProcessor,
+    AttnProcessor2_0,
+    FusedAttnProcessor2_0,
+    SlicedAttnProcessor,
+)
+from torch import Tensor
+
+from mame_sd import MaMeAttnProcessor, MaMeConfig, plan_merge
+
+CONFIG = MaMeConfig(keep=0.25, stride=(2, 2), weights="pick", merge="kv", correct=True, redraw=False, min_tokens=1)
+
+
+def attention() -> Attention:
+    torch.manual_seed(0)
+    return Attention(16, heads=2, dim_head=8).double().eval()
+
+
+def tokens(seed: int = 1) -> Tensor:
+    return torch.randn(2, 64, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def loops(attn: Attention, x: Tensor, config: MaMeConfig) -> Tensor:
+    """Attention over kept keys, and what they lack of the mean and covariance of all, sample by sample and head by head."""
+    plan = plan_merge(x, config, (8, 8))
+    assert plan.tokens_kept < 64
+    q, k, v = (linear(x) for linear in (attn.to_q, attn.to_k, attn.to_v))
+    fewer_k, fewer_v = plan.merge(k), plan.merge(v)
+    out = torch.zeros_like(q)
+    for b in range(x.shape[0]):
+        share = torch.full(
+            (plan.tokens_kept,), 1 / plan.tokens_kept, dtype=torch.float64
+        )  # no logit is shifted: all weigh alike
+        for h in (slice(0, 8), slice(8, 16)):
+            keys, values, kept_k, kept_v = k[b, :, h], v[b, :, h], fewer_k[b, :, h], fewer_v[b, :, h]
+            mean, mean_kept = values.mean(0), share @ kept_v
+            covariance = sum(torch.outer(values[i], keys[i]) for i in range(64)) / 64 - torch.outer(mean, keys.mean(0))
+            kept = sum(share[i] * torch.outer(kept_v[i], kept_k[i]) for i in range(len(share)))
+            kept = kept - torch.outer(mean_kept, share @ kept_k)
+            for i in range(64):
+                near = torch.softmax(kept_k @ q[b, i, h] * 8**-0.5, 0) @ kept_v
+                out[b, i, h] = near + mean - mean_kept + 8**-0.5 * (covariance - kept) @ q[b, i, h]
+    return attn.to_out[0](out)
+
+
+@pytest.mark.parametrize("fields", [{}, {"weights": "best"}, {"weights": "average", "keep": 0.4}], ids=str)
+def test_equals_loops(fields: dict[str, object]) -> None:
+    attn, x, config = attention(), tokens(), CONFIG.replace(**fields)
+    with torch.no_grad():
+        found = MaMeAttnProcessor(config, inner=AttnProcessor2_0())(attn, x)
+        torch.testing.assert_close(found, loops(attn, x, config), rtol=1e-9, atol=1e-9)
+        assert not torch.allclose(found, MaMeAttnProcessor(config.replace(correct=False))(attn, x), atol=1e-4)
+
+
+def test_fused_projections_give_the_same() -> None:
+    attn, x = attention(), tokens()
+    with torch.no_grad():
+        apart = MaMeAttnProcessor(CONFIG)(attn, x)
+        attn.fuse_projections()
+        torch.testing.assert_close(MaMeAttnProcessor(CONFIG, inner=FusedAttnProcessor2_0())(attn, x), apart)
+
+
+@pytest.mark.parametrize("inner", [AttnProcessor(), SlicedAttnProcessor(2)], ids=lambda p: type(p).__name__)
+def test_processors_that_hide_their_keys_are_not_corrected_and_say_so(inner: object) -> None:
+    attn, x = attention(), tokens()
+    processor = MaMeAttnProcessor(CONFIG, inner=inner)
+    with torch.no_grad():
+        found = processor(attn, x)
+        torch.testing.assert_close(found, MaMeAttnProcessor(CONFIG.replace(correct=False))(attn, x))
+    (layer,) = processor.report().layers
+    assert layer.merged
+    assert f"not corrected: {type(inner).__name__} calls no scaled_dot_product_attention" in layer.reason
+
+
+@pytest.mark.parametrize("weights", ["average", "best", "pick"])
+def test_it_brings_mild_attention_much_nearer(weights: str) -> None:
+    attn, x = attention(), tokens()
+    with torch.no_grad():
+        whole = attn(x)
+        config = CONFIG.replace(weights=weights)
+        errors = [(MaMeAttnProcessor(config.replace(correct=c))(attn, x) - whole).norm() for c in (False, True)]
+    assert errors[1] < 0.35 * errors[0]
+
+
+def test_gradients_flow_to_all_keys() -> None:
+    attn, x = attention(), tokens().requires_grad_()
+    output = MaMeAttnProcessor(CONFIG)(attn, x)
+    (found,) = torch.autograd.grad(output.square().sum(), x)
+    (expected,) = torch.autograd.grad(loops(attn, x, CONFIG).square().sum(), x)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(dtype: torch.dtype) -> None:
+    attn, x = attention(), tokens()
+    with torch.no_grad():
+        whole = MaMeAttnProcessor(CONFIG)(attn, x)
+        half = MaMeAttnProcessor(CONFIG)(attn.to(dtype), x.to(dtype))
+    assert half.dtype == dtype
+    assert (half.double() - whole).norm() < 0.03 * whole.norm()
+
+
+def test_other_forms_of_attention_stay_as_they_are() -> None:
+    """Attention with a mask, or over other keys than the layer's, is not corrected."""
+    from mame_sd.diffusion.families.keys import MergedKeys
+
+    q, k, v = (torch.randn(1, 2, 16, 4) for _ in range(3))
+    plan = plan_merge(torch.randn(1, 16, 8), CONFIG, (4, 4))
+    mask = torch.randn(16, 16)
+    with MergedKeys(plan, 0, 16, 1, lambda t: t, lambda: plan.kept, correct=True) as keys:
+        masked = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        other = F.scaled_dot_product_attention(q[:, :, :8], k, v)
+        assert keys.seen
+    kept = plan.kept
+    expected = F.scaled_dot_product_attention(q, k[:, :, kept], v[:, :, kept], attn_mask=mask[:, kept])
+    torch.testing.assert_close(masked, expected)
+    assert torch.equal(other, F.scaled_dot_product_attention(q[:, :, :8], k, v))
