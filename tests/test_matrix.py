@@ -9,7 +9,7 @@ import diffusers
 import pytest
 from packaging.version import Version
 
-from tests.matrix import features, tools, transformers, unets
+from tests.matrix import caches, features, tools, transformers, unets
 from tests.matrix.checks import check_absent, check_row
 from tests.matrix.rows import Absent, Check, Row
 from tests.matrix.table import page, summary
@@ -36,6 +36,16 @@ def test_absent(row: Absent) -> None:
 @pytest.mark.parametrize("row", tools.CHECKS, ids=lambda row: row.name)
 def test_check(row: Check) -> None:
     row.check()
+
+
+@pytest.mark.parametrize("pair", caches.PAIRS, ids=lambda pair: pair.name)
+def test_cache(pair: caches.Pair) -> None:
+    caches.check_pair(pair)
+
+
+@pytest.mark.parametrize("pair", caches.ALONE, ids=lambda pair: pair.name)
+def test_cache_that_does_not_work_alone(pair: caches.Alone) -> None:
+    caches.check_alone(pair)
 
 
 def test_the_page_is_current() -> None:

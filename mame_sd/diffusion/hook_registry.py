@@ -16,7 +16,7 @@ class AroundHook(ModelHook):
     """
 
     name: str
-    entry: Any  # the module's forward just after the hook was put on
+    entry: Any  # what the hook made of the forward that it was put around
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         return args, {**kwargs, "_mame_module": module}
@@ -54,15 +54,29 @@ def hook_on(module: nn.Module, name: str) -> Any:
 
 
 def put_hook(module: nn.Module, hook: AroundHook | PreHook) -> None:
-    """Makes `hook` the one of its name on `module`."""
+    """Makes `hook` the one of its name on `module`, inside of all other hooks of its registry, whichever came first.
+
+    A cache (diffusers' PyramidAttentionBroadcast and its like) stands in for a forward in some steps: around it we would be
+    given what another step merged.
+    """
     if hook_on(module, hook.name) is hook:
         return
     take_hook(module, hook.name)
     if isinstance(hook, PreHook):
         module.register_forward_pre_hook(hook, with_kwargs=True)
         return
-    HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, hook.name)
+    registry: Any = HookRegistry.check_if_exists_or_initialize(module)
+    first = registry._fn_refs[0] if registry._fn_refs else None
+    outermost = module.forward
+    if first is not None:
+        module.forward = _inside(first)
+    registry.register_hook(hook, hook.name)
     hook.entry = module.forward
+    if first is not None:
+        module.forward = outermost
+        setattr(first, "forward" if first.original_forward is None else "original_forward", hook.entry)
+        for order in (registry._hook_order, registry._fn_refs):
+            order.insert(0, order.pop())
 
 
 def take_hook(module: nn.Module, name: str) -> None:
@@ -80,7 +94,7 @@ def take_hook(module: nn.Module, name: str) -> None:
         return
     registry: Any = module._diffusers_hook
     later = registry._fn_refs[registry._hook_order.index(name) + 1 :]
-    around = (later[0].original_forward or later[0].forward) if later else module.forward
+    around = _inside(later[0]) if later else module.forward
     if around is not hook.entry:
         _pass_through(registry, name)
         return
@@ -89,6 +103,11 @@ def take_hook(module: nn.Module, name: str) -> None:
     registry.remove_hook(name, recurse=False)
     if outer is not None:
         outer.original_forward, outer.forward = outer.forward, kept
+
+
+def _inside(ref: Any) -> Any:
+    """The forward that a hook is around."""
+    return ref.forward if ref.original_forward is None else ref.original_forward
 
 
 def _pass_through(registry: Any, name: str) -> None:

@@ -58,6 +58,39 @@ def test_a_wrapper_between_two_hooks_stays() -> None:
     assert torch.equal(attn(x), 2 * before)
 
 
+@pytest.mark.parametrize("merge", ["kv", "qkv"])
+@pytest.mark.parametrize("first", ["cache", "merging"])
+def test_what_stands_in_for_a_forward_is_around_merging_whichever_came_first(first: str, merge: str) -> None:
+    class Every(DiffusersHook):
+        """Like a cache: its second call repeats the first one's output."""
+
+        kept: Any = None
+
+        def new_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.kept is None:
+                self.kept = self.fn_ref.original_forward(*args, **kwargs)
+                return self.kept
+            return self.kept
+
+    attn, x = attention(), tokens()
+    before = attn(x)
+    with mame(attn, merge=merge, **MERGING):
+        merged = attn(x)
+    registry = HookRegistry.check_if_exists_or_initialize(attn)
+    if first == "cache":
+        registry.register_hook(Every(), "cache")
+    handle = apply_mame(attn, merge=merge, **MERGING)
+    if first == "merging":
+        registry.register_hook(Every(), "cache")
+    assert torch.equal(attn(x), merged)
+    assert torch.equal(attn(2 * x), merged)
+    assert handle.report().layers[0].calls == 1
+    registry.remove_hook("cache")
+    assert torch.equal(attn(x), merged)
+    handle.remove()
+    assert torch.equal(attn(x), before)
+
+
 def test_a_hook_of_accelerate_stays_and_comes_off() -> None:
     class Double(ModelHook):
         def post_forward(self, module: Any, output: Any) -> Any:

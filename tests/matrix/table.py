@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.matrix import features, tools, transformers, unets
+from tests.matrix import caches, features, tools, transformers, unets
 from tests.matrix.rows import Row
 
 ONE_LINER = {
@@ -32,6 +32,13 @@ output as `apply_mame` with `redraw=False` (a processor sees no steps), or what 
 
 This page is printed by `python -m tests.matrix`.
 """
+CACHES = f"""## On top of caches
+
+Each cell is a test of the two together over a run of {caches.STEPS} steps (`tests/matrix/caches.py`): switched on in either order they
+give the same bits, in a second run too; either one switched off leaves what the other gives alone. A cell says in how many of the
+{caches.STEPS} steps a layer that merges computes at all: in the others the cache has the answer, and merging has nothing to save. The
+settings are the test's; yours decide how many steps are cached. "not even alone" is tested too: it fails without any of our code.
+"""
 
 
 def layers(row: Row) -> str:
@@ -52,6 +59,7 @@ def page() -> str:
     parts = [HEAD, "## UNets", "", *rows_table("pipeline", unets.ROWS), ""]
     parts += ["## Around Stable Diffusion", "", *rows_table("feature", features.ROWS), ""]
     parts += ["## Transformers", "", *rows_table("model", transformers.ROWS), ""]
+    parts += [CACHES, *caches.table(), ""]
     parts += ["## Tools and errors", "", "| what | holds |", "|---|---|"]
     parts += [f"| {row.name} | {row.note} |" for row in tools.CHECKS]
     parts += ["", "## Not checked", "", "Each reason is tested too: it fails without any of our code.", ""]

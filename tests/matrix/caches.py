@@ -1,0 +1,282 @@
+"""Caches and merging on one model: each pair in either order of switching on and off, over runs of several steps."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.caching import AnyCache, DeepCache, faster, first_block, magnitude, one_run, pyramid, taylorseer
+from mame_sd import MaMeHandle, apply_mame, remove_mame
+from mame_sd.core.partition import draw_at, positions
+from mame_sd.diffusion.apply import denoiser_of
+from tests.builders.pipelines import once, sdxl
+from tests.builders.tiny import tiny_pipeline
+from tests.matrix import transformers
+from tests.matrix.rows import Row
+from tests.matrix.unets import LEVELS
+
+TIMES = (900.0, 600.0, 500.0, 200.0)
+STEPS = len(TIMES)
+COLUMNS = ("DeepCache", "PyramidAttentionBroadcast", "FasterCache", "FirstBlockCache", "MagCache", "TaylorSeer")
+FIELDS: dict[str, Any] = {"keep": 0.5, "min_tokens": 60}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A row of the table.
+
+    Attributes:
+        name: as in the matrix's own rows.
+        build: a pipeline or model that was never touched, the same each time.
+        run: a run of STEPS steps; all that it makes.
+        layers: how many layers merge.
+    """
+
+    name: str
+    build: Callable[[], Any]
+    run: Callable[[Any], Tensor]
+    layers: int
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One cache on one model.
+
+    Attributes:
+        steps: how many layers that merge compute in how many of the run's steps; the cache answers in the others.
+    """
+
+    model: Model
+    cache: AnyCache
+    steps: Mapping[int, int]
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.name}: {self.cache.name}"
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A cache that does not work on a model without any of our code.
+
+    Attributes:
+        error: what it raises, its message matching `match`; None: nothing, and it caches nothing either.
+        reason: for the table.
+    """
+
+    model: Model
+    cache: AnyCache
+    reason: str
+    error: type[Exception] | None = None
+    match: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.name}: {self.cache.name}, which does not work there"
+
+
+def sampled(inputs: Mapping[str, Any], model: Any) -> Tensor:
+    """The outputs of all steps [STEPS, ...], of one input that fades."""
+    outputs = []
+    with one_run(model):
+        for i, time in enumerate(TIMES):
+            given = inputs["timestep"]
+            unit = given.is_floating_point() and float(given.max()) <= 1
+            timestep = torch.full_like(given, time / 1000 if unit else int(time))
+            outputs.append(transformers.run({**inputs, "hidden_states": inputs["hidden_states"] * (1 - i / 10), "timestep": timestep}, model))  # fmt: skip
+    return torch.stack(outputs)
+
+
+def images(pipe: Any) -> Tensor:
+    with one_run(pipe):
+        return once(pipe, num_inference_steps=STEPS)
+
+
+def transformer(row: Row) -> Model:
+    inputs = row.run.args[0]  # type: ignore[attr-defined]
+    return Model(row.name, row.build, partial(sampled, inputs), sum(row.merges.values()))
+
+
+UNETS = [
+    Model("Stable Diffusion", tiny_pipeline, images, sum(LEVELS.values())),
+    Model("SDXL", partial(sdxl, "StableDiffusionXLPipeline"), images, 8),
+]
+TRANSFORMERS = [transformer(row) for row in transformers.ROWS if row.merges]
+MODELS = [*UNETS, *TRANSFORMERS]
+LAYERS = [r".*\.attn[12]?"]  # diffusers' own choice of layers misses attn1
+PYRAMID, FASTER, DISTILLED = pyramid(), faster(), faster(distilled=True)
+FIRST, MAGNITUDE = first_block(10.0), magnitude(STEPS, [1.0] * STEPS, skip=1, retention=0.25)
+TAYLOR = taylorseer(2, before=2, layers=LAYERS)
+HALVED = {"PixArt", "Stable Diffusion 3", "Stable Diffusion 3.5", "AuraFlow", "Wan (video)", "CogVideoX"}
+UNKNOWN = "diffusers has not registered its blocks"
+
+
+def unet_pairs() -> Iterator[Pair | Alone]:
+    counts = {"Stable Diffusion": ({2: 6, 4: 1}, {3: 7}), "SDXL": ({2: 8}, {2: 8})}
+    for model in UNETS:
+        deep, pyramid_steps = counts[model.name]
+        yield Pair(model, DeepCache(2), deep)
+        yield Pair(model, PYRAMID, pyramid_steps)
+        yield Alone(model, FASTER, "can't halve a UNet's timestep", RuntimeError, "at least a 1-dimensional")
+        yield Alone(model, FIRST, "finds no blocks", IndexError, "pop from empty list")
+        yield Alone(model, MAGNITUDE, "finds no blocks")
+        yield Pair(model, TAYLOR, {3: model.layers})
+
+
+def transformer_pairs() -> Iterator[Pair | Alone]:
+    for model in TRANSFORMERS:
+        n = model.layers
+        yield Pair(model, PYRAMID, {2: n})
+        if model.name == "Lumina-Next":
+            yield Alone(model, DISTILLED, "looks for blocks of other names")
+        else:
+            joint = model.name == "AuraFlow"  # whose joint blocks have a name that FasterCache does not look for
+            yield Pair(model, FASTER if model.name in HALVED else DISTILLED, {4: 1, 2: 1} if joint else {2: n})
+        if model.name == "AuraFlow":
+            yield Alone(model, FIRST, "finds one block where it needs two", IndexError, "pop from empty list")
+            yield Alone(model, MAGNITUDE, UNKNOWN, ValueError, "not registered")
+        elif model.name in ("HunyuanDiT", "Lumina-Next", "Chroma"):
+            yield Alone(model, FIRST, UNKNOWN, ValueError, "not registered")
+            yield Alone(model, MAGNITUDE, UNKNOWN, ValueError, "not registered")
+        else:
+            if model.name.startswith("Stable Diffusion 3"):
+                yield Alone(model, FIRST, "the last block returns no text", TypeError, "'NoneType' and 'Tensor'")
+            else:
+                yield Pair(model, FIRST, {STEPS: 1, 1: n - 1})
+            yield Pair(model, MAGNITUDE, {2: n})
+        yield Pair(model, TAYLOR, {3: n})
+
+
+EVERY = [*unet_pairs(), *transformer_pairs()]
+PAIRS = [pair for pair in EVERY if isinstance(pair, Pair)]
+ALONE = [pair for pair in EVERY if isinstance(pair, Alone)]
+
+
+def check_pair(pair: Pair) -> None:
+    """The two together, switched on in either order and off in either order, give one result, run after run."""
+    model, cache = pair.model, pair.cache
+    first, second = model.build(), model.build()
+    plain = model.run(first)
+    cache.enable(first)
+    alone = model.run(first)
+    assert not torch.equal(alone, plain), "nothing was cached"
+    both = _merged_run(pair, first)
+    assert torch.equal(model.run(first), both), "cache first: a second run differs"
+    assert not torch.equal(both, alone)
+
+    handle = apply_mame(second, **FIELDS)
+    merged = model.run(second)
+    assert {layer.calls for layer in handle.report().layers} == {STEPS}
+    cache.enable(second)
+    handle.reset()
+    assert torch.equal(model.run(second), both), "merging first: not what the cache first gives"
+    _check_steps(pair, handle)
+    assert torch.equal(model.run(second), both), "merging first: a second run differs"
+
+    remove_mame(first)
+    assert torch.equal(model.run(first), alone), "cache first, merging removed"
+    assert torch.equal(_merged_run(pair, first), both), "merging put back"
+    cache.disable(first)
+    assert torch.equal(model.run(first), merged), "cache first, cache removed"
+    remove_mame(first)
+    assert torch.equal(model.run(first), plain)
+
+    cache.disable(second)
+    assert torch.equal(model.run(second), merged), "merging first, cache removed"
+    cache.enable(second)
+    remove_mame(second)
+    assert torch.equal(model.run(second), alone), "merging first, merging removed"
+    cache.disable(second)
+    assert torch.equal(model.run(second), plain)
+
+
+def _merged_run(pair: Pair, subject: Any) -> Tensor:
+    """What `subject`, on which the cache is, makes merged; the report and the draws of its steps are right."""
+    handle = apply_mame(subject, **FIELDS)
+    with _drawn(handle, subject) as draws:
+        made = pair.model.run(subject)
+    assert len({tuple(draw.tolist()) for draw in draws}) > 1, "all steps took one draw: choose other timesteps"
+    _check_steps(pair, handle)
+    return made
+
+
+def _check_steps(pair: Pair, handle: MaMeHandle) -> None:
+    """Each layer was counted in the steps in which it computed, each time with half of the tokens."""
+    report = handle.report()
+    layers = [layer for layer in report.layers if layer.merged]
+    assert Counter(layer.calls for layer in layers) == Counter(pair.steps), str(report)
+    for layer in layers:
+        assert layer.tokens_kept == pytest.approx(layer.tokens_in / 2, abs=0.5), str(report)
+        assert not layer.reason, str(report)
+
+
+@contextmanager
+def _drawn(handle: MaMeHandle, subject: Any) -> Iterator[list[Tensor]]:
+    """Asserts after every step that the layers that computed in it took its timestep's draw; gives the draws."""
+    counts: dict[str, int] = {}
+    draws: list[Tensor] = []
+    handle.capture()
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        draws.append(draw_at(kwargs["timestep"] if "timestep" in kwargs else args[1], handle.config))
+        plans = handle.plans()
+        for layer in handle.report().layers:
+            if layer.calls > counts.get(layer.name, 0):
+                counts[layer.name] = layer.calls
+                plan = plans[layer.name]
+                *times, h, w = layer.size or ()
+                plane = h * math.prod(times), w
+                want = positions(plan.tokens_in, handle.config, plane, draw=draws[-1])
+                assert torch.equal(plan.positions.dst, want.dst), f"{layer.name}: not the draw of step {len(draws)}"
+
+    hook = denoiser_of(subject).register_forward_hook(after, with_kwargs=True)
+    try:
+        yield draws
+    finally:
+        hook.remove()
+        handle.capture(False)
+
+
+def check_alone(alone: Alone) -> None:
+    """The reason that a cell gives still holds, without our code."""
+    subject = alone.model.build()
+    plain = alone.model.run(subject)
+    if alone.error is None:
+        alone.cache.enable(subject)
+        assert torch.equal(alone.model.run(subject), plain), "it caches something now: make it a Pair"
+        alone.cache.disable(subject)
+        return
+    with pytest.raises(alone.error, match=alone.match):
+        _cached_run(alone, subject)
+
+
+def _cached_run(alone: Alone, subject: Any) -> None:
+    alone.cache.enable(subject)
+    alone.model.run(subject)
+
+
+def table() -> list[str]:
+    """The table of all pairs, as lines of Markdown."""
+    cells = {(pair.model.name, pair.cache.name): _cell(pair) for pair in EVERY}
+    lines = [f"| model | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for model in MODELS:
+        row = [cells.get((model.name, name), "for UNets") for name in COLUMNS]
+        lines.append(f"| {model.name} | {' | '.join(row)} |")
+    return lines
+
+
+def _cell(pair: Pair | Alone) -> str:
+    if isinstance(pair, Alone):
+        return f"not even alone: {pair.reason}"
+    if len(pair.steps) == 1:
+        return str(*pair.steps)
+    return ", ".join(f"{steps} ({n} layer{'s' if n > 1 else ''})" for steps, n in pair.steps.items())
