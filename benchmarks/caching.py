@@ -57,10 +57,12 @@ class Cache:
 
     Args:
         name: as its authors call it.
+        settings: JSON values that say how it is set.
         config: makes diffusers' settings of a call that gives the timestep.
     """
 
     name: str
+    settings: dict[str, Any]
     config: Callable[[Timestep], Any]
     _on: list[tuple[nn.Module, Timestep]] = field(default_factory=list, repr=False)
 
@@ -106,6 +108,11 @@ class DeepCache:
     branch: int = 0
     name: str = "DeepCache"
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """JSON values that say how it is set."""
+        return {"interval": self.interval, "branch": self.branch}
+
     def enable(self, pipe: Any) -> None:
         """Raises ImportError where the package is not installed."""
         from DeepCache import DeepCacheSDHelper
@@ -115,9 +122,10 @@ class DeepCache:
         pipe.deep_cache.enable()
 
     def disable(self, pipe: Any) -> None:
-        """Takes it off again."""
-        pipe.deep_cache.disable()
-        del pipe.deep_cache
+        """Takes it off again, if it is on."""
+        if hasattr(pipe, "deep_cache"):
+            pipe.deep_cache.disable()
+            del pipe.deep_cache
 
 
 AnyCache = Cache | DeepCache
@@ -149,6 +157,7 @@ def pyramid(skip_range: int = 2, timesteps: tuple[int, int] = (100, 800)) -> Cac
     """PyramidAttentionBroadcast of self-attention (arXiv 2408.12588): within `timesteps` all but every `skip_range`-th call are skipped."""
     return Cache(
         "PyramidAttentionBroadcast",
+        {"skip_range": skip_range, "timesteps": list(timesteps)},
         lambda now: hooks.PyramidAttentionBroadcastConfig(
             spatial_attention_block_skip_range=skip_range,
             spatial_attention_timestep_skip_range=timesteps,
@@ -161,6 +170,7 @@ def faster(distilled: bool = False, weight: float = 0.3) -> Cache:
     """FasterCache (arXiv 2410.19355) of self-attention and, unless `distilled`, of the unguided half of each batch."""
     return Cache(
         "FasterCache",
+        {"distilled": distilled, "weight": weight},
         lambda now: hooks.FasterCacheConfig(
             attention_weight_callback=lambda module: weight,
             tensor_format="BCHW",
@@ -173,13 +183,16 @@ def faster(distilled: bool = False, weight: float = 0.3) -> Cache:
 
 def first_block(threshold: float) -> Cache:
     """FirstBlockCache: all blocks but the first are skipped where its residual has changed by less than `threshold`."""
-    return Cache("FirstBlockCache", lambda now: hooks.FirstBlockCacheConfig(threshold=threshold))
+    return Cache(
+        "FirstBlockCache", {"threshold": threshold}, lambda now: hooks.FirstBlockCacheConfig(threshold=threshold)
+    )
 
 
 def magnitude(steps: int, ratios: Sequence[float], threshold: float = 0.06, skip: int = 3, retention: float = 0.2) -> Cache:  # fmt: skip
     """MagCache (github.com/Zehong-Ma/MagCache): all blocks are skipped while the error that `ratios` predict stays below `threshold`."""
     return Cache(
         "MagCache",
+        {"steps": steps, "threshold": threshold, "skip": skip, "retention": retention},
         lambda now: hooks.MagCacheConfig(
             threshold=threshold,
             max_skip_steps=skip,
@@ -194,6 +207,7 @@ def taylorseer(interval: int, before: int = 3, layers: Sequence[str] | None = No
     """TaylorSeer (arXiv 2503.06923): attention is extrapolated from its last two outputs, all but every `interval`-th step after `before`."""
     return Cache(
         "TaylorSeer",
+        {"interval": interval, "before": before, "layers": None if layers is None else list(layers)},
         lambda now: hooks.TaylorSeerCacheConfig(
             cache_interval=interval,
             disable_cache_before_step=before,
@@ -208,7 +222,7 @@ def calibrated(target: Any, steps: int, run: Callable[[], object]) -> list[float
 
     Raises ValueError when `run` had another number of steps.
     """
-    calibration = Cache("MagCache", lambda now: hooks.MagCacheConfig(calibrate=True, num_inference_steps=steps))
+    calibration = Cache("MagCache", {}, lambda now: hooks.MagCacheConfig(calibrate=True, num_inference_steps=steps))
     printed = io.StringIO()
     with cached(target, calibration), one_run(target), contextlib.redirect_stdout(printed):
         run()

@@ -23,8 +23,13 @@ def load(device: torch.device, dtype: torch.dtype, model: str = "embedded-unet")
     return load_model(ModelChoice(model=model, device=str(device), dtype=str(dtype).removeprefix("torch.")))
 
 
-def generate(model: LoadedModel, prompts: list[str], steps: int, first_seed: int = 0, output: str = "np") -> np.ndarray:
-    """One image a prompt, uint8 [n, H, W, 3], seeds counted from `first_seed`; latents are not decoded with "latent"."""
+def generate(
+    model: LoadedModel, prompts: list[str], steps: int, first_seed: int = 0, output: str = "np", **more: Any
+) -> np.ndarray:
+    """One image a prompt, uint8 [n, H, W, 3], seeds counted from `first_seed`; latents are not decoded with "latent".
+
+    `more` goes to the pipeline as it is.
+    """
     generators = [torch.Generator().manual_seed(first_seed + i) for i in range(len(prompts))]
     images = model.pipe(
         prompts,
@@ -32,6 +37,7 @@ def generate(model: LoadedModel, prompts: list[str], steps: int, first_seed: int
         guidance_scale=model.guidance,
         generator=generators,
         output_type=output,
+        **more,
     ).images
     return np.rint(images * 255).astype(np.uint8) if output == "np" else images
 
