@@ -3,11 +3,17 @@
     python -m benchmarks.attention --short                 # 4,096 tokens, fp32: a minute or two
     python -m benchmarks.attention                         # every size; long on a CPU
     python -m benchmarks.attention --device cuda --dtype bfloat16
+    python -m benchmarks.attention --shape flux wan --dtype bfloat16    # layers of transformers, through diffusers' own classes
+    python -m benchmarks.attention --shape wan --tokens 16384           # a cut of it: fewer frames
+    python -m benchmarks.attention --shape flux --block                 # with the MLP and all that its block has
+    python -m benchmarks.attention --shape wan --cost --tokens 1024 4096 16384    # from where on it pays
 
 Query, key, value and output projections are counted. *free* is attention on the kept tokens alone, as if merging and
 restoring cost nothing; captured = (T_sdpa - T) / (T_sdpa - T_free). "sdpa again" shows the noise. "global" compares all
 tokens with all, without tiles; "plan given" merges by a plan that was made outside of the clock: the most that reusing plans
-over blocks or steps can win. On cuda the Triton kernels have a row of their own.
+over blocks or steps can win. On cuda the Triton kernels have a row of their own. With --shape the free bound reads the first share
+of the image's keys, all of them projected; *attention alone* is the ratio without the time of the layer when its attention gives
+back its queries (projections, a block's MLP); the peak is of what a call allocates.
 """
 
 from __future__ import annotations
@@ -17,12 +23,24 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from benchmarks.layers import Layer, attention, free, gate, inputs, ours, planned, tomesd_layer
+from benchmarks.shapes import (
+    SHAPES,
+    WITHOUT,
+    Shape,
+    cost_rule,
+    measure_shape,
+    measured_from,
+    shape_methods,
+    shape_table,
+)
+from benchmarks.shapes import Layer as ShapeLayer
 from benchmarks.timing import Times, captured, interleaved, machine, named
 from mame_sd import MaMeConfig
 
@@ -96,6 +114,49 @@ def _row(kept: float, times: Times, plain: float, bound: float | None) -> dict[s
     return {"kept": kept, **times.to_dict(), "times_faster": plain / times.median, "captured": share}
 
 
+def measure_shapes(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """The tables of `--shape`, or of `--cost` over all cuts: prints them and returns their figures."""
+    results = []
+    for name in args.shape:
+        published = SHAPES[name] if args.heads is None else replace(SHAPES[name], heads=args.heads)
+        for dtype in args.dtype:
+            sweep: list[tuple[int, dict[str, Any]]] = []
+            for tokens in args.tokens or [None]:
+                shape = published if tokens is None else published.cut(tokens)
+                layer = ShapeLayer(shape, device, DTYPES[dtype], args.block)
+                rows = measure_shape(layer, _chosen(shape, args.only), args.rounds, device)
+                del layer
+                print(f"\n{shape_table(shape, rows, args.block, dtype)}", flush=True)
+                sweep.append((shape.tokens, rows))
+                results.append(
+                    {"shape": name, "size": shape.size, "dtype": dtype, "block": args.block, "methods": rows}
+                )
+            if args.cost:
+                print(_cost(sweep))
+    return results
+
+
+def _chosen(shape: Shape, only: Sequence[str]) -> dict[str, Any]:
+    """What `--only` names of a shape's methods, sdpa and the bounds with them; all without it."""
+    every = shape_methods(shape)
+    if not only:
+        return every
+    wanted = {"sdpa", WITHOUT, *(name for text in only for name in named(text, every))}
+    wanted |= {every[name][1] for name in wanted}
+    return {name: method for name, method in every.items() if name in wanted}
+
+
+def _cost(sweep: Sequence[tuple[int, dict[str, Any]]]) -> str:
+    """From how many tokens on each share pays, by the paper's cost condition and by the sweep."""
+    lines = ["| method | pays by the cost condition from | measured from |", "|---|---|---|"]
+    for name in (name for name in sweep[0][1] if name.startswith("mame kv")):
+        least, found = cost_rule(MaMeConfig(keep=sweep[0][1][name]["share"])), measured_from(sweep, name)
+        swept = ", ".join(f"{tokens:,}" for tokens, _ in sweep)
+        measured = f"nowhere in {swept}" if found is None else f"{found:,} (of {swept})"
+        lines.append(f"| {name} | {math.ceil(least):,} tokens | {measured} |")
+    return "\n".join(lines) + "\n"
+
+
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     shapes = [(tokens, args.dim) for tokens in args.tokens]
     if not args.short and 4096 in args.tokens and args.dim == 320:
@@ -111,7 +172,12 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="4,096 tokens, batch 2, fp32, three rounds")
-    parser.add_argument("--tokens", type=int, nargs="+", help="squares (default 1024 4096 9216 16384)")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        help="squares (default 1024 4096 9216 16384); with --shape: about so many of the image or video",
+    )
     parser.add_argument("--dim", type=int, default=320, help="width of a token, a multiple of 64 (default 320)")
     parser.add_argument("--batch", type=int, nargs="+", help="samples (default 2 8)")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="default float32 bfloat16; on cuda bfloat16 float16")
@@ -124,9 +190,34 @@ def main() -> None:
         default=(),
         help="the method TEXT, or those whose names hold it, beside sdpa and their bounds",
     )
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, help="layers of published transformers; batch 1")
+    parser.add_argument("--block", action="store_true", help="with --shape: whole blocks")
+    parser.add_argument(
+        "--cost", action="store_true", help="with --shape and --tokens: from how many tokens on merging pays"
+    )
+    parser.add_argument(
+        "--heads", type=int, help="with --shape: fewer heads than published, for machines with little memory"
+    )
     args = parser.parse_args()
     device = torch.device(args.device)
     cuda = device.type == "cuda"
+    if args.shape is None and (args.block or args.cost or args.heads is not None):
+        parser.error("--block, --cost, --heads: expected --shape with them; say which, such as --shape flux")
+    if args.cost and len(args.tokens or ()) < 2:
+        parser.error("--cost: expected several numbers of tokens, such as --tokens 1024 4096 16384")
+    if args.shape is not None:
+        if min(args.tokens or [4]) < 4 or (args.heads is not None and args.heads < 1):
+            parser.error("--tokens, --heads: expected at least 4 tokens and 1 head")
+        for text in args.only:
+            if not named(text, shape_methods(SHAPES[args.shape[0]])):
+                parser.error(
+                    f"--only: expected the name of a method or a part of one, got {text!r}; leave it out to see all"
+                )
+        args.dtype = args.dtype or (["bfloat16"] if cuda else ["float32", "bfloat16"])
+        args.rounds = args.rounds or (50 if cuda else 5)
+        found = measure_shapes(args, device)
+        print(json.dumps({"benchmark": "attention", "machine": machine(device), "shapes": found}))
+        return
     args.tokens = args.tokens or ([4096] if args.short else [1024, 4096, 9216, 16384])
     args.batch = args.batch or ([2] if args.short else [2, 8])
     args.dtype = args.dtype or (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import attention, caches, layers, methods, unet, unets
+from benchmarks import attention, caches, layers, methods, shapes, unet, unets
 from benchmarks.caching import DeepCache, calibrated, first_block, pyramid
 from benchmarks.frontier import Frontier
 from benchmarks.frontier_report import markdown, on_frontier, verdict
@@ -249,3 +250,56 @@ def test_magcache_takes_the_ratios_that_it_prints_and_a_cache_that_fails_alone_i
     assert [row.name for row in rows] == [
         "neither", "merging", "DeepCache 2", "DeepCache 2 + merging", "DeepCache 3", "DeepCache 3 + merging",
     ]  # fmt: skip
+
+
+PUBLISHED = {  # tokens, width, published text tokens or what was chosen
+    "flux": (4096, 3072), "qwen": (4096, 3072), "sd3.5-medium": (4096, 1536), "sd3.5-large": (4096, 2432),
+    "wan": (32760, 1536), "ltx": (6144, 2048),
+}  # fmt: skip
+
+
+def test_shapes_are_the_published_ones_and_a_cut_has_fewer_frames_or_a_smaller_square() -> None:
+    assert {name: (shape.tokens, shape.dim) for name, shape in shapes.SHAPES.items()} == PUBLISHED
+    assert shapes.SHAPES["flux"].cut(1024).size == (32, 32)
+    assert shapes.SHAPES["wan"].cut(16384).size == (11, 30, 52)
+    assert shapes.SHAPES["wan"].cut(64).size == (1, 8, 8)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["attention", "block"])
+@pytest.mark.parametrize(("name", "layers"), [("flux", 1), ("sd3.5-medium", 2), ("wan", 1)])
+def test_a_published_layer_is_measured_on_the_path_that_users_get(name: str, layers: int, whole: bool) -> None:
+    shape = replace(shapes.SHAPES[name].cut(256), heads=1, text=8)
+    layer = shapes.Layer(shape, CPU, torch.float32, whole)
+    every = shapes.shape_methods(shape)
+    chosen = {name: every[name] for name in ("sdpa", shapes.WITHOUT, "free 0.25", "mame kv 0.25", "means 0.25")}
+    rows = shapes.measure_shape(layer, chosen, 1, CPU)
+    assert not has_hooks(layer.model)
+    assert {name: row["kept"] for name, row in rows.items() if row["kept"]} == {
+        "mame kv 0.25": 0.25,
+        "means 0.25": 0.25,
+    }
+    assert rows["mame kv 0.25"]["captured"] is not None
+    assert "| mame kv 0.25 | 0.25 |" in shapes.shape_table(shape, rows, whole, "float32")
+    work = {}
+    for method in ("sdpa", "free 0.25", "mame kv 0.25"):
+        with torch.no_grad(), every[method][2](layer.model), AttentionWork(-1) as counted:
+            layer.reach()
+            layer(layer.tokens(0))
+        work[method] = counted.work
+    saved = layers if whole else 1
+    queries = 256 if name == "wan" else 264
+    assert work["sdpa"] - work["mame kv 0.25"] >= saved * queries * 192 * shape.dim * 0.97
+    assert work["free 0.25"] <= work["sdpa"]
+
+
+def test_where_merging_pays_by_the_cost_condition_and_by_a_sweep() -> None:
+    assert shapes.cost_rule(MaMeConfig(keep=0.25)) == 64
+    assert shapes.cost_rule(MaMeConfig(keep=0.5)) == 128
+    assert shapes.cost_rule(MaMeConfig(keep=0.25, tiles=0)) == 0
+
+    def swept(low: float, high: float) -> dict[str, Any]:
+        return {"sdpa": {"quartiles_s": (1.0, 1.1)}, "ours": {"quartiles_s": (low, high)}}
+
+    sweep = [(64, swept(0.8, 0.9)), (256, swept(0.9, 1.05)), (1024, swept(0.6, 0.7)), (4096, swept(0.3, 0.4))]
+    assert shapes.measured_from(sweep, "ours") == 1024, "what pays at 64 tokens alone is noise"
+    assert shapes.measured_from(sweep[:2], "ours") is None

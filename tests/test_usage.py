@@ -26,12 +26,15 @@ def _run(code: str) -> dict[str, Any]:
 
 
 def test_examples_run() -> None:
-    pipeline, half_of_the_steps, family = EXAMPLES
+    pipeline, half_of_the_steps, cached, family = EXAMPLES
     assert _run(pipeline)["image"].size == (256, 256)
     scope = _run(half_of_the_steps)
     assert scope["image"].size == (256, 256)
     assert scope["handle"].active is False
     assert scope["handle"].report().layers
+    scope = _run(cached)
+    assert scope["image"].size == (256, 256)
+    assert {layer.calls for layer in scope["handle"].report().layers if layer.merged} == {2, 4}
     _run(family)
     assert family_names().count("MyTransformer2DModel") == 1
 
