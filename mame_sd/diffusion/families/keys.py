@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mame_sd.core.correction import first_order
+from mame_sd.core.indexing import rows_of
+from mame_sd.core.pick_plan import PickPlan
 from mame_sd.core.plan import Plan
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -30,7 +32,8 @@ class MergedKeys(TorchFunctionMode):
         length: keys of the call that is meant; attention over others (an image prompt's) runs as it is.
         batch: samples of the call that is meant.
         to_plane: puts tokens [B, n, C] of the image in the order of the plan.
-        kept: gives [n'] or [B, n'], positions of the merged tokens among the image's; asked for only where there is a mask.
+        kept: gives [n'] or [B, n'], positions of the merged tokens among the image's; asked for where there is a mask or
+            tokens are picked.
         correct: add what the merged keys lose to first order (`core/correction.py`), where there is no mask.
     """
 
@@ -108,9 +111,16 @@ class MergedKeys(TorchFunctionMode):
             return self.merged(t.unsqueeze(1)).squeeze(1)
         last = self.first + self.plan.tokens_in
         tokens = t.transpose(1, 2)  # [B, L, H, D], as they were projected
-        image = self.plan.merge(self.to_plane(tokens[:, self.first : last].flatten(2)))
-        whole = torch.cat([tokens[:, : self.first], image.unflatten(2, t.shape[1::2]), tokens[:, last:]], 1)
-        return whole.transpose(1, 2)
+        image = self._merged_image(tokens[:, self.first : last].flatten(2)).unflatten(2, t.shape[1::2])
+        if self.length > self.plan.tokens_in:  # others stand beside it
+            image = torch.cat([tokens[:, : self.first], image, tokens[:, last:]], 1)
+        return image.transpose(1, 2)
+
+    def _merged_image(self, image: Tensor) -> Tensor:
+        """[B, n', C] of the image's tokens [B, n, C]."""
+        if isinstance(self.plan, PickPlan):  # straight from where they stand: the plane's order would copy all of them
+            return rows_of(image, self.kept())
+        return self.plan.merge(self.to_plane(image))
 
     def columns(self, mask: Tensor | None) -> Tensor | None:
         """The mask [..., Q, L'] of the merged keys, whose entries are those of the tokens that stay."""
