@@ -85,6 +85,9 @@ class AttentionWork(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is F.scaled_dot_product_attention and args[1].shape[-2] != self._text_tokens:
-            self.work += args[0].numel() * args[1].shape[-2]
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            query, key = (kwargs[name] if name in kwargs else args[i] for i, name in enumerate(("query", "key")))
+            if key.shape[-2] != self._text_tokens:
+                self.work += query.numel() * key.shape[-2]
+        return func(*args, **kwargs)

@@ -266,8 +266,8 @@ def test_shapes_are_the_published_ones_and_a_cut_has_fewer_frames_or_a_smaller_s
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["attention", "block"])
-@pytest.mark.parametrize(("name", "layers"), [("flux", 1), ("sd3.5-medium", 2), ("wan", 1)])
-def test_a_published_layer_is_measured_on_the_path_that_users_get(name: str, layers: int, whole: bool) -> None:
+@pytest.mark.parametrize("name", ["flux", "sd3.5-medium", "wan"])
+def test_a_published_layer_is_measured_on_the_path_that_users_get(name: str, whole: bool) -> None:
     shape = replace(shapes.SHAPES[name].cut(256), heads=1, text=8)
     layer = shapes.Layer(shape, CPU, torch.float32, whole)
     every = shapes.shape_methods(shape)
@@ -282,14 +282,15 @@ def test_a_published_layer_is_measured_on_the_path_that_users_get(name: str, lay
     assert "| mame kv 0.25 | 0.25 |" in shapes.shape_table(shape, rows, whole, "float32")
     work = {}
     for method in ("sdpa", "free 0.25", "mame kv 0.25"):
-        with torch.no_grad(), every[method][2](layer.model), AttentionWork(-1) as counted:
+        with torch.no_grad(), AttentionWork(-1) as counted, every[method][2](layer.model):
             layer.reach()
             layer(layer.tokens(0))
         work[method] = counted.work
-    saved = layers if whole else 1
-    queries = 256 if name == "wan" else 264
-    assert work["sdpa"] - work["mame kv 0.25"] >= saved * queries * 192 * shape.dim * 0.97
-    assert work["free 0.25"] <= work["sdpa"]
+    queries = {"flux": 264, "sd3.5-medium": 264 + 256 * whole, "wan": 256}[
+        name
+    ]  # a block of the second has two attentions
+    assert work["sdpa"] - work["mame kv 0.25"] == queries * 192 * shape.dim
+    assert work["free 0.25"] == work["mame kv 0.25"]
 
 
 def test_where_merging_pays_by_the_cost_condition_and_by_a_sweep() -> None:
