@@ -49,7 +49,17 @@ class Faults:
 
     def generate(self, out: Path, model: Path | None = None) -> tuple[int, list[str]]:
         """Exit status and error lines of one run."""
-        command = ["generate", "--model", str(model or self.model), "--device", "cpu", "--steps", "1", "--out", str(out)]
+        command = [
+            "generate",
+            "--model",
+            str(model or self.model),
+            "--device",
+            "cpu",
+            "--steps",
+            "1",
+            "--out",
+            str(out),
+        ]
         command += ["--keep", "0.5", "--min-tokens", "16", "--prompt", "a red key", "--images-per-prompt", str(IMAGES)]
         errors = io.StringIO()
         with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
@@ -75,7 +85,7 @@ class Faults:
 
 
 def full_disk(faults: Faults) -> None:
-    with tmpfs(faults.work / "small", "40k") as remount:
+    with tmpfs(faults.work / "small", "28k") as remount:
         faults.hit("the disk full in the middle", faults.work / "small" / "run", 1, lambda: remount("size=4m"))
 
 
