@@ -61,23 +61,27 @@ ATTACKS = (
 )
 
 
+def shape(folder: Path, word: str) -> list[tuple[str, list[str]]]:
+    """Tags and names of attributes of a report in which `word` is all that others may write."""
+    results = example(folder, side=4, prompts=(word,) * 4)
+    results["notes"] = [word]
+    results["suite"] = results["reference"]["name"] = results["manifest"]["model"]["name"] = word
+    results["manifest"]["command"] = f"mame-sd-eval benchmark --prompts '{word}'"
+    results["gates"].append({"name": word, "expected": word, "got": word, "passed": False})
+    for row in results["rows"]:
+        row["reason"] = word
+    page = render(results, folder).read_text(encoding="utf-8")
+    return [(tag, sorted(attributes)) for tag, attributes in Elements(page).tags]
+
+
+@pytest.fixture(scope="module")
+def harmless(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, list[str]]]:
+    return shape(tmp_path_factory.mktemp("harmless"), "a harmless word")
+
+
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_no_text_makes_elements(tmp_path: Path, attack: str) -> None:
-    """A page of hostile words has the tags and attributes of one of harmless words, in the same order."""
-
-    def shape(word: str) -> list[tuple[str, list[str]]]:
-        folder = tmp_path / str(word == attack)
-        results = example(folder, side=4, prompts=(word,) * 4)
-        results["notes"] = [word]
-        results["suite"] = results["reference"]["name"] = results["manifest"]["model"]["name"] = word
-        results["manifest"]["command"] = f"mame-sd-eval benchmark --prompts '{word}'"
-        results["gates"].append({"name": word, "expected": word, "got": word, "passed": False})
-        for row in results["rows"]:
-            row["reason"] = word
-        page = render(results, folder).read_text(encoding="utf-8")
-        return [(tag, sorted(attributes)) for tag, attributes in Elements(page).tags]
-
-    assert shape(attack) == shape("a harmless word")
+def test_no_text_makes_elements(tmp_path: Path, harmless: list[tuple[str, list[str]]], attack: str) -> None:
+    assert shape(tmp_path, attack) == harmless
 
 
 def test_the_direction_of_a_prompt_ends_with_it(page: str) -> None:
