@@ -134,6 +134,7 @@ def changing(part: Part, change: Callable[[Any, random.Random], None], settings:
             remove_mame(pipe)
     if None not in settings:
         apply_mame(pipe, **SETTINGS[0])
+
     def work(number: int, draw: random.Random) -> None:
         size = SIZES[number % len(SIZES)]
         part.check(image(pipe, 0, size), expected[size])
