@@ -200,7 +200,7 @@ class MaMeConfig:
         """
         try:
             return cls.from_dict(_read_table(Path(path)))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from None
 
 
@@ -229,7 +229,7 @@ def _read_table(path: Path) -> dict[str, Any]:
             values: Any = tomllib.loads(text)
         else:
             values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"expected {kind.lstrip('.')}, but {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f'expected an object of settings such as {{"tau": 0.8}}, got {values!r}')

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
@@ -28,6 +28,7 @@ from mame_sd.config_checks import CHOICES
 from mame_sd.diffusion.apply import build_handle, has_hooks, hooks_restored
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.saved_setting import DEFAULT, resolve_setting
+from mame_sd.diffusion.threads import CHANGES
 
 _UNSET: Any = "unset"
 
@@ -79,6 +80,8 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
             requires_safety_checker=requires_safety_checker,
         )
         self._mame: MaMeHandle | None = None
+        self._calls = 0  # that merge now, each in a thread of its own
+        self._foreign = ExitStack()  # puts back the hooks of others
         self.set_mame(tau=tau, keep=keep, mame_config=mame_config)
 
     @classmethod
@@ -167,24 +170,38 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
 
     @contextmanager
     def _merging(self, config: MaMeConfig) -> Iterator[None]:
-        """Merging with `config` during the block; afterwards the UNet behaves as before it.
+        """Merging with `config` in this thread during the block; after the last such block the UNet behaves as before the first.
 
         The hooks stay on the UNet, inactive, so that a compiled UNet need not compile again for every call; but not
         in the place of somebody else's.
         """
+        with CHANGES:
+            if self._calls == 0:
+                self._begin(config)
+            self._calls += 1
+        try:
+            with self._mame.using(config):  # type: ignore[union-attr]
+                yield
+        finally:
+            with CHANGES:
+                self._calls -= 1
+                if self._calls == 0:
+                    self._foreign.close()
+
+    def _begin(self, config: MaMeConfig) -> None:
+        """Put the hooks on, for calls that merge."""
         if self._mame is None or self._mame.root is not self.unet:
             self._mame = build_handle(self.unet, config)
+            self._mame.active = False
         handle = self._mame
-        foreign = not handle.installed and has_hooks(self.unet)
-        with hooks_restored(self.unet) if foreign else nullcontext():
-            handle.install()
+        with ExitStack() as foreign:
+            if not handle.installed:
+                if has_hooks(self.unet):
+                    foreign.enter_context(hooks_restored(self.unet))
+                handle.install()
             handle.set(config)
             handle.reset()
-            handle.active = True
-            try:
-                yield
-            finally:
-                handle.active = False
+            self._foreign = foreign.pop_all()
 
 
 def _over(mame_config: Any, fields: dict[str, Any]) -> dict[str, Any]:

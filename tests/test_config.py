@@ -12,8 +12,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from mame_sd.config import MaMeConfig
 from mame_sd.presets import COMMON, PRESETS
@@ -301,6 +303,8 @@ def test_files_hold_given_fields(tmp_path: Path) -> None:
         ("a.json", b"\xff\xfe\x00", "can be read"),
         ("a.json", None, "can be read"),
         ("a.json", b'{"tau": 7}', "a.json: tau: expected"),
+        ("a.json", b"[" * 100_000, "a.json: expected json, but maximum recursion depth exceeded"),
+        ("a.toml", b"a = " + b"[" * 5000, "a.toml: expected toml, but maximum recursion depth exceeded"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
@@ -309,6 +313,30 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes | None, m
     with pytest.raises(ValueError, match=message) as caught:
         MaMeConfig.from_file(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["kv", "best", "\ud800"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=4,
+)
+NAMES = st.sampled_from([*(f.name for f in fields(MaMeConfig) if f.init), "batch", "surprise"])
+
+
+@hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+@hypothesis.given(st.dictionaries(NAMES, VALUES, max_size=4).map(json.dumps).map(str.encode) | st.binary())
+def test_any_bytes_are_settings_or_one_error(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    for ending in ("json", "toml"):
+        path = tmp_path_factory.getbasetemp() / f"any.{ending}"
+        path.write_bytes(data)
+        message, config = str(path), None
+        try:
+            config = MaMeConfig.from_file(path)
+        except ValueError as error:
+            message = str(error)
+        assert message.startswith(str(path))
+        if config is not None:
+            assert MaMeConfig.from_dict(json.loads(json.dumps(config.to_dict()))).to_dict() == config.to_dict()
 
 
 def test_a_pickle_of_the_form_before_batch_was_derived_loads() -> None:

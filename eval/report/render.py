@@ -50,7 +50,7 @@ def render(results: Mapping[str, Any], out: Path) -> Path:
         TEX: latex.render(parsed, chosen),
     }
     for name, text in files.items():
-        write_atomically(out / name, text.encode())
+        write_atomically(out / name, text.encode(errors="replace"))  # half a surrogate pair is no UTF-8
     return out / HTML
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from mame_sd.errors import MachineError, UserError
 
 USAGE, MACHINE, INTERRUPTED = 2, 1, 130
+_LONGEST_LINE = 2000  # characters of an error line, which may name a prompt or a cell of any length
 _MEMORY_MESSAGES = ("not enough memory", "can't allocate memory", "out of memory")
 
 
@@ -112,7 +113,10 @@ def _one_line(error: BaseException) -> str:
 
 
 def _say(message: str) -> None:
-    """One line on stderr: line ends and control characters in a message (file names, prompts) are escaped."""
+    """One line on stderr: line ends and control characters in a message (file names, prompts) are escaped, its
+    middle is left out where it is long."""
+    if len(message) > _LONGEST_LINE:
+        message = f"{message[: _LONGEST_LINE // 2]} ... {message[-_LONGEST_LINE // 2 :]}"
     line = " ".join(message.split("\n"))
     line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
     sys.stdout.flush() if not sys.stdout.closed else None

@@ -13,6 +13,9 @@ the true (h, w) of the tokens from the Transformer2DModel around it. Each module
 again replaces it. A `copy.deepcopy` of a hooked model merges with its own weights; to save a whole model with `torch.save`
 call `remove_mame` first.
 
+Threads may generate with one model at once, each with settings of its own (`handle.using`). What changes a model for all
+(`apply_mame`, `remove_mame`, `handle.set`) raises RuntimeError while another thread makes an image with it.
+
 `torch.compile` of the model with `keep` makes one graph of it, merging included, for each size and batch size (not with
 `dynamic=True`), and a small one of the hook that reads the step. With `tau` how many tokens stay depends on the data,
 which breaks the graph in each merging layer (results stay right): for one graph compile with `fullgraph=True`, or set
@@ -49,6 +52,7 @@ from mame_sd.diffusion.hook_registry import hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import EagerSizeHook, MergeHook, Shared, SizeHook, StepHook, takes_timestep
 from mame_sd.diffusion.layer import Layer
 from mame_sd.diffusion.processor import MaMeAttnProcessor, make_config
+from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import LayerStats, device_of
 
 _OURS = (MergeHook.name, SizeHook.name, StepHook.name)
@@ -79,10 +83,13 @@ def apply_mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> 
         TypeError: `target` is neither a module nor a pipeline with a denoiser.
         ValueError: no self-attention that could merge, or a MaMeAttnProcessor is installed, or bad settings, or ones
             that the model lacks the parts for (`mlp`, `cross`).
+        RuntimeError: another thread makes an image with the model.
     """
     handle = build_handle(target, make_config(config, fields))
-    remove_mame(handle.root, processors=False)
-    handle.install()
+    with CHANGES:
+        check_idle(handle.root, "apply_mame")
+        remove_mame(handle.root, processors=False)
+        handle.install()
     return handle
 
 
@@ -124,14 +131,20 @@ def remove_mame(target: Any, processors: bool = True) -> None:
     Args:
         target: what `apply_mame` takes.
         processors: also replace each MaMeAttnProcessor by its inner, or diffusers' default, processor.
+
+    Raises:
+        RuntimeError: another thread makes an image with the model.
     """
-    for module in denoiser_of(target).modules():
-        for name in _OURS:
-            take_hook(module, name)
-        processor: Any = getattr(module, "processor", None)
-        if processors and isinstance(processor, MaMeAttnProcessor):
-            attn: Any = module
-            attn.processor = processor.inner or default_processor(attn)
+    root = denoiser_of(target)
+    with CHANGES:
+        check_idle(root, "remove_mame")
+        for module in root.modules():
+            for name in _OURS:
+                take_hook(module, name)
+            processor: Any = getattr(module, "processor", None)
+            if processors and isinstance(processor, MaMeAttnProcessor):
+                attn: Any = module
+                attn.processor = processor.inner or default_processor(attn)
 
 
 @contextmanager
@@ -146,17 +159,23 @@ def mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> Iterat
 
 @contextmanager
 def hooks_restored(target: Any) -> Iterator[None]:
-    """After the block `target` carries the same merging hooks as before it, whatever the block applied or removed."""
-    modules = list(denoiser_of(target).modules())
+    """After the block `target` carries the same merging hooks as before it, whatever the block applied or removed.
+
+    Raises RuntimeError afterwards where another thread makes an image, which then has two settings.
+    """
+    root = denoiser_of(target)
+    modules = list(root.modules())
     before = {(module, name): hook_on(module, name) for module in modules for name in _OURS}
     try:
         yield
     finally:
-        for (module, name), hook in before.items():
-            if hook is None:
-                take_hook(module, name)
-            else:
-                put_hook(module, hook)
+        with CHANGES:
+            for (module, name), hook in before.items():
+                if hook is None:
+                    take_hook(module, name)
+                else:
+                    put_hook(module, hook)
+    check_idle(root, "the end of the block")
 
 
 def has_hooks(target: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -9,8 +11,9 @@ from torch import nn
 from mame_sd.config import PARTS, MaMeConfig
 from mame_sd.core.plan import Plan
 from mame_sd.diffusion.hook_registry import AroundHook, PreHook, hook_on, put_hook, take_hook
-from mame_sd.diffusion.hooks import MergeHook, Shared
+from mame_sd.diffusion.hooks import MergeHook, Setting, Shared
 from mame_sd.diffusion.processor import make_config
+from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import MaMeReport, device_of, make_report
 
 Placed = tuple[nn.Module, AroundHook | PreHook]  # a hook and the module it goes on
@@ -24,41 +27,79 @@ class MaMeHandle:
         self._shared = shared
         self._hooks = hooks
         self._layers = [(module, hook) for module, hook in hooks if isinstance(hook, MergeHook)]
-        self._check(shared.config)
+        self._check(shared.setting.config)
 
     @property
     def config(self) -> MaMeConfig:
-        """The settings now in force."""
-        return self._shared.config
+        """The settings now in force (in this thread)."""
+        return self._shared.now.config
 
     @property
     def installed(self) -> bool:
         """Whether this handle's hooks are (all) on the model: not removed, not replaced by a later `apply_mame`."""
-        return all(hook_on(module, hook.name) is hook for module, hook in self._hooks if _is_on(hook))
+        return all(hook_on(module, hook.name) is hook for module, hook in self._hooks if self._is_on(hook))
 
     @property
     def active(self) -> bool:
         """Whether the hooks merge; False makes every call bit-equal to an unhooked model."""
-        return self._shared.active
+        return self._shared.now.active
 
     @active.setter
     def active(self, value: bool) -> None:
-        self._shared.active = value
+        with CHANGES:
+            if value != self._shared.setting.active and self.installed:
+                check_idle(self.root, "active")
+            self._shared.setting = Setting(self._shared.setting.config, value)
 
     def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
         """Changes live settings from the next forward on: `handle.set(tau=0.9)`; `config` replaces all of them.
 
         Raises:
-            RuntimeError: merging was removed or replaced, so the change would have no effect.
+            RuntimeError: merging was removed or replaced, so the change would have no effect; or another thread makes an image
+                with the model.
             ValueError: a field is unknown or out of its range, or the model lacks what it merges; nothing has changed
                 then.
         """
-        if not self.installed:
-            raise RuntimeError("expected merging to be applied, but it was removed or replaced: call apply_mame again")
+        with CHANGES:
+            self._check_installed()
+            setting = self._shared.setting
+            new = make_config(setting.config if config is None else config, fields)
+            self._check(new)
+            if setting.active:
+                check_idle(self.root, "set")
+            self._shared.setting = Setting(new, setting.active)
+            try:
+                self.install()
+            except RuntimeError:
+                self._shared.setting = setting
+                raise
+
+    @contextmanager
+    def using(self, config: MaMeConfig | None = None, **fields: Any) -> Iterator[None]:
+        """Settings of this thread alone for a `with` block, whatever others set: several threads may generate at once, each
+        with its own. Merging is on in the block, also where `active` is False.
+
+            with handle.using(keep=0.25):
+                image = pipe("a red key").images[0]
+
+        A backward pass that computes blocks again (checkpointing) may run in another thread: there `set` is the way.
+
+        Raises:
+            RuntimeError: merging was removed or replaced.
+            ValueError: as `set`, and for a part of blocks (`mlp`, `cross`) that is off in the settings of all.
+        """
+        self._check_installed()
         new = make_config(self.config if config is None else config, fields)
-        self._check(new)
-        self._shared.config = new
-        self.install()
+        for name in PARTS:
+            if getattr(new, name) is not None and self._shared.setting.of_part[name] is None:
+                raise ValueError(
+                    f"{name}: expected it on for all threads first, it is off; give it to apply_mame or set"
+                )
+        before, self._shared.own = self._shared.own, Setting(new, True)
+        try:
+            yield
+        finally:
+            self._shared.own = before
 
     def report(self) -> MaMeReport:
         """Tokens in and kept per layer since the last `reset`.
@@ -85,18 +126,44 @@ class MaMeHandle:
         return {stats.name: stats.plan for stats in found if stats.plan is not None}
 
     def remove(self) -> None:
-        """Takes this handle's hooks off the model; hooks of a later `apply_mame` stay."""
-        for module, hook in self._hooks:
-            if hook_on(module, hook.name) is hook:
+        """Takes this handle's hooks off the model; hooks of a later `apply_mame` stay.
+
+        Raises RuntimeError where another thread makes an image with the model.
+        """
+        with CHANGES:
+            ours = [(module, hook) for module, hook in self._hooks if hook_on(module, hook.name) is hook]
+            if ours:
+                check_idle(self.root, "remove")
+            for module, hook in ours:
                 take_hook(module, hook.name)
 
     def install(self) -> None:
-        """Puts the hooks back (after `remove`, or in place of a later `apply_mame`); those of parts that are off stay off."""
-        for module, hook in self._hooks:
-            if _is_on(hook):
-                put_hook(module, hook)
-            else:
-                take_hook(module, hook.name)
+        """Puts the hooks back (after `remove`, or in place of a later `apply_mame`); those of parts that are off stay off.
+
+        Raises RuntimeError where another thread makes an image with the model.
+        """
+        with CHANGES:
+            wanted = [(module, hook.name, hook if self._is_on(hook) else None) for module, hook in self._hooks]
+            changes = [change for change in wanted if hook_on(*change[:2]) is not change[2]]
+            if changes:
+                check_idle(self.root, "install")
+            for module, name, hook in changes:
+                if hook is None:
+                    take_hook(module, name)
+                else:
+                    put_hook(module, hook)
+
+    def _is_on(self, hook: Any) -> bool:
+        """Whether the settings of all need this hook."""
+        return (
+            not isinstance(hook, MergeHook)
+            or hook.stats.part not in PARTS
+            or self._shared.setting.of_part[hook.stats.part] is not None
+        )
+
+    def _check_installed(self) -> None:
+        if not self.installed:
+            raise RuntimeError("expected merging to be applied, but it was removed or replaced: call apply_mame again")
 
     def _check(self, config: MaMeConfig) -> None:
         """Raises ValueError where `config` asks for a part of blocks that the model lacks."""
@@ -107,8 +174,3 @@ class MaMeHandle:
                     f"{name}: expected blocks of a UNet, DiT or PixArt (BasicTransformerBlock) that have such a part, "
                     f"found none in {type(self.root).__name__}; leave {name} out"
                 )
-
-
-def _is_on(hook: Any) -> bool:
-    """Whether the settings in force need this hook."""
-    return not isinstance(hook, MergeHook) or hook.on

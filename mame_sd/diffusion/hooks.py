@@ -13,31 +13,60 @@ from mame_sd.config import PARTS, MaMeConfig
 from mame_sd.core.partition import draw_at
 from mame_sd.diffusion.hook_registry import AroundHook, PreHook
 from mame_sd.diffusion.layer import Layer, merged_call
+from mame_sd.diffusion.threads import PerThread
 from mame_sd.diffusion.tokens import Call, Tokens
 from mame_sd.report import LayerStats
 
 
+class Setting:
+    """Settings, and whether they merge."""
+
+    def __init__(self, config: MaMeConfig, active: bool) -> None:
+        self.config = config
+        self.active = active
+        self.of_part = {name: config.of_part(name) for name in PARTS}
+
+
 class Shared:
-    """What a handle and its hooks share: the live settings, whether merging is on, and which draw the step takes."""
+    """What a handle and its hooks share: the live settings, whether merging is on, and which draw the step takes.
+
+    `setting` is every thread's, but for those that have one of their own (`own`).
+    """
 
     def __init__(self, config: MaMeConfig) -> None:
-        self.config = config
-        self.active = True
-        self.step: Tensor | None = None
+        self.setting = Setting(config, True)
+        self._own = PerThread()
+        self._step = PerThread(latest=True)
 
     @property
-    def config(self) -> MaMeConfig:
-        """The settings of the model."""
-        return self._config
+    def own(self) -> Setting | None:
+        """This thread's own setting."""
+        own: Setting | None = self._own.value
+        return own
 
-    @config.setter
-    def config(self, config: MaMeConfig) -> None:
-        self._of_part = {name: config.of_part(name) for name in PARTS}
-        self._config = config
+    @own.setter
+    def own(self, setting: Setting | None) -> None:
+        self._own.value = setting
+
+    @property
+    def now(self) -> Setting:
+        """The setting in force in this thread."""
+        return self._own.value or self.setting
+
+    @property
+    def step(self) -> Tensor | None:
+        """Which draw the step of this thread's forward takes; None: the first."""
+        step: Tensor | None = self._step.value
+        return step
+
+    @step.setter
+    def step(self, step: Tensor | None) -> None:
+        self._step.value = step
 
     def config_of(self, part: str) -> MaMeConfig | None:
         """The settings for "attention", "mlp" or "cross"; None where that is off."""
-        return self._config if part == "attention" else self._of_part[part]
+        now = self.now
+        return now.config if part == "attention" else now.of_part[part]
 
     @property
     def draw(self) -> Tensor | None:
@@ -48,10 +77,6 @@ class Shared:
         neighbours in a training batch.
         """
         return None if torch.is_grad_enabled() else self.step
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies start without a step."""
-        return {**self.__dict__, "step": None}
 
 
 class MergeHook(AroundHook):
@@ -74,7 +99,7 @@ class MergeHook(AroundHook):
     def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """The module's output, merged where that is sound."""
         config = self.shared.config_of(self.stats.part)
-        if config is None or not self.shared.active:
+        if config is None or not self.shared.now.active:
             return forward(*args, **kwargs)
         call = self.layer.call(module, forward, args, kwargs)
         known = None if self.image is None else self.image.tokens
@@ -82,14 +107,20 @@ class MergeHook(AroundHook):
 
 
 class SizeHook(PreHook):
-    """Notes how the tokens lie in the latest forward of the model, or part of it, around merging layers."""
+    """Notes how the tokens lie in a forward of the model, or part of it, around merging layers."""
 
     name = "mame_size"
 
     def __init__(self, module: nn.Module, tokens_of: Callable[[Any, Call], Tokens | None]) -> None:
         self.names = _names(module)
         self.tokens_of = tokens_of
-        self.tokens: Tokens | None = None
+        self._tokens = PerThread(latest=True)
+
+    @property
+    def tokens(self) -> Tokens | None:
+        """How they lie in this thread's latest forward."""
+        tokens: Tokens | None = self._tokens.value
+        return tokens
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises ValueError beside tomesd's patch."""
@@ -99,7 +130,7 @@ class SizeHook(PreHook):
                     "expected blocks whose tokens are not merged yet, found tomesd's patch: call "
                     "tomesd.remove_patch(pipe), or remove_mame(pipe) to merge by tomesd alone"
                 )
-        self.tokens = self.tokens_of(module, {**dict(zip(self.names, args, strict=False)), **kwargs})
+        self._tokens.value = self.tokens_of(module, {**dict(zip(self.names, args, strict=False)), **kwargs})
 
 
 class EagerSizeHook(SizeHook):
@@ -124,10 +155,11 @@ class StepHook(PreHook):
         call = {**dict(zip(self.names, args, strict=False)), **kwargs}
         timestep = call.get("timestep")
         self.shared.step = None
-        if timestep is not None and self.shared.config.redraw:
+        config = self.shared.now.config
+        if timestep is not None and config.redraw:
             inputs = (value for value in call.values() if isinstance(value, Tensor) and value.dim() > 1)
             tokens = next(inputs, None)
-            step = draw_at(timestep, self.shared.config)
+            step = draw_at(timestep, config)
             self.shared.step = step if tokens is None else step.to(tokens.device)
 
 

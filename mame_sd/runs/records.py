@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,12 @@ def read_manifest(path: Path, advice: str) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected the manifest of a run, got: {error}; {advice}") from None
-    if not (isinstance(values, dict) and values.get("format") == FORMAT and isinstance(values.get("settings"), dict)):
+    if not (
+        isinstance(values, dict)
+        and values.get("format") == FORMAT
+        and isinstance(values.get("settings"), dict)
+        and isinstance(values.get("environment", {}), dict)
+    ):
         raise UserError(f"{path}: expected the manifest of a run ({FORMAT!r}), got another file; {advice}")
     return values
 
@@ -61,6 +67,23 @@ def read_samples(folder: Path, advice: str) -> dict[str, Sample]:
     return found
 
 
+def check_measured(row: Mapping[str, Any]) -> None:
+    """Raise ValueError where what a record says was measured is of another kind than `generate` writes.
+
+    `seconds` and each level's tokens are finite numbers, a level has tokens; either may be missing.
+    """
+    levels, numbers = row.get("levels", []), [row.get("seconds", 0.0)]
+    if not isinstance(levels, list) or not all(isinstance(level, dict) for level in levels):
+        raise ValueError(f"levels of another kind ({str(levels)[:40]})")
+    for level in levels:
+        numbers += [level.get(name) for name in ("level", "tokens_in", "tokens_kept")]
+        if not level.get("tokens_in"):
+            raise ValueError("a level without tokens")
+    wrong = [n for n in numbers if isinstance(n, bool) or not isinstance(n, int | float) or not math.isfinite(n)]
+    if wrong:
+        raise ValueError(f"{str(wrong[0])[:40]} for a number")
+
+
 def _sample(path: Path, number: int, line: str, advice: str) -> Sample:
     """The sample of one line of samples.jsonl."""
     try:
@@ -68,7 +91,10 @@ def _sample(path: Path, number: int, line: str, advice: str) -> Sample:
         key = f"{row['id']}_{row['repeat']}"
         if row["file"] != f"images/{key}.png" or not isinstance(row["prompt"], str) or not isinstance(row["seed"], int):
             raise ValueError(f"file {row['file']!r} for the image {key!r}")
-    except (ValueError, KeyError, TypeError) as error:
+        if "/" in key or "\\" in key:
+            raise ValueError(f"an image outside of its folder, {key!r}")
+        check_measured(row)
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UserError(
             f"{path}:{number}: expected the record of an image, got {type(error).__name__}: {error}; {advice}"
         ) from None

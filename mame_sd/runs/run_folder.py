@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from mame_sd.errors import UserError
 from mame_sd.runs.files import check_place, write_atomically, writing
-from mame_sd.runs.records import FORMAT, read_manifest
+from mame_sd.runs.records import FORMAT, check_measured, read_manifest
 
 OTHER_OUT = "choose another --out"
 _PNG_END = b"IEND\xaeB`\x82"
@@ -48,6 +48,12 @@ class RunFolder:
         """Raise UserError when no run could go into the folder; nothing is created. Cheap, before a model is loaded."""
         if check_place(self.path, self.path) != self.path:
             return
+        for own in (self.images, self.work):
+            if own.is_symlink():
+                raise UserError(
+                    f"--out {self.path}: expected {own.name} to be a folder of its own, got a link to {os.readlink(own)!r}; "
+                    "put the folder itself there, or make --out a link"
+                )
         with writing(self.path):
             foreign = sorted(entry for entry in os.listdir(self.path) if entry != self.work.name)
         if foreign and self.manifest.name not in foreign:
@@ -107,9 +113,9 @@ class RunFolder:
         """
         records: dict[str, dict[str, Any]] = {}
         for source in (self.samples, *sorted(self.work.glob("samples-*.jsonl"))):
-            records.update((row["name"], row) for row in _read_rows(source) if row.get("name") in known)
+            records.update((row["name"], row) for row in _read_rows(source) if row["name"] in known)
         done = self.finished(list(known))
-        rows = [{"name": name, **fixed, **records.get(name, {})} for name, fixed in known.items() if name in done]
+        rows = [{**records.get(name, {}), "name": name, **fixed} for name, fixed in known.items() if name in done]
         text = "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows)
         write_atomically(self.samples, text.encode(), self.work / "samples.tmp")
         for part in self.work.glob("samples-*.jsonl"):
@@ -131,7 +137,8 @@ class RunFolder:
             import fcntl
         except ImportError:
             return
-        self._lock = open(self.work / "lock", "ab")  # noqa: SIM115 (held until close)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+        self._lock = os.fdopen(os.open(self.work / "lock", flags, 0o666), "wb")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -176,12 +183,23 @@ def _is_whole(path: Path) -> bool:
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file; a line that a kill cut short is dropped, and its image is made again."""
+    """The records in a file; a line that a kill cut short, or that is none, is dropped.
+
+    Raises UserError for what is there and no file.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(
+            f"{path}: can't be read ({error.strerror}); take it away and run the same command again"
+        ) from None
     rows = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in path.read_bytes().split(b"\n"):
-            with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                if isinstance(row, dict):
-                    rows.append(row)
+    for line in lines:
+        with contextlib.suppress(ValueError, OverflowError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("name"), str):
+                check_measured(row)
+                rows.append(row)
     return rows

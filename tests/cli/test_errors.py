@@ -69,6 +69,17 @@ def test_user_errors_name_what_to_do(capsys: pytest.CaptureFixture[str]) -> None
     assert error_of(capsys) == "error: expected a, got b; do c"
 
 
+def test_a_long_error_is_shortened(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise UserError(f"expected a, got {'b' * 10_000_000}; do c")
+
+    assert exit_status(fail) == 2
+    line = error_of(capsys)
+    assert len(line) < 2100
+    assert line.startswith("error: expected a, got bbb")
+    assert line.endswith("bbb; do c")
+
+
 def test_as_a_module_from_another_folder(tmp_path: Path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); import runpy; runpy.run_module('mame_sd', run_name='__main__')"

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlsplit
 
 import numpy as np
 import pytest
@@ -18,7 +23,9 @@ from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel
 from tests.builders.chromium import chromium
 from tests.builders.console import error_of
+from tests.builders.tiny import save_tiny_pipeline
 
+ROOT = Path(__file__).parents[2]
 SMALL = MaMeConfig(min_tokens=16)
 
 
@@ -86,6 +93,98 @@ def test_the_page_in_a_browser(address: str, browser: Any) -> None:
     page.get_by_text("expected a prompt, got an empty one; write some words").wait_for()
     assert pictures.count() == 3
     assert trouble == []
+
+
+def answer(address: str, path: str, method: str = "GET", body: bytes | None = None) -> tuple[int, bytes]:
+    """Status and body of one request, its path sent as it is written."""
+    place = urlsplit(address)
+    connection = HTTPConnection(place.hostname or "", place.port, timeout=60)
+    try:
+        connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
+        found = connection.getresponse()
+        return found.status, found.read()
+    finally:
+        connection.close()
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's table of sockets")
+def test_it_listens_on_this_machine_alone(address: str) -> None:
+    port = f"{urlsplit(address).port:04X}"
+    listening = [
+        place.rpartition(":")[0]
+        for table in ("tcp", "tcp6")
+        for place, state in (line.split()[1:4:2] for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:])
+        if place.endswith(f":{port}") and state == "0A"
+    ]
+    assert listening == ["0100007F"]  # 127.0.0.1
+
+
+def test_files_outside_are_refused(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = b"the secret of this file"
+    (tmp_path / "secret.txt").write_bytes(secret)
+    monkeypatch.chdir(tmp_path)
+    here = str(tmp_path / "secret.txt")
+    ways = [
+        here,
+        "secret.txt",
+        f"..{here}",
+        quote(here, safe=""),
+        f"/tmp/gradio/../..{here}",
+        f"file://{here}",
+        here + "%00.png",
+    ]
+    for way in [*ways, "/etc/passwd", "../../../../etc/passwd", "%2e%2e/%2e%2e/etc/passwd", "....//....//etc/passwd"]:
+        for route in ("file=", "file/", "static/", "assets/", "custom_component/", "proxy=", "stream/x/"):
+            for start in ("/gradio_api/", "/"):
+                status, body = answer(address, f"{start}{route}{way}")
+                assert status >= 400, f"{start}{route}{way}"
+                assert secret not in body
+                assert b"root:" not in body
+    assert answer(address, "/gradio_api/proxy=http://127.0.0.1:1/")[0] >= 400
+
+
+def test_a_forged_call_ends_in_an_error_or_words(address: str) -> None:
+    good = ["key", "keep", 0.5, 0.8, 2, 0, 1]
+    wrong = [None, [], {}, "x", -1, 1e400, "nan", "<script>", {"path": "/etc/passwd"}, "\ud800"]
+    forged: list[list[Any]] = [[], good[:3], good + good]
+    forged += [[*good[:n], wrong[(2 * n + m) % len(wrong)], *good[n + 1 :]] for n in range(len(good)) for m in (0, 1)]
+    for data in forged:
+        status, body = answer(address, "/gradio_api/call/generate", "POST", json.dumps({"data": data}).encode())
+        if status == 200:
+            event = json.loads(body)["event_id"]
+            status, body = answer(address, f"/gradio_api/call/generate/{event}")
+        assert b"Traceback" not in body
+        assert b"root:" not in body
+    status, body = answer(address, "/gradio_api/call/generate", "POST", json.dumps({"data": good}).encode())
+    assert b"complete" in answer(address, f"/gradio_api/call/generate/{json.loads(body)['event_id']}")[1]
+
+
+def test_nothing_is_asked_of_other_machines(model: LoadedModel, tmp_path: Path) -> None:
+    """In a process of its own, where an audit hook sees every connection."""
+    pytest.importorskip("gradio", reason="pip install mame-sd[ui] brings it")
+    model_folder = save_tiny_pipeline(tmp_path / "model")
+    code = f"""
+import sys
+asked = []
+def hook(event, arguments):
+    if event == "socket.connect" and isinstance(arguments[1], tuple) and arguments[1][0] not in ("127.0.0.1", "::1", "localhost"):
+        asked.append(arguments[1])
+    if event == "socket.getaddrinfo" and arguments[0] not in ("127.0.0.1", "::1", "localhost", None):
+        asked.append(arguments[0])
+sys.addaudithook(hook)
+from mame_sd import MaMeConfig
+from mame_sd.cli.ui import SideBySide, serve
+from mame_sd.runs.loading import load_model
+from mame_sd.runs.model_files import ModelChoice
+both = SideBySide(load_model(ModelChoice(model={str(model_folder)!r}, device="cpu")), MaMeConfig(min_tokens=16))
+page = serve(both, "127.0.0.1", 0)
+both.generate("<script>", "keep", 0.5, 0.8, 1, 0, 1)
+page.close(verbose=False)
+print(asked)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_a_port_that_is_taken_is_one_line(

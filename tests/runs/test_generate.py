@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -189,6 +190,63 @@ def test_two_runs_do_not_share_a_folder(model: LoadedModel, tmp_path: Path) -> N
     with pytest.raises(UserError, match="another run is writing to"):
         run(model, tmp_path)
     first.close(complete=False)
+
+
+@pytest.mark.parametrize("name", ["images", ".mame-sd"])
+def test_a_link_in_the_folder_leads_nowhere_else(model: LoadedModel, tmp_path: Path, name: str) -> None:
+    run(model, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / name, ignore_errors=True)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine.tmp").write_text("x")
+    (tmp_path / "run" / name).symlink_to(elsewhere)
+    with pytest.raises(UserError, match=f"expected {name} to be a folder of its own, got a link to"):
+        run(model, tmp_path / "run")
+    assert [path.name for path in elsewhere.iterdir()] == ["mine.tmp"]
+
+
+@posix
+def test_a_link_in_place_of_the_lock_is_not_followed(model: LoadedModel, tmp_path: Path) -> None:
+    (tmp_path / "run" / ".mame-sd").mkdir(parents=True)
+    (tmp_path / "run" / ".mame-sd" / "lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="can't be written"):
+        run(model, tmp_path / "run")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+STRANGE = [
+    {"name": {}},
+    {"name": "p00001_0", "levels": 3},
+    {"name": "p00001_0", "levels": [{"tokens_in": 4, "tokens_kept": 2}]},
+    {"name": "p00001_0", "levels": [{"level": 0, "tokens_in": 0, "tokens_kept": 0}]},
+    {"name": "p00001_0", "seconds": "soon"},
+    {"name": "p00001_0", "seconds": 1e999},
+]
+
+
+@pytest.mark.parametrize("strange", [json.dumps(row) for row in STRANGE] + ["[" * 100_000], ids=lambda text: text[:50])
+def test_a_strange_record_is_dropped(model: LoadedModel, tmp_path: Path, strange: str) -> None:
+    run(model, tmp_path)
+    before = snapshot(tmp_path)
+    with open(tmp_path / "samples.jsonl", "a") as file:
+        file.write(strange + "\n")
+    assert run(model, tmp_path).made == 0
+    assert snapshot(tmp_path) == before
+
+
+def test_a_record_does_not_change_what_is_known(model: LoadedModel, tmp_path: Path) -> None:
+    run(model, tmp_path)
+    before = snapshot(tmp_path)
+    text = (tmp_path / "samples.jsonl").read_text()
+    (tmp_path / "samples.jsonl").write_text(text.replace('"prompt": "key"', '"prompt": "lock"'))
+    run(model, tmp_path)
+    assert snapshot(tmp_path) == before
+
+
+def test_a_folder_in_place_of_the_records_is_named(model: LoadedModel, tmp_path: Path) -> None:
+    (tmp_path / "run" / ".mame-sd" / "samples-0.jsonl").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"samples-0\.jsonl: can't be read \(Is a directory\); take it away"):
+        run(model, tmp_path / "run")
 
 
 @posix

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mame_sd.errors import UserError
 from mame_sd.runs.prompt_files import PromptError, check_unique, load_prompts, prompts_digest, prompts_from_texts
+
+KEYS = st.sampled_from(["prompt", "caption", "id", "seed", "negative_prompt", "width", "height", "note"])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just("\ud800"),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=4,
+)
+JSON_LINES = st.lists(st.dictionaries(KEYS, VALUES), min_size=1, max_size=3).map(
+    lambda rows: "\n".join(map(json.dumps, rows)).encode()
+)
 
 
 def write(folder: Path, name: str, content: str | bytes) -> Path:
@@ -136,3 +147,23 @@ def test_any_text_survives_txt(tmp_path_factory: pytest.TempPathFactory, texts: 
     kept = [text for text in kept if text and not text.startswith("#")]
     path = write(tmp_path_factory.mktemp("p"), "a.txt", "key\n" + "\n".join(texts))
     assert [p.text for p in load_prompts(path)] == ["key", *kept]
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(["txt", "csv", "tsv", "jsonl"]), st.binary() | JSON_LINES)
+def test_any_bytes_are_prompts_or_one_error(tmp_path_factory: pytest.TempPathFactory, ending: str, data: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / f"any.{ending}"
+    path.write_bytes(data)
+    message = str(path)
+    prompts = None
+    try:
+        prompts = load_prompts(path)
+    except PromptError as error:
+        message = str(error)
+    assert message.startswith(str(path))
+    if prompts is not None:
+        assert prompts
+        names = [f"{prompt.id}_0.png" for prompt in prompts]
+        assert [Path(name).name for name in names] == names
+        assert len({name.casefold() for name in names}) == len(names)
+        prompts_digest(prompts)

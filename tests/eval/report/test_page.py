@@ -10,7 +10,7 @@ from markupsafe import escape
 
 from mame_sd.errors import UserError
 from mame_sd.eval.report import render
-from tests.builders.report_example import PROMPTS
+from tests.builders.report_example import PROMPTS, example
 from tests.builders.report_page import Elements, Results
 
 CSS = (Path(__file__).parents[3] / "eval" / "report" / "templates" / "report.css").read_text(encoding="utf-8")
@@ -39,6 +39,53 @@ def test_prompts_are_text(page: str) -> None:
         assert str(escape(prompt)) in page
     assert "<b>that is</b>" not in page
     assert "{{ 7 * 7 }}" in page
+
+
+ATTACKS = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "' onmouseover='alert(1)' x='",
+    "</p></style><style>*{background:url(//x.test)}</style>",
+    "</script><script>fetch('//x.test')</script>",
+    "{{ 7 * 7 }}{% for x in y %}{# #}",
+    "\u202edrowssap\u2066 \u200f",
+    "<!-- ]]> -->",
+    "javascript:alert(1)",
+    "&lt;script&gt;&#60;b&#62;",
+    "<svg/onload=alert(1)>",
+    "a\u2028b\0\x1b[31m\x85",
+    "<base href=//x.test>",
+    "<meta http-equiv=refresh content='0;url=//x.test'>",
+    "\udcff\ud83d",
+    "$\\input{/etc/passwd}$ \\write18{id} | a | b | `c` [d](//x.test) ![e](//x.test)",
+)
+
+
+def shape(folder: Path, word: str) -> list[tuple[str, list[str]]]:
+    """Tags and names of attributes of a report in which `word` is all that others may write."""
+    results = example(folder, side=4, prompts=(word,) * 4)
+    results["notes"] = [word]
+    results["suite"] = results["reference"]["name"] = results["manifest"]["model"]["name"] = word
+    results["manifest"]["command"] = f"mame-sd-eval benchmark --prompts '{word}'"
+    results["gates"].append({"name": word, "expected": word, "got": word, "passed": False})
+    for row in results["rows"]:
+        row["reason"] = word
+    page = render(results, folder).read_text(encoding="utf-8")
+    return [(tag, sorted(attributes)) for tag, attributes in Elements(page).tags]
+
+
+@pytest.fixture(scope="module")
+def harmless(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, list[str]]]:
+    return shape(tmp_path_factory.mktemp("harmless"), "a harmless word")
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_no_text_makes_elements(tmp_path: Path, harmless: list[tuple[str, list[str]]], attack: str) -> None:
+    assert shape(tmp_path, attack) == harmless
+
+
+def test_the_direction_of_a_prompt_ends_with_it(page: str) -> None:
+    assert len(Elements(page).all("bdi")) == 3 + 4  # the chosen prompts, then all of them
 
 
 def test_every_picture_and_plot_has_words(page: str) -> None:

@@ -19,6 +19,7 @@ from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.prompt_files import Prompt
+from mame_sd.runs.records import FORMAT
 from tests.builders.run_folders import write_run
 from tests.builders.tiny import save_tiny_pipeline
 
@@ -99,11 +100,21 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "no-manifest": (lambda run: (run / "manifest.json").unlink(), "found no manifest.json"),
     "cut-manifest": (lambda run: (run / "manifest.json").write_text('{"format'), "expected the manifest of a run, got"),
     "foreign-manifest": (lambda run: (run / "manifest.json").write_text("{}"), "got another file"),
+    "environment": (
+        lambda run: (run / "manifest.json").write_text(json.dumps({"format": FORMAT, "settings": {}, "environment": [1]})),
+        "got another file",
+    ),
     "no-samples": (lambda run: (run / "samples.jsonl").unlink(), "expected samples.jsonl of a run, found none"),
     "empty": (lambda run: (run / "samples.jsonl").write_text(""), "expected a run with images, found none"),
     "bad-line": (lambda run: (run / "samples.jsonl").open("a").write("{oops}\n"), "samples.jsonl:9: expected the record"),
     "no-record": (lambda run: (run / "samples.jsonl").write_text("[1]\n"), "samples.jsonl:1: expected the record"),
     "binary": (lambda run: (run / "samples.jsonl").write_bytes(b"\xff\xfe"), "can't be read"),
+    "deep": (lambda run: (run / "samples.jsonl").write_text("[" * 100_000), "samples.jsonl:1: expected the record"),
+    "levels": (lambda run: rewrite(run, lambda row: row.update(levels=[3])), "levels of another kind"),
+    "above": (
+        lambda run: rewrite(run, lambda row: row.update(id="../../x", file=f"images/../../x_{row['repeat']}.png")),
+        "an image outside of its folder, '../../x_0'",
+    ),
     "elsewhere": (lambda run: rewrite(run, lambda row: row.update(file="../../x.png")), "samples.jsonl:1: expected"),
     "twice": (lambda run: rewrite(run, lambda row: row.update(id="b", repeat=0, file="images/b_0.png")), "got 8 of b_0"),
     "missing-image": (lambda run: (run / "images" / "10_1.png").unlink(), r"expected the image 10_1.png, found none \(1 missing"),

@@ -1,0 +1,85 @@
+"""Several threads that generate with one model: what each call keeps for itself, and changes to the model only between images.
+
+What a forward leaves for the layers in it (the step, how tokens lie) belongs to its thread. What is on the model (hooks, the
+settings of all) changes only while no other thread makes an image with it: else one image would be made with two settings.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from diffusers import DiffusionPipeline
+from torch import nn
+
+from mame_sd.diffusion.saved_setting import PIPELINE
+
+CHANGES = threading.RLock()  # held while hooks or settings of a model change
+
+
+class PerThread:
+    """A value that each thread has its own of; None before it has set one.
+
+    Args:
+        latest: a thread that has set none reads what any thread has set last: a backward pass, which may run in a thread of its
+            own, sees what its forward left.
+
+    Copies start without values.
+    """
+
+    def __init__(self, latest: bool = False) -> None:
+        self._own = threading.local()
+        self._latest: Any = None
+        self._reads_latest = latest
+
+    @property
+    def value(self) -> Any:
+        """This thread's."""
+        return getattr(self._own, "value", self._latest)
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self._own.value = value
+        if self._reads_latest:
+            self._latest = value
+
+    def __reduce__(self) -> Any:
+        return PerThread, (self._reads_latest,)
+
+
+def check_idle(root: nn.Module, what: str) -> None:
+    """Raise RuntimeError where another thread is in a forward of `root`, or in a call of a pipeline that `root` is part of.
+
+    Args:
+        what: is to be done, as "set", for the message.
+    """
+    for thread, frame in sys._current_frames().items():
+        if thread == threading.get_ident():
+            continue
+        for owner in _owners(frame):
+            if _holds(owner, root):
+                raise RuntimeError(
+                    f"{what}: expected no image under way in another thread, but one is being made there by "
+                    f"{type(owner).__name__}, with two settings then: wait for it, or give each thread settings of its own "
+                    "(with handle.using(tau=0.9): ...)"
+                )
+
+
+def _owners(frame: FrameType | None) -> Iterator[Any]:
+    """The `self` of each method that is being called, but of ours, which wait before they call the model."""
+    while frame is not None:
+        if not frame.f_code.co_qualname.startswith(PIPELINE):
+            yield frame.f_locals.get("self")
+        frame = frame.f_back
+
+
+def _holds(owner: Any, root: nn.Module) -> bool:
+    """Whether `owner` is a module or a pipeline, and `root` is it or within it."""
+    if isinstance(owner, nn.Module):
+        return any(module is root for module in owner.modules())
+    if isinstance(owner, DiffusionPipeline):
+        return any(_holds(part, root) for part in owner.components.values())
+    return False

@@ -1,0 +1,182 @@
+"""Threads that generate with one model: none sees another's step, size or settings, and the model changes only between images.
+
+The moments that matter are met by waiting for them: a thread stands still inside of a forward while another one acts.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mame_sd.diffusion.apply import apply_mame, mame, remove_mame
+from mame_sd.diffusion.threads import PerThread
+from mame_sd.pipelines import StableDiffusionMaMePipeline
+from tests.builders.tiny import generate, run_unet, tiny_components, tiny_pipeline, tiny_unet, unet_inputs
+
+MERGED = {"keep": 0.5, "min_tokens": 16}
+BUSY = "expected no image under way in another thread"
+
+
+@contextmanager
+def standing(module: Any, run: Any) -> Iterator[Any]:
+    """`run` in another thread, which stands still in the first call of `module` during the block; gives its future."""
+    inside, go = threading.Event(), threading.Event()
+    main = threading.get_ident()
+
+    def wait(*_: Any) -> None:
+        if threading.get_ident() != main and not go.is_set():
+            inside.set()
+            assert go.wait(60)
+
+    hook = module.register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(run)
+        try:
+            assert inside.wait(60)
+            yield future
+        finally:
+            go.set()
+            future.result(60)
+            hook.remove()
+
+
+def test_a_forward_keeps_its_step_and_size_while_another_one_runs() -> None:
+    unet = tiny_unet()
+    apply_mame(unet, **MERGED)
+
+    def run(timestep: int, height: int) -> Tensor:
+        with torch.no_grad():
+            return unet(
+                **{**unet_inputs(unet, height=height, width=64 // (height // 4)), "timestep": torch.tensor(timestep)}
+            )[0]
+
+    expected = run(900, 16)
+    other = run(100, 8)
+    assert not torch.equal(run(100, 16), expected)  # the step matters
+    with standing(unet.down_blocks[0].attentions[0].transformer_blocks[0], lambda: run(900, 16)) as future:
+        assert torch.equal(run(100, 8), other)
+    assert torch.equal(future.result(), expected)
+
+
+def test_settings_of_a_thread_are_its_own() -> None:
+    unet = tiny_unet()
+    handle = apply_mame(unet, **MERGED)
+    common = run_unet(unet)
+    with handle.using(keep=0.25):
+        assert handle.config.keep == 0.25
+        quarter = run_unet(unet)
+        with ThreadPoolExecutor(1) as pool:
+            assert torch.equal(pool.submit(run_unet, unet).result(), common)
+    assert not torch.equal(quarter, common)
+    assert handle.config.keep == 0.5
+    assert torch.equal(run_unet(unet), common)
+    handle.active = False
+    with handle.using(keep=0.25):
+        assert handle.active
+        assert torch.equal(run_unet(unet), quarter)
+    assert not handle.active
+
+
+def test_settings_of_a_thread_are_refused_where_they_would_have_no_effect() -> None:
+    unet = tiny_unet()
+    handle = apply_mame(unet, **MERGED)
+    with pytest.raises(ValueError, match="mlp: expected it on for all threads first"), handle.using(mlp=0.5):
+        pass
+    with pytest.raises(ValueError, match="keep: expected a share"), handle.using(keep=7):
+        pass
+    handle.remove()
+    with pytest.raises(RuntimeError, match="it was removed or replaced"), handle.using(keep=0.25):
+        pass
+
+
+def test_a_model_changes_only_between_images() -> None:
+    pipe = tiny_pipeline()
+    handle = apply_mame(pipe, **MERGED)
+    expected = generate(pipe)
+    for module in (pipe.unet.mid_block, pipe.vae.decoder):  # in a forward of the UNet, and after it
+        with standing(module, lambda: generate(pipe)) as future:
+            for change in (
+                lambda: handle.set(keep=0.25),
+                lambda: setattr(handle, "active", False),
+                handle.remove,
+                lambda: apply_mame(pipe, keep=0.25),
+                lambda: remove_mame(pipe),
+                lambda: mame(pipe, keep=0.25).__enter__(),
+            ):
+                with pytest.raises(RuntimeError, match=BUSY):
+                    change()
+            assert handle.installed
+            assert (handle.active, handle.config.keep) == (True, 0.5)
+            handle.install()  # changes nothing
+            apply_mame(tiny_unet(), **MERGED)  # another model
+        assert torch.equal(future.result(), expected)
+    handle.set(keep=0.25)
+    assert not torch.equal(generate(pipe), expected)
+
+
+def test_a_callback_of_the_image_itself_may_change_settings() -> None:
+    pipe = tiny_pipeline()
+    handle = apply_mame(pipe, **MERGED)
+    before = generate(pipe)
+
+    def change(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        handle.set(keep=0.25)
+        return kwargs
+
+    assert not torch.equal(generate(pipe, callback_on_step_end=change), before)
+
+
+def test_the_end_of_a_block_says_that_an_image_was_under_way() -> None:
+    pipe = tiny_pipeline()
+    other = ExitStack()
+    with other, pytest.raises(RuntimeError, match=f"the end of the block: {BUSY}"), mame(pipe, **MERGED):
+        other.enter_context(standing(pipe.vae.decoder, lambda: generate(pipe)))
+    assert not any(module._forward_pre_hooks for module in pipe.unet.modules())
+
+
+def test_calls_of_one_pipeline_merge_each_by_itself() -> None:
+    pipe = StableDiffusionMaMePipeline(**tiny_components(), keep=0.5, mame_config={"min_tokens": 16})
+    pipe.set_progress_bar_config(disable=True)
+    half, quarter, plain = generate(pipe), generate(pipe, keep=0.25), generate(pipe, tau=None)
+    assert not torch.equal(half, quarter)
+    with standing(pipe.unet.mid_block, lambda: generate(pipe)) as future:
+        assert torch.equal(generate(pipe, keep=0.25), quarter)
+        assert torch.equal(generate(pipe, tau=None), plain)
+    assert torch.equal(future.result(), half)
+    assert torch.equal(generate(pipe, tau=None), plain)
+    with standing(pipe.unet.mid_block, lambda: generate(pipe, tau=None)) as future:
+        assert torch.equal(generate(pipe), half)
+    assert torch.equal(future.result(), plain)
+
+
+def test_two_pipelines_of_one_unet_do_not_merge_at_once() -> None:
+    first = StableDiffusionMaMePipeline(**tiny_components(), keep=0.5, mame_config={"min_tokens": 16})
+    second = StableDiffusionMaMePipeline(
+        **{**tiny_components(), "unet": first.unet}, keep=0.25, mame_config={"min_tokens": 16}
+    )
+    for pipe in (first, second):
+        pipe.set_progress_bar_config(disable=True)
+    half, quarter = generate(first), generate(second)
+    with standing(first.unet.mid_block, lambda: generate(first)) as future, pytest.raises(RuntimeError, match=BUSY):
+        generate(second)
+    assert torch.equal(future.result(), half)
+    assert torch.equal(generate(second), quarter)
+    assert torch.equal(generate(first), half)
+
+
+def test_a_value_of_a_thread_is_copied_empty() -> None:
+    value = PerThread(latest=True)
+    value.value = 3
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: value.value).result() == 3
+    assert copy.deepcopy(value).value is None
+    assert pickle.loads(pickle.dumps(value)).value is None
