@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.matrix import features, tools, transformers, unets
+from tests.matrix import diffusers_suite, features, tools, transformers, unets
 from tests.matrix.rows import Row
 
 ONE_LINER = {
@@ -54,7 +54,8 @@ def page() -> str:
     parts += ["## Transformers", "", *rows_table("model", transformers.ROWS), ""]
     parts += ["## Tools and errors", "", "| what | holds |", "|---|---|"]
     parts += [f"| {row.name} | {row.note} |" for row in tools.CHECKS]
-    parts += ["", "## Not checked", "", "Each reason is tested too: it fails without any of our code.", ""]
+    parts += ["", *diffusers_suite.section()]
+    parts += ["## Not checked", "", "Each reason is tested too: it fails without any of our code.", ""]
     parts += ["| what | reason |", "|---|---|", *(f"| {row.name} | {row.reason} |" for row in features.ABSENT), ""]
     return "\n".join(parts)
 
