@@ -45,7 +45,7 @@ PIPELINES = {
     "LTX": ("ltx/test_ltx.py",),
     "CogVideoX": ("cogvideo/test_cogvideox.py",),
 }
-TRANSFORMERS = "sd3 flux chroma dit hunyuan_dit lumina aura_flow qwenimage wan ltx cogvideox".split()
+TRANSFORMERS = ["sd3", "flux", "chroma", "dit", "hunyuan_dit", "lumina", "aura_flow", "qwenimage", "wan", "ltx", "cogvideox"]
 MODELS = {
     "models: UNets": ("unets/test_models_unet_2d_condition.py", "unets/test_models_unet_motion.py"),
     "models: PixArt, DiT": (
@@ -57,7 +57,7 @@ MODELS = {
         f"transformers/test_models_transformer_{name}.py" for name in TRANSFORMERS if name != "dit"
     ),
 }
-LORAS = "sd sdxl sd3 flux auraflow cogvideox ltx_video qwenimage wan".split()
+LORAS = ["sd", "sdxl", "sd3", "flux", "auraflow", "cogvideox", "ltx_video", "qwenimage", "wan"]
 SUITES: dict[str, tuple[str, ...]] = {
     **{name: tuple(f"tests/pipelines/{path}" for path in paths) for name, paths in PIPELINES.items()},
     "hooks": ("tests/hooks",),
