@@ -45,7 +45,19 @@ PIPELINES = {
     "LTX": ("ltx/test_ltx.py",),
     "CogVideoX": ("cogvideo/test_cogvideox.py",),
 }
-TRANSFORMERS = ["sd3", "flux", "chroma", "dit", "hunyuan_dit", "lumina", "aura_flow", "qwenimage", "wan", "ltx", "cogvideox"]
+TRANSFORMERS = [
+    "sd3",
+    "flux",
+    "chroma",
+    "dit",
+    "hunyuan_dit",
+    "lumina",
+    "aura_flow",
+    "qwenimage",
+    "wan",
+    "ltx",
+    "cogvideox",
+]
 MODELS = {
     "models: UNets": ("unets/test_models_unet_2d_condition.py", "unets/test_models_unet_motion.py"),
     "models: PixArt, DiT": (

@@ -49,7 +49,7 @@ def kernels() -> dict[str, set[str]]:
     entries = {entry["func"].partition("(")[0]: entry for entry in yaml.safe_load(TABLE.read_text(encoding="utf-8"))}
     found = {}
     for name, entry in entries.items():
-        table = entry.get("dispatch") or entries.get(entry.get("structured_delegate"), {}).get("dispatch", {})
+        table = {**entry.get("dispatch", {}), **entries.get(entry.get("structured_delegate"), {}).get("dispatch", {})}
         found[name] = {key.strip() for keys in table for key in keys.split(",")} or {"CompositeImplicitAutograd"}
     return found
 
