@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -29,7 +30,9 @@ from mame_sd.diffusion.apply import build_handle, has_hooks, hooks_restored
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.saved_setting import DEFAULT, resolve_setting
 from mame_sd.diffusion.threads import CHANGES
+from mame_sd.doors import ENTRY, PLACES
 
+SAVED = ("tau", "keep", "mame_config")
 _UNSET: Any = "unset"
 
 
@@ -43,7 +46,9 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         mame_config: any further fields of MaMeConfig, as a dict or a MaMeConfig (`tau` and `keep` of it count where the
             arguments leave them out).
 
-    All three are saved in model_index.json; `from_pretrained(folder, tau=0.9)` overrides what was saved, and
+    All three are saved in model_index.json, which names StableDiffusionPipeline as the class: a saved folder also loads by
+    diffusers' own classes, merging where mame_sd is imported and plain where it is not (`mame_sd.doors`).
+    `from_pretrained(folder, tau=0.9)` overrides what was saved, and
     `from_pretrained(folder, tau=None, keep=0.5)` changes from one to the other. `from_pretrained`, `from_single_file` and
     `from_pipe` also take each field of MaMeConfig by its name (`min_tokens=256`), over those of `mame_config`; of these
     `variant` means the weights' variant unless it is "settled" or "paper". The other arguments are those of
@@ -88,8 +93,7 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> StableDiffusionMaMePipeline:
         """As StableDiffusionPipeline's, with any field of MaMeConfig. Raises ValueError for one out of its range."""
         if fields := _taken(kwargs):
-            places = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
-            saved = cls.load_config(*args, **{name: kwargs[name] for name in places if name in kwargs})
+            saved = cls.load_config(*args, **{name: kwargs[name] for name in PLACES if name in kwargs})
             kwargs["mame_config"] = _over(kwargs.get("mame_config", saved.get("mame_config")), fields)
         return super().from_pretrained(*args, **kwargs)
 
@@ -106,6 +110,21 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         if fields := _taken(kwargs):
             kwargs["mame_config"] = _over(kwargs.get("mame_config", pipeline.config.get("mame_config")), fields)
         return super().from_pipe(pipeline, **kwargs)
+
+    @classmethod
+    def load_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """As StableDiffusionPipeline's, with the saved merging under the names that `__init__` takes."""
+        loaded = super().load_config(*args, **kwargs)
+        config = loaded[0] if isinstance(loaded, tuple) else loaded
+        config.update(config.pop(ENTRY, {}))
+        return loaded
+
+    def to_json_string(self) -> str:
+        """The text of model_index.json: that of a StableDiffusionPipeline, with merging in an entry of its own."""
+        config = json.loads(super().to_json_string())
+        config[ENTRY] = {name: config.pop(name) for name in SAVED}
+        config["_class_name"] = StableDiffusionPipeline.__name__
+        return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
     @property
     def tau(self) -> float | str | None:

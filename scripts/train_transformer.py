@@ -45,7 +45,7 @@ from mame_sd.embedded.scenes import SUBJECTS
 STAGES = (
     Stage("tokens64", 32, 4, 1500, 48, 0.01, 4.0, (1200, 0.15)),
     Stage("tokens256", 64, 4, 900, 24, 0.006, 6.0, (1450, 0.4)),
-    Stage("tokens1024", 64, 2, 700, 8, 0.004, 6.0, (1810, 0.1)),
+    Stage("tokens1024", 64, 2, 480, 8, 0.004, 6.0, (1810, 0.1)),
 )
 
 

@@ -19,9 +19,8 @@ Threads may generate with one model at once, each with settings of its own (`han
 `torch.compile` of the model with `keep` makes one graph of it, merging included, for each size and batch size (not with
 `dynamic=True`), and a small one of the hook that reads the step. With `tau` how many tokens stay depends on the data,
 which breaks the graph in each merging layer (results stay right): for one graph compile with `fullgraph=True`, or set
-`torch._dynamo.config.capture_dynamic_output_shape_ops = True`. Of `compile_repeated_blocks` diffusers' hooks make one graph
-for every block, which passes `recompile_limit`: there take the processor, which all blocks share (`MaMeAttnProcessor`; it
-does not count compiled calls).
+`torch._dynamo.config.capture_dynamic_output_shape_ops = True`. `compile_repeated_blocks` makes one graph for all blocks of
+a size.
 """
 
 from __future__ import annotations

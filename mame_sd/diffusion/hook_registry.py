@@ -9,25 +9,39 @@ from torch import nn
 
 
 class AroundHook(ModelHook):
-    """Runs around a module's own forward, in deepcopies of the module too.
-
-    diffusers binds a hook to the module that was hooked first, so that a deepcopy would run the original's weights.
-    `pre_forward` alone is given the module that was really called; it passes it on.
-    """
+    """Runs around a module's own forward, in deepcopies of the module too. The registry keeps `fn_ref.forward`, what is inside."""
 
     name: str
-    entry: Any  # what the hook made of the forward that it was put around
-
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return args, {**kwargs, "_mame_module": module}
-
-    def new_forward(self, module: nn.Module, *args: Any, _mame_module: Any, **kwargs: Any) -> Any:
-        own = _mame_module._diffusers_hook.hooks[self.name]
-        return own.around(_mame_module, own.fn_ref.original_forward, *args, **kwargs)
+    entry: Any  # the module's `forward` just after the hook was put on, an Entry's
 
     def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """The module's output; `forward` is its own."""
         raise NotImplementedError
+
+
+class Entry:
+    """The `forward` of a module that carries an AroundHook, in place of the registry's own.
+
+    diffusers binds a function of its own to each module: a deepcopy would run the original's weights, and `torch.compile` would
+    compile blocks that differ in nothing else (`compile_repeated_blocks`) each anew. A method is one function for all of them.
+    """
+
+    def __init__(self, module: nn.Module, hook: AroundHook) -> None:
+        self.module = module
+        self.hook: AroundHook | None = hook
+        self.passed: Any = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output."""
+        if self.hook is None:
+            return self.passed(*args, **kwargs)
+        return self.hook.around(self.module, self.hook.fn_ref.forward, *args, **kwargs)
+
+    def pass_through(self) -> None:
+        """Does nothing any more, for the sake of a function that somebody has put around it by hand."""
+        assert self.hook is not None
+        self.passed = self.hook.fn_ref.forward
+        self.hook = None
 
 
 class PreHook:
@@ -69,11 +83,12 @@ def put_hook(module: nn.Module, hook: AroundHook | PreHook) -> None:
     first = registry._fn_refs[0] if registry._fn_refs else None
     outermost = module.forward
     if first is not None:
-        module.forward = _inside(first)
+        setattr(module, "forward", _inside(first))  # noqa: B010
     registry.register_hook(hook, hook.name)
-    hook.entry = module.forward
+    hook.entry = Entry(module, hook).forward
+    setattr(module, "forward", hook.entry)  # noqa: B010
     if first is not None:
-        module.forward = outermost
+        setattr(module, "forward", outermost)  # noqa: B010
         setattr(first, "forward" if first.original_forward is None else "original_forward", hook.entry)
         for order in (registry._hook_order, registry._fn_refs):
             order.insert(0, order.pop())
@@ -95,10 +110,12 @@ def take_hook(module: nn.Module, name: str) -> None:
     registry: Any = module._diffusers_hook
     later = registry._fn_refs[registry._hook_order.index(name) + 1 :]
     around = _inside(later[0]) if later else module.forward
-    if around is not hook.entry:
-        _pass_through(registry, name)
-        return
     outer = later[0] if later and later[0].original_forward is not None else None
+    if around is not hook.entry:
+        hook.entry.__self__.pass_through()
+        place = registry._hook_order.index(name)
+        del registry.hooks[name], registry._hook_order[place], registry._fn_refs[place]
+        return
     kept = None if outer is None else outer.forward
     registry.remove_hook(name, recurse=False)
     if outer is not None:
@@ -108,11 +125,3 @@ def take_hook(module: nn.Module, name: str) -> None:
 def _inside(ref: Any) -> Any:
     """The forward that a hook is around."""
     return ref.forward if ref.original_forward is None else ref.original_forward
-
-
-def _pass_through(registry: Any, name: str) -> None:
-    """Takes a hook that is wrapped by a function of somebody else's out of the registry; what is wrapped does nothing."""
-    plain, place = ModelHook(), registry._hook_order.index(name)
-    ref = registry._fn_refs[place]
-    ref.pre_forward, ref.forward, ref.post_forward = plain.pre_forward, ref.original_forward, plain.post_forward
-    del registry.hooks[name], registry._hook_order[place], registry._fn_refs[place]

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mame_sd.config import MaMeConfig, check_names
+from mame_sd.doors import ENTRY
 
 DEFAULT = "default"
-PIPELINE = "StableDiffusionMaMePipeline"
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,9 @@ def read_saved_merging(folder: Path) -> SavedMerging | None:
     Raises:
         ValueError: settings that can't be.
     """
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    name = index.get("_class_name")
-    if (name[-1] if isinstance(name, list) else name) != PIPELINE:
+    saved = json.loads((folder / "model_index.json").read_text(encoding="utf-8")).get(ENTRY)
+    if saved is None:
         return None
-    fields = index.get("mame_config") or {}
-    config = resolve_setting(index.get("tau", DEFAULT), index.get("keep"), fields)
+    fields = saved.get("mame_config") or {}
+    config = resolve_setting(saved.get("tau", DEFAULT), saved.get("keep"), fields)
     return SavedMerging(MaMeConfig.from_dict(fields) if config is None else config, config is not None)

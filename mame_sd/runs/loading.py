@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mame_sd.diffusion.saved_setting import PIPELINE, SavedMerging, read_saved_merging
+from mame_sd.diffusion.saved_setting import SavedMerging, read_saved_merging
 from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.runs.devices import pick_device, pick_dtype
 from mame_sd.runs.loras import add_loras, lora_identity
@@ -158,15 +158,14 @@ def _be_quiet() -> None:
 def _load_folder(folder: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
     import diffusers
 
-    config = diffusers.DiffusionPipeline.load_config(str(folder))
-    name = config.get("_class_name")
+    name = diffusers.DiffusionPipeline.load_config(str(folder)).get("_class_name")
     name = name[-1] if isinstance(name, (list, tuple)) else name
-    # Our own subclass adds nothing that merging from outside needs, and diffusers does not find it by name.
-    name = "StableDiffusionPipeline" if name == PIPELINE else name
     kind = getattr(diffusers, str(name), None)
     if kind is None:
         raise UserError(f"--model {folder}: expected a pipeline class of diffusers, got {name!r}; convert the model")
-    return kind.from_pretrained(str(folder), dtype=dtype, variant=choice.variant, local_files_only=choice.offline)
+    pipe = kind.from_pretrained(str(folder), dtype=dtype, variant=choice.variant, local_files_only=choice.offline)
+    # Merging comes from outside, by `saved_merging` and the options.
+    return pipe if type(pipe) is kind else kind.from_pipe(pipe, dtype=dtype)
 
 
 def _load_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:

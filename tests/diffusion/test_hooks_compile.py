@@ -139,16 +139,19 @@ def test_a_pass_without_gradients_does_not_change_what_checkpoints_compute_again
     torch.testing.assert_close(checkpointed, plain)
 
 
-def test_regional_compilation_of_the_processor_shares_graphs() -> None:
+@pytest.mark.parametrize("way", ["hooks", "processor", "off"])
+def test_repeated_blocks_share_one_graph_a_size(way: str) -> None:
     torch._dynamo.reset()
     unet = tiny_unet()
-    unet.set_attn_processor(MaMeAttnProcessor(keep=0.4, min_tokens=40))
+    if way == "processor":
+        unet.set_attn_processor(MaMeAttnProcessor(keep=0.4, min_tokens=40))
+    else:
+        apply_mame(unet, keep=0.4, min_tokens=40).active = way == "hooks"
     expected = run_unet(unet)
-    for attention_model in unet.up_blocks[1].attentions:
-        attention_model.transformer_blocks[0].compile(backend="eager", fullgraph=True)
+    unet.compile_repeated_blocks(backend="eager", fullgraph=True)
     torch._dynamo.utils.counters.clear()
     torch.testing.assert_close(run_unet(unet), expected)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # of 7 blocks, on two levels
 
 
 def test_applying_to_a_compiled_model_takes_effect() -> None:

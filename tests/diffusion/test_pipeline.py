@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
-from diffusers import DiffusionPipeline, StableDiffusionPipeline
+from diffusers import DiffusionPipeline, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 
 from mame_sd import MaMeConfig, apply_mame, remove_mame
 from mame_sd.diffusion.saved_setting import resolve_setting
@@ -135,7 +138,7 @@ def test_saves_loads_and_overrides(tmp_path: Path) -> None:
     image = generate(pipe)
     pipe.save_pretrained(tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())
-    assert (index["tau"], index["keep"], index["mame_config"]) == (0.2, None, {"min_tokens": 40, "stride": [2, 3]})
+    assert index["_mame"] == {"tau": 0.2, "keep": None, "mame_config": {"min_tokens": 40, "stride": [2, 3]}}
     load = StableDiffusionMaMePipeline.from_pretrained
     again = quiet(load(tmp_path))
     assert (again.tau, again.mame_config) == (0.2, pipe.mame_config)
@@ -146,8 +149,61 @@ def test_saves_loads_and_overrides(tmp_path: Path) -> None:
     assert (kept.tau, kept.keep) == (None, 0.5)
     with pytest.raises(ValueError, match=r"expected tau or keep.*give it as None"):
         load(tmp_path, keep=0.5)
-    plain = quiet(StableDiffusionPipeline.from_pretrained(tmp_path))
-    assert torch.equal(generate(plain), generate(tiny_pipeline()))
+
+
+DOORS = ("StableDiffusionPipeline", "DiffusionPipeline", "AutoPipelineForText2Image")
+LOAD = """
+import json, sys
+from diffusers import {door}
+{importing}
+pipe = {door}.from_pretrained({folder!r}, **json.loads({options!r}))
+pipe.set_progress_bar_config(disable=True)
+import torch
+image = pipe("a red key", generator=torch.Generator().manual_seed(0), num_inference_steps=2, output_type="pt").images
+torch.save((type(pipe).__name__, image, sorted(name for name in sys.modules if name.startswith("mame_sd"))), {out!r})
+"""
+
+
+@pytest.mark.parametrize("options", [{}, {"device_map": "cpu"}], ids=["plain", "device-map"])
+@pytest.mark.parametrize("importing", ["", "import mame_sd"], ids=["alone", "imported"])
+def test_what_is_saved_opens_every_door(tmp_path: Path, importing: str, options: dict[str, Any]) -> None:
+    pipe = mame_pipeline()
+    want = generate(pipe if importing else tiny_pipeline())
+    pipe.save_pretrained(tmp_path)
+    for door in DOORS:
+        out = str(tmp_path / "out.pt")
+        texts = {
+            "door": door,
+            "importing": importing,
+            "folder": str(tmp_path),
+            "options": json.dumps(options),
+            "out": out,
+        }
+        done = subprocess.run([sys.executable, "-c", LOAD.format(**texts)], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "not expected" not in done.stderr
+        name, image, modules = torch.load(out)
+        assert name == ("StableDiffusionMaMePipeline" if importing else "StableDiffusionPipeline")
+        assert torch.equal(image, want), door
+        assert bool(modules) == bool(importing)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_doors_of_this_process(tmp_path: Path, door: str) -> None:
+    pipe = mame_pipeline()
+    pipe.save_pretrained(tmp_path / "merging")
+    tiny_pipeline().save_pretrained(tmp_path / "plain")
+    load = getattr(diffusers, door).from_pretrained
+    merging = quiet(load(tmp_path / "merging"))
+    assert torch.equal(generate(merging), generate(pipe))
+    assert load(tmp_path / "merging", tau=0.9, min_tokens=50).mame_config == MaMeConfig(tau=0.9, min_tokens=50)
+    assert torch.equal(generate(quiet(load(tmp_path / "merging", tau=None))), generate(tiny_pipeline()))
+    assert type(load(tmp_path / "plain")) is StableDiffusionPipeline
+    merging.save_pretrained(tmp_path / "again")
+    assert torch.equal(generate(quiet(load(tmp_path / "again"))), generate(pipe))
+    with pytest.raises((OSError, ValueError), match="nowhere"):
+        load(str(tmp_path / "nowhere"))
+    assert type(StableDiffusionImg2ImgPipeline.from_pretrained(tmp_path / "merging")) is StableDiffusionImg2ImgPipeline
 
 
 def test_every_way_of_loading_takes_every_field(tmp_path: Path) -> None:

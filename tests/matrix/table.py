@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.matrix import caches, features, tools, transformers, unets
+from tests.matrix import caches, diffusers_suite, features, tools, transformers, unets
 from tests.matrix.rows import Row
 
 ONE_LINER = {
@@ -62,7 +62,8 @@ def page() -> str:
     parts += [CACHES, *caches.table(), ""]
     parts += ["## Tools and errors", "", "| what | holds |", "|---|---|"]
     parts += [f"| {row.name} | {row.note} |" for row in tools.CHECKS]
-    parts += ["", "## Not checked", "", "Each reason is tested too: it fails without any of our code.", ""]
+    parts += ["", *diffusers_suite.section()]
+    parts += ["## Not checked", "", "Each reason is tested too: it fails without any of our code.", ""]
     parts += ["| what | reason |", "|---|---|", *(f"| {row.name} | {row.reason} |" for row in features.ABSENT), ""]
     return "\n".join(parts)
 

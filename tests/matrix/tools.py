@@ -11,7 +11,7 @@ import tomesd
 import torch
 from torch import nn
 
-from mame_sd import MaMeAttnProcessor, NothingMergedError, apply_mame, remove_mame
+from mame_sd import NothingMergedError, apply_mame, remove_mame
 from tests.builders.pipelines import once
 from tests.builders.tiny import LATENT, tiny_pipeline, tiny_unet, unet_inputs
 from tests.builders.transformers import FLUX, flux_inputs, model, normal, run
@@ -34,13 +34,10 @@ def compiled(whole: bool) -> None:
             sample: torch.Tensor = unet(**{**inputs, "timestep": torch.tensor(100 * step)}).sample
         return sample
 
-    if whole:
-        handle = apply_mame(unet, **HALF)
-    else:
-        unet.set_attn_processor(MaMeAttnProcessor(**HALF))
+    handle = apply_mame(unet, **HALF)
     expected = [forward(*step) for step in steps]
+    handle.reset()
     if whole:
-        handle.reset()
         unet.compile(backend="eager", fullgraph=True)
     else:
         unet.compile_repeated_blocks(backend="eager", fullgraph=True)
@@ -49,8 +46,7 @@ def compiled(whole: bool) -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
         for step, eager in zip(steps, expected, strict=True):
             torch.testing.assert_close(forward(*step), eager, rtol=1e-4, atol=1e-4)
-    if whole:
-        assert sum(layer.merged for layer in handle.report().layers) == sum(LEVELS.values())
+    assert sum(layer.merged for layer in handle.report().layers) == sum(LEVELS.values())
 
 
 def compiled_flux() -> None:
@@ -153,7 +149,7 @@ CHECKS = [
     Check(
         "torch.compile, regional, fullgraph",
         partial(compiled, False),
-        "by the one-liner: diffusers' hooks would make a graph for every block",
+        "one graph for all blocks of a size",
     ),
     Check("torch.compile of Flux, by blocks and whole, fullgraph", compiled_flux, "merges"),
     Check("tomesd on the same pipe", tomesd_first, "one error that says which to remove, in either order"),

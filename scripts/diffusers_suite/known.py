@@ -1,0 +1,12 @@
+"""Why a test of diffusers fails with merging on, where that is understood."""
+
+from __future__ import annotations
+
+# (end of the test's name, mode or "" for any): the reason. Kept in docs/compatibility.md with the counts.
+KNOWN: dict[tuple[str, str], str] = {}
+
+
+def reason(test: str, mode: str) -> str:
+    """The reason for a failing test; empty where there is none."""
+    found = (why for (name, where), why in KNOWN.items() if test.endswith(name) and where in ("", mode))
+    return next(found, "")

@@ -1,0 +1,109 @@
+"""Local stand-ins for the tiny models that diffusers' tests load from the hub: same names, same sizes, random weights.
+
+`from_pretrained("hf-internal-testing/tiny-random-clip")` takes a folder of that name where there is one, so the stand-ins
+lie below the folder that the tests run in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import (
+    BertConfig,
+    BertModel,
+    BertTokenizer,
+    CLIPConfig,
+    CLIPModel,
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+
+SMALL = {"hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 5, "num_attention_heads": 4}
+T5 = {
+    "d_model": 32,
+    "d_ff": 37,
+    "d_kv": 8,
+    "num_layers": 5,
+    "num_heads": 4,
+    "vocab_size": 1103,
+    "decoder_start_token_id": 0,
+    "dropout_rate": 0.0,  # a test makes its text encoder in training mode, and would see another prompt in every call
+}
+
+
+def clip_tokenizer() -> CLIPTokenizer:
+    """Over single bytes, fewer than 1000 tokens, as the tests' own text encoders are made for."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    characters = [chr(b) for b in printable] + [chr(256 + n) for n in range(256 - len(printable))]
+    tokens = [*characters, *(c + "</w>" for c in characters), "<|startoftext|>", "<|endoftext|>"]
+    return CLIPTokenizer(vocab={t: i for i, t in enumerate(tokens)}, merges=[], model_max_length=77)
+
+
+def t5_tokenizer() -> PreTrainedTokenizerFast:
+    """Over single characters, with T5's special tokens."""
+    pieces = ["<pad>", "</s>", "<unk>", "▁", *map(chr, range(33, 127))]
+    tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=2))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+    )
+    names = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **names)
+
+
+def save_clip(folder: Path) -> None:
+    clip_tokenizer().save_pretrained(folder)
+    ends = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "vocab_size": 1000}
+    CLIPModel(CLIPConfig(text_config={**SMALL, **ends}, vision_config=SMALL, projection_dim=32)).save_pretrained(folder)
+
+
+def save_clip_text(folder: Path) -> None:
+    clip_tokenizer().save_pretrained(folder)
+    ends = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "vocab_size": 1000}
+    config = CLIPTextConfig(**SMALL, **ends, projection_dim=32, hidden_act="gelu")
+    CLIPTextModelWithProjection(config).save_pretrained(folder)
+
+
+def save_t5(folder: Path) -> None:
+    t5_tokenizer().save_pretrained(folder)
+    T5EncoderModel(T5Config(**T5)).save_pretrained(folder)
+
+
+def save_umt5(folder: Path) -> None:
+    t5_tokenizer().save_pretrained(folder)
+    UMT5EncoderModel(UMT5Config(**T5)).save_pretrained(folder)
+
+
+def save_bert(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(chr, range(33, 127))]
+    (folder / "vocab.txt").write_text("\n".join([*words, *("##" + word for word in words[5:])]), encoding="utf-8")
+    BertTokenizer(str(folder / "vocab.txt"), model_max_length=512).save_pretrained(folder)
+    BertModel(BertConfig(**SMALL, vocab_size=1124)).save_pretrained(folder)
+
+
+STAND_INS: dict[str, Callable[[Path], None]] = {
+    "hf-internal-testing/tiny-random-clip": save_clip,
+    "peft-internal-testing/tiny-clip-text-2": save_clip_text,
+    "hf-internal-testing/tiny-random-t5": save_t5,
+    "hf-internal-testing/tiny-random-umt5": save_umt5,
+    "hf-internal-testing/tiny-random-BertModel": save_bert,
+}
+
+
+def save_stand_ins(folder: Path) -> None:
+    """Saves those that are missing below `folder`, from fixed seeds."""
+    for name, save in STAND_INS.items():
+        if not (folder / name / "config.json").is_file():
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                save(folder / name)

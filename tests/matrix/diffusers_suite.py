@@ -1,0 +1,51 @@
+"""The section on diffusers' own tests, from the counts that `make test-diffusers` writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULT = Path(__file__).with_name("diffusers_suite.json")
+MODES = ("off", "on", "processor", "pipeline", "scaled")
+HEAD = """## diffusers' own tests
+
+`make test-diffusers` runs diffusers' tests with every model hooked as it is made (`keep=0.5`, `min_tokens=1`): *off* installed and turned
+off, *on* merging, *processor* by the one-liner, *pipeline* with StableDiffusionMaMePipeline in place of diffusers', *scaled* merging with the
+weights of queries and keys times 4, so that the tiny random models attend. Each cell says how many of the tests that pass in the same
+setting without merging pass with it. In *merged* of them (mode *on*) a layer really merged. Tests that need the hub, an accelerator
+or a package that is not there are skipped or fail without us too, and are not counted.
+"""
+STABLE = """What rounding decides. A source's destination is its nearest, so where two are equally near within rounding, batching, attention slicing or
+another device may pick the other one. `python scripts/choice_stability.py` perturbs tokens by a relative 1e-6: of 8192 choices none changes for random
+tokens, 1 for smooth ones, and 26 % among exact copies, which stand for each other. Deciding ties within rounding by position, S
+rounded to 2^-20, 2^-16 or 2^-12, settles copies; of smooth tokens' choices 3, 1 and 2 change: values near a step's border take the place of
+those near a tie. It would also be one more pass over S. So choices stay as they are. In a tiny SDXL UNet with queries' and keys' weights
+times 4, a batch of four against one, and attention slicing, change none of 7680 choices; outputs differ by at most 1e-5, as they do unmerged.
+SD 3's `test_fused_qkv_projections` compares calls whose prompts differ: diffusers' tests make T5 in training mode, and its dropout
+draws anew in every call (two unmerged images differ by .003, and the test may fail without us); in eval mode the merged images
+of fused and unfused projections are bit-equal. Our stand-in for T5 has no dropout now; the counts above were taken with it.
+"""
+
+
+def cell(counts: dict[str, Any] | None) -> str:
+    return "" if counts is None else f"{counts['passed']} of {counts['ground']}"
+
+
+def section() -> list[str]:
+    """Its lines."""
+    result = json.loads(RESULT.read_text(encoding="utf-8"))
+    versions, suites = result["versions"], result["suites"]
+    lines = [HEAD, f"The tests of diffusers {versions['tests']}, on diffusers {versions['diffusers']}:", ""]
+    lines += [f"| suite | {' | '.join(MODES)} | merged |", "|---|" + "---|" * (len(MODES) + 1)]
+    for row in suites:
+        cells = [cell(row["counts"].get(mode)) for mode in MODES]
+        merged = row["counts"].get("on", {}).get("merged", "")
+        lines.append(f"| {row['suite']} | {' | '.join(cells)} | {merged} |")
+    differences = [(row["suite"], item) for row in suites for item in row["differences"]]
+    if differences:
+        lines += ["", "| fails with merging | mode | why |", "|---|---|---|"]
+    for suite, item in differences:
+        test = item["test"].rpartition("::")[2]
+        lines.append(f"| {suite}: `{test}` | {item['mode']} | {item['reason'] or 'not explained yet'} |")
+    return [*lines, "", STABLE]
