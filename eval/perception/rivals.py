@@ -121,8 +121,8 @@ def on_smaller_images(model: nn.Module, side: int) -> Iterator[None]:
     """The vision transformer in `model` sees its images at `side` x `side` pixels for a `with` block, positions interpolated.
 
     Raises:
-        NotApplicable: a model whose positions can't be interpolated, or whose images come cut into patches.
-        ValueError: `side` is no multiple of the patch's.
+        NotApplicable: a model whose positions can't be interpolated or whose images come cut into patches, or a `side` that
+            is no multiple of the patch's.
     """
     encoder = find_encoder(model)[0]
     embed = next((part for part in encoder.modules() if isinstance(part, nn.Conv2d)), None)
@@ -135,7 +135,9 @@ def on_smaller_images(model: nn.Module, side: int) -> Iterator[None]:
         )
     patch = embed.kernel_size[0]
     if side < patch or side % patch:
-        raise ValueError(f"side: expected a multiple of the patch's {patch} pixels, got {side}")
+        raise NotApplicable(
+            f"expected images whose side is a multiple of the patch's {patch} pixels, got {side}; change it"
+        )
 
     def shrink(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pixels = kwargs.pop("pixel_values", None)

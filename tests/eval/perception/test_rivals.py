@@ -57,13 +57,11 @@ def vit_by_loops(model: Any, pixels: Tensor, r: int, prop_attn: bool) -> Tensor:
         for block in model.layers if hasattr(model, "layers") else model.encoder.layer:
             normed, at = block.layernorm_before(x), block.attention
             width = x.shape[1] // model.config.num_attention_heads
-            y, keys = torch.zeros_like(x), []
             heads = [
                 [part(normed).split(width, 1)[head] for part in (at.q_proj, at.k_proj, at.v_proj)]
                 for head in range(model.config.num_attention_heads)
             ]
-            for query, key, value in heads:
-                keys.append(key)
+            keys = [key for _, key, _ in heads]
             out = []
             for query, key, value in heads:
                 logits = query @ key.T / math.sqrt(width) + (sizes.log() if prop_attn else 0)
