@@ -65,7 +65,8 @@ class Merged:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
-        return {"mame": {**self.fields, "blocks": self.blocks}}
+        given = {**self.fields, "blocks": self.blocks}
+        return {"mame": {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}}
 
     @contextmanager
     def counted(self, model: nn.Module) -> Iterator[EncoderHandle]:

@@ -33,7 +33,7 @@ _ABLATED: tuple[tuple[str, dict[str, Any]], ...] = (  # at equal tokens, keep=0.
     ("metric-softmax", {"metric": "softmax"}),
     ("sequential", {"partition": "sequential"}),
     *((f"random-{seed}", {"partition": "random", "seed": seed}) for seed in range(5)),
-    ("grid", {"partition": "grid"}),
+    ("grid", {"partition": "grid", "stride": (2, 2)}),
     ("unrefined", {"refine": False}),
     ("tiles", {"tiles": 4}),
     ("best", {"weights": "best"}),

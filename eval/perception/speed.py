@@ -13,6 +13,7 @@ from torch import Tensor
 from ..benchmark.timings import Timing, read_record, write_record
 from ..memory import allocations, most, weight_bytes
 from ..timing import interleaved, quartiles, timed
+from .answers import inputs_of
 from .data import ImageSet
 from .heads import Head
 from .methods import Method
@@ -37,8 +38,6 @@ def measure(
     Args:
         about: all that timings depend on, as JSON values; "methods" by name.
     """
-    from .answers import inputs_of
-
     alike = [batch for batch in images.batches(size) if len(batch) == min(size, len(images.files))]
     ready: dict[int, Mapping[str, Tensor]] = {}
     device, model = head.encoder.device, head.encoder.model

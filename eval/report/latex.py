@@ -102,9 +102,7 @@ def _rules(widths: list[int]) -> list[str]:
 
 def _caption(results: Results) -> str:
     reference = f" Quality is against {results.reference}." if results.reference else ""
-    return (
-        f"Suite {results.suite}, {results.images} images per row. {results.words.fidelity_short}{reference} Below a value: its interval; bold: best."
-    )
+    return f"Suite {results.suite}, {results.images} images per row. {results.words.fidelity_short}{reference} Below a value: its interval; bold: best."
 
 
 def _notes(results: Results, tables: list[Table]) -> list[str]:
