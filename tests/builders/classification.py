@@ -20,7 +20,7 @@ def save_classifier(folder: Path, name: str = "ViTForImageClassification", class
     """The tiny model of that class in `tests.builders.perception`, with names of classes, saved with its image processor."""
     config = next(row for row in ROWS if row.name == name).build().config.to_dict()
     kind: Any = getattr(transformers, name)
-    names = {n: text for n, text in enumerate(classes)}
+    names = dict(enumerate(classes))
     config.update(id2label=names, label2id={text: n for n, text in names.items()})
     seeded(kind, 0, kind.config_class(**config)).save_pretrained(folder)
     save_processor(folder)

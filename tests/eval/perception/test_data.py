@@ -57,7 +57,7 @@ def test_bad_folders_are_named(folder: Path) -> None:
         open_images(folder)
     (folder / "loose.png").unlink()
     (folder / "empty").mkdir()
-    with pytest.raises(UserError, match="expected images .* in each class folder, found none in .*empty"):
+    with pytest.raises(UserError, match=r"expected images .* in each class folder, found none in .*empty"):
         open_images(folder)
 
 
@@ -66,7 +66,7 @@ def test_labels_go_by_name_or_else_by_order(folder: Path) -> None:
     assert class_numbers(images, {"cat": 0, "ant": 1, "bee_fly": 2, "dog": 3}) == ((1, 2, 0), "class folders by name")
     assert class_numbers(images, {"x": 0, "y": 1, "z": 2}) == ((0, 1, 2), "class folders in sorted order")
     for labels in ({"x": 0, "y": 1}, {"ant": 0, "y": 1, "z": 2}):
-        with pytest.raises(UserError, match="expected class folders named as the model's . classes, or just as many"):
+        with pytest.raises(UserError, match=r"expected class folders named as the model's . classes, or just as many"):
             class_numbers(images, labels)
 
 
@@ -91,7 +91,7 @@ def test_class_names_and_templates(tmp_path: Path) -> None:
     file.write_text("a {}\nmany {}s\n")
     assert prompt_templates(file, plain) == ["a {}", "many {}s"]
     file.write_text("nothing\n")
-    with pytest.raises(UserError, match="expected {} once in each line, got 'nothing'"):
+    with pytest.raises(UserError, match=r"expected {} once in each line, got 'nothing'"):
         prompt_templates(file, plain)
     file.write_text("\n")
     with pytest.raises(UserError, match="expected lines of text, got none"):
