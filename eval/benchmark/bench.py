@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from mame_sd.diffusion.apply import denoiser_of
 from mame_sd.runs.generate import environment
@@ -19,6 +19,7 @@ from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import InstalledMethod
 from mame_sd.runs.sampling import sample
 
+from ..memory import allocations, most, weight_bytes
 from ..timing import interleaved, synchronize, timed
 from .rows import Row
 from .timings import Timing, read_record, write_record
@@ -118,26 +119,12 @@ def peak_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job
             with record_function(_DECODING):
                 pass
 
-    with (
-        installed(model, row, jobs),
-        _marking(model, at),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found,
-    ):
-        sample(model, settings, jobs)
-    profiler = found.profiler
-    assert profiler is not None
-    assert profiler.kineto_results is not None
-    alive = peak = 0
-    before_decoding: int | None = None
-    for event in sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == _DECODING and before_decoding is None:
-            before_decoding = peak
-        elif event.name() == "[memory]":
-            alive += event.nbytes()
-            peak = max(peak, alive)
-    weights = _weight_bytes(model)
-    denoising = None if before_decoding is None else weights + before_decoding
-    return Timing(0.0, allocated=weights + peak, allocated_denoising=denoising)
+    with installed(model, row, jobs), _marking(model, at):
+        steps = allocations(lambda: sample(model, settings, jobs))
+    before = next((number for number, (name, _) in enumerate(steps) if name == _DECODING), None)
+    weights = weight_bytes([part for part in model.pipe.components.values() if isinstance(part, nn.Module)])
+    denoising = None if before is None else weights + max(0, most(steps[:before]))
+    return Timing(0.0, allocated=weights + max(0, most(steps)), allocated_denoising=denoising)
 
 
 @contextmanager
@@ -166,9 +153,3 @@ def _marking(model: LoadedModel, at: Callable[[str], None]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _weight_bytes(model: LoadedModel) -> int:
-    modules = [part for part in model.pipe.components.values() if isinstance(part, nn.Module)]
-    tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
-    return sum(t.numel() * t.element_size() for t in tensors.values())

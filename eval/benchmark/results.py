@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from .timings import read_record
 
 FORMAT = "mame-sd benchmark 1"
 NAME, TIMINGS = "results.json", "bench.jsonl"
-OWN = {"runs", "scores", "features", TIMINGS, "report.html", "report.md", "table.csv", "table.tex"}
+OWN = {"runs", "answers", "scores", "features", TIMINGS, "report.html", "report.md", "table.csv", "table.tex"}
 
 
 def check_out(out: Path) -> None:
@@ -29,7 +29,8 @@ def check_out(out: Path) -> None:
         return
     with writing(out):
         entries = sorted(name for name in os.listdir(out) if not name.startswith(".mame-sd."))  # writes under way
-    if entries and NAME not in entries and not ("runs" in entries and OWN.issuperset(entries)):
+    begun = {"runs", "answers"}.intersection(entries)
+    if entries and NAME not in entries and not (begun and OWN.issuperset(entries)):
         raise UserError(
             f"--out {out}: expected a new or empty folder, or one begun by this command, got a folder with "
             f"{len(entries)} other things in it ({entries[0]!r}); choose another"
@@ -61,7 +62,16 @@ def write_results(out: Path, results: Mapping[str, Any]) -> None:
     write_atomically(out / NAME, (json_text(dict(results), indent=1) + "\n").encode())
 
 
-def resumed(results: dict[str, Any], out: Path) -> dict[str, Any]:
+def generation_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What a benchmark of generation must be continued with."""
+    return {"model": manifest["model"], **manifest["sampling"], "prompts": manifest["prompts"]["sha256"]}
+
+
+def resumed(
+    results: dict[str, Any],
+    out: Path,
+    settings: Callable[[Mapping[str, Any]], dict[str, Any]] = generation_settings,
+) -> dict[str, Any]:
     """`results` with the rows that an earlier start of the same benchmark has left in `out`: what was made, no figures.
 
     Figures come back from bench.jsonl, scores/ and features/, which know what they are of: another reference or other
@@ -74,10 +84,7 @@ def resumed(results: dict[str, Any], out: Path) -> dict[str, Any]:
     except UserError:
         return results
     try:
-        there, here = (
-            {"model": it["model"], **it["sampling"], "prompts": it["prompts"]["sha256"]}
-            for it in (before["manifest"], results["manifest"])
-        )
+        there, here = (settings(it["manifest"]) for it in (before, results))
         rows = {row["name"]: (row["config"], row) for row in before["rows"] if row["status"] == "measured"}
     except (KeyError, TypeError) as error:
         raise UserError(

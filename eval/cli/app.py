@@ -15,7 +15,7 @@ import typer
 
 from mame_sd.cli.console import note, progress
 from mame_sd.cli.errors import exit_status
-from mame_sd.cli.groups import MODEL, PROMPTS, SAMPLING, PromptOptions, RunFolderOption
+from mame_sd.cli.groups import ENCODER, MODEL, PROMPTS, SAMPLING, PromptOptions, RunFolderOption
 from mame_sd.cli.options import FieldOptions, takes
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings
@@ -23,7 +23,9 @@ from mame_sd.runs.model_files import ModelChoice
 
 from .. import PROGRAM
 from ..benchmark.suites import SUITES, suite_named
-from .options import CLIP_HELP, SUITE_SAMPLING, MethodOptions, ScoringOptions
+from ..perception.rows import SUITES as CLASSIFY_SUITES
+from ..perception.rows import chosen_rows
+from .options import CLIP_HELP, SUITE_SAMPLING, ClassifyOptions, MethodOptions, ScoringOptions
 
 app = typer.Typer(
     help="Evaluate merged diffusion models: fidelity to the baseline, quality, cost, and a report.",
@@ -158,6 +160,38 @@ def bench_command(
     from .benchmark import run_bench
 
     print(format_bench(run_bench(out, prompts.or_demo().read(), rows, rounds, model, sampling), form))
+
+
+@app.command("classify")
+@takes(options=FieldOptions(ClassifyOptions), model=ENCODER)
+def classify_command(
+    *,
+    context: typer.Context,
+    suite: Annotated[str, typer.Option(help="Which rows.", metavar="|".join(CLASSIFY_SUITES))] = "vit",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder: new, empty, or begun by the same command. Without it, out/classify-SUITE."),
+    ] = None,
+    rows: Annotated[
+        str | None,
+        typer.Option(
+            help="Rows instead of the suite's, with commas between: mame-0.8, mame-keep-0.5, tome-8, evit-0.7, random-0.7, "
+            "pool-0.7, smaller-160, or tome@mame-0.8, which has the FLOPs of mame-0.8.",
+            metavar="NAMES",
+        ),
+    ] = None,
+    options: ClassifyOptions,
+    model: ModelChoice,
+) -> None:
+    """Speed and accuracy of a merged vision transformer beside its rivals. Run again to continue; launch with accelerate to share out."""
+    chosen = chosen_rows(suite, rows)
+    from .benchmark import command_again
+    from .classify import run_classify
+
+    place = Path("out") / f"classify-{suite}" if out is None else out
+    again = command_again(context.obj or ["classify"])
+    if run_classify(options, suite, chosen, place, model, again):
+        print(place / "report.html")
 
 
 @app.command("report")

@@ -69,3 +69,29 @@ class ScoringOptions:
     cache: str | None = option(
         None, "Folder that keeps features of images. Without it, features in the weights' own folder.", metavar="DIR"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyOptions:
+    """What a vision transformer answers, and how it is measured."""
+
+    data: str | None = option(
+        None, "Folder of class folders as torchvision reads them, or of images without labels.", metavar="DIR"
+    )
+    num: int | None = option(None, "Take NUM images only, drawn once and for all.", metavar="NUM")
+    classes: str | None = option(
+        None,
+        "Zero-shot: text file of class names, a line for each class folder in sorted order, or folder, tab, name. Without "
+        "it, the folders' names.",
+        metavar="FILE",
+    )
+    templates: str | None = option(
+        None, "Zero-shot: text file of prompts with {} for the name, a line each.", metavar="FILE"
+    )
+    batch_size: int = option(32, "Images in a batch; by tau, a token stays where any image of the batch keeps it.")
+    rounds: int = option(5, "Rounds of timing; each times every row once.")
+
+    def __post_init__(self) -> None:
+        for flag, value in (("--num", self.num), ("--batch-size", self.batch_size)):
+            if value is not None and value < 1:
+                raise UserError(f"{flag}: expected at least 1, got {value}; raise it")

@@ -11,10 +11,12 @@ from typing import Any
 from mame_sd.errors import UserError
 
 from ..remarks import remark
+from .words import WORDS, Words
 
 BLOCKS = ("cost", "fidelity", "quality")
 AGAIN = "run the benchmark again"
-FAMILIES = ("baseline", "tomesd", "mame")
+FAMILIES = ("baseline", "tomesd", "mame", "tome", "rival")
+PEERS = {"tomesd": "ToMeSD", "tome": "ToMe"}  # families of the rows that the headline's is compared with
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,18 @@ class Results:
     reference: str | None
     reference_n: int | None
     notes: Sequence[str]
+    kind: str = "generation"
+
+    @property
+    def words(self) -> Words:
+        """Of its kind."""
+        return WORDS[self.kind]
+
+    @property
+    def images(self) -> int:
+        """How many images each row is of."""
+        about = self.manifest.get("images")
+        return int(about["images"]) if isinstance(about, Mapping) else len(self.pictures)
 
     @property
     def measured(self) -> list[Row]:
@@ -155,6 +169,7 @@ def parse(results: Mapping[str, Any]) -> Results:
         reference=_get(reference, "name", str, "reference", None),
         reference_n=_get(reference, "n", int, "reference", None),
         notes=[str(note) for note in _get(results, "notes", list, top, [])],
+        kind=_one_of(_get(results, "kind", str, top, "generation"), tuple(WORDS), "kind"),
     )
 
 

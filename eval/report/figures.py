@@ -19,7 +19,8 @@ COLORS = {
     name: f"#{n:02x}{n:02x}{n:02x}"
     for n, name in enumerate(("ink", "muted", "line", "paper", "baseline", "tomesd", "mame", "second", "third"), 1)
 }
-MARKERS = {"baseline": "D", "tomesd": "s", "mame": "o"}
+FAMILY_COLORS = {**COLORS, "tome": COLORS["tomesd"], "rival": COLORS["second"]}
+MARKERS = {"baseline": "D", "tomesd": "s", "mame": "o", "tome": "s", "rival": "^"}
 WIDE, NARROW = 760, 330  # units of the drawing, about the pixels of a desktop column and of a phone
 SIZE = 12  # of text, in the same units
 STYLE: dict[Any, Any] = {

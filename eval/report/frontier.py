@@ -13,7 +13,7 @@ from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 
 from .data import Results, Row, Value
-from .figures import COLORS, MARKERS, SIZE, STYLE, WIDE, new_figure, to_svg
+from .figures import COLORS, FAMILY_COLORS, MARKERS, SIZE, STYLE, WIDE, new_figure, to_svg
 from .numbers import number, times
 from .select import Focus
 
@@ -42,7 +42,7 @@ def points(results: Results, chosen: Focus) -> list[Point]:
         if speed is None or value is None or value.mean is None or not math.isfinite(value.mean):
             continue
         latency = row.value(chosen.latency) if row is not chosen.baseline else None
-        found.append(Point(row, speed, value.mean, _speed_interval(latency, speed), _pair(value)))
+        found.append(Point(row, speed, value.mean, _speed_interval(latency, speed, chosen), _pair(value)))
     return found
 
 
@@ -89,7 +89,7 @@ def _draw(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
     axes.axvline(1, color=COLORS["muted"], linewidth=1, linestyle=(0, (2, 3)))
     axes.plot([p.speed for p in best], [p.closeness for p in best], color=COLORS["muted"], linewidth=7, alpha=0.2)
     for point in found:
-        color = COLORS[point.row.family]
+        color = FAMILY_COLORS[point.row.family]
         for pair, where in ((point.speed_interval, "x"), (point.closeness_interval, "y")):
             if pair is not None:
                 across = ([point.speed] * 2, pair) if where == "y" else (pair, [point.closeness] * 2)
@@ -171,9 +171,11 @@ def _pair(value: Value) -> tuple[float, float] | None:
     return None if value.low is None or value.high is None else (value.low, value.high)
 
 
-def _speed_interval(latency: Value | None, speed: float) -> tuple[float, float] | None:
-    """The latency's interval as speeds, the baseline's latency taken as exact."""
-    if latency is None or latency.mean is None or not latency.low or not latency.high:
+def _speed_interval(latency: Value | None, speed: float, chosen: Focus) -> tuple[float, float] | None:
+    """The interval of the metric of speed as times the baseline's, which is taken as exact."""
+    if latency is None or not latency.mean or not latency.low or not latency.high:
         return None
+    if chosen.latency is not None and chosen.latency.better == "higher":
+        return speed * latency.low / latency.mean, speed * latency.high / latency.mean
     base = speed * latency.mean
     return base / latency.high, base / latency.low

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .data import Results, Row
+from .data import PEERS, Results, Row
 from .numbers import phrase, times
 from .select import Focus
 
@@ -23,10 +23,10 @@ def headline(chosen: Focus) -> str:
 
 
 def comparison(results: Results, chosen: Focus) -> str:
-    """ToMeSD at the nearest speed, or why it is missing; empty where the suite has no such row."""
-    rows = [row for row in results.rows if row.family == "tomesd"]
+    """ToMeSD or ToMe at the nearest speed, or why it is missing; empty where the suite has no such row."""
+    rows = [row for row in results.rows if row.family in PEERS]
     if chosen.peer is None:
-        return f"ToMeSD was not measured: {rows[0].reason or 'no reason given'}." if rows else ""
+        return f"{PEERS[rows[0].family]} was not measured: {rows[0].reason or 'no reason given'}." if rows else ""
     ratio = chosen.speedup(chosen.peer)
     closeness = _closeness(chosen, chosen.peer)
     if ratio is None or not closeness:
@@ -39,7 +39,9 @@ def _closeness(chosen: Focus, row: Row) -> str:
     if chosen.closeness is None or value is None or value.mean is None:
         return ""
     label = chosen.closeness.label.split(" (")[0]
-    return f"at {'an' if label[0] in 'AEFHILMNORSX' else 'a'} {label} {phrase(value.mean, chosen.closeness)}"
+    if label.istitle():
+        label = label.lower()
+    return f"at {'an' if label[0] in 'AEFHILMNORSXa' else 'a'} {label} {phrase(value.mean, chosen.closeness)}"
 
 
 def _speed(chosen: Focus, row: Row, ratio: float) -> str:

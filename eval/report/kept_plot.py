@@ -48,17 +48,22 @@ def plot(results: Results, width: int) -> Markup | None:
             axes.remove()
         for axes in figure.axes:
             if axes.get_subplotspec().is_last_row():  # type: ignore[union-attr]
-                axes.set_xlabel("step")
+                axes.set_xlabel(results.words.step)
         figure.axes[0].set_ylabel("tokens kept")
         lines = {str(line.get_label()): line for axes in figure.axes for line in axes.lines}
         figure.legend(lines.values(), lines.keys(), loc="outside upper left", ncols=4, frameon=False, handlelength=1.2)
-        description = "Share of tokens kept per step. " + " ".join(describe(row.label, levels) for row, levels in rows)
+        description = f"Share of tokens kept per {results.words.step}. " + " ".join(
+            describe(row.label, levels, results.kind) for row, levels in rows
+        )
         return to_svg(figure, f"kept-{width}", description)
 
 
-def describe(label: str, levels: Mapping[int, tuple[float, Mapping[int, float]]]) -> str:
-    """One sentence: each level's range."""
+def describe(label: str, levels: Mapping[int, tuple[float, Mapping[int, float]]], kind: str = "generation") -> str:
+    """One sentence: each level's range; of classification, whose blocks are of one level, the last share."""
     parts = []
+    if kind == "classification":
+        ((tokens, blocks),) = levels.values()
+        return f"{label} leaves {blocks[max(blocks)] * 100:.0f} % of {tokens:,.0f} after the last block."
     for level, (tokens, steps) in levels.items():
         low, high = min(steps.values()), max(steps.values())
         share = f"{low * 100:.0f}" if round(low, 2) == round(high, 2) else f"{low * 100:.0f} to {high * 100:.0f}"

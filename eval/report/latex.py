@@ -28,11 +28,11 @@ def render(results: Results, chosen: Focus) -> str:
     """A `table*` for booktabs, xcolor and graphicx: speed, fidelity to the baseline, quality against the reference.
 
     Intervals stand in a second line. What is withheld or not measured is a dash, or a column left out, explained under the
-    table. Rows with MaMe are shaded as in the paper, and of the costs only the speed is shown, as there.
+    table. Rows with MaMe are shaded as in the paper, and of the costs only speed and FLOPs are shown, as there.
     """
     whole = [fidelity_table(results, chosen), quality_table(results, chosen)]
-    speed = {SPEEDUP.key, chosen.latency.key if chosen.latency else ""}
-    left_out = {metric.key for metric in results.block("cost")} - speed
+    shown = {"flops", SPEEDUP.key, chosen.latency.key if chosen.latency else ""}
+    left_out = {metric.key for metric in results.block("cost")} - shown
     tables = [table.columns(table.used - left_out) for table in whole]
     groups = [group for table in tables for group in table.groups]
     metrics = [metric for _, group in groups for metric in group]
@@ -102,10 +102,7 @@ def _rules(widths: list[int]) -> list[str]:
 
 def _caption(results: Results) -> str:
     reference = f" Quality is against {results.reference}." if results.reference else ""
-    return (
-        f"Suite {results.suite}, {len(results.pictures)} images per row. Fidelity compares each image with the baseline's "
-        f"of the same prompt and noise.{reference} Below a value: its interval; bold: best."
-    )
+    return f"Suite {results.suite}, {results.images} images per row. {results.words.fidelity_short}{reference} Below a value: its interval; bold: best."
 
 
 def _notes(results: Results, tables: list[Table]) -> list[str]:

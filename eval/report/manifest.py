@@ -39,7 +39,7 @@ def lookup(manifest: Mapping[str, Any], key: str) -> Any:
 
 def facts(results: Results) -> list[str]:
     """What the figures stand on, in a few words each."""
-    found = [f"{len(results.pictures)} image{'s' * (len(results.pictures) != 1)} per row"]
+    found = [f"{results.images:,} image{'s' * (results.images != 1)} per row"]
     for key, words in _FACTS:
         value = lookup(results.manifest, key)
         if value is not None:
@@ -50,4 +50,4 @@ def facts(results: Results) -> list[str]:
 def command(results: Results) -> str:
     """The command that makes the report again: the manifest's own, or the suite's."""
     given = lookup(results.manifest, "command")
-    return str(given) if given else f"mame-sd-eval benchmark --suite {results.suite}"
+    return str(given) if given else results.words.command.format(results.suite)

@@ -28,7 +28,7 @@ def render(page: Mapping[str, Any]) -> str:
     if page["kept_words"]:
         parts += [
             "## Tokens kept",
-            "Counted on one image, that of the first prompt.",
+            results.words.kept,
             "\n".join(f"- {escape(words)}" for words in page["kept_words"]),
         ]
     parts += ["## Sanity gates", _gates(results), *(f"- {escape(note)}" for note in results.notes)]

@@ -85,6 +85,7 @@ def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:
     kept = [(row, kept_plot.merging_levels(row)) for row in results.measured]
     return {
         "results": results,
+        "words": results.words,
         "chosen": chosen,
         "headline": headline(chosen),
         "comparison": comparison(results, chosen),
@@ -94,7 +95,7 @@ def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:
         "gradient": gradient(),
         "frontier": [(name, frontier.plot(results, chosen, width)) for name, width in _WIDTHS],
         "kept": [(name, kept_plot.plot(results, width)) for name, width in _WIDTHS],
-        "kept_words": [kept_plot.describe(row.label, levels) for row, levels in kept if levels],
+        "kept_words": [kept_plot.describe(row.label, levels, results.kind) for row, levels in kept if levels],
         "failed": [gate for gate in results.gates if not gate.passed],
         "manifest": flat(results.manifest),
         "command": command(results),

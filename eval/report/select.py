@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .data import Metric, Results, Row, Value
+from .data import PEERS, Metric, Results, Row, Value
 
 CASES = ("best", "median", "worst")
 
@@ -14,7 +14,7 @@ CASES = ("best", "median", "worst")
 class Focus:
     """The choices that headline, plot and pictures share; None where the results have nothing of the kind.
 
-    `latency` is the cost metric in seconds, `closeness` the fidelity metric that orders the images: LPIPS, or the first
+    `latency` is the cost metric of speed: in seconds, or per second; `closeness` the fidelity metric that orders the images: LPIPS, or the first
     one that was measured where LPIPS was not.
     """
 
@@ -25,23 +25,23 @@ class Focus:
     closeness: Metric | None
 
     def speedup(self, row: Row | None) -> float | None:
-        """How many times as fast as the baseline `row` is, by mean or median latency; None where not measured."""
-        if row is None or self.baseline is None:
+        """How many times as fast as the baseline `row` is, by mean or median; None where not measured."""
+        if row is None or self.baseline is None or self.latency is None:
             return None
         ours, base = row.value(self.latency), self.baseline.value(self.latency)
-        if ours is None or base is None or not ours.mean or base.mean is None:
+        if ours is None or base is None or not ours.mean or not base.mean:
             return None
-        return base.mean / ours.mean
+        return base.mean / ours.mean if self.latency.better == "lower" else ours.mean / base.mean
 
 
 def focus(results: Results) -> Focus:
-    """The default MaMe row where it was measured, else the first; the ToMeSD row nearest to it in speed."""
+    """The default MaMe row where it was measured, else the first; the row of ToMeSD or ToMe nearest to it in speed."""
     rows = results.measured
     baseline = next((row for row in rows if row.family == "baseline"), None)
     ours = [row for row in rows if row.family == "mame"]
     mame = next((row for row in ours if row.default), ours[0] if ours else None)
     latency = _latency(results)
-    peers = [row for row in rows if row.family == "tomesd"]
+    peers = [row for row in rows if row.family in PEERS]
     target = mame.value(latency) if mame else None
     if target is not None and target.mean is not None:
         peers.sort(key=lambda row: abs(_mean(row.value(latency)) - _mean(target)))
@@ -66,7 +66,7 @@ def cases(results: Results, chosen: Focus) -> list[tuple[str, str]]:
 
 
 def _latency(results: Results) -> Metric | None:
-    found = [metric for metric in results.block("cost") if metric.unit.startswith("s")]
+    found = [metric for metric in results.block("cost") if metric.unit.startswith("s") or metric.unit.endswith("/s")]
     return next((metric for metric in found if metric.key == "latency"), found[0] if found else None)
 
 

@@ -22,7 +22,7 @@ SPEEDUP = Metric(
     "higher",
     "cost",
     2,
-    "Latency of the baseline divided by the row's; above 1 is faster.",
+    "Speed of the row divided by the baseline's; above 1 is faster.",
 )
 NOT_MEASURED = "not measured"
 SHORT = 32  # characters of a reason that a cell holds

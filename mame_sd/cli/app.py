@@ -115,7 +115,19 @@ def compare_command(
 @takes(model=MODEL, sampling=ONE_IMAGE, merging=MergingOptions())
 def show_merge_command(
     *,
-    prompt: PromptArgument,
+    prompt: Annotated[
+        str, typer.Argument(help="The prompt, or an image file.", metavar="PROMPT|IMAGE", show_default=False)
+    ],
+    blocks: Annotated[
+        str | None,
+        typer.Option(
+            help="Of an image: how many blocks merge, from the first, or which (3,6,9), from 0. Without it, all."
+        ),
+    ] = None,
+    colors: Annotated[
+        str | None,
+        typer.Option(help="Of an image: its tokens' mean colours, or distinct ones.", metavar="mean|distinct"),
+    ] = None,
     step: Annotated[int, typer.Option(help="Denoising step to draw, from 1.")] = 1,
     level: Annotated[int, typer.Option(help="Attention level to draw; 0 has the most tokens.")] = 0,
     layer: Annotated[str | None, typer.Option(help="A layer's name, or a part of it, instead of --level.")] = None,
@@ -124,7 +136,23 @@ def show_merge_command(
     sampling: GenerateSettings,
     merging: MaMeConfig,
 ) -> None:
-    """Draw which tokens were merged into which, over the image, for one level and step."""
+    """Draw which tokens were merged into which, over the image, for one level and step.
+
+    Given an image file, draw how a vision transformer (--model, or embedded-clip) merges it, block by block.
+    """
+    if os.path.isfile(prompt):
+        from mame_sd.cli.token_maps import show_image
+
+        if (step, level, layer, sampling) != (1, 0, None, GenerateSettings()):
+            raise UserError(
+                f"show-merge {prompt}: expected no options of sampling beside an image, got some; leave them out"
+            )
+        show_image(Path(prompt), blocks, colors, out, model, merging)
+        return
+    if blocks is not None or colors is not None:
+        raise UserError(
+            "--blocks, --colors: expected an image file beside them, got a prompt; leave them out, or check the path"
+        )
     from mame_sd.cli.generate import load_to_merge
     from mame_sd.cli.sheet import check_sheet_path, write_sheet
     from mame_sd.cli.show_merge import capture_merge, draw_merge

@@ -102,7 +102,22 @@ class OptionalMerging(MergingOptions):
         return None
 
 
+class EncoderOptions(FieldOptions):
+    """The options of a ModelChoice that count for a vision transformer."""
+
+    def __init__(self) -> None:
+        super().__init__(ModelChoice, "Model", without=("scheduler", "loras", "variant", "single_file_config"))
+
+    def help(self, f: Field[Any]) -> str:
+        if f.name == "model":
+            return (
+                "Folder or hub id of a vision transformer of transformers, or embedded-clip, which is taken without it."
+            )
+        return super().help(f)
+
+
 PROMPTS = FieldOptions(PromptOptions)
 MODEL = FieldOptions(ModelChoice, "Model")
+ENCODER = EncoderOptions()
 SAMPLING = FieldOptions(GenerateSettings, "Sampling")
 ONE_IMAGE = FieldOptions(GenerateSettings, "Sampling", without=("batch_size", "images_per_prompt"))

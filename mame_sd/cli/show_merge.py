@@ -89,7 +89,7 @@ def capture_merge(
         handle.remove()
     plan = plans[chosen.name]
     owners = owners_of(plan)[-1].cpu().numpy()  # the last sample is the one with the prompt, under guidance too
-    height, width = chosen.size or _size_like(image, len(owners))
+    height, width = chosen.size or grid_like(image, len(owners))
     return MergeMap(image, owners.reshape(height, width), chosen.name, step, plan.tokens_kept)
 
 
@@ -176,11 +176,11 @@ def _choose(layers: Any, plans: dict[str, Any], level: int, name: str | None) ->
     return found[0]
 
 
-def _size_like(image: Image.Image, tokens: int) -> tuple[int, int]:
+def grid_like(image: Image.Image, tokens: int) -> tuple[int, int]:
     """(h, w) of `tokens` tokens in the image's proportions. Raises UserError when they fit none."""
     height = round((tokens * image.height / image.width) ** 0.5)
     if height < 1 or tokens % height:
         raise UserError(
-            f"expected tokens that lie on a grid, got {tokens} for {image.width} x {image.height} pixels; choose another --layer"
+            f"expected tokens that lie on a grid, got {tokens} for {image.width} x {image.height} pixels; choose another layer or model"
         )
     return height, tokens // height

@@ -178,9 +178,13 @@ class MergedBlock:
             keys = nn.functional.linear(normed, linear.weight[width : 2 * width], bias)
         if kind == "k":
             return keys
-        owner = self._module(path.rpartition(".")[0])
-        heads = getattr(owner, "num_attention_heads", None) or owner.num_heads
-        return keys.unflatten(-1, (heads, -1)).mean(-2)
+        return keys.unflatten(-1, (self.heads, -1)).mean(-2)
+
+    @property
+    def heads(self) -> int:
+        """Of the block's attention."""
+        owner = self._module((self.encoder.keys or "").rpartition(".")[0])
+        return int(getattr(owner, "num_attention_heads", None) or owner.num_heads)
 
     def _module(self, path: str) -> Any:
         return self.block.get_submodule(path)

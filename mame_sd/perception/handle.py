@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +32,13 @@ class EncoderHandle:
     """
 
     def __init__(
-        self, root: nn.Module, config: MaMeConfig | None, blocks: Any, fields: dict[str, Any], shared: dict[str, bool]
+        self,
+        root: nn.Module,
+        config: MaMeConfig | None,
+        blocks: Any,
+        fields: dict[str, Any],
+        shared: dict[str, bool],
+        make_block: Callable[..., MergedBlock] = MergedBlock,
     ) -> None:
         self.root = root
         self.encoder, modules, known = find_encoder(root)
@@ -48,7 +55,7 @@ class EncoderHandle:
         self._counts = {number: BlockCounts(device) for number in chosen}
         last = len(modules) if self._shared.prop_attn else chosen[-1] + 1
         self._merged = {
-            number: MergedBlock(modules[number], known, number, self._shared, self.configs.get(number), self._counts)
+            number: make_block(modules[number], known, number, self._shared, self.configs.get(number), self._counts)
             for number in range(chosen[0], last)
             if number in chosen or self._shared.prop_attn
         }

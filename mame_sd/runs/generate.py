@@ -194,7 +194,11 @@ def describe_settings(
 
 def environment(model: LoadedModel) -> dict[str, Any]:
     """What may change the last bit of a pixel without being a setting: versions, threads, the device's name."""
-    device = model.pipe.device
+    return environment_on(model.pipe.device)
+
+
+def environment_on(device: torch.device) -> dict[str, Any]:
+    """The same of a device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {**versions(), "threads": torch.get_num_threads(), "device": name}
 

@@ -5,6 +5,7 @@ angle of a glyph, period, phase, direction and second colour of a ground stand n
 them among themselves. A scene follows from a random generator alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -79,23 +80,27 @@ def draw_ground(rng: np.random.Generator) -> Ground:
     )  # fmt: skip
 
 
-def draw_placed(rng: np.random.Generator, glyphs: int, smallest: float, largest: float) -> Placed:
+def draw_placed(
+    rng: np.random.Generator, glyphs: int, smallest: float, largest: float, names: Sequence[str] = SUBJECTS
+) -> Placed:
     size = rng.uniform(smallest, largest)
     x, y = rng.uniform(size / 2, 1 - size / 2, 2)
-    glyph = subjects.glyph_names().index(SUBJECTS[int(rng.integers(glyphs))])
+    glyph = subjects.glyph_names().index(names[int(rng.integers(glyphs))])
     return Placed(glyph, size, x, y, float(np.clip(rng.normal(0, 7), -15, 15)))
 
 
-def draw_scene(rng: np.random.Generator, glyphs: int, pairs: float = 0.0, held_out: bool = False) -> Scene:
-    """One scene of the first ``glyphs`` subjects; a share ``pairs`` of the scenes has two of them that do not overlap."""
+def draw_scene(
+    rng: np.random.Generator, glyphs: int, pairs: float = 0.0, held_out: bool = False, names: Sequence[str] = SUBJECTS
+) -> Scene:
+    """One scene of the first ``glyphs`` of ``names``; a share ``pairs`` of the scenes has two of them that do not overlap."""
     while True:
         if rng.uniform() < pairs:
-            placed = tuple(draw_placed(rng, glyphs, 0.35, 0.52) for _ in range(2))
+            placed = tuple(draw_placed(rng, glyphs, 0.35, 0.52, names) for _ in range(2))
             a, b = placed
             if a.glyph == b.glyph or max(abs(a.x - b.x), abs(a.y - b.y)) < 0.46 * (a.size + b.size):
                 continue
         else:
-            placed = (draw_placed(rng, glyphs, SMALLEST, LARGEST),)
+            placed = (draw_placed(rng, glyphs, SMALLEST, LARGEST, names),)
         scene = Scene(placed, draw_ground(rng))
         if scene.held_out == held_out:
             return scene

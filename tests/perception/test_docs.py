@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
+import typer
+from typer.main import get_command
 
 from benchmarks.encoders import counted
 from mame_sd import apply_mame, remove_mame
+from mame_sd.cli.app import app
+from mame_sd.eval.cli.app import app as evaluation
+from mame_sd.eval.perception.columns import COLUMNS
+from mame_sd.eval.perception.rows import SUITES, row_named
 from mame_sd.perception.apply import apply_encoder
 from tests.builders.perception import ROWS
 from tests.builders.tiny import seeded
@@ -33,6 +40,30 @@ def test_arguments_are_those_of_the_function() -> None:
     parameters = inspect.signature(apply_encoder).parameters.values()
     own = {one.name for one in parameters if one.kind == one.KEYWORD_ONLY}
     assert own | {"tau", "keep"} == set(re.findall(r"^\| `(\w+)` \|", PAGE, re.M))
+
+
+@pytest.mark.parametrize("line", re.findall(r"^(mame-sd(?:-eval)? .*?)(?:  #.*)?$", PAGE, re.M))
+def test_commands_parse(line: str) -> None:
+    program, name, *words = shlex.split(line)
+    command = get_command(evaluation if program == "mame-sd-eval" else app)
+    assert isinstance(command, typer.core.TyperGroup)
+    sub = command.get_command(command.make_context(program, [name], resilient_parsing=True), name)
+    assert sub is not None, f"no command {name}"
+    sub.make_context(name, words)
+
+
+def test_rows_and_suites_are_there() -> None:
+    table = re.findall(r"^\| `([\w.@-]+)` \|", PAGE, re.M)
+    rows = [name for name in table if "-" in name]
+    assert len(rows) == 8
+    for name in rows:
+        assert row_named(name).name == name
+    for suite in SUITES:
+        assert f"`{suite}`" in PAGE
+
+
+def test_columns_are_explained() -> None:
+    assert all(f"{column.label} |" in PAGE for column in COLUMNS.values())
 
 
 def test_tome_s_r_is_a_keep_for_each_block() -> None:

@@ -175,7 +175,16 @@ def test_the_suites_are_documented_as_they_are() -> None:
 def test_every_option_has_help() -> None:
     command = get_command(cli.app)
     assert isinstance(command, typer.core.TyperGroup)
-    assert set(command.commands) == {"generate", "score", "benchmark", "bench", "report", "weights", "doctor"}
+    assert set(command.commands) == {
+        "generate",
+        "score",
+        "benchmark",
+        "bench",
+        "classify",
+        "report",
+        "weights",
+        "doctor",
+    }
     for name, sub in command.commands.items():
         for parameter in sub.params:
             assert getattr(parameter, "help", None), f"{name} {parameter.name}"

@@ -32,7 +32,11 @@ from tests.builders.report_page import Results
             "metrics['psnr'].better: expected one of lower, higher, got 'bigger'",
         ),
         (["metrics", "psnr", "block"], "looks", "expected one of cost, fidelity, quality, got 'looks'"),
-        (["rows", 0, "family"], "other", "row 'baseline': family: expected one of baseline, tomesd, mame, got 'other'"),
+        (
+            ["rows", 0, "family"],
+            "other",
+            "row 'baseline': family: expected one of baseline, tomesd, mame, tome, rival, got 'other'",
+        ),
         (["rows", 0, "status"], "done", "row 'baseline': status: expected one of measured, not measured, got 'done'"),
         (["rows", 0, "run"], "../other", "expected run to be a folder inside, got '../other'"),
         (["rows", 0, "run"], "/other", "expected run to be a folder inside, got '/other'"),

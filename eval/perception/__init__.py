@@ -1,0 +1,1 @@
+"""Vision transformers measured: rivals of merging, speed and accuracy of classification, a report."""

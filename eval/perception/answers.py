@@ -1,0 +1,158 @@
+"""Answers of one row: the class of every image, and tokens and FLOPs of every batch, kept as they are made.
+
+    OUT/answers/<row>.<rank>.jsonl     a head that says what they are of, then a line for each batch
+
+A stopped run continues after the last batch that was written; batches are shared among processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mame_sd.errors import UserError
+from mame_sd.runs.files import write_atomically
+from mame_sd.runs.processes import Process
+
+from ..images import load_image
+from .data import ImageSet
+from .heads import Head
+from .methods import Method
+
+FORMAT = "mame-sd answers 1"
+SAVE_EVERY = 5.0  # seconds
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch: the class of each image, multiply-adds for one of them, tokens after each block (before the first one first)."""
+
+    answers: list[int]
+    flops: float
+    tokens: list[float]
+
+
+Batches = dict[int, Batch]
+
+
+@torch.no_grad()
+def answers_of(
+    head: Head,
+    method: Method,
+    images: ImageSet,
+    size: int,
+    file: Path,
+    about: Mapping[str, Any],
+    process: Process,
+    on_progress: Callable[[int, int], object] = lambda done, total: None,
+) -> Batches:
+    """Every batch of `images` under `method`, by number, on every process; what `file` holds of just `about` is not made again.
+
+    Args:
+        size: of a batch.
+        file: without the rank, which is put before its suffix.
+        about: all that decides the answers, as JSON values.
+
+    Raises:
+        UserError: an image that can't be read; what was done before is kept.
+    """
+    batches = images.batches(size)
+    done = {number: batch for number, batch in read_batches(file, about).items() if number < len(batches)}
+    process.wait()  # everyone has read before anyone writes
+    mine = [number for number in range(len(batches)) if number not in done][process.rank :: process.count]
+    own = read_batches(file, about, process.rank)
+    count, total = sum(len(batches[number]) for number in done), len(images.files)
+    on_progress(count, total)
+    saved = time.monotonic()
+    with _kept(file, about, process.rank, own), method.counted(head.encoder.model) as handle:
+        for number in mine:
+            inputs = inputs_of(head, images, batches[number])
+            handle.reset()
+            answers = head.logits(inputs).argmax(-1).tolist()
+            report = handle.report()
+            tokens = [report.blocks[0].tokens_in, *(block.tokens_kept for block in report.blocks)]
+            own[number] = Batch(answers, report.flops, tokens)
+            count += len(answers)
+            on_progress(count, total)
+            if time.monotonic() - saved > SAVE_EVERY:
+                write_batches(file, about, process.rank, own)
+                saved = time.monotonic()
+    for found in process.all_gather(own):
+        done.update(found)
+    return dict(sorted(done.items()))
+
+
+def inputs_of(head: Head, images: ImageSet, places: Sequence[int]) -> dict[str, Tensor]:
+    """What the model is called with for the images at these places. Raises UserError, naming it, for one that can't be read."""
+    pixels = [np.asarray(load_image(images.folder / images.files[place])) for place in places]
+    return head.encoder.inputs(pixels)
+
+
+def read_batches(file: Path, about: Mapping[str, Any], rank: int | None = None) -> Batches:
+    """The batches that `file` holds of just `about`: those of one process, or of all that there ever were.
+
+    Raises UserError for a file that is none of this version.
+    """
+    if rank is None:
+        ranks = file.parent.glob(f"{file.stem}.*{file.suffix}") if file.parent.is_dir() else []
+        names = [path for path in sorted(ranks) if path.suffixes[-2][1:].isdigit()]
+    else:
+        names = [ranked(file, rank)]
+    found: Batches = {}
+    for path in names:
+        try:
+            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            if lines[0]["format"] != FORMAT:
+                raise ValueError(repr(lines[0]["format"]))
+            if lines[0]["about"] == _digest(about):
+                found.update({line.pop("batch"): Batch(**line) for line in lines[1:]})
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            raise UserError(
+                f"{path}: expected answers ({FORMAT!r}), got another file ({type(error).__name__}: {error}); delete it, or "
+                "choose another --out"
+            ) from None
+    return found
+
+
+def write_batches(file: Path, about: Mapping[str, Any], rank: int, batches: Batches) -> None:
+    """Write the batches of one process, whole or not at all."""
+    rows = [{"batch": number, **asdict(batch)} for number, batch in sorted(batches.items())]
+    lines = [{"format": FORMAT, "about": _digest(about)}, *rows]
+    write_atomically(ranked(file, rank), "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+
+def ranked(file: Path, rank: int) -> Path:
+    """The file of one process."""
+    return file.with_name(f"{file.stem}.{rank}{file.suffix}")
+
+
+def weighted(batches: Batches, value: Callable[[Batch], float]) -> float:
+    """The mean over images of what is known of batches."""
+    counts = [len(batch.answers) for batch in batches.values()]
+    return sum(value(batch) * n for batch, n in zip(batches.values(), counts, strict=True)) / sum(counts)
+
+
+@contextlib.contextmanager
+def _kept(file: Path, about: Mapping[str, Any], rank: int, batches: Batches) -> Iterator[None]:
+    """Writes the batches when the block ends, however it does."""
+    try:
+        yield
+    finally:
+        if batches:
+            write_batches(file, about, rank, batches)
+
+
+def _digest(about: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,37 @@
+"""The columns of `classify`."""
+
+from __future__ import annotations
+
+from ..metric_list import Metric
+
+COLUMNS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        Metric(
+            name="flops", label="FLOPs", unit="G", digits=2, better="lower", block="cost", needs="alone",
+            about="Multiply-adds of the vision transformer for one image, merging's own included: counted as tokens pass, "
+            "mean over all images.",
+        ),
+        Metric(
+            name="throughput", label="Throughput", unit="images/s", digits=1, better="higher", block="cost", needs="time",
+            about="Images per second from prepared images to logits: median and quartiles of interleaved rounds.",
+        ),
+        Metric(
+            name="memory", label="Peak memory", unit="MiB", digits=0, better="lower", block="cost", needs="time",
+            about="Most that tensors take at once, weights included.",
+        ),
+        Metric(
+            name="tokens", label="Tokens left", digits=1, better="lower", block="cost", needs="alone",
+            about="After the last block, special tokens included, mean over all images.",
+        ),
+        Metric(
+            name="agreement", label="Agreement", unit="%", digits=2, better="higher", block="fidelity", needs="pair",
+            about="Share of images whose answer is the unmerged model's, with Wilson's 95 % interval.",
+        ),
+        Metric(
+            name="top1", label="Top-1", unit="%", digits=2, better="higher", block="quality", needs="image",
+            about="Share of images whose answer is their label, with Wilson's 95 % interval; p of McNemar's exact test "
+            "against the unmerged model.",
+        ),
+    )
+}  # fmt: skip

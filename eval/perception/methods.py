@@ -1,0 +1,190 @@
+"""What a row of a classification benchmark does to a model: nothing, merging, a rival's rule, smaller images.
+
+A method at a knob can be brought to the FLOPs of another one: `at_flops` finds the knob by counting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mame_sd.perception.apply import apply_encoder, encoder_restored
+from mame_sd.perception.families import find_encoder
+from mame_sd.perception.handle import EncoderHandle
+
+from ..benchmark.tomesd import NotApplicable
+from .rivals import counted, on_smaller_images, rival_on
+from .rules import EViT, Pool, RandomDrop, Rule, ToMe, quarters
+
+HALVINGS = 16  # of the knob's range
+BLOCKS: dict[str, Callable[[int], tuple[int, ...]]] = {  # names of sets of blocks: which they are, of so many
+    "third": lambda depth: tuple(range(max(1, round(depth / 3)))),
+    "first": lambda depth: tuple(range(max(1, round(depth * 2 / 3)))),  # the paper's first 8 of 12
+    "all": lambda depth: tuple(range(depth)),
+    "quarters": quarters,
+}
+
+
+class Method(Protocol):
+    """What a row does to a model."""
+
+    def describe(self) -> dict[str, Any]:
+        """All that decides its answers, as JSON values."""
+
+    def on(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """The method on `model` for a block, as it is timed."""
+
+    def counted(self, model: nn.Module) -> AbstractContextManager[EncoderHandle]:
+        """The same, counting tokens and FLOPs."""
+
+
+@dataclass(frozen=True)
+class Unmerged:
+    """The model as it is."""
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    def on(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def counted(self, model: nn.Module) -> AbstractContextManager[EncoderHandle]:
+        return counted(model)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Merging. `blocks`: as `apply_encoder` takes them, or a name of `BLOCKS`; `fields`: its other arguments."""
+
+    blocks: int | tuple[int, ...] | str | None = "first"
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def describe(self) -> dict[str, Any]:
+        given = {**self.fields, "blocks": self.blocks}
+        return {"mame": {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}}
+
+    @contextmanager
+    def counted(self, model: nn.Module) -> Iterator[EncoderHandle]:
+        depth = len(find_encoder(model)[1])
+        blocks = BLOCKS[self.blocks](depth) if isinstance(self.blocks, str) else self.blocks
+        with encoder_restored(model):
+            try:
+                handle = apply_encoder(model, blocks=blocks, **self.fields)
+            except ValueError as error:
+                raise NotApplicable(f"this model can't merge so: {error}") from None
+            yield handle
+
+    on = counted
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A rival's rule."""
+
+    rule: Rule
+
+    def describe(self) -> dict[str, Any]:
+        return {"rival": {"name": type(self.rule).__name__, **asdict(self.rule)}}  # type: ignore[call-overload]
+
+    def counted(self, model: nn.Module) -> AbstractContextManager[EncoderHandle]:
+        return rival_on(model, self.rule)
+
+    on = counted
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """The unmerged model on images of `side` x `side` pixels."""
+
+    side: int
+
+    def describe(self) -> dict[str, Any]:
+        return {"side": self.side}
+
+    def on(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return on_smaller_images(model, self.side)
+
+    @contextmanager
+    def counted(self, model: nn.Module) -> Iterator[EncoderHandle]:
+        with on_smaller_images(model, self.side), counted(model) as handle:
+            yield handle
+
+
+RIVALS: dict[str, Callable[[float], Method]] = {  # by name: the method at a value of its knob
+    "tome": lambda r: Rival(ToMe(r)),
+    "evit": lambda keep: Rival(EViT(keep)),
+    "random": lambda keep: Rival(RandomDrop(keep)),
+    "pool": lambda keep: Rival(Pool(keep)),
+    "smaller": lambda side: Smaller(int(side)),
+}
+
+
+@torch.no_grad()
+def flops_of(model: nn.Module, method: Method, call: Callable[[], Any]) -> float:
+    """Counted multiply-adds of the vision transformer for one image, of one `call` of the model."""
+    with method.counted(model) as handle:
+        handle.reset()
+        call()
+        return handle.report().flops
+
+
+def at_flops(model: nn.Module, name: str, flops: float, call: Callable[[], Any], side: int) -> tuple[float, float]:
+    """The value of the knob of the rival `name` whose counted FLOPs are nearest to `flops`, and these.
+
+    Args:
+        model: what `call` calls.
+        name: of RIVALS.
+        flops: multiply-adds for one image.
+        call: a forward of one image; how many tokens rivals leave depends on no image.
+        side: of the images, in pixels.
+
+    Raises:
+        NotApplicable: it can do nothing with this model.
+    """
+    seen: dict[Any, float] = {}
+
+    def of(knob: float) -> float:
+        if knob not in seen:
+            seen[knob] = flops_of(model, RIVALS[name](knob), call)
+        return seen[knob]
+
+    least, most, knob_of = _range(model, name, call, side)
+    low, high = least, most
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        if of(knob_of(middle)) > flops:
+            high = middle
+        else:
+            low = middle
+    for end in (low, high):
+        of(knob_of(end))
+    knob = min(seen, key=lambda one: (abs(seen[one] - flops), one))
+    return knob, seen[knob]
+
+
+@torch.no_grad()
+def _range(
+    model: nn.Module, name: str, call: Callable[[], Any], side: int
+) -> tuple[float, float, Callable[[float], float]]:
+    """Two ends between which FLOPs grow, and the knob of what lies there."""
+    if name == "tome":
+        with counted(model) as handle:
+            call()
+            return -handle.report().blocks[0].tokens_in / 2, 0.0, lambda r: -r
+    if name == "smaller":
+        encoder = find_encoder(model)[0]
+        patch = next((part.kernel_size[0] for part in encoder.modules() if isinstance(part, nn.Conv2d)), 1)
+        most = side // patch
+        return 0.5, most + 0.5, lambda count: float(patch * max(1, min(most, round(count))))
+    return 0.0, 1.0, lambda keep: max(keep, 1e-6)
+
+
+def side_of(inputs: Mapping[str, Tensor]) -> int:
+    """Side of the images in pixels, as the model sees them; 0 where they come as patches."""
+    pixels = inputs["pixel_values"]
+    return int(pixels.shape[-1]) if pixels.dim() == 4 else 0

@@ -1,0 +1,152 @@
+"""What merging has to beat in vision transformers, on the library's own path: its hooks and blocks, with a rival's rule in them.
+
+So every rival meets the same models, calls and counting as ours and differs in nothing but what becomes of the tokens.
+
+    with rival_on(model, ToMe(r=8)) as handle:
+        logits = model(pixel_values).logits
+        print(handle.report())
+    with on_smaller_images(model, 160):
+        logits = model(pixel_values).logits      # the same pixel_values, made smaller inside
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mame_sd.perception.apply import encoder_restored
+from mame_sd.perception.blocks import MergedBlock
+from mame_sd.perception.counts import width_of
+from mame_sd.perception.families import Encoder, find_encoder
+from mame_sd.perception.handle import EncoderHandle
+
+from ..benchmark.tomesd import NotApplicable
+from .rules import Given, Rule, Unchanged
+
+_QUERIES = {"k_proj": "q_proj", "key": "query", "qkv": "qkv"}  # name of the projection to keys: of that to queries
+
+
+class RivalBlock(MergedBlock):
+    """A merged block in which a rival's rule takes the place of merging."""
+
+    def __init__(self, rule: Rule, *args: Any) -> None:
+        super().__init__(*args)
+        self.rule = rule
+        self._place = sorted(args[-1]).index(self.number) if self.number in args[-1] else -1
+        self._heard: dict[str, Tensor] = {}
+
+    def _attend(self, normed: Tensor, sizes: Tensor | None, call: dict[str, Any]) -> Tensor:
+        with ExitStack() as hooks:
+            for what in self.rule.hears if self._place >= 0 else ():
+                path = projection_of(self.encoder, what)
+                hook = self._module(path).register_forward_hook(partial(self._hear, what))
+                hooks.callback(hook.remove)
+            return super()._attend(normed, sizes if self.shared.prop_attn else None, call)
+
+    def _hear(self, what: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        """Keeps queries or keys [B, heads, L, d] as the attention's projection gives them."""
+        width = width_of(self.block, self.encoder)
+        if output.shape[-1] != width:  # queries, keys and values joined
+            output = output[..., :width] if what == "queries" else output[..., width : 2 * width]
+        self._heard[what] = output.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def _merge(self, x: Tensor, normed: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        assert self.counts is not None
+        given = Given(x, self.shared.special, self._place, sizes, self.shared.grid, **self._heard)
+        self._heard = {}
+        reduced = self.rule(given)
+        if self._counts_calls:
+            self.counts.add(x.shape[1], reduced.x.shape[1], reduced.cost)
+        return reduced.x, reduced.sizes
+
+
+@contextmanager
+def rival_on(model: nn.Module, rule: Rule) -> Iterator[EncoderHandle]:
+    """The vision transformer in `model` with a rival's rule in its blocks for a `with` block; merging that was on it is back after.
+
+    Raises:
+        ValueError: no vision transformer that is known.
+        NotApplicable: it lacks what the rule works by (a class token, a grid, keys).
+    """
+    encoder, blocks, known = find_encoder(model)
+    if rule.class_token and known.special_of(encoder) == 0:
+        raise NotApplicable(
+            f"expected a class token to prune by, but {type(encoder).__name__} has none; choose another method"
+        )
+    if rule.grid and not (known.grid and any(isinstance(part, nn.Conv2d) for part in encoder.modules())):
+        raise NotApplicable(
+            f"expected patches of a grid, but those of {type(encoder).__name__} come as a list; choose another method"
+        )
+    for what in rule.hears:
+        if projection_of(known, what) not in dict(blocks[0].named_modules()):
+            raise NotApplicable(
+                f"expected attention with known {what}, but those of kind {known.name!r} are not; choose another method"
+            )
+    with encoder_restored(model):
+        handle = EncoderHandle(
+            model,
+            None,
+            rule.blocks(len(blocks)),
+            {},
+            {"restore": False, "prop_attn": rule.prop_attn},
+            partial(RivalBlock, rule),
+        )
+        handle.install()
+        yield handle
+
+
+def projection_of(known: Encoder, what: str) -> str:
+    """Path in a block of the projection that gives "keys" or "queries"; "" where it is not known."""
+    path, _, name = (known.keys or "").rpartition(".")
+    if what == "queries":
+        name = _QUERIES.get(name, "")
+    return f"{path}.{name}" if name else ""
+
+
+@contextmanager
+def counted(model: nn.Module) -> Iterator[EncoderHandle]:
+    """`model` as it is, its tokens and FLOPs counted; not for timing."""
+    with rival_on(model, Unchanged()) as handle:
+        yield handle
+
+
+@contextmanager
+def on_smaller_images(model: nn.Module, side: int) -> Iterator[None]:
+    """The vision transformer in `model` sees its images at `side` x `side` pixels for a `with` block, positions interpolated.
+
+    Raises:
+        NotApplicable: a model whose positions can't be interpolated or whose images come cut into patches, or a `side` that
+            is no multiple of the patch's.
+    """
+    encoder = find_encoder(model)[0]
+    embed = next((part for part in encoder.modules() if isinstance(part, nn.Conv2d)), None)
+    takes = "interpolate_pos_encoding" in inspect.signature(type(encoder).forward).parameters
+    by_itself = type(encoder).__name__.startswith("Dinov2") or getattr(encoder, "dynamic_img_size", False)
+    if embed is None or not (takes or by_itself):
+        raise NotApplicable(
+            f"expected a model whose positions can be interpolated, but {type(encoder).__name__} takes images of one size; "
+            "choose another method"
+        )
+    patch = embed.kernel_size[0]
+    if side < patch or side % patch:
+        raise NotApplicable(
+            f"expected images whose side is a multiple of the patch's {patch} pixels, got {side}; change it"
+        )
+
+    def shrink(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        pixels = kwargs.pop("pixel_values", None)
+        pixels, args = (pixels, args) if pixels is not None else (args[0], args[1:])
+        small = F.interpolate(pixels.float(), (side, side), mode="bicubic", antialias=True).to(pixels.dtype)
+        return (small, *args), {**kwargs, **({"interpolate_pos_encoding": True} if takes else {})}
+
+    hook = encoder.register_forward_pre_hook(shrink, with_kwargs=True, prepend=True)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,188 @@
+"""The rows of `classify`: names that say what runs, and the suites that list them.
+
+baseline          the model as it is
+mame-0.8          merging by tau in the first two thirds of the blocks (the paper's first 8 of 12)
+mame-keep-0.5     merging by keep in blocks 3, 6 and 9 of 12
+tome-8            ToMe, 8 tokens fewer in each block
+evit-0.7          EViT's pruning, random-0.7 random dropping, pool-0.7 pooling: what stays in blocks 3, 6 and 9 of 12
+smaller-160       the unmerged model on images of 160 x 160 pixels
+tome@mame-0.8     a rival at the FLOPs of another row; evit@..., random@..., pool@..., smaller@... too
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mame_sd.errors import UserError
+
+BASELINE = "baseline"
+RIVAL_LABELS = {
+    "tome": "ToMe r {}",
+    "evit": "EViT keep {}",
+    "random": "random keep {}",
+    "pool": "pooled keep {}",
+    "smaller": "images of {} pixels",
+}
+_SHORT = {"tome": "ToMe", "evit": "EViT", "random": "random dropping", "pool": "pooling", "smaller": "smaller images"}
+_ABLATED: tuple[tuple[str, dict[str, Any]], ...] = (  # at equal tokens, keep=0.5: all but what is named as the paper's
+    ("feature-k", {"feature": "k"}),
+    ("feature-k-mean", {"feature": "k-mean"}),
+    ("metric-dot", {"metric": "dot"}),
+    ("metric-euclidean", {"metric": "euclidean"}),
+    ("metric-softmax", {"metric": "softmax"}),
+    ("sequential", {"partition": "sequential"}),
+    *((f"random-{seed}", {"partition": "random", "seed": seed}) for seed in range(5)),
+    ("grid", {"partition": "grid", "stride": (2, 2)}),
+    ("unrefined", {"refine": False}),
+    ("tiles", {"tiles": 4}),
+    ("best", {"weights": "best"}),
+    ("sizes", {"prop_attn": True}),
+    ("restored", {"restore": True}),
+)
+_TAUS = (0.6, 0.7, 0.8, 0.9)
+_DEPTHS = {"third": "first third of the blocks", "first": "first two thirds of the blocks", "all": "all blocks"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row.
+
+    Attributes:
+        name: fit to be a file's name.
+        family: baseline, mame, tome, or rival.
+        knob: value of a rival's knob, a tau or a keep; None where `at` or `fields` say it.
+        rival: which one; None: none.
+        at: name of the row whose FLOPs the rival is brought to.
+        blocks, fields: of merging, as `methods.Merged` takes them.
+        default: what a user gets who changes no setting.
+    """
+
+    name: str
+    label: str
+    family: str
+    knob: float | None = None
+    rival: str | None = None
+    at: str | None = None
+    blocks: str | None = None
+    fields: dict[str, Any] | None = None
+    default: bool = False
+
+    def method(self) -> Any:
+        """The `methods.Method` of the row. Not for one `at` another's FLOPs."""
+        from .methods import RIVALS, Merged, Unmerged
+
+        if self.fields is not None:
+            return Merged(self.blocks, self.fields)
+        if self.rival is not None:
+            assert self.knob is not None
+            return RIVALS[self.rival](self.knob)
+        return Unmerged()
+
+
+def row_named(name: str) -> Row:
+    """The row that a name says. Raises UserError for another name."""
+    rival, at, other = name.partition("@")
+    if name == BASELINE:
+        return Row(name=name, label="baseline", family="baseline")
+    if at and rival in RIVAL_LABELS:
+        target = row_named(other)
+        if target.at is None and target.name != BASELINE:
+            label = f"{_SHORT[rival]}, FLOPs of {target.label}"
+            return Row(name=name, label=label, family=_family(rival), rival=rival, at=other)
+    kind, _, text = name.partition("-")
+    if kind == "mame":
+        keep = text.startswith("keep-")
+        value = _number(text.removeprefix("keep-"), 1.0)
+        if value is not None and keep:
+            return _mame(name, f"MaMe keep {value:g}", "quarters", {"keep": value})
+        if value is not None:
+            return _mame(name, f"MaMe τ {value:g}", "first", {"tau": value}, default=value == 0.8)
+    if kind in RIVAL_LABELS:
+        whole = kind in ("tome", "smaller")
+        value = _number(text, float("inf") if whole else 1.0)
+        if value is not None and (kind != "smaller" or value == int(value)):
+            return Row(
+                name=name, label=RIVAL_LABELS[kind].format(f"{value:g}"), family=_family(kind), knob=value, rival=kind
+            )
+    raise UserError(
+        f"--rows: expected names such as baseline, mame-0.8, mame-keep-0.5, tome-8, evit-0.7, random-0.7, pool-0.7, "
+        f"smaller-160 or tome@mame-0.8, got {name!r}; correct it"
+    )
+
+
+def beside_rivals(*names: str) -> list[Row]:
+    """The baseline, and each of these rows with every rival at its FLOPs."""
+    rows = [row_named(BASELINE)]
+    for name in names:
+        rows += [row_named(name), *(row_named(f"{rival}@{name}") for rival in RIVAL_LABELS)]
+    return rows
+
+
+def ablation() -> list[Row]:
+    """The paper's ablations, and those of what ours has beyond it."""
+    rows = [row_named(BASELINE), row_named("mame-keep-0.5")]
+    for name, fields in _ABLATED:
+        label = f"keep 0.5, {name.replace('-', ' ', 1)}"
+        rows.append(_mame(f"mame-keep-0.5-{name}", label, "quarters", {"keep": 0.5, **fields}))
+    for where, words in _DEPTHS.items():
+        rows += [_mame(f"mame-{where}-{tau:g}", f"τ {tau:g}, {words}", where, {"tau": tau}) for tau in _TAUS]
+    rows += [row_named(f"mame-keep-{keep:g}") for keep in (0.6, 0.7, 0.8)]
+    return rows
+
+
+def chosen_rows(suite: str, names: str | None) -> list[Row]:
+    """The rows of these names, with commas between, the baseline first and each rival after the row whose FLOPs it takes.
+
+    Args:
+        suite: one of SUITES; its rows are known by their names, and are what None means.
+        names: any names, of the suite or made as the module says.
+
+    Raises:
+        UserError: an unknown suite or name.
+    """
+    if suite not in SUITES:
+        raise UserError(f"--suite: expected one of {', '.join(SUITES)}, got {suite!r}; give one of these")
+    own = {row.name: row for row in SUITES[suite][1]}
+    if names is None:
+        return list(own.values())
+    found: dict[str, Row] = {BASELINE: own[BASELINE]}
+    for name in (part.strip() for part in names.split(",")):
+        row = own.get(name) or row_named(name)
+        for one in (row.at, row.name):
+            if one is not None:
+                found.setdefault(one, own.get(one) or row_named(one))
+    return list(found.values())
+
+
+def _mame(name: str, label: str, blocks: str, fields: dict[str, Any], default: bool = False) -> Row:
+    return Row(name=name, label=label, family="mame", blocks=blocks, fields=fields, default=default)
+
+
+def _family(rival: str) -> str:
+    return "tome" if rival == "tome" else "rival"
+
+
+def _number(text: str, most: float) -> float | None:
+    """A number above 0 and at most `most`; None for anything else."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 < value <= most and value != float("inf") else None
+
+
+SUITES: dict[str, tuple[str, list[Row]]] = {
+    "vit": (
+        "Training-free: tau .7, .8 and .9 in the first two thirds of the blocks, beside rivals at equal FLOPs.",
+        beside_rivals("mame-0.7", "mame-0.8", "mame-0.9"),
+    ),
+    "zero-shot": (
+        "Zero-shot: the paper's tau for CLIP (.8), SigLIP (.9) and SigLIP 2 (.95), beside rivals at equal FLOPs.",
+        beside_rivals("mame-0.8", "mame-0.9", "mame-0.95"),
+    ),
+    "ablation": (
+        "Ablations at equal tokens (keep .5 in blocks 3, 6 and 9 of 12), and tau times number of blocks.",
+        ablation(),
+    ),
+}

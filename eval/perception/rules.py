@@ -1,0 +1,252 @@
+"""What rivals do to the tokens of one block, between attention and MLP: pure functions of tensors.
+
+* `ToMe` (Bolya et al., arXiv 2210.09461): bipartite soft matching on the keys' mean over heads, r tokens fewer in every block,
+  means weighted by size, proportional attention;
+* `EViT` (Liang et al., arXiv 2202.07800), without its training: the tokens that the class token attends to least become one;
+* `RandomDrop`: a random share stays; `Pool`: means of cells of the grid.
+
+Special tokens stand first, take no part and stay first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Grid = tuple[int, int]
+
+
+@dataclass
+class Given:
+    """What a rule is given in one block.
+
+    Attributes:
+        x: x' [B, L, C], special tokens first.
+        special: how many of them.
+        place: how many blocks have reduced the tokens before.
+        sizes: [B, L] how many tokens each one stands for, fp32; None: 1 each.
+        grid: (h, w) of the patches before the first block; None where unknown.
+        keys, queries: the attention's [B, heads, L, d]; None where the rule does not ask for them.
+    """
+
+    x: Tensor
+    special: int
+    place: int
+    sizes: Tensor | None = None
+    grid: Grid | None = None
+    keys: Tensor | None = None
+    queries: Tensor | None = None
+
+
+@dataclass
+class Reduced:
+    """What a rule gives: x'' [B, L', C], sizes [B, L'] (None: 1 each), and its multiply-adds for one image."""
+
+    x: Tensor
+    sizes: Tensor | None = None
+    cost: int = 0
+
+
+class Rule:
+    """One rival at one setting.
+
+    Attributes:
+        prop_attn: the log of a token's size is added to its attention logits.
+        hears: what of the attention it is given, "keys" and "queries".
+        class_token: it works by a class token.
+        grid: it works on the grid of patches.
+    """
+
+    prop_attn: bool = False
+    hears: ClassVar[tuple[str, ...]] = ()
+    class_token: ClassVar[bool] = False
+    grid: ClassVar[bool] = False
+
+    def blocks(self, depth: int) -> tuple[int, ...]:
+        """The blocks of `depth` in which it reduces the tokens, counted from 0: a quarter, half and three quarters of the way."""
+        return quarters(depth)
+
+    def __call__(self, given: Given) -> Reduced:
+        raise NotImplementedError
+
+
+def quarters(depth: int) -> tuple[int, ...]:
+    """Blocks 3, 6 and 9 of 12; of another depth those as far up.
+
+    >>> quarters(12), quarters(24), quarters(4)
+    ((3, 6, 9), (6, 12, 18), (1, 2, 3))
+    """
+    return tuple(sorted({depth // 4, depth // 2, 3 * depth // 4}))
+
+
+class Unchanged(Rule):
+    """All tokens stay: what the unmerged model is counted with."""
+
+    def blocks(self, depth: int) -> tuple[int, ...]:
+        """The last."""
+        return (depth - 1,)
+
+    def __call__(self, given: Given) -> Reduced:
+        return Reduced(given.x)
+
+
+@dataclass(frozen=True)
+class ToMe(Rule):
+    """Token merging: `r` tokens fewer in every block, at most half of the patches. A fraction of `r` is spread over the blocks."""
+
+    r: float
+    prop_attn: bool = True
+    hears: ClassVar[tuple[str, ...]] = ("keys",)
+
+    def blocks(self, depth: int) -> tuple[int, ...]:
+        """All."""
+        return tuple(range(depth))
+
+    def fewer(self, place: int) -> int:
+        """How many tokens it merges in the block of that place, where there are enough.
+
+        >>> [ToMe(2.5).fewer(place) for place in range(4)], ToMe(8).fewer(5)
+        ([3, 2, 3, 2], 8)
+        """
+        return math.floor(self.r * (place + 1) + 0.5) - math.floor(self.r * place + 0.5)
+
+    def __call__(self, given: Given) -> Reduced:
+        assert given.keys is not None
+        x, metric = given.x, given.keys.mean(1)
+        sizes = x.new_ones(x.shape[:2], dtype=torch.float32) if given.sizes is None else given.sizes
+        r = min(self.fewer(given.place), (x.shape[1] - given.special) // 2)
+        if r < 1:
+            return Reduced(x, sizes)
+        merge = bipartite_soft_matching(metric, r, given.special)
+        weight = sizes.unsqueeze(-1)
+        merged, size = merge(x * weight.to(x.dtype)), merge(weight)
+        sources, destinations = matched_sets(x.shape[1], given.special)
+        cost = len(sources) * len(destinations) * metric.shape[-1]
+        return Reduced(merged / size.to(x.dtype), size.squeeze(-1), cost)
+
+
+def matched_sets(tokens: int, special: int) -> tuple[range, range]:
+    """Positions of sets A and B: every other token, the first one in A; without special tokens, which nothing merges with."""
+    return range(special + special % 2, tokens, 2), range(special + (special + 1) % 2, tokens, 2)
+
+
+def bipartite_soft_matching(metric: Tensor, r: int, special: int) -> Callable[[Tensor], Tensor]:
+    """Bipartite soft matching (ToMe, section 3): each token of A has one edge, to the most similar of B; the r most similar edges merge.
+
+    Args:
+        metric: [B, L, d], compared by cosine.
+        r: edges to merge, at most as many as A has tokens.
+        special: leading tokens that take no part.
+
+    Returns:
+        a function of tensors [B, L, C] that sums up what merges and gives [B, L - r, C]: special tokens, the rest of A
+        (in their order where there are special tokens, most similar first elsewhere, as published), B.
+    """
+    a, b = (
+        torch.arange(one.start, one.stop, 2, device=metric.device) for one in matched_sets(metric.shape[1], special)
+    )
+    metric = F.normalize(metric, dim=-1)
+    best, target = (metric[:, a] @ metric[:, b].transpose(1, 2)).max(-1)  # [B, |A|]
+    edges = best.argsort(dim=-1, descending=True)
+    merging, rest = edges[:, :r], edges[:, r:]
+    if special:
+        rest = rest.sort(dim=-1).values
+    target = target.gather(1, merging)  # [B, r]
+
+    def merge(x: Tensor) -> Tensor:
+        def rows(source: Tensor, at: Tensor) -> Tensor:
+            return source.gather(1, at.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+        sources = x[:, a]
+        summed = x[:, b].scatter_add(1, target.unsqueeze(-1).expand(-1, -1, x.shape[-1]), rows(sources, merging))
+        return torch.cat([x[:, :special], rows(sources, rest), summed], 1)
+
+    return merge
+
+
+@dataclass(frozen=True)
+class EViT(Rule):
+    """The share `keep` of the tokens stays to which the class token attends most (mean over heads), in three blocks.
+
+    The others become one token, the sum of them weighted by that attention, as published (`fuse`), or are dropped.
+    """
+
+    keep: float
+    fuse: bool = True
+    hears: ClassVar[tuple[str, ...]] = ("keys", "queries")
+    class_token: ClassVar[bool] = True
+
+    def __call__(self, given: Given) -> Reduced:
+        assert given.keys is not None
+        assert given.queries is not None
+        x, special, queries = given.x, given.special, given.queries[:, :, :1]
+        logits = queries @ given.keys.transpose(2, 3) * queries.shape[-1] ** -0.5
+        attention = logits.float().softmax(-1)[:, :, 0, special:].mean(1)  # [B, patches]
+        width = given.keys.shape[1] * given.keys.shape[3]
+        patches = x.shape[1] - special
+        left = math.ceil(self.keep * patches)
+        if left >= patches:
+            return Reduced(x, cost=width * x.shape[1])
+        order = attention.argsort(dim=-1, descending=True)
+        body = x[:, special:]
+
+        def rows(at: Tensor) -> Tensor:
+            return body.gather(1, at.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+        parts = [x[:, :special], rows(order[:, :left])]
+        if self.fuse:
+            weights = attention.gather(1, order[:, left:]).to(x.dtype).unsqueeze(1)
+            parts.append(weights @ rows(order[:, left:]))
+        cost = width * x.shape[1] + (patches - left) * x.shape[-1] * self.fuse
+        return Reduced(torch.cat(parts, 1), cost=cost)
+
+
+@dataclass(frozen=True)
+class RandomDrop(Rule):
+    """A random share `keep` of the patches stays, others for each sample of a batch, in three blocks."""
+
+    keep: float
+    seed: int = 0
+
+    def __call__(self, given: Given) -> Reduced:
+        x, special = given.x, given.special
+        patches = x.shape[1] - special
+        generator = torch.Generator(x.device).manual_seed(self.seed * 1000 + given.place)
+        drawn = torch.rand(len(x), patches, generator=generator, device=x.device)
+        at = drawn.topk(max(1, round(self.keep * patches)), dim=-1).indices.sort(dim=-1).values
+        body = x[:, special:].gather(1, at.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+        return Reduced(torch.cat([x[:, :special], body], 1))
+
+
+@dataclass(frozen=True)
+class Pool(Rule):
+    """The grid of patches becomes a smaller one of the share `keep` of them, by means over its cells, in three blocks."""
+
+    keep: float
+    grid: ClassVar[bool] = True
+
+    def __call__(self, given: Given) -> Reduced:
+        assert given.grid is not None
+        x, special = given.x, given.special
+        before, after = (smaller_grid(given.grid, self.keep**times) for times in (given.place, given.place + 1))
+        image = x[:, special:].transpose(1, 2).unflatten(2, before)
+        body = F.adaptive_avg_pool2d(image, after).flatten(2).transpose(1, 2)
+        return Reduced(torch.cat([x[:, :special], body], 1))
+
+
+def smaller_grid(grid: Grid, share: float) -> Grid:
+    """The grid of about the same proportions whose cells are nearest to the share `share` of those of `grid`, at least one.
+
+    >>> smaller_grid((14, 14), 0.5), smaller_grid((14, 14), 0.25), smaller_grid((8, 16), 0.5), smaller_grid((6, 6), 1.0)
+    ((10, 10), (7, 7), (6, 11), (6, 6))
+    """
+    sides = [{max(1, math.floor(n * share**0.5)), min(n, math.ceil(n * share**0.5))} for n in grid]
+    made = [(rows, columns) for rows in sides[0] for columns in sides[1]]
+    cells = share * grid[0] * grid[1]
+    return min(made, key=lambda one: (abs(one[0] * one[1] - cells), abs(one[0] / grid[0] - one[1] / grid[1]), one))

@@ -1,0 +1,280 @@
+"""A classification benchmark from images to results: answers of every row, speed, checks, and all of it written down.
+
+    OUT/answers/<row>.<rank>.jsonl     the answer to every image
+    OUT/bench.jsonl                    every timing
+    OUT/results.json                   everything that is known so far, rewritten after each step
+    OUT/report.html, ...               made of results.json
+
+Every step continues where it was stopped, so the same command does.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mame_sd.runs.generate import environment_on
+from mame_sd.runs.processes import Process
+
+from ..benchmark.results import FORMAT, TIMINGS, resumed, write_results
+from ..benchmark.timings import summary
+from ..benchmark.tomesd import NotApplicable
+from ..stats import mcnemar_p, wilson
+from .answers import Batches, answers_of, inputs_of, weighted
+from .columns import COLUMNS
+from .data import ImageSet
+from .heads import Head
+from .methods import RIVALS, Merged, Method, at_flops, side_of
+from .rows import BASELINE, SUITES, Row
+from .speed import measure, throughput
+
+Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
+KIND = "classification"
+NEAR = 0.02  # of its FLOPs that a rival may miss without a note
+
+
+@dataclass(kw_only=True)
+class Classification:
+    """One benchmark; `run` does it.
+
+    Attributes:
+        suite: name of the suite.
+        head: the model and how it answers.
+        images: what it answers.
+        numbers: the model's number of each class folder; None: no labels.
+        head_about: how it answers, as JSON values: class names and templates, or where labels come from.
+        rows: the first is the baseline, and each rival comes after the row whose FLOPs it takes.
+        size: of a batch.
+        rounds: of timing.
+        stage: opens a step of that name and gives its progress callback.
+        command: what makes it again, for the report.
+        results: the content of results.json so far.
+    """
+
+    suite: str
+    head: Head
+    images: ImageSet
+    numbers: Sequence[int] | None
+    head_about: Mapping[str, Any]
+    rows: Sequence[Row]
+    size: int
+    rounds: int
+    out: Path
+    process: Process
+    stage: Stage
+    command: str = ""
+    results: dict[str, Any] = field(default_factory=dict)
+    _methods: dict[str, Method] = field(default_factory=dict)
+
+    def run(self) -> dict[str, Any]:
+        """Everything, in order; returns the results, on the main process those of results.json.
+
+        Raises:
+            UserError, MachineError: what was done before is kept; the same call continues.
+        """
+        self.results = resumed(self.results_before(), self.out, settings_of)
+        self._save()
+        found: dict[str, Batches] = {}
+        for row in self.rows:
+            batches = self._answer(row)
+            if batches is not None:
+                found[row.name] = batches
+                self._value(row.name, batches, found[BASELINE])
+        if self.process.is_main:
+            self._time()
+            self._check()
+        self.process.wait()
+        return self.results
+
+    def results_before(self) -> dict[str, Any]:
+        """The content of results.json before anything is measured."""
+        rows: list[dict[str, Any]] = [
+            {
+                "name": row.name,
+                "label": row.label,
+                "family": row.family,
+                "default": row.default,
+                "config": {"rival": row.rival, "at": row.at} if row.at else row.method().describe(),
+                "status": "not measured",
+                "reason": "not yet: the benchmark has not come to it",
+                "values": {},
+                "per_image": {},
+                "kept": [],
+            }
+            for row in self.rows
+        ]
+        about = self.images.about()
+        return {
+            "format": FORMAT,
+            "kind": KIND,
+            "suite": self.suite,
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "manifest": {
+                "suite": self.suite,
+                "command": self.command,
+                "model": dict(self.head.encoder.identity),
+                "images": about,
+                "answers": dict(self.head_about),
+                "batch": self.size,
+                "timing": {
+                    "rounds": self.rounds,
+                    "batch": min(self.size, len(self.images.files)),
+                    "images": "another batch each round",
+                },
+                "environment": {
+                    **environment_on(self.head.encoder.device),
+                    "processes": self.process.count,
+                    "attention": getattr(self.head.encoder.model.config, "_attn_implementation", None),
+                },
+            },
+            "metrics": {metric.name: metric.column() for metric in COLUMNS.values()},
+            "rows": rows,
+            "images": {},
+            "gates": [],
+            "reference": None
+            if self.numbers is None
+            else {"name": f"the labels of {about['name']}", "n": about["images"]},
+            "notes": [f"Suite {self.suite}. {SUITES[self.suite][0]}"],
+        }
+
+    def _answer(self, row: Row) -> Batches | None:
+        """The answers of a row; None where it can do nothing with this model."""
+        entry = self._entry(row.name)
+        try:
+            method = self._solved(row, entry) if row.at else row.method()
+            with self.stage(f"{row.label}: answers") as on_progress:
+                batches = answers_of(
+                    self.head,
+                    method,
+                    self.images,
+                    self.size,
+                    self.out / "answers" / f"{row.name}.jsonl",
+                    {**settings_of(self.results["manifest"]), "method": method.describe()},
+                    self.process,
+                    on_progress,
+                )
+        except NotApplicable as error:
+            entry.update(status="not measured", reason=str(error))
+            self._save()
+            return None
+        self._methods[row.name] = method
+        entry.update(status="measured", reason=None)
+        return batches
+
+    def _solved(self, row: Row, entry: dict[str, Any]) -> Method:
+        """The rival at the FLOPs that were counted of another row."""
+        assert row.rival is not None
+        other = next((one for one in self._measured() if one["name"] == row.at), None)
+        if other is None:
+            raise NotApplicable(f"expected the FLOPs of {row.at}, which was not measured; measure it first")
+        target = other["values"]["flops"]["mean"] * 1e9
+        solved = entry.get("solved")
+        if solved is None or solved["target"] != target:
+            inputs = inputs_of(self.head, self.images, [0])
+            model, call = self.head.encoder.model, partial(self.head.logits, inputs)
+            with self.stage(f"{row.label}: to {target / 1e9:.3g} GFLOPs"):
+                knob, flops = at_flops(model, row.rival, target, call, side_of(inputs))
+            solved = entry["solved"] = {"target": target, "knob": knob, "flops": flops}
+        if abs(solved["flops"] / target - 1) > NEAR:
+            note = f"{row.label}: {solved['flops'] / 1e9:.3g} GFLOPs is the nearest it can come to {target / 1e9:.3g}."
+            self.results["notes"] += [note] if note not in self.results["notes"] else []
+        return RIVALS[row.rival](solved["knob"])
+
+    def _value(self, name: str, batches: Batches, baseline: Batches) -> None:
+        """What answers, tokens and FLOPs of a row come to."""
+        values = self._entry(name)["values"]
+        answers, plain = (_answers(found) for found in (batches, baseline))
+        count = len(answers)
+        values["flops"] = {"mean": weighted(batches, lambda batch: batch.flops) / 1e9, "n": count}
+        depth = len(next(iter(batches.values())).tokens)
+        tokens = [weighted(batches, lambda batch, at=at: batch.tokens[at]) for at in range(depth)]  # type: ignore[misc]
+        values["tokens"] = {"mean": tokens[-1], "n": count}
+        if name != BASELINE:
+            values["agreement"] = wilson(sum(a == b for a, b in zip(answers, plain, strict=True)), count)
+            self._entry(name)["kept"] = [
+                {"step": block, "level": 0, "tokens": max(tokens[0], kept), "kept": kept}
+                for block, kept in enumerate(tokens[1:])
+            ]
+        values["top1"] = self._top1(name, answers, plain)
+        self._save()
+
+    def _top1(self, name: str, answers: Sequence[int], plain: Sequence[int]) -> dict[str, Any]:
+        labels = self.images.labels
+        if labels is None or self.numbers is None:
+            return {"mean": None, "n": len(answers), "withheld": "the images have no labels"}
+        right, before = (
+            [answer == self.numbers[label] for answer, label in zip(found, labels, strict=True)]
+            for found in (answers, plain)
+        )
+        value = wilson(sum(right), len(right))
+        if name != BASELINE:
+            better = sum(now and not then for now, then in zip(right, before, strict=True))
+            worse = sum(then and not now for now, then in zip(right, before, strict=True))
+            value.update(p=mcnemar_p(better, worse), against=BASELINE)
+        return value
+
+    def _time(self) -> None:
+        """Speed and memory, on the main process while the others wait."""
+        about = {
+            **settings_of(self.results["manifest"]),
+            "environment": self.results["manifest"]["environment"],
+            "methods": {name: method.describe() for name, method in self._methods.items()},
+        }
+        with self.stage("speed and memory") as on_progress:
+            timings = measure(
+                self.head, self._methods, self.images, self.size, self.rounds, self.out / TIMINGS, about, on_progress
+            )
+        for name, found in timings.items():
+            values = self._entry(name)["values"]
+            values["throughput"] = throughput(found)
+            values.update({key: value for key, value in summary(found).items() if key == "memory"})
+        self._save()
+
+    @torch.no_grad()
+    def _check(self) -> None:
+        """The sanity gates: rows leave the model as it was, and merging that is switched off changes nothing."""
+        inputs, model = inputs_of(self.head, self.images, self.images.batches(self.size)[0]), self.head.encoder.model
+        plain = self.head.logits(inputs)
+        gates = []
+        for name, method in self._methods.items():
+            with method.counted(model) as handle:
+                handle.active = not isinstance(method, Merged)
+                merged = self.head.logits(inputs)
+            if isinstance(method, Merged) or name == BASELINE:
+                gates.append(_equal(f"{name}, {'counted' if name == BASELINE else 'switched off'}", merged, plain))
+        gates.append(_equal("the model after all rows", self.head.logits(inputs), plain))
+        self.results["gates"] = gates
+        self._save()
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        """What the results say of a row."""
+        found: dict[str, Any] = next(entry for entry in self.results["rows"] if entry["name"] == name)
+        return found
+
+    def _measured(self) -> list[dict[str, Any]]:
+        return [row for row in self.results["rows"] if row["values"].get("flops")]
+
+    def _save(self) -> None:
+        if self.process.is_main:
+            write_results(self.out, self.results)
+
+
+def settings_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What a benchmark must be continued with."""
+    return {key: manifest[key] for key in ("model", "images", "answers", "batch")}
+
+
+def _answers(batches: Batches) -> list[int]:
+    return [answer for _, batch in sorted(batches.items()) for answer in batch.answers]
+
+
+def _equal(name: str, got: torch.Tensor, wanted: torch.Tensor) -> dict[str, Any]:
+    largest = (got - wanted).abs().max().item()
+    return {"name": name, "expected": "logits equal to the bit", "got": f"{largest:g} apart", "passed": largest == 0}

@@ -1,0 +1,158 @@
+"""Draw how a vision transformer merges one image, block by block: each merged group one colour, as in the paper's figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from mame_sd.cli.sheet import Cell, check_sheet_path, draw_sheet, write_sheet
+from mame_sd.cli.show_merge import grid_like, overlay
+from mame_sd.config import MaMeConfig
+from mame_sd.errors import UserError
+from mame_sd.perception.apply import apply_encoder
+from mame_sd.perception.families import find_encoder
+from mame_sd.runs.encoders import LoadedEncoder, load_encoder
+from mame_sd.runs.model_files import ModelChoice
+
+PANEL_SIDE, PANELS_ACROSS = 448, 4
+COLORS = ("mean", "distinct")
+_DARKER = 0.55  # what is left of the light on the border between two groups
+
+
+@dataclass(frozen=True)
+class TokenMap:
+    """The image's patches after one block.
+
+    Attributes:
+        block: counted from 0.
+        owners: [h, w], for each patch the one (row * w + column) that it went to over all blocks so far, its own if it was kept.
+    """
+
+    block: int
+    owners: np.ndarray
+
+    @property
+    def kept(self) -> int:
+        """How many patches are left."""
+        return len(np.unique(self.owners))
+
+
+def show_image(
+    file: Path, blocks: str | None, colors: str | None, out: Path, choice: ModelChoice, merging: MaMeConfig
+) -> None:
+    """The body of ``show-merge IMAGE``: write the drawing and print how many patches are left.
+
+    Raises UserError for options, an image or a model that won't do.
+    """
+    if colors is not None and colors not in COLORS:
+        raise UserError(f"--colors: expected mean or distinct, got {colors!r}; give one of these")
+    chosen = blocks_of(blocks)
+    check_sheet_path(out)
+    picture = read_image(file)
+    encoder = load_encoder(choice)
+    seen, maps = token_maps(encoder, picture, merging, chosen)
+    about = {"image": file.name, "model": encoder.identity, "mame": dict(merging.given), "blocks": blocks}
+    write_sheet(out, draw_maps(seen, maps, colors or COLORS[0], file.name), about)
+    for one in maps:
+        print(f"block {one.block}: {one.kept} of {one.owners.size} patches left")
+    print(out)
+
+
+def blocks_of(text: str | None) -> int | tuple[int, ...] | None:
+    """``8`` as a number of blocks, ``3,6,9`` as these blocks. Raises UserError for anything else.
+
+    >>> blocks_of("8"), blocks_of("3,6,9"), blocks_of("3,"), blocks_of(None)
+    (8, (3, 6, 9), (3,), None)
+    """
+    if text is None:
+        return None
+    try:
+        numbers = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        numbers = ()
+    if not numbers:
+        raise UserError(f"--blocks: expected a number such as 8, or blocks such as 3,6,9, got {text!r}; correct it")
+    return numbers if "," in text else numbers[0]
+
+
+def read_image(file: Path) -> Image.Image:
+    """The image of `file` in RGB. Raises UserError where it can't be read."""
+    try:
+        with Image.open(file) as image:
+            return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"show-merge {file}: expected an image, but it can't be read ({error}); give another") from None
+
+
+@torch.no_grad()
+def token_maps(
+    encoder: LoadedEncoder, picture: Image.Image, merging: MaMeConfig, blocks: int | tuple[int, ...] | None
+) -> tuple[Image.Image, list[TokenMap]]:
+    """The image as the model sees it, and its patches after each block that merges.
+
+    Raises UserError for settings that the model can't merge by, or patches that lie on no grid.
+    """
+    inputs = encoder.inputs([np.asarray(picture)])
+    model, _, known = find_encoder(encoder.model)
+    pixels = inputs["pixel_values"]
+    if pixels.dim() != 4 or not known.grid:
+        raise UserError(
+            f"--model: expected a model that cuts the image into a grid, got {type(model).__name__}; give another"
+        )
+    try:
+        handle = apply_encoder(model, merging, blocks=blocks)
+    except ValueError as error:
+        raise UserError(f"merging: {error}") from None
+    try:
+        handle.capture()
+        model(pixel_values=pixels)
+        seen, special = pixels_seen(pixels[0], encoder.processor), known.special_of(model)
+        maps = []
+        for block in sorted(handle.plans()):
+            owners = handle.owners(block)[0, special:].cpu().numpy() - special
+            maps.append(TokenMap(block, owners.reshape(grid_like(seen, len(owners)))))
+    finally:
+        handle.remove()
+    if not maps:
+        raise UserError("expected blocks that merge, but none had enough patches; lower --min-tokens")
+    return seen, maps
+
+
+def pixels_seen(pixels: torch.Tensor, processor: Any) -> Image.Image:
+    """The image that `processor` made `pixels` [3, H, W] of, resized and cropped."""
+    values = pixels.float().cpu().permute(1, 2, 0)
+    if getattr(processor, "do_normalize", False):
+        values = values * torch.tensor(processor.image_std) + torch.tensor(processor.image_mean)
+    return Image.fromarray((values * 255).round().clamp(0, 255).byte().numpy())
+
+
+def mean_colors(image: Image.Image, owners: np.ndarray) -> Image.Image:
+    """Every group in the mean colour of its pixels, borders between groups darker."""
+    size = image.width, image.height
+    groups = np.asarray(Image.fromarray(owners.astype(np.int32)).resize(size, Image.Resampling.NEAREST))
+    values = np.asarray(image, np.float64)
+    counts = np.bincount(groups.ravel(), minlength=owners.size)
+    sums = [np.bincount(groups.ravel(), values[..., channel].ravel(), owners.size) for channel in range(3)]
+    means = np.stack(sums, -1) / np.maximum(counts, 1)[:, None]
+    drawn = means[groups]
+    border = np.zeros(groups.shape, bool)
+    border[1:] |= groups[1:] != groups[:-1]
+    border[:, 1:] |= groups[:, 1:] != groups[:, :-1]
+    drawn[border] *= _DARKER
+    return Image.fromarray(np.rint(drawn).astype(np.uint8))
+
+
+def draw_maps(seen: Image.Image, maps: list[TokenMap], colors: str, name: str) -> Image.Image:
+    """The image, then it after each block."""
+    factor = max(1, PANEL_SIDE // max(seen.size))
+    large = seen.resize((seen.width * factor, seen.height * factor), Image.Resampling.LANCZOS)
+    draw = mean_colors if colors == "mean" else overlay
+    cells = [Cell(large, (name, f"{maps[0].owners.size} patches"))]
+    for one in maps:
+        cells.append(Cell(draw(large, one.owners), (f"block {one.block}", f"{one.kept} patches left")))
+    return draw_sheet([cells[start : start + PANELS_ACROSS] for start in range(0, len(cells), PANELS_ACROSS)])

@@ -1,0 +1,161 @@
+"""Load a vision transformer in transformers' format, ready to see images: a folder, a hub id, or the embedded CLIP.
+
+Whatever goes wrong becomes a UserError that says what was expected, what came and what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mame_sd.embedded.model import embedded_model_path
+from mame_sd.errors import UserError, first_line
+from mame_sd.perception.families import find_encoder
+from mame_sd.runs.devices import pick_device, pick_dtype
+from mame_sd.runs.model_files import EMBEDDED, HUB_ID, ModelChoice, digest_of
+
+EMBEDDED_ENCODER = "clip"
+_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedEncoder:
+    """A model with a vision transformer, in eval mode on its device, and what makes its inputs.
+
+    Attributes:
+        model: of transformers: with a classifier, with a text half (CLIP, SigLIP), or the vision transformer alone.
+        processor: its image processor.
+        tokenizer: of its text half; None where there is none.
+        identity: JSON values that tell this model from others: name, class, a digest of its files, dtype, device type.
+        embedded: whether it is the embedded one.
+    """
+
+    model: Any
+    processor: Any
+    tokenizer: Any
+    identity: dict[str, Any]
+    embedded: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return next(iter(self.model.parameters())).device
+
+    @property
+    def labels(self) -> dict[str, int]:
+        """Names of its classes and their numbers; empty without a classifier of images."""
+        named = getattr(self.model.config, "label2id", None) or {}
+        return {str(name): int(number) for name, number in named.items()} if self.classifies else {}
+
+    @property
+    def classifies(self) -> bool:
+        """Whether it has a classifier of images."""
+        return "ForImageClassification" in type(self.model).__name__
+
+    @property
+    def compares_text(self) -> bool:
+        """Whether it has a text half to compare images with."""
+        return hasattr(self.model, "get_text_features") and hasattr(self.model, "get_image_features")
+
+    def inputs(self, images: Sequence[np.ndarray]) -> dict[str, Tensor]:
+        """What the model is called with for uint8 images [H, W, 3], as its own processor makes it, on its device."""
+        made = self.processor(images=list(images), return_tensors="pt", input_data_format="channels_last")
+        found = {name: value.to(self.device) for name, value in made.items() if name != "pixel_attention_mask"}
+        dtype = next(iter(self.model.parameters())).dtype
+        return {name: value.to(dtype) if value.is_floating_point() else value for name, value in found.items()}
+
+
+def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
+    """Load a model with a vision transformer that can merge.
+
+    Args:
+        choice: of it model, dtype, device, revision and offline count.
+        local_rank: which CUDA device "auto" and "cuda" mean, among several processes on this machine.
+
+    Raises:
+        UserError: no such model or device, files that can't be read, or no vision transformer that can merge.
+    """
+    import transformers
+
+    folder, name = find_encoder_folder(choice)
+    device = pick_device(choice.device, local_rank)
+    dtype = pick_dtype(choice.dtype, device)
+    kind = _class_named(folder, transformers)
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model: nn.Module = kind.from_pretrained(folder, local_files_only=True, dtype=dtype).eval().requires_grad_(False)
+        processor = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        text = hasattr(model, "get_text_features")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True) if text else None
+    except Exception as error:  # a missing file raises OSError, a broken one nearly anything
+        raise UserError(
+            f"--model {name}: expected a model of transformers with preprocessor_config.json (and a tokenizer where it has "
+            f"a text half), but {first_line(error)}; copy the whole folder from the hub"
+        ) from error
+    try:
+        find_encoder(model)
+    except ValueError as error:
+        raise UserError(f"--model {name}: {error}") from None
+    identity = {
+        "name": name,
+        "class": kind.__name__,
+        "sha256": digest_of(folder),
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+    }
+    embedded = name == EMBEDDED + EMBEDDED_ENCODER
+    return LoadedEncoder(
+        model=model.to(device), processor=processor, tokenizer=tokenizer, identity=identity, embedded=embedded
+    )
+
+
+def find_encoder_folder(choice: ModelChoice) -> tuple[Path, str]:
+    """The folder that `choice.model` means, downloaded if need be, and a name for it without its place.
+
+    Raises UserError when there is none.
+    """
+    given = EMBEDDED + EMBEDDED_ENCODER if choice.model is None else choice.model
+    if os.path.isdir(given):
+        return Path(given), Path(given).resolve().name
+    if given.startswith(EMBEDDED):
+        try:
+            return embedded_model_path(given.removeprefix(EMBEDDED)), given
+        except FileNotFoundError as error:
+            raise UserError(f"--model {given}: {error}") from None
+    if not HUB_ID.fullmatch(given):
+        raise UserError(
+            f"--model {given}: expected the folder of a model of transformers or a hub id (owner/name), found no such "
+            "folder; check the path"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        place = snapshot_download(
+            given, revision=choice.revision, local_files_only=choice.offline, allow_patterns=list(_FILES)
+        )
+    except Exception as error:  # offline, unknown id, gated, no such revision: all mean that it can't be had
+        raise UserError(
+            f"--model {given}: expected a folder or a model of the hub that can be reached or is cached, but "
+            f"{first_line(error)}; check the name and the network, or give a folder"
+        ) from error
+    return Path(place), given
+
+
+def _class_named(folder: Path, transformers: Any) -> Any:
+    """The class that config.json in `folder` names."""
+    try:
+        name = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+        return getattr(transformers, name)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise UserError(
+            f"--model {folder}: expected config.json of a model of transformers that names its class in architectures, got "
+            f"{type(error).__name__}: {first_line(error)}; give the folder of a vision transformer, CLIP or SigLIP"
+        ) from None

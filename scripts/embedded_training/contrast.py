@@ -1,0 +1,153 @@
+"""The small CLIP: its parts, the contrastive loss, how it grows from coarse to fine tokens, how well it recognises."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
+
+from mame_sd.embedded import model as subjects
+from mame_sd.embedded.scenes import ground_phrases
+
+from . import joint, pictures, world
+
+WIDTH, HEADS, BLOCKS, PATCH = 256, 4, 12, 16
+PROJECTION = 256
+MEAN, STD = 0.5, 0.25  # of pixels in [0, 1], every channel
+START_SCALE, LARGEST_SCALE = 10.0, 100.0  # of cosines, at the start and at most
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: pictures averaged to ``side`` x ``side`` pixels, ``side`` / 16 patches a side."""
+
+    name: str
+    side: int
+    steps: int
+    batch: int
+    negatives: int  # captions beside those of the batch, other glyphs on the same grounds
+    lr: float  # of Muon; AdamW's is a tenth
+    decay: float = 0.3
+    warmup: int = 100
+    ema: float = 0.998
+
+
+def new_model(stage: Stage, tokenizer: CLIPTokenizer) -> CLIPModel:
+    """A CLIP whose text half starts as the embedded model's text encoder, for pictures of the stage's side."""
+    text, _ = joint.new_text_encoders(tokenizer)
+    vision = {
+        "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": BLOCKS, "num_attention_heads": HEADS,
+        "image_size": stage.side, "patch_size": PATCH,
+    }  # fmt: skip
+    config = CLIPConfig(text_config=text.config.to_dict(), vision_config=vision, projection_dim=PROJECTION)
+    model = CLIPModel(config)
+    inner = getattr(text, "text_model", text)
+    model.text_model.load_state_dict(inner.state_dict())
+    with torch.no_grad():
+        model.logit_scale.fill_(float(np.log(START_SCALE)))
+    return model
+
+
+def grow(old: CLIPModel, new: CLIPModel) -> None:
+    """Start ``new`` as ``old``, positions of the patches interpolated to its grid."""
+    key = "vision_model.embeddings.position_embedding.weight"
+    state, fresh = old.state_dict(), new.state_dict()
+    table = state[key]
+    sides = [round((len(rows) - 1) ** 0.5) for rows in (table, fresh[key])]
+    grid = table[1:].T.unflatten(1, (sides[0], sides[0]))[None]
+    grid = F.interpolate(grid, (sides[1], sides[1]), mode="bilinear", align_corners=False)[0].flatten(1).T
+    state[key] = torch.cat([table[:1], grid])
+    new.load_state_dict({k: v for k, v in state.items() if k in fresh and v.shape == fresh[k].shape}, strict=False)
+
+
+def prepared(images: Sequence[np.ndarray], side: int) -> torch.Tensor:
+    """Pixels [n, 3, side, side] as the image processor gives them, of uint8 pictures."""
+    pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255
+    return (F.avg_pool2d(pixels, world.SIDE // side) - MEAN) / STD
+
+
+def unit(features: object) -> torch.Tensor:
+    """Rows of length 1 of what ``get_*_features`` gives: a tensor, or from transformers 5 on an output with one inside."""
+    rows = features if isinstance(features, torch.Tensor) else features.pooler_output
+    return F.normalize(rows.float(), dim=-1)
+
+
+def draw_batch(
+    names: Sequence[str], stage: Stage, seed: int, step: int
+) -> tuple[list[np.ndarray], list[str], list[str]]:
+    """Pictures, their captions, and further captions: other glyphs on grounds of the batch."""
+    made = [pictures.draw(pictures.rng_of(seed, stage.name, step * stage.batch + n), names) for n in range(stage.batch)]
+    rng = pictures.rng_of(seed, f"{stage.name} captions", step)
+    grounds = [scene.ground.phrase for _, scene in made]
+    others: list[str] = []
+    while len(others) < stage.negatives:
+        pair = str(rng.choice(list(names))), str(rng.choice(grounds))
+        if not subjects.is_held_out(*pair):
+            others.append(subjects.caption(*pair))
+    return [pixels for pixels, _ in made], [scene.caption for _, scene in made], others
+
+
+def contrastive_loss(
+    model: CLIPModel, tokens: dict[str, torch.Tensor], names: Sequence[str], stage: Stage, seed: int, step: int
+) -> torch.Tensor:
+    """CLIP's symmetric loss; equal captions all count as right, and further captions are wrong for every other picture."""
+    images, captions, others = draw_batch(names, stage, seed, step)
+    texts = [*captions, *others]
+    with torch.autocast("cpu", torch.bfloat16):
+        seen = model.get_image_features(pixel_values=prepared(images, stage.side))
+        ids = torch.stack([tokens[text] for text in texts])
+        read = model.get_text_features(input_ids=ids)
+    scale = model.logit_scale.exp().clamp(max=LARGEST_SCALE)
+    logits = scale * unit(seen) @ unit(read).T  # [batch, batch + negatives]
+    right = torch.tensor([[float(a == b) for b in texts] for a in captions])
+    by_image = -(logits.log_softmax(1) * right / right.sum(1, keepdim=True)).sum(1).mean()
+    square = right[:, : len(captions)]
+    by_text = -(logits[:, : len(captions)].log_softmax(0) * square / square.sum(0, keepdim=True)).sum(0).mean()
+    return (by_image + by_text) / 2
+
+
+@torch.no_grad()
+def class_vectors(model: CLIPModel, tokens: dict[str, torch.Tensor], names: Sequence[str]) -> torch.Tensor:
+    """[names, d]: the mean over all grounds of each name's captions, of length 1."""
+    rows = []
+    for name in names:
+        ids = torch.stack([tokens[subjects.caption(name, phrase)] for phrase in ground_phrases()])
+        rows.append(F.normalize(unit(model.get_text_features(input_ids=ids)).mean(0), dim=0))
+    return torch.stack(rows)
+
+
+@torch.no_grad()
+def top1(
+    model: CLIPModel, tokens: dict[str, torch.Tensor], names: Sequence[str], side: int, seed: int, count: int
+) -> float:
+    """Share of ``count`` held-out pictures whose nearest class is the right one."""
+    vectors, right = class_vectors(model, tokens, names), 0
+    for start in range(0, count, 32):
+        made = [
+            pictures.draw(pictures.rng_of(seed, "held-out", n), names, held_out=True)
+            for n in range(start, min(start + 32, count))
+        ]
+        seen = unit(model.get_image_features(pixel_values=prepared([pixels for pixels, _ in made], side)))
+        all_names = subjects.glyph_names()
+        wanted = [list(names).index(all_names[scene.placed[0].glyph]) for _, scene in made]
+        right += sum(a == b for a, b in zip((seen @ vectors.T).argmax(1).tolist(), wanted, strict=True))
+    return right / count
+
+
+def export(out: Path, model: CLIPModel, tokenizer: CLIPTokenizer, provenance: dict[str, str]) -> None:
+    """Write the model in half precision with tokenizer and image processor, provenance in the safetensors metadata."""
+    side = model.config.vision_config.image_size
+    model.half().save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    CLIPImageProcessorPil(
+        size={"height": side, "width": side}, do_center_crop=False, image_mean=[MEAN] * 3, image_std=[STD] * 3
+    ).save_pretrained(out)
+    config = out / "config.json"  # transformers loads in the dtype that stands here
+    text = config.read_text(encoding="utf-8").replace('"dtype": "float16"', '"dtype": "float32"')
+    config.write_text(text, encoding="utf-8")
+    path = out / "model.safetensors"
+    save_file({k: v.contiguous() for k, v in load_file(path).items()}, path, metadata={"format": "pt", **provenance})

@@ -1,0 +1,53 @@
+"""Pictures to recognise: one glyph of all 180 in a picture of the world, smaller, turned further and partly hidden.
+
+A picture follows from (seed, kind, index) alone. Pairs of glyph and ground that are held out are never trained on and are
+what the model is measured on.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from mame_sd.embedded import model as subjects
+
+from . import world
+
+SMALLEST, LARGEST = 0.22, 0.6  # side of the glyph's cell, in shares of the picture's
+TURN = 16.0  # degrees, standard deviation of its angle
+HIDDEN = 0.6  # share of pictures in which something lies before the glyph
+COVER = (0.3, 0.6)  # side of what lies there, in shares of the glyph's cell
+NOISE = 12.0  # levels of 255, the largest standard deviation of the pixels' noise
+
+
+def rng_of(seed: int, kind: str, index: int) -> np.random.Generator:
+    digest = hashlib.sha256(f"{seed}/{kind}/{index}".encode()).digest()
+    return np.random.default_rng(int.from_bytes(digest[:8], "big"))
+
+
+def draw(rng: np.random.Generator, names: Sequence[str], held_out: bool = False) -> tuple[np.ndarray, world.Scene]:
+    """A picture, uint8 [side, side, 3], and what it shows: one of ``names`` on a ground."""
+    scene = world.draw_scene(rng, len(names), held_out=held_out, names=names)
+    size = float(np.exp(rng.uniform(np.log(SMALLEST), np.log(LARGEST))))
+    x, y = rng.uniform(size / 2, 1 - size / 2, 2)
+    angle = float(np.clip(rng.normal(0, TURN), -40, 40))
+    scene = replace(scene, placed=(replace(scene.placed[0], size=size, x=x, y=y, angle=angle),))
+    pixels = world.render(scene).astype(np.float32)
+    if rng.uniform() < HIDDEN:
+        hide(pixels, scene.placed[0], rng)
+    pixels = pixels * rng.uniform(0.8, 1.2) + rng.normal(0, 1, pixels.shape) * rng.uniform(0, NOISE)
+    return np.rint(pixels.clip(0, 255)).astype(np.uint8), scene
+
+
+def hide(pixels: np.ndarray, placed: world.Placed, rng: np.random.Generator) -> None:
+    """Lay an ellipse or a rectangle of one colour over a part of the glyph, in place."""
+    side = world.SIDE
+    half = placed.size * rng.uniform(*COVER, 2) / 2 * side
+    cx, cy = (np.array([placed.x, placed.y]) + rng.uniform(-0.5, 0.5, 2) * placed.size) * side
+    turn, (v, u) = rng.uniform(0, np.pi), np.mgrid[:side, :side] + 0.5
+    across = (u - cx) * np.cos(turn) + (v - cy) * np.sin(turn)
+    down = (v - cy) * np.cos(turn) - (u - cx) * np.sin(turn)
+    a, b = np.abs(across / half[0]), np.abs(down / half[1])
+    inside = a**2 + b**2 < 1 if rng.uniform() < 0.5 else np.maximum(a, b) < 1
+    pixels[inside] = subjects.BACKGROUNDS[str(rng.choice(list(subjects.BACKGROUNDS)))]

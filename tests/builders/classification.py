@@ -1,0 +1,59 @@
+"""Tiny vision transformers saved as folders, and folders of drawn images in classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import transformers
+from PIL import Image
+
+from tests.builders.perception import ROWS, SIDE
+from tests.builders.tiny import seeded, tiny_tokenizer
+
+CLASSES = ("ant", "bee_fly", "cat")
+COLORS = ((220, 40, 30), (30, 160, 60), (40, 60, 220))
+
+
+def save_classifier(folder: Path, name: str = "ViTForImageClassification", classes: tuple[str, ...] = CLASSES) -> Path:
+    """The tiny model of that class in `tests.builders.perception`, with names of classes, saved with its image processor."""
+    config = next(row for row in ROWS if row.name == name).build().config.to_dict()
+    kind: Any = getattr(transformers, name)
+    names = dict(enumerate(classes))
+    config.update(id2label=names, label2id={text: n for n, text in names.items()})
+    seeded(kind, 0, kind.config_class(**config)).save_pretrained(folder)
+    save_processor(folder)
+    return folder
+
+
+def save_text_model(folder: Path, name: str = "CLIPModel") -> Path:
+    """A tiny CLIP or SigLIP over single bytes, saved with tokenizer and image processor."""
+    kind: Any = getattr(transformers, name)
+    tokenizer = tiny_tokenizer()
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 1}
+    text = {**small, **ends, "vocab_size": len(tokenizer), "max_position_embeddings": 64}
+    vision = {**small, "num_hidden_layers": 4, "image_size": SIDE, "patch_size": 4}
+    seeded(kind, 0, kind.config_class(text_config=text, vision_config=vision)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    save_processor(folder)
+    return folder
+
+
+def save_processor(folder: Path) -> None:
+    """An image processor to `SIDE` pixels."""
+    size = {"height": SIDE, "width": SIDE}
+    transformers.ViTImageProcessorPil(size=size).save_pretrained(folder)
+
+
+def draw_classes(folder: Path, each: int = 4, classes: tuple[str, ...] = CLASSES) -> Path:
+    """Class folders of `each` images: patches of noise around a colour of the class."""
+    rng = np.random.default_rng(0)
+    for name, color in zip(classes, COLORS, strict=True):
+        (folder / name).mkdir(parents=True)
+        for number in range(each):
+            noise = rng.integers(-40, 41, (8, 8, 1)).repeat(4, 0).repeat(4, 1)
+            pixels = np.clip(np.array(color) + noise, 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{number}.png")
+    return folder

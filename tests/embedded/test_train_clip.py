@@ -1,0 +1,129 @@
+"""The CLIP's training runs through, resumes to the very same weights, and writes what transformers and `classify` read."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from mame_sd.embedded import model as subjects
+from mame_sd.eval.perception.data import open_images
+from mame_sd.eval.perception.heads import text_head, unit
+from mame_sd.perception.apply import apply_encoder
+from mame_sd.runs.encoders import load_encoder
+from mame_sd.runs.model_files import ModelChoice
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+from embedded_training import contrast, joint, pictures, world  # noqa: E402
+
+
+def start(work: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(SCRIPTS / "train_clip.py"), "--smoke", "--work", str(work)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp("clip") / "whole"
+    assert start(work).wait() == 0
+    return work
+
+
+def test_a_killed_and_resumed_training_gives_the_same_weights(whole: Path, tmp_path: Path) -> None:
+    victim = start(tmp_path)
+    while victim.poll() is None and not (tmp_path / "tokens64.pt").exists():
+        time.sleep(0.02)
+    victim.send_signal(signal.SIGKILL)
+    assert victim.wait() == -signal.SIGKILL
+    assert start(tmp_path).wait() == 0
+    wanted, resumed = (load_file(work / "model" / "model.safetensors") for work in (whole, tmp_path))
+    assert sorted(wanted) == sorted(resumed)
+    for name, value in wanted.items():
+        assert torch.equal(resumed[name], value), name
+
+
+@torch.no_grad()
+def test_what_is_written_is_a_small_clip_that_merges_and_reads_the_pictures(whole: Path) -> None:
+    assert sum(file.stat().st_size for file in (whole / "model").iterdir()) < 25e6
+    encoder = load_encoder(ModelChoice(model=str(whole / "model"), device="cpu"))
+    vision = encoder.model.config.vision_config
+    assert (vision.num_hidden_layers, vision.image_size // vision.patch_size) == (12, 16)
+    images = open_images(whole / "pictures")
+    assert (len(images.classes), len(images.files)) == (6, 12)
+    pixels = np.asarray(Image.open(whole / "pictures" / images.files[0]))
+    made = encoder.inputs([pixels])["pixel_values"]
+    torch.testing.assert_close(made, contrast.prepared([pixels], 256), rtol=0, atol=1e-5)
+    handle = apply_encoder(encoder.model, keep=0.5, blocks=(3, 6, 9))
+    head = text_head(encoder, images.classes, ["{} on a white background"])
+    assert head.logits({"pixel_values": made}).shape == (1, 6)
+    assert [block.tokens_kept for block in handle.report().blocks][::3] == [257, 129, 65, 33]
+    ids = contrast_tokens(["rocket on a white background"])
+    torch.testing.assert_close(
+        head.text[list(images.classes).index("rocket")], unit(encoder.model.get_text_features(ids))[0]
+    )
+
+
+def contrast_tokens(texts: list[str]) -> torch.Tensor:
+    rows: torch.Tensor = joint.joint_tokenizer()(texts, padding="max_length", return_tensors="pt").input_ids
+    return rows
+
+
+def test_pictures_follow_from_their_number_and_keep_what_is_held_out() -> None:
+    names = subjects.glyph_names()
+    seen = set()
+    for index in range(12):
+        (one, scene), (two, _) = (pictures.draw(pictures.rng_of(0, "x", index), names) for _ in range(2))
+        assert np.array_equal(one, two)
+        assert (one.shape, one.dtype) == ((256, 256, 3), np.uint8)
+        assert not scene.held_out
+        assert pictures.draw(pictures.rng_of(0, "x", index), names, held_out=True)[1].held_out
+        seen.add(scene.placed[0].glyph)
+    assert len(seen) > 8
+    assert any(names[glyph] not in world.SUBJECTS for glyph in seen)
+
+
+def test_what_hides_a_glyph_covers_a_part_of_it() -> None:
+    placed = world.Placed(0, 0.5, 0.5, 0.5, 0.0)
+    for seed in range(10):
+        pixels = np.full((256, 256, 3), -1.0, np.float32)
+        pictures.hide(pixels, placed, np.random.default_rng(seed))
+        hidden = (pixels[64:192, 64:192] >= 0).all(-1).mean()
+        assert 0 < hidden < 0.5
+
+
+@torch.no_grad()
+def test_a_finer_model_starts_as_the_coarse_one() -> None:
+    tokenizer = joint.joint_tokenizer()
+    coarse, fine = (
+        contrast.new_model(contrast.Stage("s", side, 1, 1, 0, 0.0), tokenizer).eval() for side in (128, 256)
+    )
+    contrast.grow(coarse, fine)
+    one, two = coarse.state_dict(), fine.state_dict()
+    key = "vision_model.embeddings.position_embedding.weight"
+    assert all(torch.equal(one[name], two[name]) for name in one if one[name].shape == two[name].shape)
+    assert torch.equal(one[key][0], two[key][0])
+    grid = two[key][1:].unflatten(0, (16, 16))
+    centre = grid[7:9, 7:9].mean((0, 1))
+    torch.testing.assert_close(centre, one[key][1:].unflatten(0, (8, 8))[3:5, 3:5].mean((0, 1)), rtol=1e-4, atol=1e-6)
+
+
+@torch.no_grad()
+def test_the_loss_is_clip_s_where_captions_differ() -> None:
+    tokenizer = joint.joint_tokenizer()
+    stage = contrast.Stage("s", 128, 1, 4, 0, 0.0)
+    model, names = contrast.new_model(stage, tokenizer).eval(), subjects.glyph_names()
+    tokens = {text: contrast_tokens([text])[0] for text in contrast.draw_batch(names, stage, 0, 0)[1]}
+    assert len(tokens) == 4
+    images, captions, _ = contrast.draw_batch(names, stage, 0, 0)
+    ids = torch.stack([tokens[text] for text in captions])
+    wanted = model(input_ids=ids, pixel_values=contrast.prepared(images, 128), return_loss=True).loss
+    got = contrast.contrastive_loss(model, tokens, names, stage, 0, 0)
+    torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.02)  # bfloat16

@@ -1,0 +1,240 @@
+"""`mame-sd-eval classify` on tiny models: every value, resumed and shared runs, images without labels, named errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mame_sd.errors import UserError
+from mame_sd.eval.benchmark.results import read_results
+from mame_sd.eval.cli import app as cli
+from mame_sd.eval.images import load_image
+from mame_sd.eval.perception import answers
+from mame_sd.eval.perception.data import open_images
+from mame_sd.perception.apply import apply_encoder
+from mame_sd.runs.encoders import load_encoder
+from mame_sd.runs.model_files import ModelChoice
+from tests.builders.classification import CLASSES, draw_classes, save_classifier, save_text_model
+
+ROOT = Path(__file__).parents[3]
+ROWS = "mame-0.3,tome@mame-0.3,smaller@mame-0.3,evit-0.5"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the models vit, clip and siglip, and data."""
+    folder = tmp_path_factory.mktemp("classify")
+    save_classifier(folder / "vit")
+    save_text_model(folder / "clip")
+    save_text_model(folder / "siglip", "SiglipModel")
+    draw_classes(folder / "data")
+    return folder
+
+
+def words(place: Path, out: Path, model: str = "vit", data: str = "data", rows: str = ROWS) -> list[str]:
+    return [
+        "classify", "--model", str(place / model), "--data", str(place / data), "--batch-size", "5", "--rounds", "2",
+        "--rows", rows, "--device", "cpu", "--out", str(out),
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("out") / "out"
+    assert cli.run(words(place, out)) == 0
+    return out
+
+
+def rows_of(out: Path) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in read_results(out)["rows"]}
+
+
+def answers_in(out: Path) -> dict[str, dict[int, Any]]:
+    """Batches of every row by number, whichever process made them."""
+    found: dict[str, dict[int, Any]] = {}
+    for path in sorted((out / "answers").iterdir()):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        found.setdefault(path.name.rsplit(".", 2)[0], {}).update({line["batch"]: line for line in lines[1:]})
+    return found
+
+
+def test_every_row_has_every_value(finished: Path) -> None:
+    rows = rows_of(finished)
+    assert list(rows) == ["baseline", *ROWS.split(",")]
+    for name, row in rows.items():
+        assert row["status"] == "measured"
+        expected = {"flops", "throughput", "memory", "tokens", "top1"} | (
+            {"agreement"} if name != "baseline" else set()
+        )
+        assert set(row["values"]) == expected
+        value = row["values"]["throughput"]
+        assert 0 < value["low"] <= value["mean"] <= value["high"]
+        assert row["values"]["top1"]["n"] == 12
+    results = read_results(finished)
+    assert all(gate["passed"] for gate in results["gates"])
+    assert [gate["name"] for gate in results["gates"]][-1] == "the model after all rows"
+    assert rows["baseline"]["values"]["tokens"]["mean"] == 37
+    assert rows["evit-0.5"]["values"]["tokens"]["mean"] < rows["baseline"]["values"]["tokens"]["mean"]
+    near = [rows[name]["values"]["flops"]["mean"] for name in ("mame-0.3", "tome@mame-0.3")]
+    assert near[1] == pytest.approx(near[0], rel=0.05)
+    assert [entry["step"] for entry in rows["evit-0.5"]["kept"]] == [0, 1, 2, 3]
+    page = (finished / "report.html").read_text(encoding="utf-8")
+    assert "ToMe, FLOPs of MaMe τ 0.3" in page
+    assert "McNemar" in page
+    assert "prompt" not in page.split("</style>")[1].split("<script>")[0]
+    assert "Top-1" in (finished / "table.tex").read_text(encoding="utf-8")
+
+
+@torch.no_grad()
+def test_answers_flops_and_accuracy_are_those_of_the_model_called_by_hand(place: Path, finished: Path) -> None:
+    encoder = load_encoder(ModelChoice(model=str(place / "vit"), device="cpu"))
+    images = open_images(place / "data")
+    right, same, flops, plain = 0, 0, [], []
+    for merged in (False, True):
+        handle = apply_encoder(encoder.model, tau=0.3, blocks=3) if merged else None
+        found: list[int] = []
+        for batch in images.batches(5):
+            pixels = [np.asarray(load_image(place / "data" / images.files[n])) for n in batch]
+            made = encoder.processor(images=pixels, return_tensors="pt", input_data_format="channels_last")
+            if handle is not None:
+                handle.reset()
+            found += encoder.model(**made).logits.argmax(-1).tolist()
+            if handle is not None:
+                flops += [handle.report().flops] * len(batch)
+        assert images.labels is not None
+        right = sum(a == label for a, label in zip(found, images.labels, strict=True))  # named in sorted order
+        same, plain = sum(a == b for a, b in zip(found, plain, strict=False)), plain or found
+    values = rows_of(finished)["mame-0.3"]["values"]
+    assert values["flops"]["mean"] == pytest.approx(sum(flops) / 12 / 1e9)
+    assert values["top1"]["mean"] == pytest.approx(100 * right / 12)
+    assert values["agreement"]["mean"] == pytest.approx(100 * same / 12)
+
+
+def test_a_stopped_run_continues_to_the_same_results(
+    place: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+    inputs_of = answers.inputs_of
+
+    def stops(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:  # the second batch of the second row
+            raise UserError("stopped")
+        return inputs_of(*args)
+
+    monkeypatch.setattr(answers, "inputs_of", stops)
+    assert cli.run(words(place, tmp_path / "out")) == 2
+    kept = answers_in(tmp_path / "out")
+    assert {name: sorted(found) for name, found in kept.items()} == {"baseline": [0, 1, 2], "mame-0.3": [0]}
+    calls = -100
+    assert cli.run(words(place, tmp_path / "out")) == 0
+    resumed = calls + 100
+    assert answers_in(tmp_path / "out") == answers_in(finished)
+    for name, row in rows_of(finished).items():
+        again = rows_of(tmp_path / "out")[name]["values"]
+        for column in ("flops", "tokens", "top1", "agreement"):
+            assert again.get(column) == row["values"].get(column)
+    calls = -100
+    assert cli.run(words(place, tmp_path / "out")) == 0
+    assert calls + 100 == 0  # nothing is answered again
+    assert resumed == 2 + 3 * 3
+
+
+def test_other_settings_are_refused(
+    place: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(finished, tmp_path / "out")
+    other = [word if word != "5" else "4" for word in words(place, tmp_path / "out")]
+    assert cli.run(other) == 2
+    assert "expected the settings it was begun with, got batch: 5 there, 4 here" in capsys.readouterr().err
+
+
+def test_processes_share_the_batches(place: Path, finished: Path, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "eval"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*launcher, *words(place, tmp_path / "out", rows="mame-0.3,tome@mame-0.3")],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    names = {path.name for path in (tmp_path / "out" / "answers").iterdir()}
+    assert {"mame-0.3.0.jsonl", "mame-0.3.1.jsonl"} <= names
+    want = answers_in(finished)
+    assert answers_in(tmp_path / "out") == {name: want[name] for name in ("baseline", "mame-0.3", "tome@mame-0.3")}
+    for column in ("flops", "top1"):
+        assert (
+            rows_of(tmp_path / "out")["mame-0.3"]["values"][column] == rows_of(finished)["mame-0.3"]["values"][column]
+        )
+
+
+def test_images_without_labels_give_speed_and_agreement(place: Path, tmp_path: Path) -> None:
+    assert cli.run(words(place, tmp_path / "out", data="data/ant", rows="mame-0.3")) == 0
+    values = rows_of(tmp_path / "out")["mame-0.3"]["values"]
+    assert values["top1"]["withheld"] == "the images have no labels"
+    assert values["agreement"]["n"] == 4
+    assert values["throughput"]["mean"] > 0
+    assert "no labels" in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("model", ["clip", "siglip"])
+def test_zero_shot(place: Path, tmp_path: Path, model: str) -> None:
+    (tmp_path / "names.txt").write_text("".join(f"{name}\tpicture of {name}\n" for name in CLASSES))
+    (tmp_path / "templates.txt").write_text("a {}.\nthe {}.\n")
+    given = ["--classes", str(tmp_path / "names.txt"), "--templates", str(tmp_path / "templates.txt")]
+    out = tmp_path / "out"
+    assert cli.run([*words(place, out, model, rows="mame-0.9,evit-0.5"), "--suite", "zero-shot", *given]) == 0
+    rows, manifest = rows_of(out), read_results(out)["manifest"]
+    assert manifest["answers"]["templates"] == ["a {}.", "the {}."]
+    assert rows["mame-0.9"]["values"]["top1"]["n"] == 12
+    if model == "siglip":
+        assert "expected a class token to prune by" in rows["evit-0.5"]["reason"]
+        assert rows["evit-0.5"]["status"] == "not measured"
+
+
+BAD = {
+    "no-data": (["--rows", "mame-0.8"], "--data: expected a folder of class folders"),
+    "folder": (["--data", "{}/nothing"], "expected a folder of class folders or of images, found none"),
+    "batch": (["--data", "{}/data", "--batch-size", "0"], "--batch-size: expected at least 1, got 0"),
+    "rounds": (["--data", "{}/data", "--rounds", "0"], "--rounds: expected at least 1, got 0"),
+    "suite": (["--data", "{}/data", "--suite", "trained"], "--suite: expected one of vit, zero-shot, ablation"),
+    "rows": (["--data", "{}/data", "--rows", "magic"], "--rows: expected names such as"),
+    "classes": (["--data", "{}/data", "--classes", "x"], "--classes: expected none for ViTForImageClassification"),
+    "model": (["--data", "{}/data", "--model", "nothing"], "expected the folder of a model of transformers"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options_are_one_line(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    given, message = BAD[name]
+    words = ["classify", "--model", str(place / "vit"), "--device", "cpu", "--out", str(tmp_path / "out")]
+    assert cli.run([*words, *(word.replace("{}", str(place)) for word in given)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_unreadable_images_and_empty_classes_are_named(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(place / "data", tmp_path / "data")
+    (tmp_path / "data" / "ant" / "2.png").write_bytes(b"no image")
+    given = words(place, tmp_path / "out")
+    given[given.index("--data") + 1] = str(tmp_path / "data")
+    assert cli.run(given) == 2
+    assert "ant/2.png, but it is not an image" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "out")
+    for path in (tmp_path / "data" / "cat").iterdir():
+        path.unlink()
+    assert cli.run(given) == 2
+    assert "in each class folder, found none in" in capsys.readouterr().err

@@ -1,0 +1,145 @@
+"""Class folders, labels, class names and prompt templates: what is taken, and what is refused by name."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mame_sd.errors import UserError
+from mame_sd.eval.perception.data import class_numbers, open_images
+from mame_sd.eval.perception.heads import class_names, prompt_templates, text_head, unit
+from mame_sd.runs.encoders import LoadedEncoder, load_encoder
+from mame_sd.runs.model_files import ModelChoice
+from tests.builders.classification import CLASSES, draw_classes, save_classifier, save_text_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return draw_classes(tmp_path / "data")
+
+
+def loaded(folder: Path) -> LoadedEncoder:
+    return load_encoder(ModelChoice(model=str(folder), device="cpu"))
+
+
+def test_class_folders_are_read_as_torchvision_reads_them(folder: Path) -> None:
+    images = open_images(folder)
+    assert images.classes == CLASSES
+    assert images.labels is not None
+    assert sorted(images.files) == sorted(f"{name}/{n}.png" for name in CLASSES for n in range(4))
+    assert all(CLASSES[label] == file.split("/")[0] for file, label in zip(images.files, images.labels, strict=True))
+    assert images.files != tuple(sorted(images.files))  # classes mix in batches
+    assert open_images(folder) == images
+    assert open_images(folder, 5).files == images.files[:5]
+    assert [len(batch) for batch in images.batches(5)] == [5, 5, 2]
+    about = images.about()
+    assert (about["images"], about["classes"]) == (12, 3)
+    (folder / "ant" / "0.png").write_bytes(b"other")
+    assert open_images(folder).about()["sha256"] != about["sha256"]
+
+
+def test_images_without_labels(folder: Path) -> None:
+    images = open_images(folder / "cat")
+    assert images.labels is None
+    assert images.about()["classes"] is None
+    assert len(images.files) == 4
+
+
+def test_bad_folders_are_named(folder: Path) -> None:
+    with pytest.raises(UserError, match="expected a folder of class folders or of images, found none"):
+        open_images(folder / "nothing")
+    shutil.copy(folder / "ant" / "0.png", folder / "loose.png")
+    with pytest.raises(UserError, match=r"got both \('ant' beside 'loose.png'\)"):
+        open_images(folder)
+    (folder / "loose.png").unlink()
+    (folder / "empty").mkdir()
+    with pytest.raises(UserError, match=r"expected images .* in each class folder, found none in .*empty"):
+        open_images(folder)
+
+
+def test_labels_go_by_name_or_else_by_order(folder: Path) -> None:
+    images = open_images(folder)
+    assert class_numbers(images, {"cat": 0, "ant": 1, "bee_fly": 2, "dog": 3}) == ((1, 2, 0), "class folders by name")
+    assert class_numbers(images, {"x": 0, "y": 1, "z": 2}) == ((0, 1, 2), "class folders in sorted order")
+    for labels in ({"x": 0, "y": 1}, {"ant": 0, "y": 1, "z": 2}):
+        with pytest.raises(UserError, match=r"expected class folders named as the model's . classes, or just as many"):
+            class_numbers(images, labels)
+
+
+def test_class_names_and_templates(tmp_path: Path) -> None:
+    assert class_names(None, CLASSES) == ["ant", "bee fly", "cat"]
+    file = tmp_path / "names.txt"
+    file.write_text("an ant\n\na bee\na cat\n")
+    assert class_names(file, CLASSES) == class_names(file, []) == ["an ant", "a bee", "a cat"]
+    with pytest.raises(UserError, match="expected a line for each of 2 class folders, got 3"):
+        class_names(file, CLASSES[:2])
+    file.write_text("cat\ttom\nbee_fly\tfly\nant\tant man\n")
+    assert class_names(file, CLASSES) == ["ant man", "fly", "tom"]
+    with pytest.raises(UserError, match="got none for 'dog'"):
+        class_names(file, ["dog"])
+    for given, match in ((None, "expected a file of class names"), (tmp_path / "no", "can't be read")):
+        with pytest.raises(UserError, match=match):
+            class_names(given, [])
+    plain: Any = type("Plain", (), {"embedded": False})
+    assert prompt_templates(None, plain) == ["a photo of a {}."]
+    embedded: Any = type("Embedded", (), {"embedded": True})
+    assert "{} on a light blue background" in prompt_templates(None, embedded)
+    file.write_text("a {}\nmany {}s\n")
+    assert prompt_templates(file, plain) == ["a {}", "many {}s"]
+    file.write_text("nothing\n")
+    with pytest.raises(UserError, match=r"expected {} once in each line, got 'nothing'"):
+        prompt_templates(file, plain)
+    file.write_text("\n")
+    with pytest.raises(UserError, match="expected lines of text, got none"):
+        prompt_templates(file, plain)
+
+
+@pytest.mark.parametrize("name", ["CLIPModel", "SiglipModel"])
+@torch.no_grad()
+def test_zero_shot_is_that_of_one_prompt_at_a_time(tmp_path: Path, folder: Path, name: str) -> None:
+    encoder = loaded(save_text_model(tmp_path / "model", name))
+    names, templates = ["ant", "bee fly"], ["a {}", "two {}s on a wall"]
+    head = text_head(encoder, names, templates)
+    padding = {"padding": "max_length", "max_length": 64} if name == "SiglipModel" else {}
+    for number, one in enumerate(names):
+        vectors = []
+        for template in templates:
+            tokens = encoder.tokenizer(template.format(one), return_tensors="pt", **padding)
+            features = encoder.model.get_text_features(input_ids=tokens["input_ids"])
+            vectors.append(unit(features)[0])
+        mean = sum(vectors) / 2
+        assert head.text is not None
+        torch.testing.assert_close(head.text[number], mean / mean.norm(), rtol=1e-4, atol=1e-5)
+    images = open_images(folder)
+    from mame_sd.eval.perception.answers import inputs_of
+
+    inputs = inputs_of(head, images, range(3))
+    got, text = head.logits(inputs), head.text
+    both = encoder.model(**inputs, input_ids=encoder.tokenizer(["x"], return_tensors="pt", **padding)["input_ids"])
+    torch.testing.assert_close(got, both.image_embeds / both.image_embeds.norm(dim=-1, keepdim=True) @ text.T)
+
+
+def test_models_that_cannot_be_loaded_are_refused_in_one_line(tmp_path: Path) -> None:
+    folder = save_classifier(tmp_path / "vit")
+    encoder = loaded(folder)
+    assert encoder.labels == {name: n for n, name in enumerate(CLASSES)}
+    assert encoder.identity["class"] == "ViTForImageClassification"
+    for change, match in (
+        (
+            lambda: (folder / "preprocessor_config.json").unlink(),
+            "expected a model of transformers with preprocessor_config",
+        ),
+        (lambda: (folder / "config.json").write_text("{}"), "that names its class in architectures, got KeyError"),
+        (lambda: (folder / "config.json").unlink(), "that names its class in architectures, got FileNotFoundError"),
+    ):
+        change()
+        with pytest.raises(UserError, match=match):
+            loaded(folder)
+    with pytest.raises(UserError, match="expected the folder of a model of transformers or a hub id"):
+        loaded(tmp_path / "nothing")
+    with pytest.raises(UserError, match="--model embedded-none: expected the name of an embedded model"):
+        load_encoder(ModelChoice(model="embedded-none"))

@@ -1,0 +1,282 @@
+"""Rivals do what their papers say, by plain loops in float64, on every class of models; and count what they run."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from mame_sd.eval.benchmark.tomesd import NotApplicable
+from mame_sd.eval.perception.rivals import counted, on_smaller_images, rival_on
+from mame_sd.eval.perception.rules import EViT, Given, Pool, RandomDrop, Rule, ToMe, bipartite_soft_matching
+from mame_sd.perception.apply import apply_encoder, has_encoder_hooks
+from mame_sd.perception.families import find_encoder
+from tests.builders.perception import EVERY, PATCH, PATCHES, ROWS, SIDE, Row
+
+every = pytest.mark.parametrize("row", EVERY)
+VIT = next(row for row in ROWS if row.name == "ViTModel")
+DEIT = next(row for row in ROWS if row.name == "DeiTForImageClassification")
+SIGLIP = next(row for row in ROWS if row.name == "SiglipVisionModel")
+RULES = [ToMe(5), ToMe(3.5, prop_attn=False), EViT(0.7), EViT(0.6, fuse=False), RandomDrop(0.5), Pool(0.5)]
+rules = pytest.mark.parametrize("rule", RULES, ids=str)
+
+
+def tome_by_loops(x: Tensor, metric: Tensor, sizes: Tensor, r: int, special: int) -> tuple[Tensor, Tensor]:
+    """Section 3 of the paper for one sample: alternating sets, one edge each, the r most similar merge, means by size.
+
+    x [L, C], metric [L, d], sizes [L]. Special tokens stay; the rest of A follows in its order, then B.
+    """
+    tokens = range(special, len(x))
+    a, b = [n for n in tokens if n % 2 == 0], [n for n in tokens if n % 2 == 1]
+    edges = []
+    for source in a:
+        cosine = [(metric[source] @ metric[n]) / (metric[source].norm() * metric[n].norm()) for n in b]
+        best = max(range(len(b)), key=lambda n: float(cosine[n]))
+        edges.append((float(cosine[best]), source, b[best]))
+    edges.sort(key=lambda edge: -edge[0])
+    merging, rest = edges[:r], [source for _, source, _ in edges[r:]]
+    rest = sorted(rest) if special else rest
+    groups = [[n] for n in [*range(special), *rest]]
+    groups += [[n, *(source for _, source, target in merging if target == n)] for n in b]
+    merged = [sum(sizes[n] * x[n] for n in group) / sum(sizes[n] for n in group) for group in groups]
+    return torch.stack(merged), torch.stack([sum(sizes[n] for n in group) for group in groups])
+
+
+def vit_by_loops(model: Any, pixels: Tensor, r: int, prop_attn: bool) -> Tensor:
+    """The last hidden state of a transformers ViT under ToMe, a sample at a time, attention written out."""
+    rows = []
+    for image in pixels:
+        x = model.embeddings(image[None])[0]
+        sizes = torch.ones(len(x), dtype=x.dtype)
+        special = len(x) - PATCHES
+        for block in model.layers if hasattr(model, "layers") else model.encoder.layer:
+            normed, at = block.layernorm_before(x), block.attention
+            width = x.shape[1] // model.config.num_attention_heads
+            heads = [
+                [part(normed).split(width, 1)[head] for part in (at.q_proj, at.k_proj, at.v_proj)]
+                for head in range(model.config.num_attention_heads)
+            ]
+            keys = [key for _, key, _ in heads]
+            out = []
+            for query, key, value in heads:
+                logits = query @ key.T / math.sqrt(width) + (sizes.log() if prop_attn else 0)
+                out.append(logits.softmax(-1) @ value)
+            y = x + at.o_proj(torch.cat(out, 1))
+            fewer = min(r, (len(x) - special) // 2)
+            x, sizes = tome_by_loops(y, sum(keys) / len(keys), sizes, fewer, special)
+            x = x + block.mlp(block.layernorm_after(x))
+        rows.append(model.layernorm(x))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("special", [0, 1, 2, 5])
+@pytest.mark.parametrize("r", [0, 1, 4, 6])
+def test_matching_is_that_of_plain_loops(special: int, r: int) -> None:
+    generator = torch.Generator().manual_seed(special * 10 + r)
+    x, metric, sizes = (torch.randn(3, special + 13, n, generator=generator).double() for n in (8, 4, 1))
+    sizes = sizes.abs() + 1
+    merge = bipartite_soft_matching(metric, r, special)
+    summed, size = merge(x * sizes), merge(sizes)
+    assert summed.shape[1] == special + 13 - r
+    for sample in range(3):
+        want, want_sizes = tome_by_loops(x[sample], metric[sample], sizes[sample, :, 0], r, special)
+        torch.testing.assert_close(summed[sample] / size[sample], want)
+        torch.testing.assert_close(size[sample, :, 0], want_sizes)
+    torch.testing.assert_close(size.sum(1), sizes.sum(1))
+
+
+@pytest.mark.parametrize("prop_attn", [True, False])
+@pytest.mark.parametrize("r", [5, 12])
+@torch.no_grad()
+def test_tome_in_a_vit_is_that_of_plain_loops(r: int, prop_attn: bool) -> None:
+    model, pixels = VIT.build().double(), VIT.batch()["pixel_values"].double()
+    with rival_on(model, ToMe(r, prop_attn)) as handle:
+        got = model(pixels).last_hidden_state
+        kept = [block.tokens_kept for block in handle.report().blocks]
+    assert kept == ([32, 27, 22, 17] if r == 5 else [25, 13, 7, 4])  # 37 tokens, never more than half of the patches
+    torch.testing.assert_close(got, vit_by_loops(model, pixels, r, prop_attn))
+
+
+@torch.no_grad()
+def test_proportional_attention_counts_what_merged() -> None:
+    """Pairs of equal tokens: with sizes in attention and all pairs merged, outputs are those of all tokens."""
+    model = VIT.build()
+    model.embeddings.position_embeddings.zero_()
+    pixels = VIT.batch(1)["pixel_values"]
+    pixels = pixels.unflatten(3, (3, 2, PATCH))[:, :, :, :, :1].expand(-1, -1, -1, -1, 2, -1).flatten(3)
+    want = model(pixels).last_hidden_state[:, 0]
+
+    class First(ToMe):
+        def blocks(self, depth: int) -> tuple[int, ...]:
+            return (0,)
+
+    with rival_on(model, First(PATCHES // 2)) as handle:
+        got = model(pixels).last_hidden_state[:, 0]
+        assert handle.report().blocks[-1].tokens_kept == 1 + PATCHES // 2
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    with rival_on(model, First(PATCHES // 2, prop_attn=False)):
+        assert not torch.allclose(model(pixels).last_hidden_state[:, 0], want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("special", [1, 2])
+@pytest.mark.parametrize("fuse", [True, False])
+def test_pruning_by_the_class_tokens_attention_is_that_of_plain_loops(special: int, fuse: bool) -> None:
+    generator = torch.Generator().manual_seed(special)
+    x = torch.randn(2, special + 9, 8, generator=generator).double()
+    queries, keys = torch.randn(2, 2, 2, special + 9, 4, generator=generator).double()
+    got = EViT(0.6, fuse)(Given(x, special, 0, queries=queries, keys=keys)).x
+    for sample in range(2):
+        weight = [0.0] * 9
+        for head in range(2):
+            logits = [float(queries[sample, head, 0] @ key) / 2 for key in keys[sample, head]]
+            total = sum(math.exp(logit) for logit in logits)
+            weight = [w + math.exp(logit) / total / 2 for w, logit in zip(weight, logits[special:], strict=True)]
+        order = sorted(range(9), key=lambda n: -weight[n])
+        want = [*x[sample, :special], *(x[sample, special + n] for n in order[:6])]  # ceil(5.4)
+        want += [sum(weight[n] * x[sample, special + n] for n in order[6:])] if fuse else []
+        torch.testing.assert_close(got[sample], torch.stack(want))
+
+
+@torch.no_grad()
+def test_queries_and_keys_are_those_of_the_attention() -> None:
+    """EViT's weights are the probabilities that eager attention gives."""
+    model, pixels = VIT.build(), VIT.batch()["pixel_values"]
+    model.set_attn_implementation("eager")
+    seen: list[Tensor] = []
+
+    class Spy(EViT):
+        def __call__(self, given: Given) -> Any:
+            assert given.queries is not None
+            assert given.keys is not None
+            logits = given.queries @ given.keys.transpose(2, 3) / math.sqrt(given.keys.shape[-1])
+            seen.append(logits.softmax(-1))
+            return super().__call__(given)
+
+    with rival_on(model, Spy(1.0)):
+        model(pixels)
+    want = model(pixels, output_attentions=True).attentions
+    for got, block in zip(seen, (1, 2, 3), strict=True):
+        torch.testing.assert_close(got, want[block])
+
+
+def test_pooling_takes_means_of_cells() -> None:
+    x = torch.arange(1 + 16.0).view(1, 17, 1)
+    got = Pool(0.25)(Given(x, 1, 0, grid=(4, 4))).x
+    assert got.flatten().tolist() == [0, 3.5, 5.5, 11.5, 13.5]
+
+
+def test_random_dropping_keeps_other_patches_for_each_sample_and_the_same_ones_again() -> None:
+    x = torch.arange(1 + 40.0).view(1, 41, 1).expand(3, -1, -1)
+    one, two, later = (RandomDrop(0.5)(Given(x, 1, place)).x for place in (0, 0, 1))
+    assert torch.equal(one, two)
+    assert not torch.equal(one, later)
+    assert not torch.equal(one[0], one[1])
+    assert one.shape == (3, 21, 1)
+    assert (one[:, 0] == 0).all()
+    assert (one.diff(dim=1) > 0).all()
+    assert RandomDrop(0.5, seed=1)(Given(x, 1, 0)).x.tolist() != one.tolist()
+
+
+def applicable(row: Row, rule: Rule) -> bool:
+    if isinstance(rule, EViT) and row.special == 0:
+        return False
+    return not (isinstance(rule, Pool) and (row.name.startswith("Siglip2") or row.name == "ViTMAEModel"))
+
+
+@every
+@rules
+@torch.no_grad()
+def test_flops_are_those_of_the_operations_that_run_and_the_model_is_left_as_it_was(row: Row, rule: Rule) -> None:
+    model, inputs = row.build().requires_grad_(False), row.batch(1)
+    before = row.call(model, inputs)
+    if not applicable(row, rule):
+        with pytest.raises(NotApplicable, match="choose another method"), rival_on(model, rule):
+            pass
+        return
+    encoder, counter = find_encoder(model)[0], FlopCounterMode(display=False)
+    with rival_on(model, rule) as handle:
+        row.call(model, inputs)
+        handle.reset()
+        hooks = [
+            encoder.register_forward_pre_hook(lambda *_: counter.__enter__() and None),
+            encoder.register_forward_hook(lambda *_: counter.__exit__(None, None, None)),
+        ]
+        with sdpa_kernel(SDPBackend.MATH):
+            row.call(model, inputs)
+        for hook in hooks:
+            hook.remove()
+        report = handle.report()
+    assert report.flops == counter.get_total_flops() / 2
+    assert report.blocks[-1].tokens_kept < report.blocks[0].tokens_in
+    assert not has_encoder_hooks(model)
+    after = row.call(model, inputs)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@every
+@torch.no_grad()
+def test_the_unmerged_model_is_counted_as_merging_counts_it(row: Row) -> None:
+    model, inputs = row.build(), row.batch(2)
+    before = row.call(model, inputs)
+    handle = apply_encoder(model, keep=0.5)
+    row.call(model, inputs)
+    with counted(model) as unmerged:
+        after = row.call(model, inputs)
+        assert unmerged.report().flops == handle.report().flops_before
+    assert handle.installed
+    handle.remove()
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value)
+
+
+@every
+@torch.no_grad()
+def test_smaller_images(row: Row) -> None:
+    model, inputs = row.build(), row.batch(2)
+    if row.name.startswith(("Siglip2", "timm")):
+        with pytest.raises(NotApplicable, match="images of one size"), on_smaller_images(model, SIDE // 2):
+            pass
+        return
+    before = row.call(model, inputs)
+    if "noise" in inputs:
+        inputs["noise"] = inputs["noise"][:, : PATCHES // 4]
+    with on_smaller_images(model, SIDE // 2), counted(model) as handle:
+        row.call(model, inputs)
+        assert handle.report().blocks[0].tokens_in == row.special + (6 if "noise" in inputs else PATCHES // 4)
+    if "noise" not in inputs:
+        with on_smaller_images(model, SIDE):
+            same = row.call(model, inputs)
+        after = row.call(model, inputs)
+        for name, value in before.items():
+            assert torch.equal(after[name], value)
+            torch.testing.assert_close(same[name], value, rtol=1e-3, atol=1e-3)
+
+
+def test_a_side_that_is_no_multiple_of_the_patch_is_refused() -> None:
+    with (
+        pytest.raises(ValueError, match="multiple of the patch's 4 pixels, got 10"),
+        on_smaller_images(VIT.build(), 10),
+    ):
+        pass
+
+
+@torch.no_grad()
+def test_without_fewer_tokens_outputs_are_the_models_own() -> None:
+    model, inputs = DEIT.build(), DEIT.batch()
+    want = model(**inputs).logits
+    for rule in (ToMe(0), EViT(1.0), RandomDrop(1.0), Pool(1.0)):
+        with rival_on(model, rule):
+            torch.testing.assert_close(model(**inputs).logits, want)
+
+
+def test_what_a_rule_works_by_must_be_there() -> None:
+    with (
+        pytest.raises(NotApplicable, match="expected a class token to prune by, but SiglipVisionModel has none"),
+        rival_on(SIGLIP.build(), EViT(0.5)),
+    ):
+        pass

@@ -1,0 +1,120 @@
+"""Names of rows, suites, and rivals brought to equal FLOPs by counting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mame_sd.errors import UserError
+from mame_sd.eval.benchmark.tomesd import NotApplicable
+from mame_sd.eval.perception.methods import RIVALS, Merged, Unmerged, at_flops, flops_of
+from mame_sd.eval.perception.rows import BASELINE, SUITES, chosen_rows, row_named
+from tests.builders.perception import PATCHES, ROWS, SIDE
+
+VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
+SIGLIP = next(row for row in ROWS if row.name == "Siglip2ForImageClassification")
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "config"),
+    [
+        ("baseline", "baseline", {}),
+        ("mame-0.8", "mame", {"mame": {"tau": 0.8, "blocks": "first"}}),
+        ("mame-keep-0.5", "mame", {"mame": {"keep": 0.5, "blocks": "quarters"}}),
+        ("tome-8", "tome", {"rival": {"name": "ToMe", "r": 8.0, "prop_attn": True}}),
+        ("evit-0.7", "rival", {"rival": {"name": "EViT", "keep": 0.7, "fuse": True}}),
+        ("random-0.7", "rival", {"rival": {"name": "RandomDrop", "keep": 0.7, "seed": 0}}),
+        ("pool-0.7", "rival", {"rival": {"name": "Pool", "keep": 0.7}}),
+        ("smaller-160", "rival", {"side": 160}),
+    ],
+)
+def test_a_name_says_what_runs(name: str, family: str, config: dict[str, Any]) -> None:
+    row = row_named(name)
+    assert (row.name, row.family, row.method().describe()) == (name, family, config)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "mame", "mame-2", "mame-0", "mame-keep-x", "tome", "tome-0", "tome-inf", "evit-1.5", "smaller-10.5", "magic-1",
+     "tome@baseline", "tome@tome@mame-0.8", "tome@", "mame@tome-8"],
+)  # fmt: skip
+def test_other_names_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match="--rows: expected names such as baseline"):
+        chosen_rows("vit", name)
+
+
+def test_a_rival_comes_after_the_row_whose_flops_it_takes() -> None:
+    assert [row.name for row in chosen_rows("vit", "evit@mame-0.5,mame-0.5,tome-4")] == [
+        "baseline", "mame-0.5", "evit@mame-0.5", "tome-4",
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="--suite: expected one of vit, zero-shot, ablation, got 'x'"):
+        chosen_rows("x", None)
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_rows_of_a_suite_have_names_of_their_own_and_are_found_by_them(suite: str) -> None:
+    rows = chosen_rows(suite, None)
+    names = [row.name for row in rows]
+    assert len({*names}) == len(names) == len({row.label for row in rows})
+    assert names[0] == BASELINE
+    assert chosen_rows(suite, ",".join(names)) == rows
+    assert all(row.at is None or names.index(row.at) < names.index(row.name) for row in rows)
+
+
+@torch.no_grad()
+def test_every_ablation_runs_on_a_vit_and_does_something_of_its_own() -> None:
+    model, inputs = VIT.build(), VIT.batch(2)
+    seen = []
+    for row in SUITES["ablation"][1]:
+        method = row.method()
+        with method.counted(model) as handle:
+            logits = model(**inputs).logits
+            kept = [block.tokens_kept for block in handle.report().blocks]
+        if row.name.startswith("mame-keep-0.5"):
+            assert kept == [37, 19, 10, 6]
+            if "restored" not in row.name:  # a class token alone is read
+                seen.append(logits)
+    for number, one in enumerate(seen):
+        assert not any(torch.equal(one, other) for other in seen[:number]), number
+    assert len(seen) == 17
+
+
+def call_of(model: Any, inputs: Any) -> Any:
+    return lambda: model(**inputs)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5])
+@pytest.mark.parametrize("name", RIVALS)
+def test_a_rival_comes_as_near_to_the_flops_as_its_knob_allows(name: str, share: float) -> None:
+    model, inputs = VIT.build(), VIT.batch(1)
+    whole = flops_of(model, Unmerged(), call_of(model, inputs))
+    knob, flops = at_flops(model, name, share * whole, call_of(model, inputs), SIDE)
+    assert flops == flops_of(model, RIVALS[name](knob), call_of(model, inputs))
+    others = {
+        "tome": [n / 2 for n in range(PATCHES)],
+        "smaller": [4.0 * n for n in range(1, 7)],
+    }.get(name, [n / PATCHES for n in range(1, PATCHES + 1)])
+    nearest = min(abs(flops_of(model, RIVALS[name](other), call_of(model, inputs)) - share * whole) for other in others)
+    assert abs(flops - share * whole) <= nearest + 1e-9
+
+
+def test_flops_beyond_reach_take_the_end_of_the_range() -> None:
+    model, inputs = VIT.build(), VIT.batch(1)
+    whole = flops_of(model, Unmerged(), call_of(model, inputs))
+    for name in ("evit", "random", "pool", "tome", "smaller"):
+        most = at_flops(model, name, 2 * whole, call_of(model, inputs), SIDE)[1]
+        least = at_flops(model, name, 0.0, call_of(model, inputs), SIDE)[1]
+        assert least < 0.6 * whole < 0.99 * whole <= most, name
+
+
+def test_what_a_rival_lacks_is_said() -> None:
+    model, inputs = SIGLIP.build(), SIGLIP.batch(1)
+    for name, reason in (("evit", "class token"), ("pool", "as a list"), ("smaller", "images of one size")):
+        with pytest.raises(NotApplicable, match=reason):
+            at_flops(model, name, 1e5, call_of(model, inputs), 0)
+    assert at_flops(model, "tome", 1e5, call_of(model, inputs), 0)[0] > 0
+    reason = "this model can't merge so: blocks: expected how many of the 4 blocks"
+    with pytest.raises(NotApplicable, match=reason), Merged(9, {"tau": 0.8}).counted(model):
+        pass
