@@ -60,7 +60,7 @@ def positions(
         size: (h, w) in tokens with h * w = L. Needed by the grid partition and by tiles; a square is assumed when
             it is left out and L is a perfect square.
         device: where the index tensors live.
-        draw: with `redraw`, which of the drawn partitions, a LongTensor [1]; None: the first.
+        draw: with `redraw`, which of the drawn partitions, a LongTensor [1] that counts in circles; None: the first.
 
     Raises:
         ValueError: no tokens, a size that does not fit, or none where one is needed.

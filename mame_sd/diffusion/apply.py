@@ -118,7 +118,8 @@ def build_handle(target: Any, config: MaMeConfig) -> MaMeHandle:
         layer = _layer_of(path, module, image, family, part := parts.get(path, "attention"))
         if layer is not None:
             stats = LayerStats(path or kind, device_of(module), part)
-            hooks.append((module, MergeHook(shared, stats, layer, image)))
+            number = sum(isinstance(hook, MergeHook) and hook.stats.part == part for _, hook in hooks)
+            hooks.append((module, MergeHook(shared, stats, layer, image, number)))
     if not any(isinstance(hook, MergeHook) and hook.stats.part == "attention" for _, hook in hooks):
         raise ValueError(_nothing_found(root))
     return MaMeHandle(root, shared, hooks)

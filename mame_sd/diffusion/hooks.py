@@ -80,12 +80,18 @@ class Shared:
 
 
 class MergeHook(AroundHook):
-    """Merges around one layer, while the settings in force merge what it computes (`stats.part`)."""
+    """Merges around one layer, while the settings in force merge what it computes (`stats.part`).
+
+    `number` counts a model's layers from 0: in one step neighbours take different draws, so that their errors do not add up.
+    """
 
     name = "mame"
 
-    def __init__(self, shared: Shared, stats: LayerStats, layer: Layer, image: SizeHook | None) -> None:
+    def __init__(
+        self, shared: Shared, stats: LayerStats, layer: Layer, image: SizeHook | None, number: int = 0
+    ) -> None:
         super().__init__()
+        self.number = torch.tensor(number)  # of no dimension: for any device, and no constant of a compiled graph
         self.shared = shared
         self.stats = stats
         self.layer = layer
@@ -103,7 +109,8 @@ class MergeHook(AroundHook):
             return forward(*args, **kwargs)
         call = self.layer.call(module, forward, args, kwargs)
         known = None if self.image is None else self.image.tokens
-        return merged_call(self.layer, call, known, config, self.stats, self.shared.draw)
+        draw = self.shared.draw
+        return merged_call(self.layer, call, known, config, self.stats, None if draw is None else draw + self.number)
 
 
 class SizeHook(PreHook):

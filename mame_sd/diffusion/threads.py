@@ -15,9 +15,10 @@ from typing import Any
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from mame_sd.diffusion.saved_setting import PIPELINE
-
 CHANGES = threading.RLock()  # held while hooks or settings of a model change
+
+
+PIPELINE = "StableDiffusionMaMePipeline"
 
 
 class PerThread:

@@ -11,7 +11,7 @@ from diffusers.hooks import HookRegistry, ModelHook
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, remove_mame
 from mame_sd.core.owners import owners_of
-from mame_sd.core.partition import draw_at
+from mame_sd.core.partition import draw_at, positions
 from mame_sd.diffusion.apply import has_hooks
 from tests.builders.layers import added_kv_unet, attention, every_config, tokens
 from tests.builders.tiny import (
@@ -63,8 +63,25 @@ def test_each_timestep_has_destinations_of_its_own_whatever_ran_before() -> None
         assert torch.equal(at(unet, again), first)
     seeds = [at(unet, torch.tensor(500), seed=seed) for seed in (1, 2)]
     assert not torch.equal(*seeds)
-    zero = next(t for t in range(1000) if draw_at(t).item() == 0)
-    assert torch.equal(at(unet, torch.tensor(zero)), at(unet, torch.tensor(zero), redraw=False))
+
+
+def test_neighbouring_layers_take_different_draws() -> None:
+    unet = tiny_unet()
+    with torch.no_grad(), mame(unet, keep=0.25, min_tokens=40) as handle:
+        handle.capture()
+        unet(**unet_inputs(unet))
+        plans = [
+            plan
+            for plan in handle.plans().values()
+            if plan.tokens_in == max(p.tokens_in for p in handle.plans().values())
+        ]
+        timestep = unet_inputs(unet)["timestep"]
+        layers = list(handle.report().layers)
+        for number, layer in enumerate(layers):
+            plan = handle.plans()[layer.name]
+            want = positions(plan.tokens_in, handle.config, layer.size, draw=draw_at(timestep) + number)
+            assert torch.equal(plan.positions.dst, want.dst)
+    assert len({tuple(plan.positions.dst.tolist()) for plan in plans}) > 1
 
 
 def test_a_model_inside_another_module_has_steps_too() -> None:

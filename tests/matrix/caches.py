@@ -229,13 +229,13 @@ def _drawn(handle: MaMeHandle, subject: Any) -> Iterator[list[Tensor]]:
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         draws.append(draw_at(kwargs["timestep"] if "timestep" in kwargs else args[1], handle.config))
         plans = handle.plans()
-        for layer in handle.report().layers:
+        for number, layer in enumerate(handle.report().layers):
             if layer.calls > counts.get(layer.name, 0):
                 counts[layer.name] = layer.calls
                 plan = plans[layer.name]
                 *times, h, w = layer.size or ()
                 plane = h * math.prod(times), w
-                want = positions(plan.tokens_in, handle.config, plane, draw=draws[-1])
+                want = positions(plan.tokens_in, handle.config, plane, draw=draws[-1] + number)
                 assert torch.equal(plan.positions.dst, want.dst), f"{layer.name}: not the draw of step {len(draws)}"
 
     hook = denoiser_of(subject).register_forward_hook(after, with_kwargs=True)
