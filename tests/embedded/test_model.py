@@ -90,3 +90,24 @@ def test_every_word_of_the_captions_is_one_token() -> None:
     for name in subjects.glyph_names():
         words = subjects.caption(name, "white").replace("-", " - ").split()
         assert len(tokenizer.tokenize(subjects.caption(name, "white"))) == len(words)
+
+
+def test_the_transformer_generates_and_merges() -> None:
+    from diffusers import StableDiffusion3Pipeline
+
+    from mame_sd import apply_mame
+
+    pipe = StableDiffusion3Pipeline.from_pretrained(subjects.embedded_model_path("transformer"))
+    pipe.set_progress_bar_config(disable=True)
+    call = {"prompt": "rocket on a red brick background", "num_inference_steps": 2, "guidance_scale": 2.5}
+    images = []
+    for merging in ({}, {"keep": 0.25}, {"keep": 0.25, "correct": True}):
+        handle = apply_mame(pipe, **merging) if merging else None
+        generator = torch.Generator().manual_seed(0)
+        images.append(pipe(**call, generator=generator, output_type="pt").images)
+        if handle is not None:
+            assert all(layer.merged and layer.tokens_kept == 256 for layer in handle.report().layers)
+            handle.remove()
+    assert images[0].shape == (1, 3, 256, 256)
+    whole, merged, corrected = images
+    assert 0 < (corrected - whole).norm() < (merged - whole).norm()
