@@ -154,11 +154,12 @@ def test_saves_loads_and_overrides(tmp_path: Path) -> None:
 DOORS = ("StableDiffusionPipeline", "DiffusionPipeline", "AutoPipelineForText2Image")
 LOAD = """
 import json, sys
+import torch
+torch.set_num_threads({threads})  # others add up in another order
 from diffusers import {door}
 {importing}
 pipe = {door}.from_pretrained({folder!r}, **json.loads({options!r}))
 pipe.set_progress_bar_config(disable=True)
-import torch
 image = pipe("a red key", generator=torch.Generator().manual_seed(0), num_inference_steps=2, output_type="pt").images
 torch.save((type(pipe).__name__, image, sorted(name for name in sys.modules if name.startswith("mame_sd"))), {out!r})
 """
@@ -177,6 +178,7 @@ def test_what_is_saved_opens_every_door(tmp_path: Path, importing: str, options:
             "importing": importing,
             "folder": str(tmp_path),
             "options": json.dumps(options),
+            "threads": torch.get_num_threads(),
             "out": out,
         }
         done = subprocess.run([sys.executable, "-c", LOAD.format(**texts)], cwd=ROOT, capture_output=True, text=True)
