@@ -66,7 +66,7 @@ def stage(name: str) -> contextlib.AbstractContextManager[Callable[[int, int], N
 def benchmark(model: LoadedModel, out: Path, **changes: Any) -> Benchmark:
     values: dict[str, Any] = {
         "suite": TINY, "model": model, "prompts": PROMPTS, "settings": SETTINGS, "rows": tiny_rows(),
-        "metrics": suite_metrics(TINY, glyphs=True), "reference": None, "out": out, "tools": Tools(offline=True),
+        "metrics": suite_metrics(TINY, known=True), "reference": None, "out": out, "tools": Tools(offline=True),
         "stage": stage, "rounds": 2,
     }  # fmt: skip
     return Benchmark(**{**values, **changes})

@@ -259,7 +259,7 @@ def test_smaller_images(row: Row) -> None:
 
 def test_a_side_that_is_no_multiple_of_the_patch_is_refused() -> None:
     with (
-        pytest.raises(ValueError, match="multiple of the patch's 4 pixels, got 10"),
+        pytest.raises(NotApplicable, match="multiple of the patch's 4 pixels, got 10"),
         on_smaller_images(VIT.build(), 10),
     ):
         pass
