@@ -16,8 +16,6 @@ from diffusers import DiffusionPipeline
 from torch import nn
 
 CHANGES = threading.RLock()  # held while hooks or settings of a model change
-
-
 PIPELINE = "StableDiffusionMaMePipeline"
 
 

@@ -1,6 +1,7 @@
 """The transformer as a plain StableDiffusion3Pipeline folder, and sheets of what a checkpoint makes."""
 
 import copy
+import re
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,8 @@ def export(out: Path, model: Denoiser, tokenizer: CLIPTokenizer, provenance: dic
         config = out / name / "config.json"
         text = config.read_text(encoding="utf-8").replace('"dtype": "float16"', '"dtype": "float32"')
         config.write_text(text, encoding="utf-8")
+    vae = out / "vae" / "config.json"  # it was loaded from a folder of this machine, which diffusers writes down
+    vae.write_text(re.sub(r'\n *"_name_or_path": "[^"]*",', "", vae.read_text(encoding="utf-8")), encoding="utf-8")
     for path in out.rglob("*.safetensors"):
         tensors = {k: v.contiguous() for k, v in load_file(path).items()}
         save_file(tensors, path, metadata={"format": "pt", **provenance})

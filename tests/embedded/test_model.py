@@ -111,3 +111,9 @@ def test_the_transformer_generates_and_merges() -> None:
     assert images[0].shape == (1, 3, 256, 256)
     whole, merged, corrected = images
     assert 0 < (corrected - whole).norm() < (merged - whole).norm()
+
+
+def test_no_embedded_file_names_a_folder_of_the_machine_that_made_it() -> None:
+    for name in subjects.embedded_models():
+        for path in subjects.embedded_model_path(name).rglob("*.json"):
+            assert "_name_or_path" not in path.read_text(encoding="utf-8"), path
