@@ -11,7 +11,7 @@ Printed for self-attention over the image's tokens (2 x 2 cells, `--queries` que
 
 * within: share of Cov(v, k) that lies within cells, <C_within, C> / <C, C>;
 * predicted: cosine between the error of means of cells and -C_within q / sqrt(d), over all queries and heads;
-* error of each form, |o' - o|^2 / |o - mean(v)|^2, split into the bias of its mean over draws and the variance around it.
+* error of each form, as it is and with the first-order correction (`correct=True`), |o' - o|^2 / |o - mean(v)|^2, split into the bias of its mean over draws and the variance around it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.generation import generate, load
 from benchmarks.instruments import INSTRUMENTS
+from mame_sd.core.correction import first_order
 from mame_sd.diffusion.apply import denoiser_of
 
 DRAWS = 16
-FORMS = ("means of cells", "first of each cell", "random of each cell", "random quarter")
+FORMS = ("means of cells", "first of each cell", "random of each cell", "random quarter", "random sixteenth")
 
 
 def cells(t: Tensor, side: int) -> Tensor:
@@ -72,27 +73,28 @@ def measure(q: Tensor, k: Tensor, v: Tensor, side: int, g: torch.Generator) -> d
     }
     count = k4.shape[2]
 
-    def outputs(form: str) -> Tensor:
+    def kept(form: str) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values that stay, for each draw."""
         if form == "means of cells":
-            return (whole + error)[None]
+            return [(k4.mean(3), v4.mean(3))]
         if form == "first of each cell":
-            return F.scaled_dot_product_attention(q, k4[:, :, :, 0], v4[:, :, :, 0])[None]
-        drawn = []
-        for _ in range(DRAWS):
-            if form == "random of each cell":
-                place = torch.randint(4, (count,), generator=g)
-                drawn.append(F.scaled_dot_product_attention(q, one_of_each(k4, place), one_of_each(v4, place)))
-            else:
-                kept = torch.randperm(k.shape[2], generator=g)[:count]
-                drawn.append(F.scaled_dot_product_attention(q, k[:, :, kept], v[:, :, kept]))
-        return torch.stack(drawn)
+            return [(k4[:, :, :, 0], v4[:, :, :, 0])]
+        if form == "random of each cell":
+            places = [torch.randint(4, (count,), generator=g) for _ in range(DRAWS)]
+            return [(one_of_each(k4, place), one_of_each(v4, place)) for place in places]
+        share = count if form == "random quarter" else count // 4
+        chosen = [torch.randperm(k.shape[2], generator=g)[:share] for _ in range(DRAWS)]
+        return [(k[:, :, rows], v[:, :, rows]) for rows in chosen]
 
     for form in FORMS:
-        made = outputs(form)
-        variance = made.var(0).sum() if len(made) > 1 else torch.zeros(())
-        # the mean of n draws has a share 1 / n of the variance in it, which is no bias
-        bias = (made.mean(0) - whole).square().sum() - variance / len(made)
-        found |= {f"{form}: bias": (bias / signal).item(), f"{form}: variance": (variance / signal).item()}
+        pairs = kept(form)
+        fewer = torch.stack([F.scaled_dot_product_attention(q, *pair) for pair in pairs])
+        lacking = torch.stack([first_order(q, k, v, *pair, None, q.shape[-1] ** -0.5) for pair in pairs])
+        for name, made in ((form, fewer), (f"{form}, corrected", fewer + lacking)):
+            variance = made.var(0).sum() if len(made) > 1 else torch.zeros(())
+            # the mean of n draws has a share 1 / n of the variance in it, which is no bias
+            bias = (made.mean(0) - whole).square().sum() - variance / len(made)
+            found |= {f"{name}: bias": (bias / signal).item(), f"{name}: variance": (variance / signal).item()}
     return found
 
 

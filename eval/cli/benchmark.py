@@ -101,13 +101,18 @@ def run_benchmark(
         results = benchmark.run()
     if process.is_main:
         render(results, out)
-        failed = failed_gates(results)
-        if failed:
-            raise MachineError(
-                f"{out}/report.html: sanity gates failed ({', '.join(failed)}); "
-                "do not trust these figures before the report's gates say why"
-            )
+        check_gates(results, out)
     return process.is_main
+
+
+def check_gates(results: dict[str, Any], out: Path) -> None:
+    """Raise MachineError where a sanity gate of the report in `out` failed."""
+    failed = failed_gates(results)
+    if failed:
+        raise MachineError(
+            f"{out}/report.html: sanity gates failed ({', '.join(failed)}); "
+            "do not trust these figures before the report's gates say why"
+        )
 
 
 def run_bench(

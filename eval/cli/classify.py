@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mame_sd.errors import MachineError, UserError
+from mame_sd.errors import UserError
 from mame_sd.runs.encoders import LoadedEncoder, load_encoder
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.processes import joined, this_process
 
-from ..benchmark.gates import failed_gates
 from ..benchmark.results import check_out
 from ..perception.data import ImageSet, class_numbers, open_images
 from ..perception.heads import Head, class_names, prompt_templates, text_head
 from ..perception.rows import Row
-from .benchmark import check_rounds, stages
+from .benchmark import check_gates, check_rounds, stages
 from .options import ClassifyOptions
 
 
@@ -57,12 +56,7 @@ def run_classify(
         ).run()
     if process.is_main:
         render(results, out)
-        failed = failed_gates(results)
-        if failed:
-            raise MachineError(
-                f"{out}/report.html: sanity gates failed ({', '.join(failed)}); "
-                "do not trust these figures before the report's gates say why"
-            )
+        check_gates(results, out)
     return process.is_main
 
 

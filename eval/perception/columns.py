@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..metric_list import Metric
+from ..metric_list import METRICS, Metric
 
 COLUMNS: dict[str, Metric] = {
     metric.name: metric
@@ -16,10 +16,7 @@ COLUMNS: dict[str, Metric] = {
             name="throughput", label="Throughput", unit="images/s", digits=1, better="higher", block="cost", needs="time",
             about="Images per second from prepared images to logits: median and quartiles of interleaved rounds.",
         ),
-        Metric(
-            name="memory", label="Peak memory", unit="MiB", digits=0, better="lower", block="cost", needs="time",
-            about="Most that tensors take at once, weights included.",
-        ),
+        METRICS["memory"],
         Metric(
             name="tokens", label="Tokens left", digits=1, better="lower", block="cost", needs="alone",
             about="After the last block, special tokens included, mean over all images.",
