@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 from embedded_training import contrast, joint, pictures, world
 from embedded_training.contrast import Stage
-from embedded_training.loop import fit
+from embedded_training.loop import checkpoint, fit, train_stages
 from PIL import Image
-from train_transformer import Tokens, checkpoint
+from train_transformer import Tokens
 from transformers import CLIPModel, CLIPTokenizer
 
 from mame_sd.embedded import model as subjects
@@ -105,13 +105,10 @@ def main() -> None:
     tokens = Tokens(joint.joint_tokenizer())
     begun = [s for s in stages if (args.work / f"{s.name}.pt").exists()]
     if not args.sample and not args.export:
-        last = [s.name for s in stages].index(args.until)
-        for previous, stage in zip([None, *stages], stages[: last + 1], strict=False):
-            if stage in begun and checkpoint(args.work, stage)["step"] >= stage.steps:
-                continue
-            train_stage(args.work, stage, previous, names, tokens, args.seed)
-            print(f"{stage.name}: {stage.steps} steps done", flush=True)
-        begun = stages[: last + 1]
+        begun = train_stages(
+            args.work, stages, args.until,
+            lambda stage, previous: train_stage(args.work, stage, previous, names, tokens, args.seed),
+        )  # fmt: skip
     if not begun:
         parser.error(f"--work {args.work}: expected a checkpoint, found none; train first")
     stage = begun[-1]

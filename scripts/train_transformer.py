@@ -35,7 +35,7 @@ from embedded_training import joint
 from embedded_training.growth import grow
 from embedded_training.joint import Denoiser, Stage
 from embedded_training.joint_export import export, sample_sheet
-from embedded_training.loop import fit
+from embedded_training.loop import checkpoint, fit, train_stages
 from embedded_training.pool import Pool
 from embedded_training.probe import probe
 from transformers import CLIPTokenizer
@@ -70,11 +70,6 @@ class Tokens(dict[str, torch.Tensor]):
     def __missing__(self, caption: str) -> torch.Tensor:
         self[caption] = caption_tokens(self.tokenizer, [caption])[0]
         return self[caption]
-
-
-def checkpoint(work: Path, stage: Stage) -> dict:
-    state: dict = torch.load(work / f"{stage.name}.pt", weights_only=True)
-    return state
 
 
 def load_average(work: Path, stage: Stage, tokenizer: CLIPTokenizer) -> Denoiser:
@@ -122,13 +117,10 @@ def main() -> None:
     tokens = Tokens(joint.joint_tokenizer())
     begun = [s for s in stages if (args.work / f"{s.name}.pt").exists()]
     if not args.sample and not args.export:
-        last = [s.name for s in stages].index(args.until)
-        for previous, stage in zip([None, *stages], stages[: last + 1], strict=False):
-            if stage in begun and checkpoint(args.work, stage)["step"] >= stage.steps:
-                continue
-            train_stage(args.work, stage, previous, pools, tokens, args.seed)
-            print(f"{stage.name}: {stage.steps} steps done", flush=True)
-        begun = stages[: last + 1]
+        begun = train_stages(
+            args.work, stages, args.until,
+            lambda stage, previous: train_stage(args.work, stage, previous, pools, tokens, args.seed),
+        )  # fmt: skip
     stage = begun[-1]
     steps = {s.name: checkpoint(args.work, s)["step"] for s in begun}
     model = load_average(args.work, stage, tokens.tokenizer)

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +35,34 @@ def cosine(step: int, steps: int, start: float, end: float, warmup: int) -> floa
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr if group.get("use_muon", True) else lr / 10
+
+
+class Named(Protocol):
+    """A stage of a training: its checkpoint is WORK/NAME.pt."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def steps(self) -> int: ...
+
+
+S = TypeVar("S", bound=Named)
+
+
+def checkpoint(work: Path, stage: Named) -> dict:
+    state: dict = torch.load(work / f"{stage.name}.pt", weights_only=True)
+    return state
+
+
+def train_stages(work: Path, stages: list[S], until: str, train: Callable[[S, S | None], None]) -> list[S]:
+    """``train(stage, the one before)`` for each stage up to ``until`` that is not done; those stages."""
+    wanted = stages[: [stage.name for stage in stages].index(until) + 1]
+    for previous, stage in zip([None, *stages], wanted, strict=False):
+        if (work / f"{stage.name}.pt").exists() and checkpoint(work, stage)["step"] >= stage.steps:
+            continue
+        train(stage, previous)
+        print(f"{stage.name}: {stage.steps} steps done", flush=True)
+    return wanted
 
 
 def fit(
