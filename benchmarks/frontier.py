@@ -68,7 +68,12 @@ class Frontier:
         self.pipe, self.denoiser = model.pipe, denoiser_of(model.pipe)
         self._distance, self._retrieved = distance, retrieved
         about = {"prompts": prompts, "steps": steps, "model": model.identity["sha256"], "guidance": model.guidance}
-        self._common = {**about, "machine": machine(self.pipe.device)}
+        self._threads = {"threads": torch.get_num_threads()}  # decide times, not images
+        self._common = {
+            **about,
+            "dtype": str(self.pipe.dtype),
+            "machine": machine(self.pipe.device) | {"threads": None},
+        }
 
     def points(self, chosen: Mapping[str, Method], every: Mapping[str, Method]) -> list[Point]:
         """The baseline, the methods of `chosen`, measured where they were not, and all of `every` that were before.
@@ -88,6 +93,11 @@ class Frontier:
             if point is not None:
                 found.append(point)
         return found
+
+    def images(self, chosen: Mapping[str, Method]) -> None:
+        """Make the images of the baseline and of `chosen` where they aren't yet: the part that other work may share the machine with."""
+        for name, method in {"baseline": methods.baseline(), **chosen}.items():
+            self._images(name, method)
 
     def measure(self, name: str, method: Method) -> Point:
         """The method's figures: from its file, else measured now."""
@@ -153,7 +163,7 @@ class Frontier:
         return {"seconds": ours, "quartiles": [low, high], "seconds_plain": plain, "times_faster": plain / ours}
 
     def _figures(self, name: str, method: Method) -> Path:
-        return self._file(name, method, {"rounds": self.rounds}, ".json")
+        return self._file(name, method, {"rounds": self.rounds, **self._threads}, ".json")
 
     def _file(self, name: str, method: Method, more: dict[str, Any], suffix: str) -> Path:
         """Where a measurement lies: its name holds a digest of all that decides it."""
@@ -175,22 +185,32 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="denoising steps (default 10)")
     parser.add_argument("--rounds", type=int, default=5, help="timed runs of each method (default 5)")
     parser.add_argument(
-        "--only", metavar="TEXT", help="measure settings whose name holds TEXT; rows measured before stay"
+        "--only", metavar="NAME", nargs="+", help="measure these settings alone; rows measured before stay"
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default float32, float16 on cuda")
+    parser.add_argument(
+        "--images", action="store_true", help="make the images only; the next run takes figures and times"
+    )
     args = parser.parse_args()
     on = INSTRUMENTS[args.model]
     out = args.out or Path("out/frontier" if args.model == "unet" else f"out/frontier-{args.model}")
     chosen = on.rivals if args.rivals else on.short if args.short else on.methods
-    chosen = {name: method for name, method in chosen.items() if args.only is None or args.only in name}
-    if not chosen:
-        parser.error(f"--only: expected a part of a setting's name, got {args.only!r}; see benchmarks/methods.py")
+    for name in args.only or ():
+        if name not in on.methods:
+            parser.error(f"--only: expected a setting of benchmarks/methods.py, got {name!r}")
+    if args.only:
+        chosen = {name: on.methods[name] for name in args.only}
     num, steps = args.num or (4 if args.short else 16), args.steps or (6 if args.short else 10)
     device = torch.device(args.device)
-    model = load(device, torch.float32 if device.type == "cpu" else torch.float16, on.model)
+    dtype = args.dtype or ("float32" if device.type == "cpu" else "float16")
+    model = load(device, getattr(torch, dtype), on.model)
     prompts = on.prompts(num, args.held_out)
     lpips = load_lpips(device=str(device))
     frontier = Frontier(out, model, lpips, on.truth.retrieved, prompts, steps, args.rounds)
+    if args.images:
+        frontier.images(chosen)
+        return
     points = frontier.points(chosen, on.methods)
     sensitive = sensitivity(points, on.tomesd)
     text = f"{markdown(points)}\n{sensitive}\n"
@@ -201,6 +221,7 @@ def main() -> None:
         "model": on.model,
         "num": num,
         "steps": steps,
+        "dtype": dtype,
         "machine": machine(device),
         "verdict": verdict(points),
         "sensitivity": sensitive,
