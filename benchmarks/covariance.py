@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.generation import generate, load
 from benchmarks.instruments import INSTRUMENTS
-from mame_sd.core.correction import first_order
+from mame_sd.core.correction import first_order, moments
 from mame_sd.diffusion.apply import denoiser_of
 
 DRAWS = 16
@@ -89,7 +89,7 @@ def measure(q: Tensor, k: Tensor, v: Tensor, side: int, g: torch.Generator) -> d
     for form in FORMS:
         pairs = kept(form)
         fewer = torch.stack([F.scaled_dot_product_attention(q, *pair) for pair in pairs])
-        lacking = torch.stack([first_order(q, k, v, *pair, None, q.shape[-1] ** -0.5) for pair in pairs])
+        lacking = torch.stack([first_order(q, moments(k, v), moments(*pair), q.shape[-1] ** -0.5) for pair in pairs])
         for name, made in ((form, fewer), (f"{form}, corrected", fewer + lacking)):
             variance = made.var(0).sum() if len(made) > 1 else torch.zeros(())
             # the mean of n draws has a share 1 / n of the variance in it, which is no bias

@@ -4,43 +4,78 @@ Expanded around equal weights, attention over N keys is o(q) = mean(v) + scale *
 the keys. Fewer keys have another mean and covariance: means of groups lack what varies within the groups, picked ones are off by
 chance. Both are linear in q, and the difference costs two products of [D, N] by [N, D], as little as D more keys would: a control
 variate (linear attention of what is missing), exact to first order whatever stands for the dropped keys.
+
+Where the dropped tokens have no keys and values yet, a few of them tell nearly as much: of groups that stand as their means
+everything is known but how tokens vary within them, and that is estimated from a random sample.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def first_order(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kept_key: Tensor,
-    kept_value: Tensor,
-    sizes: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """What to add to attention over the kept keys, [..., Q, D] in the query's dtype.
+class Moments(NamedTuple):
+    """Of keys and values: the means [..., 1, D], and Cov(v, k) [..., D, D] in at least fp32."""
+
+    key: Tensor
+    value: Tensor
+    covariance: Tensor
+
+
+def moments(key: Tensor, value: Tensor, sizes: Tensor | None = None) -> Moments:
+    """The moments of keys and values [..., N, D], each counted `sizes` times ([..., N], broadcast); None: all alike."""
+    if sizes is None:
+        share: Tensor | float = 1 / key.shape[-2]
+        middle_key, middle_value = key.mean(-2, keepdim=True), value.mean(-2, keepdim=True)
+    else:
+        exact = sizes.to(torch.promote_types(key.dtype, torch.float32))
+        share = (exact / exact.sum(-1, keepdim=True)).unsqueeze(-1)
+        middle_key, middle_value = ((share * t).sum(-2, keepdim=True).to(t.dtype) for t in (key, value))
+    return Moments(middle_key, middle_value, _outer(key - middle_key, value - middle_value, share))
+
+
+def drawn_moments(
+    kept_key: Tensor, kept_value: Tensor, sizes: Tensor, key: Tensor, value: Tensor, rows: Tensor
+) -> Moments:
+    """The moments of all tokens, estimated where groups of them are kept as their means.
+
+    The covariance within groups that the drawn tokens show is shrunk by how little its two halves agree, <A, B> / |(A + B) / 2|^2 of
+    each head: by nothing where much varies alike, to nothing where the estimate is noise.
 
     Args:
-        query: [..., Q, D].
-        key, value: all N of them, [..., N, D].
-        kept_key, kept_value: those that stand for them, [..., N', D].
-        sizes: how many each stands for, [..., N'] (broadcast), N in all, where their logits have log(sizes) added; None: all
-            weigh alike.
+        kept_key, kept_value: the means' [..., N', D].
+        sizes: how many tokens each stands for, [..., N'] (broadcast).
+        key, value: those of tokens drawn at random from all, [..., n, D].
+        rows: which of the means each drawn token went to, [..., n] (broadcast).
+    """
+    between = moments(kept_key, kept_value, sizes)
+    rows = rows.unsqueeze(-1).expand(key.shape)
+    key, value = key - kept_key.gather(-2, rows), value - kept_value.gather(-2, rows)
+    half = max(1, key.shape[-2] // 2)
+    a, b = (_outer(key[..., first::2, :], value[..., first::2, :], 1 / half) for first in (0, 1))
+    within = (a + b) / 2
+    signal, power = ((x * y).sum((-2, -1), keepdim=True) for x, y in ((a, b), (within, within)))
+    shrunk = within * (signal / power.clamp(min=torch.finfo(power.dtype).tiny)).clamp(0, 1)
+    return between._replace(covariance=between.covariance + shrunk)
+
+
+def first_order(query: Tensor, every: Moments, kept: Moments, scale: float) -> Tensor:
+    """What to add to attention over the kept keys, [..., Q, D] in the dtype of query [..., Q, D].
+
+    Args:
+        every: the moments of all keys and values.
+        kept: of those that stand for them, counted as their logits count them.
         scale: of the logits.
     """
-    count = key.shape[-2]
-    exact = torch.promote_types(query.dtype, torch.float32)
-    share: Tensor | float = 1 / kept_key.shape[-2]
-    if sizes is not None:
-        share = (sizes.to(exact) / count).unsqueeze(-1).to(value.dtype)
-    middle_key, middle_value = key.mean(-2, keepdim=True), value.mean(-2, keepdim=True)
-    k, v = key - middle_key, value - middle_value  # centred: nothing large cancels
-    kept_k, kept_v = kept_key - middle_key, kept_value - middle_value
-    weighted = kept_v * share
-    shift_key, shift = (kept_k * share).sum(-2, keepdim=True), weighted.sum(-2, keepdim=True)
-    lacking = (v.transpose(-1, -2) @ k).to(exact) / count - (weighted.transpose(-1, -2) @ kept_k).to(exact)
-    lacking = lacking + shift.transpose(-1, -2).to(exact) @ shift_key.to(exact)
-    return query @ (scale * lacking).to(query.dtype).transpose(-1, -2) - shift
+    lacking = scale * (every.covariance - kept.covariance)
+    return query @ lacking.to(query.dtype).transpose(-1, -2) + (every.value - kept.value)
+
+
+def _outer(key: Tensor, value: Tensor, share: Tensor | float) -> Tensor:
+    """sum_i share_i value_i key_i^T [..., D, D]; the roots of the shares keep the sum within fp16's range."""
+    root = share**0.5
+    key, value = ((root * t).to(t.dtype) for t in (key, value))
+    return (value.transpose(-1, -2) @ key).to(torch.promote_types(key.dtype, torch.float32))

@@ -26,7 +26,7 @@ GRIDS = ("grid", "random-grid")  # partitions of one destination per stride cell
 DRAWN = ("random", "random-grid")  # partitions with a seed
 DRAWS = 8  # partitions that steps choose from
 MAX_LATIN = 64  # the same of a Latin square, which has as many as a cell has tokens, up to this
-_PER_DRAW = ("dst", "src", "slots", "src_real", "gather", "source")  # index tensors that differ between draws
+_PER_DRAW = ("dst", "src", "slots", "src_real", "gather", "source", "sample")  # index tensors that differ between draws
 
 
 def draw_at(timestep: Tensor | float, config: MaMeConfig | None = None) -> Tensor:

@@ -80,6 +80,19 @@ class Plan:
         first = torch.arange(self.special, device=kept.device).expand(*kept.shape[:-1], -1)
         return torch.cat([first, kept + self.special], -1)
 
+    @property
+    def rows(self) -> Tensor:
+        """Which of the tokens that `merge` gives each token mainly went to, [B, L]: its index among them."""
+        pos, b = self.positions, math.prod(self._lead)
+        dst = pos.gather[pos.dst_slots]  # [T, m] rows of the destinations
+        src = dst.expand(b, -1, -1).gather(2, self._heaviest()).flatten(1)
+        preserved = self._preserved.expand(b, -1)
+        ranks = torch.arange(pos.M, pos.M + preserved.shape[1], device=src.device).expand(b, -1)
+        src = src.scatter(1, pos.src_real[preserved], ranks)
+        first = torch.arange(self.special, device=src.device).expand(b, -1)
+        body = torch.cat([torch.arange(pos.M, device=src.device).expand(b, -1), src], 1)[:, pos.gather]
+        return torch.cat([first, body + self.special], 1)
+
     def merge(self, t: Tensor) -> Tensor:
         """X' = concat(X_spec, X''_dst, X_pres) of t [*, L, C], as [*, L', C] in its dtype (Algorithm 1).
 
@@ -107,6 +120,11 @@ class Plan:
             if self.special:
                 x = torch.cat([y[:, : self.special], x], 1)
         return x.reshape(*self._lead, *x.shape[1:])
+
+    def _heaviest(self) -> Tensor:
+        """The destination of its tile that each source slot mainly goes to, LongTensor [B, T, n]."""
+        weights = self.weights
+        return weights.argmax(-2).view(-1, *weights.shape[-3:-2], weights.shape[-1])
 
     def _aggregated(self, body: Tensor) -> Tensor:
         """X''_dst [B, M, C] of tokens [B, M + N, C]."""

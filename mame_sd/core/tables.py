@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SAMPLED = 8  # one of so many tokens is looked at where a part tells enough (`mame_sd.core.correction.drawn_moments`)
+
 
 @dataclass(frozen=True, eq=False)
 class Positions:
@@ -30,6 +32,7 @@ class Positions:
     src_pad: Tensor | None  # [T, n] True at padding; None: there is none
     gather: Tensor  # [L] row of each position in concat(destinations [M], source slots [T * n])
     source: Tensor  # [L] source slot of each position; 0 at destinations
+    sample: Tensor  # [max(1, L // SAMPLED)] positions at random, one of each run of SAMPLED in a tile's rows
     m: int  # destination slots of a block
 
     @property
@@ -106,7 +109,15 @@ def partitioned(draw: int, h: int, w: int, partition: str, sh: int, sw: int, see
             place = _latin(draw, rows * columns, torch.Generator().manual_seed(seed % 2**32))
             down, right = place // columns, place % columns
         is_dst = _mask(h * w, corner + down * w + right)
-    return _layout(tile, order, is_dst)
+    return _layout(tile, order, is_dst, _sample(order, generator))
+
+
+def _sample(order: Tensor, generator: torch.Generator) -> Tensor:
+    """One position at random of each SAMPLED successive ones of `order` [L]."""
+    runs = max(1, len(order) // SAMPLED)
+    length = len(order) // runs
+    place = torch.randint(length, (runs,), generator=generator)
+    return order.index_select(0, torch.arange(runs) * length + place)
 
 
 def _latin(draw: int, sizes: Tensor, generator: torch.Generator) -> Tensor:
@@ -127,8 +138,9 @@ def _mask(length: int, at: Tensor) -> Tensor:
     return torch.zeros(length, dtype=torch.bool).index_fill_(0, at, True)
 
 
-def _layout(tile: Tensor, order: Tensor, is_dst: Tensor) -> Positions:
-    """The index tensors, from the tile of each position [L], all positions tile by tile [L], and which are destinations [L]."""
+def _layout(tile: Tensor, order: Tensor, is_dst: Tensor, sample: Tensor) -> Positions:
+    """The index tensors, from the tile of each position [L], all positions tile by tile [L], which are destinations [L], and
+    the sample of them."""
     # index_select, for t[index] of a few thousand entries starts threads.
     is_dst = is_dst.index_select(0, order)
     dst, src = order.masked_select(is_dst), order.masked_select(~is_dst)
@@ -161,5 +173,6 @@ def _layout(tile: Tensor, order: Tensor, is_dst: Tensor) -> Positions:
         src_pad=src_pad if src_pad.any() else None,
         gather=gather,
         source=source,
+        sample=sample,
         m=m,
     )

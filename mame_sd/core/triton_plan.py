@@ -58,16 +58,12 @@ class RowPlan(Plan):
         y: Tensor = torch.ops.mame_sd.merged_tokens(body.contiguous(), pos.slots, pos.gather, self._row, pos.M)
         return y
 
+    def _heaviest(self) -> Tensor:
+        return self._row.long().clamp(min=0)
+
     def _reconstructed(self, body: Tensor) -> Tensor:
         """Without a product: each position takes the row of `body` that it went to, or is."""
-        pos, b = self.positions, self._row.shape[0]
-        device = self._row.device
-        dst = pos.gather[pos.dst_slots]  # [T, m] rows of the destinations
-        src = dst.expand(b, -1, -1).gather(2, self._row.long().clamp(min=0)).flatten(1)
-        preserved = self._preserved.expand(b, -1)
-        ranks = pos.M + torch.arange(preserved.shape[1], device=device).expand(b, -1)
-        src = src.scatter(1, pos.src_real[preserved], ranks)
-        return rows_of(body, torch.cat([torch.arange(pos.M, device=device).expand(b, -1), src], 1)[:, pos.gather])
+        return rows_of(body, self.rows[:, self.special :] - self.special)
 
 
 def row_plan(x: Tensor, pos: Positions, config: MaMeConfig, special: int, lead: torch.Size) -> RowPlan | None:

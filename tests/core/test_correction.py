@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd import MaMeConfig, plan_merge
-from mame_sd.core.correction import first_order
+from mame_sd.core.correction import drawn_moments, first_order, moments
+from mame_sd.core.owners import owners_of
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -25,11 +26,17 @@ def means(t: Tensor) -> Tensor:
     return t.unflatten(2, (-1, 4)).mean(3)
 
 
+def correction(
+    query: Tensor, key: Tensor, value: Tensor, kept_key: Tensor, kept_value: Tensor, sizes: Tensor, scale: float
+) -> Tensor:
+    return first_order(query, moments(key, value), moments(kept_key, kept_value, sizes), scale)
+
+
 def test_equals_plain_loops() -> None:
     query, key, value = parts(24)
     sizes = torch.tensor([3.0, 1.0, 10.0, 10.0], dtype=torch.float64)
     kept = [0, 5, 11, 23]
-    found = first_order(query, key, value, key[:, :, kept], value[:, :, kept], sizes, 0.3)
+    found = correction(query, key, value, key[:, :, kept], value[:, :, kept], sizes, 0.3)
 
     def mean_and_covariance(h: int, rows: list[int], weights: list[float]) -> tuple[Tensor, Tensor]:
         total = sum(weights)
@@ -58,7 +65,7 @@ def test_is_exact_to_first_order(form: str) -> None:
     for scale in (1e-2, 5e-3):
         whole = F.scaled_dot_product_attention(query, key, value, scale=scale)
         fewer = F.scaled_dot_product_attention(query, kept_key, kept_value, scale=scale)
-        corrected = fewer + first_order(query, key, value, kept_key, kept_value, sizes, scale)
+        corrected = fewer + correction(query, key, value, kept_key, kept_value, sizes, scale)
         errors.append(((corrected - whole).norm().item(), (fewer - whole).norm().item()))
     (before, plain_before), (after, plain_after) = errors
     assert before / after == pytest.approx(4, rel=0.1)
@@ -68,7 +75,7 @@ def test_is_exact_to_first_order(form: str) -> None:
 
 def test_is_nothing_where_every_key_is_kept() -> None:
     query, key, value = parts()
-    found = first_order(query, key, value, key, value, torch.ones(64), 0.35)
+    found = correction(query, key, value, key, value, torch.ones(64), 0.35)
     assert found.abs().max() < 1e-12
 
 
@@ -76,9 +83,9 @@ def test_is_nothing_where_every_key_is_kept() -> None:
 def test_half_precision_is_near_full(dtype: torch.dtype) -> None:
     query, key, value = parts()
     sizes = torch.full((16,), 4.0, dtype=torch.float64)
-    whole = first_order(query, key, value, key[:, :, ::4], value[:, :, ::4], sizes, 0.35)
+    whole = correction(query, key, value, key[:, :, ::4], value[:, :, ::4], sizes, 0.35)
     q, k, v = (t.to(dtype) for t in (query, key, value))
-    found = first_order(q, k, v, k[:, :, ::4], v[:, :, ::4], sizes, 0.35)
+    found = correction(q, k, v, k[:, :, ::4], v[:, :, ::4], sizes, 0.35)
     assert found.dtype == dtype
     assert (found.double() - whole).norm() < 0.02 * whole.norm()
 
@@ -88,7 +95,7 @@ def test_gradients() -> None:
     sizes = torch.full((3,), 4.0, dtype=torch.float64)
 
     def corrected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return first_order(q, k, v, means(k), v[:, :, ::4], sizes, 0.35)
+        return correction(q, k, v, means(k), v[:, :, ::4], sizes, 0.35)
 
     assert torch.autograd.gradcheck(corrected, (query, key, value))
 
@@ -102,3 +109,55 @@ def test_sizes_of_a_plan_count_every_token_once(weights: str, keep: float) -> No
     torch.testing.assert_close(plan.sizes.sum(-1), torch.full(plan.sizes.shape[:-1], 257.0))
     assert (plan.sizes[..., 0] == 1).all()
     assert (plan.sizes >= 1).all()
+
+
+@pytest.mark.parametrize("special", [0, 1])
+@pytest.mark.parametrize("keep", [0.25, 0.4])
+def test_moments_drawn_from_every_token_are_the_moments(keep: float, special: int) -> None:
+    """Groups' means, sizes and what varies within them hold all there is; so rows and sizes are right too."""
+    config = MaMeConfig(keep=keep, stride=(2, 2), weights="best", merge="kv", redraw=False, tiles=8)
+    x = drawn(2, special + 256, 16)
+    plan = plan_merge(x, config, (16, 16), special=special)
+    key = drawn(2, special + 256, 8, seed=1)
+    value = 2 * key - 1.3
+    kept_key, kept_value = plan.merge(key), plan.merge(value)
+    # every token twice, so that both halves of the sample see all of them
+    twice = torch.arange(special + 256).repeat_interleave(2)
+    found = drawn_moments(kept_key, kept_value, plan.sizes, key[:, twice], value[:, twice], plan.rows[:, twice])
+    for got, expected in zip(found, moments(key, value), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+    owners = plan.kept.expand(2, -1).gather(1, plan.rows)
+    assert torch.equal(owners, owners_of(plan))
+
+
+@pytest.mark.parametrize("alike", [True, False], ids=["values follow keys", "values are noise"])
+def test_a_sample_tells_what_the_means_lack_and_adds_little_noise(alike: bool) -> None:
+    config = MaMeConfig(keep=0.25, stride=(2, 2), weights="best", merge="kv", redraw=False, tiles=16)
+    key, noise = drawn(1, 1024, 16), drawn(1, 1024, 16, seed=1)
+    value = key + noise if alike else noise
+    plan = plan_merge(key, config, (32, 32))
+    kept_key, kept_value = plan.merge(key), plan.merge(value)
+    whole, none = moments(key, value).covariance, moments(kept_key, kept_value, plan.sizes).covariance
+    generator, errors = torch.Generator().manual_seed(0), []
+    for _ in range(50):
+        at = torch.randperm(1024, generator=generator)[:128]
+        given = key[:, at], value[:, at], plan.rows[:, at]
+        errors.append((drawn_moments(kept_key, kept_value, plan.sizes, *given).covariance - whole).norm().item())
+    lacks = (whole - none).norm().item()
+    assert max(errors) < (0.6 if alike else 1.8) * lacks
+    assert sum(errors) / 50 < (0.5 if alike else 1.2) * lacks
+
+
+def test_one_token_tells_nothing() -> None:
+    key, value = drawn(1, 4, 8), drawn(1, 4, 8, seed=1)
+    sizes, rows = torch.full((4,), 4.0, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.long)
+    found = drawn_moments(key, value, sizes, key[:, :1] + 1, value[:, :1] - 1, rows)
+    torch.testing.assert_close(found.covariance, moments(key, value).covariance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_of_many_large_tokens_stays_in_range(dtype: torch.dtype) -> None:
+    key, value = drawn(1, 4096, 8) * 20, drawn(1, 4096, 8, seed=1) * 20
+    found = moments(key.to(dtype), value.to(dtype)).covariance
+    assert found.dtype == torch.float32
+    assert (found - moments(key, value).covariance).norm() < 0.02 * moments(key, key).covariance.norm()

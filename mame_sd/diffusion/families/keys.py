@@ -7,7 +7,8 @@ is: text is untouched, rotary positions are in the keys already, and a batch run
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mame_sd.core.correction import first_order
+from mame_sd.core.correction import drawn_moments, first_order, moments
 from mame_sd.core.indexing import rows_of
 from mame_sd.core.pick_plan import PickPlan
 from mame_sd.core.plan import Plan
@@ -23,7 +24,59 @@ from mame_sd.core.plan import Plan
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
-class MergedKeys(TorchFunctionMode):
+class Attending(TorchFunctionMode, ABC):
+    """While entered, `attend` stands in for the calls of scaled_dot_product_attention."""
+
+    @abstractmethod
+    def attend(self, attention: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
+        """The output of a call, whose arguments are given by name; `attention` is the function that was called."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (
+            func is torch.Tensor.unflatten
+        ):  # a Python method, which torch.compile follows only where it is called as one
+            return args[0].unflatten(*args[1:], **kwargs)
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        return self.attend(func, {**dict(zip(_NAMES, args, strict=False)), **kwargs})
+
+
+def attended(attention: Callable[..., Tensor], call: Mapping[str, Any], **changes: Any) -> Tensor:
+    """The output of `call` with `changes`."""
+    call = {**call, **changes}
+    return attention(call.pop("query"), call.pop("key"), call.pop("value"), **call)
+
+
+def scale_of(call: Mapping[str, Any]) -> float:
+    """Of the logits of `call`."""
+    return call.get("scale") or call["query"].shape[-1] ** -0.5
+
+
+class DrawnCorrection(Attending):
+    """While entered, attention whose keys are `plan`'s merged tokens and after them the sample of its positions attends to the
+    merged ones alone, and what they lack to first order is added (`core/correction.py`), estimated from the sample.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+
+    def attend(self, attention: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
+        """See `Attending`; queries, keys and values [B, H, n, D]."""
+        plan, query = self.plan, call["query"]
+        (key, drawn_key), (value, drawn_value) = (
+            (call[name][:, :, : plan.tokens_kept], call[name][:, :, plan.tokens_kept :]) for name in ("key", "value")
+        )
+        output = attended(attention, call, key=key, value=value)
+        sizes = plan.sizes
+        sizes = sizes if sizes.dim() == 1 else sizes.unsqueeze(1)
+        rows = plan.rows[:, plan.positions.sample].unsqueeze(1)
+        every = drawn_moments(key, value, sizes, drawn_key, drawn_value, rows)
+        return output + first_order(query, every, moments(key, value), scale_of(call))
+
+
+class MergedKeys(Attending):
     """While entered, attention over `length` tokens of itself has the image's keys and values merged.
 
     Args:
@@ -57,28 +110,20 @@ class MergedKeys(TorchFunctionMode):
         self.correct = correct
         self.seen = False  # whether such a call came
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if (
-            func is torch.Tensor.unflatten
-        ):  # a Python method, which torch.compile follows only where it is called as one
-            return args[0].unflatten(*args[1:], **kwargs)
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        call = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
-        key = call["key"]
-        if key.shape[-2] == self.length == call["query"].shape[-2] and key.shape[0] == self.batch:
-            self.seen = True
-            query, value, mask = call["query"], call["value"], call.get("attn_mask")
-            call["key"], call["value"] = self.merged(key), self.merged(value)
-            call["attn_mask"] = self.weighed(self.columns(mask), query)
-            output = func(call.pop("query"), merged_key := call.pop("key"), merged_value := call.pop("value"), **call)
-            if not self.correct or mask is not None or call.get("is_causal") or query.shape[:-2] != key.shape[:-2]:
-                return output
-            scale = call.get("scale") or query.shape[-1] ** -0.5
-            weights = None if self.alone else self.sizes(query)
-            return output + first_order(query, key, value, merged_key, merged_value, weights, scale)
-        return func(call.pop("query"), call.pop("key"), call.pop("value"), **call)
+    def attend(self, attention: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
+        """See `Attending`."""
+        query, key, value, mask = call["query"], call["key"], call["value"], call.get("attn_mask")
+        if not key.shape[-2] == self.length == query.shape[-2] or key.shape[0] != self.batch:
+            return attended(attention, call)
+        self.seen = True
+        sizes = None if self.alone else self.sizes(query)
+        kept_key, kept_value = self.merged(key), self.merged(value)
+        weighed = self.weighed(self.columns(mask), query, sizes)
+        output = attended(attention, call, key=kept_key, value=kept_value, attn_mask=weighed)
+        if not self.correct or mask is not None or call.get("is_causal") or query.shape[:-2] != key.shape[:-2]:
+            return output
+        kept = moments(kept_key, kept_value, sizes)
+        return output + first_order(query, moments(key, value), kept, scale_of(call))
 
     @property
     def alone(self) -> bool:
@@ -92,15 +137,15 @@ class MergedKeys(TorchFunctionMode):
         sizes = F.pad(sizes, (before, after), value=1.0)
         return sizes if sizes.dim() == 1 or like.dim() == 3 else sizes.unsqueeze(1)
 
-    def weighed(self, mask: Tensor | None, query: Tensor) -> Tensor | None:
+    def weighed(self, mask: Tensor | None, query: Tensor, sizes: Tensor | None) -> Tensor | None:
         """The mask, and where other keys stand beside the image's the logarithm of how many keys each one stands for.
 
         Merged keys would else weigh too little against text: n equal keys weigh as much as one whose logit is greater by log n.
         """
-        if self.alone:
+        if sizes is None:
             return mask
         exact = torch.promote_types(query.dtype, torch.float32)
-        weight = self.sizes(query).to(exact).log().to(query.dtype).unsqueeze(-2)  # [1, L'] or [B, 1, 1, L']
+        weight = sizes.to(exact).log().to(query.dtype).unsqueeze(-2)  # [1, L'] or [B, 1, 1, L']
         if mask is None:
             return weight.expand(*weight.shape[:-2], query.shape[-2], -1)
         return torch.where(mask, weight, -torch.inf) if mask.dtype == torch.bool else mask + weight

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import inspect
 import math
+from contextlib import nullcontext
 from operator import index
 from typing import Any
 
+import torch
 from diffusers.models import attention_processor as processors
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.plan import Plan
-from mame_sd.diffusion.families.keys import MergedKeys
+from mame_sd.diffusion.families.keys import DrawnCorrection, MergedKeys
 from mame_sd.diffusion.layer import Layer, LayerCall, compared
 from mame_sd.diffusion.tokens import Call, Tokens
 
@@ -71,18 +73,25 @@ class PlainAttention(Layer):
 
     def merged(self, call: LayerCall, tokens: Tokens, plan: Plan, config: MaMeConfig) -> Any:
         """The attention's output [B, L, C] of merged tokens, or of all queries with merged keys and values."""
-        if self._corrects(call, config):
-            batch, length = call.arguments["hidden_states"].shape[:2]
+        hidden = call.arguments["hidden_states"]
+        corrects = self._corrects(call, config)
+        if (
+            corrects and config.weights != "best"
+        ):  # tokens that didn't go to one group whole: all keys and values are needed
+            batch, length = hidden.shape[:2]
             with MergedKeys(plan, 0, length, batch, lambda t: t, lambda: plan.kept, correct=True):
                 return call.run()
-        merged = plan.merge(call.arguments["hidden_states"])
+        merged = plan.merge(hidden)
         if config.merge == "qkv":
             return plan.restore(call.run(hidden_states=merged))
-        if isinstance(call.processor, processors.FusedAttnProcessor2_0):
-            # It reads keys from a joint projection that self-attention has for its own tokens only. The unfused default
-            # has the same weights and gives the same numbers.
-            return processed(_PLAIN, call.module, {**call.arguments, "encoder_hidden_states": merged})
-        return call.run(encoder_hidden_states=merged)
+        if corrects:
+            merged = torch.cat([merged, hidden.index_select(1, plan.positions.sample)], 1)
+        with DrawnCorrection(plan) if corrects else nullcontext():
+            if isinstance(call.processor, processors.FusedAttnProcessor2_0):
+                # It reads keys from a joint projection that self-attention has for its own tokens only. The unfused default
+                # has the same weights and gives the same numbers.
+                return processed(_PLAIN, call.module, {**call.arguments, "encoder_hidden_states": merged})
+            return call.run(encoder_hidden_states=merged)
 
     def note(self, call: LayerCall, config: MaMeConfig) -> str:
         """Where keys and values are not corrected though they are to be: why."""
