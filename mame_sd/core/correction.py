@@ -62,16 +62,18 @@ def drawn_moments(
     return between._replace(covariance=between.covariance + shrunk)
 
 
-def first_order(query: Tensor, every: Moments, kept: Moments, scale: float) -> Tensor:
-    """What to add to attention over the kept keys, [..., Q, D] in the dtype of query [..., Q, D].
+def first_order(every: Moments, kept: Moments, scale: float) -> tuple[Tensor, Tensor]:
+    """What attention over the kept keys lacks: M [..., D, D] and m [..., 1, D], so that query @ M + m is to be added.
+
+    Weights of attention sum to 1, so m may be added to the kept values instead.
 
     Args:
         every: the moments of all keys and values.
         kept: of those that stand for them, counted as their logits count them.
         scale: of the logits.
     """
-    lacking = scale * (every.covariance - kept.covariance)
-    return query @ lacking.to(query.dtype).transpose(-1, -2) + (every.value - kept.value)
+    lacking = (scale * (every.covariance - kept.covariance)).transpose(-1, -2)
+    return lacking.to(every.value.dtype), every.value - kept.value
 
 
 def _outer(key: Tensor, value: Tensor, share: Tensor | float) -> Tensor:

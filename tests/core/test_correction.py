@@ -29,7 +29,8 @@ def means(t: Tensor) -> Tensor:
 def correction(
     query: Tensor, key: Tensor, value: Tensor, kept_key: Tensor, kept_value: Tensor, sizes: Tensor, scale: float
 ) -> Tensor:
-    return first_order(query, moments(key, value), moments(kept_key, kept_value, sizes), scale)
+    lacking, shift = first_order(moments(key, value), moments(kept_key, kept_value, sizes), scale)
+    return query @ lacking + shift
 
 
 def test_equals_plain_loops() -> None:

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mame_sd.core.correction import drawn_moments, first_order, moments
+from mame_sd.core.buffers import in_place
+from mame_sd.core.correction import Moments, drawn_moments, first_order, moments
 from mame_sd.core.indexing import rows_of
 from mame_sd.core.pick_plan import PickPlan
 from mame_sd.core.plan import Plan
@@ -48,9 +49,15 @@ def attended(attention: Callable[..., Tensor], call: Mapping[str, Any], **change
     return attention(call.pop("query"), call.pop("key"), call.pop("value"), **call)
 
 
-def scale_of(call: Mapping[str, Any]) -> float:
-    """Of the logits of `call`."""
-    return call.get("scale") or call["query"].shape[-1] ** -0.5
+def corrected(
+    attention: Callable[..., Tensor], call: Mapping[str, Any], every: Moments, kept: Moments, **changes: Any
+) -> Tensor:
+    """The output of `call` with `changes`, key and value among them, and what those lack to first order."""
+    query = call["query"]
+    lacking, shift = first_order(every, kept, call.get("scale") or query.shape[-1] ** -0.5)
+    output = attended(attention, call, **{**changes, "value": changes["value"] + shift})
+    lacking = query @ lacking
+    return output.add_(lacking) if in_place(output) else output + lacking  # in place keeps the layout, too
 
 
 class DrawnCorrection(Attending):
@@ -64,16 +71,15 @@ class DrawnCorrection(Attending):
 
     def attend(self, attention: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
         """See `Attending`; queries, keys and values [B, H, n, D]."""
-        plan, query = self.plan, call["query"]
+        plan = self.plan
         (key, drawn_key), (value, drawn_value) = (
             (call[name][:, :, : plan.tokens_kept], call[name][:, :, plan.tokens_kept :]) for name in ("key", "value")
         )
-        output = attended(attention, call, key=key, value=value)
         sizes = plan.sizes
         sizes = sizes if sizes.dim() == 1 else sizes.unsqueeze(1)
         rows = plan.rows[:, plan.positions.sample].unsqueeze(1)
         every = drawn_moments(key, value, sizes, drawn_key, drawn_value, rows)
-        return output + first_order(query, every, moments(key, value), scale_of(call))
+        return corrected(attention, call, every, moments(key, value), key=key, value=value)
 
 
 class MergedKeys(Attending):
@@ -118,12 +124,10 @@ class MergedKeys(Attending):
         self.seen = True
         sizes = None if self.alone else self.sizes(query)
         kept_key, kept_value = self.merged(key), self.merged(value)
-        weighed = self.weighed(self.columns(mask), query, sizes)
-        output = attended(attention, call, key=kept_key, value=kept_value, attn_mask=weighed)
+        fewer = {"key": kept_key, "value": kept_value, "attn_mask": self.weighed(self.columns(mask), query, sizes)}
         if not self.correct or mask is not None or call.get("is_causal") or query.shape[:-2] != key.shape[:-2]:
-            return output
-        kept = moments(kept_key, kept_value, sizes)
-        return output + first_order(query, moments(key, value), kept, scale_of(call))
+            return attended(attention, call, **fewer)
+        return corrected(attention, call, moments(key, value), moments(kept_key, kept_value, sizes), **fewer)
 
     @property
     def alone(self) -> bool:
