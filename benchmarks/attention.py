@@ -52,8 +52,7 @@ CONFIGS = {
     "mame kv .50": MaMeConfig(keep=0.5),
     "mame kv .25": MaMeConfig(keep=0.25),
     "mame kv .25, not corrected": MaMeConfig(keep=0.25, correct=False),
-    "mame kv .25, corrected": MaMeConfig(keep=0.25, correct=True),
-    "mame kv .125, corrected": MaMeConfig(keep=0.125, correct=True),
+    "mame kv .125": MaMeConfig(keep=0.125),
     "mame tau .8": MaMeConfig(tau=0.8),
     "global .50": MaMeConfig(keep=0.5, preset="plain"),  # alpha = beta = .5 in the paper's cost condition
     "global kv .25": MaMeConfig(keep=0.25, tiles=0),

@@ -129,14 +129,11 @@ RIVALS = {
     **FLOORS,
 }
 CORRECTED = {
-    f"{name}{keep}, corrected": ours(keep=keep, correct=True, **fields)
-    for name, fields in (
-        ("pick ", {"weights": "pick"}),
-        ("kv ", {}),
-        ("average ", {"weights": "average"}),
-    )
+    f"{name} {keep}, corrected": ours(keep=keep, correct=True, weights=name)
+    for name in ("pick", "average")
     for keep in (0.25, 0.125, 0.0625)
 }
+UNCORRECTED = {f"kv {keep}, not corrected": ours(keep=keep, correct=False) for keep in (0.5, 0.25, 0.125, 0.0625)}
 PICKS = {
     **{f"pick {keep}": ours(keep=keep, weights="pick") for keep in (0.5, 0.375, 0.25, 0.125, 0.0625)},
     "pick 0.25, one draw": ours(keep=0.25, weights="pick", redraw=False),
@@ -178,7 +175,6 @@ FULL = {
     "kv .25, similarity of keys": ours(**SMALL, feature="k-mean"),
     "kv 0.5, random": ours(tiles=8, keep=0.5, partition="random", redraw=False),
     **{f"kv .25, drawn once, seed {n}": ours(redraw=False, seed=n) for n in (0, 1, 2)},
-    "kv tau 0.8, best": ours(tau=0.8, merge="kv", weights="best"),
     **{f"qkv {keep}": ours(keep=keep, merge="qkv") for keep in (0.75, 0.5, 0.25, 0.19, 0.125, 0.0625)},
     "qkv 0.25, global": ours(keep=0.25, merge="qkv", tiles=0, **CORNER),
     "qkv 0.25, first of each cell": ours(keep=0.25, merge="qkv", **CORNER),
@@ -186,7 +182,7 @@ FULL = {
     "qkv 0.5, first level": ours(keep=0.5, merge="qkv", **FIRST),
     "qkv 0.5, first of each 2x2 cell": ours(keep=0.5, merge="qkv", **SQUARE),
     "qkv 0.5, first of each 2x2 cell, average": ours(keep=0.5, merge="qkv", weights="average", **SQUARE),
-    **{f"qkv tau {tau}": ours(tau=tau) for tau in (0.7, 0.8, 0.9)},
+    **{f"tau {tau}": ours(tau=tau) for tau in (0.6, 0.7, 0.8, 0.9)},
     **{f"plain tau {tau}": ours(tau=tau, preset="plain") for tau in (0.7, 0.8, 0.9)},
     "printed equations, tau 0.8": ours(tau=0.8, preset="plain", variant="paper"),
     **{f"default, mlp {mlp}": ours(mlp=mlp) for mlp in (0.75, 0.5)},
@@ -194,6 +190,7 @@ FULL = {
     "default, mlp .5, cross .5": ours(mlp=0.5, cross=0.5),
     **PICKS,
     **CORRECTED,
+    **UNCORRECTED,
     **VARIANTS,
     **RIVALS,
 }
@@ -212,9 +209,10 @@ SHORT = {
 }
 # What `--rivals` measures: every rival, and ours over the same range of speeds.
 AGAINST_RIVALS = {
-    **{name: FULL[name] for name in ("default", "kv 0.5", "kv 0.125", "kv 0.0625", "qkv 0.5", "qkv 0.25")},
+    **{name: FULL[name] for name in ("default", "kv 0.5", "kv 0.125", "kv 0.0625", "tau 0.8", "qkv 0.5", "qkv 0.25")},
     **PICKS,
     **CORRECTED,
+    **UNCORRECTED,
     **RIVALS,
 }
 

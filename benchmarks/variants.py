@@ -65,8 +65,7 @@ def guidance_protected(x: Tensor, config: MaMeConfig, size: tuple[int, int]) -> 
     protected = pos.src_real[apart.topk(kept).indices]  # [2 n, kept] source slots
     columns = torch.zeros(x.shape[0], pos.blocks * pos.n, dtype=torch.bool, device=x.device).scatter(1, protected, True)
     similarity.masked_fill_(columns.view(x.shape[0], pos.blocks, 1, pos.n), -2)  # below every cosine: last in rank
-    weights, preserved = fusion_weights(similarity, pos, config)
-    return MergePlan(weights, pos, preserved, 0, x.shape[:1])
+    return MergePlan(fusion_weights(similarity, pos, config), pos, 0, x.shape[:1])
 
 
 def share_at(noisy: tuple[float, ...], fine: tuple[float, ...], t: float) -> float | None:

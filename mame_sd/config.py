@@ -3,7 +3,7 @@
 Arguments that are left out (or `None`) are decided by the preset; after construction every field is concrete:
 
 >>> MaMeConfig(tau=0.8).merge, MaMeConfig(tau=0.8).batch
-('qkv', 'shared')
+('kv', 'shared')
 >>> MaMeConfig(keep=0.5).tau is None
 True
 >>> MaMeConfig(tau=0.8).replace(keep=0.5).to_dict(given_only=True)
@@ -81,7 +81,8 @@ class MaMeConfig:
     )
     correct: bool = _field(
         "add to attention what merged or dropped keys lose to first order: the mean and covariance of all keys and values, a "
-        "control variate. Of keys and values alone (merge kv), where the processor calls scaled_dot_product_attention"
+        "control variate. Of keys and values alone (merge kv), where the processor calls scaled_dot_product_attention. True "
+        "with merge kv and weights best, which need a part of the keys for it; others need all"
     )
     refine: bool = _field(
         "adaptive weight refining: drop a source's weaker than average destinations; used by weights average only"

@@ -8,18 +8,16 @@ from typing import Any
 
 # What measurement chose (PRESETS["default"]) and the paper with our settled points (PRESETS["plain"]). A new
 # default is one edit here. Keys: what was given, of tau and keep; "neither" holds what is then used.
+_CHOSEN: dict[str, Any] = {
+    "merge": "kv",
+    "partition": "random-grid",
+    "redraw": True,
+    "tiles": 16,
+    "weights": "best",
+    "correct": True,
+}
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
-    "default": {
-        "neither": {"keep": 0.25},
-        "keep": {
-            "merge": "kv",
-            "partition": "random-grid",
-            "redraw": True,
-            "tiles": 16,
-            "weights": "best",
-        },
-        "tau": {"merge": "qkv", "partition": "grid", "tiles": 0},
-    },
+    "default": {"neither": {"keep": 0.25}, "keep": _CHOSEN, "tau": _CHOSEN},
     "plain": {
         "neither": {"tau": 0.8},
         "keep": {"merge": "qkv", "partition": "alternating", "tiles": 0},
@@ -57,6 +55,8 @@ def resolve(given: Mapping[str, Any]) -> dict[str, Any]:
     values = {**unset, "preset": "default", **COMMON, **table, **chosen}
     if values["weights"] == "pick" and "merge" not in chosen:
         values["merge"] = "kv"
+    if "correct" not in chosen and (values["merge"], values["weights"]) != ("kv", "best"):
+        values["correct"] = False  # other weights would need all keys and values for it
     if "keep" in chosen and "stride" not in chosen:
         values["stride"] = _cell(chosen["keep"], values["tiles"])
     return values

@@ -66,5 +66,5 @@ def plan_merge(
         if plan is not None:
             return plan
         similarity = similarity_of(feature, pos, config.metric)  # "Similarity-Based Fusion Matrix": S
-        weights, preserved = fusion_weights(similarity, pos, config)  # "Adaptive Weight Refining": W^F; X_pres
-        return MergePlan(weights, pos, preserved, special, lead, paper=config.variant == "paper")
+        fusion = fusion_weights(similarity, pos, config)  # "Adaptive Weight Refining": W^F; X_pres
+        return MergePlan(fusion, pos, special, lead, paper=config.variant == "paper")

@@ -15,6 +15,7 @@ from torch import Tensor
 from mame_sd.core.buffers import reuse
 from mame_sd.core.indexing import blocks_of, flat_rows, rows_of
 from mame_sd.core.tables import Positions
+from mame_sd.core.weights import Fusion
 
 
 class Plan:
@@ -52,7 +53,7 @@ class Plan:
     @property
     def counts(self) -> Tensor:
         """R_i = 1 + sum_j W^F_ij [*, M] in the weights' dtype, in the order of `positions.dst`."""
-        slots = 1 + self.weights.sum(-1).flatten(-2)
+        slots = self._slot_counts()
         real = self.positions.dst_real
         return slots if real is None else slots.index_select(-1, real)
 
@@ -121,6 +122,10 @@ class Plan:
                 x = torch.cat([y[:, : self.special], x], 1)
         return x.reshape(*self._lead, *x.shape[1:])
 
+    def _slot_counts(self) -> Tensor:
+        """`counts` of every destination slot, padding too, [*, T * m]."""
+        return 1 + self.weights.sum(-1).flatten(-2)
+
     def _heaviest(self) -> Tensor:
         """The destination of its tile that each source slot mainly goes to, LongTensor [B, T, n]."""
         weights = self.weights
@@ -153,17 +158,16 @@ class MergePlan(Plan):
     """A plan that merges and restores by two matrix products with W^F.
 
     Args:
-        weights: W^F [B, T, m, n], all 0 at preserved sources and at padding.
-        pos, preserved, special, lead: as `Plan`.
+        fusion: W^F [B, T, m, n], all 0 at preserved sources and at padding; the preserved sources.
+        pos, special, lead: as `Plan`.
         paper: restore as printed, by y_dst,i / R_i.
     """
 
-    def __init__(
-        self, weights: Tensor, pos: Positions, preserved: Tensor, special: int, lead: torch.Size, paper: bool = False
-    ) -> None:
-        super().__init__(pos, preserved, special, lead)
-        self._weights = _Casts(weights.flatten(0, 1))  # [B * T, m, n]
-        self._R = 1 + weights.sum(-1).flatten(0, 1).unsqueeze(-1)  # [B * T, m, 1]
+    def __init__(self, fusion: Fusion, pos: Positions, special: int, lead: torch.Size, paper: bool = False) -> None:
+        super().__init__(pos, fusion.preserved, special, lead)
+        self._weights = _Casts(fusion.weights.flatten(0, 1))  # [B * T, m, n]
+        self._R = 1 + fusion.weights.sum(-1).flatten(0, 1).unsqueeze(-1)  # [B * T, m, 1]
+        self._row = fusion.row
         self._paper = paper
 
     @property
@@ -171,6 +175,12 @@ class MergePlan(Plan):
         """See `Plan`."""
         weights = self._weights.original
         return weights.view(*self._lead, self.positions.blocks, *weights.shape[1:])
+
+    def _slot_counts(self) -> Tensor:
+        return self._R.view(*self._lead, -1)
+
+    def _heaviest(self) -> Tensor:
+        return super()._heaviest() if self._row is None else self._row
 
     def _aggregated(self, body: Tensor) -> Tensor:
         """x''_dst,i = (x_dst,i + sum_j W^F_ij x_src,j) / R_i (paper, "Token Aggregation and Preservation").

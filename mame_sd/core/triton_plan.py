@@ -22,7 +22,7 @@ from mame_sd.core.buffers import in_place
 from mame_sd.core.indexing import rows_of
 from mame_sd.core.plan import MergePlan, Plan
 from mame_sd.core.tables import Positions
-from mame_sd.core.weights import preserved_by_keep, preserved_by_tau
+from mame_sd.core.weights import Fusion, preserved_by_keep, preserved_by_tau
 from mame_sd.errors import MachineError
 
 TORCH_INSTEAD = "gradients or float64: PyTorch's operations in place of the kernel"
@@ -53,7 +53,7 @@ class RowPlan(Plan):
     def _aggregated(self, body: Tensor) -> Tensor:
         pos = self.positions
         if not _served(body):
-            plan = MergePlan(self._dense_weights(), pos, self._preserved, self.special, self._lead)
+            plan = MergePlan(Fusion(self._dense_weights(), self._preserved), pos, self.special, self._lead)
             return plan._aggregated(body)
         y: Tensor = torch.ops.mame_sd.merged_tokens(body.contiguous(), pos.slots, pos.gather, self._row, pos.M)
         return y

@@ -7,6 +7,7 @@ Each column (dimension -2) holds one source.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,18 @@ from mame_sd.core.tables import Positions
 REFINE_FLOOR = 1e-5
 
 
-def fusion_weights(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tensor, Tensor]:
-    """W^F [B, T, m, n] and the preserved sources as indices into `pos.src`, ascending: [r] with tau, [B, r] with keep.
+class Fusion(NamedTuple):
+    """W^F [B, T, m, n]; the preserved sources as indices into `pos.src`, ascending, [r] with tau, [B, r] with keep; and with
+    weights "best" the destination that each source would go to [B, T, n].
+    """
+
+    weights: Tensor
+    preserved: Tensor
+    row: Tensor | None = None
+
+
+def fusion_weights(s: Tensor, pos: Positions, config: MaMeConfig) -> Fusion:
+    """Who merges where, with which weights.
 
     Args:
         s: S [B, T, m, n]; overwritten where no gradient is needed.
@@ -31,9 +42,10 @@ def fusion_weights(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tenso
     return _weights_by_tau(s, pos, config) if config.keep is None else _weights_by_keep(s, pos, config)
 
 
-def _weights_by_tau(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tensor, Tensor]:
+def _weights_by_tau(s: Tensor, pos: Positions, config: MaMeConfig) -> Fusion:
     """For a fixed threshold: a source is preserved where any sample has no destination above tau for it."""
     assert config.tau is not None
+    row = None
     if config.weights == "best":
         best, row = s.max(-2)  # [B, T, n]
         merges = best > config.tau
@@ -47,7 +59,7 @@ def _weights_by_tau(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tens
         merges = total > 0
         weights = _settled_weights(above, total, config.refine)
     unmerged, preserved = preserved_by_tau(merges, pos)
-    return masked_fill(weights, unmerged.unsqueeze(-2), 0), preserved
+    return Fusion(masked_fill(weights, unmerged.unsqueeze(-2), 0), preserved, row)
 
 
 def preserved_by_tau(merges: Tensor, pos: Positions) -> tuple[Tensor, Tensor]:
@@ -62,15 +74,15 @@ def preserved_by_tau(merges: Tensor, pos: Positions) -> tuple[Tensor, Tensor]:
     return unmerged, unmerged.flatten().index_select(0, pos.src_real).nonzero().squeeze(-1)
 
 
-def _weights_by_keep(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Tensor, Tensor]:
+def _weights_by_keep(s: Tensor, pos: Positions, config: MaMeConfig) -> Fusion:
     """For a share of the tokens that is to remain: the most similar sources merge, each sample's own."""
     assert config.keep is not None
     best, row = s.max(-2)  # [B, T, n]
     unmerged, preserved = preserved_by_keep(best, pos, config.keep)
     if preserved.shape[1] == pos.N:
-        return torch.zeros_like(s), preserved
+        return Fusion(torch.zeros_like(s), preserved)
     if config.weights == "best":
-        return _to_one(s, row, ~unmerged), preserved
+        return Fusion(_to_one(s, row, ~unmerged), preserved, row)
     # The found tau: the least similarity that merges. Where NaN ones are chosen, they set none.
     tau = best.masked_fill(unmerged | best.isnan(), math.inf).flatten(1).min(1).values
     above = _above(s, tau.view(-1, 1, 1, 1))
@@ -78,7 +90,7 @@ def _weights_by_keep(s: Tensor, pos: Positions, config: MaMeConfig) -> tuple[Ten
     single = ~(total > 0) & ~unmerged  # nothing strictly above the found tau: the best one takes it all
     weights = masked_fill(_settled_weights(above, total, config.refine), unmerged.unsqueeze(-2), 0)
     one = single.unsqueeze(-2).to(weights.dtype)
-    return torch.scatter_add(weights, -2, row.unsqueeze(-2), one, out=reuse(weights)), preserved
+    return Fusion(torch.scatter_add(weights, -2, row.unsqueeze(-2), one, out=reuse(weights)), preserved)
 
 
 def preserved_by_keep(best: Tensor, pos: Positions, keep: float) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
@@ -23,6 +24,8 @@ from mame_sd.core.triton_plan import kernel_note
 from mame_sd.diffusion.tokens import Tokens
 from mame_sd.report import LayerStats
 
+WORTHWHILE = 0.85  # share of tokens kept above which merging saves less than it costs; with tau it is known only now
+NOTHING_TO_WIN = f"tau keeps more than {WORTHWHILE:.0%} of the tokens"
 NO_SIZE = "height and width unknown: merged with partition 'alternating' and without tiles; give size=(h, w)"
 
 
@@ -140,6 +143,14 @@ def merged_call(
         return call.run()
     config, fallback = layer.fitted(config, tokens)
     plan = layer.plan(call, tokens, config, draw)
+    if (
+        config.merge == "kv"
+        and config.tau is not None
+        and not torch.compiler.is_compiling()
+        and plan.tokens_kept > WORTHWHILE * plan.tokens_in
+    ):
+        stats.skipped(NOTHING_TO_WIN, tokens.count)
+        return call.run()
     output = layer.merged(call, tokens, plan, config)
     if isinstance(output, Unmerged):
         stats.skipped(output.reason, tokens.count)

@@ -56,18 +56,36 @@ def corrected(
     query = call["query"]
     lacking, shift = first_order(every, kept, call.get("scale") or query.shape[-1] ** -0.5)
     output = attended(attention, call, **{**changes, "value": changes["value"] + shift})
-    lacking = query @ lacking
-    return output.add_(lacking) if in_place(output) else output + lacking  # in place keeps the layout, too
+    if not in_place(output):
+        return output + query @ lacking
+    for sample, its_query, its_lacking in zip(output, query, lacking, strict=True):
+        sample.baddbmm_(
+            its_query, its_lacking
+        )  # in the layout of both, [n, H, D]; all samples in one call would copy them
+    return output
+
+
+def log_sizes(sizes: Tensor, query: Tensor) -> Tensor:
+    """A mask [Q, N'] or [B, 1, Q, N'] that counts keys `sizes` times, [N'] or [B, 1, N']."""
+    exact = torch.promote_types(query.dtype, torch.float32)
+    weight = sizes.to(exact).log().to(query.dtype).unsqueeze(-2)
+    return weight.expand(*weight.shape[:-2], query.shape[-2], -1)
 
 
 class DrawnCorrection(Attending):
     """While entered, attention whose keys are `plan`'s merged tokens and after them the sample of its positions attends to the
     merged ones alone, and what they lack to first order is added (`core/correction.py`), estimated from the sample.
+
+    Args:
+        plan: of all tokens; every source went to one destination whole.
+        weigh: count each key as many times as it stands for tokens. That needs a mask, without which some devices are faster,
+            and matters where some keys stand for groups and others for themselves.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, weigh: bool) -> None:
         super().__init__()
         self.plan = plan
+        self.weigh = weigh
 
     def attend(self, attention: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
         """See `Attending`; queries, keys and values [B, H, n, D]."""
@@ -75,11 +93,12 @@ class DrawnCorrection(Attending):
         (key, drawn_key), (value, drawn_value) = (
             (call[name][:, :, : plan.tokens_kept], call[name][:, :, plan.tokens_kept :]) for name in ("key", "value")
         )
-        sizes = plan.sizes
-        sizes = sizes if sizes.dim() == 1 else sizes.unsqueeze(1)
+        sizes = plan.sizes if plan.sizes.dim() == 1 else plan.sizes.unsqueeze(1)
         rows = plan.rows[:, plan.positions.sample].unsqueeze(1)
         every = drawn_moments(key, value, sizes, drawn_key, drawn_value, rows)
-        return corrected(attention, call, every, moments(key, value), key=key, value=value)
+        fewer = {"key": key, "value": value, "attn_mask": log_sizes(sizes, call["query"]) if self.weigh else None}
+        kept = moments(key, value, sizes if self.weigh else None)
+        return corrected(attention, call, every, kept, **fewer)
 
 
 class MergedKeys(Attending):
@@ -148,10 +167,9 @@ class MergedKeys(Attending):
         """
         if sizes is None:
             return mask
-        exact = torch.promote_types(query.dtype, torch.float32)
-        weight = sizes.to(exact).log().to(query.dtype).unsqueeze(-2)  # [1, L'] or [B, 1, 1, L']
+        weight = log_sizes(sizes, query)
         if mask is None:
-            return weight.expand(*weight.shape[:-2], query.shape[-2], -1)
+            return weight
         return torch.where(mask, weight, -torch.inf) if mask.dtype == torch.bool else mask + weight
 
     def merged(self, t: Tensor) -> Tensor:

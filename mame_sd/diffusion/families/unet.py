@@ -86,7 +86,8 @@ class PlainAttention(Layer):
             return plan.restore(call.run(hidden_states=merged))
         if corrects:
             merged = torch.cat([merged, hidden.index_select(1, plan.positions.sample)], 1)
-        with DrawnCorrection(plan) if corrects else nullcontext():
+        weigh = config.tau is not None or plan.tokens_kept > plan.positions.M
+        with DrawnCorrection(plan, weigh) if corrects else nullcontext():
             if isinstance(call.processor, processors.FusedAttnProcessor2_0):
                 # It reads keys from a joint projection that self-attention has for its own tokens only. The unfused default
                 # has the same weights and gives the same numbers.
