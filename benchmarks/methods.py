@@ -58,12 +58,12 @@ def rival(
 
 
 def biased(bias: float, **fields: Any) -> Method:
-    config = MaMeConfig.from_dict(fields)
+    config = MaMeConfig.from_dict({"correct": False, **fields})
     return Method("variant", {"bias": bias, **config.to_dict()}, lambda unet: varied(unet, config, bias=bias))
 
 
 def protected(**fields: Any) -> Method:
-    config = MaMeConfig.from_dict(fields)
+    config = MaMeConfig.from_dict({"correct": False, **fields})
     return Method(
         "variant", {"protected": "guidance", **config.to_dict()}, lambda unet: varied(unet, config, guidance_protected)
     )

@@ -124,7 +124,7 @@ def rival_on(
     """
     run = Run()
     # keep=1: all samples of a batch run together, for a rival's plans are not of our partition
-    with mame(target, keep=1.0, merge=merge, min_tokens=min_tokens) as handle:
+    with mame(target, keep=1.0, merge=merge, correct=False, min_tokens=min_tokens) as handle:
         noted = denoiser_of(target).register_forward_pre_hook(run.note, with_kwargs=True)
         try:
             for module in denoiser_of(target).modules():

@@ -154,22 +154,16 @@ class MaMeConfig:
     def of_part(self, name: str) -> MaMeConfig | None:
         """The settings that merge a part ("mlp" or "cross") of a block by itself; None where it is off.
 
-        They are these, with the part's share as `keep`, from which the grid's cell follows. With `tau`, the preset decides again
-        for a share wherever the value is what it decides for tau: global similarity would cost more than the part itself. It decides
-        on `weights` too where they are "pick", which leaves nothing to restore a part from.
+        They are these, with the part's share as `keep`, from which the grid's cell follows. The preset decides again on `weights` where
+        they are "pick", which leaves nothing to restore a part from.
         """
         share = getattr(self, name)
         if share is None:
             return None
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        if self.tau is not None:
-            by_tau = resolve({"preset": self.preset, "tau": self.tau})
-            for field_name in ("partition", "redraw", "tiles", "weights"):
-                if values[field_name] == by_tau[field_name]:
-                    values[field_name] = None
         if self.weights == "pick":  # a part is restored
             values["weights"] = None
-        values |= {"tau": None, "keep": share, "stride": None, "merge": "qkv", "feature": "x"}
+        values |= {"tau": None, "keep": share, "stride": None, "merge": "qkv", "correct": None, "feature": "x"}
         return MaMeConfig(**{**values, **dict.fromkeys(PARTS)})
 
     def to_dict(self, given_only: bool = False) -> dict[str, Any]:

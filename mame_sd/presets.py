@@ -7,22 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 # What measurement chose (PRESETS["default"]) and the paper with our settled points (PRESETS["plain"]). A new
-# default is one edit here. Keys: what was given, of tau and keep; "neither" holds what is then used.
-_CHOSEN: dict[str, Any] = {
-    "merge": "kv",
-    "partition": "random-grid",
-    "redraw": True,
-    "tiles": 16,
-    "weights": "best",
-    "correct": True,
-}
-PRESETS: dict[str, dict[str, dict[str, Any]]] = {
-    "default": {"neither": {"keep": 0.25}, "keep": _CHOSEN, "tau": _CHOSEN},
-    "plain": {
-        "neither": {"tau": 0.8},
-        "keep": {"merge": "qkv", "partition": "alternating", "tiles": 0},
-        "tau": {"merge": "qkv", "partition": "alternating", "tiles": 0},
+# default is one edit here. A given tau or keep takes the place of either.
+PRESETS: dict[str, dict[str, Any]] = {
+    "default": {
+        "keep": 0.25,
+        "merge": "kv",
+        "partition": "random-grid",
+        "redraw": True,
+        "tiles": 16,
+        "weights": "best",
+        "correct": True,
     },
+    "plain": {"tau": 0.8, "merge": "qkv", "partition": "alternating", "tiles": 0},
 }
 # Cells of the grid when keep is given, from small to large: with about as many destinations as it allows, (nearly) every
 # source merges, and merged keys stand for equally many tokens.
@@ -41,24 +37,22 @@ COMMON: dict[str, Any] = {
     "eps": 1e-6,
     "kernel": None,
 }
-PAPER_TAU = 0.8  # what variant="paper" takes when neither tau nor keep is given: it knows no keep
 
 
 def resolve(given: Mapping[str, Any]) -> dict[str, Any]:
     """Every field of MaMeConfig, concrete: what was given over what the preset says."""
-    preset = PRESETS[given.get("preset", "default")]
-    chosen = dict(given)
-    if "tau" not in chosen and "keep" not in chosen:
-        chosen.update({"tau": PAPER_TAU} if given.get("variant") == "paper" else preset["neither"])
-    table = preset["keep" if "keep" in chosen else "tau"]
+    preset = dict(PRESETS["plain" if given.get("variant") == "paper" else given.get("preset", "default")])
+    if "tau" in given or "keep" in given:
+        preset.pop("tau", None)
+        preset.pop("keep", None)
     unset = dict.fromkeys(("tau", "keep", "size", "mlp", "cross"))
-    values = {**unset, "preset": "default", **COMMON, **table, **chosen}
-    if values["weights"] == "pick" and "merge" not in chosen:
+    values = {**unset, "preset": "default", **COMMON, **preset, **given}
+    if values["weights"] == "pick" and "merge" not in given:
         values["merge"] = "kv"
-    if "correct" not in chosen and (values["merge"], values["weights"]) != ("kv", "best"):
+    if "correct" not in given and (values["merge"], values["weights"]) != ("kv", "best"):
         values["correct"] = False  # other weights would need all keys and values for it
-    if "keep" in chosen and "stride" not in chosen:
-        values["stride"] = _cell(chosen["keep"], values["tiles"])
+    if values["keep"] is not None and "stride" not in given:
+        values["stride"] = _cell(values["keep"], values["tiles"])
     return values
 
 

@@ -23,7 +23,7 @@ from mame_sd.presets import COMMON, PRESETS
 
 def test_nothing_given_is_the_measured_default() -> None:
     config = MaMeConfig()
-    expected = {**COMMON, **PRESETS["default"]["neither"], **PRESETS["default"]["keep"]}
+    expected = {**COMMON, **PRESETS["default"]}
     values = config.to_dict()
     for name, value in expected.items():
         assert values[name] == (list(value) if isinstance(value, tuple) else value), name
@@ -32,11 +32,18 @@ def test_nothing_given_is_the_measured_default() -> None:
     assert dict(config.given) == {}
 
 
-def test_a_given_tau_means_the_paper_with_settled_points() -> None:
-    config = MaMeConfig(tau=0.7)
-    assert (config.merge, config.batch, config.partition, config.tiles) == ("qkv", "shared", "grid", 0)
-    assert config.keep is None
-    assert MaMeConfig(tau=0.7, merge="kv", tiles=16).merge == "kv"
+def test_a_given_tau_changes_nothing_but_how_much_merges() -> None:
+    default, config = MaMeConfig(), MaMeConfig(tau=0.7)
+    assert (config.keep, config.tau, config.batch) == (None, 0.7, "shared")
+    names = ("merge", "partition", "tiles", "weights", "redraw", "correct", "stride")
+    assert [getattr(config, name) for name in names] == [getattr(default, name) for name in names]
+
+
+def test_corrects_unless_told_otherwise_where_a_part_of_the_keys_is_enough() -> None:
+    assert MaMeConfig().correct
+    for fields in ({"merge": "qkv"}, {"weights": "pick"}, {"weights": "average"}, {"preset": "plain"}):
+        assert not MaMeConfig.from_dict(fields).correct, fields
+    assert MaMeConfig(weights="pick", correct=True).correct
 
 
 def test_plain_is_the_paper_and_fields_beside_it_override_it() -> None:
@@ -121,14 +128,15 @@ def test_keep_chooses_the_cell_with_as_many_destinations_as_it_allows() -> None:
     assert MaMeConfig(keep=0.5).replace(keep=0.25).stride == (2, 2)
 
 
-def test_the_default_with_keep_is_drawn_anew() -> None:
+def test_the_default_is_drawn_anew() -> None:
     assert MaMeConfig().redraw
+    assert MaMeConfig(tau=0.8).redraw
     assert MaMeConfig(keep=0.5, partition="random").redraw
-    for given in ({"tau": 0.8}, {"preset": "plain", "keep": 0.5}, {"redraw": False}):
+    for given in ({"preset": "plain"}, {"preset": "plain", "keep": 0.5}, {"redraw": False}):
         assert not MaMeConfig.from_dict(given).redraw, given
     part = MaMeConfig(tau=0.8, mlp=0.5).of_part("mlp")
     assert part is not None
-    assert (part.partition, part.redraw) == ("random-grid", True), "tau's own choices hold for no share"
+    assert (part.partition, part.redraw) == ("random-grid", True)
     kept = MaMeConfig(tau=0.8, partition="alternating", redraw=True, mlp=0.5).of_part("mlp")
     assert kept is not None
     assert (kept.partition, kept.redraw) == ("alternating", True)
@@ -257,9 +265,9 @@ def test_a_part_merges_alike_in_equal_configs() -> None:
     assert config.replace(cross=None).of_part("cross") is None
     config = MaMeConfig(tau=0.8, mlp=0.5)
     in_full = MaMeConfig.from_dict(config.to_dict())
-    assert in_full == config == MaMeConfig(tau=0.8, mlp=0.5, partition="grid", redraw=False)
+    assert in_full == config == MaMeConfig(tau=0.8, mlp=0.5, partition="random-grid", redraw=True)
     part = config.of_part("mlp")
-    assert part == in_full.of_part("mlp") == config.replace(partition="grid", redraw=False).of_part("mlp")
+    assert part == in_full.of_part("mlp") == config.replace(partition="random-grid", redraw=True).of_part("mlp")
     plain = MaMeConfig(preset="plain", mlp=0.5).of_part("mlp")
     assert plain is not None
     assert (plain.keep, plain.tau, plain.partition, plain.tiles, plain.batch) == (

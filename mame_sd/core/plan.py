@@ -128,8 +128,8 @@ class Plan:
 
     def _heaviest(self) -> Tensor:
         """The destination of its tile that each source slot mainly goes to, LongTensor [B, T, n]."""
-        weights = self.weights
-        return weights.argmax(-2).view(-1, *weights.shape[-3:-2], weights.shape[-1])
+        heaviest = self.weights.argmax(-2)
+        return heaviest.view(math.prod(self._lead), *heaviest.shape[-2:])
 
     def _aggregated(self, body: Tensor) -> Tensor:
         """X''_dst [B, M, C] of tokens [B, M + N, C]."""
@@ -177,7 +177,7 @@ class MergePlan(Plan):
         return weights.view(*self._lead, self.positions.blocks, *weights.shape[1:])
 
     def _slot_counts(self) -> Tensor:
-        return self._R.view(*self._lead, -1)
+        return self._R.view(*self._lead, self.positions.blocks * self.positions.m)
 
     def _heaviest(self) -> Tensor:
         return super()._heaviest() if self._row is None else self._row

@@ -38,7 +38,8 @@ IDS = ["-".join(f"{k}={v}" for k, v in setting.items()) for setting in SETTINGS]
 
 
 def config(**fields: Any) -> MaMeConfig:
-    return MaMeConfig.from_dict({"tiles": 0, **fields})
+    tau = {"weights": "average"} if "tau" in fields else {}  # soft weights, as the paper has them
+    return MaMeConfig.from_dict({"tiles": 0, **tau, **fields})
 
 
 def tokens(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

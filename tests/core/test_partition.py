@@ -18,7 +18,7 @@ SIZES = [(1, 1), (1, 2), (3, 1), (1, 5), (7, 1), (5, 10), (1, 197), (16, 16), (7
 
 
 def config(partition: str = "alternating", **fields: object) -> MaMeConfig:
-    return MaMeConfig.from_dict({"tau": 0.8, "partition": partition, **fields})
+    return MaMeConfig.from_dict({"tau": 0.8, "partition": partition, "tiles": 0, "redraw": False, **fields})
 
 
 @pytest.mark.parametrize("tiles", [0, 2, 3, 4, 8])

@@ -58,7 +58,7 @@ def test_settled_columns_sum_to_one_or_zero(refine: bool) -> None:
 
 def test_a_constant_image_survives_ours_and_shrinks_as_printed() -> None:
     x = torch.ones(1, 8, 4)
-    ours = reference_plan(x, MaMeConfig(tau=0.8, partition="alternating"))
+    ours = reference_plan(x, MaMeConfig(preset="plain", tau=0.8))
     assert ours.merge(x).shape[1] == 4
     torch.testing.assert_close(ours.restore(ours.merge(x)), x.double())
     printed = reference_plan(x, MaMeConfig(tau=0.8, partition="alternating", variant="paper", refine=False))
@@ -66,7 +66,7 @@ def test_a_constant_image_survives_ours_and_shrinks_as_printed() -> None:
 
 
 def test_gradients_of_the_loops_pass_gradcheck() -> None:
-    config = MaMeConfig(tau=0.1, partition="alternating")
+    config = MaMeConfig(preset="plain", tau=0.1)
 
     def through(x: torch.Tensor) -> torch.Tensor:
         plan = reference_plan(x, config)

@@ -43,7 +43,7 @@ def test_set_attn_processor_merges_and_removal_is_bit_equal(build: Any, fields: 
 
 def test_qkv_is_the_installed_attention_between_merge_and_restore() -> None:
     attn, x = attention(), tokens()
-    processor = with_processor(attn, tau=0.3)
+    processor = with_processor(attn, tau=0.3, merge="qkv")
     plan = plan_merge(x, processor.config, (8, 8))
     expected = plan.restore(AttnProcessor2_0()(attn, plan.merge(x)))
     assert plan.tokens_kept < 64
@@ -52,7 +52,7 @@ def test_qkv_is_the_installed_attention_between_merge_and_restore() -> None:
 
 def test_kv_keeps_queries_whole_and_attends_to_merged_tokens() -> None:
     attn, x = attention(), tokens()
-    processor = with_processor(attn, keep=0.4)
+    processor = with_processor(attn, keep=0.4, correct=False)
     plan = plan_merge(x, processor.config, (8, 8))
     expected = AttnProcessor2_0()(attn, x, encoder_hidden_states=plan.merge(x))
     assert plan.tokens_kept == 26
@@ -62,7 +62,7 @@ def test_kv_keeps_queries_whole_and_attends_to_merged_tokens() -> None:
 @pytest.mark.parametrize("feature", ["k", "k-mean"])
 def test_similarity_of_keys(feature: str) -> None:
     attn, x = attention(), tokens()
-    processor = with_processor(attn, tau=0.3, feature=feature)
+    processor = with_processor(attn, tau=0.3, feature=feature, merge="qkv")
     keys = attn.to_k(x)
     keys = keys if feature == "k" else keys.view(2, 64, 2, 8).mean(2)
     plan = plan_merge(keys, processor.config, (8, 8))
@@ -115,9 +115,9 @@ def test_inner_processor_computes_the_attention() -> None:
     before = run_unet(unet)
     unet.set_attn_processor(MaMeAttnProcessor(inner=SlicedAttnProcessor(1), min_tokens=10**6))
     assert torch.equal(run_unet(unet), before)
-    unet.set_attn_processor(MaMeAttnProcessor(inner=SlicedAttnProcessor(1), min_tokens=64, keep=0.4))
+    unet.set_attn_processor(MaMeAttnProcessor(inner=SlicedAttnProcessor(1), min_tokens=64, keep=0.4, correct=False))
     sliced = run_unet(unet)
-    unet.set_attn_processor(MaMeAttnProcessor(min_tokens=64, keep=0.4))
+    unet.set_attn_processor(MaMeAttnProcessor(min_tokens=64, keep=0.4, correct=False))
     torch.testing.assert_close(sliced, run_unet(unet))
 
 
@@ -156,7 +156,7 @@ def test_rotary_positions_pass_through() -> None:
 )
 def test_size_of_a_level(size: Any, length: int, expected: tuple[int, int]) -> None:
     attn, x = attention(), tokens(length=length)
-    processor = MaMeAttnProcessor(min_tokens=1, tau=0.3, size=size)
+    processor = MaMeAttnProcessor(min_tokens=1, tau=0.3, size=size, merge="qkv")
     attn.set_processor(processor)
     plan = plan_merge(x, processor.config, expected)
     assert torch.equal(attn(x), plan.restore(AttnProcessor2_0()(attn, plan.merge(x))))
@@ -174,8 +174,8 @@ def test_tokens_of_no_level_pass_through() -> None:
 
 def test_unknown_size_merges_alternating_warns_once_and_says_so() -> None:
     attn, x = attention(), tokens(length=192)
-    processor = with_processor(attn, tau=0.3)
-    plan = plan_merge(x, MaMeConfig(tau=0.3, partition="alternating"))
+    processor = with_processor(attn, tau=0.3, merge="qkv", weights="average")
+    plan = plan_merge(x, MaMeConfig(preset="plain", tau=0.3))
     expected = plan.restore(AttnProcessor2_0()(attn, plan.merge(x)))
     with pytest.warns(UserWarning, match="height and width unknown.*apply_mame"):
         assert torch.equal(attn(x), expected)
@@ -187,7 +187,7 @@ def test_unknown_size_merges_alternating_warns_once_and_says_so() -> None:
 
 def test_alternating_needs_no_size_and_no_warning() -> None:
     attn = attention()
-    with_processor(attn, tau=0.3, partition="alternating")
+    with_processor(attn, tau=0.3, partition="alternating", tiles=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert attn(tokens(length=192)).shape == (2, 192, 16)

@@ -86,13 +86,16 @@ class PlainAttention(Layer):
             return plan.restore(call.run(hidden_states=merged))
         if corrects:
             merged = torch.cat([merged, hidden.index_select(1, plan.positions.sample)], 1)
-        weigh = config.tau is not None or plan.tokens_kept > plan.positions.M
-        with DrawnCorrection(plan, weigh) if corrects else nullcontext():
+        with self._correction(plan, config) if corrects else nullcontext():
             if isinstance(call.processor, processors.FusedAttnProcessor2_0):
                 # It reads keys from a joint projection that self-attention has for its own tokens only. The unfused default
                 # has the same weights and gives the same numbers.
                 return processed(_PLAIN, call.module, {**call.arguments, "encoder_hidden_states": merged})
             return call.run(encoder_hidden_states=merged)
+
+    @staticmethod
+    def _correction(plan: Plan, config: MaMeConfig) -> DrawnCorrection:
+        return DrawnCorrection(plan, weigh=config.tau is not None or plan.tokens_kept > plan.positions.M)
 
     def note(self, call: LayerCall, config: MaMeConfig) -> str:
         """Where keys and values are not corrected though they are to be: why."""
