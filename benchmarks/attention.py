@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.layers import Layer, attention, free, gate, inputs, ours, planned, tomesd_layer
+from benchmarks.layers import Layer, attention, free, gate, inputs, ours, planned, tau_for, tomesd_layer
 from benchmarks.shapes import (
     SHAPES,
     WITHOUT,
@@ -53,7 +53,6 @@ CONFIGS = {
     "mame kv .25": MaMeConfig(keep=0.25),
     "mame kv .25, not corrected": MaMeConfig(keep=0.25, correct=False),
     "mame kv .125": MaMeConfig(keep=0.125),
-    "mame tau .8": MaMeConfig(tau=0.8),
     "global .50": MaMeConfig(keep=0.5, preset="plain"),  # alpha = beta = .5 in the paper's cost condition
     "global kv .25": MaMeConfig(keep=0.25, tiles=0),
 }
@@ -73,8 +72,8 @@ def methods(dim: int, tokens: int, device: torch.device, dtype: torch.dtype) -> 
     found: dict[str, tuple[float, str, Layer]] = {"sdpa": (1.0, "", attn), "sdpa again": (1.0, "", attn)}
     for share in (0.75, 0.5, 0.25):
         found[f"free {share:.2f}"] = (share, "", free(attn, round(share * tokens), "qkv"))
-    for share in (0.5, 0.25):
-        found[f"free kv {share:.2f}"] = (share, "", free(attn, round(share * tokens), "kv"))
+    for share in (0.5, 0.25, 0.125):
+        found[f"free kv {share:.3g}"] = (share, "", free(attn, round(share * tokens), "kv"))
     for ratio in (0.25, 0.5, 0.75):
         try:
             layer = tomesd_layer(attn, ratio, size)
@@ -84,10 +83,12 @@ def methods(dim: int, tokens: int, device: torch.device, dtype: torch.dtype) -> 
         found[f"tomesd {ratio:.2f}"] = (1 - ratio, f"free {1 - ratio:.2f}", layer)
     for name, config in configs(device).items():
         assert config.keep is not None
-        bound = f"free kv {config.keep:.2f}" if config.merge == "kv" else f"free {config.keep:.2f}"
+        bound = f"free kv {config.keep:.3g}" if config.merge == "kv" else f"free {config.keep:.2f}"
         found[name] = (config.keep, bound, ours(attn, config, size))
         if name == REUSED:
-            found[f"{name}, plan given"] = (config.keep, bound, planned(attn, config, size))
+            found[f"{name}, plan given"] = (config.keep, bound, planned(attn, config.replace(correct=False), size))
+    half = MaMeConfig(tau=tau_for(0.5, inputs(2, tokens, dim, device, dtype)(), size))
+    found["mame tau, half kept"] = (0.5, "free kv 0.5", ours(attn, half, size))
     return found
 
 

@@ -46,6 +46,16 @@ def planned(attn: Attention, config: MaMeConfig, size: tuple[int, int]) -> Layer
     return layer
 
 
+def tau_for(share: float, x: Tensor, size: tuple[int, int]) -> float:
+    """The threshold that keeps about `share` of the tokens x [B, L, d], to a thousandth; more where that many are destinations."""
+    low, high = -1.0, 1.0
+    while high - low > 1e-3:
+        tau = (low + high) / 2
+        kept = plan_merge(x, MaMeConfig(tau=tau), size).tokens_kept / x.shape[1]
+        low, high = (tau, high) if kept < share else (low, tau)
+    return low
+
+
 def free(attn: Attention, kept: int, merge: str) -> Layer:
     """The bound: attention on the first `kept` tokens (or to their keys), as if merging and restoring cost nothing."""
     if merge == "kv":

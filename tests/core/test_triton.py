@@ -211,6 +211,6 @@ def test_a_cpu_is_refused_and_so_are_other_settings() -> None:
     if not INTERPRETED:
         with pytest.raises(MachineError, match="expected tokens on a CUDA device for kernel='triton', got cpu"):
             plan_merge(torch.ones(1, 64, 16), MaMeConfig(kernel="triton"), (8, 8))
-    for fields in ({"weights": "average"}, {"metric": "dot"}, {"tiles": 0}, {"tiles": 32}, {"tau": 0.8}):
+    for fields in ({"weights": "average"}, {"metric": "dot"}, {"tiles": 0}, {"tiles": 32}, {"preset": "plain"}):
         with pytest.raises(ValueError, match="knows only weights='best', metric='cosine' and tiles from 2 to 16"):
             MaMeConfig(kernel="triton", **fields)  # type: ignore[arg-type]
