@@ -64,7 +64,7 @@ class MaMeConfig:
     seed: int = _field("seed of the random partitions (their own generator, never the global one)")
     redraw: bool = _field(
         "the random partitions take other destinations at each step, so that errors of the steps do not add up; by "
-        "apply_mame, which sees the timestep, and not where gradients are on. True with the default preset's keep"
+        "apply_mame, which sees the timestep, and not where gradients are on"
     )
     min_tokens: int = _field(
         "layers with fewer tokens are left alone. With MaMeAttnProcessor on a video model keep it above the number of frames"
