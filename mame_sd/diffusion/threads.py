@@ -6,17 +6,22 @@ settings of all) changes only while no other thread makes an image with it: else
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
 CHANGES = threading.RLock()  # held while hooks or settings of a model change
-PIPELINE = "StableDiffusionMaMePipeline"
+# What a call of a module, and one of a pipeline (all are made without gradients), runs first.
+_MODULE_CALL = nn.Module.__call__.__code__
+_NO_GRAD_CALL = torch.no_grad()(lambda: None).__code__
 
 
 class PerThread:
@@ -55,23 +60,40 @@ def check_idle(root: nn.Module, what: str) -> None:
     Args:
         what: is to be done, as "set", for the message.
     """
-    for thread, frame in sys._current_frames().items():
-        if thread == threading.get_ident():
-            continue
-        for owner in _owners(frame):
-            if _holds(owner, root):
-                raise RuntimeError(
-                    f"{what}: expected no image under way in another thread, but one is being made there by "
-                    f"{type(owner).__name__}, with two settings then: wait for it, or give each thread settings of its own "
-                    "(with handle.using(tau=0.9): ...)"
-                )
+    with _no_collection():
+        for thread, frame in sys._current_frames().items():
+            for owner in _owners(frame) if thread != threading.get_ident() else ():
+                if _holds(owner, root):
+                    raise RuntimeError(
+                        f"{what}: expected no image under way in another thread, but one is being made there by "
+                        f"{type(owner).__name__}, with two settings then: wait for it, or give each thread settings of its own "
+                        "(with handle.using(tau=0.9): ...)"
+                    )
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """The block without garbage collections: while a frame of another thread is read none of its code may run."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _owners(frame: FrameType | None) -> Iterator[Any]:
-    """The `self` of each method that is being called, but of ours, which wait before they call the model."""
+    """The module, or what may be a pipeline, of each call under way.
+
+    Only of functions that never bind their arguments anew: before Python 3.13 `f_locals` copies all locals and lets go of those
+    that it copied before. Of a function that went on, that may free them, thereby run other threads, and read a frame that is gone.
+    """
     while frame is not None:
-        if not frame.f_code.co_qualname.startswith(PIPELINE):
-            yield frame.f_locals.get("self")
+        if frame.f_code is _MODULE_CALL:
+            yield frame.f_locals["self"]
+        elif frame.f_code is _NO_GRAD_CALL:
+            yield from frame.f_locals["args"][:1]
         frame = frame.f_back
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -133,6 +134,31 @@ def test_a_callback_of_the_image_itself_may_change_settings() -> None:
         return kwargs
 
     assert not torch.equal(generate(pipe, callback_on_step_end=change), before)
+
+
+def test_looking_for_images_under_way_holds_on_to_nothing_of_other_threads() -> None:
+    """Before Python 3.13 a look at a frame's locals copies them; the next look could end the process by a segmentation fault."""
+
+    class Latents:
+        pass
+
+    looked = threading.Event()
+
+    def work() -> bool:
+        latents: Latents | None = Latents()
+        freed = weakref.ref(latents)
+        started.set()
+        assert looked.wait(60)
+        latents = None
+        return freed() is None
+
+    started = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(work)
+        assert started.wait(60)
+        remove_mame(tiny_unet())
+        looked.set()
+        assert future.result(60)
 
 
 def test_the_end_of_a_block_says_that_an_image_was_under_way() -> None:
