@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+_LONGEST_LINE = 2000  # characters, of a line that may name a prompt or a cell of any length
+
 
 @contextmanager
 def progress(unit: str, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
@@ -26,5 +28,17 @@ def progress(unit: str, shown: bool = True) -> Iterator[Callable[[int, int], Non
         yield update
 
 
+def say(message: str) -> None:
+    """One line on stderr: line ends and control characters in a message (file names, prompts) are escaped, its
+    middle is left out where it is long."""
+    if len(message) > _LONGEST_LINE:
+        message = f"{message[: _LONGEST_LINE // 2]} ... {message[-_LONGEST_LINE // 2 :]}"
+    line = " ".join(message.split("\n"))
+    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
+    sys.stdout.flush() if not sys.stdout.closed else None
+    encoding = sys.stderr.encoding or "utf-8"
+    print(line.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
+
+
 def note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
+    say(f"note: {text}")

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from mame_sd.cli.console import say
 from mame_sd.errors import MachineError, UserError
 
 USAGE, MACHINE, INTERRUPTED = 2, 1, 130
-_LONGEST_LINE = 2000  # characters of an error line, which may name a prompt or a cell of any length
 _MEMORY_MESSAGES = ("not enough memory", "can't allocate memory", "out of memory")
 
 
@@ -38,9 +38,9 @@ def exit_status(command: Callable[[], object]) -> int:
                 status = INTERRUPTED
             else:
                 status, message = describe(error)
-                _say(f"error: {message}")
+                say(f"error: {message}")
     if status == INTERRUPTED:
-        _say("interrupted; finished images are kept, and the same command continues")
+        say("interrupted; finished images are kept, and the same command continues")
     return status if isinstance(status, int) else 0 if status is None else MACHINE
 
 
@@ -110,17 +110,3 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
-
-
-def _say(message: str) -> None:
-    """One line on stderr: line ends and control characters in a message (file names, prompts) are escaped, its
-    middle is left out where it is long."""
-    if len(message) > _LONGEST_LINE:
-        message = f"{message[: _LONGEST_LINE // 2]} ... {message[-_LONGEST_LINE // 2 :]}"
-    line = " ".join(message.split("\n"))
-    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
-    sys.stdout.flush() if not sys.stdout.closed else None
-    print(
-        line.encode(sys.stderr.encoding or "utf-8", "backslashreplace").decode(sys.stderr.encoding or "utf-8"),
-        file=sys.stderr,
-    )

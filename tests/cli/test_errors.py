@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mame_sd.cli.console import note
 from mame_sd.cli.errors import exit_status
 from mame_sd.errors import UserError
 from tests.builders.console import error_of
@@ -78,6 +79,17 @@ def test_a_long_error_is_shortened(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(line) < 2100
     assert line.startswith("error: expected a, got bbb")
     assert line.endswith("bbb; do c")
+
+
+def test_a_note_is_one_line_and_shortened_as_an_error_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """It may hold what a run folder's manifest holds."""
+    note(f"a\x1b[2J\n{'b' * 10_000_000} there")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert len(line) < 2100
+    assert line.startswith(r"note: a\x1b[2J bbb")
+    assert line.endswith("bbb there")
 
 
 def test_as_a_module_from_another_folder(tmp_path: Path) -> None:
