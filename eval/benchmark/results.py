@@ -17,6 +17,7 @@ from .timings import read_record
 
 FORMAT = "mame-sd benchmark 1"
 NAME, TIMINGS = "results.json", "bench.jsonl"
+DEEPEST = 100  # levels of lists and objects; Python's stack ends before many more are walked through
 OWN = {"runs", "answers", "scores", "features", TIMINGS, "report.html", "report.md", "table.csv", "table.tex"}
 
 
@@ -46,6 +47,8 @@ def read_results(out: Path) -> dict[str, Any]:
     path = out / NAME
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
+        if _depth(values) > DEEPEST:
+            raise ValueError(f"more than {DEEPEST} levels of lists and objects")
     except FileNotFoundError:
         raise UserError(f"{out}: expected the folder of a benchmark, found no {NAME}; run benchmark first") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -55,6 +58,18 @@ def read_results(out: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise UserError(f"{path}: expected the results of a benchmark ({FORMAT!r}), got another file; choose another")
     return values
+
+
+def _depth(value: Any) -> int:
+    """Levels of lists and objects in a JSON value."""
+    depth, level = 0, [value]
+    while level := [x for outer in level if isinstance(outer, (dict, list)) for x in _entries(outer)]:
+        depth += 1
+    return depth
+
+
+def _entries(outer: Any) -> Any:
+    return outer.values() if isinstance(outer, dict) else outer
 
 
 def write_results(out: Path, results: Mapping[str, Any]) -> None:

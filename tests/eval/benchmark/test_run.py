@@ -193,6 +193,23 @@ def test_missing_peers_and_weights_leave_a_reason(
     assert any("mame-sd-eval weights" in note for note in results["notes"])
 
 
+@pytest.mark.parametrize("open_, close", [("[", "]"), ('{"a": ', "}")])
+@pytest.mark.parametrize("depth", [99, 400, 100_000])
+def test_results_as_deep_as_no_benchmark_writes_them_are_refused(
+    tmp_path: Path, depth: int, open_: str, close: str
+) -> None:
+    """What reads them would run out of stack."""
+    inner = f"{open_ * depth}1{close * depth}"
+    (tmp_path / "results.json").write_text(f'{{"format": "mame-sd benchmark 1", "a": {inner}}}')
+    if depth < 100:
+        assert read_results(tmp_path)["format"] == "mame-sd benchmark 1"
+    else:
+        with pytest.raises(
+            UserError, match=r"expected the results of a benchmark, got: (more than 100 levels|maximum)"
+        ):
+            read_results(tmp_path)
+
+
 def test_steps_are_not_traced_for_the_baseline(model: LoadedModel) -> None:
     assert kept_per_step(model, SETTINGS, jobs_of(PROMPTS, SETTINGS)[0], tiny_rows()[0]) == []
 
