@@ -193,7 +193,7 @@ def test_missing_peers_and_weights_leave_a_reason(
     assert any("mame-sd-eval weights" in note for note in results["notes"])
 
 
-@pytest.mark.parametrize("open_, close", [("[", "]"), ('{"a": ', "}")])
+@pytest.mark.parametrize(("open_", "close"), [("[", "]"), ('{"a": ', "}")])
 @pytest.mark.parametrize("depth", [99, 400, 100_000])
 def test_results_as_deep_as_no_benchmark_writes_them_are_refused(
     tmp_path: Path, depth: int, open_: str, close: str
