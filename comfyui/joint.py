@@ -1,5 +1,8 @@
 """A transformer's attention: the image's keys and values merge, after rotation; queries and text stay whole.
 
+Where text stands beside the image, the logit of a merged key has the logarithm added of how many keys it stands for: it would else weigh
+too little against text.
+
 The engine hands its attention function and that function's arguments to `optimized_attention_override`:
 (function, q, k, v, heads, mask, ..., transformer_options=). With `skip_reshape` q, k and v are [B, H, L, D], else [B, L, H * D] (SD3's
 v: [B, L, H, D]).
@@ -12,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd import MaMeConfig, plan_merge
@@ -49,7 +53,7 @@ class JointPatch:
             k, v, mask = self._merged(call, k, v, mask, start, heads_first)
             if len(args) > 1:
                 args = (args[0], mask, *args[2:])
-            elif "mask" in kwargs:
+            else:
                 kwargs = {**kwargs, "mask": mask}
         if call.override is not None:
             return call.override(function, q, k, v, *args, **kwargs)
@@ -88,6 +92,7 @@ class JointPatch:
 
         keys = image(k)
         plan = plan_merge(keys, self.config, (h * t, w), draw=call.draw)
+        call.draw = None if call.draw is None else call.draw + 1
         call.run.note_merged(plan, call.grid[t == 1 :])
 
         def merged(x: Tensor, image: Tensor) -> Tensor:
@@ -98,8 +103,25 @@ class JointPatch:
                 x = x.flatten(2)
             return torch.cat([x[..., :start, :], y, x[..., stop:, :]], -2)
 
-        columns = None if mask is None else columns_of(mask, plan.kept, call.grid, start)
-        return merged(k, keys), merged(v, image(v)), columns
+        mask = None if mask is None else columns_of(mask, plan.kept, call.grid, start)
+        others = start, k.shape[2 if heads_first else 1] - stop
+        if any(others):
+            mask = weighed(mask, F.pad(plan.sizes.log(), others), k.dtype)
+        return merged(k, keys), merged(v, image(v)), mask
+
+
+def weighed(mask: Tensor | None, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask with `weights` added to the logits of its keys, of at least three dimensions.
+
+    Args:
+        mask: [Q, L], [B, Q, L] or [B, H, Q, L], or broadcast to those; bool, or what is added to logits.
+        weights: [L] or [B, L].
+        dtype: of the queries.
+    """
+    weights = weights.to(dtype).view(-1, *(1,) * (1 if mask is None else max(mask.dim() - 2, 1)), weights.shape[-1])
+    if mask is None:
+        return weights
+    return torch.where(mask, weights, -torch.inf) if mask.dtype == torch.bool else mask + weights
 
 
 def columns_of(mask: Tensor, kept: Tensor, grid: tuple[int, int, int], start: int) -> Tensor:

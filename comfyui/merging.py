@@ -18,7 +18,7 @@ from mame_sd import MaMeConfig
 from mame_sd.core.partition import draw_at
 
 from .joint import JointPatch
-from .models import Transformer
+from .models import Transformer, UNet
 from .run import OUTSIDE, Run
 from .unet import UNetPatch
 
@@ -33,7 +33,8 @@ class Call:
 
     Attributes:
         run: notes what merged.
-        draw: which of the drawn partitions, a LongTensor [1]; None: the first.
+        draw: which of the drawn partitions the model's first layer takes, a LongTensor [1]; None: the first, and in all layers. A
+            transformer's layers each count on: neighbours take different draws, so that their errors do not add up.
         replaced: UNet blocks whose self-attention another node replaces, as the engine names them.
         grid: (frames, rows, columns) of a transformer's image tokens.
         references: tokens of a transformer's reference images.
@@ -55,20 +56,16 @@ class Merging:
 
     Args:
         config: the settings.
-        transformer: the model's layout, None for a UNet.
+        layout: where the model's image tokens are.
         start, end: share of the sampling steps between which tokens merge.
     """
 
-    def __init__(
-        self, config: MaMeConfig, transformer: Transformer | None, start: float = 0.0, end: float = 1.0
-    ) -> None:
+    def __init__(self, config: MaMeConfig, layout: UNet | Transformer, start: float = 0.0, end: float = 1.0) -> None:
         self.config = config
-        self.transformer = transformer
         self.start = start
         self.end = end
         self.always = start <= 0 and end >= 1
-        self.unet = UNetPatch(config)
-        self.joint = JointPatch(config, transformer) if transformer else None
+        self.patch = UNetPatch(config, layout) if isinstance(layout, UNet) else JointPatch(config, layout)
 
     def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """A run of the sampler. The guider's options are this run's own copy.
@@ -105,16 +102,18 @@ class Merging:
         run = given.get(RUN) or Run()
         sampling = executor.class_obj.model_sampling
         if self._active(sampling, t):
-            call = Call(run, draw_at(sampling.timestep(t).float()) if self.config.redraw else None)
-            options[KEY] = call
-            if self.transformer is None:
-                self._patch_unet(options, call)
+            draw = draw_at(sampling.timestep(t).float(), self.config) if self.config.redraw else None
+            options[KEY] = call = Call(run, draw)
+            if isinstance(self.patch, UNetPatch):
+                _patch_unet(options, call, self.patch)
             else:
-                call.grid = self.transformer.grid(x.shape)
-                call.references = self._references(kwargs.get("ref_latents"))
+                transformer = self.patch.transformer
+                call.grid = transformer.grid(x.shape)
+                latents = (kwargs.get("ref_latents") or ()) if transformer.family.references else ()
+                call.references = sum(math.prod(transformer.grid(latent.shape)) for latent in latents)
                 call.text = 0 if c_crossattn is None else c_crossattn.shape[1]
                 call.override = given.get("optimized_attention_override")
-                options["optimized_attention_override"] = self.joint
+                options["optimized_attention_override"] = self.patch
         else:
             run.note_left(OUTSIDE)
         return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
@@ -125,15 +124,11 @@ class Merging:
         sigma = float(sigmas.max())
         return bool(sampling.percent_to_sigma(self.end) <= sigma <= sampling.percent_to_sigma(self.start))
 
-    def _patch_unet(self, options: dict[str, Any], call: Call) -> None:
-        """Ours is the last patch before the attention and the first one after it."""
-        call.replaced = frozenset(options.get("patches_replace", {}).get("attn1", {}))
-        patches = dict(options.get("patches", {}))
-        patches["attn1_patch"] = [*patches.get("attn1_patch", []), self.unet.before]
-        patches["attn1_output_patch"] = [self.unet.after, *patches.get("attn1_output_patch", [])]
-        options["patches"] = patches
 
-    def _references(self, latents: Any) -> int:
-        if not latents or self.transformer is None or not self.transformer.family.references:
-            return 0
-        return sum(math.prod(self.transformer.grid(latent.shape)) for latent in latents)
+def _patch_unet(options: dict[str, Any], call: Call, patch: UNetPatch) -> None:
+    """Ours is the last patch before the attention and the first one after it."""
+    call.replaced = frozenset(options.get("patches_replace", {}).get("attn1", {}))
+    patches = dict(options.get("patches", {}))
+    patches["attn1_patch"] = [*patches.get("attn1_patch", []), patch.before]
+    patches["attn1_output_patch"] = [patch.after, *patches.get("attn1_output_patch", [])]
+    options["patches"] = patches

@@ -8,7 +8,7 @@ attn1_patch with keywords and take a dict, Wan with one dict, SD3 never), but al
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,8 +82,19 @@ class Transformer:
         return start if start >= 0 else None
 
 
-def transformer_of(model: Any) -> Transformer | None:
-    """How to merge in ComfyUI's `diffusion_model`; None when it is a UNet.
+@dataclass(frozen=True)
+class UNet:
+    """A UNet.
+
+    Attributes:
+        numbers: of its self-attentions, as `apply_mame` counts them, by block, its place, and the layer in it, as the engine names them.
+    """
+
+    numbers: Mapping[tuple[str, int, int], int]
+
+
+def layout_of(model: Any) -> UNet | Transformer:
+    """How to merge in ComfyUI's `diffusion_model`.
 
     Raises:
         ValueError: it is neither a UNet nor a transformer that merges.
@@ -91,7 +102,7 @@ def transformer_of(model: Any) -> Transformer | None:
     model = getattr(model, "_orig_mod", model)  # torch.compile's
     bases = [base.__name__ for base in type(model).__mro__]
     if UNET in bases:
-        return None
+        return UNet(_numbers(model))
     family = next((FAMILIES[base] for base in bases if base in FAMILIES), None)
     if family is None:
         raise ValueError(
@@ -107,3 +118,15 @@ def transformer_of(model: Any) -> Transformer | None:
         patch = getattr(patch, name)
     patch = (patch, patch) if isinstance(patch, int) else tuple(patch)
     return Transformer(family, patch, getattr(model, "pad_tokens_multiple", None) or 1)
+
+
+def _numbers(unet: Any) -> dict[tuple[str, int, int], int]:
+    """See `UNet`. In diffusers' UNet the middle comes last."""
+    numbers: dict[tuple[str, int, int], int] = {}
+    parts = {"input": unet.input_blocks, "output": unet.output_blocks, "middle": [unet.middle_block]}
+    for name, blocks in parts.items():
+        for place, block in enumerate(blocks):
+            modules = () if block is None else block.modules()  # some small models have no middle
+            layers = sum(len(getattr(module, "transformer_blocks", ())) for module in modules)
+            numbers |= {(name, place, layer): len(numbers) + layer for layer in range(layers)}
+    return numbers

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from mame_sd import MaMeConfig
 
 from .merging import KEY, Merging
-from .models import transformer_of
+from .models import Transformer, layout_of
 
 KEYS_AND_VALUES, QUERIES_TOO = "keys and values", "queries too"
 SHARE = {"min": 0.0, "max": 1.0, "step": 0.01, "round": 0.001}
@@ -95,13 +95,13 @@ class MaMeModelPatch:
                 "start_percent, end_percent: expected shares with 0 <= start_percent <= end_percent <= 1, "
                 f"got {start_percent} and {end_percent}"
             )
-        transformer = transformer_of(model.get_model_object("diffusion_model"))
-        if transformer is not None and kind == "qkv":
+        layout = layout_of(model.get_model_object("diffusion_model"))
+        if isinstance(layout, Transformer) and kind == "qkv":
             raise ValueError(
-                f"merge: expected {KEYS_AND_VALUES!r} for {transformer.family.name}, got {merge!r}; "
+                f"merge: expected {KEYS_AND_VALUES!r} for {layout.family.name}, got {merge!r}; "
                 "its queries carry positions that do not merge"
             )
-        merging = Merging(config, transformer, start_percent, end_percent)
+        merging = Merging(config, layout, start_percent, end_percent)
         clone = model.clone()
         for kind_of_call, wrapper in (("outer_sample", merging.outer_sample), ("apply_model", merging.apply_model)):
             clone.remove_wrappers_with_key(kind_of_call, KEY)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from mame_sd import MaMeConfig, plan_merge
 
+from .models import UNet
+
 KEY = "mame_sd"
 PLAN = "mame_sd_plan"
 REPLACED = "another node replaces the attention of a block (such as PAG or SAG)"
@@ -23,8 +25,9 @@ OTHER = "attention over {} tokens is not the image's {} x {}"
 class UNetPatch:
     """The two patches. They keep nothing: a plan travels from one to the other in the block's own options."""
 
-    def __init__(self, config: MaMeConfig) -> None:
+    def __init__(self, config: MaMeConfig, unet: UNet) -> None:
         self.config = config
+        self.unet = unet
 
     def before(self, q: Tensor, k: Tensor, v: Tensor, extra_options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         """The three with merged keys and values; merged queries too, where those of the settings do."""
@@ -40,7 +43,8 @@ class UNetPatch:
         elif q.shape[0] != batch or (config.merge == "qkv" and q.shape != k.shape):
             call.run.note_left(CUT)
         else:
-            plan = plan_merge(k, config, (h, w), draw=call.draw)
+            draw = None if call.draw is None else call.draw + self.unet.numbers.get(name_of(extra_options), 0)
+            plan = plan_merge(k, config, (h, w), draw=draw)
             call.run.note_merged(plan, (h, w))
             keys = plan.merge(k)
             values = keys if v is k else plan.merge(v)
@@ -55,7 +59,12 @@ class UNetPatch:
         return n if plan is None else plan.restore(n)
 
 
+def name_of(extra_options: dict[str, Any]) -> tuple[Any, ...]:
+    """The transformer layer that the options are of: its block, the block's place, the layer in it."""
+    return (*extra_options.get("block", ()), extra_options.get("block_index", 0))
+
+
 def replaced(extra_options: dict[str, Any], blocks: frozenset[tuple[Any, ...]]) -> bool:
-    """Whether this block's self-attention is among `blocks`, which name a block or one transformer layer of it."""
-    block = extra_options.get("block")
-    return block is not None and (block in blocks or (*block, extra_options.get("block_index", 0)) in blocks)
+    """Whether this layer's self-attention is among `blocks`, which name a block or one transformer layer of it."""
+    name = name_of(extra_options)
+    return name in blocks or name[:-1] in blocks

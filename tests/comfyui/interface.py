@@ -15,13 +15,42 @@ from torch import Tensor, nn
 Wrapper = Callable[..., Any]
 
 
-class UNetModel(nn.Module):
-    """One self-attention of a UNet, called with patches as the engine's transformer block calls it."""
+class SpatialTransformer(nn.Module):
+    """Where a UNet's block has its transformer layers."""
 
-    def __init__(self, block: BasicTransformerBlock, where: tuple[str, int] = ("input", 1)) -> None:
+    def __init__(self, *layers: BasicTransformerBlock) -> None:
         super().__init__()
-        self.attn: Any = block.attn1
+        self.transformer_blocks = nn.ModuleList(layers)
+
+
+class UNetModel(nn.Module):
+    """A UNet's blocks, of which one self-attention is called, with patches, as the engine's transformer block calls it.
+
+    Args:
+        block: what holds that attention, where there are no `blocks`.
+        where: the block of that attention.
+        blocks: transformer layers by the block that they stand in, the middle's among them; other blocks have none.
+    """
+
+    middle_block: nn.Module | None
+
+    def __init__(
+        self,
+        block: BasicTransformerBlock | None = None,
+        where: tuple[str, int] = ("input", 1),
+        blocks: dict[tuple[str, int], BasicTransformerBlock] | None = None,
+    ) -> None:
+        super().__init__()
+        blocks = blocks or ({} if block is None else {where: block})
         self.where = where
+        count = 1 + max(place for _, place in blocks)
+        made = {
+            name: [SpatialTransformer(blocks[name, i]) if (name, i) in blocks else nn.Identity() for i in range(count)]
+            for name in ("input", "output", "middle")
+        }
+        self.input_blocks, self.output_blocks = nn.ModuleList(made["input"]), nn.ModuleList(made["output"])
+        self.middle_block = made["middle"][0] if ("middle", 0) in blocks else None
+        self.attn: Any = blocks[where].attn1
 
     def forward(self, n: Tensor, size: tuple[int, int], options: dict[str, Any]) -> Tensor:
         """n [B, h * w, C]"""

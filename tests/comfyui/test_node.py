@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from typing import Any
 
@@ -63,27 +64,45 @@ def sigma_of_the_first_draw() -> float:
 
 
 @torch.no_grad()
-def test_steps_draw_as_those_of_apply_mame(node: Any) -> None:
+def test_steps_and_layers_draw_as_those_of_apply_mame(node: Any) -> None:
+    """On the embedded UNet's layers of 1024 tokens and more, and its middle as the engine counts it: after the outputs."""
     unet = UNet2DConditionModel.from_pretrained(embedded_model_path(), subfolder="unet")
-    attn = unet.down_blocks[0].attentions[0].transformer_blocks[0]
-    patched = applied(node, Model(UNetModel(copy.deepcopy(attn))), keep=0.25, min_tokens=1024)
+    ups = unet.up_blocks
+    blocks = {
+        ("input", 1 + 2 * level): down.attentions[0].transformer_blocks[0]
+        for level, down in enumerate(unet.down_blocks)
+        if hasattr(down, "attentions")
+    }
+    every = [attention.transformer_blocks[0] for up in ups for attention in getattr(up, "attentions", ())]
+    first = sum(len(up.resnets) for up in ups) - len(every)
+    blocks |= {("output", first + i): block for i, block in enumerate(every)}
+    blocks["middle", 0] = unet.mid_block.attentions[0].transformer_blocks[0]
+    large = [("input", 1), ("input", 3), *(("output", first + len(every) - i) for i in (4, 3, 2, 1))]
+    patched = {
+        where: applied(node, Model(UNetModel(where=where, blocks=copy.deepcopy(blocks))), keep=0.25, min_tokens=1024)
+        for where in large
+    }
     apply_mame(unet)
-    seen: list[Tensor] = []
-    attn.attn1.register_forward_hook(
-        lambda _, args, kwargs, output: seen.extend([args[0] if args else kwargs["hidden_states"], output]),
-        with_kwargs=True,
-    )
+    seen: dict[Any, Any] = {}
+
+    def note(where: Any) -> Any:
+        def hook(_: Any, args: Any, kwargs: Any, output: Tensor) -> None:
+            seen[where] = args[0] if args else kwargs["hidden_states"], output
+
+        return hook
+
+    for where in large:
+        blocks[where].attn1.register_forward_hook(note(where), with_kwargs=True)
     latent = torch.randn(1, 4, 64, 64, generator=torch.Generator().manual_seed(0))
     text = torch.randn(1, 4, unet.config.cross_attention_dim, generator=torch.Generator().manual_seed(1))
-    outputs = []
-    for timestep in (900, 500, 100):
-        seen.clear()
+    for timestep in (900, 500):
         unet(latent, timestep, text)
-        n, expected = seen
-        outputs.append(patched.self_attention(n, (64, 64), timestep / 1000))
-        assert torch.equal(outputs[-1], expected)
-    other = patched.self_attention(n, (64, 64), 0.9)
-    assert not torch.equal(other, outputs[-1])
+        for where, model in patched.items():
+            n, expected = seen[where]
+            side = math.isqrt(n.shape[1])
+            assert side >= 32
+            assert torch.equal(model.self_attention(n, (side, side), timestep / 1000), expected), where
+    assert not torch.equal(model.self_attention(n, (side, side), 0.9), expected)
 
 
 @torch.no_grad()

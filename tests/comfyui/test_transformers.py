@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from comfyui.joint import columns_of
+from comfyui.joint import columns_of, weighed
 from mame_sd import MaMeConfig, plan_merge
 from mame_sd.core.partition import draw_at
 from tests.comfyui.interface import Model, attention
@@ -87,7 +87,9 @@ def merged_by_hand(call: Recorded, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         torch.cat([x[:, : call.start], plan.merge(x[:, image][:, rowwise]), x[:, call.start + n :]], 1) for x in (k, v)
     )
     masked = any(isinstance(value, tuple) for value in (*call.args, *call.kwargs.values()))
-    mask = mask_of((2, 1, k.shape[1])) if masked else None
+    mask = mask_of((2, 1, k.shape[1])) if masked else torch.zeros(2, 1, k.shape[1])
+    if k.shape[1] > plan.tokens_kept:  # text beside it
+        mask[:, 0, call.start : call.start + plan.tokens_kept] += plan.sizes.log()
     return attention(q, k, v, heads, mask)
 
 
@@ -101,6 +103,63 @@ def test_the_image_merges(node: Any, call: Recorded) -> None:
     got = run(node, call, q, k, v)
     torch.testing.assert_close(got, merged_by_hand(call, q, k, v))
     assert not torch.equal(got, run(None, call, q, k, v))
+
+
+@pytest.mark.parametrize("call", MERGING.values(), ids=MERGING.keys())
+def test_merged_keys_weigh_as_many_as_they_stand_for(node: Any, call: Recorded) -> None:
+    """An image of equal tokens is the same to every query, and so is the text beside it."""
+    q, k, v = tensors(call)
+    tokens = 2 if call.kwargs.get("skip_reshape") else 1
+    for x in (k, v):
+        image = x.movedim(tokens, 0)[call.start :][: x.shape[tokens] - sum(r[-1] * r[-2] // 4 for r in call.references)]
+        image[:] = image[:1].clone()
+    torch.testing.assert_close(run(node, call, q, k, v), run(None, call, q, k, v))
+
+
+@pytest.mark.parametrize("dims", [0, 2, 3, 4])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_weight_of_a_key_is_added_to_any_mask(batch: int, dims: int) -> None:
+    weights = torch.arange(5.0).expand(batch, 5)
+    q, k, v = torch.randn(3, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+    shape = {2: (5, 5), 3: (2, 5, 5), 4: (2, 1, 5, 5)}.get(dims)
+    expected = attention(q, k, v, 2, weights.expand(2, 5)[:, None] + (0 if shape is None else barred(shape)))
+    for mask in [None] if shape is None else [barred(shape), barred(shape) == 0]:
+        found = weighed(mask, weights if batch == 2 else weights[0], torch.float32)
+        torch.testing.assert_close(attention(q, k, v, 2, found), expected)
+
+
+def barred(shape: tuple[int, ...]) -> Tensor:
+    mask = torch.zeros(shape)
+    mask[..., 1:3] = -torch.inf
+    return mask
+
+
+def test_each_layer_of_a_step_draws_anew(node: Any) -> None:
+    """As the layers of a model do by `apply_mame`; the next call of the model begins again."""
+    call = CALLS["Flux"]
+    q, k, v = tensors(call)
+    keys: list[Tensor] = []
+
+    def attend(given: dict[str, Any]) -> Tensor:
+        for _ in range(3):
+            given["optimized_attention_override"](
+                lambda q, k, v, *rest, **kwargs: keys.append(k),
+                q,
+                k,
+                v,
+                2,
+                skip_reshape=True,
+                transformer_options=given,
+            )
+        return q
+
+    model = node.patch(Model(network(call)), "keep", 0.25, 0.8, "keys and values", 64)[0]
+    for _ in range(2):
+        model.apply_model(torch.zeros(call.latent), 0.5, attend, context=torch.zeros(2, 7, 24))
+    image = k[:, :, 7:].transpose(1, 2).flatten(2)
+    for i, found in enumerate(keys):
+        plan = plan_merge(image, CONFIG, (8, 12), draw=draw_at(500.0) + i % 3)
+        assert torch.equal(found[:, :, 7:].transpose(1, 2).flatten(2), plan.merge(image))
 
 
 @pytest.mark.parametrize("call", MERGING.values(), ids=MERGING.keys())
@@ -177,4 +236,6 @@ def test_a_padded_image_ends_before_its_padding(node: Any) -> None:
     keys, values = (x.transpose(1, 2).flatten(2) for x in (k, v))
     plan = plan_merge(keys[:, image], CONFIG, (9, 13), draw=draw_at(500.0))
     keys, values = (torch.cat([x[:, :32], plan.merge(x[:, image]), x[:, image.stop :]], 1) for x in (keys, values))
-    torch.testing.assert_close(got, attention(q.transpose(1, 2).flatten(2), keys, values, 2))
+    mask = torch.zeros(2, 1, keys.shape[1])
+    mask[:, 0, 32 : 32 + plan.tokens_kept] = plan.sizes.log()
+    torch.testing.assert_close(got, attention(q.transpose(1, 2).flatten(2), keys, values, 2, mask))
