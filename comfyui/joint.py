@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd import MaMeConfig, plan_merge
+from mame_sd.diffusion.layer import NOTHING_TO_WIN, nothing_to_win
 
 from .models import Transformer
 from .unet import KEY, SMALL
@@ -93,6 +94,9 @@ class JointPatch:
         keys = image(k)
         plan = plan_merge(keys, self.config, (h * t, w), draw=call.draw)
         call.draw = None if call.draw is None else call.draw + 1
+        if nothing_to_win(self.config, plan):
+            call.run.note_left(NOTHING_TO_WIN)
+            return k, v, mask
         call.run.note_merged(plan, call.grid[t == 1 :])
 
         def merged(x: Tensor, image: Tensor) -> Tensor:

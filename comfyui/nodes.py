@@ -89,7 +89,8 @@ class MaMeModelPatch:
             ValueError: a value out of its range, or a model that can't merge so.
         """
         kind = "qkv" if merge == QUERIES_TOO else "kv"
-        config = MaMeConfig.from_dict({mode: keep if mode == "keep" else tau, "merge": kind, "min_tokens": min_tokens})
+        amount = {mode: keep if mode == "keep" else tau}
+        config = MaMeConfig.from_dict({**amount, "merge": kind, "min_tokens": min_tokens, "correct": False})
         if not 0 <= start_percent <= end_percent <= 1:
             raise ValueError(
                 "start_percent, end_percent: expected shares with 0 <= start_percent <= end_percent <= 1, "

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from mame_sd import MaMeConfig, plan_merge
+from mame_sd.diffusion.layer import NOTHING_TO_WIN, nothing_to_win
 
 from .models import UNet
 
@@ -45,6 +46,9 @@ class UNetPatch:
         else:
             draw = None if call.draw is None else call.draw + self.unet.numbers.get(name_of(extra_options), 0)
             plan = plan_merge(k, config, (h, w), draw=draw)
+            if nothing_to_win(config, plan):
+                call.run.note_left(NOTHING_TO_WIN)
+                return q, k, v
             call.run.note_merged(plan, (h, w))
             keys = plan.merge(k)
             values = keys if v is k else plan.merge(v)

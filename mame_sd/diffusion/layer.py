@@ -143,12 +143,7 @@ def merged_call(
         return call.run()
     config, fallback = layer.fitted(config, tokens)
     plan = layer.plan(call, tokens, config, draw)
-    if (
-        config.merge == "kv"
-        and config.tau is not None
-        and not torch.compiler.is_compiling()
-        and plan.tokens_kept > WORTHWHILE * plan.tokens_in
-    ):
+    if nothing_to_win(config, plan):
         stats.skipped(NOTHING_TO_WIN, tokens.count)
         return call.run()
     output = layer.merged(call, tokens, plan, config)
@@ -158,6 +153,13 @@ def merged_call(
     note = layer.note(call, config)
     stats.merged(plan, tokens.size if tokens.plane else None, fallback, note, kernel_note(config, plan))
     return output
+
+
+def nothing_to_win(config: MaMeConfig, plan: Plan) -> bool:
+    """Whether merging keys and values by this plan saves less than it costs."""
+    if config.merge != "kv" or config.tau is None or torch.compiler.is_compiling():
+        return False
+    return plan.tokens_kept > WORTHWHILE * plan.tokens_in
 
 
 def compared(attn: Any, hidden_states: Tensor, kind: str) -> Tensor:
