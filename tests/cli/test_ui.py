@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 from mame_sd import MaMeConfig, UserError
 from mame_sd.cli import app as cli
+from mame_sd.cli.app import ui_command
 from mame_sd.cli.show_merge import capture_merge
 from mame_sd.cli.ui import SideBySide, serve
 from mame_sd.runs.jobs import GenerateSettings
@@ -117,6 +119,10 @@ def test_it_listens_on_this_machine_alone(address: str) -> None:
         if place.endswith(f":{port}") and state == "0A"
     ]
     assert listening == ["0100007F"]  # 127.0.0.1
+
+
+def test_this_machine_alone_is_the_default() -> None:
+    assert inspect.signature(ui_command).parameters["host"].default == "127.0.0.1"
 
 
 def test_files_outside_are_refused(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
