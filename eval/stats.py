@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import Any
 
@@ -128,6 +128,39 @@ def mcnemar_p(better: int, worse: int) -> float:
         for k in range(least + 1)
     ]
     return min(1.0, 2 * math.fsum(math.exp(value) for value in logs))
+
+
+def share_difference(ours: Sequence[bool], others: Sequence[bool]) -> dict[str, Any]:
+    """The share of `ours` minus that of `others` on the same cases, in percentage points, with a 95 % interval and McNemar's p.
+
+    The interval is Newcombe's for paired shares (Statistics in Medicine 17, 1998, 2635, method 10): Wilson's two intervals put
+    together by their correlation. It holds where all cases agree.
+
+    >>> pairs = [(1, 1)] * 36 + [(1, 0)] * 12 + [(0, 1)] * 2
+    >>> {key: round(value, 2) for key, value in share_difference(*zip(*pairs)).items()}
+    {'mean': 20.0, 'low': 5.69, 'high': 34.04, 'n': 50, 'p': 0.01}
+
+    Raises:
+        ValueError: no cases, or not as many on both sides.
+    """
+    if len(ours) != len(others):
+        raise ValueError(f"expected the same cases on both sides, got {len(ours)} and {len(others)}")
+    n, pairs = len(ours), list(zip(ours, others, strict=True))
+    one, two = wilson(sum(map(bool, ours)), n), wilson(sum(map(bool, others)), n)
+    both, neither = (sum(bool(a) == bool(b) == value for a, b in pairs) for value in (True, False))
+    better = sum(bool(a) and not b for a, b in pairs)
+    worse = n - both - neither - better
+    apart = both * neither - better * worse
+    spread = (both + better) * (worse + neither) * (both + worse) * (better + neither)
+    correlation = (max(0.0, apart - n / 2) if apart > 0 else apart) / math.sqrt(spread) if spread else 0.0
+
+    def reach(a: float, b: float) -> float:
+        return math.sqrt(max(0.0, a * a - 2 * correlation * a * b + b * b))
+
+    mean = one["mean"] - two["mean"]
+    low = mean - reach(one["mean"] - one["low"], two["high"] - two["mean"])
+    high = mean + reach(one["high"] - one["mean"], two["mean"] - two["low"])
+    return {"mean": mean, "low": low, "high": high, "n": n, "p": mcnemar_p(better, worse)}
 
 
 def _by_prompt(values: Mapping[str, float], prompts: Mapping[str, str]) -> tuple[Floats, Floats]:
