@@ -163,6 +163,43 @@ def share_difference(ours: Sequence[bool], others: Sequence[bool]) -> dict[str, 
     return {"mean": mean, "low": low, "high": high, "n": n, "p": mcnemar_p(better, worse)}
 
 
+def seed_interval(values: Sequence[float]) -> dict[str, Any]:
+    """The mean of one value for each training and Student's 95 % interval for the mean of more such trainings.
+
+    >>> {key: round(value, 2) for key, value in seed_interval([1.0, 2.0, 3.0]).items()}
+    {'mean': 2.0, 'low': -0.48, 'high': 4.48, 'n': 3}
+
+    Raises:
+        ValueError: no values.
+    """
+    n, mean = len(values), float(np.mean(values)) if len(values) else math.nan
+    if n < 2:
+        if n == 0:
+            raise ValueError("expected a value for each seed, got none")
+        return {"mean": mean, "low": None, "high": None, "n": n, "note": "no interval: one seed, needs two"}
+    half = student_quantile(n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n)
+    return {"mean": mean, "low": mean - half, "high": mean + half, "n": n}
+
+
+def student_quantile(freedom: int) -> float:
+    """The t that a Student variable of `freedom` degrees stays within, in absolute value, 95 % of the time.
+
+    Its distribution is the finite sum of Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    """
+    low, high = 0.0, 1000.0
+    while high - low > 1e-9:
+        t = (low + high) / 2
+        angle = math.atan(t / math.sqrt(freedom))
+        cosine, odd = math.cos(angle), freedom % 2
+        term, total = cosine if odd else 1.0, 0.0
+        for k in range(2 + odd, freedom + 1, 2):
+            total += term
+            term *= cosine * cosine * (k - 1) / k
+        within = 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+        low, high = (t, high) if within < LEVEL else (low, t)
+    return high
+
+
 def _by_prompt(values: Mapping[str, float], prompts: Mapping[str, str]) -> tuple[Floats, Floats]:
     """Sum and number of the images' values for each prompt, [prompts] each, sorted by prompt id."""
     sums: dict[str, float] = {}

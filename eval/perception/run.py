@@ -26,6 +26,7 @@ from mame_sd.runs.processes import Process
 from ..benchmark.results import FORMAT, TIMINGS, resumed, write_results
 from ..benchmark.timings import summary
 from ..benchmark.tomesd import NotApplicable
+from ..metric_list import Metric
 from ..stats import share_difference, wilson
 from .answers import Batches, answers_of, inputs_of, weighted
 from .columns import COLUMNS
@@ -89,12 +90,22 @@ class Classification:
             if batches is not None:
                 found[row.name] = batches
                 self._value(row.name, found)
-        self._compare_with_tome(found)
+        self._compare(found)
         if self.process.is_main:
             self._time()
             self._check()
         self.process.wait()
         return self.results
+
+    @property
+    def columns(self) -> dict[str, Metric]:
+        """Those of the table."""
+        return {name: metric for name, metric in COLUMNS.items() if name != "ahead" or self._meets_tome}
+
+    @property
+    def labels(self) -> Sequence[int] | None:
+        """The number of the class folder of each image that is answered; None without labels."""
+        return self.images.labels
 
     def results_before(self) -> dict[str, Any]:
         """The content of results.json before anything is measured."""
@@ -137,11 +148,7 @@ class Classification:
                     "attention": getattr(self.head.encoder.model.config, "_attn_implementation", None),
                 },
             },
-            "metrics": {
-                metric.name: metric.column()
-                for metric in COLUMNS.values()
-                if metric.name != "ahead" or self._meets_tome
-            },
+            "metrics": {name: metric.column() for name, metric in self.columns.items()},
             "rows": rows,
             "images": {},
             "gates": [],
@@ -157,16 +164,7 @@ class Classification:
         try:
             method = self._solved(row, entry) if row.at else row.method()
             with self.stage(f"{row.label}: answers") as on_progress:
-                batches = answers_of(
-                    self.head,
-                    method,
-                    self.images,
-                    self.size,
-                    self.out / "answers" / f"{row.name}.jsonl",
-                    {**settings_of(self.results["manifest"]), "method": method.describe()},
-                    self.process,
-                    on_progress,
-                )
+                batches = self._batches(row, method, on_progress)
         except NotApplicable as error:
             entry.update(status="not measured", reason=str(error))
             self._save()
@@ -174,6 +172,18 @@ class Classification:
         self._methods[row.name] = method
         entry.update(status="measured", reason=None)
         return batches
+
+    def _batches(self, row: Row, method: Method, on_progress: Callable[[int, int], object]) -> Batches:
+        return answers_of(
+            self.head,
+            method,
+            self.images,
+            self.size,
+            self.out / "answers" / f"{row.name}.jsonl",
+            {**settings_of(self.results["manifest"]), "method": method.describe()},
+            self.process,
+            on_progress,
+        )
 
     def _solved(self, row: Row, entry: dict[str, Any]) -> Method:
         """The rival at the FLOPs that were counted of another row."""
@@ -204,7 +214,7 @@ class Classification:
         tokens = [weighted(batches, lambda batch, at=at: batch.tokens[at]) for at in range(depth)]  # type: ignore[misc]
         values["tokens"] = {"mean": tokens[-1], "n": count}
         if name != BASELINE:
-            values["agreement"] = wilson(sum(a == b for a, b in zip(answers, plain, strict=True)), count)
+            values["agreement"] = self._share([a == b for a, b in zip(answers, plain, strict=True)])
             self._entry(name)["kept"] = [
                 {"step": block, "level": 0, "tokens": max(tokens[0], kept), "kept": kept}
                 for block, kept in enumerate(tokens[1:])
@@ -212,16 +222,20 @@ class Classification:
         values["top1"] = self._top1(name, found)
         self._save()
 
+    def _share(self, flags: Sequence[bool]) -> dict[str, Any]:
+        """The share of images that are as they should be, in per cent."""
+        return wilson(sum(flags), len(flags))
+
     def _top1(self, name: str, found: Mapping[str, Batches]) -> dict[str, Any]:
         right = self._right(found[name])
         if right is None:
             return UNLABELLED
-        value = wilson(sum(right), len(right))
+        value = self._share(right)
         if name != BASELINE:
             value.update(p=share_difference(right, self._right(found[BASELINE]) or [])["p"], against=BASELINE)
         return value
 
-    def _compare_with_tome(self, found: Mapping[str, Batches]) -> None:
+    def _compare(self, found: Mapping[str, Batches]) -> None:
         """How far each row's top-1 is ahead of ToMe's at its FLOPs."""
         if not self._meets_tome:
             return
@@ -250,7 +264,7 @@ class Classification:
 
     def _right(self, batches: Batches) -> list[bool] | None:
         """Whether each answer is its image's label; None without labels."""
-        labels, numbers = self.images.labels, self.numbers
+        labels, numbers = self.labels, self.numbers
         if labels is None or numbers is None:
             return None
         return [answer == numbers[label] for answer, label in zip(_answers(batches), labels, strict=True)]

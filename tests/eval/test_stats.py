@@ -11,9 +11,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from mame_sd.eval.json_text import json_text
-from mame_sd.eval.stats import mcnemar_p, mean_interval, paired_difference, share_difference, sign_flip_p
+from mame_sd.eval.stats import (
+    mcnemar_p,
+    mean_interval,
+    paired_difference,
+    seed_interval,
+    share_difference,
+    sign_flip_p,
+    student_quantile,
+)
 
 ONE_EACH = {str(i): str(i) for i in range(200)}
 
@@ -162,3 +171,16 @@ def test_paired_shares_need_the_same_cases() -> None:
         share_difference([True], [True, False])
     with pytest.raises(ValueError, match="expected 0 to n successes"):
         share_difference([], [])
+
+
+def test_seeds_have_students_interval() -> None:
+    for freedom in (1, 2, 3, 4, 9, 30):
+        assert student_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), abs=1e-6)
+    values = [71.0, 73.5, 72.1, 70.2]
+    found = seed_interval(values)
+    low, high = stats.t.interval(0.95, 3, np.mean(values), stats.sem(values))
+    assert (found["mean"], found["low"], found["high"], found["n"]) == pytest.approx((np.mean(values), low, high, 4))
+    one = seed_interval([5.0])
+    assert (one["mean"], one["low"], one["n"], one["note"]) == (5.0, None, 1, "no interval: one seed, needs two")
+    with pytest.raises(ValueError, match="expected a value for each seed, got none"):
+        seed_interval([])

@@ -233,7 +233,7 @@ BAD = {
     "folder": (["--data", "{}/nothing"], "expected a folder of class folders or of images, found none"),
     "batch": (["--data", "{}/data", "--batch-size", "0"], "--batch-size: expected at least 1, got 0"),
     "rounds": (["--data", "{}/data", "--rounds", "0"], "--rounds: expected at least 1, got 0"),
-    "suite": (["--data", "{}/data", "--suite", "trained"], "--suite: expected one of vit, zero-shot, ablation"),
+    "suite": (["--data", "{}/data", "--suite", "x"], "--suite: expected one of vit, zero-shot, ablation, trained"),
     "rows": (["--data", "{}/data", "--rows", "magic"], "--rows: expected names such as"),
     "classes": (["--data", "{}/data", "--classes", "x"], "--classes: expected none for ViTForImageClassification"),
     "model": (["--data", "{}/data", "--model", "nothing"], "expected the folder of a model of transformers"),
