@@ -87,8 +87,9 @@ class Trained(Classification):
         plain = self._right(found[BASELINE])
         for name, batches in found.items():
             right = self._right(batches)
+            value: dict[str, Any] = UNLABELLED
             if right is None or plain is None:
-                value = UNLABELLED
+                pass
             elif name == BASELINE:
                 value = {"mean": None, "withheld": "the unmerged model itself"}
             else:
