@@ -47,6 +47,7 @@ from mame_sd.runs.files import write_atomically, written_whole
 
 SIDE, PATCH = 64, 8
 WIDTH, BLOCKS, HEADS = 192, 12, 3
+NO_TEXT = {"bos_token_id": None, "eos_token_id": None}  # SigLIP's configuration asks for a text half
 NAMES = subjects.glyph_names()[::18]
 SHIFT = 4  # pixels
 PICTURES, HELD_OUT = 8000, 1000
@@ -133,7 +134,9 @@ def new_model(task: Task) -> PreTrainedModel:
     names = {"id2label": dict(enumerate(task.names)), "label2id": {name: n for n, name in enumerate(task.names)}}
     if task.head == "class":
         return ViTForImageClassification(ViTConfig(**sizes, **names))
-    return SiglipForImageClassification(SiglipConfig(vision_config={**sizes, "vision_use_head": False}, **names))
+    return SiglipForImageClassification(
+        SiglipConfig(text_config=NO_TEXT, vision_config={**sizes, "vision_use_head": False}, **names)
+    )
 
 
 def optimizer_for(model: PreTrainedModel) -> Muon:

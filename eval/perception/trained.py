@@ -84,20 +84,19 @@ class Trained(Classification):
 
     def _compare(self, found: Mapping[str, Batches]) -> None:
         """How much better each row is than the unmerged model of the same seed."""
-        plain = self._right(found[BASELINE])
-        for name, batches in found.items():
-            right = self._right(batches)
-            value: dict[str, Any] = UNLABELLED
-            if right is None or plain is None:
-                pass
-            elif name == BASELINE:
-                value = {"mean": None, "withheld": "the unmerged model itself"}
-            else:
-                pairs = zip(self._by_seed(right), self._by_seed(plain), strict=True)
-                gains = [ours - theirs for ours, theirs in pairs]
-                value = {**seed_interval(gains), "seeds": gains}
-            self._entry(name)["values"]["gain"] = value
+        for name in found:
+            self._entry(name)["values"]["gain"] = self._gain(name, found)
         self._save()
+
+    def _gain(self, name: str, found: Mapping[str, Batches]) -> dict[str, Any]:
+        right, plain = self._right(found[name]), self._right(found[BASELINE])
+        if right is None or plain is None:
+            return UNLABELLED
+        if name == BASELINE:
+            return {"mean": None, "withheld": "the unmerged model itself"}
+        pairs = zip(self._by_seed(right), self._by_seed(plain), strict=True)
+        gains = [ours - theirs for ours, theirs in pairs]
+        return {**seed_interval(gains), "seeds": gains}
 
     def _by_seed(self, flags: Sequence[bool]) -> list[float]:
         """The share of each seed, in per cent."""
