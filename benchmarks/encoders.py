@@ -1,29 +1,43 @@
-"""Vision transformers at real size, random weights: what merging takes off their FLOPs.
+"""Vision transformers at real size, random weights: what merging takes off their FLOPs, and off their time beside ToMe.
 
-    python -m benchmarks.encoders --flops        # the table of docs/perception.md; no weights, no images: on the meta device
+    python -m benchmarks.encoders --flops                    # no weights, no images: on the meta device
+    python -m benchmarks.encoders                            # the table of speed, every cell; run again to continue
+    python -m benchmarks.encoders --model ViT-S --dtype float32 --batch 1 8 --rounds 2       # some of its cells
+    python -m benchmarks.encoders --device cuda --rounds 30
 
-FLOPs are multiply-adds for one image of 224 x 224, as `handle.report()` counts them.
+FLOPs are multiply-adds for one image of 224 x 224, as `handle.report()` counts them. In the table of speed all that reduce tokens
+leave half of them in blocks 3, 6 and 9 (counted from 0), equally many in every block; a gate looks at that before anything is timed.
+*fewer tokens* is what the model takes when the others are dropped for nothing; captured = (T_unmerged - T_MaMe) / (T_unmerged - T_fewer).
+Every round is kept in --out as it ends.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
+from benchmarks.timing import captured, machine
+from mame_sd.eval.benchmark.timings import Timing, read_record, write_record
+from mame_sd.eval.perception.methods import Merged, Method, Rival, Unmerged
+from mame_sd.eval.perception.rules import Given, Reduced, Rule, ToMe
+from mame_sd.eval.timing import interleaved, quartiles, timed
 from mame_sd.perception.apply import apply_encoder
 from mame_sd.perception.report import EncoderReport
 
 HALVED = (3, 6, 9)  # the paper's layers, counted from 0
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A ViT of the paper, with the GFLOPs that it prints: unmerged, and halved at layers 3, 6 and 9."""
+    """A ViT of the paper, with the GFLOPs that it prints: unmerged, halved at layers 3, 6 and 9, and at the last one."""
 
     width: int
     depth: int
@@ -31,12 +45,13 @@ class Architecture:
     patch: int
     printed: float
     printed_halved: float | None = None
+    printed_last: float | None = None
 
 
 ARCHITECTURES = {
-    "ViT-Ti": Architecture(192, 12, 3, 16, 1.3, 0.6),
-    "ViT-S": Architecture(384, 12, 6, 16, 4.6, 2.1),
-    "ViT-B": Architecture(768, 12, 12, 16, 17.6, 8.4),
+    "ViT-Ti": Architecture(192, 12, 3, 16, 1.3, 0.6, 1.2),
+    "ViT-S": Architecture(384, 12, 6, 16, 4.6, 2.1, 4.1),
+    "ViT-B": Architecture(768, 12, 12, 16, 17.6, 8.4, 16.0),
     "ViT-L": Architecture(1024, 24, 16, 16, 61.6),
     "ViT-H": Architecture(1280, 32, 16, 14, 167.4),
 }
@@ -73,25 +88,169 @@ def counted(
 def flops_table() -> str:
     """Markdown: the paper's FLOPs and ours, merged at layers that are counted from 0 and from 1."""
     lines = [
-        "| GFLOPs | printed | counted | halved, printed | halved, counted | with merging's own | blocks counted from 1 |",
-        "|---|---|---|---|---|---|---|",
+        "| GFLOPs | printed | counted | halved, printed | halved, counted | with merging's own | blocks counted from 1 | "
+        "last block, printed | last block, counted |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, one in ARCHITECTURES.items():
-        first, second = counted(name), counted(name, tuple(block - 1 for block in HALVED))
-        own, own_second = (sum(block.merging for block in report.blocks) for report in (first, second))
-        halved = "" if one.printed_halved is None else f"{one.printed_halved}"
-        cells = (first.flops_before, first.flops - own, first.flops, second.flops - own_second)
-        before, after, whole, other = (f"{flops / 1e9:.2f}" for flops in cells)
-        lines.append(f"| {name} | {one.printed} | {before} | {halved} | {after} | {whole} | {other} |")
+        reports = [counted(name, blocks) for blocks in (HALVED, tuple(block - 1 for block in HALVED), (-1,))]
+        alone = [report.flops - sum(block.merging for block in report.blocks) for report in reports]
+        cells = (reports[0].flops_before, alone[0], reports[0].flops, *alone[1:])
+        before, after, whole, other, last = (f"{flops / 1e9:.2f}" for flops in cells)
+        halved, ended = ("" if value is None else f"{value}" for value in (one.printed_halved, one.printed_last))
+        row = (name, f"{one.printed}", before, halved, after, whole, other, ended, last)
+        lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place of the table of speed."""
+
+    model: str
+    side: int
+    dtype: str
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.side}-{self.dtype}-{self.batch}"
+
+
+CELLS = [
+    Cell(model, side, dtype, batch)
+    for model, side in (("ViT-S", 224), ("ViT-B", 224), ("ViT-L", 224), ("ViT-B", 512))
+    for dtype in DTYPES
+    for batch in (1, 8, 64)
+]
+
+
+class Halved(Rule):
+    """A rule in the paper's layers."""
+
+    def blocks(self, depth: int) -> tuple[int, ...]:
+        return HALVED
+
+
+@dataclass(frozen=True)
+class HalvedToMe(Halved, ToMe):
+    """ToMe that merges as many tokens as it can, half of the patches."""
+
+
+class Fewer(Halved):
+    """Half of the patches dropped, unseen."""
+
+    def __call__(self, given: Given) -> Reduced:
+        patches = given.x.shape[1] - given.special
+        return Reduced(given.x[:, : given.special + (patches + 1) // 2])
+
+
+MOST = 1e6  # more tokens than there are
+METHODS: dict[str, Method] = {
+    "unmerged": Unmerged(),
+    "MaMe": Merged(HALVED, {"keep": 0.5}),
+    "ToMe": Rival(HalvedToMe(MOST)),
+    "ToMe without proportional attention": Rival(HalvedToMe(MOST, prop_attn=False)),
+    "fewer tokens": Rival(Fewer()),
+}
+
+
+@torch.no_grad()
+def speed(cell: Cell, rounds: int, out: Path, device: torch.device) -> dict[str, list[float]]:
+    """Seconds an image of every method, one a round; what `out` holds of just this cell and machine is not measured again.
+
+    Raises SystemExit where methods leave different numbers of tokens, or logits that are not finite.
+    """
+    about = {"cell": str(cell), "machine": machine(device), "methods": dict.fromkeys(METHODS)}
+    record = out / f"{cell}.jsonl"
+    done = read_record(record, about)
+    if any(number not in done for number in range(rounds)):
+        torch.manual_seed(0)
+        model = vit(cell.model, cell.side).to(device, DTYPES[cell.dtype])
+        _gate(model, cell, device)
+
+        def call(name: str, number: int) -> Timing:
+            pixels = _pixels(cell, device, cell.batch, number)
+            with METHODS[name].on(model):
+                if device.type == "cuda":
+                    model(pixels)  # the first after a change of methods fills caches
+                return Timing(timed(lambda: model(pixels), device)[1] / cell.batch)
+
+        rest = interleaved(list(METHODS), rounds, call, done=done, warm_up=lambda name: call(name, 0))
+        for number, timings in rest:
+            done[number] = timings
+            write_record(record, about, done)
+    return {name: [done[number][name].seconds for number in range(rounds)] for name in METHODS}
+
+
+def _gate(model: nn.Module, cell: Cell, device: torch.device) -> None:
+    tokens = {}
+    for name, method in METHODS.items():
+        with method.counted(model) as handle:
+            logits = model(_pixels(cell, device, 1, 0)).logits
+            tokens[name] = [block.tokens_kept for block in handle.report().blocks]
+        if not bool(logits.isfinite().all()):
+            raise SystemExit(f"error: {cell}: expected finite logits, {name} gave others; nothing was timed")
+    kept = {name: found for name, found in tokens.items() if name != "unmerged"}
+    if len({tuple(found) for found in kept.values()}) > 1:
+        raise SystemExit(f"error: {cell}: expected as many tokens from every method, got {kept}; nothing was timed")
+
+
+def _pixels(cell: Cell, device: torch.device, batch: int, seed: int) -> torch.Tensor:
+    noise = torch.randn(batch, 3, cell.side, cell.side, generator=torch.Generator().manual_seed(seed))
+    return noise.to(device, DTYPES[cell.dtype])
+
+
+def speed_row(cell: Cell, seconds: dict[str, list[float]]) -> str:
+    """Markdown: images per second (median, quartiles), MaMe's time in ToMe's round by round, what it captures."""
+    rates = [quartiles([1 / value for value in found]) for found in seconds.values()]
+    cells = [f"{median:.3g} ({low:.3g} to {high:.3g})" for low, median, high in rates]
+    times = {name: quartiles(found)[1] for name, found in seconds.items()}
+    for other in ("unmerged", "ToMe", "ToMe without proportional attention"):
+        ratios = [theirs / ours for theirs, ours in zip(seconds[other], seconds["MaMe"], strict=True)]
+        cells.append("{1:.2f} ({0:.2f} to {2:.2f})".format(*quartiles(ratios)))
+    share = captured(times["unmerged"], times["MaMe"], times["fewer tokens"])
+    row = (f"{cell.model} at {cell.side}", cell.dtype, str(cell.batch), *cells, f"{share:.2f}")
+    return f"| {' | '.join(row)} |"
+
+
+def speed_head() -> str:
+    """The table's head."""
+    ratios = ("MaMe to unmerged", "MaMe to ToMe", "MaMe to ToMe without")
+    names = ("images per second", "dtype", "batch", *METHODS, *ratios, "captured")
+    return f"| {' | '.join(names)} |\n|{'---|' * len(names)}"
 
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.encoders", description=__doc__)
-    parser.add_argument("--flops", action="store_true", required=True, help="the table of FLOPs")
-    parser.parse_args()
-    print(flops_table())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.encoders", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--flops", action="store_true", help="the table of FLOPs alone")
+    parser.add_argument("--model", nargs="+", choices=sorted({cell.model for cell in CELLS}), help="default all")
+    parser.add_argument(
+        "--side", nargs="+", type=int, choices=sorted({cell.side for cell in CELLS}), help="default all"
+    )
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="default all")
+    parser.add_argument(
+        "--batch", nargs="+", type=int, choices=sorted({cell.batch for cell in CELLS}), help="default all"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
+    parser.add_argument("--out", type=Path, default=Path("out/encoders"), help="folder that keeps every round")
+    args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error(f"--rounds: expected at least 1, got {args.rounds}")
+    print(flops_table(), flush=True)
+    if args.flops:
+        return
+    given = {name: getattr(args, name) for name in ("model", "side", "dtype", "batch")}
+    chosen = [c for c in CELLS if all(values is None or getattr(c, name) in values for name, values in given.items())]
+    if not chosen:
+        parser.error("--model, --side: expected a cell of the table, got none; ViT-B alone is timed at 512")
+    device = torch.device(args.device)
+    print(f"\n{json.dumps(machine(device))}, {args.rounds} rounds\n\n{speed_head()}", flush=True)
+    for cell in chosen:
+        print(speed_row(cell, speed(cell, args.rounds, args.out, device)), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mame_sd.errors import UserError
 from mame_sd.runs.encoders import LoadedEncoder, load_encoder
-from mame_sd.runs.model_files import ModelChoice
+from mame_sd.runs.model_files import ModelChoice, digest_of
 from mame_sd.runs.processes import joined, this_process
 
 from ..benchmark.results import check_out
 from ..perception.data import ImageSet, class_numbers, open_images
+from ..perception.forms import PLAIN, TrainedModels, find_models
 from ..perception.heads import Head, class_names, prompt_templates, text_head
 from ..perception.rows import Row
 from .benchmark import check_gates, check_rounds, stages
@@ -29,35 +32,71 @@ def run_classify(
         UserError, MachineError: what was done before is kept; the same call continues.
     """
     from ..perception.run import Classification
+    from ..perception.trained import Trained
     from ..report import render
 
     check_rounds(options.rounds)
     check_out(out)
-    if options.data is None:
+    models = models_of(options, suite, choice)
+    if models is not None:
+        choice = replace(choice, model=str(models.model(PLAIN, models.seeds[0])))
+    data = models.pictures if models is not None and options.data is None else options.data
+    if data is None:
         raise UserError("--data: expected a folder of class folders or of images, got none; give one")
-    images = open_images(Path(options.data), options.num)
+    images = open_images(Path(data), options.num)
     process = this_process()
     encoder = load_encoder(choice, process.local_rank)
     head, numbers, about = make_head(encoder, images, options)
+    settings: dict[str, Any] = {
+        "suite": suite,
+        "head": head,
+        "images": images,
+        "numbers": numbers,
+        "head_about": about,
+        "rows": rows,
+        "size": options.batch_size,
+        "rounds": options.rounds,
+        "out": out,
+        "process": process,
+        "stage": stages(process),
+        "command": command,
+    }
     with joined(process):
-        results = Classification(
-            suite=suite,
-            head=head,
-            images=images,
-            numbers=numbers,
-            head_about=about,
-            rows=rows,
-            size=options.batch_size,
-            rounds=options.rounds,
-            out=out,
-            process=process,
-            stage=stages(process),
-            command=command,
-        ).run()
+        if models is None:
+            results = Classification(**settings).run()
+        else:
+            settings["head"] = replace(head, encoder=replace(encoder, identity=identity_of(models, encoder)))
+            load = partial(load_head, models, choice, process.local_rank)
+            results = Trained(**settings, models=models, load=load).run()
     if process.is_main:
         render(results, out)
         check_gates(results, out)
     return process.is_main
+
+
+def models_of(options: ClassifyOptions, suite: str, choice: ModelChoice) -> TrainedModels | None:
+    """The models of the suite trained; None for another suite. Raises UserError for options that do not fit."""
+    if suite != "trained":
+        if options.trained is not None:
+            raise UserError(f"--trained: expected it with --suite trained alone, got --suite {suite}; leave one out")
+        return None
+    if options.trained is None:
+        raise UserError("--trained: expected the folder that scripts/train_vit.py trained in, got none; give it")
+    if choice.model is not None:
+        raise UserError(f"--model {choice.model}: expected none beside --trained, whose models answer; leave it out")
+    return find_models(Path(options.trained))
+
+
+def identity_of(models: TrainedModels, encoder: LoadedEncoder) -> dict[str, Any]:
+    """JSON values that tell these models from others."""
+    names = [(form, seed) for form in models.forms for seed in models.seeds]
+    digests = {f"{form}-{seed}": digest_of(models.model(form, seed)) for form, seed in names}
+    return {**encoder.identity, "name": models.folder.resolve().name, "sha256": digests}
+
+
+def load_head(models: TrainedModels, choice: ModelChoice, local_rank: int, form: str, seed: int) -> Head:
+    """The head of one trained model."""
+    return Head(load_encoder(replace(choice, model=str(models.model(form, seed))), local_rank))
 
 
 def make_head(

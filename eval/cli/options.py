@@ -78,6 +78,9 @@ class ClassifyOptions:
     data: str | None = option(
         None, "Folder of class folders as torchvision reads them, or of images without labels.", metavar="DIR"
     )
+    trained: str | None = option(
+        None, "Suite trained: folder of scripts/train_vit.py, with its models and pictures.", metavar="DIR"
+    )
     num: int | None = option(None, "Take NUM images only, drawn once and for all.", metavar="NUM")
     classes: str | None = option(
         None,

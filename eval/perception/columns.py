@@ -30,5 +30,10 @@ COLUMNS: dict[str, Metric] = {
             about="Share of images whose answer is their label, with Wilson's 95 % interval; p of McNemar's exact test "
             "against the unmerged model.",
         ),
+        Metric(
+            name="ahead", label="Ahead of ToMe", unit="points", digits=2, better="higher", block="quality", needs="image",
+            about="Top-1 minus that of ToMe at the same counted FLOPs, on the same images: Newcombe's 95 % interval for paired "
+            "shares, p of McNemar's exact test. An interval above 0 is better than ToMe, one below 0 is worse.",
+        ),
     )
 }  # fmt: skip

@@ -16,6 +16,8 @@ from typing import Any
 
 from mame_sd.errors import UserError
 
+from .forms import FORMS, HALVED, LAST, PLAIN
+
 BASELINE = "baseline"
 RIVAL_LABELS = {
     "tome": "ToMe r {}",
@@ -55,6 +57,7 @@ class Row:
         rival: which one; None: none.
         at: name of the row whose FLOPs the rival is brought to.
         blocks, fields: of merging, as `methods.Merged` takes them.
+        weights: the form of training whose model answers, in the suite trained.
         default: what a user gets who changes no setting.
     """
 
@@ -64,8 +67,9 @@ class Row:
     knob: float | None = None
     rival: str | None = None
     at: str | None = None
-    blocks: str | None = None
+    blocks: str | tuple[int, ...] | None = None
     fields: dict[str, Any] | None = None
+    weights: str = PLAIN
     default: bool = False
 
     def method(self) -> Any:
@@ -131,6 +135,29 @@ def ablation() -> list[Row]:
     return rows
 
 
+def trained() -> list[Row]:
+    """The unmerged model, merging that it was not trained with, and every other form of training."""
+    rows = [row_named(BASELINE)]
+    free = (
+        ("free", "MaMe, not trained with it", HALVED),
+        ("last-free", "MaMe in the last block, not trained with it", LAST),
+    )
+    rows += [_merged(name, label, PLAIN, merging) for name, label, merging in free]
+    return [
+        *rows,
+        *(_merged(form.name, form.label, form.name, form.merging) for form in FORMS.values() if form.name != PLAIN),
+    ]
+
+
+def _merged(name: str, label: str, weights: str, merging: dict[str, Any]) -> Row:
+    if not merging:
+        return Row(name=name, label=label, family="rival", weights=weights)
+    fields = {key: value for key, value in merging.items() if key != "blocks"}
+    return Row(
+        name=f"mame-{name}", label=label, family="mame", blocks=merging["blocks"], fields=fields, weights=weights
+    )
+
+
 def chosen_rows(suite: str, names: str | None) -> list[Row]:
     """The rows of these names, with commas between, the baseline first and each rival after the row whose FLOPs it takes.
 
@@ -184,5 +211,9 @@ SUITES: dict[str, tuple[str, list[Row]]] = {
     "ablation": (
         "Ablations at equal tokens (keep .5 in blocks 3, 6 and 9 of 12), and tau times number of blocks.",
         ablation(),
+    ),
+    "trained": (
+        "Trained without merging and with it, keep .5 in blocks 3, 6 and 9 or in the last one; intervals are over seeds.",
+        trained(),
     ),
 }

@@ -26,7 +26,8 @@ from mame_sd.runs.processes import Process
 from ..benchmark.results import FORMAT, TIMINGS, resumed, write_results
 from ..benchmark.timings import summary
 from ..benchmark.tomesd import NotApplicable
-from ..stats import mcnemar_p, wilson
+from ..metric_list import Metric
+from ..stats import share_difference, wilson
 from .answers import Batches, answers_of, inputs_of, weighted
 from .columns import COLUMNS
 from .data import ImageSet
@@ -37,6 +38,8 @@ from .speed import measure, throughput
 
 Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 KIND = "classification"
+UNLABELLED = {"mean": None, "withheld": "the images have no labels"}
+TOME = "tome"  # the rival that rows at its FLOPs are compared with
 NEAR = 0.02  # of its FLOPs that a rival may miss without a note
 
 
@@ -86,12 +89,23 @@ class Classification:
             batches = self._answer(row)
             if batches is not None:
                 found[row.name] = batches
-                self._value(row.name, batches, found[BASELINE])
+                self._value(row.name, found)
+        self._compare(found)
         if self.process.is_main:
             self._time()
             self._check()
         self.process.wait()
         return self.results
+
+    @property
+    def columns(self) -> dict[str, Metric]:
+        """Those of the table."""
+        return {name: metric for name, metric in COLUMNS.items() if name != "ahead" or self._meets_tome}
+
+    @property
+    def labels(self) -> Sequence[int] | None:
+        """The number of the class folder of each image that is answered; None without labels."""
+        return self.images.labels
 
     def results_before(self) -> dict[str, Any]:
         """The content of results.json before anything is measured."""
@@ -134,7 +148,7 @@ class Classification:
                     "attention": getattr(self.head.encoder.model.config, "_attn_implementation", None),
                 },
             },
-            "metrics": {metric.name: metric.column() for metric in COLUMNS.values()},
+            "metrics": {name: metric.column() for name, metric in self.columns.items()},
             "rows": rows,
             "images": {},
             "gates": [],
@@ -150,16 +164,7 @@ class Classification:
         try:
             method = self._solved(row, entry) if row.at else row.method()
             with self.stage(f"{row.label}: answers") as on_progress:
-                batches = answers_of(
-                    self.head,
-                    method,
-                    self.images,
-                    self.size,
-                    self.out / "answers" / f"{row.name}.jsonl",
-                    {**settings_of(self.results["manifest"]), "method": method.describe()},
-                    self.process,
-                    on_progress,
-                )
+                batches = self._batches(row, method, on_progress)
         except NotApplicable as error:
             entry.update(status="not measured", reason=str(error))
             self._save()
@@ -167,6 +172,18 @@ class Classification:
         self._methods[row.name] = method
         entry.update(status="measured", reason=None)
         return batches
+
+    def _batches(self, row: Row, method: Method, on_progress: Callable[[int, int], object]) -> Batches:
+        return answers_of(
+            self.head,
+            method,
+            self.images,
+            self.size,
+            self.out / "answers" / f"{row.name}.jsonl",
+            {**settings_of(self.results["manifest"]), "method": method.describe()},
+            self.process,
+            on_progress,
+        )
 
     def _solved(self, row: Row, entry: dict[str, Any]) -> Method:
         """The rival at the FLOPs that were counted of another row."""
@@ -187,38 +204,70 @@ class Classification:
             self.results["notes"] += [note] if note not in self.results["notes"] else []
         return RIVALS[row.rival](solved["knob"])
 
-    def _value(self, name: str, batches: Batches, baseline: Batches) -> None:
+    def _value(self, name: str, found: Mapping[str, Batches]) -> None:
         """What answers, tokens and FLOPs of a row come to."""
-        values = self._entry(name)["values"]
-        answers, plain = (_answers(found) for found in (batches, baseline))
+        values, batches = self._entry(name)["values"], found[name]
+        answers, plain = (_answers(found[one]) for one in (name, BASELINE))
         count = len(answers)
         values["flops"] = {"mean": weighted(batches, lambda batch: batch.flops) / 1e9, "n": count}
         depth = len(next(iter(batches.values())).tokens)
         tokens = [weighted(batches, lambda batch, at=at: batch.tokens[at]) for at in range(depth)]  # type: ignore[misc]
         values["tokens"] = {"mean": tokens[-1], "n": count}
         if name != BASELINE:
-            values["agreement"] = wilson(sum(a == b for a, b in zip(answers, plain, strict=True)), count)
+            values["agreement"] = self._share([a == b for a, b in zip(answers, plain, strict=True)])
             self._entry(name)["kept"] = [
                 {"step": block, "level": 0, "tokens": max(tokens[0], kept), "kept": kept}
                 for block, kept in enumerate(tokens[1:])
             ]
-        values["top1"] = self._top1(name, answers, plain)
+        values["top1"] = self._top1(name, found)
         self._save()
 
-    def _top1(self, name: str, answers: Sequence[int], plain: Sequence[int]) -> dict[str, Any]:
-        labels = self.images.labels
-        if labels is None or self.numbers is None:
-            return {"mean": None, "n": len(answers), "withheld": "the images have no labels"}
-        right, before = (
-            [answer == self.numbers[label] for answer, label in zip(found, labels, strict=True)]
-            for found in (answers, plain)
-        )
-        value = wilson(sum(right), len(right))
+    def _share(self, flags: Sequence[bool]) -> dict[str, Any]:
+        """The share of images that are as they should be, in per cent."""
+        return wilson(sum(flags), len(flags))
+
+    def _top1(self, name: str, found: Mapping[str, Batches]) -> dict[str, Any]:
+        right = self._right(found[name])
+        if right is None:
+            return UNLABELLED
+        value = self._share(right)
         if name != BASELINE:
-            better = sum(now and not then for now, then in zip(right, before, strict=True))
-            worse = sum(then and not now for now, then in zip(right, before, strict=True))
-            value.update(p=mcnemar_p(better, worse), against=BASELINE)
+            value.update(p=share_difference(right, self._right(found[BASELINE]) or [])["p"], against=BASELINE)
         return value
+
+    def _compare(self, found: Mapping[str, Batches]) -> None:
+        """How far each row's top-1 is ahead of ToMe's at its FLOPs."""
+        if not self._meets_tome:
+            return
+        for row in self.rows:
+            if row.name in found:
+                self._entry(row.name)["values"]["ahead"] = self._ahead(row, f"{TOME}@{row.at or row.name}", found)
+        self._save()
+
+    def _ahead(self, row: Row, other: str, found: Mapping[str, Batches]) -> dict[str, Any]:
+        right = self._right(found[row.name])
+        if right is None:
+            return UNLABELLED
+        if row.name == other or other not in found:
+            return {"mean": None, "withheld": "ToMe itself" if row.rival == TOME else "no ToMe at its FLOPs"}
+        value = {**share_difference(right, self._right(found[other]) or []), "against": other}
+        mine, its = (self._entry(name) for name in (row.name, other))
+        flops = [entry["values"]["flops"]["mean"] for entry in (mine, its)]
+        if abs(flops[1] / flops[0] - 1) > NEAR:
+            value["note"] = f"{mine['label']} at {flops[0]:.3g} GFLOPs, {its['label']} at {flops[1]:.3g}"
+        return value
+
+    @property
+    def _meets_tome(self) -> bool:
+        """Whether ToMe runs at the FLOPs of some row."""
+        return any(row.rival == TOME and row.at for row in self.rows)
+
+    def _right(self, batches: Batches) -> list[bool] | None:
+        """Whether each answer is its image's label; None without labels."""
+        labels, numbers = self.labels, self.numbers
+        if labels is None or numbers is None:
+            return None
+        return [answer == numbers[label] for answer, label in zip(_answers(batches), labels, strict=True)]
 
     def _time(self) -> None:
         """Speed and memory, on the main process while the others wait."""

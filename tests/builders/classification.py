@@ -16,13 +16,15 @@ CLASSES = ("ant", "bee_fly", "cat")
 COLORS = ((220, 40, 30), (30, 160, 60), (40, 60, 220))
 
 
-def save_classifier(folder: Path, name: str = "ViTForImageClassification", classes: tuple[str, ...] = CLASSES) -> Path:
+def save_classifier(
+    folder: Path, name: str = "ViTForImageClassification", classes: tuple[str, ...] = CLASSES, seed: int = 0
+) -> Path:
     """The tiny model of that class in `tests.builders.perception`, with names of classes, saved with its image processor."""
     config = next(row for row in ROWS if row.name == name).build().config.to_dict()
     kind: Any = getattr(transformers, name)
     names = dict(enumerate(classes))
     config.update(id2label=names, label2id={text: n for n, text in names.items()})
-    seeded(kind, 0, kind.config_class(**config)).save_pretrained(folder)
+    seeded(kind, seed, kind.config_class(**config)).save_pretrained(folder)
     save_processor(folder)
     return folder
 

@@ -11,9 +11,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from mame_sd.eval.json_text import json_text
-from mame_sd.eval.stats import mean_interval, paired_difference, sign_flip_p
+from mame_sd.eval.stats import (
+    mcnemar_p,
+    mean_interval,
+    paired_difference,
+    seed_interval,
+    share_difference,
+    sign_flip_p,
+    student_quantile,
+)
 
 ONE_EACH = {str(i): str(i) for i in range(200)}
 
@@ -130,3 +139,48 @@ def test_json_comes_back_as_it_was(value: Any) -> None:
 def test_json_refuses_nan() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         json_text({"psnr": math.nan})
+
+
+# Newcombe 1998, table I, method 10: (both, better, worse, neither) and the limits
+@pytest.mark.parametrize(
+    ("cells", "limits"),
+    [((36, 12, 2, 0), (5.69, 34.04)), ((54, 0, 0, 0), (-6.64, 6.64)), ((53, 0, 0, 1), (-7.29, 7.29))],
+)
+def test_paired_shares_have_newcombes_interval(cells: tuple[int, ...], limits: tuple[float, float]) -> None:
+    pairs = [pair for pair, count in zip(((1, 1), (1, 0), (0, 1), (0, 0)), cells, strict=True) for _ in range(count)]
+    ours, others = ([bool(pair[side]) for pair in pairs] for side in (0, 1))
+    found, turned = share_difference(ours, others), share_difference(others, ours)
+    assert found["mean"] == pytest.approx(100 * (cells[1] - cells[2]) / sum(cells))
+    assert (found["low"], found["high"]) == pytest.approx(limits, abs=0.005)
+    assert (turned["low"], turned["high"]) == pytest.approx((-found["high"], -found["low"]))
+    assert found["p"] == turned["p"] == mcnemar_p(cells[1], cells[2])
+
+
+def test_newcombes_interval_holds_the_truth_as_often_as_it_says() -> None:
+    shares, rng, held = (0.7, 0.1, 0.05, 0.15), np.random.default_rng(0), []
+    for both, better, worse, neither in rng.multinomial(60, shares, size=1500).tolist():
+        ours = [True] * both + [True] * better + [False] * (worse + neither)
+        others = [True] * both + [False] * better + [True] * worse + [False] * neither
+        found = share_difference(ours, others)
+        held.append(found["low"] <= 5.0 <= found["high"])
+    assert 0.935 < np.mean(held) < 0.985
+
+
+def test_paired_shares_need_the_same_cases() -> None:
+    with pytest.raises(ValueError, match="expected the same cases on both sides, got 1 and 2"):
+        share_difference([True], [True, False])
+    with pytest.raises(ValueError, match="expected 0 to n successes"):
+        share_difference([], [])
+
+
+def test_seeds_have_students_interval() -> None:
+    for freedom in (1, 2, 3, 4, 9, 30):
+        assert student_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), abs=1e-6)
+    values = [71.0, 73.5, 72.1, 70.2]
+    found = seed_interval(values)
+    low, high = stats.t.interval(0.95, 3, np.mean(values), stats.sem(values))
+    assert (found["mean"], found["low"], found["high"], found["n"]) == pytest.approx((np.mean(values), low, high, 4))
+    one = seed_interval([5.0])
+    assert (one["mean"], one["low"], one["n"], one["note"]) == (5.0, None, 1, "no interval: one seed, needs two")
+    with pytest.raises(ValueError, match="expected a value for each seed, got none"):
+        seed_interval([])

@@ -66,6 +66,26 @@ def test_a_described_block_is_the_block_s_own_forward_to_the_bit(row: Row) -> No
         assert torch.equal(merged.forward(x, None), block(x, None))
 
 
+@pytest.mark.parametrize("name", ["ViTForImageClassification", "SiglipForImageClassification"])
+def test_merging_in_the_last_block_changes_no_answer_that_is_read_from_a_class_token(name: str) -> None:
+    """It takes no part in merging, and no attention is left in which it could meet what merged. A mean over tokens changes."""
+    row = next(row for row in ROWS if row.name == name)
+    model, inputs = row.build(), row.batch(2)
+
+    def logits_and_gradient() -> list[Tensor]:
+        model.zero_grad()
+        logits = model(**inputs).logits
+        logits.square().sum().backward()
+        return [logits.detach(), next(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    plain = logits_and_gradient()
+    handle = apply_encoder(model, keep=0.5, blocks=(-1,))
+    merged = logits_and_gradient()
+    assert handle.report().blocks[-1].tokens_kept < row.special + PATCHES
+    same = [torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in zip(plain, merged, strict=True)]
+    assert same == [row.special == 1] * 2
+
+
 @every
 @torch.no_grad()
 def test_reports_what_merged_and_leaves_no_trace(row: Row) -> None:

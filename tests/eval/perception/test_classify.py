@@ -18,7 +18,7 @@ from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.results import read_results
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.images import load_image
-from mame_sd.eval.perception import answers
+from mame_sd.eval.perception import answers, run
 from mame_sd.eval.perception.data import open_images
 from mame_sd.perception.apply import apply_encoder
 from mame_sd.runs.encoders import load_encoder
@@ -26,7 +26,7 @@ from mame_sd.runs.model_files import ModelChoice
 from tests.builders.classification import CLASSES, draw_classes, save_classifier, save_text_model
 
 ROOT = Path(__file__).parents[3]
-ROWS = "mame-0.3,tome@mame-0.3,smaller@mame-0.3,evit-0.5"
+ROWS = "mame-0.3,smaller@mame-0.3,tome@mame-0.3,evit-0.5"
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_every_row_has_every_value(finished: Path) -> None:
     assert list(rows) == ["baseline", *ROWS.split(",")]
     for name, row in rows.items():
         assert row["status"] == "measured"
-        expected = {"flops", "throughput", "memory", "tokens", "top1"} | (
+        expected = {"flops", "throughput", "memory", "tokens", "top1", "ahead"} | (
             {"agreement"} if name != "baseline" else set()
         )
         assert set(row["values"]) == expected
@@ -119,6 +119,32 @@ def test_answers_flops_and_accuracy_are_those_of_the_model_called_by_hand(place:
     assert values["agreement"]["mean"] == pytest.approx(100 * same / 12)
 
 
+def test_rows_are_compared_with_tome_at_their_flops(
+    place: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = open_images(place / "data").labels
+    assert labels is not None
+    found = {
+        name: [answer for number in sorted(batches) for answer in batches[number]["answers"]]
+        for name, batches in answers_in(finished).items()
+    }
+    right = {name: [a == label for a, label in zip(one, labels, strict=True)] for name, one in found.items()}
+    ahead = {name: row["values"]["ahead"] for name, row in rows_of(finished).items()}
+    for name in ("mame-0.3", "smaller@mame-0.3"):
+        value = ahead[name]
+        assert value["mean"] == pytest.approx(100 * (sum(right[name]) - sum(right["tome@mame-0.3"])) / 12)
+        assert value["low"] <= value["mean"] <= value["high"]
+        assert value["against"] == "tome@mame-0.3"
+        assert "note" not in value
+    assert {ahead[name]["withheld"] for name in ("baseline", "evit-0.5")} == {"no ToMe at its FLOPs"}
+    assert ahead["tome@mame-0.3"]["withheld"] == "ToMe itself"
+    assert "Ahead of ToMe" in (finished / "report.md").read_text(encoding="utf-8")
+    shutil.copytree(finished, tmp_path / "out")
+    monkeypatch.setattr(run, "NEAR", 0.01)  # the smaller images' FLOPs are 1.8 % below ToMe's
+    assert cli.run(words(place, tmp_path / "out")) == 0
+    assert "0.000656 GFLOPs" in rows_of(tmp_path / "out")["smaller@mame-0.3"]["values"]["ahead"]["note"]
+
+
 def test_a_stopped_run_continues_to_the_same_results(
     place: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +168,7 @@ def test_a_stopped_run_continues_to_the_same_results(
     assert answers_in(tmp_path / "out") == answers_in(finished)
     for name, row in rows_of(finished).items():
         again = rows_of(tmp_path / "out")[name]["values"]
-        for column in ("flops", "tokens", "top1", "agreement"):
+        for column in ("flops", "tokens", "top1", "agreement", "ahead"):
             assert again.get(column) == row["values"].get(column)
     calls = -100
     assert cli.run(words(place, tmp_path / "out")) == 0
@@ -196,6 +222,7 @@ def test_zero_shot(place: Path, tmp_path: Path, model: str) -> None:
     rows, manifest = rows_of(out), read_results(out)["manifest"]
     assert manifest["answers"]["templates"] == ["a {}.", "the {}."]
     assert rows["mame-0.9"]["values"]["top1"]["n"] == 12
+    assert "ahead" not in read_results(out)["metrics"]
     if model == "siglip":
         assert "expected a class token to prune by" in rows["evit-0.5"]["reason"]
         assert rows["evit-0.5"]["status"] == "not measured"
@@ -206,7 +233,7 @@ BAD = {
     "folder": (["--data", "{}/nothing"], "expected a folder of class folders or of images, found none"),
     "batch": (["--data", "{}/data", "--batch-size", "0"], "--batch-size: expected at least 1, got 0"),
     "rounds": (["--data", "{}/data", "--rounds", "0"], "--rounds: expected at least 1, got 0"),
-    "suite": (["--data", "{}/data", "--suite", "trained"], "--suite: expected one of vit, zero-shot, ablation"),
+    "suite": (["--data", "{}/data", "--suite", "x"], "--suite: expected one of vit, zero-shot, ablation, trained"),
     "rows": (["--data", "{}/data", "--rows", "magic"], "--rows: expected names such as"),
     "classes": (["--data", "{}/data", "--classes", "x"], "--classes: expected none for ViTForImageClassification"),
     "model": (["--data", "{}/data", "--model", "nothing"], "expected the folder of a model of transformers"),

@@ -49,7 +49,7 @@ def test_a_rival_comes_after_the_row_whose_flops_it_takes() -> None:
     assert [row.name for row in chosen_rows("vit", "evit@mame-0.5,mame-0.5,tome-4")] == [
         "baseline", "mame-0.5", "evit@mame-0.5", "tome-4",
     ]  # fmt: skip
-    with pytest.raises(UserError, match="--suite: expected one of vit, zero-shot, ablation, got 'x'"):
+    with pytest.raises(UserError, match="--suite: expected one of vit, zero-shot, ablation, trained, got 'x'"):
         chosen_rows("x", None)
 
 

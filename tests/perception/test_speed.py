@@ -1,0 +1,54 @@
+"""The table of speed of real architectures: equal tokens, rounds that are kept, figures from seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import encoders
+from benchmarks.encoders import METHODS, Cell, speed, speed_head, speed_row, vit
+from mame_sd.eval.perception.methods import Rival
+from mame_sd.eval.perception.rules import RandomDrop
+
+SMALL = Cell("ViT-Ti", 64, "float32", 2)  # 16 patches
+CPU = torch.device("cpu")
+
+
+@torch.no_grad()
+def test_every_method_leaves_the_tokens_of_merging_and_tome_is_no_mere_dropping() -> None:
+    torch.manual_seed(0)
+    model, pixels = vit("ViT-Ti", 64), torch.randn(2, 3, 64, 64)
+    seen = {}
+    for name, method in METHODS.items():
+        with method.counted(model) as handle:
+            seen[name] = model(pixels).logits
+            kept = [block.tokens_kept for block in handle.report().blocks]
+        assert kept == ([17] * 12 if name == "unmerged" else [17] * 3 + [9] * 3 + [5] * 3 + [3] * 3), name
+    for name, logits in seen.items():
+        assert not any(torch.equal(logits, other) for rest, other in seen.items() if rest != name), name
+
+
+def test_rounds_are_kept_and_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = speed(SMALL, 1, tmp_path, CPU)
+    assert set(first) == set(METHODS)
+    both = speed(SMALL, 2, tmp_path, CPU)
+    assert {name: seconds[:1] for name, seconds in both.items()} == first
+    monkeypatch.setattr(encoders, "vit", lambda *args: pytest.fail("nothing is left to measure"))
+    assert speed(SMALL, 2, tmp_path, CPU) == both
+    assert len(speed_row(SMALL, both).split(" | ")) == len(speed_head().splitlines()[0].split(" | "))
+
+
+def test_other_numbers_of_tokens_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(encoders.METHODS, "fewer tokens", Rival(RandomDrop(0.25)))
+    with pytest.raises(SystemExit, match="expected as many tokens from every method"):
+        speed(SMALL, 1, tmp_path, CPU)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_row_gives_medians_ratios_and_what_is_captured() -> None:
+    seconds = dict(zip(METHODS, ([1.0] * 3, [0.5, 0.4, 0.8], [1.0, 0.5, 0.8], [0.5] * 3, [0.25] * 3), strict=True))
+    cells = [cell.strip(" |") for cell in speed_row(Cell("ViT-B", 512, "bfloat16", 8), seconds).split(" | ")]
+    assert cells[:5] == ["ViT-B at 512", "bfloat16", "8", "1 (1 to 1)", "2 (1.62 to 2.25)"]
+    assert cells[8:] == ["2.00 (1.62 to 2.25)", "1.25 (1.12 to 1.62)", "1.00 (0.81 to 1.12)", "0.67"]
