@@ -37,7 +37,9 @@ def test_every_method_is_timed_and_checked_and_a_wrong_one_is_refused(
     found = attention.measure(case, 1, CPU)["methods"]
     assert {"sdpa", "free 0.50", "mame+mare .50", "mame kv .25", "mame kv .25, plan given", "global .50"} <= set(found)
     assert all(row["median_s"] > 0 for row in found.values())
-    assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("| m")]) == 3 + sum(name.startswith("m") for name in attention.CONFIGS)
+    assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("| m")]) == 3 + sum(
+        name.startswith("m") for name in attention.CONFIGS
+    )
     monkeypatch.setitem(layers.TOLERANCE, torch.float32, 1e-12)
     with pytest.raises(SystemExit, match="nothing was timed"):
         layers.gate(64, CPU, torch.float32, attention.CONFIGS)

@@ -29,7 +29,7 @@ from tests.builders.tiny import seeded, tiny_unet
 from tests.builders.transformers import FLUX, TEXT, H, W, flux_inputs, normal, run
 
 N = H * W
-FIELDS: list[dict[str, Any]] = [{"keep": 0.5, "merge": "qkv"}, {"tau": 0.1}]
+FIELDS: list[dict[str, Any]] = [{"keep": 0.5, "merge": "qkv"}, {"tau": 0.1, "merge": "qkv", "tiles": 0}]
 
 
 def counted(

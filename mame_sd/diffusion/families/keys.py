@@ -56,8 +56,8 @@ def corrected(
     query = call["query"]
     lacking, shift = first_order(every, kept, call.get("scale") or query.shape[-1] ** -0.5)
     output = attended(attention, call, **{**changes, "value": changes["value"] + shift})
-    if not in_place(output):
-        return output + query @ lacking
+    if output.dim() != 4 or not in_place(output) or not output.dtype == query.dtype == lacking.dtype:
+        return output + (query @ lacking).to(output.dtype)
     for sample, its_query, its_lacking in zip(output, query, lacking, strict=True):
         sample.baddbmm_(
             its_query, its_lacking
