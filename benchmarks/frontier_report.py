@@ -20,7 +20,7 @@ def markdown(points: list[Point]) -> str:
     for point in sorted(points, key=lambda p: p["times_faster"]):
         name = f"**{point['name']}**" if point["name"] in best else point["name"]
         lines.append(
-            f"| {name} | {point['times_faster']:.2f} | {point['work']:.2f} | {point['lpips']:.4f} | "
+            f"| {name} | {point['times_faster']:.2f} | {point['work']:.2f} | {point['lpips']:.5f} | "
             f"{point['psnr']:.1f} | {point['ssim']:.4f} | {point['retrieval']:.2f} |"
         )
     lines += ["", "Bold: nothing is both faster and nearer to the unmerged image.", ""]

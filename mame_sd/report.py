@@ -54,14 +54,18 @@ class LayerStats:
         self.last_reason = reason
         self._count(tokens, tokens)
 
-    def merged(self, plan: Plan, size: tuple[int, ...] | None, *notes: str) -> None:
+    def merged(self, plan: Plan, size: tuple[int, ...] | None, *notes: str, kept: int | None = None) -> None:
         """A call merged by `plan` over (h, w) or (t, h, w) = `size`; `notes` that are not empty tell of fallbacks."""
         self.last_reason = None
         self.size = size
         self.note = "; ".join(filter(None, notes))
-        self._count(plan.tokens_in, plan.tokens_kept)
+        self._count(plan.tokens_in, plan.tokens_kept if kept is None else kept)
         if self.capture and not torch.compiler.is_compiling():
             self.plan = plan
+
+    def whole(self, plan: Plan, size: tuple[int, ...] | None, note: str) -> None:
+        """A call in which all tokens were kept, because merging them by `plan` saves nothing; `note` tells why."""
+        self.merged(plan, size, note, kept=plan.tokens_in)
 
     def _count(self, tokens_in: int, tokens_kept: int) -> None:
         if not torch.compiler.is_compiling():

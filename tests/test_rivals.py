@@ -177,7 +177,7 @@ def test_every_method_merges_a_unet_and_leaves_no_trace(name: str) -> None:
     assert merged.isfinite().all()
     if "hypertile 256" in name:  # such a tile is the whole of 32 x 32 tokens
         torch.testing.assert_close(merged, plain)
-    elif name != "hypertile 128, drawn":  # which may draw that one too
+    elif name not in ("hypertile 128, drawn", "tau 0.8"):  # which may draw that one too; too few are alike
         assert not torch.allclose(merged, plain)
     assert not has_hooks(unet)
     assert torch.equal(run_unet(unet, height=32, width=32), plain)

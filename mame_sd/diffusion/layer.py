@@ -25,7 +25,7 @@ from mame_sd.diffusion.tokens import Tokens
 from mame_sd.report import LayerStats
 
 WORTHWHILE = 0.85  # share of tokens kept above which merging saves less than it costs; with tau it is known only now
-NOTHING_TO_WIN = f"tau keeps more than {WORTHWHILE:.0%} of the tokens"
+NOTHING_TO_WIN = f"tau keeps more than {WORTHWHILE:.0%} of the tokens: left whole"
 NO_SIZE = "height and width unknown: merged with partition 'alternating' and without tiles; give size=(h, w)"
 
 
@@ -144,7 +144,7 @@ def merged_call(
     config, fallback = layer.fitted(config, tokens)
     plan = layer.plan(call, tokens, config, draw)
     if nothing_to_win(config, plan):
-        stats.skipped(NOTHING_TO_WIN, tokens.count)
+        stats.whole(plan, tokens.size if tokens.plane else None, NOTHING_TO_WIN)
         return call.run()
     output = layer.merged(call, tokens, plan, config)
     if isinstance(output, Unmerged):

@@ -227,7 +227,7 @@ def test_a_run_says_once_what_merged(node: Any, model: Model, caplog: Any) -> No
     ("changes", "options", "reason"),
     [
         ({"min_tokens": 1024}, {}, "96 tokens are fewer than min_tokens=1024"),
-        ({"mode": "tau", "tau": 0.99}, {}, "tau keeps more than 85% of the tokens"),
+        ({"mode": "tau", "tau": 0.99}, {}, "tau keeps more than 85% of the tokens: left whole"),
         ({"start_percent": 0.8}, {}, "no step was between start_percent and end_percent"),
         (
             {},

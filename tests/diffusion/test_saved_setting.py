@@ -14,7 +14,7 @@ from mame_sd.diffusion.saved_setting import read_saved_merging
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.tiny import save_tiny_pipeline, tiny_components
 
-FIELDS = {"min_tokens": 16, "stride": [2, 3]}
+FIELDS = {"min_tokens": 16, "stride": [2, 3], "tiles": 0}
 
 
 def saved(folder: Path, **settings: Any) -> Path:
@@ -31,7 +31,7 @@ def run(out: Path, *options: str) -> Any:
 
 def test_options_go_over_what_was_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = ["--model", str(saved(tmp_path / "model", tau=0.3))]
-    base = MaMeConfig(tau=0.3, min_tokens=16, stride=(2, 3))
+    base = MaMeConfig(tau=0.3, min_tokens=16, stride=(2, 3), tiles=0)
     assert run(tmp_path / "a", *model) == base
     assert "note: merging as saved with the model (tau 0.3, " in capsys.readouterr().err
     assert run(tmp_path / "b", *model, "--tau", "0.5") == base.replace(tau=0.5)
@@ -39,7 +39,7 @@ def test_options_go_over_what_was_saved(tmp_path: Path, capsys: pytest.CaptureFi
     assert run(tmp_path / "d", *model, "--baseline") is None
     assert (
         cli.run(
-            ["generate", "--prompt", "key", *model, "--kernel", "triton", "--tiles", "0", "--out", str(tmp_path / "e")]
+            ["generate", "--prompt", "key", *model, "--kernel", "triton", "--out", str(tmp_path / "e")]
         )
         == 2
     )
@@ -50,7 +50,7 @@ def test_off_stays_off_until_an_option_asks_for_merging(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     model = ["--model", str(saved(tmp_path / "model", tau=None))]
     assert run(tmp_path / "a", *model) is None
-    assert run(tmp_path / "b", *model, "--merge", "qkv") == MaMeConfig(merge="qkv", min_tokens=16, stride=(2, 3))
+    assert run(tmp_path / "b", *model, "--merge", "qkv") == MaMeConfig(merge="qkv", min_tokens=16, stride=(2, 3), tiles=0)
     for command in ("compare", "show-merge"):  # which are about merging
         assert cli.run([command, "key", *model, "--steps", "1", "--device", "cpu", "--out", f"{command}.png"]) == 0
 
@@ -59,7 +59,7 @@ def test_only_our_pipeline_has_a_saved_setting(tmp_path: Path, capsys: pytest.Ca
     assert read_saved_merging(save_tiny_pipeline(tmp_path / "plain")) is None
     found = read_saved_merging(saved(tmp_path / "default"))
     assert found is not None
-    assert (found.on, found.config) == (True, MaMeConfig(min_tokens=16, stride=(2, 3)))
+    assert (found.on, found.config) == (True, MaMeConfig(min_tokens=16, stride=(2, 3), tiles=0))
     index = tmp_path / "default" / "model_index.json"
     index.write_text(index.read_text().replace('"tau": "default"', '"tau": 7'))
     assert cli.run(["generate", "--prompt", "key", "--model", str(tmp_path / "default")]) == 2
