@@ -37,12 +37,7 @@ def test_options_go_over_what_was_saved(tmp_path: Path, capsys: pytest.CaptureFi
     assert run(tmp_path / "b", *model, "--tau", "0.5") == base.replace(tau=0.5)
     assert run(tmp_path / "c", *model, "--keep", "0.5") == base.replace(keep=0.5)
     assert run(tmp_path / "d", *model, "--baseline") is None
-    assert (
-        cli.run(
-            ["generate", "--prompt", "key", *model, "--kernel", "triton", "--out", str(tmp_path / "e")]
-        )
-        == 2
-    )
+    assert cli.run(["generate", "--prompt", "key", *model, "--kernel", "triton", "--out", str(tmp_path / "e")]) == 2
     assert "the model was saved with tau 0.3" in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -50,7 +45,9 @@ def test_off_stays_off_until_an_option_asks_for_merging(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     model = ["--model", str(saved(tmp_path / "model", tau=None))]
     assert run(tmp_path / "a", *model) is None
-    assert run(tmp_path / "b", *model, "--merge", "qkv") == MaMeConfig(merge="qkv", min_tokens=16, stride=(2, 3), tiles=0)
+    assert run(tmp_path / "b", *model, "--merge", "qkv") == MaMeConfig(
+        merge="qkv", min_tokens=16, stride=(2, 3), tiles=0
+    )
     for command in ("compare", "show-merge"):  # which are about merging
         assert cli.run([command, "key", *model, "--steps", "1", "--device", "cpu", "--out", f"{command}.png"]) == 0
 
