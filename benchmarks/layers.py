@@ -105,7 +105,8 @@ def gate(dim: int, device: torch.device, dtype: torch.dtype, configs: dict[str, 
         forms = (ours, planned) if config.merge == "kv" else (ours,)
         pairs = [(form(attn, config, (16, 24))(x).cpu().double(), want) for form in forms]
         if corrected.correct:  # whose loops are in the tests
-            pairs.append(tuple(ours(a, corrected, (16, 24))(t).cpu().double() for a, t in ((attn, x), (exact, wide))))
+            own, wider = ours(attn, corrected, (16, 24)), ours(exact, corrected, (16, 24))
+            pairs.append((own(x).cpu().double(), wider(wide)))
         errors[name] = max(float((got - want).norm() / want.norm()) for got, want in pairs)
     wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE[dtype]}
     if wrong:
