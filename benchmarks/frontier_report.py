@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.methods import FLOOR, OURS
 
 Point = dict[str, Any]
+FEW = 16  # points that all have room for a name
 
 
 def markdown(points: list[Point]) -> str:
@@ -64,7 +65,7 @@ def verdict(points: list[Point]) -> dict[str, dict[str, str | None]]:
 def plot(points: list[Point], path: Path) -> None:
     """LPIPS (on a logarithmic scale) over UNet time and over attention work, one colour a family, as a .png.
 
-    Over time a line joins the points that nothing beats in both; they, tomesd and the default are named.
+    Over time a line joins the points that nothing beats in both; they, tomesd and the default are named, or all where they are few.
     """
     import matplotlib
 
@@ -74,8 +75,10 @@ def plot(points: list[Point], path: Path) -> None:
     figure, axes = pyplot.subplots(2, 1, figsize=(10, 12), layout="constrained")
     shown = [p for p in points if p["lpips"] > 0]
     named = {p["name"] for p in on_frontier(points) if p["family"] == OURS} | {"default", "tomesd 0.25", "tomesd 0.5"}
+    if len(shown) <= FEW:
+        named = {p["name"] for p in shown}
     for ax, key, label in (
-        (axes[0], "times_faster", "UNet, times faster than unmerged"),
+        (axes[0], "times_faster", "denoiser, times as fast as unmerged"),
         (axes[1], "work", "self-attention work, share of the unmerged"),
     ):
         for family in dict.fromkeys(p["family"] for p in shown):
