@@ -20,6 +20,10 @@ from mame_sd import MaMeConfig, apply_mame, embedded_model_path, remove_mame
 from mame_sd.embedded import model as subjects
 from mame_sd.eval.timing import quartiles, timed
 
+GRID: dict[str, object] = {
+    "preset": "plain",
+    "partition": "grid",
+}  # the first token of each 2 x 2 cell, compared with all
 SETTINGS: dict[str, dict[str, object]] = {
     "default": {},
     "kv keep .5": {"keep": 0.5},
@@ -30,13 +34,15 @@ SETTINGS: dict[str, dict[str, object]] = {
     "kv keep .25, tiles 4": {"keep": 0.25, "tiles": 4},
     "kv keep .25, tiles 8": {"keep": 0.25, "tiles": 8},
     "kv keep .25, global": {"keep": 0.25, "tiles": 0},
-    "kv tau .8, grid": {"tau": 0.8, "merge": "kv"},
+    "kv keep .25, not corrected": {"correct": False},
+    "kv tau .8": {"tau": 0.8},
+    "kv tau .6": {"tau": 0.6},
     "qkv keep .5, tiles 16": {"keep": 0.5, "merge": "qkv"},
     "qkv keep .5, alternating, global": {"keep": 0.5, "preset": "plain"},
-    "qkv tau .6, grid": {"tau": 0.6},
-    "qkv tau .7, grid": {"tau": 0.7},
-    "qkv tau .8, grid": {"tau": 0.8},
-    "qkv tau .9, grid": {"tau": 0.9},
+    "qkv tau .6, grid": {"tau": 0.6, **GRID},
+    "qkv tau .7, grid": {"tau": 0.7, **GRID},
+    "qkv tau .8, grid": {"tau": 0.8, **GRID},
+    "qkv tau .9, grid": {"tau": 0.9, **GRID},
     "plain: tau .7, alternating": {"tau": 0.7, "preset": "plain"},
     "plain: tau .8, alternating": {"tau": 0.8, "preset": "plain"},
     "plain: tau .8, not refined": {"tau": 0.8, "preset": "plain", "refine": False},

@@ -23,9 +23,9 @@ from mame_sd.core.merge import plan_merge
 LIMIT = 3.0
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain tau 0.8": {"preset": "plain"},
-    "tau 0.8": {"tau": 0.8},
+    "tau 0.8": {"tau": 0.8, "preset": "plain", "partition": "grid"},
     "tau 0.8 paper": {"tau": 0.8, "variant": "paper"},
-    "tau 0.8 softmax": {"tau": 0.01, "metric": "softmax"},
+    "tau 0.8 softmax": {"tau": 0.01, "metric": "softmax", "preset": "plain", "partition": "grid"},
     "keep 0.5 global": {"keep": 0.5, "tiles": 0},
     "default": {},
 }
