@@ -31,6 +31,8 @@ class RivalPlan(Plan):
         kept: positions of the tokens that stay, or stand for those that do [L'].
     """
 
+    uneven = False  # its keys are counted alike, as published
+
     def __init__(self, x: Tensor, kept: Tensor) -> None:
         self.special = 0
         self.tokens_in, self.tokens_kept = x.shape[1], len(kept)

@@ -63,9 +63,9 @@ class LayerStats:
         if self.capture and not torch.compiler.is_compiling():
             self.plan = plan
 
-    def whole(self, plan: Plan, size: tuple[int, ...] | None, note: str) -> None:
-        """A call in which all tokens were kept, because merging them by `plan` saves nothing; `note` tells why."""
-        self.merged(plan, size, note, kept=plan.tokens_in)
+    def whole(self, plan: Plan, size: tuple[int, ...] | None, *notes: str) -> None:
+        """A call in which all tokens were kept, because merging them by `plan` saves nothing; `notes` tell why."""
+        self.merged(plan, size, *notes, kept=plan.tokens_in)
 
     def _count(self, tokens_in: int, tokens_kept: int) -> None:
         if not torch.compiler.is_compiling():

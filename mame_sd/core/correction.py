@@ -38,7 +38,7 @@ def moments(key: Tensor, value: Tensor, sizes: Tensor | None = None) -> Moments:
 
 
 def drawn_moments(
-    kept_key: Tensor, kept_value: Tensor, sizes: Tensor, key: Tensor, value: Tensor, rows: Tensor
+    between: Moments, kept_key: Tensor, kept_value: Tensor, key: Tensor, value: Tensor, rows: Tensor
 ) -> Moments:
     """The moments of all tokens, estimated where groups of them are kept as their means.
 
@@ -46,12 +46,11 @@ def drawn_moments(
     each head: by nothing where much varies alike, to nothing where the estimate is noise.
 
     Args:
+        between: the moments of the means, each counted as often as it stands for tokens.
         kept_key, kept_value: the means' [..., N', D].
-        sizes: how many tokens each stands for, [..., N'] (broadcast).
         key, value: those of tokens drawn at random from all, [..., n, D].
         rows: which of the means each drawn token went to, [..., n] (broadcast).
     """
-    between = moments(kept_key, kept_value, sizes)
     rows = rows.unsqueeze(-1).expand(key.shape)
     key, value = key - kept_key.gather(-2, rows), value - kept_value.gather(-2, rows)
     half = max(1, key.shape[-2] // 2)
@@ -77,7 +76,8 @@ def first_order(every: Moments, kept: Moments, scale: float) -> tuple[Tensor, Te
 
 
 def _outer(key: Tensor, value: Tensor, share: Tensor | float) -> Tensor:
-    """sum_i share_i value_i key_i^T [..., D, D]; the roots of the shares keep the sum within fp16's range."""
-    root = share**0.5
-    key, value = ((root * t).to(t.dtype) for t in (key, value))
-    return (value.transpose(-1, -2) @ key).to(torch.promote_types(key.dtype, torch.float32))
+    """sum_i share_i value_i key_i^T [..., D, D]."""
+    root, exact = share**0.5, torch.promote_types(key.dtype, torch.float32)
+    dtype = exact if key.dtype == torch.float16 else key.dtype  # whose range a covariance may leave
+    key, value = ((root * t).to(dtype) for t in (key, value))
+    return (value.transpose(-1, -2) @ key).to(exact)

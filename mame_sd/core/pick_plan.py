@@ -18,7 +18,16 @@ from mame_sd.core.weights import preserved_by_keep, preserved_by_tau
 
 
 class PickPlan(Plan):
-    """A plan that takes rows; all weights are 0, all counts 1. Arguments as `Plan`."""
+    """A plan that takes rows; all weights are 0, all counts 1. Arguments as `Plan`, and whether a tau chose the rows."""
+
+    def __init__(self, pos: Positions, preserved: Tensor, special: int, lead: torch.Size, by_tau: bool) -> None:
+        super().__init__(pos, preserved, special, lead)
+        self._by_tau = by_tau
+
+    @property
+    def uneven(self) -> bool:
+        """See `Plan`."""
+        return self._by_tau or self._preserved.shape[-1] > 0
 
     @property
     def weights(self) -> Tensor:
@@ -65,4 +74,4 @@ def pick_plan(x: Tensor, pos: Positions, config: MaMeConfig, special: int, lead:
             preserved = torch.arange(stay, device=pos.src.device)
         else:
             _, preserved = preserved_by_keep(similarity_of(x, pos, config.metric).amax(-2), pos, config.keep)
-    return PickPlan(pos, preserved, special, lead)
+    return PickPlan(pos, preserved, special, lead, by_tau=config.tau is not None)

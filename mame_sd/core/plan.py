@@ -58,6 +58,12 @@ class Plan:
         return slots if real is None else slots.index_select(-1, real)
 
     @property
+    def uneven(self) -> bool:
+        """Whether some of the tokens that `merge` gives may stand for themselves where others stand for groups: always with
+        tau, for a graph does not know how many are preserved."""
+        return self._preserved.dim() == 1 or self._preserved.shape[-1] > 0
+
+    @property
     def sizes(self) -> Tensor:
         """How many tokens each of those that `merge` gives stands for, in its order: [L'], or [B, L']; L in all."""
         counts = self.counts

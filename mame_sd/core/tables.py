@@ -117,7 +117,8 @@ def _sample(order: Tensor, generator: torch.Generator) -> Tensor:
     runs = max(1, len(order) // SAMPLED)
     length = len(order) // runs
     place = torch.randint(length, (runs,), generator=generator)
-    return order.index_select(0, torch.arange(runs) * length + place)
+    sample = order.index_select(0, torch.arange(runs) * length + place)
+    return sample.index_select(0, torch.randperm(runs, generator=generator))  # every second one lies anywhere
 
 
 def _latin(draw: int, sizes: Tensor, generator: torch.Generator) -> Tensor:

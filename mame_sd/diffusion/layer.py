@@ -144,7 +144,7 @@ def merged_call(
     config, fallback = layer.fitted(config, tokens)
     plan = layer.plan(call, tokens, config, draw)
     if nothing_to_win(config, plan):
-        stats.whole(plan, tokens.size if tokens.plane else None, NOTHING_TO_WIN)
+        stats.whole(plan, tokens.size if tokens.plane else None, fallback, NOTHING_TO_WIN)
         return call.run()
     output = layer.merged(call, tokens, plan, config)
     if isinstance(output, Unmerged):

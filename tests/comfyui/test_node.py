@@ -108,8 +108,8 @@ def test_steps_and_layers_draw_as_those_of_apply_mame(node: Any) -> None:
 @torch.no_grad()
 def test_a_lower_level_of_an_odd_latent(node: Any, model: Model, block: Any) -> None:
     attn = copy.deepcopy(block.attn1)
-    apply_mame(attn, tau=0.1, merge="kv", min_tokens=16, size=(5, 8), redraw=False, correct=False)
-    got = applied(node, model, mode="tau").self_attention(tokens(40), (5, 8), sigma_of_the_first_draw())
+    apply_mame(attn, keep=0.25, min_tokens=16, size=(5, 8), redraw=False, correct=False)
+    got = applied(node, model, keep=0.25).self_attention(tokens(40), (5, 8), sigma_of_the_first_draw())
     assert torch.equal(got, attn(tokens(40)))
 
 

@@ -124,7 +124,8 @@ def test_moments_drawn_from_every_token_are_the_moments(keep: float, special: in
     kept_key, kept_value = plan.merge(key), plan.merge(value)
     # every token twice, so that both halves of the sample see all of them
     twice = torch.arange(special + 256).repeat_interleave(2)
-    found = drawn_moments(kept_key, kept_value, plan.sizes, key[:, twice], value[:, twice], plan.rows[:, twice])
+    between = moments(kept_key, kept_value, plan.sizes)
+    found = drawn_moments(between, kept_key, kept_value, key[:, twice], value[:, twice], plan.rows[:, twice])
     for got, expected in zip(found, moments(key, value), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
     owners = plan.kept.expand(2, -1).gather(1, plan.rows)
@@ -138,12 +139,13 @@ def test_a_sample_tells_what_the_means_lack_and_adds_little_noise(alike: bool) -
     value = key + noise if alike else noise
     plan = plan_merge(key, config, (32, 32))
     kept_key, kept_value = plan.merge(key), plan.merge(value)
-    whole, none = moments(key, value).covariance, moments(kept_key, kept_value, plan.sizes).covariance
+    between = moments(kept_key, kept_value, plan.sizes)
+    whole, none = moments(key, value).covariance, between.covariance
     generator, errors = torch.Generator().manual_seed(0), []
     for _ in range(50):
         at = torch.randperm(1024, generator=generator)[:128]
         given = key[:, at], value[:, at], plan.rows[:, at]
-        errors.append((drawn_moments(kept_key, kept_value, plan.sizes, *given).covariance - whole).norm().item())
+        errors.append((drawn_moments(between, kept_key, kept_value, *given).covariance - whole).norm().item())
     lacks = (whole - none).norm().item()
     assert max(errors) < (0.6 if alike else 1.8) * lacks
     assert sum(errors) / 50 < (0.5 if alike else 1.2) * lacks
@@ -152,8 +154,9 @@ def test_a_sample_tells_what_the_means_lack_and_adds_little_noise(alike: bool) -
 def test_one_token_tells_nothing() -> None:
     key, value = drawn(1, 4, 8), drawn(1, 4, 8, seed=1)
     sizes, rows = torch.full((4,), 4.0, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.long)
-    found = drawn_moments(key, value, sizes, key[:, :1] + 1, value[:, :1] - 1, rows)
-    torch.testing.assert_close(found.covariance, moments(key, value).covariance)
+    between = moments(key, value, sizes)
+    found = drawn_moments(between, key, value, key[:, :1] + 1, value[:, :1] - 1, rows)
+    torch.testing.assert_close(found.covariance, between.covariance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -162,3 +165,9 @@ def test_half_precision_of_many_large_tokens_stays_in_range(dtype: torch.dtype) 
     found = moments(key.to(dtype), value.to(dtype)).covariance
     assert found.dtype == torch.float32
     assert (found - moments(key, value).covariance).norm() < 0.02 * moments(key, key).covariance.norm()
+
+
+def test_a_covariance_beyond_half_precisions_range_stays_finite() -> None:
+    tall = (drawn(1, 64, 8) * 1000).half()
+    lacking, _ = first_order(moments(tall, tall), moments(tall[:, ::4], tall[:, ::4]), 1e-6)
+    assert lacking.isfinite().all()

@@ -39,6 +39,9 @@ def loops(attn: Attention, x: Tensor, config: MaMeConfig) -> Tensor:
         share = torch.full(
             (plan.tokens_kept,), 1 / plan.tokens_kept, dtype=torch.float64
         )  # no logit is shifted: all weigh alike
+        weight = torch.zeros_like(share)
+        if plan.uneven:
+            share, weight = plan.sizes[b] / 64, plan.sizes[b].log()
         for h in (slice(0, 8), slice(8, 16)):
             keys, values, kept_k, kept_v = k[b, :, h], v[b, :, h], fewer_k[b, :, h], fewer_v[b, :, h]
             mean, mean_kept = values.mean(0), share @ kept_v
@@ -58,12 +61,14 @@ def loops(attn: Attention, x: Tensor, config: MaMeConfig) -> Tensor:
             kept = sum(share[i] * torch.outer(kept_v[i], kept_k[i]) for i in range(len(share)))
             kept = kept - torch.outer(mean_kept, share @ kept_k)
             for i in range(64):
-                near = torch.softmax(kept_k @ q[b, i, h] * 8**-0.5, 0) @ kept_v
+                near = torch.softmax(kept_k @ q[b, i, h] * 8**-0.5 + weight, 0) @ kept_v
                 out[b, i, h] = near + mean - mean_kept + 8**-0.5 * (covariance - kept) @ q[b, i, h]
     return attn.to_out[0](out)
 
 
-@pytest.mark.parametrize("fields", [{}, {"weights": "best"}, {"weights": "average", "keep": 0.4}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"weights": "best"}, {"weights": "best", "keep": 0.4}, {"weights": "average", "keep": 0.4}], ids=str
+)
 def test_equals_loops(fields: dict[str, object]) -> None:
     attn, x, config = attention(), tokens(), CONFIG.replace(**fields)
     with torch.no_grad():
@@ -90,7 +95,9 @@ def test_processors_that_hide_their_keys_are_not_corrected_and_say_so(inner: obj
         torch.testing.assert_close(found, MaMeAttnProcessor(CONFIG.replace(correct=False))(attn, x))
     (layer,) = processor.report().layers
     assert layer.merged
-    assert f"not corrected: {type(inner).__name__} calls no scaled_dot_product_attention" in layer.reason
+    assert (
+        f"not corrected: {type(inner).__name__} calls no scaled_dot_product_attention of PyTorch's own" in layer.reason
+    )
 
 
 @pytest.mark.parametrize(("weights", "left"), [("average", 0.35), ("best", 0.5), ("pick", 0.35)])
@@ -138,3 +145,43 @@ def test_other_forms_of_attention_stay_as_they_are() -> None:
     expected = F.scaled_dot_product_attention(q, k[:, :, kept], v[:, :, kept], attn_mask=mask[:, kept])
     torch.testing.assert_close(masked, expected)
     assert torch.equal(other, F.scaled_dot_product_attention(q[:, :, :8], k, v))
+
+
+@pytest.mark.parametrize(
+    "inner", [AttnProcessor(), SlicedAttnProcessor(2), AttnProcessor2_0()], ids=lambda p: type(p).__name__
+)
+def test_keys_of_groups_and_keys_of_their_own_are_weighed_everywhere(inner: object) -> None:
+    """Tokens of which many are alike: counted as often as they stand for tokens, keys give nearly what all of them give."""
+    attn, directions = attention(), tokens(2, 6)[:, :, :].repeat_interleave(1, 0)
+    x = directions[:, torch.randint(6, (64,), generator=torch.Generator().manual_seed(0)).sort().values]
+    config = MaMeConfig(tau=0.99, stride=(2, 2), redraw=False, min_tokens=1, correct=False)
+    plan = plan_merge(x, config, (8, 8))
+    assert plan.uneven or plan.sizes.unique().numel() > 1
+    with torch.no_grad():
+        whole, found = attn(x), MaMeAttnProcessor(config.replace(keep=0.4), inner=inner)(attn, x)
+        alike = attn(x, encoder_hidden_states=plan_merge(x, config.replace(keep=0.4), (8, 8)).merge(x))
+    assert (found - whole).norm() < 0.2 * (alike - whole).norm()
+
+
+def test_an_attention_put_in_pytorchs_place_is_given_merged_keys_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    attn, x, config = attention(), tokens(), CONFIG.replace(weights="best")
+    with torch.no_grad():
+        expected = MaMeAttnProcessor(config.replace(correct=False))(attn, x)
+        original = F.scaled_dot_product_attention
+        monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kwargs: original(*args, **kwargs))
+        processor = MaMeAttnProcessor(config)
+        torch.testing.assert_close(processor(attn, x), expected)
+    assert "not corrected" in processor.report().layers[0].reason
+
+
+def test_another_call_within_the_processor_is_left_as_it_is() -> None:
+    class Twice(AttnProcessor2_0):
+        def __call__(self, attn: Attention, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
+            few = hidden_states[:, :5].unflatten(2, (2, 8)).transpose(1, 2)
+            assert F.scaled_dot_product_attention(few, few, few).shape == few.shape
+            return super().__call__(attn, hidden_states, *args, **kwargs)  # type: ignore[arg-type]
+
+    attn, x, config = attention(), tokens(), CONFIG.replace(weights="best")
+    with torch.no_grad():
+        expected = MaMeAttnProcessor(config)(attn, x)
+        assert torch.equal(MaMeAttnProcessor(config, inner=Twice())(attn, x), expected)

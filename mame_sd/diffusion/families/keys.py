@@ -56,7 +56,8 @@ def corrected(
     query = call["query"]
     lacking, shift = first_order(every, kept, call.get("scale") or query.shape[-1] ** -0.5)
     output = attended(attention, call, **{**changes, "value": changes["value"] + shift})
-    if output.dim() != 4 or not in_place(output) or not output.dtype == query.dtype == lacking.dtype:
+    alike = output.dim() == 4 and output.dtype == query.dtype == lacking.dtype
+    if not alike or not in_place(output) or torch.compiler.is_compiling():
         return output + (query @ lacking).to(output.dtype)
     for sample, its_query, its_lacking in zip(output, query, lacking, strict=True):
         sample.baddbmm_(
@@ -66,10 +67,9 @@ def corrected(
 
 
 def log_sizes(sizes: Tensor, query: Tensor) -> Tensor:
-    """A mask [Q, N'] or [B, 1, Q, N'] that counts keys `sizes` times, [N'] or [B, 1, N']."""
+    """A mask [1, N'] or [B, 1, 1, N'] that counts keys `sizes` times, [N'] or [B, 1, N']."""
     exact = torch.promote_types(query.dtype, torch.float32)
-    weight = sizes.to(exact).log().to(query.dtype).unsqueeze(-2)
-    return weight.expand(*weight.shape[:-2], query.shape[-2], -1)
+    return sizes.to(exact).log().to(query.dtype).unsqueeze(-2)
 
 
 class DrawnCorrection(Attending):
@@ -77,28 +77,31 @@ class DrawnCorrection(Attending):
     merged ones alone, and what they lack to first order is added (`core/correction.py`), estimated from the sample.
 
     Args:
-        plan: of all tokens; every source went to one destination whole.
-        weigh: count each key as many times as it stands for tokens. That needs a mask, without which some devices are faster,
-            and matters where some keys stand for groups and others for themselves.
+        plan: of all tokens; every source went to one destination whole. Where it is uneven each key counts as often as it stands
+            for tokens, which needs a mask, without which some devices are faster.
     """
 
-    def __init__(self, plan: Plan, weigh: bool) -> None:
+    def __init__(self, plan: Plan) -> None:
         super().__init__()
         self.plan = plan
-        self.weigh = weigh
 
     def attend(self, attention: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
         """See `Attending`; queries, keys and values [B, H, n, D]."""
         plan = self.plan
+        if call["key"].shape[-2] != plan.tokens_kept + len(plan.positions.sample) or call.get("attn_mask") is not None:
+            return attended(attention, call)  # not this layer's own
         (key, drawn_key), (value, drawn_value) = (
             (call[name][:, :, : plan.tokens_kept], call[name][:, :, plan.tokens_kept :]) for name in ("key", "value")
         )
-        sizes = plan.sizes if plan.sizes.dim() == 1 else plan.sizes.unsqueeze(1)
+        sizes = plan.sizes
+        sizes = sizes if sizes.dim() == 1 else sizes.unsqueeze(1)
         rows = plan.rows[:, plan.positions.sample].unsqueeze(1)
-        every = drawn_moments(key, value, sizes, drawn_key, drawn_value, rows)
-        fewer = {"key": key, "value": value, "attn_mask": log_sizes(sizes, call["query"]) if self.weigh else None}
-        kept = moments(key, value, sizes if self.weigh else None)
-        return corrected(attention, call, every, kept, **fewer)
+        between = moments(key, value, sizes)
+        every = drawn_moments(between, key, value, drawn_key, drawn_value, rows)
+        if plan.uneven:
+            mask = log_sizes(sizes, call["query"])
+            return corrected(attention, call, every, between, key=key, value=value, attn_mask=mask)
+        return corrected(attention, call, every, moments(key, value), key=key, value=value)
 
 
 class MergedKeys(Attending):
@@ -141,7 +144,7 @@ class MergedKeys(Attending):
         if not key.shape[-2] == self.length == query.shape[-2] or key.shape[0] != self.batch:
             return attended(attention, call)
         self.seen = True
-        sizes = None if self.alone else self.sizes(query)
+        sizes = None if self.alone and not self.plan.uneven else self.sizes(query)
         kept_key, kept_value = self.merged(key), self.merged(value)
         fewer = {"key": kept_key, "value": kept_value, "attn_mask": self.weighed(self.columns(mask), query, sizes)}
         if not self.correct or mask is not None or call.get("is_causal") or query.shape[:-2] != key.shape[:-2]:

@@ -13,6 +13,7 @@ from operator import index
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers.models import attention_processor as processors
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
@@ -53,7 +54,8 @@ PLAIN_PROCESSORS = frozenset(
 # Those that call scaled_dot_product_attention, in which keys and values can be corrected.
 _WHOLE_KEYS = (processors.AttnProcessor2_0, processors.FusedAttnProcessor2_0)
 _ROTARY = ("image_rotary_emb", "query_rotary_emb", "key_rotary_emb", "rotary_emb")
-NOT_CORRECTED = "not corrected: {} calls no scaled_dot_product_attention"
+_BUILT_IN = torch._C._nn.scaled_dot_product_attention  # anything put in its place can't be seen into
+NOT_CORRECTED = "not corrected: {} calls no scaled_dot_product_attention of PyTorch's own"
 LAYER_SKIP = "diffusers' layer skip puts values in place of attention only where there are as many as queries"
 _PLAIN = processors.AttnProcessor2_0()
 _ADDED_KV = processors.AttnAddedKVProcessor2_0()
@@ -86,16 +88,16 @@ class PlainAttention(Layer):
             return plan.restore(call.run(hidden_states=merged))
         if corrects:
             merged = torch.cat([merged, hidden.index_select(1, plan.positions.sample)], 1)
-        with self._correction(plan, config) if corrects else nullcontext():
+        changes = {"encoder_hidden_states": merged}
+        if not corrects and plan.uneven:
+            sizes = plan.sizes.log().to(hidden.dtype)
+            changes["attention_mask"] = sizes.expand(hidden.shape[0], -1).unsqueeze(1)
+        with DrawnCorrection(plan) if corrects else nullcontext():
             if isinstance(call.processor, processors.FusedAttnProcessor2_0):
                 # It reads keys from a joint projection that self-attention has for its own tokens only. The unfused default
                 # has the same weights and gives the same numbers.
-                return processed(_PLAIN, call.module, {**call.arguments, "encoder_hidden_states": merged})
-            return call.run(encoder_hidden_states=merged)
-
-    @staticmethod
-    def _correction(plan: Plan, config: MaMeConfig) -> DrawnCorrection:
-        return DrawnCorrection(plan, weigh=config.tau is not None or plan.tokens_kept > plan.positions.M)
+                return processed(_PLAIN, call.module, {**call.arguments, **changes})
+            return call.run(**changes)
 
     def note(self, call: LayerCall, config: MaMeConfig) -> str:
         """Where keys and values are not corrected though they are to be: why."""
@@ -105,7 +107,8 @@ class PlainAttention(Layer):
         )
 
     def _corrects(self, call: LayerCall, config: MaMeConfig) -> bool:
-        return config.merge == "kv" and config.correct and isinstance(call.processor, _WHOLE_KEYS)
+        whole = isinstance(call.processor, _WHOLE_KEYS) and F.scaled_dot_product_attention is _BUILT_IN
+        return config.merge == "kv" and config.correct and whole
 
 
 def lie(hidden_states: Tensor, known: Tokens | None, config: MaMeConfig) -> Tokens | str:
