@@ -41,8 +41,7 @@ def tokens(length: int = H * W, seed: int = 1) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("merge", [KEYS, QUERIES])
-@pytest.mark.parametrize("mode", ["keep", "tau"])
+@pytest.mark.parametrize(("mode", "merge"), [("keep", KEYS), ("keep", QUERIES), ("tau", QUERIES)])
 def test_node_is_apply_mame(node: Any, model: Model, block: Any, mode: str, merge: str) -> None:
     before = model.self_attention(tokens(), (H, W))
     patched = applied(node, model, merge, mode=mode)

@@ -99,7 +99,8 @@ class Loops(TorchFunctionMode):
             stay = len(plan.preserved[b])
             picked = torch.full((len(plan.dst),), (n - stay) / len(plan.dst)).double()
             sizes[start : start + len(plan.dst)] = picked if self.config.weights == "pick" else plan.counts[b]
-            if key.shape[-2] > n:  # beside text a merged key weighs as much as the keys it stands for
+            weighs = key.shape[-2] > n or stay > 0 or self.config.tau is not None
+            if weighs:  # beside text and beside keys of their own, merged keys weigh as much as the keys they stand for
                 logits = logits + sizes.log()
             mask = call.get("attn_mask")
             if mask is not None:
@@ -107,7 +108,7 @@ class Loops(TorchFunctionMode):
                 logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
             out.append(torch.softmax(logits, -1).nan_to_num() @ merged[1])  # padding's rows are masked throughout
             if self.config.correct and mask is None:
-                shares = (sizes if key.shape[-2] > n else torch.ones_like(sizes))[:, None]
+                shares = (sizes if weighs else torch.ones_like(sizes))[:, None]
                 shares = shares / shares.sum()
                 mean, mean_kept = value[b].mean(1, keepdim=True), (merged[1] * shares).sum(1, keepdim=True)
                 whole_moment = value[b].transpose(1, 2) @ key[b] / key.shape[-2]
