@@ -2,6 +2,7 @@
 
     python -m benchmarks.covariance                         # the embedded UNet, 4 prompts
     python -m benchmarks.covariance --model transformer
+    python -m benchmarks.covariance --sharpness             # a layer of random weights: how far first order goes
 
 To first order in the logits attention is o(q) = mean(v) + Cov(v, k) q / sqrt(d), the covariance taken over the tokens. Means of
 cells keep what varies between cells and lose what varies within them: an error of -Cov_within(v, k) q / sqrt(d), the same at every
@@ -29,6 +30,8 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.generation import generate, load
 from benchmarks.instruments import INSTRUMENTS
+from benchmarks.layers import attention, inputs, ours
+from mame_sd import MaMeConfig
 from mame_sd.core.correction import first_order, moments
 from mame_sd.diffusion.apply import denoiser_of
 
@@ -130,6 +133,24 @@ class Watch(TorchFunctionMode):
         return 2 ** ((tokens.bit_length() - 1) // 2)
 
 
+def sharpness(tokens: int = 1024, dim: int = 320) -> list[dict[str, float]]:
+    """What the default errs by, corrected and not, where a random layer's queries are scaled up: |o' - o| / |o| over the logits' spread."""
+    side, cpu = round(tokens**0.5), torch.device("cpu")
+    x = inputs(2, tokens, dim, cpu, torch.float32)()
+    rows = []
+    for factor in (0.3, 1, 3, 6, 10, 20):
+        attn = attention(dim, cpu, torch.float32)
+        attn.to_q.weight.mul_(factor)
+        q, k = (linear(x).unflatten(2, (attn.heads, -1)).transpose(1, 2) for linear in (attn.to_q, attn.to_k))
+        row = {"logit_std": float((q @ k.transpose(-1, -2) * attn.scale).std())}
+        whole = attn(x)
+        for name, correct in (("corrected", True), ("not corrected", False)):
+            found = ours(attn, MaMeConfig(correct=correct), (side, side))(x)
+            row[name] = float((found - whole).norm() / whole.norm())
+        rows.append(row)
+    return rows
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -137,7 +158,15 @@ def main() -> None:
     parser.add_argument("--num", type=int, default=4, help="prompts (default 4)")
     parser.add_argument("--steps", type=int, default=10, help="denoising steps (default 10)")
     parser.add_argument("--queries", type=int, default=128, help="queries measured of each call (default 128)")
+    parser.add_argument("--sharpness", action="store_true", help="of a layer of random weights instead")
     args = parser.parse_args()
+    if args.sharpness:
+        found = sharpness()
+        print("| standard deviation of the logits | corrected | not corrected |\n|---|---|---|")
+        for row in found:
+            print(f"| {row['logit_std']:.2f} | {row['corrected']:.3f} | {row['not corrected']:.3f} |")
+        print(json.dumps({"benchmark": "sharpness", "rows": found}))
+        return
     on = INSTRUMENTS[args.model]
     model = load(torch.device("cpu"), torch.float32, on.model)
     at = {args.steps // 10: "early", args.steps // 2: "middle", args.steps - 1 - args.steps // 10: "late"}
