@@ -34,9 +34,8 @@ class Attending(TorchFunctionMode, ABC):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (
-            func is torch.Tensor.unflatten
-        ):  # a Python method, which torch.compile follows only where it is called as one
+        if func is torch.Tensor.unflatten:
+            # A Python method, which torch.compile follows only where it is called as one.
             return args[0].unflatten(*args[1:], **kwargs)
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
@@ -59,10 +58,9 @@ def corrected(
     alike = output.dim() == 4 and output.dtype == query.dtype == lacking.dtype
     if not alike or not in_place(output) or torch.compiler.is_compiling():
         return output + (query @ lacking).to(output.dtype)
+    # In the layout of both, [n, H, D]: all samples in one call would copy them.
     for sample, its_query, its_lacking in zip(output, query, lacking, strict=True):
-        sample.baddbmm_(
-            its_query, its_lacking
-        )  # in the layout of both, [n, H, D]; all samples in one call would copy them
+        sample.baddbmm_(its_query, its_lacking)
     return output
 
 
@@ -144,17 +142,13 @@ class MergedKeys(Attending):
         if not key.shape[-2] == self.length == query.shape[-2] or key.shape[0] != self.batch:
             return attended(attention, call)
         self.seen = True
-        sizes = None if self.alone and not self.plan.uneven else self.sizes(query)
+        alone = self.length == self.plan.tokens_in  # the image's keys are all there are
+        sizes = None if alone and not self.plan.uneven else self.sizes(query)
         kept_key, kept_value = self.merged(key), self.merged(value)
         fewer = {"key": kept_key, "value": kept_value, "attn_mask": self.weighed(self.columns(mask), query, sizes)}
         if not self.correct or mask is not None or call.get("is_causal") or query.shape[:-2] != key.shape[:-2]:
             return attended(attention, call, **fewer)
         return corrected(attention, call, moments(key, value), moments(kept_key, kept_value, sizes), **fewer)
-
-    @property
-    def alone(self) -> bool:
-        """Whether the image's keys are all there are."""
-        return self.length == self.plan.tokens_in
 
     def sizes(self, like: Tensor) -> Tensor:
         """How many keys each of the merged ones stands for, [L'] or [B, 1, L'] (for `like` of three dimensions [B, L'])."""
@@ -164,7 +158,7 @@ class MergedKeys(Attending):
         return sizes if sizes.dim() == 1 or like.dim() == 3 else sizes.unsqueeze(1)
 
     def weighed(self, mask: Tensor | None, query: Tensor, sizes: Tensor | None) -> Tensor | None:
-        """The mask, and where other keys stand beside the image's the logarithm of how many keys each one stands for.
+        """The mask, and the logarithm of how many keys each one stands for where `sizes` are given.
 
         Merged keys would else weigh too little against text: n equal keys weigh as much as one whose logit is greater by log n.
         """

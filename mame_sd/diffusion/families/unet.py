@@ -77,9 +77,8 @@ class PlainAttention(Layer):
         """The attention's output [B, L, C] of merged tokens, or of all queries with merged keys and values."""
         hidden = call.arguments["hidden_states"]
         corrects = self._corrects(call, config)
-        if (
-            corrects and config.weights != "best"
-        ):  # tokens that didn't go to one group whole: all keys and values are needed
+        if corrects and config.weights != "best":
+            # Tokens that didn't go to one group whole: all keys and values are needed.
             batch, length = hidden.shape[:2]
             with MergedKeys(plan, 0, length, batch, lambda t: t, lambda: plan.kept, correct=True):
                 return call.run()
