@@ -1,7 +1,7 @@
 """Merging on top of caches: what each cache gives alone, what merging adds to it, and where there are too few steps for caches.
 
     python -m benchmarks.caches --num 16                                     # the embedded UNet, 20 steps
-    python -m benchmarks.caches --model embedded-transformer --num 16
+    python -m benchmarks.caches --model embedded-transformer --dtype bfloat16 --num 16
     python -m benchmarks.caches --only DeepCache --steps 10 --rounds 3       # run again to continue
 
 Images per second are of whole calls, from the prompt to the pixels, one guided image at a time; all rows of a table are timed
@@ -120,7 +120,12 @@ class Caches:
         self.out, self.model, self.prompts, self.rounds = out, model, prompts, rounds
         self.denoiser, self._distance = denoiser_of(model.pipe), distance
         about = {"prompts": prompts, "model": model.identity["sha256"], "guidance": model.guidance}
-        self._common = {**about, "machine": machine(model.pipe.device)}
+        self._threads = {"threads": torch.get_num_threads()}  # decide times, not images
+        self._common = {
+            **about,
+            "dtype": str(model.pipe.dtype),
+            "machine": machine(model.pipe.device) | {"threads": None},
+        }
         changed = AutoPipelineForImage2Image.from_pipe(model.pipe, dtype=self.denoiser.dtype)
         changed.set_progress_bar_config(disable=True)
         self._changing = replace(model, pipe=changed)
@@ -142,11 +147,16 @@ class Caches:
                 found.append(Row(f"{name} + {MERGING}", cache, config))
         return found
 
+    def images(self, scene: Scene, rows: list[Row]) -> np.ndarray:
+        """Make the images of a table where they aren't yet: the part that other work may share the machine with; its first row's."""
+        made = [self._images(scene, row)[0] for row in rows]
+        if scene.strength is None and self._given is None:
+            self._given = made[0]
+        return made[0]
+
     def table(self, scene: Scene, rows: list[Row]) -> dict[str, Any]:
         """The figures of a table, from files or measured now."""
-        plain, _ = self._images(scene, rows[0])
-        if scene.strength is None and self._given is None:
-            self._given = plain
+        plain = self.images(scene, rows)
         times = self._times(scene, rows)
         found: dict[str, dict[str, Any]] = {}
         for row in rows:
@@ -196,7 +206,7 @@ class Caches:
 
     def _times(self, scene: Scene, rows: list[Row]) -> list[dict[str, list[float]]]:
         """Of each round, [seconds of a whole call, of the denoiser alone] by row."""
-        about = [{"name": row.name, **row.settings} for row in rows]
+        about = [self._threads, *({"name": row.name, **row.settings} for row in rows)]
         folder = self.out / "rounds" / f"{_slug(scene.name)}-{self._digest(scene, about)}"
         by_name = {row.name: row for row in rows}
 
@@ -359,6 +369,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="timed runs of each row (default 5)")
     parser.add_argument("--only", metavar="TEXT", help="caches whose name holds TEXT")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default float32, float16 on cuda")
+    parser.add_argument(
+        "--images", action="store_true", help="make the images only; the next run takes figures and times"
+    )
     args = parser.parse_args()
     for name in ("num", "steps", "rounds"):
         if getattr(args, name) < 1:
@@ -372,9 +386,9 @@ def main() -> None:
     except ValueError as error:
         parser.error(f"--keep: {error}")
     device = torch.device(args.device)
-    dtype = torch.float32 if device.type == "cpu" else torch.float16
+    dtype = args.dtype or ("float32" if device.type == "cpu" else "float16")
     try:
-        model = load(device, dtype, "embedded-unet" if args.model == "embedded" else args.model)
+        model = load(device, getattr(torch, dtype), "embedded-unet" if args.model == "embedded" else args.model)
         lpips = load_lpips(device=str(device))
         instrument = INSTRUMENTS["unet" if hasattr(model.pipe, "unet") else "transformer"]
         prompts = instrument.prompts(args.num, args.held_out)
@@ -385,11 +399,16 @@ def main() -> None:
     tables, text = [], ""
     for scene in [*scenes, Scene("image to image", args.steps, args.strength)]:
         rows = caches.rows(scene, config, args.only, together=scene is scenes[0])
+        if args.images:
+            caches.images(scene, rows)
+            continue
         tables.append(caches.table(scene, rows))
         text += markdown(tables[-1]) + "\n"
         print(markdown(tables[-1]), flush=True)
         write_atomically(args.out / "caches.md", text.encode())
-    about = {"model": model.identity["name"], "num": args.num, "machine": machine(device)}
+    if args.images:
+        return
+    about = {"model": model.identity["name"], "num": args.num, "dtype": dtype, "machine": machine(device)}
     print(json.dumps({"benchmark": "caches", **about, "tables": tables}))
 
 

@@ -30,8 +30,8 @@ from transformers import CLIPModel, CLIPTokenizer
 from mame_sd.embedded import model as subjects
 
 STAGES = (
-    Stage("tokens64", 128, 6000, 64, 128, 0.01),
-    Stage("tokens256", 256, 2500, 32, 160, 0.004),
+    Stage("tokens64", 128, 2400, 64, 128, 0.01),
+    Stage("tokens256", 256, 900, 32, 160, 0.004),
 )
 HELD_OUT = 720  # pictures that --sample looks at
 
@@ -56,9 +56,10 @@ def train_stage(
     model = contrast.new_model(stage, tokens.tokenizer)
     if previous and not (work / f"{stage.name}.pt").exists():
         contrast.grow(load_average(work, previous, tokens.tokenizer), model)
+    batch = contrast.drawn_ahead(lambda step: contrast.draw_batch(names, stage, seed, step))
     fit(
         work / f"{stage.name}.pt", stage.name, model, joint.optimizer_for(model), stage.steps,
-        lambda step: contrast.contrastive_loss(model, tokens, names, stage, seed, step),
+        lambda step: contrast.contrastive_loss(model, tokens, stage, batch(step)),
         lambda step: joint.learning_rate(stage, step), ema=stage.ema,
     )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """The small CLIP: its parts, the contrastive loss, how it grows from coarse to fine tokens, how well it recognises."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ WIDTH, HEADS, BLOCKS, PATCH = 256, 4, 12, 16
 PROJECTION = 256
 MEAN, STD = 0.5, 0.25  # of pixels in [0, 1], every channel
 START_SCALE, LARGEST_SCALE = 10.0, 100.0  # of cosines, at the start and at most
+Batch = tuple[list[np.ndarray], list[str], list[str]]  # pictures, their captions, further captions
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ def new_model(stage: Stage, tokenizer: CLIPTokenizer) -> CLIPModel:
     }  # fmt: skip
     config = CLIPConfig(text_config=text.config.to_dict(), vision_config=vision, projection_dim=PROJECTION)
     model = CLIPModel(config)
+    model.set_attn_implementation("eager")  # at these lengths it trains 1.4 to 1.6 times as fast as SDPA on a CPU
     inner = getattr(text, "text_model", text)
     model.text_model.load_state_dict(inner.state_dict())
     with torch.no_grad():
@@ -76,9 +79,7 @@ def unit(features: object) -> torch.Tensor:
     return F.normalize(rows.float(), dim=-1)
 
 
-def draw_batch(
-    names: Sequence[str], stage: Stage, seed: int, step: int
-) -> tuple[list[np.ndarray], list[str], list[str]]:
+def draw_batch(names: Sequence[str], stage: Stage, seed: int, step: int) -> Batch:
     """Pictures, their captions, and further captions: other glyphs on grounds of the batch."""
     made = [pictures.draw(pictures.rng_of(seed, stage.name, step * stage.batch + n), names) for n in range(stage.batch)]
     rng = pictures.rng_of(seed, f"{stage.name} captions", step)
@@ -91,11 +92,22 @@ def draw_batch(
     return [pixels for pixels, _ in made], [scene.caption for _, scene in made], others
 
 
-def contrastive_loss(
-    model: CLIPModel, tokens: dict[str, torch.Tensor], names: Sequence[str], stage: Stage, seed: int, step: int
-) -> torch.Tensor:
+def drawn_ahead(draw: Callable[[int], Batch], ahead: int = 3) -> Callable[[int], Batch]:
+    """``draw`` for steps in a row, the next ``ahead`` of them drawn by a thread beside the training."""
+    thread, waiting = ThreadPoolExecutor(1), dict[int, Future[Batch]]()
+
+    def batch(step: int) -> Batch:
+        for s in range(step, step + 1 + ahead):
+            if s not in waiting:
+                waiting[s] = thread.submit(draw, s)
+        return waiting.pop(step).result()
+
+    return batch
+
+
+def contrastive_loss(model: CLIPModel, tokens: dict[str, torch.Tensor], stage: Stage, batch: Batch) -> torch.Tensor:
     """CLIP's symmetric loss; equal captions all count as right, and further captions are wrong for every other picture."""
-    images, captions, others = draw_batch(names, stage, seed, step)
+    images, captions, others = batch
     texts = [*captions, *others]
     with torch.autocast("cpu", torch.bfloat16):
         seen = model.get_image_features(pixel_values=prepared(images, stage.side))

@@ -36,7 +36,8 @@ def draw(rng: np.random.Generator, names: Sequence[str], held_out: bool = False)
     pixels = world.render(scene).astype(np.float32)
     if rng.uniform() < HIDDEN:
         hide(pixels, scene.placed[0], rng)
-    pixels = pixels * rng.uniform(0.8, 1.2) + rng.normal(0, 1, pixels.shape) * rng.uniform(0, NOISE)
+    noise = rng.standard_normal(pixels.shape, np.float32)
+    pixels = pixels * np.float32(rng.uniform(0.8, 1.2)) + noise * np.float32(rng.uniform(0, NOISE))
     return np.rint(pixels.clip(0, 255)).astype(np.uint8), scene
 
 

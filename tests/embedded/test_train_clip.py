@@ -122,8 +122,8 @@ def test_the_loss_is_clip_s_where_captions_differ() -> None:
     model, names = contrast.new_model(stage, tokenizer).eval(), subjects.glyph_names()
     tokens = {text: contrast_tokens([text])[0] for text in contrast.draw_batch(names, stage, 0, 0)[1]}
     assert len(tokens) == 4
-    images, captions, _ = contrast.draw_batch(names, stage, 0, 0)
+    images, captions, _ = batch = contrast.draw_batch(names, stage, 0, 0)
     ids = torch.stack([tokens[text] for text in captions])
     wanted = model(input_ids=ids, pixel_values=contrast.prepared(images, 128), return_loss=True).loss
-    got = contrast.contrastive_loss(model, tokens, names, stage, 0, 0)
+    got = contrast.contrastive_loss(model, tokens, stage, batch)
     torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.02)  # bfloat16
