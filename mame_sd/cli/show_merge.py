@@ -169,6 +169,8 @@ def _choose(layers: Any, plans: dict[str, Any], level: int, name: str | None) ->
         return found[0]
     found = [layer for layer in merged if layer.level == level]
     if not found:
+        if not merged:
+            raise UserError("expected a layer that merges at this step, but all keep nearly every token; lower --tau")
         there = sorted({layer.level for layer in merged})
         raise UserError(
             f"--level: expected a level that merges ({', '.join(map(str, there))}), got {level}; lower --min-tokens for more"

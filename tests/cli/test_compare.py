@@ -146,6 +146,8 @@ def test_the_commands(
     assert capsys.readouterr().out.splitlines()[-1] == "compare.png"
     assert cli.run(["show-merge", "key", "--step", "2", "--tau", "0.2", *options]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "show-merge.png"
+    assert cli.run(["show-merge", "key", "--step", "2", "--tau", "1", "--out", "none.png", *options]) == 2
+    assert "all keep nearly every token; lower --tau" in capsys.readouterr().err, "layers left whole did not merge"
     assert cli.run(["generate", "--prompt", "key", "--out", "run", *options]) == 0
     assert cli.run(["sheet", "run", "run", "--out", "both.png"]) == 0
     names = {path.name for path in tmp_path.iterdir()}
