@@ -150,16 +150,27 @@ def _ltx(shape: Shape) -> dict[str, Any]:
 
 
 # transformer/config.json of the models named, cut to the blocks that are needed
-_SD35: dict[str, Any] = {
-    "sample_size": 128,
-    "patch_size": 2,
-    "in_channels": 16,
-    "out_channels": 16,
-    "num_layers": 2,  # the last block gives no text
-    "joint_attention_dim": 4096,
-    "pooled_projection_dim": 2048,
-    "qk_norm": "rms_norm",
-}
+_SD35 = Shape(
+    "SD3Transformer2DModel",
+    {
+        "sample_size": 128,
+        "patch_size": 2,
+        "in_channels": 16,
+        "out_channels": 16,
+        "num_layers": 2,  # the last block gives no text
+        "joint_attention_dim": 4096,
+        "pooled_projection_dim": 2048,
+        "qk_norm": "rms_norm",
+        "pos_embed_max_size": 192,
+    },
+    38,
+    64,
+    (64, 64),
+    333,
+    _sd3,
+    width=lambda width: {"caption_projection_dim": width},
+    about="Stable Diffusion 3.5 large at 1024 px",
+)
 _AXES = (16, 56, 56)  # rotary positions of heads of 128
 SHAPES = {
     "flux": Shape(
@@ -182,28 +193,13 @@ SHAPES = {
         _qwen,
         about="Qwen-Image at 1024 px",
     ),
-    "sd3.5-medium": Shape(
-        "SD3Transformer2DModel",
-        {**_SD35, "pos_embed_max_size": 384, "dual_attention_layers": (0, 1)},
-        24,
-        64,
-        (64, 64),
-        333,
-        _sd3,
-        width=lambda width: {"caption_projection_dim": width},
+    "sd3.5-medium": replace(
+        _SD35,
+        config={**_SD35.config, "pos_embed_max_size": 384, "dual_attention_layers": (0, 1)},
+        heads=24,
         about="Stable Diffusion 3.5 medium at 1024 px; its block has a second attention",
     ),
-    "sd3.5-large": Shape(
-        "SD3Transformer2DModel",
-        {**_SD35, "pos_embed_max_size": 192},
-        38,
-        64,
-        (64, 64),
-        333,
-        _sd3,
-        width=lambda width: {"caption_projection_dim": width},
-        about="Stable Diffusion 3.5 large at 1024 px",
-    ),
+    "sd3.5-large": _SD35,
     "wan": Shape(
         "WanTransformer3DModel",
         {"num_layers": 1, "ffn_dim": 8960},
