@@ -96,7 +96,7 @@ def scheduled(unet: Any, keep_at: Callable[[float], float | None], **fields: Any
 
     def note(module: Any, args: Any, kwargs: Any) -> None:
         timestep = kwargs["timestep"] if "timestep" in kwargs else args[1]
-        keep = keep_at(float(timestep) / TRAIN_STEPS)
+        keep = keep_at(float(torch.as_tensor(timestep).max()) / TRAIN_STEPS)
         handle.active = keep is not None
         if keep is not None and keep != handle.config.keep:
             handle.set(keep=keep)

@@ -29,7 +29,7 @@ from ..benchmark.run import Benchmark
 from ..benchmark.setup import attention_of
 from ..benchmark.suites import Suite
 from ..benchmark.timings import read_record, summary
-from ..metric_list import METRICS, Metric
+from ..metric_list import EMBEDDED_CLIP, METRICS, Metric
 from ..scoring.per_image import TRUTH
 from ..scoring.reference import open_reference, rendered_glyphs
 from ..scoring.retrieval import TRUTHS, Truth
@@ -75,9 +75,9 @@ def run_benchmark(
     tools = Tools(
         weights_dir=weights_dir,
         offline=model.offline,
-        fetch=suite.fetch and (*suite.fetch, *(["clip"] if clip else [])),
+        fetch=suite.fetch and (*suite.fetch, *(["clip"] if clip or choice.embedded else [])),
         device=loaded.pipe.device,
-        clip=clip or CLIPS[0],
+        clip=clip or (EMBEDDED_CLIP if choice.embedded else CLIPS[0]),
         cache=out / "features",
         process=process,
     )

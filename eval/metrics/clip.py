@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mame_sd.embedded.model import embedded_model_path
 from mame_sd.errors import UserError
 
 from ..images import check_images, check_pair, to_double
+from ..metric_list import EMBEDDED_CLIP
 from ..networks import full_precision
 from ..weights.files import tensors_sha256
 from ..weights.load import find
@@ -99,12 +101,14 @@ def load_clip(
     offline: bool = False,
     device: torch.device | str = "cpu",
 ) -> Clip:
-    """CLIP by its name in the weights list, or from a folder that transformers saved.
+    """CLIP by its name in the weights list, "embedded-clip", or from a folder that transformers saved.
 
     Raises:
         UserError: missing while offline, wrong hash, not a CLIP folder.
         MachineError: it could not be fetched.
     """
+    if str(name) == EMBEDDED_CLIP:
+        return _read(f"CLIP {name}", embedded_model_path("clip"), device, True)
     if str(name) not in REGISTRY:
         return _read(f"CLIP {Path(name).name}", Path(name), device, None)
     checked = find(str(name), weights_dir, offline)

@@ -12,12 +12,12 @@ import torch
 from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.processes import Process
 
-from ..metric_list import FID_BACKENDS, LPIPS_NETS, Metric
+from ..metric_list import EMBEDDED_CLIP, FID_BACKENDS, LPIPS_NETS, Metric
 from ..weights.registry import REGISTRY
 from . import clean_fid
 
 REMEMBERED = 4  # sets of features kept in memory: a run's, the baseline's and the reference's, with one to spare
-CLIPS = tuple(name for name in REGISTRY if name.startswith("clip-"))
+CLIPS = (*(name for name in REGISTRY if name.startswith("clip-")), EMBEDDED_CLIP)
 T = TypeVar("T")
 
 

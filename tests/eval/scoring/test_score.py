@@ -168,7 +168,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "statistics": (["A", "B", "--metrics", "fid", "--reference", "nowhere.npz"], "nowhere.npz"),
     "device": (["A", "B", "--device", "abacus"], "--device abacus: expected auto"),
     "small": (["A", "B", "--metrics", "ms_ssim"], "ms_ssim of"),
-    "clip": (["A", "B", "--metrics", "clip_score", "--clip", "big"], "--clip: expected clip-vit-b-32, clip-vit-l-14 or a"),
+    "clip": (["A", "B", "--metrics", "clip_score", "--clip", "big"], "--clip: expected clip-vit-b-32, clip-vit-l-14, embedded-clip or a"),
     "no-clip": (["A", "B", "--metrics", "clip_score", "--clip", "."], "expected a CLIP model, its tokenizer"),
     "large-clip": (["A", "B", "--metrics", "clip_image", "--clip", "clip-vit-l-14", "--offline"], "--get clip-vit-l-14"),
     "own-reference": (["A", "B", "--metrics", "fid", "--reference", "A"], "--reference a: expected images of another origin"),
