@@ -92,8 +92,9 @@ def measure(q: Tensor, k: Tensor, v: Tensor, side: int, g: torch.Generator) -> d
     for form in FORMS:
         pairs = kept(form)
         fewer = torch.stack([F.scaled_dot_product_attention(q, *pair) for pair in pairs])
-        parts = [first_order(moments(k, v), moments(*pair), q.shape[-1] ** -0.5) for pair in pairs]
-        lacking = torch.stack([q @ matrix + shift for matrix, shift in parts])
+        parts = [first_order(moments(k, v), moments(*pair)) for pair in pairs]
+        scaled = q * q.shape[-1] ** -0.5
+        lacking = torch.stack([scaled @ cov.transpose(-1, -2).to(q.dtype) + shift for cov, shift in parts])
         for name, made in ((form, fewer), (f"{form}, corrected", fewer + lacking)):
             variance = made.var(0).sum() if len(made) > 1 else torch.zeros(())
             # the mean of n draws has a share 1 / n of the variance in it, which is no bias

@@ -149,12 +149,15 @@ CORNER: dict[str, Any] = {"partition": "grid"}  # the first token of each cell, 
 SMALL: dict[str, Any] = {**CORNER, "tiles": 8}
 SQUARE: dict[str, Any] = {**SMALL, "stride": (2, 2)}
 MIXED: dict[str, Any] = {**SQUARE, "keep": 0.375}  # some sources stay, so that keys stand for one to four tokens
+HALF_THE_STEPS = {  # by the timestep: above 500 it is noisy
+    "default, noisy half only": in_steps((0.25,), ()),
+    "default, fine half only": in_steps((), (0.25,)),
+}
 VARIANTS = {
     **{f"kv .25, first of each cell, size bias {bias:g}": biased(bias, **CORNER) for bias in (0.5, 1.0)},
     **{f"kv 0.375, 2x2 cells, size bias {bias:g}": biased(bias, **MIXED) for bias in (0.5, 1.0)},
     "kv 0.375, 2x2 cells, guidance protected": protected(**MIXED),
-    "default, noisy half only": in_steps((0.25,), ()),
-    "default, fine half only": in_steps((), (0.25,)),
+    **HALF_THE_STEPS,
     "kv .50 to .25 over the steps": in_steps((0.5,), (0.25,)),
     "kv .25 to .50 over the steps": in_steps((0.25,), (0.5,)),
 }
@@ -235,7 +238,7 @@ JOINT_PEERS = {
 }  # fmt: skip
 JOINT = {
     **{name: method for name, method in FULL.items() if name not in RIVALS and "first level" not in name and "mlp" not in name
-       and "cross" not in name and "min_tokens" not in name and method.family != "variant"},
+       and "cross" not in name and "min_tokens" not in name and (method.family != "variant" or name in HALF_THE_STEPS)},
     **JOINT_PEERS,
 }  # fmt: skip
 JOINT_SHORT = {

@@ -37,16 +37,14 @@ def moments(key: Tensor, value: Tensor, sizes: Tensor | None = None) -> Moments:
     return Moments(middle_key, middle_value, _outer(key - middle_key, value - middle_value, share))
 
 
-def drawn_moments(
-    between: Moments, kept_key: Tensor, kept_value: Tensor, key: Tensor, value: Tensor, rows: Tensor
-) -> Moments:
-    """The moments of all tokens, estimated where groups of them are kept as their means.
+def within_groups(kept_key: Tensor, kept_value: Tensor, key: Tensor, value: Tensor, rows: Tensor) -> Tensor:
+    """Cov(v, k) [..., D, D] within groups of tokens that are kept as their means, estimated from a sample, in at least fp32.
 
-    The covariance within groups that the drawn tokens show is shrunk by how little its two halves agree, <A, B> / |(A + B) / 2|^2 of
-    each head: by nothing where much varies alike, to nothing where the estimate is noise.
+    With the covariance between the means, each counted as often as it stands for tokens, it is that of all tokens. What the
+    sample shows is shrunk by how little its two halves agree, <A, B> / |(A + B) / 2|^2 of each head: by nothing where much
+    varies alike, to nothing where the estimate is noise.
 
     Args:
-        between: the moments of the means, each counted as often as it stands for tokens.
         kept_key, kept_value: the means' [..., N', D].
         key, value: those of tokens drawn at random from all, [..., n, D].
         rows: which of the means each drawn token went to, [..., n] (broadcast).
@@ -57,22 +55,41 @@ def drawn_moments(
     a, b = (_outer(key[..., first::2, :], value[..., first::2, :], 1 / half) for first in (0, 1))
     within = (a + b) / 2
     signal, power = ((x * y).sum((-2, -1), keepdim=True) for x, y in ((a, b), (within, within)))
-    shrunk = within * (signal / power.clamp(min=torch.finfo(power.dtype).tiny)).clamp(0, 1)
-    return between._replace(covariance=between.covariance + shrunk)
+    return within * (signal / power.clamp(min=torch.finfo(power.dtype).tiny)).clamp(0, 1)
 
 
-def first_order(every: Moments, kept: Moments, scale: float) -> tuple[Tensor, Tensor]:
-    """What attention over the kept keys lacks: M [..., D, D] and m [..., 1, D], so that query @ M + m is to be added.
+class Lacking(NamedTuple):
+    """What attention over the kept keys lacks: scale * `covariance` q + `shift` is to be added.
 
-    Weights of attention sum to 1, so m may be added to the kept values instead.
+    Weights of attention sum to 1, so `shift` may be added to the kept values instead; None: nothing.
+    """
+
+    covariance: Tensor  # [..., D, D] of Cov(v, k)
+    shift: Tensor | None  # [..., 1, D]
+
+
+def first_order(every: Moments, kept: Moments) -> Lacking:
+    """What keys lack whose moments are `kept`, each counted as its logit counts it, where those of all are `every`."""
+    return Lacking(every.covariance - kept.covariance, every.value - kept.value)
+
+
+def first_order_of_means(
+    kept: tuple[Tensor, Tensor], drawn: tuple[Tensor, Tensor], rows: Tensor, sizes: Tensor, weighed: bool
+) -> Lacking:
+    """What the means of groups lack, from a sample of the tokens (`within_groups`).
 
     Args:
-        every: the moments of all keys and values.
-        kept: of those that stand for them, counted as their logits count them.
-        scale: of the logits.
+        kept: the means' keys and values [..., N', D].
+        drawn: the sample's [..., n, D].
+        rows: which of the means each drawn token went to, [..., n] (broadcast).
+        sizes: how many tokens each of the means stands for, [..., N'] (broadcast).
+        weighed: the logits count each key as often as that. Then nothing is lacking but what varies within groups.
     """
-    lacking = (scale * (every.covariance - kept.covariance)).transpose(-1, -2)
-    return lacking.to(every.value.dtype), every.value - kept.value
+    within = within_groups(*kept, *drawn, rows)
+    if weighed:
+        return Lacking(within, None)
+    between, alike = moments(*kept, sizes), moments(*kept)
+    return Lacking(between.covariance + within - alike.covariance, between.value - alike.value)
 
 
 def _outer(key: Tensor, value: Tensor, share: Tensor | float) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SAMPLED = 8  # one of so many tokens is looked at where a part tells enough (`mame_sd.core.correction.drawn_moments`)
+SAMPLED = 8  # one of so many tokens is looked at where a part tells enough (`mame_sd.core.correction.within_groups`)
 
 
 @dataclass(frozen=True, eq=False)

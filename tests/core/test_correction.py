@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd import MaMeConfig, plan_merge
-from mame_sd.core.correction import drawn_moments, first_order, moments
+from mame_sd.core.correction import first_order, first_order_of_means, moments, within_groups
 from mame_sd.core.owners import owners_of
 
 
@@ -29,8 +29,9 @@ def means(t: Tensor) -> Tensor:
 def correction(
     query: Tensor, key: Tensor, value: Tensor, kept_key: Tensor, kept_value: Tensor, sizes: Tensor, scale: float
 ) -> Tensor:
-    lacking, shift = first_order(moments(key, value), moments(kept_key, kept_value, sizes), scale)
-    return query @ lacking + shift
+    lacking, shift = first_order(moments(key, value), moments(kept_key, kept_value, sizes))
+    assert shift is not None
+    return query @ (scale * lacking).transpose(-1, -2).to(query.dtype) + shift
 
 
 def test_equals_plain_loops() -> None:
@@ -125,9 +126,13 @@ def test_moments_drawn_from_every_token_are_the_moments(keep: float, special: in
     # every token twice, so that both halves of the sample see all of them
     twice = torch.arange(special + 256).repeat_interleave(2)
     between = moments(kept_key, kept_value, plan.sizes)
-    found = drawn_moments(between, kept_key, kept_value, key[:, twice], value[:, twice], plan.rows[:, twice])
-    for got, expected in zip(found, moments(key, value), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+    given = (kept_key, kept_value), (key[:, twice], value[:, twice]), plan.rows[:, twice], plan.sizes
+    every = moments(key, value)
+    for weighed, kept in ((True, between), (False, moments(kept_key, kept_value))):
+        found, expected = first_order_of_means(*given, weighed), first_order(every, kept)
+        torch.testing.assert_close(found.covariance, expected.covariance, rtol=1e-9, atol=1e-9)
+        shift = torch.zeros(()).double() if found.shift is None else found.shift
+        torch.testing.assert_close(shift.expand_as(expected.shift), expected.shift, rtol=1e-9, atol=1e-9)
     owners = plan.kept.expand(2, -1).gather(1, plan.rows)
     assert torch.equal(owners, owners_of(plan))
 
@@ -145,7 +150,7 @@ def test_a_sample_tells_what_the_means_lack_and_adds_little_noise(alike: bool) -
     for _ in range(50):
         at = torch.randperm(1024, generator=generator)[:128]
         given = key[:, at], value[:, at], plan.rows[:, at]
-        errors.append((drawn_moments(between, kept_key, kept_value, *given).covariance - whole).norm().item())
+        errors.append((none + within_groups(kept_key, kept_value, *given) - whole).norm().item())
     lacks = (whole - none).norm().item()
     assert max(errors) < (0.6 if alike else 1.8) * lacks
     assert sum(errors) / 50 < (0.5 if alike else 1.2) * lacks
@@ -153,10 +158,8 @@ def test_a_sample_tells_what_the_means_lack_and_adds_little_noise(alike: bool) -
 
 def test_one_token_tells_nothing() -> None:
     key, value = drawn(1, 4, 8), drawn(1, 4, 8, seed=1)
-    sizes, rows = torch.full((4,), 4.0, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.long)
-    between = moments(key, value, sizes)
-    found = drawn_moments(between, key, value, key[:, :1] + 1, value[:, :1] - 1, rows)
-    torch.testing.assert_close(found.covariance, between.covariance)
+    rows = torch.zeros(1, 1, dtype=torch.long)
+    assert not within_groups(key, value, key[:, :1] + 1, value[:, :1] - 1, rows).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -169,5 +172,5 @@ def test_half_precision_of_many_large_tokens_stays_in_range(dtype: torch.dtype) 
 
 def test_a_covariance_beyond_half_precisions_range_stays_finite() -> None:
     tall = (drawn(1, 64, 8) * 1000).half()
-    lacking, _ = first_order(moments(tall, tall), moments(tall[:, ::4], tall[:, ::4]), 1e-6)
-    assert lacking.isfinite().all()
+    lacking, _ = first_order(moments(tall, tall), moments(tall[:, ::4], tall[:, ::4]))
+    assert (1e-6 * lacking).half().isfinite().all()

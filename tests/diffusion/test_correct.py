@@ -137,7 +137,7 @@ def test_other_forms_of_attention_stay_as_they_are() -> None:
     q, k, v = (torch.randn(1, 2, 16, 4) for _ in range(3))
     plan = plan_merge(torch.randn(1, 16, 8), CONFIG, (4, 4))
     mask = torch.randn(16, 16)
-    with MergedKeys(plan, 0, 16, 1, lambda t: t, lambda: plan.kept, correct=True) as keys:
+    with MergedKeys(plan, 0, 16, 1, lambda t: t, lambda t: t, correct=True) as keys:
         masked = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         other = F.scaled_dot_product_attention(q[:, :, :8], k, v)
         assert keys.seen

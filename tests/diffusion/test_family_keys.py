@@ -14,7 +14,8 @@ from torch._dynamo.utils import counters
 from torch.overrides import TorchFunctionMode
 
 from mame_sd import MaMeConfig, NothingMergedError, apply_mame
-from mame_sd.core.reference import reference_plan
+from mame_sd.core.partition import positions
+from mame_sd.core.reference import ReferencePlan, reference_plan
 from mame_sd.diffusion.families.transformers import family_of
 from mame_sd.diffusion.layer import NO_SIZE
 from mame_sd.families import Family, Tokens, register_family
@@ -115,8 +116,43 @@ class Loops(TorchFunctionMode):
                 moment = whole_moment - (merged[1] * shares).transpose(1, 2) @ merged[0]
                 outer = mean.transpose(1, 2) @ key[b].mean(1, keepdim=True)
                 outer = outer - mean_kept.transpose(1, 2) @ (merged[0] * shares).sum(1, keepdim=True)
-                out[-1] = out[-1] + scale * query[b] @ (moment - outer).transpose(1, 2) + mean - mean_kept
+                lacking = moment - outer
+                if self.config.weights == "best":  # what varies within groups is estimated from a sample of the tokens
+                    lacking = lacking - self.within(plan, b, merged, key[b], value[b], start, order, every=True)
+                    lacking = lacking + self.within(plan, b, merged, key[b], value[b], start, order, every=False)
+                out[-1] = out[-1] + scale * query[b] @ lacking.transpose(1, 2) + mean - mean_kept
         return torch.stack(out).to(call["query"].dtype)
+
+    def within(
+        self,
+        plan: ReferencePlan,
+        b: int,
+        merged: list[Tensor],
+        key: Tensor,
+        value: Tensor,
+        start: int,
+        order: Tensor,
+        every: bool,
+    ) -> Tensor:
+        """Cov(v, k) [heads, D, D] within groups of the image's tokens, as a share of all keys: of every token, or as the sample tells."""
+        rows = dict(zip(plan.dst, range(len(plan.dst)), strict=True))
+        for j, position in enumerate(plan.src):
+            stays = j in plan.preserved[b]
+            rows[position] = (
+                len(plan.dst) + plan.preserved[b].index(j) if stays else int(plan.weights[b, :, j].argmax())
+            )
+        size = (len(order) // W, W)
+        chosen = range(len(order)) if every else positions(len(order), self.config, size).sample.tolist()
+        parts = [torch.zeros(key.shape[0], key.shape[2], key.shape[2]).double() for _ in range(2)]
+        for n, position in enumerate(chosen):
+            apart = [
+                whole[:, order[position] + start] - few[:, rows[position] + start]
+                for whole, few in zip((key, value), merged, strict=True)
+            ]
+            parts[n % 2] += apart[1][:, :, None] * apart[0][:, None, :] / (len(chosen) / 2)
+        found = (parts[0] + parts[1]) / 2
+        agree = (parts[0] * parts[1]).sum((1, 2), keepdim=True) / found.square().sum((1, 2), keepdim=True)
+        return found * (1.0 if every else agree.clamp(0, 1)) * len(order) / key.shape[1]
 
 
 def layers_of(model: nn.Module, names: list[str]) -> list[nn.Module]:

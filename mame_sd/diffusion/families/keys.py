@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mame_sd.core.buffers import in_place
-from mame_sd.core.correction import Moments, drawn_moments, first_order, moments
+from mame_sd.core.correction import Lacking, first_order, first_order_of_means, moments
 from mame_sd.core.indexing import rows_of
 from mame_sd.core.pick_plan import PickPlan
 from mame_sd.core.plan import Plan
@@ -48,13 +48,14 @@ def attended(attention: Callable[..., Tensor], call: Mapping[str, Any], **change
     return attention(call.pop("query"), call.pop("key"), call.pop("value"), **call)
 
 
-def corrected(
-    attention: Callable[..., Tensor], call: Mapping[str, Any], every: Moments, kept: Moments, **changes: Any
-) -> Tensor:
+def corrected(attention: Callable[..., Tensor], call: Mapping[str, Any], lacks: Lacking, **changes: Any) -> Tensor:
     """The output of `call` with `changes`, key and value among them, and what those lack to first order."""
     query = call["query"]
-    lacking, shift = first_order(every, kept, call.get("scale") or query.shape[-1] ** -0.5)
-    output = attended(attention, call, **{**changes, "value": changes["value"] + shift})
+    scale = call.get("scale") or query.shape[-1] ** -0.5
+    lacking = (scale * lacks.covariance).transpose(-1, -2).to(changes["value"].dtype)
+    if lacks.shift is not None:
+        changes["value"] = changes["value"] + lacks.shift
+    output = attended(attention, call, **changes)
     alike = output.dim() == 4 and output.dtype == query.dtype == lacking.dtype
     if not alike or not in_place(output) or torch.compiler.is_compiling():
         return output + (query @ lacking).to(output.dtype)
@@ -68,6 +69,11 @@ def log_sizes(sizes: Tensor, query: Tensor) -> Tensor:
     """A mask [1, N'] or [B, 1, 1, N'] that counts keys `sizes` times, [N'] or [B, 1, N']."""
     exact = torch.promote_types(query.dtype, torch.float32)
     return sizes.to(exact).log().to(query.dtype).unsqueeze(-2)
+
+
+def of_heads(t: Tensor) -> Tensor:
+    """[n] or [B, n] as [n] or [B, 1, n], for keys [B, H, n, D]."""
+    return t if t.dim() == 1 else t.unsqueeze(1)
 
 
 class DrawnCorrection(Attending):
@@ -91,15 +97,10 @@ class DrawnCorrection(Attending):
         (key, drawn_key), (value, drawn_value) = (
             (call[name][:, :, : plan.tokens_kept], call[name][:, :, plan.tokens_kept :]) for name in ("key", "value")
         )
-        sizes = plan.sizes
-        sizes = sizes if sizes.dim() == 1 else sizes.unsqueeze(1)
-        rows = plan.rows[:, plan.positions.sample].unsqueeze(1)
-        between = moments(key, value, sizes)
-        every = drawn_moments(between, key, value, drawn_key, drawn_value, rows)
-        if plan.uneven:
-            mask = log_sizes(sizes, call["query"])
-            return corrected(attention, call, every, between, key=key, value=value, attn_mask=mask)
-        return corrected(attention, call, every, moments(key, value), key=key, value=value)
+        sizes, rows = of_heads(plan.sizes), of_heads(plan.rows[:, plan.positions.sample])
+        lacks = first_order_of_means((key, value), (drawn_key, drawn_value), rows, sizes, plan.uneven)
+        mask = log_sizes(sizes, call["query"]) if plan.uneven else None
+        return corrected(attention, call, lacks, key=key, value=value, attn_mask=mask)
 
 
 class MergedKeys(Attending):
@@ -111,9 +112,9 @@ class MergedKeys(Attending):
         length: keys of the call that is meant; attention over others (an image prompt's) runs as it is.
         batch: samples of the call that is meant.
         to_plane: puts tokens [B, n, C] of the image in the order of the plan.
-        kept: gives [n'] or [B, n'], positions of the merged tokens among the image's; asked for where there is a mask or
-            tokens are picked.
+        place: gives the positions of the plan's tokens among the image's.
         correct: add what the merged keys lose to first order (`core/correction.py`), where there is no mask.
+        drawn: estimate that from the sample of the plan's positions; every source went to one destination whole.
     """
 
     def __init__(
@@ -123,8 +124,9 @@ class MergedKeys(Attending):
         length: int,
         batch: int,
         to_plane: Callable[[Tensor], Tensor],
-        kept: Callable[[], Tensor],
+        place: Callable[[Tensor], Tensor],
         correct: bool = False,
+        drawn: bool = False,
     ) -> None:
         super().__init__()
         self.plan = plan
@@ -132,8 +134,9 @@ class MergedKeys(Attending):
         self.length = length
         self.batch = batch
         self.to_plane = to_plane
-        self.kept = kept
+        self.place = place
         self.correct = correct
+        self.drawn = drawn
         self.seen = False  # whether such a call came
 
     def attend(self, attention: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
@@ -148,7 +151,26 @@ class MergedKeys(Attending):
         fewer = {"key": kept_key, "value": kept_value, "attn_mask": self.weighed(self.columns(mask), query, sizes)}
         if not self.correct or mask is not None or call.get("is_causal") or query.shape[:-2] != key.shape[:-2]:
             return attended(attention, call, **fewer)
-        return corrected(attention, call, moments(key, value), moments(kept_key, kept_value, sizes), **fewer)
+        return corrected(attention, call, self.lacking((key, value), (kept_key, kept_value), sizes), **fewer)
+
+    def lacking(self, every: tuple[Tensor, Tensor], kept: tuple[Tensor, Tensor], sizes: Tensor | None) -> Lacking:
+        """What the `kept` keys and values lack, counted by `sizes`, of those of `every` token."""
+        plan = self.plan
+        if not self.drawn:
+            return first_order(moments(*every), moments(*kept, sizes))
+        at = self.place(plan.positions.sample) + self.first
+        means = kept[0].narrow(-2, self.first, plan.tokens_kept), kept[1].narrow(-2, self.first, plan.tokens_kept)
+        drawn = every[0].index_select(-2, at), every[1].index_select(-2, at)
+        rows, counts = plan.rows[:, plan.positions.sample], plan.sizes
+        if every[0].dim() == 4:
+            rows, counts = of_heads(rows), of_heads(counts)
+        found = first_order_of_means(means, drawn, rows, counts, weighed=sizes is not None)
+        return found._replace(covariance=found.covariance * (plan.tokens_in / self.length))
+
+    @property
+    def kept(self) -> Tensor:
+        """[n'] or [B, n'], positions of the merged tokens among the image's."""
+        return self.place(self.plan.kept)
 
     def sizes(self, like: Tensor) -> Tensor:
         """How many keys each of the merged ones stands for, [L'] or [B, 1, L'] (for `like` of three dimensions [B, L'])."""
@@ -183,7 +205,7 @@ class MergedKeys(Attending):
     def _merged_image(self, image: Tensor) -> Tensor:
         """[B, n', C] of the image's tokens [B, n, C]."""
         if isinstance(self.plan, PickPlan):  # straight from where they stand: the plane's order would copy all of them
-            return rows_of(image, self.kept())
+            return rows_of(image, self.kept)
         return self.plan.merge(self.to_plane(image))
 
     def columns(self, mask: Tensor | None) -> Tensor | None:
@@ -192,7 +214,7 @@ class MergedKeys(Attending):
             return mask
         every = torch.arange(self.length, device=mask.device)
         last = self.first + self.plan.tokens_in
-        kept = self.kept().to(mask.device) + self.first
+        kept = self.kept.to(mask.device) + self.first
         if kept.dim() == 1:
             return mask.index_select(-1, torch.cat([every[: self.first], kept, every[last:]]))
         rows = [every[: self.first].expand(self.batch, -1), kept, every[last:].expand(self.batch, -1)]

@@ -59,7 +59,7 @@ class SequenceAttention(Layer):
         hidden: Tensor = call.arguments[self.hidden]
         order = _Order(tokens, hidden.shape[1])
         if self._whole_because(call, config) is None:
-            output, seen = self._with_merged_keys(call, order, plan, config.correct)
+            output, seen = self._with_merged_keys(call, order, plan, config)
             if seen:
                 return output
             self._unseen.add(_kind(call))
@@ -75,7 +75,7 @@ class SequenceAttention(Layer):
             changes[name] = merged[id(value)]
         if self.family.select is None:
             return self._restored(call.run(**changes), order, plan)
-        kept = order.positions(plan)
+        kept = order.positions(plan.kept)
         if self._alone(hidden.shape[0], tokens, config):
             samples = [self._sample(call, changes, order, kept, i) for i in range(kept.shape[0])]
             return self._restored(_joined([call.run(**sample) for sample in samples]), order, plan)
@@ -145,15 +145,16 @@ class SequenceAttention(Layer):
         named = self.family.cross and "encoder_hidden_states" not in self.family.inputs
         return call.arguments.get("encoder_hidden_states") if named else None
 
-    def _with_merged_keys(self, call: LayerCall, order: _Order, plan: Plan, correct: bool) -> tuple[Any, bool]:
+    def _with_merged_keys(self, call: LayerCall, order: _Order, plan: Plan, config: MaMeConfig) -> tuple[Any, bool]:
         """The attention's output of all queries, with the image's keys and values merged; and whether they were."""
         hidden: Tensor = call.arguments[self.hidden]
         text = self._text(call)
         beside = 0 if text is None else text.shape[1]
         first = order.first + (0 if self.family.text_last else beside)
         length, batch = hidden.shape[1] + beside, hidden.shape[0]
-        keys = MergedKeys(plan, first, length, batch, order.to_plane, lambda: order.positions(plan), correct)
-        with keys:
+        drawn = config.weights == "best"
+        keys = MergedKeys(plan, first, length, batch, order.to_plane, order.positions, config.correct, drawn)
+        with keys:  # Dynamo loses what `as` would name
             output = call.run()
         return output, keys.seen
 
@@ -215,13 +216,12 @@ class _Order:
             image = torch.cat([flat[:, : self.first], image, flat[:, end:]], 1)
         return image.unflatten(2, y.shape[2:])
 
-    def positions(self, plan: Plan) -> Tensor:
-        """[n'] or [B, n']: where the merged tokens were among the image's."""
-        kept = plan.kept
+    def positions(self, places: Tensor) -> Tensor:
+        """Where tokens at these places of the plane are among the image's."""
         if self.times == 1:
-            return kept
+            return places
         _, h, w = self.tokens.size
-        row, column = kept // w, kept % w
+        row, column = places // w, places % w
         return (row % self.times * h + row // self.times) * w + column
 
     def rows(self, kept: Tensor) -> Rows:

@@ -80,7 +80,7 @@ class PlainAttention(Layer):
         if corrects and config.weights != "best":
             # Tokens that didn't go to one group whole: all keys and values are needed.
             batch, length = hidden.shape[:2]
-            with MergedKeys(plan, 0, length, batch, lambda t: t, lambda: plan.kept, correct=True):
+            with MergedKeys(plan, 0, length, batch, lambda t: t, lambda t: t, correct=True):
                 return call.run()
         merged = plan.merge(hidden)
         if config.merge == "qkv":
