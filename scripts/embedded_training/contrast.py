@@ -33,6 +33,7 @@ class Stage:
     batch: int
     negatives: int  # captions beside those of the batch, other glyphs on the same grounds
     lr: float  # of Muon; AdamW's is a tenth
+    grounds: int = 4  # of a batch
     decay: float = 0.3
     warmup: int = 100
     ema: float = 0.998
@@ -80,10 +81,16 @@ def unit(features: object) -> torch.Tensor:
 
 
 def draw_batch(names: Sequence[str], stage: Stage, seed: int, step: int) -> Batch:
-    """Pictures, their captions, and further captions: other glyphs on grounds of the batch."""
-    made = [pictures.draw(pictures.rng_of(seed, stage.name, step * stage.batch + n), names) for n in range(stage.batch)]
+    """Pictures, their captions, and further captions: other glyphs on grounds of the batch.
+
+    A batch has few grounds: captions on other ones are told apart by the ground, and teach nothing about glyphs.
+    """
     rng = pictures.rng_of(seed, f"{stage.name} captions", step)
-    grounds = [scene.ground.phrase for _, scene in made]
+    grounds = [str(phrase) for phrase in rng.choice(ground_phrases(), stage.grounds, replace=False)]
+    made = [
+        pictures.draw(pictures.rng_of(seed, stage.name, step * stage.batch + n), names, grounds=grounds)
+        for n in range(stage.batch)
+    ]
     others: list[str] = []
     while len(others) < stage.negatives:
         pair = str(rng.choice(list(names))), str(rng.choice(grounds))
