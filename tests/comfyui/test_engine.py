@@ -87,13 +87,23 @@ def test_reference_images_stay_whole(node: Any, name: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("merge", "kind"), [(KEYS, "kv"), (QUERIES, "qkv")])
-def test_the_embedded_unet_is_that_of_apply_mame(node: Any, merge: str, kind: str) -> None:
-    """Bit by bit, drawn anew at each step."""
+@pytest.mark.parametrize(
+    ("fields", "inputs"),
+    [
+        ({}, {}),
+        ({"correct": False}, {"correct": False}),
+        ({"keep": 0.4}, {"keep": 0.4}),
+        ({"tau": 0.8}, {"mode": "tau"}),
+        ({"merge": "qkv"}, {"merge": QUERIES}),
+    ],
+    ids=str,
+)
+def test_the_embedded_unet_is_that_of_apply_mame(node: Any, fields: dict[str, Any], inputs: dict[str, Any]) -> None:
+    """Bit by bit, drawn anew at each step: the library's default settings first."""
     unet = UNet2DConditionModel.from_pretrained(embedded_model_path(), subfolder="unet")
-    apply_mame(unet, keep=0.25, merge=kind, correct=False)
+    apply_mame(unet, **fields)
     model = embedded_unet()
-    patched = applied(node, model, merge, min_tokens=1024)
+    patched = applied(node, model, min_tokens=1024, **inputs)
     seen: list[Any] = []
     model.model.diffusion_model.register_forward_hook(lambda _, args, output: seen.extend([*args, output]))
     generator = torch.Generator().manual_seed(0)

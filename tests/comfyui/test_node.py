@@ -41,13 +41,20 @@ def tokens(length: int = H * W, seed: int = 1) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("mode", "merge"), [("keep", KEYS), ("keep", QUERIES), ("tau", QUERIES)])
-def test_node_is_apply_mame(node: Any, model: Model, block: Any, mode: str, merge: str) -> None:
+@pytest.mark.parametrize("correct", [True, False])
+@pytest.mark.parametrize("merge", [KEYS, QUERIES])
+@pytest.mark.parametrize("value", [{"keep": 0.25}, {"keep": 0.4}, {"tau": 0.1}], ids=str)
+def test_node_is_apply_mame(
+    node: Any, model: Model, block: Any, value: dict[str, float], merge: str, correct: bool
+) -> None:
+    """Where all keys stand for equally many tokens, where not (a share that is no cell's), and by tau."""
     before = model.self_attention(tokens(), (H, W))
-    patched = applied(node, model, merge, mode=mode)
-    kind, value = "kv" if merge == KEYS else "qkv", {"keep": 0.5} if mode == "keep" else {"tau": 0.1}
+    (mode,) = value
+    patched = applied(node, model, merge, mode=mode, correct=correct, **value)
+    kind = "kv" if merge == KEYS else "qkv"
     attn = copy.deepcopy(block.attn1)
-    apply_mame(attn, **value, merge=kind, min_tokens=16, size=(H, W), redraw=False, correct=False)
+    correct = correct and kind == "kv"
+    apply_mame(attn, **value, merge=kind, min_tokens=16, size=(H, W), redraw=False, correct=correct)
     drawn = MaMeConfig(**value).redraw
     sigma = sigma_of_the_first_draw() if drawn else 0.5
     got = patched.self_attention(tokens(), (H, W), sigma)
@@ -81,7 +88,7 @@ def test_steps_and_layers_draw_as_those_of_apply_mame(node: Any) -> None:
         where: applied(node, Model(UNetModel(where=where, blocks=copy.deepcopy(blocks))), keep=0.25, min_tokens=1024)
         for where in large
     }
-    apply_mame(unet, correct=False)
+    apply_mame(unet)
     seen: dict[Any, Any] = {}
 
     def note(where: Any) -> Any:
@@ -107,7 +114,7 @@ def test_steps_and_layers_draw_as_those_of_apply_mame(node: Any) -> None:
 @torch.no_grad()
 def test_a_lower_level_of_an_odd_latent(node: Any, model: Model, block: Any) -> None:
     attn = copy.deepcopy(block.attn1)
-    apply_mame(attn, keep=0.25, min_tokens=16, size=(5, 8), redraw=False, correct=False)
+    apply_mame(attn, keep=0.25, min_tokens=16, size=(5, 8), redraw=False)
     got = applied(node, model, keep=0.25).self_attention(tokens(40), (5, 8), sigma_of_the_first_draw())
     assert torch.equal(got, attn(tokens(40)))
 
