@@ -74,7 +74,7 @@ class MaMeModelPatch:
                 "correct": (
                     "BOOLEAN",
                     {"default": default.correct}
-                    | {"tooltip": f"Gives back to first order what merged {KEYS_AND_VALUES} lose: closer to the whole image."},
+                    | {"tooltip": f"Changes the image less: attention gets back what merged {KEYS_AND_VALUES} lose."},
                 ),
             },
         }

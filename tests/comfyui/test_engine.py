@@ -58,11 +58,12 @@ def test_the_engine_calls_attention_as_recorded(name: str) -> None:
 def test_every_family_merges_and_leaves_its_model_as_it_is(node: Any, name: str, caplog: Any) -> None:
     model = of_engine(name)
     before = call(model, name)
-    merged = call(applied(node, model), name)
+    merged, plain = (call(applied(node, model, correct=correct), name) for correct in (True, False))
     same = call(applied(node, model, mode="tau", tau=1.0), name)
     assert torch.equal(call(model, name), before)
-    difference = (merged - before).norm() / before.norm()
-    assert 1e-3 < difference < 1
+    corrected, lost = ((output - before).norm() / before.norm() for output in (merged, plain))
+    assert 1e-3 < lost < 1
+    assert 1e-5 < corrected < 0.7 * lost
     torch.testing.assert_close(same, before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
 
 
