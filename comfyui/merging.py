@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from mame_sd import MaMeConfig
 from mame_sd.core.partition import draw_at
+from mame_sd.diffusion.families.keys import GroupedKeys
 
 from .joint import JointPatch
 from .models import Transformer, UNet
@@ -40,6 +42,7 @@ class Call:
         references: tokens of a transformer's reference images.
         text: tokens of the prompt.
         override: another node's attention.
+        keys: of a UNet's layer, made before its projections, on their way to its attention.
     """
 
     run: Run
@@ -49,6 +52,11 @@ class Call:
     references: int = 0
     text: int = 0
     override: Callable[..., Tensor] | None = None
+    keys: GroupedKeys | None = None
+
+    def attention(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """What is to attend: another node's attention, or else the engine's `function`."""
+        return function if self.override is None else partial(self.override, function)
 
 
 class Merging:
@@ -103,7 +111,8 @@ class Merging:
         sampling = executor.class_obj.model_sampling
         if self._active(sampling, t):
             draw = draw_at(sampling.timestep(t).float(), self.config) if self.config.redraw else None
-            options[KEY] = call = Call(run, draw)
+            options[KEY] = call = Call(run, draw, override=given.get("optimized_attention_override"))
+            options["optimized_attention_override"] = self.patch.attend
             if isinstance(self.patch, UNetPatch):
                 _patch_unet(options, call, self.patch)
             else:
@@ -112,8 +121,6 @@ class Merging:
                 latents = (kwargs.get("ref_latents") or ()) if transformer.family.references else ()
                 call.references = sum(math.prod(transformer.grid(latent.shape)) for latent in latents)
                 call.text = 0 if c_crossattn is None else c_crossattn.shape[1]
-                call.override = given.get("optimized_attention_override")
-                options["optimized_attention_override"] = self.patch
         else:
             run.note_left(OUTSIDE)
         return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)

@@ -69,7 +69,14 @@ class MaMeModelPatch:
                     "FLOAT",
                     {"default": 1.0, **SHARE, "tooltip": "Share of sampling at which merging ends."},
                 ),
-            }
+            },
+            "optional": {  # workflows from before it was there load too
+                "correct": (
+                    "BOOLEAN",
+                    {"default": default.correct}
+                    | {"tooltip": f"Changes the image less: attention gets back what merged {KEYS_AND_VALUES} lose."},
+                ),
+            },
         }
 
     def patch(
@@ -82,6 +89,7 @@ class MaMeModelPatch:
         min_tokens: int,
         start_percent: float = 0.0,
         end_percent: float = 1.0,
+        correct: bool = True,
     ) -> tuple[Any]:
         """A clone of `model` that merges; one that merged already takes these settings instead.
 
@@ -90,7 +98,8 @@ class MaMeModelPatch:
         """
         kind = "qkv" if merge == QUERIES_TOO else "kv"
         amount = {mode: keep if mode == "keep" else tau}
-        config = MaMeConfig.from_dict({**amount, "merge": kind, "min_tokens": min_tokens, "correct": False})
+        correct = correct and kind == "kv"
+        config = MaMeConfig.from_dict({**amount, "merge": kind, "min_tokens": min_tokens, "correct": correct})
         if not 0 <= start_percent <= end_percent <= 1:
             raise ValueError(
                 "start_percent, end_percent: expected shares with 0 <= start_percent <= end_percent <= 1, "

@@ -11,15 +11,24 @@ from mame_sd import MergePlan
 
 log = logging.getLogger("mame-sd")
 NOT_CALLED = "the engine never handed its attention to the node; update ComfyUI"
+UNREACHED = "MaMe neither corrects nor weighs merged keys: another node has put its attention in place of the engine's"
 OUTSIDE = "no step was between start_percent and end_percent"
 
 
 @dataclass
 class Run:
-    """Filled by the calls of one run, which may come from several threads. Nothing is noted inside a compiled graph."""
+    """Filled by the calls of one run, which may come from several threads. Nothing is noted inside a compiled graph.
+
+    Attributes:
+        merged: what merged.
+        left: why other layers were left alone.
+        unreached: a UNet's attention does not pass through the engine's, where keys are corrected.
+        compiled: whether some calls were a graph's.
+    """
 
     merged: set[str] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
+    unreached: bool = False
     compiled: bool = False
 
     def note_merged(self, plan: MergePlan, size: tuple[int, ...]) -> None:
@@ -38,5 +47,7 @@ class Run:
         """Logs what merged; a warning with every reason when nothing did."""
         if self.merged:
             log.info("MaMe merged %s", ", ".join(sorted(self.merged)))
+            if self.unreached:
+                log.warning(UNREACHED)
         elif not self.compiled:
             log.warning("MaMe merged nothing: %s", "; ".join(sorted(self.left)) or NOT_CALLED)

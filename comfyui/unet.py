@@ -1,18 +1,22 @@
-"""A UNet's self-attention: what comes before and after it merges.
+"""A UNet's self-attention: what comes before it merges, in it merged keys are corrected, what comes after it is whole again.
 
 ComfyUI calls an "attn1_patch" with (queries, keys, values, extra_options) before the projections, all three [B, L, C], and
-an "attn1_output_patch" with (output, extra_options) after the attention, with the same `extra_options`.
+an "attn1_output_patch" with (output, extra_options) after the attention, with the same `extra_options`. Between them, after the
+projections, it calls the `optimized_attention_override`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from mame_sd import MaMeConfig, plan_merge
+from mame_sd.diffusion.families.keys import GroupedKeys
 from mame_sd.diffusion.layer import NOTHING_TO_WIN, nothing_to_win
 
+from .attention import EngineCall
 from .models import UNet
 
 KEY = "mame_sd"
@@ -24,7 +28,7 @@ OTHER = "attention over {} tokens is not the image's {} x {}"
 
 
 class UNetPatch:
-    """The two patches. They keep nothing: a plan travels from one to the other in the block's own options."""
+    """The three patches. They keep nothing: a plan travels from one to the next in the call's or the block's own options."""
 
     def __init__(self, config: MaMeConfig, unet: UNet) -> None:
         self.config = config
@@ -50,15 +54,31 @@ class UNetPatch:
                 call.run.note_left(NOTHING_TO_WIN)
                 return q, k, v
             call.run.note_merged(plan, (h, w))
-            keys = plan.merge(k)
-            values = keys if v is k else plan.merge(v)
-            if config.merge == "kv":
-                return q, keys, values
-            extra_options[PLAN] = plan
-            return (keys if q is k else plan.merge(q)), keys, values
+            if config.merge == "qkv":
+                extra_options[PLAN] = plan
+                keys = plan.merge(k)
+                return (keys if q is k else plan.merge(q)), keys, keys if v is k else plan.merge(v)
+            reached = not call.run.unreached
+            grouped = GroupedKeys(plan, config.correct and reached)
+            call.keys = grouped if reached and (config.correct or plan.uneven) else None
+            keys = grouped.keys_of(k)
+            return q, keys, keys if v is k else grouped.keys_of(v)
         return q, k, v
 
+    def attend(
+        self, function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """The output of the engine's call; an `optimized_attention_override`."""
+        call = kwargs["transformer_options"][KEY]
+        engine = EngineCall(call.attention(function), q, k, v, args, kwargs)
+        keys, call.keys = call.keys, None
+        return engine.run() if keys is None else engine.attended(keys)
+
     def after(self, n: Tensor, extra_options: dict[str, Any]) -> Tensor:
+        call = extra_options[KEY]
+        if call.keys is not None:
+            call.keys = None
+            call.run.unreached = True
         plan = extra_options.pop(PLAN, None)
         return n if plan is None else plan.restore(n)
 

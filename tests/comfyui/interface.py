@@ -63,14 +63,29 @@ class UNetModel(nn.Module):
             n, context, value = patch(n, context, value, extra)
         q, k, v = self.attn.to_q(n), self.attn.to_k(context), self.attn.to_v(value)
         replace = options.get("patches_replace", {}).get("attn1", {}).get((*self.where, 0))
-        n = self.attn.to_out[0](attention(q, k, v, self.attn.heads) if replace is None else replace(q, k, v, extra))
+        n = self.attn.to_out[0](self.attend(q, k, v, options) if replace is None else replace(q, k, v, extra))
         for patch in patches.get("attn1_output_patch", []):
             n = patch(n, extra)
         return n
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        """As the engine's `optimized_attention` does it."""
+        named = {"attn_precision": None, "transformer_options": options, "_inside_attn_wrapper": True}
+        override = options.get("optimized_attention_override")
+        heads = self.attn.heads
+        return attention(q, k, v, heads) if override is None else override(attention, q, k, v, heads, **named)
+
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None, skip_reshape: bool = False, **_: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    mask: Tensor | None = None,
+    skip_reshape: bool = False,
+    skip_output_reshape: bool = False,
+    scale: float | None = None,
+    **_: Any,
 ) -> Tensor:
     """The engine's attention function: [B, L, H * D], or [B, H, L, D] with `skip_reshape`, to [B, L, H * D]."""
     if not skip_reshape:
@@ -78,7 +93,8 @@ def attention(
     if mask is not None:
         mask = mask.unsqueeze(0) if mask.dim() == 2 else mask
         mask = mask.unsqueeze(1) if mask.dim() == 3 else mask
-    return nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+    output = nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    return output if skip_output_reshape else output.transpose(1, 2).flatten(2)
 
 
 class Sampling:

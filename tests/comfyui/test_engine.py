@@ -58,11 +58,12 @@ def test_the_engine_calls_attention_as_recorded(name: str) -> None:
 def test_every_family_merges_and_leaves_its_model_as_it_is(node: Any, name: str, caplog: Any) -> None:
     model = of_engine(name)
     before = call(model, name)
-    merged = call(applied(node, model), name)
+    merged, plain = (call(applied(node, model, correct=correct), name) for correct in (True, False))
     same = call(applied(node, model, mode="tau", tau=1.0), name)
     assert torch.equal(call(model, name), before)
-    difference = (merged - before).norm() / before.norm()
-    assert 1e-3 < difference < 1
+    corrected, lost = ((output - before).norm() / before.norm() for output in (merged, plain))
+    assert 1e-3 < lost < 1
+    assert 1e-5 < corrected < lost
     torch.testing.assert_close(same, before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
 
 
@@ -87,13 +88,23 @@ def test_reference_images_stay_whole(node: Any, name: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("merge", "kind"), [(KEYS, "kv"), (QUERIES, "qkv")])
-def test_the_embedded_unet_is_that_of_apply_mame(node: Any, merge: str, kind: str) -> None:
-    """Bit by bit, drawn anew at each step."""
+@pytest.mark.parametrize(
+    ("fields", "inputs"),
+    [
+        ({}, {}),
+        ({"correct": False}, {"correct": False}),
+        ({"keep": 0.4}, {"keep": 0.4}),
+        ({"tau": 0.8}, {"mode": "tau"}),
+        ({"merge": "qkv"}, {"merge": QUERIES}),
+    ],
+    ids=str,
+)
+def test_the_embedded_unet_is_that_of_apply_mame(node: Any, fields: dict[str, Any], inputs: dict[str, Any]) -> None:
+    """Bit by bit, drawn anew at each step: the library's default settings first."""
     unet = UNet2DConditionModel.from_pretrained(embedded_model_path(), subfolder="unet")
-    apply_mame(unet, keep=0.25, merge=kind, correct=False)
+    apply_mame(unet, **fields)
     model = embedded_unet()
-    patched = applied(node, model, merge, min_tokens=1024)
+    patched = applied(node, model, min_tokens=1024, **inputs)
     seen: list[Any] = []
     model.model.diffusion_model.register_forward_hook(lambda _, args, output: seen.extend([*args, output]))
     generator = torch.Generator().manual_seed(0)

@@ -98,6 +98,7 @@ def test_the_registry_finds_its_section() -> None:
 def test_the_example_workflow_has_todays_inputs(node: Any, path: Path) -> None:
     nodes = json.loads(path.read_text(encoding="utf-8"))["nodes"]
     ours = next(one for one in nodes if one["type"] == "MaMeModelPatch")
-    inputs = {key: value for key, value in node.INPUT_TYPES()["required"].items() if key != "model"}
+    every = node.INPUT_TYPES()
+    inputs = {key: value for key, value in {**every["required"], **every["optional"]}.items() if key != "model"}
     expected = [options["default"] if "default" in options else kind[0] for kind, options in inputs.values()]
     assert ours["widgets_values"] == expected

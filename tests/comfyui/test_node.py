@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mame_sd import MaMeConfig, apply_mame, embedded_model_path
 from tests.builders.tiny import seeded
-from tests.comfyui.interface import Model, UNetModel
+from tests.comfyui.interface import Model, UNetModel, attention
 
 H, W = 8, 12
 KEYS, QUERIES = "keys and values", "queries too"
@@ -41,13 +41,20 @@ def tokens(length: int = H * W, seed: int = 1) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("mode", "merge"), [("keep", KEYS), ("keep", QUERIES), ("tau", QUERIES)])
-def test_node_is_apply_mame(node: Any, model: Model, block: Any, mode: str, merge: str) -> None:
+@pytest.mark.parametrize("correct", [True, False])
+@pytest.mark.parametrize("merge", [KEYS, QUERIES])
+@pytest.mark.parametrize("value", [{"keep": 0.25}, {"keep": 0.4}, {"tau": 0.1}], ids=str)
+def test_node_is_apply_mame(
+    node: Any, model: Model, block: Any, value: dict[str, float], merge: str, correct: bool
+) -> None:
+    """Where all keys stand for equally many tokens, where not (a share that is no cell's), and by tau."""
     before = model.self_attention(tokens(), (H, W))
-    patched = applied(node, model, merge, mode=mode)
-    kind, value = "kv" if merge == KEYS else "qkv", {"keep": 0.5} if mode == "keep" else {"tau": 0.1}
+    (mode,) = value
+    patched = applied(node, model, merge, mode=mode, correct=correct, **value)
+    kind = "kv" if merge == KEYS else "qkv"
     attn = copy.deepcopy(block.attn1)
-    apply_mame(attn, **value, merge=kind, min_tokens=16, size=(H, W), redraw=False, correct=False)
+    correct = correct and kind == "kv"
+    apply_mame(attn, **value, merge=kind, min_tokens=16, size=(H, W), redraw=False, correct=correct)
     drawn = MaMeConfig(**value).redraw
     sigma = sigma_of_the_first_draw() if drawn else 0.5
     got = patched.self_attention(tokens(), (H, W), sigma)
@@ -81,7 +88,7 @@ def test_steps_and_layers_draw_as_those_of_apply_mame(node: Any) -> None:
         where: applied(node, Model(UNetModel(where=where, blocks=copy.deepcopy(blocks))), keep=0.25, min_tokens=1024)
         for where in large
     }
-    apply_mame(unet, correct=False)
+    apply_mame(unet)
     seen: dict[Any, Any] = {}
 
     def note(where: Any) -> Any:
@@ -107,7 +114,7 @@ def test_steps_and_layers_draw_as_those_of_apply_mame(node: Any) -> None:
 @torch.no_grad()
 def test_a_lower_level_of_an_odd_latent(node: Any, model: Model, block: Any) -> None:
     attn = copy.deepcopy(block.attn1)
-    apply_mame(attn, keep=0.25, min_tokens=16, size=(5, 8), redraw=False, correct=False)
+    apply_mame(attn, keep=0.25, min_tokens=16, size=(5, 8), redraw=False)
     got = applied(node, model, keep=0.25).self_attention(tokens(40), (5, 8), sigma_of_the_first_draw())
     assert torch.equal(got, attn(tokens(40)))
 
@@ -259,6 +266,55 @@ def test_an_engine_that_never_calls_the_node_is_a_warning(node: Any, model: Mode
     assert caplog.messages == ["MaMe merged nothing: the engine never handed its attention to the node; update ComfyUI"]
 
 
+class Bypassed(UNetModel):
+    """Attention that another node has put in place of the engine's, which asks for no override."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        return attention(q, k, v, self.attn.heads)
+
+
+@torch.no_grad()
+def test_attention_that_does_not_reach_the_node_is_left_uncorrected_with_a_warning(
+    node: Any, block: Any, caplog: Any
+) -> None:
+    model = Model(Bypassed(block))
+    outputs = applied(node, model).sample(lambda run: [run.self_attention(tokens(), (H, W)) for _ in range(2)])
+    assert caplog.messages == [
+        "MaMe neither corrects nor weighs merged keys: another node has put its attention in place of the engine's"
+    ]
+    plain = applied(node, model, correct=False).sample(lambda run: run.self_attention(tokens(), (H, W)))
+    assert torch.equal(outputs[1], plain)
+    assert len(caplog.messages) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("keep", [0.25, 0.4])
+def test_another_nodes_attention_is_called_with_merged_keys_alone(node: Any, model: Model, keep: float) -> None:
+    """And where they stand for unequally many tokens, with a mask; cross-attention passes through as it is."""
+    shapes: list[Any] = []
+
+    def other(function: Any, q: Tensor, k: Tensor, v: Tensor, heads: int, **kwargs: Any) -> Tensor:
+        shapes.append((k.shape[1], v.shape[1], kwargs.get("mask") is not None))
+        result: Tensor = function(q, k, v, heads, **kwargs)
+        return result
+
+    patched = applied(node, model, keep=keep)
+    expected = patched.self_attention(tokens(), (H, W))
+    patched.model_options["transformer_options"]["optimized_attention_override"] = other
+    assert torch.equal(patched.self_attention(tokens(), (H, W)), expected)
+    kept = round(keep * H * W)
+    assert shapes == [(kept, kept, keep == 0.4)]
+    cross = patched.apply_model(
+        torch.zeros(2, 4, H, W),
+        0.5,
+        lambda given: given["optimized_attention_override"](
+            attention, tokens(), tokens(7), tokens(7), 2, transformer_options=given
+        ),
+    )
+    assert torch.equal(cross, attention(tokens(), tokens(7), tokens(7), 2))
+    assert shapes[1] == (7, 7, False)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("merge", [KEYS, QUERIES])
 def test_a_compiled_model_is_one_graph_for_every_step(node: Any, block: Any, merge: str) -> None:
@@ -336,7 +392,9 @@ def test_inputs_are_what_comfyui_reads(package: Any, node: Any) -> None:
     inputs = kind.INPUT_TYPES()["required"]
     assert inputs["model"][0] == "MODEL"
     assert inputs["keep"][1]["default"] == MaMeConfig().keep
-    assert all(options["tooltip"] for _, options in inputs.values())
+    optional = kind.INPUT_TYPES()["optional"]
+    assert optional["correct"][1]["default"] is MaMeConfig().correct
+    assert all(options["tooltip"] for _, options in [*inputs.values(), *optional.values()])
     for name in ("keep", "tau", "min_tokens", "start_percent", "end_percent"):
         options = inputs[name][1]
         assert options["min"] <= options["default"] <= options["max"]

@@ -81,7 +81,8 @@ def prompt_of(workflow: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]
         links = {one["name"]: sources[one["link"]] for one in node["inputs"]}
         widgets = iter(node["widgets_values"])
         inputs: dict[str, Any] = {}
-        for name, (_, *options) in kinds[node["type"]]["input"]["required"].items():
+        every = kinds[node["type"]]["input"]
+        for name, (_, *options) in {**every["required"], **every.get("optional", {})}.items():
             inputs[name] = links[name] if name in links else next(widgets)
             if options and options[0].get("control_after_generate"):
                 next(widgets)
@@ -118,6 +119,18 @@ def test_the_example_workflow_runs_and_says_what_merged(server: Server, prompt: 
     done = server.ask(f"/history/{answer['prompt_id']}")[answer["prompt_id"]]
     assert done["status"]["status_str"] == "success"
     assert done["outputs"]["8"]["images"]
+
+
+def test_a_workflow_from_before_the_correction_runs(server: Server, prompt: dict[str, Any]) -> None:
+    old = json.loads(json.dumps(prompt))
+    change(old, "KSampler", steps=1, seed=1)
+    node = next(node for node in old.values() if node["class_type"] == "MaMeModelPatch")
+    assert node["inputs"].pop("correct") is True
+    answer = server.ask("/prompt", {"prompt": old})
+    assert answer["node_errors"] == {}
+    server.until("Prompt executed in")
+    done = server.ask(f"/history/{answer['prompt_id']}")[answer["prompt_id"]]
+    assert done["status"]["status_str"] == "success"
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from comfyui.joint import columns_of, weighed
 from mame_sd import MaMeConfig, plan_merge
 from mame_sd.core.partition import draw_at
 from tests.comfyui.interface import Model, attention
@@ -52,10 +52,9 @@ def run(
 
     def attend(given: dict[str, Any]) -> Tensor:
         override = given.get("optimized_attention_override")
-        function = heads_given(attention)
         if override is None:
-            return function(q, k, v, *args, **kwargs, transformer_options=given)
-        return override(function, q, k, v, *args, **kwargs, transformer_options=given, _inside_attn_wrapper=True)
+            return attention(q, k, v, *args, **kwargs)
+        return override(attention, q, k, v, *args, **kwargs, transformer_options=given, _inside_attn_wrapper=True)
 
     references = [torch.zeros(shape) for shape in call.references]
     result: Tensor = model.apply_model(
@@ -64,45 +63,109 @@ def run(
     return result
 
 
-def heads_given(function: Any) -> Any:
-    def called(q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-        return function(q, k, v, heads, mask, kwargs.get("skip_reshape", False))
-
-    return called
-
-
-def merged_by_hand(call: Recorded, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same attention with the image's keys and values merged, written plainly on [B, L, C]."""
+def loops(call: Recorded, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **fields: Any) -> Tensor:
+    """The same attention in float64, sample by sample and head by head: the image's keys and values merged, each counted as often
+    as it stands for keys, and what they lack of the mean and covariance of all, by a sample, added where there is no mask."""
     heads_first = call.kwargs.get("skip_reshape", False)
     heads = call.kwargs.get("heads") or call.args[0]
     q, k, v = ((x.transpose(1, 2) if heads_first else x).flatten(2) for x in (q, k, v))
     assert call.start is not None
-    *frames, rows, columns = (size // 2 if call.latent[-1] == 24 else size for size in call.latent[2:])
-    t = call.latent[2] if frames else 1
-    n = t * rows * columns
-    image = slice(call.start, call.start + n)
-    rowwise = torch.arange(n).view(t, rows, columns).transpose(0, 1).flatten()
-    plan = plan_merge(k[:, image][:, rowwise], CONFIG, (rows * t, columns), draw=draw_at(500.0))
-    k, v = (
-        torch.cat([x[:, : call.start], plan.merge(x[:, image][:, rowwise]), x[:, call.start + n :]], 1) for x in (k, v)
+    patch = 1 if "patchifier" in call.attributes else 2
+    t = call.latent[2] if len(call.latent) == 5 else 1
+    rows, columns = (size // patch for size in call.latent[-2:])
+    length, n = k.shape[1], t * rows * columns
+    every = torch.arange(length)
+    before, image, after = every.split([call.start, n, length - call.start - n])
+    image = image.view(t, rows, columns).transpose(0, 1).flatten()  # frames interleaved
+    config = CONFIG.replace(**fields)
+    plan = plan_merge(k[:, image], config, (rows * t, columns), draw=draw_at(500.0))
+    q, k, v = (x.double().unflatten(2, (heads, -1)) for x in (q, k, v))
+    fewer_k, fewer_v = (
+        torch.cat([x[:, before], plan.merge(x[:, image].flatten(2)).unflatten(2, (heads, -1)), x[:, after]], 1)
+        for x in (k, v)
     )
-    masked = any(isinstance(value, tuple) for value in (*call.args, *call.kwargs.values()))
-    mask = mask_of((2, 1, k.shape[1])) if masked else torch.zeros(2, 1, k.shape[1])
-    if k.shape[1] > plan.tokens_kept:  # text beside it
-        mask[:, 0, call.start : call.start + plan.tokens_kept] += plan.sizes.log()
-    return attention(q, k, v, heads, mask)
+    weighed = length > n or plan.uneven
+    output, scale = torch.empty_like(q), q.shape[-1] ** -0.5
+    for b in range(len(q)):
+        stands = plan.kept.expand(len(q), -1)[b]
+        sizes = torch.ones(fewer_k.shape[1]).double()
+        if weighed:
+            sizes[call.start : call.start + plan.tokens_kept] = plan.sizes.expand(len(q), -1)[b]
+        for h in range(heads):
+            whole_k, whole_v, few_k, few_v = k[b, :, h], v[b, :, h], fewer_k[b, :, h], fewer_v[b, :, h]
+            logits = scale * q[b, :, h] @ few_k.T + sizes.log()
+            if mask is not None:
+                seen = mask.view(*(1,) * (4 - mask.dim()), *mask.shape) if mask.dim() != 3 else mask.unsqueeze(1)
+                seen = seen.expand(len(q), heads, -1, -1)[b, h][:, torch.cat([before, image[stands], after])]
+                logits = logits.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else logits + seen
+            output[b, :, h] = logits.softmax(1) @ few_v
+            if mask is None and config.correct:
+                places = slice(call.start, call.start + plan.tokens_kept)
+                drawn, rows = plan.positions.sample, plan.rows[b, plan.positions.sample] + call.start
+                varies = whole_v[image[drawn]] - few_v[rows], whole_k[image[drawn]] - few_k[rows]
+                lacking = within_groups(*varies) * n / length
+                if not weighed:
+                    mean, covariance = moments(few_k[places], few_v[places], plan.sizes.expand(len(q), -1)[b])
+                    alike, covariance_alike = moments(few_k, few_v, sizes)
+                    lacking += covariance - covariance_alike
+                    output[b, :, h] += mean - alike
+                output[b, :, h] += scale * q[b, :, h] @ lacking.T
+    return output.flatten(2).float()
+
+
+def within_groups(value: Tensor, key: Tensor) -> Tensor:
+    """The covariance of what varies within groups, shrunk by how little its two halves agree."""
+    halves = [torch.zeros(value.shape[1], key.shape[1]).double() for _ in range(2)]
+    for i, (v, k) in enumerate(zip(value, key, strict=True)):
+        halves[i % 2] += torch.outer(v, k) / (len(key) // 2)
+    mean = (halves[0] + halves[1]) / 2
+    return mean * ((halves[0] * halves[1]).sum() / mean.square().sum()).clamp(0, 1)
+
+
+def moments(key: Tensor, value: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of values, and the covariance of values and keys, each counted `sizes` times."""
+    mean_key, mean = (sum(w * x for w, x in zip(sizes, t, strict=True)) / sizes.sum() for t in (key, value))
+    outer = sum(w * torch.outer(y - mean, x - mean_key) for w, x, y in zip(sizes, key, value, strict=True))
+    return mean, outer / sizes.sum()
 
 
 MERGING = {name: call for name, call in CALLS.items() if call.start is not None}
 ALONE = {name: call for name, call in CALLS.items() if call.start is None}
 
 
+def mask_in(call: Recorded) -> Tensor | None:
+    shape = next((value for value in (*call.args, *call.kwargs.values()) if isinstance(value, tuple)), None)
+    return None if shape is None else mask_of(shape)
+
+
+@pytest.mark.parametrize("fields", [{}, {"keep": 0.4}, {"tau": 0.1}, {"correct": False}], ids=str)
 @pytest.mark.parametrize("call", MERGING.values(), ids=MERGING.keys())
-def test_the_image_merges(node: Any, call: Recorded) -> None:
+def test_equals_float64_loops(node: Any, call: Recorded, fields: dict[str, Any]) -> None:
     q, k, v = tensors(call)
-    got = run(node, call, q, k, v)
-    torch.testing.assert_close(got, merged_by_hand(call, q, k, v))
+    got = run(node, call, q, k, v, mode="tau" if "tau" in fields else "keep", **fields)
+    torch.testing.assert_close(got, loops(call, q, k, v, mask_in(call), **fields), rtol=1e-4, atol=1e-5)
     assert not torch.equal(got, run(None, call, q, k, v))
+
+
+@pytest.mark.parametrize("shape", [(103, 103), (2, 103, 103), (2, 1, 1, 103), (2, 2, 103, 103)], ids=str)
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
+def test_any_mask_follows_the_keys(node: Any, shape: tuple[int, ...], kind: torch.dtype) -> None:
+    """A merged key is masked as the token is that it was made into."""
+    mask = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(torch.float32)
+    mask = mask > -1 if kind == torch.bool else mask
+    call = replace(CALLS["Flux, a mask"], kwargs={"skip_reshape": True, "mask": mask})
+    q, k, v = tensors(call)
+    torch.testing.assert_close(run(node, call, q, k, v), loops(call, q, k, v, mask), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [0.05, 0.5])
+def test_another_scale_and_heads_apart(node: Any, scale: float) -> None:
+    """As newer engines may ask for; the correction is of logits of that scale, and the output [B, H, L, D]."""
+    call = CALLS["Flux"]
+    q, k, v = tensors(call)
+    expected = loops(call, q * scale * 32**0.5, k, v)
+    call = replace(call, kwargs=call.kwargs | {"scale": scale, "skip_output_reshape": True})
+    torch.testing.assert_close(run(node, call, q, k, v).transpose(1, 2).flatten(2), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("call", MERGING.values(), ids=MERGING.keys())
@@ -116,41 +179,19 @@ def test_merged_keys_weigh_as_many_as_they_stand_for(node: Any, call: Recorded) 
     torch.testing.assert_close(run(node, call, q, k, v), run(None, call, q, k, v))
 
 
-@pytest.mark.parametrize("dims", [0, 2, 3, 4])
-@pytest.mark.parametrize("batch", [1, 2])
-def test_the_weight_of_a_key_is_added_to_any_mask(batch: int, dims: int) -> None:
-    weights = torch.arange(5.0).expand(batch, 5)
-    q, k, v = torch.randn(3, 2, 5, 8, generator=torch.Generator().manual_seed(0))
-    shape = {2: (5, 5), 3: (2, 5, 5), 4: (2, 1, 5, 5)}.get(dims)
-    expected = attention(q, k, v, 2, weights.expand(2, 5)[:, None] + (0 if shape is None else barred(shape)))
-    for mask in [None] if shape is None else [barred(shape), barred(shape) == 0]:
-        found = weighed(mask, weights if batch == 2 else weights[0], torch.float32)
-        torch.testing.assert_close(attention(q, k, v, 2, found), expected)
-
-
-def barred(shape: tuple[int, ...]) -> Tensor:
-    mask = torch.zeros(shape)
-    mask[..., 1:3] = -torch.inf
-    return mask
-
-
 def test_each_layer_of_a_step_draws_anew(node: Any) -> None:
     """As the layers of a model do by `apply_mame`; the next call of the model begins again."""
     call = CALLS["Flux"]
     q, k, v = tensors(call)
     keys: list[Tensor] = []
 
+    def noted(q: Tensor, k: Tensor, v: Tensor, heads: int, **kwargs: Any) -> Tensor:
+        keys.append(k)
+        return attention(q, k, v, heads, **kwargs)
+
     def attend(given: dict[str, Any]) -> Tensor:
         for _ in range(3):
-            given["optimized_attention_override"](
-                lambda q, k, v, *rest, **kwargs: keys.append(k),
-                q,
-                k,
-                v,
-                2,
-                skip_reshape=True,
-                transformer_options=given,
-            )
+            given["optimized_attention_override"](noted, q, k, v, 2, skip_reshape=True, transformer_options=given)
         return q
 
     model = node.patch(Model(network(call)), "keep", 0.25, 0.8, "keys and values", 64)[0]
@@ -189,11 +230,11 @@ def test_the_text_is_handed_on_as_it_is(node: Any, call: Recorded) -> None:
     assert torch.equal(got, run(node, call, q, k, v))
     tokens = 2 if call.kwargs.get("skip_reshape") else 1
     assert call.start is not None
-    for before, after in zip((k, v), seen[1:], strict=True):
-        assert after.shape[tokens] < before.shape[tokens]
-        before = before if tokens == 2 else before.flatten(2)
-        assert torch.equal(after.narrow(tokens, 0, call.start), before.narrow(tokens, 0, call.start))
     assert torch.equal(seen[0], q)
+    text = [x.narrow(tokens, 0, call.start) for x in (k, v if tokens == 2 else v.flatten(2), *seen[1:])]
+    assert torch.equal(text[2], text[0])
+    assert seen[1].shape[tokens] == seen[2].shape[tokens] < k.shape[tokens]
+    assert torch.equal(text[3], text[1])
 
 
 def test_a_prompt_as_long_as_the_image_leaves_it_alone(node: Any, caplog: Any) -> None:
@@ -215,27 +256,10 @@ def test_a_prompt_as_long_as_the_image_leaves_it_alone(node: Any, caplog: Any) -
     assert caplog.messages == ["MaMe merged nothing: the prompt's 100 tokens are not fewer than the image's 96"]
 
 
-def test_masks_that_differ_between_samples_and_heads_follow_their_keys(node: Any) -> None:
-    kept = torch.tensor([[3, 0, 5], [1, 2, 4]])
-    mask = torch.arange(2 * 1 * 2 * 9.0).view(2, 1, 2, 9)
-    got = columns_of(mask, kept, (1, 2, 3), 2)
-    assert got.shape == (2, 1, 2, 6)
-    assert torch.equal(got[0, 0, 1], mask[0, 0, 1, [0, 1, 5, 2, 7, 8]])
-    assert torch.equal(got[1, 0, 0], mask[1, 0, 0, [0, 1, 3, 4, 6, 8]])
-    assert torch.equal(columns_of(mask[0, 0], kept, (1, 2, 3), 2)[1], mask[0, 0][:, [0, 1, 3, 4, 6, 8]])
-
-
 def test_a_padded_image_ends_before_its_padding(node: Any) -> None:
     """Z-Image pads prompt and image to multiples of 32 tokens: here 32, and 117 of the image to 128."""
     attributes = {"patch_size": 2, "pad_tokens_multiple": 32}
     shape = (2, 2, 160, 32)
     call = Recorded("NextDiT", shape, shape, shape, (2, None), {"skip_reshape": True}, (2, 16, 18, 26), 32, attributes)
     q, k, v = tensors(call)
-    got = run(node, call, q, k, v)
-    image = slice(32, 32 + 9 * 13)
-    keys, values = (x.transpose(1, 2).flatten(2) for x in (k, v))
-    plan = plan_merge(keys[:, image], CONFIG, (9, 13), draw=draw_at(500.0))
-    keys, values = (torch.cat([x[:, :32], plan.merge(x[:, image]), x[:, image.stop :]], 1) for x in (keys, values))
-    mask = torch.zeros(2, 1, keys.shape[1])
-    mask[:, 0, 32 : 32 + plan.tokens_kept] = plan.sizes.log()
-    torch.testing.assert_close(got, attention(q.transpose(1, 2).flatten(2), keys, values, 2, mask))
+    torch.testing.assert_close(run(node, call, q, k, v), loops(call, q, k, v), rtol=1e-4, atol=1e-5)

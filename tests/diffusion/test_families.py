@@ -20,7 +20,8 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnP
 from torch import Tensor, nn
 
 from mame_sd import MaMeConfig, apply_mame, plan_merge, remove_mame
-from mame_sd.diffusion.families.sequence import SequenceAttention, start_of
+from mame_sd.diffusion.families.order import start_of
+from mame_sd.diffusion.families.sequence import SequenceAttention
 from mame_sd.diffusion.families.transformers import BUILT_IN, family_of
 from mame_sd.diffusion.layer import merged_call
 from mame_sd.families import Family, Tokens, register_family

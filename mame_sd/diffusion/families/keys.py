@@ -76,31 +76,45 @@ def of_heads(t: Tensor) -> Tensor:
     return t if t.dim() == 1 else t.unsqueeze(1)
 
 
-class DrawnCorrection(Attending):
-    """While entered, attention whose keys are `plan`'s merged tokens and after them the sample of its positions attends to the
-    merged ones alone, and what they lack to first order is added (`core/correction.py`), estimated from the sample.
+class GroupedKeys(Attending):
+    """While entered, attention whose keys and values are made of `keys_of` counts each key as often as it stands for tokens, and adds
+    what the merged keys lack to first order (`core/correction.py`).
 
     Args:
-        plan: of all tokens; every source went to one destination whole. Where it is uneven each key counts as often as it stands
-            for tokens, which needs a mask, without which some devices are faster.
+        plan: of all tokens; every source went to one destination whole. Only where it is uneven keys are counted, which needs
+            a mask, without which some devices are faster.
+        correct: add what merged keys lack, estimated from the sample of the plan's positions, to which none attends.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, correct: bool = True) -> None:
         super().__init__()
         self.plan = plan
+        self.correct = correct
+
+    def keys_of(self, hidden: Tensor) -> Tensor:
+        """What keys and values are to be made of: of tokens [B, L, C] the merged ones, and after them the sample."""
+        merged = self.plan.merge(hidden)
+        return torch.cat([merged, hidden.index_select(1, self._sample)], 1) if self.correct else merged
 
     def attend(self, attention: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
         """See `Attending`; queries, keys and values [B, H, n, D]."""
-        plan = self.plan
-        if call["key"].shape[-2] != plan.tokens_kept + len(plan.positions.sample) or call.get("attn_mask") is not None:
+        plan, drawn = self.plan, len(self._sample) if self.correct else 0
+        if call["key"].shape[-2] != plan.tokens_kept + drawn or call.get("attn_mask") is not None:
             return attended(attention, call)  # not this layer's own
         (key, drawn_key), (value, drawn_value) = (
             (call[name][:, :, : plan.tokens_kept], call[name][:, :, plan.tokens_kept :]) for name in ("key", "value")
         )
-        sizes, rows = of_heads(plan.sizes), of_heads(plan.rows[:, plan.positions.sample])
+        sizes = of_heads(plan.sizes)
+        fewer = {"key": key, "value": value, "attn_mask": log_sizes(sizes, call["query"]) if plan.uneven else None}
+        if not self.correct:
+            return attended(attention, call, **fewer)
+        rows = of_heads(plan.rows[:, self._sample])
         lacks = first_order_of_means((key, value), (drawn_key, drawn_value), rows, sizes, plan.uneven)
-        mask = log_sizes(sizes, call["query"]) if plan.uneven else None
-        return corrected(attention, call, lacks, key=key, value=value, attn_mask=mask)
+        return corrected(attention, call, lacks, **fewer)
+
+    @property
+    def _sample(self) -> Tensor:
+        return self.plan.positions.sample
 
 
 class MergedKeys(Attending):

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.partition import positions
 from mame_sd.core.plan import Plan
-from mame_sd.diffusion.families.family import Family, Rows
+from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.families.keys import MergedKeys
+from mame_sd.diffusion.families.order import Order, start_of
 from mame_sd.diffusion.families.unet import LAYER_SKIP, skips_scores
 from mame_sd.diffusion.layer import Layer, LayerCall, Unmerged, compared
 from mame_sd.diffusion.tokens import Call, Tokens
@@ -52,12 +53,12 @@ class SequenceAttention(Layer):
     def feature(self, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> Tensor:
         """The image's tokens, or their keys, in the order of the plane."""
         hidden: Tensor = call.arguments[self.hidden]
-        return compared(call.module, _Order(tokens, hidden.shape[1]).image(hidden), config.feature)
+        return compared(call.module, Order(tokens, hidden.shape[1]).image(hidden), config.feature)
 
     def merged(self, call: LayerCall, tokens: Tokens, plan: Plan, config: MaMeConfig) -> Any:
         """The attention's output: the image's tokens restored, all others as computed beside the merged ones."""
         hidden: Tensor = call.arguments[self.hidden]
-        order = _Order(tokens, hidden.shape[1])
+        order = Order(tokens, hidden.shape[1])
         if self._whole_because(call, config) is None:
             output, seen = self._with_merged_keys(call, order, plan, config)
             if seen:
@@ -145,7 +146,7 @@ class SequenceAttention(Layer):
         named = self.family.cross and "encoder_hidden_states" not in self.family.inputs
         return call.arguments.get("encoder_hidden_states") if named else None
 
-    def _with_merged_keys(self, call: LayerCall, order: _Order, plan: Plan, config: MaMeConfig) -> tuple[Any, bool]:
+    def _with_merged_keys(self, call: LayerCall, order: Order, plan: Plan, config: MaMeConfig) -> tuple[Any, bool]:
         """The attention's output of all queries, with the image's keys and values merged; and whether they were."""
         hidden: Tensor = call.arguments[self.hidden]
         text = self._text(call)
@@ -165,84 +166,18 @@ class SequenceAttention(Layer):
         places = positions(tokens.count, config, tokens.plane)
         return 0 < tokens.count - max(places.M, round(config.keep * tokens.count)) < places.N
 
-    def _sample(self, call: LayerCall, changes: dict[str, Any], order: _Order, kept: Tensor, i: int) -> dict[str, Any]:
+    def _sample(self, call: LayerCall, changes: dict[str, Any], order: Order, kept: Tensor, i: int) -> dict[str, Any]:
         """The arguments of sample `i` alone."""
         assert self.family.select is not None
         given = {**call.arguments, **changes, **self.family.select(call.arguments, order.rows(kept[i]))}
         return {name: _of_sample(value, kept.shape[0], i) for name, value in given.items()}
 
-    def _restored(self, output: Any, order: _Order, plan: Plan) -> Any:
+    def _restored(self, output: Any, order: Order, plan: Plan) -> Any:
         if isinstance(output, Tensor):
             return order.restored(output, plan)
         return tuple(
             order.restored(value, plan) if i in self.family.outputs else value for i, value in enumerate(output)
         )
-
-
-class _Order:
-    """Where the image's tokens are in a sequence of `length`, and how they go to their plane and back."""
-
-    def __init__(self, tokens: Tokens, length: int) -> None:
-        self.tokens = tokens
-        self.first = start_of(length, tokens) or 0
-        self.stop = self.first + tokens.count
-        self.times = tokens.size[0] if len(tokens.size) == 3 else 1
-
-    def image(self, t: Tensor) -> Tensor:
-        """The image's tokens [B, n, C] of t [B, L, C], in the plane's order."""
-        return self.to_plane(t[:, self.first : self.stop])
-
-    def to_plane(self, image: Tensor) -> Tensor:
-        """The image's tokens [B, n, C] in the plane's order."""
-        if self.times == 1:
-            return image
-        return image.unflatten(1, self.tokens.size).transpose(1, 2).flatten(1, 3)
-
-    def put(self, t: Tensor, image: Tensor) -> Tensor:
-        """`image` in place of t's image tokens, those before and after them as they are."""
-        if self.first == 0 and self.stop == t.shape[1]:
-            return image
-        return torch.cat([t[:, : self.first], image, t[:, self.stop :]], 1)
-
-    def restored(self, y: Tensor, plan: Plan) -> Tensor:
-        """All tokens from an output [B, L', ...], in the call's order."""
-        flat = y.flatten(2)
-        end = self.first + plan.tokens_kept
-        image = plan.restore(flat[:, self.first : end])
-        if self.times > 1:
-            _, h, w = self.tokens.size
-            image = image.unflatten(1, (h, self.times, w)).transpose(1, 2).flatten(1, 3)
-        if flat.shape[1] > plan.tokens_kept:
-            image = torch.cat([flat[:, : self.first], image, flat[:, end:]], 1)
-        return image.unflatten(2, y.shape[2:])
-
-    def positions(self, places: Tensor) -> Tensor:
-        """Where tokens at these places of the plane are among the image's."""
-        if self.times == 1:
-            return places
-        _, h, w = self.tokens.size
-        row, column = places // w, places % w
-        return (row % self.times * h + row // self.times) * w + column
-
-    def rows(self, kept: Tensor) -> Rows:
-        """Picks the rows of merged tokens along a dimension that counts the image's, or the whole sequence's."""
-
-        def pick(t: Tensor, dim: int) -> Tensor:
-            start = start_of(t.shape[dim], self.tokens) or 0
-            index = kept.to(t.device) + start
-            every = torch.arange(t.shape[dim], device=t.device)
-            return t.index_select(dim, torch.cat([every[:start], index, every[start + self.tokens.count :]]))
-
-        return pick
-
-
-def start_of(length: int, tokens: Tokens) -> int | None:
-    """Where the image's tokens begin in a sequence of `length`; None if they can't be in it."""
-    if length in (tokens.count, tokens.count + tokens.after):
-        return 0
-    if length == tokens.before + tokens.count + tokens.after:
-        return tokens.before
-    return None
 
 
 def _kind(call: LayerCall) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.plan import Plan
-from mame_sd.diffusion.families.keys import DrawnCorrection, MergedKeys
+from mame_sd.diffusion.families.keys import GroupedKeys, MergedKeys
 from mame_sd.diffusion.layer import Layer, LayerCall, compared
 from mame_sd.diffusion.tokens import Call, Tokens
 
@@ -82,16 +82,14 @@ class PlainAttention(Layer):
             batch, length = hidden.shape[:2]
             with MergedKeys(plan, 0, length, batch, lambda t: t, lambda t: t, correct=True):
                 return call.run()
-        merged = plan.merge(hidden)
         if config.merge == "qkv":
-            return plan.restore(call.run(hidden_states=merged))
-        if corrects:
-            merged = torch.cat([merged, hidden.index_select(1, plan.positions.sample)], 1)
-        changes = {"encoder_hidden_states": merged}
+            return plan.restore(call.run(hidden_states=plan.merge(hidden)))
+        keys = GroupedKeys(plan, corrects)
+        changes = {"encoder_hidden_states": keys.keys_of(hidden)}
         if not corrects and plan.uneven:
             sizes = plan.sizes.log().to(hidden.dtype)
             changes["attention_mask"] = sizes.expand(hidden.shape[0], -1).unsqueeze(1)
-        with DrawnCorrection(plan) if corrects else nullcontext():
+        with keys if corrects else nullcontext():
             if isinstance(call.processor, processors.FusedAttnProcessor2_0):
                 # It reads keys from a joint projection that self-attention has for its own tokens only. The unfused default
                 # has the same weights and gives the same numbers.
