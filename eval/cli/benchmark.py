@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mame_sd.cli.console import note, progress
+from mame_sd.embedded.model import embedded_models
 from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.files import check_place
 from mame_sd.runs.generate import environment
@@ -72,12 +73,13 @@ def run_benchmark(
     against = open_reference(reference) if reference is not None else rendered_glyphs() if glyphs else None
     process = this_process()
     loaded = load_model(choice, process.local_rank)
+    own = choice.embedded is not None and "clip" in embedded_models()
     tools = Tools(
         weights_dir=weights_dir,
         offline=model.offline,
-        fetch=suite.fetch and (*suite.fetch, *(["clip"] if clip or choice.embedded else [])),
+        fetch=suite.fetch and (*suite.fetch, *(["clip"] if clip or own else [])),
         device=loaded.pipe.device,
-        clip=clip or (EMBEDDED_CLIP if choice.embedded else CLIPS[0]),
+        clip=clip or (EMBEDDED_CLIP if own else CLIPS[0]),
         cache=out / "features",
         process=process,
     )

@@ -19,7 +19,7 @@ METHODS = ("baseline", "mame", "tomesd")
 DEFAULT_RATIO = 0.5
 CLIP_HELP = (
     "CLIP to score with: clip-vit-b-32, clip-vit-l-14, embedded-clip (which knows the embedded models' subjects alone), or a folder that "
-    "transformers saved. Without it, the first; of benchmark's embedded models embedded-clip."
+    "transformers saved. Without it, the first; of benchmark's embedded models embedded-clip, where it is installed."
 )
 SUITE_SAMPLING = GivenOptions(
     GenerateSettings, "Sampling", without=("negative_prompt", "images_per_prompt"), otherwise="the suite's"

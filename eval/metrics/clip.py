@@ -108,7 +108,10 @@ def load_clip(
         MachineError: it could not be fetched.
     """
     if str(name) == EMBEDDED_CLIP:
-        return _read(f"CLIP {name}", embedded_model_path("clip"), device, True)
+        try:
+            return _read(f"CLIP {name}", embedded_model_path("clip"), device, None)
+        except FileNotFoundError as error:
+            raise UserError(f"--clip {name}: {error}") from error
     if str(name) not in REGISTRY:
         return _read(f"CLIP {Path(name).name}", Path(name), device, None)
     checked = find(str(name), weights_dir, offline)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mame_sd.embedded import model as subjects
 from mame_sd.errors import UserError
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.metrics.clip import Clip, clip_image_cosine, clip_score, load_clip
@@ -35,6 +36,19 @@ def clip(clip_folder: Path) -> Clip:
 
 
 PROMPTS = ["a red key on a table", "an owl"]
+
+
+def test_the_embedded_clip_goes_by_name(
+    clip: Clip, clip_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subjects, "FOLDER", tmp_path)
+    with pytest.raises(
+        UserError, match=r"--clip embedded-clip: expected the name of an embedded model \(none is installed\)"
+    ):
+        load_clip("embedded-clip")
+    shutil.copytree(clip_folder, tmp_path / "clip")
+    found = load_clip("embedded-clip")
+    assert (found.name, found.weights_hash) == ("CLIP embedded-clip", clip.weights_hash)
 
 
 def test_clip_score_is_the_models_own_logit_without_its_scale(clip: Clip, clip_folder: Path) -> None:
