@@ -56,12 +56,12 @@ def train_stage(
     model = contrast.new_model(stage, tokens.tokenizer)
     if previous and not (work / f"{stage.name}.pt").exists():
         contrast.grow(load_average(work, previous, tokens.tokenizer), model)
-    batch = contrast.drawn_ahead(lambda step: contrast.draw_batch(names, stage, seed, step))
-    fit(
-        work / f"{stage.name}.pt", stage.name, model, joint.optimizer_for(model), stage.steps,
-        lambda step: contrast.contrastive_loss(model, tokens, stage, batch(step)),
-        lambda step: joint.learning_rate(stage, step), ema=stage.ema,
-    )  # fmt: skip
+    with contrast.drawn_ahead(lambda step: contrast.draw_batch(names, stage, seed, step), stage.steps) as batch:
+        fit(
+            work / f"{stage.name}.pt", stage.name, model, joint.optimizer_for(model), stage.steps,
+            lambda step: contrast.contrastive_loss(model, tokens, stage, batch(step)),
+            lambda step: joint.learning_rate(stage, step), ema=stage.ema,
+        )  # fmt: skip
 
 
 def draw(out: Path, names: tuple[str, ...], each: int, seed: int) -> None:

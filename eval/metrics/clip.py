@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mame_sd.embedded.model import embedded_model_path
+from mame_sd.embedded.model import embedded_model_path, embedded_models
 from mame_sd.errors import UserError
 
 from ..images import check_images, check_pair, to_double
@@ -108,10 +108,11 @@ def load_clip(
         MachineError: it could not be fetched.
     """
     if str(name) == EMBEDDED_CLIP:
-        try:
-            return _read(f"CLIP {name}", embedded_model_path("clip"), device, None)
-        except FileNotFoundError as error:
-            raise UserError(f"--clip {name}: {error}") from error
+        if "clip" not in embedded_models():
+            raise UserError(
+                f"--clip {name}: this installation has no embedded CLIP; give the name of another or a folder"
+            )
+        return _read(f"CLIP {name}", embedded_model_path("clip"), device, None)
     if str(name) not in REGISTRY:
         return _read(f"CLIP {Path(name).name}", Path(name), device, None)
     checked = find(str(name), weights_dir, offline)

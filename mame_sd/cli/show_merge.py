@@ -159,6 +159,8 @@ def _colour(position: int) -> tuple[int, int, int]:
 def _choose(layers: Any, plans: dict[str, Any], level: int, name: str | None) -> Any:
     """The report of the layer to draw."""
     merged = [layer for layer in layers if layer.name in plans]
+    if not merged:
+        raise UserError("expected a layer that merges at this step, but all keep nearly every token; lower --tau")
     if name is not None:
         found = [layer for layer in merged if layer.name == name] or [layer for layer in merged if name in layer.name]
         if len(found) != 1:
@@ -169,8 +171,6 @@ def _choose(layers: Any, plans: dict[str, Any], level: int, name: str | None) ->
         return found[0]
     found = [layer for layer in merged if layer.level == level]
     if not found:
-        if not merged:
-            raise UserError("expected a layer that merges at this step, but all keep nearly every token; lower --tau")
         there = sorted({layer.level for layer in merged})
         raise UserError(
             f"--level: expected a level that merges ({', '.join(map(str, there))}), got {level}; lower --min-tokens for more"

@@ -88,8 +88,11 @@ def first_order_of_means(
     within = within_groups(*kept, *drawn, rows)
     if weighed:
         return Lacking(within, None)
-    between, alike = moments(*kept, sizes), moments(*kept)
-    return Lacking(between.covariance + within - alike.covariance, between.value - alike.value)
+    apart = (
+        sizes / sizes.sum(-1, keepdim=True) - 1 / sizes.shape[-1]
+    )  # the difference of two means, not rounded as such
+    shift = apart.to(kept[1].dtype).unsqueeze(-2) @ kept[1]
+    return Lacking(moments(*kept, sizes).covariance + within - moments(*kept).covariance, shift)
 
 
 def _outer(key: Tensor, value: Tensor, share: Tensor | float) -> Tensor:

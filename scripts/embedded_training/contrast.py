@@ -1,7 +1,8 @@
 """The small CLIP: its parts, the contrastive loss, how it grows from coarse to fine tokens, how well it recognises."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,17 +100,19 @@ def draw_batch(names: Sequence[str], stage: Stage, seed: int, step: int) -> Batc
     return [pixels for pixels, _ in made], [scene.caption for _, scene in made], others
 
 
-def drawn_ahead(draw: Callable[[int], Batch], ahead: int = 3) -> Callable[[int], Batch]:
-    """``draw`` for steps in a row, the next ``ahead`` of them drawn by a thread beside the training."""
-    thread, waiting = ThreadPoolExecutor(1), dict[int, Future[Batch]]()
+@contextmanager
+def drawn_ahead(draw: Callable[[int], Batch], steps: int, ahead: int = 3) -> Iterator[Callable[[int], Batch]]:
+    """``draw`` for steps in a row up to ``steps``, the next ``ahead`` of them drawn by a thread beside the training."""
+    waiting = dict[int, Future[Batch]]()
+    with ThreadPoolExecutor(1) as thread:
 
-    def batch(step: int) -> Batch:
-        for s in range(step, step + 1 + ahead):
-            if s not in waiting:
-                waiting[s] = thread.submit(draw, s)
-        return waiting.pop(step).result()
+        def batch(step: int) -> Batch:
+            for s in range(step, min(step + 1 + ahead, steps)):
+                if s not in waiting:
+                    waiting[s] = thread.submit(draw, s)
+            return waiting.pop(step).result()
 
-    return batch
+        yield batch
 
 
 def contrastive_loss(model: CLIPModel, tokens: dict[str, torch.Tensor], stage: Stage, batch: Batch) -> torch.Tensor:

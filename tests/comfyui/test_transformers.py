@@ -25,7 +25,7 @@ def network(call: Recorded) -> nn.Module:
 
 
 def tensors(call: Recorded) -> list[Tensor]:
-    """Smooth keys, as a trained model's are: what merges is then alike."""
+    """Random queries, keys and values."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator) for shape in (call.q, call.k, call.v)]
 
@@ -197,6 +197,7 @@ def test_each_layer_of_a_step_draws_anew(node: Any) -> None:
     model = node.patch(Model(network(call)), "keep", 0.25, 0.8, "keys and values", 64)[0]
     for _ in range(2):
         model.apply_model(torch.zeros(call.latent), 0.5, attend, context=torch.zeros(2, 7, 24))
+    assert len(keys) == 6
     image = k[:, :, 7:].transpose(1, 2).flatten(2)
     for i, found in enumerate(keys):
         plan = plan_merge(image, CONFIG, (8, 12), draw=draw_at(500.0) + i % 3)

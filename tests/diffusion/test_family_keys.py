@@ -46,7 +46,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "pick": {"keep": 0.25, "weights": "pick"},
     "pick-own": {"keep": 0.5, "stride": (2, 2), "weights": "pick"},
     "correct": {"keep": 0.25, "weights": "pick", "correct": True},
-    "correct-own": {"keep": 0.5, "stride": (2, 2), "correct": True},
+    "correct-average": {"keep": 0.5, "stride": (2, 2), "weights": "average", "correct": True},
+    "plain": {"keep": 0.25, "correct": False},
 }
 
 

@@ -56,7 +56,8 @@ def corrected(attention: Callable[..., Tensor], call: Mapping[str, Any], lacks: 
     if lacks.shift is not None:
         changes["value"] = changes["value"] + lacks.shift
     output = attended(attention, call, **changes)
-    alike = output.dim() == 4 and output.dtype == query.dtype == lacking.dtype
+    ours = attention is F.scaled_dot_product_attention  # another function may return the same tensor again
+    alike = ours and output.dim() == 4 and output.dtype == query.dtype == lacking.dtype
     if not alike or not in_place(output) or torch.compiler.is_compiling():
         return output + (query @ lacking).to(output.dtype)
     # In the layout of both, [n, H, D]: all samples in one call would copy them.

@@ -42,9 +42,7 @@ def test_the_embedded_clip_goes_by_name(
     clip: Clip, clip_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subjects, "FOLDER", tmp_path)
-    with pytest.raises(
-        UserError, match=r"--clip embedded-clip: expected the name of an embedded model \(none is installed\)"
-    ):
+    with pytest.raises(UserError, match=r"--clip embedded-clip: this installation has no embedded CLIP"):
         load_clip("embedded-clip")
     shutil.copytree(clip_folder, tmp_path / "clip")
     found = load_clip("embedded-clip")
