@@ -9,7 +9,7 @@
 
 LPIPS, PSNR and SSIM compare with the image that the unmerged model makes of the same prompt and seed; retrieval is the
 share of images whose nearest subject is the prompted one. Times are of the denoiser alone, over a whole run of `--steps` steps,
-each method beside the baseline. Writes frontier.md and frontier.png into --out, of every point measured there with the same
+all methods of a command in turns. Writes frontier.md and frontier.png into --out, of every point measured there with the same
 prompts, steps and rounds on this machine, with a line that says whether the model can tell methods apart at all; one file for each makes it resumable: delete a file to measure its point again.
 """
 
@@ -43,6 +43,8 @@ from mame_sd.runs.files import write_atomically, written_whole
 from mame_sd.runs.loading import LoadedModel
 
 BATCH = 4
+BASELINE = "baseline"
+PLAIN = "unmerged"  # what a baseline that is measured like any other is timed beside
 TIMING_SEED = 1000
 
 
@@ -80,37 +82,36 @@ class Frontier:
 
         Raises SystemExit when the baseline does not equal itself.
         """
-        baseline = self.measure("baseline", methods.baseline())
-        if baseline["lpips"] != 0 or baseline["work"] != 1:
-            raise SystemExit(f"error: expected the baseline to equal itself, got {baseline}; nothing else was measured")
-        found = [baseline]
-        for name, method in every.items():
+        wanted = {BASELINE: methods.baseline()}
+        for name, method in chosen.items():
             try:
-                point = self.measure(name, method) if name in chosen else self.known(name, method)
+                self._images(name, method)
+                wanted[name] = method
             except ImportError as error:
                 print(f"note: {name} is not measured: {error}; pip install mame-sd[peers]", file=sys.stderr)
-                continue
-            if point is not None:
-                found.append(point)
+        self.measure(wanted)
+        points = [self.known(name, method) for name, method in {BASELINE: methods.baseline(), **every}.items()]
+        found = [point for point in points if point is not None]
+        if found[0]["lpips"] != 0 or found[0]["work"] != 1:
+            raise SystemExit(f"error: expected the baseline to equal itself, got {found[0]}; trust none of the others")
         return found
 
     def images(self, chosen: Mapping[str, Method]) -> None:
         """Make the images of the baseline and of `chosen` where they aren't yet: the part that other work may share the machine with."""
-        for name, method in {"baseline": methods.baseline(), **chosen}.items():
+        for name, method in {BASELINE: methods.baseline(), **chosen}.items():
             self._images(name, method)
 
-    def measure(self, name: str, method: Method) -> Point:
-        """The method's figures: from its file, else measured now."""
-        images, work = self._images(name, method)
-        plain, plain_work = self._images("baseline", methods.baseline())
-        file = self._figures(name, method)
-        if not file.exists():
-            figures = {**self._quality(images, plain), "work": work / plain_work, **self._times(method)}
-            write_atomically(file, json.dumps(figures).encode())
-        found = self.known(name, method)
-        assert found is not None
-        print(f"{name}: {found['times_faster']:.2f}x, LPIPS {found['lpips']:.4f}", file=sys.stderr, flush=True)
-        return found
+    def measure(self, wanted: Mapping[str, Method]) -> None:
+        """Figures into the files of those of `wanted` that have none, all timed in turns."""
+        new = {name: method for name, method in wanted.items() if not self._figures(name, method).exists()}
+        if not new:
+            return
+        plain, plain_work = self._images(BASELINE, methods.baseline())
+        for name, times in self._times(new).items():
+            images, work = self._images(name, new[name])
+            figures = {**self._quality(images, plain), "work": work / plain_work, **times}
+            write_atomically(self._figures(name, new[name]), json.dumps(figures).encode())
+            print(f"{name}: {figures['times_faster']:.2f}x, LPIPS {figures['lpips']:.4f}", file=sys.stderr, flush=True)
 
     def known(self, name: str, method: Method) -> Point | None:
         """The method's figures as measured before with the same prompts, steps and rounds on this machine, or None."""
@@ -148,19 +149,24 @@ class Frontier:
             "retrieval": float(np.mean(hits)),
         }
 
-    def _times(self, method: Method) -> dict[str, Any]:
-        """Seconds of the denoiser for one image, beside the baseline's in the same rounds, after a warm-up of two steps."""
-        on = {"plain": methods.baseline().on, "method": method.on}
+    def _times(self, wanted: Mapping[str, Method]) -> dict[str, dict[str, Any]]:
+        """Of each, seconds of the denoiser for one image beside a baseline's, all in the same rounds, after a warm-up of two steps."""
+        on = {PLAIN: methods.baseline().on, **{name: method.on for name, method in wanted.items()}}
 
         def call(which: str, number: int = -1) -> float:
             with on[which](self.denoiser), clocked(self.denoiser) as clock:
                 generate(self.model, self.prompts[:1], 2 if number < 0 else self.steps, TIMING_SEED, output="latent")
             return clock.seconds
 
-        found = [seconds for _, seconds in interleaved(list(on), self.rounds, call, warm_up=call)]
-        low, ours, high = quartiles([seconds["method"] for seconds in found])
-        _, plain, _ = quartiles([seconds["plain"] for seconds in found])
-        return {"seconds": ours, "quartiles": [low, high], "seconds_plain": plain, "times_faster": plain / ours}
+        rounds = [seconds for _, seconds in interleaved(list(on), self.rounds, call, warm_up=call)]
+        _, plain, _ = quartiles([seconds[PLAIN] for seconds in rounds])
+        found = {}
+        for name in wanted:
+            low, ours, high = quartiles([seconds[name] for seconds in rounds])
+            found[name] = {
+                "seconds": ours, "quartiles": [low, high], "seconds_plain": plain, "times_faster": plain / ours
+            }  # fmt: skip
+        return found
 
     def _figures(self, name: str, method: Method) -> Path:
         return self._file(name, method, {"rounds": self.rounds, **self._threads}, ".json")
