@@ -66,7 +66,6 @@ class LayerStats:
     def whole(self, plan: Plan, size: tuple[int, ...] | None, *notes: str) -> None:
         """A call in which all tokens were kept, because merging them by `plan` saves nothing; `notes` tell why."""
         self.merged(plan, size, *notes, kept=plan.tokens_in)
-        self.plan = None
 
     def _count(self, tokens_in: int, tokens_kept: int) -> None:
         if not torch.compiler.is_compiling():

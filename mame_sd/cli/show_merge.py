@@ -64,6 +64,7 @@ def capture_merge(
         UserError: no such step, level or layer, or a pipeline without step callbacks.
     """
     from mame_sd.core.owners import owners_of
+    from mame_sd.diffusion.layer import nothing_to_win
 
     if not 1 <= step <= settings.steps:
         raise UserError(f"--step: expected 1 to {settings.steps} (--steps), got {step}; give one of these")
@@ -88,9 +89,12 @@ def capture_merge(
     finally:
         handle.remove()
     plan = plans[chosen.name]
-    owners = owners_of(plan)[-1].cpu().numpy()  # the last sample is the one with the prompt, under guidance too
+    whole = chosen.part == "attention" and nothing_to_win(handle.config, plan)
+    # the last sample is the one with the prompt, under guidance too
+    owners = np.arange(plan.tokens_in) if whole else owners_of(plan)[-1].cpu().numpy()
     height, width = chosen.size or grid_like(image, len(owners))
-    return MergeMap(image, owners.reshape(height, width), chosen.name, step, plan.tokens_kept)
+    kept = plan.tokens_in if whole else plan.tokens_kept
+    return MergeMap(image, owners.reshape(height, width), chosen.name, step, kept)
 
 
 def prompt_to_draw(text: str) -> Prompt:
@@ -159,8 +163,6 @@ def _colour(position: int) -> tuple[int, int, int]:
 def _choose(layers: Any, plans: dict[str, Any], level: int, name: str | None) -> Any:
     """The report of the layer to draw."""
     merged = [layer for layer in layers if layer.name in plans]
-    if not merged:
-        raise UserError("expected a layer that merges at this step, but all keep nearly every token; lower --tau")
     if name is not None:
         found = [layer for layer in merged if layer.name == name] or [layer for layer in merged if name in layer.name]
         if len(found) != 1:

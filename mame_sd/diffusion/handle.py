@@ -121,7 +121,7 @@ class MaMeHandle:
             hook.stats.plan = hook.stats.plan if on else None
 
     def plans(self) -> dict[str, Plan]:
-        """The latest plan of every layer whose latest call since `capture` merged, by layer name; sizes stand in `report`."""
+        """The latest plan of every layer that merged since `capture`, or was left whole by it, by layer name; sizes stand in `report`."""
         found = (hook.stats for _, hook in self._layers if hook.on)
         return {stats.name: stats.plan for stats in found if stats.plan is not None}
 

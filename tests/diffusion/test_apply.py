@@ -131,16 +131,15 @@ def test_a_copy_follows_its_own_steps() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4], ids=lambda b: f"B{b}")
 def test_each_sample_of_a_batch_is_its_own_with_keep(batch: int) -> None:
-    unet = tiny_unet()
+    unet = tiny_unet().double()  # in fp32 rounding may decide between two nearly equal destinations
     apply_mame(unet, keep=0.4, min_tokens=40)
-    whole = run_unet(unet, batch=batch, height=8, width=12)
-    assert whole.shape == (batch, 4, 8, 12)
-    inputs = torch.randn(batch, 4, 8, 12, generator=torch.Generator().manual_seed(3))
-    text = torch.randn(batch, 7, 16, generator=torch.Generator().manual_seed(4))
+    inputs = torch.randn(batch, 4, 8, 12, generator=torch.Generator().manual_seed(3)).double()
+    text = torch.randn(batch, 7, 16, generator=torch.Generator().manual_seed(4)).double()
     with torch.no_grad():
         together = unet(inputs, torch.tensor(500), text).sample
         alone = [unet(inputs[i : i + 1], torch.tensor(500), text[i : i + 1]).sample for i in range(batch)]
-    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-4)
+    assert together.shape == (batch, 4, 8, 12)
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
