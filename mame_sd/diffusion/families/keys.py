@@ -90,17 +90,16 @@ class GroupedKeys(Attending):
     def __init__(self, plan: Plan, correct: bool = True) -> None:
         super().__init__()
         self.plan = plan
-        self.sample = plan.positions.sample
-        self.correct = correct
+        self.sample = plan.positions.sample if correct else None
 
     def keys_of(self, hidden: Tensor) -> Tensor:
         """What keys and values are to be made of: of tokens [B, L, C] the merged ones, and after them the sample."""
         merged = self.plan.merge(hidden)
-        return torch.cat([merged, hidden.index_select(1, self.sample)], 1) if self.correct else merged
+        return merged if self.sample is None else torch.cat([merged, hidden.index_select(1, self.sample)], 1)
 
     def attend(self, attention: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
         """See `Attending`; queries, keys and values [B, H, n, D]."""
-        plan, drawn = self.plan, len(self.sample) if self.correct else 0
+        plan, drawn = self.plan, 0 if self.sample is None else len(self.sample)
         if call["key"].shape[-2] != plan.tokens_kept + drawn or call.get("attn_mask") is not None:
             return attended(attention, call)  # not this layer's own
         (key, drawn_key), (value, drawn_value) = (
@@ -108,7 +107,7 @@ class GroupedKeys(Attending):
         )
         sizes = of_heads(plan.sizes)
         fewer = {"key": key, "value": value, "attn_mask": log_sizes(sizes, call["query"]) if plan.uneven else None}
-        if not self.correct:
+        if self.sample is None:
             return attended(attention, call, **fewer)
         rows = of_heads(plan.rows[:, self.sample])
         lacks = first_order_of_means((key, value), (drawn_key, drawn_value), rows, sizes, plan.uneven)
