@@ -147,20 +147,19 @@ class Caches:
                 found.append(Row(f"{name} + {MERGING}", cache, config))
         return found
 
-    def images(self, scene: Scene, rows: list[Row]) -> np.ndarray:
-        """Make the images of a table where they aren't yet: the part that other work may share the machine with; its first row's."""
-        made = [self._images(scene, row)[0] for row in rows]
+    def images(self, scene: Scene, rows: list[Row]) -> list[tuple[np.ndarray, float | None]]:
+        """`_images` of each row, made where they aren't yet: the part that other work may share the machine with."""
+        made = [self._images(scene, row) for row in rows]
         if scene.strength is None and self._given is None:
-            self._given = made[0]
-        return made[0]
+            self._given = made[0][0]
+        return made
 
     def table(self, scene: Scene, rows: list[Row]) -> dict[str, Any]:
         """The figures of a table, from files or measured now."""
-        plain = self.images(scene, rows)
+        made = self.images(scene, rows)
         times = self._times(scene, rows)
         found: dict[str, dict[str, Any]] = {}
-        for row in rows:
-            images, computed = self._images(scene, row)
+        for row, (images, computed) in zip(rows, made, strict=True):
             whole, denoiser = ([seconds[row.name][i] for seconds in times] for i in (0, 1))
             low, middle, high = quartiles(whole)
             found[row.name] = {
@@ -170,7 +169,7 @@ class Caches:
                 "seconds": middle,
                 "denoiser_seconds": quartiles(denoiser)[1],
                 "computed": computed,
-                **self._quality(images, plain),
+                **self._quality(images, made[0][0]),
             }
         first = found[rows[0].name]
         if first["lpips"]["mean"] != 0:

@@ -82,24 +82,26 @@ class Frontier:
 
         Raises SystemExit when the baseline does not equal itself.
         """
-        wanted = {BASELINE: methods.baseline()}
-        for name, method in chosen.items():
-            try:
-                self._images(name, method)
-                wanted[name] = method
-            except ImportError as error:
-                print(f"note: {name} is not measured: {error}; pip install mame-sd[peers]", file=sys.stderr)
-        self.measure(wanted)
+        self.measure(self.images(chosen))
         points = [self.known(name, method) for name, method in {BASELINE: methods.baseline(), **every}.items()]
         found = [point for point in points if point is not None]
         if found[0]["lpips"] != 0 or found[0]["work"] != 1:
             raise SystemExit(f"error: expected the baseline to equal itself, got {found[0]}; trust none of the others")
         return found
 
-    def images(self, chosen: Mapping[str, Method]) -> None:
-        """Make the images of the baseline and of `chosen` where they aren't yet: the part that other work may share the machine with."""
+    def images(self, chosen: Mapping[str, Method]) -> dict[str, Method]:
+        """Make the images of the baseline and of `chosen` where they aren't yet: the part that other work may share the machine with.
+
+        Gives those that have some: without its package a rival has none.
+        """
+        made = {}
         for name, method in {BASELINE: methods.baseline(), **chosen}.items():
-            self._images(name, method)
+            try:
+                self._images(name, method)
+                made[name] = method
+            except ImportError as error:
+                print(f"note: {name} is not measured: {error}; pip install mame-sd[peers]", file=sys.stderr)
+        return made
 
     def measure(self, wanted: Mapping[str, Method]) -> None:
         """Figures into the files of those of `wanted` that have none, all timed in turns."""

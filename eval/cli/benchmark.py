@@ -73,13 +73,14 @@ def run_benchmark(
     against = open_reference(reference) if reference is not None else rendered_glyphs() if glyphs else None
     process = this_process()
     loaded = load_model(choice, process.local_rank)
-    own = choice.embedded is not None and "clip" in embedded_models()
+    if clip is None and choice.embedded and "clip" in embedded_models():
+        clip = EMBEDDED_CLIP
     tools = Tools(
         weights_dir=weights_dir,
         offline=model.offline,
-        fetch=suite.fetch and (*suite.fetch, *(["clip"] if clip or own else [])),
+        fetch=suite.fetch and (*suite.fetch, *(["clip"] if clip else [])),
         device=loaded.pipe.device,
-        clip=clip or (EMBEDDED_CLIP if own else CLIPS[0]),
+        clip=clip or CLIPS[0],
         cache=out / "features",
         process=process,
     )

@@ -88,9 +88,8 @@ def first_order_of_means(
     within = within_groups(*kept, *drawn, rows)
     if weighed:
         return Lacking(within, None)
-    apart = (
-        sizes / sizes.sum(-1, keepdim=True) - 1 / sizes.shape[-1]
-    )  # the difference of two means, not rounded as such
+    # The difference of two means in one product: each rounded by itself would leave little of it in half precision.
+    apart = sizes / sizes.sum(-1, keepdim=True) - 1 / sizes.shape[-1]
     shift = apart.to(kept[1].dtype).unsqueeze(-2) @ kept[1]
     return Lacking(moments(*kept, sizes).covariance + within - moments(*kept).covariance, shift)
 

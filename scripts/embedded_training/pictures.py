@@ -30,9 +30,7 @@ def draw(
     rng: np.random.Generator, names: Sequence[str], held_out: bool = False, grounds: Sequence[str] = ()
 ) -> tuple[np.ndarray, world.Scene]:
     """A picture, uint8 [side, side, 3], and what it shows: one of ``names`` on a ground, one of ``grounds`` where some are given."""
-    scene = world.draw_scene(rng, len(names), held_out=held_out, names=names)
-    while grounds and scene.ground.phrase not in grounds:
-        scene = world.draw_scene(rng, len(names), held_out=held_out, names=names)
+    scene = world.draw_scene(rng, len(names), held_out=held_out, names=names, grounds=grounds)
     size = float(np.exp(rng.uniform(np.log(SMALLEST), np.log(LARGEST))))
     x, y = rng.uniform(size / 2, 1 - size / 2, 2)
     angle = float(np.clip(rng.normal(0, TURN), -40, 40))

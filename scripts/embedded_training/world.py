@@ -90,9 +90,11 @@ def draw_placed(
 
 
 def draw_scene(
-    rng: np.random.Generator, glyphs: int, pairs: float = 0.0, held_out: bool = False, names: Sequence[str] = SUBJECTS
-) -> Scene:
-    """One scene of the first ``glyphs`` of ``names``; a share ``pairs`` of the scenes has two of them that do not overlap."""
+    rng: np.random.Generator, glyphs: int, pairs: float = 0.0, held_out: bool = False, names: Sequence[str] = SUBJECTS,
+    grounds: Sequence[str] = (),
+) -> Scene:  # fmt: skip
+    """One scene of the first ``glyphs`` of ``names``, on one of ``grounds`` where some are given; a share ``pairs`` of the scenes has
+    two glyphs that do not overlap."""
     while True:
         if rng.uniform() < pairs:
             placed = tuple(draw_placed(rng, glyphs, 0.35, 0.52, names) for _ in range(2))
@@ -102,7 +104,7 @@ def draw_scene(
         else:
             placed = (draw_placed(rng, glyphs, SMALLEST, LARGEST, names),)
         scene = Scene(placed, draw_ground(rng))
-        if scene.held_out == held_out:
+        if scene.held_out == held_out and (not grounds or scene.ground.phrase in grounds):
             return scene
 
 

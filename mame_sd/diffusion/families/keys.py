@@ -66,15 +66,15 @@ def corrected(attention: Callable[..., Tensor], call: Mapping[str, Any], lacks: 
     return output
 
 
-def log_sizes(sizes: Tensor, query: Tensor) -> Tensor:
-    """A mask [1, N'] or [B, 1, 1, N'] that counts keys `sizes` times, [N'] or [B, 1, N']."""
-    exact = torch.promote_types(query.dtype, torch.float32)
-    return sizes.to(exact).log().to(query.dtype).unsqueeze(-2)
+def log_sizes(sizes: Tensor, like: Tensor) -> Tensor:
+    """A mask [..., 1, N'] in the dtype of `like` that counts keys `sizes` times, [..., N']."""
+    exact = torch.promote_types(like.dtype, torch.float32)
+    return sizes.to(exact).log().to(like.dtype).unsqueeze(-2)
 
 
-def of_heads(t: Tensor) -> Tensor:
-    """[n] or [B, n] as [n] or [B, 1, n], for keys [B, H, n, D]."""
-    return t if t.dim() == 1 else t.unsqueeze(1)
+def of_heads(t: Tensor, keys: Tensor) -> Tensor:
+    """[n] or [B, n] as it is beside `keys` [B, n, D]; [n] or [B, 1, n] beside those of heads, [B, H, n, D]."""
+    return t if t.dim() == 1 or keys.dim() == 3 else t.unsqueeze(1)
 
 
 class GroupedKeys(Attending):
@@ -105,11 +105,11 @@ class GroupedKeys(Attending):
         (key, drawn_key), (value, drawn_value) = (
             (call[name][:, :, : plan.tokens_kept], call[name][:, :, plan.tokens_kept :]) for name in ("key", "value")
         )
-        sizes = of_heads(plan.sizes)
+        sizes = of_heads(plan.sizes, key)
         fewer = {"key": key, "value": value, "attn_mask": log_sizes(sizes, call["query"]) if plan.uneven else None}
         if self.sample is None:
             return attended(attention, call, **fewer)
-        rows = of_heads(plan.rows[:, self.sample])
+        rows = of_heads(plan.rows[:, self.sample], key)
         lacks = first_order_of_means((key, value), (drawn_key, drawn_value), rows, sizes, plan.uneven)
         return corrected(attention, call, lacks, **fewer)
 
@@ -172,9 +172,7 @@ class MergedKeys(Attending):
         at = self.place(plan.positions.sample) + self.first
         means = kept[0].narrow(-2, self.first, plan.tokens_kept), kept[1].narrow(-2, self.first, plan.tokens_kept)
         drawn = every[0].index_select(-2, at), every[1].index_select(-2, at)
-        rows, counts = plan.rows[:, plan.positions.sample], plan.sizes
-        if every[0].dim() == 4:
-            rows, counts = of_heads(rows), of_heads(counts)
+        rows, counts = (of_heads(t, every[0]) for t in (plan.rows[:, plan.positions.sample], plan.sizes))
         found = first_order_of_means(means, drawn, rows, counts, weighed=sizes is not None)
         return found._replace(covariance=found.covariance * (plan.tokens_in / self.length))
 
@@ -187,8 +185,7 @@ class MergedKeys(Attending):
         """How many keys each of the merged ones stands for, [L'] or [B, 1, L'] (for `like` of three dimensions [B, L'])."""
         sizes = self.plan.sizes.to(like.device)
         before, after = self.first, self.length - self.first - self.plan.tokens_in
-        sizes = F.pad(sizes, (before, after), value=1.0)
-        return sizes if sizes.dim() == 1 or like.dim() == 3 else sizes.unsqueeze(1)
+        return of_heads(F.pad(sizes, (before, after), value=1.0), like)
 
     def weighed(self, mask: Tensor | None, query: Tensor, sizes: Tensor | None) -> Tensor | None:
         """The mask, and the logarithm of how many keys each one stands for where `sizes` are given.

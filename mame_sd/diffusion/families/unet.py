@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.plan import Plan
-from mame_sd.diffusion.families.keys import GroupedKeys, MergedKeys
+from mame_sd.diffusion.families.keys import GroupedKeys, MergedKeys, log_sizes
 from mame_sd.diffusion.layer import Layer, LayerCall, compared
 from mame_sd.diffusion.tokens import Call, Tokens
 
@@ -87,8 +87,7 @@ class PlainAttention(Layer):
         keys = GroupedKeys(plan, corrects)
         changes = {"encoder_hidden_states": keys.keys_of(hidden)}
         if not corrects and plan.uneven:
-            sizes = plan.sizes.log().to(hidden.dtype)
-            changes["attention_mask"] = sizes.expand(hidden.shape[0], -1).unsqueeze(1)
+            changes["attention_mask"] = log_sizes(plan.sizes, hidden).expand(hidden.shape[0], 1, -1)
         with keys if corrects else nullcontext():
             if isinstance(call.processor, processors.FusedAttnProcessor2_0):
                 # It reads keys from a joint projection that self-attention has for its own tokens only. The unfused default
