@@ -1,9 +1,8 @@
 """Which positions are destinations and which are sources (paper, "Token Partitioning"): looked up, or made the first time.
 
-With `redraw` a random partition is drawn DRAWS times; `draw_at` says which draw a timestep takes. All draws of one size have
+With `redraw` a random partition is drawn many times; `draw_at` says which draw a timestep takes. All draws of one size have
 equally many destinations and sources in each block, so a draw is one row of a table, picked on the device: no host sync, no
-other graph. Where tokens are picked and not averaged (`weights="pick"`), the draws of a random grid are a Latin square:
-consecutive ones take every token of a cell in turn.
+other graph.
 """
 
 from __future__ import annotations
@@ -24,25 +23,20 @@ from mame_sd.core.tables import Positions, partitioned
 
 GRIDS = ("grid", "random-grid")  # partitions of one destination per stride cell
 DRAWN = ("random", "random-grid")  # partitions with a seed
-DRAWS = 8  # partitions that steps choose from
-MAX_LATIN = 64  # the same of a Latin square, which has as many as a cell has tokens, up to this
+DRAWS = 64  # partitions that steps and layers choose from: a draw that comes again brings its error again
+FEWEST, TABLE = 8, 2**20  # draws of large planes: as many as this number of positions holds, but not fewer
 _PER_DRAW = ("dst", "src", "slots", "src_real", "gather", "source", "sample")  # index tensors that differ between draws
 
 
-def draw_at(timestep: Tensor | float, config: MaMeConfig | None = None) -> Tensor:
-    """Which of the drawn partitions a step takes, a LongTensor [1]: a hash of the (largest) timestep, one of DRAWS.
+def draw_at(timestep: Tensor | float) -> Tensor:
+    """Which of the drawn partitions a step takes, a LongTensor [1] below DRAWS; it follows from the (largest) timestep.
 
-    Largest, because video models give tokens that are known already (a first frame) the timestep 0 throughout. Where `config`
-    makes the draws a Latin square, the multiples of a constant choose: over the timesteps of usual schedulers they take the
-    draws in turn more evenly than a hash, whose variance of counts is one and a half times theirs.
+    Largest, because video models give tokens that are known already (a first frame) the timestep 0 throughout. The multiples
+    of a constant choose, one by which few draws come twice over the timesteps of usual schedulers.
     """
     times = timestep if isinstance(timestep, Tensor) else torch.tensor([timestep])
-    bits = (times.float().amax().reshape(1) * 1000).long()
-    if config is not None and _kind(config) == "latin-grid":
-        return ((bits * 0x45E7FC27) & 0xFFFFFFFF) * _draw_count("latin-grid", *config.stride) >> 32
-    for _ in range(2):
-        bits = ((bits ^ (bits >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
-    return (bits >> 16) % DRAWS
+    thousandths = (times.float().amax().reshape(1) * 1000).long()
+    return ((thousandths * 0xAAF4E5A7) & 0xFFFFFFFF) * DRAWS >> 32
 
 
 def positions(
@@ -82,23 +76,12 @@ def positions(
     seed = config.seed if config.partition in DRAWN else 0
     h, w = size
     # `or 0`: torch.compile takes only those numbers as constants that something has looked at.
-    key = int(h), int(w), _kind(config), *stride, seed or 0, config.tiles or 0, str(device)
+    key = int(h), int(w), config.partition, *stride, seed or 0, config.tiles or 0, str(device)
     first = Positions(*_looked_up(*key))
     if draw is None or not config.redraw or config.partition not in DRAWN:
         return first
-    draw = draw % _draw_count(*key[2:5])  # which may be that of a step of other settings: of the model, not of a part
-    return _drawn(first, _looked_up_draws(*key), draw)
-
-
-def _kind(config: MaMeConfig) -> str:
-    """The partition by the name that `partitioned` knows."""
-    latin = config.partition == "random-grid" and config.weights == "pick"
-    return "latin-grid" if latin else config.partition
-
-
-def _draw_count(kind: str, sh: int, sw: int) -> int:
-    """How many draws a table has."""
-    return min(sh * sw, MAX_LATIN) if kind == "latin-grid" else DRAWS
+    draws = _looked_up_draws(*key)
+    return _drawn(first, draws, draw % len(draws))
 
 
 def square(tokens: int) -> tuple[int, int] | None:
@@ -109,7 +92,7 @@ def square(tokens: int) -> tuple[int, int] | None:
 
 def _drawn(first: Positions, draws: Tensor, draw: Tensor) -> Positions:
     """The positions that row `draw` [1] of a table of draws holds; padding and counts are those of every draw."""
-    row = draws.index_select(0, draw.to(draws.device))[0]
+    row = draws.index_select(0, draw.to(draws.device))[0].long()
     values = {f.name: getattr(first, f.name) for f in fields(first)}
     start = 0
     for name in _PER_DRAW:
@@ -154,11 +137,12 @@ def _values(*key: Any) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=16)
 def _draws(*key: Any) -> Tensor:
-    """[draws, ...]: the tensors of `_PER_DRAW` side by side, a row for each draw."""
+    """int32 [draws, ...]: the tensors of `_PER_DRAW` side by side, a row for each draw."""
+    count = min(DRAWS, max(FEWEST, TABLE // (key[0] * key[1])))
     with _cacheable():
-        drawn = [partitioned(draw, *key[:-1]) for draw in range(_draw_count(key[2], *key[3:5]))]
+        drawn = [partitioned(draw, *key[:-1]) for draw in range(count)]
         rows = [torch.cat([getattr(pos, name).flatten() for name in _PER_DRAW]) for pos in drawn]
-        return torch.stack(rows).to(key[-1])
+        return torch.stack(rows).int().to(key[-1])
 
 
 @lru_cache(maxsize=256)

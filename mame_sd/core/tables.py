@@ -76,8 +76,7 @@ def partitioned(draw: int, h: int, w: int, partition: str, sh: int, sw: int, see
 
     Args:
         draw: which of the partitions that `seed` gives; read by the random ones alone, as `seed` is.
-        partition: its name in MaMeConfig, or "latin-grid": as random-grid, but in draw after draw a cell gives each of its tokens
-            once before it gives one again, in an order of its own.
+        partition: its name in MaMeConfig.
         sh, sw: rows and columns of a cell, read by the grids alone.
         tile_side: side of a tile; 0: all positions are one block.
     """
@@ -98,17 +97,12 @@ def partitioned(draw: int, h: int, w: int, partition: str, sh: int, sw: int, see
         is_dst = _mask(h * w, torch.cat(half))
     else:
         is_dst = ((row % sh == 0).unsqueeze(1) & (column % sw == 0)).flatten()
-    if partition in ("random-grid", "latin-grid"):
+    if partition == "random-grid":
         corner = order.masked_select(is_dst.index_select(0, order))
         rows = (height - row).clamp(max=sh).index_select(0, corner // w)  # of each cell: a tile's border cuts it
         columns = (width - column).clamp(max=sw).index_select(0, corner % w)
-        if partition == "random-grid":
-            y, x = torch.rand(len(corner), 2, generator=generator).double().unbind(1)
-            down, right = (y * rows).long(), (x * columns).long()
-        else:
-            place = _latin(draw, rows * columns, torch.Generator().manual_seed(seed % 2**32))
-            down, right = place // columns, place % columns
-        is_dst = _mask(h * w, corner + down * w + right)
+        y, x = torch.rand(len(corner), 2, generator=generator).double().unbind(1)
+        is_dst = _mask(h * w, corner + (y * rows).long() * w + (x * columns).long())
     return _layout(tile, order, is_dst, _sample(order, generator))
 
 
@@ -119,14 +113,6 @@ def _sample(order: Tensor, generator: torch.Generator) -> Tensor:
     place = torch.randint(length, (runs,), generator=generator)
     sample = order.index_select(0, torch.arange(runs) * length + place)
     return sample.index_select(0, torch.randperm(runs, generator=generator))  # every second one lies anywhere
-
-
-def _latin(draw: int, sizes: Tensor, generator: torch.Generator) -> Tensor:
-    """Which place of each cell, of `sizes` [cells] tokens, this draw takes [cells]: the next one of the cell's own order."""
-    scores = torch.rand(len(sizes), int(sizes.max()), generator=generator)
-    beyond = torch.arange(scores.shape[1]) >= sizes.unsqueeze(1)
-    order = scores.masked_fill(beyond, 2).argsort(1)  # places that a cut cell lacks come last
-    return order.gather(1, (draw % sizes).unsqueeze(1)).squeeze(1)
 
 
 def _cut(length: int, side: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -166,7 +166,7 @@ class StepHook(PreHook):
         if timestep is not None and config.redraw:
             inputs = (value for value in call.values() if isinstance(value, Tensor) and value.dim() > 1)
             tokens = next(inputs, None)
-            step = draw_at(timestep, config)
+            step = draw_at(timestep)
             self.shared.step = step if tokens is None else step.to(tokens.device)
 
 

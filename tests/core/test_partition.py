@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ def test_every_position_is_a_destination_or_a_source_once(size: tuple[int, int],
     check(pos, tokens)
     if "random" in partition:
         anew = config(partition, tiles=tiles, redraw=True)
-        drawn = [positions(tokens, anew, size, draw=torch.tensor([i])) for i in range(DRAWS)]
+        drawn = [positions(tokens, anew, size, draw=torch.tensor([i])) for i in (0, 1, 2, DRAWS - 1)]
         assert torch.equal(drawn[0].slots, pos.slots), "the first draw is the one without draws"
         for other in drawn:
             check(other, tokens)
@@ -149,13 +148,13 @@ def test_draws_differ_follow_the_seed_and_need_redraw() -> None:
     assert tuple(same.dst.tolist()) == seeds[0][0]
 
 
-def test_a_timestep_says_which_draw_and_neighbours_mostly_differ() -> None:
+def test_a_timestep_says_which_draw_and_few_come_twice() -> None:
     for count in (10, 20, 25, 50):
         steps = [round(999 - 1000 / count * i) for i in range(count)]
         for times in (steps, [t / 1000 for t in steps]):  # flow models count time from 0 to 1
             found = [int(draw_at(t)) for t in times]
-            assert len(set(found)) >= DRAWS // 2
-            assert sum(a == b for a, b in itertools.pairwise(found)) <= count / 4
+            assert len(set(found)) >= 0.7 * count, "few draws come twice"
+            assert sum(a == b for a, b in itertools.pairwise(found)) <= count / 5
             assert set(found) <= set(range(DRAWS))
     of_tokens = [torch.tensor([[0, 0, 500]]), torch.tensor([500, 20])]  # the largest: a known first frame has none
     forms = [torch.tensor(500), torch.tensor([[500.0]]), torch.tensor(500, dtype=torch.half), 500, *of_tokens]
@@ -163,48 +162,11 @@ def test_a_timestep_says_which_draw_and_neighbours_mostly_differ() -> None:
     assert draw_at(500).shape == (1,)
 
 
-@pytest.mark.parametrize("tiles", [0, 4, 8])
-@pytest.mark.parametrize("stride", [(1, 2), (2, 2), (2, 3), (4, 4)], ids=str)
-@pytest.mark.parametrize("size", [(12, 12), (7, 11), (5, 10)], ids=str)
-def test_picks_of_consecutive_draws_take_every_token_of_a_cell_in_turn(
-    size: tuple[int, int], stride: tuple[int, int], tiles: int
-) -> None:
-    (h, w), (sh, sw) = size, stride
-    cfg = config("random-grid", weights="pick", redraw=True, stride=stride, tiles=tiles)
-    drawn = [positions(h * w, cfg, size, draw=torch.tensor([i])) for i in range(sh * sw)]
-    for pos in drawn:
-        check(pos, h * w)
-    side = tiles or h * w
-    cells: dict[tuple[int, ...], list[int]] = {}
-    for p in range(h * w):
-        row, column = divmod(p, w)
-        cells.setdefault((row // side, row % side // sh, column // side, column % side // sw), []).append(p)
-    taken = Counter(p for pos in drawn for p in pos.dst.tolist())
-    for members in cells.values():
-        times = [taken[p] for p in members]
-        assert sum(times) == sh * sw, "one of each cell in every draw"
-        assert max(times) - min(times) <= 1, "a full cell: each once; a cut one: as evenly as can be"
-
-
-def test_picks_follow_the_seed_and_differ_between_cells() -> None:
-    def orders(seed: int) -> list[list[int]]:
-        cfg = config("random-grid", weights="pick", redraw=True, seed=seed)
-        return [sorted(positions(64, cfg, draw=torch.tensor([i])).dst.tolist()) for i in range(4)]
-
-    assert orders(0) == orders(0) != orders(1)
-    first = [(p // 8 % 2, p % 2) for p in orders(0)[0]]
-    assert len(set(first)) == 4, "cells take their tokens in orders of their own"
-
-
-def test_the_steps_of_a_sampler_take_the_draws_of_picks_evenly() -> None:
-    cfg = MaMeConfig(weights="pick")
-    for count in (10, 20, 25, 30, 50):
-        steps = [round(999 - 1000 / count * i) for i in range(count)]
-        found = Counter(int(draw_at(t, cfg)) for t in steps)
-        assert set(found) == {0, 1, 2, 3}
-        assert max(found.values()) - min(found.values()) <= 1 + count / 10
-    assert int(draw_at(500, cfg)) == int(draw_at(torch.tensor([500.0, 20.0]), cfg))
-    assert torch.equal(draw_at(500, MaMeConfig()), draw_at(500)), "the default's stay as they are"
+def test_large_planes_have_fewer_draws() -> None:
+    drawn = config("random-grid", redraw=True, stride=(4, 4))
+    last, beyond = (positions(2**16, drawn, draw=torch.tensor([i])).dst for i in (15, 16))
+    assert torch.equal(beyond, positions(2**16, drawn).dst), "the first again"
+    assert not torch.equal(last, beyond)
 
 
 def test_tables_of_an_export_are_real() -> None:

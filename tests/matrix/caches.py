@@ -227,7 +227,7 @@ def _drawn(handle: MaMeHandle, subject: Any) -> Iterator[list[Tensor]]:
     handle.capture()
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        draws.append(draw_at(kwargs["timestep"] if "timestep" in kwargs else args[1], handle.config))
+        draws.append(draw_at(kwargs["timestep"] if "timestep" in kwargs else args[1]))
         plans = handle.plans()
         for number, layer in enumerate(handle.report().layers):
             if layer.calls > counts.get(layer.name, 0):
