@@ -110,7 +110,7 @@ class Merging:
         run = given.get(RUN) or Run()
         sampling = executor.class_obj.model_sampling
         if self._active(sampling, t):
-            draw = draw_at(sampling.timestep(t).float(), self.config) if self.config.redraw else None
+            draw = draw_at(sampling.timestep(t).float()) if self.config.redraw else None
             options[KEY] = call = Call(run, draw, override=given.get("optimized_attention_override"))
             options["optimized_attention_override"] = self.patch.attend
             if isinstance(self.patch, UNetPatch):
