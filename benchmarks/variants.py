@@ -17,11 +17,11 @@ import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor
 
-from mame_sd import MaMeConfig, MergePlan, mame, plan_merge
+from mame_sd import MaMeConfig, mame, plan_merge
 from mame_sd.core.partition import positions, square
 from mame_sd.core.plan import Plan
+from mame_sd.core.row_plan import row_plan
 from mame_sd.core.similarity import similarity_of
-from mame_sd.core.weights import fusion_weights
 
 TRAIN_STEPS = 1000
 MakePlan = Callable[[Tensor, MaMeConfig, tuple[int, int]], Plan]
@@ -54,7 +54,7 @@ class VariantProcessor:
         return self._inner(attn, hidden_states, plan.merge(hidden_states), **rest)
 
 
-def guidance_protected(x: Tensor, config: MaMeConfig, size: tuple[int, int]) -> MergePlan:
+def guidance_protected(x: Tensor, config: MaMeConfig, size: tuple[int, int]) -> Plan:
     """A plan of the guided batch x [2 n, L, d] that keeps the sources in which its two halves differ most."""
     pos = positions(x.shape[1], config, size, x.device)
     similarity = similarity_of(x, pos, config.metric)
@@ -65,7 +65,7 @@ def guidance_protected(x: Tensor, config: MaMeConfig, size: tuple[int, int]) -> 
     protected = pos.src_real[apart.topk(kept).indices]  # [2 n, kept] source slots
     columns = torch.zeros(x.shape[0], pos.blocks * pos.n, dtype=torch.bool, device=x.device).scatter(1, protected, True)
     similarity.masked_fill_(columns.view(x.shape[0], pos.blocks, 1, pos.n), -2)  # below every cosine: last in rank
-    return MergePlan(fusion_weights(similarity, pos, config), pos, 0, x.shape[:1])
+    return row_plan(*similarity.max(-2), pos, config, 0, x.shape[:1])
 
 
 def share_at(noisy: tuple[float, ...], fine: tuple[float, ...], t: float) -> float | None:

@@ -28,8 +28,3 @@ def relu(t: Tensor) -> Tensor:
 def masked_fill(t: Tensor, mask: Tensor, value: float) -> Tensor:
     """`t` with `value` where `mask` is True."""
     return t.masked_fill_(mask, value) if in_place(t) else t.masked_fill(mask, value)
-
-
-def zeros_like(t: Tensor) -> Tensor:
-    """Zeros of the shape of `t`."""
-    return t.zero_() if in_place(t) else torch.zeros_like(t)

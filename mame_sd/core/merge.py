@@ -23,9 +23,10 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core.partition import positions
 from mame_sd.core.pick_plan import pick_plan
 from mame_sd.core.plan import MergePlan, Plan, no_autocast
-from mame_sd.core.similarity import similarity_of
-from mame_sd.core.triton_plan import row_plan
-from mame_sd.core.weights import fusion_weights
+from mame_sd.core.row_plan import row_plan
+from mame_sd.core.similarity import nearest, similarity_of
+from mame_sd.core.triton_plan import kernel_plan
+from mame_sd.core.weights import fusion_weights, merged_by_keep
 
 
 def plan_merge(
@@ -62,9 +63,13 @@ def plan_merge(
     with no_autocast(x):
         if config.weights == "pick":
             return pick_plan(feature, pos, config, special, lead)
-        plan = row_plan(feature, pos, config, special, lead)
+        plan = kernel_plan(feature, pos, config, special, lead)
         if plan is not None:
             return plan
+        if config.weights == "best":  # of which no gradient comes
+            ranked = config.keep is None or merged_by_keep(pos, config.keep) < pos.N
+            best, row = nearest(feature.detach(), pos, config.metric, ranked)
+            return row_plan(best, row, pos, config, special, lead)
         similarity = similarity_of(feature, pos, config.metric)  # "Similarity-Based Fusion Matrix": S
         fusion = fusion_weights(similarity, pos, config)  # "Adaptive Weight Refining": W^F; X_pres
         return MergePlan(fusion, pos, special, lead, paper=config.variant == "paper")

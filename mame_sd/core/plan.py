@@ -90,6 +90,9 @@ class Plan:
     @property
     def rows(self) -> Tensor:
         """Which of the tokens that `merge` gives each token mainly went to, [B, L]: its index among them."""
+        return self._found_rows()
+
+    def _found_rows(self) -> Tensor:
         pos, b = self.positions, math.prod(self._lead)
         dst = pos.gather[pos.dst_slots]  # [T, m] rows of the destinations
         src = dst.expand(b, -1, -1).gather(2, self._heaviest()).flatten(1)
@@ -173,7 +176,6 @@ class MergePlan(Plan):
         super().__init__(pos, fusion.preserved, special, lead)
         self._weights = _Casts(fusion.weights.flatten(0, 1))  # [B * T, m, n]
         self._R = 1 + fusion.weights.sum(-1).flatten(0, 1).unsqueeze(-1)  # [B * T, m, 1]
-        self._row = fusion.row
         self._paper = paper
 
     @property
@@ -184,9 +186,6 @@ class MergePlan(Plan):
 
     def _slot_counts(self) -> Tensor:
         return self._R.view(*self._lead, self.positions.blocks * self.positions.m)
-
-    def _heaviest(self) -> Tensor:
-        return super()._heaviest() if self._row is None else self._row
 
     def _aggregated(self, body: Tensor) -> Tensor:
         """x''_dst,i = (x_dst,i + sum_j W^F_ij x_src,j) / R_i (paper, "Token Aggregation and Preservation").

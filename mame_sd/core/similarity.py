@@ -30,6 +30,24 @@ def similarity_of(x: Tensor, pos: Positions, metric: str) -> Tensor:
     return torch.softmax(s, -2) if metric == "softmax" else s
 
 
+def nearest(x: Tensor, pos: Positions, metric: str, ranked: bool = True) -> tuple[Tensor, Tensor]:
+    """Of each source of x [B, L, d] the largest S and its destination, both [B, T, n]; the first where several are as near.
+
+    Args:
+        ranked: sources are to be compared with one another too. If not, only the destination counts, and of cosine's two norms
+            that of the source is left out.
+    """
+    if metric != "cosine" or ranked or pos.dst_pad is not None:
+        best, row = similarity_of(x, pos, metric).max(-2)
+        return best, row
+    blocks = blocks_of(x, pos.slots)
+    dst, src = _full(blocks).split([pos.m, pos.n], 1)
+    dst = _in_range(dst.contiguous())
+    best, row = _product(torch.mul(dst, _inverse_norm(dst), out=reuse(dst)), src).max(-2)
+    shape = x.shape[0], pos.blocks, pos.n
+    return best.view(shape), row.view(shape)
+
+
 def _cosine(blocks: Tensor, m: int) -> Tensor:
     """S_ij = x_i . x_j / (|x_i| |x_j|) [B * T, m, n], from -1 to 1, and 0 for zero tokens."""
     if blocks.is_cuda and blocks.dtype in (torch.float16, torch.bfloat16) and in_place(blocks):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.buffers import in_place, masked_fill, relu, reuse, zeros_like
+from mame_sd.core.buffers import in_place, masked_fill, relu, reuse
 from mame_sd.core.tables import Positions
 
 # Refining keeps what exceeds a column's mean. Where that leaves at most this share of the column (a tie, up to
@@ -22,13 +22,10 @@ REFINE_FLOOR = 1e-5
 
 
 class Fusion(NamedTuple):
-    """W^F [B, T, m, n]; the preserved sources as indices into `pos.src`, ascending, [r] with tau, [B, r] with keep; and with
-    weights "best" the destination that each source would go to [B, T, n].
-    """
+    """W^F [B, T, m, n]; and the preserved sources as indices into `pos.src`, ascending, [r] with tau, [B, r] with keep."""
 
     weights: Tensor
     preserved: Tensor
-    row: Tensor | None = None
 
 
 def fusion_weights(s: Tensor, pos: Positions, config: MaMeConfig) -> Fusion:
@@ -37,7 +34,7 @@ def fusion_weights(s: Tensor, pos: Positions, config: MaMeConfig) -> Fusion:
     Args:
         s: S [B, T, m, n]; overwritten where no gradient is needed.
         pos: the partition.
-        config: `tau` or `keep`, `weights`, `refine`, `variant` and `eps` are read.
+        config: `tau` or `keep`, `refine`, `variant` and `eps` are read.
     """
     return _weights_by_tau(s, pos, config) if config.keep is None else _weights_by_keep(s, pos, config)
 
@@ -45,12 +42,7 @@ def fusion_weights(s: Tensor, pos: Positions, config: MaMeConfig) -> Fusion:
 def _weights_by_tau(s: Tensor, pos: Positions, config: MaMeConfig) -> Fusion:
     """For a fixed threshold: a source is preserved where any sample has no destination above tau for it."""
     assert config.tau is not None
-    row = None
-    if config.weights == "best":
-        best, row = s.max(-2)  # [B, T, n]
-        merges = best > config.tau
-        weights = _to_one(s, row, merges)
-    elif config.variant == "paper":
+    if config.variant == "paper":
         weights = _printed_weights(_above(s, config.tau), config.refine, config.eps)
         merges = weights.sum(-2) > 0
     else:
@@ -59,7 +51,7 @@ def _weights_by_tau(s: Tensor, pos: Positions, config: MaMeConfig) -> Fusion:
         merges = total > 0
         weights = _settled_weights(above, total, config.refine)
     unmerged, preserved = preserved_by_tau(merges, pos)
-    return Fusion(masked_fill(weights, unmerged.unsqueeze(-2), 0), preserved, row)
+    return Fusion(masked_fill(weights, unmerged.unsqueeze(-2), 0), preserved)
 
 
 def preserved_by_tau(merges: Tensor, pos: Positions) -> tuple[Tensor, Tensor]:
@@ -81,8 +73,6 @@ def _weights_by_keep(s: Tensor, pos: Positions, config: MaMeConfig) -> Fusion:
     unmerged, preserved = preserved_by_keep(best, pos, config.keep)
     if preserved.shape[1] == pos.N:
         return Fusion(torch.zeros_like(s), preserved)
-    if config.weights == "best":
-        return Fusion(_to_one(s, row, ~unmerged), preserved, row)
     # The found tau: the least similarity that merges. Where NaN ones are chosen, they set none.
     tau = best.masked_fill(unmerged | best.isnan(), math.inf).flatten(1).min(1).values
     above = _above(s, tau.view(-1, 1, 1, 1))
@@ -93,6 +83,11 @@ def _weights_by_keep(s: Tensor, pos: Positions, config: MaMeConfig) -> Fusion:
     return Fusion(torch.scatter_add(weights, -2, row.unsqueeze(-2), one, out=reuse(weights)), preserved)
 
 
+def merged_by_keep(pos: Positions, keep: float) -> int:
+    """How many of the sources merge for a share `keep` of the tokens to stay."""
+    return pos.L - max(pos.M, round(keep * pos.L))
+
+
 def preserved_by_keep(best: Tensor, pos: Positions, keep: float) -> tuple[Tensor, Tensor]:
     """The source slots that don't merge, or are padding [B, T, n], and the preserved sources [B, r].
 
@@ -100,7 +95,9 @@ def preserved_by_keep(best: Tensor, pos: Positions, keep: float) -> tuple[Tensor
         best: [B, T, n], the largest similarity of every source slot. The highest merge, ties by position, NaN ranks last.
         keep: share of the tokens to keep; all destinations are kept in any case.
     """
-    b, merged = best.shape[0], pos.L - max(pos.M, round(keep * pos.L))
+    b, merged = best.shape[0], merged_by_keep(pos, keep)
+    if merged == pos.N and pos.src_pad is None:
+        return torch.zeros_like(best, dtype=torch.bool), torch.empty(b, 0, dtype=torch.long, device=best.device)
     if merged in (0, pos.N):  # nothing to choose
         order = torch.arange(pos.N, device=best.device).expand(b, -1)
     else:
@@ -115,11 +112,6 @@ def preserved_by_keep(best: Tensor, pos: Positions, keep: float) -> tuple[Tensor
 def _above(s: Tensor, tau: Tensor | float) -> Tensor:
     """S~ = ReLU(S - tau)."""
     return relu(torch.sub(s, tau, out=reuse(s)))
-
-
-def _to_one(s: Tensor, row: Tensor, columns: Tensor) -> Tensor:
-    """Weight 1 for the destination `row` [B, T, n] of every source in `columns` (bool [B, T, n]), else 0."""
-    return zeros_like(s).scatter_(-2, row.unsqueeze(-2), columns.unsqueeze(-2).to(s.dtype))
 
 
 def _settled_weights(above: Tensor, total: Tensor, refine: bool) -> Tensor:

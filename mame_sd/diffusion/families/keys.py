@@ -16,11 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from mame_sd.core import means
 from mame_sd.core.buffers import in_place
 from mame_sd.core.correction import Lacking, first_order, first_order_of_means, moments
 from mame_sd.core.indexing import rows_of
+from mame_sd.core.means import Groups
 from mame_sd.core.pick_plan import PickPlan
 from mame_sd.core.plan import Plan
+from mame_sd.core.row_plan import RowPlan
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -149,6 +152,7 @@ class MergedKeys(Attending):
         self.correct = correct
         self.drawn = drawn
         self.seen = False  # whether such a call came
+        self._groups: Groups | None = None
 
     def attend(self, attention: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
         """See `Attending`."""
@@ -203,12 +207,34 @@ class MergedKeys(Attending):
         """Keys or values [B, H, L', D] of [B, H, L, D], or [B, L', D] of [B, L, D]."""
         if t.dim() == 3:
             return self.merged(t.unsqueeze(1)).squeeze(1)
+        if isinstance(self.plan, RowPlan) and means.can_group(t):
+            return self._means(t)
         last = self.first + self.plan.tokens_in
         tokens = t.transpose(1, 2)  # [B, L, H, D], as they were projected
         image = self._merged_image(tokens[:, self.first : last].flatten(2)).unflatten(2, t.shape[1::2])
         if self.length > self.plan.tokens_in:  # others stand beside it
             image = torch.cat([tokens[:, : self.first], image, tokens[:, last:]], 1)
         return image.transpose(1, 2)
+
+    def _means(self, t: Tensor) -> Tensor:
+        """`merged` in one operation, from where the heads of t [B, H, L, D] lie and to there: each token of text is a group of its own."""
+        if self._groups is None:
+            self._groups = means.groups_of(self._rows(), self.length - self.plan.tokens_in + self.plan.tokens_kept)
+        batch, heads, _, width = t.shape
+        if t.is_contiguous():
+            groups = means.of_heads(self._groups, batch, heads)
+            return means.means(t.view(-1, width), groups).view(batch, heads, -1, width)
+        tokens = t.transpose(1, 2).reshape(-1, heads * width)
+        return means.means(tokens, self._groups).view(batch, -1, heads, width).transpose(1, 2)
+
+    def _rows(self) -> Tensor:
+        """Which of the merged keys each one went to, [B, L]."""
+        plan, last = self.plan, self.first + self.plan.tokens_in
+        rows, fewer = plan.rows + self.first, plan.tokens_in - plan.tokens_kept
+        at = self.place(torch.arange(plan.tokens_in, device=rows.device)) + self.first
+        every = torch.arange(self.length, device=rows.device)
+        others = torch.where(every < last, every, every - fewer)
+        return others.expand(len(rows), -1).index_copy(1, at, rows)
 
     def _merged_image(self, image: Tensor) -> Tensor:
         """[B, n', C] of the image's tokens [B, n, C]."""

@@ -1,0 +1,105 @@
+"""A plan in which each source goes whole to its most similar destination (`weights="best"`): who went where, and no matrix.
+
+Merging takes means of groups, restoring takes rows. What is not finite stays within its group.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mame_sd.config import MaMeConfig
+from mame_sd.core import means
+from mame_sd.core.indexing import rows_of
+from mame_sd.core.means import Groups
+from mame_sd.core.plan import Plan, no_autocast
+from mame_sd.core.tables import Positions
+from mame_sd.core.weights import preserved_by_keep, preserved_by_tau
+
+
+class RowPlan(Plan):
+    """A plan that knows one destination for each source; `weights` are made when somebody looks at them.
+
+    Args:
+        row: [B, T, n], the destination of its tile that a source goes to; -1: it is preserved, or padding.
+        pos, preserved, special, lead: as `Plan`.
+        dtype: of the weights and counts.
+    """
+
+    def __init__(
+        self, row: Tensor, pos: Positions, preserved: Tensor, special: int, lead: torch.Size, dtype: torch.dtype
+    ) -> None:
+        super().__init__(pos, preserved, special, lead)
+        self._row, self._dtype = row, dtype
+        self._rows: Tensor | None = None
+        self._sizes: Tensor | None = None
+        self._groups: Groups | None = None
+
+    @property
+    def weights(self) -> Tensor:
+        """See `Plan`; 0 and 1."""
+        every = torch.arange(self.positions.m, device=self._row.device)
+        weights = (self._row.unsqueeze(-2) == every.unsqueeze(-1)).to(self._dtype)
+        return weights.view(*self._lead, *weights.shape[1:])
+
+    @property
+    def rows(self) -> Tensor:
+        """See `Plan`."""
+        if self._rows is None:
+            self._rows = self._found_rows()
+        return self._rows
+
+    @property
+    def sizes(self) -> Tensor:
+        """See `Plan`; [B, L']."""
+        if self._sizes is None:
+            rows = self.rows
+            sizes = torch.zeros(rows.shape[0], self.tokens_kept, dtype=self._dtype, device=rows.device)
+            self._sizes = sizes.scatter_add_(1, rows, torch.ones_like(rows, dtype=self._dtype))
+        return self._sizes
+
+    @property
+    def counts(self) -> Tensor:
+        """See `Plan`."""
+        return self.sizes[:, self.special : self.special + self.positions.M].view(*self._lead, -1)
+
+    def merge(self, t: Tensor) -> Tensor:
+        """See `Plan`."""
+        t = self._checked(t, self.tokens_in, "merge")
+        with no_autocast(t):
+            y = self.means(t)
+        return y.reshape(*self._lead, *y.shape[1:])
+
+    def restore(self, y: Tensor) -> Tensor:
+        """See `Plan`; without a product: each token takes the row of `y` that it went to, or is."""
+        x = rows_of(self._checked(y, self.tokens_kept, "restore"), self.rows)
+        return x.view(*self._lead, *x.shape[1:])
+
+    def means(self, t: Tensor) -> Tensor:
+        """Tokens [B, L, C] merged, as [B, L', C]."""
+        if means.can_group(t):
+            if self._groups is None:
+                self._groups = means.groups_of(self.rows, self.tokens_kept)
+            return means.means(t.reshape(-1, t.shape[2]), self._groups).view(t.shape[0], -1, t.shape[2])
+        return means.means_with_gradients(t, self.rows, self.sizes)
+
+    def _heaviest(self) -> Tensor:
+        return self._row.long().clamp(min=0)
+
+
+def row_plan(
+    best: Tensor,
+    row: Tensor,
+    pos: Positions,
+    config: MaMeConfig,
+    special: int,
+    lead: torch.Size,
+    kind: type[RowPlan] = RowPlan,
+) -> RowPlan:
+    """The plan of sources whose largest similarity is `best` [B, T, n], that of destination `row` [B, T, n] of their tile."""
+    if config.keep is None:
+        assert config.tau is not None
+        unmerged, preserved = preserved_by_tau(best > config.tau, pos)
+    else:
+        unmerged, preserved = preserved_by_keep(best, pos, config.keep)
+    return kind(row.masked_fill(unmerged, -1), pos, preserved, special, lead, best.dtype)
