@@ -1,4 +1,4 @@
-"""MaMe and MaRe as two matrix products: a plan is computed once from a feature, then merges and restores any tensor.
+"""MaMe and MaRe: a plan is computed once from a feature, then merges and restores any tensor.
 
 >>> import torch
 >>> from mame_sd import MaMeConfig, plan_merge

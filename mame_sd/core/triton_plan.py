@@ -6,8 +6,8 @@ Products and sums are fp32 whatever the inputs.
 
 Verified against the float64 loops in Triton's interpreter; not yet timed, nor run, on a GPU.
 
-NaN and infinity go where PyTorch's operations put them in merging: a NaN similarity is the largest of its source, and
-what is not finite spreads over its channel of the tile. Restoring spreads it no further.
+A NaN similarity is the largest of its source. What is not finite spreads over its channel of the tile in merging, where
+PyTorch's operations keep it in its group; restoring spreads it no further.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core.merge import plan_merge
 from mame_sd.core.partition import GRIDS
 from mame_sd.core.plan import Plan
+from mame_sd.core.row_plan import RowPlan
 from mame_sd.perception.counts import BlockCounts, width_of
 from mame_sd.perception.families import Encoder
 from mame_sd.perception.shared import Pass
@@ -160,7 +161,8 @@ class MergedBlock:
         assert self.counts is not None
         _, tokens, channels = shape
         pairs = plan.positions.blocks * plan.positions.m * plan.positions.n
-        merging = pairs * (dim + channels * (2 if self.shared.restore else 1))
+        products = 0 if isinstance(plan, RowPlan) else 2 if self.shared.restore else 1
+        merging = pairs * (dim + channels * products)
         if self.config and self.config.feature != "x":
             merging += tokens * channels * width_of(self.block, self.encoder)
         self.counts.add(tokens, plan.tokens_kept, merging, note)
