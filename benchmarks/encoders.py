@@ -148,6 +148,7 @@ MOST = 1e6  # more tokens than there are
 METHODS: dict[str, Method] = {
     "unmerged": Unmerged(),
     "MaMe": Merged(HALVED, {"keep": 0.5}),
+    "MaMe, best": Merged(HALVED, {"keep": 0.5, "weights": "best"}),
     "ToMe": Rival(HalvedToMe(MOST)),
     "ToMe without proportional attention": Rival(HalvedToMe(MOST, prop_attn=False)),
     "fewer tokens": Rival(Fewer()),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mame_sd import MergePlan
+from mame_sd.core.plan import Plan
 
 log = logging.getLogger("mame-sd")
 NOT_CALLED = "the engine never handed its attention to the node; update ComfyUI"
@@ -31,7 +31,7 @@ class Run:
     unreached: bool = False
     compiled: bool = False
 
-    def note_merged(self, plan: MergePlan, size: tuple[int, ...]) -> None:
+    def note_merged(self, plan: Plan, size: tuple[int, ...]) -> None:
         if torch.compiler.is_compiling():
             self.compiled = True
         else:

@@ -1,4 +1,4 @@
-"""MaMe and MaRe: training-free token merging for diffusion models, by matrix operations alone."""
+"""MaMe and MaRe: training-free token merging for diffusion models and vision transformers."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class MaMeConfig:
         "qkv: merge before attention and restore after it (the paper); kv: merge keys and values only"
     )
     kernel: Literal["triton"] | None = _field(
-        "triton: find and merge in fused kernels on a CUDA device, with weights best, metric cosine and tiles of at most "
+        "triton: find destinations in a fused kernel on a CUDA device, with weights best, metric cosine and tiles of at most "
         "16 (verified in Triton's interpreter, not yet timed on a GPU); PyTorch's operations unless given"
     )
     tiles: int = _field(

@@ -23,8 +23,8 @@ def groups_of(rows: Tensor, count: int) -> Groups:
 
     Without waiting for a device. Every group has a token.
     """
-    samples = len(rows)
-    group = (rows + torch.arange(0, samples * count, count, device=rows.device).unsqueeze(1)).flatten()
+    samples = rows.shape[0]
+    group = (rows + torch.arange(samples, device=rows.device).unsqueeze(1) * count).flatten()
     sizes = torch.zeros(samples * count, dtype=torch.long, device=rows.device)
     sizes = sizes.scatter_add_(0, group, torch.ones_like(group))
     return Groups(group.argsort(stable=True), sizes.cumsum(0) - sizes)
@@ -34,17 +34,17 @@ def of_heads(groups: Groups, samples: int, heads: int) -> Groups:
     """The groups of tokens [B * H * L, D], alike in all heads of a sample, from those of [B * L, C]."""
 
     def spread(t: Tensor) -> Tensor:
-        first = torch.arange(0, samples * length, length, device=t.device)
-        later = torch.arange(0, samples * heads * length, length, device=t.device)
-        return (t.view(samples, 1, -1) - first.view(-1, 1, 1) + later.view(samples, heads, 1)).flatten()
+        sample = torch.arange(samples, device=t.device).view(-1, 1, 1)
+        head = torch.arange(heads, device=t.device).view(1, -1, 1)
+        return (t.view(samples, 1, t.shape[0] // samples) + (sample * (heads - 1) + head) * length).flatten()
 
-    length = len(groups.order) // samples
+    length = groups.order.shape[0] // samples
     return Groups(spread(groups.order), spread(groups.starts))
 
 
 def can_group(t: Tensor) -> bool:
     """Whether `means` takes tokens like `t`: no gradient is needed, and the device has the operation."""
-    return in_place(t) and t.device.type in ("cpu", "cuda")
+    return in_place(t) and t.device.type in ("cpu", "cuda", "mps")
 
 
 def means(t: Tensor, groups: Groups) -> Tensor:

@@ -24,7 +24,8 @@ from mame_sd.core.tables import Positions, partitioned
 GRIDS = ("grid", "random-grid")  # partitions of one destination per stride cell
 DRAWN = ("random", "random-grid")  # partitions with a seed
 DRAWS = 64  # partitions that steps and layers choose from: a draw that comes again brings its error again
-FEWEST, TABLE = 8, 2**20  # draws of large planes: as many as this number of positions holds, but not fewer
+FEWEST, TABLE = 8, 2**18  # draws of large planes: as many as this number of positions holds, but not fewer
+SPREAD = 13  # between neighbouring draws, where several share a row of the table
 _PER_DRAW = ("dst", "src", "slots", "src_real", "gather", "source", "sample")  # index tensors that differ between draws
 
 
@@ -81,7 +82,8 @@ def positions(
     if draw is None or not config.redraw or config.partition not in DRAWN:
         return first
     draws = _looked_up_draws(*key)
-    return _drawn(first, draws, draw % len(draws))
+    count = draws.shape[0]
+    return _drawn(first, draws, draw % DRAWS if count == DRAWS else draw * SPREAD % DRAWS * count // DRAWS)
 
 
 def square(tokens: int) -> tuple[int, int] | None:
@@ -135,7 +137,7 @@ def _values(*key: Any) -> tuple[Any, ...]:
     return tuple(getattr(pos, f.name) for f in fields(pos))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=32)
 def _draws(*key: Any) -> Tensor:
     """int32 [draws, ...]: the tensors of `_PER_DRAW` side by side, a row for each draw."""
     count = min(DRAWS, max(FEWEST, TABLE // (key[0] * key[1])))

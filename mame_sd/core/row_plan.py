@@ -11,7 +11,6 @@ from torch import Tensor
 from mame_sd.config import MaMeConfig
 from mame_sd.core import means
 from mame_sd.core.indexing import rows_of
-from mame_sd.core.means import Groups
 from mame_sd.core.plan import Plan, no_autocast
 from mame_sd.core.tables import Positions
 from mame_sd.core.weights import preserved_by_keep, preserved_by_tau
@@ -24,16 +23,23 @@ class RowPlan(Plan):
         row: [B, T, n], the destination of its tile that a source goes to; -1: it is preserved, or padding.
         pos, preserved, special, lead: as `Plan`.
         dtype: of the weights and counts.
+        by_kernel: whether a kernel found the destinations.
     """
 
     def __init__(
-        self, row: Tensor, pos: Positions, preserved: Tensor, special: int, lead: torch.Size, dtype: torch.dtype
+        self,
+        row: Tensor,
+        pos: Positions,
+        preserved: Tensor,
+        special: int,
+        lead: torch.Size,
+        dtype: torch.dtype,
+        by_kernel: bool = False,
     ) -> None:
         super().__init__(pos, preserved, special, lead)
+        self.by_kernel = by_kernel
         self._row, self._dtype = row, dtype
-        self._rows: Tensor | None = None
-        self._sizes: Tensor | None = None
-        self._groups: Groups | None = None
+        self._rows = self._found_rows()
 
     @property
     def weights(self) -> Tensor:
@@ -45,18 +51,13 @@ class RowPlan(Plan):
     @property
     def rows(self) -> Tensor:
         """See `Plan`."""
-        if self._rows is None:
-            self._rows = self._found_rows()
         return self._rows
 
     @property
     def sizes(self) -> Tensor:
         """See `Plan`; [B, L']."""
-        if self._sizes is None:
-            rows = self.rows
-            sizes = torch.zeros(rows.shape[0], self.tokens_kept, dtype=self._dtype, device=rows.device)
-            self._sizes = sizes.scatter_add_(1, rows, torch.ones_like(rows, dtype=self._dtype))
-        return self._sizes
+        sizes = torch.zeros(self._rows.shape[0], self.tokens_kept, dtype=self._dtype, device=self._rows.device)
+        return sizes.scatter_add_(1, self._rows, torch.ones_like(self._rows, dtype=self._dtype))
 
     @property
     def counts(self) -> Tensor:
@@ -72,16 +73,15 @@ class RowPlan(Plan):
 
     def restore(self, y: Tensor) -> Tensor:
         """See `Plan`; without a product: each token takes the row of `y` that it went to, or is."""
-        x = rows_of(self._checked(y, self.tokens_kept, "restore"), self.rows)
+        x = rows_of(self._checked(y, self.tokens_kept, "restore"), self._rows)
         return x.view(*self._lead, *x.shape[1:])
 
     def means(self, t: Tensor) -> Tensor:
         """Tokens [B, L, C] merged, as [B, L', C]."""
         if means.can_group(t):
-            if self._groups is None:
-                self._groups = means.groups_of(self.rows, self.tokens_kept)
-            return means.means(t.reshape(-1, t.shape[2]), self._groups).view(t.shape[0], -1, t.shape[2])
-        return means.means_with_gradients(t, self.rows, self.sizes)
+            groups = means.groups_of(self._rows, self.tokens_kept)
+            return means.means(t.flatten(0, 1), groups).view(t.shape[0], self.tokens_kept, t.shape[2])
+        return means.means_with_gradients(t, self._rows, self.sizes)
 
     def _heaviest(self) -> Tensor:
         return self._row.long().clamp(min=0)
@@ -94,7 +94,7 @@ def row_plan(
     config: MaMeConfig,
     special: int,
     lead: torch.Size,
-    kind: type[RowPlan] = RowPlan,
+    by_kernel: bool = False,
 ) -> RowPlan:
     """The plan of sources whose largest similarity is `best` [B, T, n], that of destination `row` [B, T, n] of their tile."""
     if config.keep is None:
@@ -102,4 +102,4 @@ def row_plan(
         unmerged, preserved = preserved_by_tau(best > config.tau, pos)
     else:
         unmerged, preserved = preserved_by_keep(best, pos, config.keep)
-    return kind(row.masked_fill(unmerged, -1), pos, preserved, special, lead, best.dtype)
+    return RowPlan(row.masked_fill(unmerged, -1), pos, preserved, special, lead, best.dtype, by_kernel)

@@ -1,7 +1,6 @@
-"""The two Triton kernels of `triton_plan.py`, as operators that torch.compile takes as they are.
+"""The Triton kernel of `triton_plan.py`, as an operator that torch.compile takes as it is.
 
-Every program works on one tile of one sample: the first kernel on all of its destinations and some of its sources, the second on
-some channels of all its tokens. Blocks are padded to powers of two and masked, so that any width of tokens and any tile of at most
+Every program works on one tile of one sample, on all of its destinations and some of its sources. Blocks are padded to powers of two and masked, so that any width of tokens and any tile of at most
 16 x 16 tokens will do, cut at an image's border too.
 """
 
@@ -31,25 +30,6 @@ def best_destination(x: Tensor, slots: Tensor, m: int) -> tuple[Tensor, Tensor]:
 def _(x: Tensor, slots: Tensor, m: int) -> tuple[Tensor, Tensor]:
     shape = x.shape[0], slots.shape[0], slots.shape[1] - m
     return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int32)
-
-
-@torch.library.custom_op("mame_sd::merged_tokens", mutates_args=())
-def merged_tokens(t: Tensor, slots: Tensor, gather: Tensor, row: Tensor, M: int) -> Tensor:
-    """X''_dst [B, M, C] of t [B, L, C]; `row` and `slots` as above, `gather` and `M` those of Positions."""
-    b, length, c = t.shape
-    blocks, n = row.shape[1:]
-    m = slots.shape[1] - n
-    y = t.new_empty((b, M, c))
-    launch = launch_sizes(m, n)
-    with torch.cuda.device_of(t):
-        grid = blocks, triton.cdiv(c, launch["BLOCK_D"]), b
-        merge_kernel[grid](t, slots, gather, row, y, length, c, M, m, n, **launch)
-    return y
-
-
-@merged_tokens.register_fake
-def _(t: Tensor, slots: Tensor, gather: Tensor, row: Tensor, M: int) -> Tensor:
-    return t.new_empty((t.shape[0], M, t.shape[2]))
 
 
 def launch_sizes(m: int, n: int) -> dict[str, int]:
@@ -149,52 +129,3 @@ def best_kernel(
     out = (sample * tl.num_programs(0) + tile) * n + j
     tl.store(best + out, tl.where(top > 1.5, float("nan"), top), mask=j < n)
     tl.store(row + out, tl.where(src_real, tl.argmax(s, 0), -1), mask=j < n)
-
-
-@triton.jit
-def merge_kernel(
-    t: tl.tensor,
-    slots: tl.tensor,
-    gather: tl.tensor,
-    row: tl.tensor,
-    y: tl.tensor,
-    length: tl.tensor,
-    c: tl.tensor,
-    M: tl.tensor,
-    m: tl.tensor,
-    n: tl.tensor,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
-    tile = tl.program_id(0).to(tl.int64)
-    start = tl.program_id(1) * BLOCK_D
-    sample = tl.program_id(2).to(tl.int64)
-    slots += tile * (m + n)
-    t += sample * length * c
-    y += sample * M * c
-    row += (sample * tl.num_programs(0) + tile) * n
-    dst, dst_real = _destinations(slots, m, BLOCK_M)
-    total = _chunk(t, dst, dst_real, start, c, BLOCK_D)
-    count = tl.full([BLOCK_M], 1.0, tl.float32)
-    low = tl.min(tl.where(dst_real[:, None], total, float("inf")), 0)
-    high = tl.max(tl.where(dst_real[:, None], total, float("-inf")), 0)
-    nans = tl.sum((total != total).to(tl.int32), 0)
-    for first in range(0, n, BLOCK_N):
-        src, src_real = _sources(slots, m, n, first, BLOCK_N)
-        goes = tl.load(row + first + tl.arange(0, BLOCK_N), mask=src_real, other=-1)
-        weights = (tl.arange(0, BLOCK_M)[:, None] == goes[None, :]).to(tl.float32)
-        part = _chunk(t, src, src_real, start, c, BLOCK_D)
-        count += tl.sum(weights, 1)
-        total = tl.dot(weights, part, total, input_precision="ieee")
-        low = tl.minimum(low, tl.min(tl.where(src_real[:, None], part, float("inf")), 0))
-        high = tl.maximum(high, tl.max(tl.where(src_real[:, None], part, float("-inf")), 0))
-        nans += tl.sum((part != part).to(tl.int32), 0)
-    mean = total / count[:, None]
-    # A mean is within the range of its tile's tokens; rounding that takes it out is undone.
-    held = tl.minimum(tl.maximum(mean, low[None, :]), high[None, :])
-    held = tl.where((mean != mean) | (nans > 0)[None, :], float("nan"), held)
-    out = tl.load(gather + dst, mask=dst_real, other=0)
-    column = start + tl.arange(0, BLOCK_D)
-    mask = dst_real[:, None] & (column < c)[None, :]
-    tl.store(y + out[:, None] * c + column[None, :], held.to(y.dtype.element_ty), mask=mask)

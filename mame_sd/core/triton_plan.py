@@ -1,13 +1,11 @@
-"""Merging by Triton kernels (`kernel="triton"`): no M x N matrix is ever written.
+"""Destinations by a Triton kernel (`kernel="triton"`): no M x N matrix is ever written.
 
-One kernel finds each source's most similar destination, one program for each tile and sample: the tile's similarities stay
-on the chip. A second kernel sums and divides, and writes the merged tokens to where they belong. Restoring takes rows.
-Products and sums are fp32 whatever the inputs.
+It finds each source's most similar destination, one program for each tile and sample: the tile's similarities stay
+on the chip. Products and sums are fp32 whatever the inputs. Merging and restoring are those of `row_plan.py`.
 
 Verified against the float64 loops in Triton's interpreter; not yet timed, nor run, on a GPU.
 
-A NaN similarity is the largest of its source. What is not finite spreads over its channel of the tile in merging, where
-PyTorch's operations keep it in its group; restoring spreads it no further.
+A NaN similarity is the largest of its source.
 """
 
 from __future__ import annotations
@@ -19,29 +17,12 @@ from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.buffers import in_place
-from mame_sd.core.indexing import rows_of
 from mame_sd.core.plan import Plan
 from mame_sd.core.row_plan import RowPlan, row_plan
 from mame_sd.core.tables import Positions
 from mame_sd.errors import MachineError
 
 TORCH_INSTEAD = "gradients or float64: PyTorch's operations in place of the kernel"
-
-
-class KernelPlan(RowPlan):
-    """A RowPlan that merges by the second kernel."""
-
-    def means(self, t: Tensor) -> Tensor:
-        """See `RowPlan`."""
-        if not _served(t):
-            return super().means(t)
-        pos, body = self.positions, t[:, self.special :].contiguous()
-        parts = [torch.ops.mame_sd.merged_tokens(body, pos.slots, pos.gather, self._row, pos.M)]
-        if torch.compiler.is_compiling() or self._preserved.shape[-1]:  # with tau a graph does not know how many
-            parts.append(rows_of(body, pos.src[self._preserved]))
-        if self.special:
-            parts.insert(0, t[:, : self.special])
-        return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
 def kernel_plan(x: Tensor, pos: Positions, config: MaMeConfig, special: int, lead: torch.Size) -> RowPlan | None:
@@ -69,12 +50,13 @@ def kernel_plan(x: Tensor, pos: Positions, config: MaMeConfig, special: int, lea
     if not _served(x):
         return None
     best, row = best_destination(x.contiguous(), pos.slots, pos.m)
-    return row_plan(best, row, pos, config, special, lead, KernelPlan)
+    return row_plan(best, row, pos, config, special, lead, by_kernel=True)
 
 
 def kernel_note(config: MaMeConfig, plan: Plan) -> str:
     """Why the kernel that `config` names did not make `plan`; "" where it did, or none is named."""
-    return TORCH_INSTEAD if config.kernel is not None and not isinstance(plan, KernelPlan) else ""
+    found = isinstance(plan, RowPlan) and plan.by_kernel
+    return TORCH_INSTEAD if config.kernel is not None and not found else ""
 
 
 def _served(t: Tensor) -> bool:

@@ -12,7 +12,6 @@ import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mame_sd import MaMeConfig, plan_merge
-from mame_sd.core import means
 from mame_sd.core.partition import draw_at
 
 TABLE = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
@@ -57,10 +56,7 @@ def kernels() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fields", SETTINGS, ids=lambda fields: "-".join(map(str, fields.values())))
-def test_every_operation_is_there(
-    fields: dict[str, Any], dtype: torch.dtype, kernels: dict[str, set[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(means, "can_group", lambda t: False)  # which it is there
+def test_every_operation_is_there(fields: dict[str, Any], dtype: torch.dtype, kernels: dict[str, set[str]]) -> None:
     config = MaMeConfig(**fields)
     x = torch.randn(2, 256, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     with torch.no_grad(), Recorded() as recorded:

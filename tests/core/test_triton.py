@@ -20,7 +20,7 @@ from diffusers.models.attention_processor import Attention
 from mame_sd import MachineError, MaMeConfig, apply_mame, plan_merge
 from mame_sd.core.owners import owners_of
 from mame_sd.core.reference import reference_plan
-from mame_sd.core.triton_plan import TORCH_INSTEAD, KernelPlan, kernel_note
+from mame_sd.core.triton_plan import TORCH_INSTEAD, kernel_note
 from tests.builders.tiny import seeded, tiny_unet, unet_inputs
 
 pytest.importorskip("triton")
@@ -66,7 +66,7 @@ def test_plans_are_those_of_the_loops(name: str) -> None:
     x, config, draw = tokens(size), MaMeConfig(kernel="triton", **fields), torch.tensor([3])
     plan, plain = plan_merge(x, config, size, draw=draw), plan_merge(x, config.replace(kernel=None), size, draw=draw)
     exact = reference_plan(x.cpu().double(), config, size, draw=draw)
-    assert isinstance(plan, KernelPlan)
+    assert plan.by_kernel
     for of in ("weights", "counts", "preserved", "kept"):
         assert torch.equal(getattr(plan, of), getattr(plain, of)), of
     assert torch.equal(owners_of(plan), owners_of(plain))
@@ -99,8 +99,9 @@ def test_constant_images_stay_as_they_are(dtype: torch.dtype, value: float) -> N
     x = torch.full((1, 64, 32), value, device=DEVICE).to(dtype)
     plan = plan_merge(x, MaMeConfig(kernel="triton"), (8, 8))
     y = plan.merge(x)
-    assert torch.equal(y, x[:, :16])
-    assert torch.equal(plan.restore(y), x)
+    rtol = max(1e-5, torch.finfo(dtype).eps)  # of a sum of up to 49 equal tokens
+    torch.testing.assert_close(y, x[:, :16], rtol=rtol, atol=0)
+    torch.testing.assert_close(plan.restore(y), x, rtol=rtol, atol=0)
 
 
 @runs
@@ -119,10 +120,9 @@ def test_what_is_not_finite_is_not_hidden_and_stays_in_its_sample(bad: float, po
     plan, plain = plan_merge(x, config, (8, 16)), plan_merge(x, config.replace(kernel=None), (8, 16))
     assert torch.equal(owners_of(plan), owners_of(plain))
     got, want = plan.merge(x), plain.merge(x)
-    for y in (got, want):  # the kernel's products spread it over the tile, PyTorch's sums over its group
-        assert not y[0].isfinite().all()
-        assert y[1].isfinite().all()
-    torch.testing.assert_close(got[1], want[1])
+    torch.testing.assert_close(got, want, equal_nan=True)
+    assert not got[0].isfinite().all()
+    assert got[1].isfinite().all()
 
 
 @runs
@@ -141,7 +141,7 @@ def test_gradients_and_float64_are_pytorchs_and_the_report_says_so() -> None:
     x = tokens((8, 8))
     for served in (x.double(), x.clone().requires_grad_()):
         plan = plan_merge(served, config, (8, 8))
-        assert not isinstance(plan, KernelPlan)
+        assert not plan.by_kernel
         assert kernel_note(config, plan) == TORCH_INSTEAD
     plan, wanted = plan_merge(x, config, (8, 8)), x.clone().requires_grad_()
     plan.restore(plan.merge(wanted)).sum().backward()
@@ -192,20 +192,15 @@ def test_the_kernels_compile_for_a_gpu_without_one() -> None:
 
     from mame_sd.core import triton_kernels as kernels
 
-    types = dict.fromkeys(("x", "t", "y"), "*bf16") | {
-        "slots": "*i64",
-        "gather": "*i64",
-        "row": "*i32",
-        "best": "*fp32",
-    }
+    types = {"x": "*bf16", "slots": "*i64", "row": "*i32", "best": "*fp32"}
     launched = kernels.launch_sizes(64, 192)  # the default's tiles
     warps = {"num_warps": launched["num_warps"]}
     blocks = {name: side for name, side in launched.items() if name.startswith("BLOCK")}
-    for kernel in (kernels.best_kernel, kernels.merge_kernel):
-        signature = {name: types.get(name, "i32") for name in kernel.arg_names} | dict.fromkeys(blocks, "constexpr")
-        made = compile(ASTSource(kernel, signature, blocks), target=GPUTarget("cuda", 80, 32), options=warps)
-        assert len(made.asm["cubin"]) > 0
-        assert made.metadata.shared <= 48 * 1024, "what every device gives a program without asking"
+    kernel = kernels.best_kernel
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names} | dict.fromkeys(blocks, "constexpr")
+    made = compile(ASTSource(kernel, signature, blocks), target=GPUTarget("cuda", 80, 32), options=warps)
+    assert len(made.asm["cubin"]) > 0
+    assert made.metadata.shared <= 48 * 1024, "what every device gives a program without asking"
 
 
 def test_a_cpu_is_refused_and_so_are_other_settings() -> None:

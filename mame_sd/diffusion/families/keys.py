@@ -152,7 +152,7 @@ class MergedKeys(Attending):
         self.correct = correct
         self.drawn = drawn
         self.seen = False  # whether such a call came
-        self._groups: Groups | None = None
+        self._groups: dict[bool, Groups] = {}  # by whether each head's keys lie together
 
     def attend(self, attention: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
         """See `Attending`."""
@@ -218,14 +218,15 @@ class MergedKeys(Attending):
 
     def _means(self, t: Tensor) -> Tensor:
         """`merged` in one operation, from where the heads of t [B, H, L, D] lie and to there: each token of text is a group of its own."""
-        if self._groups is None:
-            self._groups = means.groups_of(self._rows(), self.length - self.plan.tokens_in + self.plan.tokens_kept)
         batch, heads, _, width = t.shape
-        if t.is_contiguous():
-            groups = means.of_heads(self._groups, batch, heads)
-            return means.means(t.view(-1, width), groups).view(batch, heads, -1, width)
-        tokens = t.transpose(1, 2).reshape(-1, heads * width)
-        return means.means(tokens, self._groups).view(batch, -1, heads, width).transpose(1, 2)
+        kept, apart = self.length - self.plan.tokens_in + self.plan.tokens_kept, t.is_contiguous()
+        if apart not in self._groups:
+            groups = means.groups_of(self._rows(), kept)
+            self._groups[apart] = means.of_heads(groups, batch, heads) if apart else groups
+        if apart:
+            return means.means(t.flatten(0, 2), self._groups[apart]).view(batch, heads, kept, width)
+        tokens = t.transpose(1, 2).flatten(2).flatten(0, 1)
+        return means.means(tokens, self._groups[apart]).view(batch, kept, heads, width).transpose(1, 2)
 
     def _rows(self) -> Tensor:
         """Which of the merged keys each one went to, [B, L]."""
@@ -234,7 +235,7 @@ class MergedKeys(Attending):
         at = self.place(torch.arange(plan.tokens_in, device=rows.device)) + self.first
         every = torch.arange(self.length, device=rows.device)
         others = torch.where(every < last, every, every - fewer)
-        return others.expand(len(rows), -1).index_copy(1, at, rows)
+        return others.expand(rows.shape[0], -1).index_copy(1, at, rows)
 
     def _merged_image(self, image: Tensor) -> Tensor:
         """[B, n', C] of the image's tokens [B, n, C]."""
