@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mame_sd import MaMeConfig, plan_merge
 from mame_sd.core import means
 
 ROWS = torch.tensor([[0, 2, 1, 0, 2, 2, 1], [1, 1, 0, 2, 1, 0, 1]])  # of two samples of seven tokens, three groups each
@@ -66,3 +67,43 @@ def test_what_is_not_finite_stays_in_its_group() -> None:
     t[0, 1, 0] = float("nan")  # group 2 of the first sample
     found = means.means(t.flatten(0, 1), means.groups_of(ROWS, 3)).view(2, 3, 2).isnan()
     assert found.nonzero().tolist() == [[0, 2, 0]]
+
+
+@pytest.mark.parametrize("fields", [{"keep": 0.25}, {"keep": 0.4}, {"tau": 0.1}], ids=str)
+def test_no_samples_merge_into_none(fields: dict[str, float]) -> None:
+    x = tokens(0, 64, 4)
+    y = plan_merge(x, MaMeConfig.from_dict({**fields, "merge": "qkv"}), (8, 8)).merge(x)
+    assert y.shape[0] == 0
+    assert y.shape[2] == 4
+
+
+def test_what_a_plan_did_in_inference_mode_keeps_no_gradient_from_it() -> None:
+    x = tokens(2, 64, 4)
+    plan = plan_merge(x, MaMeConfig(keep=0.25), (8, 8))
+    with torch.inference_mode():
+        before = plan.merge(x)
+        plan.counts.mul_(10)
+    wanted = x.clone().requires_grad_()
+    y = plan.merge(wanted)
+    torch.testing.assert_close(y.detach(), before.clone())
+    y.sum().backward()
+    assert wanted.grad is not None
+    torch.testing.assert_close(wanted.grad.sum(1), torch.full((2, 4), 16.0).double())
+
+
+class Merged(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        plan = plan_merge(x, KEPT, (8, 8))
+        return plan.restore(plan.merge(x))
+
+
+KEPT = MaMeConfig(keep=0.4, merge="qkv")
+
+
+@torch.no_grad()
+def test_an_export_takes_any_number_of_samples() -> None:
+    x = tokens(3, 64, 4)
+    made = torch.export.export(Merged(), (x,), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=False).module()
+    for samples in (3, 2, 5):
+        some = tokens(samples, 64, 4)
+        torch.testing.assert_close(made(some), Merged()(some))
