@@ -41,9 +41,10 @@ def interleaved(
     for row in rows if todo else ():
         warm_up(row)
     for number in todo:
-        turn = number % len(rows)
+        turn = number // 2 % len(rows)
+        order = [*rows[turn:], *rows[:turn]]
         found: dict[str, T] = {}
-        for row in [*rows[turn:], *rows[:turn]]:
+        for row in order[:: -1 if number % 2 else 1]:  # so that a row does not always come after the same one
             found[row] = call(row, number)
             calls += 1
             on_progress(calls, total)

@@ -8,7 +8,7 @@ import torch
 from mame_sd.eval.timing import interleaved, quartiles, timed
 
 
-def test_every_round_calls_every_row_and_the_order_turns() -> None:
+def test_every_round_calls_every_row_and_the_order_turns_round() -> None:
     calls: list[tuple[str, int | str]] = []
     progress: list[tuple[int, int]] = []
 
@@ -23,9 +23,9 @@ def test_every_round_calls_every_row_and_the_order_turns() -> None:
         warm_up=lambda row: calls.append((row, "warm-up")),
         on_progress=lambda *done: progress.append(done),
     )
-    assert list(rounds) == [(0, {"a": "a0", "b": "b0", "c": "c0"}), (1, {"b": "b1", "c": "c1", "a": "a1"})]
+    assert list(rounds) == [(0, {"a": "a0", "b": "b0", "c": "c0"}), (1, {"c": "c1", "b": "b1", "a": "a1"})]
     assert calls == [
-        ("a", "warm-up"), ("b", "warm-up"), ("c", "warm-up"), ("a", 0), ("b", 0), ("c", 0), ("b", 1), ("c", 1), ("a", 1),
+        ("a", "warm-up"), ("b", "warm-up"), ("c", "warm-up"), ("a", 0), ("b", 0), ("c", 0), ("c", 1), ("b", 1), ("a", 1),
     ]  # fmt: skip
     assert progress == [(done, 6) for done in range(7)]
 

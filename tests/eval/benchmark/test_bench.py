@@ -36,7 +36,7 @@ def test_timings_continue_and_start_over_when_anything_else_is_timed(model: Load
     assert {name: len(timings) for name, timings in found.items()} == {row.name: 2 for row in rows}
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     assert [(line["round"], line["method"]) for line in lines[1:]] == [
-        (0, "baseline"), (0, "mame-tau"), (0, "mame-default"), (1, "mame-tau"), (1, "mame-default"), (1, "baseline"),
+        (0, "baseline"), (0, "mame-tau"), (0, "mame-default"), (1, "mame-default"), (1, "mame-tau"), (1, "baseline"),
     ]  # fmt: skip
     counts.clear()
     again = bench(model, SETTINGS, batches, rows, 3, record, lambda done, total: counts.append(done))
