@@ -108,28 +108,14 @@ class Plan:
 
         Raises ValueError when `t` has not the leading dimensions and tokens that were planned for.
         """
-        t = self._checked(t, self.tokens_in, "merge")
-        body = t[:, self.special :]
-        with no_autocast(t):
-            parts = [self._aggregated(body)]
-            if torch.compiler.is_compiling() or self._preserved.shape[-1]:  # with tau a graph does not know how many
-                parts.append(rows_of(body, self.positions.src[self._preserved]))
-            if self.special:
-                parts.insert(0, t[:, : self.special])
-            y = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-        return y.reshape(*self._lead, *y.shape[1:])
+        raise NotImplementedError
 
     def restore(self, y: Tensor) -> Tensor:
         """X^rec: all tokens from y [*, L', C], at their original positions, as [*, L, C] (Algorithm 2).
 
         Raises ValueError when `y` has not the leading dimensions and tokens that `merge` gives.
         """
-        y = self._checked(y, self.tokens_kept, "restore")
-        with no_autocast(y):
-            x = self._reconstructed(y[:, self.special :])
-            if self.special:
-                x = torch.cat([y[:, : self.special], x], 1)
-        return x.reshape(*self._lead, *x.shape[1:])
+        raise NotImplementedError
 
     def _slot_counts(self) -> Tensor:
         """`counts` of every destination slot, padding too, [*, T * m]."""
@@ -139,14 +125,6 @@ class Plan:
         """The destination of its tile that each source slot mainly goes to, LongTensor [B, T, n]."""
         heaviest = self.weights.argmax(-2)
         return heaviest.view(math.prod(self._lead), *heaviest.shape[-2:])
-
-    def _aggregated(self, body: Tensor) -> Tensor:
-        """X''_dst [B, M, C] of tokens [B, M + N, C]."""
-        raise NotImplementedError
-
-    def _reconstructed(self, body: Tensor) -> Tensor:
-        """Tokens [B, M + N, C] from X''_dst and X_pres, [B, M + r, C]."""
-        raise NotImplementedError
 
     def _body_kept(self) -> Tensor:
         """`kept` without special tokens, which are not counted either: [M + r] or [B, M + r]."""
@@ -183,6 +161,28 @@ class MergePlan(Plan):
         """See `Plan`."""
         weights = self._weights.original
         return weights.view(*self._lead, self.positions.blocks, *weights.shape[1:])
+
+    def merge(self, t: Tensor) -> Tensor:
+        """See `Plan`."""
+        t = self._checked(t, self.tokens_in, "merge")
+        body = t[:, self.special :]
+        with no_autocast(t):
+            parts = [self._aggregated(body)]
+            if torch.compiler.is_compiling() or self._preserved.shape[-1]:  # with tau a graph does not know how many
+                parts.append(rows_of(body, self.positions.src[self._preserved]))
+            if self.special:
+                parts.insert(0, t[:, : self.special])
+            y = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        return y.reshape(*self._lead, *y.shape[1:])
+
+    def restore(self, y: Tensor) -> Tensor:
+        """See `Plan`."""
+        y = self._checked(y, self.tokens_kept, "restore")
+        with no_autocast(y):
+            x = self._reconstructed(y[:, self.special :])
+            if self.special:
+                x = torch.cat([y[:, : self.special], x], 1)
+        return x.reshape(*self._lead, *x.shape[1:])
 
     def _slot_counts(self) -> Tensor:
         return self._R.view(*self._lead, self.positions.blocks * self.positions.m)
