@@ -176,7 +176,8 @@ class MergedKeys(Attending):
         at = self.place(plan.positions.sample) + self.first
         means = kept[0].narrow(-2, self.first, plan.tokens_kept), kept[1].narrow(-2, self.first, plan.tokens_kept)
         drawn = every[0].index_select(-2, at), every[1].index_select(-2, at)
-        rows, counts = (of_heads(t, every[0]) for t in (plan.rows[:, plan.positions.sample], plan.sizes))
+        rows = of_heads(plan.rows[:, plan.positions.sample], every[0])
+        counts = of_heads(plan.sizes, every[0]) if sizes is None else sizes.narrow(-1, self.first, plan.tokens_kept)
         found = first_order_of_means(means, drawn, rows, counts, weighed=sizes is not None)
         return found._replace(covariance=found.covariance * (plan.tokens_in / self.length))
 
