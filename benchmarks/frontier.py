@@ -152,8 +152,14 @@ class Frontier:
         }
 
     def _times(self, wanted: Mapping[str, Method]) -> dict[str, dict[str, Any]]:
-        """Of each, seconds of the denoiser for one image beside a baseline's, all in the same rounds, after a warm-up of two steps."""
-        on = {PLAIN: methods.baseline().on, **{name: method.on for name, method in wanted.items()}}
+        """Of each, seconds of the denoiser for one image beside a baseline's, all in the same rounds, after a warm-up of two steps.
+
+        The unmerged model takes part twice: `itself` says how many times as fast as itself it was.
+        """
+        on = {
+            name: method.on
+            for name, method in {PLAIN: methods.baseline(), BASELINE: methods.baseline(), **wanted}.items()
+        }
 
         def call(which: str, number: int = -1) -> float:
             with on[which](self.denoiser), clocked(self.denoiser) as clock:
@@ -161,12 +167,13 @@ class Frontier:
             return clock.seconds
 
         rounds = [seconds for _, seconds in interleaved(list(on), self.rounds, call, warm_up=call)]
-        _, plain, _ = quartiles([seconds[PLAIN] for seconds in rounds])
+        plain, again = (quartiles([seconds[name] for seconds in rounds])[1] for name in (PLAIN, BASELINE))
         found = {}
         for name in wanted:
             low, ours, high = quartiles([seconds[name] for seconds in rounds])
             found[name] = {
-                "seconds": ours, "quartiles": [low, high], "seconds_plain": plain, "times_faster": plain / ours
+                "seconds": ours, "quartiles": [low, high], "seconds_plain": plain, "times_faster": plain / ours,
+                "itself": plain / again,
             }  # fmt: skip
         return found
 

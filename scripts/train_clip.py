@@ -30,8 +30,8 @@ from transformers import CLIPModel, CLIPTokenizer
 from mame_sd.embedded import model as subjects
 
 STAGES = (
-    Stage("tokens64", 128, 6000, 64, 128, 0.01),
-    Stage("tokens256", 256, 2500, 32, 160, 0.004),
+    Stage("tokens64", 128, 3000, 64, 128, 0.01),
+    Stage("tokens256", 256, 1000, 32, 160, 0.004),
 )
 HELD_OUT = 720  # pictures that --sample looks at
 

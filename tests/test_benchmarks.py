@@ -158,6 +158,9 @@ def test_the_verdict_names_what_beats_each_rival() -> None:
     assert "- pool: NOT beaten" in text
     assert "- tomesd: beaten" in text
     assert "| **mild** | 1.20 |" in text
+    assert "Not to be trusted" not in text
+    points[1]["itself"] = 0.91
+    assert f"0.91 to 0.91 times as fast as itself ({points[1]['name']})" in markdown(points)
 
 
 def test_only_takes_the_method_of_that_name_or_all_that_hold_the_text() -> None:
@@ -189,6 +192,7 @@ def test_a_frontier_of_some_settings_keeps_the_rows_measured_before(tmp_path: Pa
     first = measured(1, "mild", "pool")
     assert list(first) == ["baseline", "mild", "pool"]
     assert first["baseline"]["lpips"] == 0 < first["mild"]["lpips"]
+    assert first["mild"]["itself"] == first["baseline"]["times_faster"], "the baseline is timed beside itself"
     (again,) = tmp_path.glob("points/mild-*.json")
     again.unlink()
     only = measured(1, "mild", "strong")

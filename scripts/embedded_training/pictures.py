@@ -14,10 +14,10 @@ from mame_sd.embedded import model as subjects
 
 from . import world
 
-SMALLEST, LARGEST = 0.22, 0.6  # side of the glyph's cell, in shares of the picture's
-TURN = 16.0  # degrees, standard deviation of its angle
-HIDDEN = 0.6  # share of pictures in which something lies before the glyph
-COVER = (0.3, 0.6)  # side of what lies there, in shares of the glyph's cell
+SMALLEST, LARGEST = 0.3, 0.6  # side of the glyph's cell, in shares of the picture's
+TURN = 12.0  # degrees, standard deviation of its angle
+HIDDEN = 0.3  # share of pictures in which something lies before the glyph
+COVER = (0.25, 0.5)  # side of what lies there, in shares of the glyph's cell
 NOISE = 12.0  # levels of 255, the largest standard deviation of the pixels' noise
 
 
