@@ -7,6 +7,7 @@
 
 FLOPs are multiply-adds for one image of 224 x 224, as `handle.report()` counts them. In the table of speed all that reduce tokens
 leave half of them in blocks 3, 6 and 9 (counted from 0), equally many in every block; a gate looks at that before anything is timed.
+*MaMe* is the paper's form; *MaMe default*, which keeps equal shares in all blocks, stands beside the unmerged model alone.
 *fewer tokens* is what the model takes when the others are dropped for nothing; captured = (T_unmerged - T_MaMe) / (T_unmerged - T_fewer).
 Every round is kept in --out as it ends.
 """
@@ -147,12 +148,15 @@ class Fewer(Halved):
 MOST = 1e6  # more tokens than there are
 METHODS: dict[str, Method] = {
     "unmerged": Unmerged(),
-    "MaMe": Merged(HALVED, {"keep": 0.5}),
-    "MaMe, best": Merged(HALVED, {"keep": 0.5, "weights": "best"}),
+    "MaMe": Merged(HALVED, {"preset": "plain", "keep": 0.5}),
+    "MaMe, best": Merged(HALVED, {"preset": "plain", "keep": 0.5, "weights": "best"}),
+    "MaMe, sizes counted": Merged(HALVED, {"keep": 0.5}),
     "ToMe": Rival(HalvedToMe(MOST)),
     "ToMe without proportional attention": Rival(HalvedToMe(MOST, prop_attn=False)),
     "fewer tokens": Rival(Fewer()),
+    "MaMe default": Merged(None),
 }
+UNEQUAL = ("unmerged", "MaMe default")  # methods that leave other numbers of tokens
 
 
 @torch.no_grad()
@@ -191,7 +195,7 @@ def _gate(model: nn.Module, cell: Cell, device: torch.device) -> None:
             tokens[name] = [block.tokens_kept for block in handle.report().blocks]
         if not bool(logits.isfinite().all()):
             raise SystemExit(f"error: {cell}: expected finite logits, {name} gave others; nothing was timed")
-    kept = {name: found for name, found in tokens.items() if name != "unmerged"}
+    kept = {name: found for name, found in tokens.items() if name not in UNEQUAL}
     if len({tuple(found) for found in kept.values()}) > 1:
         raise SystemExit(f"error: {cell}: expected as many tokens from every method, got {kept}; nothing was timed")
 
@@ -209,6 +213,7 @@ def speed_row(cell: Cell, seconds: dict[str, list[float]]) -> str:
     for other in ("unmerged", "ToMe", "ToMe without proportional attention"):
         ratios = [theirs / ours for theirs, ours in zip(seconds[other], seconds["MaMe"], strict=True)]
         cells.append("{1:.2f} ({0:.2f} to {2:.2f})".format(*quartiles(ratios)))
+    cells.append(f"{times['unmerged'] / times['MaMe default']:.2f}")
     share = captured(times["unmerged"], times["MaMe"], times["fewer tokens"])
     row = (f"{cell.model} at {cell.side}", cell.dtype, str(cell.batch), *cells, f"{share:.2f}")
     return f"| {' | '.join(row)} |"
@@ -216,7 +221,7 @@ def speed_row(cell: Cell, seconds: dict[str, list[float]]) -> str:
 
 def speed_head() -> str:
     """The table's head."""
-    ratios = ("MaMe to unmerged", "MaMe to ToMe", "MaMe to ToMe without")
+    ratios = ("MaMe to unmerged", "MaMe to ToMe", "MaMe to ToMe without", "MaMe default to unmerged")
     names = ("images per second", "dtype", "batch", *METHODS, *ratios, "captured")
     return f"| {' | '.join(names)} |\n|{'---|' * len(names)}"
 

@@ -26,7 +26,7 @@ def apply_mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> 
             (`mame_sd.diffusion.apply.apply_mame`). Or a model with a vision transformer of transformers or timm: its blocks
             merge between attention and MLP (`mame_sd.perception.apply.apply_encoder`). Where both stand in one module, the
             diffusion model merges; give the encoder itself to merge it.
-        config: the settings; None is the measured default (of a vision transformer: the paper's tau 0.8).
+        config: the settings; None is the measured default.
         fields: fields of MaMeConfig, over those of `config`; for a vision transformer also `blocks`, `restore`, `prop_attn`.
 
     Raises:

@@ -175,8 +175,8 @@ def classify_command(
     rows: Annotated[
         str | None,
         typer.Option(
-            help="Rows instead of the suite's, with commas between: mame-0.8, mame-keep-0.5, tome-8, evit-0.7, random-0.7, "
-            "pool-0.7, smaller-160, or tome@mame-0.8, which has the FLOPs of mame-0.8.",
+            help="Rows instead of the suite's, with commas between: mame-default, default-0.8, mame-0.8, mame-keep-0.5, tome-8, "
+            "evit-0.7, random-0.7, pool-0.7, smaller-160, or tome@mame-0.8, which has the FLOPs of mame-0.8.",
             metavar="NAMES",
         ),
     ] = None,

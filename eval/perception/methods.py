@@ -116,6 +116,7 @@ class Smaller:
 
 
 RIVALS: dict[str, Callable[[float], Method]] = {  # by name: the method at a value of its knob
+    "default": lambda keep: Merged(None, {"keep": keep}),
     "tome": lambda r: Rival(ToMe(r)),
     "evit": lambda keep: Rival(EViT(keep)),
     "random": lambda keep: Rival(RandomDrop(keep)),

@@ -94,7 +94,8 @@ def rival_on(model: nn.Module, rule: Rule) -> Iterator[EncoderHandle]:
             None,
             rule.blocks(len(blocks)),
             {},
-            {"restore": False, "prop_attn": rule.prop_attn},
+            False,
+            rule.prop_attn,
             partial(RivalBlock, rule),
         )
         handle.install()

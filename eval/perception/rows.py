@@ -1,12 +1,14 @@
 """The rows of `classify`: names that say what runs, and the suites that list them.
 
 baseline          the model as it is
-mame-0.8          merging by tau in the first two thirds of the blocks (the paper's first 8 of 12)
-mame-keep-0.5     merging by keep in blocks 3, 6 and 9 of 12
+mame-default      what `apply_mame(model)` does
+default-0.8       the same at another share: keep in every block
+mame-0.8          the paper's form (preset="plain") by tau in the first two thirds of the blocks (the paper's first 8 of 12)
+mame-keep-0.5     the paper's form by keep in blocks 3, 6 and 9 of 12
 tome-8            ToMe, 8 tokens fewer in each block
 evit-0.7          EViT's pruning, random-0.7 random dropping, pool-0.7 pooling: what stays in blocks 3, 6 and 9 of 12
 smaller-160       the unmerged model on images of 160 x 160 pixels
-tome@mame-0.8     a rival at the FLOPs of another row; evit@..., random@..., pool@..., smaller@... too
+tome@mame-0.8     a rival at the FLOPs of another row; default@..., evit@..., random@..., pool@..., smaller@... too
 """
 
 from __future__ import annotations
@@ -19,14 +21,24 @@ from mame_sd.errors import UserError
 from .forms import FORMS, HALVED, LAST, PLAIN
 
 BASELINE = "baseline"
+DEFAULT = "mame-default"
 RIVAL_LABELS = {
+    "default": "MaMe default, keep {}",
     "tome": "ToMe r {}",
     "evit": "EViT keep {}",
     "random": "random keep {}",
     "pool": "pooled keep {}",
     "smaller": "images of {} pixels",
 }
-_SHORT = {"tome": "ToMe", "evit": "EViT", "random": "random dropping", "pool": "pooling", "smaller": "smaller images"}
+_SHORT = {
+    "default": "MaMe default",
+    "tome": "ToMe",
+    "evit": "EViT",
+    "random": "random dropping",
+    "pool": "pooling",
+    "smaller": "smaller images",
+}
+_PAPER = {"preset": "plain"}
 _ABLATED: tuple[tuple[str, dict[str, Any]], ...] = (  # at equal tokens, keep=0.5: all but what is named as the paper's
     ("feature-k", {"feature": "k"}),
     ("feature-k-mean", {"feature": "k-mean"}),
@@ -40,6 +52,14 @@ _ABLATED: tuple[tuple[str, dict[str, Any]], ...] = (  # at equal tokens, keep=0.
     ("tiles", {"tiles": 4}),
     ("best", {"weights": "best"}),
     ("sizes", {"prop_attn": True}),
+    ("restored", {"restore": True}),
+)
+_VARIED: tuple[tuple[str, dict[str, Any]], ...] = (  # keep=0.8 in every block: all but what is named as our default
+    ("no-sizes", {"prop_attn": False}),
+    ("best", {"weights": "best"}),
+    ("feature-k-mean", {"feature": "k-mean"}),
+    ("feature-k-mean-best", {"feature": "k-mean", "weights": "best"}),  # nearly ToMe's algorithm
+    ("random", {"partition": "random"}),
     ("restored", {"restore": True}),
 )
 _TAUS = (0.6, 0.7, 0.8, 0.9)
@@ -58,7 +78,7 @@ class Row:
         at: name of the row whose FLOPs the rival is brought to.
         blocks, fields: of merging, as `methods.Merged` takes them.
         weights: the form of training whose model answers, in the suite trained.
-        default: what a user gets who changes no setting.
+        default: whether it is what a user gets who changes no setting.
     """
 
     name: str
@@ -95,13 +115,15 @@ def row_named(name: str) -> Row:
             label = f"{_SHORT[rival]}, FLOPs of {target.label}"
             return Row(name=name, label=label, family=_family(rival), rival=rival, at=other)
     kind, _, text = name.partition("-")
+    if name == DEFAULT:
+        return Row(name=name, label="MaMe default", family="mame", fields={}, default=True)
     if kind == "mame":
         keep = text.startswith("keep-")
         value = _number(text.removeprefix("keep-"), 1.0)
         if value is not None and keep:
-            return _mame(name, f"MaMe keep {value:g}", "quarters", {"keep": value})
+            return _mame(name, f"MaMe keep {value:g} (paper)", "quarters", {"keep": value, **_PAPER})
         if value is not None:
-            return _mame(name, f"MaMe τ {value:g}", "first", {"tau": value}, default=value == 0.8)
+            return _mame(name, f"MaMe τ {value:g} (paper)", "first", {"tau": value, **_PAPER})
     if kind in RIVAL_LABELS:
         whole = kind in ("tome", "smaller")
         value = _number(text, float("inf") if whole else 1.0)
@@ -110,16 +132,17 @@ def row_named(name: str) -> Row:
                 name=name, label=RIVAL_LABELS[kind].format(f"{value:g}"), family=_family(kind), knob=value, rival=kind
             )
     raise UserError(
-        f"--rows: expected names such as baseline, mame-0.8, mame-keep-0.5, tome-8, evit-0.7, random-0.7, pool-0.7, "
-        f"smaller-160 or tome@mame-0.8, got {name!r}; correct it"
+        f"--rows: expected names such as baseline, mame-default, default-0.8, mame-0.8, mame-keep-0.5, tome-8, evit-0.7, "
+        f"random-0.7, pool-0.7, smaller-160 or tome@mame-0.8, got {name!r}; correct it"
     )
 
 
 def beside_rivals(*names: str) -> list[Row]:
-    """The baseline, and each of these rows with every rival at its FLOPs."""
+    """The baseline, and each of these rows with every rival at its FLOPs, our default among them."""
     rows = [row_named(BASELINE)]
     for name in names:
-        rows += [row_named(name), *(row_named(f"{rival}@{name}") for rival in RIVAL_LABELS)]
+        others = [rival for rival in RIVAL_LABELS if (rival, name) != ("default", DEFAULT)]
+        rows += [row_named(name), *(row_named(f"{rival}@{name}") for rival in others)]
     return rows
 
 
@@ -128,10 +151,14 @@ def ablation() -> list[Row]:
     rows = [row_named(BASELINE), row_named("mame-keep-0.5")]
     for name, fields in _ABLATED:
         label = f"keep 0.5, {name.replace('-', ' ', 1)}"
-        rows.append(_mame(f"mame-keep-0.5-{name}", label, "quarters", {"keep": 0.5, **fields}))
+        rows.append(_mame(f"mame-keep-0.5-{name}", label, "quarters", {"keep": 0.5, **_PAPER, **fields}))
     for where, words in _DEPTHS.items():
-        rows += [_mame(f"mame-{where}-{tau:g}", f"τ {tau:g}, {words}", where, {"tau": tau}) for tau in _TAUS]
+        rows += [_mame(f"mame-{where}-{tau:g}", f"τ {tau:g}, {words}", where, {"tau": tau, **_PAPER}) for tau in _TAUS]
     rows += [row_named(f"mame-keep-{keep:g}") for keep in (0.6, 0.7, 0.8)]
+    rows += [row_named(f"default-{keep:g}") for keep in (0.9, 0.85, 0.8, 0.75, 0.7)]
+    for name, fields in _VARIED:
+        label = f"default, keep 0.8, {name.replace('-', ' ', 1)}"
+        rows.append(_mame(f"default-0.8-{name}", label, None, {"keep": 0.8, **fields}))
     return rows
 
 
@@ -182,12 +209,12 @@ def chosen_rows(suite: str, names: str | None) -> list[Row]:
     return list(found.values())
 
 
-def _mame(name: str, label: str, blocks: str, fields: dict[str, Any], default: bool = False) -> Row:
-    return Row(name=name, label=label, family="mame", blocks=blocks, fields=fields, default=default)
+def _mame(name: str, label: str, blocks: str | None, fields: dict[str, Any]) -> Row:
+    return Row(name=name, label=label, family="mame", blocks=blocks, fields=fields)
 
 
 def _family(rival: str) -> str:
-    return "tome" if rival == "tome" else "rival"
+    return {"tome": "tome", "default": "mame"}.get(rival, "rival")
 
 
 def _number(text: str, most: float) -> float | None:
@@ -201,15 +228,15 @@ def _number(text: str, most: float) -> float | None:
 
 SUITES: dict[str, tuple[str, list[Row]]] = {
     "vit": (
-        "Training-free: tau .7, .8 and .9 in the first two thirds of the blocks, beside rivals at equal FLOPs.",
-        beside_rivals("mame-0.7", "mame-0.8", "mame-0.9"),
+        "Training-free: our default, and the paper's tau .7, .8 and .9 in the first two thirds of the blocks, beside rivals at equal FLOPs.",
+        beside_rivals(DEFAULT, "mame-0.7", "mame-0.8", "mame-0.9"),
     ),
     "zero-shot": (
         "Zero-shot: the paper's tau for CLIP (.8), SigLIP (.9) and SigLIP 2 (.95), beside rivals at equal FLOPs.",
         beside_rivals("mame-0.8", "mame-0.9", "mame-0.95"),
     ),
     "ablation": (
-        "Ablations at equal tokens (keep .5 in blocks 3, 6 and 9 of 12), and tau times number of blocks.",
+        "Ablations at equal tokens (keep .5 in blocks 3, 6 and 9 of 12), tau times number of blocks, and our default at equal tokens (keep .8 in every block).",
         ablation(),
     ),
     "trained": (

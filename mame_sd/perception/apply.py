@@ -1,7 +1,9 @@
 """apply_encoder: merging in the blocks of a vision transformer, until `remove_encoder`.
 
-    handle = apply_encoder(model, tau=0.8, blocks=8)            # the first 8 blocks
-    handle = apply_encoder(model, keep=0.5, blocks=(3, 6, 9))   # half of the rest each time, blocks counted from 0
+    handle = apply_encoder(model)                               # equal shares in all blocks, about half of the FLOPs
+    handle = apply_encoder(model, keep=0.8)                     # four fifths of the patches stay in every block
+    handle = apply_encoder(model, tau=0.8, blocks=8)            # by similarity, in the first 8 blocks
+    handle = apply_encoder(model, preset="plain", blocks=8)     # the paper's training-free form
     logits = model(pixel_values).logits
     print(handle.report())                                      # tokens of each block, FLOPs before and after
     remove_encoder(model)                                       # bit-equal to before
@@ -34,12 +36,13 @@ def apply_encoder(
     *,
     blocks: int | Iterable[int] | None = None,
     restore: bool = False,
-    prop_attn: bool = False,
+    prop_attn: bool | None = None,
     **fields: Any,
 ) -> EncoderHandle:
     """Merges tokens between attention and MLP in blocks of a vision transformer, until `remove_encoder`.
 
-    Merging that is on it already is replaced. With neither `tau` nor `keep` given, tau is the paper's 0.8.
+    Merging that is on it already is replaced. With neither `tau` nor `keep` given, all blocks keep equal shares and the last
+    leaves a fifth of the patches: about half of the FLOPs. With `preset="plain"` it is the paper's form, tau 0.8.
 
     Args:
         target: a model that holds one vision transformer that is known (`mame_sd.perception.families`).
@@ -47,14 +50,15 @@ def apply_encoder(
         blocks: how many blocks merge, from the first; or which ones, counted from 0 (-1 is the last). None: all.
         restore: give the model's output all of its tokens again, so that means and pooling count what each stands for.
         prop_attn: add the log of how many tokens each one stands for to its attention logits (ToMe's proportional
-            attention), in all blocks after the first merging. Attention implementations eager and sdpa only.
+            attention), in all blocks after the first merging. Attention implementations eager and sdpa only. None: where
+            the model's attention can take it (`handle.prop_attn` says), but not with `preset="plain"`.
         fields: fields of MaMeConfig over those of `config`; `tau` and `keep` may be one number for each block.
 
     Raises:
         TypeError: `config` is no MaMeConfig.
         ValueError: no vision transformer that can merge, more than one, or bad settings.
     """
-    handle = EncoderHandle(target, config, blocks, fields, {"restore": restore, "prop_attn": prop_attn})
+    handle = EncoderHandle(target, config, blocks, fields, restore, prop_attn)
     handle.install()
     return handle
 

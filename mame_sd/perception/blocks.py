@@ -123,7 +123,7 @@ class MergedBlock:
             return x, sizes
         plan = self._plan(x, normed)
         if self.shared.prop_attn:
-            sizes = merged_sizes(plan, x.new_ones(x.shape[:2], dtype=torch.float32) if sizes is None else sizes)
+            sizes = merged_sizes(plan, _ones(x) if sizes is None else sizes)
         if self._counts_calls:
             self.shared.keep(self.number, plan)
         return plan.merge(x), sizes
@@ -162,7 +162,8 @@ class MergedBlock:
         _, tokens, channels = shape
         pairs = plan.positions.blocks * plan.positions.m * plan.positions.n
         products = 0 if isinstance(plan, RowPlan) else 2 if self.shared.restore else 1
-        merging = pairs * (dim + channels * products)
+        sized = self.shared.prop_attn and not isinstance(plan, RowPlan)
+        merging = pairs * (dim + channels * products + sized)
         if self.config and self.config.feature != "x":
             merging += tokens * channels * width_of(self.block, self.encoder)
         self.counts.add(tokens, plan.tokens_kept, merging, note)
@@ -190,6 +191,11 @@ class MergedBlock:
 
     def _module(self, path: str) -> Any:
         return self.block.get_submodule(path)
+
+
+def _ones(x: Tensor) -> Tensor:
+    """Sizes [B, L] of tokens [B, L, C] before any merged, at least in fp32."""
+    return x.new_ones(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def merged_sizes(plan: Plan, sizes: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +14,21 @@ from mame_sd.core.plan import Plan
 from mame_sd.perception.blocks import MergedBlock
 from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks
 from mame_sd.perception.families import Encoder, find_encoder
-from mame_sd.perception.hooks import CheckHook, GridHook, Ours, RestoreHook, check_free, ours_on, put, take, take_all
+from mame_sd.perception.hooks import (
+    CheckHook,
+    GridHook,
+    Ours,
+    RestoreHook,
+    check_free,
+    has_mask,
+    ours_on,
+    put,
+    take,
+    take_all,
+    takes_sizes,
+)
 from mame_sd.perception.report import EncoderReport, make_blocks
-from mame_sd.perception.settings import changed, chosen_blocks, configs_of
+from mame_sd.perception.settings import changed, chosen_blocks, configs_of, is_plain
 from mame_sd.perception.shared import Pass
 from mame_sd.report import device_of
 
@@ -37,7 +48,8 @@ class EncoderHandle:
         config: MaMeConfig | None,
         blocks: Any,
         fields: dict[str, Any],
-        shared: dict[str, bool],
+        restore: bool,
+        prop_attn: bool | None,
         make_block: Callable[..., MergedBlock] = MergedBlock,
     ) -> None:
         self.root = root
@@ -47,9 +59,12 @@ class EncoderHandle:
         self._names = [names[block] for block in modules]
         self._blocks = modules
         self._costs = [BlockCost(block, known) for block in modules]
-        self._shared = Pass(known.special_of(self.encoder), **shared)
         chosen = chosen_blocks(blocks, len(modules))
         self.configs = configs_of(config, fields, chosen)
+        if prop_attn is None:
+            later = chosen[0] < len(modules) - 1
+            prop_attn = later and not is_plain(config, fields) and takes_sizes(self.encoder, known, modules[0])
+        self._shared = Pass(known.special_of(self.encoder), restore, prop_attn)
         _check_parts(self.configs, self._shared.prop_attn, known, modules[0])
         device = device_of(self.encoder)
         self._counts = {number: BlockCounts(device) for number in chosen}
@@ -72,6 +87,11 @@ class EncoderHandle:
     def config(self) -> MaMeConfig:
         """The settings now in force, of the first block that merges (`configs` has those of each)."""
         return next(iter(self.configs.values()))
+
+    @property
+    def prop_attn(self) -> bool:
+        """Whether attention counts how many tokens each one stands for."""
+        return self._shared.prop_attn
 
     @property
     def installed(self) -> bool:
@@ -112,7 +132,7 @@ class EncoderHandle:
             for tokens in (before, before if self._shared.restore else after)
         ]
         whole = around[0] + sum(block.flops_before for block in blocks)
-        return EncoderReport(blocks, calls, whole, around[1] + sum(block.flops for block in blocks))
+        return EncoderReport(blocks, calls, whole, around[1] + sum(block.flops for block in blocks), self.prop_attn)
 
     def reset(self) -> None:
         """Sets all counters to zero and drops captured plans."""
@@ -197,9 +217,9 @@ def _check_parts(configs: dict[int, MaMeConfig], prop_attn: bool, known: Encoder
         raise ValueError(
             f"feature: expected 'x' for a model of kind {known.name!r}, whose keys are not known, got another; leave it out"
         )
-    attention = type(block.get_submodule(known.attention[1]))
-    if prop_attn and known.mask not in inspect.signature(attention.forward).parameters:
+    if prop_attn and not has_mask(known, block):
+        attention = type(block.get_submodule(known.attention[1])).__name__
         raise ValueError(
-            f"prop_attn: expected attention that takes an argument {known.mask!r}, which {attention.__name__} does not; "
+            f"prop_attn: expected attention that takes an argument {known.mask!r}, which {attention} does not; "
             "leave it out, or update the library that the model is of"
         )

@@ -5,11 +5,13 @@ Everything is kept in the module's own dictionaries, so that a deepcopy has its 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor, nn
 
 from mame_sd.perception.blocks import MergedBlock
+from mame_sd.perception.families import Encoder
 from mame_sd.perception.shared import Pass
 
 _ATTENTION = (None, "eager", "sdpa")  # implementations that add a mask of numbers to the logits
@@ -107,12 +109,27 @@ def take_all(target: nn.Module) -> None:
             take(module, one)
 
 
+def has_mask(known: Encoder, block: nn.Module) -> bool:
+    """Whether the attention of `block` takes a mask."""
+    return known.mask in inspect.signature(type(block.get_submodule(known.attention[1])).forward).parameters
+
+
+def takes_sizes(model: nn.Module, known: Encoder, block: nn.Module) -> bool:
+    """Whether sizes can be counted in the attention of the vision transformer `model`, whose blocks are as `block`."""
+    try:
+        _check_attention(model)
+    except ValueError:
+        return False
+    return has_mask(known, block)
+
+
 def _check_attention(model: Any) -> None:
     """Raises ValueError where sizes can't be counted in attention."""
     kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if kind not in _ATTENTION:
         raise ValueError(
-            f"prop_attn: expected attention implementation 'eager' or 'sdpa', got {kind!r}; set one of these"
+            f"prop_attn: expected attention implementation 'eager' or 'sdpa', got {kind!r}; set one of these, or leave "
+            "sizes out by prop_attn=False"
         )
     around = getattr(model, "grad_checkpointing", False)  # timm
     for block in model.modules():  # transformers 5.0
@@ -120,5 +137,5 @@ def _check_attention(model: Any) -> None:
     if around and model.training:
         raise ValueError(
             "prop_attn: expected no checkpointing around blocks (timm, transformers 5.0), which computes them again without "
-            "the sizes of their tokens, got it; switch one of both off"
+            "the sizes of their tokens, got it; switch one of both off (prop_attn=False)"
         )

@@ -38,13 +38,14 @@ class EncoderReport:
 
     FLOPs are multiply-adds of matrix products and convolutions, as papers count them, for one image: embedding of its patches,
     blocks, and the model's own pooling and head. `calls` are forwards since the last reset (twice as many where a checkpoint around
-    blocks computes them again, as timm's).
+    blocks computes them again, as timm's). `prop_attn` says whether attention counts how many tokens each one stands for.
     """
 
     blocks: tuple[BlockReport, ...]
     calls: int
     flops_before: float
     flops: float
+    prop_attn: bool = False
 
     @property
     def share(self) -> float:
@@ -64,7 +65,8 @@ class EncoderReport:
                 f"  {block.flops_before / 1e9:>13.3f}  {block.flops / 1e9:>12.3f}  {block.note}".rstrip()
             )
         lines.append(
-            f"{self.flops_before / 1e9:.2f} -> {self.flops / 1e9:.2f} GFLOPs (multiply-adds) an image ({self.share:.0%})"
+            f"{self.flops_before / 1e9:.2f} -> {self.flops / 1e9:.2f} GFLOPs (multiply-adds) an image ({self.share:.0%}); "
+            f"attention {'counts' if self.prop_attn else 'does not count'} how many tokens each one stands for"
         )
         return "\n".join(lines)
 

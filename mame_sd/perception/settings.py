@@ -8,8 +8,11 @@ from typing import Any
 
 from mame_sd.config import MaMeConfig
 
-# Under what was given. The preset "default" of images' synthesis was measured there; until perception's own is, it is the paper's.
+# Under what was given. Similarity and weights are the paper's. How much merges where is ours, by docs/perception.md: equal shares in all
+# blocks, by `keep`; the paper's tau only with preset="plain".
 DEFAULTS: dict[str, Any] = {"preset": "plain", "min_tokens": 2}
+LEFT = 0.2  # share of the patches that the last block leaves
+LEAST = 0.5  # of the tokens of one block: its destinations
 _NO_MEANING = {
     "merge": "an encoder's tokens merge once and stay merged",
     "redraw": "an encoder has no steps",
@@ -41,8 +44,16 @@ def chosen_blocks(blocks: int | Iterable[int] | None, depth: int) -> tuple[int, 
     return tuple(found)
 
 
+def is_plain(config: MaMeConfig | None, fields: Mapping[str, Any]) -> bool:
+    """Whether the paper's form was asked for."""
+    given = {**(config.given if isinstance(config, MaMeConfig) else {}), **fields}
+    return given.get("preset") == "plain" or given.get("variant") == "paper"
+
+
 def configs_of(config: MaMeConfig | None, fields: Mapping[str, Any], blocks: Iterable[int]) -> dict[int, MaMeConfig]:
     """The settings of each block: those of `config` that were given, over the defaults of perception, with `fields` over both.
+
+    Where neither `tau` nor `keep` is given, every block keeps the same share, and the last leaves `LEFT` of the patches.
 
     Raises:
         TypeError: `config` is no MaMeConfig.
@@ -50,8 +61,14 @@ def configs_of(config: MaMeConfig | None, fields: Mapping[str, Any], blocks: Ite
     """
     if config is not None and not isinstance(config, MaMeConfig):
         raise TypeError(f"config: expected a MaMeConfig, got {config!r}; write MaMeConfig(tau=0.8) or tau=0.8")
-    base = MaMeConfig.from_dict({**DEFAULTS, **({} if config is None else config.given)})
-    return changed(dict.fromkeys(blocks, base), fields)
+    given = {} if config is None else {**config.given}
+    fields, blocks = dict(fields), [*blocks]
+    if not is_plain(config, fields):
+        for settings in (given, fields):
+            settings.pop("preset", None)  # "default" is that of images' synthesis
+        if not {"tau", "keep"} & {*given, *fields}:
+            given["keep"] = max(LEAST, LEFT ** (1 / len(blocks)))
+    return changed(dict.fromkeys(blocks, MaMeConfig.from_dict({**DEFAULTS, **given})), fields)
 
 
 def changed(configs: Mapping[int, MaMeConfig], fields: Mapping[str, Any]) -> dict[int, MaMeConfig]:

@@ -7,6 +7,7 @@ assumed of the modules between. Merging is that of `mame_sd.core.reference`.
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -27,16 +28,32 @@ def blocks_of(model: nn.Module, row: Row) -> list[Any]:
     return [module for _, module in named]
 
 
-def merged_oracle(model: nn.Module, row: Row, configs: dict[int, MaMeConfig]) -> nn.Module:
-    """A copy of `model` in float64 in which the blocks `configs` merge."""
+def merged_oracle(model: nn.Module, row: Row, configs: dict[int, MaMeConfig], prop_attn: bool = False) -> nn.Module:
+    """A copy of `model` in float64 in which the blocks `configs` merge; with `prop_attn` later attentions add the log of sizes."""
     model = copy.deepcopy(model).double()
-    for number, block in enumerate(blocks_of(model, row)):
+    sizes: list[Tensor] = []  # after each merging of the forward that runs
+    blocks = blocks_of(model, row)
+    blocks[min(configs)].register_forward_pre_hook(lambda *_: sizes.clear())
+    for number, block in enumerate(blocks):
+        if prop_attn and number > min(configs):
+            attention = block.get_submodule(row.attention)
+            attention.register_forward_pre_hook(_counting(sizes, attention), with_kwargs=True)
         if number in configs:
-            block.forward = _forward(block, row, configs[number])
+            block.forward = _forward(block, row, configs[number], sizes)
     return model
 
 
-def _forward(block: Any, row: Row, config: MaMeConfig) -> Any:
+def _counting(sizes: list[Tensor], attention: nn.Module) -> Any:
+    names = inspect.signature(attention.forward).parameters
+    mask = next(name for name in ("attn_mask", "attention_mask") if name in names)
+
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args[:1], {**kwargs, mask: sizes[-1].log()[:, None, None]}
+
+    return hook
+
+
+def _forward(block: Any, row: Row, config: MaMeConfig, sizes: list[Tensor]) -> Any:
     norm, attention = block.get_submodule(row.norm), block.get_submodule(row.attention)
 
     def silenced(module: nn.Module, args: Any, output: Any) -> Any:
@@ -47,7 +64,11 @@ def _forward(block: Any, row: Row, config: MaMeConfig) -> Any:
         hook = norm.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
         type(block).forward(block, x, *args, **kwargs)
         hook.remove()
-        merged = reference_plan(seen[0], config, special=row.special).merge(seen[0])
+        plan = reference_plan(seen[0], config, special=row.special)
+        merged, before = plan.merge(seen[0]), sizes[-1] if sizes else torch.ones_like(seen[0][..., 0])
+        held = torch.ones_like(merged[..., 0])  # of how many rows each one is the mean
+        held[:, row.special : row.special + plan.counts.shape[1]] = plan.counts
+        sizes.append(plan.merge(before[..., None])[..., 0] * held)
         hook = attention.register_forward_hook(silenced)
         y = type(block).forward(block, merged, *args, **kwargs)
         hook.remove()

@@ -40,14 +40,39 @@ def test_blocks_that_are_not_there(blocks: Any) -> None:
         apply_encoder(VIT.build(), blocks=blocks)
 
 
-def test_defaults_are_the_paper_s() -> None:
-    config = apply_encoder(VIT.build()).config
-    assert (config.tau, config.partition, bool(config.tiles), config.weights, config.min_tokens) == (
-        *(0.8, "alternating", False, "average"),
-        2,
-    )
+def test_by_default_all_blocks_keep_equal_shares_and_the_last_leaves_a_fifth() -> None:
+    for given in ({}, {"preset": "default"}, {"config": MaMeConfig()}):
+        handle = apply_encoder(VIT.build(), **given)
+        assert [config.keep for config in handle.configs.values()] == pytest.approx([0.2**0.25] * DEPTH)
+        assert handle.prop_attn
+        config = handle.config
+        assert (config.tau, config.partition, bool(config.tiles)) == (None, "alternating", False)
+        assert (config.weights, config.min_tokens) == ("average", 2)
+    assert apply_encoder(VIT.build(), blocks=1).config.keep == 0.5, "as many as there are destinations"
     config = apply_encoder(VIT.build(), MaMeConfig(keep=0.7)).config
     assert (config.keep, config.partition, bool(config.tiles), config.weights) == (0.7, "alternating", False, "average")
+
+
+@pytest.mark.parametrize("given", [{"preset": "plain"}, {"config": MaMeConfig(preset="plain")}, {"variant": "paper"}])
+def test_the_paper_s_form_is_by_tau_and_counts_no_sizes(given: dict[str, Any]) -> None:
+    handle = apply_encoder(VIT.build(), **given)
+    assert (handle.config.tau, handle.config.keep, handle.prop_attn) == (0.8, None, False)
+    assert apply_encoder(VIT.build(), **given, prop_attn=True).prop_attn
+
+
+@torch.no_grad()
+def test_sizes_count_unless_they_can_t() -> None:
+    model, inputs = VIT.build(), VIT.batch()
+    handle = apply_encoder(model, keep=0.5)
+    assert (handle.prop_attn, handle.report().prop_attn) == (True, True)
+    assert "attention counts how many" in str(handle.report())
+    counted = VIT.call(model, inputs)["logits"]
+    other = apply_encoder(model, keep=0.5, prop_attn=False)
+    assert "attention does not count how many" in str(other.report())
+    assert not torch.equal(VIT.call(model, inputs)["logits"], counted)
+    assert not apply_encoder(model, keep=0.5, blocks=(-1,)).prop_attn, "no attention comes after"
+    model.config._attn_implementation = "flash_attention_2"
+    assert not apply_encoder(model, keep=0.5).prop_attn
 
 
 def test_one_number_for_each_block() -> None:
@@ -221,7 +246,7 @@ def test_counting_sizes_makes_merging_of_equals_exact(row: Row) -> None:
     handle = apply_encoder(model, tau=0.9999, blocks=(0, 2), prop_attn=True, restore=True)
     torch.testing.assert_close(row.call(model, inputs)[key], want, rtol=1e-4, atol=1e-4)
     if row is VIT:  # without counting, the class token weighs twice as much beside pairs
-        apply_encoder(model, keep=0.5, blocks=(0,), weights="best")
+        apply_encoder(model, keep=0.5, blocks=(0,), weights="best", prop_attn=False)
         assert not torch.allclose(row.call(model, inputs)[key], want, rtol=1e-4, atol=1e-4)
 
 

@@ -37,14 +37,20 @@ def same(got: dict[str, Tensor], want: dict[str, Tensor], **tolerance: float) ->
 @every
 @pytest.mark.parametrize(
     ("fields", "blocks"),
-    [({"keep": 0.5}, (1,)), ({"keep": (0.6, 0.7)}, (0, 2)), ({"tau": 0.2}, (0, 1, 3))],
-    ids=["one block", "two blocks", "tau"],
+    [
+        ({"keep": 0.5}, (1,)),
+        ({"keep": (0.6, 0.7), "prop_attn": False}, (0, 2)),
+        ({"tau": 0.2}, (0, 1, 3)),
+        ({"preset": "plain", "tau": 0.2}, (0, 1)),
+        ({}, None),
+    ],
+    ids=["one block", "two blocks, sizes not counted", "tau", "the paper's", "default"],
 )
-def test_output_and_gradients_are_the_oracle_s(row: Row, fields: dict, blocks: tuple[int, ...]) -> None:
+def test_output_and_gradients_are_the_oracle_s(row: Row, fields: dict, blocks: tuple[int, ...] | None) -> None:
     model, inputs = row.build().double(), doubled(row.batch())
     handle = apply_encoder(model, blocks=blocks, **fields)
     remove_encoder(model)
-    slow = merged_oracle(model, row, handle.configs)
+    slow = merged_oracle(model, row, handle.configs, handle.prop_attn)
     handle.install()
     results = []
     for one in (model, slow):
@@ -117,7 +123,9 @@ def test_reports_what_merged_and_leaves_no_trace(row: Row) -> None:
 
 
 @every
-@pytest.mark.parametrize("options", [{}, {"restore": True}, {"feature": "k"}, {"feature": "k-mean"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"restore": True}, {"feature": "k"}, {"feature": "k-mean"}, {"prop_attn": False}], ids=str
+)
 @torch.no_grad()
 def test_flops_are_those_of_the_operations_that_run(row: Row, options: dict) -> None:
     model, inputs = row.build().requires_grad_(False), row.batch(1)

@@ -88,7 +88,7 @@ def test_every_row_has_every_value(finished: Path) -> None:
     assert near[1] == pytest.approx(near[0], rel=0.05)
     assert [entry["step"] for entry in rows["evit-0.5"]["kept"]] == [0, 1, 2, 3]
     page = (finished / "report.html").read_text(encoding="utf-8")
-    assert "ToMe, FLOPs of MaMe τ 0.3" in page
+    assert "ToMe, FLOPs of MaMe τ 0.3 (paper)" in page
     assert "McNemar" in page
     assert "prompt" not in page.split("</style>")[1].split("<script>")[0]
     assert "Top-1" in (finished / "table.tex").read_text(encoding="utf-8")
@@ -100,7 +100,7 @@ def test_answers_flops_and_accuracy_are_those_of_the_model_called_by_hand(place:
     images = open_images(place / "data")
     right, same, flops, plain = 0, 0, [], []
     for merged in (False, True):
-        handle = apply_encoder(encoder.model, tau=0.3, blocks=3) if merged else None
+        handle = apply_encoder(encoder.model, preset="plain", tau=0.3, blocks=3) if merged else None
         found: list[int] = []
         for batch in images.batches(5):
             pixels = [np.asarray(load_image(place / "data" / images.files[n])) for n in batch]

@@ -21,8 +21,10 @@ SIGLIP = next(row for row in ROWS if row.name == "Siglip2ForImageClassification"
     ("name", "family", "config"),
     [
         ("baseline", "baseline", {}),
-        ("mame-0.8", "mame", {"mame": {"tau": 0.8, "blocks": "first"}}),
-        ("mame-keep-0.5", "mame", {"mame": {"keep": 0.5, "blocks": "quarters"}}),
+        ("mame-default", "mame", {"mame": {"blocks": None}}),
+        ("default-0.8", "mame", {"mame": {"keep": 0.8, "blocks": None}}),
+        ("mame-0.8", "mame", {"mame": {"tau": 0.8, "preset": "plain", "blocks": "first"}}),
+        ("mame-keep-0.5", "mame", {"mame": {"keep": 0.5, "preset": "plain", "blocks": "quarters"}}),
         ("tome-8", "tome", {"rival": {"name": "ToMe", "r": 8.0, "prop_attn": True}}),
         ("evit-0.7", "rival", {"rival": {"name": "EViT", "keep": 0.7, "fuse": True}}),
         ("random-0.7", "rival", {"rival": {"name": "RandomDrop", "keep": 0.7, "seed": 0}}),
@@ -38,7 +40,7 @@ def test_a_name_says_what_runs(name: str, family: str, config: dict[str, Any]) -
 @pytest.mark.parametrize(
     "name",
     ["", "mame", "mame-2", "mame-0", "mame-keep-x", "tome", "tome-0", "tome-inf", "evit-1.5", "smaller-10.5", "magic-1",
-     "tome@baseline", "tome@tome@mame-0.8", "tome@", "mame@tome-8"],
+     "tome@baseline", "tome@tome@mame-0.8", "tome@", "mame@tome-8", "default", "default-1.5"],
 )  # fmt: skip
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(UserError, match="--rows: expected names such as baseline"):
@@ -72,13 +74,14 @@ def test_every_ablation_runs_on_a_vit_and_does_something_of_its_own() -> None:
         with method.counted(model) as handle:
             logits = model(**inputs).logits
             kept = [block.tokens_kept for block in handle.report().blocks]
-        if row.name.startswith("mame-keep-0.5"):
-            assert kept == [37, 19, 10, 6]
+        halved, even = row.name.startswith("mame-keep-0.5"), f"{row.name}-".startswith("default-0.8-")
+        if halved or even:
+            assert kept == ([37, 19, 10, 6] if halved else [30, 24, 19, 15])
             if "restored" not in row.name:  # a class token alone is read
                 seen.append(logits)
     for number, one in enumerate(seen):
         assert not any(torch.equal(one, other) for other in seen[:number]), number
-    assert len(seen) == 17
+    assert len(seen) == 17 + 6
 
 
 def call_of(model: Any, inputs: Any) -> Any:
@@ -103,7 +106,7 @@ def test_a_rival_comes_as_near_to_the_flops_as_its_knob_allows(name: str, share:
 def test_flops_beyond_reach_take_the_end_of_the_range() -> None:
     model, inputs = VIT.build(), VIT.batch(1)
     whole = flops_of(model, Unmerged(), call_of(model, inputs))
-    for name in ("evit", "random", "pool", "tome", "smaller"):
+    for name in RIVALS:
         most = at_flops(model, name, 2 * whole, call_of(model, inputs), SIDE)[1]
         least = at_flops(model, name, 0.0, call_of(model, inputs), SIDE)[1]
         assert least < 0.6 * whole < 0.99 * whole <= most, name
