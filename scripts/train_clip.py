@@ -31,7 +31,7 @@ from mame_sd.embedded import model as subjects
 
 STAGES = (
     Stage("tokens64", 128, 3000, 64, 128, 0.01),
-    Stage("tokens256", 256, 1000, 32, 160, 0.004),
+    Stage("tokens256", 256, 850, 32, 160, 0.004),
 )
 HELD_OUT = 720  # pictures that --sample looks at
 
