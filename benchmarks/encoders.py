@@ -81,7 +81,7 @@ def counted(
     """The report of one image through the architecture `name`, merged in `blocks`."""
     with torch.device("meta"):
         model = vit(name, side)
-        handle = apply_encoder(model, keep=keep, blocks=blocks)
+        handle = apply_encoder(model, preset="plain", keep=keep, blocks=blocks)
         model(torch.empty(1, 3, side, side))
     return handle.report()
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mame_sd.perception.apply import apply_encoder, encoder_restored
 from mame_sd.perception.families import find_encoder
 from mame_sd.perception.handle import EncoderHandle
+from mame_sd.perception.settings import LEFT
 
 from ..benchmark.tomesd import NotApplicable
 from .rivals import counted, on_smaller_images, rival_on
@@ -66,6 +67,8 @@ class Merged:
 
     def describe(self) -> dict[str, Any]:
         given = {**self.fields, "blocks": self.blocks}
+        if not given.keys() & {"tau", "keep", "preset"}:
+            given["left"] = LEFT
         return {"mame": {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}}
 
     @contextmanager

@@ -86,7 +86,8 @@ class MergedBlock:
         if self.first:
             shared.begin()
         self._counts_calls = True
-        y, shared.sizes = run(x, shared.sizes)
+        y, sizes = run(x, shared.sizes)
+        shared.sizes = sizes if self.number < shared.last else None  # a graph of gradients hangs on them
         self._counts_calls = False
         return y
 
@@ -122,11 +123,16 @@ class MergedBlock:
                 self.counts.add(tokens, tokens, 0, f"fewer than min_tokens={least}")
             return x, sizes
         plan = self._plan(x, normed)
-        if self.shared.prop_attn:
+        if self._sized:
             sizes = merged_sizes(plan, _ones(x) if sizes is None else sizes)
         if self._counts_calls:
             self.shared.keep(self.number, plan)
         return plan.merge(x), sizes
+
+    @property
+    def _sized(self) -> bool:
+        """Whether an attention comes that counts sizes."""
+        return self.shared.sized and self.number < self.shared.last
 
     def _breaks(self) -> bool:
         """Whether merging splits a compiled graph: by tau the number of tokens depends on data, and partitions are made for
@@ -162,7 +168,7 @@ class MergedBlock:
         _, tokens, channels = shape
         pairs = plan.positions.blocks * plan.positions.m * plan.positions.n
         products = 0 if isinstance(plan, RowPlan) else 2 if self.shared.restore else 1
-        sized = self.shared.prop_attn and not isinstance(plan, RowPlan)
+        sized = self._sized and not isinstance(plan, RowPlan)
         merging = pairs * (dim + channels * products + sized)
         if self.config and self.config.feature != "x":
             merging += tokens * channels * width_of(self.block, self.encoder)

@@ -38,6 +38,7 @@ class Encoder:
             is known by its width. None: keys can't be compared.
         output: path in the model of the module that gives what heads and poolers see; None: its last block.
         mask: name of the attention's argument for a mask.
+        adds_mask: it adds a mask [B, 1, 1, L] of numbers to its logits, so that sizes count in it by default.
         grid: patches reach the blocks in row-major order.
     """
 
@@ -51,6 +52,7 @@ class Encoder:
     output: str | None = None
     mask: str = "attention_mask"
     grid: bool = True
+    adds_mask: bool = False
 
     def special_of(self, model: nn.Module) -> int:
         """How many special tokens stand before the patches of `model`."""
@@ -174,7 +176,7 @@ def _vit(kind: str, special: int, grid: bool = True) -> None:
     models, block, norms = (f"{kind}Model",), f"{kind}Layer", ("layernorm_before", "layernorm_after")
     attention, mlp = (norms[0], "attention", "dropout"), (norms[1], "mlp", "dropout")
     first = (norms[0], "attention"), (norms[1], "intermediate", "output.dense", "output.dropout")  # transformers 5.0
-    common: dict[str, Any] = {"special": special, "output": "layernorm", "grid": grid}
+    common: dict[str, Any] = {"special": special, "output": "layernorm", "grid": grid, "adds_mask": True}
     register_encoder(Encoder(kind, models, block, *first, keys="attention.attention.key", **common))
     register_encoder(Encoder(kind, models, block, attention, mlp, keys="attention.k_proj", **common))
 
@@ -184,14 +186,14 @@ def _dino(kind: str, special: int | Callable[[Any], int]) -> None:
     attention = ("norm1", "attention", "layer_scale1", "drop_path")
     mlp = ("norm2", "mlp", "layer_scale2", "drop_path")
     models, block, keys = (f"{kind}Model",), f"{kind}Layer", "attention.k_proj"
-    register_encoder(Encoder(kind, models, block, attention, mlp, special, keys, output="layernorm"))
+    register_encoder(Encoder(kind, models, block, attention, mlp, special, keys, output="layernorm", adds_mask=True))
 
 
 def _clip(kind: str, special: int, output: str | None) -> None:
     """The image halves of CLIP and its kin, whose text halves have blocks of the same class."""
     models, block = (f"{kind}VisionModel", f"{kind}VisionTransformer"), f"{kind}EncoderLayer"
     attention, mlp = ("layer_norm1", "self_attn"), ("layer_norm2", "mlp")
-    register_encoder(Encoder(kind, models, block, attention, mlp, special, "self_attn.k_proj", output))
+    register_encoder(Encoder(kind, models, block, attention, mlp, special, "self_attn.k_proj", output, adds_mask=True))
 
 
 _vit("ViT", special=1)
@@ -204,5 +206,15 @@ _clip("Siglip", special=0, output="post_layernorm")
 _clip("Siglip2", special=0, output="post_layernorm")
 _TIMM = ("norm1", "attn", "ls1", "drop_path1"), ("norm2", "mlp", "ls2", "drop_path2")
 register_encoder(
-    Encoder("timm", ("VisionTransformer",), "Block", *_TIMM, _prefix, keys="attn.qkv", output="norm", mask="attn_mask")
+    Encoder(
+        "timm",
+        ("VisionTransformer",),
+        "Block",
+        *_TIMM,
+        _prefix,
+        keys="attn.qkv",
+        output="norm",
+        mask="attn_mask",
+        adds_mask=True,
+    )
 )

@@ -20,12 +20,12 @@ from mame_sd.perception.hooks import (
     Ours,
     RestoreHook,
     check_free,
+    counts_sizes,
     has_mask,
     ours_on,
     put,
     take,
     take_all,
-    takes_sizes,
 )
 from mame_sd.perception.report import EncoderReport, make_blocks
 from mame_sd.perception.settings import changed, chosen_blocks, configs_of, is_plain
@@ -61,18 +61,19 @@ class EncoderHandle:
         self._costs = [BlockCost(block, known) for block in modules]
         chosen = chosen_blocks(blocks, len(modules))
         self.configs = configs_of(config, fields, chosen)
-        if prop_attn is None:
-            later = chosen[0] < len(modules) - 1
-            prop_attn = later and not is_plain(config, fields) and takes_sizes(self.encoder, known, modules[0])
-        self._shared = Pass(known.special_of(self.encoder), restore, prop_attn)
-        _check_parts(self.configs, self._shared.prop_attn, known, modules[0])
+        self._plain = is_plain(config, fields)
+        if prop_attn is None and (self._plain or not known.adds_mask or not has_mask(known, modules[0])):
+            prop_attn = False
+        self._shared = Pass(known.special_of(self.encoder), restore, prop_attn, len(modules) - 1)
+        _check_parts(self.configs, prop_attn, known, modules[0])
         device = device_of(self.encoder)
         self._counts = {number: BlockCounts(device) for number in chosen}
-        last = len(modules) if self._shared.prop_attn else chosen[-1] + 1
+        sized = prop_attn is not False  # attention of later blocks counts sizes
+        last = len(modules) if sized else chosen[-1] + 1
         self._merged = {
             number: make_block(modules[number], known, number, self._shared, self.configs.get(number), self._counts)
             for number in range(chosen[0], last)
-            if number in chosen or self._shared.prop_attn
+            if number in chosen or sized
         }
         self._ours: list[tuple[nn.Module, Ours]] = [(modules[number], one) for number, one in self._merged.items()]
         self._ours.append((self.encoder, CheckHook(self._shared)))
@@ -90,8 +91,8 @@ class EncoderHandle:
 
     @property
     def prop_attn(self) -> bool:
-        """Whether attention counts how many tokens each one stands for."""
-        return self._shared.prop_attn
+        """Whether attention counts how many tokens each one stands for, with the model as it is now."""
+        return counts_sizes(self.encoder, self._shared)
 
     @property
     def installed(self) -> bool:
@@ -113,10 +114,15 @@ class EncoderHandle:
 
         Raises:
             RuntimeError: merging was removed or replaced, so the change would have no effect.
-            ValueError: a field is unknown, out of its range or without meaning here; nothing has changed then.
+            ValueError: a field is unknown, out of its range or without meaning here, or another preset, which decides on sizes
+                too; nothing has changed then.
         """
         if not self.installed:
             raise RuntimeError("expected merging to be applied, but it was removed or replaced: call apply_mame again")
+        if "preset" in fields or (config is not None and is_plain(config, fields) != self._plain):
+            raise ValueError(
+                "preset: expected the one that merging was applied with, got another; call apply_mame again"
+            )
         new = changed(self.configs, fields) if config is None else configs_of(config, fields, self.configs)
         _check_parts(new, self._shared.prop_attn, self._known, self._blocks[0])
         self.configs = new
@@ -211,7 +217,7 @@ class EncoderHandle:
         return sorted(self._shared.plans.items())
 
 
-def _check_parts(configs: dict[int, MaMeConfig], prop_attn: bool, known: Encoder, block: nn.Module) -> None:
+def _check_parts(configs: dict[int, MaMeConfig], prop_attn: bool | None, known: Encoder, block: nn.Module) -> None:
     """Raises ValueError for settings that the model's blocks lack the parts for."""
     if any(config.feature != "x" for config in configs.values()) and known.keys not in dict(block.named_modules()):
         raise ValueError(

@@ -18,7 +18,7 @@ _ATTENTION = (None, "eager", "sdpa")  # implementations that add a mask of numbe
 
 
 class CheckHook:
-    """Before the model's forward: raises where its call can't be merged."""
+    """Before the model's forward: raises where its call can't be merged, and notes whether attention counts sizes."""
 
     def __init__(self, shared: Pass) -> None:
         self.shared = shared
@@ -31,8 +31,10 @@ class CheckHook:
                 "pixel_attention_mask: expected none, got one: tokens of images that are padded can't merge. Leave it out "
                 "for images of one resolution that fill all patches"
             )
-        if self.shared.prop_attn:
-            _check_attention(module)
+        reason = _no_sizes(module) if self.shared.prop_attn else ""
+        if reason:
+            raise ValueError(reason)
+        self.shared.sized = counts_sizes(module, self.shared)
 
 
 class GridHook:
@@ -114,20 +116,16 @@ def has_mask(known: Encoder, block: nn.Module) -> bool:
     return known.mask in inspect.signature(type(block.get_submodule(known.attention[1])).forward).parameters
 
 
-def takes_sizes(model: nn.Module, known: Encoder, block: nn.Module) -> bool:
-    """Whether sizes can be counted in the attention of the vision transformer `model`, whose blocks are as `block`."""
-    try:
-        _check_attention(model)
-    except ValueError:
-        return False
-    return has_mask(known, block)
+def counts_sizes(model: nn.Module, shared: Pass) -> bool:
+    """Whether attention of the vision transformer `model` counts sizes, as it is set now."""
+    return shared.prop_attn is not False and not _no_sizes(model)
 
 
-def _check_attention(model: Any) -> None:
-    """Raises ValueError where sizes can't be counted in attention."""
+def _no_sizes(model: Any) -> str:
+    """Why sizes can't be counted in attention; empty where they can."""
     kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if kind not in _ATTENTION:
-        raise ValueError(
+        return (
             f"prop_attn: expected attention implementation 'eager' or 'sdpa', got {kind!r}; set one of these, or leave "
             "sizes out by prop_attn=False"
         )
@@ -135,7 +133,8 @@ def _check_attention(model: Any) -> None:
     for block in model.modules():  # transformers 5.0
         around |= getattr(block, "gradient_checkpointing", False) and type(block).__call__ is not nn.Module.__call__
     if around and model.training:
-        raise ValueError(
+        return (
             "prop_attn: expected no checkpointing around blocks (timm, transformers 5.0), which computes them again without "
             "the sizes of their tokens, got it; switch one of both off (prop_attn=False)"
         )
+    return ""

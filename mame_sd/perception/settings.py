@@ -8,9 +8,17 @@ from typing import Any
 
 from mame_sd.config import MaMeConfig
 
-# Under what was given. Similarity and weights are the paper's. How much merges where is ours, by docs/perception.md: equal shares in all
-# blocks, by `keep`; the paper's tau only with preset="plain".
-DEFAULTS: dict[str, Any] = {"preset": "plain", "min_tokens": 2}
+# Under what was given. Similarity and weights are the paper's. How much merges where is ours, chosen in docs/perception.md: equal shares in
+# all blocks. MaMeConfig's own presets are images' synthesis's, so that each field is named.
+PLAIN: dict[str, Any] = {"preset": "plain", "min_tokens": 2}
+DEFAULTS: dict[str, Any] = {
+    "partition": "alternating",
+    "tiles": 0,
+    "weights": "average",
+    "redraw": False,
+    "correct": False,
+    "min_tokens": 2,
+}
 LEFT = 0.2  # share of the patches that the last block leaves
 LEAST = 0.5  # of the tokens of one block: its destinations
 _NO_MEANING = {
@@ -53,7 +61,7 @@ def is_plain(config: MaMeConfig | None, fields: Mapping[str, Any]) -> bool:
 def configs_of(config: MaMeConfig | None, fields: Mapping[str, Any], blocks: Iterable[int]) -> dict[int, MaMeConfig]:
     """The settings of each block: those of `config` that were given, over the defaults of perception, with `fields` over both.
 
-    Where neither `tau` nor `keep` is given, every block keeps the same share, and the last leaves `LEFT` of the patches.
+    Where neither `tau` nor `keep` is given, every block keeps the same share, at least `LEAST`, and the last leaves `LEFT` of the patches.
 
     Raises:
         TypeError: `config` is no MaMeConfig.
@@ -61,13 +69,16 @@ def configs_of(config: MaMeConfig | None, fields: Mapping[str, Any], blocks: Ite
     """
     if config is not None and not isinstance(config, MaMeConfig):
         raise TypeError(f"config: expected a MaMeConfig, got {config!r}; write MaMeConfig(tau=0.8) or tau=0.8")
+    blocks = [*blocks]
+    fields = {name: value for name, value in fields.items() if value is not None}
     given = {} if config is None else {**config.given}
-    fields, blocks = dict(fields), [*blocks]
-    if not is_plain(config, fields):
-        for settings in (given, fields):
-            settings.pop("preset", None)  # "default" is that of images' synthesis
-        if not {"tau", "keep"} & {*given, *fields}:
-            given["keep"] = max(LEAST, LEFT ** (1 / len(blocks)))
+    if is_plain(config, fields):
+        return changed(dict.fromkeys(blocks, MaMeConfig.from_dict({**PLAIN, **given})), fields)
+    for settings in (given, fields):
+        if settings.get("preset") == "default":
+            del settings["preset"]
+    if not {"tau", "keep"} & {*given, *fields}:
+        given["keep"] = max(LEAST, LEFT ** (1 / len(blocks)))
     return changed(dict.fromkeys(blocks, MaMeConfig.from_dict({**DEFAULTS, **given})), fields)
 
 

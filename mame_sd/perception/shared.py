@@ -16,7 +16,9 @@ class Pass:
     Attributes:
         special: tokens before the patches.
         restore: the blocks' output has every token again.
-        prop_attn: the log of a token's size is added to its attention logits.
+        prop_attn: the log of a token's size is added to its attention logits; None: where that can be, which each forward finds out.
+        sized: whether it is, in the forward that runs.
+        last: number of the model's last block.
         active: False makes every call bit-equal to a model without merging.
         capture: plans are kept after the forward.
         grid: (h, w) of the latest images' patches; None where unknown.
@@ -24,10 +26,12 @@ class Pass:
         plans: those of the latest forward by number of block, while it runs or with `capture`.
     """
 
-    def __init__(self, special: int, restore: bool, prop_attn: bool) -> None:
+    def __init__(self, special: int, restore: bool, prop_attn: bool | None, last: int) -> None:
         self.special = special
         self.restore = restore
         self.prop_attn = prop_attn
+        self.sized = bool(prop_attn)
+        self.last = last
         self.active = True
         self.capture = False
         self.grid: tuple[int, int] | None = None

@@ -68,7 +68,12 @@ def test_what_is_written_is_a_small_vit_in_every_form_that_the_suite_finds(whole
     encoder.model(**encoder.inputs([np.zeros((64, 64, 3), np.uint8)]))
     assert [block.tokens_kept for block in handle.report().blocks][::3] == [64, 32, 16, 8]
     training = json.loads((models.model("last", 1) / "training.json").read_text())
-    assert training == {"form": "last", "seed": 1, "steps": 2, "merging": {"keep": 0.5, "blocks": [-1]}}
+    assert training == {
+        "form": "last",
+        "seed": 1,
+        "steps": 2,
+        "merging": {"preset": "plain", "keep": 0.5, "blocks": [-1]},
+    }
 
 
 def test_forms_of_one_seed_differ_as_they_are_trained(whole: Path) -> None:

@@ -70,9 +70,35 @@ def test_sizes_count_unless_they_can_t() -> None:
     other = apply_encoder(model, keep=0.5, prop_attn=False)
     assert "attention does not count how many" in str(other.report())
     assert not torch.equal(VIT.call(model, inputs)["logits"], counted)
-    assert not apply_encoder(model, keep=0.5, blocks=(-1,)).prop_attn, "no attention comes after"
-    model.config._attn_implementation = "flash_attention_2"
-    assert not apply_encoder(model, keep=0.5).prop_attn
+    handle = apply_encoder(model, keep=0.5)
+    model.vit.config._attn_implementation = "flash_attention_2"
+    assert (handle.prop_attn, handle.report().prop_attn) == (False, False), "as the model is set now"
+
+
+@torch.no_grad()
+def test_a_handle_s_settings_are_those_of_another_model_too() -> None:
+    first = apply_encoder(VIT.build())
+    again = apply_encoder(VIT.build(), MaMeConfig.from_dict(first.config.to_dict(given_only=True)))
+    assert (again.configs, again.prop_attn) == (first.configs, True)
+    assert apply_encoder(VIT.build(), tau=None, keep=None).configs == first.configs
+
+
+def test_sizes_go_with_the_forward() -> None:
+    model = VIT.build()
+    handle = apply_encoder(model, keep=0.5)
+    VIT.call(model, VIT.batch())
+    assert handle._shared.sizes is None
+
+
+def test_the_preset_is_chosen_when_merging_is_applied() -> None:
+    handle = apply_encoder(VIT.build())
+    before = handle.configs
+    for change in ({"preset": "plain"}, {"config": MaMeConfig(preset="plain")}):
+        with pytest.raises(ValueError, match="preset: expected the one that merging was applied with"):
+            handle.set(**change)
+    assert handle.configs == before
+    with pytest.raises(ValueError, match="preset: expected"):
+        apply_encoder(VIT.build(), preset="plian")
 
 
 def test_one_number_for_each_block() -> None:

@@ -39,7 +39,7 @@ def test_examples_run(code: str) -> None:
 def test_arguments_are_those_of_the_function() -> None:
     parameters = inspect.signature(apply_encoder).parameters.values()
     own = {one.name for one in parameters if one.kind == one.KEYWORD_ONLY}
-    assert own | {"tau", "keep"} == set(re.findall(r"^\| `(\w+)` \|", PAGE, re.M))
+    assert own | {"tau", "keep", "preset"} == set(re.findall(r"^\| `(\w+)` \|", PAGE, re.M))
 
 
 @pytest.mark.parametrize("line", re.findall(r"^(mame-sd(?:-eval)? .*?)(?:  #.*)?$", PAGE, re.M))
@@ -55,7 +55,7 @@ def test_commands_parse(line: str) -> None:
 def test_rows_and_suites_are_there() -> None:
     table = re.findall(r"^\| `([\w.@-]+)` \|", PAGE, re.M)
     rows = [name for name in table if "-" in name]
-    assert len(rows) == 8
+    assert len(rows) == 10
     for name in rows:
         assert row_named(name).name == name
     for suite in SUITES:

@@ -68,7 +68,7 @@ def test_a_described_block_is_the_block_s_own_forward_to_the_bit(row: Row) -> No
     _, blocks, known = find_encoder(row.build())
     x = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(1))
     for block in blocks:
-        merged = MergedBlock(block, known, 1, Pass(0, False, False), None, {0: None})
+        merged = MergedBlock(block, known, 1, Pass(0, False, False, 3), None, {0: None})
         assert torch.equal(merged.forward(x, None), block(x, None))
 
 
@@ -215,7 +215,7 @@ def test_checkpointing_changes_no_gradient(row: Row, reentrant: bool, fields: di
 @pytest.mark.parametrize(
     "row", [row for row in EVERY if row.id in {"ViTForImageClassification", "SiglipModel", "timm ViT"}]
 )
-@pytest.mark.parametrize("options", [{}, {"restore": True, "prop_attn": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"prop_attn": False}, {"restore": True, "prop_attn": True}], ids=str)
 @torch.no_grad()
 def test_keep_compiles_to_one_graph(row: Row, options: dict) -> None:
     torch._dynamo.reset()

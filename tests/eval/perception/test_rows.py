@@ -21,7 +21,7 @@ SIGLIP = next(row for row in ROWS if row.name == "Siglip2ForImageClassification"
     ("name", "family", "config"),
     [
         ("baseline", "baseline", {}),
-        ("mame-default", "mame", {"mame": {"blocks": None}}),
+        ("mame-default", "mame", {"mame": {"blocks": None, "left": 0.2}}),
         ("default-0.8", "mame", {"mame": {"keep": 0.8, "blocks": None}}),
         ("mame-0.8", "mame", {"mame": {"tau": 0.8, "preset": "plain", "blocks": "first"}}),
         ("mame-keep-0.5", "mame", {"mame": {"keep": 0.5, "preset": "plain", "blocks": "quarters"}}),
