@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mame_sd.perception.apply import apply_encoder, encoder_restored
 from mame_sd.perception.families import find_encoder
 from mame_sd.perception.handle import EncoderHandle
-from mame_sd.perception.settings import LEFT
+from mame_sd.perception.settings import DEFAULTS, LEFT
 
 from ..benchmark.tomesd import NotApplicable
 from .rivals import counted, on_smaller_images, rival_on
@@ -67,8 +67,8 @@ class Merged:
 
     def describe(self) -> dict[str, Any]:
         given = {**self.fields, "blocks": self.blocks}
-        if not given.keys() & {"tau", "keep", "preset"}:
-            given["left"] = LEFT
+        if "preset" not in given:
+            given["defaults"] = {**DEFAULTS, "left": LEFT}
         return {"mame": {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}}
 
     @contextmanager

@@ -56,9 +56,8 @@ _ABLATED: tuple[tuple[str, dict[str, Any]], ...] = (  # at equal tokens, keep=0.
 )
 _VARIED: tuple[tuple[str, dict[str, Any]], ...] = (  # keep=0.8 in every block: all but what is named as our default
     ("no-sizes", {"prop_attn": False}),
-    ("best", {"weights": "best"}),
-    ("feature-k-mean", {"feature": "k-mean"}),
-    ("feature-k-mean-best", {"feature": "k-mean", "weights": "best"}),  # nearly ToMe's algorithm
+    ("average", {"weights": "average"}),
+    ("feature-k-mean", {"feature": "k-mean"}),  # ToMe's algorithm but for its means, which count sizes
     ("random", {"partition": "random"}),
     ("restored", {"restore": True}),
 )

@@ -56,7 +56,7 @@ def show_image(
     picture = read_image(file)
     encoder = load_encoder(choice)
     seen, maps = token_maps(encoder, picture, merging, chosen)
-    about = {"image": file.name, "model": encoder.identity, "mame": dict(merging.given), "blocks": blocks}
+    about = {"image": file.name, "model": encoder.identity, "mame": dict(merging.given) or "default", "blocks": blocks}
     write_sheet(out, draw_maps(seen, maps, colors or COLORS[0], file.name), about)
     for one in maps:
         print(f"block {one.block}: {one.kept} of {one.owners.size} patches left")

@@ -8,13 +8,13 @@ from typing import Any
 
 from mame_sd.config import MaMeConfig
 
-# Under what was given. Similarity and weights are the paper's. How much merges where is ours, chosen in docs/perception.md: equal shares in
-# all blocks. MaMeConfig's own presets are images' synthesis's, so that each field is named.
+# Under what was given; chosen in docs/perception.md. Similarity is the paper's; each source joins its nearest destination, and all blocks
+# keep equal shares. MaMeConfig's own presets are images' synthesis's, so that each field is named.
 PLAIN: dict[str, Any] = {"preset": "plain", "min_tokens": 2}
 DEFAULTS: dict[str, Any] = {
     "partition": "alternating",
     "tiles": 0,
-    "weights": "average",
+    "weights": "best",
     "redraw": False,
     "correct": False,
     "min_tokens": 2,

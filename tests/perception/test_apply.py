@@ -47,10 +47,10 @@ def test_by_default_all_blocks_keep_equal_shares_and_the_last_leaves_a_fifth() -
         assert handle.prop_attn
         config = handle.config
         assert (config.tau, config.partition, bool(config.tiles)) == (None, "alternating", False)
-        assert (config.weights, config.min_tokens) == ("average", 2)
+        assert (config.weights, config.min_tokens) == ("best", 2)
     assert apply_encoder(VIT.build(), blocks=1).config.keep == 0.5, "as many as there are destinations"
     config = apply_encoder(VIT.build(), MaMeConfig(keep=0.7)).config
-    assert (config.keep, config.partition, bool(config.tiles), config.weights) == (0.7, "alternating", False, "average")
+    assert (config.keep, config.partition, bool(config.tiles), config.weights) == (0.7, "alternating", False, "best")
 
 
 @pytest.mark.parametrize("given", [{"preset": "plain"}, {"config": MaMeConfig(preset="plain")}, {"variant": "paper"}])
@@ -142,6 +142,7 @@ def test_few_tokens_are_left_alone() -> None:
     model = MyViT(blocks=5)
     handle = apply_encoder(model, keep=0.5)
     assert model(torch.randn(2, 1 + 4, 8)).shape[1] == 1 + 1
+    assert not handle.prop_attn, "its description does not say that attention adds a mask"
     assert tokens(handle) == [3, 2, 2, 2, 2]
 
 

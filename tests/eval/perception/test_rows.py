@@ -11,6 +11,7 @@ from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.tomesd import NotApplicable
 from mame_sd.eval.perception.methods import RIVALS, Merged, Unmerged, at_flops, flops_of
 from mame_sd.eval.perception.rows import BASELINE, SUITES, chosen_rows, row_named
+from mame_sd.perception.settings import DEFAULTS, LEFT
 from tests.builders.perception import PATCHES, ROWS, SIDE
 
 VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
@@ -21,8 +22,8 @@ SIGLIP = next(row for row in ROWS if row.name == "Siglip2ForImageClassification"
     ("name", "family", "config"),
     [
         ("baseline", "baseline", {}),
-        ("mame-default", "mame", {"mame": {"blocks": None, "left": 0.2}}),
-        ("default-0.8", "mame", {"mame": {"keep": 0.8, "blocks": None}}),
+        ("mame-default", "mame", {"mame": {"blocks": None, "defaults": {**DEFAULTS, "left": LEFT}}}),
+        ("default-0.8", "mame", {"mame": {"keep": 0.8, "blocks": None, "defaults": {**DEFAULTS, "left": LEFT}}}),
         ("mame-0.8", "mame", {"mame": {"tau": 0.8, "preset": "plain", "blocks": "first"}}),
         ("mame-keep-0.5", "mame", {"mame": {"keep": 0.5, "preset": "plain", "blocks": "quarters"}}),
         ("tome-8", "tome", {"rival": {"name": "ToMe", "r": 8.0, "prop_attn": True}}),
@@ -81,7 +82,7 @@ def test_every_ablation_runs_on_a_vit_and_does_something_of_its_own() -> None:
                 seen.append(logits)
     for number, one in enumerate(seen):
         assert not any(torch.equal(one, other) for other in seen[:number]), number
-    assert len(seen) == 17 + 6
+    assert len(seen) == 17 + 5
 
 
 def call_of(model: Any, inputs: Any) -> Any:
