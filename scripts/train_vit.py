@@ -52,7 +52,7 @@ NAMES = subjects.glyph_names()[::18]
 SHIFT = 4  # pixels
 PICTURES, HELD_OUT = 8000, 1000
 BATCH = 64
-STEPS, TUNING = 600, PICTURES // BATCH  # one epoch
+STEPS, TUNING = 250, PICTURES // BATCH  # one epoch
 RATE, TUNING_RATE = 0.01, 0.001  # of Muon; AdamW's is a tenth
 
 
