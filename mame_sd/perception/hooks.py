@@ -31,10 +31,10 @@ class CheckHook:
                 "pixel_attention_mask: expected none, got one: tokens of images that are padded can't merge. Leave it out "
                 "for images of one resolution that fill all patches"
             )
-        reason = _no_sizes(module) if self.shared.prop_attn else ""
-        if reason:
+        reason = "" if self.shared.prop_attn is False else _no_sizes(module)
+        if reason and self.shared.prop_attn:
             raise ValueError(reason)
-        self.shared.sized = counts_sizes(module, self.shared)
+        self.shared.sized = self.shared.prop_attn is not False and not reason
 
 
 class GridHook:
@@ -129,12 +129,17 @@ def _no_sizes(model: Any) -> str:
             f"prop_attn: expected attention implementation 'eager' or 'sdpa', got {kind!r}; set one of these, or leave "
             "sizes out by prop_attn=False"
         )
-    around = getattr(model, "grad_checkpointing", False)  # timm
-    for block in model.modules():  # transformers 5.0
-        around |= getattr(block, "gradient_checkpointing", False) and type(block).__call__ is not nn.Module.__call__
-    if around and model.training:
+    if model.training and _checkpoints_around(model):
         return (
             "prop_attn: expected no checkpointing around blocks (timm, transformers 5.0), which computes them again without "
             "the sizes of their tokens, got it; switch one of both off (prop_attn=False)"
         )
     return ""
+
+
+def _checkpoints_around(model: Any) -> bool:
+    """Whether gradient checkpointing stands around whole blocks, not inside their calls."""
+    return getattr(model, "grad_checkpointing", False) or any(  # timm; transformers 5.0
+        getattr(block, "gradient_checkpointing", False) and type(block).__call__ is not nn.Module.__call__
+        for block in model.modules()
+    )
