@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mame_sd.perception.apply import apply_encoder, encoder_restored
 from mame_sd.perception.families import find_encoder
 from mame_sd.perception.handle import EncoderHandle
-from mame_sd.perception.settings import DEFAULTS, LEFT
+from mame_sd.perception.settings import DEFAULTS, EVERY, LEFT
 
 from ..benchmark.tomesd import NotApplicable
 from .rivals import counted, on_smaller_images, rival_on
@@ -69,6 +69,8 @@ class Merged:
         given = {**self.fields, "blocks": self.blocks}
         if "preset" not in given:
             given["defaults"] = {**DEFAULTS, "left": LEFT}
+            if not {"tau", "keep"} & {*given}:
+                given["defaults"]["every"] = EVERY
         return {"mame": {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}}
 
     @contextmanager
@@ -87,15 +89,17 @@ class Merged:
 
 @dataclass(frozen=True)
 class Rival:
-    """A rival's rule."""
+    """A rival's rule, in its own blocks or those of a name of `BLOCKS`."""
 
     rule: Rule
+    blocks: str | None = None
 
     def describe(self) -> dict[str, Any]:
-        return {"rival": {"name": type(self.rule).__name__, **asdict(self.rule)}}  # type: ignore[call-overload]
+        said = {"name": type(self.rule).__name__, **asdict(self.rule)}  # type: ignore[call-overload]
+        return {"rival": said if self.blocks is None else {**said, "blocks": self.blocks}}
 
     def counted(self, model: nn.Module) -> AbstractContextManager[EncoderHandle]:
-        return rival_on(model, self.rule)
+        return rival_on(model, self.rule, None if self.blocks is None else BLOCKS[self.blocks])
 
     on = counted
 
@@ -124,6 +128,9 @@ RIVALS: dict[str, Callable[[float], Method]] = {  # by name: the method at a val
     "evit": lambda keep: Rival(EViT(keep)),
     "random": lambda keep: Rival(RandomDrop(keep)),
     "pool": lambda keep: Rival(Pool(keep)),
+    "evit-all": lambda keep: Rival(EViT(keep), "all"),
+    "random-all": lambda keep: Rival(RandomDrop(keep), "all"),
+    "pool-all": lambda keep: Rival(Pool(keep), "all"),
     "smaller": lambda side: Smaller(int(side)),
 }
 

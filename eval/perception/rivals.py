@@ -12,7 +12,7 @@ So every rival meets the same models, calls and counting as ours and differs in 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -67,8 +67,15 @@ class RivalBlock(MergedBlock):
 
 
 @contextmanager
-def rival_on(model: nn.Module, rule: Rule) -> Iterator[EncoderHandle]:
+def rival_on(
+    model: nn.Module, rule: Rule, blocks_of: Callable[[int], tuple[int, ...]] | None = None
+) -> Iterator[EncoderHandle]:
     """The vision transformer in `model` with a rival's rule in its blocks for a `with` block; merging that was on it is back after.
+
+    Args:
+        model: with a vision transformer in it.
+        rule: the rival's.
+        blocks_of: which blocks of so many reduce the tokens; None: those of the rule as it was published.
 
     Raises:
         ValueError: no vision transformer that is known.
@@ -92,7 +99,7 @@ def rival_on(model: nn.Module, rule: Rule) -> Iterator[EncoderHandle]:
         handle = EncoderHandle(
             model,
             None,
-            rule.blocks(len(blocks)),
+            (blocks_of or rule.blocks)(len(blocks)),
             {},
             False,
             rule.prop_attn,

@@ -2,11 +2,12 @@
 
 baseline          the model as it is
 mame-default      what `apply_mame(model)` does
-default-0.8       the same at another share: keep in every block
+default-0.8       its form with a share of one's own: keep in every block
 mame-0.8          the paper's form (preset="plain") by tau in the first two thirds of the blocks (the paper's first 8 of 12)
 mame-keep-0.5     the paper's form by keep in blocks 3, 6 and 9 of 12
 tome-8            ToMe, 8 tokens fewer in each block
 evit-0.7          EViT's pruning, random-0.7 random dropping, pool-0.7 pooling: what stays in blocks 3, 6 and 9 of 12
+random-all-0.9    the same in every block; evit-all-0.9, pool-all-0.9
 smaller-160       the unmerged model on images of 160 x 160 pixels
 tome@mame-0.8     a rival at the FLOPs of another row; default@..., evit@..., random@..., pool@..., smaller@... too
 """
@@ -23,19 +24,25 @@ from .forms import FORMS, HALVED, LAST, PLAIN
 BASELINE = "baseline"
 DEFAULT = "mame-default"
 RIVAL_LABELS = {
-    "default": "MaMe default, keep {}",
+    "default": "MaMe keep {} in all blocks",
     "tome": "ToMe r {}",
     "evit": "EViT keep {}",
     "random": "random keep {}",
     "pool": "pooled keep {}",
+    "evit-all": "EViT in all blocks, keep {}",
+    "random-all": "random in all blocks, keep {}",
+    "pool-all": "pooled in all blocks, keep {}",
     "smaller": "images of {} pixels",
 }
 _SHORT = {
-    "default": "MaMe default",
+    "default": "MaMe in all blocks",
     "tome": "ToMe",
     "evit": "EViT",
     "random": "random dropping",
     "pool": "pooling",
+    "evit-all": "EViT in all blocks",
+    "random-all": "random dropping in all blocks",
+    "pool-all": "pooling in all blocks",
     "smaller": "smaller images",
 }
 _PAPER = {"preset": "plain"}
@@ -113,9 +120,9 @@ def row_named(name: str) -> Row:
         if target.at is None and target.name != BASELINE:
             label = f"{_SHORT[rival]}, FLOPs of {target.label}"
             return Row(name=name, label=label, family=_family(rival), rival=rival, at=other)
-    kind, _, text = name.partition("-")
     if name == DEFAULT:
         return Row(name=name, label="MaMe default", family="mame", fields={}, default=True)
+    kind, _, text = name.partition("-")
     if kind == "mame":
         keep = text.startswith("keep-")
         value = _number(text.removeprefix("keep-"), 1.0)
@@ -123,6 +130,7 @@ def row_named(name: str) -> Row:
             return _mame(name, f"MaMe keep {value:g} (paper)", "quarters", {"keep": value, **_PAPER})
         if value is not None:
             return _mame(name, f"MaMe τ {value:g} (paper)", "first", {"tau": value, **_PAPER})
+    kind, _, text = name.rpartition("-")
     if kind in RIVAL_LABELS:
         whole = kind in ("tome", "smaller")
         value = _number(text, float("inf") if whole else 1.0)
@@ -132,7 +140,7 @@ def row_named(name: str) -> Row:
             )
     raise UserError(
         f"--rows: expected names such as baseline, mame-default, default-0.8, mame-0.8, mame-keep-0.5, tome-8, evit-0.7, "
-        f"random-0.7, pool-0.7, smaller-160 or tome@mame-0.8, got {name!r}; correct it"
+        f"random-0.7, pool-0.7, random-all-0.9, smaller-160 or tome@mame-0.8, got {name!r}; correct it"
     )
 
 
@@ -140,9 +148,10 @@ def beside_rivals(*names: str) -> list[Row]:
     """The baseline, and each of these rows with every rival at its FLOPs, our default among them."""
     rows = [row_named(BASELINE)]
     for name in names:
-        ours = "default" in name
+        row = row_named(name)
+        ours = row.default or row.rival == "default"
         rows += [
-            row_named(name),
+            row,
             *(row_named(f"{rival}@{name}") for rival in RIVAL_LABELS if not (ours and rival == "default")),
         ]
     return rows
@@ -230,7 +239,7 @@ def _number(text: str, most: float) -> float | None:
 
 SUITES: dict[str, tuple[str, list[Row]]] = {
     "vit": (
-        "Training-free: our default, keep .75 in every block, and the paper's tau .7, .8 and .9 in the first two thirds of the blocks, beside rivals at equal FLOPs.",
+        "Training-free: our default, keep .75 in all blocks, and the paper's tau .7, .8 and .9 in the first two thirds of the blocks, beside rivals at equal FLOPs.",
         beside_rivals(DEFAULT, "default-0.75", "mame-0.7", "mame-0.8", "mame-0.9"),
     ),
     "zero-shot": (

@@ -73,5 +73,5 @@ def pick_plan(x: Tensor, pos: Positions, config: MaMeConfig, special: int, lead:
         if stay in (0, pos.N):
             preserved = torch.arange(stay, device=pos.src.device)
         else:
-            _, preserved = preserved_by_keep(similarity_of(x, pos, config.metric).amax(-2), pos, config.keep)
+            preserved = preserved_by_keep(similarity_of(x, pos, config.metric).amax(-2), pos, config.keep)
     return PickPlan(pos, preserved, special, lead, by_tau=config.tau is not None)

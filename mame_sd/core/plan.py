@@ -74,6 +74,10 @@ class Plan:
         )
         return torch.cat([ones[0], counts, ones[1]], -1)
 
+    def summed(self, t: Tensor) -> Tensor:
+        """What each of the tokens that `merge` gives holds of t [B, L] in all, [B, L'] in its order: shared out by the weights, summed up."""
+        return self.merge(t.view(*self._lead, -1, 1)).view(t.shape[0], -1) * self.sizes
+
     @property
     def preserved(self) -> Tensor:
         """bool [*, N], True where a source is preserved, in the order of `positions.src`."""

@@ -13,14 +13,14 @@ from mame_sd.core import means
 from mame_sd.core.indexing import rows_of
 from mame_sd.core.plan import Plan, no_autocast
 from mame_sd.core.tables import Positions
-from mame_sd.core.weights import preserved_by_keep, preserved_by_tau
+from mame_sd.core.weights import preserved_by_keep, preserved_by_tau, unmerged_slots
 
 
 class RowPlan(Plan):
     """A plan that knows one destination for each source; `weights` are made when somebody looks at them.
 
     Args:
-        row: [B, T, n], the destination of its tile that a source goes to; -1: it is preserved, or padding.
+        row: [B, T, n], the destination of its tile that is nearest to a source, also to one that is preserved or padding.
         pos, preserved, special, lead: as `Plan`.
         dtype: of the weights and counts.
         by_kernel: whether a kernel found the destinations.
@@ -40,12 +40,14 @@ class RowPlan(Plan):
         self.by_kernel = by_kernel
         self._row, self._dtype = row, dtype
         self._rows = self._found_rows()
+        self._groups: means.Groups | None = None
 
     @property
     def weights(self) -> Tensor:
         """See `Plan`; 0 and 1."""
         every = torch.arange(self.positions.m, device=self._row.device)
-        weights = (self._row.unsqueeze(-2) == every.unsqueeze(-1)).to(self._dtype)
+        unmerged = unmerged_slots(self._preserved.expand(self._row.shape[0], -1), self.positions)
+        weights = (self._row.masked_fill(unmerged, -1).unsqueeze(-2) == every.unsqueeze(-1)).to(self._dtype)
         return weights.view(*self._lead, *weights.shape[1:])
 
     @property
@@ -56,8 +58,11 @@ class RowPlan(Plan):
     @property
     def sizes(self) -> Tensor:
         """See `Plan`; [B, L']."""
-        sizes = torch.zeros(self._rows.shape[0], self.tokens_kept, dtype=self._dtype, device=self._rows.device)
-        return sizes.scatter_add_(1, self._rows, torch.ones_like(self._rows, dtype=self._dtype))
+        return self.summed(torch.ones_like(self._rows, dtype=self._dtype))
+
+    def summed(self, t: Tensor) -> Tensor:
+        """See `Plan`."""
+        return t.new_zeros(t.shape[0], self.tokens_kept).scatter_add_(1, self._rows, t)
 
     @property
     def counts(self) -> Tensor:
@@ -79,12 +84,13 @@ class RowPlan(Plan):
     def means(self, t: Tensor) -> Tensor:
         """Tokens [B, L, C] merged, as [B, L', C]."""
         if means.can_group(t):
-            groups = means.groups_of(self._rows, self.tokens_kept)
-            return means.means(t.flatten(0, 1), groups).view(t.shape[0], self.tokens_kept, t.shape[2])
+            if self._groups is None:
+                self._groups = means.groups_of(self._rows, self.tokens_kept)
+            return means.means(t.flatten(0, 1), self._groups).view(t.shape[0], self.tokens_kept, t.shape[2])
         return means.means_with_gradients(t, self._rows, self.sizes)
 
     def _heaviest(self) -> Tensor:
-        return self._row.long().clamp(min=0)
+        return self._row.long()
 
 
 def row_plan(
@@ -99,7 +105,7 @@ def row_plan(
     """The plan of sources whose largest similarity is `best` [B, T, n], that of destination `row` [B, T, n] of their tile."""
     if config.keep is None:
         assert config.tau is not None
-        unmerged, preserved = preserved_by_tau(best > config.tau, pos)
+        _, preserved = preserved_by_tau(best > config.tau, pos)
     else:
-        unmerged, preserved = preserved_by_keep(best, pos, config.keep)
-    return RowPlan(row.masked_fill(unmerged, -1), pos, preserved, special, lead, best.dtype, by_kernel)
+        preserved = preserved_by_keep(best, pos, config.keep)
+    return RowPlan(row, pos, preserved, special, lead, best.dtype, by_kernel)

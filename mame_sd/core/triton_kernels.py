@@ -128,4 +128,4 @@ def best_kernel(
     j = first + tl.arange(0, BLOCK_N)
     out = (sample * tl.num_programs(0) + tile) * n + j
     tl.store(best + out, tl.where(top > 1.5, float("nan"), top), mask=j < n)
-    tl.store(row + out, tl.where(src_real, tl.argmax(s, 0), -1), mask=j < n)
+    tl.store(row + out, tl.where(src_real, tl.argmax(s, 0), 0), mask=j < n)

@@ -70,9 +70,10 @@ def _weights_by_keep(s: Tensor, pos: Positions, config: MaMeConfig) -> Fusion:
     """For a share of the tokens that is to remain: the most similar sources merge, each sample's own."""
     assert config.keep is not None
     best, row = s.max(-2)  # [B, T, n]
-    unmerged, preserved = preserved_by_keep(best, pos, config.keep)
+    preserved = preserved_by_keep(best, pos, config.keep)
     if preserved.shape[1] == pos.N:
         return Fusion(torch.zeros_like(s), preserved)
+    unmerged = unmerged_slots(preserved, pos)
     # The found tau: the least similarity that merges. Where NaN ones are chosen, they set none.
     tau = best.masked_fill(unmerged | best.isnan(), math.inf).flatten(1).min(1).values
     above = _above(s, tau.view(-1, 1, 1, 1))
@@ -88,25 +89,30 @@ def merged_by_keep(pos: Positions, keep: float) -> int:
     return pos.L - max(pos.M, round(keep * pos.L))
 
 
-def preserved_by_keep(best: Tensor, pos: Positions, keep: float) -> tuple[Tensor, Tensor]:
-    """The source slots that don't merge, or are padding [B, T, n], and the preserved sources [B, r].
+def preserved_by_keep(best: Tensor, pos: Positions, keep: float) -> Tensor:
+    """The preserved sources [B, r], ascending.
 
     Args:
         best: [B, T, n], the largest similarity of every source slot. The highest merge, ties by position, NaN ranks last.
         keep: share of the tokens to keep; all destinations are kept in any case.
     """
     b, merged = best.shape[0], merged_by_keep(pos, keep)
-    if merged == pos.N and pos.src_pad is None:
-        return torch.zeros_like(best, dtype=torch.bool), torch.empty(b, 0, dtype=torch.long, device=best.device)
-    if merged in (0, pos.N):  # nothing to choose
-        order = torch.arange(pos.N, device=best.device).expand(b, -1)
-    else:
-        last = torch.finfo(best.dtype).min
-        best = torch.nan_to_num(best.detach(), nan=last, posinf=math.inf, neginf=-math.inf)
-        order = best.flatten(1).index_select(1, pos.src_real).argsort(dim=1, descending=True, stable=True)
-    unmerged = torch.ones(b, pos.blocks * pos.n, dtype=torch.bool, device=best.device)
-    unmerged = unmerged.scatter_(1, pos.src_real[order[:, :merged]], False)
-    return unmerged.view_as(best), order[:, merged:].sort(dim=1).values
+    if merged == pos.N:
+        return torch.empty(b, 0, dtype=torch.long, device=best.device)
+    if not merged:
+        return torch.arange(pos.N, device=best.device).expand(b, -1)
+    last = torch.finfo(best.dtype).min
+    best = torch.nan_to_num(best.detach(), nan=last, posinf=math.inf, neginf=-math.inf)
+    order = best.flatten(1).index_select(1, pos.src_real).argsort(dim=1, descending=True, stable=True)
+    return order[:, merged:].sort(dim=1).values
+
+
+def unmerged_slots(preserved: Tensor, pos: Positions) -> Tensor:
+    """The source slots that don't merge, or are padding, bool [B, T, n], of the preserved sources [B, r]."""
+    b = preserved.shape[0]
+    unmerged = torch.zeros(b, pos.blocks * pos.n, dtype=torch.bool, device=preserved.device)
+    unmerged = unmerged.scatter_(1, pos.src_real[preserved], True).view(b, pos.blocks, pos.n)
+    return unmerged if pos.src_pad is None else unmerged | pos.src_pad
 
 
 def _above(s: Tensor, tau: Tensor | float) -> Tensor:

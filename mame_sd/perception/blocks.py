@@ -124,7 +124,7 @@ class MergedBlock:
             return x, sizes
         plan = self._plan(x, normed)
         if self._sized:
-            sizes = merged_sizes(plan, _ones(x) if sizes is None else sizes)
+            sizes = plan.sizes if sizes is None else plan.summed(sizes)
         if self._counts_calls:
             self.shared.keep(self.number, plan)
         return plan.merge(x), sizes
@@ -197,17 +197,3 @@ class MergedBlock:
 
     def _module(self, path: str) -> Any:
         return self.block.get_submodule(path)
-
-
-def _ones(x: Tensor) -> Tensor:
-    """Sizes [B, L] of tokens [B, L, C] before any merged, at least in fp32."""
-    return x.new_ones(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-def merged_sizes(plan: Plan, sizes: Tensor) -> Tensor:
-    """How many tokens each merged token stands for [B, L'], of the sizes before [B, L]: what was shared out, summed up."""
-    merged = plan.merge(sizes.unsqueeze(-1)).squeeze(-1)
-    counts = plan.counts
-    rest = merged.shape[1] - plan.special - counts.shape[1]
-    ones = counts.new_ones(counts.shape[0], 1)
-    return merged * torch.cat([ones.expand(-1, plan.special), counts, ones.expand(-1, rest)], 1)

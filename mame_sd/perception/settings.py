@@ -8,8 +8,8 @@ from typing import Any
 
 from mame_sd.config import MaMeConfig
 
-# Under what was given; chosen in docs/perception.md. Similarity is the paper's; each source joins its nearest destination, and all blocks
-# keep equal shares. MaMeConfig's own presets are images' synthesis's, so that each field is named.
+# Under what was given; chosen in docs/perception.md. Similarity is the paper's; each source joins its nearest destination, and the blocks
+# that merge keep equal shares. MaMeConfig's own presets are images' synthesis's, so that each field is named.
 PLAIN: dict[str, Any] = {"preset": "plain", "min_tokens": 2}
 DEFAULTS: dict[str, Any] = {
     "partition": "alternating",
@@ -20,6 +20,7 @@ DEFAULTS: dict[str, Any] = {
     "min_tokens": 2,
 }
 LEFT = 0.2  # share of the patches that the last block leaves
+EVERY = 2  # which blocks merge, from the first: every second one keeps as much as all do, for half of the merges
 LEAST = 0.5  # of the tokens of one block: its destinations
 _NO_MEANING = {
     "merge": "an encoder's tokens merge once and stay merged",
@@ -30,14 +31,14 @@ _NO_MEANING = {
 }
 
 
-def chosen_blocks(blocks: int | Iterable[int] | None, depth: int) -> tuple[int, ...]:
-    """The blocks that merge, ascending, counted from 0: all of `depth`, the first ones, or those that are named.
+def chosen_blocks(blocks: int | Iterable[int] | None, depth: int, every: int = 1) -> tuple[int, ...]:
+    """The blocks that merge, ascending, counted from 0: of `depth` every `every`-th, the first ones, or those that are named.
 
     Raises:
         ValueError: none, one twice, or one that is not there (negative ones count from the end).
     """
     if blocks is None:
-        return tuple(range(depth))
+        return tuple(range(0, depth, every))
     if isinstance(blocks, int) and not isinstance(blocks, bool):
         if not 1 <= blocks <= depth:
             raise ValueError(f"blocks: expected how many of the {depth} blocks merge, from 1 to {depth}, got {blocks}")
@@ -52,6 +53,12 @@ def chosen_blocks(blocks: int | Iterable[int] | None, depth: int) -> tuple[int, 
     return tuple(found)
 
 
+def says_how_much(config: MaMeConfig | None, fields: Mapping[str, Any]) -> bool:
+    """Whether `tau` or `keep` was given, or the paper's form, which has a tau."""
+    given = {**(config.given if isinstance(config, MaMeConfig) else {}), **fields}
+    return is_plain(config, fields) or any(given.get(name) is not None for name in ("tau", "keep"))
+
+
 def is_plain(config: MaMeConfig | None, fields: Mapping[str, Any]) -> bool:
     """Whether the paper's form was asked for."""
     given = {**(config.given if isinstance(config, MaMeConfig) else {}), **fields}
@@ -61,7 +68,7 @@ def is_plain(config: MaMeConfig | None, fields: Mapping[str, Any]) -> bool:
 def configs_of(config: MaMeConfig | None, fields: Mapping[str, Any], blocks: Iterable[int]) -> dict[int, MaMeConfig]:
     """The settings of each block: those of `config` that were given, over the defaults of perception, with `fields` over both.
 
-    Where neither `tau` nor `keep` is given, every block keeps the same share, at least `LEAST`, and the last leaves `LEFT` of the patches.
+    Where neither `tau` nor `keep` is given, each of `blocks` keeps the same share, at least `LEAST`, and the last leaves `LEFT` of the patches.
 
     Raises:
         TypeError: `config` is no MaMeConfig.

@@ -112,6 +112,10 @@ def test_sizes_of_a_plan_count_every_token_once(weights: str, keep: float) -> No
     torch.testing.assert_close(plan.sizes.sum(-1), torch.full(plan.sizes.shape[:-1], 257.0))
     assert (plan.sizes[..., 0] == 1).all()
     assert (plan.sizes >= 1).all()
+    t = torch.rand(2, plan.tokens_in, generator=torch.Generator().manual_seed(1))
+    means = plan.merge(t.unsqueeze(-1)).squeeze(-1)  # of pairs and more: what is summed, shared out, by their size
+    torch.testing.assert_close(plan.summed(t), means * plan.sizes)
+    torch.testing.assert_close(plan.summed(torch.ones_like(t)), plan.sizes.expand(2, -1))
 
 
 @pytest.mark.parametrize("special", [0, 1])

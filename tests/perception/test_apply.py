@@ -40,15 +40,21 @@ def test_blocks_that_are_not_there(blocks: Any) -> None:
         apply_encoder(VIT.build(), blocks=blocks)
 
 
-def test_by_default_all_blocks_keep_equal_shares_and_the_last_leaves_a_fifth() -> None:
-    for given in ({}, {"preset": "default"}, {"config": MaMeConfig()}):
+def test_by_default_every_second_block_keeps_an_equal_share_and_the_last_leaves_a_fifth() -> None:
+    for given in ({}, {"preset": "default"}, {"config": MaMeConfig()}, {"tau": None, "keep": None}):
         handle = apply_encoder(VIT.build(), **given)
-        assert [config.keep for config in handle.configs.values()] == pytest.approx([0.2**0.25] * DEPTH)
+        assert {block: config.keep for block, config in handle.configs.items()} == {0: 0.5, 2: 0.5}, "destinations stay"
         assert handle.prop_attn
         config = handle.config
         assert (config.tau, config.partition, bool(config.tiles)) == (None, "alternating", False)
         assert (config.weights, config.min_tokens) == ("best", 2)
     assert apply_encoder(VIT.build(), blocks=1).config.keep == 0.5, "as many as there are destinations"
+    handle = apply_encoder(VIT.build(), blocks=range(DEPTH))
+    assert [config.keep for config in handle.configs.values()] == pytest.approx([0.2**0.25] * DEPTH)
+    for given in ({"keep": 0.7}, {"tau": 0.7}, {"config": MaMeConfig(keep=0.7)}, {"preset": "plain"}):
+        assert tuple(apply_encoder(VIT.build(), **given).configs) == tuple(range(DEPTH)), (
+            "all, where it is said how much"
+        )
     config = apply_encoder(VIT.build(), MaMeConfig(keep=0.7)).config
     assert (config.keep, config.partition, bool(config.tiles), config.weights) == (0.7, "alternating", False, "best")
 
@@ -78,7 +84,8 @@ def test_sizes_count_unless_they_can_t() -> None:
 @torch.no_grad()
 def test_a_handle_s_settings_are_those_of_another_model_too() -> None:
     first = apply_encoder(VIT.build())
-    again = apply_encoder(VIT.build(), MaMeConfig.from_dict(first.config.to_dict(given_only=True)))
+    config = MaMeConfig.from_dict(first.config.to_dict(given_only=True))
+    again = apply_encoder(VIT.build(), config, blocks=tuple(first.configs))
     assert (again.configs, again.prop_attn) == (first.configs, True)
     assert apply_encoder(VIT.build(), tau=None, keep=None).configs == first.configs
 

@@ -43,8 +43,9 @@ def same(got: dict[str, Tensor], want: dict[str, Tensor], **tolerance: float) ->
         ({"tau": 0.2}, (0, 1, 3)),
         ({"preset": "plain", "tau": 0.2}, (0, 1)),
         ({}, None),
+        ({}, 4),
     ],
-    ids=["one block", "two blocks, sizes not counted", "tau", "the paper's", "default"],
+    ids=["one block", "two blocks, sizes not counted", "tau", "the paper's", "default", "equal shares in all blocks"],
 )
 def test_output_and_gradients_are_the_oracle_s(row: Row, fields: dict, blocks: tuple[int, ...] | None) -> None:
     model, inputs = row.build().double(), doubled(row.batch())

@@ -12,11 +12,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mame_sd.eval.benchmark.tomesd import NotApplicable
+from mame_sd.eval.perception.methods import RIVALS
 from mame_sd.eval.perception.rivals import counted, on_smaller_images, rival_on
-from mame_sd.eval.perception.rules import EViT, Given, Pool, RandomDrop, Rule, ToMe, bipartite_soft_matching
+from mame_sd.eval.perception.rules import EViT, Given, Pool, RandomDrop, Rule, ToMe, bipartite_soft_matching, quarters
 from mame_sd.perception.apply import apply_encoder, has_encoder_hooks
 from mame_sd.perception.families import find_encoder
-from tests.builders.perception import EVERY, PATCH, PATCHES, ROWS, SIDE, Row
+from tests.builders.perception import DEPTH, EVERY, PATCH, PATCHES, ROWS, SIDE, Row
 
 every = pytest.mark.parametrize("row", EVERY)
 VIT = next(row for row in ROWS if row.name == "ViTModel")
@@ -280,3 +281,14 @@ def test_what_a_rule_works_by_must_be_there() -> None:
         rival_on(SIGLIP.build(), EViT(0.5)),
     ):
         pass
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["random", "evit", "pool"])
+def test_a_rival_reduces_in_its_own_blocks_or_in_all(name: str) -> None:
+    model, inputs = DEIT.build(), DEIT.batch(2)
+    for suffix, expected in (("", quarters(DEPTH)), ("-all", tuple(range(DEPTH)))):
+        with RIVALS[name + suffix](0.7).counted(model) as handle:
+            DEIT.call(model, inputs)
+            blocks = handle.report().blocks
+        assert [n for n, block in enumerate(blocks) if block.tokens_kept < block.tokens_in] == [*expected]

@@ -11,7 +11,7 @@ from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.tomesd import NotApplicable
 from mame_sd.eval.perception.methods import RIVALS, Merged, Unmerged, at_flops, flops_of
 from mame_sd.eval.perception.rows import BASELINE, SUITES, chosen_rows, row_named
-from mame_sd.perception.settings import DEFAULTS, LEFT
+from mame_sd.perception.settings import DEFAULTS, EVERY, LEFT
 from tests.builders.perception import PATCHES, ROWS, SIDE
 
 VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
@@ -22,7 +22,7 @@ SIGLIP = next(row for row in ROWS if row.name == "Siglip2ForImageClassification"
     ("name", "family", "config"),
     [
         ("baseline", "baseline", {}),
-        ("mame-default", "mame", {"mame": {"blocks": None, "defaults": {**DEFAULTS, "left": LEFT}}}),
+        ("mame-default", "mame", {"mame": {"blocks": None, "defaults": {**DEFAULTS, "left": LEFT, "every": EVERY}}}),
         ("default-0.8", "mame", {"mame": {"keep": 0.8, "blocks": None, "defaults": {**DEFAULTS, "left": LEFT}}}),
         ("mame-0.8", "mame", {"mame": {"tau": 0.8, "preset": "plain", "blocks": "first"}}),
         ("mame-keep-0.5", "mame", {"mame": {"keep": 0.5, "preset": "plain", "blocks": "quarters"}}),
@@ -30,6 +30,7 @@ SIGLIP = next(row for row in ROWS if row.name == "Siglip2ForImageClassification"
         ("evit-0.7", "rival", {"rival": {"name": "EViT", "keep": 0.7, "fuse": True}}),
         ("random-0.7", "rival", {"rival": {"name": "RandomDrop", "keep": 0.7, "seed": 0}}),
         ("pool-0.7", "rival", {"rival": {"name": "Pool", "keep": 0.7}}),
+        ("random-all-0.9", "rival", {"rival": {"name": "RandomDrop", "keep": 0.9, "seed": 0, "blocks": "all"}}),
         ("smaller-160", "rival", {"side": 160}),
     ],
 )
@@ -41,7 +42,7 @@ def test_a_name_says_what_runs(name: str, family: str, config: dict[str, Any]) -
 @pytest.mark.parametrize(
     "name",
     ["", "mame", "mame-2", "mame-0", "mame-keep-x", "tome", "tome-0", "tome-inf", "evit-1.5", "smaller-10.5", "magic-1",
-     "tome@baseline", "tome@tome@mame-0.8", "tome@", "mame@tome-8", "default", "default-1.5"],
+     "random-all", "random-all-2", "tome@baseline", "tome@tome@mame-0.8", "tome@", "mame@tome-8", "default", "default-1.5"],
 )  # fmt: skip
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(UserError, match="--rows: expected names such as baseline"):
