@@ -28,6 +28,8 @@ BLOCKS: dict[str, Callable[[int], tuple[int, ...]]] = {  # names of sets of bloc
     "first": lambda depth: tuple(range(max(1, round(depth * 2 / 3)))),  # the paper's first 8 of 12
     "all": lambda depth: tuple(range(depth)),
     "quarters": quarters,
+    "second": lambda depth: tuple(range(0, depth, EVERY)),  # our default's
+    "third-one": lambda depth: tuple(range(0, depth, 3)),
 }
 
 

@@ -61,12 +61,20 @@ _ABLATED: tuple[tuple[str, dict[str, Any]], ...] = (  # at equal tokens, keep=0.
     ("sizes", {"prop_attn": True}),
     ("restored", {"restore": True}),
 )
-_VARIED: tuple[tuple[str, dict[str, Any]], ...] = (  # keep=0.8 in every block: all but what is named as our default
+_VARIED: tuple[tuple[str, dict[str, Any]], ...] = (  # keep=0.8 in every block: all but what is named as in our default
     ("no-sizes", {"prop_attn": False}),
     ("average", {"weights": "average"}),
     ("feature-k-mean", {"feature": "k-mean"}),  # ToMe's algorithm but for its means, which count sizes
     ("random", {"partition": "random"}),
+    ("grid", {"partition": "grid", "stride": (2, 2)}),
     ("restored", {"restore": True}),
+)
+_SPREAD: tuple[
+    tuple[str, str, tuple[float, float]], ...
+] = (  # shares of equal FLOPs: .45 and .32 of the unmerged model's of 12 blocks
+    ("all", "in every block", (0.86, 0.79)),
+    ("second", "in every second block", (0.765, 0.66)),  # the first of them is our default's
+    ("third-one", "in every third block", (0.695, 0.57)),
 )
 _TAUS = (0.6, 0.7, 0.8, 0.9)
 _DEPTHS = {"third": "first third of the blocks", "first": "first two thirds of the blocks", "all": "all blocks"}
@@ -167,6 +175,11 @@ def ablation() -> list[Row]:
         rows += [_mame(f"mame-{where}-{tau:g}", f"τ {tau:g}, {words}", where, {"tau": tau, **_PAPER}) for tau in _TAUS]
     rows += [row_named(f"mame-keep-{keep:g}") for keep in (0.6, 0.7, 0.8)]
     rows += [row_named(f"default-{keep:g}") for keep in (0.9, 0.85, 0.8, 0.75, 0.7)]
+    for where, words, keeps in _SPREAD:
+        for keep in keeps:
+            rows.append(
+                _mame(f"default-{where}-{keep:g}", f"equal shares {words}, keep {keep:g}", where, {"keep": keep})
+            )
     for name, fields in _VARIED:
         label = f"default, keep 0.8, {name.replace('-', ' ', 1)}"
         rows.append(_mame(f"default-0.8-{name}", label, None, {"keep": 0.8, **fields}))
@@ -247,7 +260,7 @@ SUITES: dict[str, tuple[str, list[Row]]] = {
         [row_named(BASELINE), row_named(DEFAULT), *beside_rivals("mame-0.8", "mame-0.9", "mame-0.95")[1:]],
     ),
     "ablation": (
-        "Ablations at equal tokens (keep .5 in blocks 3, 6 and 9 of 12), tau times number of blocks, and our default at equal tokens (keep .8 in every block).",
+        "Ablations at equal tokens (keep .5 in blocks 3, 6 and 9 of 12), tau times number of blocks, and equal shares at equal tokens (keep .8 in every block), in more or fewer blocks at equal FLOPs.",
         ablation(),
     ),
     "trained": (
