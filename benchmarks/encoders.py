@@ -22,7 +22,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import ViTConfig, ViTForImageClassification
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from benchmarks.timing import captured, machine
 from mame_sd.eval.benchmark.timings import Timing, read_record, write_record
@@ -44,7 +51,7 @@ class Architecture:
     depth: int
     heads: int
     patch: int
-    printed: float
+    printed: float | None = None
     printed_halved: float | None = None
     printed_last: float | None = None
 
@@ -58,10 +65,17 @@ ARCHITECTURES = {
 }
 
 
+# The vision halves of zero-shot models: openai/clip-vit-large-patch14, google/siglip-base-patch16-512.
+TOWERS: dict[str, tuple[Architecture, Any, Any]] = {
+    "CLIP-L": (Architecture(1024, 24, 16, 14), CLIPVisionConfig, CLIPVisionModel),
+    "SigLIP-B": (Architecture(768, 12, 12, 16), SiglipVisionConfig, SiglipVisionModel),
+}
+
+
 def vit(name: str, side: int = 224, **overrides: Any) -> nn.Module:
-    """The architecture `name` for images of `side` pixels, of 1000 classes, on the default device."""
-    one = ARCHITECTURES[name]
-    config = ViTConfig(
+    """The architecture `name` for images of `side` pixels, on the default device; a ViT has 1000 classes."""
+    one, make_config, make = TOWERS.get(name) or (ARCHITECTURES[name], ViTConfig, ViTForImageClassification)
+    config = make_config(
         hidden_size=one.width,
         intermediate_size=4 * one.width,
         num_hidden_layers=one.depth,
@@ -71,7 +85,7 @@ def vit(name: str, side: int = 224, **overrides: Any) -> nn.Module:
         num_labels=1000,
         **overrides,
     )
-    return ViTForImageClassification(config).eval()
+    return make(config).eval()
 
 
 @torch.no_grad()
@@ -124,7 +138,14 @@ class Cell:
 
 CELLS = [
     Cell(model, side, dtype, batch)
-    for model, side in (("ViT-S", 224), ("ViT-B", 224), ("ViT-L", 224), ("ViT-B", 512))
+    for model, side in (
+        ("ViT-S", 224),
+        ("ViT-B", 224),
+        ("ViT-L", 224),
+        ("ViT-B", 512),
+        ("CLIP-L", 224),
+        ("SigLIP-B", 512),
+    )
     for dtype in DTYPES
     for batch in (1, 8, 64)
 ]
@@ -196,7 +217,8 @@ def _gate(model: nn.Module, cell: Cell, device: torch.device) -> None:
     tokens = {}
     for name, method in METHODS.items():
         with method.counted(model) as handle:
-            logits = model(_pixels(cell, device, 1, 0)).logits
+            output = model(_pixels(cell, device, 1, 0))
+            logits = output.logits if "logits" in output else output.pooler_output
             tokens[name] = [block.tokens_kept for block in handle.report().blocks]
         if not bool(logits.isfinite().all()):
             raise SystemExit(f"error: {cell}: expected finite logits, {name} gave others; nothing was timed")
@@ -257,7 +279,9 @@ def main() -> None:
     given = {name: getattr(args, name) for name in ("model", "side", "dtype", "batch")}
     chosen = [c for c in CELLS if all(values is None or getattr(c, name) in values for name, values in given.items())]
     if not chosen:
-        parser.error("--model, --side: expected a cell of the table, got none; ViT-B alone is timed at 512")
+        parser.error(
+            "--model, --side: expected a cell of the table, got none; ViT-B and SigLIP-B alone are timed at 512"
+        )
     device = torch.device(args.device)
     print(f"\n{json.dumps(machine(device))}, {args.rounds} rounds\n\n{speed_head()}", flush=True)
     for cell in chosen:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import encoders
-from benchmarks.encoders import METHODS, UNEQUAL, Cell, speed, speed_head, speed_row, vit
+from benchmarks.encoders import METHODS, TOWERS, UNEQUAL, Cell, speed, speed_head, speed_row, vit
 from mame_sd.eval.perception.methods import Rival
 from mame_sd.eval.perception.rules import RandomDrop
+from mame_sd.perception.families import find_encoder
 
 SMALL = Cell("ViT-Ti", 64, "float32", 2)  # 16 patches
 CPU = torch.device("cpu")
@@ -31,6 +34,18 @@ def test_every_method_leaves_the_tokens_of_merging_and_tome_is_no_mere_dropping(
             assert kept == [17] * 3 + [9] * 3 + [5] * 3 + [3] * 3, name
     for name, logits in seen.items():
         assert not any(torch.equal(logits, other) for rest, other in seen.items() if rest != name), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "side", "tokens"), [("CLIP-L", 28, 5), ("SigLIP-B", 32, 4)])
+def test_the_towers_of_zero_shot_models_are_timed_too(name: str, side: int, tokens: int, monkeypatch: Any) -> None:
+    one, *kinds = TOWERS[name]
+    monkeypatch.setitem(TOWERS, name, (replace(one, width=32, heads=2), *kinds))
+    model = vit(name, side)
+    assert len(find_encoder(model)[1]) == one.depth
+    with METHODS["unmerged"].counted(model) as handle:
+        assert model(torch.zeros(1, 3, side, side)).pooler_output.shape == (1, 32)
+        assert handle.report().blocks[0].tokens_in == tokens
 
 
 def test_rounds_are_kept_and_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
