@@ -163,6 +163,7 @@ class HalvedToMe(Halved, ToMe):
     """ToMe that merges as many tokens as it can, half of the patches."""
 
 
+@dataclass(frozen=True)
 class Fewer(Halved):
     """Half of the patches dropped, unseen."""
 
@@ -191,7 +192,11 @@ def speed(cell: Cell, rounds: int, out: Path, device: torch.device) -> dict[str,
 
     Raises SystemExit where methods leave different numbers of tokens, or logits that are not finite.
     """
-    about = {"cell": str(cell), "machine": machine(device), "methods": dict.fromkeys(METHODS)}
+    about = {
+        "cell": str(cell),
+        "machine": machine(device),
+        "methods": {name: method.describe() for name, method in METHODS.items()},
+    }
     record = out / f"{cell}.jsonl"
     done = read_record(record, about)
     if any(number not in done for number in range(rounds)):

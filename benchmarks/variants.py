@@ -48,9 +48,7 @@ class VariantProcessor:
             return self._inner(attn, hidden_states, encoder_hidden_states, **rest)
         plan = self._plan(hidden_states, self._config, size)
         if self._bias:
-            counts = torch.ones(hidden_states.shape[0], plan.tokens_kept, device=hidden_states.device)
-            counts[:, : plan.positions.M] = plan.counts
-            rest["attention_mask"] = (self._bias * counts.log()).to(hidden_states.dtype).unsqueeze(1)
+            rest["attention_mask"] = (self._bias * plan.sizes.log()).to(hidden_states.dtype).unsqueeze(1)
         return self._inner(attn, hidden_states, plan.merge(hidden_states), **rest)
 
 

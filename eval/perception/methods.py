@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mame_sd.perception.apply import apply_encoder, encoder_restored
 from mame_sd.perception.families import find_encoder
 from mame_sd.perception.handle import EncoderHandle
-from mame_sd.perception.settings import DEFAULTS, EVERY, LEFT
+from mame_sd.perception.settings import DEFAULTS, EVERY, LEFT, chosen_blocks
 
 from ..benchmark.tomesd import NotApplicable
 from .rivals import counted, on_smaller_images, rival_on
@@ -28,7 +28,7 @@ BLOCKS: dict[str, Callable[[int], tuple[int, ...]]] = {  # names of sets of bloc
     "first": lambda depth: tuple(range(max(1, round(depth * 2 / 3)))),  # the paper's first 8 of 12
     "all": lambda depth: tuple(range(depth)),
     "quarters": quarters,
-    "second": lambda depth: tuple(range(0, depth, EVERY)),  # our default's
+    "second": lambda depth: chosen_blocks(None, depth, EVERY),  # our default's
     "third-one": lambda depth: tuple(range(0, depth, 3)),
 }
 
@@ -70,9 +70,8 @@ class Merged:
     def describe(self) -> dict[str, Any]:
         given = {**self.fields, "blocks": self.blocks}
         if "preset" not in given:
-            given["defaults"] = {**DEFAULTS, "left": LEFT}
-            if not {"tau", "keep"} & {*given}:
-                given["defaults"]["every"] = EVERY
+            every = {"every": EVERY} if self.blocks is None else {}
+            given["defaults"] = {**DEFAULTS, "left": LEFT, **every}
         return {"mame": {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}}
 
     @contextmanager

@@ -172,7 +172,7 @@ def bipartite_soft_matching(metric: Tensor, r: int, special: int) -> Callable[[T
 
 @dataclass(frozen=True)
 class EViT(Rule):
-    """The share `keep` of the tokens stays to which the class token attends most (mean over heads), in three blocks.
+    """The share `keep` of the tokens stays to which the class token attends most (mean over heads), in three blocks as published.
 
     The others become one token, the sum of them weighted by that attention, as published (`fuse`), or are dropped.
     """
@@ -209,7 +209,7 @@ class EViT(Rule):
 
 @dataclass(frozen=True)
 class RandomDrop(Rule):
-    """A random share `keep` of the patches stays, others for each sample of a batch, in three blocks."""
+    """A random share `keep` of the patches stays, others for each sample of a batch, in three blocks unless others are named."""
 
     keep: float
     seed: int = 0
@@ -226,7 +226,8 @@ class RandomDrop(Rule):
 
 @dataclass(frozen=True)
 class Pool(Rule):
-    """The grid of patches becomes a smaller one of the share `keep` of them, by means over its cells, in three blocks."""
+    """The grid of patches becomes a smaller one of the share `keep` of them, by means over its cells, in three blocks unless others are
+    named. Cells overlap where the share is no square's: in many blocks that blurs."""
 
     keep: float
     grid: ClassVar[bool] = True

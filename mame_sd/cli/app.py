@@ -121,7 +121,7 @@ def show_merge_command(
     blocks: Annotated[
         str | None,
         typer.Option(
-            help="Of an image: how many blocks merge, from the first, or which (3,6,9), from 0. Without it, all."
+            help="Of an image: how many blocks merge, from the first, or which (3,6,9), from 0. Without it, every second one; with preset plain, all."
         ),
     ] = None,
     colors: Annotated[

@@ -14,7 +14,7 @@ from mame_sd.core.indexing import rows_of
 from mame_sd.core.plan import Plan
 from mame_sd.core.similarity import similarity_of
 from mame_sd.core.tables import Positions
-from mame_sd.core.weights import preserved_by_keep, preserved_by_tau
+from mame_sd.core.weights import merged_by_keep, preserved_by_keep, preserved_by_tau
 
 
 class PickPlan(Plan):
@@ -51,6 +51,12 @@ class PickPlan(Plan):
         y = rows_of(self._checked(t, self.tokens_in, "merge"), self.kept)
         return y.view(*self._lead, *y.shape[1:])
 
+    def summed(self, t: Tensor) -> Tensor:
+        """Raises ValueError: what was dropped is in no sum."""
+        raise ValueError(
+            "summed: expected a plan that merges, got one of weights='pick', which dropped the other tokens"
+        )
+
     def restore(self, y: Tensor) -> Tensor:
         """Raises ValueError: a dropped token has nothing to be restored from."""
         raise ValueError(
@@ -67,9 +73,9 @@ def pick_plan(x: Tensor, pos: Positions, config: MaMeConfig, special: int, lead:
     """
     if config.keep is None:
         assert config.tau is not None
-        _, preserved = preserved_by_tau(similarity_of(x, pos, config.metric).amax(-2) > config.tau, pos)
+        preserved = preserved_by_tau(similarity_of(x, pos, config.metric).amax(-2) > config.tau, pos)
     else:
-        stay = max(pos.M, round(config.keep * pos.L)) - pos.M
+        stay = pos.N - merged_by_keep(pos, config.keep)
         if stay in (0, pos.N):
             preserved = torch.arange(stay, device=pos.src.device)
         else:

@@ -75,8 +75,12 @@ class Plan:
         return torch.cat([ones[0], counts, ones[1]], -1)
 
     def summed(self, t: Tensor) -> Tensor:
-        """What each of the tokens that `merge` gives holds of t [B, L] in all, [B, L'] in its order: shared out by the weights, summed up."""
-        return self.merge(t.view(*self._lead, -1, 1)).view(t.shape[0], -1) * self.sizes
+        """What each of the tokens that `merge` gives holds of t [*, L] in all, as [*, L'] in its order: shared out by the weights, summed up.
+
+        Raises ValueError as `merge`.
+        """
+        merged = self.merge(t.unsqueeze(-1)).squeeze(-1)
+        return merged * self.sizes.expand(math.prod(self._lead), -1).view(merged.shape)
 
     @property
     def preserved(self) -> Tensor:

@@ -40,7 +40,6 @@ class RowPlan(Plan):
         self.by_kernel = by_kernel
         self._row, self._dtype = row, dtype
         self._rows = self._found_rows()
-        self._groups: means.Groups | None = None
 
     @property
     def weights(self) -> Tensor:
@@ -58,11 +57,11 @@ class RowPlan(Plan):
     @property
     def sizes(self) -> Tensor:
         """See `Plan`; [B, L']."""
-        return self.summed(torch.ones_like(self._rows, dtype=self._dtype))
+        return self._sums(torch.ones_like(self._rows, dtype=self._dtype))
 
     def summed(self, t: Tensor) -> Tensor:
         """See `Plan`."""
-        return t.new_zeros(t.shape[0], self.tokens_kept).scatter_add_(1, self._rows, t)
+        return self._sums(self._checked(t.unsqueeze(-1), self.tokens_in, "summed").squeeze(-1)).view(*self._lead, -1)
 
     @property
     def counts(self) -> Tensor:
@@ -84,10 +83,13 @@ class RowPlan(Plan):
     def means(self, t: Tensor) -> Tensor:
         """Tokens [B, L, C] merged, as [B, L', C]."""
         if means.can_group(t):
-            if self._groups is None:
-                self._groups = means.groups_of(self._rows, self.tokens_kept)
-            return means.means(t.flatten(0, 1), self._groups).view(t.shape[0], self.tokens_kept, t.shape[2])
+            groups = means.groups_of(self._rows, self.tokens_kept)
+            return means.means(t.flatten(0, 1), groups).view(t.shape[0], self.tokens_kept, t.shape[2])
         return means.means_with_gradients(t, self._rows, self.sizes)
+
+    def _sums(self, t: Tensor) -> Tensor:
+        """`summed` of t [B, L], [B, L']."""
+        return t.new_zeros(t.shape[0], self.tokens_kept).scatter_add_(1, self._rows, t)
 
     def _heaviest(self) -> Tensor:
         return self._row.long()
@@ -105,7 +107,7 @@ def row_plan(
     """The plan of sources whose largest similarity is `best` [B, T, n], that of destination `row` [B, T, n] of their tile."""
     if config.keep is None:
         assert config.tau is not None
-        _, preserved = preserved_by_tau(best > config.tau, pos)
+        preserved = preserved_by_tau(best > config.tau, pos)
     else:
         preserved = preserved_by_keep(best, pos, config.keep)
     return RowPlan(row, pos, preserved, special, lead, best.dtype, by_kernel)

@@ -50,20 +50,19 @@ def _weights_by_tau(s: Tensor, pos: Positions, config: MaMeConfig) -> Fusion:
         total = above.sum(-2)
         merges = total > 0
         weights = _settled_weights(above, total, config.refine)
-    unmerged, preserved = preserved_by_tau(merges, pos)
-    return Fusion(masked_fill(weights, unmerged.unsqueeze(-2), 0), preserved)
+    unmerged = ~merges.all(0)
+    if pos.src_pad is not None:
+        unmerged = unmerged | pos.src_pad
+    return Fusion(masked_fill(weights, unmerged.unsqueeze(-2), 0), preserved_by_tau(merges, pos))
 
 
-def preserved_by_tau(merges: Tensor, pos: Positions) -> tuple[Tensor, Tensor]:
-    """The source slots that some sample does not merge, or that are padding [T, n], and the preserved sources [r].
+def preserved_by_tau(merges: Tensor, pos: Positions) -> Tensor:
+    """The preserved sources [r], ascending: those that some sample does not merge.
 
     Args:
         merges: bool [B, T, n], where a source has a destination above tau.
     """
-    unmerged = ~merges.all(0)
-    if pos.src_pad is not None:
-        unmerged = unmerged | pos.src_pad
-    return unmerged, unmerged.flatten().index_select(0, pos.src_real).nonzero().squeeze(-1)
+    return (~merges.all(0)).flatten().index_select(0, pos.src_real).nonzero().squeeze(-1)
 
 
 def _weights_by_keep(s: Tensor, pos: Positions, config: MaMeConfig) -> Fusion:

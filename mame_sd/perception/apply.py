@@ -1,7 +1,7 @@
 """apply_encoder: merging in the blocks of a vision transformer, until `remove_encoder`.
 
     handle = apply_encoder(model)                               # equal shares in every second block, about half of the FLOPs
-    handle = apply_encoder(model, keep=0.8)                     # four fifths of the patches stay in every block
+    handle = apply_encoder(model, keep=0.8)                     # four fifths of the patches stay in each of them
     handle = apply_encoder(model, tau=0.8, blocks=8)            # by similarity, in the first 8 blocks
     handle = apply_encoder(model, preset="plain", blocks=8)     # the paper's training-free form
     logits = model(pixel_values).logits
@@ -41,14 +41,14 @@ def apply_encoder(
 ) -> EncoderHandle:
     """Merges tokens between attention and MLP in blocks of a vision transformer, until `remove_encoder`.
 
-    Merging that is on it already is replaced. With neither `tau` nor `keep` given, every second block keeps the same
-    share (or those of `blocks`), and the last leaves a fifth of the patches: about half of the FLOPs. With `preset="plain"` it is the paper's form, tau 0.8.
+    Merging that is on it already is replaced. With neither `tau` nor `keep` given, every block that merges keeps the
+    same share, and the last leaves a fifth of the patches (where there are 3 or more that merge): about half of the FLOPs. With `preset="plain"` it is the paper's form, tau 0.8.
 
     Args:
         target: a model that holds one vision transformer that is known (`mame_sd.perception.families`).
-        config: the settings; of its fields only those that were given count.
-        blocks: how many blocks merge, from the first; or which ones, counted from 0 (-1 is the last). None: all
-            with `tau`, `keep` or `preset="plain"`, every second one without.
+        config: the settings; of its fields only those that were given count. It does not hold `blocks`.
+        blocks: how many blocks merge, from the first; or which ones, counted from 0 (-1 is the last). None: every
+            second one from 0 on, but all with `preset="plain"`.
         restore: give the model's output all of its tokens again, so that means and pooling count what each stands for.
         prop_attn: add the log of how many tokens each one stands for to its attention logits (ToMe's proportional
             attention), in all blocks after the first merging. Attention implementations eager and sdpa only. None: where

@@ -28,7 +28,7 @@ from mame_sd.perception.hooks import (
     take_all,
 )
 from mame_sd.perception.report import EncoderReport, make_blocks
-from mame_sd.perception.settings import EVERY, changed, chosen_blocks, configs_of, is_plain, says_how_much
+from mame_sd.perception.settings import EVERY, changed, chosen_blocks, configs_of, is_plain
 from mame_sd.perception.shared import Pass
 from mame_sd.report import device_of
 
@@ -59,7 +59,7 @@ class EncoderHandle:
         self._names = [names[block] for block in modules]
         self._blocks = modules
         self._costs = [BlockCost(block, known) for block in modules]
-        chosen = chosen_blocks(blocks, len(modules), 1 if says_how_much(config, fields) else EVERY)
+        chosen = chosen_blocks(blocks, len(modules), 1 if is_plain(config, fields) else EVERY)
         self.configs = configs_of(config, fields, chosen)
         self._plain = is_plain(config, fields)
         if prop_attn is None and (self._plain or not known.adds_mask or not has_mask(known, modules[0])):

@@ -19,7 +19,7 @@ DEFAULTS: dict[str, Any] = {
     "correct": False,
     "min_tokens": 2,
 }
-LEFT = 0.2  # share of the patches that the last block leaves
+LEFT = 0.2  # share of the patches that the last block leaves, where there are blocks enough
 EVERY = 2  # which blocks merge, from the first: every second one keeps as much as all do, for half of the merges
 LEAST = 0.5  # of the tokens of one block: its destinations
 _NO_MEANING = {
@@ -53,22 +53,22 @@ def chosen_blocks(blocks: int | Iterable[int] | None, depth: int, every: int = 1
     return tuple(found)
 
 
-def says_how_much(config: MaMeConfig | None, fields: Mapping[str, Any]) -> bool:
-    """Whether `tau` or `keep` was given, or the paper's form, which has a tau."""
-    given = {**(config.given if isinstance(config, MaMeConfig) else {}), **fields}
-    return is_plain(config, fields) or any(given.get(name) is not None for name in ("tau", "keep"))
-
-
 def is_plain(config: MaMeConfig | None, fields: Mapping[str, Any]) -> bool:
     """Whether the paper's form was asked for."""
-    given = {**(config.given if isinstance(config, MaMeConfig) else {}), **fields}
+    given = {**(config.given if isinstance(config, MaMeConfig) else {}), **_said(fields)}
     return given.get("preset") == "plain" or given.get("variant") == "paper"
+
+
+def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are not None, which leaves a field as it is."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def configs_of(config: MaMeConfig | None, fields: Mapping[str, Any], blocks: Iterable[int]) -> dict[int, MaMeConfig]:
     """The settings of each block: those of `config` that were given, over the defaults of perception, with `fields` over both.
 
-    Where neither `tau` nor `keep` is given, each of `blocks` keeps the same share, at least `LEAST`, and the last leaves `LEFT` of the patches.
+    Where neither `tau` nor `keep` is given, each of `blocks` keeps the same share, so that the last leaves `LEFT` of the patches, but at
+    least `LEAST`.
 
     Raises:
         TypeError: `config` is no MaMeConfig.
@@ -77,7 +77,7 @@ def configs_of(config: MaMeConfig | None, fields: Mapping[str, Any], blocks: Ite
     if config is not None and not isinstance(config, MaMeConfig):
         raise TypeError(f"config: expected a MaMeConfig, got {config!r}; write MaMeConfig(tau=0.8) or tau=0.8")
     blocks = [*blocks]
-    fields = {name: value for name, value in fields.items() if value is not None}
+    fields = _said(fields)
     given = {} if config is None else {**config.given}
     if is_plain(config, fields):
         return changed(dict.fromkeys(blocks, MaMeConfig.from_dict({**PLAIN, **given})), fields)

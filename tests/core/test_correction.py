@@ -112,10 +112,29 @@ def test_sizes_of_a_plan_count_every_token_once(weights: str, keep: float) -> No
     torch.testing.assert_close(plan.sizes.sum(-1), torch.full(plan.sizes.shape[:-1], 257.0))
     assert (plan.sizes[..., 0] == 1).all()
     assert (plan.sizes >= 1).all()
-    t = torch.rand(2, plan.tokens_in, generator=torch.Generator().manual_seed(1))
-    means = plan.merge(t.unsqueeze(-1)).squeeze(-1)  # of pairs and more: what is summed, shared out, by their size
-    torch.testing.assert_close(plan.summed(t), means * plan.sizes)
-    torch.testing.assert_close(plan.summed(torch.ones_like(t)), plan.sizes.expand(2, -1))
+
+
+@pytest.mark.parametrize("weights", ["average", "best"])
+@pytest.mark.parametrize("chosen", [{"keep": 0.25}, {"keep": 0.6}, {"tau": 0.3}])
+@pytest.mark.parametrize(("lead", "size", "tiles"), [((), (16, 16), 0), ((2,), (10, 13), 4), ((2, 3), (16, 16), 4)])
+def test_what_merged_tokens_hold_in_all_is_what_went_in(
+    weights: str, chosen: dict[str, float], lead: tuple[int, ...], size: tuple[int, int], tiles: int
+) -> None:
+    config = MaMeConfig.from_dict({**chosen, "stride": (2, 2), "weights": weights, "redraw": False, "tiles": tiles})
+    generator = torch.Generator().manual_seed(1)
+    length = 1 + size[0] * size[1]
+    plan = plan_merge(torch.randn(*lead, length, 4, generator=generator), config, size, special=1)
+    t = torch.rand(*lead, length, generator=generator)
+    found = plan.summed(t)
+    assert found.shape == (*lead, plan.tokens_kept)
+    torch.testing.assert_close(found.sum(-1), t.sum(-1))
+    if weights == "best":
+        rows = plan.rows.view(*lead, length)
+        for at in range(plan.tokens_kept):
+            torch.testing.assert_close(found[..., at], (t * (rows == at)).sum(-1))
+    for wrong in (t[..., 1:], t.repeat(2, *[1] * len(lead))):
+        with pytest.raises(ValueError, match="expected a tensor of shape"):
+            plan.summed(wrong)
 
 
 @pytest.mark.parametrize("special", [0, 1])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mame_sd import MaMeConfig
 from mame_sd.perception.apply import apply_encoder, encoder_restored, has_encoder_hooks, remove_encoder
 from mame_sd.perception.families import Encoder, find_encoder, is_encoder, register_encoder
+from mame_sd.perception.settings import EVERY, LEFT, chosen_blocks, configs_of
 from tests.builders.perception import DEPTH, PATCHES, ROWS, SIDE, TIMM, WIDTH, Row
 from tests.builders.tiny import seeded, tiny_unet
 from tests.perception.oracle import blocks_of
@@ -31,7 +32,9 @@ def tokens(handle: Any) -> list[float]:
     [(None, (0, 1, 2, 3)), (2, (0, 1)), ((3, 1), (1, 3)), ((-1,), (3,)), (range(1, 3), (1, 2))],
 )
 def test_blocks(blocks: Any, chosen: tuple[int, ...]) -> None:
-    assert tuple(apply_encoder(VIT.build(), keep=0.5, blocks=blocks).configs) == chosen
+    assert tuple(apply_encoder(VIT.build(), preset="plain", blocks=blocks).configs) == chosen
+    if blocks is not None:
+        assert tuple(apply_encoder(VIT.build(), keep=0.5, blocks=blocks).configs) == chosen
 
 
 @pytest.mark.parametrize("blocks", [0, 5, (), (4,), (-5,), (1, 1), (1, -3), "two", (0.5,), True])
@@ -51,12 +54,37 @@ def test_by_default_every_second_block_keeps_an_equal_share_and_the_last_leaves_
     assert apply_encoder(VIT.build(), blocks=1).config.keep == 0.5, "as many as there are destinations"
     handle = apply_encoder(VIT.build(), blocks=range(DEPTH))
     assert [config.keep for config in handle.configs.values()] == pytest.approx([0.2**0.25] * DEPTH)
-    for given in ({"keep": 0.7}, {"tau": 0.7}, {"config": MaMeConfig(keep=0.7)}, {"preset": "plain"}):
-        assert tuple(apply_encoder(VIT.build(), **given).configs) == tuple(range(DEPTH)), (
-            "all, where it is said how much"
-        )
+    for given in ({"keep": 0.7}, {"tau": 0.7}, {"config": MaMeConfig(keep=0.7)}):
+        assert tuple(apply_encoder(VIT.build(), **given).configs) == (0, 2)
+    assert tuple(apply_encoder(VIT.build(), preset="plain").configs) == tuple(range(DEPTH)), "the paper's: all"
     config = apply_encoder(VIT.build(), MaMeConfig(keep=0.7)).config
     assert (config.keep, config.partition, bool(config.tiles), config.weights) == (0.7, "alternating", False, "best")
+
+
+@pytest.mark.parametrize(("depth", "count"), [(12, 6), (24, 12), (27, 14)])
+def test_of_so_many_blocks_every_second_merges_and_the_last_leaves_a_fifth(depth: int, count: int) -> None:
+    blocks = chosen_blocks(None, depth, EVERY)
+    assert blocks == tuple(range(0, depth, 2))
+    keeps = [config.keep for config in configs_of(None, {}, blocks).values()]
+    assert len(keeps) == count
+    assert math.prod(keeps) == pytest.approx(LEFT)
+    assert len({*keeps}) == 1
+
+
+def test_applied_and_set_a_share_means_the_same() -> None:
+    applied, handle = apply_encoder(VIT.build(), keep=0.8), apply_encoder(VIT.build())
+    before = handle.configs
+    handle.set(keep=0.8)
+    assert handle.configs == applied.configs
+    handle.set(MaMeConfig())
+    assert handle.configs == before
+
+
+def test_none_leaves_what_the_config_says() -> None:
+    config = MaMeConfig(preset="plain", keep=0.8)
+    handle = apply_encoder(VIT.build(), config, preset=None, keep=None)
+    assert handle.configs == apply_encoder(VIT.build(), config).configs
+    assert (len(handle.configs), handle.config.keep, handle.prop_attn) == (DEPTH, 0.8, False)
 
 
 @pytest.mark.parametrize("given", [{"preset": "plain"}, {"config": MaMeConfig(preset="plain")}, {"variant": "paper"}])
@@ -84,8 +112,7 @@ def test_sizes_count_unless_they_can_t() -> None:
 @torch.no_grad()
 def test_a_handle_s_settings_are_those_of_another_model_too() -> None:
     first = apply_encoder(VIT.build())
-    config = MaMeConfig.from_dict(first.config.to_dict(given_only=True))
-    again = apply_encoder(VIT.build(), config, blocks=tuple(first.configs))
+    again = apply_encoder(VIT.build(), MaMeConfig.from_dict(first.config.to_dict(given_only=True)))
     assert (again.configs, again.prop_attn) == (first.configs, True)
     assert apply_encoder(VIT.build(), tau=None, keep=None).configs == first.configs
 
@@ -141,13 +168,13 @@ def test_settings_that_mean_nothing_here(fields: dict[str, Any], message: str) -
 @torch.no_grad()
 def test_few_tokens_are_left_alone() -> None:
     model = VIT.build()
-    handle = apply_encoder(model, keep=0.5, min_tokens=18, restore=True)
+    handle = apply_encoder(model, keep=0.5, blocks=DEPTH, min_tokens=18, restore=True)
     assert model.vit(**VIT.batch()).last_hidden_state.shape[1] == PATCHES + 1
     assert tokens(handle) == [19, 10, 10, 10]
     assert [block.note for block in handle.report().blocks] == ["", "", *["fewer than min_tokens=18"] * 2]
     register_encoder(MINE)
     model = MyViT(blocks=5)
-    handle = apply_encoder(model, keep=0.5)
+    handle = apply_encoder(model, keep=0.5, blocks=5)
     assert model(torch.randn(2, 1 + 4, 8)).shape[1] == 1 + 1
     assert not handle.prop_attn, "its description does not say that attention adds a mask"
     assert tokens(handle) == [3, 2, 2, 2, 2]
@@ -475,7 +502,7 @@ def test_a_model_of_one_s_own() -> None:
     assert not is_encoder(nn.Sequential(MyBlock()))
     register_encoder(MINE)
     assert is_encoder(model)
-    handle = apply_encoder(model, keep=0.5)
+    handle = apply_encoder(model, keep=0.5, blocks=2)
     assert model(x).shape == (2, 1 + 2, 8)
     assert "blocks.1" in str(handle.report())
     with pytest.raises(ValueError, match="feature: expected 'x' for a model of kind 'mine'"):
