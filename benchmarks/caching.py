@@ -80,7 +80,8 @@ class Cache:
             return
         registry = HookRegistry.check_if_exists_or_initialize(denoiser)
         _APPLY[type(config)](denoiser, config)
-        registry.invalidate_child_registries_cache()
+        if hasattr(registry, "invalidate_child_registries_cache"):  # of newer diffusers
+            registry.invalidate_child_registries_cache()
 
     def disable(self, target: Any) -> None:
         """Takes it off again."""
