@@ -72,7 +72,7 @@ class LayerStats:
             self.calls += 1
             self.tokens_in += tokens_in
             self.tokens_kept += tokens_kept
-        elif self.compiled is not None:
+        elif self.compiled is not None and not torch.compiler.is_exporting():  # whose graphs change no tensor of ours
             self.compiled[0].add_(1)
             self.compiled[1].add_(tokens_in)
             self.compiled[2].add_(tokens_kept)

@@ -516,3 +516,14 @@ def test_a_model_of_one_s_own() -> None:
         ValueError, match=r"expected a MyViT with blocks .* got another kind .MyBlock: it also has bias"
     ):
         apply_encoder(model, keep=0.5)
+
+
+@torch.no_grad()
+def test_an_exported_model_merges_and_counts_nothing() -> None:
+    register_encoder(MINE)
+    model, x = MyViT(), torch.randn(2, 9, 8)
+    handle = apply_encoder(model, keep=0.5, blocks=2)
+    want, report = model(x), handle.report()
+    exported = torch.export.export(model, (x,), strict=False).run_decompositions({})
+    torch.testing.assert_close(exported.module()(x), want)
+    assert handle.report() == report
