@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.tables import Positions, partitioned
@@ -155,6 +155,6 @@ def _first_draw(*key: Any) -> Positions:
 
 @contextmanager
 def _cacheable() -> Iterator[None]:
-    """Tensors made in here are on the CPU, no inference tensors (which autograd refuses later) and no export's fake ones."""
-    with torch.inference_mode(False), unset_fake_temporarily(), torch.device("cpu"):
+    """Tensors made in here are on the CPU, no inference tensors (which autograd refuses later) and none that export traces."""
+    with torch.inference_mode(False), _disable_current_modes(), torch.device("cpu"):
         yield
