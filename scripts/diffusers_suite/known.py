@@ -5,7 +5,7 @@ from __future__ import annotations
 # (end of the test's name, mode or "" for any): the reason. Kept in docs/compatibility.md with the counts.
 UNCORRECTED = (
     "compares with a model switched to diffusers' processor without fused attention, in which merging goes uncorrected, as "
-    "`report()` says; equal to rounding with `correct=False`"
+    "`report()` says; equal to rounding with `correct=False` (tried with SDXL img2img)"
 )
 KNOWN: dict[tuple[str, str], str] = {
     **{
