@@ -29,7 +29,7 @@ BLOCKS: dict[str, Callable[[int], tuple[int, ...]]] = {  # names of sets of bloc
     "all": lambda depth: tuple(range(depth)),
     "quarters": quarters,
     "second": lambda depth: chosen_blocks(None, depth, EVERY),  # our default's
-    "third-one": lambda depth: tuple(range(0, depth, 3)),
+    "third-one": lambda depth: chosen_blocks(None, depth, 3),
 }
 
 

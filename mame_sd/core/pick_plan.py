@@ -73,7 +73,8 @@ def pick_plan(x: Tensor, pos: Positions, config: MaMeConfig, special: int, lead:
     """
     if config.keep is None:
         assert config.tau is not None
-        preserved = preserved_by_tau(similarity_of(x, pos, config.metric).amax(-2) > config.tau, pos)
+        above = similarity_of(x, pos, config.metric).amax(-2) > config.tau
+        preserved = preserved_by_tau(~above.all(0), pos)
     else:
         stay = pos.N - merged_by_keep(pos, config.keep)
         if stay in (0, pos.N):

@@ -107,7 +107,7 @@ def row_plan(
     """The plan of sources whose largest similarity is `best` [B, T, n], that of destination `row` [B, T, n] of their tile."""
     if config.keep is None:
         assert config.tau is not None
-        preserved = preserved_by_tau(best > config.tau, pos)
+        preserved = preserved_by_tau(~(best > config.tau).all(0), pos)
     else:
         preserved = preserved_by_keep(best, pos, config.keep)
     return RowPlan(row, pos, preserved, special, lead, best.dtype, by_kernel)

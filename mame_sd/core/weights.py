@@ -50,19 +50,18 @@ def _weights_by_tau(s: Tensor, pos: Positions, config: MaMeConfig) -> Fusion:
         total = above.sum(-2)
         merges = total > 0
         weights = _settled_weights(above, total, config.refine)
-    unmerged = ~merges.all(0)
-    if pos.src_pad is not None:
-        unmerged = unmerged | pos.src_pad
-    return Fusion(masked_fill(weights, unmerged.unsqueeze(-2), 0), preserved_by_tau(merges, pos))
+    stays = ~merges.all(0)
+    unmerged = stays if pos.src_pad is None else stays | pos.src_pad
+    return Fusion(masked_fill(weights, unmerged.unsqueeze(-2), 0), preserved_by_tau(stays, pos))
 
 
-def preserved_by_tau(merges: Tensor, pos: Positions) -> Tensor:
+def preserved_by_tau(stays: Tensor, pos: Positions) -> Tensor:
     """The preserved sources [r], ascending: those that some sample does not merge.
 
     Args:
-        merges: bool [B, T, n], where a source has a destination above tau.
+        stays: bool [T, n], where some sample has no destination above tau for a source.
     """
-    return (~merges.all(0)).flatten().index_select(0, pos.src_real).nonzero().squeeze(-1)
+    return stays.flatten().index_select(0, pos.src_real).nonzero().squeeze(-1)
 
 
 def _weights_by_keep(s: Tensor, pos: Positions, config: MaMeConfig) -> Fusion:
