@@ -133,7 +133,7 @@ CORRECTED = {
     for name in ("pick", "average")
     for keep in (0.25, 0.125, 0.0625)
 }
-UNCORRECTED = {f"kv {keep}, not corrected": ours(keep=keep, correct=False) for keep in (0.5, 0.25, 0.125, 0.0625)}
+UNCORRECTED = {f"kv {keep}, not corrected": ours(keep=keep, correct=False) for keep in (0.5, 0.25, 0.19, 0.125, 0.0625)}
 PICKS = {
     **{f"pick {keep}": ours(keep=keep, weights="pick") for keep in (0.5, 0.375, 0.25, 0.125, 0.0625)},
     "pick 0.25, one draw": ours(keep=0.25, weights="pick", redraw=False),

@@ -109,7 +109,7 @@ def build_handle(target: Any, config: MaMeConfig) -> MaMeHandle:
         own = family_of(module)
         if own is not None or kind in IMAGE_MODULES:
             reader = EagerSizeHook if own is not None and own.eager else SizeHook
-            images[path] = reader(module, image_tokens if own is None else own.tokens), own
+            images[path] = reader(module, shared, image_tokens if own is None else own.tokens), own
             hooks.append((module, images[path][0]))
         nearest = max((outer for outer in images if _within(path, outer)), key=len, default=None)
         image, family = (None, None) if nearest is None else images[nearest]

@@ -118,8 +118,9 @@ class SizeHook(PreHook):
 
     name = "mame_size"
 
-    def __init__(self, module: nn.Module, tokens_of: Callable[[Any, Call], Tokens | None]) -> None:
+    def __init__(self, module: nn.Module, shared: Shared, tokens_of: Callable[[Any, Call], Tokens | None]) -> None:
         self.names = _names(module)
+        self.shared = shared
         self.tokens_of = tokens_of
         self._tokens = PerThread(latest=True)
 
@@ -137,13 +138,31 @@ class SizeHook(PreHook):
                     "expected blocks whose tokens are not merged yet, found tomesd's patch: call "
                     "tomesd.remove_patch(pipe), or remove_mame(pipe) to merge by tomesd alone"
                 )
-        self._tokens.value = self.tokens_of(module, {**dict(zip(self.names, args, strict=False)), **kwargs})
+        if self.shared.now.active:
+            self.read(module, {**dict(zip(self.names, args, strict=False)), **kwargs})
+
+    def read(self, module: nn.Module, call: Call) -> None:
+        """Notes how they lie in a call of the module."""
+        self._tokens.value = self.tokens_of(module, call)
 
 
 class EagerSizeHook(SizeHook):
-    """A SizeHook that runs outside of compiled graphs, since it reads values of tensors."""
+    """A SizeHook that runs outside of compiled graphs, since it reads values of tensors. In an export, whose tensors have none, tokens
+    lie as in the latest forward."""
 
     __call__ = torch.compiler.disable(SizeHook.__call__)
+
+    def read(self, module: nn.Module, call: Call) -> None:
+        """Raises ValueError in an export of another size than the latest forward's."""
+        if not torch.compiler.is_exporting():
+            super().read(module, call)
+            return
+        length = call["hidden_states"].shape[1]
+        if self.tokens is None or length != self.tokens.count + self.tokens.after:
+            raise ValueError(
+                f"expected a forward with {length} image tokens before the export, which can't read their positions: run the "
+                "model once with these sizes, then export it"
+            )
 
 
 class StepHook(PreHook):

@@ -23,6 +23,8 @@ from mame_sd import MaMeConfig, apply_mame, plan_merge, remove_mame
 from mame_sd.diffusion.families.order import start_of
 from mame_sd.diffusion.families.sequence import SequenceAttention
 from mame_sd.diffusion.families.transformers import BUILT_IN, family_of
+from mame_sd.diffusion.hook_registry import hook_on
+from mame_sd.diffusion.hooks import SizeHook
 from mame_sd.diffusion.layer import merged_call
 from mame_sd.families import Family, Tokens, register_family
 from mame_sd.report import LayerStats
@@ -106,10 +108,14 @@ def test_a_tile_of_a_video_spans_frames() -> None:
     assert stats.tokens_kept == N
 
 
+def flux() -> tuple[FluxTransformer2DModel, dict[str, Any]]:
+    model = seeded(FluxTransformer2DModel, 0, **FLUX, pooled_projection_dim=8)
+    return model, {**flux_inputs(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])}
+
+
 def test_text_of_flux_never_merges() -> None:
     """Equal text tokens come out unequal from nothing but their places: none of them was averaged."""
-    model = seeded(FluxTransformer2DModel, 0, **FLUX, pooled_projection_dim=8)
-    inputs = {**flux_inputs(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])}
+    model, inputs = flux()
     seen: list[Tensor] = []
     attn = model.single_transformer_blocks[0].attn
     attn.to_k.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
@@ -122,9 +128,51 @@ def test_text_of_flux_never_merges() -> None:
     assert plain.shape[1] == TEXT + N
 
 
+@pytest.mark.parametrize("ids", ["rolled", "random"])
+def test_flux_tokens_that_lie_in_no_grid_merge_without_one(ids: str) -> None:
+    model, inputs = flux()
+    inputs["img_ids"] = inputs["img_ids"].roll(1, 0) if ids == "rolled" else normal(N, 3, seed=4)
+    handle = apply_mame(model, keep=0.5, min_tokens=1)
+    run(inputs, model)
+    for layer in handle.report().layers:
+        assert layer.merged
+        assert layer.size is None
+        assert layer.tokens_kept == layer.tokens_in // 2
+
+
+@torch.no_grad()
+def test_a_merged_flux_is_exported_after_a_forward_of_that_size() -> None:
+    model, inputs = flux()
+    inputs["return_dict"] = False
+    handle = apply_mame(model, keep=0.5, min_tokens=1)
+    with pytest.raises(ValueError, match="run the model once"):
+        torch.export.export(model, (), inputs, strict=False)
+    want = model(**inputs)[0]
+    exported = torch.export.export(model, (), inputs, strict=False).module()
+    torch.testing.assert_close(exported(**inputs)[0], want)
+    handle.active = False
+    off = torch.export.export(model, (), inputs, strict=False).module()
+    torch.testing.assert_close(off(**inputs)[0], model(**inputs)[0])
+    assert not torch.allclose(off(**inputs)[0], want)
+
+
+@torch.no_grad()
+def test_positions_are_not_read_while_merging_is_off() -> None:
+    model, inputs = flux()
+    handle = apply_mame(model, keep=0.5, min_tokens=1)
+    handle.active = False
+    inputs["img_ids"] = inputs["img_ids"].to("meta")
+    reader = hook_on(model, SizeHook.name)
+    assert isinstance(reader, SizeHook)
+    reader(model, (), inputs)
+    assert reader.tokens is None
+    handle.active = True
+    with pytest.raises(NotImplementedError):
+        reader(model, (), inputs)
+
+
 def test_steps_of_flux_have_destinations_of_their_own() -> None:
-    model = seeded(FluxTransformer2DModel, 0, **FLUX, pooled_projection_dim=8)
-    inputs = {**flux_inputs(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])}
+    model, inputs = flux()
     handle = apply_mame(model, keep=0.25, min_tokens=1)
     drawn = run(inputs, model)
     handle.set(redraw=False)
@@ -134,8 +182,7 @@ def test_steps_of_flux_have_destinations_of_their_own() -> None:
 
 
 def test_samples_that_keep_the_same_tokens_run_together() -> None:
-    model = seeded(FluxTransformer2DModel, 0, **FLUX, pooled_projection_dim=8)
-    inputs = {**flux_inputs(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])}
+    model, inputs = flux()
     seen: list[tuple[int, ...]] = []
     apply_mame(model, keep=0.25, merge="qkv", min_tokens=1)
     hook = model.single_transformer_blocks[0].attn.to_k.register_forward_pre_hook(

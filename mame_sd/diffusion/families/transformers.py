@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mame_sd.diffusion.families.family import REGISTERED, Family, Rows
@@ -36,16 +37,23 @@ def video_patches(model: Any, call: Call) -> Tokens:
 
 
 def packed(model: Any, call: Call) -> Tokens:
-    """Flux: tokens [B, L, C] with their (image, row, column) in `img_ids`; tokens of further images stay as they are.
+    """Flux: tokens [B, L, C] with their (image, row, column) in `img_ids`; tokens of further images stay as they are. Rows and
+    columns are unknown where those of the first image are no grid, row after row.
 
     Reading the ids waits for the device once per forward of the model.
     """
     ids = call["img_ids"]
-    ids = (ids[0] if ids.dim() == 3 else ids).long()  # [L, 3]
-    first = ids[ids[:, 0] == ids[0, 0]]
-    h, w = (int(n) for n in first[:, 1:3].amax(0) - first[:, 1:3].amin(0) + 1)
+    ids = (ids[0] if ids.dim() == 3 else ids).cpu().long()  # [L, 3]
+    same = ids[:, 0] == ids[0, 0]
+    places = ids[: int(same.sum()), 1:3]
+    places = places - places.amin(0)
+    h, w = (int(n) + 1 for n in places.amax(0))
     mode = int(getattr(model, "union", False))  # a ControlNet-Union puts a token of its mode before the text
-    return Tokens((h, w), before=mode + call["encoder_hidden_states"].shape[1], after=ids.shape[0] - h * w)
+    before = mode + call["encoder_hidden_states"].shape[1]
+    grid = len(places) == h * w and bool(same[: h * w].all())
+    if grid and torch.equal(places, torch.cartesian_prod(torch.arange(h), torch.arange(w))):
+        return Tokens((h, w), before=before, after=ids.shape[0] - h * w)
+    return Tokens((ids.shape[0],), before=before)
 
 
 def shapes_given(model: Any, call: Call) -> Tokens:
