@@ -43,16 +43,23 @@ def tomesd(ratio: float, max_downsample: int = 1, **more: Any) -> Method:
 
 
 def rival(
-    family: str, make: Callable[..., MakePlan], merge: str = "kv", min_tokens: int = 1024, **settings: Any
+    family: str,
+    make: Callable[..., MakePlan],
+    merge: str = "kv",
+    min_tokens: int = 1024,
+    counted: bool = False,
+    **settings: Any,
 ) -> Method:
-    """A rival of `rival_plans` or `toma`, made of `settings`; `family` is its name in tables."""
+    """A rival of `rival_plans` or `toma`, made of `settings`; `family` is its name in tables. `counted` as in `rival_on`."""
     said = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+    said |= {"counted": True} if counted else {}
     on = partial(
         rival_on,
         make=partial(make, **settings),
         merge=merge,
         min_tokens=min_tokens,
         plain_only=make is tiles,
+        counted=counted,
     )
     return Method(family, {**said, "merge": merge, "min_tokens": min_tokens}, lambda unet: on(unet))
 
@@ -81,6 +88,7 @@ MEAN_ATTENTION = "mean attention"
 TRIVIAL = {
     **{f"stride {rows}x{columns}": rival("stride", strided, "qkv", cell=(rows, columns)) for rows, columns in HALVES},
     **{f"pool {rows}x{columns}": rival("pool", means, "qkv", cell=(rows, columns)) for rows, columns in HALVES},
+    "pool 2x2, counted": rival("pool", means, "qkv", counted=True, cell=(2, 2)),
     **{f"pool-kv {rows}x{columns}": rival("pool-kv", means, cell=(rows, columns)) for rows, columns in HALVES},
     "stride-kv 1x2": rival("stride-kv", strided, cell=(1, 2)),
     "pool-kv 2x2, first level": rival("pool-kv", means, cell=(2, 2), **FIRST),
@@ -179,6 +187,8 @@ FULL = {
     "kv 0.5, random": ours(tiles=8, keep=0.5, partition="random", redraw=False),
     **{f"kv .25, drawn once, seed {n}": ours(redraw=False, seed=n) for n in (0, 1, 2)},
     **{f"qkv {keep}": ours(keep=keep, merge="qkv") for keep in (0.75, 0.5, 0.25, 0.19, 0.125, 0.0625)},
+    **{f"qkv {keep}, tiles 4": ours(keep=keep, merge="qkv", tiles=4) for keep in (0.5, 0.25)},
+    **{f"qkv {keep}, not counted": ours(keep=keep, merge="qkv", correct=False) for keep in (0.5, 0.25)},
     "qkv 0.25, global": ours(keep=0.25, merge="qkv", tiles=0, **CORNER),
     "qkv 0.25, first of each cell": ours(keep=0.25, merge="qkv", **CORNER),
     "qkv 0.25, drawn once": ours(keep=0.25, merge="qkv", redraw=False),
@@ -224,7 +234,14 @@ def tomesd_form(keep: float) -> Method:
     """What tomesd computes, on our path, for models that the package can't patch: a random destination of each 2 x 2 cell,
     the same at every step; of the others those most like a destination merge into it as means, queries too."""
     config = MaMeConfig(
-        keep=keep, merge="qkv", partition="random-grid", stride=(2, 2), redraw=False, tiles=0, weights="best"
+        keep=keep,
+        merge="qkv",
+        partition="random-grid",
+        stride=(2, 2),
+        redraw=False,
+        tiles=0,
+        weights="best",
+        correct=False,
     )
     settings = {name: value for name, value in config.to_dict().items() if value is not None}
     return Method("tomesd", settings, lambda denoiser: mame(denoiser, config))

@@ -16,6 +16,7 @@ import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, fields
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -80,9 +81,10 @@ class MaMeConfig:
         "pick: destinations stay as they are and sources that would merge are dropped, of keys and values only (merge kv)"
     )
     correct: bool = _field(
-        "add to attention what merged or dropped keys lose to first order: the mean and covariance of all keys and values, a "
-        "control variate. Of keys and values alone (merge kv), where the processor calls scaled_dot_product_attention. True "
-        "with merge kv and weights best, which need a part of the keys for it; others need all"
+        "give attention back what merged keys lose. Merge kv: to first order, the mean and covariance of all keys and values, a "
+        "control variate, where the processor calls scaled_dot_product_attention; on with weights best, which need a part of the "
+        "keys for it (others need all). Merge qkv: merged tokens count as often as they stand for tokens, beside text or where "
+        "they stand for unequally many"
     )
     refine: bool = _field(
         "adaptive weight refining: drop a source's weaker than average destinations; used by weights average only"
@@ -144,6 +146,12 @@ class MaMeConfig:
     def given(self) -> Mapping[str, Any]:
         """The fields that were given, by name; the preset decided on the others."""
         return dict(self.__dict__["_given"])
+
+    @cached_property
+    def without_plane(self) -> MaMeConfig:
+        """What holds for tokens whose height and width are unknown: partition alternating, no tiles. Looked up in compiled graphs, which can't
+        make configs: to be asked for once before."""
+        return self.replace(partition="alternating", tiles=0, kernel=None)
 
     @property
     def batch(self) -> str:

@@ -49,7 +49,7 @@ def resolve(given: Mapping[str, Any]) -> dict[str, Any]:
     values = {**unset, "preset": "default", **COMMON, **preset, **given}
     if values["weights"] == "pick" and "merge" not in given:
         values["merge"] = "kv"
-    if "correct" not in given and (values["merge"], values["weights"]) != ("kv", "best"):
+    if "correct" not in given and values["merge"] == "kv" and values["weights"] != "best":
         values["correct"] = False  # other weights would need all keys and values for it
     if values["keep"] is not None and "stride" not in given:
         values["stride"] = _cell(values["keep"], values["tiles"])

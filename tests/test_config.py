@@ -41,7 +41,8 @@ def test_a_given_tau_changes_nothing_but_how_much_merges() -> None:
 
 def test_corrects_unless_told_otherwise_where_a_part_of_the_keys_is_enough() -> None:
     assert MaMeConfig().correct
-    for given in ({"merge": "qkv"}, {"weights": "pick"}, {"weights": "average"}, {"preset": "plain"}):
+    assert MaMeConfig(merge="qkv").correct
+    for given in ({"weights": "pick"}, {"weights": "average"}, {"preset": "plain"}):
         assert not MaMeConfig.from_dict(given).correct, given
     assert MaMeConfig(weights="pick", correct=True).correct
 

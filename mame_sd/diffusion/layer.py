@@ -116,7 +116,7 @@ class Layer(ABC):
         if tokens.plane is not None or (config.partition not in GRIDS and not config.tiles):
             return config, ""
         note = NO_SIZE if config.kernel is None else f"{NO_SIZE}. Kernel {config.kernel!r} needs tiles: not run"
-        return config.replace(partition="alternating", tiles=0, kernel=None), note
+        return config.without_plane, note
 
 
 def merged_call(

@@ -13,6 +13,7 @@ from diffusers import FluxControlNetModel, FluxTransformer2DModel, LTXVideoTrans
 from diffusers.models.attention_processor import (
     Attention,
     HunyuanAttnProcessor2_0,
+    JointAttnProcessor2_0,
     PAGCFGHunyuanAttnProcessor2_0,
 )
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxIPAdapterAttnProcessor
@@ -20,6 +21,7 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnP
 from torch import Tensor, nn
 
 from mame_sd import MaMeConfig, apply_mame, plan_merge, remove_mame
+from mame_sd.core.owners import owners_of
 from mame_sd.diffusion.families.order import start_of
 from mame_sd.diffusion.families.sequence import SequenceAttention
 from mame_sd.diffusion.families.transformers import BUILT_IN, family_of
@@ -32,7 +34,8 @@ from tests.builders.tiny import seeded, tiny_unet
 from tests.builders.transformers import FLUX, TEXT, H, W, flux_inputs, normal, run
 
 N = H * W
-FIELDS: list[dict[str, Any]] = [{"keep": 0.5, "merge": "qkv"}, {"tau": 0.1, "merge": "qkv", "tiles": 0}]
+WHOLE: list[dict[str, Any]] = [{"keep": 0.5, "merge": "qkv"}, {"tau": 0.1, "merge": "qkv", "tiles": 0}]
+FIELDS = [{**fields, "correct": False} for fields in WHOLE]  # merged tokens count once
 
 
 def counted(
@@ -73,6 +76,46 @@ def test_flux_single_attention_by_hand(text: int, fields: dict[str, Any]) -> Non
                 torch.testing.assert_close(got[i : i + 1, text:], alone.restore(out[:, text:]))
             torch.testing.assert_close(got[i : i + 1, :text], out[:, :text])
             torch.testing.assert_close(got[i : i + 1, text:][:, kept[:5]], out[:, text : text + 5])
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [(TEXT, WHOLE[0]), (TEXT, WHOLE[1]), (TEXT, {"keep": 0.4, "merge": "qkv"}), (0, WHOLE[1])],
+    ids=["even", "tau", "uneven", "tau, no text"],
+)
+def test_whole_merged_tokens_beside_text_count_as_often_as_they_stand_for_tokens(
+    text: int, fields: dict[str, Any]
+) -> None:
+    """As if every token were there, holding its group's mean at its destination's place."""
+    attn = seeded(FluxAttention, 0, query_dim=32, heads=2, dim_head=16, out_dim=32, pre_only=True)
+    hidden, cos, sin = normal(3, text + N, 32), normal(text + N, 16, seed=1), normal(text + N, 16, seed=2)
+    config = MaMeConfig(min_tokens=1, **fields)
+    family = next(family for family in BUILT_IN if family.name == "Flux")
+    with torch.no_grad():
+        got = merged(
+            attn, family, Tokens((H, W), before=text), config, hidden_states=hidden, image_rotary_emb=(cos, sin)
+        )
+        plan = plan_merge(hidden[:, text:], config, (H, W))
+        means = torch.cat([hidden[:, :text], plan.restore(plan.merge(hidden[:, text:]))], 1)
+        owners = torch.cat([torch.arange(text).expand(3, -1), owners_of(plan) + text], 1)
+        for i, places in enumerate(owners):
+            expected = attn(means[i : i + 1], image_rotary_emb=(cos[places], sin[places]))
+            torch.testing.assert_close(got[i : i + 1], expected)
+
+
+def test_whole_merged_tokens_of_joint_attention_count_as_often_as_they_stand_for_tokens() -> None:
+    attn = seeded(
+        Attention, 0, query_dim=32, added_kv_proj_dim=32, heads=2, dim_head=16, out_dim=32, context_pre_only=False, processor=JointAttnProcessor2_0()
+    )  # fmt: skip
+    hidden, text = normal(2, N, 32), normal(2, TEXT, 32, seed=1)
+    config = MaMeConfig(keep=0.25, merge="qkv", min_tokens=1)
+    family = next(family for family in BUILT_IN if family.name == "Stable Diffusion 3")
+    with torch.no_grad():
+        image, words = merged(attn, family, Tokens((H, W)), config, hidden_states=hidden, encoder_hidden_states=text)
+        plan = plan_merge(hidden, config, (H, W))
+        means = plan.restore(plan.merge(hidden))
+        for got, expected in zip((image, words), attn(means, encoder_hidden_states=text), strict=True):
+            torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("fields", FIELDS, ids=["keep", "tau"])

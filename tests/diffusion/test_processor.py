@@ -43,11 +43,24 @@ def test_set_attn_processor_merges_and_removal_is_bit_equal(build: Any, fields: 
 
 def test_qkv_is_the_installed_attention_between_merge_and_restore() -> None:
     attn, x = attention(), tokens()
-    processor = with_processor(attn, tau=0.3, merge="qkv")
+    processor = with_processor(attn, tau=0.3, merge="qkv", correct=False)
     plan = plan_merge(x, processor.config, (8, 8))
     expected = plan.restore(AttnProcessor2_0()(attn, plan.merge(x)))
     assert plan.tokens_kept < 64
     assert torch.equal(attn(x), expected)
+
+
+@pytest.mark.parametrize("fields", [{"tau": 0.3}, {"keep": 0.4}], ids=["tau", "keep"])
+def test_whole_merged_tokens_count_as_often_as_they_stand_for_tokens(fields: dict[str, Any]) -> None:
+    attn, x = attention(), tokens()
+    processor = with_processor(attn, merge="qkv", **fields)
+    plan = plan_merge(x, processor.config, (8, 8))
+    merged = plan.merge(x)
+    every = plan.restore(merged)  # each merged token as often as it stands for tokens
+    assert plan.uneven
+    got = attn(x)
+    torch.testing.assert_close(got, plan.restore(AttnProcessor2_0()(attn, merged, encoder_hidden_states=every)))
+    assert not torch.allclose(got, plan.restore(AttnProcessor2_0()(attn, merged)))
 
 
 def test_kv_keeps_queries_whole_and_attends_to_merged_tokens() -> None:
@@ -62,7 +75,7 @@ def test_kv_keeps_queries_whole_and_attends_to_merged_tokens() -> None:
 @pytest.mark.parametrize("feature", ["k", "k-mean"])
 def test_similarity_of_keys(feature: str) -> None:
     attn, x = attention(), tokens()
-    processor = with_processor(attn, tau=0.3, feature=feature, merge="qkv")
+    processor = with_processor(attn, tau=0.3, feature=feature, merge="qkv", correct=False)
     keys = attn.to_k(x)
     keys = keys if feature == "k" else keys.view(2, 64, 2, 8).mean(2)
     plan = plan_merge(keys, processor.config, (8, 8))
@@ -156,7 +169,7 @@ def test_rotary_positions_pass_through() -> None:
 )
 def test_size_of_a_level(size: Any, length: int, expected: tuple[int, int]) -> None:
     attn, x = attention(), tokens(length=length)
-    processor = MaMeAttnProcessor(min_tokens=1, tau=0.3, size=size, merge="qkv")
+    processor = MaMeAttnProcessor(min_tokens=1, tau=0.3, size=size, merge="qkv", correct=False)
     attn.set_processor(processor)
     plan = plan_merge(x, processor.config, expected)
     assert torch.equal(attn(x), plan.restore(AttnProcessor2_0()(attn, plan.merge(x))))
@@ -174,7 +187,7 @@ def test_tokens_of_no_level_pass_through() -> None:
 
 def test_unknown_size_merges_alternating_warns_once_and_says_so() -> None:
     attn, x = attention(), tokens(length=192)
-    processor = with_processor(attn, tau=0.3, merge="qkv", weights="average")
+    processor = with_processor(attn, tau=0.3, merge="qkv", weights="average", correct=False)
     plan = plan_merge(x, MaMeConfig(preset="plain", tau=0.3))
     expected = plan.restore(AttnProcessor2_0()(attn, plan.merge(x)))
     with pytest.warns(UserWarning, match="height and width unknown.*apply_mame"):

@@ -80,6 +80,48 @@ def of_heads(t: Tensor, keys: Tensor) -> Tensor:
     return t if t.dim() == 1 or keys.dim() == 3 else t.unsqueeze(1)
 
 
+def beside(sizes: Tensor, before: int, after: int, like: Tensor) -> Tensor:
+    """How many tokens each key stands for, [L'] or [B, 1, L'] (for `like` of three dimensions [B, L']): merged ones by their `sizes`, those
+    before and after them for themselves."""
+    return of_heads(F.pad(sizes.to(like.device), (before, after), value=1.0), like)
+
+
+def weighed(mask: Tensor | None, query: Tensor, sizes: Tensor | None) -> Tensor | None:
+    """The mask, and the logarithm of how many keys each one stands for where `sizes` are given.
+
+    Merged keys would else weigh too little against text: n equal keys weigh as much as one whose logit is greater by log n.
+    """
+    if sizes is None:
+        return mask
+    weight = log_sizes(sizes, query)
+    if mask is None:
+        return weight
+    return torch.where(mask, weight, -torch.inf) if mask.dtype == torch.bool else mask + weight
+
+
+class CountedKeys(Attending):
+    """While entered, attention over merged tokens and what stands beside them counts each key as often as it stands for tokens.
+
+    Args:
+        sizes: of the merged tokens, [L'] or [B, L'].
+        before, after: tokens that stand before and after them.
+        batch: samples of the call that is meant.
+    """
+
+    def __init__(self, sizes: Tensor, before: int, after: int, batch: int) -> None:
+        super().__init__()
+        self._sizes, self._before, self._after, self._batch = sizes, before, after, batch
+
+    def attend(self, attention: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
+        """See `Attending`."""
+        query, key = call["query"], call["key"]
+        length = self._before + self._sizes.shape[-1] + self._after
+        if not key.shape[-2] == length == query.shape[-2] or key.shape[0] != self._batch:
+            return attended(attention, call)  # not this layer's own
+        sizes = beside(self._sizes, self._before, self._after, query)
+        return attended(attention, call, attn_mask=weighed(call.get("attn_mask"), query, sizes))
+
+
 class GroupedKeys(Attending):
     """While entered, attention whose keys and values are made of `keys_of` counts each key as often as it stands for tokens, and adds
     what the merged keys lack to first order (`core/correction.py`).
@@ -163,7 +205,7 @@ class MergedKeys(Attending):
         alone = self.length == self.plan.tokens_in  # the image's keys are all there are
         sizes = None if alone and not self.plan.uneven else self.sizes(query)
         kept_key, kept_value = self.merged(key), self.merged(value)
-        fewer = {"key": kept_key, "value": kept_value, "attn_mask": self.weighed(self.columns(mask), query, sizes)}
+        fewer = {"key": kept_key, "value": kept_value, "attn_mask": weighed(self.columns(mask), query, sizes)}
         if not self.correct or mask is not None or call.get("is_causal") or query.shape[:-2] != key.shape[:-2]:
             return attended(attention, call, **fewer)
         return corrected(attention, call, self.lacking((key, value), (kept_key, kept_value), sizes), **fewer)
@@ -188,21 +230,7 @@ class MergedKeys(Attending):
 
     def sizes(self, like: Tensor) -> Tensor:
         """How many keys each of the merged ones stands for, [L'] or [B, 1, L'] (for `like` of three dimensions [B, L'])."""
-        sizes = self.plan.sizes.to(like.device)
-        before, after = self.first, self.length - self.first - self.plan.tokens_in
-        return of_heads(F.pad(sizes, (before, after), value=1.0), like)
-
-    def weighed(self, mask: Tensor | None, query: Tensor, sizes: Tensor | None) -> Tensor | None:
-        """The mask, and the logarithm of how many keys each one stands for where `sizes` are given.
-
-        Merged keys would else weigh too little against text: n equal keys weigh as much as one whose logit is greater by log n.
-        """
-        if sizes is None:
-            return mask
-        weight = log_sizes(sizes, query)
-        if mask is None:
-            return weight
-        return torch.where(mask, weight, -torch.inf) if mask.dtype == torch.bool else mask + weight
+        return beside(self.plan.sizes, self.first, self.length - self.first - self.plan.tokens_in, like)
 
     def merged(self, t: Tensor) -> Tensor:
         """Keys or values [B, H, L', D] of [B, H, L, D], or [B, L', D] of [B, L, D]."""

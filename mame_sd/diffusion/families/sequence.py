@@ -7,6 +7,7 @@ tells which. Text takes no part in merging. With `merge="kv"` the image's keys a
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core.partition import positions
 from mame_sd.core.plan import Plan
 from mame_sd.diffusion.families.family import Family
-from mame_sd.diffusion.families.keys import MergedKeys
+from mame_sd.diffusion.families.keys import CountedKeys, MergedKeys
 from mame_sd.diffusion.families.order import Order, start_of
 from mame_sd.diffusion.families.unet import LAYER_SKIP, skips_scores
 from mame_sd.diffusion.layer import Layer, LayerCall, Unmerged, compared
@@ -74,15 +75,18 @@ class SequenceAttention(Layer):
             if id(value) not in merged:
                 merged[id(value)] = order.put(value, plan.merge(order.image(value)))
             changes[name] = merged[id(value)]
-        if self.family.select is None:
-            return self._restored(call.run(**changes), order, plan)
         kept = order.positions(plan.kept)
         if self._alone(hidden.shape[0], tokens, config):
-            samples = [self._sample(call, changes, order, kept, i) for i in range(kept.shape[0])]
-            return self._restored(_joined([call.run(**sample) for sample in samples]), order, plan)
-        same = kept.reshape(-1, plan.tokens_kept)[0]
-        changes |= self.family.select(call.arguments, order.rows(same))
-        return self._restored(call.run(**changes), order, plan)
+            outputs = []
+            for i in range(kept.shape[0]):
+                with self._counting(call, order, plan, config, i):
+                    outputs.append(call.run(**self._sample(call, changes, order, kept, i)))
+            return self._restored(_joined(outputs), order, plan)
+        if self.family.select is not None:
+            changes |= self.family.select(call.arguments, order.rows(kept.reshape(-1, plan.tokens_kept)[0]))
+        with self._counting(call, order, plan, config):
+            output = call.run(**changes)
+        return self._restored(output, order, plan)
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
         """The image's tokens; 0 where they are unknown."""
@@ -149,15 +153,33 @@ class SequenceAttention(Layer):
     def _with_merged_keys(self, call: LayerCall, order: Order, plan: Plan, config: MaMeConfig) -> tuple[Any, bool]:
         """The attention's output of all queries, with the image's keys and values merged; and whether they were."""
         hidden: Tensor = call.arguments[self.hidden]
-        text = self._text(call)
-        beside = 0 if text is None else text.shape[1]
-        first = order.first + (0 if self.family.text_last else beside)
-        length, batch = hidden.shape[1] + beside, hidden.shape[0]
+        first, after = self._around(call, order)
+        length, batch = first + plan.tokens_in + after, hidden.shape[0]
         drawn = config.weights == "best"
         keys = MergedKeys(plan, first, length, batch, order.to_plane, order.positions, config.correct, drawn)
         with keys:  # Dynamo loses what `as` would name
             output = call.run()
         return output, keys.seen
+
+    def _around(self, call: LayerCall, order: Order) -> tuple[int, int]:
+        """How many keys stand before and after the image's, the text's own among them."""
+        text = self._text(call)
+        beside = 0 if text is None else text.shape[1]
+        after = call.arguments[self.hidden].shape[1] - order.stop
+        return (order.first, after + beside) if self.family.text_last else (order.first + beside, after)
+
+    def _counting(
+        self, call: LayerCall, order: Order, plan: Plan, config: MaMeConfig, sample: int | None = None
+    ) -> AbstractContextManager[Any]:
+        """Lets attention over whole merged tokens count them, where others that did not merge are beside them; `sample`: that one's alone."""
+        before, after = self._around(call, order)
+        apart = self._text(call) is not None and self.family.text_last is None  # nobody knows where it stands
+        if not config.correct or apart or not (plan.uneven or before or after):
+            return nullcontext()
+        sizes, batch = plan.sizes, call.arguments[self.hidden].shape[0]
+        if sample is not None:
+            sizes, batch = sizes[sample : sample + 1], 1
+        return CountedKeys(sizes, before, after, batch)
 
     def _alone(self, batch: int, tokens: Tokens, config: MaMeConfig) -> bool:
         """Whether samples run one by one: they keep tokens of their own, and rotary positions are shared by a batch."""

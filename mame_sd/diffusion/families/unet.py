@@ -51,6 +51,7 @@ PLAIN_PROCESSORS = frozenset(
         "PAGIdentitySelfAttnProcessor2_0",
     }
 )
+_MASKED = (*_KV_PROCESSORS, processors.FusedAttnProcessor2_0)  # those that take a mask for their keys
 # Those that call scaled_dot_product_attention, in which keys and values can be corrected.
 _WHOLE_KEYS = (processors.AttnProcessor2_0, processors.FusedAttnProcessor2_0)
 _ROTARY = ("image_rotary_emb", "query_rotary_emb", "key_rotary_emb", "rotary_emb")
@@ -83,7 +84,10 @@ class PlainAttention(Layer):
             with MergedKeys(plan, 0, length, batch, lambda t: t, lambda t: t, correct=True):
                 return call.run()
         if config.merge == "qkv":
-            return plan.restore(call.run(hidden_states=plan.merge(hidden)))
+            whole: dict[str, Any] = {"hidden_states": plan.merge(hidden)}
+            if config.correct and plan.uneven and isinstance(call.processor, _MASKED):
+                whole["attention_mask"] = log_sizes(plan.sizes, hidden).expand(hidden.shape[0], 1, -1)
+            return plan.restore(call.run(**whole))
         keys = GroupedKeys(plan, corrects)
         changes = {"encoder_hidden_states": keys.keys_of(hidden)}
         if not corrects and plan.uneven:
@@ -196,7 +200,7 @@ def skip_reason(call: LayerCall, config: MaMeConfig) -> str | None:
         return f"a {kind} on the module merges already"
     if config.merge == "kv" and skips_scores(call.module):
         return f"{LAYER_SKIP}; merge='qkv' goes with it"
-    if config.merge == "kv" and not isinstance(call.processor, (*_KV_PROCESSORS, processors.FusedAttnProcessor2_0)):
+    if config.merge == "kv" and not isinstance(call.processor, _MASKED):
         return f"merge='kv' needs a diffusers default processor, {kind} is installed"
     return None
 
