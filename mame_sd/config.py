@@ -84,7 +84,7 @@ class MaMeConfig:
         "give attention back what merged keys lose. Merge kv: to first order, the mean and covariance of all keys and values, a "
         "control variate, where the processor calls scaled_dot_product_attention; on with weights best, which need a part of the "
         "keys for it (others need all). Merge qkv: merged tokens count as often as they stand for tokens, beside text or where "
-        "they stand for unequally many"
+        "sources stay that merge with none"
     )
     refine: bool = _field(
         "adaptive weight refining: drop a source's weaker than average destinations; used by weights average only"
@@ -141,6 +141,8 @@ class MaMeConfig:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Made anew of what was given: a pickle of an older version may hold other fields, `batch` among them."""
         self.__init__(**{name: value for name, value in state["_given"].items() if name != "batch"})  # type: ignore[misc]
+        if "without_plane" in state:
+            self.without_plane  # noqa: B018  (a copy is compiled as it is)
 
     @property
     def given(self) -> Mapping[str, Any]:

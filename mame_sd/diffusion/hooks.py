@@ -155,16 +155,20 @@ class EagerSizeHook(SizeHook):
 
     __call__ = torch.compiler.disable(SizeHook.__call__)
 
+    def __init__(self, module: nn.Module, shared: Shared, tokens_of: Callable[[Any, Call], Tokens | None]) -> None:
+        super().__init__(module, shared, tokens_of)
+        self._shapes = PerThread(latest=True)  # of the latest forward's arguments
+
     def read(self, module: nn.Module, call: Call) -> None:
-        """Raises ValueError in an export of another size than the latest forward's."""
+        """Raises ValueError in an export of other shapes than the latest forward's."""
+        shapes = {name: tuple(value.shape) for name, value in call.items() if isinstance(value, Tensor)}
         if not torch.compiler.is_exporting():
             super().read(module, call)
-            return
-        length = call["hidden_states"].shape[1]
-        if self.tokens is None or length != self.tokens.count + self.tokens.after:
+            self._shapes.value = shapes
+        elif shapes != self._shapes.value:
             raise ValueError(
-                f"expected a forward with {length} image tokens before the export, which can't read their positions: run the "
-                "model once with these sizes, then export it"
+                f"expected a forward of {type(module).__name__} with the same shapes before the export, which can't read how its tokens "
+                f"lie, got {self._shapes.value}: run the model once on what you export it with"
             )
 
 

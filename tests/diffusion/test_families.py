@@ -190,6 +190,9 @@ def test_a_merged_flux_is_exported_after_a_forward_of_that_size() -> None:
     handle = apply_mame(model, keep=0.5, min_tokens=1)
     with pytest.raises(ValueError, match="run the model once"):
         torch.export.export(model, (), inputs, strict=False)
+    model(**{**inputs, "encoder_hidden_states": normal(2, 3, 16), "txt_ids": torch.zeros(3, 3)})
+    with pytest.raises(ValueError, match="with the same shapes"):
+        torch.export.export(model, (), inputs, strict=False)
     want = model(**inputs)[0]
     exported = torch.export.export(model, (), inputs, strict=False).module()
     torch.testing.assert_close(exported(**inputs)[0], want)
@@ -212,6 +215,19 @@ def test_positions_are_not_read_while_merging_is_off() -> None:
     handle.active = True
     with pytest.raises(NotImplementedError):
         reader(model, (), inputs)
+
+
+@pytest.mark.parametrize("fields", [{"keep": 0.25}, {"keep": 0.4}, {"tau": 0.3}], ids=["even", "uneven", "tau"])
+@torch.no_grad()
+def test_whole_merged_tokens_are_counted_in_compiled_models(fields: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    model, inputs = flux()
+    handle = apply_mame(model, merge="qkv", min_tokens=1, **fields)
+    expected = run(inputs, model)
+    assert not any("count once" in layer.reason for layer in handle.report().layers)
+    torch.testing.assert_close(run(inputs, torch.compile(model, backend="eager")), expected)
+    handle.set(correct=False)
+    assert not torch.allclose(run(inputs, model), expected)
 
 
 def test_steps_of_flux_have_destinations_of_their_own() -> None:

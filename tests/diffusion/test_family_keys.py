@@ -17,6 +17,7 @@ from mame_sd import MaMeConfig, NothingMergedError, apply_mame
 from mame_sd.core.partition import positions
 from mame_sd.core.reference import ReferencePlan, reference_plan
 from mame_sd.diffusion.families.transformers import family_of
+from mame_sd.diffusion.families.unet import NOT_COUNTED
 from mame_sd.diffusion.layer import NO_SIZE
 from mame_sd.families import Family, Tokens, register_family
 from tests.builders.tiny import seeded
@@ -312,6 +313,14 @@ class EagerModel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.attention(x)
+
+
+def test_attention_that_hides_its_keys_counts_merged_tokens_once_and_says_so() -> None:
+    register_family(Family("eager", ("EagerModel",), ("Eager",), lambda model, call: Tokens((8, 8)), inputs=("x",)))
+    model = seeded(EagerModel, 0)
+    handle = apply_mame(model, keep=0.4, merge="qkv", min_tokens=1)
+    model(normal(2, 64, 8))
+    assert [layer.reason for layer in handle.report().layers] == [NOT_COUNTED.format("Eager")]
 
 
 def test_attention_that_hides_its_keys_merges_queries_too_and_says_so() -> None:

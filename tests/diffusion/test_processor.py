@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models import attention_processor as processors
-from diffusers.models.attention_processor import Attention, AttnProcessor2_0, SlicedAttnProcessor
+from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0, SlicedAttnProcessor
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, plan_merge, remove_mame
 from mame_sd.diffusion.layer import compared
@@ -61,6 +61,26 @@ def test_whole_merged_tokens_count_as_often_as_they_stand_for_tokens(fields: dic
     got = attn(x)
     torch.testing.assert_close(got, plan.restore(AttnProcessor2_0()(attn, merged, encoder_hidden_states=every)))
     assert not torch.allclose(got, plan.restore(AttnProcessor2_0()(attn, merged)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("merge", ["qkv", "kv"])
+@pytest.mark.parametrize("inner", [AttnProcessor(), SlicedAttnProcessor(1), AttnProcessor2_0()])
+def test_counted_tokens_where_scores_are_fp32(inner: Any, merge: str, dtype: torch.dtype) -> None:
+    attn = attention(upcast_attention=True).to(dtype)
+    with_processor(attn, tau=0.3, merge=merge, inner=inner)
+    assert attn(tokens().to(dtype)).dtype == dtype
+
+
+def test_a_copy_that_has_not_run_is_compiled_whole() -> None:
+    torch._dynamo.reset()
+    attn, x = attention(), tokens(length=60)
+    with_processor(attn, keep=0.5)
+    twin = copy.deepcopy(attn)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = torch.compile(twin, backend="eager", fullgraph=True)(x)
+        torch.testing.assert_close(got, attn(x))
 
 
 def test_kv_keeps_queries_whole_and_attends_to_merged_tokens() -> None:

@@ -111,6 +111,7 @@ class CountedKeys(Attending):
     def __init__(self, sizes: Tensor, before: int, after: int, batch: int) -> None:
         super().__init__()
         self._sizes, self._before, self._after, self._batch = sizes, before, after, batch
+        self.seen = False  # whether such a call came
 
     def attend(self, attention: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
         """See `Attending`."""
@@ -118,6 +119,7 @@ class CountedKeys(Attending):
         length = self._before + self._sizes.shape[-1] + self._after
         if not key.shape[-2] == length == query.shape[-2] or key.shape[0] != self._batch:
             return attended(attention, call)  # not this layer's own
+        self.seen = True
         sizes = beside(self._sizes, self._before, self._after, query)
         return attended(attention, call, attn_mask=weighed(call.get("attn_mask"), query, sizes))
 

@@ -7,7 +7,6 @@ tells which. Text takes no part in merging. With `merge="kv"` the image's keys a
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from mame_sd.core.plan import Plan
 from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.families.keys import CountedKeys, MergedKeys
 from mame_sd.diffusion.families.order import Order, start_of
-from mame_sd.diffusion.families.unet import LAYER_SKIP, skips_scores
+from mame_sd.diffusion.families.unet import LAYER_SKIP, NOT_COUNTED, skips_scores
 from mame_sd.diffusion.layer import Layer, LayerCall, Unmerged, compared
 from mame_sd.diffusion.tokens import Call, Tokens
 
@@ -38,6 +37,7 @@ class SequenceAttention(Layer):
         self.family = family
         self.hidden = family.inputs[0]
         self._unseen: set[str] = set()  # processors that were seen to attend otherwise than over all tokens at once
+        self._uncounted: set[str] = set()  # processors in which whole merged tokens were seen to count once
 
     def tokens(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Tokens | str:
         """The image's tokens, as the model around says; a reason where the call isn't as the family says, or too small."""
@@ -79,23 +79,23 @@ class SequenceAttention(Layer):
         if self._alone(hidden.shape[0], tokens, config):
             outputs = []
             for i in range(kept.shape[0]):
-                with self._counting(call, order, plan, config, i):
-                    outputs.append(call.run(**self._sample(call, changes, order, kept, i)))
+                sample = self._sample(call, changes, order, kept, i)
+                outputs.append(self._run(call, sample, self._counting(call, order, plan, config, i)))
             return self._restored(_joined(outputs), order, plan)
         if self.family.select is not None:
             changes |= self.family.select(call.arguments, order.rows(kept.reshape(-1, plan.tokens_kept)[0]))
-        with self._counting(call, order, plan, config):
-            output = call.run(**changes)
-        return self._restored(output, order, plan)
+        return self._restored(self._run(call, changes, self._counting(call, order, plan, config)), order, plan)
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
         """The image's tokens; 0 where they are unknown."""
         return 0 if known is None else known.count
 
     def note(self, call: LayerCall, config: MaMeConfig) -> str:
-        """Where queries merge though they are to stay whole: why."""
+        """Where queries merge though they are to stay whole, or merged tokens count once: why."""
         reason = self._whole_because(call, config)
-        return WHOLE.format(reason) if reason and config.merge == "kv" else ""
+        if reason and config.merge == "kv":
+            return WHOLE.format(reason)
+        return NOT_COUNTED.format(_kind(call)) if config.correct and _kind(call) in self._uncounted else ""
 
     def _skip_reason(self, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> str | None:
         """Why this call passes through untouched; None if it may merge."""
@@ -170,16 +170,31 @@ class SequenceAttention(Layer):
 
     def _counting(
         self, call: LayerCall, order: Order, plan: Plan, config: MaMeConfig, sample: int | None = None
-    ) -> AbstractContextManager[Any]:
-        """Lets attention over whole merged tokens count them, where others that did not merge are beside them; `sample`: that one's alone."""
+    ) -> CountedKeys | None:
+        """What lets attention over whole merged tokens count them, where others that did not merge are beside them; `sample`: that one's
+        alone. None: all count once."""
         before, after = self._around(call, order)
-        apart = self._text(call) is not None and self.family.text_last is None  # nobody knows where it stands
-        if not config.correct or apart or not (plan.uneven or before or after):
-            return nullcontext()
+        if not config.correct or not (plan.uneven or before or after):
+            return None
+        if self._text(call) is not None and self.family.text_last is None:  # nobody knows where it stands
+            self._uncounted.add(_kind(call))
+            return None
         sizes, batch = plan.sizes, call.arguments[self.hidden].shape[0]
         if sample is not None:
             sizes, batch = sizes[sample : sample + 1], 1
         return CountedKeys(sizes, before, after, batch)
+
+    def _run(self, call: LayerCall, changes: dict[str, Any], counting: CountedKeys | None) -> Any:
+        """The attention's output of merged tokens, counted by `counting`."""
+        if counting is None or _takes_no_mask(call):
+            if counting is not None:
+                self._uncounted.add(_kind(call))
+            return call.run(**changes)
+        with counting:  # Dynamo loses what `as`, or a call here, would give
+            output = call.run(**changes)
+        if not counting.seen:
+            self._uncounted.add(_kind(call))
+        return output
 
     def _alone(self, batch: int, tokens: Tokens, config: MaMeConfig) -> bool:
         """Whether samples run one by one: they keep tokens of their own, and rotary positions are shared by a batch."""
@@ -205,6 +220,12 @@ class SequenceAttention(Layer):
 def _kind(call: LayerCall) -> str:
     """What attends in a call, by name."""
     return type(call.module if call.processor is None else call.processor).__name__
+
+
+def _takes_no_mask(call: LayerCall) -> bool:
+    """Whether attention runs in a backend of diffusers that takes no mask."""
+    backend = getattr(call.processor, "_attention_backend", None)
+    return "flash" in str(getattr(backend, "value", backend))
 
 
 def _cuts_batches(call: LayerCall) -> bool:

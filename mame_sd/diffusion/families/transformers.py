@@ -53,6 +53,8 @@ def packed(model: Any, call: Call) -> Tokens:
     grid = len(places) == h * w and bool(same[: h * w].all())
     if grid and torch.equal(places, torch.cartesian_prod(torch.arange(h), torch.arange(w))):
         return Tokens((h, w), before=before, after=ids.shape[0] - h * w)
+    if same[: len(places)].all():
+        return Tokens((len(places),), before=before, after=ids.shape[0] - len(places))
     return Tokens((ids.shape[0],), before=before)
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.models import attention_processor as processors
 from diffusers.models.attention_processor import Attention
-from torch import Tensor
+from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.plan import Plan
@@ -51,11 +51,18 @@ PLAIN_PROCESSORS = frozenset(
         "PAGIdentitySelfAttnProcessor2_0",
     }
 )
-_MASKED = (*_KV_PROCESSORS, processors.FusedAttnProcessor2_0)  # those that take a mask for their keys
+# Those that add a mask of numbers to the scores of keys.
+_MASKED = (
+    processors.AttnProcessor,
+    processors.AttnProcessor2_0,
+    processors.SlicedAttnProcessor,
+    processors.FusedAttnProcessor2_0,
+)
 # Those that call scaled_dot_product_attention, in which keys and values can be corrected.
 _WHOLE_KEYS = (processors.AttnProcessor2_0, processors.FusedAttnProcessor2_0)
 _ROTARY = ("image_rotary_emb", "query_rotary_emb", "key_rotary_emb", "rotary_emb")
 _BUILT_IN = torch._C._nn.scaled_dot_product_attention  # anything put in its place can't be seen into
+NOT_COUNTED = "merged tokens count once: {} calls no scaled_dot_product_attention of its tokens that takes a mask"
 NOT_CORRECTED = "not corrected: {} calls no scaled_dot_product_attention of PyTorch's own"
 LAYER_SKIP = "diffusers' layer skip puts values in place of attention only where there are as many as queries"
 _PLAIN = processors.AttnProcessor2_0()
@@ -65,6 +72,10 @@ _UNSCALED = processors.AttnProcessor()
 
 class PlainAttention(Layer):
     """A diffusers Attention over the tokens of one image."""
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        super().__init__(module)
+        self._uncounted: set[str] = set()  # processors in which whole merged tokens were seen to count once
 
     def tokens(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Tokens | str:
         """The tokens of a self-attention; a reason for any other call and for layers too small."""
@@ -85,13 +96,16 @@ class PlainAttention(Layer):
                 return call.run()
         if config.merge == "qkv":
             whole: dict[str, Any] = {"hidden_states": plan.merge(hidden)}
-            if config.correct and plan.uneven and isinstance(call.processor, _MASKED):
-                whole["attention_mask"] = log_sizes(plan.sizes, hidden).expand(hidden.shape[0], 1, -1)
+            if config.correct and plan.uneven:
+                if isinstance(call.processor, _MASKED):
+                    whole["attention_mask"] = _counts(plan, call)
+                else:
+                    self._uncounted.add(type(call.processor).__name__)
             return plan.restore(call.run(**whole))
         keys = GroupedKeys(plan, corrects)
         changes = {"encoder_hidden_states": keys.keys_of(hidden)}
         if not corrects and plan.uneven:
-            changes["attention_mask"] = log_sizes(plan.sizes, hidden).expand(hidden.shape[0], 1, -1)
+            changes["attention_mask"] = _counts(plan, call)
         with keys if corrects else nullcontext():
             if isinstance(call.processor, processors.FusedAttnProcessor2_0):
                 # It reads keys from a joint projection that self-attention has for its own tokens only. The unfused default
@@ -100,15 +114,22 @@ class PlainAttention(Layer):
             return call.run(**changes)
 
     def note(self, call: LayerCall, config: MaMeConfig) -> str:
-        """Where keys and values are not corrected though they are to be: why."""
-        wanted = config.merge == "kv" and config.correct
-        return (
-            NOT_CORRECTED.format(type(call.processor).__name__) if wanted and not self._corrects(call, config) else ""
-        )
+        """Where keys and values are not corrected though they are to be, or merged tokens count once: why."""
+        kind = type(call.processor).__name__
+        if config.merge == "qkv":
+            return NOT_COUNTED.format(kind) if config.correct and kind in self._uncounted else ""
+        return NOT_CORRECTED.format(kind) if config.correct and not self._corrects(call, config) else ""
 
     def _corrects(self, call: LayerCall, config: MaMeConfig) -> bool:
         whole = isinstance(call.processor, _WHOLE_KEYS) and F.scaled_dot_product_attention is _BUILT_IN
         return config.merge == "kv" and config.correct and whole
+
+
+def _counts(plan: Plan, call: LayerCall) -> Tensor:
+    """A mask [B, 1, L'] that counts each merged token as often as it stands for tokens, in the dtype of the scores that it is added to."""
+    hidden: Tensor = call.arguments["hidden_states"]
+    exact = call.module.upcast_attention and not isinstance(call.processor, _WHOLE_KEYS)  # scores in fp32
+    return log_sizes(plan.sizes, hidden.float() if exact else hidden).expand(hidden.shape[0], 1, -1)
 
 
 def lie(hidden_states: Tensor, known: Tokens | None, config: MaMeConfig) -> Tokens | str:
@@ -200,7 +221,7 @@ def skip_reason(call: LayerCall, config: MaMeConfig) -> str | None:
         return f"a {kind} on the module merges already"
     if config.merge == "kv" and skips_scores(call.module):
         return f"{LAYER_SKIP}; merge='qkv' goes with it"
-    if config.merge == "kv" and not isinstance(call.processor, _MASKED):
+    if config.merge == "kv" and not isinstance(call.processor, (*_KV_PROCESSORS, processors.FusedAttnProcessor2_0)):
         return f"merge='kv' needs a diffusers default processor, {kind} is installed"
     return None
 
