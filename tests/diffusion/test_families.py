@@ -24,7 +24,7 @@ from mame_sd import MaMeConfig, apply_mame, plan_merge, remove_mame
 from mame_sd.core.owners import owners_of
 from mame_sd.diffusion.families.order import start_of
 from mame_sd.diffusion.families.sequence import SequenceAttention
-from mame_sd.diffusion.families.transformers import BUILT_IN, family_of
+from mame_sd.diffusion.families.transformers import BUILT_IN, family_of, packed
 from mame_sd.diffusion.hook_registry import hook_on
 from mame_sd.diffusion.hooks import SizeHook
 from mame_sd.diffusion.layer import merged_call
@@ -169,6 +169,12 @@ def test_text_of_flux_never_merges() -> None:
     assert [part.shape[1] for part in halves] == [TEXT + N // 2] * 2  # each sample keeps its own
     assert halves[0].shape[0] == 1
     assert plain.shape[1] == TEXT + N
+
+
+def test_flux_positions_are_read_whatever_the_default_device_is() -> None:
+    model, inputs = flux()
+    with torch.device("meta"):
+        assert packed(model, inputs) == Tokens((H, W), before=TEXT)
 
 
 @pytest.mark.parametrize("ids", ["rolled", "random"])

@@ -51,7 +51,7 @@ def packed(model: Any, call: Call) -> Tokens:
     mode = int(getattr(model, "union", False))  # a ControlNet-Union puts a token of its mode before the text
     before = mode + call["encoder_hidden_states"].shape[1]
     grid = len(places) == h * w and bool(same[: h * w].all())
-    if grid and torch.equal(places, torch.cartesian_prod(torch.arange(h), torch.arange(w))):
+    if grid and torch.equal(places, torch.cartesian_prod(*(torch.arange(n, device="cpu") for n in (h, w)))):
         return Tokens((h, w), before=before, after=ids.shape[0] - h * w)
     if same[: len(places)].all():
         return Tokens((len(places),), before=before, after=ids.shape[0] - len(places))
