@@ -129,7 +129,9 @@ def compared(work: Path, version: str, suite: str, backend: str | None) -> dict[
             merged = sum(bool(ours[name].get("merged")) for name in passing)
             counts[mode] = {"ground": len(passing), "passed": len(passing) - len(failing), "merged": merged}
         for name in failing:
-            error = ours[name].get("error", "")
+            error = re.sub(
+                r"/\S+/site-packages/|0x[0-9a-f]{6,}", "", ours[name].get("error", "")
+            )  # of one machine, one run
             differences.append({"mode": mode, "test": name, "error": error, "reason": reason(name, mode)})
     label = suite if backend is None else f"{suite}, torch.compile by {backend}"
     return {"suite": label, "counts": counts, "differences": differences}

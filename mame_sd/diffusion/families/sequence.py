@@ -75,16 +75,17 @@ class SequenceAttention(Layer):
             if id(value) not in merged:
                 merged[id(value)] = order.put(value, plan.merge(order.image(value)))
             changes[name] = merged[id(value)]
-        kept = order.positions(plan.kept)
+        sizes = self._sizes(call, order, plan, config)
         if self._alone(hidden.shape[0], tokens, config):
-            outputs = []
+            kept, outputs = order.positions(plan.kept), []
             for i in range(kept.shape[0]):
                 sample = self._sample(call, changes, order, kept, i)
-                outputs.append(self._run(call, sample, self._counting(call, order, plan, config, i)))
+                outputs.append(self._run(call, order, sample, None if sizes is None else sizes[i : i + 1]))
             return self._restored(_joined(outputs), order, plan)
         if self.family.select is not None:
-            changes |= self.family.select(call.arguments, order.rows(kept.reshape(-1, plan.tokens_kept)[0]))
-        return self._restored(self._run(call, changes, self._counting(call, order, plan, config)), order, plan)
+            kept = order.positions(plan.kept).reshape(-1, plan.tokens_kept)[0]
+            changes |= self.family.select(call.arguments, order.rows(kept))
+        return self._restored(self._run(call, order, changes, sizes), order, plan)
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
         """The image's tokens; 0 where they are unknown."""
@@ -168,28 +169,22 @@ class SequenceAttention(Layer):
         after = call.arguments[self.hidden].shape[1] - order.stop
         return (order.first, after + beside) if self.family.text_last else (order.first + beside, after)
 
-    def _counting(
-        self, call: LayerCall, order: Order, plan: Plan, config: MaMeConfig, sample: int | None = None
-    ) -> CountedKeys | None:
-        """What lets attention over whole merged tokens count them, where others that did not merge are beside them; `sample`: that one's
-        alone. None: all count once."""
-        before, after = self._around(call, order)
-        if not config.correct or not (plan.uneven or before or after):
+    def _sizes(self, call: LayerCall, order: Order, plan: Plan, config: MaMeConfig) -> Tensor | None:
+        """How many tokens each whole merged one stands for, where attention is to count them: beside others that did not merge. None: all
+        count once."""
+        if not config.correct or not (plan.uneven or any(self._around(call, order))):
             return None
-        if self._text(call) is not None and self.family.text_last is None:  # nobody knows where it stands
+        apart = self._text(call) is not None and self.family.text_last is None  # nobody knows where it stands
+        if apart or _takes_no_mask(call):
             self._uncounted.add(_kind(call))
             return None
-        sizes, batch = plan.sizes, call.arguments[self.hidden].shape[0]
-        if sample is not None:
-            sizes, batch = sizes[sample : sample + 1], 1
-        return CountedKeys(sizes, before, after, batch)
+        return plan.sizes
 
-    def _run(self, call: LayerCall, changes: dict[str, Any], counting: CountedKeys | None) -> Any:
-        """The attention's output of merged tokens, counted by `counting`."""
-        if counting is None or _takes_no_mask(call):
-            if counting is not None:
-                self._uncounted.add(_kind(call))
+    def _run(self, call: LayerCall, order: Order, changes: dict[str, Any], sizes: Tensor | None) -> Any:
+        """The attention's output of merged tokens, that count as `sizes` says."""
+        if sizes is None:
             return call.run(**changes)
+        counting = CountedKeys(sizes, *self._around(call, order), changes[self.hidden].shape[0])
         with counting:  # Dynamo loses what `as`, or a call here, would give
             output = call.run(**changes)
         if not counting.seen:
