@@ -48,7 +48,7 @@ def section() -> list[str]:
     alike: dict[tuple[str, str, str], list[str]] = {}  # in the same test of several suites
     for row in suites:
         for item in row["differences"]:
-            test = item["test"].rpartition("::")[2]
+            test = item["test"].rpartition("::")[2].partition("[")[0]
             alike.setdefault((test, item["mode"], item["reason"] or "not explained yet"), []).append(row["suite"])
     if alike:
         lines += ["", "| fails with merging | mode | in | why |", "|---|---|---|---|"]
