@@ -8,8 +8,8 @@
     python -m benchmarks.frontier --device cuda --num 64 --steps 25
 
 LPIPS, PSNR and SSIM compare with the image that the unmerged model makes of the same prompt and seed; retrieval is the
-share of images whose nearest subject is the prompted one. Times are of the denoiser alone, over a whole run of `--steps` steps,
-all methods of a command in turns. Writes frontier.md and frontier.png into --out, of every point measured there with the same
+share of images whose nearest subject is the prompted one. Times are of the denoiser alone, over a whole run of `--steps` steps, each
+method's beside the unmerged model's in the same minute, all methods of a command in turns. Writes frontier.md and frontier.png into --out, of every point measured there with the same
 prompts, steps and rounds on this machine, with a line that says whether the model can tell methods apart at all; one file for each makes it resumable: delete a file to measure its point again.
 """
 
@@ -20,6 +20,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,6 @@ from mame_sd.runs.loading import LoadedModel
 
 BATCH = 4
 BASELINE = "baseline"
-PLAIN = "unmerged"  # what a baseline that is measured like any other is timed beside
 TIMING_SEED = 1000
 
 
@@ -108,12 +108,10 @@ class Frontier:
         new = {name: method for name, method in wanted.items() if not self._figures(name, method).exists()}
         if not new:
             return
-        plain, plain_work = self._images(BASELINE, methods.baseline())
         for name, times in self._times(new).items():
-            images, work = self._images(name, new[name])
-            figures = {**self._quality(images, plain), "work": work / plain_work, **times}
-            write_atomically(self._figures(name, new[name]), json.dumps(figures).encode())
-            print(f"{name}: {figures['times_faster']:.2f}x, LPIPS {figures['lpips']:.4f}", file=sys.stderr, flush=True)
+            near = self._nearness(name, new[name])
+            write_atomically(self._figures(name, new[name]), json.dumps({**near, **times}).encode())
+            print(f"{name}: {times['times_faster']:.2f}x, LPIPS {near['lpips']:.4f}", file=sys.stderr, flush=True)
 
     def known(self, name: str, method: Method) -> Point | None:
         """The method's figures as measured before with the same prompts, steps and rounds on this machine, or None."""
@@ -136,7 +134,18 @@ class Frontier:
         with np.load(file) as arrays:
             return arrays["images"], int(arrays["work"])
 
-    def _quality(self, images: np.ndarray, plain: np.ndarray) -> dict[str, Any]:
+    def _nearness(self, name: str, method: Method) -> dict[str, Any]:
+        """How near the method's images are to the unmerged ones, and its share of their work: from its file, or compared now."""
+        file = self._file(name, method, {}, ".near")
+        if not file.exists():
+            images, work = self._images(name, method)
+            plain, plain_work = self._images(BASELINE, methods.baseline())
+            found = {**self._compared(images, plain), "work": work / plain_work}
+            write_atomically(file, json.dumps(found).encode())
+        near: dict[str, Any] = json.loads(file.read_bytes())
+        return near
+
+    def _compared(self, images: np.ndarray, plain: np.ndarray) -> dict[str, Any]:
         a, b = (torch.from_numpy(x).permute(0, 3, 1, 2).float() / 255 for x in (images, plain))
         hits = [self._retrieved(image, prompt) for image, prompt in zip(images, self.prompts, strict=True)]
         distances = self._distance(a.to(self.pipe.device), b.to(self.pipe.device)).tolist()
@@ -152,32 +161,37 @@ class Frontier:
         }
 
     def _times(self, wanted: Mapping[str, Method]) -> dict[str, dict[str, Any]]:
-        """Of each, seconds of the denoiser for one image beside a baseline's, all in the same rounds, after a warm-up of two steps.
+        """Of each, seconds of the denoiser for one image and how many times as fast it was as the unmerged model right before or after it.
 
-        The unmerged model takes part twice: `itself` says how many times as fast as itself it was.
+        `itself` says that of the unmerged model in the same rounds. After a warm-up of two steps each.
         """
-        others = [(name, method.on) for name, method in wanted.items() if name != BASELINE]
-        others.insert(len(others) // 2, (BASELINE, methods.baseline().on))  # far from the other one in every round
-        on = dict([(PLAIN, methods.baseline().on), *others])
+        plain = methods.baseline().on
+        on = {name: method.on for name, method in wanted.items()} | {BASELINE: plain}
 
-        def call(which: str, number: int = -1) -> float:
-            with on[which](self.denoiser), clocked(self.denoiser) as clock:
-                generate(self.model, self.prompts[:1], 2 if number < 0 else self.steps, TIMING_SEED, output="latent")
+        def seconds(merging: Callable[..., AbstractContextManager[Any]], steps: int) -> float:
+            with merging(self.denoiser), clocked(self.denoiser) as clock:
+                generate(self.model, self.prompts[:1], steps, TIMING_SEED, output="latent")
             return clock.seconds
 
-        rounds = [seconds for _, seconds in interleaved(list(on), self.rounds, call, warm_up=call)]
-        plain, again = (quartiles([seconds[name] for seconds in rounds])[1] for name in (PLAIN, BASELINE))
-        found = {}
-        for name in wanted:
-            low, ours, high = quartiles([seconds[name] for seconds in rounds])
-            found[name] = {
-                "seconds": ours, "quartiles": [low, high], "seconds_plain": plain, "times_faster": plain / ours,
-                "itself": plain / again,
-            }  # fmt: skip
-        return found
+        def pair(name: str, number: int) -> dict[str, float]:
+            """Seconds of the method and of the unmerged model, which comes last in one round and first in the next."""
+            both = {"ours": on[name], "unmerged": plain}
+            return {which: seconds(both[which], self.steps) for which in sorted(both, reverse=number % 2 == 1)}
+
+        rounds = [
+            found for _, found in interleaved(list(on), self.rounds, pair, warm_up=lambda name: seconds(on[name], 2))
+        ]
+        ratios = {name: quartiles([r[name]["unmerged"] / r[name]["ours"] for r in rounds]) for name in on}
+        return {
+            name: {
+                "seconds": quartiles([r[name]["ours"] for r in rounds])[1], "times_faster": ratios[name][1],
+                "quartiles": [ratios[name][0], ratios[name][2]], "itself": ratios[BASELINE][1],
+            }
+            for name in wanted
+        }  # fmt: skip
 
     def _figures(self, name: str, method: Method) -> Path:
-        return self._file(name, method, {"rounds": self.rounds, **self._threads}, ".json")
+        return self._file(name, method, {"pairs": self.rounds, **self._threads}, ".json")
 
     def _file(self, name: str, method: Method, more: dict[str, Any], suffix: str) -> Path:
         """Where a measurement lies: its name holds a digest of all that decides it."""
