@@ -132,7 +132,7 @@ def compared(work: Path, version: str, suite: str, backend: str | None) -> dict[
             error = re.sub(
                 r"/\S+/site-packages/|0x[0-9a-f]{6,}", "", ours[name].get("error", "")
             )  # of one machine, one run
-            differences.append({"mode": mode, "test": name, "error": error, "reason": reason(name, mode)})
+            differences.append({"mode": mode, "test": name, "error": error, "reason": reason(name, mode, error)})
     label = suite if backend is None else f"{suite}, torch.compile by {backend}"
     return {"suite": label, "counts": counts, "differences": differences}
 

@@ -50,7 +50,18 @@ KNOWN: dict[tuple[str, str], str] = {
 }
 
 
-def reason(test: str, mode: str) -> str:
+# (start of the error, mode): the reason, whichever test it is.
+REFUSED: dict[tuple[str, str], str] = {
+    ("ValueError: Cannot call `set_default_attn_processor`", "processor"): (
+        "calls `set_default_attn_processor`, which refuses every processor that is not diffusers' own; "
+        "`set_attn_processor(AttnProcessor2_0())` takes the one-liner off"
+    ),
+}
+
+
+def reason(test: str, mode: str, error: str) -> str:
     """The reason for a failing test; empty where there is none."""
+    refused = (why for (start, where), why in REFUSED.items() if error.startswith(start) and where == mode)
     name = test.partition("[")[0]
-    return next((why for (end, where), why in KNOWN.items() if name.endswith(end) and where == mode), "")
+    known = (why for (end, where), why in KNOWN.items() if name.endswith(end) and where == mode)
+    return next(refused, next(known, ""))
