@@ -16,10 +16,9 @@ import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, fields
-from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from mame_sd.config_checks import PARTS, check_given, check_resolved, plain
 from mame_sd.presets import resolve
@@ -109,6 +108,9 @@ class MaMeConfig:
         "given. The grid's cell follows from this share. UNets, DiT and PixArt by apply_mame only"
     )
     cross: float | None = _field("as mlp, of the queries of cross-attention")
+    # What holds for tokens whose height and width are unknown: partition alternating, no tiles. Of each config its own, made with it, for
+    # compiled graphs can't make configs.
+    without_plane: ClassVar[MaMeConfig]
     # What was given to the config that this one is made from: dataclasses.replace hands it on, beside every field.
     _given: InitVar[Mapping[str, Any] | None] = None
 
@@ -128,6 +130,9 @@ class MaMeConfig:
         for name, value in resolve(given).items():
             object.__setattr__(self, name, value)
         check_resolved(self)
+        gridless = {"partition": "alternating", "tiles": 0, "kernel": None}
+        already = all(getattr(self, name) == value for name, value in gridless.items())
+        object.__setattr__(self, "without_plane", self if already else self.replace(**gridless))
 
     def replace(self, **changes: Any) -> MaMeConfig:
         """This config with `changes`, the preset deciding again on all that was never given.
@@ -141,19 +146,11 @@ class MaMeConfig:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Made anew of what was given: a pickle of an older version may hold other fields, `batch` among them."""
         self.__init__(**{name: value for name, value in state["_given"].items() if name != "batch"})  # type: ignore[misc]
-        if "without_plane" in state:
-            self.without_plane  # noqa: B018  (a copy is compiled as it is)
 
     @property
     def given(self) -> Mapping[str, Any]:
         """The fields that were given, by name; the preset decided on the others."""
         return dict(self.__dict__["_given"])
-
-    @cached_property
-    def without_plane(self) -> MaMeConfig:
-        """What holds for tokens whose height and width are unknown: partition alternating, no tiles. Looked up in compiled graphs, which can't
-        make configs: to be asked for once before."""
-        return self.replace(partition="alternating", tiles=0, kernel=None)
 
     @property
     def batch(self) -> str:

@@ -25,9 +25,6 @@ class Setting:
         self.config = config
         self.active = active
         self.of_part = {name: config.of_part(name) for name in PARTS}
-        for used in (config, *self.of_part.values()):
-            if used is not None:
-                used.without_plane  # noqa: B018  (made here, for compiled graphs can't)
 
 
 class Shared:

@@ -68,7 +68,6 @@ class MaMeAttnProcessor:
     ) -> None:
         given = {name: value for name, value in {"tau": tau, "keep": keep, **fields}.items() if value is not None}
         self.config = make_config(config, given)
-        self.config.without_plane  # noqa: B018  (made here, for compiled graphs can't)
         for name in PARTS:
             share = getattr(self.config, name)
             if share is not None:
