@@ -48,6 +48,11 @@ class LayerCall:
         """The arguments by name."""
         return {**dict(zip(self.names, self.args, strict=False)), **self.kwargs}
 
+    @property
+    def kind(self) -> str:
+        """What attends, by name: the processor, or the module where it has none."""
+        return type(self.module if self.processor is None else self.processor).__name__
+
     def run(self, **changes: Any) -> Any:
         """The module's own output, with `changes` of the arguments, each passed on as it came."""
         args, kwargs = list(self.args), dict(self.kwargs)

@@ -69,5 +69,4 @@ def _skip_reason(call: LayerCall, config: MaMeConfig) -> str | None:
         return "attention mask of queries"
     if call.arguments.get("ip_adapter_masks") is not None:
         return "ip_adapter_masks, which go by position"
-    name = type(call.processor).__name__
-    return None if name in _CROSS_PROCESSORS else f"{name} may go by position"
+    return None if call.kind in _CROSS_PROCESSORS else f"{call.kind} may go by position"

@@ -64,7 +64,7 @@ class SequenceAttention(Layer):
             output, seen = self._with_merged_keys(call, order, plan, config)
             if seen:
                 return output
-            self._unseen.add(_kind(call))
+            self._unseen.add(call.kind)
             reason = self._unable(call, tokens, config)
             if reason is not None:
                 return Unmerged(output, reason)
@@ -96,7 +96,7 @@ class SequenceAttention(Layer):
         reason = self._whole_because(call, config)
         if reason and config.merge == "kv":
             return WHOLE.format(reason)
-        return NOT_COUNTED.format(_kind(call)) if config.correct and _kind(call) in self._uncounted else ""
+        return NOT_COUNTED.format(call.kind) if config.correct and call.kind in self._uncounted else ""
 
     def _skip_reason(self, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> str | None:
         """Why this call passes through untouched; None if it may merge."""
@@ -120,11 +120,11 @@ class SequenceAttention(Layer):
         if config.merge == "qkv":
             return "merge='qkv'"
         if _cuts_batches(call):
-            return f"{_kind(call)} attends to parts of the batch"
+            return f"{call.kind} attends to parts of the batch"
         if skips_scores(call.module):
             return LAYER_SKIP
-        if _kind(call) in self._unseen:
-            return f"{_kind(call)} calls no scaled_dot_product_attention over all of the layer's tokens"
+        if call.kind in self._unseen:
+            return f"{call.kind} calls no scaled_dot_product_attention over all of the layer's tokens"
         if self._text(call) is not None and self.family.text_last is None:
             return f"the family {self.family.name} doesn't tell text_last, where the text's keys stand"
         return None
@@ -140,7 +140,7 @@ class SequenceAttention(Layer):
                 return reason
         if self._alone(batch, tokens, config):
             if _cuts_batches(call):
-                return PARTS.format(_kind(call))
+                return PARTS.format(call.kind)
             unknown = next((v for v in call.arguments.values() if not _splits(v)), None)
             if unknown is not None:
                 return f"arguments of {type(unknown).__name__} can't be split into samples that keep their own tokens"
@@ -176,7 +176,7 @@ class SequenceAttention(Layer):
             return None
         apart = self._text(call) is not None and self.family.text_last is None  # nobody knows where it stands
         if apart or _takes_no_mask(call):
-            self._uncounted.add(_kind(call))
+            self._uncounted.add(call.kind)
             return None
         return plan.sizes
 
@@ -188,7 +188,7 @@ class SequenceAttention(Layer):
         with counting:  # Dynamo loses what `as`, or a call here, would give
             output = call.run(**changes)
         if not counting.seen:
-            self._uncounted.add(_kind(call))
+            self._uncounted.add(call.kind)
         return output
 
     def _alone(self, batch: int, tokens: Tokens, config: MaMeConfig) -> bool:
@@ -212,11 +212,6 @@ class SequenceAttention(Layer):
         )
 
 
-def _kind(call: LayerCall) -> str:
-    """What attends in a call, by name."""
-    return type(call.module if call.processor is None else call.processor).__name__
-
-
 def _takes_no_mask(call: LayerCall) -> bool:
     """Whether attention runs in a backend of diffusers that takes no mask."""
     backend = getattr(call.processor, "_attention_backend", None)
@@ -225,7 +220,7 @@ def _takes_no_mask(call: LayerCall) -> bool:
 
 def _cuts_batches(call: LayerCall) -> bool:
     """Whether the processor attends to parts of the batch apart (perturbed attention guidance)."""
-    return type(call.processor).__name__.startswith("PAG")
+    return call.kind.startswith("PAG")
 
 
 def _unlike(given: Call, select: Any, tokens: Tokens) -> str | None:

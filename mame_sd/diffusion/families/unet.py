@@ -100,7 +100,7 @@ class PlainAttention(Layer):
                 if isinstance(call.processor, _MASKED):
                     whole["attention_mask"] = _counts(plan, call)
                 else:
-                    self._uncounted.add(type(call.processor).__name__)
+                    self._uncounted.add(call.kind)
             return plan.restore(call.run(**whole))
         keys = GroupedKeys(plan, corrects)
         changes = {"encoder_hidden_states": keys.keys_of(hidden)}
@@ -115,10 +115,9 @@ class PlainAttention(Layer):
 
     def note(self, call: LayerCall, config: MaMeConfig) -> str:
         """Where keys and values are not corrected though they are to be, or merged tokens count once: why."""
-        kind = type(call.processor).__name__
         if config.merge == "qkv":
-            return NOT_COUNTED.format(kind) if config.correct and kind in self._uncounted else ""
-        return NOT_CORRECTED.format(kind) if config.correct and not self._corrects(call, config) else ""
+            return NOT_COUNTED.format(call.kind) if config.correct and call.kind in self._uncounted else ""
+        return NOT_CORRECTED.format(call.kind) if config.correct and not self._corrects(call, config) else ""
 
     def _corrects(self, call: LayerCall, config: MaMeConfig) -> bool:
         whole = isinstance(call.processor, _WHOLE_KEYS) and F.scaled_dot_product_attention is _BUILT_IN
@@ -216,13 +215,12 @@ def skip_reason(call: LayerCall, config: MaMeConfig) -> str | None:
         return "rotary positions"
     if hidden.shape[1] < config.min_tokens:
         return f"fewer than min_tokens={config.min_tokens}"
-    kind = type(call.processor).__name__
-    if kind == "MaMeAttnProcessor":
-        return f"a {kind} on the module merges already"
+    if call.kind == "MaMeAttnProcessor":
+        return f"a {call.kind} on the module merges already"
     if config.merge == "kv" and skips_scores(call.module):
         return f"{LAYER_SKIP}; merge='qkv' goes with it"
     if config.merge == "kv" and not isinstance(call.processor, (*_KV_PROCESSORS, processors.FusedAttnProcessor2_0)):
-        return f"merge='kv' needs a diffusers default processor, {kind} is installed"
+        return f"merge='kv' needs a diffusers default processor, {call.kind} is installed"
     return None
 
 
