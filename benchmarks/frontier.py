@@ -32,9 +32,9 @@ from benchmarks.frontier_report import Point, markdown, plot, verdict
 from benchmarks.generation import AttentionWork, clocked, generate, load
 from benchmarks.instruments import INSTRUMENTS
 from benchmarks.methods import Method
-from benchmarks.sensitivity import sensitivity
 from benchmarks.timing import machine
 from mame_sd.diffusion.apply import denoiser_of
+from mame_sd.eval.benchmark.sensitivity import sensitivity
 from mame_sd.eval.metrics.lpips import load_lpips
 from mame_sd.eval.metrics.psnr import psnr
 from mame_sd.eval.metrics.ssim import ssim
@@ -240,7 +240,7 @@ def main() -> None:
         frontier.images(chosen)
         return
     points = frontier.points(chosen, on.methods)
-    sensitive = sensitivity(points, on.tomesd)
+    sensitive = sensitivity(points, methods.MEAN_ATTENTION, on.tomesd)
     text = f"{markdown(points)}\n{sensitive}\n"
     write_atomically(out / "frontier.md", text.encode())
     plot(points, out / "frontier.png")

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from benchmarks.rival_plans import constant, means, random_cells, random_keys, strided, tiles, todo
-from benchmarks.rivals import MakePlan, rival_on, tomesd_on
-from benchmarks.toma import ToMA
 from benchmarks.variants import guidance_protected, scheduled, share_at, varied
 from mame_sd import MaMeConfig, mame
+from mame_sd.eval.rivals.layers import MakePlan, rival_on, tomesd_on
+from mame_sd.eval.rivals.plans import constant, means, random_cells, random_keys, strided, tiles, todo
+from mame_sd.eval.rivals.toma import ToMA
 
 OURS = "mame"
 HALVES = ((1, 2), (2, 2))  # cells of a half and a quarter
@@ -50,7 +50,7 @@ def rival(
     counted: bool = False,
     **settings: Any,
 ) -> Method:
-    """A rival of `rival_plans` or `toma`, made of `settings`; `family` is its name in tables. `counted` as in `rival_on`."""
+    """A rival of `mame_sd.eval.rivals`, made of `settings`; `family` is its name in tables. `counted` as in `rival_on`."""
     said = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
     said |= {"counted": True} if counted else {}
     on = partial(

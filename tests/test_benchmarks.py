@@ -15,11 +15,11 @@ from benchmarks.caching import DeepCache, calibrated, first_block, pyramid
 from benchmarks.frontier import Frontier
 from benchmarks.frontier_report import markdown, on_frontier, verdict
 from benchmarks.generation import AttentionWork, clocked
-from benchmarks.rival_plans import means
 from benchmarks.timing import captured, interleaved
 from benchmarks.variants import guidance_protected, scheduled, share_at, varied
 from mame_sd import MaMeConfig, mame
 from mame_sd.diffusion.apply import has_hooks
+from mame_sd.eval.rivals.plans import means
 from mame_sd.eval.scoring.retrieval import TRUTHS
 from mame_sd.runs.loading import LoadedModel
 from tests.builders.tiny import run_unet, tiny_pipeline, tiny_unet, unet_inputs

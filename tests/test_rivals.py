@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import methods
-from benchmarks.rival_plans import constant, divisors, means, random_cells, random_keys, strided, tiles, todo
-from benchmarks.rivals import Run, rival_on
-from benchmarks.sensitivity import sensitivity
-from benchmarks.toma import ToMA, facilities
 from mame_sd.diffusion.apply import has_hooks
+from mame_sd.eval.benchmark.sensitivity import sensitivity
+from mame_sd.eval.rivals.layers import Run, rival_on
+from mame_sd.eval.rivals.plans import constant, divisors, means, random_cells, random_keys, strided, tiles, todo
+from mame_sd.eval.rivals.toma import ToMA, facilities
 from tests.builders.layers import attention
 from tests.builders.tiny import run_unet, tiny_unet
 from tests.matrix.transformers import ROWS
@@ -211,15 +211,25 @@ def point(name: str, lpips: float, retrieval: float, width: float = 0.0) -> dict
 
 def test_an_instrument_that_cannot_tell_says_so() -> None:
     good = [point("baseline", 0, 1), point("mean attention", 0.3, 0.5), point("tomesd 0.5", 0.02, 1, 0.001)]
-    assert "PASSES" in sensitivity(good)
-    for at, worse in (
-        (1, point("mean attention", 0.002, 0.5)),
-        (1, point("mean attention", 0.3, 0.95)),
-        (2, point("tomesd 0.5", 0.001, 1, 0.00001)),
-        (2, point("tomesd 0.5", 0.02, 1, 0.01)),
+
+    def line(points: list[dict[str, Any]]) -> str:
+        return sensitivity(points, "mean attention", "tomesd 0.5")
+
+    assert "instrument: PASSES." in line(good)
+    for at, worse, verdict in (
+        (1, point("mean attention", 0.002, 0.5), "FAILS: it can't tell"),
+        (1, point("mean attention", 0.3, 0.95), "FAILS: it can't tell"),
+        (2, point("tomesd 0.5", 0.001, 1, 0.00001), "FAILS: it can't tell"),
+        (2, point("tomesd 0.5", 0.02, 1, 0.01), "too few prompts for small ones"),
     ):
-        line = sensitivity([*good[:at], worse, *good[at + 1 :]])
-        assert "FAILS: it can't tell" in line
-        assert line.count("MISSED") == 1
-    assert "not measured (needs mean attention" in sensitivity(good[:1])
-    assert "the interval of tomesd 0.5" in sensitivity([*good[:2], {**good[2], "lpips_interval": None}])
+        found = line([*good[:at], worse, *good[at + 1 :]])
+        assert verdict in found
+        assert found.count("MISSED") == 1
+    assert "not measured (needs mean attention)" in line(good[:1])
+    assert "passes as far as measured" in line(good[:2])
+    assert "tomesd 0.5: not measured" in line(good[:2])
+    assert "the interval of tomesd 0.5: not measured" in line([*good[:2], {**good[2], "lpips_interval": None}])
+    elsewhere = [{**entry, "retrieval": None} for entry in good]  # a model whose prompts have no truth
+    assert "passes as far as measured" in line(elsewhere)
+    assert "retrieval" not in line(elsewhere)
+    assert "not measured" in line([good[0], {**good[1], "lpips": None}])

@@ -2,7 +2,7 @@
 
 So every rival meets the same calls, the same checks and the same counting, and differs in nothing but what merges. `rival_on`
 does that for any `Plan`: keys and values (`merge="kv"`), or whole tokens that it restores ("qkv"). Their plans stand in
-`rival_plans.py` and `toma.py`. tomesd patches models by itself.
+`plans.py` and `toma.py`. tomesd patches models by itself.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 * `tiles`: HyperTile (github.com/tfernd/HyperTile): tokens cut into tiles, self-attention within each;
 * `constant`: each layer's output replaced by its mean over all tokens, or by zero: what an instrument must be able to see.
 
-Each function gives a maker of plans for one layer, see `rivals.rival_on`.
+Each function gives a maker of plans for one layer, see `layers.rival_on`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.rivals import MakePlan, Run
 from mame_sd.core.plan import Plan
+
+from .layers import MakePlan, Run
 
 Size = tuple[int, int]
 

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.rival_plans import RivalPlan
-from benchmarks.rivals import Run
 from mame_sd.core.plan import Plan
+
+from .layers import Run
+from .plans import RivalPlan
 
 Size = tuple[int, int]
 

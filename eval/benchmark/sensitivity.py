@@ -1,0 +1,73 @@
+"""Whether an instrument (a model, its prompts and steps) can tell methods apart at all.
+
+Where every merged layer's output is its mean over all tokens, attention says nothing of space: an instrument that hardly minds
+can't rank methods, all of which lie between that and the unmerged image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+LPIPS_FLOOR = 0.10  # of mean attention, at least
+RETRIEVAL_DROP = 0.20  # of mean attention below the baseline, at least
+PEER_LPIPS = 0.01  # at least
+INTERVAL_SHARE = 0.1  # of its LPIPS, which the width of the interval stays below
+
+Check = tuple[bool, str]
+
+
+def sensitivity(points: Sequence[Mapping[str, Any]], floor: str, peer: str) -> str:
+    """One line: what no attention and the peer do to the images, each beside what it has to do, and what follows from it.
+
+    Args:
+        points: `name`, `lpips` (None: not measured), `lpips_interval` (low and high, or None) and `retrieval` (a share, or None) of
+            each method, the baseline's first.
+        floor: the name of mean attention.
+        peer: that of the peer at 50 %.
+    """
+    found = {point["name"]: point for point in points if point["lpips"] is not None}
+    head = "Sensitivity of this instrument: "
+    if floor not in found:
+        return f"{head}not measured (needs {floor})."
+    far, near, lacking = _far(points[0], found[floor]), _near(found.get(peer)), _lacking(peer, found.get(peer))
+    if not all(ok for ok, _ in far) or not all(ok for ok, _ in near[:1]):
+        verdict = "FAILS: it can't tell these methods apart"
+    elif lacking or len(far) < 2:
+        verdict = "passes as far as measured"
+    else:
+        verdict = "PASSES" if near[1][0] else "can tell large differences, and has too few prompts for small ones"
+    parts = [text if ok else f"{text}, MISSED" for ok, text in (*far, *near)]
+    return f"{head}{verdict}. {'; '.join([*parts, *lacking])}."
+
+
+def _far(baseline: Mapping[str, Any], mean: Mapping[str, Any]) -> list[Check]:
+    """What mean attention does."""
+    text = f"{mean['name']}: LPIPS {mean['lpips']:.4f} (at least {LPIPS_FLOOR:.2f})"
+    checks = [(mean["lpips"] >= LPIPS_FLOOR, text)]
+    if baseline.get("retrieval") is not None and mean.get("retrieval") is not None:
+        drop = baseline["retrieval"] - mean["retrieval"]
+        text = f"retrieval down {100 * drop:.0f} points (at least {100 * RETRIEVAL_DROP:.0f})"
+        checks.append((drop >= RETRIEVAL_DROP - 1e-9, text))
+    return checks
+
+
+def _near(peer: Mapping[str, Any] | None) -> list[Check]:
+    """What the peer does, and how well that is known."""
+    if peer is None:
+        return []
+    text = f"{peer['name']}: LPIPS {peer['lpips']:.4f} (at least {PEER_LPIPS:.2f})"
+    checks = [(peer["lpips"] >= PEER_LPIPS, text)]
+    if peer.get("lpips_interval") is not None:
+        low, high = peer["lpips_interval"]
+        share = (high - low) / peer["lpips"] if peer["lpips"] else float("inf")
+        checks.append(
+            (share < INTERVAL_SHARE, f"its 95 % interval {share:.0%} of it wide (below {INTERVAL_SHARE:.0%})")
+        )
+    return checks
+
+
+def _lacking(name: str, peer: Mapping[str, Any] | None) -> list[str]:
+    if peer is None:
+        return [f"{name}: not measured"]
+    return [] if peer.get("lpips_interval") is not None else [f"the interval of {name}: not measured"]

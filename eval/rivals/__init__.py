@@ -1,0 +1,1 @@
+"""What merging has to beat on any diffusion model: published rivals, those that look at no token, and no attention at all."""
