@@ -1,4 +1,4 @@
-"""The rows of a benchmark: the unchanged model, merging at any setting, and tomesd where it is installed."""
+"""The rows of a benchmark: the unchanged model, merging, tomesd where it is installed, and rivals that do nothing clever."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
-from mame_sd.runs.methods import Merging
+from mame_sd.runs.methods import Merging, Method
 
+from ..rivals.method import Rival
+from ..rivals.plans import constant, means, random_cells, todo
+from ..rivals.toma import ToMA
 from .tomesd import NO_TOMESD, ToMeSD, has_tomesd
 
 
@@ -18,7 +21,7 @@ class Row:
 
     Attributes:
         name: fit to be a folder's name.
-        family: baseline, tomesd or mame.
+        family: baseline, tomesd, mame, rival, or floor: what a model must mind that can tell methods apart.
         method: None: the unchanged model.
         default: what a user gets who changes no setting.
     """
@@ -26,7 +29,7 @@ class Row:
     name: str
     label: str
     family: str
-    method: Merging | ToMeSD | None = None
+    method: Method | None = None
     default: bool = False
 
     @property
@@ -40,9 +43,19 @@ class Row:
         return NO_TOMESD if isinstance(self.method, ToMeSD) and not has_tomesd() else None
 
 
+BASELINE, PEER, FLOOR = "baseline", "tomesd-50", "mean-attention"
+RIVALS = {
+    "means-2x2": ("means of 2 × 2 keys", Rival("means", means, settings={"cell": (2, 2)})),
+    "random-2x2": ("one random key of 2 × 2", Rival("random", random_cells, settings={"cell": (2, 2), "redraw": True})),
+    "todo-2": ("ToDo, every second key", Rival("todo", todo, settings={"factor": 2})),
+    "toma-50": ("ToMA's form 50 %", Rival("toma", ToMA, "qkv", {"share": 0.5})),
+}
+SHARE = "default-"  # with a share to keep after it: our default at that share
+
+
 def paper_rows() -> list[Row]:
     """The five rows of the paper's table, and our default."""
-    rows = [Row(name="baseline", label="baseline", family="baseline")]
+    rows = [Row(name=BASELINE, label="baseline", family="baseline")]
     for percent in (25, 50):
         method = ToMeSD(percent / 100)
         rows.append(Row(name=f"tomesd-{percent}", label=f"ToMeSD {percent} %", family="tomesd", method=method))
@@ -54,17 +67,33 @@ def paper_rows() -> list[Row]:
     return rows
 
 
+def rival_rows() -> list[Row]:
+    """Those that every merging has to beat, published ones among them, and attention that tells nothing of space."""
+    rows = [Row(name=name, label=label, family="rival", method=rival) for name, (label, rival) in RIVALS.items()]
+    none = Rival("mean attention", constant, "qkv", {"scale": 1.0})
+    return [*rows, Row(name=FLOOR, label="mean attention", family="floor", method=none)]
+
+
 def chosen_rows(names: str | None) -> list[Row]:
-    """The rows of these names, with commas between, the baseline always first; all for None.
+    """The rows of these names, with commas between, the baseline always first; for None the paper's, means, random keys and mean attention.
 
     Raises UserError for an unknown name.
     """
-    rows = paper_rows()
+    known = {row.name: row for row in (*paper_rows(), *rival_rows())}
     if names is None:
-        return rows
+        return [row for row in known.values() if row.name not in ("todo-2", "toma-50")]
     chosen = [name.strip() for name in names.split(",")]
-    known = [row.name for row in rows]
     for name in chosen:
+        if name not in known and name.startswith(SHARE):
+            known[name] = _at_share(name)
         if name not in known:
-            raise UserError(f"--rows: expected names of {', '.join(known)}, got {name!r}; correct it")
-    return [row for row in rows if row.name in (known[0], *chosen)]
+            raise UserError(f"--rows: expected names of {', '.join(known)}, {SHARE}0.5, got {name!r}; correct it")
+    return [row for row in known.values() if row.name in (BASELINE, *chosen)]
+
+
+def _at_share(name: str) -> Row:
+    try:
+        merging = Merging(MaMeConfig(keep=float(name.removeprefix(SHARE))))
+    except ValueError as error:
+        raise UserError(f"--rows {name}: expected a share to keep after {SHARE}: {error}; correct it") from None
+    return Row(name=name, label=f"MaMe default, keep {merging.config.keep}", family="mame", method=merging)

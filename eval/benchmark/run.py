@@ -12,7 +12,7 @@ Every step continues where it was stopped, so the same command does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,15 +35,14 @@ from ..stats import paired_difference
 from .bench import alike_batches, bench
 from .gates import ceiling_gate, repeat_gates
 from .results import TIMINGS, resumed, write_results
-from .rows import Row
+from .rows import BASELINE, FLOOR, PEER, Row
+from .sensitivity import sensitivity
 from .setup import Setup
 from .timings import summary
 from .tomesd import NotApplicable
 from .trace import kept_per_step
 
 Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
-RIVAL = "tomesd-50"  # what merging's fidelity is tested against
-BASELINE = "baseline"
 GATE_BATCHES = 2
 CEILING = ("psnr", "lpips")
 
@@ -79,6 +78,7 @@ class Benchmark(Setup):
         for name, run in runs.items():
             self._score(name, run, runs[BASELINE])
         self._compare_rows(runs[BASELINE])
+        self.judge()
         self._check(runs[BASELINE])
         return self.results
 
@@ -156,7 +156,7 @@ class Benchmark(Setup):
         prompts = {item.key: item.prompt_id for item in baseline.items.values()}
         for row in self._measured():
             for name, values in row["per_image"].items():
-                against = RIVAL if METRICS[name].needs == "pair" else BASELINE
+                against = PEER if METRICS[name].needs == "pair" else BASELINE
                 other = next((other for other in self._measured() if other["name"] == against), None)
                 if other is None or row is other or name not in other["per_image"]:
                     continue
@@ -164,9 +164,15 @@ class Benchmark(Setup):
                 row["values"][name].update(p=difference["p"], against=against, difference=difference)
         self._save()
 
+    def judge(self) -> None:
+        """Whether this model and these prompts can tell methods apart, where mean attention is among the rows."""
+        if any(row["name"] == FLOOR for row in self._measured()):
+            self.results["sensitivity"] = sensitivity([_point(row) for row in self._measured()], FLOOR, PEER)
+            self._save()
+
     def _check(self, baseline: Run) -> None:
         """The sanity gates."""
-        found = [row["values"] for row in self._measured() if row["name"] != BASELINE]
+        found = [row["values"] for row in self._measured() if row["name"] not in (BASELINE, FLOOR)]
         chosen = [metric for metric in self.metrics if metric.name in CEILING]
         known = [m for m in chosen if found and not any(values.get(m.name, {}).get("withheld") for values in found)]
         with self.stage("sanity gates") as self.tools.on_progress:
@@ -213,3 +219,11 @@ class Benchmark(Setup):
     def _save(self) -> None:
         if self.tools.process.is_main:
             write_results(self.out, self.results)
+
+
+def _point(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the results as `sensitivity` takes it."""
+    near, right = row["values"].get("lpips", {}), row["values"].get("retrieval", {})
+    interval = None if near.get("low") is None else [near["low"], near["high"]]
+    lpips = 0.0 if row["name"] == BASELINE else near.get("mean")
+    return {"name": row["name"], "lpips": lpips, "lpips_interval": interval, "retrieval": right.get("mean")}

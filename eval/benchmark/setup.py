@@ -77,6 +77,7 @@ class Setup:
             "rows": rows,
             "images": {job.name: {"prompt": job.prompt.text, "seed": job.seed} for job in jobs},
             "gates": [],
+            "sensitivity": "",
             "reference": None if self.reference is None else self.reference.about(),
             "notes": [f"{self.suite.about} Here: {self._words()}."],
         }

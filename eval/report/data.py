@@ -15,7 +15,7 @@ from .words import WORDS, Words
 
 BLOCKS = ("cost", "fidelity", "quality")
 AGAIN = "run the benchmark again"
-FAMILIES = ("baseline", "tomesd", "mame", "tome", "rival")
+FAMILIES = ("baseline", "tomesd", "mame", "tome", "rival", "floor")
 PEERS = {"tomesd": "ToMeSD", "tome": "ToMe"}  # families of the rows that the headline's is compared with
 
 
@@ -129,6 +129,7 @@ class Results:
     reference_n: int | None
     notes: Sequence[str]
     kind: str = "generation"
+    sensitivity: str = ""
 
     @property
     def words(self) -> Words:
@@ -170,6 +171,7 @@ def parse(results: Mapping[str, Any]) -> Results:
         reference_n=_get(reference, "n", int, "reference", None),
         notes=[str(note) for note in _get(results, "notes", list, top, [])],
         kind=_one_of(_get(results, "kind", str, top, "generation"), tuple(WORDS), "kind"),
+        sensitivity=_get(results, "sensitivity", str, top, ""),
     )
 
 

@@ -33,9 +33,14 @@ class Point:
 
 
 def points(results: Results, chosen: Focus) -> list[Point]:
-    """The rows with a known speed and a finite closeness. The baseline is at speed 1 and, for a distance, closeness 0."""
+    """The rows with a known speed and a finite closeness. The baseline is at speed 1 and, for a distance, closeness 0.
+
+    Not the floor, beside which all others would look alike.
+    """
     found = []
     for row in results.measured:
+        if row.family == "floor":
+            continue
         speed, value = chosen.speedup(row), row.value(chosen.closeness)
         if row is chosen.baseline and chosen.closeness is not None and chosen.closeness.better == "lower":
             value = Value(mean=0.0)

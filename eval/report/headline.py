@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .data import PEERS, Results, Row
+from .frontier import points
 from .numbers import phrase, times
 from .select import Focus
 
@@ -23,15 +24,35 @@ def headline(chosen: Focus) -> str:
 
 
 def comparison(results: Results, chosen: Focus) -> str:
-    """ToMeSD or ToMe at the nearest speed, or why it is missing; empty where the suite has no such row."""
+    """ToMeSD or ToMe at the nearest speed, or why it is missing, and who is both faster and closer; empty where there is nothing to say."""
     rows = [row for row in results.rows if row.family in PEERS]
     if chosen.peer is None:
-        return f"{PEERS[rows[0].family]} was not measured: {rows[0].reason or 'no reason given'}." if rows else ""
+        reason = f"{PEERS[rows[0].family]} was not measured: {rows[0].reason or 'no reason given'}." if rows else ""
+        return " ".join([reason, _surpassed(results, chosen)]).strip()
     ratio = chosen.speedup(chosen.peer)
     closeness = _closeness(chosen, chosen.peer)
     if ratio is None or not closeness:
+        return _surpassed(results, chosen)
+    peer = f"{chosen.peer.label} {_speed(chosen, chosen.peer, ratio)}, {closeness}."
+    return " ".join([peer, _surpassed(results, chosen)]).strip()
+
+
+def _surpassed(results: Results, chosen: Focus) -> str:
+    """The rows of others that are both faster and closer than the headline's; empty where there are none."""
+    if chosen.closeness is None:
         return ""
-    return f"{chosen.peer.label} {_speed(chosen, chosen.peer, ratio)}, {closeness}."
+    sign = 1 if chosen.closeness.better == "lower" else -1
+    found = points(results, chosen)
+    ours = next((point for point in found if point.row is chosen.mame), None)
+    names = [
+        point.row.label
+        for point in found
+        if ours is not None
+        and point.row.family not in ("mame", "baseline")
+        and point.speed >= ours.speed
+        and sign * point.closeness <= sign * ours.closeness
+    ]
+    return f"Both faster and closer: {', '.join(names)}." if names else ""
 
 
 def _closeness(chosen: Focus, row: Row) -> str:

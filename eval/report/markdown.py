@@ -21,6 +21,7 @@ def render(page: Mapping[str, Any]) -> str:
         parts.append(f"**{len(page['failed'])} of {len(results.gates)} sanity gates failed: {escape(names)}.**")
     for table in page["tables"]:
         parts += [f"## {escape(table.title)}", _table(table) if table.groups else "Not measured in this suite."]
+        parts += [escape(results.sensitivity)] if table.name == "fidelity" else []
         parts += [escape(note) for note in table.footnotes]
     parts.append("Best values are bold; brackets hold intervals.")
     if page["pictures"].cases:

@@ -175,10 +175,10 @@ def _without_value(reason: str) -> Cell:
 def _mark_best(metric: Metric, index: int, lines: Sequence[Line]) -> list[Cell]:
     """The column's cells, those that read as the best of at least two marked; lines without cells give an empty one.
 
-    None is marked where a mean leaves out equal images, which would have made it better.
+    None is marked where a mean leaves out equal images, which would have made it better, and never the floor.
     """
     cells = [line.cells[index] if line.cells else Cell("absent", "") for line in lines]
-    scores = {n: cell.mean for n, cell in enumerate(cells) if cell.mean is not None}
+    scores = {n: cell.mean for n, cell in enumerate(cells) if cell.mean is not None and lines[n].row.family != "floor"}
     if len({cells[n].text for n in scores}) < 2 or any(cell.partial for cell in cells):
         return cells
     best = cells[(min if metric.better == "lower" else max)(scores, key=lambda n: scores[n])].text

@@ -114,6 +114,7 @@ def rival_on(
     min_tokens: int = 1024,
     plain_only: bool = False,
     counted: bool = False,
+    seed: int = 0,
 ) -> Iterator[MaMeHandle]:
     """Merging by a rival for a `with` block, in the layers in which ours would merge.
 
@@ -124,11 +125,12 @@ def rival_on(
         min_tokens: layers with fewer are left alone.
         plain_only: the rival can't tell text from an image in one sequence.
         counted: attention counts whole merged tokens beside text, as ours does with "qkv".
+        seed: of what the rival draws.
 
     Raises:
         ValueError: nothing could merge, or `plain_only` and a transformer's attention.
     """
-    run = Run()
+    run = Run(seed)
     # keep=1: all samples of a batch run together, for a rival's plans are not of our partition
     with mame(target, keep=1.0, merge=merge, correct=counted, min_tokens=min_tokens) as handle:
         noted = denoiser_of(target).register_forward_pre_hook(run.note, with_kwargs=True)

@@ -21,6 +21,16 @@ def test_the_papers_rows_are_there_and_rows_can_be_chosen() -> None:
     config = paper_rows()[3].config["mame"]
     assert (config["tau"], config["preset"], config["merge"]) == (0.7, "plain", "qkv")
     assert [row.name for row in chosen_rows("mame-default")] == ["baseline", "mame-default"]
+    default = [row.label for row in chosen_rows(None)]
+    assert default == [*labels, "means of 2 × 2 keys", "one random key of 2 × 2", "mean attention"]
+    rows = chosen_rows("todo-2,default-0.5,toma-50")
+    assert [(row.name, row.family) for row in rows[1:]] == [
+        ("todo-2", "rival"), ("toma-50", "rival"), ("default-0.5", "mame"),
+    ]  # fmt: skip
+    assert rows[3].config["mame"]["keep"] == 0.5
+    for name in ("default-x", "default-0", "default-2"):
+        with pytest.raises(UserError, match=f"--rows {name}: expected a share"):
+            chosen_rows(name)
     with pytest.raises(UserError, match="--rows: expected names of baseline, tomesd-25"):
         chosen_rows("mame-default,tomesd-99")
 

@@ -35,7 +35,7 @@ from tests.builders.report_page import Results
         (
             ["rows", 0, "family"],
             "other",
-            "row 'baseline': family: expected one of baseline, tomesd, mame, tome, rival, got 'other'",
+            "row 'baseline': family: expected one of baseline, tomesd, mame, tome, rival, floor, got 'other'",
         ),
         (["rows", 0, "status"], "done", "row 'baseline': status: expected one of measured, not measured, got 'done'"),
         (["rows", 0, "run"], "../other", "expected run to be a folder inside, got '../other'"),

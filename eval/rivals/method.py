@@ -1,0 +1,76 @@
+"""A rival as a method that a run installs on its model, like merging itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from mame_sd.diffusion.handle import MaMeHandle
+from mame_sd.errors import UserError
+from mame_sd.runs.jobs import Job, generator_of
+from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.methods import InstalledMethod
+from mame_sd.runs.sampling import levels_of
+
+from .layers import MakePlan, rival_on
+
+
+@dataclass(frozen=True)
+class Rival:
+    """One of `plans.py` or `toma.py`.
+
+    Attributes:
+        name: what the run's settings call it.
+        make: gives what makes the plans of a layer, from `settings`.
+        merge: "kv" or "qkv", as in `rival_on`.
+        min_tokens: layers with fewer are left alone.
+    """
+
+    name: str
+    make: Callable[..., MakePlan]
+    merge: str = "kv"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    min_tokens: int = 1024
+
+    def describe(self) -> dict[str, Any]:
+        settings = {name: list(value) if isinstance(value, tuple) else value for name, value in self.settings.items()}
+        return {"rival": {"name": self.name, "merge": self.merge, "min_tokens": self.min_tokens, **settings}}
+
+    def install(self, model: LoadedModel) -> InstalledMethod:
+        """Raises UserError for a model in which nothing can merge."""
+        return _Installed(self, model)
+
+
+class _Installed:
+    """A rival on a model, put on anew for each batch: what it drew or kept for one never meets another."""
+
+    def __init__(self, rival: Rival, model: LoadedModel) -> None:
+        self._rival, self._model = rival, model
+        self._on = ExitStack()
+        self._handle = self._enter(0)
+
+    def _enter(self, seed: int) -> MaMeHandle:
+        rival = self._rival
+        try:
+            return self._on.enter_context(
+                rival_on(
+                    self._model.pipe, lambda: rival.make(**rival.settings), rival.merge, rival.min_tokens, seed=seed
+                )
+            )
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"--model {self._model.identity['name']}: {error}; choose another model, or leave {rival.name} out of --rows"
+            ) from error
+
+    def begin(self, jobs: Sequence[Job]) -> None:
+        self._on.close()
+        self._handle = self._enter(generator_of(jobs[0]).initial_seed())
+
+    def levels(self) -> list[dict[str, Any]]:
+        """Raises UserError when nothing could merge."""
+        return levels_of(self._handle)
+
+    def remove(self) -> None:
+        self._on.close()
