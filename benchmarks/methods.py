@@ -177,6 +177,7 @@ FULL = {
     **{f"kv {keep}, first of each cell": ours(keep=keep, **CORNER) for keep in (0.5, 0.25, 0.125)},
     **{f"kv {keep}, first of each 2x2 cell": ours(keep=keep, **SQUARE) for keep in (0.75, 0.5, 0.375)},
     **{f"kv .25, tiles {tiles}": ours(tiles=tiles, **CORNER) for tiles in (4, 8)},
+    **{f"kv 0.25, drawn, tiles {tiles}": ours(tiles=tiles) for tiles in (2, 4, 8)},
     "kv .25, tiles 8, first level": ours(**SMALL, **FIRST),
     "kv .25, global": ours(tiles=0),
     **{f"kv {name}": ours(**fields) for name, fields in WIDE.items()},
