@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.models.attention_processor import Attention
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 
 from mame_sd import MaMeAttnProcessor, apply_mame, mame
 from mame_sd.core import partition
@@ -38,6 +38,22 @@ def test_compiled_calls_are_counted_without_recompiling(fields: dict[str, Any]) 
     assert handle.report().layers[0] == before
     assert before.calls == 4
     assert before.tokens_in == 64
+
+
+def test_a_processor_that_was_never_called_before_compiles_once() -> None:
+    class Mine(AttnProcessor2_0):
+        """A kind of processor that nothing has looked at yet."""
+
+    torch._dynamo.reset()
+    unet = tiny_unet()
+    unet.set_attn_processor(MaMeAttnProcessor(keep=0.5, min_tokens=40, inner=Mine()))
+    inputs = unet_inputs(unet)
+    with torch.no_grad():
+        compiled = torch.compile(unet, backend="eager", fullgraph=True)
+        first = compiled(**inputs).sample
+        with torch.compiler.set_stance("fail_on_recompile"):
+            torch.testing.assert_close(compiled(**inputs).sample, first)
+        torch.testing.assert_close(unet(**inputs).sample, first)
 
 
 @pytest.mark.parametrize(

@@ -232,9 +232,12 @@ def skips_scores(attn: Any) -> bool:
 
 def _accepted(kind: type) -> frozenset[str]:
     """Names of the keywords that a processor's call takes; `**kwargs` counts for nothing."""
-    if kind not in _SIGNATURES:
-        _SIGNATURES[kind] = frozenset(inspect.signature(kind.__call__).parameters)
-    return _SIGNATURES[kind]
+    return _KNOWN.get(kind) or _parameters(kind)
 
 
-_SIGNATURES: dict[type, frozenset[str]] = {}
+def _parameters(kind: type) -> frozenset[str]:
+    return frozenset(inspect.signature(kind.__call__).parameters)
+
+
+# Of the processors that diffusers installs by itself. It never changes: a compiled graph would be made again.
+_KNOWN = {kind: _parameters(kind) for kind in (type(_PLAIN), type(_ADDED_KV), type(_UNSCALED))}
