@@ -10,7 +10,8 @@
 LPIPS, PSNR and SSIM compare with the image that the unmerged model makes of the same prompt and seed; retrieval is the
 share of images whose nearest subject is the prompted one. Times are of the denoiser alone, over a whole run of `--steps` steps, each
 method's beside the unmerged model's in the same minute, all methods of a command in turns. Writes frontier.md and frontier.png into --out, of every point measured there with the same
-prompts, steps and rounds on this machine, with a line that says whether the model can tell methods apart at all; one file for each makes it resumable: delete a file to measure its point again.
+prompts, steps and rounds on this machine, with a line that says whether the model can tell methods apart at all; files in its points make it resumable: delete
+a row's .json to time it again, and its .npz too to make its images again.
 """
 
 from __future__ import annotations
@@ -108,10 +109,10 @@ class Frontier:
         new = {name: method for name, method in wanted.items() if not self._figures(name, method).exists()}
         if not new:
             return
+        near = {name: self._nearness(name, method) for name, method in new.items()}
         for name, times in self._times(new).items():
-            near = self._nearness(name, new[name])
-            write_atomically(self._figures(name, new[name]), json.dumps({**near, **times}).encode())
-            print(f"{name}: {times['times_faster']:.2f}x, LPIPS {near['lpips']:.4f}", file=sys.stderr, flush=True)
+            write_atomically(self._figures(name, new[name]), json.dumps({**near[name], **times}).encode())
+            print(f"{name}: {times['times_faster']:.2f}x, LPIPS {near[name]['lpips']:.4f}", file=sys.stderr, flush=True)
 
     def known(self, name: str, method: Method) -> Point | None:
         """The method's figures as measured before with the same prompts, steps and rounds on this machine, or None."""
@@ -136,14 +137,15 @@ class Frontier:
 
     def _nearness(self, name: str, method: Method) -> dict[str, Any]:
         """How near the method's images are to the unmerged ones, and its share of their work: from its file, or compared now."""
+        pair = [self._images(*which) for which in ((name, method), (BASELINE, methods.baseline()))]
+        (images, work), (plain, plain_work) = pair
+        of = [hashlib.sha256(found.tobytes()).hexdigest() for found, _ in pair]
         file = self._file(name, method, {}, ".near")
-        if not file.exists():
-            images, work = self._images(name, method)
-            plain, plain_work = self._images(BASELINE, methods.baseline())
-            found = {**self._compared(images, plain), "work": work / plain_work}
+        if not file.exists() or json.loads(file.read_bytes())["of"] != of:
+            found = {**self._compared(images, plain), "work": work / plain_work, "of": of}
             write_atomically(file, json.dumps(found).encode())
         near: dict[str, Any] = json.loads(file.read_bytes())
-        return near
+        return {what: value for what, value in near.items() if what != "of"}
 
     def _compared(self, images: np.ndarray, plain: np.ndarray) -> dict[str, Any]:
         a, b = (torch.from_numpy(x).permute(0, 3, 1, 2).float() / 255 for x in (images, plain))

@@ -17,6 +17,7 @@ from mame_sd.eval.benchmark.sensitivity import sensitivity
 from mame_sd.eval.rivals.layers import Run, rival_on
 from mame_sd.eval.rivals.plans import constant, divisors, means, random_cells, random_keys, strided, tiles, todo
 from mame_sd.eval.rivals.toma import ToMA, facilities
+from mame_sd.report import NothingMergedError
 from tests.builders.layers import attention
 from tests.builders.tiny import run_unet, tiny_unet
 from tests.matrix.transformers import ROWS
@@ -153,6 +154,28 @@ def test_toma_keeps_shares_for_five_steps_and_destinations_for_ten() -> None:
     assert torch.equal(at(1000, seed=0).kept, plans[0].kept), "a new image starts anew"
 
 
+@pytest.mark.parametrize("times", [(999, 500, 20), (0.0, 0.5, 1.0)], ids=["down", "up"])
+def test_steps_are_counted_whichever_way_timesteps_go(times: tuple[float, ...]) -> None:
+    run = Run()
+
+    def step(timestep: float) -> int:
+        run.note(torch.nn.Identity(), (), {"timestep": torch.tensor(timestep)})
+        return run.step
+
+    for _ in range(2):
+        assert [step(times[i]) for i in (0, 0, 1, 2, 2)] == [0, 0, 1, 2, 2]
+
+
+def test_toma_leaves_batches_alone_whose_positions_are_given_once() -> None:
+    row = next(row for row in ROWS if row.name == "Lumina-Next")
+    model = row.build()
+    plain = row.run(model)
+    with rival_on(model, lambda: ToMA(0.25, 4), "qkv", 16) as handle:
+        torch.testing.assert_close(row.run(model), plain)
+        with pytest.raises(NothingMergedError, match="each sample keeps tokens of its own"):
+            handle.report()
+
+
 def test_mean_and_zero_attention() -> None:
     attn, x = attention(), tokens((8, 8))
     with torch.no_grad():
@@ -232,4 +255,5 @@ def test_an_instrument_that_cannot_tell_says_so() -> None:
     elsewhere = [{**entry, "retrieval": None} for entry in good]  # a model whose prompts have no truth
     assert "passes as far as measured" in line(elsewhere)
     assert "retrieval" not in line(elsewhere)
+    assert "too few prompts" in line([*elsewhere[:2], {**elsewhere[2], "lpips_interval": [0.012, 0.03]}])
     assert "not measured" in line([good[0], {**good[1], "lpips": None}])

@@ -44,11 +44,12 @@ class Row:
 
 
 BASELINE, PEER, FLOOR = "baseline", "tomesd-50", "mean-attention"
+TOMA = {"share": 0.5, "side": 8, "temperature": 0.1, "choose_every": 10, "assign_every": 5}
 RIVALS = {
     "means-2x2": ("means of 2 × 2 keys", Rival("means", means, settings={"cell": (2, 2)})),
     "random-2x2": ("one random key of 2 × 2", Rival("random", random_cells, settings={"cell": (2, 2), "redraw": True})),
     "todo-2": ("ToDo, every second key", Rival("todo", todo, settings={"factor": 2})),
-    "toma-50": ("ToMA's form 50 %", Rival("toma", ToMA, "qkv", {"share": 0.5})),
+    "toma-50": ("ToMA's form 50 %", Rival("toma", ToMA, "qkv", TOMA)),
 }
 SHARE = "default-"  # with a share to keep after it: our default at that share
 
@@ -82,13 +83,14 @@ def chosen_rows(names: str | None) -> list[Row]:
     known = {row.name: row for row in (*paper_rows(), *rival_rows())}
     if names is None:
         return [row for row in known.values() if row.name not in ("todo-2", "toma-50")]
-    chosen = [name.strip() for name in names.split(",")]
-    for name in chosen:
-        if name not in known and name.startswith(SHARE):
-            known[name] = _at_share(name)
-        if name not in known:
+    chosen = {BASELINE}
+    for name in (name.strip() for name in names.split(",")):
+        row = known.get(name) or (_at_share(name) if name.startswith(SHARE) else None)
+        if row is None:
             raise UserError(f"--rows: expected names of {', '.join(known)}, {SHARE}0.5, got {name!r}; correct it")
-    return [row for row in known.values() if row.name in (BASELINE, *chosen)]
+        known[row.name] = row
+        chosen.add(row.name)
+    return [row for row in known.values() if row.name in chosen]
 
 
 def _at_share(name: str) -> Row:
@@ -96,4 +98,5 @@ def _at_share(name: str) -> Row:
         merging = Merging(MaMeConfig(keep=float(name.removeprefix(SHARE))))
     except ValueError as error:
         raise UserError(f"--rows {name}: expected a share to keep after {SHARE}: {error}; correct it") from None
-    return Row(name=name, label=f"MaMe default, keep {merging.config.keep}", family="mame", method=merging)
+    keep = f"{merging.config.keep:g}"
+    return Row(name=f"{SHARE}{keep}", label=f"MaMe default, keep {keep}", family="mame", method=merging)

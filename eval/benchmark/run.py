@@ -21,6 +21,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import cut_batches, jobs_of
+from mame_sd.runs.methods import NotApplicable
 
 from ..metric_list import METRICS, Metric
 from ..scoring.per_image import image_values, pair_values
@@ -39,7 +40,6 @@ from .rows import BASELINE, FLOOR, PEER, Row
 from .sensitivity import sensitivity
 from .setup import Setup
 from .timings import summary
-from .tomesd import NotApplicable
 from .trace import kept_per_step
 
 Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]

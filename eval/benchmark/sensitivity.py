@@ -33,10 +33,10 @@ def sensitivity(points: Sequence[Mapping[str, Any]], floor: str, peer: str) -> s
     far, near, lacking = _far(points[0], found[floor]), _near(found.get(peer)), _lacking(peer, found.get(peer))
     if not all(ok for ok, _ in far) or not all(ok for ok, _ in near[:1]):
         verdict = "FAILS: it can't tell these methods apart"
-    elif lacking or len(far) < 2:
-        verdict = "passes as far as measured"
+    elif not all(ok for ok, _ in near):
+        verdict = "can tell large differences, and has too few prompts for small ones"
     else:
-        verdict = "PASSES" if near[1][0] else "can tell large differences, and has too few prompts for small ones"
+        verdict = "passes as far as measured" if lacking or len(far) < 2 else "PASSES"
     parts = [text if ok else f"{text}, MISSED" for ok, text in (*far, *near)]
     return f"{head}{verdict}. {'; '.join([*parts, *lacking])}."
 

@@ -14,14 +14,10 @@ from torch import nn
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import Job, generator_of
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import InstalledMethod
+from mame_sd.runs.methods import InstalledMethod, NotApplicable
 
 NO_TOMESD = "tomesd is not installed: pip install mame-sd[peers]"
 MAX_RATIO = 0.75  # of its default 2 x 2 cells, one token in four is a destination
-
-
-class NotApplicable(UserError):
-    """The method can do nothing with this model."""
 
 
 def has_tomesd() -> bool:

@@ -49,7 +49,10 @@ WeightsOption = Annotated[
 OfflineOption = Annotated[bool, typer.Option("--offline", help="Never ask a network.")]
 RowsOption = Annotated[
     str | None,
-    typer.Option(help="Rows to run beside the baseline, with commas between. Without it, all.", metavar="NAMES"),
+    typer.Option(
+        help="Rows to run beside the baseline, with commas between; default-0.5 (our default at a share), todo-2 and toma-50 only by name. Without it, all others.",
+        metavar="NAMES",
+    ),
 ]
 
 

@@ -17,12 +17,13 @@ from mame_sd.runs.files import check_place
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import load_model
+from mame_sd.runs.methods import NotApplicable
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.processes import Process, joined, this_process
 from mame_sd.runs.prompt_files import Prompt, load_prompts, prompt_file_identity, prompts_digest
 
 from .. import PROGRAM
-from ..benchmark.bench import alike_batches, bench
+from ..benchmark.bench import alike_batches, applies, bench
 from ..benchmark.gates import failed_gates
 from ..benchmark.results import TIMINGS, check_out
 from ..benchmark.rows import chosen_rows
@@ -150,7 +151,13 @@ def run_bench(
     check_place(out, out)
     read_record(out / TIMINGS)
     loaded = load_model(model)
-    measured = [row for row in wanted if row.lacking is None]
+    measured = []
+    for row in wanted:
+        try:
+            if row.lacking is None and applies(loaded, settings, batches[0], row):
+                measured.append(row)
+        except NotApplicable as error:
+            note(f"{row.name}: {error}")
     with progress("calls") as on_progress:
         timings = bench(loaded, settings, batches, measured, rounds, out / TIMINGS, on_progress, must_merge=True)
     manifest = {

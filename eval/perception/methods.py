@@ -17,8 +17,8 @@ from mame_sd.perception.apply import apply_encoder, encoder_restored
 from mame_sd.perception.families import find_encoder
 from mame_sd.perception.handle import EncoderHandle
 from mame_sd.perception.settings import DEFAULTS, EVERY, LEFT, chosen_blocks
+from mame_sd.runs.methods import NotApplicable
 
-from ..benchmark.tomesd import NotApplicable
 from .rivals import counted, on_smaller_images, rival_on
 from .rules import EViT, Pool, RandomDrop, Rule, ToMe, quarters
 

@@ -25,8 +25,8 @@ from mame_sd.perception.blocks import MergedBlock
 from mame_sd.perception.counts import width_of
 from mame_sd.perception.families import Encoder, find_encoder
 from mame_sd.perception.handle import EncoderHandle
+from mame_sd.runs.methods import NotApplicable
 
-from ..benchmark.tomesd import NotApplicable
 from .rules import Given, Rule, Unchanged
 
 _QUERIES = {"k_proj": "q_proj", "key": "query", "qkv": "qkv"}  # name of the projection to keys: of that to queries

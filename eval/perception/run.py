@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from mame_sd.runs.generate import environment_on
+from mame_sd.runs.methods import NotApplicable
 from mame_sd.runs.processes import Process
 
 from ..benchmark.results import FORMAT, TIMINGS, resumed, write_results
 from ..benchmark.timings import summary
-from ..benchmark.tomesd import NotApplicable
 from ..metric_list import Metric
 from ..stats import share_difference, wilson
 from .answers import Batches, answers_of, inputs_of, weighted

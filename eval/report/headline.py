@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from .data import PEERS, Results, Row
+from .data import PEERS, Results, Row, Value
 from .frontier import points
 from .numbers import phrase, times
 from .select import Focus
 
 SIGNIFICANT = 0.05
+Interval = tuple[float, float] | None
 
 
 def headline(chosen: Focus) -> str:
@@ -38,21 +39,27 @@ def comparison(results: Results, chosen: Focus) -> str:
 
 
 def _surpassed(results: Results, chosen: Focus) -> str:
-    """The rows of others that are both faster and closer than the headline's; empty where there are none."""
-    if chosen.closeness is None:
-        return ""
-    sign = 1 if chosen.closeness.better == "lower" else -1
+    """The rows of others that are both faster and closer than the headline's, by intervals that lie apart; empty where there are none."""
     found = points(results, chosen)
     ours = next((point for point in found if point.row is chosen.mame), None)
+    if ours is None or chosen.closeness is None:
+        return ""
+    sign = 1 if chosen.closeness.better == "lower" else -1
     names = [
         point.row.label
         for point in found
-        if ours is not None
-        and point.row.family not in ("mame", "baseline")
-        and point.speed >= ours.speed
-        and sign * point.closeness <= sign * ours.closeness
+        if point.row.family not in ("mame", "baseline")
+        and _apart(ours.speed, ours.speed_interval, point.speed, point.speed_interval)
+        and _apart(-sign * ours.closeness, ours.closeness_interval, -sign * point.closeness, point.closeness_interval)
+        and not any((row.value(chosen.closeness) or Value()).equal for row in (ours.row, point.row))
     ]
     return f"Both faster and closer: {', '.join(names)}." if names else ""
+
+
+def _apart(low: float, below: Interval, high: float, above: Interval) -> bool:
+    """Whether `high` is above `low`, and their intervals, where both have one, do not meet."""
+    meet = below is not None and above is not None and max(below[0], above[0]) <= min(below[1], above[1])
+    return high > low and not meet
 
 
 def _closeness(chosen: Focus, row: Row) -> str:

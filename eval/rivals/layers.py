@@ -29,7 +29,7 @@ from mame_sd.diffusion.tokens import Tokens
 class Run:
     """What the layers of one model share while a rival is on it: the step of the image, and generators of random numbers.
 
-    A step is a change of the timestep; they are counted from 0 since it last rose.
+    A step is a change of the timestep; they are counted from 0 since it last went against its direction.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -37,7 +37,8 @@ class Run:
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
         self._step = -1
-        self._last = float("-inf")
+        self._last: float | None = None
+        self._up: bool | None = None  # whether timesteps rise from step to step
         self._timestep: Any = None
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -55,7 +56,11 @@ class Run:
         """Which one it is; to be asked for at each."""
         if self._timestep is not None:
             now, self._timestep = float(torch.as_tensor(self._timestep).float().max()), None
-            self._step = 0 if now > self._last else self._step + (now < self._last)
+            up = None if self._last in (None, now) else now > (self._last or 0)
+            if self._step < 0 or (up is not None and self._up not in (None, up)):  # the first one, or back to the first
+                self._step, self._up = 0, None
+            elif up is not None:
+                self._step, self._up = self._step + 1, up
             self._last = now
         return self._step
 
@@ -78,10 +83,16 @@ class RivalLayer(Layer):
         return self.inner.call(module, forward, args, kwargs)
 
     def tokens(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Tokens | str:
-        """What `inner` says; a reason where height and width are unknown."""
+        """What `inner` says; a reason where height and width are unknown, or samples that keep tokens of their own can't run together."""
         tokens = self.inner.tokens(call, known, config)
-        if isinstance(tokens, Tokens) and tokens.plane is None:
+        if isinstance(tokens, str):
+            return tokens
+        if tokens.plane is None:
             return "height and width unknown"
+        family = getattr(self.inner, "family", None)
+        rotary = config.merge == "qkv" and family is not None and family.select is not None
+        if rotary and getattr(self.make, "own_tokens", False) and call.arguments[self.inner.hidden].shape[0] > 1:
+            return "each sample keeps tokens of its own, and their positions are given once for all samples"
         return tokens
 
     def plan(self, call: LayerCall, tokens: Tokens, config: MaMeConfig, draw: Tensor | None = None) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import Job, generator_of
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import InstalledMethod
+from mame_sd.runs.methods import InstalledMethod, NotApplicable
 from mame_sd.runs.sampling import levels_of
 
 from .layers import MakePlan, rival_on
@@ -39,7 +40,7 @@ class Rival:
         return {"rival": {"name": self.name, "merge": self.merge, "min_tokens": self.min_tokens, **settings}}
 
     def install(self, model: LoadedModel) -> InstalledMethod:
-        """Raises UserError for a model in which nothing can merge."""
+        """Raises NotApplicable for a model in which nothing can merge."""
         return _Installed(self, model)
 
 
@@ -60,17 +61,20 @@ class _Installed:
                 )
             )
         except (TypeError, ValueError) as error:
-            raise UserError(
-                f"--model {self._model.identity['name']}: {error}; choose another model, or leave {rival.name} out of --rows"
-            ) from error
+            raise NotApplicable(f"{rival.name}: {error}") from error
 
     def begin(self, jobs: Sequence[Job]) -> None:
         self._on.close()
-        self._handle = self._enter(generator_of(jobs[0]).initial_seed())
+        # Not the image's own seed, from which its noise is drawn.
+        digest = hashlib.sha256(f"rival/{generator_of(jobs[0]).initial_seed()}".encode()).digest()
+        self._handle = self._enter(int.from_bytes(digest[:7], "big"))
 
     def levels(self) -> list[dict[str, Any]]:
-        """Raises UserError when nothing could merge."""
-        return levels_of(self._handle)
+        """Raises NotApplicable when nothing could merge."""
+        try:
+            return levels_of(self._handle)
+        except UserError as error:
+            raise NotApplicable(f"{self._rival.name}: {error}") from error
 
     def remove(self) -> None:
         self._on.close()

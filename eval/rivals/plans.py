@@ -117,8 +117,8 @@ def todo(factor: int, first_factor: int | None = None, first_tokens: int = 4096)
 
     def make(x: Tensor, size: Size, run: Run) -> Plan:
         by = first_factor if first_factor is not None and x.shape[1] >= first_tokens else factor
-        rows, columns = (torch.arange(max(n // by, 1)) * n // max(n // by, 1) for n in size)
-        return Rows(x, (rows.unsqueeze(1) * size[1] + columns).flatten().to(x.device))
+        rows, columns = (torch.arange(max(n // by, 1), device=x.device) * n // max(n // by, 1) for n in size)
+        return Rows(x, (rows.unsqueeze(1) * size[1] + columns).flatten())
 
     return make
 

@@ -60,6 +60,8 @@ class ToMA:
         choose_every, assign_every: steps after which destinations, and shares, are computed again.
     """
 
+    own_tokens = True  # each sample keeps its own
+
     def __init__(
         self, share: float, side: int = 8, temperature: float = 0.1, choose_every: int = 10, assign_every: int = 5
     ) -> None:

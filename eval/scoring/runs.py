@@ -88,7 +88,7 @@ def pair(a: Run, b: Run) -> list[Pair]:
 def differing_settings(a: Run, b: Run) -> list[str]:
     """Names of settings other than the method itself in which two runs differ, such as ``steps: 20, 10``."""
     found = []
-    for name in sorted({*a.settings, *b.settings} - {"mame", "peer", "prompts"}):
+    for name in sorted({*a.settings, *b.settings} - {"mame", "peer", "rival", "prompts"}):
         there, here = a.settings.get(name), b.settings.get(name)
         if there != here:
             found.append(f"{name}: {json.dumps(there)}, {json.dumps(here)}")

@@ -7,12 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mame_sd.config import MaMeConfig
+from mame_sd.errors import UserError
 from mame_sd.runs.jobs import Job
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.sampling import levels_of, merge_in
 
 if TYPE_CHECKING:
     from mame_sd.diffusion.handle import MaMeHandle
+
+
+class NotApplicable(UserError):
+    """The method can do nothing with this model."""
 
 
 class InstalledMethod(Protocol):

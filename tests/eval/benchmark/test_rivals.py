@@ -52,7 +52,12 @@ def test_one_step_images_do_not_take_what_was_kept_for_the_one_before(model: Loa
     assert (tmp_path / "all/images/p00003_0.png").read_bytes() == (tmp_path / "last/images/p00003_0.png").read_bytes()
 
 
-def test_a_model_too_small_for_a_rival_is_an_error_of_one_line(model: LoadedModel, tmp_path: Path) -> None:
+def test_a_rival_that_can_do_nothing_leaves_its_row_out(model: LoadedModel, tmp_path: Path) -> None:
+    too_small = replace(tiny("todo-2"), method=replace(tiny("todo-2").method, min_tokens=1024))  # type: ignore[type-var]
+    rows = [tiny_rows()[0], too_small, tiny_rows()[-1]]
+    results = benchmark(model, tmp_path / "out", rows=rows, metrics=[METRICS["psnr"]], rounds=1).run()
+    assert [row["status"] for row in results["rows"]] == ["measured", "not measured", "measured"]
+    assert results["rows"][1]["reason"].startswith("todo: expected at least one layer to merge")
     with pytest.raises(UserError, match="expected at least one layer to merge") as caught:
         generate(model, PROMPTS, SETTINGS, replace(tiny("todo-2").method, min_tokens=1024), tmp_path / "run")  # type: ignore[type-var]
     assert "\n" not in str(caught.value)

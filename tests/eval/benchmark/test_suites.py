@@ -28,6 +28,7 @@ def test_the_papers_rows_are_there_and_rows_can_be_chosen() -> None:
         ("todo-2", "rival"), ("toma-50", "rival"), ("default-0.5", "mame"),
     ]  # fmt: skip
     assert rows[3].config["mame"]["keep"] == 0.5
+    assert [row.name for row in chosen_rows("default-.5, default-5e-1,default-0.50")] == ["baseline", "default-0.5"]
     for name in ("default-x", "default-0", "default-2"):
         with pytest.raises(UserError, match=f"--rows {name}: expected a share"):
             chosen_rows(name)

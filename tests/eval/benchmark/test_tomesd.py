@@ -11,11 +11,11 @@ import torch
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.rows import Row
-from mame_sd.eval.benchmark.tomesd import NotApplicable, ToMeSD
+from mame_sd.eval.benchmark.tomesd import ToMeSD
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.runs.generate import generate
 from mame_sd.runs.loading import LoadedModel, load_model
-from mame_sd.runs.methods import Merging
+from mame_sd.runs.methods import Merging, NotApplicable
 from mame_sd.runs.model_files import ModelChoice
 from tests.builders.benchmarks import LIKE_SDXL, PROMPTS, SETTINGS, benchmark, peers, tiny_rows
 from tests.builders.kills import snapshot

@@ -47,6 +47,24 @@ def test_headline_claims_nothing_within_the_noise(results: Results) -> None:
     assert "is not measurably faster" in says(results)
 
 
+def test_a_row_that_is_faster_and_closer_is_named_where_that_is_no_noise(results: Results) -> None:
+    def says_so() -> bool:
+        parsed = parse(results)
+        return "Both faster and closer: ToMeSD 50 %." in comparison(parsed, focus(parsed))
+
+    ours, peer = row(results, "mame-default")["values"], row(results, "tomesd-50")["values"]
+    assert not says_so()
+    for name in ("latency", "lpips"):
+        peer[name] = {**ours[name]}
+    assert not says_so(), "a tie"
+    peer["latency"] = {"mean": 1.0, "low": 0.9, "high": 1.1}
+    assert not says_so(), "as close"
+    peer["lpips"] = {"mean": ours["lpips"]["mean"] / 2, "low": 0.0, "high": ours["lpips"]["mean"]}
+    assert not says_so(), "within the intervals"
+    peer["lpips"] = {"mean": 1e-6, "low": 0.0, "high": 2e-6}
+    assert says_so()
+
+
 def test_headline_without_speed_without_lpips_and_without_mame(results: Results) -> None:
     for entry in results["rows"]:
         entry["values"].pop("latency", None)
