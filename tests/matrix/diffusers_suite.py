@@ -14,7 +14,8 @@ HEAD = """## diffusers' own tests
 off, *on* merging, *processor* by the one-liner, *pipeline* with StableDiffusionMaMePipeline in place of diffusers', *scaled* merging with the
 weights of queries and keys times 4, so that the tiny random models attend. Each cell says how many of the tests that pass in the same
 setting without merging pass with it. In *merged* of them (mode *on*) a layer really merged. Tests that need the hub, an accelerator
-or a package that is not there are skipped or fail without us too, and are not counted.
+or a package that is not there are skipped or fail without us too, and are not counted. An empty cell was not run with today's version: the one-liner is for UNets and
+PixArt, the pipeline for Stable Diffusion.
 """
 STABLE = """What rounding decides. A source's destination is its nearest, so where two are equally near within rounding, batching, attention slicing or
 another device may pick the other one. `python scripts/choice_stability.py` perturbs tokens by a relative 1e-6: of 8192 choices none changes for random
