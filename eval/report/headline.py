@@ -25,7 +25,7 @@ def headline(chosen: Focus) -> str:
 
 
 def comparison(results: Results, chosen: Focus) -> str:
-    """ToMeSD or ToMe at the nearest speed, or why it is missing, and who is both faster and closer; empty where there is nothing to say."""
+    """ToMeSD, ToMe or another rival at the nearest speed, or why it is missing, and who is both faster and closer; empty where there is nothing to say."""
     rows = [row for row in results.rows if row.family in PEERS]
     if chosen.peer is None:
         reason = f"{PEERS[rows[0].family]} was not measured: {rows[0].reason or 'no reason given'}." if rows else ""
@@ -34,7 +34,8 @@ def comparison(results: Results, chosen: Focus) -> str:
     closeness = _closeness(chosen, chosen.peer)
     if ratio is None or not closeness:
         return _surpassed(results, chosen)
-    peer = f"{chosen.peer.label} {_speed(chosen, chosen.peer, ratio)}, {closeness}."
+    label = chosen.peer.label
+    peer = f"{label[0].upper()}{label[1:]} {_speed(chosen, chosen.peer, ratio)}, {closeness}."
     return " ".join([peer, _surpassed(results, chosen)]).strip()
 
 

@@ -35,13 +35,13 @@ class Focus:
 
 
 def focus(results: Results) -> Focus:
-    """The default MaMe row where it was measured, else the first; the row of ToMeSD or ToMe nearest to it in speed."""
+    """The default MaMe row where it was measured, else the first; the row nearest to it in speed of ToMeSD or ToMe, else of another rival."""
     rows = results.measured
     baseline = next((row for row in rows if row.family == "baseline"), None)
     ours = [row for row in rows if row.family == "mame"]
     mame = next((row for row in ours if row.default), ours[0] if ours else None)
     latency = _latency(results)
-    peers = [row for row in rows if row.family in PEERS]
+    peers = [row for row in rows if row.family in PEERS] or [row for row in rows if row.family == "rival"]
     target = mame.value(latency) if mame else None
     if target is not None and target.mean is not None:
         peers.sort(key=lambda row: abs(_mean(row.value(latency)) - _mean(target)))

@@ -47,6 +47,14 @@ def test_headline_claims_nothing_within_the_noise(results: Results) -> None:
     assert "is not measurably faster" in says(results)
 
 
+def test_a_rival_stands_in_where_no_peer_was_measured(results: Results) -> None:
+    for entry in results["rows"]:
+        if entry["family"] == "tomesd":
+            entry |= {"family": "rival", "label": "means of " + entry["label"]}
+    parsed = parse(results)
+    assert comparison(parsed, focus(parsed)).startswith("Means of ToMeSD 50 % is 1.25 times as fast as the baseline")
+
+
 def test_a_row_that_is_faster_and_closer_is_named_where_that_is_no_noise(results: Results) -> None:
     def says_so() -> bool:
         parsed = parse(results)
