@@ -141,10 +141,10 @@ class Frontier:
         (images, work), (plain, plain_work) = pair
         of = [hashlib.sha256(found.tobytes()).hexdigest() for found, _ in pair]
         file = self._file(name, method, {}, ".near")
-        if not file.exists() or json.loads(file.read_bytes())["of"] != of:
-            found = {**self._compared(images, plain), "work": work / plain_work, "of": of}
-            write_atomically(file, json.dumps(found).encode())
-        near: dict[str, Any] = json.loads(file.read_bytes())
+        near: dict[str, Any] = json.loads(file.read_bytes()) if file.exists() else {}
+        if near.get("of") != of:
+            near = {**self._compared(images, plain), "work": work / plain_work, "of": of}
+            write_atomically(file, json.dumps(near).encode())
         return {what: value for what, value in near.items() if what != "of"}
 
     def _compared(self, images: np.ndarray, plain: np.ndarray) -> dict[str, Any]:

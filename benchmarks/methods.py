@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from benchmarks.tomesd import tomesd_on
 from benchmarks.variants import guidance_protected, scheduled, share_at, varied
 from mame_sd import MaMeConfig, mame
-from mame_sd.eval.rivals.layers import MakePlan, rival_on, tomesd_on
+from mame_sd.eval.rivals.layers import MakePlan, rival_on
 from mame_sd.eval.rivals.plans import constant, means, random_cells, random_keys, strided, tiles, todo
 from mame_sd.eval.rivals.toma import ToMA
 

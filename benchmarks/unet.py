@@ -27,8 +27,8 @@ import torch
 from benchmarks import unets
 from benchmarks.free import free_on, work
 from benchmarks.timing import Times, captured, interleaved, machine, named
+from benchmarks.tomesd import tomesd_on
 from mame_sd import MaMeConfig, embedded_model_path, mame
-from mame_sd.eval.rivals.layers import tomesd_on
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SETTINGS: dict[str, dict[str, Any]] = {

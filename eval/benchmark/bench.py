@@ -81,13 +81,12 @@ def bench(
     return {name: [done[number][name] for number in range(rounds)] for name in by_name}
 
 
-def applies(model: LoadedModel, settings: GenerateSettings, batch: Sequence[Job], row: Row) -> bool:
-    """True, after one step of the row's method. Raises NotApplicable where it can do nothing with the model."""
+def check_applies(model: LoadedModel, settings: GenerateSettings, batch: Sequence[Job], row: Row) -> None:
+    """One step of the row's method. Raises NotApplicable where it can do nothing with the model."""
     with installed(model, row, batch) as method:
         if method is not None:
             sample(model, replace(settings, steps=1), batch)
             method.levels()
-    return True
 
 
 def alike_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:

@@ -23,7 +23,7 @@ from mame_sd.runs.processes import Process, joined, this_process
 from mame_sd.runs.prompt_files import Prompt, load_prompts, prompt_file_identity, prompts_digest
 
 from .. import PROGRAM
-from ..benchmark.bench import alike_batches, applies, bench
+from ..benchmark.bench import alike_batches, bench, check_applies
 from ..benchmark.gates import failed_gates
 from ..benchmark.results import TIMINGS, check_out
 from ..benchmark.rows import chosen_rows
@@ -152,12 +152,13 @@ def run_bench(
     read_record(out / TIMINGS)
     loaded = load_model(model)
     measured = []
-    for row in wanted:
+    for row in (row for row in wanted if row.lacking is None):
         try:
-            if row.lacking is None and applies(loaded, settings, batches[0], row):
-                measured.append(row)
+            check_applies(loaded, settings, batches[0], row)
         except NotApplicable as error:
             note(f"{row.name}: {error}")
+        else:
+            measured.append(row)
     with progress("calls") as on_progress:
         timings = bench(loaded, settings, batches, measured, rounds, out / TIMINGS, on_progress, must_merge=True)
     manifest = {

@@ -2,7 +2,7 @@
 
 So every rival meets the same calls, the same checks and the same counting, and differs in nothing but what merges. `rival_on`
 does that for any `Plan`: keys and values (`merge="kv"`), or whole tokens that it restores ("qkv"). Their plans stand in
-`plans.py` and `toma.py`. tomesd patches models by itself.
+`plans.py` and `toma.py`.
 """
 
 from __future__ import annotations
@@ -158,20 +158,3 @@ def rival_on(
             yield handle
         finally:
             noted.remove()
-
-
-@contextmanager
-def tomesd_on(unet: nn.Module, ratio: float, max_downsample: int = 1, merge_mlp: bool = False) -> Iterator[None]:
-    """`unet` patched by the tomesd package for the block; `ratio` of the tokens merge, in the MLP too if asked to.
-
-    Raises:
-        ImportError: tomesd is not installed (`pip install mame-sd[peers]`).
-    """
-    import tomesd
-
-    try:
-        tomesd.apply_patch(unet, ratio=ratio, max_downsample=max_downsample, merge_mlp=merge_mlp)
-        torch.manual_seed(0)  # its generator is forked from the global one at the first forward
-        yield
-    finally:
-        tomesd.remove_patch(unet)
