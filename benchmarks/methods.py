@@ -172,6 +172,7 @@ VARIANTS = {
 }
 FULL = {
     "default": ours(),
+    "default, halves apart": ours(pairs=False),  # the guided and the unguided sample each by its own tokens
     "default, first level": ours(**FIRST),
     "default, min_tokens 256": ours(min_tokens=256),
     **{f"kv {keep}": ours(keep=keep) for keep in (0.75, 0.5, 0.375, 0.19, 0.125, 0.0625)},
@@ -244,6 +245,7 @@ def tomesd_form(keep: float) -> Method:
         tiles=0,
         weights="best",
         correct=False,
+        pairs=False,
     )
     settings = {name: value for name, value in config.to_dict().items() if value is not None}
     return Method("tomesd", settings, lambda denoiser: mame(denoiser, config))

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from mame_sd import MaMeConfig, plan_merge
+from mame_sd.core.pairs import leaders_in
 from mame_sd.diffusion.families.keys import MergedKeys
 from mame_sd.diffusion.families.order import Order
 from mame_sd.diffusion.layer import NOTHING_TO_WIN, nothing_to_win
@@ -52,7 +53,9 @@ class JointPatch:
             return engine.run()
         tokens = Tokens(call.grid, start, length - start - math.prod(call.grid))
         order = Order(tokens, length)
-        plan = plan_merge(order.image(keys).flatten(2), self.config, tokens.plane, draw=call.draw)
+        feature = order.image(keys).flatten(2)
+        leader = leaders_in(call.leader, feature)
+        plan = plan_merge(feature, self.config, tokens.plane, draw=call.draw, leader=leader)
         call.draw = None if call.draw is None else call.draw + 1
         if nothing_to_win(self.config, plan):
             call.run.note_left(NOTHING_TO_WIN)

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from mame_sd import MaMeConfig
+from mame_sd.core.pairs import leaders
 from mame_sd.core.partition import draw_at
 from mame_sd.diffusion.families.keys import GroupedKeys
 
@@ -37,6 +38,7 @@ class Call:
         run: notes what merged.
         draw: which of the drawn partitions the model's first layer takes, a LongTensor [1]; None: the first, and in all layers. A
             transformer's layers each count on: neighbours take different draws, so that their errors do not add up.
+        leader: of each sample the one whose tokens decide what merges, see `mame_sd.core.pairs`; None: each its own.
         replaced: UNet blocks whose self-attention another node replaces, as the engine names them.
         grid: (frames, rows, columns) of a transformer's image tokens.
         references: tokens of a transformer's reference images.
@@ -47,6 +49,7 @@ class Call:
 
     run: Run
     draw: Tensor | None = None
+    leader: Tensor | None = None
     replaced: frozenset[tuple[Any, ...]] = frozenset()
     grid: tuple[int, int, int] = (1, 1, 1)
     references: int = 0
@@ -111,7 +114,8 @@ class Merging:
         sampling = executor.class_obj.model_sampling
         if self._active(sampling, t):
             draw = draw_at(sampling.timestep(t).float()) if self.config.redraw else None
-            options[KEY] = call = Call(run, draw, override=given.get("optimized_attention_override"))
+            leader = leaders(x) if self.config.pairs else None
+            options[KEY] = call = Call(run, draw, leader, override=given.get("optimized_attention_override"))
             options["optimized_attention_override"] = self.patch.attend
             if isinstance(self.patch, UNetPatch):
                 _patch_unet(options, call, self.patch)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from mame_sd import MaMeConfig, plan_merge
+from mame_sd.core.pairs import leaders_in
 from mame_sd.diffusion.families.keys import GroupedKeys
 from mame_sd.diffusion.layer import NOTHING_TO_WIN, nothing_to_win
 
@@ -49,7 +50,7 @@ class UNetPatch:
             call.run.note_left(CUT)
         else:
             draw = None if call.draw is None else call.draw + self.unet.numbers.get(name_of(extra_options), 0)
-            plan = plan_merge(k, config, (h, w), draw=draw)
+            plan = plan_merge(k, config, (h, w), draw=draw, leader=leaders_in(call.leader, k))
             if nothing_to_win(config, plan):
                 call.run.note_left(NOTHING_TO_WIN)
                 return q, k, v

@@ -66,6 +66,10 @@ class MaMeConfig:
         "the random partitions take other destinations at each step, so that errors of the steps do not add up; by "
         "apply_mame, which sees the timestep, and not where gradients are on"
     )
+    pairs: bool = _field(
+        "the guided and the unguided sample of a prompt merge the same tokens, so that guidance does not multiply a difference of "
+        "merging: in calls whose batch holds the same latents twice; by apply_mame, which sees them, and not where gradients are on"
+    )
     min_tokens: int = _field(
         "layers with fewer tokens are left alone. With MaMeAttnProcessor on a video model keep it above the number of frames"
     )

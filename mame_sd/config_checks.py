@@ -48,7 +48,7 @@ def check_given(given: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: expected a whole number of at least {low}, got {given[name]!r}")
     if "tiles" in given and not (_is_int(given["tiles"]) and (given["tiles"] == 0 or given["tiles"] >= 2)):
         raise ValueError(f"tiles: expected a side of at least 2 tokens, or 0 for none, got {given['tiles']!r}")
-    for name in ("refine", "redraw", "correct"):
+    for name in ("refine", "redraw", "pairs", "correct"):
         if name in given and not isinstance(given[name], bool):
             raise ValueError(f"{name}: expected True or False, got {given[name]!r}")
     for name in ("stride", "size"):

@@ -22,7 +22,7 @@ from mame_sd.diffusion.families.unet import PlainAttention
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.hook_registry import hook_on
 from mame_sd.diffusion.hooks import MergeHook
-from mame_sd.diffusion.layer import Layer, LayerCall
+from mame_sd.diffusion.layer import Layer, LayerCall, Step
 from mame_sd.diffusion.tokens import Tokens
 
 
@@ -95,7 +95,7 @@ class RivalLayer(Layer):
             return "each sample keeps tokens of its own, and their positions are given once for all samples"
         return tokens
 
-    def plan(self, call: LayerCall, tokens: Tokens, config: MaMeConfig, draw: Tensor | None = None) -> Plan:
+    def plan(self, call: LayerCall, tokens: Tokens, config: MaMeConfig, step: Step) -> Plan:
         """The rival's."""
         assert tokens.plane is not None
         return self.make(self.inner.feature(call, tokens, config), tokens.plane, self.run)

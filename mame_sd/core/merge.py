@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
@@ -25,6 +26,7 @@ from mame_sd.core.pick_plan import pick_plan
 from mame_sd.core.plan import MergePlan, Plan, no_autocast
 from mame_sd.core.row_plan import row_plan
 from mame_sd.core.similarity import nearest, similarity_of
+from mame_sd.core.tables import Positions
 from mame_sd.core.triton_plan import kernel_plan
 from mame_sd.core.weights import fusion_weights, merged_by_keep
 
@@ -35,6 +37,7 @@ def plan_merge(
     size: tuple[int, int] | None = None,
     special: int = 0,
     draw: Tensor | None = None,
+    leader: Tensor | None = None,
 ) -> Plan:
     """Decides what merges, from the similarity of the tokens of x (paper, "Merging Process").
 
@@ -48,6 +51,8 @@ def plan_merge(
             assumed where it fits).
         special: leading tokens that take no part, such as a class token.
         draw: with `redraw`, which of the drawn partitions, a LongTensor [1] (`mame_sd.core.partition.draw_at`); None: the first.
+        leader: of each sample (all leading dimensions as one) the sample whose tokens decide what merges, a LongTensor [B]
+            (`mame_sd.core.pairs.leaders`); None: each its own. No gradients come of other samples' tokens.
 
     Raises:
         ValueError: a shape, dtype or size that can't be.
@@ -59,6 +64,8 @@ def plan_merge(
         raise ValueError(f"special: expected fewer than the {x.shape[-2]} tokens of x, got {special}")
     lead = x.shape[:-2]
     feature = x.reshape(math.prod(lead), *x.shape[-2:])[:, special:]
+    if leader is not None and (config.weights != "best" or config.kernel is not None):
+        feature, leader = feature.index_select(0, leader), None
     pos = positions(feature.shape[1], config, size, x.device, draw)  # "Token Partitioning": I_dst and I_src
     with no_autocast(x):
         if config.weights == "pick":
@@ -68,8 +75,19 @@ def plan_merge(
             return plan
         if config.weights == "best":  # of which no gradient comes
             ranked = config.keep is None or merged_by_keep(pos, config.keep) < pos.N
-            best, row = nearest(feature.detach(), pos, config.metric, ranked)
+            best, row = _nearest(feature.detach(), leader, pos, config.metric, ranked)
             return row_plan(best, row, pos, config, special, lead)
         similarity = similarity_of(feature, pos, config.metric)  # "Similarity-Based Fusion Matrix": S
         fusion = fusion_weights(similarity, pos, config)  # "Adaptive Weight Refining": W^F; X_pres
         return MergePlan(fusion, pos, special, lead, paper=config.variant == "paper")
+
+
+def _nearest(x: Tensor, leader: Tensor | None, pos: Positions, metric: str, ranked: bool) -> tuple[Tensor, Tensor]:
+    """`nearest` of each sample's leader; on a CPU, where nothing waits for a value, found once for all that it leads."""
+    if leader is None:
+        return nearest(x, pos, metric, ranked)
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        return nearest(x.index_select(0, leader), pos, metric, ranked)
+    leading, back = leader.unique(return_inverse=True)
+    best, row = nearest(x.index_select(0, leading), pos, metric, ranked)
+    return best.index_select(0, back), row.index_select(0, back)

@@ -82,9 +82,11 @@ def reference_plan(
     size: tuple[int, int] | None = None,
     special: int = 0,
     draw: Tensor | None = None,
+    leader: Tensor | None = None,
 ) -> ReferencePlan:
     """The loop version of `plan_merge`, for x [B, L, d]."""
     x = x.double()[:, special:]
+    x = x if leader is None else torch.stack([x[i] for i in leader.tolist()])
     pos = positions(x.shape[1], config, size, draw=draw)
     dst, src = pos.dst.tolist(), pos.src.tolist()
     tile = _tile_of(x.shape[1], config, size)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import PARTS, MaMeConfig
+from mame_sd.core.pairs import leaders
 from mame_sd.core.partition import draw_at
 from mame_sd.diffusion.hook_registry import AroundHook, PreHook
-from mame_sd.diffusion.layer import Layer, merged_call
+from mame_sd.diffusion.layer import NO_STEP, Layer, Step, merged_call
 from mame_sd.diffusion.threads import PerThread
 from mame_sd.diffusion.tokens import Call, Tokens
 from mame_sd.report import LayerStats
@@ -28,7 +29,7 @@ class Setting:
 
 
 class Shared:
-    """What a handle and its hooks share: the live settings, whether merging is on, and which draw the step takes.
+    """What a handle and its hooks share: the live settings, whether merging is on, and what the model's call says of merging.
 
     `setting` is every thread's, but for those that have one of their own (`own`).
     """
@@ -54,29 +55,23 @@ class Shared:
         return self._own.value or self.setting
 
     @property
-    def step(self) -> Tensor | None:
-        """Which draw the step of this thread's forward takes; None: the first."""
-        step: Tensor | None = self._step.value
-        return step
+    def step(self) -> Step:
+        """What this thread's latest call of the model says.
+
+        Nothing where gradients are on, asked for where it is used: a block that is computed again for its gradients
+        (checkpointing) merges as before, whatever has run since, and no sample's timestep decides on its neighbours in a
+        training batch.
+        """
+        return NO_STEP if torch.is_grad_enabled() else self._step.value or NO_STEP
 
     @step.setter
-    def step(self, step: Tensor | None) -> None:
+    def step(self, step: Step) -> None:
         self._step.value = step
 
     def config_of(self, part: str) -> MaMeConfig | None:
         """The settings for "attention", "mlp" or "cross"; None where that is off."""
         now = self.now
         return now.config if part == "attention" else now.of_part[part]
-
-    @property
-    def draw(self) -> Tensor | None:
-        """Which draw of the random partitions the step takes, a LongTensor [1]; None: the first.
-
-        That is always so where gradients are on, asked for where it is used: a block that is computed again for its
-        gradients (checkpointing) merges as before, whatever has run since, and no sample's timestep decides on its
-        neighbours in a training batch.
-        """
-        return None if torch.is_grad_enabled() else self.step
 
 
 class MergeHook(AroundHook):
@@ -109,8 +104,9 @@ class MergeHook(AroundHook):
             return forward(*args, **kwargs)
         call = self.layer.call(module, forward, args, kwargs)
         known = None if self.image is None else self.image.tokens
-        draw = self.shared.draw
-        return merged_call(self.layer, call, known, config, self.stats, None if draw is None else draw + self.number)
+        draw, leader = self.shared.step
+        step = Step(None if draw is None else draw + self.number, leader)
+        return merged_call(self.layer, call, known, config, self.stats, step)
 
 
 class SizeHook(PreHook):
@@ -170,9 +166,10 @@ class EagerSizeHook(SizeHook):
 
 
 class StepHook(PreHook):
-    """Notes which draw of the random partitions the latest forward of a denoiser takes: it follows from the timestep.
+    """Notes what the latest forward of a denoiser says: its timestep, which draw of the random partitions it takes; its latents,
+    whether guided and unguided samples stand in it.
 
-    So the same call gives the same result, whatever ran before, and no sampler needs to be known.
+    So the same call gives the same result, whatever ran before, and neither sampler nor pipeline needs to be known.
     """
 
     name = "mame_step"
@@ -183,14 +180,15 @@ class StepHook(PreHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        timestep = call.get("timestep")
-        self.shared.step = None
-        config = self.shared.now.config
-        if timestep is not None and config.redraw:
-            inputs = (value for value in call.values() if isinstance(value, Tensor) and value.dim() > 1)
-            tokens = next(inputs, None)
-            step = draw_at(timestep)
-            self.shared.step = step if tokens is None else step.to(tokens.device)
+        config, timestep = self.shared.now.config, call.get("timestep")
+        inputs = [call[name] for name in self.names if isinstance(call.get(name), Tensor) and call[name].dim() > 1]
+        draw = draw_at(timestep) if timestep is not None and config.redraw else None
+        if inputs and draw is not None:
+            draw = draw.to(inputs[0].device)
+        latents, leader = call.get(self.names[0]), None
+        if config.pairs and isinstance(latents, Tensor) and latents.dim() > 1:
+            leader = leaders(latents)
+        self.shared.step = Step(draw, leader)
 
 
 def takes_timestep(module: nn.Module) -> bool:

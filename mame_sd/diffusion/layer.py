@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.merge import plan_merge
+from mame_sd.core.pairs import leaders_in
 from mame_sd.core.partition import GRIDS
 from mame_sd.core.plan import Plan
 from mame_sd.core.triton_plan import kernel_note
@@ -64,11 +65,26 @@ class LayerCall:
         return self.forward(*args, **kwargs)
 
 
+class Step(NamedTuple):
+    """What the call of the model around a layer says of merging in it.
+
+    Attributes:
+        draw: which of the drawn partitions it takes, see `plan_merge`.
+        leader: of each sample of the batch the one whose tokens decide what merges (`mame_sd.core.pairs`); None: each its own.
+    """
+
+    draw: Tensor | None = None
+    leader: Tensor | None = None
+
+
 class Unmerged(NamedTuple):
     """An output that was computed without merging after all, and why."""
 
     output: Any
     reason: str
+
+
+NO_STEP = Step()
 
 
 class Layer(ABC):
@@ -103,9 +119,10 @@ class Layer(ABC):
         hidden: Tensor = call.arguments[self.hidden]
         return hidden
 
-    def plan(self, call: LayerCall, tokens: Tokens, config: MaMeConfig, draw: Tensor | None = None) -> Plan:
-        """What merges in this call; `draw` as in `plan_merge`."""
-        return plan_merge(self.feature(call, tokens, config), config, tokens.plane, draw=draw)
+    def plan(self, call: LayerCall, tokens: Tokens, config: MaMeConfig, step: Step) -> Plan:
+        """What merges in this call."""
+        feature = self.feature(call, tokens, config)
+        return plan_merge(feature, config, tokens.plane, draw=step.draw, leader=leaders_in(step.leader, feature))
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
         """Tokens of a call that is left alone."""
@@ -130,7 +147,7 @@ def merged_call(
     known: Tokens | None,
     config: MaMeConfig,
     stats: LayerStats,
-    draw: Tensor | None = None,
+    step: Step = NO_STEP,
 ) -> Any:
     """The output of `call`, merged where that is sound, and counted.
 
@@ -140,14 +157,14 @@ def merged_call(
         known: how the tokens lie, from the model around the layer; None where nothing says it.
         config: the settings.
         stats: counters of this layer.
-        draw: which of the drawn partitions this step takes, see `plan_merge`.
+        step: what the model around says of this step.
     """
     tokens = layer.tokens(call, known, config)
     if isinstance(tokens, str):
         stats.skipped(tokens, layer.count(call, known))
         return call.run()
     config, fallback = layer.fitted(config, tokens)
-    plan = layer.plan(call, tokens, config, draw)
+    plan = layer.plan(call, tokens, config, step)
     if nothing_to_win(config, plan):
         stats.whole(plan, tokens.size if tokens.plane else None, fallback, NOTHING_TO_WIN)
         return call.run()

@@ -16,6 +16,7 @@ DEFAULTS: dict[str, Any] = {
     "tiles": 0,
     "weights": "best",
     "redraw": False,
+    "pairs": False,
     "correct": False,
     "min_tokens": 2,
 }
@@ -25,6 +26,7 @@ LEAST = 0.5  # of the tokens of one block: its destinations
 _NO_MEANING = {
     "merge": "an encoder's tokens merge once and stay merged",
     "redraw": "an encoder has no steps",
+    "pairs": "an encoder has no guidance",
     "mlp": "an encoder's MLPs see merged tokens already",
     "cross": "an encoder has no cross-attention",
     "size": "the size of its images is read off",

@@ -137,6 +137,19 @@ def compared(work: Path, version: str, suite: str, backend: str | None) -> dict[
     return {"suite": label, "counts": counts, "differences": differences}
 
 
+def with_earlier(rows: list[dict[str, Any]], versions: dict[str, str]) -> list[dict[str, Any]]:
+    """`rows`, and what was counted before with the same versions and not anew (in another work folder, say); without empty ones."""
+    known = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.is_file() else {"versions": None}
+    earlier = {row["suite"]: row for row in known["suites"]} if known["versions"] == versions else {}
+    for row in rows:
+        old = earlier.get(row["suite"], {"counts": {}, "differences": []})
+        kept = [item for item in old["differences"] if item["mode"] not in row["counts"]]
+        row["differences"] = [*kept, *row["differences"]]
+        row["counts"] = {mode: row["counts"].get(mode, old["counts"].get(mode)) for mode in GROUND}
+        row["counts"] = {mode: count for mode, count in row["counts"].items() if count is not None}
+    return [row for row in rows if row["counts"]]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -163,8 +176,8 @@ def main() -> int:
                         counts = ", ".join(f"{found.count(kind)} {kind}" for kind in ("passed", "failed", "skipped"))
                         print(f"{suite}, {backend or 'uncompiled'}, {mode}: {counts}", flush=True)
     rows = [compared(work, version, suite, backend) for suite in SUITES for backend in (None, *BACKENDS)]
-    rows = [row for row in rows if row["counts"]]
     versions = {"tests": version, "diffusers": diffusers.__version__}
+    rows = with_earlier(rows, versions)
     RESULT.write_text(json.dumps({"versions": versions, "suites": rows}, indent=1) + "\n", encoding="utf-8")
     from tests.matrix.table import page
 

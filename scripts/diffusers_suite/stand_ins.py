@@ -21,6 +21,9 @@ from transformers import (
     CLIPTextModelWithProjection,
     CLIPTokenizer,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
     T5Config,
     T5EncoderModel,
     UMT5Config,
@@ -40,10 +43,15 @@ T5 = {
 }
 
 
+def byte_characters() -> list[str]:
+    """What byte-level tokenizers write for each byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return [chr(b) for b in printable] + [chr(256 + n) for n in range(256 - len(printable))]
+
+
 def clip_tokenizer() -> CLIPTokenizer:
     """Over single bytes, fewer than 1000 tokens, as the tests' own text encoders are made for."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    characters = [chr(b) for b in printable] + [chr(256 + n) for n in range(256 - len(printable))]
+    characters = byte_characters()
     tokens = [*characters, *(c + "</w>" for c in characters), "<|startoftext|>", "<|endoftext|>"]
     return CLIPTokenizer(vocab={t: i for i, t in enumerate(tokens)}, merges=[], model_max_length=77)
 
@@ -91,12 +99,34 @@ def save_bert(folder: Path) -> None:
     BertModel(BertConfig(**SMALL, vocab_size=1124)).save_pretrained(folder)
 
 
+def save_qwen(folder: Path) -> None:
+    Qwen2Tokenizer(vocab={c: i for i, c in enumerate(byte_characters())}, merges=[]).save_pretrained(folder)
+    text = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "rope_scaling": {"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"},
+        "rope_theta": 1e6,
+        "vocab_size": 1000,
+    }
+    image = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    ends = {"image_token_id": 995, "video_token_id": 996, "vision_start_token_id": 997, "vision_end_token_id": 998}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=image, **ends)
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+
+
 STAND_INS: dict[str, Callable[[Path], None]] = {
     "hf-internal-testing/tiny-random-clip": save_clip,
     "peft-internal-testing/tiny-clip-text-2": save_clip_text,
+    "hf-internal-testing/tiny-sd3-text_encoder": save_clip_text,
+    "hf-internal-testing/tiny-sd3-text_encoder-2": save_clip_text,
     "hf-internal-testing/tiny-random-t5": save_t5,
     "hf-internal-testing/tiny-random-umt5": save_umt5,
     "hf-internal-testing/tiny-random-BertModel": save_bert,
+    "hf-internal-testing/tiny-random-Qwen25VLForCondGen": save_qwen,
+    "hf-internal-testing/tiny-random-Qwen2VLForConditionalGeneration": save_qwen,
 }
 
 

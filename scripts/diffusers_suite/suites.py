@@ -41,6 +41,7 @@ PIPELINES = {
     "AnimateDiff": ("animatediff/test_animatediff.py",),
     "Chroma": ("chroma/test_pipeline_chroma.py",),
     "AuraFlow": ("aura_flow",),
+    "Qwen-Image": ("qwenimage/test_qwenimage.py",),
     "Wan": ("wan/test_wan.py",),
     "LTX": ("ltx/test_ltx.py",),
     "CogVideoX": ("cogvideo/test_cogvideox.py",),

@@ -63,6 +63,16 @@ def test_node_is_apply_mame(
     assert torch.equal(model.self_attention(tokens(), (H, W)), before)  # the model that came is left as it is
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("merge", [KEYS, QUERIES])
+def test_a_guided_pair_merges_alike(node: Any, model: Model, merge: str) -> None:
+    """By the tokens of the second half, which has the prompt: its output is that without the pair, the other's is not."""
+    patched = applied(node, model, merge, keep=0.25)
+    apart, pair = (patched.self_attention(tokens(), (H, W), guided=guided) for guided in (False, True))
+    assert torch.equal(pair[1], apart[1])
+    assert not torch.equal(pair[0], apart[0])
+
+
 def sigma_of_the_first_draw() -> float:
     from mame_sd.core.partition import draw_at
 

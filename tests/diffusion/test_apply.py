@@ -393,3 +393,56 @@ def test_hooks_of_others_stay_in_force() -> None:
     assert torch.equal(attn(x), before)
     registry.remove_hook("above")
     assert torch.equal(attn(x), -before)
+
+
+def guided(unet: Any, apart: float = 0.0, **fields: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs of an unguided and a guided sample: a pair of the same latents, `apart` of them added to one."""
+    inputs = unet_inputs(unet)
+    latents = inputs["sample"][:1]
+    inputs["sample"] = torch.cat([latents, latents + apart])
+    with torch.no_grad(), mame(unet, min_tokens=40, **fields):
+        output: torch.Tensor = unet(**inputs).sample
+    return output[0], output[1]
+
+
+@pytest.mark.parametrize("fields", [{}, {"tau": 0.5}, {"merge": "qkv", "keep": 0.5}, {"weights": "pick"}], ids=str)
+def test_a_guided_pair_merges_by_the_guided_sample_alone(fields: dict[str, Any]) -> None:
+    unet = tiny_unet()
+    first, second = guided(unet, **fields)
+    _, alone = guided(unet, pairs=False, **fields)
+    if "tau" not in fields:  # by tau alone the unguided sample has a say too: what one preserves both do
+        torch.testing.assert_close(second, alone)
+    other = guided(unet, pairs=False, **fields)[0]
+    draws_alone = fields.get("weights") == "pick"
+    assert torch.equal(first, other) == draws_alone
+
+
+def test_samples_of_other_latents_merge_by_themselves() -> None:
+    unet = tiny_unet()
+    for got, expected in zip(guided(unet, apart=1e-3), guided(unet, apart=1e-3, pairs=False), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_training_batch_is_no_pair() -> None:
+    unet = tiny_unet()
+    inputs = unet_inputs(unet)
+    inputs["sample"] = inputs["sample"][:1].repeat(2, 1, 1, 1)
+    outputs = []
+    for pairs in (True, False):
+        with mame(unet, min_tokens=40, pairs=pairs):
+            outputs.append(unet(**inputs).sample)
+    assert torch.equal(*outputs)
+
+
+def test_compiled_a_pair_merges_alike_too() -> None:
+    unet = tiny_unet()
+    plain = guided(unet)
+    with torch.no_grad(), mame(unet, min_tokens=40):
+        inputs = unet_inputs(unet)
+        compiled = torch.compile(unet, backend="eager", fullgraph=True)
+        for apart in (0.0, 1e-3):  # one graph for both
+            with torch._dynamo.config.patch(error_on_recompile=apart > 0):
+                latents = inputs["sample"][:1]
+                got = compiled(**{**inputs, "sample": torch.cat([latents, latents + apart])}).sample
+            if not apart:
+                torch.testing.assert_close(got, torch.stack(plain))
