@@ -149,7 +149,7 @@ def check_saving(row: Row, folder: Path, baseline: Tensor, outputs: dict[str, Te
 
 
 def check_one_liner(row: Row) -> None:
-    """The processor gives what `apply_mame` gives with `redraw=False` (it sees no steps), or meets the fate that the row tells."""
+    """The processor gives what `apply_mame` gives with `redraw=False, pairs=False` (it sees neither steps nor latents), or meets the fate that the row tells."""
     if row.processor in ("passes", "set", "none"):
         return
     for mode, fields in row.modes.items():
@@ -173,7 +173,7 @@ def check_one_liner(row: Row) -> None:
             assert all(p.config == MaMeConfig() for p in left), "the one-liner kept its settings"
         else:
             hooked = row.build()
-            apply_mame(row.target(hooked), min_tokens=row.min_tokens, redraw=False, **fields)
+            apply_mame(row.target(hooked), min_tokens=row.min_tokens, redraw=False, pairs=False, **fields)
             row.switch(hooked)
             same(row, output, row.run(hooked), f"{mode}: the one-liner")
 

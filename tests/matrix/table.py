@@ -28,7 +28,7 @@ it checks that
 - what was saved while it merged loads, gives the unmerged output bit by bit, and merges as before.
 
 *Layers* counts the layers that merge in the tiny model. *One-liner* is `set_attn_processor(MaMeAttnProcessor(...))`: the same
-output as `apply_mame` with `redraw=False` (a processor sees no steps), or what happens instead.
+output as `apply_mame` with `redraw=False, pairs=False` (a processor sees neither steps nor latents), or what happens instead.
 
 This page is printed by `python -m tests.matrix`.
 """
