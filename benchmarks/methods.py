@@ -66,12 +66,12 @@ def rival(
 
 
 def biased(bias: float, **fields: Any) -> Method:
-    config = MaMeConfig.from_dict({"correct": False, **fields})
+    config = MaMeConfig.from_dict({"correct": False, "pairs": False, **fields})
     return Method("variant", {"bias": bias, **config.to_dict()}, lambda unet: varied(unet, config, bias=bias))
 
 
 def protected(**fields: Any) -> Method:
-    config = MaMeConfig.from_dict({"correct": False, **fields})
+    config = MaMeConfig.from_dict({"correct": False, "pairs": False, **fields})
     return Method(
         "variant", {"protected": "guidance", **config.to_dict()}, lambda unet: varied(unet, config, guidance_protected)
     )
@@ -225,7 +225,19 @@ SHORT = {
 }
 # What `--rivals` measures: every rival, and ours over the same range of speeds.
 AGAINST_RIVALS = {
-    **{name: FULL[name] for name in ("default", "kv 0.5", "kv 0.125", "kv 0.0625", "tau 0.8", "qkv 0.5", "qkv 0.25")},
+    **{
+        name: FULL[name]
+        for name in (
+            "default",
+            "default, halves apart",
+            "kv 0.5",
+            "kv 0.125",
+            "kv 0.0625",
+            "tau 0.8",
+            "qkv 0.5",
+            "qkv 0.25",
+        )
+    },
     **PICKS,
     **CORRECTED,
     **UNCORRECTED,

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from mame_sd import MaMeConfig
-from mame_sd.core.pairs import leaders
+from mame_sd.core.pairs import leaders_of_chunks
 from mame_sd.core.partition import draw_at
 from mame_sd.diffusion.families.keys import GroupedKeys
 
@@ -27,6 +27,7 @@ from .unet import UNetPatch
 
 KEY = "mame_sd"  # of the Call in transformer_options, and of the wrappers
 RUN = "mame_sd_run"
+UNGUIDED = 1  # in "cond_or_uncond", which names the chunks of a batch
 COMPILED = "torch.compile"  # of TorchCompileModel's wrapper, whose guards leave out transformer_options
 
 
@@ -114,7 +115,9 @@ class Merging:
         sampling = executor.class_obj.model_sampling
         if self._active(sampling, t):
             draw = draw_at(sampling.timestep(t).float()) if self.config.redraw else None
-            leader = leaders(x) if self.config.pairs else None
+            leader = None
+            if self.config.pairs:
+                leader = leaders_of_chunks(x, [kind == UNGUIDED for kind in given.get("cond_or_uncond", ())])
             options[KEY] = call = Call(run, draw, leader, override=given.get("optimized_attention_override"))
             options["optimized_attention_override"] = self.patch.attend
             if isinstance(self.patch, UNetPatch):

@@ -35,7 +35,7 @@ def test_nothing_given_is_the_measured_default() -> None:
 def test_a_given_tau_changes_nothing_but_how_much_merges() -> None:
     default, config = MaMeConfig(), MaMeConfig(tau=0.7)
     assert (config.keep, config.tau, config.batch) == (None, 0.7, "shared")
-    names = ("merge", "partition", "tiles", "weights", "redraw", "correct", "stride")
+    names = ("merge", "partition", "tiles", "weights", "redraw", "pairs", "correct", "stride")
     assert [getattr(config, name) for name in names] == [getattr(default, name) for name in names]
 
 
@@ -108,6 +108,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"eps": 0.0}, "eps: expected a finite number above 0"),
     ({"refine": "yes"}, "refine: expected True or False, got 'yes'"),
     ({"redraw": 1}, "redraw: expected True or False, got 1"),
+    ({"pairs": 1}, "pairs: expected True or False, got 1"),
     (
         {"tau": 0.8, "batch": "per_sample"},
         "batch: expected 'shared', which follows from tau, got 'per_sample'; leave batch out",

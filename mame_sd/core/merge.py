@@ -52,7 +52,7 @@ def plan_merge(
         special: leading tokens that take no part, such as a class token.
         draw: with `redraw`, which of the drawn partitions, a LongTensor [1] (`mame_sd.core.partition.draw_at`); None: the first.
         leader: of each sample (all leading dimensions as one) the sample whose tokens decide what merges, a LongTensor [B]
-            (`mame_sd.core.pairs.leaders`); None: each its own. No gradients come of other samples' tokens.
+            (`mame_sd.core.pairs.leaders`); None: each its own.
 
     Raises:
         ValueError: a shape, dtype or size that can't be.
@@ -64,19 +64,18 @@ def plan_merge(
         raise ValueError(f"special: expected fewer than the {x.shape[-2]} tokens of x, got {special}")
     lead = x.shape[:-2]
     feature = x.reshape(math.prod(lead), *x.shape[-2:])[:, special:]
-    if leader is not None and (config.weights != "best" or config.kernel is not None):
-        feature, leader = feature.index_select(0, leader), None
     pos = positions(feature.shape[1], config, size, x.device, draw)  # "Token Partitioning": I_dst and I_src
     with no_autocast(x):
         if config.weights == "pick":
-            return pick_plan(feature, pos, config, special, lead)
-        plan = kernel_plan(feature, pos, config, special, lead)
+            return pick_plan(feature, pos, config, special, lead, leader)
+        plan = kernel_plan(feature, pos, config, special, lead, leader)
         if plan is not None:
             return plan
         if config.weights == "best":  # of which no gradient comes
             ranked = config.keep is None or merged_by_keep(pos, config.keep) < pos.N
             best, row = _nearest(feature.detach(), leader, pos, config.metric, ranked)
             return row_plan(best, row, pos, config, special, lead)
+        feature = feature if leader is None else feature.index_select(0, leader)
         similarity = similarity_of(feature, pos, config.metric)  # "Similarity-Based Fusion Matrix": S
         fusion = fusion_weights(similarity, pos, config)  # "Adaptive Weight Refining": W^F; X_pres
         return MergePlan(fusion, pos, special, lead, paper=config.variant == "paper")
@@ -86,8 +85,9 @@ def _nearest(x: Tensor, leader: Tensor | None, pos: Positions, metric: str, rank
     """`nearest` of each sample's leader; on a CPU, where nothing waits for a value, found once for all that it leads."""
     if leader is None:
         return nearest(x, pos, metric, ranked)
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
-        return nearest(x.index_select(0, leader), pos, metric, ranked)
-    leading, back = leader.unique(return_inverse=True)
-    best, row = nearest(x.index_select(0, leading), pos, metric, ranked)
-    return best.index_select(0, back), row.index_select(0, back)
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        leading, place = leader.unique(return_inverse=True)
+        if len(leading) < len(leader):
+            x, leader = x.index_select(0, leading), place
+    best, row = nearest(x, pos, metric, ranked)
+    return best.index_select(0, leader), row.index_select(0, leader)

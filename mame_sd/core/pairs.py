@@ -1,7 +1,7 @@
 """Samples that merge alike: of a prompt the guided and the unguided one.
 
 Guidance adds a multiple of their difference, and with it a multiple of what merging does to one and not to the other. Where both merge
-the same tokens most of that cancels (docs/experiments.md, "The two halves of guidance"), and one plan is enough.
+the same tokens most of that cancels (docs/experiments.md, "The two halves of guidance").
 """
 
 from __future__ import annotations
@@ -10,29 +10,44 @@ import torch
 from torch import Tensor
 
 
-def leaders(latents: Tensor) -> Tensor | None:
-    """Of each sample of a model's input [B, ...] the one whose tokens decide what merges, LongTensor [B]; None: each its own.
+def leaders(inputs: Tensor, prompt_first: bool = False) -> Tensor:
+    """Of each sample of a model's input [B, ...] the one whose tokens decide what merges, LongTensor [B].
 
-    Where both halves of the batch are equal, as pipelines repeat latents for guidance, the second half leads: it has the prompt,
-    the first the negative one. What is found stays on the device: nothing waits for it.
+    Where both halves of the batch are equal, as pipelines repeat latents for guidance, the half with the prompt leads; else each sample
+    its own. What is found stays on the device: nothing waits for it.
+
+    Args:
+        inputs: latents, with what pipelines put beside them.
+        prompt_first: the prompt's half is the first; the second, after that of the negative prompt, in nearly all pipelines.
     """
-    batch = latents.shape[0]
-    if batch % 2:
-        return None
+    batch = inputs.shape[0]
+    own = torch.arange(batch, device=inputs.device)
     half = batch // 2
-    alike = (latents[:half] == latents[half:]).all()
-    own = torch.arange(batch, device=latents.device)
-    return torch.where(alike, own % half + half, own)
+    if batch % 2:
+        return own
+    alike = (inputs[:half] == inputs[half:]).all()
+    return torch.where(alike, own % half + (0 if prompt_first else half), own)
+
+
+def leaders_of_chunks(inputs: Tensor, unguided: list[bool]) -> Tensor:
+    """The same where it is known which samples are unguided: those of the chunks [B / n, ...] of the batch that `unguided` [n] names.
+
+    An unguided chunk is led by the first guided one, where their inputs are equal.
+    """
+    own = torch.arange(inputs.shape[0], device=inputs.device)
+    if not unguided or all(unguided) or inputs.shape[0] % len(unguided):
+        return own
+    chunks, numbers = inputs.chunk(len(unguided)), own.chunk(len(unguided))
+    guide = unguided.index(False)
+    led = [
+        torch.where((x == chunks[guide]).all(), numbers[guide], number) if follows else number
+        for x, number, follows in zip(chunks, numbers, unguided, strict=True)
+    ]
+    return torch.cat(led)
 
 
 def leaders_in(leader: Tensor | None, feature: Tensor) -> Tensor | None:
-    """`leaders` for tokens [B', L, d] of a layer in the model: in a video each sample's frames lead frame by frame.
-
-    None where B' is no multiple of B.
-    """
-    if leader is None or feature.shape[0] % leader.shape[0]:
-        return None
-    leader, frames = leader.to(feature.device), feature.shape[0] // leader.shape[0]
-    if frames == 1:
-        return leader
-    return (leader.unsqueeze(1) * frames + torch.arange(frames, device=feature.device)).flatten()
+    """`leaders` for tokens [B', L, d] of a layer in the model; None where they are not those of the model's samples (frames of a
+    video, a part of the batch)."""
+    same = leader is not None and leader.shape[0] == feature.shape[0]
+    return leader.to(feature.device) if leader is not None and same else None

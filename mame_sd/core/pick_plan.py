@@ -66,19 +66,26 @@ class PickPlan(Plan):
 
 
 @torch.no_grad()
-def pick_plan(x: Tensor, pos: Positions, config: MaMeConfig, special: int, lead: torch.Size) -> PickPlan:
-    """The plan of feature x [B, L, d] without special tokens.
+def pick_plan(
+    x: Tensor, pos: Positions, config: MaMeConfig, special: int, lead: torch.Size, leader: Tensor | None = None
+) -> PickPlan:
+    """The plan of feature x [B, L, d] without special tokens; `leader` as in `plan_merge`.
 
     Where `keep` leaves the destinations alone, or all tokens, nothing is compared: all samples take the same rows.
     """
+
+    def best() -> Tensor:
+        found = similarity_of(x, pos, config.metric).amax(-2)
+        return found if leader is None else found.index_select(0, leader)
+
     if config.keep is None:
         assert config.tau is not None
-        above = similarity_of(x, pos, config.metric).amax(-2) > config.tau
+        above = best() > config.tau
         preserved = preserved_by_tau(~above.all(0), pos)
     else:
         stay = pos.N - merged_by_keep(pos, config.keep)
         if stay in (0, pos.N):
             preserved = torch.arange(stay, device=pos.src.device)
         else:
-            preserved = preserved_by_keep(similarity_of(x, pos, config.metric).amax(-2), pos, config.keep)
+            preserved = preserved_by_keep(best(), pos, config.keep)
     return PickPlan(pos, preserved, special, lead, by_tau=config.tau is not None)

@@ -25,8 +25,10 @@ from mame_sd.errors import MachineError
 TORCH_INSTEAD = "gradients or float64: PyTorch's operations in place of the kernel"
 
 
-def kernel_plan(x: Tensor, pos: Positions, config: MaMeConfig, special: int, lead: torch.Size) -> RowPlan | None:
-    """The plan of feature x [B, L, d] without special tokens by the kernel that `config` names.
+def kernel_plan(
+    x: Tensor, pos: Positions, config: MaMeConfig, special: int, lead: torch.Size, leader: Tensor | None = None
+) -> RowPlan | None:
+    """The plan of feature x [B, L, d] without special tokens by the kernel that `config` names; `leader` as in `plan_merge`.
 
     None where it names none, and where PyTorch's operations have to do it: these are gradients and float64, for the kernels
     compute in fp32.
@@ -50,6 +52,8 @@ def kernel_plan(x: Tensor, pos: Positions, config: MaMeConfig, special: int, lea
     if not _served(x):
         return None
     best, row = best_destination(x.contiguous(), pos.slots, pos.m)
+    if leader is not None:
+        best, row = best.index_select(0, leader), row.index_select(0, leader)
     return row_plan(best, row, pos, config, special, lead, by_kernel=True)
 
 

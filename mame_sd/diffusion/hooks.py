@@ -18,6 +18,9 @@ from mame_sd.diffusion.threads import PerThread
 from mame_sd.diffusion.tokens import Call, Tokens
 from mame_sd.report import LayerStats
 
+# Models whose pipelines put the prompt before the negative one in a batch.
+_PROMPT_FIRST = {"DiTTransformer2DModel", "LuminaNextDiT2DModel"}
+
 
 class Setting:
     """Settings, and whether they merge."""
@@ -166,8 +169,8 @@ class EagerSizeHook(SizeHook):
 
 
 class StepHook(PreHook):
-    """Notes what the latest forward of a denoiser says: its timestep, which draw of the random partitions it takes; its latents,
-    whether guided and unguided samples stand in it.
+    """Notes what the latest forward of a denoiser says: its timestep, which draw of the random partitions it takes; its first
+    input, the latents, whether guided and unguided samples stand in it.
 
     So the same call gives the same result, whatever ran before, and neither sampler nor pipeline needs to be known.
     """
@@ -185,9 +188,9 @@ class StepHook(PreHook):
         draw = draw_at(timestep) if timestep is not None and config.redraw else None
         if inputs and draw is not None:
             draw = draw.to(inputs[0].device)
-        latents, leader = call.get(self.names[0]), None
-        if config.pairs and isinstance(latents, Tensor) and latents.dim() > 1:
-            leader = leaders(latents)
+        first, leader = call.get(self.names[0]), None
+        if config.pairs and isinstance(first, Tensor) and first.dim() > 1:
+            leader = leaders(first, type(module).__name__ in _PROMPT_FIRST)
         self.shared.step = Step(draw, leader)
 
 

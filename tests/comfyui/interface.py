@@ -163,11 +163,9 @@ class Model:
         context = kwargs.pop("context", None)
         return self._through("apply_model", last)(latent, times, None, context, None, options, **kwargs)
 
-    def self_attention(self, n: Tensor, size: tuple[int, int], sigma: float = 0.5, guided: bool = False) -> Tensor:
-        """One call whose only layer is this UNet's, on n [B, h * w, C]; `guided`: all of one latent, as for guidance."""
+    def self_attention(self, n: Tensor, size: tuple[int, int], sigma: float = 0.5) -> Tensor:
+        """One call whose only layer is this UNet's, on n [B, h * w, C]."""
         latent = torch.zeros(n.shape[0], 4, *size)
-        if not guided:
-            latent += torch.arange(n.shape[0]).view(-1, 1, 1, 1)
         result: Tensor = self.apply_model(latent, sigma, lambda options: self.network(n, size, options))
         return result
 

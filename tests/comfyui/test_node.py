@@ -64,13 +64,20 @@ def test_node_is_apply_mame(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("chunks", [[1, 0], [0, 1]], ids=str)
 @pytest.mark.parametrize("merge", [KEYS, QUERIES])
-def test_a_guided_pair_merges_alike(node: Any, model: Model, merge: str) -> None:
-    """By the tokens of the second half, which has the prompt: its output is that without the pair, the other's is not."""
+def test_a_guided_pair_merges_by_the_guided_tokens(node: Any, model: Model, merge: str, chunks: list[int]) -> None:
+    """Its output is that without the pair, the unguided one's is not."""
     patched = applied(node, model, merge, keep=0.25)
-    apart, pair = (patched.self_attention(tokens(), (H, W), guided=guided) for guided in (False, True))
-    assert torch.equal(pair[1], apart[1])
-    assert not torch.equal(pair[0], apart[0])
+    apart = patched.self_attention(tokens(), (H, W))  # nothing says which is which
+    options = patched.model_options["transformer_options"]
+    options["cond_or_uncond"] = chunks
+    pair = patched.self_attention(tokens(), (H, W))
+    guided = chunks.index(0)
+    assert torch.equal(pair[guided], apart[guided])
+    assert not torch.equal(pair[1 - guided], apart[1 - guided])
+    options["cond_or_uncond"] = [0, 0]  # two prompts
+    assert torch.equal(patched.self_attention(tokens(), (H, W)), apart)
 
 
 def sigma_of_the_first_draw() -> float:

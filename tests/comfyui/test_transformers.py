@@ -39,11 +39,6 @@ def mask_of(shape: Any) -> Any:
     return mask
 
 
-def latents(call: Recorded) -> Tensor:
-    """Of images of their own: equal ones would be a prompt's guided and unguided half, which merge alike."""
-    return torch.randn(call.latent, generator=torch.Generator().manual_seed(5))
-
-
 def run(
     node: Any, call: Recorded, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any] | None = None, **values: Any
 ) -> Tensor:
@@ -63,7 +58,7 @@ def run(
 
     references = [torch.zeros(shape) for shape in call.references]
     result: Tensor = model.apply_model(
-        latents(call), 0.5, attend, context=torch.zeros(2, 7, 24), ref_latents=references or None
+        torch.zeros(call.latent), 0.5, attend, context=torch.zeros(2, 7, 24), ref_latents=references or None
     )
     return result
 
@@ -201,7 +196,7 @@ def test_each_layer_of_a_step_draws_anew(node: Any) -> None:
 
     model = node.patch(Model(network(call)), "keep", 0.25, 0.8, "keys and values", 64)[0]
     for _ in range(2):
-        model.apply_model(latents(call), 0.5, attend, context=torch.zeros(2, 7, 24))
+        model.apply_model(torch.zeros(call.latent), 0.5, attend, context=torch.zeros(2, 7, 24))
     assert len(keys) == 6
     image = k[:, :, 7:].transpose(1, 2).flatten(2)
     for i, found in enumerate(keys):
@@ -255,7 +250,9 @@ def test_a_prompt_as_long_as_the_image_leaves_it_alone(node: Any, caplog: Any) -
         )
         return result
 
-    got = model.sample(lambda run: run.apply_model(latents(call), 0.5, attend, context=torch.zeros(2, 100, 24)))
+    got = model.sample(
+        lambda run: run.apply_model(torch.zeros(call.latent), 0.5, attend, context=torch.zeros(2, 100, 24))
+    )
     assert torch.equal(got, attention(q, k, v, 2, skip_reshape=True))
     assert caplog.messages == ["MaMe merged nothing: the prompt's 100 tokens are not fewer than the image's 96"]
 

@@ -9,7 +9,7 @@ import torch
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.merge import plan_merge
-from mame_sd.core.pairs import leaders, leaders_in
+from mame_sd.core.pairs import leaders, leaders_in, leaders_of_chunks
 from mame_sd.core.reference import reference_plan
 
 SETTINGS: list[dict[str, Any]] = [
@@ -29,11 +29,11 @@ def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_the_second_half_leads_where_both_are_the_same_latents() -> None:
+@pytest.mark.parametrize("prompt_first", [False, True])
+def test_the_half_with_the_prompt_leads_where_both_are_the_same_input(prompt_first: bool) -> None:
     x = tokens(2, 4, 8, 8)
-    found = leaders(torch.cat([x, x]))
-    assert found is not None
-    assert found.tolist() == [2, 3, 2, 3]
+    expected = [0, 1, 0, 1] if prompt_first else [2, 3, 2, 3]
+    assert leaders(torch.cat([x, x]), prompt_first).tolist() == expected
 
 
 @pytest.mark.parametrize("where", [(0, 0, 0, 0), (1, 3, 7, 7)], ids=str)
@@ -41,19 +41,43 @@ def test_each_leads_itself_where_one_number_differs(where: tuple[int, ...]) -> N
     x = tokens(2, 4, 8, 8)
     twice = torch.cat([x, x])
     twice[where] += 1
-    found = leaders(twice)
-    assert found is not None
-    assert found.tolist() == [0, 1, 2, 3]
+    assert leaders(twice).tolist() == [0, 1, 2, 3]
 
 
-def test_nobody_leads_an_odd_batch() -> None:
-    assert leaders(tokens(1, 4, 8, 8).expand(3, -1, -1, -1)) is None
+def test_each_of_an_odd_batch_leads_itself() -> None:
+    assert leaders(tokens(1, 4, 8, 8).expand(3, -1, -1, -1)).tolist() == [0, 1, 2]
 
 
-def test_frames_lead_frame_by_frame() -> None:
+@pytest.mark.parametrize(
+    ("unguided", "expected"),
+    [
+        ([True, False], [2, 3, 2, 3]),
+        ([False, True], [0, 1, 0, 1]),
+        ([False, False], [0, 1, 2, 3]),
+        ([True, True], [0, 1, 2, 3]),
+        ([True, False, False, False], [1, 1, 2, 3]),
+        ([True, False, False], [0, 1, 2, 3]),  # no chunks of a batch of four
+        ([], [0, 1, 2, 3]),
+    ],
+    ids=str,
+)
+def test_unguided_chunks_follow_the_first_guided_one(unguided: list[bool], expected: list[int]) -> None:
+    assert leaders_of_chunks(torch.ones(4, 4, 8, 8), unguided).tolist() == expected
+
+
+def test_a_chunk_of_another_input_leads_itself() -> None:
+    """Of three prompts' areas and a negative one, that covers the second prompt's."""
+    x = tokens(3, 4, 8, 8)
+    assert leaders_of_chunks(torch.cat([x[1:2], x]), [True, False, False, False]).tolist() == [0, 1, 2, 3]
+    assert leaders_of_chunks(torch.cat([x[:1], x]), [True, False, False, False]).tolist() == [1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("samples", [1, 4, 6], ids=str)
+def test_layers_that_see_other_samples_have_no_leaders(samples: int) -> None:
+    """Frames of a video in the batch, or a part of it."""
     leader = torch.tensor([1, 1])
-    assert leaders_in(leader, tokens(6, 5, 3)).tolist() == [3, 4, 5, 3, 4, 5]  # type: ignore[union-attr]
-    assert leaders_in(leader, tokens(3, 5, 3)) is None
+    assert leaders_in(leader, tokens(samples, 5, 3)) is None
+    assert torch.equal(leaders_in(leader, tokens(2, 5, 3)), leader)  # type: ignore[arg-type]
     assert leaders_in(None, tokens(2, 5, 3)) is None
 
 

@@ -76,6 +76,15 @@ def test_plans_are_those_of_the_loops(name: str) -> None:
 
 
 @runs
+def test_samples_follow_their_leader() -> None:
+    leader = torch.tensor([1, 1])
+    x = tokens((6, 6))
+    plan, plain = (plan_merge(x, MaMeConfig(kernel=k), (6, 6), leader=leader.to(x.device)) for k in ("triton", None))
+    assert torch.equal(owners_of(plan), owners_of(plain))
+    assert torch.equal(*owners_of(plan))
+
+
+@runs
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("width", [16, 144])
 def test_any_dtype_and_width(dtype: torch.dtype, width: int) -> None:

@@ -423,6 +423,19 @@ def test_samples_of_other_latents_merge_by_themselves() -> None:
         assert torch.equal(got, expected)
 
 
+def test_two_prompts_and_their_guidance() -> None:
+    """Each unguided sample goes by its own prompt's guided one."""
+    unet = tiny_unet()
+    inputs = {**unet_inputs(unet), "timestep": torch.tensor(500)}
+    four = {name: value.repeat(2, *[1] * (value.dim() - 1)) for name, value in inputs.items() if value.dim() > 1}
+    four["encoder_hidden_states"] = four["encoder_hidden_states"] * torch.arange(1.0, 5).view(4, 1, 1)
+    with torch.no_grad(), mame(unet, min_tokens=40):
+        together = unet(**inputs | four).sample
+        for i in range(2):
+            pair = {name: value[i::2] for name, value in four.items()}
+            torch.testing.assert_close(together[i::2], unet(**inputs | pair).sample)
+
+
 def test_a_training_batch_is_no_pair() -> None:
     unet = tiny_unet()
     inputs = unet_inputs(unet)
@@ -436,7 +449,7 @@ def test_a_training_batch_is_no_pair() -> None:
 
 def test_compiled_a_pair_merges_alike_too() -> None:
     unet = tiny_unet()
-    plain = guided(unet)
+    plain = {apart: guided(unet, apart) for apart in (0.0, 1e-3)}
     with torch.no_grad(), mame(unet, min_tokens=40):
         inputs = unet_inputs(unet)
         compiled = torch.compile(unet, backend="eager", fullgraph=True)
@@ -444,5 +457,4 @@ def test_compiled_a_pair_merges_alike_too() -> None:
             with torch._dynamo.config.patch(error_on_recompile=apart > 0):
                 latents = inputs["sample"][:1]
                 got = compiled(**{**inputs, "sample": torch.cat([latents, latents + apart])}).sample
-            if not apart:
-                torch.testing.assert_close(got, torch.stack(plain))
+            torch.testing.assert_close(got, torch.stack(plain[apart]))

@@ -246,6 +246,23 @@ def test_steps_of_flux_have_destinations_of_their_own() -> None:
     assert torch.equal(run(inputs, model), drawn)
 
 
+@pytest.mark.parametrize(
+    "fields", [{"keep": 0.25}, {"keep": 0.4}, {"keep": 0.4, "merge": "qkv"}, {"keep": 0.25, "weights": "pick"}], ids=str
+)
+def test_a_guided_pair_of_flux_merges_by_the_guided_sample(fields: dict[str, Any]) -> None:
+    """Its output is that of no pair, in rotary attention too, where samples that keep tokens of their own run alone."""
+    model, inputs = flux()
+    latents = inputs["hidden_states"][1:]
+    inputs["hidden_states"] = latents.repeat(2, 1, 1)
+    handle = apply_mame(model, min_tokens=1, **fields)
+    pair = run(inputs, model)
+    handle.set(pairs=False)
+    apart = run(inputs, model)
+    torch.testing.assert_close(pair[1], apart[1])
+    alike = fields.get("weights") == "pick"  # which compares nothing at a share of its cells
+    assert torch.equal(pair[0], apart[0]) == alike
+
+
 def test_samples_that_keep_the_same_tokens_run_together() -> None:
     model, inputs = flux()
     seen: list[tuple[int, ...]] = []

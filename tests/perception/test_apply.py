@@ -155,6 +155,7 @@ def test_one_number_for_each_block() -> None:
         ({"merge": "kv"}, "merge: expected none for a vision transformer, got 'kv': an encoder's tokens merge once"),
         ({"size": (4, 4)}, "size: expected none"),
         ({"redraw": True}, "redraw: expected none"),
+        ({"pairs": True}, "pairs: expected none"),
         ({"keep": 0.5, "mlp": 0.5}, "mlp: expected none"),
         ({"tau": 2}, "tau: expected a finite number from -1 to 1"),
         ({"taw": 0.5}, "did you mean 'tau'"),
