@@ -101,16 +101,18 @@ def test_the_transformer_generates_and_merges() -> None:
     pipe.set_progress_bar_config(disable=True)
     call = {"prompt": "rocket on a red brick background", "num_inference_steps": 2, "guidance_scale": 2.5}
     images = []
-    for merging in ({}, {"keep": 0.25, "correct": False}, {"keep": 0.25}):
+    for seed, merging in ((0, {}), (1, {}), (0, {"keep": 0.25, "correct": False}), (0, {"keep": 0.25})):
         handle = apply_mame(pipe, **merging) if merging else None
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(seed)
         images.append(pipe(**call, generator=generator, output_type="pt").images)
         if handle is not None:
             assert all(layer.merged and layer.tokens_kept == 256 for layer in handle.report().layers)
             handle.remove()
     assert images[0].shape == (1, 3, 256, 256)
-    whole, merged, corrected = images
-    assert 0 < (corrected - whole).norm() < (merged - whole).norm()
+    whole, other, merged, corrected = images
+    assert not torch.equal(corrected, merged)
+    for image in (merged, corrected):  # which of them is nearer, one image can't tell
+        assert 0 < (image - whole).norm() < 0.5 * (other - whole).norm()
 
 
 def test_no_embedded_file_names_a_folder_of_the_machine_that_made_it() -> None:
