@@ -49,5 +49,6 @@ def leaders_of_chunks(inputs: Tensor, unguided: list[bool]) -> Tensor:
 def leaders_in(leader: Tensor | None, feature: Tensor) -> Tensor | None:
     """`leaders` for tokens [B', L, d] of a layer in the model; None where they are not those of the model's samples (frames of a
     video, a part of the batch)."""
-    same = leader is not None and leader.shape[0] == feature.shape[0]
-    return leader.to(feature.device) if leader is not None and same else None
+    if leader is None or leader.shape[0] != feature.shape[0]:
+        return None
+    return leader.to(feature.device)
