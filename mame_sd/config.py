@@ -68,8 +68,8 @@ class MaMeConfig:
     )
     pairs: bool = _field(
         "the guided and the unguided sample of a prompt merge the same tokens, so that guidance does not multiply a difference of "
-        "merging: in calls of a model whose batch holds the same input twice (samples of one seed too, at their first step); by "
-        "apply_mame, which sees it, and not where gradients are on"
+        "merging: in calls of a model whose batch holds the same input twice (samples of one seed too, at their first step), and in two "
+        "calls of one input; by apply_mame, which sees it, and not where gradients are on"
     )
     min_tokens: int = _field(
         "layers with fewer tokens are left alone. With MaMeAttnProcessor on a video model keep it above the number of frames"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mame_sd.config import PARTS, MaMeConfig
 from mame_sd.core.pairs import leaders
 from mame_sd.core.partition import draw_at
+from mame_sd.diffusion.calls import LatestCall
 from mame_sd.diffusion.hook_registry import AroundHook, PreHook
 from mame_sd.diffusion.layer import NO_STEP, Layer, Step, merged_call
 from mame_sd.diffusion.threads import PerThread
@@ -107,8 +108,9 @@ class MergeHook(AroundHook):
             return forward(*args, **kwargs)
         call = self.layer.call(module, forward, args, kwargs)
         known = None if self.image is None else self.image.tokens
-        draw, leader = self.shared.step
-        step = Step(None if draw is None else draw + self.number, leader)
+        step = self.shared.step
+        if step.draw is not None:
+            step = step._replace(draw=step.draw + self.number)
         return merged_call(self.layer, call, known, config, self.stats, step)
 
 
@@ -170,9 +172,9 @@ class EagerSizeHook(SizeHook):
 
 class StepHook(PreHook):
     """Notes what the latest forward of a denoiser says: its timestep, which draw of the random partitions it takes; its first
-    input, the latents, whether guided and unguided samples stand in it.
+    input, the latents, whether guided and unguided samples stand in it, or it is the second call of two of the same input.
 
-    So the same call gives the same result, whatever ran before, and neither sampler nor pipeline needs to be known.
+    So the same call gives the same result, whatever ran before it with other latents, and neither sampler nor pipeline needs to be known.
     """
 
     name = "mame_step"
@@ -180,18 +182,20 @@ class StepHook(PreHook):
     def __init__(self, module: nn.Module, shared: Shared) -> None:
         self.names = _names(module)
         self.shared = shared
+        self.latest = LatestCall()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        config, timestep = self.shared.now.config, call.get("timestep")
-        inputs = [call[name] for name in self.names if isinstance(call.get(name), Tensor) and call[name].dim() > 1]
-        draw = draw_at(timestep) if timestep is not None and config.redraw else None
+        setting, timestep = self.shared.now, call.get("timestep")
+        inputs = [value for name in self.names if isinstance(value := call.get(name), Tensor) and value.dim() > 1]
+        draw = draw_at(timestep) if timestep is not None and setting.config.redraw else None
         if inputs and draw is not None:
             draw = draw.to(inputs[0].device)
-        first, leader = call.get(self.names[0]), None
-        if config.pairs and isinstance(first, Tensor) and first.dim() > 1:
-            leader = leaders(first, type(module).__name__ in _PROMPT_FIRST)
-        self.shared.step = Step(draw, leader)
+        leader = plans = None
+        if setting.config.pairs and inputs and inputs[0] is call.get(self.names[0]):
+            leader = leaders(inputs[0], type(module).__name__ in _PROMPT_FIRST)
+            plans = self.latest.plans(inputs[0], timestep, setting)
+        self.shared.step = Step(draw, leader, plans)
 
 
 def takes_timestep(module: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from mame_sd.core.pairs import leaders_in
 from mame_sd.core.partition import GRIDS
 from mame_sd.core.plan import Plan
 from mame_sd.core.triton_plan import kernel_note
+from mame_sd.diffusion.calls import Plans
 from mame_sd.diffusion.tokens import Tokens
 from mame_sd.report import LayerStats
 
@@ -71,10 +72,12 @@ class Step(NamedTuple):
     Attributes:
         draw: which of the drawn partitions it takes, see `plan_merge`.
         leader: of each sample of the batch the one whose tokens decide what merges (`mame_sd.core.pairs`); None: each its own.
+        plans: what merged in an earlier call of the same input, and merges again in this one; None: this call stands alone.
     """
 
     draw: Tensor | None = None
     leader: Tensor | None = None
+    plans: Plans | None = None
 
 
 class Unmerged(NamedTuple):
@@ -164,7 +167,7 @@ def merged_call(
         stats.skipped(tokens, layer.count(call, known))
         return call.run()
     config, fallback = layer.fitted(config, tokens)
-    plan = layer.plan(call, tokens, config, step)
+    plan = _plan(layer, call, tokens, config, stats, step)
     if nothing_to_win(config, plan):
         stats.whole(plan, tokens.size if tokens.plane else None, fallback, NOTHING_TO_WIN)
         return call.run()
@@ -175,6 +178,16 @@ def merged_call(
     note = layer.note(call, config)
     stats.merged(plan, tokens.size if tokens.plane else None, fallback, note, kernel_note(config, plan))
     return output
+
+
+def _plan(layer: Layer, call: LayerCall, tokens: Tokens, config: MaMeConfig, stats: LayerStats, step: Step) -> Plan:
+    """What merges in this call: what merged in an earlier one of the same input, if there was one."""
+    if step.plans is None or torch.compiler.is_compiling():
+        return layer.plan(call, tokens, config, step)
+    key = stats.name, tokens.size, call.arguments[layer.hidden].shape[0]
+    plan = step.plans.get(key) or layer.plan(call, tokens, config, step)
+    step.plans.put(key, plan)
+    return plan
 
 
 def nothing_to_win(config: MaMeConfig, plan: Plan) -> bool:

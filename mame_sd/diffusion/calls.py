@@ -1,0 +1,89 @@
+"""Guidance in two calls: the second, of the same latents at the same timestep, merges by the plans of the first.
+
+What a batch of both is to `mame_sd.core.pairs`. Pipelines of Qwen-Image, Wan, Chroma and Flux call the model with the prompt and then, with the
+very same tensor, with the negative prompt.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mame_sd.core.plan import MergePlan, Plan
+from mame_sd.diffusion.threads import PerThread
+
+Key = tuple[Any, ...]
+
+
+class Plans:
+    """Plans of a model's layers, for all calls of one input."""
+
+    def __init__(self) -> None:
+        self._found: dict[Key, Plan] = {}
+
+    def get(self, key: Key) -> Plan | None:
+        """The plan of a layer, where an earlier call made one."""
+        return self._found.get(key)
+
+    def put(self, key: Key, plan: Plan) -> None:
+        """Keeps a plan for later calls, unless it is a matrix, which all layers together have no memory for."""
+        if not isinstance(plan, MergePlan):
+            self._found[key] = plan
+
+    def clear(self, _: Any = None) -> None:
+        """Lets go of all."""
+        self._found.clear()
+
+
+class LatestCall:
+    """A denoiser's latest call in each thread, as far as it tells whether the next one is of the same input."""
+
+    def __init__(self) -> None:
+        self._latest = PerThread()
+
+    def plans(self, inputs: Tensor, timestep: Any, setting: Any) -> Plans | None:
+        """The plans that a call shares with those before it; None where it can't be told which these are.
+
+        The latents are the same where they are the same tensor, unchanged: nothing is compared. Of timesteps that are other tensors the values
+        are, which waits for the device, in the second call of a pair alone.
+
+        Args:
+            inputs: the call's latents.
+            timestep: its timestep.
+            setting: the settings in force; a call under other ones begins anew.
+        """
+        if torch.compiler.is_compiling() or inputs.is_inference():  # whose changes are not counted
+            return None
+        latest = self._latest.value
+        if latest is not None:
+            known, version, before, seen, plans = latest
+            if known() is inputs and version == inputs._version and seen is setting and _same(before, timestep):
+                found: Plans = plans
+                return found
+        plans = Plans()
+        latents = weakref.ref(inputs, plans.clear)  # with them goes what was kept for them
+        self._latest.value = (latents, inputs._version, _noted(timestep), setting, plans)
+        return plans
+
+
+def _noted(timestep: Any) -> tuple[Any, int]:
+    """A timestep, and how often it was changed."""
+    counted = isinstance(timestep, Tensor) and not timestep.is_inference()
+    return timestep, timestep._version if counted else 0
+
+
+def _same(noted: tuple[Any, int], timestep: Any) -> bool:
+    """Whether a timestep is the one that was noted."""
+    before, version = noted
+    if not isinstance(before, Tensor) or not isinstance(timestep, Tensor):
+        return type(before) is type(timestep) and bool(before == timestep)
+    if _noted(before) != (before, version) or before.is_inference():
+        return False
+    if before is timestep:
+        return True
+    if before.is_cuda and torch.cuda.is_current_stream_capturing():  # no value can be read
+        return False
+    return before.shape == timestep.shape and before.device == timestep.device and torch.equal(before, timestep)

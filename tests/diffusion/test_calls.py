@@ -1,0 +1,272 @@
+"""Guidance in two calls: both merge by the first one's tokens, and only where they are of the same input."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mame_sd import apply_mame
+from mame_sd.core.plan import Plan
+from mame_sd.diffusion import layer
+from mame_sd.diffusion.hook_registry import hook_on
+from tests.builders.pipelines import quiet
+from tests.builders.tiny import tiny_unet, unet_inputs
+from tests.builders.transformers import TEXT, normal, run
+from tests.matrix.transformers import ROWS
+
+MODELS = {row.name: row for row in ROWS}
+KEPT: list[dict[str, Any]] = [
+    {"keep": 0.25},
+    {"keep": 0.4},
+    {"tau": 0.3},
+    {"keep": 0.4, "merge": "qkv"},
+    {"keep": 0.25, "weights": "pick"},
+]
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """All plans that are made, in order."""
+    made: list[Plan] = []
+
+    def plan(*args: Any, **kwargs: Any) -> Plan:
+        made.append(plan_merge(*args, **kwargs))
+        return made[-1]
+
+    plan_merge = layer.plan_merge
+    monkeypatch.setattr(layer, "plan_merge", plan)
+    return made
+
+
+def halves(inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of two samples of one input: what the guided one's call, and then the unguided one's, would be given."""
+    alike = {"hidden_states", "sample"} & inputs.keys()
+    whole = {key: value for key, value in inputs.items() if key.endswith("ids") and key != "class_labels"}
+    parts = []
+    for i in (1, 0):
+        part = {
+            key: value[i : i + 1] if isinstance(value, (Tensor, list)) and len(value) == 2 else value
+            for key, value in inputs.items()
+        }
+        parts.append({**part, **whole})
+    for key in alike:
+        parts[1][key] = parts[0][key]
+    return parts[0], parts[1]
+
+
+@pytest.mark.parametrize("fields", KEPT, ids=str)
+@pytest.mark.parametrize("name", ["Flux", "Qwen-Image", "Wan (video)", "Stable Diffusion 3.5", "PixArt"])
+def test_two_calls_give_what_a_batch_of_both_gives(name: str, fields: dict[str, Any], planned: list[Plan]) -> None:
+    row = MODELS[name]
+    model, inputs = row.build(), dict(row.run.args[0])  # type: ignore[attr-defined]
+    inputs["hidden_states"] = inputs["hidden_states"][1:].repeat_interleave(2, 0)
+    guided, unguided = halves(inputs)
+    handle = apply_mame(model, min_tokens=1, **fields)
+    both = run(inputs, model)
+    planned.clear()
+    first = run(guided, model)
+    made = len(planned)
+    second = run(unguided, model)
+    assert len(planned) == made > 0
+    torch.testing.assert_close(torch.cat([second, first]), both)
+    unguided["hidden_states"] = unguided["hidden_states"].clone()  # equal, but who knows
+    run(unguided, model)
+    assert len(planned) == 2 * made
+    assert all(entry.calls == 4 for entry in handle.report().layers)
+
+
+def pipeline(name: str, row: str, **parts: Any) -> Any:
+    """diffusers' pipeline of that name around the tiny transformer of a row, without text encoders and autoencoder."""
+    kind = getattr(diffusers, name)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    return quiet(kind(transformer=MODELS[row].build(), vae=None, scheduler=scheduler, **parts))
+
+
+def texts(shorter: int = 1) -> dict[str, Tensor]:
+    """Of the prompt, and of the negative one with fewer tokens."""
+    return {"prompt_embeds": normal(1, TEXT, 16), "negative_prompt_embeds": normal(1, TEXT - shorter, 16, seed=1)}
+
+
+def pooled() -> dict[str, Tensor]:
+    return {"pooled_prompt_embeds": normal(1, 8), "negative_pooled_prompt_embeds": normal(1, 8, seed=1)}
+
+
+def masks(names: tuple[str, str], dtype: torch.dtype = torch.bool) -> dict[str, Tensor]:
+    return {name: torch.ones(1, TEXT - i, dtype=dtype) for i, name in enumerate(names)}
+
+
+FLUX_PARTS = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+ONE_TEXT = dict.fromkeys(("text_encoder", "tokenizer"))
+PIPELINES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "Qwen-Image": (
+        partial(pipeline, "QwenImagePipeline", "Qwen-Image", **ONE_TEXT),
+        {
+            **texts(),
+            **masks(("prompt_embeds_mask", "negative_prompt_embeds_mask"), torch.long),
+            "true_cfg_scale": 3.0,
+        },
+    ),
+    "Flux": (
+        partial(pipeline, "FluxPipeline", "Flux", **FLUX_PARTS),
+        {**texts(0), **pooled(), "true_cfg_scale": 3.0},
+    ),
+    "Chroma": (
+        partial(pipeline, "ChromaPipeline", "Chroma", **ONE_TEXT),
+        {**texts(), **masks(("prompt_attention_mask", "negative_prompt_attention_mask"))},
+    ),
+    "Wan": (partial(pipeline, "WanPipeline", "Wan (video)", **ONE_TEXT), {**texts(), "num_frames": 9}),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines_that_call_twice_plan_once(name: str, planned: list[Plan]) -> None:
+    build, given = PIPELINES[name]
+    pipe = build()
+    handle = apply_mame(pipe, keep=0.25, min_tokens=1)
+    for steps in (1, 3):
+        for pairs, plans in ((True, 1), (False, 2)):
+            handle.set(pairs=pairs)
+            handle.reset()
+            planned.clear()
+            pipe(**given, height=128, width=192, num_inference_steps=steps, output_type="latent")
+            layers = [entry for entry in handle.report().layers if entry.merged]
+            assert layers, "something merges"
+            assert all(entry.calls == 2 * steps for entry in layers)
+            assert len(planned) == plans * steps * len(layers)
+
+
+def called_twice(between: Callable[[Any, dict[str, Any]], Any], planned: list[Plan], **fields: Any) -> bool:
+    """Whether the second of two calls of a model merges by the first one's plans, with something done in between."""
+    model = tiny_unet()
+    inputs = {**unet_inputs(model), "timestep": torch.tensor(500)}
+    handle = apply_mame(model, **{"min_tokens": 40, **fields})
+    with torch.no_grad():
+        model(**inputs)
+        made = len(planned)
+        between(handle, inputs)
+        model(**inputs)
+    assert made
+    return len(planned) == made
+
+
+def other(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Any, dict[str, Any]], None]:
+    return lambda handle, inputs: inputs.update({name: change(inputs[name])})
+
+
+def elsewhere(handle: Any, inputs: dict[str, Any]) -> None:
+    """Another thread's call of another input changes nothing here."""
+
+    def work() -> None:
+        with torch.no_grad():
+            handle.root(**{**inputs, "sample": inputs["sample"] + 1})
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("between", "shared"),
+    [
+        (lambda handle, inputs: None, True),
+        (other("encoder_hidden_states", torch.neg), True),
+        (other("timestep", torch.clone), True),
+        (other("timestep", lambda t: t - 20), False),
+        (other("timestep", lambda t: t.sub_(20)), False),
+        (other("timestep", lambda t: t.item()), False),
+        (other("sample", torch.clone), False),
+        (other("sample", lambda t: t.mul_(2)), False),
+        (lambda handle, inputs: handle.set(keep=0.5), False),
+        (lambda handle, inputs: handle.set(pairs=False), False),
+        (lambda handle, inputs: elsewhere(handle, {**inputs}), None),
+    ],
+    ids=[
+        "nothing",
+        "another text",
+        "an equal timestep",
+        "another timestep",
+        "a timestep changed in place",
+        "a timestep as a number",
+        "equal latents",
+        "latents changed in place",
+        "other settings",
+        "turned off",
+        "another thread",
+    ],
+)
+def test_the_second_call_follows_where_latents_and_timestep_are_the_same(
+    between: Any, shared: bool | None, planned: list[Plan]
+) -> None:
+    if shared is None:  # the other thread plans for itself, this one's second call does not
+        before = []
+
+        def counting(handle: Any, inputs: dict[str, Any]) -> None:
+            before.append(len(planned))
+            between(handle, inputs)
+            before.append(len(planned))
+
+        assert not called_twice(counting, planned)
+        assert len(planned) == before[1] == 2 * before[0]
+    else:
+        assert called_twice(between, planned) == shared
+
+
+@pytest.mark.parametrize("fields", [{"pairs": False}, {"weights": "average", "keep": 0.5}], ids=str)
+def test_calls_stand_alone_where_that_is_asked_for_or_plans_are_matrices(
+    fields: dict[str, Any], planned: list[Plan]
+) -> None:
+    assert not called_twice(lambda handle, inputs: None, planned, **fields)
+
+
+def test_calls_stand_alone_in_inference_mode_and_with_gradients(planned: list[Plan]) -> None:
+    model = tiny_unet()
+    apply_mame(model, min_tokens=40)
+    for mode in (torch.inference_mode, torch.enable_grad):
+        with mode():
+            inputs = {key: torch.as_tensor(value).clone() for key, value in unet_inputs(model).items()}
+            planned.clear()
+            model(**inputs)
+            made = len(planned)
+            model(**inputs)
+            assert len(planned) == 2 * made > 0
+
+
+def plans_of(model: nn.Module) -> Any:
+    return hook_on(model, "mame_step").latest._latest.value[-1]._found
+
+
+def test_plans_go_with_the_latents() -> None:
+    model = tiny_unet()
+    apply_mame(model, min_tokens=40)
+    inputs = unet_inputs(model)
+    with torch.no_grad():
+        model(**inputs)
+    assert plans_of(model)
+    inputs.clear()
+    assert not plans_of(model)
+
+
+def test_blocks_that_are_compiled_alone_stay_right() -> None:
+    """Their graphs hold no plans: each call makes its own, and one graph serves both."""
+    torch._dynamo.reset()
+    row = MODELS["Flux"]
+    model, inputs = row.build(), dict(row.run.args[0])  # type: ignore[attr-defined]
+    inputs["hidden_states"] = inputs["hidden_states"][1:].repeat(2, 1, 1)
+    guided, unguided = halves(inputs)
+    apply_mame(model, keep=0.25, min_tokens=1)
+    expected = run(guided, model)
+    unguided["hidden_states"] = guided["hidden_states"].clone()
+    alone = run(unguided, model)
+    unguided["hidden_states"] = guided["hidden_states"]
+    model.compile_repeated_blocks(backend="eager", fullgraph=True)
+    torch.testing.assert_close(run(guided, model), expected)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        torch.testing.assert_close(run(unguided, model), alone)
+        torch.testing.assert_close(run(guided, model), expected)
