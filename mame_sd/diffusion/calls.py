@@ -7,6 +7,8 @@ very same tensor, with the negative prompt.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,23 +17,36 @@ from torch import Tensor
 from mame_sd.core.plan import MergePlan, Plan
 from mame_sd.diffusion.threads import PerThread
 
-Key = tuple[Any, ...]
+_MOST = 64  # calls of a layer in one of the model that are kept; others are blocks called by themselves, without end
 
 
 class Plans:
     """Plans of a model's layers, for all calls of one input."""
 
     def __init__(self) -> None:
-        self._found: dict[Key, Plan] = {}
+        self._found: dict[tuple[Any, ...], Plan] = {}
+        self._calls: Counter[str] = Counter()
 
-    def get(self, key: Key) -> Plan | None:
-        """The plan of a layer, where an earlier call made one."""
-        return self._found.get(key)
+    def begin(self) -> Plans:
+        """To be called at the start of each call of the model."""
+        self._calls.clear()
+        return self
 
-    def put(self, key: Key, plan: Plan) -> None:
-        """Keeps a plan for later calls, unless it is a matrix, which all layers together have no memory for."""
-        if not isinstance(plan, MergePlan):
+    def plan(self, layer: str, shape: tuple[int, ...], make: Callable[[], Plan]) -> Plan:
+        """What merges in the next call of a layer: the plan that its call of the same number made in an earlier call of the model, else a new
+        one. It is kept, unless it is a matrix, which all layers together have no memory for.
+
+        Args:
+            layer: its name.
+            shape: of the tokens that may merge.
+            make: gives a new plan.
+        """
+        self._calls[layer] += 1  # a feed-forward network may run chunk by chunk
+        key = layer, self._calls[layer], shape
+        plan = self._found.get(key) or make()
+        if not isinstance(plan, MergePlan) and self._calls[layer] <= _MOST:
             self._found[key] = plan
+        return plan
 
     def clear(self, _: Any = None) -> None:
         """Lets go of all."""
@@ -62,7 +77,7 @@ class LatestCall:
             known, version, before, seen, plans = latest
             if known() is inputs and version == inputs._version and seen is setting and _same(before, timestep):
                 found: Plans = plans
-                return found
+                return found.begin()
         plans = Plans()
         latents = weakref.ref(inputs, plans.clear)  # with them goes what was kept for them
         self._latest.value = (latents, inputs._version, _noted(timestep), setting, plans)

@@ -167,7 +167,7 @@ def merged_call(
         stats.skipped(tokens, layer.count(call, known))
         return call.run()
     config, fallback = layer.fitted(config, tokens)
-    plan = _plan(layer, call, tokens, config, stats, step)
+    plan = _plan(layer, call, tokens, config, stats.name, step)
     if nothing_to_win(config, plan):
         stats.whole(plan, tokens.size if tokens.plane else None, fallback, NOTHING_TO_WIN)
         return call.run()
@@ -180,14 +180,12 @@ def merged_call(
     return output
 
 
-def _plan(layer: Layer, call: LayerCall, tokens: Tokens, config: MaMeConfig, stats: LayerStats, step: Step) -> Plan:
+def _plan(layer: Layer, call: LayerCall, tokens: Tokens, config: MaMeConfig, name: str, step: Step) -> Plan:
     """What merges in this call: what merged in an earlier one of the same input, if there was one."""
     if step.plans is None or torch.compiler.is_compiling():
         return layer.plan(call, tokens, config, step)
-    key = stats.name, tokens.size, call.arguments[layer.hidden].shape[0]
-    plan = step.plans.get(key) or layer.plan(call, tokens, config, step)
-    step.plans.put(key, plan)
-    return plan
+    shape = call.arguments[layer.hidden].shape[0], *tokens.size
+    return step.plans.plan(name, shape, lambda: layer.plan(call, tokens, config, step))
 
 
 def nothing_to_win(config: MaMeConfig, plan: Plan) -> bool:

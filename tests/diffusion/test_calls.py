@@ -10,6 +10,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor, nn
 
 from mame_sd import apply_mame
@@ -17,7 +18,7 @@ from mame_sd.core.plan import Plan
 from mame_sd.diffusion import layer
 from mame_sd.diffusion.hook_registry import hook_on
 from tests.builders.pipelines import quiet
-from tests.builders.tiny import tiny_unet, unet_inputs
+from tests.builders.tiny import LATENT, tiny_unet, unet_inputs
 from tests.builders.transformers import TEXT, normal, run
 from tests.matrix.transformers import ROWS
 
@@ -236,6 +237,39 @@ def test_calls_stand_alone_in_inference_mode_and_with_gradients(planned: list[Pl
             made = len(planned)
             model(**inputs)
             assert len(planned) == 2 * made > 0
+
+
+def test_each_chunk_of_a_network_has_its_plan(planned: list[Plan]) -> None:
+    """A feed-forward network that runs in chunks is called more than once in each call of the model."""
+    model = tiny_unet()
+    for block in model.modules():
+        if isinstance(block, BasicTransformerBlock):
+            block.set_chunk_feed_forward(1, 0)
+    handle = apply_mame(model, mlp=0.5, min_tokens=40)
+    inputs = unet_inputs(model)
+    with torch.no_grad():
+        first = model(**inputs).sample
+        made = len(planned)
+        second = model(**inputs).sample
+    assert torch.equal(first, second)
+    assert len(planned) == made
+    chunks = [entry.calls for entry in handle.report().layers if entry.part == "mlp" and entry.merged]
+    assert chunks
+    assert set(chunks) == {4}
+
+
+def test_blocks_called_by_themselves_plan_for_themselves(planned: list[Plan]) -> None:
+    model = tiny_unet()
+    apply_mame(model, min_tokens=40)
+    inputs = unet_inputs(model)
+    block = model.down_blocks[0].attentions[0].transformer_blocks[0]
+    with torch.no_grad():
+        model(**inputs)
+        planned.clear()
+        for i in range(100):
+            block(normal(2, LATENT * LATENT, 16, seed=i), encoder_hidden_states=inputs["encoder_hidden_states"])
+    assert len(planned) == 100
+    assert len(plans_of(model)) < 100
 
 
 def plans_of(model: nn.Module) -> Any:
