@@ -145,8 +145,8 @@ def with_earlier(rows: list[dict[str, Any]], versions: dict[str, str]) -> list[d
         old = earlier.get(row["suite"], {"counts": {}, "differences": []})
         kept = [item for item in old["differences"] if item["mode"] not in row["counts"]]
         row["differences"] = [*kept, *row["differences"]]
-        row["counts"] = {mode: row["counts"].get(mode, old["counts"].get(mode)) for mode in GROUND}
-        row["counts"] = {mode: count for mode, count in row["counts"].items() if count is not None}
+        counts = {**old["counts"], **row["counts"]}
+        row["counts"] = {mode: counts[mode] for mode in GROUND if mode in counts}
     return [row for row in rows if row["counts"]]
 
 
