@@ -48,6 +48,7 @@ class Clock:
 
     seconds: float = 0.0
     _start: float = field(default=0.0, repr=False)
+    _depth: int = field(default=0, repr=False)  # of calls within a call, which are part of it
 
 
 @contextmanager
@@ -56,12 +57,16 @@ def clocked(module: torch.nn.Module) -> Iterator[Clock]:
     clock, device = Clock(), next(module.parameters()).device
 
     def start(*_: Any) -> None:
-        synchronize(device)
-        clock._start = time.perf_counter()
+        clock._depth += 1
+        if clock._depth == 1:
+            synchronize(device)
+            clock._start = time.perf_counter()
 
     def stop(*_: Any) -> None:
-        synchronize(device)
-        clock.seconds += time.perf_counter() - clock._start
+        clock._depth -= 1
+        if not clock._depth:
+            synchronize(device)
+            clock.seconds += time.perf_counter() - clock._start
 
     handles = [module.register_forward_pre_hook(start), module.register_forward_hook(stop)]
     try:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.tomesd import tomesd_on
-from benchmarks.variants import guidance_protected, scheduled, share_at, varied
+from benchmarks.variants import guidance_protected, in_two_calls, scheduled, share_at, varied
 from mame_sd import MaMeConfig, mame
 from mame_sd.eval.rivals.layers import MakePlan, rival_on
 from mame_sd.eval.rivals.plans import constant, means, random_cells, random_keys, strided, tiles, todo
@@ -81,6 +81,14 @@ def in_steps(noisy: tuple[float, ...], fine: tuple[float, ...]) -> Method:
     """The default with a share that changes linearly from `noisy` to `fine`, both of one number; an empty one: no merging there."""
     settings = {"noisy": noisy, "fine": fine, **MaMeConfig().to_dict()}
     return Method("variant", settings, lambda unet: scheduled(unet, partial(share_at, noisy, fine)))
+
+
+def two_calls(**fields: Any) -> Method:
+    """Ours, or with `merging=False` nothing, with guidance in two calls of the model."""
+    merging = fields.pop("merging", True)
+    config = MaMeConfig.from_dict(fields) if merging else None
+    settings = {} if config is None else config.to_dict()
+    return Method("two calls", {"merging": config is not None, **settings}, lambda model: in_two_calls(model, config))
 
 
 FIRST: dict[str, Any] = {"min_tokens": 4096}  # the first level only, as tomesd merges unless told otherwise
@@ -269,7 +277,13 @@ JOINT_PEERS = {
     **{name: method for name, method in RIVALS.items()
        if method.family not in ("tomesd", "hypertile") and "first level" not in name and "then" not in name},
 }  # fmt: skip
+TWO_CALLS = {
+    "unmerged, two calls": two_calls(merging=False),
+    "default, two calls": two_calls(),
+    "default, two calls apart": two_calls(pairs=False),
+}
 JOINT = {
+    **TWO_CALLS,
     **{name: method for name, method in FULL.items() if name not in RIVALS and "first level" not in name and "mlp" not in name
        and "cross" not in name and "min_tokens" not in name and (method.family != "variant" or name in HALF_THE_STEPS)},
     **JOINT_PEERS,

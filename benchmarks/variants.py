@@ -5,12 +5,14 @@
 * protected: the tokens in which the guided and the unguided sample differ most stay, instead of the least similar ones;
 * schedules: merging in the noisy or in the fine half of the steps only, or with a share that changes linearly. They go by
   the timestep that the UNet is called with, so that they hold under any scheduler.
+
+And guidance in two calls of the model, as pipelines of Qwen-Image and Wan have it, on models whose pipelines call once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -105,3 +107,33 @@ def scheduled(unet: Any, keep_at: Callable[[float], float | None], **fields: Any
             yield
         finally:
             hook.remove()
+
+
+@contextmanager
+def in_two_calls(transformer: Any, config: MaMeConfig | None) -> Iterator[None]:
+    """`transformer` merging by `config` (None: not at all), each call of an unguided and a guided half made two: the guided one, then the other."""
+    own, inside = transformer.forward, False
+
+    def part(value: Any, i: int) -> Any:
+        return value.chunk(2)[i] if isinstance(value, Tensor) else value
+
+    def forward(**kwargs: Any) -> Any:
+        nonlocal inside
+        if inside:
+            return own(**kwargs)
+        inside = True
+        try:
+            halves = [{name: part(value, i) for name, value in kwargs.items()} for i in (0, 1)]
+            same = {name: halves[1][name] for name in ("hidden_states", "timestep")}  # the very tensors
+            guided, unguided = (transformer(**half | same)[0] for half in reversed(halves))
+        finally:
+            inside = False
+        return (torch.cat([unguided, guided]),)
+
+    merging = nullcontext() if config is None else mame(transformer, config)
+    with merging:
+        transformer.forward = forward
+        try:
+            yield
+        finally:
+            del transformer.forward

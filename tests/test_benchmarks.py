@@ -16,14 +16,16 @@ from benchmarks.frontier import Frontier
 from benchmarks.frontier_report import markdown, on_frontier, verdict
 from benchmarks.generation import AttentionWork, clocked
 from benchmarks.timing import captured, interleaved
-from benchmarks.variants import guidance_protected, scheduled, share_at, varied
+from benchmarks.variants import guidance_protected, in_two_calls, scheduled, share_at, varied
 from mame_sd import MaMeConfig, mame
 from mame_sd.diffusion.apply import has_hooks
 from mame_sd.eval.rivals.plans import means
 from mame_sd.eval.scoring.retrieval import TRUTHS
 from mame_sd.runs.loading import LoadedModel
 from tests.builders.tiny import run_unet, tiny_pipeline, tiny_unet, unet_inputs
+from tests.builders.transformers import run
 from tests.matrix.caches import TRANSFORMERS
+from tests.matrix.transformers import ROWS
 
 CPU = torch.device("cpu")
 
@@ -122,6 +124,26 @@ def test_a_schedule_goes_by_the_timestep() -> None:
         assert torch.equal(at(900), plain[0])
     assert not has_hooks(unet)
     assert [share_at((0.5,), (0.25,), t) for t in (0.0, 0.5, 1.0)] == [0.25, 0.375, 0.5]
+
+
+def test_guidance_in_two_calls_gives_what_one_call_gives() -> None:
+    row = next(row for row in ROWS if row.name == "Stable Diffusion 3")
+    model, inputs = row.build(), dict(row.run.args[0])  # type: ignore[attr-defined]
+    inputs["hidden_states"] = inputs["hidden_states"][1:].repeat(2, 1, 1, 1)
+    plain = run(inputs, model)
+    with in_two_calls(model, None), clocked(model) as clock:
+        torch.testing.assert_close(run(inputs, model), plain)
+    assert clock.seconds > 0
+    outputs = {}
+    for pairs in (True, False):
+        config = MaMeConfig(keep=0.25, min_tokens=16, pairs=pairs)
+        with in_two_calls(model, config):
+            outputs[pairs] = run(inputs, model)
+        with mame(model, config):
+            torch.testing.assert_close(outputs[pairs], run(inputs, model))
+    assert not torch.equal(outputs[True], outputs[False])
+    assert torch.equal(run(inputs, model), plain)
+    assert not has_hooks(model)
 
 
 def test_work_counts_self_attention_alone() -> None:
