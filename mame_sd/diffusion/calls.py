@@ -70,7 +70,9 @@ class LatestCall:
             timestep: its timestep.
             setting: the settings in force; a call under other ones begins anew.
         """
-        if torch.compiler.is_compiling() or inputs.is_inference():  # whose changes are not counted
+        if (
+            torch.compiler.is_compiling() or inputs.is_inference() or _is_recorded(inputs)
+        ):  # changes of the second are not counted
             return None
         latest = self._latest.value
         if latest is not None:
@@ -82,6 +84,11 @@ class LatestCall:
         latents = weakref.ref(inputs, plans.clear)  # with them goes what was kept for them
         self._latest.value = (latents, inputs._version, _noted(timestep), setting, plans)
         return plans
+
+
+def _is_recorded(t: Tensor) -> bool:
+    """Whether a CUDA graph is being captured: a replay has other values, and must look for what merges."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _noted(timestep: Any) -> tuple[Any, int]:
@@ -99,6 +106,4 @@ def _same(noted: tuple[Any, int], timestep: Any) -> bool:
         return False
     if before is timestep:
         return True
-    if before.is_cuda and torch.cuda.is_current_stream_capturing():  # no value can be read
-        return False
-    return before.shape == timestep.shape and before.device == timestep.device and torch.equal(before, timestep)
+    return before.device == timestep.device and not before.is_meta and torch.equal(before, timestep)

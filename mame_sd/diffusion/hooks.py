@@ -194,7 +194,10 @@ class StepHook(PreHook):
         leader = plans = None
         if setting.config.pairs and inputs and inputs[0] is call.get(self.names[0]):
             leader = leaders(inputs[0], type(module).__name__ in _PROMPT_FIRST)
-            plans = self.latest.plans(inputs[0], timestep, setting)
+            if (
+                setting.active and "ControlNet" not in type(module).__name__
+            ):  # called with the same latents for each control image
+                plans = self.latest.plans(inputs[0], timestep, setting)
         self.shared.step = Step(draw, leader, plans)
 
 

@@ -17,7 +17,7 @@ from mame_sd import apply_mame
 from mame_sd.core.plan import Plan
 from mame_sd.diffusion import layer
 from mame_sd.diffusion.hook_registry import hook_on
-from tests.builders.pipelines import quiet
+from tests.builders.pipelines import SIDE, controlnet, noise, quiet
 from tests.builders.tiny import LATENT, tiny_unet, unet_inputs
 from tests.builders.transformers import TEXT, normal, run
 from tests.matrix.transformers import ROWS
@@ -162,11 +162,11 @@ def other(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Any, dict[
 
 
 def elsewhere(handle: Any, inputs: dict[str, Any]) -> None:
-    """Another thread's call of another input changes nothing here."""
+    """Another thread's call of the very same input, which shares nothing with this one's."""
 
     def work() -> None:
         with torch.no_grad():
-            handle.root(**{**inputs, "sample": inputs["sample"] + 1})
+            handle.root(**inputs)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -270,6 +270,31 @@ def test_blocks_called_by_themselves_plan_for_themselves(planned: list[Plan]) ->
             block(normal(2, LATENT * LATENT, 16, seed=i), encoder_hidden_states=inputs["encoder_hidden_states"])
     assert len(planned) == 100
     assert len(plans_of(model)) < 100
+
+
+def test_control_images_of_one_input_merge_apart(planned: list[Plan]) -> None:
+    """A union ControlNet is called for each of its images, with the same latents."""
+    net = controlnet()
+    apply_mame(net, min_tokens=40)
+    inputs = {**unet_inputs(tiny_unet()), "timestep": torch.tensor(500)}
+    with torch.no_grad():
+        for seed in range(2):
+            before = len(planned)
+            net(**inputs, controlnet_cond=noise(2, 3, SIDE, SIDE, seed=seed))
+            assert len(planned) > before
+
+
+def test_a_compiled_model_and_its_calls_stand_alone() -> None:
+    torch._dynamo.reset()
+    row = MODELS["Stable Diffusion 3"]
+    model, inputs = row.build(), dict(row.run.args[0])  # type: ignore[attr-defined]
+    inputs["hidden_states"] = inputs["hidden_states"][1:].repeat(2, 1, 1, 1)
+    guided, unguided = halves(inputs)
+    apply_mame(model, keep=0.25, min_tokens=1)
+    alone = run({**unguided, "hidden_states": guided["hidden_states"].clone()}, model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    run(guided, compiled)
+    torch.testing.assert_close(run(unguided, compiled), alone)
 
 
 def plans_of(model: nn.Module) -> Any:
