@@ -183,6 +183,9 @@ class StepHook(PreHook):
         self.names = _names(module)
         self.shared = shared
         self.latest = LatestCall()
+        self.calls_pair = (
+            "ControlNet" not in type(module).__name__
+        )  # which is called with the same latents for each control image
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = {**dict(zip(self.names, args, strict=False)), **kwargs}
@@ -194,9 +197,7 @@ class StepHook(PreHook):
         leader = plans = None
         if setting.config.pairs and inputs and inputs[0] is call.get(self.names[0]):
             leader = leaders(inputs[0], type(module).__name__ in _PROMPT_FIRST)
-            if (
-                setting.active and "ControlNet" not in type(module).__name__
-            ):  # called with the same latents for each control image
+            if setting.active and self.calls_pair:
                 plans = self.latest.plans(inputs[0], timestep, setting)
         self.shared.step = Step(draw, leader, plans)
 

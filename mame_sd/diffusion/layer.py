@@ -11,7 +11,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,11 @@ from mame_sd.core.pairs import leaders_in
 from mame_sd.core.partition import GRIDS
 from mame_sd.core.plan import Plan
 from mame_sd.core.triton_plan import kernel_note
-from mame_sd.diffusion.calls import Plans
 from mame_sd.diffusion.tokens import Tokens
 from mame_sd.report import LayerStats
+
+if TYPE_CHECKING:  # it needs diffusers, which ComfyUI's node does without
+    from mame_sd.diffusion.calls import Plans
 
 WORTHWHILE = 0.85  # share of tokens kept above which merging saves less than it costs; with tau it is known only now
 NOTHING_TO_WIN = f"tau keeps more than {WORTHWHILE:.0%} of the tokens: left whole"
