@@ -112,10 +112,10 @@ def scheduled(unet: Any, keep_at: Callable[[float], float | None], **fields: Any
 @contextmanager
 def in_two_calls(transformer: Any, config: MaMeConfig | None) -> Iterator[None]:
     """`transformer` merging by `config` (None: not at all), each call of an unguided and a guided half made two: the guided one, then the other."""
-    own, inside = transformer.forward, False
+    own, replaced, inside = transformer.forward, "forward" in vars(transformer), False
 
     def part(value: Any, i: int) -> Any:
-        return value.chunk(2)[i] if isinstance(value, Tensor) else value
+        return value.chunk(2)[i] if isinstance(value, Tensor) and value.dim() else value
 
     def forward(**kwargs: Any) -> Any:
         nonlocal inside
@@ -136,4 +136,7 @@ def in_two_calls(transformer: Any, config: MaMeConfig | None) -> Iterator[None]:
         try:
             yield
         finally:
-            del transformer.forward
+            if replaced:
+                transformer.forward = own
+            else:
+                del transformer.forward

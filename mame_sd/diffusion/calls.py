@@ -17,19 +17,32 @@ from torch import Tensor
 from mame_sd.core.plan import MergePlan, Plan
 from mame_sd.diffusion.threads import PerThread
 
-_MOST = 64  # calls of a layer in one of the model that are kept; others are blocks called by themselves, without end
-
 
 class Plans:
-    """Plans of a model's layers, for all calls of one input."""
+    """Plans of a model's layers, for all calls of the same latents, under one setting, at one timestep.
 
-    def __init__(self) -> None:
-        self._found: dict[tuple[Any, ...], Plan] = {}
+    Args:
+        latents: the model's input; with it go the plans.
+        setting: the settings in force.
+    """
+
+    def __init__(self, latents: Tensor, setting: Any) -> None:
+        found: dict[tuple[Any, ...], Plan] = {}
+        self._found = found
         self._calls: Counter[str] = Counter()
+        self._latents = weakref.ref(latents, lambda _: found.clear())
+        self._version = latents._version
+        self._setting = setting
+        self._of = self._now = _noted(None)  # the timesteps of the plans and of the call under way
 
-    def begin(self) -> Plans:
+    def are_of(self, latents: Tensor, setting: Any) -> bool:
+        """Whether they are of this very tensor, unchanged since as PyTorch counts it, and these settings."""
+        return self._latents() is latents and self._version == latents._version and self._setting is setting
+
+    def begin(self, timestep: Any) -> Plans:
         """To be called at the start of each call of the model."""
         self._calls.clear()
+        self._now = _noted(timestep)
         return self
 
     def plan(self, layer: str, shape: tuple[int, ...], make: Callable[[], Plan]) -> Plan:
@@ -41,16 +54,15 @@ class Plans:
             shape: of the tokens that may merge.
             make: gives a new plan.
         """
+        if self._found and self._of is not self._now and not _same(self._of, self._now):
+            self._found.clear()
+        self._of = self._now
         self._calls[layer] += 1  # a feed-forward network may run chunk by chunk
         key = layer, self._calls[layer], shape
         plan = self._found.get(key) or make()
-        if not isinstance(plan, MergePlan) and self._calls[layer] <= _MOST:
+        if not isinstance(plan, MergePlan):
             self._found[key] = plan
         return plan
-
-    def clear(self, _: Any = None) -> None:
-        """Lets go of all."""
-        self._found.clear()
 
 
 class LatestCall:
@@ -59,31 +71,29 @@ class LatestCall:
     def __init__(self) -> None:
         self._latest = PerThread()
 
-    def plans(self, inputs: Tensor, timestep: Any, setting: Any) -> Plans | None:
+    def plans(self, latents: Tensor, timestep: Any, setting: Any) -> Plans | None:
         """The plans that a call shares with those before it; None where it can't be told which these are.
 
         The latents are the same where they are the same tensor, unchanged: nothing is compared. Of timesteps that are other tensors the values
-        are, which waits for the device, in the second call of a pair alone.
+        are, which waits for the device, where a second call has plans to share.
 
         Args:
-            inputs: the call's latents.
+            latents: the call's first input.
             timestep: its timestep.
             setting: the settings in force; a call under other ones begins anew.
         """
-        if (
-            torch.compiler.is_compiling() or inputs.is_inference() or _is_recorded(inputs)
-        ):  # changes of the second are not counted
+        # changes of tensors of inference mode, and of subclasses, are not counted, or have no values
+        if type(latents) is not Tensor or latents.is_inference() or _is_recorded(latents):
+            self.forget()
             return None
-        latest = self._latest.value
-        if latest is not None:
-            known, version, before, seen, plans = latest
-            if known() is inputs and version == inputs._version and seen is setting and _same(before, timestep):
-                found: Plans = plans
-                return found.begin()
-        plans = Plans()
-        latents = weakref.ref(inputs, plans.clear)  # with them goes what was kept for them
-        self._latest.value = (latents, inputs._version, _noted(timestep), setting, plans)
-        return plans
+        plans: Plans | None = self._latest.value
+        if plans is None or not plans.are_of(latents, setting):
+            plans = self._latest.value = Plans(latents, setting)
+        return plans.begin(timestep)
+
+    def forget(self) -> None:
+        """Lets go of this thread's plans."""
+        self._latest.value = None
 
 
 def _is_recorded(t: Tensor) -> bool:
@@ -97,13 +107,13 @@ def _noted(timestep: Any) -> tuple[Any, int]:
     return timestep, timestep._version if counted else 0
 
 
-def _same(noted: tuple[Any, int], timestep: Any) -> bool:
-    """Whether a timestep is the one that was noted."""
-    before, version = noted
-    if not isinstance(before, Tensor) or not isinstance(timestep, Tensor):
-        return type(before) is type(timestep) and bool(before == timestep)
-    if _noted(before) != (before, version) or before.is_inference():
+def _same(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
+    """Whether two timesteps that were noted are the same, and neither has changed since."""
+    (first, version), (second, _) = before, now
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return type(first) is type(second) and bool(first == second)
+    if _noted(first) != (first, version) or first.is_inference():
         return False
-    if before is timestep:
+    if first is second:
         return True
-    return before.device == timestep.device and not before.is_meta and torch.equal(before, timestep)
+    return first.device == second.device and not first.is_meta and torch.equal(first, second)

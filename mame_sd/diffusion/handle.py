@@ -11,7 +11,7 @@ from torch import nn
 from mame_sd.config import PARTS, MaMeConfig
 from mame_sd.core.plan import Plan
 from mame_sd.diffusion.hook_registry import AroundHook, PreHook, hook_on, put_hook, take_hook
-from mame_sd.diffusion.hooks import MergeHook, Setting, Shared
+from mame_sd.diffusion.hooks import MergeHook, Setting, Shared, StepHook
 from mame_sd.diffusion.processor import make_config
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import MaMeReport, device_of, make_report
@@ -110,9 +110,10 @@ class MaMeHandle:
         return make_report(hook.stats for _, hook in self._layers if hook.on)
 
     def reset(self) -> None:
-        """Sets all counters to zero and drops captured plans."""
+        """Sets all counters to zero and drops captured plans, and those that wait for a second call of the same input."""
         for module, hook in self._layers:
             hook.stats.reset(device_of(module))
+        self._forget()
 
     def capture(self, on: bool = True) -> None:
         """Keeps the latest plan of every layer for `plans` (memory: one plan a layer; not under torch.compile)."""
@@ -136,6 +137,7 @@ class MaMeHandle:
                 check_idle(self.root, "remove")
             for module, hook in ours:
                 take_hook(module, hook.name)
+        self._forget()
 
     def install(self) -> None:
         """Puts the hooks back (after `remove`, or in place of a later `apply_mame`); those of parts that are off stay off.
@@ -152,6 +154,12 @@ class MaMeHandle:
                     take_hook(module, name)
                 else:
                     put_hook(module, hook)
+
+    def _forget(self) -> None:
+        """Lets go of plans that wait for a second call of the same input."""
+        for _, hook in self._hooks:
+            if isinstance(hook, StepHook):
+                hook.latest.forget()
 
     def _is_on(self, hook: Any) -> bool:
         """Whether the settings of all need this hook."""

@@ -58,6 +58,14 @@ class PreHook:
         raise NotImplementedError
 
 
+class CallHook(PreHook):
+    """A PreHook that is told too when the call is over, returned or raised."""
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Changes nothing of the call's either."""
+        raise NotImplementedError
+
+
 def hook_on(module: nn.Module, name: str) -> Any:
     """The hook of that name on `module`."""
     for hook in module._forward_pre_hooks.values():
@@ -78,6 +86,8 @@ def put_hook(module: nn.Module, hook: AroundHook | PreHook) -> None:
     take_hook(module, hook.name)
     if isinstance(hook, PreHook):
         module.register_forward_pre_hook(hook, with_kwargs=True)
+        if isinstance(hook, CallHook):
+            module.register_forward_hook(hook.after, always_call=True)
         return
     registry: Any = HookRegistry.check_if_exists_or_initialize(module)
     first = registry._fn_refs[0] if registry._fn_refs else None
@@ -106,6 +116,9 @@ def take_hook(module: nn.Module, name: str) -> None:
     if isinstance(hook, PreHook):
         key = next(key for key, value in module._forward_pre_hooks.items() if value is hook)
         del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+        if isinstance(hook, CallHook):
+            key = next(key for key, value in module._forward_hooks.items() if value == hook.after)
+            del module._forward_hooks[key], module._forward_hooks_always_called[key]
         return
     registry: Any = module._diffusers_hook
     later = registry._fn_refs[registry._hook_order.index(name) + 1 :]

@@ -13,7 +13,7 @@ from mame_sd.config import PARTS, MaMeConfig
 from mame_sd.core.pairs import leaders
 from mame_sd.core.partition import draw_at
 from mame_sd.diffusion.calls import LatestCall
-from mame_sd.diffusion.hook_registry import AroundHook, PreHook
+from mame_sd.diffusion.hook_registry import AroundHook, CallHook, PreHook
 from mame_sd.diffusion.layer import NO_STEP, Layer, Step, merged_call
 from mame_sd.diffusion.threads import PerThread
 from mame_sd.diffusion.tokens import Call, Tokens
@@ -42,6 +42,7 @@ class Shared:
         self.setting = Setting(config, True)
         self._own = PerThread()
         self._step = PerThread(latest=True)
+        self.plans = PerThread()  # what the call of the model under way shares with those before it; no other thread's
 
     @property
     def own(self) -> Setting | None:
@@ -66,7 +67,10 @@ class Shared:
         (checkpointing) merges as before, whatever has run since, and no sample's timestep decides on its neighbours in a
         training batch.
         """
-        return NO_STEP if torch.is_grad_enabled() else self._step.value or NO_STEP
+        if torch.is_grad_enabled():
+            return NO_STEP
+        step: Step = self._step.value or NO_STEP
+        return step if torch.compiler.is_compiling() else step._replace(plans=self.plans.value)
 
     @step.setter
     def step(self, step: Step) -> None:
@@ -170,7 +174,7 @@ class EagerSizeHook(SizeHook):
             )
 
 
-class StepHook(PreHook):
+class StepHook(CallHook):
     """Notes what the latest forward of a denoiser says: its timestep, which draw of the random partitions it takes; its first
     input, the latents, whether guided and unguided samples stand in it, or it is the second call of two of the same input.
 
@@ -183,9 +187,8 @@ class StepHook(PreHook):
         self.names = _names(module)
         self.shared = shared
         self.latest = LatestCall()
-        self.calls_pair = (
-            "ControlNet" not in type(module).__name__
-        )  # which is called with the same latents for each control image
+        # a ControlNet is called with the same latents for each control image
+        self.calls_pair = "ControlNet" not in type(module).__name__
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = {**dict(zip(self.names, args, strict=False)), **kwargs}
@@ -194,12 +197,20 @@ class StepHook(PreHook):
         draw = draw_at(timestep) if timestep is not None and setting.config.redraw else None
         if inputs and draw is not None:
             draw = draw.to(inputs[0].device)
-        leader = plans = None
-        if setting.config.pairs and inputs and inputs[0] is call.get(self.names[0]):
-            leader = leaders(inputs[0], type(module).__name__ in _PROMPT_FIRST)
-            if setting.active and self.calls_pair:
-                plans = self.latest.plans(inputs[0], timestep, setting)
-        self.shared.step = Step(draw, leader, plans)
+        pairs = setting.config.pairs and bool(inputs) and inputs[0] is call.get(self.names[0])
+        leader = leaders(inputs[0], type(module).__name__ in _PROMPT_FIRST) if pairs else None
+        self.shared.step = Step(draw, leader)
+        if torch.compiler.is_compiling():  # a graph holds no plans
+            return
+        if pairs and self.calls_pair:
+            self.shared.plans.value = self.latest.plans(inputs[0], timestep, setting)
+        else:
+            self.latest.forget()
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Blocks that are called by themselves share nothing."""
+        if not torch.compiler.is_compiling():
+            self.shared.plans.value = None
 
 
 def takes_timestep(module: nn.Module) -> bool:

@@ -184,7 +184,7 @@ def merged_call(
 
 def _plan(layer: Layer, call: LayerCall, tokens: Tokens, config: MaMeConfig, name: str, step: Step) -> Plan:
     """What merges in this call: what merged in an earlier one of the same input, if there was one."""
-    if step.plans is None or torch.compiler.is_compiling():
+    if step.plans is None:
         return layer.plan(call, tokens, config, step)
     shape = call.arguments[layer.hidden].shape[0], *tokens.size
     return step.plans.plan(name, shape, lambda: layer.plan(call, tokens, config, step))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,9 +15,9 @@ import torch
 from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor, nn
 
-from mame_sd import apply_mame
+from mame_sd import apply_mame, remove_mame
 from mame_sd.core.plan import Plan
-from mame_sd.diffusion import layer
+from mame_sd.diffusion import calls, layer
 from mame_sd.diffusion.hook_registry import hook_on
 from tests.builders.pipelines import SIDE, controlnet, noise, quiet
 from tests.builders.tiny import LATENT, tiny_unet, unet_inputs
@@ -157,8 +159,14 @@ def called_twice(between: Callable[[Any, dict[str, Any]], Any], planned: list[Pl
     return len(planned) == made
 
 
-def other(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Any, dict[str, Any]], None]:
+def other(name: str, change: Callable[[Tensor], Any]) -> Callable[[Any, dict[str, Any]], None]:
     return lambda handle, inputs: inputs.update({name: change(inputs[name])})
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
 
 
 def elsewhere(handle: Any, inputs: dict[str, Any]) -> None:
@@ -168,9 +176,7 @@ def elsewhere(handle: Any, inputs: dict[str, Any]) -> None:
         with torch.no_grad():
             handle.root(**inputs)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    in_thread(work)
 
 
 @pytest.mark.parametrize(
@@ -181,11 +187,15 @@ def elsewhere(handle: Any, inputs: dict[str, Any]) -> None:
         (other("timestep", torch.clone), True),
         (other("timestep", lambda t: t - 20), False),
         (other("timestep", lambda t: t.sub_(20)), False),
-        (other("timestep", lambda t: t.item()), False),
+        (other("timestep", Tensor.item), False),
         (other("sample", torch.clone), False),
         (other("sample", lambda t: t.mul_(2)), False),
         (lambda handle, inputs: handle.set(keep=0.5), False),
         (lambda handle, inputs: handle.set(pairs=False), False),
+        (lambda handle, inputs: (handle.set(pairs=False), handle.root(**inputs), handle.set(pairs=True)), False),
+        (lambda handle, inputs: handle.reset(), False),
+        (lambda handle, inputs: in_thread(handle.reset), True),
+        (lambda handle, inputs: (handle.remove(), handle.install()), False),
         (lambda handle, inputs: elsewhere(handle, {**inputs}), None),
     ],
     ids=[
@@ -199,6 +209,10 @@ def elsewhere(handle: Any, inputs: dict[str, Any]) -> None:
         "latents changed in place",
         "other settings",
         "turned off",
+        "turned off for a call",
+        "reset",
+        "reset by another thread",
+        "removed and put back",
         "another thread",
     ],
 )
@@ -258,18 +272,44 @@ def test_each_chunk_of_a_network_has_its_plan(planned: list[Plan]) -> None:
     assert set(chunks) == {4}
 
 
-def test_blocks_called_by_themselves_plan_for_themselves(planned: list[Plan]) -> None:
+def block_of(model: Any) -> Any:
+    return model.down_blocks[0].attentions[0].transformer_blocks[0]
+
+
+def call_alone(layer: Any, **given: Tensor) -> None:
+    """A call of a block, or of its self-attention, with tokens of its own."""
+    with torch.no_grad():
+        layer(normal(2, LATENT * LATENT, 16), **given)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_blocks_called_by_themselves_plan_for_themselves(fails: bool, planned: list[Plan]) -> None:
+    """Between, beside and after calls of the model with the same latents, also where one of these failed."""
     model = tiny_unet()
     apply_mame(model, min_tokens=40)
-    inputs = unet_inputs(model)
-    block = model.down_blocks[0].attentions[0].transformer_blocks[0]
+    inputs, block = unet_inputs(model), block_of(model)
+    text = {"encoder_hidden_states": inputs["encoder_hidden_states"]}
+
+    def fail(*args: Any) -> None:
+        raise KeyboardInterrupt
+
     with torch.no_grad():
         model(**inputs)
-        planned.clear()
-        for i in range(100):
-            block(normal(2, LATENT * LATENT, 16, seed=i), encoder_hidden_states=inputs["encoder_hidden_states"])
-    assert len(planned) == 100
-    assert len(plans_of(model)) < 100
+        once = len(planned)
+        call_alone(block, **text)
+        assert len(planned) == once + 1
+        hook = block.register_forward_hook(lambda *args: in_thread(lambda: call_alone(block.attn1)))
+        model(**inputs)
+        hook.remove()
+        assert len(planned) == once + 2, "a call beside the model's makes its own, the model's second none"
+        if fails:
+            hook = model.conv_out.register_forward_pre_hook(fail)
+            with pytest.raises(KeyboardInterrupt):
+                model(**inputs)
+            hook.remove()
+    call_alone(block, **text)
+    call_alone(block, **text)
+    assert len(planned) == once + 4
 
 
 def test_control_images_of_one_input_merge_apart(planned: list[Plan]) -> None:
@@ -297,19 +337,114 @@ def test_a_compiled_model_and_its_calls_stand_alone() -> None:
     torch.testing.assert_close(run(unguided, compiled), alone)
 
 
-def plans_of(model: nn.Module) -> Any:
-    return hook_on(model, "mame_step").latest._latest.value[-1]._found
+def kept_for(planned: list[Plan]) -> list[weakref.ref[Plan]]:
+    """What still knows, after this call, which of the plans that were made are kept somewhere."""
+    references = [weakref.ref(plan) for plan in planned]
+    planned.clear()
+    return references
 
 
-def test_plans_go_with_the_latents() -> None:
+@pytest.mark.parametrize("end", ["latents", "turned off"])
+def test_plans_go_with_the_latents_the_thread_and_the_setting(end: str, planned: list[Plan]) -> None:
     model = tiny_unet()
-    apply_mame(model, min_tokens=40)
+    handle = apply_mame(model, min_tokens=40)
     inputs = unet_inputs(model)
+    elsewhere(handle, inputs)
+    assert planned
+    assert not any(plan() for plan in kept_for(planned))
     with torch.no_grad():
         model(**inputs)
-    assert plans_of(model)
-    inputs.clear()
-    assert not plans_of(model)
+        kept = kept_for(planned)
+        assert all(plan() for plan in kept)
+        if end == "latents":
+            inputs.clear()
+        else:
+            handle.set(pairs=False)
+            model(**inputs)
+    assert not any(plan() for plan in kept)
+
+
+def first_input_has_no_tensor(model: Any, inputs: dict[str, Any]) -> None:
+    """The latents come in a list, as Z-Image has them; what comes as a tensor after it may be the same for many."""
+    own = model.forward
+    model.forward = lambda sample, timestep, encoder_hidden_states: own(sample[0], timestep, encoder_hidden_states)
+    inputs["sample"] = [inputs["sample"]]
+
+
+def captured(model: Any, inputs: dict[str, Any]) -> None:
+    """As if a CUDA graph were being captured, which takes a GPU."""
+    calls._is_recorded = lambda t: True
+
+
+def subclass(model: Any, inputs: dict[str, Any]) -> None:
+    inputs["sample"] = inputs["sample"].as_subclass(nn.Buffer)
+
+
+@pytest.mark.parametrize("case", [first_input_has_no_tensor, captured, subclass])
+def test_nothing_is_kept_where_calls_can_not_be_told_apart(
+    case: Any, planned: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "_is_recorded", calls._is_recorded)  # put back afterwards
+    model = tiny_unet()
+    apply_mame(model, min_tokens=40)
+    inputs = {**unet_inputs(model), "timestep": torch.tensor(500)}
+    case(model, inputs)
+    with torch.no_grad():
+        model(**inputs)
+        once = len(planned)
+        model(**inputs)
+    assert len(planned) == 2 * once > 0
+    assert not any(plan() for plan in kept_for(planned))
+
+
+def test_plans_are_of_one_shape_each(planned: list[Plan]) -> None:
+    latents = normal(1, 4, 8, 8)
+    plans = calls.Plans(latents, None)
+    first, other, again = (
+        plans.begin(500).plan("a", shape, object)  # type: ignore[arg-type]
+        for shape in ((1, 8, 8), (1, 4, 16), (1, 8, 8))
+    )
+    assert first is again
+    assert first is not other
+
+
+@pytest.mark.parametrize(
+    ("fields", "compared"), [({}, True), ({"weights": "average", "keep": 0.5}, False), ({"min_tokens": 10000}, False)]
+)
+def test_timesteps_are_compared_where_plans_are_kept_alone(
+    fields: dict[str, Any], compared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU that waits for it."""
+    seen, equal = [], torch.equal
+
+    def counted(*tensors: Tensor) -> bool:
+        seen.append(tensors)
+        return equal(*tensors)
+
+    monkeypatch.setattr(torch, "equal", counted)
+    model = tiny_unet()
+    apply_mame(model, **{"min_tokens": 40, **fields})
+    inputs = {**unet_inputs(model), "timestep": torch.tensor(500)}
+    with torch.no_grad():
+        model(**inputs)
+        assert not seen
+        model(**{**inputs, "timestep": torch.tensor(500)})
+    assert len(seen) == compared
+
+
+def test_removal_leaves_no_hook() -> None:
+    model = tiny_unet()
+    handle = apply_mame(model, min_tokens=40)
+    with torch.no_grad():
+        copy.deepcopy(model)(**unet_inputs(model))
+    copied = copy.deepcopy(model)
+    for target in (model, copied):
+        assert target._forward_hooks
+        remove_mame(target)
+        for hooks in ("_forward_hooks", "_forward_hooks_always_called", "_forward_pre_hooks"):
+            assert not getattr(target, hooks), hooks
+    assert not handle.installed
+    assert hook_on(copied, "mame_step") is None
 
 
 def test_blocks_that_are_compiled_alone_stay_right() -> None:
