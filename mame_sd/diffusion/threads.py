@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ModularPipeline
 from torch import nn
 
 CHANGES = threading.RLock()  # held while hooks or settings of a model change
@@ -93,7 +93,7 @@ def _owners(frame: FrameType | None) -> Iterator[Any]:
         if frame.f_code is _MODULE_CALL:
             yield frame.f_locals["self"]
         elif frame.f_code is _NO_GRAD_CALL:
-            yield from frame.f_locals["args"][:1]
+            yield from frame.f_locals["args"][:2]  # a block of a modular pipeline is given that second
         frame = frame.f_back
 
 
@@ -101,6 +101,6 @@ def _holds(owner: Any, root: nn.Module) -> bool:
     """Whether `owner` is a module or a pipeline, and `root` is it or within it."""
     if isinstance(owner, nn.Module):
         return any(module is root for module in owner.modules())
-    if isinstance(owner, DiffusionPipeline):
+    if isinstance(owner, DiffusionPipeline | ModularPipeline):
         return any(_holds(part, root) for part in owner.components.values())
     return False

@@ -12,7 +12,10 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from diffusers.guiders import ClassifierFreeGuidance
 from diffusers.models.attention import BasicTransformerBlock
+from diffusers.modular_pipelines import PipelineState
+from diffusers.modular_pipelines.qwenimage.denoise import QwenImageDenoiseStep
 from torch import Tensor, nn
 
 from mame_sd import apply_mame, remove_mame
@@ -145,6 +148,59 @@ def test_pipelines_that_call_twice_plan_once(name: str, planned: list[Plan]) -> 
             assert len(planned) == plans * steps * len(layers)
 
 
+def in_thread(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def modular() -> tuple[Any, Callable[[], Any]]:
+    """The denoising of Qwen-Image's modular pipeline, whose guider calls the model for each prompt: three steps of it."""
+    pipe = QwenImageDenoiseStep().init_pipeline()
+    transformer, scheduler = MODELS["Qwen-Image"].build(), diffusers.FlowMatchEulerDiscreteScheduler()
+    pipe.update_components(transformer=transformer, scheduler=scheduler, guider=ClassifierFreeGuidance())
+    scheduler.set_timesteps(3)
+    state = PipelineState()
+    attended = {f"{name}_mask": torch.ones(1, TEXT, dtype=torch.long) for name in texts()}
+    for name, value in {**texts(0), **attended, "img_shapes": [[(1, 8, 12)]]}.items():
+        state.set(name, value, "denoiser_input_fields")
+    latents = normal(1, 96, 16)
+    return pipe, lambda: pipe(state, latents=latents, timesteps=scheduler.timesteps, num_inference_steps=3)
+
+
+def test_a_modular_pipeline_plans_once(planned: list[Plan]) -> None:
+    pipe, generate = modular()
+    handle = apply_mame(pipe, keep=0.25, min_tokens=1)
+    generate()
+    layers = [entry for entry in handle.report().layers if entry.merged]
+    assert layers
+    assert all(entry.calls == 6 for entry in layers)
+    assert len(planned) == 3 * len(layers)
+
+
+def test_a_modular_pipeline_is_not_changed_under_way() -> None:
+    pipe, generate = modular()
+    handle = apply_mame(pipe, keep=0.25, min_tokens=1)
+    found: list[str] = []
+
+    def change() -> None:
+        try:
+            handle.set(keep=0.5)
+        except RuntimeError as error:
+            found.append(str(error))
+
+    step = pipe.scheduler.step  # between two calls of the model
+
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        in_thread(change)
+        return step(*args, **kwargs)
+
+    pipe.scheduler.step = stepping
+    generate()
+    assert len(found) == 3
+    assert all("QwenImageModularPipeline" in text for text in found)
+
+
 def called_twice(between: Callable[[Any, dict[str, Any]], Any], planned: list[Plan], **fields: Any) -> bool:
     """Whether the second of two calls of a model merges by the first one's plans, with something done in between."""
     model = tiny_unet()
@@ -161,12 +217,6 @@ def called_twice(between: Callable[[Any, dict[str, Any]], Any], planned: list[Pl
 
 def other(name: str, change: Callable[[Tensor], Any]) -> Callable[[Any, dict[str, Any]], None]:
     return lambda handle, inputs: inputs.update({name: change(inputs[name])})
-
-
-def in_thread(work: Callable[[], None]) -> None:
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
 
 
 def elsewhere(handle: Any, inputs: dict[str, Any]) -> None:
