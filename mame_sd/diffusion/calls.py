@@ -14,30 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mame_sd.config import MaMeConfig
 from mame_sd.core.plan import MergePlan, Plan
 from mame_sd.diffusion.threads import PerThread
 
 
 class Plans:
-    """Plans of a model's layers, for all calls of the same latents, under one setting, at one timestep.
+    """Plans of a model's layers, for all calls of the same latents at one timestep.
 
     Args:
         latents: the model's input; with it go the plans.
-        setting: the settings in force.
     """
 
-    def __init__(self, latents: Tensor, setting: Any) -> None:
+    def __init__(self, latents: Tensor) -> None:
         found: dict[tuple[Any, ...], Plan] = {}
         self._found = found
         self._calls: Counter[str] = Counter()
         self._latents = weakref.ref(latents, lambda _: found.clear())
         self._version = latents._version
-        self._setting = setting
         self._of = self._now = _noted(None)  # the timesteps of the plans and of the call under way
 
-    def are_of(self, latents: Tensor, setting: Any) -> bool:
-        """Whether they are of this very tensor, unchanged since as PyTorch counts it, and these settings."""
-        return self._latents() is latents and self._version == latents._version and self._setting is setting
+    def are_of(self, latents: Tensor) -> bool:
+        """Whether they are of this very tensor, unchanged since as PyTorch counts it."""
+        return self._latents() is latents and self._version == latents._version
 
     def begin(self, timestep: Any) -> Plans:
         """To be called at the start of each call of the model."""
@@ -45,20 +44,23 @@ class Plans:
         self._now = _noted(timestep)
         return self
 
-    def plan(self, layer: str, shape: tuple[int, ...], make: Callable[[], Plan]) -> Plan:
+    def plan(self, layer: str, config: MaMeConfig, shape: tuple[int, ...], make: Callable[[], Plan]) -> Plan:
         """What merges in the next call of a layer: the plan that its call of the same number made in an earlier call of the model, else a new
         one. It is kept, unless it is a matrix, which all layers together have no memory for.
 
         Args:
             layer: its name.
+            config: its settings.
             shape: of the tokens that may merge.
             make: gives a new plan.
         """
+        if self._latents() is None:  # a call of the model that was interrupted, of which no hook is told
+            return make()
         if self._found and self._of is not self._now and not _same(self._of, self._now):
             self._found.clear()
         self._of = self._now
         self._calls[layer] += 1  # a feed-forward network may run chunk by chunk
-        key = layer, self._calls[layer], shape
+        key = layer, self._calls[layer], config, shape
         plan = self._found.get(key) or make()
         if not isinstance(plan, MergePlan):
             self._found[key] = plan
@@ -71,7 +73,7 @@ class LatestCall:
     def __init__(self) -> None:
         self._latest = PerThread()
 
-    def plans(self, latents: Tensor, timestep: Any, setting: Any) -> Plans | None:
+    def plans(self, latents: Tensor, timestep: Any) -> Plans | None:
         """The plans that a call shares with those before it; None where it can't be told which these are.
 
         The latents are the same where they are the same tensor, unchanged: nothing is compared. Of timesteps that are other tensors the values
@@ -80,15 +82,14 @@ class LatestCall:
         Args:
             latents: the call's first input.
             timestep: its timestep.
-            setting: the settings in force; a call under other ones begins anew.
         """
         # changes of tensors of inference mode, and of subclasses, are not counted, or have no values
         if type(latents) is not Tensor or latents.is_inference() or _is_recorded(latents):
             self.forget()
             return None
         plans: Plans | None = self._latest.value
-        if plans is None or not plans.are_of(latents, setting):
-            plans = self._latest.value = Plans(latents, setting)
+        if plans is None or not plans.are_of(latents):
+            plans = self._latest.value = Plans(latents)
         return plans.begin(timestep)
 
     def forget(self) -> None:

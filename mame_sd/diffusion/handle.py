@@ -110,10 +110,12 @@ class MaMeHandle:
         return make_report(hook.stats for _, hook in self._layers if hook.on)
 
     def reset(self) -> None:
-        """Sets all counters to zero and drops captured plans, and those that wait for a second call of the same input."""
+        """Sets all counters to zero and drops captured plans, and those of this thread that wait for a second call of the same input."""
         for module, hook in self._layers:
             hook.stats.reset(device_of(module))
-        self._forget()
+        for _, call_hook in self._hooks:
+            if isinstance(call_hook, StepHook):
+                call_hook.forget()
 
     def capture(self, on: bool = True) -> None:
         """Keeps the latest plan of every layer for `plans` (memory: one plan a layer; not under torch.compile)."""
@@ -137,7 +139,6 @@ class MaMeHandle:
                 check_idle(self.root, "remove")
             for module, hook in ours:
                 take_hook(module, hook.name)
-        self._forget()
 
     def install(self) -> None:
         """Puts the hooks back (after `remove`, or in place of a later `apply_mame`); those of parts that are off stay off.
@@ -154,12 +155,6 @@ class MaMeHandle:
                     take_hook(module, name)
                 else:
                     put_hook(module, hook)
-
-    def _forget(self) -> None:
-        """Lets go of plans that wait for a second call of the same input."""
-        for _, hook in self._hooks:
-            if isinstance(hook, StepHook):
-                hook.latest.forget()
 
     def _is_on(self, hook: Any) -> bool:
         """Whether the settings of all need this hook."""

@@ -59,10 +59,14 @@ class PreHook:
 
 
 class CallHook(PreHook):
-    """A PreHook that is told too when the call is over, returned or raised."""
+    """A PreHook that is told too when the call is over: returned, or raised an Exception (PyTorch tells of no KeyboardInterrupt)."""
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Changes nothing of the call's either."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Lets go of all that it noted of calls: it is taken off."""
         raise NotImplementedError
 
 
@@ -117,8 +121,10 @@ def take_hook(module: nn.Module, name: str) -> None:
         key = next(key for key, value in module._forward_pre_hooks.items() if value is hook)
         del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
         if isinstance(hook, CallHook):
-            key = next(key for key, value in module._forward_hooks.items() if value == hook.after)
-            del module._forward_hooks[key], module._forward_hooks_always_called[key]
+            for key in [key for key, value in module._forward_hooks.items() if value == hook.after]:
+                del module._forward_hooks[key]
+                module._forward_hooks_always_called.pop(key, None)
+            hook.forget()
         return
     registry: Any = module._diffusers_hook
     later = registry._fn_refs[registry._hook_order.index(name) + 1 :]

@@ -203,7 +203,7 @@ class StepHook(CallHook):
         if torch.compiler.is_compiling():  # a graph holds no plans
             return
         if pairs and self.calls_pair:
-            self.shared.plans.value = self.latest.plans(inputs[0], timestep, setting)
+            self.shared.plans.value = self.latest.plans(inputs[0], timestep)
         else:
             self.latest.forget()
 
@@ -211,6 +211,11 @@ class StepHook(CallHook):
         """Blocks that are called by themselves share nothing."""
         if not torch.compiler.is_compiling():
             self.shared.plans.value = None
+
+    def forget(self) -> None:
+        """Lets go of this thread's plans."""
+        self.latest.forget()
+        self.shared.plans.value = None
 
 
 def takes_timestep(module: nn.Module) -> bool:

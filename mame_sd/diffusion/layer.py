@@ -187,7 +187,7 @@ def _plan(layer: Layer, call: LayerCall, tokens: Tokens, config: MaMeConfig, nam
     if step.plans is None:
         return layer.plan(call, tokens, config, step)
     shape = call.arguments[layer.hidden].shape[0], *tokens.size
-    return step.plans.plan(name, shape, lambda: layer.plan(call, tokens, config, step))
+    return step.plans.plan(name, config, shape, lambda: layer.plan(call, tokens, config, step))
 
 
 def nothing_to_win(config: MaMeConfig, plan: Plan) -> bool:

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline, ModularPipeline
+from diffusers import DiffusionPipeline, ModularPipeline, ModularPipelineBlocks
 from torch import nn
 
 CHANGES = threading.RLock()  # held while hooks or settings of a model change
@@ -93,7 +93,10 @@ def _owners(frame: FrameType | None) -> Iterator[Any]:
         if frame.f_code is _MODULE_CALL:
             yield frame.f_locals["self"]
         elif frame.f_code is _NO_GRAD_CALL:
-            yield from frame.f_locals["args"][:2]  # a block of a modular pipeline is given that second
+            args = frame.f_locals["args"]
+            yield from args[
+                : 2 if args and isinstance(args[0], ModularPipelineBlocks) else 1
+            ]  # a block, of its pipeline
         frame = frame.f_back
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import weakref
@@ -18,7 +19,7 @@ from diffusers.modular_pipelines import PipelineState
 from diffusers.modular_pipelines.qwenimage.denoise import QwenImageDenoiseStep
 from torch import Tensor, nn
 
-from mame_sd import apply_mame, remove_mame
+from mame_sd import MaMeConfig, apply_mame, remove_mame
 from mame_sd.core.plan import Plan
 from mame_sd.diffusion import calls, layer
 from mame_sd.diffusion.hook_registry import hook_on
@@ -246,6 +247,8 @@ def elsewhere(handle: Any, inputs: dict[str, Any]) -> None:
         (lambda handle, inputs: handle.reset(), False),
         (lambda handle, inputs: in_thread(handle.reset), True),
         (lambda handle, inputs: (handle.remove(), handle.install()), False),
+        (lambda handle, inputs: (remove_mame(handle.root), handle.install()), False),
+        (lambda handle, inputs: handle.root(**{**inputs, "sample": inputs["sample"].as_subclass(nn.Buffer)}), False),
         (lambda handle, inputs: elsewhere(handle, {**inputs}), None),
     ],
     ids=[
@@ -263,6 +266,8 @@ def elsewhere(handle: Any, inputs: dict[str, Any]) -> None:
         "reset",
         "reset by another thread",
         "removed and put back",
+        "removed by another call and put back",
+        "a call of what is not known between",
         "another thread",
     ],
 )
@@ -332,17 +337,19 @@ def call_alone(layer: Any, **given: Tensor) -> None:
         layer(normal(2, LATENT * LATENT, 16), **given)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_blocks_called_by_themselves_plan_for_themselves(fails: bool, planned: list[Plan]) -> None:
-    """Between, beside and after calls of the model with the same latents, also where one of these failed."""
+def kept_for(planned: list[Plan]) -> list[weakref.ref[Plan]]:
+    """What still knows, after this call, which of the plans that were made are kept somewhere."""
+    references = [weakref.ref(plan) for plan in planned]
+    planned.clear()
+    return references
+
+
+def test_blocks_called_by_themselves_plan_for_themselves(planned: list[Plan]) -> None:
+    """Between, beside and after calls of the model with the same latents."""
     model = tiny_unet()
     apply_mame(model, min_tokens=40)
     inputs, block = unet_inputs(model), block_of(model)
     text = {"encoder_hidden_states": inputs["encoder_hidden_states"]}
-
-    def fail(*args: Any) -> None:
-        raise KeyboardInterrupt
-
     with torch.no_grad():
         model(**inputs)
         once = len(planned)
@@ -352,14 +359,35 @@ def test_blocks_called_by_themselves_plan_for_themselves(fails: bool, planned: l
         model(**inputs)
         hook.remove()
         assert len(planned) == once + 2, "a call beside the model's makes its own, the model's second none"
-        if fails:
-            hook = model.conv_out.register_forward_pre_hook(fail)
-            with pytest.raises(KeyboardInterrupt):
-                model(**inputs)
-            hook.remove()
     call_alone(block, **text)
-    call_alone(block, **text)
-    assert len(planned) == once + 4
+    assert len(planned) == once + 3
+
+
+@pytest.mark.parametrize("end", ["error", "interruption", "removal"])
+def test_a_call_that_ends_early_leaves_no_plans_to_others(end: str, planned: list[Plan]) -> None:
+    model = tiny_unet()
+    handle = apply_mame(model, min_tokens=40)
+    inputs, late = unet_inputs(model), model.up_blocks[1].attentions[0].transformer_blocks[0].attn1
+
+    def stop(*args: Any) -> None:
+        if end == "removal":
+            handle.remove()
+        raise KeyboardInterrupt if end == "interruption" else ValueError
+
+    with torch.no_grad():
+        model(**inputs)
+        model.mid_block.register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt if end == "interruption" else ValueError):
+            model(**inputs)
+    handle.install()
+    if end == "interruption":  # PyTorch tells no hook of it
+        inputs.clear()
+    kept = kept_for(planned)
+    for i in range(3):
+        call_alone(late)
+        assert len(planned) == i + 1
+    if end != "error":
+        assert not any(plan() for plan in [*kept, *kept_for(planned)])
 
 
 def test_control_images_of_one_input_merge_apart(planned: list[Plan]) -> None:
@@ -385,13 +413,6 @@ def test_a_compiled_model_and_its_calls_stand_alone() -> None:
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     run(guided, compiled)
     torch.testing.assert_close(run(unguided, compiled), alone)
-
-
-def kept_for(planned: list[Plan]) -> list[weakref.ref[Plan]]:
-    """What still knows, after this call, which of the plans that were made are kept somewhere."""
-    references = [weakref.ref(plan) for plan in planned]
-    planned.clear()
-    return references
 
 
 @pytest.mark.parametrize("end", ["latents", "turned off"])
@@ -449,9 +470,9 @@ def test_nothing_is_kept_where_calls_can_not_be_told_apart(
 
 def test_plans_are_of_one_shape_each(planned: list[Plan]) -> None:
     latents = normal(1, 4, 8, 8)
-    plans = calls.Plans(latents, None)
+    plans = calls.Plans(latents)
     first, other, again = (
-        plans.begin(500).plan("a", shape, object)  # type: ignore[arg-type]
+        plans.begin(500).plan("a", MaMeConfig(), shape, object)  # type: ignore[arg-type]
         for shape in ((1, 8, 8), (1, 4, 16), (1, 8, 8))
     )
     assert first is again
@@ -482,17 +503,35 @@ def test_timesteps_are_compared_where_plans_are_kept_alone(
     assert len(seen) == compared
 
 
-def test_removal_leaves_no_hook() -> None:
+def test_a_layer_that_has_settings_of_its_own_in_one_call_plans_by_them(planned: list[Plan]) -> None:
     model = tiny_unet()
     handle = apply_mame(model, min_tokens=40)
+    inputs, block = unet_inputs(model), block_of(model)
+    with torch.no_grad():
+        model(**inputs)
+        once = len(planned)
+        with contextlib.ExitStack() as stack:
+            block.register_forward_pre_hook(lambda *args: stack.enter_context(handle.using(keep=0.75)) and None)
+            block.register_forward_hook(lambda *args: stack.close())
+            model(**inputs)
+        assert len(planned) == once + 1
+        assert planned[-1].tokens_kept == 0.75 * planned[0].tokens_in
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_removal_leaves_no_hook(cleared: bool) -> None:
+    model = tiny_unet()
+    handle = apply_mame(model, min_tokens=40)
+    if cleared:  # by another tool
+        model._forward_hooks.clear()
     with torch.no_grad():
         copy.deepcopy(model)(**unet_inputs(model))
     copied = copy.deepcopy(model)
     for target in (model, copied):
-        assert target._forward_hooks
+        assert bool(target._forward_hooks) != cleared
         remove_mame(target)
         for hooks in ("_forward_hooks", "_forward_hooks_always_called", "_forward_pre_hooks"):
-            assert not getattr(target, hooks), hooks
+            assert cleared or not getattr(target, hooks), hooks
     assert not handle.installed
     assert hook_on(copied, "mame_step") is None
 

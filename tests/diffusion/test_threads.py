@@ -124,6 +124,25 @@ def test_a_model_changes_only_between_images() -> None:
     assert not torch.equal(generate(pipe), expected)
 
 
+def test_a_thread_that_was_given_the_model_and_waits_makes_no_image() -> None:
+    model, waits, done = tiny_unet(), threading.Event(), threading.Event()
+    handle = apply_mame(model, min_tokens=40)
+
+    @torch.no_grad()
+    def serve(queue: None, unet: Any) -> None:
+        waits.set()
+        done.wait(60)
+
+    thread = threading.Thread(target=serve, args=(None, model))
+    thread.start()
+    waits.wait(60)
+    try:
+        handle.set(keep=0.5)
+    finally:
+        done.set()
+        thread.join()
+
+
 def test_a_callback_of_the_image_itself_may_change_settings() -> None:
     pipe = tiny_pipeline()
     handle = apply_mame(pipe, **MERGED)
