@@ -1,7 +1,7 @@
 """Guidance in two calls: the second, of the same latents at the same timestep, merges by the plans of the first.
 
 What a batch of both is to `mame_sd.core.pairs`. Pipelines of Qwen-Image, Wan, Chroma and Flux call the model with the prompt and then, with the
-very same tensor, with the negative prompt.
+very same tensor, with the negative prompt. A call with all the same tensors is none of these: it is repeated, with other weights perhaps.
 """
 
 from __future__ import annotations
@@ -32,16 +32,21 @@ class Plans:
         self._calls: Counter[str] = Counter()
         self._latents = weakref.ref(latents, lambda _: found.clear())
         self._version = latents._version
+        self._others: list[weakref.ref[Tensor]] = []  # of the latest call
         self._of = self._now = _noted(None)  # the timesteps of the plans and of the call under way
 
-    def are_of(self, latents: Tensor) -> bool:
-        """Whether they are of this very tensor, unchanged since as PyTorch counts it."""
-        return self._latents() is latents and self._version == latents._version
+    def go_for(self, latents: Tensor, others: list[Tensor]) -> bool:
+        """Whether they go for a call with this very tensor, unchanged since as PyTorch counts it, and other tensors than the latest call's."""
+        same = len(others) == len(self._others) and all(
+            known() is other for known, other in zip(self._others, others, strict=True)
+        )
+        return self._latents() is latents and self._version == latents._version and not same
 
-    def begin(self, timestep: Any) -> Plans:
+    def begin(self, timestep: Any, others: list[Tensor]) -> Plans:
         """To be called at the start of each call of the model."""
         self._calls.clear()
         self._now = _noted(timestep)
+        self._others = [weakref.ref(other) for other in others]
         return self
 
     def plan(self, layer: str, config: MaMeConfig, shape: tuple[int, ...], make: Callable[[], Plan]) -> Plan:
@@ -73,7 +78,7 @@ class LatestCall:
     def __init__(self) -> None:
         self._latest = PerThread()
 
-    def plans(self, latents: Tensor, timestep: Any) -> Plans | None:
+    def plans(self, latents: Tensor, timestep: Any, others: list[Tensor]) -> Plans | None:
         """The plans that a call shares with those before it; None where it can't be told which these are.
 
         The latents are the same where they are the same tensor, unchanged: nothing is compared. Of timesteps that are other tensors the values
@@ -82,15 +87,16 @@ class LatestCall:
         Args:
             latents: the call's first input.
             timestep: its timestep.
+            others: its other tensors, such as the prompt's embeddings.
         """
         # changes of tensors of inference mode, and of subclasses, are not counted, or have no values
         if type(latents) is not Tensor or latents.is_inference() or _is_recorded(latents):
             self.forget()
             return None
         plans: Plans | None = self._latest.value
-        if plans is None or not plans.are_of(latents):
+        if plans is None or not plans.go_for(latents, others):
             plans = self._latest.value = Plans(latents)
-        return plans.begin(timestep)
+        return plans.begin(timestep, others)
 
     def forget(self) -> None:
         """Lets go of this thread's plans."""

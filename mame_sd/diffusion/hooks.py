@@ -203,7 +203,12 @@ class StepHook(CallHook):
         if torch.compiler.is_compiling():  # a graph holds no plans
             return
         if pairs and self.calls_pair:
-            self.shared.plans.value = self.latest.plans(inputs[0], timestep)
+            others = [
+                value
+                for name, value in call.items()
+                if isinstance(value, Tensor) and name not in (self.names[0], "timestep")
+            ]
+            self.shared.plans.value = self.latest.plans(inputs[0], timestep, others)
         else:
             self.latest.forget()
 

@@ -202,8 +202,13 @@ def test_a_modular_pipeline_is_not_changed_under_way() -> None:
     assert all("QwenImageModularPipeline" in text for text in found)
 
 
+def with_another_text(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs of the call for the negative prompt."""
+    return {**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"].neg()}
+
+
 def called_twice(between: Callable[[Any, dict[str, Any]], Any], planned: list[Plan], **fields: Any) -> bool:
-    """Whether the second of two calls of a model merges by the first one's plans, with something done in between."""
+    """Whether the second of two calls of a model, for another text, merges by the first one's plans, with something done in between."""
     model = tiny_unet()
     inputs = {**unet_inputs(model), "timestep": torch.tensor(500)}
     handle = apply_mame(model, **{"min_tokens": 40, **fields})
@@ -212,7 +217,7 @@ def called_twice(between: Callable[[Any, dict[str, Any]], Any], planned: list[Pl
         between(handle, inputs)
         assert planned
         planned.clear()
-        model(**inputs)
+        model(**with_another_text(inputs))
     return not planned
 
 
@@ -230,6 +235,21 @@ def elsewhere(handle: Any, inputs: dict[str, Any]) -> None:
     in_thread(work)
 
 
+def test_a_call_that_is_repeated_stands_alone(planned: list[Plan]) -> None:
+    """With other weights, perhaps: the same call gives the same, whatever ran before."""
+    model = tiny_unet()
+    apply_mame(model, min_tokens=40)
+    inputs = unet_inputs(model)
+    with torch.no_grad():
+        for _ in range(3):
+            planned.clear()
+            model(**inputs)
+            assert planned
+        planned.clear()
+        model(**with_another_text(inputs))
+        assert not planned, "the last one was guidance's"
+
+
 def test_another_thread_plans_for_itself(planned: list[Plan]) -> None:
     model = tiny_unet()
     handle, inputs = apply_mame(model, min_tokens=40), unet_inputs(model)
@@ -244,7 +264,7 @@ def test_another_thread_plans_for_itself(planned: list[Plan]) -> None:
     ("between", "shared"),
     [
         (lambda handle, inputs: None, True),
-        (other("encoder_hidden_states", torch.neg), True),
+        (lambda handle, inputs: handle.root(**with_another_text(inputs)), True),
         (other("timestep", torch.clone), True),
         (other("timestep", lambda t: t - 20), False),
         (other("timestep", lambda t: t.sub_(20)), False),
@@ -263,7 +283,7 @@ def test_another_thread_plans_for_itself(planned: list[Plan]) -> None:
     ],
     ids=[
         "nothing",
-        "another text",
+        "a third call",
         "an equal timestep",
         "another timestep",
         "a timestep changed in place",
@@ -303,7 +323,7 @@ def test_calls_stand_alone_in_inference_mode_and_with_gradients(planned: list[Pl
             planned.clear()
             model(**inputs)
             made = len(planned)
-            model(**inputs)
+            model(**with_another_text(inputs))
             assert len(planned) == 2 * made > 0
 
 
@@ -318,8 +338,8 @@ def test_each_chunk_of_a_network_has_its_plan(planned: list[Plan]) -> None:
     with torch.no_grad():
         first = model(**inputs).sample
         made = len(planned)
-        second = model(**inputs).sample
-    assert torch.equal(first, second)
+        second = model(**with_another_text(inputs)).sample
+    assert not torch.equal(first, second)
     assert len(planned) == made
     chunks = [entry.calls for entry in handle.report().layers if entry.part == "mlp" and entry.merged]
     assert chunks
@@ -355,7 +375,7 @@ def test_blocks_called_by_themselves_plan_for_themselves(planned: list[Plan]) ->
         call_alone(block, **text)
         assert len(planned) == once + 1
         hook = block.register_forward_hook(lambda *args: in_thread(lambda: call_alone(block.attn1)))
-        model(**inputs)
+        model(**with_another_text(inputs))
         hook.remove()
         assert len(planned) == once + 2, "a call beside the model's makes its own, the model's second none"
     call_alone(block, **text)
@@ -377,7 +397,7 @@ def test_a_call_that_ends_early_leaves_no_plans_to_others(end: str, planned: lis
         model(**inputs)
         model.mid_block.register_forward_pre_hook(stop)
         with pytest.raises(KeyboardInterrupt if end == "interruption" else ValueError):
-            model(**inputs)
+            model(**with_another_text(inputs))
     handle.install()
     if end == "interruption":  # PyTorch tells no hook of it
         inputs.clear()
@@ -462,7 +482,7 @@ def test_nothing_is_kept_where_calls_can_not_be_told_apart(
     with torch.no_grad():
         model(**inputs)
         once = len(planned)
-        model(**inputs)
+        model(**with_another_text(inputs))
     assert len(planned) == 2 * once > 0
     assert not any(plan() for plan in kept_for(planned))
 
@@ -471,7 +491,7 @@ def test_plans_are_of_one_shape_each(planned: list[Plan]) -> None:
     latents = normal(1, 4, 8, 8)
     plans = calls.Plans(latents)
     first, other, again = (
-        plans.begin(500).plan("a", MaMeConfig(), shape, object)  # type: ignore[arg-type]
+        plans.begin(500, []).plan("a", MaMeConfig(), shape, object)  # type: ignore[arg-type]
         for shape in ((1, 8, 8), (1, 4, 16), (1, 8, 8))
     )
     assert first is again
@@ -498,7 +518,7 @@ def test_timesteps_are_compared_where_plans_are_kept_alone(
     with torch.no_grad():
         model(**inputs)
         assert not seen
-        model(**{**inputs, "timestep": torch.tensor(500)})
+        model(**{**with_another_text(inputs), "timestep": torch.tensor(500)})
     assert len(seen) == compared
 
 
@@ -512,7 +532,7 @@ def test_a_layer_that_has_settings_of_its_own_in_one_call_plans_by_them(planned:
         with contextlib.ExitStack() as stack:
             block.register_forward_pre_hook(lambda *args: stack.enter_context(handle.using(keep=0.75)) and None)
             block.register_forward_hook(lambda *args: stack.close())
-            model(**inputs)
+            model(**with_another_text(inputs))
         assert len(planned) == once + 1
         assert planned[-1].tokens_kept == 0.75 * planned[0].tokens_in
 
