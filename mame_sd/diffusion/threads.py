@@ -94,9 +94,8 @@ def _owners(frame: FrameType | None) -> Iterator[Any]:
             yield frame.f_locals["self"]
         elif frame.f_code is _NO_GRAD_CALL:
             args = frame.f_locals["args"]
-            yield from args[
-                : 2 if args and isinstance(args[0], ModularPipelineBlocks) else 1
-            ]  # a block, of its pipeline
+            of_pipeline = args and isinstance(args[0], ModularPipelineBlocks)  # which is given its pipeline
+            yield from args[: 2 if of_pipeline else 1]
         frame = frame.f_back
 
 
