@@ -73,7 +73,10 @@ def plan_merge(
             return plan
         if config.weights == "best":  # of which no gradient comes
             ranked = config.keep is None or merged_by_keep(pos, config.keep) < pos.N
-            best, row = _nearest(feature.detach(), leader, pos, config.metric, ranked)
+            if pos.m == 1 and not ranked:  # one destination in each tile, and every source merges: nothing to compare
+                best, row = _only(feature, pos)
+            else:
+                best, row = _nearest(feature.detach(), leader, pos, config.metric, ranked)
             return row_plan(best, row, pos, config, special, lead)
         feature = feature if leader is None else feature.index_select(0, leader)
         similarity = similarity_of(feature, pos, config.metric)  # "Similarity-Based Fusion Matrix": S
@@ -91,3 +94,9 @@ def _nearest(x: Tensor, leader: Tensor | None, pos: Positions, metric: str, rank
             x, leader = x.index_select(0, leading), place
     best, row = nearest(x, pos, metric, ranked)
     return best.index_select(0, leader), row.index_select(0, leader)
+
+
+def _only(x: Tensor, pos: Positions) -> tuple[Tensor, Tensor]:
+    """`nearest` of x [B, L, d] where each tile has one destination and no source is ranked: the largest S is not looked at."""
+    row = torch.zeros(x.shape[0], pos.blocks, pos.n, dtype=torch.long, device=x.device)
+    return torch.ones_like(row, dtype=torch.promote_types(x.dtype, torch.float32)), row

@@ -33,6 +33,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"tau": 0.1, "metric": "softmax", "tiles": 4},
     {"tau": 0.2, "weights": "best"},
     {"keep": 0.5, "weights": "best", "tiles": 4},
+    {"keep": 0.25, "weights": "best", "tiles": 2},
 ]
 IDS = ["-".join(f"{k}={v}" for k, v in setting.items()) for setting in SETTINGS]
 
@@ -86,7 +87,9 @@ def test_values_equal_the_loops(length: int, partition: str, fields: dict[str, A
     torch.testing.assert_close(plan.restore(y).double(), slow.restore(y), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("fields", [{}, {"tiles": 4}, {"merge": "qkv", "partition": "random"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"tiles": 4}, {"tiles": 2, "keep": 0.25}, {"merge": "qkv", "partition": "random"}], ids=str
+)
 @pytest.mark.parametrize("draw", [0, 1, 5])
 def test_values_of_each_draw_equal_the_loops(draw: int, fields: dict[str, Any]) -> None:
     cfg = MaMeConfig.from_dict({"keep": 0.4, "min_tokens": 1, **fields})
@@ -336,6 +339,15 @@ def test_any_leading_dimensions() -> None:
     assert plan.weights.shape[:3] == (2, 3, 1)
     one = plan_merge(x[0, 0], cfg)
     assert torch.equal(one.restore(one.merge(x[0, 0])), plan.restore(y)[0, 0])
+
+
+def test_tiles_of_one_destination_are_means_that_compare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mame_sd.core.merge._nearest", None)
+    x, t = tokens(2, 6 * 10, 4), tokens(2, 6 * 10, 3, seed=1)
+    for draw in (torch.tensor([0]), torch.tensor([3])):
+        plan = plan_merge(x, MaMeConfig(keep=0.25, tiles=2), (6, 10), draw=draw, leader=torch.tensor([1, 1]))
+        cells = torch.nn.functional.avg_pool2d(t.transpose(1, 2).unflatten(2, (6, 10)), 2).flatten(2).transpose(1, 2)
+        torch.testing.assert_close(plan.merge(t), cells)
 
 
 def test_tiles_keep_merging_inside_a_tile() -> None:
