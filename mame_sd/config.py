@@ -100,6 +100,10 @@ class MaMeConfig:
     merge: Literal["qkv", "kv"] = _field(
         "qkv: merge before attention and restore after it (the paper); kv: merge keys and values only"
     )
+    smooth: bool = _field(
+        "restored tokens of one group vary as their surroundings do, around the group's own mean, in place of equal copies (merge qkv, mlp "
+        "and cross, with weights best)"
+    )
     kernel: Literal["triton"] | None = _field(
         "triton: find destinations in a fused kernel on a CUDA device, with weights best, metric cosine and tiles of at most "
         "16 (verified in Triton's interpreter, not yet timed on a GPU); PyTorch's operations unless given"
@@ -135,7 +139,7 @@ class MaMeConfig:
         for name, value in resolve(given).items():
             object.__setattr__(self, name, value)
         check_resolved(self)
-        gridless = {"partition": "alternating", "tiles": 0, "kernel": None}
+        gridless = {"partition": "alternating", "tiles": 0, "kernel": None, "smooth": False}
         already = all(getattr(self, name) == value for name, value in gridless.items())
         object.__setattr__(self, "without_plane", self if already else self.replace(**gridless))
 

@@ -37,6 +37,7 @@ COMMON: dict[str, Any] = {
     "refine": True,
     "variant": "settled",
     "eps": 1e-6,
+    "smooth": False,
     "kernel": None,
 }
 

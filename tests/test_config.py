@@ -32,6 +32,13 @@ def test_nothing_given_is_the_measured_default() -> None:
     assert dict(config.given) == {}
 
 
+@pytest.mark.parametrize("fields", [{}, {"merge": "qkv", "weights": "average"}, {"preset": "plain"}], ids=str)
+def test_smooth_is_refused_where_nothing_is_restored_by_it(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"smooth: .* needs merge='qkv', mlp or cross, and weights='best'"):
+        MaMeConfig.from_dict({"smooth": True, **fields})
+    assert MaMeConfig(mlp=0.5, smooth=True).of_part("mlp").smooth  # type: ignore[union-attr]
+
+
 def test_a_given_tau_changes_nothing_but_how_much_merges() -> None:
     default, config = MaMeConfig(), MaMeConfig(tau=0.7)
     assert (config.keep, config.tau, config.batch) == (None, 0.7, "shared")

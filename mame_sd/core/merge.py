@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.partition import positions
+from mame_sd.core.partition import positions, square
 from mame_sd.core.pick_plan import pick_plan
 from mame_sd.core.plan import MergePlan, Plan, no_autocast
 from mame_sd.core.row_plan import row_plan
@@ -63,12 +63,13 @@ def plan_merge(
     if not 0 <= special < x.shape[-2]:
         raise ValueError(f"special: expected fewer than the {x.shape[-2]} tokens of x, got {special}")
     lead = x.shape[:-2]
+    plane = _plane(x.shape[-2] - special, size) if config.smooth else None
     feature = x.reshape(math.prod(lead), *x.shape[-2:])[:, special:]
     pos = positions(feature.shape[1], config, size, x.device, draw)  # "Token Partitioning": I_dst and I_src
     with no_autocast(x):
         if config.weights == "pick":
             return pick_plan(feature, pos, config, special, lead, leader)
-        plan = kernel_plan(feature, pos, config, special, lead, leader)
+        plan = kernel_plan(feature, pos, config, special, lead, leader, plane)
         if plan is not None:
             return plan
         if config.weights == "best":  # of which no gradient comes
@@ -77,11 +78,21 @@ def plan_merge(
                 best, row = _only(feature, pos)
             else:
                 best, row = _nearest(feature.detach(), leader, pos, config.metric, ranked)
-            return row_plan(best, row, pos, config, special, lead)
+            return row_plan(best, row, pos, config, special, lead, plane)
         feature = feature if leader is None else feature.index_select(0, leader)
         similarity = similarity_of(feature, pos, config.metric)  # "Similarity-Based Fusion Matrix": S
         fusion = fusion_weights(similarity, pos, config)  # "Adaptive Weight Refining": W^F; X_pres
         return MergePlan(fusion, pos, special, lead, paper=config.variant == "paper")
+
+
+def _plane(tokens: int, size: tuple[int, int] | None) -> tuple[int, int]:
+    """The (h, w) that tokens lie in, a square where it is not given."""
+    plane = size or square(tokens)
+    if plane is None:
+        raise ValueError(
+            f"size: smooth needs the (h, w) of {tokens} tokens, which are no square; give size=(h, w), or leave smooth out"
+        )
+    return plane
 
 
 def _nearest(x: Tensor, leader: Tensor | None, pos: Positions, metric: str, ranked: bool) -> tuple[Tensor, Tensor]:

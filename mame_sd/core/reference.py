@@ -12,6 +12,7 @@ Everything is differentiable; a 256-token image takes about a second.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ class ReferencePlan:
     src: list[int]
     special: int
     paper: bool
+    plane: tuple[int, int] | None = None  # over which what is restored varies smoothly
 
     @property
     def counts(self) -> Tensor:
@@ -73,7 +75,26 @@ class ReferencePlan:
                         torch.zeros_like(sample[0]),
                     )
             out.append(torch.stack([rows[p] for p in range(len(rows))]))
+            if self.plane is not None:
+                out[-1] = self._smoothed(b, out[-1], *self.plane)
         return torch.stack(out)
+
+    def _smoothed(self, b: int, x: Tensor, h: int, w: int) -> Tensor:
+        """Copies x [L, C] of sample b and, of their blur, each token's distance to the mean of its group's."""
+        blur = []
+        for p in range(h * w):
+            around = torch.zeros_like(x[0])
+            for dy, dx in itertools.product((-1, 0, 1), repeat=2):
+                y, z = min(max(p // w + dy, 0), h - 1), min(max(p % w + dx, 0), w - 1)
+                around = around + (2 - abs(dy)) * (2 - abs(dx)) / 16 * x[self.special + y * w + z]
+            blur.append(around)
+        rows = {s: x[s] for s in range(self.special)}
+        for i, p in enumerate(self.dst):
+            merged = [q for j, q in enumerate(self.src) if j not in self.preserved[b] and self.weights[b, i, j] > 0]
+            middle = sum((blur[q] for q in merged), blur[p]) / (1 + len(merged))
+            rows |= {self.special + q: x[self.special + q] + blur[q] - middle for q in (p, *merged)}
+        rows |= {self.special + self.src[j]: x[self.special + self.src[j]] for j in self.preserved[b]}
+        return torch.stack([rows[p] for p in range(len(rows))])
 
 
 def reference_plan(
@@ -109,9 +130,11 @@ def reference_plan(
         for j in range(len(src)) if config.weights == "pick" else out:
             columns[j] = torch.zeros_like(columns[j])
     stacked = [torch.stack(columns, 1) if columns else x.new_zeros(len(dst), 0) for columns in weights]
-    return ReferencePlan(
-        torch.stack(stacked), [sorted(out) for out in preserved], dst, src, special, config.variant == "paper"
-    )
+    lost = [sorted(out) for out in preserved]
+    plan = ReferencePlan(torch.stack(stacked), lost, dst, src, special, config.variant == "paper")
+    if config.smooth:
+        plan.plane = size or (math.isqrt(x.shape[1]),) * 2
+    return plan
 
 
 def similarity(x: Tensor, dst: list[int], src: list[int], tile: list[int], metric: str) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """A plan in which each source goes whole to its most similar destination (`weights="best"`): who went where, and no matrix.
 
-Merging takes means of groups, restoring takes rows. What is not finite stays within its group.
+Merging takes means of groups, restoring takes rows. What is not finite stays within its group (smoothed, its sample).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core import means
 from mame_sd.core.indexing import rows_of
 from mame_sd.core.plan import Plan, no_autocast
+from mame_sd.core.smoothing import blurred
 from mame_sd.core.tables import Positions
 from mame_sd.core.weights import preserved_by_keep, preserved_by_tau, unmerged_slots
 
@@ -23,6 +24,7 @@ class RowPlan(Plan):
         row: [B, T, n], the destination of its tile that is nearest to a source, also to one that is preserved or padding.
         pos, preserved, special, lead: as `Plan`.
         dtype: of the weights and counts.
+        plane: (h, w) of the tokens without the special ones, over which what is restored varies smoothly; None: copies.
         by_kernel: whether a kernel found the destinations.
     """
 
@@ -34,11 +36,12 @@ class RowPlan(Plan):
         special: int,
         lead: torch.Size,
         dtype: torch.dtype,
+        plane: tuple[int, int] | None = None,
         by_kernel: bool = False,
     ) -> None:
         super().__init__(pos, preserved, special, lead)
         self.by_kernel = by_kernel
-        self._row, self._dtype = row, dtype
+        self._row, self._dtype, self._plane = row, dtype, plane
         self._rows = self._found_rows()
 
     @property
@@ -76,8 +79,11 @@ class RowPlan(Plan):
         return y.reshape(*self._lead, *y.shape[1:])
 
     def restore(self, y: Tensor) -> Tensor:
-        """See `Plan`; without a product: each token takes the row of `y` that it went to, or is."""
+        """See `Plan`; without a product: each token takes the row of `y` that it went to, or is. With a plane it varies around it."""
         x = rows_of(self._checked(y, self.tokens_kept, "restore"), self._rows)
+        if self._plane is not None:
+            with no_autocast(x):
+                x = self._smoothed(x, self._plane)
         return x.view(*self._lead, *x.shape[1:])
 
     def means(self, t: Tensor) -> Tensor:
@@ -86,6 +92,16 @@ class RowPlan(Plan):
             groups = means.groups_of(self._rows, self.tokens_kept)
             return means.means(t.flatten(0, 1), groups).view(t.shape[0], self.tokens_kept, t.shape[2])
         return means.means_with_gradients(t, self._rows, self.sizes)
+
+    def _smoothed(self, x: Tensor, plane: tuple[int, int]) -> Tensor:
+        """Copies x [B, L, C] and what varies within groups of these copies blurred over the plane.
+
+        Groups keep their means, so that merging again gives what was restored, and a group of one is as it was.
+        """
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        body = blurred(wide[:, self.special :], plane)
+        body = torch.cat([wide[:, : self.special], body], 1) if self.special else body
+        return (wide + (body - rows_of(self.means(body), self._rows))).to(x.dtype)
 
     def _sums(self, t: Tensor) -> Tensor:
         """`summed` of t [B, L], [B, L']."""
@@ -102,6 +118,7 @@ def row_plan(
     config: MaMeConfig,
     special: int,
     lead: torch.Size,
+    plane: tuple[int, int] | None = None,
     by_kernel: bool = False,
 ) -> RowPlan:
     """The plan of sources whose largest similarity is `best` [B, T, n], that of destination `row` [B, T, n] of their tile."""
@@ -110,4 +127,4 @@ def row_plan(
         preserved = preserved_by_tau(~(best > config.tau).all(0), pos)
     else:
         preserved = preserved_by_keep(best, pos, config.keep)
-    return RowPlan(row, pos, preserved, special, lead, best.dtype, by_kernel)
+    return RowPlan(row, pos, preserved, special, lead, best.dtype, plane, by_kernel)

@@ -34,6 +34,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"tau": 0.2, "weights": "best"},
     {"keep": 0.5, "weights": "best", "tiles": 4},
     {"keep": 0.25, "weights": "best", "tiles": 2},
+    {"keep": 0.5, "weights": "best", "tiles": 4, "merge": "qkv", "smooth": True},
+    {"tau": 0.2, "weights": "best", "merge": "qkv", "smooth": True},
 ]
 IDS = ["-".join(f"{k}={v}" for k, v in setting.items()) for setting in SETTINGS]
 
@@ -339,6 +341,37 @@ def test_any_leading_dimensions() -> None:
     assert plan.weights.shape[:3] == (2, 3, 1)
     one = plan_merge(x[0, 0], cfg)
     assert torch.equal(one.restore(one.merge(x[0, 0])), plan.restore(y)[0, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_smoothly_restored_groups_keep_their_means_and_vary(dtype: torch.dtype) -> None:
+    x, y = tokens(2, 2 + 48, 4), tokens(2, 2 + 24, 3, seed=1, dtype=dtype)
+    plan, copies = (
+        plan_merge(x, MaMeConfig(keep=0.5, merge="qkv", tiles=4, smooth=smooth), (6, 8), special=2)
+        for smooth in (True, False)
+    )
+    restored = plan.restore(y)
+    assert restored.dtype == dtype
+    assert torch.equal(restored[:, :2], y[:, :2])
+    torch.testing.assert_close(
+        plan.merge(restored), y, rtol=2 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps
+    )
+    assert (restored - copies.restore(y)).abs().max() > 0.1
+    flat = torch.ones_like(y)
+    assert torch.equal(plan.restore(flat), copies.restore(flat))
+
+
+def test_a_ramp_of_cells_is_restored_as_a_ramp() -> None:
+    ramp = torch.arange(16.0).repeat(16, 1).view(1, 256, 1)
+    plan = plan_merge(ramp, MaMeConfig(keep=0.25, merge="qkv", tiles=2, smooth=True))
+    inner = plan.restore(plan.merge(ramp)).view(16, 16)[:, 2:-2]
+    torch.testing.assert_close(inner, ramp.view(16, 16)[:, 2:-2])
+
+
+def test_smooth_needs_to_know_the_plane() -> None:
+    cfg = MaMeConfig(keep=0.5, merge="qkv", partition="alternating", tiles=0, smooth=True)
+    with pytest.raises(ValueError, match="size: smooth needs the"):
+        plan_merge(tokens(1, 7, 4), cfg)
 
 
 def test_tiles_of_one_destination_are_means_that_compare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
