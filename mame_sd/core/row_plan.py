@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core import means
+from mame_sd.core.buffers import in_place
 from mame_sd.core.indexing import rows_of
 from mame_sd.core.plan import Plan, no_autocast
 from mame_sd.core.smoothing import blurred
@@ -43,6 +44,7 @@ class RowPlan(Plan):
         self.by_kernel = by_kernel
         self._row, self._dtype, self._plane = row, dtype, plane
         self._rows = self._found_rows()
+        self._groups: means.Groups | None = None
 
     @property
     def weights(self) -> Tensor:
@@ -89,8 +91,9 @@ class RowPlan(Plan):
     def means(self, t: Tensor) -> Tensor:
         """Tokens [B, L, C] merged, as [B, L', C]."""
         if means.can_group(t):
-            groups = means.groups_of(self._rows, self.tokens_kept)
-            return means.means(t.flatten(0, 1), groups).view(t.shape[0], self.tokens_kept, t.shape[2])
+            if self._groups is None:
+                self._groups = means.groups_of(self._rows, self.tokens_kept)
+            return means.means(t.flatten(0, 1), self._groups).view(t.shape[0], self.tokens_kept, t.shape[2])
         return means.means_with_gradients(t, self._rows, self.sizes)
 
     def _smoothed(self, x: Tensor, plane: tuple[int, int]) -> Tensor:
@@ -98,10 +101,12 @@ class RowPlan(Plan):
 
         Groups keep their means, so that merging again gives what was restored, and a group of one is as it was.
         """
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        body = blurred(wide[:, self.special :], plane)
-        body = torch.cat([wide[:, : self.special], body], 1) if self.special else body
-        return (wide + (body - rows_of(self.means(body), self._rows))).to(x.dtype)
+        body = blurred(x[:, self.special :], plane)
+        body = torch.cat([x[:, : self.special], body], 1) if self.special else body
+        around = rows_of(self.means(body), self._rows)
+        if in_place(x):
+            return x.add_(body.sub_(around))
+        return x + (body - around)
 
     def _sums(self, t: Tensor) -> Tensor:
         """`summed` of t [B, L], [B, L']."""
