@@ -117,7 +117,7 @@ class MaMeConfig:
         "given. The grid's cell follows from this share. UNets, DiT and PixArt by apply_mame only"
     )
     cross: float | None = _field("as mlp, of the queries of cross-attention")
-    # What holds for tokens whose height and width are unknown: partition alternating, no tiles. Of each config its own, made with it, for
+    # What holds for tokens whose height and width are unknown: no grid, no tiles, copies restored. Of each config its own, made with it, for
     # compiled graphs can't make configs.
     without_plane: ClassVar[MaMeConfig]
     # What was given to the config that this one is made from: dataclasses.replace hands it on, beside every field.
@@ -139,7 +139,8 @@ class MaMeConfig:
         for name, value in resolve(given).items():
             object.__setattr__(self, name, value)
         check_resolved(self)
-        gridless = {"partition": "alternating", "tiles": 0, "kernel": None, "smooth": False}
+        partition = "alternating" if self.partition.endswith("grid") else self.partition
+        gridless = {"partition": partition, "tiles": 0, "kernel": None, "smooth": False}
         already = all(getattr(self, name) == value for name, value in gridless.items())
         object.__setattr__(self, "without_plane", self if already else self.replace(**gridless))
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # it needs diffusers, which ComfyUI's node does without
 WORTHWHILE = 0.85  # share of tokens kept above which merging saves less than it costs; with tau it is known only now
 NOTHING_TO_WIN = f"tau keeps more than {WORTHWHILE:.0%} of the tokens: left whole"
 NO_SIZE = "height and width unknown: merged with partition 'alternating' and without tiles; give size=(h, w)"
+NOT_SMOOTH = "height and width unknown: restored as copies, not smoothly; give size=(h, w)"
 
 
 @dataclass(frozen=True)
@@ -140,10 +141,13 @@ class Layer(ABC):
 
     def fitted(self, config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
         """The settings that hold for these tokens, and what a report says where they are not the given ones."""
-        if tokens.plane is not None or (config.partition not in GRIDS and not config.tiles):
+        without = config.without_plane
+        if tokens.plane is not None or without is config:
             return config, ""
-        note = NO_SIZE if config.kernel is None else f"{NO_SIZE}. Kernel {config.kernel!r} needs tiles: not run"
-        return config.without_plane, note
+        notes = [NO_SIZE] if config.partition in GRIDS or config.tiles else []
+        notes += [NOT_SMOOTH] if config.smooth else []
+        notes += [f"kernel {config.kernel!r} needs tiles: not run"] if config.kernel is not None else []
+        return without, ". ".join(notes)
 
 
 def merged_call(

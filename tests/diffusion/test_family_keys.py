@@ -18,7 +18,7 @@ from mame_sd.core.partition import positions
 from mame_sd.core.reference import ReferencePlan, reference_plan
 from mame_sd.diffusion.families.transformers import family_of
 from mame_sd.diffusion.families.unet import NOT_COUNTED
-from mame_sd.diffusion.layer import NO_SIZE
+from mame_sd.diffusion.layer import NO_SIZE, NOT_SMOOTH
 from mame_sd.families import Family, Tokens, register_family
 from tests.builders.tiny import seeded
 from tests.matrix.transformers import ROWS, TEXT, H, W, normal
@@ -351,8 +351,24 @@ def test_a_joint_family_that_does_not_tell_where_text_stands_merges_queries_too_
     assert not torch.equal(*expected)
 
 
-@pytest.mark.parametrize("fields", [{}, {"merge": "qkv"}, {"tau": 0.5}], ids=str)
-def test_a_sequence_without_rows_and_columns_merges_alternating_and_says_so(fields: dict[str, Any]) -> None:
+PLACELESS = {"partition": "sequential", "tiles": 0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "notes"),
+    [
+        ({}, [NO_SIZE]),
+        ({"merge": "qkv"}, [NO_SIZE]),
+        ({"tau": 0.5}, [NO_SIZE]),
+        ({"merge": "qkv", "smooth": True}, [NO_SIZE, NOT_SMOOTH]),
+        ({"merge": "qkv", "smooth": True, "keep": 0.5, **PLACELESS}, [NOT_SMOOTH]),
+        (PLACELESS | {"keep": 0.5}, [""]),
+    ],
+    ids=str,
+)
+def test_a_sequence_without_rows_and_columns_merges_without_them_and_says_so(
+    fields: dict[str, Any], notes: list[str]
+) -> None:
     row = EVERY["Flux"]
     model = row.build()
     known = family_of(model)
@@ -361,4 +377,6 @@ def test_a_sequence_without_rows_and_columns_merges_alternating_and_says_so(fiel
     handle = apply_mame(model, min_tokens=60, **fields)
     row.run(model)
     register_family(known)
-    assert all(layer.merged and layer.reason.startswith(NO_SIZE) for layer in handle.report().layers)
+    for layer in handle.report().layers:
+        assert layer.merged
+        assert layer.reason == ". ".join(notes)
