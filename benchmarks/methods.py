@@ -197,14 +197,10 @@ FULL = {
     "kv .25, similarity of keys": ours(**SMALL, feature="k-mean"),
     "kv 0.5, random": ours(tiles=8, keep=0.5, partition="random", redraw=False),
     **{f"kv .25, drawn once, seed {n}": ours(redraw=False, seed=n) for n in (0, 1, 2)},
-    **{f"qkv {keep}": ours(keep=keep, merge="qkv") for keep in (0.75, 0.5, 0.25, 0.19, 0.125, 0.0625)},
+    **{f"qkv {keep}": ours(keep=keep, merge="qkv") for keep in (0.75, 0.625, 0.5, 0.375, 0.25, 0.19, 0.125, 0.0625)},
     **{f"qkv {keep}, tiles 4": ours(keep=keep, merge="qkv", tiles=4) for keep in (0.5, 0.25)},
-    **{f"qkv {keep}, smooth": ours(keep=keep, merge="qkv", smooth=True) for keep in (0.75, 0.625, 0.5, 0.375, 0.25)},
-    **{f"qkv {keep}, tiles 4, smooth": ours(keep=keep, merge="qkv", tiles=4, smooth=True) for keep in (0.5, 0.25)},
-    **{
-        f"qkv 0.25, tiles 2{more}": ours(keep=0.25, merge="qkv", tiles=2, smooth=bool(more))
-        for more in ("", ", smooth")
-    },
+    "qkv 0.25, tiles 2": ours(keep=0.25, merge="qkv", tiles=2),
+    **{f"qkv {keep}, copies": ours(keep=keep, merge="qkv", detail=False) for keep in (0.5, 0.25)},
     **{f"qkv {keep}, not counted": ours(keep=keep, merge="qkv", correct=False) for keep in (0.5, 0.25)},
     "qkv 0.25, global": ours(keep=0.25, merge="qkv", tiles=0, **CORNER),
     "qkv 0.25, first of each cell": ours(keep=0.25, merge="qkv", **CORNER),

@@ -100,9 +100,9 @@ class MaMeConfig:
     merge: Literal["qkv", "kv"] = _field(
         "qkv: merge before attention and restore after it (the paper); kv: merge keys and values only"
     )
-    smooth: bool = _field(
-        "restored tokens of one group vary as their surroundings do, around the group's own mean, in place of equal copies (merge qkv, mlp "
-        "and cross, with weights best)"
+    detail: bool = _field(
+        "restored tokens of one group differ, as the groups around them and as their inputs do, around the group's own mean, in place of "
+        "equal copies; on with merge qkv, mlp or cross and weights best, which it needs"
     )
     kernel: Literal["triton"] | None = _field(
         "triton: find destinations in a fused kernel on a CUDA device, with weights best, metric cosine and tiles of at most "
@@ -140,7 +140,7 @@ class MaMeConfig:
             object.__setattr__(self, name, value)
         check_resolved(self)
         partition = "alternating" if self.partition.endswith("grid") else self.partition
-        gridless = {"partition": partition, "tiles": 0, "kernel": None, "smooth": False}
+        gridless = {"partition": partition, "tiles": 0, "kernel": None, "detail": False}
         already = all(getattr(self, name) == value for name, value in gridless.items())
         object.__setattr__(self, "without_plane", self if already else self.replace(**gridless))
 
@@ -171,7 +171,7 @@ class MaMeConfig:
     def of_part(self, name: str) -> MaMeConfig | None:
         """The settings that merge a part ("mlp" or "cross") of a block by itself; None where it is off.
 
-        They are these, with the part's share as `keep`, from which the grid's cell follows. The preset decides again on `weights` where
+        They are these, with the part's share as `keep`, from which the grid's cell follows. The preset decides again on `weights` and `detail` where
         they are "pick", which leaves nothing to restore a part from.
         """
         share = getattr(self, name)
@@ -179,7 +179,7 @@ class MaMeConfig:
             return None
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         if self.weights == "pick":  # a part is restored
-            values["weights"] = None
+            values |= {"weights": None, "detail": None}
         values |= {"tau": None, "keep": share, "stride": None, "merge": "qkv", "correct": None, "feature": "x"}
         return MaMeConfig(**{**values, **dict.fromkeys(PARTS)})
 

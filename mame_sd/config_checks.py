@@ -48,7 +48,7 @@ def check_given(given: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: expected a whole number of at least {low}, got {given[name]!r}")
     if "tiles" in given and not (_is_int(given["tiles"]) and (given["tiles"] == 0 or given["tiles"] >= 2)):
         raise ValueError(f"tiles: expected a side of at least 2 tokens, or 0 for none, got {given['tiles']!r}")
-    for name in ("refine", "redraw", "pairs", "correct", "smooth"):
+    for name in ("refine", "redraw", "pairs", "correct", "detail"):
         if name in given and not isinstance(given[name], bool):
             raise ValueError(f"{name}: expected True or False, got {given[name]!r}")
     for name in ("stride", "size"):
@@ -79,10 +79,10 @@ def check_resolved(config: Any) -> None:
             f"merge={config.merge!r}; leave merge out, or take weights 'best' or 'average'"
         )
     restoring = config.merge == "qkv" or any(getattr(config, name) is not None for name in PARTS)
-    if config.smooth and not (restoring and config.weights == "best"):
+    if config.detail and not (restoring and config.weights == "best"):
         raise ValueError(
-            "smooth: changes how whole tokens are restored, and needs merge='qkv', mlp or cross, and weights='best', got "
-            f"merge={config.merge!r}, weights={config.weights!r}; leave smooth out, or change these"
+            "detail: changes how whole tokens are restored, and needs merge='qkv', mlp or cross, and weights='best', got "
+            f"merge={config.merge!r}, weights={config.weights!r}; leave detail out, or change these"
         )
     if config.kernel is not None and not (
         config.weights == "best" and config.metric == "cosine" and 0 < config.tiles <= MAX_TILE

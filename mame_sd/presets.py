@@ -37,7 +37,7 @@ COMMON: dict[str, Any] = {
     "refine": True,
     "variant": "settled",
     "eps": 1e-6,
-    "smooth": False,
+    "detail": False,
     "kernel": None,
 }
 
@@ -54,6 +54,9 @@ def resolve(given: Mapping[str, Any]) -> dict[str, Any]:
         values["merge"] = "kv"
     if "correct" not in given and values["merge"] == "kv" and values["weights"] != "best":
         values["correct"] = False  # other weights would need all keys and values for it
+    restoring = values["merge"] == "qkv" or values["mlp"] is not None or values["cross"] is not None
+    if "detail" not in given and values["preset"] == "default":
+        values["detail"] = restoring and values["weights"] == "best"
     if values["keep"] is not None and "stride" not in given:
         values["stride"] = _cell(values["keep"], values["tiles"])
     return values

@@ -63,34 +63,34 @@ def plan_merge(
     if not 0 <= special < x.shape[-2]:
         raise ValueError(f"special: expected fewer than the {x.shape[-2]} tokens of x, got {special}")
     lead = x.shape[:-2]
-    plane = _plane(x.shape[-2] - special, size) if config.smooth else None
+    plane = _plane(x.shape[-2] - special, config, size)
     feature = x.reshape(math.prod(lead), *x.shape[-2:])[:, special:]
     pos = positions(feature.shape[1], config, size, x.device, draw)  # "Token Partitioning": I_dst and I_src
     with no_autocast(x):
         if config.weights == "pick":
             return pick_plan(feature, pos, config, special, lead, leader)
-        plan = kernel_plan(feature, pos, config, special, lead, leader, plane)
-        if plan is not None:
-            return plan
-        if config.weights == "best":  # of which no gradient comes
+        plan = kernel_plan(feature, pos, config, special, lead, leader)
+        if plan is None and config.weights == "best":  # of which no gradient comes
             ranked = config.keep is None or merged_by_keep(pos, config.keep) < pos.N
             if pos.m == 1 and not ranked:  # one destination in each tile, and every source merges: nothing to compare
                 best, row = _only(feature, pos)
             else:
                 best, row = _nearest(feature.detach(), leader, pos, config.metric, ranked)
-            return row_plan(best, row, pos, config, special, lead, plane)
+            plan = row_plan(best, row, pos, config, special, lead)
+        if plan is not None:
+            return plan if plane is None else plan.with_detail(feature, plane)
         feature = feature if leader is None else feature.index_select(0, leader)
         similarity = similarity_of(feature, pos, config.metric)  # "Similarity-Based Fusion Matrix": S
         fusion = fusion_weights(similarity, pos, config)  # "Adaptive Weight Refining": W^F; X_pres
         return MergePlan(fusion, pos, special, lead, paper=config.variant == "paper")
 
 
-def _plane(tokens: int, size: tuple[int, int] | None) -> tuple[int, int]:
-    """The (h, w) that tokens lie in, a square where it is not given."""
-    plane = size or square(tokens)
-    if plane is None:
+def _plane(tokens: int, config: MaMeConfig, size: tuple[int, int] | None) -> tuple[int, int] | None:
+    """The (h, w) over which tokens are restored with detail, a square where it is not given; None: as copies."""
+    plane = (size or square(tokens)) if config.detail else None
+    if plane is None and config.given.get("detail"):
         raise ValueError(
-            f"size: smooth needs the (h, w) of {tokens} tokens, which are no square; give size=(h, w), or leave smooth out"
+            f"size: detail needs the (h, w) of {tokens} tokens, which are no square; give size=(h, w), or detail=False"
         )
     return plane
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
+from mame_sd.core.detail import GROUPS, RANK, RIDGE, directions
 from mame_sd.core.partition import positions
 
 REFINE_FLOOR = 1e-5
@@ -35,7 +36,8 @@ class ReferencePlan:
     src: list[int]
     special: int
     paper: bool
-    plane: tuple[int, int] | None = None  # over which what is restored varies smoothly
+    plane: tuple[int, int] | None = None  # of the tokens whose detail is restored
+    feature: Tensor | None = None  # [B, L, d] without special tokens, by which it varies
 
     @property
     def counts(self) -> Tensor:
@@ -75,26 +77,60 @@ class ReferencePlan:
                         torch.zeros_like(sample[0]),
                     )
             out.append(torch.stack([rows[p] for p in range(len(rows))]))
-            if self.plane is not None:
-                out[-1] = self._smoothed(b, out[-1], *self.plane)
-        return torch.stack(out)
+        restored = torch.stack(out)
+        return restored if self.plane is None else torch.stack([self._detailed(b, x) for b, x in enumerate(restored)])
 
-    def _smoothed(self, b: int, x: Tensor, h: int, w: int) -> Tensor:
-        """Copies x [L, C] of sample b and, of their blur, each token's distance to the mean of its group's."""
-        blur = []
+    def _detailed(self, b: int, x: Tensor) -> Tensor:
+        """Copies x [L, C] of sample b, the detail that their blur has, and that which follows the input."""
+        assert self.feature is not None
+        groups = self._groups(b)
+        varying, unexplained = self._beyond_blur(x, groups)
+        x = x + varying
+        count = min(RANK, len(groups) // GROUPS)
+        if not count:
+            return x
+        seen = self.feature[b].double() @ directions(self.feature.shape[2], count, torch.device("cpu")).double()
+        seen = torch.cat([seen.new_zeros(self.special, count), seen])
+        middles = seen.clone()
+        for group in groups:
+            middles[group] = seen[group].mean(0)
+        varying, between = self._beyond_blur(middles, groups)
+        within = seen - middles - varying
+        share = torch.tensor([len(group) / len(x) for group in groups], dtype=x.dtype)
+        covariance = sum(s * torch.outer(g, g) for s, g in zip(share, between, strict=True))
+        follows = sum(s * torch.outer(g, u) for s, g, u in zip(share, between, unexplained, strict=True))
+        ridge = RIDGE * covariance.trace() / count + torch.finfo(x.dtype).tiny ** 0.5
+        slope = torch.linalg.solve(covariance + ridge * torch.eye(count, dtype=x.dtype), follows)
+        power = sum(s * (u * u).sum() for s, u in zip(share, unexplained, strict=True))
+        explained = (slope * follows).sum() / power.clamp(min=torch.finfo(x.dtype).tiny)
+        return x + within @ slope * explained.clamp(0, 1) ** 2
+
+    def _groups(self, b: int) -> list[list[int]]:
+        """The tokens of each of those that `merge` gives, in its order."""
+        groups = [[s] for s in range(self.special)]
+        for i, p in enumerate(self.dst):
+            merged = [q for j, q in enumerate(self.src) if j not in self.preserved[b] and self.weights[b, i, j] > 0]
+            groups.append([self.special + q for q in (p, *merged)])
+        return groups + [[self.special + self.src[j]] for j in self.preserved[b]]
+
+    def _beyond_blur(self, x: Tensor, groups: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Of copies x [L, C] how their blur varies around its mean in each group [L, C], and what of each group's is not that mean [L', C]."""
+        assert self.plane is not None
+        h, w = self.plane
+        blur = [x[s] for s in range(self.special)]
         for p in range(h * w):
             around = torch.zeros_like(x[0])
             for dy, dx in itertools.product((-1, 0, 1), repeat=2):
                 y, z = min(max(p // w + dy, 0), h - 1), min(max(p % w + dx, 0), w - 1)
                 around = around + (2 - abs(dy)) * (2 - abs(dx)) / 16 * x[self.special + y * w + z]
             blur.append(around)
-        rows = {s: x[s] for s in range(self.special)}
-        for i, p in enumerate(self.dst):
-            merged = [q for j, q in enumerate(self.src) if j not in self.preserved[b] and self.weights[b, i, j] > 0]
-            middle = sum((blur[q] for q in merged), blur[p]) / (1 + len(merged))
-            rows |= {self.special + q: x[self.special + q] + blur[q] - middle for q in (p, *merged)}
-        rows |= {self.special + self.src[j]: x[self.special + self.src[j]] for j in self.preserved[b]}
-        return torch.stack([rows[p] for p in range(len(rows))])
+        varying, unexplained = list(x), []
+        for group in groups:
+            middle = sum((blur[q] for q in group), torch.zeros_like(x[0])) / len(group)
+            unexplained.append(x[group[0]] - middle)
+            for q in group:
+                varying[q] = blur[q] - middle
+        return torch.stack(varying), torch.stack(unexplained)
 
 
 def reference_plan(
@@ -107,6 +143,7 @@ def reference_plan(
 ) -> ReferencePlan:
     """The loop version of `plan_merge`, for x [B, L, d]."""
     x = x.double()[:, special:]
+    own = x
     x = x if leader is None else torch.stack([x[i] for i in leader.tolist()])
     pos = positions(x.shape[1], config, size, draw=draw)
     dst, src = pos.dst.tolist(), pos.src.tolist()
@@ -132,8 +169,9 @@ def reference_plan(
     stacked = [torch.stack(columns, 1) if columns else x.new_zeros(len(dst), 0) for columns in weights]
     lost = [sorted(out) for out in preserved]
     plan = ReferencePlan(torch.stack(stacked), lost, dst, src, special, config.variant == "paper")
-    if config.smooth:
-        plan.plane = size or (math.isqrt(x.shape[1]),) * 2
+    side = math.isqrt(x.shape[1])
+    if config.detail and (size is not None or side * side == x.shape[1]):
+        plan.plane, plan.feature = size or (side, side), own
     return plan
 
 

@@ -1,19 +1,20 @@
 """A plan in which each source goes whole to its most similar destination (`weights="best"`): who went where, and no matrix.
 
-Merging takes means of groups, restoring takes rows. What is not finite stays within its group (smoothed, its sample).
+Merging takes means of groups, restoring takes rows. What is not finite stays within its group (with detail, its sample).
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core import means
-from mame_sd.core.buffers import in_place
+from mame_sd.core.buffers import in_place, reuse
+from mame_sd.core.detail import GROUPS, RANK, blurred, directions, slope
 from mame_sd.core.indexing import rows_of
 from mame_sd.core.plan import Plan, no_autocast
-from mame_sd.core.smoothing import blurred
 from mame_sd.core.tables import Positions
 from mame_sd.core.weights import preserved_by_keep, preserved_by_tau, unmerged_slots
 
@@ -25,7 +26,6 @@ class RowPlan(Plan):
         row: [B, T, n], the destination of its tile that is nearest to a source, also to one that is preserved or padding.
         pos, preserved, special, lead: as `Plan`.
         dtype: of the weights and counts.
-        plane: (h, w) of the tokens without the special ones, over which what is restored varies smoothly; None: copies.
         by_kernel: whether a kernel found the destinations.
     """
 
@@ -37,14 +37,26 @@ class RowPlan(Plan):
         special: int,
         lead: torch.Size,
         dtype: torch.dtype,
-        plane: tuple[int, int] | None = None,
         by_kernel: bool = False,
     ) -> None:
         super().__init__(pos, preserved, special, lead)
         self.by_kernel = by_kernel
-        self._row, self._dtype, self._plane = row, dtype, plane
+        self._row, self._dtype = row, dtype
         self._rows = self._found_rows()
         self._groups: means.Groups | None = None
+        self._feature: Tensor | None = None
+        self._plane = (0, 0)
+        self._inputs: tuple[Tensor, Tensor] | None = None
+
+    def with_detail(self, feature: Tensor, plane: tuple[int, int]) -> RowPlan:
+        """This plan, which from now on restores with detail (`mame_sd.core.detail`).
+
+        Args:
+            feature: the inputs [B, L, d] without special tokens, by which outputs vary.
+            plane: (h, w) of these tokens.
+        """
+        self._feature, self._plane = feature, plane
+        return self
 
     @property
     def weights(self) -> Tensor:
@@ -81,11 +93,13 @@ class RowPlan(Plan):
         return y.reshape(*self._lead, *y.shape[1:])
 
     def restore(self, y: Tensor) -> Tensor:
-        """See `Plan`; without a product: each token takes the row of `y` that it went to, or is. With a plane it varies around it."""
-        x = rows_of(self._checked(y, self.tokens_kept, "restore"), self._rows)
-        if self._plane is not None:
-            with no_autocast(x):
-                x = self._smoothed(x, self._plane)
+        """See `Plan`; without a product: each token takes the row of `y` that it went to, or is. With detail it varies around it."""
+        y = self._checked(y, self.tokens_kept, "restore")
+        if self._feature is None:
+            x = rows_of(y, self._rows)
+        else:
+            with no_autocast(y):
+                x = self._detailed(y, self._feature)
         return x.view(*self._lead, *x.shape[1:])
 
     def means(self, t: Tensor) -> Tensor:
@@ -96,17 +110,35 @@ class RowPlan(Plan):
             return means.means(t.flatten(0, 1), self._groups).view(t.shape[0], self.tokens_kept, t.shape[2])
         return means.means_with_gradients(t, self._rows, self.sizes)
 
-    def _smoothed(self, x: Tensor, plane: tuple[int, int]) -> Tensor:
-        """Copies x [B, L, C] and what varies within groups of these copies blurred over the plane.
+    def _detailed(self, y: Tensor, feature: Tensor) -> Tensor:
+        """Merged tokens y [B, L', C] as [B, L, C], varying within their groups.
 
-        Groups keep their means, so that merging again gives what was restored, and a group of one is as it was.
+        Groups keep their means, so that merging again gives `y`, and a group of one is as it was.
         """
-        body = blurred(x[:, self.special :], plane)
-        body = torch.cat([x[:, : self.special], body], 1) if self.special else body
-        around = rows_of(self.means(body), self._rows)
-        if in_place(x):
-            return x.add_(body.sub_(around))
-        return x + (body - around)
+        copies, varying, unexplained = self._in_surroundings(y)
+        x = copies.add_(varying) if in_place(y) else copies + varying
+        count = min(RANK, self.tokens_kept // GROUPS)
+        if not count:
+            return x
+        if self._inputs is None:
+            seen = feature @ directions(feature.shape[2], count, feature.device).to(feature.dtype)
+            seen = F.pad(seen, (0, 0, self.special, 0)).to(self._dtype)
+            copies, varying, between = self._in_surroundings(self.means(seen))
+            self._inputs = seen - copies - varying, between
+        within, between = self._inputs
+        follows = slope(between, unexplained, self.sizes)
+        if y.dtype == torch.float16:  # whose range a slope may leave
+            return x + (within @ follows).to(y.dtype)
+        return torch.baddbmm(x, within.to(y.dtype), follows.to(y.dtype), out=reuse(x))
+
+    def _in_surroundings(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of merged tokens y [B, L', C]: copies [B, L, C], how their blur varies within groups, and what of `y` is not their blur's mean."""
+        copies = rows_of(y, self._rows)
+        blur = blurred(copies[:, self.special :], self._plane)
+        blur = torch.cat([copies[:, : self.special], blur], 1) if self.special else blur
+        middle = self.means(blur)
+        around = rows_of(middle, self._rows)
+        return copies, blur.sub_(around) if in_place(blur) else blur - around, y - middle
 
     def _sums(self, t: Tensor) -> Tensor:
         """`summed` of t [B, L], [B, L']."""
@@ -123,7 +155,6 @@ def row_plan(
     config: MaMeConfig,
     special: int,
     lead: torch.Size,
-    plane: tuple[int, int] | None = None,
     by_kernel: bool = False,
 ) -> RowPlan:
     """The plan of sources whose largest similarity is `best` [B, T, n], that of destination `row` [B, T, n] of their tile."""
@@ -132,4 +163,4 @@ def row_plan(
         preserved = preserved_by_tau(~(best > config.tau).all(0), pos)
     else:
         preserved = preserved_by_keep(best, pos, config.keep)
-    return RowPlan(row, pos, preserved, special, lead, best.dtype, plane, by_kernel)
+    return RowPlan(row, pos, preserved, special, lead, best.dtype, by_kernel)

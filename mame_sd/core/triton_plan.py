@@ -32,9 +32,8 @@ def kernel_plan(
     special: int,
     lead: torch.Size,
     leader: Tensor | None = None,
-    plane: tuple[int, int] | None = None,
 ) -> RowPlan | None:
-    """The plan of feature x [B, L, d] without special tokens by the kernel that `config` names; `leader` as in `plan_merge`, `plane` as in `RowPlan`.
+    """The plan of feature x [B, L, d] without special tokens by the kernel that `config` names; `leader` as in `plan_merge`.
 
     None where it names none, and where PyTorch's operations have to do it: these are gradients and float64, for the kernels
     compute in fp32.
@@ -60,7 +59,7 @@ def kernel_plan(
     best, row = best_destination(x.contiguous(), pos.slots, pos.m)
     if leader is not None:
         best, row = best.index_select(0, leader), row.index_select(0, leader)
-    return row_plan(best, row, pos, config, special, lead, plane, by_kernel=True)
+    return row_plan(best, row, pos, config, special, lead, by_kernel=True)
 
 
 def kernel_note(config: MaMeConfig, plan: Plan) -> str:

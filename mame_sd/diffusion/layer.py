@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # it needs diffusers, which ComfyUI's node does without
 WORTHWHILE = 0.85  # share of tokens kept above which merging saves less than it costs; with tau it is known only now
 NOTHING_TO_WIN = f"tau keeps more than {WORTHWHILE:.0%} of the tokens: left whole"
 NO_SIZE = "height and width unknown: merged with partition 'alternating' and without tiles; give size=(h, w)"
-NOT_SMOOTH = "height and width unknown: restored as copies, not smoothly; give size=(h, w)"
+NO_DETAIL = "height and width unknown: restored as copies, without detail; give size=(h, w)"
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Layer(ABC):
         if tokens.plane is not None or without is config:
             return config, ""
         notes = [NO_SIZE] if config.partition in GRIDS or config.tiles else []
-        notes += [NOT_SMOOTH] if config.smooth else []
+        notes += [NO_DETAIL] if config.detail else []
         notes += [f"kernel {config.kernel!r} needs tiles: not run"] if config.kernel is not None else []
         return without, ". ".join(notes)
 

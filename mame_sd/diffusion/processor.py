@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mame_sd.config import PARTS, MaMeConfig
 from mame_sd.diffusion.families.unet import PlainAttention, default_processor, processed, skip_reason
-from mame_sd.diffusion.layer import NO_SIZE, NOT_SMOOTH, LayerCall, merged_call
+from mame_sd.diffusion.layer import NO_DETAIL, NO_SIZE, LayerCall, merged_call
 from mame_sd.report import LayerStats, MaMeReport, NothingMergedError, make_report
 
 _UNCOUNTED = LayerStats("compiled")
@@ -121,7 +121,7 @@ class MaMeAttnProcessor:
             return output
         stats = self._stats_of(attn)
         output = merged_call(_LAYER, call, None, self.config, stats)
-        without_size = NO_SIZE in stats.note or NOT_SMOOTH in stats.note
+        without_size = NO_SIZE in stats.note or NO_DETAIL in stats.note
         if without_size and not self._warned and not torch.compiler.is_compiling():
             self._warned = True
             warnings.warn(f"{stats.note}, or use apply_mame, which reads it", UserWarning, stacklevel=2)

@@ -27,7 +27,7 @@ _NO_MEANING = {
     "merge": "an encoder's tokens merge once and stay merged",
     "redraw": "an encoder has no steps",
     "pairs": "an encoder has no guidance",
-    "smooth": "nothing is restored between its blocks",
+    "detail": "nothing is restored between its blocks",
     "mlp": "an encoder's MLPs see merged tokens already",
     "cross": "an encoder has no cross-attention",
     "size": "the size of its images is read off",

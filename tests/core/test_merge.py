@@ -34,8 +34,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"tau": 0.2, "weights": "best"},
     {"keep": 0.5, "weights": "best", "tiles": 4},
     {"keep": 0.25, "weights": "best", "tiles": 2},
-    {"keep": 0.5, "weights": "best", "tiles": 4, "merge": "qkv", "smooth": True},
-    {"tau": 0.2, "weights": "best", "merge": "qkv", "smooth": True},
+    {"keep": 0.5, "weights": "best", "tiles": 4, "merge": "qkv", "detail": True},
+    {"tau": 0.2, "weights": "best", "merge": "qkv", "detail": True},
 ]
 IDS = ["-".join(f"{k}={v}" for k, v in setting.items()) for setting in SETTINGS]
 
@@ -344,11 +344,12 @@ def test_any_leading_dimensions() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_smoothly_restored_groups_keep_their_means_and_vary(dtype: torch.dtype) -> None:
-    x, y = tokens(2, 2 + 48, 4), tokens(2, 2 + 24, 3, seed=1, dtype=dtype)
+def test_groups_restored_with_detail_keep_their_means_and_vary(dtype: torch.dtype) -> None:
+    x = tokens(2, 2 + 48, 4, dtype=torch.promote_types(dtype, torch.float32))
+    y = tokens(2, 2 + 24, 3, seed=1, dtype=dtype)
     plan, copies = (
-        plan_merge(x, MaMeConfig(keep=0.5, merge="qkv", tiles=4, smooth=smooth), (6, 8), special=2)
-        for smooth in (True, False)
+        plan_merge(x, MaMeConfig(keep=0.5, merge="qkv", tiles=4, detail=detail), (6, 8), special=2)
+        for detail in (True, False)
     )
     restored = plan.restore(y)
     assert restored.dtype == dtype
@@ -361,16 +362,30 @@ def test_smoothly_restored_groups_keep_their_means_and_vary(dtype: torch.dtype) 
     assert torch.equal(plan.restore(flat), copies.restore(flat))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_follows_the_inputs_is_restored_and_what_does_not_is_left(dtype: torch.dtype) -> None:
+    x = tokens(2, 1024, 16, dtype=dtype)
+    plan, copies = (plan_merge(x, MaMeConfig(keep=0.5, merge="qkv", detail=detail)) for detail in (True, False))
+
+    def error(plan: Plan, t: Tensor) -> float:
+        return float((plan.restore(plan.merge(t)) - t).float().square().mean())
+
+    follows = x @ tokens(16, 8, seed=1, dtype=dtype)
+    assert error(plan, follows) < 0.05 * error(copies, follows)
+    noise = tokens(2, 1024, 8, seed=2, dtype=dtype)
+    assert error(plan, noise) < 1.1 * error(copies, noise)
+
+
 def test_a_ramp_of_cells_is_restored_as_a_ramp() -> None:
     ramp = torch.arange(16.0).repeat(16, 1).view(1, 256, 1)
-    plan = plan_merge(ramp, MaMeConfig(keep=0.25, merge="qkv", tiles=2, smooth=True))
+    plan = plan_merge(ramp, MaMeConfig(keep=0.25, merge="qkv", tiles=2, detail=True))
     inner = plan.restore(plan.merge(ramp)).view(16, 16)[:, 2:-2]
     torch.testing.assert_close(inner, ramp.view(16, 16)[:, 2:-2])
 
 
-def test_smooth_needs_to_know_the_plane() -> None:
-    cfg = MaMeConfig(keep=0.5, merge="qkv", partition="alternating", tiles=0, smooth=True)
-    with pytest.raises(ValueError, match="size: smooth needs the"):
+def test_detail_needs_to_know_the_plane() -> None:
+    cfg = MaMeConfig(keep=0.5, merge="qkv", partition="alternating", tiles=0, detail=True)
+    with pytest.raises(ValueError, match="size: detail needs the"):
         plan_merge(tokens(1, 7, 4), cfg)
 
 

@@ -37,7 +37,7 @@ N = H * W
 WHOLE: list[dict[str, Any]] = [
     {"keep": 0.5, "merge": "qkv"},
     {"tau": 0.1, "merge": "qkv", "tiles": 0},
-    {"keep": 0.5, "merge": "qkv", "smooth": True},
+    {"keep": 0.5, "merge": "qkv", "detail": True},
 ]
 FIELDS = [{**fields, "correct": False} for fields in WHOLE]  # merged tokens count once
 
@@ -55,7 +55,7 @@ def merged(module: nn.Module, family: Family, tokens: Tokens, config: MaMeConfig
     return output
 
 
-@pytest.mark.parametrize("fields", FIELDS, ids=["keep", "tau", "smooth"])
+@pytest.mark.parametrize("fields", FIELDS, ids=["keep", "tau", "detail"])
 @pytest.mark.parametrize("text", [0, TEXT], ids=["image", "text-and-image"])
 def test_flux_single_attention_by_hand(text: int, fields: dict[str, Any]) -> None:
     attn = seeded(FluxAttention, 0, query_dim=32, heads=2, dim_head=16, out_dim=32, pre_only=True)
@@ -79,7 +79,7 @@ def test_flux_single_attention_by_hand(text: int, fields: dict[str, Any]) -> Non
             if alone is not None:
                 torch.testing.assert_close(got[i : i + 1, text:], alone.restore(out[:, text:]))
             torch.testing.assert_close(got[i : i + 1, :text], out[:, :text])
-            if not config.smooth:
+            if not config.detail:
                 torch.testing.assert_close(got[i : i + 1, text:][:, kept[:5]], out[:, text : text + 5])
 
 
@@ -123,7 +123,7 @@ def test_whole_merged_tokens_of_joint_attention_count_as_often_as_they_stand_for
             torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("fields", FIELDS, ids=["keep", "tau", "smooth"])
+@pytest.mark.parametrize("fields", FIELDS, ids=["keep", "tau", "detail"])
 def test_wan_attention_by_hand(fields: dict[str, Any]) -> None:
     times = 3
     attn = seeded(WanAttention, 0, dim=32, heads=2, dim_head=16, processor=WanAttnProcessor())

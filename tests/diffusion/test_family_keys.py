@@ -18,7 +18,7 @@ from mame_sd.core.partition import positions
 from mame_sd.core.reference import ReferencePlan, reference_plan
 from mame_sd.diffusion.families.transformers import family_of
 from mame_sd.diffusion.families.unet import NOT_COUNTED
-from mame_sd.diffusion.layer import NO_SIZE, NOT_SMOOTH
+from mame_sd.diffusion.layer import NO_DETAIL, NO_SIZE
 from mame_sd.families import Family, Tokens, register_family
 from tests.builders.tiny import seeded
 from tests.matrix.transformers import ROWS, TEXT, H, W, normal
@@ -360,8 +360,8 @@ PLACELESS = {"partition": "sequential", "tiles": 0}
         ({}, [NO_SIZE]),
         ({"merge": "qkv"}, [NO_SIZE]),
         ({"tau": 0.5}, [NO_SIZE]),
-        ({"merge": "qkv", "smooth": True}, [NO_SIZE, NOT_SMOOTH]),
-        ({"merge": "qkv", "smooth": True, "keep": 0.5, **PLACELESS}, [NOT_SMOOTH]),
+        ({"merge": "qkv", "detail": True}, [NO_SIZE, NO_DETAIL]),
+        ({"merge": "qkv", "detail": True, "keep": 0.5, **PLACELESS}, [NO_DETAIL]),
         (PLACELESS | {"keep": 0.5}, [""]),
     ],
     ids=str,

@@ -1,0 +1,52 @@
+"""What varies within groups of merged tokens, given back when they are restored.
+
+Every token of a group would get the same copy. Two things say how outputs vary within groups, none of which needs training: copies of
+the groups around a token (their blur), and the inputs, which are known of every token. How outputs follow inputs is read off the
+merged tokens themselves, a ridge regression of RANK directions on what the blur leaves unexplained, and given as far as it is right on them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+RANK = 32  # directions of the input that outputs are regressed on
+GROUPS = 4  # merged tokens for each direction, at least
+RIDGE = 0.03  # added to the directions' covariance, of its mean diagonal
+
+
+def blurred(x: Tensor, plane: tuple[int, int]) -> Tensor:
+    """Tokens x [B, h * w, C] blurred by [1, 2, 1] / 4 along rows and columns of their plane (h, w), whose border is repeated.
+
+    Twice the means of 2 x 2, where they reach over the border of what lies within: the same kernel, without a copy of the tokens.
+    """
+    image = x.unflatten(1, plane).permute(0, 3, 1, 2)
+    corners = F.avg_pool2d(image, 2, stride=1, padding=1, count_include_pad=False)
+    return F.avg_pool2d(corners, 2, stride=1).permute(0, 2, 3, 1).flatten(1, 2)
+
+
+def directions(channels: int, count: int, device: torch.device) -> Tensor:
+    """Directions [channels, count] in which tokens are looked at, fp32: cosines of as many frequencies, alike on every device."""
+    phases = torch.arange(channels, device=device).unsqueeze(1) * torch.arange(1, count + 1, device=device)
+    return (phases * 40503 % 65536 * (2 * math.pi / 65536)).float().cos()
+
+
+def slope(given: Tensor, wanted: Tensor, sizes: Tensor) -> Tensor:
+    """The ridge regression [B, r, C] of `wanted` [B, N, C] on `given` [B, N, r] (fp32 or fp64), of groups of `sizes` [B, N] tokens.
+
+    Times the square of the share of `wanted` that it explains: where outputs follow inputs that is nearly all, and elsewhere little
+    that holds within groups.
+    """
+    share = (sizes / sizes.sum(1, keepdim=True)).unsqueeze(-1)
+    weighed = (share * given).transpose(1, 2)
+    covariance, follows = weighed @ given, (weighed.to(wanted.dtype) @ wanted).to(given.dtype)
+    ridge = RIDGE * covariance.diagonal(dim1=1, dim2=2).mean(-1) + torch.finfo(covariance.dtype).tiny ** 0.5
+    lower, _ = torch.linalg.cholesky_ex(covariance + torch.diag_embed(ridge.unsqueeze(-1).expand(given.shape[::2])))
+    half = torch.linalg.solve_triangular(lower, follows, upper=False)
+    found = torch.linalg.solve_triangular(lower.transpose(1, 2), half, upper=True)
+    power = torch.linalg.vector_norm(wanted, dim=2, keepdim=True, dtype=given.dtype).square()
+    explained = (found * follows).sum((1, 2)) / (share * power).sum((1, 2)).clamp(min=torch.finfo(power.dtype).tiny)
+    return found * explained.clamp(0, 1).square().view(-1, 1, 1)
