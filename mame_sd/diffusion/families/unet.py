@@ -94,34 +94,40 @@ class PlainAttention(Layer):
             batch, length = hidden.shape[:2]
             with MergedKeys(plan, 0, length, batch, lambda t: t, lambda t: t, correct=True):
                 return call.run()
+        changes: dict[str, Any] = {}
+        if config.merge == "kv" or corrects:
+            keys = GroupedKeys(plan, corrects)
+            changes["encoder_hidden_states"] = keys.keys_of(hidden)
         if config.merge == "qkv":
-            whole: dict[str, Any] = {"hidden_states": plan.merge(hidden)}
-            if config.correct and plan.uneven:
-                if isinstance(call.processor, _MASKED):
-                    whole["attention_mask"] = _counts(plan, call)
-                else:
-                    self._uncounted.add(call.kind)
-            return plan.restore(call.run(**whole))
-        keys = GroupedKeys(plan, corrects)
-        changes = {"encoder_hidden_states": keys.keys_of(hidden)}
-        if not corrects and plan.uneven:
-            changes["attention_mask"] = _counts(plan, call)
+            changes["hidden_states"] = (
+                changes["encoder_hidden_states"][:, : plan.tokens_kept] if corrects else plan.merge(hidden)
+            )
+        if not corrects and plan.uneven and (config.merge == "kv" or config.correct):
+            if config.merge == "kv" or isinstance(call.processor, _MASKED):
+                changes["attention_mask"] = _counts(plan, call)
+            else:
+                self._uncounted.add(call.kind)
         with keys if corrects else nullcontext():
-            if isinstance(call.processor, processors.FusedAttnProcessor2_0):
-                # It reads keys from a joint projection that self-attention has for its own tokens only. The unfused default
-                # has the same weights and gives the same numbers.
-                return processed(_PLAIN, call.module, {**call.arguments, **changes})
-            return call.run(**changes)
+            # The fused one reads keys from a joint projection that self-attention has for its own tokens only. The unfused
+            # default has the same weights and gives the same numbers.
+            apart = "encoder_hidden_states" in changes and isinstance(call.processor, processors.FusedAttnProcessor2_0)
+            output = processed(_PLAIN, call.module, {**call.arguments, **changes}) if apart else call.run(**changes)
+        return plan.restore(output) if config.merge == "qkv" else output
 
     def note(self, call: LayerCall, config: MaMeConfig) -> str:
         """Where keys and values are not corrected though they are to be, or merged tokens count once: why."""
+        if not config.correct or self._corrects(call, config):
+            return ""
         if config.merge == "qkv":
-            return NOT_COUNTED.format(call.kind) if config.correct and call.kind in self._uncounted else ""
-        return NOT_CORRECTED.format(call.kind) if config.correct and not self._corrects(call, config) else ""
+            return NOT_COUNTED.format(call.kind) if call.kind in self._uncounted else ""
+        return NOT_CORRECTED.format(call.kind)
 
     def _corrects(self, call: LayerCall, config: MaMeConfig) -> bool:
+        """Whether what merged keys lack is added: in PyTorch's own attention, and to whole merged tokens where each went to one of them."""
         whole = isinstance(call.processor, _WHOLE_KEYS) and F.scaled_dot_product_attention is _BUILT_IN
-        return config.merge == "kv" and config.correct and whole
+        if config.merge == "qkv" and (config.weights != "best" or skips_scores(call.module)):
+            return False
+        return config.correct and whole
 
 
 def _counts(plan: Plan, call: LayerCall) -> Tensor:
