@@ -102,7 +102,7 @@ class MaMeConfig:
     )
     detail: bool = _field(
         "restored tokens of one group differ, as the groups around them and as their inputs do, around the group's own mean, in place of "
-        "equal copies; on with merge qkv, mlp or cross and weights best, which it needs"
+        "equal copies. Where tokens are restored (merge qkv, mlp, cross); with weights best alone"
     )
     kernel: Literal["triton"] | None = _field(
         "triton: find destinations in a fused kernel on a CUDA device, with weights best, metric cosine and tiles of at most "

@@ -78,11 +78,10 @@ def check_resolved(config: Any) -> None:
             f"weights: 'pick' drops keys and values, from which nothing could be restored, and needs merge='kv', got "
             f"merge={config.merge!r}; leave merge out, or take weights 'best' or 'average'"
         )
-    restoring = config.merge == "qkv" or any(getattr(config, name) is not None for name in PARTS)
-    if config.detail and not (restoring and config.weights == "best"):
+    if config.detail and config.weights != "best":
         raise ValueError(
-            "detail: changes how whole tokens are restored, and needs merge='qkv', mlp or cross, and weights='best', got "
-            f"merge={config.merge!r}, weights={config.weights!r}; leave detail out, or change these"
+            f"detail: needs weights='best', by which each token goes to one group, got weights={config.weights!r}; leave detail out, or "
+            "change weights"
         )
     if config.kernel is not None and not (
         config.weights == "best" and config.metric == "cosine" and 0 < config.tiles <= MAX_TILE

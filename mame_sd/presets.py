@@ -18,6 +18,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "tiles": 16,
         "weights": "best",
         "correct": True,
+        "detail": True,
     },
     "plain": {"tau": 0.8, "merge": "qkv", "partition": "alternating", "tiles": 0},
 }
@@ -54,9 +55,8 @@ def resolve(given: Mapping[str, Any]) -> dict[str, Any]:
         values["merge"] = "kv"
     if "correct" not in given and values["merge"] == "kv" and values["weights"] != "best":
         values["correct"] = False  # other weights would need all keys and values for it
-    restoring = values["merge"] == "qkv" or values["mlp"] is not None or values["cross"] is not None
-    if "detail" not in given and values["preset"] == "default":
-        values["detail"] = restoring and values["weights"] == "best"
+    if "detail" not in given and values["weights"] != "best":
+        values["detail"] = False  # restored by weights of their own
     if values["keep"] is not None and "stride" not in given:
         values["stride"] = _cell(values["keep"], values["tiles"])
     return values

@@ -32,19 +32,17 @@ def test_nothing_given_is_the_measured_default() -> None:
     assert dict(config.given) == {}
 
 
-def test_restores_with_detail_where_something_is_restored() -> None:
+def test_restores_with_detail_where_each_token_goes_to_one_group() -> None:
     assert MaMeConfig(merge="qkv").detail
-    assert MaMeConfig(mlp=0.5).of_part("mlp").detail  # type: ignore[union-attr]
     assert MaMeConfig(weights="pick", mlp=0.5).of_part("mlp").detail  # type: ignore[union-attr]
-    for given in ({}, {"merge": "qkv", "weights": "average"}, {"preset": "plain"}, {"merge": "qkv", "detail": False}):
+    for given in ({"merge": "qkv", "weights": "average"}, {"preset": "plain"}, {"merge": "qkv", "detail": False}):
         assert not MaMeConfig.from_dict(given).detail, given
 
 
-@pytest.mark.parametrize("fields", [{}, {"merge": "qkv", "weights": "average"}, {"preset": "plain"}], ids=str)
-def test_detail_is_refused_where_nothing_is_restored_by_it(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"detail: .* needs merge='qkv', mlp or cross, and weights='best'"):
+@pytest.mark.parametrize("fields", [{"merge": "qkv", "weights": "average"}, {"preset": "plain"}], ids=str)
+def test_detail_is_refused_with_other_weights(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"detail: needs weights='best'"):
         MaMeConfig.from_dict({"detail": True, **fields})
-    assert MaMeConfig(mlp=0.5, detail=True).of_part("mlp").detail  # type: ignore[union-attr]
 
 
 def test_a_given_tau_changes_nothing_but_how_much_merges() -> None:

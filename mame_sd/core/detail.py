@@ -42,6 +42,7 @@ def slope(given: Tensor, wanted: Tensor, sizes: Tensor) -> Tensor:
     """
     share = (sizes / sizes.sum(1, keepdim=True)).unsqueeze(-1)
     weighed = (share * given).transpose(1, 2)
+    wanted = wanted.float() if wanted.dtype == torch.float16 else wanted  # whose range a sum may leave
     covariance, follows = weighed @ given, (weighed.to(wanted.dtype) @ wanted).to(given.dtype)
     ridge = RIDGE * covariance.diagonal(dim1=1, dim2=2).mean(-1) + torch.finfo(covariance.dtype).tiny ** 0.5
     lower, _ = torch.linalg.cholesky_ex(covariance + torch.diag_embed(ridge.unsqueeze(-1).expand(given.shape[::2])))

@@ -55,7 +55,7 @@ class RowPlan(Plan):
             feature: the inputs [B, L, d] without special tokens, by which outputs vary.
             plane: (h, w) of these tokens.
         """
-        self._feature, self._plane = feature, plane
+        self._feature, self._plane, self._inputs = feature, plane, None
         return self
 
     @property
@@ -121,13 +121,14 @@ class RowPlan(Plan):
         if not count:
             return x
         if self._inputs is None:
+            feature = feature.float() if feature.dtype == torch.float16 else feature  # whose range a sum may leave
             seen = feature @ directions(feature.shape[2], count, feature.device).to(feature.dtype)
             seen = F.pad(seen, (0, 0, self.special, 0)).to(self._dtype)
             copies, varying, between = self._in_surroundings(self.means(seen))
             self._inputs = seen - copies - varying, between
         within, between = self._inputs
         follows = slope(between, unexplained, self.sizes)
-        if y.dtype == torch.float16:  # whose range a slope may leave
+        if y.dtype == torch.float16:
             return x + (within @ follows).to(y.dtype)
         return torch.baddbmm(x, within.to(y.dtype), follows.to(y.dtype), out=reuse(x))
 

@@ -21,6 +21,7 @@ from mame_sd.core.merge import plan_merge
 from mame_sd.core.pairs import leaders_in
 from mame_sd.core.partition import GRIDS
 from mame_sd.core.plan import Plan
+from mame_sd.core.row_plan import RowPlan
 from mame_sd.core.triton_plan import kernel_note
 from mame_sd.diffusion.tokens import Tokens
 from mame_sd.report import LayerStats
@@ -145,7 +146,7 @@ class Layer(ABC):
         if tokens.plane is not None or without is config:
             return config, ""
         notes = [NO_SIZE] if config.partition in GRIDS or config.tiles else []
-        notes += [NO_DETAIL] if config.detail else []
+        notes += [NO_DETAIL] if config.detail and config.merge == "qkv" else []
         notes += [f"kernel {config.kernel!r} needs tiles: not run"] if config.kernel is not None else []
         return without, ". ".join(notes)
 
@@ -190,8 +191,18 @@ def _plan(layer: Layer, call: LayerCall, tokens: Tokens, config: MaMeConfig, nam
     """What merges in this call: what merged in an earlier one of the same input, if there was one."""
     if step.plans is None:
         return layer.plan(call, tokens, config, step)
-    shape = call.arguments[layer.hidden].shape[0], *tokens.size
-    return step.plans.plan(name, config, shape, lambda: layer.plan(call, tokens, config, step))
+    made: list[Plan] = []
+
+    def make() -> Plan:
+        made.append(layer.plan(call, tokens, config, step))
+        return made[0]
+
+    plan = step.plans.plan(name, config, (call.arguments[layer.hidden].shape[0], *tokens.size), make)
+    if not made and config.detail and tokens.plane is not None and isinstance(plan, RowPlan):
+        plan.with_detail(
+            layer.feature(call, tokens, config), tokens.plane
+        )  # by these inputs, not those of the call before
+    return plan
 
 
 def nothing_to_win(config: MaMeConfig, plan: Plan) -> bool:

@@ -94,7 +94,7 @@ def test_whole_merged_tokens_beside_text_count_as_often_as_they_stand_for_tokens
     """As if every token were there, holding its group's mean at its destination's place."""
     attn = seeded(FluxAttention, 0, query_dim=32, heads=2, dim_head=16, out_dim=32, pre_only=True)
     hidden, cos, sin = normal(3, text + N, 32), normal(text + N, 16, seed=1), normal(text + N, 16, seed=2)
-    config = MaMeConfig(min_tokens=1, **fields)
+    config = MaMeConfig(min_tokens=1, detail=False, **fields)
     family = next(family for family in BUILT_IN if family.name == "Flux")
     with torch.no_grad():
         got = merged(
@@ -113,7 +113,7 @@ def test_whole_merged_tokens_of_joint_attention_count_as_often_as_they_stand_for
         Attention, 0, query_dim=32, added_kv_proj_dim=32, heads=2, dim_head=16, out_dim=32, context_pre_only=False, processor=JointAttnProcessor2_0()
     )  # fmt: skip
     hidden, text = normal(2, N, 32), normal(2, TEXT, 32, seed=1)
-    config = MaMeConfig(keep=0.25, merge="qkv", min_tokens=1)
+    config = MaMeConfig(keep=0.25, merge="qkv", min_tokens=1, detail=False)
     family = next(family for family in BUILT_IN if family.name == "Stable Diffusion 3")
     with torch.no_grad():
         image, words = merged(attn, family, Tokens((H, W)), config, hidden_states=hidden, encoder_hidden_states=text)

@@ -358,9 +358,9 @@ PLACELESS = {"partition": "sequential", "tiles": 0}
     ("fields", "notes"),
     [
         ({}, [NO_SIZE]),
-        ({"merge": "qkv"}, [NO_SIZE]),
+        ({"merge": "qkv"}, [NO_SIZE, NO_DETAIL]),
+        ({"merge": "qkv", "detail": False}, [NO_SIZE]),
         ({"tau": 0.5}, [NO_SIZE]),
-        ({"merge": "qkv", "detail": True}, [NO_SIZE, NO_DETAIL]),
         ({"merge": "qkv", "detail": True, "keep": 0.5, **PLACELESS}, [NO_DETAIL]),
         (PLACELESS | {"keep": 0.5}, [""]),
     ],
