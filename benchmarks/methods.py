@@ -34,8 +34,15 @@ def baseline() -> Method:
 
 def ours(**fields: Any) -> Method:
     config = MaMeConfig.from_dict(fields)
+    return Method(OURS, settings_of(config), lambda unet: mame(unet, config))
+
+
+def settings_of(config: MaMeConfig) -> dict[str, Any]:
+    """What decides a measurement with `config`; without `detail` where there is none, as before there was any."""
     settings = {name: value for name, value in config.to_dict().items() if value is not None}
-    return Method(OURS, settings, lambda unet: mame(unet, config))
+    if not config.detail or (config.merge == "kv" and config.mlp is None and config.cross is None):
+        del settings["detail"]
+    return settings
 
 
 def tomesd(ratio: float, max_downsample: int = 1, **more: Any) -> Method:
@@ -268,9 +275,9 @@ def tomesd_form(keep: float) -> Method:
         weights="best",
         correct=False,
         pairs=False,
+        detail=False,
     )
-    settings = {name: value for name, value in config.to_dict().items() if value is not None}
-    return Method("tomesd", settings, lambda denoiser: mame(denoiser, config))
+    return Method("tomesd", settings_of(config), lambda denoiser: mame(denoiser, config))
 
 
 # The transformer with joint attention, whose 1,024 tokens make one level. Tiles of HyperTile would cut the text.
