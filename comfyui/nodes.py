@@ -98,7 +98,6 @@ class MaMeModelPatch:
         """
         kind = "qkv" if merge == QUERIES_TOO else "kv"
         amount = {mode: keep if mode == "keep" else tau}
-        correct = correct and kind == "kv"
         config = MaMeConfig.from_dict({**amount, "merge": kind, "min_tokens": min_tokens, "correct": correct})
         if not 0 <= start_percent <= end_percent <= 1:
             raise ValueError(

@@ -57,8 +57,7 @@ class UNetPatch:
             call.run.note_merged(plan, (h, w))
             if config.merge == "qkv":
                 extra_options[PLAN] = plan
-                keys = plan.merge(k)
-                return (keys if q is k else plan.merge(q)), keys, keys if v is k else plan.merge(v)
+                q = plan.merge(q)
             reached = not call.run.unreached
             grouped = GroupedKeys(plan, config.correct and reached)
             call.keys = grouped if reached and (config.correct or plan.uneven) else None

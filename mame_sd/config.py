@@ -85,10 +85,9 @@ class MaMeConfig:
         "pick: destinations stay as they are and sources that would merge are dropped, of keys and values only (merge kv)"
     )
     correct: bool = _field(
-        "give attention back what merged keys lose. Merge kv: to first order, the mean and covariance of all keys and values, a "
-        "control variate, where the processor calls scaled_dot_product_attention; on with weights best, which need a part of the "
-        "keys for it (others need all). Merge qkv: merged tokens count as often as they stand for tokens, beside text or where "
-        "sources stay that merge with none"
+        "give attention back what merged keys lose: to first order, the mean and covariance of all keys and values, a control variate, where "
+        "the processor calls scaled_dot_product_attention; on with weights best, which need a part of the keys for it (others need all). "
+        "With merge qkv beside text, merged tokens count as often as they stand for tokens instead"
     )
     refine: bool = _field(
         "adaptive weight refining: drop a source's weaker than average destinations; used by weights average only"

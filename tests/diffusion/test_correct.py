@@ -110,6 +110,18 @@ def test_it_brings_mild_attention_much_nearer(weights: str, left: float) -> None
     assert errors[1] < left * errors[0]
 
 
+def test_it_brings_whole_merged_tokens_nearer_too() -> None:
+    attn, x = attention(), tokens(count=1024)
+    with torch.no_grad():
+        whole = attn(x)
+        config = CONFIG.replace(weights="best", merge="qkv")
+        plan = plan_merge(x, config, (32, 32))
+        errors = [
+            (plan.merge(MaMeAttnProcessor(config.replace(correct=c))(attn, x) - whole)).norm() for c in (False, True)
+        ]
+    assert errors[1] < 0.5 * errors[0]
+
+
 @pytest.mark.parametrize("weights", ["best", "pick"])
 def test_gradients_flow_to_all_keys(weights: str) -> None:
     attn, x, config = attention(), tokens().requires_grad_(), CONFIG.replace(weights=weights)
