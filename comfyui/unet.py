@@ -60,7 +60,8 @@ class UNetPatch:
                 q = plan.merge(q)
             reached = not call.run.unreached
             grouped = GroupedKeys(plan, config.correct and reached)
-            call.keys = grouped if reached and (config.correct or plan.uneven) else None
+            counts = plan.uneven and config.merge == "kv"
+            call.keys = grouped if reached and (config.correct or counts) else None
             keys = grouped.keys_of(k)
             return q, keys, keys if v is k else grouped.keys_of(v)
         return q, k, v

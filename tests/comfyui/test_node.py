@@ -53,7 +53,6 @@ def test_node_is_apply_mame(
     patched = applied(node, model, merge, mode=mode, correct=correct, **value)
     kind = "kv" if merge == KEYS else "qkv"
     attn = copy.deepcopy(block.attn1)
-    correct = correct and kind == "kv"
     apply_mame(attn, **value, merge=kind, min_tokens=16, size=(H, W), redraw=False, correct=correct)
     drawn = MaMeConfig(**value).redraw
     sigma = sigma_of_the_first_draw() if drawn else 0.5
