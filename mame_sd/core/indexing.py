@@ -13,12 +13,15 @@ def blocks_of(t: Tensor, slots: Tensor) -> Tensor:
     return rows_of(t, every).view(t.shape[0] * blocks, k, t.shape[2])
 
 
-def rows_of(t: Tensor, index: Tensor) -> Tensor:
-    """Rows of t [B, L, C] at `index`, [k] for every sample or [B, k] for each its own, as [B, k, C]."""
+def rows_of(t: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
+    """Rows of t [B, L, C] at `index`, [k] for every sample or [B, k] for each its own, as [B, k, C]; into `out`, contiguous, where given."""
     if index.dim() == 1:
-        return t.index_select(1, index)
+        return torch.index_select(t, 1, index, out=out)
     b, length, c = t.shape
-    return t.reshape(b * length, c).index_select(0, flat_rows(index, length)).view(b, index.shape[1], c)
+    into = None if out is None else out.view(-1, c)
+    return torch.index_select(t.reshape(b * length, c), 0, flat_rows(index, length), out=into).view(
+        b, index.shape[1], c
+    )
 
 
 def flat_rows(index: Tensor, length: int) -> Tensor:

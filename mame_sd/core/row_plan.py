@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core import means
-from mame_sd.core.buffers import in_place, reuse
+from mame_sd.core.buffers import in_place
 from mame_sd.core.detail import GROUPS, RANK, blurred, directions, slope
 from mame_sd.core.indexing import rows_of
 from mame_sd.core.plan import Plan, no_autocast
@@ -95,7 +95,7 @@ class RowPlan(Plan):
     def restore(self, y: Tensor) -> Tensor:
         """See `Plan`; without a product: each token takes the row of `y` that it went to, or is. With detail it varies around it."""
         y = self._checked(y, self.tokens_kept, "restore")
-        if self._feature is None:
+        if self._feature is None or self.tokens_kept == self.tokens_in:
             x = rows_of(y, self._rows)
         else:
             with no_autocast(y):
@@ -113,33 +113,35 @@ class RowPlan(Plan):
     def _detailed(self, y: Tensor, feature: Tensor) -> Tensor:
         """Merged tokens y [B, L', C] as [B, L, C], varying within their groups.
 
-        Groups keep their means, so that merging again gives `y`, and a group of one is as it was.
+        Groups keep their means, so that merging again gives `y` up to rounding.
         """
-        copies, varying, unexplained = self._in_surroundings(y)
-        x = copies.add_(varying) if in_place(y) else copies + varying
+        x, unexplained = self._by_surroundings(y)
         count = min(RANK, self.tokens_kept // GROUPS)
         if not count:
             return x
         if self._inputs is None:
             feature = feature.float() if feature.dtype == torch.float16 else feature  # whose range a sum may leave
             seen = feature @ directions(feature.shape[2], count, feature.device).to(feature.dtype)
-            seen = F.pad(seen, (0, 0, self.special, 0)).to(self._dtype)
-            copies, varying, between = self._in_surroundings(self.means(seen))
-            self._inputs = seen - copies - varying, between
+            seen = (F.pad(seen, (0, 0, self.special, 0)) if self.special else seen).to(self._dtype)
+            surroundings, between = self._by_surroundings(self.means(seen))
+            self._inputs = seen - surroundings, between
         within, between = self._inputs
         follows = slope(between, unexplained, self.sizes)
         if y.dtype == torch.float16:
             return x + (within @ follows).to(y.dtype)
-        return torch.baddbmm(x, within.to(y.dtype), follows.to(y.dtype), out=reuse(x))
+        follows = within.to(y.dtype) @ follows.to(y.dtype)
+        return x.add_(follows) if in_place(x) and in_place(follows) else x + follows
 
-    def _in_surroundings(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of merged tokens y [B, L', C]: copies [B, L, C], how their blur varies within groups, and what of `y` is not their blur's mean."""
+    def _by_surroundings(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Merged tokens y [B, L', C] as [B, L, C], varying as the blur of their copies does, and what of `y` is not that blur's mean."""
         copies = rows_of(y, self._rows)
         blur = blurred(copies[:, self.special :], self._plane)
         blur = torch.cat([copies[:, : self.special], blur], 1) if self.special else blur
-        middle = self.means(blur)
-        around = rows_of(middle, self._rows)
-        return copies, blur.sub_(around) if in_place(blur) else blur - around, y - middle
+        unexplained = y - self.means(blur)
+        if not in_place(y):
+            return blur + rows_of(unexplained, self._rows), unexplained
+        rows_of(unexplained, self._rows, out=copies)  # the blur's mean in each group gives way to the group's own
+        return blur.add_(copies), unexplained
 
     def _sums(self, t: Tensor) -> Tensor:
         """`summed` of t [B, L], [B, L']."""
