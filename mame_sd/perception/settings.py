@@ -18,6 +18,7 @@ DEFAULTS: dict[str, Any] = {
     "redraw": False,
     "pairs": False,
     "correct": False,
+    "detail": False,
     "min_tokens": 2,
 }
 LEFT = 0.2  # share of the patches that the last block leaves, where there are blocks enough

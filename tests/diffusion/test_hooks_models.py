@@ -53,7 +53,9 @@ def test_survives_fused_projections(fields: dict[str, Any]) -> None:
     assert torch.equal(run_unet(unet), before)
 
 
-@pytest.mark.parametrize("fields", [{"tau": 0.2, "merge": "qkv"}, {"keep": 0.4, "correct": False}], ids=["qkv", "kv"])
+@pytest.mark.parametrize(
+    "fields", [{"tau": 0.2, "merge": "qkv", "correct": False}, {"keep": 0.4, "correct": False}], ids=["qkv", "kv"]
+)
 def test_survives_slicing_and_default_processors(fields: dict[str, Any]) -> None:
     pipe = tiny_pipeline()
     handle = apply_mame(pipe, min_tokens=40, **fields)

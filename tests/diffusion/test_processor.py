@@ -53,14 +53,15 @@ def test_qkv_is_the_installed_attention_between_merge_and_restore() -> None:
 @pytest.mark.parametrize("fields", [{"tau": 0.3}, {"keep": 0.4}], ids=["tau", "keep"])
 def test_whole_merged_tokens_count_as_often_as_they_stand_for_tokens(fields: dict[str, Any]) -> None:
     attn, x = attention(), tokens()
-    processor = with_processor(attn, merge="qkv", **fields)
+    inner = AttnProcessor()  # in which nothing is corrected
+    processor = with_processor(attn, merge="qkv", detail=False, inner=inner, **fields)
     plan = plan_merge(x, processor.config, (8, 8))
     merged = plan.merge(x)
     every = plan.restore(merged)  # each merged token as often as it stands for tokens
     assert plan.uneven
     got = attn(x)
-    torch.testing.assert_close(got, plan.restore(AttnProcessor2_0()(attn, merged, encoder_hidden_states=every)))
-    assert not torch.allclose(got, plan.restore(AttnProcessor2_0()(attn, merged)))
+    torch.testing.assert_close(got, plan.restore(inner(attn, merged, encoder_hidden_states=every)))
+    assert not torch.allclose(got, plan.restore(inner(attn, merged)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.plan import Plan
+from mame_sd.core.row_plan import RowPlan
 from mame_sd.diffusion.families.keys import GroupedKeys, MergedKeys, log_sizes
 from mame_sd.diffusion.layer import Layer, LayerCall, compared
 from mame_sd.diffusion.tokens import Call, Tokens
@@ -88,7 +89,7 @@ class PlainAttention(Layer):
     def merged(self, call: LayerCall, tokens: Tokens, plan: Plan, config: MaMeConfig) -> Any:
         """The attention's output [B, L, C] of merged tokens, or of all queries with merged keys and values."""
         hidden = call.arguments["hidden_states"]
-        corrects = self._corrects(call, config)
+        corrects = self._corrects(call, config) and (config.merge == "kv" or isinstance(plan, RowPlan))
         if corrects and config.weights != "best":
             # Tokens that didn't go to one group whole: all keys and values are needed.
             batch, length = hidden.shape[:2]
