@@ -5,6 +5,8 @@ Merging takes means of groups, restoring takes rows. What is not finite stays wi
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -43,7 +45,7 @@ class RowPlan(Plan):
         self.by_kernel = by_kernel
         self._row, self._dtype = row, dtype
         self._rows = self._found_rows()
-        self._groups: means.Groups | None = None
+        self._groups: list[means.Groups] = []  # one once they were needed, for copies of this plan too
         self._feature: Tensor | None = None
         self._plane = (0, 0)
         self._inputs: tuple[Tensor, Tensor] | None = None
@@ -57,6 +59,12 @@ class RowPlan(Plan):
         """
         self._feature, self._plane, self._inputs = feature, plane, None
         return self
+
+    def without_detail(self) -> RowPlan:
+        """A copy that restores copies, and keeps no inputs."""
+        other = copy.copy(self)
+        other._feature = other._inputs = None
+        return other
 
     @property
     def weights(self) -> Tensor:
@@ -105,9 +113,9 @@ class RowPlan(Plan):
     def means(self, t: Tensor) -> Tensor:
         """Tokens [B, L, C] merged, as [B, L', C]."""
         if means.can_group(t):
-            if self._groups is None:
-                self._groups = means.groups_of(self._rows, self.tokens_kept)
-            return means.means(t.flatten(0, 1), self._groups).view(t.shape[0], self.tokens_kept, t.shape[2])
+            if not self._groups:
+                self._groups.append(means.groups_of(self._rows, self.tokens_kept))
+            return means.means(t.flatten(0, 1), self._groups[0]).view(t.shape[0], self.tokens_kept, t.shape[2])
         return means.means_with_gradients(t, self._rows, self.sizes)
 
     def _detailed(self, y: Tensor, feature: Tensor) -> Tensor:

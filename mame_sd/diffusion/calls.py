@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.plan import MergePlan, Plan
+from mame_sd.core.row_plan import RowPlan
 from mame_sd.diffusion.threads import PerThread
 
 
@@ -68,7 +69,7 @@ class Plans:
         key = layer, self._calls[layer], config, shape
         plan = self._found.get(key) or make()
         if not isinstance(plan, MergePlan):
-            self._found[key] = plan
+            self._found[key] = plan.without_detail() if isinstance(plan, RowPlan) else plan  # nor for all inputs
         return plan
 
 

@@ -19,8 +19,9 @@ from diffusers.modular_pipelines import PipelineState
 from diffusers.modular_pipelines.qwenimage.denoise import QwenImageDenoiseStep
 from torch import Tensor, nn
 
-from mame_sd import MaMeConfig, apply_mame, remove_mame
+from mame_sd import MaMeConfig, apply_mame, plan_merge, remove_mame
 from mame_sd.core.plan import Plan
+from mame_sd.core.row_plan import RowPlan
 from mame_sd.diffusion import calls, layer
 from mame_sd.diffusion.hook_registry import hook_on
 from tests.builders.pipelines import SIDE, controlnet, noise, quiet
@@ -356,9 +357,9 @@ def call_alone(layer: Any, **given: Tensor) -> None:
         layer(normal(2, LATENT * LATENT, 16), **given)
 
 
-def kept_for(planned: list[Plan]) -> list[weakref.ref[Plan]]:
-    """What still knows, after this call, which of the plans that were made are kept somewhere."""
-    references = [weakref.ref(plan) for plan in planned]
+def kept_for(planned: list[Plan]) -> list[weakref.ref[Any]]:
+    """What still knows, after this call, which of the plans that were made are kept somewhere, or who went where in them."""
+    references = [weakref.ref(plan.rows if isinstance(plan, RowPlan) else plan) for plan in planned]
     planned.clear()
     return references
 
@@ -406,7 +407,7 @@ def test_a_call_that_ends_early_leaves_no_plans_to_others(end: str, planned: lis
         call_alone(late)
         assert len(planned) == i + 1
     if end != "error":
-        assert not any(plan() for plan in [*kept, *kept_for(planned)])
+        assert not any(plan() is not None for plan in [*kept, *kept_for(planned)])
 
 
 def test_control_images_of_one_input_merge_apart(planned: list[Plan]) -> None:
@@ -441,17 +442,17 @@ def test_plans_go_with_the_latents_the_thread_and_the_setting(end: str, planned:
     inputs = unet_inputs(model)
     elsewhere(handle, inputs)
     assert planned
-    assert not any(plan() for plan in kept_for(planned))
+    assert not any(plan() is not None for plan in kept_for(planned))
     with torch.no_grad():
         model(**inputs)
         kept = kept_for(planned)
-        assert all(plan() for plan in kept)
+        assert all(plan() is not None for plan in kept)
         if end == "latents":
             inputs.clear()
         else:
             handle.set(pairs=False)
             model(**inputs)
-    assert not any(plan() for plan in kept)
+    assert not any(plan() is not None for plan in kept)
 
 
 def first_input_has_no_tensor(model: Any, inputs: dict[str, Any]) -> None:
@@ -484,7 +485,7 @@ def test_nothing_is_kept_where_calls_can_not_be_told_apart(
         once = len(planned)
         model(**with_another_text(inputs))
     assert len(planned) == 2 * once > 0
-    assert not any(plan() for plan in kept_for(planned))
+    assert not any(plan() is not None for plan in kept_for(planned))
 
 
 def test_plans_are_of_one_shape_each(planned: list[Plan]) -> None:
@@ -572,3 +573,20 @@ def test_blocks_that_are_compiled_alone_stay_right() -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
         torch.testing.assert_close(run(unguided, model), alone)
         torch.testing.assert_close(run(guided, model), expected)
+
+
+@pytest.mark.parametrize("merge", ["kv", "qkv"])
+def test_plans_kept_for_a_second_call_hold_no_inputs(merge: str) -> None:
+    latents, config = torch.zeros(1), MaMeConfig(keep=0.5, merge=merge, min_tokens=1)
+    plans, features = calls.Plans(latents).begin(1.0, []), []
+
+    def make() -> Plan:
+        feature = torch.randn(2, 64, 8)
+        features.append(weakref.ref(feature))
+        return plan_merge(feature, config, (8, 8))
+
+    plan = plans.plan("layer", config, (2, 8, 8), make)
+    plan.restore(torch.randn(2, 32, 8))
+    assert features[0]() is not None
+    del plan
+    assert features[0]() is None
