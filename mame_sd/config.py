@@ -170,7 +170,7 @@ class MaMeConfig:
     def of_part(self, name: str) -> MaMeConfig | None:
         """The settings that merge a part ("mlp" or "cross") of a block by itself; None where it is off.
 
-        They are these, with the part's share as `keep`, from which the grid's cell follows. The preset decides again on `weights` and `detail` where
+        They are these, with the part's share as `keep`, from which the grid's cell follows. The preset decides again on `weights` where
         they are "pick", which leaves nothing to restore a part from.
         """
         share = getattr(self, name)
@@ -178,7 +178,7 @@ class MaMeConfig:
             return None
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         if self.weights == "pick":  # a part is restored
-            values |= {"weights": None, "detail": None}
+            values["weights"] = None
         values |= {"tau": None, "keep": share, "stride": None, "merge": "qkv", "correct": None, "feature": "x"}
         return MaMeConfig(**{**values, **dict.fromkeys(PARTS)})
 

@@ -78,10 +78,9 @@ def check_resolved(config: Any) -> None:
             f"weights: 'pick' drops keys and values, from which nothing could be restored, and needs merge='kv', got "
             f"merge={config.merge!r}; leave merge out, or take weights 'best' or 'average'"
         )
-    if config.detail and config.weights != "best":
+    if config.detail and config.weights == "average":
         raise ValueError(
-            f"detail: needs weights='best', by which each token goes to one group, got weights={config.weights!r}; leave detail out, or "
-            "change weights"
+            "detail: needs weights by which each token goes to one group, got weights='average'; leave detail out, or take weights='best'"
         )
     if config.kernel is not None and not (
         config.weights == "best" and config.metric == "cosine" and 0 < config.tiles <= MAX_TILE

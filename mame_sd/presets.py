@@ -55,7 +55,7 @@ def resolve(given: Mapping[str, Any]) -> dict[str, Any]:
         values["merge"] = "kv"
     if "correct" not in given and values["merge"] == "kv" and values["weights"] != "best":
         values["correct"] = False  # other weights would need all keys and values for it
-    if "detail" not in given and values["weights"] != "best":
+    if "detail" not in given and values["weights"] == "average":
         values["detail"] = False  # restored by weights of their own
     if values["keep"] is not None and "stride" not in given:
         values["stride"] = _cell(values["keep"], values["tiles"])

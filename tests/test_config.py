@@ -34,14 +34,16 @@ def test_nothing_given_is_the_measured_default() -> None:
 
 def test_restores_with_detail_where_each_token_goes_to_one_group() -> None:
     assert MaMeConfig(merge="qkv").detail
-    assert MaMeConfig(weights="pick", mlp=0.5).of_part("mlp").detail  # type: ignore[union-attr]
+    for detail in (True, False):
+        picked = MaMeConfig(weights="pick", mlp=0.5, detail=detail)
+        assert MaMeConfig.from_dict(picked.to_dict()).of_part("mlp").detail == detail  # type: ignore[union-attr]
     for given in ({"merge": "qkv", "weights": "average"}, {"preset": "plain"}, {"merge": "qkv", "detail": False}):
         assert not MaMeConfig.from_dict(given).detail, given
 
 
 @pytest.mark.parametrize("fields", [{"merge": "qkv", "weights": "average"}, {"preset": "plain"}], ids=str)
 def test_detail_is_refused_with_other_weights(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"detail: needs weights='best'"):
+    with pytest.raises(ValueError, match="detail: needs weights by which each token goes to one group"):
         MaMeConfig.from_dict({"detail": True, **fields})
 
 

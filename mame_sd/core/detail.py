@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 RANK = 32  # directions of the input that outputs are regressed on
-GROUPS = 4  # merged tokens for each direction, at least
+GROUPS = 4  # destinations for each direction, at least
 RIDGE = 0.03  # added to the directions' covariance, of its mean diagonal
 
 

@@ -86,7 +86,7 @@ class ReferencePlan:
         groups = self._groups(b)
         varying, unexplained = self._beyond_blur(x, groups)
         x = x + varying
-        count = min(RANK, len(groups) // GROUPS)
+        count = min(RANK, (self.special + len(self.dst)) // GROUPS)
         if not count:
             return x
         seen = self.feature[b].double() @ directions(self.feature.shape[2], count, torch.device("cpu")).double()

@@ -48,22 +48,21 @@ class RowPlan(Plan):
         self._groups: list[means.Groups] = []  # one once they were needed, for copies of this plan too
         self._feature: Tensor | None = None
         self._plane = (0, 0)
-        self._inputs: tuple[Tensor, Tensor] | None = None
 
-    def with_detail(self, feature: Tensor, plane: tuple[int, int]) -> RowPlan:
-        """This plan, which from now on restores with detail (`mame_sd.core.detail`).
+    def with_detail(self, feature: Tensor | None, plane: tuple[int, int]) -> RowPlan:
+        """This plan, which from now on restores with detail (`mame_sd.core.detail`), and keeps the feature for it; None: copies.
 
         Args:
             feature: the inputs [B, L, d] without special tokens, by which outputs vary.
             plane: (h, w) of these tokens.
         """
-        self._feature, self._plane, self._inputs = feature, plane, None
+        self._feature, self._plane = feature, plane
         return self
 
     def without_detail(self) -> RowPlan:
         """A copy that restores copies, and keeps no inputs."""
         other = copy.copy(self)
-        other._feature = other._inputs = None
+        other._feature = None
         return other
 
     @property
@@ -103,7 +102,8 @@ class RowPlan(Plan):
     def restore(self, y: Tensor) -> Tensor:
         """See `Plan`; without a product: each token takes the row of `y` that it went to, or is. With detail it varies around it."""
         y = self._checked(y, self.tokens_kept, "restore")
-        if self._feature is None or self.tokens_kept == self.tokens_in:
+        whole = not torch.compiler.is_compiling() and self.tokens_kept == self.tokens_in  # a graph may not know it
+        if self._feature is None or whole:
             x = rows_of(y, self._rows)
         else:
             with no_autocast(y):
@@ -124,16 +124,15 @@ class RowPlan(Plan):
         Groups keep their means, so that merging again gives `y` up to rounding.
         """
         x, unexplained = self._by_surroundings(y)
-        count = min(RANK, self.tokens_kept // GROUPS)
+        count = min(RANK, (self.special + self.positions.M) // GROUPS)
         if not count:
             return x
-        if self._inputs is None:
-            feature = feature.float() if feature.dtype == torch.float16 else feature  # whose range a sum may leave
-            seen = feature @ directions(feature.shape[2], count, feature.device).to(feature.dtype)
-            seen = (F.pad(seen, (0, 0, self.special, 0)) if self.special else seen).to(self._dtype)
-            surroundings, between = self._by_surroundings(self.means(seen))
-            self._inputs = seen - surroundings, between
-        within, between = self._inputs
+        feature = feature.float() if feature.dtype == torch.float16 else feature  # whose range a sum may leave
+        seen = feature @ directions(feature.shape[2], count, feature.device).to(feature.dtype)
+        seen = F.pad(seen, (0, 0, self.special, 0)) if self.special else seen
+        seen = seen.to(torch.promote_types(self._dtype, y.dtype))
+        surroundings, between = self._by_surroundings(self.means(seen))
+        within = seen - surroundings
         follows = slope(between, unexplained, self.sizes)
         if y.dtype == torch.float16:
             return x + (within @ follows).to(y.dtype)

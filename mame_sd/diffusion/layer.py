@@ -131,6 +131,10 @@ class Layer(ABC):
         feature = self.feature(call, tokens, config)
         return plan_merge(feature, config, tokens.plane, draw=step.draw, leader=leaders_in(step.leader, feature))
 
+    def restores(self, call: LayerCall, config: MaMeConfig) -> bool:
+        """Whether whole tokens merge in this call, whose plan then keeps their inputs."""
+        return config.merge == "qkv"
+
     def count(self, call: LayerCall, known: Tokens | None) -> int:
         """Tokens of a call that is left alone."""
         hidden = call.arguments.get(self.hidden)
@@ -189,20 +193,23 @@ def merged_call(
 
 def _plan(layer: Layer, call: LayerCall, tokens: Tokens, config: MaMeConfig, name: str, step: Step) -> Plan:
     """What merges in this call: what merged in an earlier one of the same input, if there was one."""
-    if step.plans is None:
-        return layer.plan(call, tokens, config, step)
     made: list[Plan] = []
 
     def make() -> Plan:
         made.append(layer.plan(call, tokens, config, step))
         return made[0]
 
-    plan = step.plans.plan(name, config, (call.arguments[layer.hidden].shape[0], *tokens.size), make)
-    if not made and config.detail and tokens.plane is not None and isinstance(plan, RowPlan):
-        plan.with_detail(
-            layer.feature(call, tokens, config), tokens.plane
-        )  # by these inputs, not those of the call before
-    return plan
+    if step.plans is None:
+        plan = make()
+    else:
+        plan = step.plans.plan(name, config, (call.arguments[layer.hidden].shape[0], *tokens.size), make)
+    if not isinstance(plan, RowPlan) or tokens.plane is None or not config.detail:
+        return plan
+    if not layer.restores(call, config):
+        return plan.with_detail(None, tokens.plane)
+    return (
+        plan if made else plan.without_detail().with_detail(layer.feature(call, tokens, config), tokens.plane)
+    )  # by this call's inputs
 
 
 def nothing_to_win(config: MaMeConfig, plan: Plan) -> bool:

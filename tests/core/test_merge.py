@@ -376,6 +376,19 @@ def test_what_follows_the_inputs_is_restored_and_what_does_not_is_left(dtype: to
     assert error(plan, noise) < 1.1 * error(copies, noise)
 
 
+def test_a_plan_restores_again_with_gradients_and_in_a_wider_dtype() -> None:
+    x = tokens(2, 256, 8).requires_grad_()
+    plan = plan_merge(x, MaMeConfig(keep=0.5, merge="qkv"))
+    with torch.no_grad():
+        before = plan.restore(plan.merge(x))
+    for _ in range(2):
+        (gradient,) = torch.autograd.grad(plan.restore(plan.merge(x.detach())).square().sum(), x)
+        assert gradient.norm() > 0
+    again = plan.restore(plan.merge(x.double()))
+    assert again.dtype == torch.float64
+    torch.testing.assert_close(again.float(), before, rtol=1e-4, atol=1e-4)
+
+
 def test_a_ramp_of_cells_is_restored_as_a_ramp() -> None:
     ramp = torch.arange(16.0).repeat(16, 1).view(1, 256, 1)
     plan = plan_merge(ramp, MaMeConfig(keep=0.25, merge="qkv", tiles=2, detail=True))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.partition import positions
 from mame_sd.core.plan import Plan
+from mame_sd.core.row_plan import RowPlan
 from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.families.keys import CountedKeys, MergedKeys
 from mame_sd.diffusion.families.order import Order, start_of
@@ -68,6 +69,8 @@ class SequenceAttention(Layer):
             reason = self._unable(call, tokens, config)
             if reason is not None:
                 return Unmerged(output, reason)
+            if isinstance(plan, RowPlan) and config.detail and tokens.plane is not None:
+                plan = plan.without_detail().with_detail(self.feature(call, tokens, config), tokens.plane)
         merged: dict[int, Tensor] = {}
         changes: dict[str, Any] = {}
         for name in self.family.inputs:
@@ -86,6 +89,10 @@ class SequenceAttention(Layer):
             kept = order.positions(plan.kept).reshape(-1, plan.tokens_kept)[0]
             changes |= self.family.select(call.arguments, order.rows(kept))
         return self._restored(self._run(call, order, changes, sizes), order, plan)
+
+    def restores(self, call: LayerCall, config: MaMeConfig) -> bool:
+        """Where queries merge too."""
+        return self._whole_because(call, config) is not None
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
         """The image's tokens; 0 where they are unknown."""
