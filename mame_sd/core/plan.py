@@ -19,7 +19,7 @@ from mame_sd.core.weights import Fusion
 
 
 class Plan:
-    """Which tokens merge, with which weights. Made by `mame_sd.plan_merge`; holds no copy of the tokens.
+    """Which tokens merge, with which weights. Made by `mame_sd.plan_merge`; holds no tokens but those by which it restores detail.
 
     Below, `*` are the leading dimensions of the planned tensor, T is the number of tiles (1 without tiles), m and n
     destinations and sources of one tile (padded to the largest tile), M and N those of all tiles, r the preserved sources.

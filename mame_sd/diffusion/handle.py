@@ -118,7 +118,7 @@ class MaMeHandle:
                 call_hook.forget()
 
     def capture(self, on: bool = True) -> None:
-        """Keeps the latest plan of every layer for `plans` (memory: one plan a layer; not under torch.compile)."""
+        """Keeps the latest plan of every layer for `plans`, without the inputs that restore detail (memory: one plan a layer; not under torch.compile)."""
         for _, hook in self._layers:
             hook.stats.capture = on
             hook.stats.plan = hook.stats.plan if on else None
