@@ -26,12 +26,7 @@ TORCH_INSTEAD = "gradients or float64: PyTorch's operations in place of the kern
 
 
 def kernel_plan(
-    x: Tensor,
-    pos: Positions,
-    config: MaMeConfig,
-    special: int,
-    lead: torch.Size,
-    leader: Tensor | None = None,
+    x: Tensor, pos: Positions, config: MaMeConfig, special: int, lead: torch.Size, leader: Tensor | None = None
 ) -> RowPlan | None:
     """The plan of feature x [B, L, d] without special tokens by the kernel that `config` names; `leader` as in `plan_merge`.
 

@@ -131,6 +131,12 @@ class Layer(ABC):
         feature = self.feature(call, tokens, config)
         return plan_merge(feature, config, tokens.plane, draw=step.draw, leader=leaders_in(step.leader, feature))
 
+    def detailed(self, plan: Plan, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> Plan:
+        """A plan of an earlier call, or one that kept no inputs, as it restores the tokens of this call."""
+        if not isinstance(plan, RowPlan) or tokens.plane is None or not config.detail:
+            return plan
+        return plan.without_detail().with_detail(self.feature(call, tokens, config), tokens.plane)
+
     def restores(self, call: LayerCall, config: MaMeConfig) -> bool:
         """Whether whole tokens merge in this call, whose plan then keeps their inputs."""
         return config.merge == "qkv"
@@ -203,13 +209,9 @@ def _plan(layer: Layer, call: LayerCall, tokens: Tokens, config: MaMeConfig, nam
         plan = make()
     else:
         plan = step.plans.plan(name, config, (call.arguments[layer.hidden].shape[0], *tokens.size), make)
-    if not isinstance(plan, RowPlan) or tokens.plane is None or not config.detail:
-        return plan
-    if not layer.restores(call, config):
-        return plan.with_detail(None, tokens.plane)
-    return (
-        plan if made else plan.without_detail().with_detail(layer.feature(call, tokens, config), tokens.plane)
-    )  # by this call's inputs
+    if layer.restores(call, config):
+        return plan if made else layer.detailed(plan, call, tokens, config)
+    return plan.with_detail(None, (0, 0)) if isinstance(plan, RowPlan) else plan
 
 
 def nothing_to_win(config: MaMeConfig, plan: Plan) -> bool:

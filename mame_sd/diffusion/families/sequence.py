@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.partition import positions
 from mame_sd.core.plan import Plan
-from mame_sd.core.row_plan import RowPlan
 from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.families.keys import CountedKeys, MergedKeys
 from mame_sd.diffusion.families.order import Order, start_of
@@ -69,8 +68,7 @@ class SequenceAttention(Layer):
             reason = self._unable(call, tokens, config)
             if reason is not None:
                 return Unmerged(output, reason)
-            if isinstance(plan, RowPlan) and config.detail and tokens.plane is not None:
-                plan = plan.without_detail().with_detail(self.feature(call, tokens, config), tokens.plane)
+            plan = self.detailed(plan, call, tokens, config)
         merged: dict[int, Tensor] = {}
         changes: dict[str, Any] = {}
         for name in self.family.inputs:
