@@ -22,6 +22,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,7 @@ def main() -> None:
     parser.add_argument("--held-out", action="store_true", help="other prompts than those that defaults were chosen on")
     parser.add_argument("--num", type=int, help="prompts (default 16)")
     parser.add_argument("--steps", type=int, help="denoising steps (default 10)")
+    parser.add_argument("--guidance", type=float, help="guidance scale (default the model's own)")
     parser.add_argument("--rounds", type=int, default=5, help="timed runs of each method (default 5)")
     parser.add_argument(
         "--only", metavar="NAME", nargs="+", help="measure these settings alone; rows measured before stay"
@@ -235,6 +237,8 @@ def main() -> None:
     device = torch.device(args.device)
     dtype = args.dtype or ("float32" if device.type == "cpu" else "float16")
     model = load(device, getattr(torch, dtype), on.model)
+    if args.guidance is not None:
+        model = replace(model, guidance=args.guidance)
     prompts = on.prompts(num, args.held_out)
     lpips = load_lpips(device=str(device))
     frontier = Frontier(out, model, lpips, on.truth.retrieved, prompts, steps, args.rounds)
@@ -251,6 +255,7 @@ def main() -> None:
         "model": on.model,
         "num": num,
         "steps": steps,
+        "guidance": model.guidance,
         "dtype": dtype,
         "machine": machine(device),
         "verdict": verdict(points),

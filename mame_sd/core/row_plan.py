@@ -136,8 +136,8 @@ class RowPlan(Plan):
         follows = slope(between, unexplained, self.sizes)
         if y.dtype == torch.float16:
             return x + (within @ follows).to(y.dtype)
-        follows = within.to(y.dtype) @ follows.to(y.dtype)
-        return x.add_(follows) if in_place(x) and in_place(follows) else x + follows
+        added = within.to(y.dtype), follows.to(y.dtype)
+        return x.baddbmm_(*added) if all(map(in_place, (x, *added))) else torch.baddbmm(x, *added)
 
     def _by_surroundings(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Merged tokens y [B, L', C] as [B, L, C], varying as the blur of their copies does, and what of `y` is not that blur's mean."""
