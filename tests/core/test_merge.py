@@ -16,6 +16,7 @@ from mame_sd.core.owners import owners_of
 from mame_sd.core.partition import positions
 from mame_sd.core.plan import Plan
 from mame_sd.core.reference import ReferencePlan, reference_plan
+from tests.builders.tokens import tokens
 
 PARTITIONS = ("alternating", "sequential", "random", "grid")
 SIZES = {1: (1, 1), 2: (1, 2), 3: (3, 1), 5: (1, 5), 7: (7, 1), 50: (5, 10), 197: (1, 197), 256: (16, 16)}
@@ -43,14 +44,6 @@ IDS = ["-".join(f"{k}={v}" for k, v in setting.items()) for setting in SETTINGS]
 def config(**fields: Any) -> MaMeConfig:
     tau = {"weights": "average"} if "tau" in fields else {}  # soft weights, as the paper has them
     return MaMeConfig.from_dict({"tiles": 0, **tau, **fields})
-
-
-def tokens(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Correlated tokens: a few directions and noise, so that some pairs are similar and some are not."""
-    generator = torch.Generator().manual_seed(seed)
-    centres = torch.randn(4, shape[-1], generator=generator)
-    pick = torch.randint(0, 4, shape[:-1], generator=generator)
-    return (centres[pick] + 0.7 * torch.randn(*shape, generator=generator)).to(dtype)
 
 
 def dense(plan: Plan) -> Tensor:
@@ -341,65 +334,6 @@ def test_any_leading_dimensions() -> None:
     assert plan.weights.shape[:3] == (2, 3, 1)
     one = plan_merge(x[0, 0], cfg)
     assert torch.equal(one.restore(one.merge(x[0, 0])), plan.restore(y)[0, 0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_groups_restored_with_detail_keep_their_means_and_vary(dtype: torch.dtype) -> None:
-    x = tokens(2, 2 + 48, 4, dtype=torch.promote_types(dtype, torch.float32))
-    y = tokens(2, 2 + 24, 3, seed=1, dtype=dtype)
-    plan, copies = (
-        plan_merge(x, MaMeConfig(keep=0.5, merge="qkv", tiles=4, detail=detail), (6, 8), special=2)
-        for detail in (True, False)
-    )
-    restored = plan.restore(y)
-    assert restored.dtype == dtype
-    assert torch.equal(restored[:, :2], y[:, :2])
-    torch.testing.assert_close(
-        plan.merge(restored), y, rtol=2 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps
-    )
-    assert (restored - copies.restore(y)).abs().max() > 0.1
-    flat = torch.ones_like(y)
-    assert torch.equal(plan.restore(flat), copies.restore(flat))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_follows_the_inputs_is_restored_and_what_does_not_is_left(dtype: torch.dtype) -> None:
-    x = tokens(2, 1024, 16, dtype=dtype)
-    plan, copies = (plan_merge(x, MaMeConfig(keep=0.5, merge="qkv", detail=detail)) for detail in (True, False))
-
-    def error(plan: Plan, t: Tensor) -> float:
-        return float((plan.restore(plan.merge(t)) - t).float().square().mean())
-
-    follows = x @ tokens(16, 8, seed=1, dtype=dtype)
-    assert error(plan, follows) < 0.05 * error(copies, follows)
-    noise = tokens(2, 1024, 8, seed=2, dtype=dtype)
-    assert error(plan, noise) < 1.1 * error(copies, noise)
-
-
-def test_a_plan_restores_again_with_gradients_and_in_a_wider_dtype() -> None:
-    x = tokens(2, 256, 8).requires_grad_()
-    plan = plan_merge(x, MaMeConfig(keep=0.5, merge="qkv"))
-    with torch.no_grad():
-        before = plan.restore(plan.merge(x))
-    for _ in range(2):
-        (gradient,) = torch.autograd.grad(plan.restore(plan.merge(x.detach())).square().sum(), x)
-        assert gradient.norm() > 0
-    again = plan.restore(plan.merge(x.double()))
-    assert again.dtype == torch.float64
-    torch.testing.assert_close(again.float(), before, rtol=1e-4, atol=1e-4)
-
-
-def test_a_ramp_of_cells_is_restored_as_a_ramp() -> None:
-    ramp = torch.arange(16.0).repeat(16, 1).view(1, 256, 1)
-    plan = plan_merge(ramp, MaMeConfig(keep=0.25, merge="qkv", tiles=2, detail=True))
-    inner = plan.restore(plan.merge(ramp)).view(16, 16)[:, 2:-2]
-    torch.testing.assert_close(inner, ramp.view(16, 16)[:, 2:-2])
-
-
-def test_detail_needs_to_know_the_plane() -> None:
-    cfg = MaMeConfig(keep=0.5, merge="qkv", partition="alternating", tiles=0, detail=True)
-    with pytest.raises(ValueError, match="size: detail needs the"):
-        plan_merge(tokens(1, 7, 4), cfg)
 
 
 def test_tiles_of_one_destination_are_means_that_compare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

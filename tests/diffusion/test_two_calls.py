@@ -1,0 +1,159 @@
+"""Guidance in two calls, of models and of the pipelines that call twice: both merge by the first one's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers.guiders import ClassifierFreeGuidance
+from diffusers.modular_pipelines import PipelineState
+from diffusers.modular_pipelines.qwenimage.denoise import QwenImageDenoiseStep
+from torch import Tensor
+
+from mame_sd import apply_mame
+from mame_sd.core.plan import Plan
+from tests.builders.pipelines import quiet
+from tests.builders.threads import in_thread
+from tests.builders.transformers import TEXT, halves, normal, run
+from tests.matrix.transformers import ROWS
+
+MODELS = {row.name: row for row in ROWS}
+KEPT: list[dict[str, Any]] = [
+    {"keep": 0.25},
+    {"keep": 0.4},
+    {"tau": 0.3},
+    {"keep": 0.4, "merge": "qkv"},
+    {"keep": 0.25, "weights": "pick"},
+]
+
+
+@pytest.mark.parametrize("fields", KEPT, ids=str)
+@pytest.mark.parametrize("name", ["Flux", "Qwen-Image", "Wan (video)", "Stable Diffusion 3.5", "PixArt"])
+def test_two_calls_give_what_a_batch_of_both_gives(name: str, fields: dict[str, Any], planned: list[Plan]) -> None:
+    row = MODELS[name]
+    model, inputs = row.build(), dict(row.run.args[0])  # type: ignore[attr-defined]
+    inputs["hidden_states"] = inputs["hidden_states"][1:].repeat_interleave(2, 0)
+    guided, unguided = halves(inputs)
+    handle = apply_mame(model, min_tokens=1, **fields)
+    both = run(inputs, model)
+    planned.clear()
+    first = run(guided, model)
+    made = len(planned)
+    second = run(unguided, model)
+    assert len(planned) == made > 0
+    torch.testing.assert_close(torch.cat([second, first]), both)
+    unguided["hidden_states"] = unguided["hidden_states"].clone()  # equal, but who knows
+    run(unguided, model)
+    assert len(planned) == 2 * made
+    assert all(entry.calls == 4 for entry in handle.report().layers)
+
+
+def pipeline(name: str, row: str, **parts: Any) -> Any:
+    """diffusers' pipeline of that name around the tiny transformer of a row, without text encoders and autoencoder."""
+    kind = getattr(diffusers, name)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    return quiet(kind(transformer=MODELS[row].build(), vae=None, scheduler=scheduler, **parts))
+
+
+def texts(shorter: int = 1) -> dict[str, Tensor]:
+    """Of the prompt, and of the negative one with fewer tokens."""
+    return {"prompt_embeds": normal(1, TEXT, 16), "negative_prompt_embeds": normal(1, TEXT - shorter, 16, seed=1)}
+
+
+def pooled() -> dict[str, Tensor]:
+    return {"pooled_prompt_embeds": normal(1, 8), "negative_pooled_prompt_embeds": normal(1, 8, seed=1)}
+
+
+def masks(names: tuple[str, str], dtype: torch.dtype = torch.bool) -> dict[str, Tensor]:
+    return {name: torch.ones(1, TEXT - i, dtype=dtype) for i, name in enumerate(names)}
+
+
+FLUX_PARTS = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+ONE_TEXT = dict.fromkeys(("text_encoder", "tokenizer"))
+PIPELINES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "Qwen-Image": (
+        partial(pipeline, "QwenImagePipeline", "Qwen-Image", **ONE_TEXT),
+        {
+            **texts(),
+            **masks(("prompt_embeds_mask", "negative_prompt_embeds_mask"), torch.long),
+            "true_cfg_scale": 3.0,
+        },
+    ),
+    "Flux": (
+        partial(pipeline, "FluxPipeline", "Flux", **FLUX_PARTS),
+        {**texts(0), **pooled(), "true_cfg_scale": 3.0},
+    ),
+    "Chroma": (
+        partial(pipeline, "ChromaPipeline", "Chroma", **ONE_TEXT),
+        {**texts(), **masks(("prompt_attention_mask", "negative_prompt_attention_mask"))},
+    ),
+    "Wan": (partial(pipeline, "WanPipeline", "Wan (video)", **ONE_TEXT), {**texts(), "num_frames": 9}),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines_that_call_twice_plan_once(name: str, planned: list[Plan]) -> None:
+    build, given = PIPELINES[name]
+    pipe = build()
+    handle = apply_mame(pipe, keep=0.25, min_tokens=1)
+    for steps in (1, 3):
+        for pairs, plans in ((True, 1), (False, 2)):
+            handle.set(pairs=pairs)
+            handle.reset()
+            planned.clear()
+            pipe(**given, height=128, width=192, num_inference_steps=steps, output_type="latent")
+            layers = [entry for entry in handle.report().layers if entry.merged]
+            assert layers, "something merges"
+            assert all(entry.calls == 2 * steps for entry in layers)
+            assert len(planned) == plans * steps * len(layers)
+
+
+def modular() -> tuple[Any, Callable[[], Any]]:
+    """The denoising of Qwen-Image's modular pipeline, whose guider calls the model for each prompt: three steps of it."""
+    pipe = QwenImageDenoiseStep().init_pipeline()
+    transformer, scheduler = MODELS["Qwen-Image"].build(), diffusers.FlowMatchEulerDiscreteScheduler()
+    pipe.update_components(transformer=transformer, scheduler=scheduler, guider=ClassifierFreeGuidance())
+    scheduler.set_timesteps(3)
+    state = PipelineState()
+    attended = {f"{name}_mask": torch.ones(1, TEXT, dtype=torch.long) for name in texts()}
+    for name, value in {**texts(0), **attended, "img_shapes": [[(1, 8, 12)]]}.items():
+        state.set(name, value, "denoiser_input_fields")
+    latents = normal(1, 96, 16)
+    return pipe, lambda: pipe(state, latents=latents, timesteps=scheduler.timesteps, num_inference_steps=3)
+
+
+def test_a_modular_pipeline_plans_once(planned: list[Plan]) -> None:
+    pipe, generate = modular()
+    handle = apply_mame(pipe, keep=0.25, min_tokens=1)
+    generate()
+    layers = [entry for entry in handle.report().layers if entry.merged]
+    assert layers
+    assert all(entry.calls == 6 for entry in layers)
+    assert len(planned) == 3 * len(layers)
+
+
+def test_a_modular_pipeline_is_not_changed_under_way() -> None:
+    pipe, generate = modular()
+    handle = apply_mame(pipe, keep=0.25, min_tokens=1)
+    found: list[str] = []
+
+    def change() -> None:
+        try:
+            handle.set(keep=0.5)
+        except RuntimeError as error:
+            found.append(str(error))
+
+    step = pipe.scheduler.step  # between two calls of the model
+
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        in_thread(change)
+        return step(*args, **kwargs)
+
+    pipe.scheduler.step = stepping
+    generate()
+    assert len(found) == 3
+    assert all("QwenImageModularPipeline" in text for text in found)
