@@ -32,8 +32,14 @@ def baseline() -> Method:
     return Method("baseline", {}, lambda unet: nullcontext())
 
 
-def ours(**fields: Any) -> Method:
+def explicit(fields: dict[str, Any]) -> MaMeConfig:
+    """Our settings, `merge` among what is given, so that no model's family decides on it."""
     config = MaMeConfig.from_dict(fields)
+    return config.replace(merge=config.merge)
+
+
+def ours(**fields: Any) -> Method:
+    config = explicit(fields)
     return Method(OURS, settings_of(config), lambda unet: mame(unet, config))
 
 
@@ -86,14 +92,14 @@ def protected(**fields: Any) -> Method:
 
 def in_steps(noisy: tuple[float, ...], fine: tuple[float, ...]) -> Method:
     """The default with a share that changes linearly from `noisy` to `fine`, both of one number; an empty one: no merging there."""
-    settings = {"noisy": noisy, "fine": fine, **MaMeConfig().to_dict()}
-    return Method("variant", settings, lambda unet: scheduled(unet, partial(share_at, noisy, fine)))
+    settings = {"noisy": noisy, "fine": fine, **MaMeConfig(keep=0.25).to_dict()}
+    return Method("variant", settings, lambda unet: scheduled(unet, partial(share_at, noisy, fine), keep=0.25))
 
 
 def two_calls(**fields: Any) -> Method:
     """Ours, or with `merging=False` nothing, with guidance in two calls of the model."""
     merging = fields.pop("merging", True)
-    config = MaMeConfig.from_dict(fields) if merging else None
+    config = explicit(fields) if merging else None
     settings = {} if config is None else config.to_dict()
     return Method("two calls", {"merging": config is not None, **settings}, lambda model: in_two_calls(model, config))
 
@@ -251,6 +257,7 @@ AGAINST_RIVALS = {
             "kv 0.125",
             "kv 0.0625",
             "tau 0.8",
+            "plain tau 0.8",
             "qkv 0.5",
             "qkv 0.25",
         )
@@ -288,17 +295,22 @@ JOINT_PEERS = {
 }  # fmt: skip
 TWO_CALLS = {
     "unmerged, two calls": two_calls(merging=False),
-    "default, two calls": two_calls(),
-    "default, two calls apart": two_calls(pairs=False),
+    "kv 0.25, two calls": two_calls(),
+    "kv 0.25, two calls apart": two_calls(pairs=False),
 }
 JOINT = {
+    "default": FULL["qkv 0.625"],
+    "default, halves apart": ours(keep=0.625, merge="qkv", pairs=False),
     **TWO_CALLS,
-    **{name: method for name, method in FULL.items() if name not in RIVALS and "first level" not in name and "mlp" not in name
+    **{name.replace("default", "kv 0.25"): method for name, method in FULL.items() if name not in (*RIVALS, "qkv 0.625") and "first level" not in name and "mlp" not in name
        and "cross" not in name and "min_tokens" not in name and (method.family != "variant" or name in HALF_THE_STEPS)},
     **JOINT_PEERS,
 }  # fmt: skip
 JOINT_SHORT = {
     name: JOINT[name]
-    for name in ("default", "kv 0.125", "pick 0.25", "qkv 0.5", "plain tau 0.8", "tomesd's form 0.5", "random 0.25", MEAN_ATTENTION)
+    for name in ("default", "kv 0.25", "pick 0.25", "qkv 0.5", "plain tau 0.8", "tomesd's form 0.5", "random 0.25", MEAN_ATTENTION)
 }  # fmt: skip
-JOINT_RIVALS = {**{name: AGAINST_RIVALS[name] for name in AGAINST_RIVALS if name in JOINT}, **JOINT_PEERS}
+JOINT_RIVALS = {
+    **{name: JOINT[name] for name in ("kv 0.25", "qkv 0.75", *AGAINST_RIVALS) if name in JOINT},
+    **JOINT_PEERS,
+}

@@ -342,6 +342,9 @@ def shape_methods(shape: Shape) -> dict[str, tuple[float, str, On]]:
     found[WITHOUT] = (0.0, "", partial(_without, tokens=shape.tokens))
     for share in SHARES:
         found[f"free {share:.2f}"] = (share, "", partial(_free, tokens=shape.tokens, share=share))
+    for share in (0.625, 0.5, 0.25):  # whole tokens: projections shrink too, another bound
+        on: On = partial(mame, config=MaMeConfig(keep=share, merge="qkv", min_tokens=1))
+        found[f"mame qkv {share:g}"] = (share, "", on)
     for share in SHARES:
         bound, cell = f"free {share:.2f}", CELLS[share]
         ours: dict[str, dict[str, Any]] = {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
+from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import Merging, Method
 
 from ..rivals.method import Rival
@@ -36,6 +37,10 @@ class Row:
     def config(self) -> dict[str, Any]:
         """Its settings as JSON values."""
         return {} if self.method is None else self.method.describe()
+
+    def on(self, model: LoadedModel) -> Row:
+        """With the settings that merging takes on the model."""
+        return replace(self, method=self.method.on(model)) if isinstance(self.method, Merging) else self
 
     @property
     def lacking(self) -> str | None:

@@ -91,7 +91,7 @@ def run_benchmark(
             model=loaded,
             prompts=chosen,
             settings=settings,
-            rows=wanted,
+            rows=[row.on(loaded) for row in wanted],
             metrics=suite_metrics(suite, known),
             reference=against,
             out=out,
@@ -152,7 +152,7 @@ def run_bench(
     read_record(out / TIMINGS)
     loaded = load_model(model)
     measured = []
-    for row in (row for row in wanted if row.lacking is None):
+    for row in (row.on(loaded) for row in wanted if row.lacking is None):
         try:
             check_applies(loaded, settings, batches[0], row)
         except NotApplicable as error:

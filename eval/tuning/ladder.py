@@ -16,6 +16,7 @@ LADDER: tuple[dict[str, Any], ...] = (
     {"keep": 0.19},
     {"keep": 0.125},
     {"keep": 0.0625},
+    {"keep": 0.625, "merge": "qkv"},
     {"keep": 0.5, "merge": "qkv"},
     {"keep": 0.25, "merge": "qkv"},
 )

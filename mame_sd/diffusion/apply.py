@@ -37,7 +37,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.families.parts import Part, parts_of
 from mame_sd.diffusion.families.sequence import SequenceAttention
-from mame_sd.diffusion.families.transformers import EXCLUDED, family_names, family_of
+from mame_sd.diffusion.families.transformers import EXCLUDED, family_names, family_of, suited
 from mame_sd.diffusion.families.unet import (
     IMAGE_MODULES,
     PLAIN_PROCESSORS,
@@ -94,7 +94,8 @@ def apply_mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> 
 
 def build_handle(target: Any, config: MaMeConfig) -> MaMeHandle:
     """A handle for `target` whose hooks are not installed yet; raises as `apply_mame` does."""
-    root, shared = denoiser_of(target), Shared(config)
+    root = denoiser_of(target)
+    shared = Shared(suited(root, config))
     hooks: list[Placed] = []
     denoisers: list[str] = []
     images: dict[str, tuple[SizeHook, Family | None]] = {}  # what tells how tokens lie, by path, and whose they are

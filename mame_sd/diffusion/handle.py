@@ -10,6 +10,7 @@ from torch import nn
 
 from mame_sd.config import PARTS, MaMeConfig
 from mame_sd.core.plan import Plan
+from mame_sd.diffusion.families.transformers import suited
 from mame_sd.diffusion.hook_registry import AroundHook, PreHook, hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import MergeHook, Setting, Shared, StepHook
 from mame_sd.diffusion.processor import make_config
@@ -63,7 +64,7 @@ class MaMeHandle:
         with CHANGES:
             self._check_installed()
             setting = self._shared.setting
-            new = make_config(setting.config if config is None else config, fields)
+            new = suited(self.root, make_config(setting.config if config is None else config, fields))
             self._check(new)
             if setting.active:
                 check_idle(self.root, "set")
@@ -89,7 +90,7 @@ class MaMeHandle:
             ValueError: as `set`, and for a part of blocks (`mlp`, `cross`) that is off in the settings of all.
         """
         self._check_installed()
-        new = make_config(self.config if config is None else config, fields)
+        new = suited(self.root, make_config(self.config if config is None else config, fields))
         for name in PARTS:
             if getattr(new, name) is not None and self._shared.setting.of_part[name] is None:
                 raise ValueError(

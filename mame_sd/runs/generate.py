@@ -66,6 +66,7 @@ def generate(
     """
     process = process or Process()
     method = Merging(method) if isinstance(method, MaMeConfig) else method
+    method = method.on(model) if isinstance(method, Merging) else method
     jobs = jobs_of(prompts, settings)
     known = {job.name: job.known for job in jobs}
     folder = RunFolder(out, process.rank)

@@ -52,6 +52,12 @@ class Merging:
     def describe(self) -> dict[str, Any]:
         return {"mame": self.config.to_dict()}
 
+    def on(self, model: LoadedModel) -> Merging:
+        """With what suits the model where the config leaves that open."""
+        from mame_sd.diffusion.apply import denoiser_of, suited
+
+        return Merging(suited(denoiser_of(model.pipe), self.config))
+
     def install(self, model: LoadedModel) -> InstalledMethod:
         return _InstalledMerging(merge_in(model, self.config))
 

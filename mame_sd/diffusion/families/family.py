@@ -49,6 +49,7 @@ class Family:
         cross: the attention's `encoder_hidden_states` may be there (joint attention); else such a call is left alone.
         text_last: in joint attention, whether the keys of `encoder_hidden_states` stand behind the image's (True) or before
             them (False). Unless it is told, queries merge too.
+        whole: share of whole tokens to keep (merge qkv) where settings leave open what merges (`suited`); None: as UNets do.
         eager: `tokens` reads values of tensors, not only shapes, and so runs outside of compiled graphs.
     """
 
@@ -62,6 +63,7 @@ class Family:
     mask: bool = False
     cross: bool = False
     text_last: bool | None = None
+    whole: float | None = None
     eager: bool = False
 
     def owns(self, path: str, module: nn.Module) -> bool:

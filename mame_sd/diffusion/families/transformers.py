@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.families.family import REGISTERED, Family, Rows
 from mame_sd.diffusion.tokens import Call, Tokens
 
+# Of image transformers with text beside: the nearest at the speed of a quarter of the keys, or faster (docs/results.md).
+WHOLE = 0.625
 # Models for which merging is refused, with the reason.
 EXCLUDED = {
     "SanaTransformer2DModel": "its self-attention is linear in the tokens already, so merging has nothing to save",
@@ -140,6 +143,7 @@ BUILT_IN = (
         patches,
         cross=True,
         text_last=True,
+        whole=WHOLE,
     ),
     Family(
         "Flux",
@@ -151,6 +155,7 @@ BUILT_IN = (
         cross=True,
         text_last=False,
         eager=True,
+        whole=WHOLE,
     ),
     Family(
         "Chroma",
@@ -162,6 +167,7 @@ BUILT_IN = (
         cross=True,
         text_last=False,
         eager=True,
+        whole=WHOLE,
     ),
     Family(
         "Qwen-Image",
@@ -172,9 +178,16 @@ BUILT_IN = (
         mask=True,
         cross=True,
         text_last=False,
+        whole=WHOLE,
     ),
     Family(
-        "AuraFlow", ("AuraFlowTransformer2DModel",), ("Attention.attn",), with_registers, cross=True, text_last=False
+        "AuraFlow",
+        ("AuraFlowTransformer2DModel",),
+        ("Attention.attn",),
+        with_registers,
+        cross=True,
+        text_last=False,
+        whole=WHOLE,
     ),
     Family(
         "Wan",
@@ -209,6 +222,16 @@ def family_of(model: nn.Module) -> Family | None:
             if kind.__name__ in known:
                 return known[kind.__name__]
     return None
+
+
+def suited(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
+    """`config`, or with what its model's family merges best where it leaves that open: gives no tau, keep, merge, weights and preset."""
+    left_open = config.given.keys().isdisjoint(("tau", "keep", "merge", "weights", "variant"))
+    if left_open and config.preset == "default":
+        for family in filter(None, map(family_of, model.modules())):
+            if family.whole is not None:
+                return config.replace(keep=family.whole, merge="qkv")
+    return config
 
 
 def family_names() -> list[str]:

@@ -1,0 +1,88 @@
+"""What merges where the settings leave it open: whole tokens in image transformers with text beside, keys and values elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mame_sd import MaMeConfig, apply_mame
+from mame_sd.diffusion.families.transformers import BUILT_IN, WHOLE, suited
+from mame_sd.eval.benchmark.rows import chosen_rows
+from mame_sd.runs.methods import Merging
+from tests.builders.tiny import tiny_unet
+from tests.matrix.transformers import ROWS
+
+MODELS = {row.name: row for row in ROWS}
+JOINT = ["Stable Diffusion 3", "Flux", "Chroma", "Qwen-Image", "AuraFlow"]
+
+
+def merges(config: MaMeConfig) -> tuple[Any, ...]:
+    return config.keep, config.tau, config.merge, config.weights
+
+
+def test_families_that_were_measured_or_are_of_one_kind_with_it() -> None:
+    assert [family.name for family in BUILT_IN if family.whole is not None] == JOINT
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_image_transformers_with_text_merge_whole_tokens(name: str) -> None:
+    model = MODELS[name].build()
+    handle = apply_mame(model, redraw=False, min_tokens=1)
+    assert merges(handle.config) == (WHOLE, None, "qkv", "best")
+    assert (handle.config.redraw, handle.config.min_tokens, handle.config.detail) == (False, 1, True)
+    MODELS[name].run(model)
+    merged = [entry for entry in handle.report().layers if entry.merged]
+    assert merged
+    assert all(entry.tokens_kept / entry.tokens_in == pytest.approx(WHOLE, abs=0.05) for entry in merged)
+
+
+@pytest.mark.parametrize(
+    "name", ["Wan (video)", "LTX-Video", "CogVideoX", "PixArt", "DiT", "HunyuanDiT", "Lumina-Next"]
+)
+def test_others_merge_as_unets_do(name: str) -> None:
+    assert suited(MODELS[name].build(), MaMeConfig()) == MaMeConfig()
+    assert suited(tiny_unet(), MaMeConfig()) == MaMeConfig()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"keep": 0.25},
+        {"tau": 0.8},
+        {"merge": "kv"},
+        {"weights": "pick"},
+        {"weights": "average"},
+        {"preset": "plain"},
+        {"variant": "paper"},
+    ],
+    ids=str,
+)
+def test_what_is_given_decides(fields: dict[str, Any]) -> None:
+    config = MaMeConfig(**fields)
+    assert suited(MODELS["Flux"].build(), config) == config
+
+
+def test_a_handle_keeps_to_what_is_live_and_new_settings_are_suited() -> None:
+    handle = apply_mame(MODELS["Flux"].build(), min_tokens=1)
+    handle.set(keep=0.5)
+    assert merges(handle.config) == (0.5, None, "qkv", "best")
+    with handle.using(MaMeConfig(seed=3)):
+        assert merges(handle.config) == (WHOLE, None, "qkv", "best")
+    handle.set(MaMeConfig(keep=0.25))
+    assert merges(handle.config) == (0.25, None, "kv", "best")
+    handle.set(MaMeConfig())
+    assert merges(handle.config) == (WHOLE, None, "qkv", "best")
+
+
+def test_runs_and_benchmarks_say_what_merged() -> None:
+    from mame_sd.runs.loading import LoadedModel
+
+    class Pipe:
+        transformer = MODELS["Flux"].build()
+
+    loaded = LoadedModel(pipe=Pipe(), identity={}, guidance=None)
+    assert Merging(MaMeConfig()).on(loaded).describe()["mame"]["merge"] == "qkv"
+    (baseline, default) = (row.on(loaded) for row in chosen_rows("mame-default"))
+    assert baseline.config == {}
+    assert default.config["mame"]["keep"] == WHOLE
