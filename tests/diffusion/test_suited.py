@@ -1,4 +1,4 @@
-"""What merges where the settings leave it open: whole tokens in image transformers with text beside, keys and values elsewhere."""
+"""What merges where the settings leave it open: whole tokens in image transformers like the one that was measured, keys and values elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.builders.tiny import tiny_unet
 from tests.matrix.transformers import ROWS
 
 MODELS = {row.name: row for row in ROWS}
-JOINT = ["Stable Diffusion 3", "Flux", "Chroma", "Qwen-Image", "AuraFlow"]
+JOINT = ["Stable Diffusion 3", "AuraFlow"]
 
 
 def merges(config: MaMeConfig) -> tuple[Any, ...]:
@@ -26,7 +26,7 @@ def test_families_that_were_measured_or_are_of_one_kind_with_it() -> None:
 
 
 @pytest.mark.parametrize("name", JOINT)
-def test_image_transformers_with_text_merge_whole_tokens(name: str) -> None:
+def test_image_transformers_whose_tokens_carry_positions_merge_whole(name: str) -> None:
     model = MODELS[name].build()
     handle = apply_mame(model, redraw=False, min_tokens=1)
     assert merges(handle.config) == (WHOLE, None, "qkv", "best")
@@ -38,7 +38,8 @@ def test_image_transformers_with_text_merge_whole_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Wan (video)", "LTX-Video", "CogVideoX", "PixArt", "DiT", "HunyuanDiT", "Lumina-Next"]
+    "name",
+    ["Flux", "Qwen-Image", "Wan (video)", "LTX-Video", "CogVideoX", "PixArt", "DiT", "HunyuanDiT", "Lumina-Next"],
 )
 def test_others_merge_as_unets_do(name: str) -> None:
     assert suited(MODELS[name].build(), MaMeConfig()) == MaMeConfig()
@@ -60,11 +61,11 @@ def test_others_merge_as_unets_do(name: str) -> None:
 )
 def test_what_is_given_decides(fields: dict[str, Any]) -> None:
     config = MaMeConfig(**fields)
-    assert suited(MODELS["Flux"].build(), config) == config
+    assert suited(MODELS["AuraFlow"].build(), config) == config
 
 
 def test_a_handle_keeps_to_what_is_live_and_new_settings_are_suited() -> None:
-    handle = apply_mame(MODELS["Flux"].build(), min_tokens=1)
+    handle = apply_mame(MODELS["AuraFlow"].build(), min_tokens=1)
     handle.set(keep=0.5)
     assert merges(handle.config) == (0.5, None, "qkv", "best")
     with handle.using(MaMeConfig(seed=3)):
@@ -79,7 +80,7 @@ def test_runs_and_benchmarks_say_what_merged() -> None:
     from mame_sd.runs.loading import LoadedModel
 
     class Pipe:
-        transformer = MODELS["Flux"].build()
+        transformer = MODELS["AuraFlow"].build()
 
     loaded = LoadedModel(pipe=Pipe(), identity={}, guidance=None)
     assert Merging(MaMeConfig()).on(loaded).describe()["mame"]["merge"] == "qkv"

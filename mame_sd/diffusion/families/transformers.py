@@ -14,7 +14,8 @@ from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.families.family import REGISTERED, Family, Rows
 from mame_sd.diffusion.tokens import Call, Tokens
 
-# Of image transformers with text beside: the nearest at the speed of a quarter of the keys, or faster (docs/results.md).
+# Of image transformers with text beside whose tokens carry their positions: nearer than a quarter of the keys, and as fast or faster
+# (docs/results.md). With rotary positions, which a merged query would have one of, that was not measured.
 WHOLE = 0.625
 # Models for which merging is refused, with the reason.
 EXCLUDED = {
@@ -155,7 +156,6 @@ BUILT_IN = (
         cross=True,
         text_last=False,
         eager=True,
-        whole=WHOLE,
     ),
     Family(
         "Chroma",
@@ -167,7 +167,6 @@ BUILT_IN = (
         cross=True,
         text_last=False,
         eager=True,
-        whole=WHOLE,
     ),
     Family(
         "Qwen-Image",
@@ -178,7 +177,6 @@ BUILT_IN = (
         mask=True,
         cross=True,
         text_last=False,
-        whole=WHOLE,
     ),
     Family(
         "AuraFlow",
