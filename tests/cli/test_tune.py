@@ -161,7 +161,7 @@ def test_a_tuned_file_merges_transformers_as_tuning_did() -> None:
 
 
 def test_the_ladder_says_what_it_does_whatever_it_starts_from() -> None:
-    assert [c.merge for _, c in ladder_of(MaMeConfig(keep=0.5, merge="qkv"))] == ["kv"] * 7 + ["qkv"] * 2
+    assert [c.merge for _, c in ladder_of(MaMeConfig(keep=0.5, merge="qkv"))] == ["kv"] * 7 + ["qkv"] * 3
 
 
 def test_a_prompt_of_another_size_is_measured_anew(model: LoadedModel, tmp_path: Path) -> None:
