@@ -56,7 +56,7 @@ RIVALS = {
     "todo-2": ("ToDo, every second key", Rival("todo", todo, settings={"factor": 2})),
     "toma-50": ("ToMA's form 50 %", Rival("toma", ToMA, "qkv", TOMA)),
 }
-SHARE = "default-"  # with a share to keep after it: our default at that share
+SHARE = "default-"  # with a share of the keys to keep after it
 
 
 def paper_rows() -> list[Row]:
@@ -104,4 +104,4 @@ def _at_share(name: str) -> Row:
     except ValueError as error:
         raise UserError(f"--rows {name}: expected a share to keep after {SHARE}: {error}; correct it") from None
     keep = f"{merging.config.keep:g}"
-    return Row(name=f"{SHARE}{keep}", label=f"MaMe default, keep {keep}", family="mame", method=merging)
+    return Row(name=f"{SHARE}{keep}", label=f"MaMe, keep {keep} of the keys", family="mame", method=merging)

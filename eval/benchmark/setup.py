@@ -49,6 +49,9 @@ class Setup:
     prompt_file: dict[str, Any] | None = None
     command: str = ""
 
+    def __post_init__(self) -> None:
+        self.rows = [row.on(self.model) for row in self.rows]
+
     def results_before(self) -> dict[str, Any]:
         """The content of results.json before anything is measured."""
         rows = [

@@ -91,7 +91,7 @@ def run_benchmark(
             model=loaded,
             prompts=chosen,
             settings=settings,
-            rows=[row.on(loaded) for row in wanted],
+            rows=wanted,
             metrics=suite_metrics(suite, known),
             reference=against,
             out=out,

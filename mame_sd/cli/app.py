@@ -160,6 +160,7 @@ def show_merge_command(
     check_sheet_path(out)
     loaded, merging = load_to_merge(model, merging)
     found = capture_merge(loaded, prompt, sampling, merging, step, level, layer)
+    merging = loaded.suited(merging)
     about = {"prompt": prompt, "model": loaded.identity, "mame": merging.to_dict(), "layer": found.layer, "step": step}
     write_sheet(out, draw_merge(found, prompt), about)
     print(f"{found.layer}, step {step}: {found.tokens_kept} of {found.owners.size} tokens kept")

@@ -48,7 +48,7 @@ from mame_sd.diffusion.families.unet import (
 )
 from mame_sd.diffusion.handle import MaMeHandle, Placed
 from mame_sd.diffusion.hook_registry import hook_on, put_hook, take_hook
-from mame_sd.diffusion.hooks import EagerSizeHook, MergeHook, Shared, SizeHook, StepHook, takes_timestep
+from mame_sd.diffusion.hooks import EagerSizeHook, MergeHook, Setting, Shared, SizeHook, StepHook, takes_timestep
 from mame_sd.diffusion.layer import Layer
 from mame_sd.diffusion.processor import MaMeAttnProcessor, make_config
 from mame_sd.diffusion.threads import CHANGES, check_idle
@@ -96,7 +96,7 @@ def apply_mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> 
 def build_handle(target: Any, config: MaMeConfig) -> MaMeHandle:
     """A handle for `target` whose hooks are not installed yet; raises as `apply_mame` does."""
     root = denoiser_of(target)
-    shared = Shared(suited(root, config))
+    shared = Shared(Setting(suited(root, config), True, config))
     hooks: list[Placed] = []
     denoisers: list[str] = []
     images: dict[str, tuple[SizeHook, Family | None]] = {}  # what tells how tokens lie, by path, and whose they are

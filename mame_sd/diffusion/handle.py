@@ -50,7 +50,7 @@ class MaMeHandle:
         with CHANGES:
             if value != self._shared.setting.active and self.installed:
                 check_idle(self.root, "active")
-            self._shared.setting = Setting(self._shared.setting.config, value)
+            self._shared.setting = self._setting(self._shared.setting.asked, value)
 
     def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
         """Changes live settings from the next forward on: `handle.set(tau=0.9)`; `config` replaces all of them.
@@ -64,11 +64,12 @@ class MaMeHandle:
         with CHANGES:
             self._check_installed()
             setting = self._shared.setting
-            new = suited(self.root, make_config(setting.config if config is None else config, fields))
-            self._check(new)
+            asked = make_config(setting.asked if config is None else config, fields)
+            new = self._setting(asked, setting.active)
+            self._check(new.config)
             if setting.active:
                 check_idle(self.root, "set")
-            self._shared.setting = Setting(new, setting.active)
+            self._shared.setting = new
             try:
                 self.install()
             except RuntimeError:
@@ -90,13 +91,14 @@ class MaMeHandle:
             ValueError: as `set`, and for a part of blocks (`mlp`, `cross`) that is off in the settings of all.
         """
         self._check_installed()
-        new = suited(self.root, make_config(self.config if config is None else config, fields))
+        asked = make_config(self._shared.now.asked if config is None else config, fields)
+        new = self._setting(asked, True)
         for name in PARTS:
-            if getattr(new, name) is not None and self._shared.setting.of_part[name] is None:
+            if getattr(new.config, name) is not None and self._shared.setting.of_part[name] is None:
                 raise ValueError(
                     f"{name}: expected it on for all threads first, it is off; give it to apply_mame or set"
                 )
-        before, self._shared.own = self._shared.own, Setting(new, True)
+        before, self._shared.own = self._shared.own, new
         try:
             yield
         finally:
@@ -164,6 +166,9 @@ class MaMeHandle:
             or hook.stats.part not in PARTS
             or self._shared.setting.of_part[hook.stats.part] is not None
         )
+
+    def _setting(self, asked: MaMeConfig, active: bool) -> Setting:
+        return Setting(suited(self.root, asked), active, asked)
 
     def _check_installed(self) -> None:
         if not self.installed:

@@ -24,10 +24,11 @@ _PROMPT_FIRST = {"DiTTransformer2DModel", "LuminaNextDiT2DModel"}
 
 
 class Setting:
-    """Settings, and whether they merge."""
+    """Settings, and whether they merge; `asked`: as they were given, before the model's family decided on what they leave open."""
 
-    def __init__(self, config: MaMeConfig, active: bool) -> None:
+    def __init__(self, config: MaMeConfig, active: bool, asked: MaMeConfig | None = None) -> None:
         self.config = config
+        self.asked = config if asked is None else asked
         self.active = active
         self.of_part = {name: config.of_part(name) for name in PARTS}
 
@@ -38,8 +39,8 @@ class Shared:
     `setting` is every thread's, but for those that have one of their own (`own`).
     """
 
-    def __init__(self, config: MaMeConfig) -> None:
-        self.setting = Setting(config, True)
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
         self._own = PerThread()
         self._step = PerThread(latest=True)
         self.plans = PerThread()  # what the call of the model under way shares with those before it; no other thread's

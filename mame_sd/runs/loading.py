@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.saved_setting import SavedMerging, read_saved_merging
 from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.runs.devices import pick_device, pick_dtype
@@ -54,6 +55,15 @@ class LoadedModel:
     def arguments(self) -> frozenset[str]:
         """Names that a call of the pipeline takes."""
         return frozenset(inspect.signature(self.pipe.__call__).parameters)
+
+    def suited(self, config: MaMeConfig) -> MaMeConfig:
+        """`config` as it merges on this model, which decides on what it leaves open."""
+        from mame_sd.diffusion.apply import denoiser_of, suited
+
+        try:
+            return suited(denoiser_of(self.pipe), config)
+        except TypeError:  # nothing to merge, which `merge_in` refuses
+            return config
 
     @property
     def default_size(self) -> tuple[int, int]:

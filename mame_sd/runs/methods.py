@@ -53,10 +53,8 @@ class Merging:
         return {"mame": self.config.to_dict()}
 
     def on(self, model: LoadedModel) -> Merging:
-        """With what suits the model where the config leaves that open."""
-        from mame_sd.diffusion.apply import denoiser_of, suited
-
-        return Merging(suited(denoiser_of(model.pipe), self.config))
+        """As it merges on the model."""
+        return Merging(model.suited(self.config))
 
     def install(self, model: LoadedModel) -> InstalledMethod:
         return _InstalledMerging(merge_in(model, self.config))

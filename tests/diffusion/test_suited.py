@@ -55,6 +55,7 @@ def test_others_merge_as_unets_do(name: str) -> None:
         {"weights": "pick"},
         {"weights": "average"},
         {"preset": "plain"},
+        {"preset": "default"},
         {"variant": "paper"},
     ],
     ids=str,
@@ -64,13 +65,28 @@ def test_what_is_given_decides(fields: dict[str, Any]) -> None:
     assert suited(MODELS["AuraFlow"].build(), config) == config
 
 
-def test_a_handle_keeps_to_what_is_live_and_new_settings_are_suited() -> None:
+def test_settings_that_change_later_mean_what_they_mean_at_first() -> None:
     handle = apply_mame(MODELS["AuraFlow"].build(), min_tokens=1)
-    handle.set(keep=0.5)
-    assert merges(handle.config) == (0.5, None, "qkv", "best")
-    with handle.using(MaMeConfig(seed=3)):
-        assert merges(handle.config) == (WHOLE, None, "qkv", "best")
-    handle.set(MaMeConfig(keep=0.25))
+    changes: list[dict[str, Any]] = [
+        {"keep": 0.5},
+        {"keep": None},
+        {"tau": 0.8},
+        {"tau": None, "merge": "kv"},
+        {"merge": None, "preset": "plain"},
+        {"preset": None, "weights": "pick"},
+        {"weights": None, "seed": 3},
+    ]
+    asked = MaMeConfig(min_tokens=1)
+    for change in changes:
+        asked = asked.replace(**change)
+        with handle.using(**change):
+            assert handle.config == suited(handle.root, asked)
+        handle.set(**change)
+        assert handle.config == suited(handle.root, asked)
+    assert merges(handle.config) == (WHOLE, None, "qkv", "best")
+    handle.active = False
+    handle.active = True
+    handle.set(keep=0.25)
     assert merges(handle.config) == (0.25, None, "kv", "best")
     handle.set(MaMeConfig())
     assert merges(handle.config) == (WHOLE, None, "qkv", "best")

@@ -223,9 +223,8 @@ def family_of(model: nn.Module) -> Family | None:
 
 
 def suited(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
-    """`config`, or with what its model's family merges best where it leaves that open: gives no tau, keep, merge, weights and preset."""
-    left_open = config.given.keys().isdisjoint(("tau", "keep", "merge", "weights", "variant"))
-    if left_open and config.preset == "default":
+    """`config`; with what its model's family merges best where it leaves that open: tau, keep, merge, weights, variant and preset not given."""
+    if config.given.keys().isdisjoint(("tau", "keep", "merge", "weights", "variant", "preset")):
         for family in filter(None, map(family_of, model.modules())):
             if family.whole is not None:
                 return config.replace(keep=family.whole, merge="qkv")
