@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from typer.main import get_command
 
@@ -211,3 +212,15 @@ def test_version_and_help(run_cli: Any, capsys: pytest.CaptureFixture[str]) -> N
 def test_help_and_usage_errors_wait_for_no_library() -> None:
     code = "import sys; from mame_sd.cli import app; app.run(['generate', '--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_what_the_model_decides_is_said(run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    given = ("--prompt", "owl on a red brick background", "--model", "embedded-transformer", "--steps", "1")
+    assert run_cli("generate", *given, "--out", "run") == 0
+    assert "level 0: 640 of 1024 tokens kept" in capsys.readouterr().out
+    settings = json.loads((tmp_path / "run" / "manifest.json").read_text(encoding="utf-8"))["settings"]["mame"]
+    assert (settings["keep"], settings["merge"]) == (0.625, "qkv")
+    assert run_cli("show-merge", given[1], *given[2:], "--out", "merge.png") == 0
+    with Image.open(tmp_path / "merge.png") as image:
+        drawn = json.loads(image.text["mame_sd"])["mame"]  # type: ignore[attr-defined]
+    assert (drawn["keep"], drawn["merge"]) == (0.625, "qkv")
