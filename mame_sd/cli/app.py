@@ -83,7 +83,10 @@ def compare_command(
     prompt: PromptArgument,
     tau: Annotated[str | None, typer.Option(help="Taus to show, with commas between.")] = None,
     keep: Annotated[
-        str | None, typer.Option(help="Shares to keep to show, with commas between. 0.5,0.25,0.125 without --tau.")
+        str | None,
+        typer.Option(
+            help="Shares to keep to show, with commas between. Without it and --tau: the default, 0.5 and 0.125."
+        ),
     ] = None,
     out: SheetOption = Path("compare.png"),
     model: ModelChoice,
@@ -98,12 +101,13 @@ def compare_command(
 
     neither = tau is None and keep is None
     taus = _numbers("--tau", "0.6,0.7,0.8,0.9" if neither and merging.tau is not None else tau)
-    keeps = _numbers("--keep", "0.5,0.25,0.125" if neither and merging.tau is None else keep)
+    keeps = _numbers("--keep", "0.5,0.125" if neither and merging.tau is None else keep)
     variants_of(merging, taus, keeps)  # refuses bad numbers before anything is loaded
     check_sheet_path(out)
     loaded, merging = load_to_merge(model, merging)
     with progress("images") as on_progress:
-        panels = compare(loaded, prompt, sampling, variants_of(merging, taus, keeps), on_progress)
+        first = [("as given" if merging.given else "default", merging)] if neither and keeps else []
+        panels = compare(loaded, prompt, sampling, first + variants_of(merging, taus, keeps), on_progress)
     about = [{"label": p.label, "seconds": p.seconds, "levels": p.levels} for p in panels]
     write_sheet(out, compare_sheet(prompt, panels), {"prompt": prompt, "model": loaded.identity, "panels": about})
     for panel in panels:

@@ -150,6 +150,9 @@ def test_the_commands(
     options = ["--model", str(model_folder), "--device", "cpu", "--steps", "2", "--min-tokens", "16"]
     assert cli.run(["compare", "key", "--tau", "0.2,0.9", *options]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "compare.png"
+    assert cli.run(["compare", "key", *options]) == 0
+    panels = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert panels == ["baseline", "as given", "keep 0.5", "keep 0.125", "compare.png"]
     assert cli.run(["show-merge", "key", "--step", "2", "--tau", "0.2", *options]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "show-merge.png"
     assert cli.run(["generate", "--prompt", "key", "--out", "run", *options]) == 0
