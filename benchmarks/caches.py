@@ -46,7 +46,7 @@ from benchmarks.generation import clocked, generate, load
 from benchmarks.instruments import INSTRUMENTS
 from benchmarks.timing import machine
 from mame_sd import MaMeConfig, MaMeHandle
-from mame_sd.diffusion.apply import denoiser_of, mame, suited
+from mame_sd.diffusion.apply import denoiser_of, mame
 from mame_sd.errors import MachineError, UserError
 from mame_sd.eval.metrics.lpips import load_lpips
 from mame_sd.eval.metrics.psnr import psnr
@@ -388,7 +388,7 @@ def main() -> None:
     dtype = args.dtype or ("float32" if device.type == "cpu" else "float16")
     try:
         model = load(device, getattr(torch, dtype), "embedded-unet" if args.model == "embedded" else args.model)
-        config = suited(denoiser_of(model.pipe), config)
+        config = model.suited(config)
         lpips = load_lpips(device=str(device))
         instrument = INSTRUMENTS["unet" if hasattr(model.pipe, "unet") else "transformer"]
         prompts = instrument.prompts(args.num, args.held_out)

@@ -91,7 +91,7 @@ def protected(**fields: Any) -> Method:
 
 
 def in_steps(noisy: tuple[float, ...], fine: tuple[float, ...]) -> Method:
-    """The default with a share that changes linearly from `noisy` to `fine`, both of one number; an empty one: no merging there."""
+    """Keys and values, with a share that changes linearly from `noisy` to `fine`, both of one number; an empty one: no merging there."""
     settings = {"noisy": noisy, "fine": fine, **MaMeConfig(keep=0.25).to_dict()}
     return Method("variant", settings, lambda unet: scheduled(unet, partial(share_at, noisy, fine), keep=0.25))
 

@@ -97,8 +97,8 @@ class MaMeConfig:
     )
     eps: float = _field("epsilon of the printed equations; used by variant paper only")
     merge: Literal["qkv", "kv"] = _field(
-        "qkv: merge before attention and restore after it (the paper); kv: merge keys and values only. Where neither it nor keep, tau, weights "
-        "and a preset is given, SD3 and AuraFlow take qkv with keep 0.625"
+        "qkv: merge before attention and restore after it (the paper); kv: merge keys and values only. Where neither it nor keep, tau, weights, "
+        "variant and a preset is given, SD3 and AuraFlow take qkv with keep 0.625"
     )
     detail: bool = _field(
         "restored tokens of one group differ, as the groups around them and as their inputs do, around the group's own mean, in place of "

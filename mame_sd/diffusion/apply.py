@@ -75,7 +75,7 @@ def apply_mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> 
     Args:
         target: a diffusers pipeline (its UNet or transformer is taken; a ControlNet has a call of its own), a model, or
             a single Attention module.
-        config: the settings; None is the measured default. Where they leave open what merges (no tau, keep, merge, weights and preset),
+        config: the settings; None is the measured default. Where they leave open what merges (no tau, keep, merge, weights, variant and preset),
             the model's family decides: `handle.config` says what.
         fields: fields of MaMeConfig, over those of `config`.
 

@@ -48,9 +48,10 @@ class MaMeHandle:
     @active.setter
     def active(self, value: bool) -> None:
         with CHANGES:
-            if value != self._shared.setting.active and self.installed:
+            setting = self._shared.setting
+            if value != setting.active and self.installed:
                 check_idle(self.root, "active")
-            self._shared.setting = self._setting(self._shared.setting.asked, value)
+            self._shared.setting = Setting(setting.config, value, setting.asked)
 
     def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
         """Changes live settings from the next forward on: `handle.set(tau=0.9)`; `config` replaces all of them.

@@ -9,6 +9,7 @@ import pytest
 from mame_sd import MaMeConfig, apply_mame
 from mame_sd.diffusion.families.transformers import BUILT_IN, WHOLE, suited
 from mame_sd.eval.benchmark.rows import chosen_rows
+from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import Merging
 from tests.builders.tiny import tiny_unet
 from tests.matrix.transformers import ROWS
@@ -93,8 +94,6 @@ def test_settings_that_change_later_mean_what_they_mean_at_first() -> None:
 
 
 def test_runs_and_benchmarks_say_what_merged() -> None:
-    from mame_sd.runs.loading import LoadedModel
-
     class Pipe:
         transformer = MODELS["AuraFlow"].build()
 
