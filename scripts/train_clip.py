@@ -10,7 +10,8 @@
 The recipe is that of the other embedded models: coarse first. 64 patches of pictures at half the side learn glyphs and
 words; 256 patches at the full side see the small ones. Pictures are drawn anew at each step (`embedded_training/pictures.py`):
 one glyph at a free place, size and angle, partly hidden, on varied grounds. The text half starts as the embedded model's,
-which knows the words.
+which knows the words. The last stage strews halves of other glyphs around the one that is named, so that few tokens are
+redundant; the text half stays as it is there.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from mame_sd.embedded import model as subjects
 STAGES = (
     Stage("tokens64", 128, 3000, 64, 128, 0.01),
     Stage("tokens256", 256, 850, 32, 160, 0.004),
+    Stage("crowd256", 256, 1500, 32, 0, 0.004, crowd=40, locked=True),
 )
 HELD_OUT = 720  # pictures that --sample looks at
 
@@ -50,11 +52,17 @@ def load_average(work: Path, stage: Stage, tokenizer: CLIPTokenizer) -> CLIPMode
 
 
 def train_stage(
-    work: Path, stage: Stage, previous: Stage | None, names: tuple[str, ...], tokens: Tokens, seed: int
-) -> None:
+    work: Path, stage: Stage, previous: Stage | None, names: tuple[str, ...], tokens: Tokens, seed: int,
+    start: Path | None = None,
+) -> None:  # fmt: skip
     torch.manual_seed(seed)
     model = contrast.new_model(stage, tokens.tokenizer)
-    if previous and not (work / f"{stage.name}.pt").exists():
+    if stage.locked:
+        for part in (model.text_model, model.text_projection):
+            part.requires_grad_(False)
+    if start and not (work / f"{stage.name}.pt").exists():
+        contrast.grow(CLIPModel.from_pretrained(start), model)
+    elif previous and not (work / f"{stage.name}.pt").exists():
         contrast.grow(load_average(work, previous, tokens.tokenizer), model)
     with contrast.drawn_ahead(lambda step: contrast.draw_batch(names, stage, seed, step), stage.steps) as batch:
         fit(
@@ -64,7 +72,7 @@ def train_stage(
         )  # fmt: skip
 
 
-def draw(out: Path, names: tuple[str, ...], each: int, seed: int) -> None:
+def draw(out: Path, names: tuple[str, ...], each: int, seed: int, crowd: tuple[int, int] | None) -> None:
     """Held-out pictures in class folders, ``each`` of them a glyph; those that are there stay."""
     for name in names:
         folder = out / name
@@ -72,7 +80,8 @@ def draw(out: Path, names: tuple[str, ...], each: int, seed: int) -> None:
         for n in range(each):
             file = folder / f"{n:04d}.png"
             if not file.exists():
-                pixels, _ = pictures.draw(pictures.rng_of(seed, f"drawn {name}", n), (name,), held_out=True)
+                rng = pictures.rng_of(seed, f"drawn {name}", n)
+                pixels, _ = pictures.draw(rng, (name,), held_out=True, crowd=crowd)
                 part = file.with_suffix(".part")
                 Image.fromarray(pixels).save(part, "PNG")
                 part.replace(file)
@@ -86,9 +95,13 @@ def main() -> None:
     parser.add_argument(
         "--until", choices=[s.name for s in STAGES], default=STAGES[-1].name, help="the last stage to train"
     )
+    parser.add_argument(
+        "--start", type=Path, metavar="DIR", help="a CLIP that --export wrote, to begin the last stage from"
+    )
     parser.add_argument("--sample", action="store_true", help="print top-1 on held-out pictures; train nothing")
     parser.add_argument("--export", type=Path, metavar="DIR", help="write the newest checkpoint; train nothing")
     parser.add_argument("--draw", type=Path, metavar="DIR", help="write held-out pictures; train nothing")
+    parser.add_argument("--plain", action="store_true", help="--draw: each glyph alone, no crowd of pieces around it")
     parser.add_argument("--each", type=int, default=10, help="pictures of each glyph that --draw writes")
     parser.add_argument("--smoke", action="store_true", help="a few steps of everything")
     args = parser.parse_args()
@@ -99,16 +112,19 @@ def main() -> None:
     if args.smoke:
         stages = [replace(s, steps=3, batch=4, negatives=4) for s in STAGES]
         names, each, held_out = names[:6], 2, 8
+    crowd = None if args.plain else pictures.CROWD
     if args.draw:
-        draw(args.draw, names, each, args.seed)
+        draw(args.draw, names, each, args.seed, crowd)
         print(f"wrote {args.draw}")
         return
+    if args.start:
+        stages = stages[-1:]
     tokens = Tokens(joint.joint_tokenizer())
     begun = [s for s in stages if (args.work / f"{s.name}.pt").exists()]
     if not args.sample and not args.export:
         begun = train_stages(
             args.work, stages, args.until,
-            lambda stage, previous: train_stage(args.work, stage, previous, names, tokens, args.seed),
+            lambda stage, previous: train_stage(args.work, stage, previous, names, tokens, args.seed, args.start),
         )  # fmt: skip
     if not begun:
         parser.error(f"--work {args.work}: expected a checkpoint, found none; train first")
@@ -116,10 +132,11 @@ def main() -> None:
     steps = {s.name: checkpoint(args.work, s)["step"] for s in begun}
     model = load_average(args.work, stage, tokens.tokenizer)
     if args.sample or args.smoke:
-        share = contrast.top1(model, tokens, names, stage.side, args.seed, held_out)
-        print(
-            f"{stage.name}, {steps[stage.name]} steps: top-1 of {len(names)} on {held_out} held-out pictures {share:.1%}"
-        )
+        for kind, crowded in (("plain", None), ("crowded", pictures.CROWD)):
+            share = contrast.top1(model, tokens, names, stage.side, args.seed, held_out, crowded)
+            print(
+                f"{stage.name}, {steps[stage.name]} steps: top-1 of {len(names)} on {held_out} held-out {kind} pictures {share:.1%}"
+            )
     out = args.export or (args.work / "model" if args.smoke else None)
     if out:
         provenance = {
@@ -129,7 +146,7 @@ def main() -> None:
         contrast.export(out, model, tokens.tokenizer, provenance)
         print(f"wrote {out}")
     if args.smoke:
-        draw(args.work / "pictures", names, each, args.seed)
+        draw(args.work / "pictures", names, each, args.seed, crowd)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,12 @@ class Stage:
     decay: float = 0.3
     warmup: int = 100
     ema: float = 0.998
+    crowd: int = 0  # pieces of other glyphs in a picture, at most
+    ramp: int = 500  # steps over which they become that many
+    locked: bool = False  # the text half stays, and every glyph on the batch's grounds is a further caption
+
+    def crowd_at(self, step: int) -> tuple[int, int] | None:
+        return (0, round(self.crowd * min(1.0, (step + 1) / self.ramp))) if self.crowd else None
 
 
 def new_model(stage: Stage, tokenizer: CLIPTokenizer) -> CLIPModel:
@@ -89,15 +95,24 @@ def draw_batch(names: Sequence[str], stage: Stage, seed: int, step: int) -> Batc
     rng = pictures.rng_of(seed, f"{stage.name} captions", step)
     grounds = [str(phrase) for phrase in rng.choice(ground_phrases(), stage.grounds, replace=False)]
     made = [
-        pictures.draw(pictures.rng_of(seed, stage.name, step * stage.batch + n), names, grounds=grounds)
+        pictures.draw(
+            pictures.rng_of(seed, stage.name, step * stage.batch + n),
+            names,
+            grounds=grounds,
+            crowd=stage.crowd_at(step),
+        )
         for n in range(stage.batch)
     ]
-    others: list[str] = []
+    captions, others = [scene.caption for _, scene in made], list[str]()
+    if stage.locked:
+        pairs = [(name, ground) for ground in grounds for name in names]
+        others = [subjects.caption(*pair) for pair in pairs if not subjects.is_held_out(*pair)]
+        return [pixels for pixels, _ in made], captions, [text for text in others if text not in captions]
     while len(others) < stage.negatives:
         pair = str(rng.choice(list(names))), str(rng.choice(grounds))
         if not subjects.is_held_out(*pair):
             others.append(subjects.caption(*pair))
-    return [pixels for pixels, _ in made], [scene.caption for _, scene in made], others
+    return [pixels for pixels, _ in made], captions, others
 
 
 @contextmanager
@@ -122,6 +137,7 @@ def contrastive_loss(model: CLIPModel, tokens: dict[str, torch.Tensor], stage: S
     with torch.autocast("cpu", torch.bfloat16):
         seen = model.get_image_features(pixel_values=prepared(images, stage.side))
         ids = torch.stack([tokens[text] for text in texts])
+    with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(not stage.locked):
         read = model.get_text_features(input_ids=ids)
     scale = model.logit_scale.exp().clamp(max=LARGEST_SCALE)
     logits = scale * unit(seen) @ unit(read).T  # [batch, batch + negatives]
@@ -144,13 +160,14 @@ def class_vectors(model: CLIPModel, tokens: dict[str, torch.Tensor], names: Sequ
 
 @torch.no_grad()
 def top1(
-    model: CLIPModel, tokens: dict[str, torch.Tensor], names: Sequence[str], side: int, seed: int, count: int
-) -> float:
-    """Share of ``count`` held-out pictures whose nearest class is the right one."""
+    model: CLIPModel, tokens: dict[str, torch.Tensor], names: Sequence[str], side: int, seed: int, count: int,
+    crowd: tuple[int, int] | None = None,
+) -> float:  # fmt: skip
+    """Share of ``count`` held-out pictures, crowded ones where ``crowd`` is given, whose nearest class is the right one."""
     vectors, right = class_vectors(model, tokens, names), 0
     for start in range(0, count, 32):
         made = [
-            pictures.draw(pictures.rng_of(seed, "held-out", n), names, held_out=True)
+            pictures.draw(pictures.rng_of(seed, "held-out", n), names, held_out=True, crowd=crowd)
             for n in range(start, min(start + 32, count))
         ]
         seen = unit(model.get_image_features(pixel_values=prepared([pixels for pixels, _ in made], side)))

@@ -32,6 +32,13 @@ class Placed:
 
 
 @dataclass(frozen=True)
+class Piece(Placed):
+    """One half of a glyph, cut straight through its middle: top, bottom, left or right."""
+
+    half: int
+
+
+@dataclass(frozen=True)
 class Ground:
     color: str
     texture: str
@@ -47,8 +54,11 @@ class Ground:
 
 @dataclass(frozen=True)
 class Scene:
+    """What a picture shows: glyphs, which the caption names, on a ground, and pieces of others between the two, which it does not."""
+
     placed: tuple[Placed, ...]
     ground: Ground
+    pieces: tuple[Piece, ...] = ()
 
     @property
     def caption(self) -> str:
@@ -144,9 +154,31 @@ def glyph_image(glyph: int) -> Image.Image:
     return Image.fromarray(subjects.glyphs()[glyph], "RGBA")
 
 
+@cache
+def half_size(glyph: int) -> Image.Image:
+    return glyph_image(glyph).reduce(2)
+
+
+def strewn(canvas: np.ndarray, pieces: Sequence[Piece], margin: int) -> np.ndarray:
+    """The canvas with pieces laid on it, the last one on top."""
+    picture = Image.fromarray(np.rint(canvas.clip(0, 255)).astype(np.uint8), "RGB")
+    for p in pieces:
+        cell = max(8, round(p.size * SIDE))
+        image = half_size(p.glyph).resize((cell, cell), Image.Resampling.BILINEAR)
+        middle = cell // 2
+        gone = ((0, middle, cell, cell), (0, 0, cell, middle), (middle, 0, cell, cell), (0, 0, middle, cell))[p.half]
+        image.paste((0, 0, 0, 0), gone)
+        image = image.rotate(-p.angle, Image.Resampling.BILINEAR, expand=True)
+        corner = (round(p.x * SIDE + margin - image.width / 2), round(p.y * SIDE + margin - image.height / 2))
+        picture.paste(image, corner, image)
+    return np.asarray(picture, np.float32)
+
+
 def render(scene: Scene, margin: int = 0) -> np.ndarray:
     """The picture of a scene, uint8 [side, side, 3], with ``margin`` pixels more of it on every side."""
     canvas = paint_ground(scene.ground, margin)
+    if scene.pieces:
+        canvas = strewn(canvas, scene.pieces, margin)
     side = canvas.shape[0]
     for p in scene.placed:
         image = glyph_image(p.glyph)

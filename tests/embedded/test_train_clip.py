@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +89,63 @@ def test_pictures_follow_from_their_number_and_keep_what_is_held_out() -> None:
         seen.add(scene.placed[0].glyph)
     assert len(seen) > 8
     assert any(names[glyph] not in world.SUBJECTS for glyph in seen)
+
+
+def test_a_crowded_picture_has_pieces_of_others_behind_its_glyph() -> None:
+    names, counts = subjects.glyph_names(), set()
+    for index in range(8):
+        (pixels, scene), (again, _) = (
+            pictures.draw(pictures.rng_of(0, "crowd", index), names, crowd=(3, 6)) for _ in range(2)
+        )
+        assert np.array_equal(pixels, again)
+        (placed,) = scene.placed
+        assert all(piece.glyph != placed.glyph and piece.size < placed.size for piece in scene.pieces)
+        assert scene.caption == subjects.caption(names[placed.glyph], scene.ground.phrase)
+        counts.add(len(scene.pieces))
+        alone, among = (world.render(one).astype(int) for one in (replace(scene, pieces=()), scene))
+        red, green = (
+            world.render(replace(scene, pieces=(), ground=replace(scene.ground, color=color, texture="")))
+            for color in ("red", "green")
+        )
+        solid = (red == green).all(-1)  # where the glyph lets nothing through
+        assert solid.mean() > 0.01
+        assert abs(alone - among)[solid].max() <= 2
+        assert abs(alone - among).max() > 50
+    assert counts <= {3, 4, 5, 6}
+    assert len(counts) > 1
+
+
+def test_half_of_a_piece_is_missing() -> None:
+    ground = world.Ground("white", "", (0.0, 0.0, 0.0), 40.0, (0.0, 0.0), 0.0)
+    whole = world.Placed(subjects.glyph_names().index("soccer ball"), 0.5, 0.5, 0.5, 0.0)
+
+    def seen(scene: world.Scene) -> np.ndarray:
+        return (world.render(scene) != 255).any(-1)
+
+    shown = [seen(world.Scene((), ground, (world.Piece(**asdict(whole), half=half),))) for half in range(4)]
+    ball = seen(world.Scene((whole,), ground))
+    kept = np.zeros((4, 256, 256), bool)
+    kept[0, :128], kept[1, 128:], kept[2, :, :128], kept[3, :, 128:] = True, True, True, True
+    for half, own in zip(shown, kept, strict=True):
+        assert not half[~own].any()
+        assert half[own].sum() > 0.9 * ball[own].sum()
+
+
+def test_a_stage_that_leaves_the_text_as_it_is_names_every_glyph(whole: Path) -> None:
+    names = subjects.glyph_names()[:6]
+    stage = contrast.Stage("s", 256, 5, 4, 0, 0.0, grounds=2, crowd=9, ramp=4, locked=True)
+    assert [stage.crowd_at(step) for step in range(5)] == [(0, 2), (0, 4), (0, 7), (0, 9), (0, 9)]
+    assert contrast.Stage("s", 256, 5, 4, 0, 0.0).crowd_at(3) is None
+    _, captions, others = contrast.draw_batch(names, stage, 0, 0)
+    grounds = {text.split(" on a")[1].removeprefix("n").strip().removesuffix(" background") for text in others}
+    wanted = {subjects.caption(n, g) for n in names for g in grounds if not subjects.is_held_out(n, g)}
+    assert len(grounds) == 2
+    assert {*captions, *others} == wanted
+    assert not {*captions} & {*others}
+    before, after = (torch.load(whole / f"{name}.pt", weights_only=True)["ema"] for name in ("tokens256", "crowd256"))
+    same = {name: torch.equal(before[name], after[name]) for name in before}
+    assert all(same[name] for name in same if name.startswith(("text_model", "text_projection")))
+    assert not all(same.values())
 
 
 def test_what_hides_a_glyph_covers_a_part_of_it() -> None:
