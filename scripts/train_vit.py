@@ -2,6 +2,7 @@
 
     python scripts/train_vit.py --work out/vit                    # stop and start at will
     python scripts/train_vit.py --work out/vit --until last-0     # no further than this stage
+    python scripts/train_vit.py --work out/vit --forms plain      # the unmerged models alone
     python scripts/train_vit.py --work out/vit-class --head class # a class token in place of the mean over tokens
     python scripts/train_vit.py --smoke --work DIR                # everything in a minute
     mame-sd-eval classify --suite trained --trained out/vit       # the table, whenever all forms of a seed are there
@@ -211,6 +212,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="how many trainings of each form")
     parser.add_argument("--threads", type=int, default=1, help="1 beside other work, 2 on two idle cores")
     parser.add_argument("--until", metavar="STAGE", help="the last stage to train, as last-0; without it, all")
+    parser.add_argument(
+        "--forms", nargs="+", choices=FORMS, default=list(FORMS), help="only these, and what they begin with"
+    )
     parser.add_argument("--head", choices=("mean", "class"), default="mean", help="what the answer is read from")
     parser.add_argument("--smoke", action="store_true", help="a few steps of everything")
     args = parser.parse_args()
@@ -220,6 +224,8 @@ def main() -> None:
     every, task, count, held_out = stages(args.seeds), Task(list(NAMES), args.head), PICTURES, HELD_OUT
     if args.smoke:
         every, task, count, held_out = stages(2, steps=3, tuning=2, batch=4), Task(NAMES[:3], args.head), 16, 12
+    wanted = {name for form in args.forms for name in (form, FORMS[form].begins)}
+    every = [stage for stage in every if stage.form.name in wanted]
     known = [stage.name for stage in every]
     if args.until and args.until not in known:
         parser.error(f"--until: expected one of {', '.join(known)}, got {args.until}")

@@ -187,11 +187,22 @@ def ablation() -> list[Row]:
 
 
 def trained() -> list[Row]:
-    """The unmerged model, merging that it was not trained with, and every other form of training."""
+    """The unmerged model, merging that it was not trained with, with and without sizes counted, and every other form of training."""
     rows = [row_named(BASELINE)]
+    default: dict[str, Any] = {"blocks": None}
     free = (
         ("free", "MaMe, not trained with it", HALVED),
+        ("free-restored", "MaMe, not trained with it, restored", {**HALVED, "restore": True}),
+        ("free-sizes", "MaMe, not trained with it, sizes in attention", {**HALVED, "prop_attn": True}),
+        ("default-free", "MaMe default, not trained with it", default),
+        ("default-free-restored", "MaMe default, not trained with it, restored", {**default, "restore": True}),
+        (
+            "default-free-no-sizes",
+            "MaMe default, not trained with it, sizes not counted",
+            {**default, "prop_attn": False},
+        ),
         ("last-free", "MaMe in the last block, not trained with it", LAST),
+        ("last-free-restored", "MaMe in the last block, not trained with it, restored", {**LAST, "restore": True}),
     )
     rows += [_merged(name, label, PLAIN, merging) for name, label, merging in free]
     return [

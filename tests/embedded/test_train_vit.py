@@ -50,6 +50,12 @@ def test_a_stopped_and_resumed_training_gives_the_same_weights(whole: Path, tmp_
         assert all(torch.equal(resumed[key], value) for key, value in wanted.items()), name
 
 
+def test_some_forms_bring_what_they_begin_with(tmp_path: Path) -> None:
+    run(tmp_path, "--forms", "last")
+    assert {path.name for path in (tmp_path / "models").iterdir()} == {"plain-0", "last-0", "plain-1", "last-1"}
+    assert find_models(tmp_path).forms == (PLAIN, "last")
+
+
 def test_another_head_is_refused_in_the_same_folder(whole: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "train_vit.py"), "--smoke", "--work", str(whole), "--head", "class"]
     refused = subprocess.run(command, capture_output=True, text=True)
