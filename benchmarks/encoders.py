@@ -172,6 +172,7 @@ class Fewer(Halved):
         return Reduced(given.x[:, : given.special + (patches + 1) // 2])
 
 
+WARM_BATCH = 8  # images at most that a CPU warms up with; 64 of 512 x 512 take it minutes
 MOST = 1e6  # more tokens than there are
 METHODS: dict[str, Method] = {
     "unmerged": Unmerged(),
@@ -204,6 +205,11 @@ def speed(cell: Cell, rounds: int, out: Path, device: torch.device) -> dict[str,
         model = vit(cell.model, cell.side).to(device, DTYPES[cell.dtype])
         _gate(model, cell, device)
 
+        def warm_up(name: str) -> None:
+            batch = cell.batch if device.type == "cuda" else min(cell.batch, WARM_BATCH)
+            with METHODS[name].on(model):
+                model(_pixels(cell, device, batch, 0))
+
         def call(name: str, number: int) -> Timing:
             pixels = _pixels(cell, device, cell.batch, number)
             with METHODS[name].on(model):
@@ -211,7 +217,7 @@ def speed(cell: Cell, rounds: int, out: Path, device: torch.device) -> dict[str,
                     model(pixels)  # the first after a change of methods fills caches
                 return Timing(timed(lambda: model(pixels), device)[1] / cell.batch)
 
-        rest = interleaved(list(METHODS), rounds, call, done=done, warm_up=lambda name: call(name, 0))
+        rest = interleaved(list(METHODS), rounds, call, done=done, warm_up=warm_up)
         for number, timings in rest:
             done[number] = timings
             write_record(record, about, done)

@@ -33,7 +33,7 @@ from mame_sd.embedded import model as subjects
 STAGES = (
     Stage("tokens64", 128, 3000, 64, 128, 0.01),
     Stage("tokens256", 256, 850, 32, 160, 0.004),
-    Stage("crowd256", 256, 1500, 32, 0, 0.004, crowd=40, locked=True),
+    Stage("crowd256", 256, 1400, 32, 0, 0.004, decay=0.5, crowd=40, locked=True),
 )
 HELD_OUT = 720  # pictures that --sample looks at
 

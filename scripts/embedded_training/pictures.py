@@ -20,7 +20,7 @@ SMALLEST, LARGEST = 0.3, 0.6  # side of the glyph's cell, in shares of the pictu
 TURN = 12.0  # degrees, standard deviation of its angle
 HIDDEN = 0.3  # share of pictures in which something lies before the glyph
 COVER = (0.25, 0.5)  # side of what lies there, in shares of the glyph's cell
-PIECE = (0.4, 0.9)  # side of a piece's whole glyph, in shares of the named glyph's cell
+PIECE = (0.3, 0.6)  # side of a piece's whole glyph, in shares of the named glyph's cell
 CROWD = (20, 40)  # pieces in a crowded picture
 NOISE = 12.0  # levels of 255, the largest standard deviation of the pixels' noise
 
