@@ -10,7 +10,7 @@
 The recipe is that of the other embedded models: coarse first. 64 patches of pictures at half the side learn glyphs and
 words; 256 patches at the full side see the small ones. Pictures are drawn anew at each step (`embedded_training/pictures.py`):
 one glyph at a free place, size and angle, partly hidden, on varied grounds. The text half starts as the embedded model's,
-which knows the words. The last stage strews halves of other glyphs around the one that is named, so that few tokens are
+which knows the words. The last stage strews halves of other glyphs over the one that is named, so that few tokens are
 redundant; the text half stays as it is there.
 """
 
@@ -33,7 +33,7 @@ from mame_sd.embedded import model as subjects
 STAGES = (
     Stage("tokens64", 128, 3000, 64, 128, 0.01),
     Stage("tokens256", 256, 850, 32, 160, 0.004),
-    Stage("crowd256", 256, 1400, 32, 0, 0.004, decay=0.5, crowd=40, locked=True),
+    Stage("crowd256", 256, 450, 32, 0, 0.003, decay=0.6, crowd=120, ramp=1, locked=True),
 )
 HELD_OUT = 720  # pictures that --sample looks at
 

@@ -28,6 +28,13 @@ LATER = "the tokens of a block after the first that merges are no grid: partitio
 UNKNOWN = "height and width unknown: merged with partition 'alternating' and without tiles"
 
 
+def weighted(plan: Plan, x: Tensor, sizes: Tensor) -> Tensor:
+    """Tokens x [B, L, C] merged, as [B, L', C]: means over all that they stand for, sizes [B, L] of them."""
+    exact = x.float() if x.dtype == torch.float16 else x  # whose range a token many times over may leave
+    weight = sizes.unsqueeze(-1).to(exact.dtype)
+    return (plan.merge(exact * weight) / plan.merge(weight)).to(x.dtype)
+
+
 class MergedBlock:
     """Takes the place of the forward of one block.
 
@@ -123,11 +130,11 @@ class MergedBlock:
                 self.counts.add(tokens, tokens, 0, f"fewer than min_tokens={least}")
             return x, sizes
         plan = self._plan(x, normed)
-        if self._sized:
-            sizes = plan.sizes if sizes is None else plan.summed(sizes)
         if self._counts_calls:
             self.shared.keep(self.number, plan)
-        return plan.merge(x), sizes
+        if sizes is not None:
+            return weighted(plan, x, sizes), plan.summed(sizes) if self._sized else sizes
+        return plan.merge(x), plan.sizes if self._sized else None
 
     @property
     def _sized(self) -> bool:

@@ -19,6 +19,7 @@ from . import joint, pictures, world
 
 WIDTH, HEADS, BLOCKS, PATCH = 256, 4, 12, 16
 PROJECTION = 256
+PLAIN = 5  # in a stage of crowded pictures one of so many is plain
 MEAN, STD = 0.5, 0.25  # of pixels in [0, 1], every channel
 START_SCALE, LARGEST_SCALE = 10.0, 100.0  # of cosines, at the start and at most
 Batch = tuple[list[np.ndarray], list[str], list[str]]  # pictures, their captions, further captions
@@ -96,13 +97,11 @@ def draw_batch(names: Sequence[str], stage: Stage, seed: int, step: int) -> Batc
     grounds = [str(phrase) for phrase in rng.choice(ground_phrases(), stage.grounds, replace=False)]
     made = [
         pictures.draw(
-            pictures.rng_of(seed, stage.name, step * stage.batch + n),
-            names,
-            grounds=grounds,
-            crowd=stage.crowd_at(step),
+            pictures.rng_of(seed, stage.name, step * stage.batch + n), names, grounds=grounds,
+            crowd=stage.crowd_at(step) if n % PLAIN else None,
         )
         for n in range(stage.batch)
-    ]
+    ]  # fmt: skip
     captions, others = [scene.caption for _, scene in made], list[str]()
     if stage.locked:
         pairs = [(name, ground) for ground in grounds for name in names]

@@ -1,6 +1,7 @@
 """Pictures to recognise: one glyph of all 180 in a picture of the world, smaller, turned further and partly hidden.
 
-A crowded picture has pieces of other glyphs around and behind it: what is named is the one that is whole.
+In a crowded picture it is large, and pieces of other glyphs are strewn over everything: few tokens are redundant, and the
+answer has to be put together from what shows through.
 
 A picture follows from (seed, kind, index) alone. Pairs of glyph and ground that are held out are never trained on and are
 what the model is measured on.
@@ -20,8 +21,9 @@ SMALLEST, LARGEST = 0.3, 0.6  # side of the glyph's cell, in shares of the pictu
 TURN = 12.0  # degrees, standard deviation of its angle
 HIDDEN = 0.3  # share of pictures in which something lies before the glyph
 COVER = (0.25, 0.5)  # side of what lies there, in shares of the glyph's cell
-PIECE = (0.3, 0.6)  # side of a piece's whole glyph, in shares of the named glyph's cell
-CROWD = (20, 40)  # pieces in a crowded picture
+CROWD = (80, 120)  # pieces in a crowded picture
+CROWDED = (0.6, 0.95)  # side of its glyph's cell, in shares of the picture's
+PIECE = (0.1, 0.25)  # side of a piece's whole glyph, in shares of the picture's
 NOISE = 12.0  # levels of 255, the largest standard deviation of the pixels' noise
 
 
@@ -37,14 +39,14 @@ def draw(
     """A picture, uint8 [side, side, 3], and what it shows: one of ``names`` on a ground, one of ``grounds`` where some are given,
     among pieces of other glyphs where ``crowd`` says how few and how many."""
     scene = world.draw_scene(rng, len(names), held_out=held_out, names=names, grounds=grounds)
-    size = float(np.exp(rng.uniform(np.log(SMALLEST), np.log(LARGEST))))
+    size = float(np.exp(rng.uniform(*np.log(CROWDED if crowd else (SMALLEST, LARGEST)))))
     x, y = rng.uniform(size / 2, 1 - size / 2, 2)
     angle = float(np.clip(rng.normal(0, TURN), -40, 40))
     scene = replace(scene, placed=(replace(scene.placed[0], size=size, x=x, y=y, angle=angle),))
     if crowd:
         scene = replace(scene, pieces=draw_pieces(rng, scene.placed[0], int(rng.integers(crowd[0], crowd[1] + 1))))
     pixels = world.render(scene).astype(np.float32)
-    if rng.uniform() < HIDDEN:
+    if not crowd and rng.uniform() < HIDDEN:
         hide(pixels, scene.placed[0], rng)
     noise = rng.standard_normal(pixels.shape, np.float32)
     pixels = pixels * np.float32(rng.uniform(0.8, 1.2)) + noise * np.float32(rng.uniform(0, NOISE))
@@ -56,7 +58,7 @@ def draw_pieces(rng: np.random.Generator, placed: world.Placed, count: int) -> t
     others = [glyph for glyph in range(len(subjects.glyph_names())) if glyph != placed.glyph]
     return tuple(
         world.Piece(
-            int(rng.choice(others)), placed.size * rng.uniform(*PIECE), *rng.uniform(0, 1, 2), rng.normal(0, TURN),
+            others[int(rng.integers(len(others)))], rng.uniform(*PIECE), *rng.uniform(0, 1, 2), rng.normal(0, TURN),
             half=int(rng.integers(4)),
         )
         for _ in range(count)

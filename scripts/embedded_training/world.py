@@ -54,7 +54,7 @@ class Ground:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows: glyphs, which the caption names, on a ground, and pieces of others between the two, which it does not."""
+    """What a picture shows: glyphs, which the caption names, on a ground, and pieces of others strewn over both, which it does not."""
 
     placed: tuple[Placed, ...]
     ground: Ground
@@ -177,8 +177,6 @@ def strewn(canvas: np.ndarray, pieces: Sequence[Piece], margin: int) -> np.ndarr
 def render(scene: Scene, margin: int = 0) -> np.ndarray:
     """The picture of a scene, uint8 [side, side, 3], with ``margin`` pixels more of it on every side."""
     canvas = paint_ground(scene.ground, margin)
-    if scene.pieces:
-        canvas = strewn(canvas, scene.pieces, margin)
     side = canvas.shape[0]
     for p in scene.placed:
         image = glyph_image(p.glyph)
@@ -192,4 +190,6 @@ def render(scene: Scene, margin: int = 0) -> np.ndarray:
         rgba = np.asarray(laid, np.float32)
         alpha = rgba[..., 3:] / 255
         canvas = rgba[..., :3] * alpha + canvas * (1 - alpha)
+    if scene.pieces:
+        canvas = strewn(canvas, scene.pieces, margin)
     return np.rint(canvas.clip(0, 255)).astype(np.uint8)

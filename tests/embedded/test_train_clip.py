@@ -91,44 +91,43 @@ def test_pictures_follow_from_their_number_and_keep_what_is_held_out() -> None:
     assert any(names[glyph] not in world.SUBJECTS for glyph in seen)
 
 
-def test_a_crowded_picture_has_pieces_of_others_behind_its_glyph() -> None:
+def test_a_crowded_picture_has_pieces_of_others_strewn_over_a_large_glyph() -> None:
     names, counts = subjects.glyph_names(), set()
     for index in range(8):
         (pixels, scene), (again, _) = (
-            pictures.draw(pictures.rng_of(0, "crowd", index), names, crowd=(3, 6)) for _ in range(2)
+            pictures.draw(pictures.rng_of(0, "crowd", index), names, crowd=(80, 83)) for _ in range(2)
         )
         assert np.array_equal(pixels, again)
         (placed,) = scene.placed
-        assert all(piece.glyph != placed.glyph and piece.size < placed.size for piece in scene.pieces)
+        assert placed.size >= 0.6
+        assert all(piece.glyph != placed.glyph and 0.1 <= piece.size <= 0.25 for piece in scene.pieces)
         assert scene.caption == subjects.caption(names[placed.glyph], scene.ground.phrase)
         counts.add(len(scene.pieces))
-        alone, among = (world.render(one).astype(int) for one in (replace(scene, pieces=()), scene))
-        red, green = (
-            world.render(replace(scene, pieces=(), ground=replace(scene.ground, color=color, texture="")))
-            for color in ("red", "green")
+        bare, alone, among = (
+            world.render(one).astype(int)
+            for one in (replace(scene, placed=(), pieces=()), replace(scene, pieces=()), scene)
         )
-        solid = (red == green).all(-1)  # where the glyph lets nothing through
-        assert solid.mean() > 0.01
-        assert abs(alone - among)[solid].max() <= 2
-        assert abs(alone - among).max() > 50
-    assert counts <= {3, 4, 5, 6}
+        glyph, covered = (abs(alone - other).max(-1) > 10 for other in (bare, among))
+        assert 0.2 < covered.mean() < 0.8, "few parts are redundant"
+        assert 0.2 < (glyph & ~covered).sum() / glyph.sum() < 0.8, "some of the glyph shows through"
+    assert counts <= {80, 81, 82, 83}
     assert len(counts) > 1
 
 
 def test_half_of_a_piece_is_missing() -> None:
     ground = world.Ground("white", "", (0.0, 0.0, 0.0), 40.0, (0.0, 0.0), 0.0)
-    whole = world.Placed(subjects.glyph_names().index("soccer ball"), 0.5, 0.5, 0.5, 0.0)
+    whole = world.Placed(subjects.glyph_names().index("red apple"), 0.5, 0.5, 0.5, 0.0)
 
     def seen(scene: world.Scene) -> np.ndarray:
-        return (world.render(scene) != 255).any(-1)
+        return (255 - world.render(scene)).max(-1) > 20
 
     shown = [seen(world.Scene((), ground, (world.Piece(**asdict(whole), half=half),))) for half in range(4)]
-    ball = seen(world.Scene((whole,), ground))
+    apple = seen(world.Scene((whole,), ground))
     kept = np.zeros((4, 256, 256), bool)
     kept[0, :128], kept[1, 128:], kept[2, :, :128], kept[3, :, 128:] = True, True, True, True
     for half, own in zip(shown, kept, strict=True):
         assert not half[~own].any()
-        assert half[own].sum() > 0.9 * ball[own].sum()
+        assert half[own].sum() > 0.9 * apple[own].sum()
 
 
 def test_a_stage_that_leaves_the_text_as_it_is_names_every_glyph(whole: Path) -> None:

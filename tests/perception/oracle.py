@@ -39,7 +39,7 @@ def merged_oracle(model: nn.Module, row: Row, configs: dict[int, MaMeConfig], pr
             attention = block.get_submodule(row.attention)
             attention.register_forward_pre_hook(_counting(sizes, attention), with_kwargs=True)
         if number in configs:
-            block.forward = _forward(block, row, configs[number], sizes)
+            block.forward = _forward(block, row, configs[number], sizes, prop_attn)
     return model
 
 
@@ -53,7 +53,7 @@ def _counting(sizes: list[Tensor], attention: nn.Module) -> Any:
     return hook
 
 
-def _forward(block: Any, row: Row, config: MaMeConfig, sizes: list[Tensor]) -> Any:
+def _forward(block: Any, row: Row, config: MaMeConfig, sizes: list[Tensor], prop_attn: bool) -> Any:
     norm, attention = block.get_submodule(row.norm), block.get_submodule(row.attention)
 
     def silenced(module: nn.Module, args: Any, output: Any) -> Any:
@@ -65,7 +65,10 @@ def _forward(block: Any, row: Row, config: MaMeConfig, sizes: list[Tensor]) -> A
         type(block).forward(block, x, *args, **kwargs)
         hook.remove()
         plan = reference_plan(seen[0], config, special=row.special)
-        merged, before = plan.merge(seen[0]), sizes[-1] if sizes else torch.ones_like(seen[0][..., 0])
+        before = sizes[-1] if sizes else torch.ones_like(seen[0][..., 0])
+        merged = plan.merge(seen[0])
+        if prop_attn:  # means over all that tokens stand for
+            merged = plan.merge(seen[0] * before[..., None]) / plan.merge(before[..., None])
         held = torch.ones_like(merged[..., 0])  # of how many rows each one is the mean
         held[:, row.special : row.special + plan.counts.shape[1]] = plan.counts
         sizes.append(plan.merge(before[..., None])[..., 0] * held)
