@@ -28,11 +28,12 @@ LATER = "the tokens of a block after the first that merges are no grid: partitio
 UNKNOWN = "height and width unknown: merged with partition 'alternating' and without tiles"
 
 
-def weighted(plan: Plan, x: Tensor, sizes: Tensor) -> Tensor:
-    """Tokens x [B, L, C] merged, as [B, L', C]: means over all that they stand for, sizes [B, L] of them."""
+def weighted(plan: Plan, x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens x [B, L, C] that stand for sizes [B, L] of tokens, merged: means over all of these [B, L', C], and their sizes [B, L']."""
     exact = x.float() if x.dtype == torch.float16 else x  # whose range a token many times over may leave
-    weight = sizes.unsqueeze(-1).to(exact.dtype)
-    return (plan.merge(exact * weight) / plan.merge(weight)).to(x.dtype)
+    summed = plan.summed(sizes)
+    y = plan.merge(exact * sizes.unsqueeze(-1).to(exact.dtype))
+    return (y * (plan.sizes / summed).unsqueeze(-1).to(y.dtype)).to(x.dtype), summed
 
 
 class MergedBlock:
@@ -133,7 +134,7 @@ class MergedBlock:
         if self._counts_calls:
             self.shared.keep(self.number, plan)
         if sizes is not None:
-            return weighted(plan, x, sizes), plan.summed(sizes) if self._sized else sizes
+            return weighted(plan, x, sizes)
         return plan.merge(x), plan.sizes if self._sized else None
 
     @property

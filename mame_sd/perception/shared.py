@@ -16,7 +16,7 @@ class Pass:
     Attributes:
         special: tokens before the patches.
         restore: the blocks' output has every token again.
-        prop_attn: the log of a token's size is added to its attention logits; None: where that can be, which each forward finds out.
+        prop_attn: the log of a token's size is added to its attention logits, and means count it; None: where that can be, which each forward finds out.
         sized: whether it is, in the forward that runs.
         last: number of the model's last block.
         active: False makes every call bit-equal to a model without merging.

@@ -10,8 +10,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from mame_sd import MaMeConfig
+from mame_sd import MaMeConfig, plan_merge
 from mame_sd.perception.apply import apply_encoder, encoder_restored, has_encoder_hooks, remove_encoder
+from mame_sd.perception.blocks import weighted
 from mame_sd.perception.families import Encoder, find_encoder, is_encoder, register_encoder
 from mame_sd.perception.settings import EVERY, LEFT, chosen_blocks, configs_of
 from tests.builders.perception import DEPTH, PATCHES, ROWS, SIDE, TIMM, WIDTH, Row
@@ -281,6 +282,37 @@ def test_a_restored_output_weighs_means_by_what_tokens_stand_for() -> None:
         assert sorted(counts.tolist()) == sorted(order[b].tolist())
         assert {tuple(row.tolist()) for row in rows} == {tuple(row.tolist()) for row in tokens[b]}
     assert restored.report().blocks[0].merging == merged.report().blocks[0].merging, "rows are taken without a product"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights", ["best", "average"])
+def test_means_of_tokens_that_stand_for_many_count_these(weights: Any, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 33, 8, generator=g).to(dtype).requires_grad_()
+    sizes = torch.randint(1, 40, (2, 33), generator=g).float()
+    sizes[:, 0] = 1
+    plan = plan_merge(x.detach(), MaMeConfig(keep=0.6, weights=weights, preset="plain"), special=1)
+    got, summed = weighted(plan, x, sizes)
+    shares = torch.zeros(2, plan.tokens_kept, 33, dtype=torch.float64)  # of each token that goes to each kept one
+    for column in range(33):
+        one = torch.zeros(2, 33, 1, dtype=torch.float64)
+        one[:, column] = 1
+        shares[:, :, column] = plan.summed(one.squeeze(-1))
+    total = (shares * sizes.double().unsqueeze(1)).sum(2)
+    torch.testing.assert_close(summed.double(), total, rtol=1e-5, atol=1e-5)
+    wanted = shares * sizes.double().unsqueeze(1) @ x.double() / total.unsqueeze(-1)
+    rough = {torch.bfloat16: 0.03, torch.float16: 0.004}.get(dtype, 1e-5)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), wanted, rtol=rough, atol=rough)
+    gradients = (torch.autograd.grad(one.double().square().sum(), x)[0].double() for one in (got, wanted))
+    torch.testing.assert_close(*gradients, rtol=2 * rough, atol=2 * rough)
+
+
+@torch.no_grad()
+def test_a_large_value_times_its_size_stays_in_range() -> None:
+    x = torch.full((1, 8, 4), 2000.0, dtype=torch.float16)
+    plan = plan_merge(x, MaMeConfig(keep=0.5, weights="best", preset="plain"))
+    assert torch.equal(weighted(plan, x, torch.full((1, 8), 60.0))[0], x[:, :4])
 
 
 def twins(row: Row, model: nn.Module) -> dict[str, Any]:
