@@ -11,6 +11,8 @@ from safetensors import safe_open
 from mame_sd.embedded import model as subjects
 from mame_sd.eval.metrics.clip import load_clip
 from mame_sd.eval.perception.heads import Head, prompt_templates, text_head
+from mame_sd.eval.perception.rivals import rival_on
+from mame_sd.eval.perception.rules import RandomDrop
 from mame_sd.perception.apply import apply_encoder, encoder_restored
 from mame_sd.runs.encoders import load_encoder
 from mame_sd.runs.model_files import ModelChoice
@@ -61,6 +63,22 @@ def test_it_tells_glyphs_apart_and_nothing_without_their_places(
         merged = head.logits(head.encoder.inputs(images)).argmax(1).numpy()
         assert handle.report().share < 0.6
     assert (merged == plain).mean() > 0.9
+
+
+@torch.no_grad()
+def test_it_reads_crowded_pictures_and_a_fifth_of_random_tokens_do_not_do(head: Head) -> None:
+    names = subjects.glyph_names()
+    made = [pictures.draw(pictures.rng_of(2, "test", n), names, held_out=True, crowd=pictures.CROWD) for n in range(40)]
+    inputs = head.encoder.inputs([pixels for pixels, _ in made])
+    labels = np.array([scene.placed[0].glyph for _, scene in made])
+    plain = head.logits(inputs).argmax(1).numpy()
+    assert (plain == labels).mean() > 0.7
+    with rival_on(head.encoder.model, RandomDrop(0.2)):
+        dropped = head.logits(inputs).argmax(1).numpy()
+    with encoder_restored(head.encoder.model):
+        apply_encoder(head.encoder.model)
+        merged = head.logits(inputs).argmax(1).numpy()
+    assert (dropped == plain).mean() < 0.6 < 0.85 < (merged == plain).mean()
 
 
 @torch.no_grad()
