@@ -4,7 +4,8 @@
     python scripts/train_clip.py --work out/clip --until tokens64   # no further than this stage
     python scripts/train_clip.py --work out/clip --sample           # top-1 of the newest checkpoint on held-out pictures
     python scripts/train_clip.py --work out/clip --export DIR       # the newest checkpoint in transformers' format
-    python scripts/train_clip.py --work out/clip --draw DIR         # held-out pictures in class folders, for mame-sd-eval classify
+    python scripts/train_clip.py --work out/clip --draw DIR         # held-out pictures in class folders, for mame-sd-eval classify; --plain: not crowded
+    python scripts/train_clip.py --work out/more --start DIR        # the last stage alone, from an exported model
     python scripts/train_clip.py --smoke --work DIR                 # everything in a minute, into DIR/model and DIR/pictures
 
 The recipe is that of the other embedded models: coarse first. 64 patches of pictures at half the side learn glyphs and
@@ -96,7 +97,10 @@ def main() -> None:
         "--until", choices=[s.name for s in STAGES], default=STAGES[-1].name, help="the last stage to train"
     )
     parser.add_argument(
-        "--start", type=Path, metavar="DIR", help="a CLIP that --export wrote, to begin the last stage from"
+        "--start",
+        type=Path,
+        metavar="DIR",
+        help="a CLIP that --export wrote, to begin the last stage from; give it again to go on",
     )
     parser.add_argument("--sample", action="store_true", help="print top-1 on held-out pictures; train nothing")
     parser.add_argument("--export", type=Path, metavar="DIR", help="write the newest checkpoint; train nothing")
@@ -118,6 +122,10 @@ def main() -> None:
         print(f"wrote {args.draw}")
         return
     if args.start:
+        if args.until != stages[-1].name:
+            parser.error(
+                f"--until {args.until}: expected none beside --start, which trains the last stage alone; leave it out"
+            )
         stages = stages[-1:]
     tokens = Tokens(joint.joint_tokenizer())
     begun = [s for s in stages if (args.work / f"{s.name}.pt").exists()]

@@ -64,7 +64,7 @@ _ABLATED: tuple[tuple[str, dict[str, Any]], ...] = (  # at equal tokens, keep=0.
 _VARIED: tuple[tuple[str, dict[str, Any]], ...] = (  # keep=0.65: all but what is named as in our default
     ("no-sizes", {"prop_attn": False}),
     ("average", {"weights": "average"}),
-    ("feature-k-mean", {"feature": "k-mean"}),  # ToMe's algorithm but for its means, which count sizes
+    ("feature-k-mean", {"feature": "k-mean"}),  # ToMe's algorithm but for which blocks, and how many tokens in each
     ("random", {"partition": "random"}),
     ("grid", {"partition": "grid", "stride": (2, 2)}),
     ("restored", {"restore": True}),
@@ -193,7 +193,7 @@ def trained() -> list[Row]:
     free = (
         ("free", "MaMe, not trained with it", HALVED),
         ("free-restored", "MaMe, not trained with it, restored", {**HALVED, "restore": True}),
-        ("free-sizes", "MaMe, not trained with it, sizes in attention", {**HALVED, "prop_attn": True}),
+        ("free-sizes", "MaMe, not trained with it, sizes counted", {**HALVED, "prop_attn": True}),
         ("default-free", "MaMe default, not trained with it", default),
         ("default-free-restored", "MaMe default, not trained with it, restored", {**default, "restore": True}),
         (

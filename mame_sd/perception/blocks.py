@@ -30,10 +30,16 @@ UNKNOWN = "height and width unknown: merged with partition 'alternating' and wit
 
 def weighted(plan: Plan, x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens x [B, L, C] that stand for sizes [B, L] of tokens, merged: means over all of these [B, L', C], and their sizes [B, L']."""
-    exact = x.float() if x.dtype == torch.float16 else x  # whose range a token many times over may leave
-    summed = plan.summed(sizes)
-    y = plan.merge(exact * sizes.unsqueeze(-1).to(exact.dtype))
-    return (y * (plan.sizes / summed).unsqueeze(-1).to(y.dtype)).to(x.dtype), summed
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    held, summed = plan.sizes, plan.summed(sizes)
+    if isinstance(
+        plan, RowPlan
+    ):  # weights of a mean of 1 in each group: a token that merges with none stays to the bit
+        weight = sizes * (held.gather(1, plan.rows)) / summed.gather(1, plan.rows)
+        y = plan.merge(exact * weight.unsqueeze(-1).to(exact.dtype))
+    else:
+        y = plan.merge(exact * sizes.unsqueeze(-1).to(exact.dtype)) / (summed / held).unsqueeze(-1).to(exact.dtype)
+    return y.to(x.dtype), summed
 
 
 class MergedBlock:
@@ -130,7 +136,7 @@ class MergedBlock:
             if self._counts_calls:
                 self.counts.add(tokens, tokens, 0, f"fewer than min_tokens={least}")
             return x, sizes
-        plan = self._plan(x, normed)
+        plan = self._plan(x, normed, sizes)
         if self._counts_calls:
             self.shared.keep(self.number, plan)
         if sizes is not None:
@@ -154,8 +160,8 @@ class MergedBlock:
     def _between_graphs(self, x: Tensor, normed: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return self._merge(x, normed, sizes)
 
-    def _plan(self, x: Tensor, normed: Tensor) -> Plan:
-        """The plan for x' [B, L, C], counted."""
+    def _plan(self, x: Tensor, normed: Tensor, sizes: Tensor | None) -> Plan:
+        """The plan for x' [B, L, C] that stand for `sizes`, counted."""
         size, note, config = None, "", self.config
         assert config is not None
         if self._needs_grid:
@@ -167,17 +173,16 @@ class MergedBlock:
         feature = self._feature(x, normed, config.feature)
         plan = plan_merge(feature, config, size, self.shared.special)
         if self._counts_calls:
-            self._count(plan, x.shape, feature.shape[2], note)
+            self._count(plan, x.shape, feature.shape[2], sizes is not None, note)
         return plan
 
-    def _count(self, plan: Plan, shape: torch.Size, dim: int, note: str) -> None:
-        """Counts a call that merged tokens [B, L, C] by a feature of `dim` channels."""
+    def _count(self, plan: Plan, shape: torch.Size, dim: int, sized: bool, note: str) -> None:
+        """Counts a call that merged tokens [B, L, C] by a feature of `dim` channels, and summed up their sizes where they have any."""
         assert self.counts is not None
         _, tokens, channels = shape
         pairs = plan.positions.blocks * plan.positions.m * plan.positions.n
         products = 0 if isinstance(plan, RowPlan) else 2 if self.shared.restore else 1
-        sized = self._sized and not isinstance(plan, RowPlan)
-        merging = pairs * (dim + channels * products + sized)
+        merging = pairs * (dim + channels * products + (sized and not isinstance(plan, RowPlan)))
         if self.config and self.config.feature != "x":
             merging += tokens * channels * width_of(self.block, self.encoder)
         self.counts.add(tokens, plan.tokens_kept, merging, note)

@@ -66,14 +66,14 @@ def test_it_tells_glyphs_apart_and_nothing_without_their_places(
 
 
 @torch.no_grad()
-def test_it_reads_crowded_pictures_and_a_fifth_of_random_tokens_do_not_do(head: Head) -> None:
+def test_it_reads_crowded_pictures_and_few_random_patches_do_not_do(head: Head) -> None:
     names = subjects.glyph_names()
     made = [pictures.draw(pictures.rng_of(2, "test", n), names, held_out=True, crowd=pictures.CROWD) for n in range(40)]
     inputs = head.encoder.inputs([pixels for pixels, _ in made])
     labels = np.array([scene.placed[0].glyph for _, scene in made])
     plain = head.logits(inputs).argmax(1).numpy()
     assert (plain == labels).mean() > 0.7
-    with rival_on(head.encoder.model, RandomDrop(0.2)):
+    with rival_on(head.encoder.model, RandomDrop(0.2)):  # in three blocks: two patches are left
         dropped = head.logits(inputs).argmax(1).numpy()
     with encoder_restored(head.encoder.model):
         apply_encoder(head.encoder.model)

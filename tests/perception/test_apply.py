@@ -303,15 +303,19 @@ def test_means_of_tokens_that_stand_for_many_count_these(weights: Any, dtype: to
     wanted = shares * sizes.double().unsqueeze(1) @ x.double() / total.unsqueeze(-1)
     rough = {torch.bfloat16: 0.03, torch.float16: 0.004}.get(dtype, 1e-5)
     assert got.dtype == dtype
+    alone = ((shares > 0).sum(2) == 1) if weights == "best" else torch.zeros_like(total, dtype=torch.bool)
+    assert torch.equal(got[alone], torch.einsum("bkl,blc->bkc", shares.to(dtype), x)[alone]), "to the bit"
+    assert weights == "average" or alone.sum() > 10
     torch.testing.assert_close(got.double(), wanted, rtol=rough, atol=rough)
     gradients = (torch.autograd.grad(one.double().square().sum(), x)[0].double() for one in (got, wanted))
     torch.testing.assert_close(*gradients, rtol=2 * rough, atol=2 * rough)
 
 
+@pytest.mark.parametrize("weights", ["best", "average"])
 @torch.no_grad()
-def test_a_large_value_times_its_size_stays_in_range() -> None:
+def test_a_large_value_times_its_size_stays_in_range(weights: Any) -> None:
     x = torch.full((1, 8, 4), 2000.0, dtype=torch.float16)
-    plan = plan_merge(x, MaMeConfig(keep=0.5, weights="best", preset="plain"))
+    plan = plan_merge(x, MaMeConfig(keep=0.5, weights=weights, preset="plain"))
     assert torch.equal(weighted(plan, x, torch.full((1, 8), 60.0))[0], x[:, :4])
 
 
