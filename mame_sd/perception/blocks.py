@@ -32,10 +32,8 @@ def weighted(plan: Plan, x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens x [B, L, C] that stand for sizes [B, L] of tokens, merged: means over all of these [B, L', C], and their sizes [B, L']."""
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     held, summed = plan.sizes, plan.summed(sizes)
-    if isinstance(
-        plan, RowPlan
-    ):  # weights of a mean of 1 in each group: a token that merges with none stays to the bit
-        weight = sizes * (held.gather(1, plan.rows)) / summed.gather(1, plan.rows)
+    if isinstance(plan, RowPlan):  # weights of mean 1 in each group: a token that merges with none stays to the bit
+        weight = sizes * held.gather(1, plan.rows) / summed.gather(1, plan.rows)
         y = plan.merge(exact * weight.unsqueeze(-1).to(exact.dtype))
     else:
         y = plan.merge(exact * sizes.unsqueeze(-1).to(exact.dtype)) / (summed / held).unsqueeze(-1).to(exact.dtype)
