@@ -33,6 +33,11 @@ BLOCKS: dict[str, Callable[[int], tuple[int, ...]]] = {  # names of sets of bloc
 }
 
 
+def _listed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """With lists in place of tuples, as JSON gives them back."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+
+
 class Method(Protocol):
     """What a row does to a model."""
 
@@ -71,8 +76,8 @@ class Merged:
         given = {**self.fields, "blocks": self.blocks}
         if "preset" not in given:
             every = {"every": EVERY} if self.blocks is None else {}
-            given["defaults"] = {**DEFAULTS, "left": LEFT, **every}
-        return {"mame": {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}}
+            given["defaults"] = _listed({**DEFAULTS, "left": LEFT, **every})
+        return {"mame": _listed(given)}
 
     @contextmanager
     def counted(self, model: nn.Module) -> Iterator[EncoderHandle]:

@@ -65,8 +65,9 @@ _VARIED: tuple[tuple[str, dict[str, Any]], ...] = (  # keep=0.65: all but what i
     ("no-sizes", {"prop_attn": False}),
     ("average", {"weights": "average"}),
     ("feature-k-mean", {"feature": "k-mean"}),  # ToMe's algorithm but for which blocks, and how many tokens in each
+    ("alternating", {"partition": "alternating"}),
     ("random", {"partition": "random"}),
-    ("grid", {"partition": "grid", "stride": (2, 2)}),
+    ("random-grid", {"partition": "random-grid"}),
     ("restored", {"restore": True}),
 )
 _SPREAD: tuple[

@@ -22,6 +22,7 @@ from mame_sd.core.plan import Plan
 from mame_sd.core.row_plan import RowPlan
 from mame_sd.perception.counts import BlockCounts, width_of
 from mame_sd.perception.families import Encoder
+from mame_sd.perception.settings import DEFAULTS
 from mame_sd.perception.shared import Pass
 
 LATER = "the tokens of a block after the first that merges are no grid: partition 'alternating', without tiles"
@@ -166,7 +167,8 @@ class MergedBlock:
             h, w = self.shared.grid or (0, 0)
             known = self.first and self.encoder.grid and h * w == x.shape[1] - self.shared.special
             size = (h, w) if known else None
-            note = "" if size else UNKNOWN if self.first else LATER
+            asked = bool(config.tiles) or config.partition != DEFAULTS["partition"]
+            note = "" if size or not asked else UNKNOWN if self.first else LATER
             config = config if size else self._plain
         feature = self._feature(x, normed, config.feature)
         plan = plan_merge(feature, config, size, self.shared.special)

@@ -8,11 +8,13 @@ from typing import Any
 
 from mame_sd.config import MaMeConfig
 
-# Under what was given; chosen in docs/perception.md. Similarity is the paper's; each source joins its nearest destination, and the blocks
-# that merge keep equal shares. MaMeConfig's own presets are images' synthesis's, so that each field is named.
+# Under what was given; chosen in docs/perception.md. Similarity is the paper's; each source joins its nearest destination, destinations are one
+# of 2 x 2 patches where these are a grid yet, and the blocks that merge keep equal shares. MaMeConfig's own presets are images' synthesis's, so
+# that each field is named.
 PLAIN: dict[str, Any] = {"preset": "plain", "min_tokens": 2}
 DEFAULTS: dict[str, Any] = {
-    "partition": "alternating",
+    "partition": "grid",
+    "stride": (2, 2),
     "tiles": 0,
     "weights": "best",
     "redraw": False,
@@ -23,7 +25,7 @@ DEFAULTS: dict[str, Any] = {
 }
 LEFT = 0.2  # share of the patches that the last block leaves, where there are blocks enough
 EVERY = 2  # which blocks merge, from the first: every second one keeps as much as all do, for half of the merges
-LEAST = 0.5  # of the tokens of one block: its destinations
+LEAST = 0.5  # of the tokens of one block: in all but the first its destinations
 _NO_MEANING = {
     "merge": "an encoder's tokens merge once and stay merged",
     "redraw": "an encoder has no steps",

@@ -29,7 +29,15 @@ def blocks_of(model: nn.Module, row: Row) -> list[Any]:
 
 
 def merged_oracle(model: nn.Module, row: Row, configs: dict[int, MaMeConfig], prop_attn: bool = False) -> nn.Module:
-    """A copy of `model` in float64 in which the blocks `configs` merge; with `prop_attn` later attentions add the log of sizes."""
+    """A copy of `model` in float64 in which the blocks `configs` merge; with `prop_attn` later attentions add the log of sizes.
+
+    Only in the first of them, and only where a convolution says height and width and nothing shuffles, are tokens a grid.
+    """
+    plane = "MAE" not in row.name and any(isinstance(part, nn.Conv2d) for part in model.modules())
+    configs = {
+        number: config if plane and number == min(configs) else config.replace(partition="alternating")
+        for number, config in configs.items()
+    }
     model = copy.deepcopy(model).double()
     sizes: list[Tensor] = []  # after each merging of the forward that runs
     blocks = blocks_of(model, row)

@@ -50,7 +50,7 @@ def test_by_default_every_second_block_keeps_an_equal_share_and_the_last_leaves_
         assert {block: config.keep for block, config in handle.configs.items()} == {0: 0.5, 2: 0.5}, "destinations stay"
         assert handle.prop_attn
         config = handle.config
-        assert (config.tau, config.partition, bool(config.tiles)) == (None, "alternating", False)
+        assert (config.tau, config.partition, bool(config.tiles)) == (None, "grid", False)
         assert (config.weights, config.min_tokens) == ("best", 2)
     assert apply_encoder(VIT.build(), blocks=1).config.keep == 0.5, "as many as there are destinations"
     handle = apply_encoder(VIT.build(), blocks=range(DEPTH))
@@ -59,7 +59,7 @@ def test_by_default_every_second_block_keeps_an_equal_share_and_the_last_leaves_
         assert tuple(apply_encoder(VIT.build(), **given).configs) == (0, 2)
     assert tuple(apply_encoder(VIT.build(), preset="plain").configs) == tuple(range(DEPTH)), "the paper's: all"
     config = apply_encoder(VIT.build(), MaMeConfig(keep=0.7)).config
-    assert (config.keep, config.partition, bool(config.tiles), config.weights) == (0.7, "alternating", False, "best")
+    assert (config.keep, config.partition, bool(config.tiles), config.weights) == (0.7, "grid", False, "best")
 
 
 @pytest.mark.parametrize(("depth", "count"), [(12, 6), (24, 12), (27, 14)])
@@ -338,13 +338,14 @@ def test_counting_sizes_makes_merging_of_equals_exact(row: Row) -> None:
     key = "pooler_output" if row is POOLED else "logits"
     want = row.call(model, inputs)[key]
     # half of the tokens: the class token takes no part, and a plain mean of what every pair became is the pairs' mean
-    handle = apply_encoder(model, keep=0.5, blocks=(0,), weights="best", prop_attn=True, restore=True)
+    pairs: dict[str, Any] = {"partition": "alternating", "prop_attn": True, "restore": True}
+    handle = apply_encoder(model, keep=0.5, blocks=(0,), **pairs)
     torch.testing.assert_close(row.call(model, inputs)[key], want, rtol=1e-4, atol=1e-4)
     assert handle.report().blocks[0].share < 0.6
-    handle = apply_encoder(model, tau=0.9999, blocks=(0, 2), prop_attn=True, restore=True)
+    handle = apply_encoder(model, tau=0.9999, blocks=(0, 2), **pairs)
     torch.testing.assert_close(row.call(model, inputs)[key], want, rtol=1e-4, atol=1e-4)
     if row is VIT:  # without counting, the class token weighs twice as much beside pairs
-        apply_encoder(model, keep=0.5, blocks=(0,), weights="best", prop_attn=False)
+        apply_encoder(model, keep=0.5, blocks=(0,), partition="alternating", prop_attn=False)
         assert not torch.allclose(row.call(model, inputs)[key], want, rtol=1e-4, atol=1e-4)
 
 
@@ -377,6 +378,11 @@ def test_a_grid_is_one_in_the_first_block_alone() -> None:
     assert (first.tokens_kept, first.note) == (1 + 18, "")
     assert handle.plans()[0].positions.dst.tolist()[:8] == [0, 2, 4, 6, 8, 10, 24, 26]  # every other one of rows of 12
     assert second.tokens_kept == 1 + 9
+    assert not second.note, "as documented"
+    handle = apply_encoder(model, keep=0.5, blocks=(0, 1), partition="random-grid")
+    VIT.call(model, VIT.batch())
+    first, second = handle.report().blocks[:2]
+    assert not first.note
     assert "no grid: partition 'alternating'" in second.note
     row = next(row for row in ROWS if row.name == "ViTMAEModel")
     handle = apply_encoder(row.build(), keep=0.5, blocks=1, partition="grid", tiles=2)

@@ -18,16 +18,15 @@ VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
 SIGLIP = next(row for row in ROWS if row.name == "Siglip2ForImageClassification")
 
 
+OURS = {**DEFAULTS, "stride": [2, 2], "left": LEFT, "every": EVERY}
+
+
 @pytest.mark.parametrize(
     ("name", "family", "config"),
     [
         ("baseline", "baseline", {}),
-        ("mame-default", "mame", {"mame": {"blocks": None, "defaults": {**DEFAULTS, "left": LEFT, "every": EVERY}}}),
-        (
-            "default-0.8",
-            "mame",
-            {"mame": {"keep": 0.8, "blocks": None, "defaults": {**DEFAULTS, "left": LEFT, "every": EVERY}}},
-        ),
+        ("mame-default", "mame", {"mame": {"blocks": None, "defaults": OURS}}),
+        ("default-0.8", "mame", {"mame": {"keep": 0.8, "blocks": None, "defaults": OURS}}),
         ("mame-0.8", "mame", {"mame": {"tau": 0.8, "preset": "plain", "blocks": "first"}}),
         ("mame-keep-0.5", "mame", {"mame": {"keep": 0.5, "preset": "plain", "blocks": "quarters"}}),
         ("tome-8", "tome", {"rival": {"name": "ToMe", "r": 8.0, "prop_attn": True}}),
@@ -87,7 +86,7 @@ def test_every_ablation_runs_on_a_vit_and_does_something_of_its_own() -> None:
                 seen.append(logits)
     for number, one in enumerate(seen):
         assert not any(torch.equal(one, other) for other in seen[:number]), number
-    assert len(seen) == 18 + 5
+    assert len(seen) == 18 + 6
 
 
 def call_of(model: Any, inputs: Any) -> Any:
