@@ -19,6 +19,7 @@ from .select import Focus
 
 _PLACES = [(10, 0, "left"), (-10, 0, "right"), (0, 14, "center"), (0, -14, "center")]
 _PLACES += [(10, 15, "left"), (10, -15, "left"), (-10, 15, "right"), (-10, -15, "right")]
+_HIDDEN = 0.05  # of a name's own area that it may hide of others
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,14 @@ def plot(results: Results, chosen: Focus, width: int) -> Markup | None:
     with matplotlib.rc_context(STYLE):
         figure = new_figure(width, 400 if width == WIDE else 330)
         axes = figure.subplots()
-        _draw(axes, found, frontier(found, lower))
+        best = frontier(found, lower)
+        _draw(axes, found, best)
         if not lower:
             axes.invert_yaxis()
         axes.set_xlabel("times as fast as the baseline  →  faster")
         axes.set_ylabel(f"closer  ←  {chosen.closeness.label}")
         figure.draw_without_rendering()
-        _label(axes, found)
+        _label(axes, found, best)
         words = [
             f"{p.row.label} {times(p.speed)} times as fast at {number(p.closeness, chosen.closeness.digits)}"
             for p in found
@@ -123,11 +125,11 @@ def _limit(axes: Axes, values: Sequence[float], intervals: Sequence[tuple[float,
     axes.set(**{f"{axis}lim": (low, high)})
 
 
-def _label(axes: Axes, found: Sequence[Point]) -> None:
-    """Each row's name beside its point, at the first of eight places where it hides nothing."""
+def _label(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
+    """Each row's name beside its point, at the first of eight places where it hides nothing; none where it would hide others."""
     inside = axes.get_window_extent()
     taken = [box for point in found for box in _around(axes, point)]
-    for point in sorted(found, key=lambda p: not p.row.default):
+    for point in sorted(found, key=lambda p: (not p.row.default, p not in best)):
         options = [_annotate(axes, point, *place) for place in _PLACES]
         boxes = [option.get_window_extent() for option in options]
         costs = [
@@ -135,10 +137,12 @@ def _label(axes: Axes, found: Sequence[Point]) -> None:
             for box in boxes
         ]
         choice = costs.index(min(costs))
+        shown = point.row.default or costs[choice] <= _HIDDEN * boxes[choice].width * boxes[choice].height
         for n, option in enumerate(options):
-            if n != choice:
+            if n != choice or not shown:
                 option.remove()
-        taken.append(boxes[choice])
+        if shown:
+            taken.append(boxes[choice])
 
 
 def _annotate(axes: Axes, point: Point, dx: int, dy: int, align: str) -> Annotation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 
 import matplotlib
@@ -13,6 +14,7 @@ from .figures import COLORS, NARROW, SIZE, STYLE, new_figure, to_svg
 
 _COLORS = ("mame", "second", "third", "muted")
 _PANELS_ACROSS = 3
+_LETTER = 0.68  # width of a title's letter, of its size
 
 
 def kept_by_level(row: Row) -> dict[int, tuple[float, dict[int, float]]]:
@@ -42,8 +44,9 @@ def plot(results: Results, width: int) -> Markup | None:
     with matplotlib.rc_context(STYLE):
         figure = new_figure(width, (190 if across == 1 else 250) * down)
         panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flatten()
+        letters = int(width / across / (_LETTER * SIZE))
         for axes, (row, levels) in zip(panels, rows, strict=False):
-            _draw(axes, row.label, levels)
+            _draw(axes, textwrap.fill(row.label, letters), levels)
         for axes in panels[len(rows) :]:
             axes.remove()
         for axes in figure.axes:
@@ -71,12 +74,12 @@ def describe(label: str, levels: Mapping[int, tuple[float, Mapping[int, float]]]
     return f"{label} keeps {', '.join(parts)}."
 
 
-def _draw(axes: Axes, label: str, levels: Mapping[int, tuple[float, Mapping[int, float]]]) -> None:
+def _draw(axes: Axes, title: str, levels: Mapping[int, tuple[float, Mapping[int, float]]]) -> None:
     axes.grid(True, axis="y")
     axes.set_ylim(0, 1.04)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
     axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
-    axes.set_title(label, color=COLORS["ink"], fontsize=SIZE, fontweight="bold")
+    axes.set_title(title, color=COLORS["ink"], fontsize=SIZE, fontweight="bold")
     for color, (tokens, steps) in zip(_COLORS, levels.values(), strict=False):
         x, y = [step + 1 for step in steps], list(steps.values())
         axes.plot(x, y, color=COLORS[color], linewidth=2, marker="o", markersize=3.5, label=f"{tokens:,.0f} tokens")
