@@ -178,7 +178,7 @@ METHODS: dict[str, Method] = {
     "unmerged": Unmerged(),
     "MaMe": Merged(HALVED, {"preset": "plain", "keep": 0.5}),
     "MaMe, best": Merged(HALVED, {"preset": "plain", "keep": 0.5, "weights": "best"}),
-    "MaMe, best, sizes counted": Merged(HALVED, {"keep": 0.5}),
+    "MaMe, best, sizes counted": Merged(HALVED, {"keep": 0.5, "partition": "alternating"}),
     "ToMe": Rival(HalvedToMe(MOST)),
     "ToMe without proportional attention": Rival(HalvedToMe(MOST, prop_attn=False)),
     "fewer tokens": Rival(Fewer()),

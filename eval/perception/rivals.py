@@ -56,9 +56,11 @@ class RivalBlock(MergedBlock):
             output = output[..., :width] if what == "queries" else output[..., width : 2 * width]
         self._heard[what] = output.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-    def _merge(self, x: Tensor, normed: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _merge(
+        self, x: Tensor, normed: Tensor, sizes: Tensor | None, grid: tuple[int, int] | None
+    ) -> tuple[Tensor, Tensor | None]:
         assert self.counts is not None
-        given = Given(x, self.shared.special, self._place, sizes, self.shared.grid, **self._heard)
+        given = Given(x, self.shared.special, self._place, sizes, grid, **self._heard)
         self._heard = {}
         reduced = self.rule(given)
         if self._counts_calls:

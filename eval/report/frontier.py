@@ -128,21 +128,24 @@ def _limit(axes: Axes, values: Sequence[float], intervals: Sequence[tuple[float,
 def _label(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
     """Each row's name beside its point, at the first of eight places where it hides nothing; none where it would hide others."""
     inside = axes.get_window_extent()
-    taken = [box for point in found for box in _around(axes, point)]
-    for point in sorted(found, key=lambda p: (not p.row.default, p not in best)):
+    marks = [_around(axes, point) for point in found]
+    names: list[Bbox] = []
+    for n, point in sorted(enumerate(found), key=lambda pair: (not pair[1].row.default, pair[1] not in best)):
         options = [_annotate(axes, point, *place) for place in _PLACES]
         boxes = [option.get_window_extent() for option in options]
+        others = [*names, *(box for m, around in enumerate(marks) if m != n for box in around)]
         costs = [
-            sum(_overlap(box, other) for other in taken) + 10 * (box.width * box.height - _overlap(box, inside))
+            sum(_overlap(box, other) for other in (*others, *marks[n]))
+            + 10 * (box.width * box.height - _overlap(box, inside))
             for box in boxes
         ]
-        choice = costs.index(min(costs))
-        shown = point.row.default or costs[choice] <= _HIDDEN * boxes[choice].width * boxes[choice].height
-        for n, option in enumerate(options):
-            if n != choice or not shown:
+        chosen = boxes[costs.index(min(costs))]
+        hidden = sum(_overlap(chosen, other) for other in others)
+        shown = point.row.default or hidden <= _HIDDEN * chosen.width * chosen.height
+        for option, box in zip(options, boxes, strict=True):
+            if box is not chosen or not shown:
                 option.remove()
-        if shown:
-            taken.append(boxes[choice])
+        names += [chosen] if shown else []
 
 
 def _annotate(axes: Axes, point: Point, dx: int, dy: int, align: str) -> Annotation:

@@ -78,6 +78,8 @@ class MergedBlock:
         self.config = config
         self._needs_grid = config is not None and (config.partition in GRIDS or bool(config.tiles))
         if config is not None:
+            chosen = all(config.given.get(name) == DEFAULTS[name] for name in ("partition", "stride"))
+            self._asked = not chosen or bool(config.tiles)  # for a grid, other than by default
             self._plain = config.replace(partition="alternating", tiles=0, kernel=None) if self._needs_grid else config
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,17 +101,19 @@ class MergedBlock:
         if self.first:
             shared.begin()
         self._counts_calls = True
-        y, sizes = run(x, shared.sizes)
+        y, sizes = run(x, shared.sizes, None if shared.again else shared.grid)  # as arguments, which checkpoints keep
         shared.sizes = sizes if self.number < shared.last else None  # a graph of gradients hangs on them
         self._counts_calls = False
         return y
 
-    def _run(self, x: Tensor, sizes: Tensor | None, **call: Any) -> tuple[Tensor, Tensor | None]:
+    def _run(
+        self, x: Tensor, sizes: Tensor | None, grid: tuple[int, int] | None, **call: Any
+    ) -> tuple[Tensor, Tensor | None]:
         normed = self._module(self.encoder.attention[0])(x)
         x = x + self._attend(normed, sizes, call)
         if self.config is not None:
             merge = self._between_graphs if torch.compiler.is_compiling() and self._breaks() else self._merge
-            x, sizes = merge(x, normed, sizes)
+            x, sizes = merge(x, normed, sizes, grid)
         y = x
         for part in self.encoder.mlp:
             y = self._module(part)(y)
@@ -126,8 +130,10 @@ class MergedBlock:
             y = self._module(part)(y)
         return y
 
-    def _merge(self, x: Tensor, normed: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """x'' [B, L', C] of x' [B, L, C], and how many tokens each stands for where that counts."""
+    def _merge(
+        self, x: Tensor, normed: Tensor, sizes: Tensor | None, grid: tuple[int, int] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x'' [B, L', C] of x' [B, L, C], and how many tokens each stands for where that counts. `grid`: (h, w) of the image's patches."""
         assert self.config is not None
         assert self.counts is not None
         tokens, least = x.shape[1], self.config.min_tokens
@@ -135,7 +141,7 @@ class MergedBlock:
             if self._counts_calls:
                 self.counts.add(tokens, tokens, 0, f"fewer than min_tokens={least}")
             return x, sizes
-        plan = self._plan(x, normed, sizes)
+        plan = self._plan(x, normed, sizes, grid)
         if self._counts_calls:
             self.shared.keep(self.number, plan)
         if sizes is not None:
@@ -156,19 +162,20 @@ class MergedBlock:
         return self.config.keep is None and not inside
 
     @torch.compiler.disable
-    def _between_graphs(self, x: Tensor, normed: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self._merge(x, normed, sizes)
+    def _between_graphs(
+        self, x: Tensor, normed: Tensor, sizes: Tensor | None, grid: tuple[int, int] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._merge(x, normed, sizes, grid)
 
-    def _plan(self, x: Tensor, normed: Tensor, sizes: Tensor | None) -> Plan:
+    def _plan(self, x: Tensor, normed: Tensor, sizes: Tensor | None, grid: tuple[int, int] | None) -> Plan:
         """The plan for x' [B, L, C] that stand for `sizes`, counted."""
         size, note, config = None, "", self.config
         assert config is not None
         if self._needs_grid:
-            h, w = self.shared.grid or (0, 0)
+            h, w = grid or (0, 0)
             known = self.first and self.encoder.grid and h * w == x.shape[1] - self.shared.special
             size = (h, w) if known else None
-            asked = bool(config.tiles) or config.partition != DEFAULTS["partition"]
-            note = "" if size or not asked else UNKNOWN if self.first else LATER
+            note = "" if size else UNKNOWN if self.first else LATER if self._asked else ""
             config = config if size else self._plain
         feature = self._feature(x, normed, config.feature)
         plan = plan_merge(feature, config, size, self.shared.special)

@@ -31,6 +31,7 @@ class CheckHook:
                 "pixel_attention_mask: expected none, got one: tokens of images that are padded can't merge. Leave it out "
                 "for images of one resolution that fill all patches"
             )
+        self.shared.again = module.training and _checkpoints_around(module)
         reason = "" if self.shared.prop_attn is False else _no_sizes(module)
         if reason and self.shared.prop_attn:
             raise ValueError(reason)

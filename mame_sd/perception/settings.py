@@ -25,7 +25,7 @@ DEFAULTS: dict[str, Any] = {
 }
 LEFT = 0.2  # share of the patches that the last block leaves, where there are blocks enough
 EVERY = 2  # which blocks merge, from the first: every second one keeps as much as all do, for half of the merges
-LEAST = 0.5  # of the tokens of one block: in all but the first its destinations
+LEAST = 0.5  # of the tokens of one block: its destinations, where they are no grid
 _NO_MEANING = {
     "merge": "an encoder's tokens merge once and stay merged",
     "redraw": "an encoder has no steps",
@@ -92,7 +92,10 @@ def configs_of(config: MaMeConfig | None, fields: Mapping[str, Any], blocks: Ite
             del settings["preset"]
     if not {"tau", "keep"} & {*given, *fields}:
         given["keep"] = max(LEAST, LEFT ** (1 / len(blocks)))
-    return changed(dict.fromkeys(blocks, MaMeConfig.from_dict({**DEFAULTS, **given})), fields)
+    defaults = {**DEFAULTS}
+    if "partition" in {*given, *fields}:
+        del defaults["stride"]  # with another grid than ours, that of MaMeConfig
+    return changed(dict.fromkeys(blocks, MaMeConfig.from_dict({**defaults, **given})), fields)
 
 
 def changed(configs: Mapping[int, MaMeConfig], fields: Mapping[str, Any]) -> dict[int, MaMeConfig]:

@@ -18,6 +18,7 @@ class Pass:
         restore: the blocks' output has every token again.
         prop_attn: the log of a token's size is added to its attention logits, and means count it; None: where that can be, which each forward finds out.
         sized: whether it is, in the forward that runs.
+        again: blocks may be computed again, whole, after another forward's images (checkpoints around them).
         last: number of the model's last block.
         active: False makes every call bit-equal to a model without merging.
         capture: plans are kept after the forward.
@@ -31,6 +32,7 @@ class Pass:
         self.restore = restore
         self.prop_attn = prop_attn
         self.sized = bool(prop_attn)
+        self.again = False
         self.last = last
         self.active = True
         self.capture = False

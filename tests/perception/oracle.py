@@ -28,10 +28,17 @@ def blocks_of(model: nn.Module, row: Row) -> list[Any]:
     return [module for _, module in named]
 
 
-def merged_oracle(model: nn.Module, row: Row, configs: dict[int, MaMeConfig], prop_attn: bool = False) -> nn.Module:
+def merged_oracle(
+    model: nn.Module,
+    row: Row,
+    configs: dict[int, MaMeConfig],
+    prop_attn: bool = False,
+    size: tuple[int, int] | None = None,
+) -> nn.Module:
     """A copy of `model` in float64 in which the blocks `configs` merge; with `prop_attn` later attentions add the log of sizes.
 
-    Only in the first of them, and only where a convolution says height and width and nothing shuffles, are tokens a grid.
+    Only in the first of them, and only where a convolution says height and width and nothing shuffles, are tokens a grid, of `size` (a
+    square unless given).
     """
     plane = "MAE" not in row.name and any(isinstance(part, nn.Conv2d) for part in model.modules())
     configs = {
@@ -47,7 +54,9 @@ def merged_oracle(model: nn.Module, row: Row, configs: dict[int, MaMeConfig], pr
             attention = block.get_submodule(row.attention)
             attention.register_forward_pre_hook(_counting(sizes, attention), with_kwargs=True)
         if number in configs:
-            block.forward = _forward(block, row, configs[number], sizes, prop_attn)
+            block.forward = _forward(
+                block, row, configs[number], sizes, prop_attn, size if number == min(configs) else None
+            )
     return model
 
 
@@ -61,7 +70,9 @@ def _counting(sizes: list[Tensor], attention: nn.Module) -> Any:
     return hook
 
 
-def _forward(block: Any, row: Row, config: MaMeConfig, sizes: list[Tensor], prop_attn: bool) -> Any:
+def _forward(
+    block: Any, row: Row, config: MaMeConfig, sizes: list[Tensor], prop_attn: bool, size: tuple[int, int] | None
+) -> Any:
     norm, attention = block.get_submodule(row.norm), block.get_submodule(row.attention)
 
     def silenced(module: nn.Module, args: Any, output: Any) -> Any:
@@ -72,7 +83,7 @@ def _forward(block: Any, row: Row, config: MaMeConfig, sizes: list[Tensor], prop
         hook = norm.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
         type(block).forward(block, x, *args, **kwargs)
         hook.remove()
-        plan = reference_plan(seen[0], config, special=row.special)
+        plan = reference_plan(seen[0], config, size, special=row.special)
         before = sizes[-1] if sizes else torch.ones_like(seen[0][..., 0])
         merged = plan.merge(seen[0])
         if prop_attn:  # means over all that tokens stand for

@@ -15,9 +15,9 @@ from mame_sd.perception.apply import apply_encoder, encoder_restored, has_encode
 from mame_sd.perception.blocks import weighted
 from mame_sd.perception.families import Encoder, find_encoder, is_encoder, register_encoder
 from mame_sd.perception.settings import EVERY, LEFT, chosen_blocks, configs_of
-from tests.builders.perception import DEPTH, PATCHES, ROWS, SIDE, TIMM, WIDTH, Row
+from tests.builders.perception import DEPTH, PATCH, PATCHES, ROWS, SIDE, TIMM, WIDTH, Row
 from tests.builders.tiny import seeded, tiny_unet
-from tests.perception.oracle import blocks_of
+from tests.perception.oracle import blocks_of, merged_oracle
 
 VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
 MEAN = next(row for row in ROWS if row.name == "SiglipForImageClassification")
@@ -47,12 +47,12 @@ def test_blocks_that_are_not_there(blocks: Any) -> None:
 def test_by_default_every_second_block_keeps_an_equal_share_and_the_last_leaves_a_fifth() -> None:
     for given in ({}, {"preset": "default"}, {"config": MaMeConfig()}, {"tau": None, "keep": None}):
         handle = apply_encoder(VIT.build(), **given)
-        assert {block: config.keep for block, config in handle.configs.items()} == {0: 0.5, 2: 0.5}, "destinations stay"
+        assert {block: config.keep for block, config in handle.configs.items()} == {0: 0.5, 2: 0.5}
         assert handle.prop_attn
         config = handle.config
         assert (config.tau, config.partition, bool(config.tiles)) == (None, "grid", False)
         assert (config.weights, config.min_tokens) == ("best", 2)
-    assert apply_encoder(VIT.build(), blocks=1).config.keep == 0.5, "as many as there are destinations"
+    assert apply_encoder(VIT.build(), blocks=1).config.keep == 0.5, "no less in one block"
     handle = apply_encoder(VIT.build(), blocks=range(DEPTH))
     assert [config.keep for config in handle.configs.values()] == pytest.approx([0.2**0.25] * DEPTH)
     for given in ({"keep": 0.7}, {"tau": 0.7}, {"config": MaMeConfig(keep=0.7)}):
@@ -385,9 +385,51 @@ def test_a_grid_is_one_in_the_first_block_alone() -> None:
     assert not first.note
     assert "no grid: partition 'alternating'" in second.note
     row = next(row for row in ROWS if row.name == "ViTMAEModel")
-    handle = apply_encoder(row.build(), keep=0.5, blocks=1, partition="grid", tiles=2)
-    row.call(handle.root, row.batch())
-    assert "height and width unknown" in handle.report().blocks[0].note
+    for given in ({"partition": "grid", "tiles": 2}, {}):
+        handle = apply_encoder(row.build(), keep=0.5, blocks=2, **given)
+        row.call(handle.root, row.batch())
+        first, second = handle.report().blocks[:2]
+        assert "height and width unknown" in first.note
+        assert bool(second.note) == bool(given)
+
+
+@torch.no_grad()
+def test_no_grid_where_whole_blocks_are_computed_again() -> None:
+    model = VIT.build()
+    handle = apply_encoder(model, keep=0.6)
+    handle.encoder.grad_checkpointing = True  # as timm's says it
+    for training in (True, False):
+        handle.reset()
+        VIT.call(model.train(training), VIT.batch())
+        assert bool(handle.report().blocks[0].note) == training
+
+
+@torch.no_grad()
+def test_by_default_a_grid_of_any_sides_is_the_oracle_s() -> None:
+    model, tall = VIT.build().double(), torch.randn(2, 3, 7 * PATCH, 5 * PATCH).double()
+    want = merged_oracle(model, VIT, apply_encoder(model).configs, True, (7, 5))
+    handle = apply_encoder(model)
+    handle.capture()
+    got = model(tall, interpolate_pos_encoding=True).logits
+    assert handle.plans()[0].positions.dst.tolist() == [10 * y + x for y in range(4) for x in (0, 2, 4)]
+    remove_encoder(model)
+    torch.testing.assert_close(got, want(tall, interpolate_pos_encoding=True).logits, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_computes_again_by_its_own_images_grid(reentrant: bool) -> None:
+    grads = []
+    for checkpoint in (False, True):
+        model = VIT.build().train()
+        if checkpoint:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        apply_encoder(model, keep=0.6)
+        images = torch.randn(2, 3, 9 * PATCH, 4 * PATCH, generator=torch.Generator().manual_seed(0))
+        both = [model(one, interpolate_pos_encoding=True).logits for one in (images, images.mT.contiguous())]
+        sum(logits.square().sum() for logits in both).backward()
+        grads.append([part.grad for part in model.parameters() if part.grad is not None])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(other, one)
 
 
 @torch.no_grad()

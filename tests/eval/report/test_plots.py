@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
+import matplotlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mame_sd.eval.report import frontier, render
 from mame_sd.eval.report.data import Row, parse
-from mame_sd.eval.report.kept_plot import describe, merging_levels
+from mame_sd.eval.report.figures import NARROW, STYLE, WIDE, new_figure
+from mame_sd.eval.report.kept_plot import describe, merging_levels, plot
 from mame_sd.eval.report.select import focus
 from tests.builders.report_example import row
 from tests.builders.report_page import Results
@@ -46,6 +50,34 @@ def test_points_are_rows_with_both_figures(results: Results) -> None:
     row(results, "mame-default")["values"]["lpips"]["mean"] = math.inf
     parsed = parse(results)
     assert len(frontier.points(parsed, focus(parsed))) == 3
+
+
+def test_names_that_would_hide_others_are_left_out() -> None:
+    rows = [Row(f"r{n}", f"a row of many, number {n}", "mame", n == 7, None, None, True) for n in range(12)]
+    found = [frontier.Point(one, 2 + 0.001 * n, 0.5) for n, one in enumerate(rows)]
+    found.append(frontier.Point(replace(rows[0], label="alone"), 1, 0.1))
+    with matplotlib.rc_context(STYLE):
+        axes = new_figure(WIDE, 400).subplots()
+        best = frontier.frontier(found, lower=True)
+        frontier._draw(axes, found, best)
+        axes.figure.draw_without_rendering()
+        frontier._label(axes, found, best)
+        boxes = {text.get_text(): text.get_window_extent() for text in axes.texts}
+    assert {"a row of many, number 7", "alone"} <= boxes.keys()
+    assert len(boxes) < 8
+    for one, other in combinations(boxes.values(), 2):
+        assert frontier._overlap(one, other) <= 0.05 * one.width * one.height
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_titles_of_many_panels_wrap(results: Results, width: int) -> None:
+    words = "random dropping in all blocks, FLOPs of MaMe default, keep 0.6"
+    merging = row(results, "mame-default")
+    results["rows"] += [{**merging, "name": f"more-{n}", "label": words, "default": False} for n in range(20)]
+    svg = plot(parse(results), width) or ""
+    assert f">{words}</text>" not in svg
+    assert svg.count(">random dropping") == 20
 
 
 def test_kept_tokens_leave_out_levels_that_do_not_merge(results: Results) -> None:
