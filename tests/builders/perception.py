@@ -185,3 +185,8 @@ TIMM = [
     _timm("SigLIP", 0, class_token=False, global_pool="map"),
 ]
 EVERY = [*(pytest.param(row, id=row.name) for row in ROWS), *TIMM]
+
+
+def tokens(handle: Any) -> list[float]:
+    """What each block of a merged model has left."""
+    return [block.tokens_kept for block in handle.report().blocks]

@@ -1,0 +1,76 @@
+"""Patches as a grid: in the first block that merges, of any sides, and where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mame_sd.perception.apply import apply_encoder, remove_encoder
+from tests.builders.perception import PATCH, ROWS, SIDE
+from tests.perception.oracle import merged_oracle
+
+VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
+
+
+@torch.no_grad()
+def test_a_grid_is_one_in_the_first_block_alone() -> None:
+    model, wide = VIT.build(), torch.randn(1, 3, SIDE, 2 * SIDE)
+    handle = apply_encoder(model, keep=0.25, blocks=(0, 1), partition="grid", stride=(2, 2))
+    handle.capture()
+    model(wide, interpolate_pos_encoding=True)
+    first, second = handle.report().blocks[:2]
+    assert (first.tokens_kept, first.note) == (1 + 18, "")
+    assert handle.plans()[0].positions.dst.tolist()[:8] == [0, 2, 4, 6, 8, 10, 24, 26]  # every other one of rows of 12
+    assert second.tokens_kept == 1 + 9
+    assert not second.note, "as documented"
+    handle = apply_encoder(model, keep=0.5, blocks=(0, 1), partition="random-grid")
+    VIT.call(model, VIT.batch())
+    first, second = handle.report().blocks[:2]
+    assert not first.note
+    assert "no grid: partition 'alternating'" in second.note
+    row = next(row for row in ROWS if row.name == "ViTMAEModel")
+    for given in ({"partition": "grid", "tiles": 2}, {}):
+        handle = apply_encoder(row.build(), keep=0.5, blocks=2, **given)
+        row.call(handle.root, row.batch())
+        first, second = handle.report().blocks[:2]
+        assert "height and width unknown" in first.note
+        assert bool(second.note) == bool(given)
+
+
+@torch.no_grad()
+def test_no_grid_where_whole_blocks_are_computed_again() -> None:
+    model = VIT.build()
+    handle = apply_encoder(model, keep=0.6)
+    handle.encoder.grad_checkpointing = True  # as timm's says it
+    for training in (True, False):
+        handle.reset()
+        VIT.call(model.train(training), VIT.batch())
+        assert bool(handle.report().blocks[0].note) == training
+
+
+@torch.no_grad()
+def test_by_default_a_grid_of_any_sides_is_the_oracle_s() -> None:
+    model, tall = VIT.build().double(), torch.randn(2, 3, 7 * PATCH, 5 * PATCH).double()
+    want = merged_oracle(model, VIT, apply_encoder(model).configs, True, (7, 5))
+    handle = apply_encoder(model)
+    handle.capture()
+    got = model(tall, interpolate_pos_encoding=True).logits
+    assert handle.plans()[0].positions.dst.tolist() == [10 * y + x for y in range(4) for x in (0, 2, 4)]
+    remove_encoder(model)
+    torch.testing.assert_close(got, want(tall, interpolate_pos_encoding=True).logits, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_computes_again_by_its_own_images_grid(reentrant: bool) -> None:
+    grads = []
+    for checkpoint in (False, True):
+        model = VIT.build().train()
+        if checkpoint:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        apply_encoder(model, keep=0.6)
+        images = torch.randn(2, 3, 9 * PATCH, 4 * PATCH, generator=torch.Generator().manual_seed(0))
+        both = [model(one, interpolate_pos_encoding=True).logits for one in (images, images.mT.contiguous())]
+        sum(logits.square().sum() for logits in both).backward()
+        grads.append([part.grad for part in model.parameters() if part.grad is not None])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(other, one)

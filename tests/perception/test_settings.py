@@ -1,0 +1,156 @@
+"""Which blocks merge how: arguments, defaults, settings that change, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from mame_sd import MaMeConfig
+from mame_sd.perception.apply import apply_encoder, encoder_restored, remove_encoder
+from mame_sd.perception.settings import EVERY, LEFT, chosen_blocks, configs_of
+from tests.builders.perception import DEPTH, PATCHES, ROWS, tokens
+
+VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
+
+
+@pytest.mark.parametrize(
+    ("blocks", "chosen"),
+    [(None, (0, 1, 2, 3)), (2, (0, 1)), ((3, 1), (1, 3)), ((-1,), (3,)), (range(1, 3), (1, 2))],
+)
+def test_blocks(blocks: Any, chosen: tuple[int, ...]) -> None:
+    assert tuple(apply_encoder(VIT.build(), preset="plain", blocks=blocks).configs) == chosen
+    if blocks is not None:
+        assert tuple(apply_encoder(VIT.build(), keep=0.5, blocks=blocks).configs) == chosen
+
+
+@pytest.mark.parametrize("blocks", [0, 5, (), (4,), (-5,), (1, 1), (1, -3), "two", (0.5,), True])
+def test_blocks_that_are_not_there(blocks: Any) -> None:
+    with pytest.raises(ValueError, match="blocks: expected"):
+        apply_encoder(VIT.build(), blocks=blocks)
+
+
+def test_by_default_every_second_block_keeps_an_equal_share_and_the_last_leaves_a_fifth() -> None:
+    for given in ({}, {"preset": "default"}, {"config": MaMeConfig()}, {"tau": None, "keep": None}):
+        handle = apply_encoder(VIT.build(), **given)
+        assert {block: config.keep for block, config in handle.configs.items()} == {0: 0.5, 2: 0.5}
+        assert handle.prop_attn
+        config = handle.config
+        assert (config.tau, config.partition, bool(config.tiles)) == (None, "grid", False)
+        assert (config.weights, config.min_tokens) == ("best", 2)
+    assert apply_encoder(VIT.build(), blocks=1).config.keep == 0.5, "no less in one block"
+    handle = apply_encoder(VIT.build(), blocks=range(DEPTH))
+    assert [config.keep for config in handle.configs.values()] == pytest.approx([0.2**0.25] * DEPTH)
+    for given in ({"keep": 0.7}, {"tau": 0.7}, {"config": MaMeConfig(keep=0.7)}):
+        assert tuple(apply_encoder(VIT.build(), **given).configs) == (0, 2)
+    assert tuple(apply_encoder(VIT.build(), preset="plain").configs) == tuple(range(DEPTH)), "the paper's: all"
+    config = apply_encoder(VIT.build(), MaMeConfig(keep=0.7)).config
+    assert (config.keep, config.partition, bool(config.tiles), config.weights) == (0.7, "grid", False, "best")
+
+
+@pytest.mark.parametrize(("depth", "count"), [(12, 6), (24, 12), (27, 14)])
+def test_of_so_many_blocks_every_second_merges_and_the_last_leaves_a_fifth(depth: int, count: int) -> None:
+    blocks = chosen_blocks(None, depth, EVERY)
+    assert blocks == tuple(range(0, depth, 2))
+    keeps = [config.keep for config in configs_of(None, {}, blocks).values()]
+    assert len(keeps) == count
+    assert math.prod(keeps) == pytest.approx(LEFT)
+    assert len({*keeps}) == 1
+
+
+def test_applied_and_set_a_share_means_the_same() -> None:
+    applied, handle = apply_encoder(VIT.build(), keep=0.8), apply_encoder(VIT.build())
+    before = handle.configs
+    handle.set(keep=0.8)
+    assert handle.configs == applied.configs
+    handle.set(MaMeConfig())
+    assert handle.configs == before
+
+
+def test_none_leaves_what_the_config_says() -> None:
+    config = MaMeConfig(preset="plain", keep=0.8)
+    handle = apply_encoder(VIT.build(), config, preset=None, keep=None)
+    assert handle.configs == apply_encoder(VIT.build(), config).configs
+    assert (len(handle.configs), handle.config.keep, handle.prop_attn) == (DEPTH, 0.8, False)
+
+
+@pytest.mark.parametrize("given", [{"preset": "plain"}, {"config": MaMeConfig(preset="plain")}, {"variant": "paper"}])
+def test_the_paper_s_form_is_by_tau_and_counts_no_sizes(given: dict[str, Any]) -> None:
+    handle = apply_encoder(VIT.build(), **given)
+    assert (handle.config.tau, handle.config.keep, handle.prop_attn) == (0.8, None, False)
+    assert apply_encoder(VIT.build(), **given, prop_attn=True).prop_attn
+
+
+@torch.no_grad()
+def test_a_handle_s_settings_are_those_of_another_model_too() -> None:
+    first = apply_encoder(VIT.build())
+    again = apply_encoder(VIT.build(), MaMeConfig.from_dict(first.config.to_dict(given_only=True)))
+    assert (again.configs, again.prop_attn) == (first.configs, True)
+    assert apply_encoder(VIT.build(), tau=None, keep=None).configs == first.configs
+
+
+def test_the_preset_is_chosen_when_merging_is_applied() -> None:
+    handle = apply_encoder(VIT.build())
+    before = handle.configs
+    for change in ({"preset": "plain"}, {"config": MaMeConfig(preset="plain")}):
+        with pytest.raises(ValueError, match="preset: expected the one that merging was applied with"):
+            handle.set(**change)
+    assert handle.configs == before
+    with pytest.raises(ValueError, match="preset: expected"):
+        apply_encoder(VIT.build(), preset="plian")
+
+
+def test_one_number_for_each_block() -> None:
+    handle = apply_encoder(VIT.build(), keep=(0.5, 0.9), blocks=(0, 3))
+    assert [config.keep for config in handle.configs.values()] == [0.5, 0.9]
+    handle.set(tau=[0.5, 0.6])
+    assert [config.tau for config in handle.configs.values()] == [0.5, 0.6]
+    handle.set(MaMeConfig(metric="dot"), tau=0.1)
+    assert [(config.tau, config.metric) for config in handle.configs.values()] == [(0.1, "dot")] * 2
+    handle.set(MaMeConfig(keep=1.0))
+    assert {config.keep for config in handle.configs.values()} == {1.0}
+    with pytest.raises(ValueError, match="tau: expected one number, or one for each of 2 blocks, got 3"):
+        handle.set(tau=(0.1, 0.2, 0.3))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"weights": "pick"}, "weights: expected .average. or .best. for a vision transformer, got .pick."),
+        ({"merge": "kv"}, "merge: expected none for a vision transformer, got 'kv': an encoder's tokens merge once"),
+        ({"size": (4, 4)}, "size: expected none"),
+        ({"redraw": True}, "redraw: expected none"),
+        ({"pairs": True}, "pairs: expected none"),
+        ({"keep": 0.5, "mlp": 0.5}, "mlp: expected none"),
+        ({"tau": 2}, "tau: expected a finite number from -1 to 1"),
+        ({"taw": 0.5}, "did you mean 'tau'"),
+    ],
+)
+def test_settings_that_mean_nothing_here(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        apply_encoder(VIT.build(), **fields)
+
+
+@torch.no_grad()
+def test_settings_change_and_go() -> None:
+    model, inputs = VIT.build(), VIT.batch()
+    before = VIT.call(model, inputs)["logits"]
+    first = apply_encoder(model, keep=0.5)
+    with encoder_restored(model):
+        second = apply_encoder(model, keep=0.75, blocks=1)
+        assert (first.installed, second.installed) == (False, True)
+        with pytest.raises(RuntimeError, match="removed or replaced"):
+            first.set(tau=0.5)
+    assert (first.installed, second.installed) == (True, False)
+    first.set(keep=1.0)
+    VIT.call(model, inputs)
+    assert tokens(first) == [PATCHES + 1] * DEPTH
+    second.remove()
+    assert first.installed
+    first.reset()
+    assert first.report().calls == 0
+    remove_encoder(model)
+    remove_encoder(model)
+    assert torch.equal(VIT.call(model, inputs)["logits"], before)

@@ -1,0 +1,146 @@
+"""How many tokens one stands for: counted in attention and in means, and by restoring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mame_sd import MaMeConfig, plan_merge
+from mame_sd.perception.apply import apply_encoder
+from mame_sd.perception.blocks import weighted
+from mame_sd.perception.families import find_encoder
+from tests.builders.perception import PATCHES, ROWS, SIDE, Row
+
+VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
+MEAN = next(row for row in ROWS if row.name == "SiglipForImageClassification")
+POOLED = next(row for row in ROWS if row.name == "SiglipVisionModel")
+
+
+@torch.no_grad()
+def test_sizes_count_unless_they_can_t() -> None:
+    model, inputs = VIT.build(), VIT.batch()
+    handle = apply_encoder(model, keep=0.5)
+    assert (handle.prop_attn, handle.report().prop_attn) == (True, True)
+    assert "attention counts how many" in str(handle.report())
+    counted = VIT.call(model, inputs)["logits"]
+    other = apply_encoder(model, keep=0.5, prop_attn=False)
+    assert "attention does not count how many" in str(other.report())
+    assert not torch.equal(VIT.call(model, inputs)["logits"], counted)
+    handle = apply_encoder(model, keep=0.5)
+    model.vit.config._attn_implementation = "flash_attention_2"
+    assert (handle.prop_attn, handle.report().prop_attn) == (False, False), "as the model is set now"
+
+
+def test_sizes_go_with_the_forward() -> None:
+    model = VIT.build()
+    handle = apply_encoder(model, keep=0.5)
+    VIT.call(model, VIT.batch())
+    assert handle._shared.sizes is None
+
+
+@torch.no_grad()
+def test_a_restored_output_weighs_means_by_what_tokens_stand_for() -> None:
+    model, inputs = MEAN.build(), MEAN.batch()
+    apply_encoder(model, keep=0.5, blocks=(0, 2), weights="best")
+    merged = apply_encoder(model, keep=0.5, blocks=(0, 2), weights="best")
+    merged.capture()
+    tokens = model.vision_model(**inputs).last_hidden_state
+    sizes = torch.stack([torch.bincount(row, minlength=PATCHES) for row in merged.owners()])
+    order = torch.stack([sizes[b][sizes[b] > 0] for b in range(2)])
+    restored = apply_encoder(model, keep=0.5, blocks=(0, 2), weights="best", restore=True)
+    whole = model.vision_model(**inputs).last_hidden_state
+    assert whole.shape[1] == PATCHES
+    assert order.sum(1).tolist() == [PATCHES] * 2
+    torch.testing.assert_close(model(**inputs).logits, model.classifier(whole.mean(1)))
+    for b in range(2):  # each kept token's copies: as many rows of the restored output as it stands for
+        rows, counts = whole[b].unique(dim=0, return_counts=True)
+        assert sorted(counts.tolist()) == sorted(order[b].tolist())
+        assert {tuple(row.tolist()) for row in rows} == {tuple(row.tolist()) for row in tokens[b]}
+    assert restored.report().blocks[0].merging == merged.report().blocks[0].merging, "rows are taken without a product"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights", ["best", "average"])
+def test_means_of_tokens_that_stand_for_many_count_these(weights: Any, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 33, 8, generator=g).to(dtype).requires_grad_()
+    sizes = torch.randint(1, 40, (2, 33), generator=g).float()
+    sizes[:, 0] = 1
+    plan = plan_merge(x.detach(), MaMeConfig(keep=0.6, weights=weights, preset="plain"), special=1)
+    got, summed = weighted(plan, x, sizes)
+    shares = torch.zeros(2, plan.tokens_kept, 33, dtype=torch.float64)  # of each token that goes to each kept one
+    for column in range(33):
+        one = torch.zeros(2, 33, 1, dtype=torch.float64)
+        one[:, column] = 1
+        shares[:, :, column] = plan.summed(one.squeeze(-1))
+    total = (shares * sizes.double().unsqueeze(1)).sum(2)
+    torch.testing.assert_close(summed.double(), total, rtol=1e-5, atol=1e-5)
+    wanted = shares * sizes.double().unsqueeze(1) @ x.double() / total.unsqueeze(-1)
+    rough = {torch.bfloat16: 0.03, torch.float16: 0.004}.get(dtype, 1e-5)
+    assert got.dtype == dtype
+    alone = ((shares > 0).sum(2) == 1) if weights == "best" else torch.zeros_like(total, dtype=torch.bool)
+    assert torch.equal(got[alone], torch.einsum("bkl,blc->bkc", shares.to(dtype), x)[alone]), "to the bit"
+    assert weights == "average" or alone.sum() > 10
+    torch.testing.assert_close(got.double(), wanted, rtol=rough, atol=rough)
+    gradients = (torch.autograd.grad(one.double().square().sum(), x)[0].double() for one in (got, wanted))
+    torch.testing.assert_close(*gradients, rtol=2 * rough, atol=2 * rough)
+
+
+@pytest.mark.parametrize("weights", ["best", "average"])
+@torch.no_grad()
+def test_a_large_value_times_its_size_stays_in_range(weights: Any) -> None:
+    x = torch.full((1, 8, 4), 2000.0, dtype=torch.float16)
+    plan = plan_merge(x, MaMeConfig(keep=0.5, weights=weights, preset="plain"))
+    assert torch.equal(weighted(plan, x, torch.full((1, 8), 60.0))[0], x[:, :4])
+
+
+def twins(row: Row, model: nn.Module) -> dict[str, Any]:
+    """Images whose patches come in pairs of equals, to a model that does not see where they are."""
+    encoder = find_encoder(model)[0]
+    for name, part in encoder.named_parameters():
+        if "position_embedding" in name:
+            part.data.zero_()
+    inputs = row.batch()
+    values = inputs["pixel_values"].unflatten(-1, (SIDE // 8, 2, 4))
+    return {**inputs, "pixel_values": values[:, :, :, :, :1].expand_as(values).flatten(-3)}
+
+
+@pytest.mark.parametrize("row", [VIT, MEAN, POOLED], ids=lambda row: row.name)
+@torch.no_grad()
+def test_counting_sizes_makes_merging_of_equals_exact(row: Row) -> None:
+    model = row.build()
+    inputs = twins(row, model)
+    key = "pooler_output" if row is POOLED else "logits"
+    want = row.call(model, inputs)[key]
+    # half of the tokens: the class token takes no part, and a plain mean of what every pair became is the pairs' mean
+    pairs: dict[str, Any] = {"partition": "alternating", "prop_attn": True, "restore": True}
+    handle = apply_encoder(model, keep=0.5, blocks=(0,), **pairs)
+    torch.testing.assert_close(row.call(model, inputs)[key], want, rtol=1e-4, atol=1e-4)
+    assert handle.report().blocks[0].share < 0.6
+    handle = apply_encoder(model, tau=0.9999, blocks=(0, 2), **pairs)
+    torch.testing.assert_close(row.call(model, inputs)[key], want, rtol=1e-4, atol=1e-4)
+    if row is VIT:  # without counting, the class token weighs twice as much beside pairs
+        apply_encoder(model, keep=0.5, blocks=(0,), partition="alternating", prop_attn=False)
+        assert not torch.allclose(row.call(model, inputs)[key], want, rtol=1e-4, atol=1e-4)
+
+
+def test_sizes_need_attention_that_adds_a_mask() -> None:
+    model = VIT.build()
+    apply_encoder(model, keep=0.5, prop_attn=True)
+    model.config._attn_implementation = model.vit.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="prop_attn: expected attention implementation 'eager' or 'sdpa', got 'flash"):
+        VIT.call(model, VIT.batch())
+
+
+@pytest.mark.parametrize("kind", ["eager", "sdpa"])
+@torch.no_grad()
+def test_sizes_in_both_attention_implementations(kind: str) -> None:
+    model, inputs = VIT.build(), VIT.batch()
+    model.set_attn_implementation(kind)
+    apply_encoder(model, keep=0.5, prop_attn=True)
+    got = VIT.call(model, inputs)["logits"]
+    model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(got, VIT.call(model, inputs)["logits"])
