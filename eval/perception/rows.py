@@ -64,10 +64,8 @@ _ABLATED: tuple[tuple[str, dict[str, Any]], ...] = (  # at equal tokens, keep=0.
 _VARIED: tuple[tuple[str, dict[str, Any]], ...] = (  # keep=0.65: all but what is named as in our default
     ("no-sizes", {"prop_attn": False}),
     ("average", {"weights": "average"}),
-    (
-        "feature-k-mean",
-        {"feature": "k-mean"},
-    ),  # ToMe's algorithm but for the first block's destinations, which blocks, and how many tokens in each
+    # ToMe's algorithm but for the first block's destinations, which blocks, and how many tokens in each:
+    ("feature-k-mean", {"feature": "k-mean"}),
     ("alternating", {"partition": "alternating"}),
     ("random", {"partition": "random"}),
     ("random-grid", {"partition": "random-grid", "stride": (2, 2)}),

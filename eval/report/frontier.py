@@ -145,7 +145,8 @@ def _label(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
         for option, box in zip(options, boxes, strict=True):
             if box is not chosen or not shown:
                 option.remove()
-        names += [chosen] if shown else []
+        if shown:
+            names.append(chosen)
 
 
 def _annotate(axes: Axes, point: Point, dx: int, dy: int, align: str) -> Annotation:

@@ -51,8 +51,8 @@ def apply_encoder(
             second one from 0 on, but all with `preset="plain"`.
         restore: give the model's output all of its tokens again, so that means and pooling count what each stands for.
         prop_attn: add the log of how many tokens each one stands for to its attention logits (ToMe's proportional
-            attention), in all blocks after the first merging, and merge again by means over all of these. Attention implementations eager and sdpa only. None: where
-            the model's attention can take it (`handle.prop_attn` says), but not with `preset="plain"`.
+            attention), in all blocks after the first merging, and merge again by means over all of these. Attention
+            implementations eager and sdpa only. None: where the model's attention can take it (`handle.prop_attn` says), but not with `preset="plain"`.
         fields: fields of MaMeConfig over those of `config`; `tau` and `keep` may be one number for each block.
 
     Raises:
