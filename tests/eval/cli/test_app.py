@@ -181,6 +181,7 @@ def test_every_option_has_help() -> None:
         "benchmark",
         "bench",
         "classify",
+        "features",
         "report",
         "weights",
         "doctor",
