@@ -21,7 +21,8 @@ BACKGROUNDS = {  # sRGB
     "light blue": (150, 205, 250), "purple": (128, 50, 170), "pink": (255, 170, 200), "brown": (121, 72, 40),
 }  # fmt: skip
 HELD_OUT_SHARE = 0.15
-DEFAULT_GUIDANCE = {"unet": 1.25, "transformer": 2.5}  # what the command line samples an embedded model with
+DEFAULT_GUIDANCE = {"unet": 1.25, "transformer": 2.5}  # what an embedded model is sampled with
+DEFAULT_STEPS = 20
 _INDEXES = ("model_index.json", "config.json")  # of a diffusers pipeline; of a model that transformers saved
 
 
