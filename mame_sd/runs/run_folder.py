@@ -134,6 +134,9 @@ class RunFolder:
         """
         records = self._records()
         done = self.finished(list(known))
+        for name in known.keys() - done:  # cut short, or put there by others: made again
+            with writing(self.images):
+                (self.images / f"{name}.png").unlink(missing_ok=True)
         rows = [{**records.get(name, {}), "name": name, **fixed} for name, fixed in known.items() if name in done]
         text = "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows)
         write_atomically(self.samples, text.encode(), self.work / "samples.tmp")

@@ -152,7 +152,7 @@ def test_embedded_models_go_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert find_model(ModelChoice(model="embedded-unet")) == find_model(ModelChoice())
     with pytest.raises(UserError, match=r"--model embedded-unicorn: expected the name of an embedded model"):
         find_model(ModelChoice(model="embedded-unicorn"))
-    monkeypatch.setattr(subjects, "FOLDER", tmp_path / "embedded")
+    monkeypatch.setattr(subjects, "models_folder", lambda: tmp_path / "embedded")
     save_tiny_pipeline(tmp_path / "embedded" / "tiny")
     (tmp_path / "embedded" / "clip").mkdir()
     (tmp_path / "embedded" / "clip" / "config.json").write_text("{}")

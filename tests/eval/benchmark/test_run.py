@@ -230,7 +230,7 @@ def test_the_report_names_its_command_and_another_model_has_no_ground_truth(
     command = shlex.join(["mame-sd-eval", *given])
     assert results["manifest"]["command"] == command
     assert command in (out / "report.md").read_text(encoding="utf-8")
-    assert "2 prompts (demo.txt), 1 step, seed 0, model tiny" in results["notes"][0]
+    assert "2 prompts (drawn with seed 0), 1 step, seed 0, model tiny" in results["notes"][0]
     assert command_again(["benchmark", "--out=x", "--prompts", "a b"]) == "mame-sd-eval benchmark --prompts 'a b'"
 
 
