@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="the picture, .webp or .png")
     parser.add_argument("--model", default="embedded-unet", help="the model (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="denoising steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="denoising steps (default: %(default)s)")
     parser.add_argument("--prompts", nargs="+", default=PROMPTS, help="the prompts")
     given = parser.parse_args()
     model = load_model(ModelChoice(model=given.model))

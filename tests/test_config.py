@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import MaMeConfig, Study
 from mame_sd.presets import COMMON, PRESETS
 
 
@@ -384,3 +384,20 @@ def test_files_may_begin_with_a_mark_and_name_a_field_once(tmp_path: Path) -> No
 def test_a_seed_that_is_too_large_is_told_the_largest() -> None:
     with pytest.raises(ValueError, match=r"from 0 to 2\^63 - 1, got 9223372036854775808"):
         MaMeConfig(seed=2**63)
+
+
+def test_study_holds_what_ablations_vary(tmp_path: Path) -> None:
+    config = MaMeConfig(keep=0.5, study=Study(weights="pick"))
+    with pytest.warns(FutureWarning, match=r"weights: moved to Study; give study=Study\(weights='pick'\)"):
+        assert MaMeConfig(keep=0.5, weights="pick") == config
+    assert (config.weights, config.study.weights, config.study.metric) == ("pick", "pick", "cosine")
+    assert config.to_dict(given_only=True) == {"keep": 0.5, "study": {"weights": "pick"}}
+    for values in (config.to_dict(), config.to_dict(given_only=True)):
+        assert MaMeConfig.from_dict(values) == config
+    assert config.replace(study=None).given == {"keep": 0.5}
+    assert config.replace(study={"metric": "dot"}).study.metric == "dot"
+    assert dataclasses.replace(config, keep=0.25).given == {"keep": 0.25, "weights": "pick"}
+    assert dataclasses.replace(config, study=Study(weights="best")).weights == "best"
+    for wrong, message in (({"weight": "pick"}, "got 'weight'"), (3, "expected a Study or a mapping")):
+        with pytest.raises(ValueError, match=message):
+            MaMeConfig(study=wrong)

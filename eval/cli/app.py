@@ -50,7 +50,7 @@ OfflineOption = Annotated[bool, typer.Option("--offline", help="Never ask a netw
 RowsOption = Annotated[
     str | None,
     typer.Option(
-        help="Rows to run beside the baseline, with commas between; default-0.5 (our default at a share), todo-2 and toma-50 only by name. Without it, all others.",
+        help="Rows to run beside the baseline, with commas between; an unknown one lists them.",
         metavar="NAMES",
     ),
 ]
@@ -178,8 +178,7 @@ def classify_command(
     rows: Annotated[
         str | None,
         typer.Option(
-            help="Rows instead of the suite's, with commas between: mame-default, default-0.8, mame-0.8, mame-keep-0.5, tome-8, "
-            "evit-0.7, random-0.7, pool-0.7, smaller-160, or tome@mame-0.8, which has the FLOPs of mame-0.8.",
+            help="Rows to run instead of the suite's, such as mame-0.8, tome-8 or tome@mame-0.8.",
             metavar="NAMES",
         ),
     ] = None,

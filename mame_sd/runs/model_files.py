@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mame_sd.errors import UserError, first_line
 from mame_sd.runs.options import option
-from mame_sd.runs.schedulers import SCHEDULERS, check_scheduler
+from mame_sd.runs.schedulers import check_scheduler
 
 EMBEDDED = "embedded-"  # what the name of an embedded model begins with, as --model takes it
 DTYPES = ("float32", "float16", "bfloat16")
@@ -30,10 +30,12 @@ class ModelChoice:
 
     model: str | None = option(
         None,
-        "Pipeline folder, hub id (owner/name), .safetensors file or embedded-NAME. Without it, embedded-unet.",
+        "Folder, hub id, .safetensors file or embedded-NAME to load. Default: embedded-unet.",
         metavar="PATH_OR_ID",
     )
-    scheduler: str | None = option(None, f"Sampler: {', '.join(SCHEDULERS)}. Without it, the model's own.")
+    scheduler: str | None = option(
+        None, "Sampler to use instead of the model's own; an unknown name lists them.", metavar="NAME"
+    )
     dtype: str = option("auto", f"{', '.join(DTYPES)}, or auto: float16 on CUDA, float32 elsewhere.")
     device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
     loras: tuple[str, ...] = option(
