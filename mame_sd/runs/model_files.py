@@ -44,9 +44,7 @@ class ModelChoice:
         "--lora",
         metavar="PATH_OR_ID",
     )
-    variant: str | None = option(
-        None, "Variant of the model's files, such as fp16. (MaMeConfig's variant is --mame-variant.)"
-    )
+    variant: str | None = option(None, "Variant of the model's files, such as fp16.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     offline: bool = option(False, "Never ask the hub; take what is cached.")
     single_file_config: str | None = option(
