@@ -187,6 +187,7 @@ class MaMeConfig(StudyFields):
 
     def __post_init__(self, study: Any, _given: Mapping[str, Any] | None) -> None:
         given = {f.name: getattr(self, f.name) for f in fields(self)}
+        given |= {name: given.pop(name) for name in STUDY}  # last
         if _given is None:
             say_moved(given, stacklevel=4)
             given |= {name: value for name, value in study_given(study).items() if given[name] is None}

@@ -25,6 +25,7 @@ def test_nothing_given_is_the_measured_default() -> None:
     config = MaMeConfig()
     expected = {**COMMON, **PRESETS["default"]}
     values = config.to_dict()
+    values |= values["study"]
     for name, value in expected.items():
         assert values[name] == (list(value) if isinstance(value, tuple) else value), name
     assert config.tau is None
@@ -362,14 +363,6 @@ def test_any_bytes_are_settings_or_one_error(tmp_path_factory: pytest.TempPathFa
         assert message.startswith(str(path))
         if config is not None:
             assert MaMeConfig.from_dict(json.loads(json.dumps(config.to_dict()))).to_dict() == config.to_dict()
-
-
-def test_a_pickle_of_the_form_before_batch_was_derived_loads() -> None:
-    config = MaMeConfig(keep=0.5, tiles=0)
-    old = MaMeConfig.__new__(MaMeConfig)
-    old.__setstate__({**config.__dict__, "tiles": None, "batch": "per_sample", "_given": {**config.given, "batch": "per_sample"}})  # fmt: skip
-    assert old == config
-    assert dataclasses.replace(old, min_tokens=4).tiles == 0
 
 
 def test_files_may_begin_with_a_mark_and_name_a_field_once(tmp_path: Path) -> None:
