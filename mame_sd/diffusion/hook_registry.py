@@ -18,6 +18,10 @@ class AroundHook(ModelHook):
         """The module's output; `forward` is its own."""
         raise NotImplementedError
 
+    def let_go(self) -> None:
+        """Holds on to nothing of the module any more, that it was taken off."""
+        self.fn_ref = self.entry = None
+
 
 class Entry:
     """The `forward` of a module that carries an AroundHook, in place of the registry's own.
@@ -134,9 +138,11 @@ def take_hook(module: nn.Module, name: str) -> None:
         hook.entry.__self__.pass_through()
         place = registry._hook_order.index(name)
         del registry.hooks[name], registry._hook_order[place], registry._fn_refs[place]
+        hook.let_go()
         return
     kept = None if outer is None else outer.forward
     registry.remove_hook(name, recurse=False)
+    hook.let_go()
     if outer is not None:
         outer.original_forward, outer.forward = outer.forward, kept
 
