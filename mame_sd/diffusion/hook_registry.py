@@ -12,6 +12,7 @@ class AroundHook(ModelHook):
     """Runs around a module's own forward, in deepcopies of the module too. The registry keeps `fn_ref.forward`, what is inside."""
 
     name: str
+    fn_ref: Any
     entry: Any  # the module's `forward` just after the hook was put on, an Entry's
 
     def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
