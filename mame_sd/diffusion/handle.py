@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from mame_sd.config import PARTS, MaMeConfig
 from mame_sd.core.plan import Plan
+from mame_sd.diffusion.calibration import (
+    Calibration,
+    Measurement,
+    calibration_of,
+    calls_of,
+    check_speed,
+    measure,
+    plain_values,
+)
 from mame_sd.diffusion.families.transformers import suited
 from mame_sd.diffusion.hook_registry import AroundHook, PreHook, hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import MergeHook, Setting, Shared, StepHook
@@ -27,8 +38,9 @@ class MaMeHandle:
     A handle whose merging was removed or replaced does not keep the model alive: its memory is free when nothing else holds it.
     """
 
-    def __init__(self, root: nn.Module, shared: Shared, hooks: list[Placed]) -> None:
+    def __init__(self, root: nn.Module, shared: Shared, hooks: list[Placed], pipe: Any = None) -> None:
         self._root = weakref.ref(root)
+        self._pipe = _held_weakly(pipe)  # whose denoiser `root` is
         self._shared = shared
         self._placed = [(weakref.ref(module), hook) for module, hook in hooks]
         self._layers = [hook for _, hook in hooks if isinstance(hook, MergeHook)]
@@ -44,6 +56,11 @@ class MaMeHandle:
                 "expected the model that merging was applied to, but it is gone: call apply_mame on another"
             )
         return root
+
+    @property
+    def pipe(self) -> Any:
+        """The pipeline that merging was applied to; None: a model by itself, or it is gone."""
+        return self._pipe()
 
     def is_for(self, model: nn.Module) -> bool:
         """Whether this handle was made for `model`."""
@@ -141,6 +158,43 @@ class MaMeHandle:
         finally:
             self._shared.own.value = before
 
+    def calibrate(self, prompts: Sequence[str], *, speed: float, seed: int = 0, **call: Any) -> Calibration:
+        """Finds which layers should merge and how much, and puts that in force: where merging changes a layer's output
+        least, it merges most.
+
+            handle = apply_mame(pipe)
+            found = handle.calibrate(["a red key", "an owl"], speed=1.2, num_inference_steps=20)
+            found.save("settings.json", speed=1.2)
+            print(found.table(speed=1.2))
+
+        The pipeline makes an image of each prompt without merging. At three of its steps each layer computes what every
+        form of merging would give beside its own output, and is timed (`mame_sd.diffusion.calibration`).
+
+        Args:
+            prompts: a few, like those that will be asked for.
+            speed: how many times as fast as without merging a call of the denoiser is to be, on this device.
+            seed: of the first image; each further one takes the next.
+            call: further arguments of the pipeline's call.
+
+        Raises:
+            RuntimeError: merging was removed or replaced, or another thread makes an image with the model.
+            ValueError: no pipeline or no prompts, nothing that could merge, or more speed than merging gives; the settings
+                are as before then.
+        """
+        self._check_installed()
+        check_speed(speed)
+        if self.pipe is None or not prompts:
+            came = "no prompts" if self.pipe is not None else f"a {type(self.root).__name__} by itself"
+            raise ValueError(f"calibrate: expected a pipeline and a few prompts, got {came}; see apply_mame(pipe)")
+        found = Measurement()
+        for number, prompt in enumerate(prompts):
+            generator = torch.Generator().manual_seed(seed + number)
+            run = partial(self.pipe, prompt, generator=generator, **{"output_type": "latent", **call})
+            found.add(measure(self, calls_of(self, run)))
+        calibration = calibration_of(self, found, {"prompts": len(prompts), **plain_values(call)})
+        self.set(calibration.config(speed))
+        return calibration
+
     def report(self) -> MaMeReport:
         """Tokens in and kept per layer since the last `reset`.
 
@@ -205,6 +259,11 @@ class MaMeHandle:
         return Setting(suited(self.root, asked), active, asked, self._names)
 
     @property
+    def layers(self) -> list[tuple[nn.Module, MergeHook]]:
+        """The modules that may merge, each with its hook."""
+        return [(module, hook) for module, hook in self._hooks if isinstance(hook, MergeHook)]
+
+    @property
     def _names(self) -> list[str]:
         """Of the layers that `layers` may name."""
         return [hook.stats.name for hook in self._layers if hook.stats.part not in PARTS]
@@ -234,3 +293,11 @@ class MaMeHandle:
                     f"{name}: expected blocks of a UNet, DiT or PixArt (BasicTransformerBlock) that have such a part, "
                     f"found none in {type(self.root).__name__}; leave {name} out"
                 )
+
+
+def _held_weakly(target: Any) -> Callable[[], Any]:
+    """Gives `target` as long as somebody else holds it; always where its type can't be held weakly."""
+    try:
+        return weakref.ref(target)
+    except TypeError:
+        return lambda: target

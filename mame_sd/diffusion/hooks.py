@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,7 +18,7 @@ from mame_sd.diffusion.hook_registry import AroundHook, CallHook, PreHook
 from mame_sd.diffusion.layer import NO_STEP, Layer, Step, merged_call
 from mame_sd.diffusion.threads import PerThread, begin, end
 from mame_sd.diffusion.tokens import Call, Tokens
-from mame_sd.report import LayerStats
+from mame_sd.report import NOTHING_MERGES, LayerStats
 
 LEFT = "left unmerged by layers"
 # Models whose pipelines put the prompt before the negative one in a batch.
@@ -96,17 +97,22 @@ class MergeHook(AroundHook):
         if config is None or not setting.active:
             return forward(*args, **kwargs)
         call = self.layer.call(module, forward, args, kwargs)
-        known = None if self.image is None else self.image.tokens.value
+        known, step = self.told()
         config = setting.of_layer.get(stats.name, config)
         if config is None:
             stats.skipped(LEFT, self.layer.count(call, known))
             return call.run()
-        # Nothing of the step where gradients are on: a block that is computed again for them (checkpointing) merges as before, whatever
-        # has run since, and no sample's timestep decides on its neighbours in a training batch.
-        step: Step = (None if torch.is_grad_enabled() else shared.step.value) or NO_STEP
-        if step.draw is not None:
-            step = step._replace(draw=step.draw + self.number)
         return merged_call(self.layer, call, known, config, stats, step)
+
+    def told(self) -> tuple[Tokens | None, Step]:
+        """What this thread's latest call of the model says: how the tokens lie, and of the step.
+
+        Nothing of the step where gradients are on: a block that is computed again for them (checkpointing) merges as before,
+        whatever has run since, and no sample's timestep decides on its neighbours in a training batch.
+        """
+        known = None if self.image is None else self.image.tokens.value
+        step: Step = (None if torch.is_grad_enabled() else self.shared.step.value) or NO_STEP
+        return known, step if step.draw is None else step._replace(draw=step.draw + self.number)
 
 
 class SizeHook(PreHook):
@@ -172,6 +178,7 @@ class StepHook(CallHook):
         self.names = _names(module)
         self.shared = shared
         self.latest = LatestCall()
+        self.watched: list[LayerStats] = []  # layers whose first forward has not been looked at
         # a ControlNet is called with the same latents for each control image
         self.calls_pair = "ControlNet" not in type(module).__name__
 
@@ -197,10 +204,19 @@ class StepHook(CallHook):
         self.shared.step.value = Step(draw, leader, plans)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Blocks that are called by themselves share nothing."""
+        """Blocks that are called by themselves share nothing. Warns once where the first forward merges nothing."""
         if not torch.compiler.is_compiling():
             end(module, self.name)
             self._drop_plans()
+            watched, self.watched = self.watched, []
+            called = [stats for stats in watched if stats.calls]
+            if called and self.shared.now.active and all(stats.last_reason for stats in called):
+                largest = max(stats.tokens_in // stats.calls for stats in called)
+                warnings.warn(
+                    f"{NOTHING_MERGES}: each of {len(called)} was left alone, and the largest has {largest} tokens; "
+                    "report() says why. Lower min_tokens or generate larger images",
+                    stacklevel=2,
+                )
 
     def forget(self) -> None:
         """Lets go of this thread's plans."""
