@@ -70,6 +70,24 @@ class ScoringOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """Which language model and texts caches are measured on."""
+
+    model: str = option("smollm2", "smollm2 (98 MB from PyPI), or a folder or name that transformers loads.")
+    texts: str | None = option(
+        None, "Folder of HTML, manual pages, Python or plain text. Without it, Python's own.", metavar="DIR"
+    )
+    half: str = option("report", "Which half of the files: report, or development to tune on.")
+    num: int = option(40, "Passages, and prompts of each task.")
+    length: int = option(1024, "Tokens of a prompt.")
+    rest: int = option(128, "Tokens that follow it, on which methods are compared.")
+    shares: str | None = option(None, "Shares of the cache, with commas between. Without it, each row's own.")
+    tasks: str = option("", "Retrieval tasks, with commas between: needles, pairs, copy.", metavar="NAMES")
+    weights_dir: str | None = option(None, "Folder with weights, looked into first.", metavar="DIR")
+    offline: bool = option(False, "Never ask a network.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClassifyOptions:
     """What a vision transformer answers, and how it is measured."""
 
