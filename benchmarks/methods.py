@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from benchmarks.tomesd import tomesd_on
@@ -43,9 +44,31 @@ def ours(**fields: Any) -> Method:
     return Method(OURS, settings_of(config), lambda unet: mame(unet, config))
 
 
+def of_files(files: Iterable[Path]) -> dict[str, Method]:
+    """A row for each file of settings, by the file's name without its ending.
+
+    Raises:
+        ValueError: a file that can't be read or used, or two of one name.
+    """
+    rows: dict[str, Method] = {}
+    for file in files:
+        if file.stem in rows:
+            raise ValueError(f"expected files of different names, got two of {file.stem!r}; rename one")
+        config = MaMeConfig.from_file(file)
+        rows[file.stem] = Method(OURS, settings_of(config), partial(_with_config, config))
+    return rows
+
+
+def _with_config(config: MaMeConfig, denoiser: Any) -> AbstractContextManager[Any]:
+    return mame(denoiser, config)
+
+
 def settings_of(config: MaMeConfig) -> dict[str, Any]:
     """What decides a measurement with `config`; without `detail` where there is none, as before there was any."""
-    settings = {name: value for name, value in config.to_dict().items() if value is not None}
+    every = config.to_dict()
+    every = config.to_dict()
+    every |= every.pop("study")
+    settings = {name: value for name, value in every.items() if value is not None}
     if not config.detail or (config.merge == "kv" and config.mlp is None and config.cross is None):
         del settings["detail"]
     return settings

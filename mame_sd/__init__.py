@@ -5,16 +5,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mame_sd.doors import open_doors
-
 if TYPE_CHECKING:
     from mame_sd.apply import apply_mame, mame, remove_mame
-    from mame_sd.config import MaMeConfig
+    from mame_sd.config import MaMeConfig, Study
     from mame_sd.core.merge import plan_merge
     from mame_sd.core.plan import MergePlan
     from mame_sd.diffusion.handle import MaMeHandle
     from mame_sd.diffusion.processor import MaMeAttnProcessor
     from mame_sd.embedded.model import embedded_model_path
+    from mame_sd.embedded.pipeline import embedded_pipeline
     from mame_sd.errors import MachineError, UserError
     from mame_sd.report import MaMeReport, NothingMergedError
 
@@ -27,9 +26,11 @@ _LAZY = {
     "MachineError": "mame_sd.errors",
     "MergePlan": "mame_sd.core.plan",
     "NothingMergedError": "mame_sd.report",
+    "Study": "mame_sd.config",
     "UserError": "mame_sd.errors",
     "apply_mame": "mame_sd.apply",
     "embedded_model_path": "mame_sd.embedded.model",
+    "embedded_pipeline": "mame_sd.embedded.pipeline",
     "mame": "mame_sd.apply",
     "plan_merge": "mame_sd.core.merge",
     "remove_mame": "mame_sd.apply",
@@ -43,9 +44,11 @@ __all__ = [
     "MachineError",
     "MergePlan",
     "NothingMergedError",
+    "Study",
     "UserError",
     "apply_mame",
     "embedded_model_path",
+    "embedded_pipeline",
     "mame",
     "plan_merge",
     "remove_mame",
@@ -60,6 +63,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-open_doors()

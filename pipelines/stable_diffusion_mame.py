@@ -15,8 +15,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from os import PathLike
 from typing import Any
 
 from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
@@ -24,15 +26,16 @@ from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionS
 from diffusers.schedulers import KarrasDiffusionSchedulers
 from transformers import CLIPImageProcessor, CLIPTextModel, CLIPTokenizer, CLIPVisionModelWithProjection
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import MaMeConfig, study_given
 from mame_sd.config_checks import CHOICES
 from mame_sd.diffusion.apply import build_handle, has_hooks, hooks_restored
 from mame_sd.diffusion.handle import MaMeHandle
-from mame_sd.diffusion.saved_setting import DEFAULT, resolve_setting
-from mame_sd.diffusion.threads import CHANGES
-from mame_sd.doors import ENTRY, PLACES
+from mame_sd.diffusion.saved_setting import DEFAULT, ENTRY, resolve_setting
+from mame_sd.diffusion.threads import CHANGES, begin, end
+from mame_sd.layer_rules import LayerRules
 
 SAVED = ("tau", "keep", "mame_config")
+PLACES = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 _UNSET: Any = "unset"
 
 
@@ -43,11 +46,11 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         tau: similarity above which a token may merge. Lower merges more: faster, further from the unmerged image. None is
             off (if `keep` is None too); "default" is what measurement chose.
         keep: share of tokens to keep instead of a fixed `tau`.
-        mame_config: any further fields of MaMeConfig, as a dict or a MaMeConfig (`tau` and `keep` of it count where the
-            arguments leave them out).
+        mame_config: any further fields of MaMeConfig, as a dict, a MaMeConfig or a file of settings (`tau` and `keep` of it
+            count where the arguments leave them out).
 
-    All three are saved in model_index.json, which names StableDiffusionPipeline as the class: a saved folder also loads by
-    diffusers' own classes, merging where mame_sd is imported and plain where it is not (`mame_sd.doors`).
+    All three are saved in model_index.json, which names StableDiffusionPipeline as the class: diffusers' own classes load a
+    saved folder too, as a plain pipeline that does not merge. Load it by this class, or by `mame-sd generate --model`.
     `from_pretrained(folder, tau=0.9)` overrides what was saved, and
     `from_pretrained(folder, tau=None, keep=0.5)` changes from one to the other. `from_pretrained`, `from_single_file` and
     `from_pipe` also take each field of MaMeConfig by its name (`min_tokens=256`), over those of `mame_config`; of these
@@ -152,14 +155,16 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         Raises:
             ValueError: a setting is unknown or out of its range; nothing has changed then.
         """
-        if isinstance(mame_config, MaMeConfig):
-            mame_config = mame_config.to_dict(given_only=True)
+        if mame_config is not _UNSET:
+            mame_config = _over(mame_config, {})
         fields = dict((self.config.get("mame_config") if mame_config is _UNSET else mame_config) or {})
         threshold = {name: fields.pop(name) for name in ("tau", "keep") if fields.get(name) is not None}
         if tau in (_UNSET, DEFAULT) and keep in (_UNSET, None) and threshold:
             tau, keep = threshold.get("tau"), threshold.get("keep")
         tau, keep = self._choice(tau, keep)
         resolve_setting(tau, keep, fields)
+        if fields.get("layers") is not None:  # later rules go before earlier ones, and the file is sorted
+            fields["layers"] = [list(rule) for rule in LayerRules(fields["layers"]).to_dict().items()]
         self.register_to_config(tau=tau, keep=keep, mame_config=fields or None)
 
     def __call__(self, *args: Any, tau: Any = _UNSET, keep: Any = _UNSET, **kwargs: Any) -> Any:
@@ -194,14 +199,17 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         The hooks stay on the UNet, inactive, so that a compiled UNet need not compile again for every call; but not
         in the place of somebody else's.
         """
+        unet, image = self.unet, threading.Lock()
         with CHANGES:
             if self._calls == 0:
                 self._begin(config)
             self._calls += 1
+            begin(unet, "image", image)
         try:
             with self._mame.using(config):  # type: ignore[union-attr]
                 yield
         finally:
+            end(unet, "image")
             with CHANGES:
                 self._calls -= 1
                 if self._calls == 0:
@@ -209,9 +217,8 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
 
     def _begin(self, config: MaMeConfig) -> None:
         """Put the hooks on, for calls that merge."""
-        if self._mame is None or self._mame.root is not self.unet:
-            self._mame = build_handle(self.unet, config)
-            self._mame.active = False
+        if self._mame is None or not self._mame.is_for(self.unet):
+            self._mame = build_handle(self.unet, config, active=False)
         handle = self._mame
         with ExitStack() as foreign:
             if not handle.installed:
@@ -224,7 +231,9 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
 
 
 def _over(mame_config: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a `mame_config` with `fields` over them."""
+    """The fields of a `mame_config`, given as a dict, a MaMeConfig or a file, with `fields` over them."""
+    if isinstance(mame_config, (str, PathLike)):
+        mame_config = MaMeConfig.from_file(mame_config)
     if isinstance(mame_config, MaMeConfig):
         mame_config = mame_config.to_dict(given_only=True)
     return {**(mame_config or {}), **fields}
@@ -232,10 +241,13 @@ def _over(mame_config: Any, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _taken(arguments: dict[str, Any]) -> dict[str, Any]:
     """The fields of MaMeConfig among `arguments`, taken out of them; what __init__ takes stays."""
+    if "mame_config" in arguments:
+        arguments["mame_config"] = _over(arguments["mame_config"], {}) or None
     names = [field.name for field in dataclasses.fields(MaMeConfig) if field.name not in ("tau", "keep", "variant")]
     if arguments.get("variant") in CHOICES["variant"]:
         names.append("variant")
     taken = {name: arguments.pop(name) for name in names if name in arguments}
+    taken |= study_given(arguments.pop("study", None))
     MaMeConfig.from_dict(taken)  # a bad value is refused before a model is loaded
     return taken
 

@@ -12,15 +12,23 @@ class AroundHook(ModelHook):
     """Runs around a module's own forward, in deepcopies of the module too. The registry keeps `fn_ref.forward`, what is inside."""
 
     name: str
+    fn_ref: Any
     entry: Any  # the module's `forward` just after the hook was put on, an Entry's
 
     def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """The module's output; `forward` is its own."""
         raise NotImplementedError
 
+    def put(self) -> None:
+        """Is told that it was put on its module."""
+
+    def let_go(self) -> None:
+        """Holds on to nothing of the module any more: it was taken off."""
+        self.fn_ref = self.entry = None
+
 
 class Entry:
-    """The `forward` of a module that carries an AroundHook, in place of the registry's own.
+    """The `forward` of a module that carries an AroundHook, instead of the registry's own.
 
     diffusers binds a function of its own to each module: a deepcopy would run the original's weights, and `torch.compile` would
     compile blocks that differ in nothing else (`compile_repeated_blocks`) each anew. A method is one function for all of them.
@@ -38,7 +46,7 @@ class Entry:
         return self.hook.around(self.module, self.hook.fn_ref.forward, *args, **kwargs)
 
     def pass_through(self) -> None:
-        """Does nothing any more, for the sake of a function that somebody has put around it by hand."""
+        """Does nothing; functions that others have put around it by hand still find it."""
         assert self.hook is not None
         self.passed = self.hook.fn_ref.forward
         self.hook = None
@@ -47,7 +55,7 @@ class Entry:
 class PreHook:
     """A plain forward pre-hook: it reads a module's arguments and changes nothing.
 
-    Other tools (DeepCache, offloading) put functions of their own in place of a module's forward, which wrapping it would
+    Other tools (DeepCache, offloading) put functions of their own instead of a module's forward, which wrapping it would
     get lost under or undo.
     """
 
@@ -99,6 +107,7 @@ def put_hook(module: nn.Module, hook: AroundHook | PreHook) -> None:
     if first is not None:
         setattr(module, "forward", _inside(first))  # noqa: B010
     registry.register_hook(hook, hook.name)
+    hook.put()
     hook.entry = Entry(module, hook).forward
     setattr(module, "forward", hook.entry)  # noqa: B010
     if first is not None:
@@ -111,7 +120,7 @@ def put_hook(module: nn.Module, hook: AroundHook | PreHook) -> None:
 def take_hook(module: nn.Module, name: str) -> None:
     """Takes the hook of that name off `module`, if there is one; what was put around it since then stays in force.
 
-    diffusers' own removal gives the next hook the freed forward in place of its `new_forward`, which is then lost, and
+    diffusers' own removal gives the next hook the freed forward instead of its `new_forward`, which is then lost, and
     drops a function that somebody has put around `module.forward` by hand.
     """
     hook = hook_on(module, name)
@@ -134,9 +143,11 @@ def take_hook(module: nn.Module, name: str) -> None:
         hook.entry.__self__.pass_through()
         place = registry._hook_order.index(name)
         del registry.hooks[name], registry._hook_order[place], registry._fn_refs[place]
+        hook.let_go()
         return
     kept = None if outer is None else outer.forward
     registry.remove_hook(name, recurse=False)
+    hook.let_go()
     if outer is not None:
         outer.original_forward, outer.forward = outer.forward, kept
 

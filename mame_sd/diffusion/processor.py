@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from os import PathLike
 from typing import Any
 
 import torch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
-from mame_sd.config import PARTS, MaMeConfig
+from mame_sd.config import PARTS, MaMeConfig, say_moved
 from mame_sd.diffusion.families.unet import PlainAttention, default_processor, processed, skip_reason
 from mame_sd.diffusion.layer import NO_DETAIL, NO_SIZE, LayerCall, merged_call
 from mame_sd.report import LayerStats, MaMeReport, NothingMergedError, make_report
@@ -29,8 +30,8 @@ _UNCOUNTED = LayerStats("compiled")
 _LAYER = PlainAttention()
 
 
-def make_config(config: MaMeConfig | None, fields: dict[str, Any]) -> MaMeConfig:
-    """`config` (the measured default if None) with the given `fields` over it.
+def make_config(config: MaMeConfig | str | PathLike[str] | None, fields: dict[str, Any]) -> MaMeConfig:
+    """`config` (the measured default if None; a file's where it is a path) with the given `fields` over it.
 
     Raises:
         TypeError: `config` is no MaMeConfig.
@@ -38,8 +39,12 @@ def make_config(config: MaMeConfig | None, fields: dict[str, Any]) -> MaMeConfig
     """
     if config is None:
         return MaMeConfig.from_dict(fields)
+    if isinstance(config, (str, PathLike)):
+        config = MaMeConfig.from_file(config)
     if not isinstance(config, MaMeConfig):
-        raise TypeError(f"config: expected a MaMeConfig, got {config!r}; write MaMeConfig(tau=0.8) or tau=0.8")
+        raise TypeError(
+            f"config: expected a MaMeConfig or a file of settings, got {config!r}; write MaMeConfig(tau=0.8) or tau=0.8"
+        )
     return config.replace(**fields) if fields else config
 
 
@@ -67,6 +72,7 @@ class MaMeAttnProcessor:
         **fields: Any,
     ) -> None:
         given = {name: value for name, value in {"tau": tau, "keep": keep, **fields}.items() if value is not None}
+        say_moved(given, stacklevel=3)
         self.config = make_config(config, given)
         for name in PARTS:
             share = getattr(self.config, name)
@@ -74,6 +80,8 @@ class MaMeAttnProcessor:
                 raise ValueError(
                     f"{name}: expected none, got {share!r}: a processor merges self-attention alone; use apply_mame"
                 )
+        if self.config.layers is not None:
+            raise ValueError("layers: a processor does not know the names of layers; use apply_mame")
         self.inner = inner
         self._stats: dict[Attention, LayerStats] = {}
         self._passed: Counter[str] = Counter()  # calls that were no self-attention over tokens, by reason
@@ -112,7 +120,9 @@ class MaMeAttnProcessor:
             "ip_adapter_masks": ip_adapter_masks,
             "ip_hidden_states": ip_hidden_states,
         }
-        call = LayerCall(attn, lambda **given: processed(inner, attn, given), (), arguments, processor=inner)
+        call = LayerCall(
+            attn, lambda **given: processed(inner, attn, given), arguments, processor=inner, kind=type(inner).__name__
+        )
         reason = skip_reason(call, self.config)
         if reason == "cross-attention" or (reason is not None and hidden_states.dim() != 3):
             if not torch.compiler.is_compiling():

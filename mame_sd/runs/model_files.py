@@ -8,9 +8,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from mame_sd.config import BESIDE
 from mame_sd.errors import UserError, first_line
 from mame_sd.runs.options import option
-from mame_sd.runs.schedulers import SCHEDULERS, check_scheduler
+from mame_sd.runs.schedulers import check_scheduler
 
 EMBEDDED = "embedded-"  # what the name of an embedded model begins with, as --model takes it
 DTYPES = ("float32", "float16", "bfloat16")
@@ -30,10 +31,12 @@ class ModelChoice:
 
     model: str | None = option(
         None,
-        "Pipeline folder, hub id (owner/name), .safetensors file or embedded-NAME. Without it, embedded-unet.",
+        "Folder, hub id, .safetensors file or embedded-NAME to load. Default: embedded-unet.",
         metavar="PATH_OR_ID",
     )
-    scheduler: str | None = option(None, f"Sampler: {', '.join(SCHEDULERS)}. Without it, the model's own.")
+    scheduler: str | None = option(
+        None, "Sampler to use instead of the model's own; an unknown name lists them.", metavar="NAME"
+    )
     dtype: str = option("auto", f"{', '.join(DTYPES)}, or auto: float16 on CUDA, float32 elsewhere.")
     device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
     loras: tuple[str, ...] = option(
@@ -42,9 +45,7 @@ class ModelChoice:
         "--lora",
         metavar="PATH_OR_ID",
     )
-    variant: str | None = option(
-        None, "Variant of the model's files, such as fp16. (MaMeConfig's variant is --mame-variant.)"
-    )
+    variant: str | None = option(None, "Variant of the model's files, such as fp16.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     offline: bool = option(False, "Never ask the hub; take what is cached.")
     single_file_config: str | None = option(
@@ -127,12 +128,17 @@ def _download(choice: ModelChoice) -> Path:
 
 
 def digest_of(source: Path) -> str:
-    """A digest of names, sizes and whole contents of the files that decide pixels: no hidden files, model cards or Python's files."""
+    """A digest of names, sizes and whole contents of the files that decide pixels: no hidden files, model cards or Python's files.
+
+    Nor settings of merging, which a run tells by themselves.
+    """
     digest = hashlib.sha256()
     files = (
         [source]
         if source.is_file()
-        else sorted(p for p in source.rglob("*") if p.is_file() and p.suffix not in (".md", ".py", ".pyc"))
+        else sorted(
+            p for p in source.rglob("*") if p.is_file() and p.suffix not in (".md", ".py", ".pyc") and p.name != BESIDE
+        )
     )
     for path in files:
         if any(part.startswith(".") for part in path.relative_to(source).parts):

@@ -68,6 +68,13 @@ BAD: dict[str, tuple[list[str], str]] = {
     "bench-rounds": (["bench", "--rounds", "0"], "--rounds: expected at least 1, got 0"),
     "bench-format": (["bench", "--format", "xml"], "--format: expected one of table, json, csv"),
     "bench-out": (["bench", "--out", "/dev/null/x"], "--out /dev/null/x: expected a folder"),
+    "cache-texts": (["cache", "--texts", "none", "--model", "./none"], "--model: expected smollm2"),
+    "cache-rows": (["cache", "--rows", "snap"], "--rows: expected some of random"),
+    "cache-shares": (["cache", "--shares", "half"], "--shares: expected numbers with commas"),
+    "cache-share": (["cache", "--shares", "1.5"], "--shares: expected shares above 0 and below 1, got 1.5"),
+    "cache-tasks": (["cache", "--tasks", "sums"], "--tasks: expected some of needles"),
+    "cache-half": (["cache", "--half", "all"], "--half: expected development or report"),
+    "cache-cost": (["cache-cost", "--lengths", "4k"], "--lengths: expected numbers with commas"),
     "report": (["report", "none"], "none: expected the folder of a benchmark, found no results.json"),
     "weights": (["weights", "magic"], "weights: expected names of lpips-alex"),
     "doctor": (["doctor", "--scheduler", "magic"], "--scheduler: expected one of"),
@@ -115,7 +122,7 @@ def test_bench_prints_every_row(model_folder: Path, here: Path, capsys: pytest.C
     assert {*manifest["methods"], *manifest["environment"]} >= {"mame-default", "torch", "threads", "device"}
     assert (manifest["rounds"], manifest["prompts"]["count"], manifest["sampling"]["steps"]) == (2, 12, 1)
     assert list(rows) == ["baseline", "mame-default"]
-    assert set(rows["baseline"]) == {"latency", "denoising", "memory", "memory_denoising"}
+    assert set(rows["baseline"]) == {"latency", "denoising", "cpu", "memory", "memory_denoising"}
     assert cli.run([*options, "--format", "csv"]) == 0
     lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [(line["row"], line["metric"]) for line in lines][:2] == [("baseline", "latency"), ("baseline", "denoising")]
@@ -182,6 +189,8 @@ def test_every_option_has_help() -> None:
         "bench",
         "classify",
         "features",
+        "cache",
+        "cache-cost",
         "report",
         "weights",
         "doctor",
