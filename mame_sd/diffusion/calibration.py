@@ -418,8 +418,10 @@ def choose(options: Mapping[Name, Sequence[Option]], saved: float) -> dict[Name,
 
 
 def relative_error(merged: Any, whole: Any) -> float:
-    """Squared error over squared norm, of all tensors of an output together."""
+    """Squared error over squared norm, of all tensors of an output together: a tensor, a tuple or diffusers' output class."""
     pairs = list(zip(_tensors(merged), _tensors(whole), strict=True))
+    if not pairs:
+        raise TypeError(f"expected a tensor or a tuple or dict of tensors, got {type(whole).__name__}")
     apart = sum(float((a.float() - b.float()).square().sum()) for a, b in pairs)
     return apart / max(sum(float(b.float().square().sum()) for _, b in pairs), 1e-30)
 
@@ -433,7 +435,10 @@ def in_words(rule: Any) -> str:
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    return [output] if isinstance(output, Tensor) else [part for part in output if isinstance(part, Tensor)]
+    if isinstance(output, Tensor):
+        return [output]
+    parts = output.values() if isinstance(output, Mapping) else output
+    return [part for part in parts if isinstance(part, Tensor)]
 
 
 def _timed(call: Callable[[], Any], clock: Clock) -> tuple[Any, float]:
