@@ -204,11 +204,8 @@ class Single(MergeHook):
 
     def merged(self, call: LayerCall, form: MaMeConfig, stats: LayerStats) -> Any:
         """The output of `call`, merged by `form` as in the step of the model's call around it."""
-        known = None if self.image is None else self.image.tokens
-        step = self.shared.step._replace(plans=None)
-        if step.draw is not None:
-            step = step._replace(draw=step.draw + self.number)
-        return merged_call(self.layer, call, known, form, stats, step)
+        known, step = self.told()
+        return merged_call(self.layer, call, known, form, stats, step._replace(plans=None))
 
 
 class Probe(Single):
