@@ -102,7 +102,8 @@ class MergeHook(AroundHook):
             return forward(*args, **kwargs)
         call = self.layer.call(module, forward, args, kwargs)
         known, step = self.told()
-        config = setting.of_layer.get(stats.name, config)
+        if setting.of_layer:  # a name would be a constant of each compiled block
+            config = setting.of_layer.get(stats.name, config)
         if config is None:
             stats.skipped(LEFT, self.layer.count(call, known))
             return call.run()
