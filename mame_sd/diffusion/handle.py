@@ -147,7 +147,7 @@ class MaMeHandle:
 
         Raises:
             RuntimeError: merging was removed or replaced.
-            ValueError: as `set`, and for a part of blocks (`mlp`, `cross`) that is off in the settings of all.
+            ValueError: as `set`, and for a part of blocks (`mlp`) that is off in the settings of all.
         """
         self._check_installed()
         asked = make_config(self._shared.now.asked if config is None else config, fields)

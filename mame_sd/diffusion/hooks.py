@@ -32,7 +32,7 @@ class Setting:
         config: the settings.
         asked: as they were given, before the model's family decided on what they leave open.
         active: whether they merge.
-        of_part: the settings for "attention", "mlp" and "cross"; None where that is off.
+        of_part: the settings for "attention" and "mlp"; None where that is off.
         of_layer: by name those of self-attentions that have their own; None where one is left alone.
     """
 
@@ -102,7 +102,8 @@ class MergeHook(AroundHook):
             return forward(*args, **kwargs)
         call = self.layer.call(module, forward, args, kwargs)
         known, step = self.told()
-        config = setting.of_layer.get(stats.name, config)
+        if setting.of_layer:  # a name would be a constant of each compiled block
+            config = setting.of_layer.get(stats.name, config)
         if config is None:
             stats.skipped(LEFT, self.layer.count(call, known))
             return call.run()

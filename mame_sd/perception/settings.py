@@ -36,7 +36,6 @@ _NO_MEANING = {
     "pairs": "an encoder has no guidance",
     "detail": "nothing is restored between its blocks",
     "mlp": "an encoder's MLPs see merged tokens already",
-    "cross": "an encoder has no cross-attention",
     "size": "the size of its images is read off",
     "layers": "tau and keep take one number for each block",
     "made_for": "its settings are by block",
