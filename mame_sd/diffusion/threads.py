@@ -100,9 +100,10 @@ def _owners(frame: FrameType | None) -> Iterator[Any]:
 
 
 def _holds(owner: Any, root: nn.Module) -> bool:
-    """Whether `owner` is a module or a pipeline, and `root` is it or within it."""
+    """Whether `owner` is a module or a pipeline, and `root`, or one of its denoisers, is it or within it."""
     if isinstance(owner, nn.Module):
-        return any(module is root for module in owner.modules())
+        roots = list(root.values()) if isinstance(root, nn.ModuleDict) else [root]
+        return any(module is known for module in owner.modules() for known in roots)
     if isinstance(owner, DiffusionPipeline | ModularPipeline):
         return any(_holds(part, root) for part in owner.components.values())
     return False

@@ -17,13 +17,16 @@ class Tokens:
     Attributes:
         size: (h, w) of an image's tokens, or (t, h, w) of a video's, in row-major order; (n,) where rows and columns are
             unknown.
-        before: tokens of something else, such as text, that stand before them in layers where both share a sequence.
-        after: the same, behind them (in every layer, such as a reference image's).
+        before: tokens of something else, such as text, that stand before them in layers where both share a sequence; None: any
+            number, another in each layer, and `after` behind them.
+        after: the same, behind them (in every layer, such as a reference image's); None: any number, another in each layer.
+        unknown: why they can't be told in this call, in which then nothing merges.
     """
 
     size: tuple[int, ...]
-    before: int = 0
-    after: int = 0
+    before: int | None = 0
+    after: int | None = 0
+    unknown: str = ""
 
     @property
     def count(self) -> int:

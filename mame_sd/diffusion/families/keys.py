@@ -117,7 +117,11 @@ class CountedKeys(Attending):
         """See `Attending`."""
         query, key = call["query"], call["key"]
         length = self._before + self._sizes.shape[-1] + self._after
-        if not key.shape[-2] == length == query.shape[-2] or key.shape[0] != self._batch:
+        few = query.shape[-2] == self._sizes.shape[-1]  # the image's alone
+        if (
+            not (key.shape[-2] == length == query.shape[-2] or (few and key.shape[-2] == length))
+            or key.shape[0] != self._batch
+        ):
             return attended(attention, call)  # not this layer's own
         self.seen = True
         sizes = beside(self._sizes, self._before, self._after, query)
@@ -173,6 +177,8 @@ class MergedKeys(Attending):
         place: gives the positions of the plan's tokens among the image's.
         correct: add what the merged keys lose to first order (`core/correction.py`), where there is no mask.
         drawn: estimate that from the sample of the plan's positions; every source went to one destination whole.
+        queries: how many queries the call that is meant may have beside as many as keys.
+        prefixed: keys of earlier calls, of any number, stand before these `length`.
     """
 
     def __init__(
@@ -185,10 +191,14 @@ class MergedKeys(Attending):
         place: Callable[[Tensor], Tensor],
         correct: bool = False,
         drawn: bool = False,
+        queries: tuple[int, ...] = (),
+        prefixed: bool = False,
     ) -> None:
         super().__init__()
         self.plan = plan
         self.first = first
+        self.queries = queries
+        self.prefixed = prefixed
         self.length = length
         self.batch = batch
         self.to_plane = to_plane
@@ -201,7 +211,12 @@ class MergedKeys(Attending):
     def attend(self, attention: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
         """See `Attending`."""
         query, key, value, mask = call["query"], call["key"], call["value"], call.get("attn_mask")
-        if not key.shape[-2] == self.length == query.shape[-2] or key.shape[0] != self.batch:
+        if self.prefixed and key.shape[-2] > self.length:
+            self.first += key.shape[-2] - self.length
+            self.length = key.shape[-2]
+        alike = key.shape[-2] == self.length == query.shape[-2]
+        few = key.shape[-2] == self.length and query.shape[-2] in self.queries
+        if not (alike or few) or key.shape[0] != self.batch:
             return attended(attention, call)
         self.seen = True
         alone = self.length == self.plan.tokens_in  # the image's keys are all there are

@@ -69,6 +69,11 @@ class Order:
 
 def start_of(length: int, tokens: Tokens) -> int | None:
     """Where the image's tokens begin in a sequence of `length`; None if they can't be in it."""
+    if tokens.before is None:
+        start = length - tokens.count - (tokens.after or 0)
+        return 0 if length == tokens.count else start if start >= 0 else None
+    if tokens.after is None:
+        return tokens.before if length >= tokens.before + tokens.count else 0 if length == tokens.count else None
     if length in (tokens.count, tokens.count + tokens.after):
         return 0
     if length == tokens.before + tokens.count + tokens.after:

@@ -18,11 +18,13 @@ from mame_sd.core.plan import Plan
 from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.families.keys import CountedKeys, MergedKeys
 from mame_sd.diffusion.families.order import Order, start_of
+from mame_sd.diffusion.families.samples import KeysBySample
 from mame_sd.diffusion.families.unet import LAYER_SKIP, NOT_COUNTED, skips_scores
 from mame_sd.diffusion.layer import Layer, LayerCall, Unmerged, compared
 from mame_sd.diffusion.tokens import Call, Tokens
 
 WHOLE = "queries merge too: {}"
+KEYS_ONLY = "queries stay whole: in {} only keys and values can merge"
 PICKED = "{}, where picking would drop queries too; take weights 'best' or 'average'"
 PARTS = (
     "{}, which cuts the batch into parts; samples that keep their own tokens run alone (tau lets them keep the same)"
@@ -42,10 +44,14 @@ class SequenceAttention(Layer):
     def tokens(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Tokens | str:
         """The image's tokens, as the model around says; a reason where the call isn't as the family says, or too small."""
         hidden = call.arguments.get(self.hidden)
-        if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+        if not isinstance(hidden, Tensor) or hidden.dim() not in ((3,) if self.family.queries else (2, 3, 4)):
             return "input is no tokens [B, L, C]"
-        if known is None:
-            return "height and width unknown"
+        if hidden.dim() == 4:
+            known = Tokens((hidden.shape[-2], hidden.shape[-1]))
+        if known is None or known.unknown:
+            return "height and width unknown" if known is None else known.unknown
+        if config.feature != "x" and not hasattr(call.module, "to_k"):
+            return f"feature={config.feature!r} asks for the layer's to_k, {type(call.module).__name__} has none"
         reason = self._skip_reason(call, known, config)
         if reason is None and self._whole_because(call, config) is not None:
             reason = self._unable(call, known, self.fitted(config, known)[0])
@@ -53,12 +59,12 @@ class SequenceAttention(Layer):
 
     def feature(self, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> Tensor:
         """The image's tokens, or their keys, in the order of the plane."""
-        hidden: Tensor = call.arguments[self.hidden]
+        hidden = self._hidden(call)
         return compared(call.module, Order(tokens, hidden.shape[1]).image(hidden), config.feature)
 
     def merged(self, call: LayerCall, tokens: Tokens, plan: Plan, config: MaMeConfig) -> Any:
         """The attention's output: the image's tokens restored, all others as computed beside the merged ones."""
-        hidden: Tensor = call.arguments[self.hidden]
+        hidden = self._hidden(call)
         order = Order(tokens, hidden.shape[1])
         if self._whole_because(call, config) is None:
             output, seen = self._with_merged_keys(call, order, plan, config)
@@ -94,35 +100,43 @@ class SequenceAttention(Layer):
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
         """The image's tokens; 0 where they are unknown."""
-        return 0 if known is None else known.count
+        return 0 if known is None or known.unknown else known.count
 
     def note(self, call: LayerCall, config: MaMeConfig) -> str:
         """Where queries merge though they are to stay whole, or merged tokens count once: why."""
         reason = self._whole_because(call, config)
         if reason and config.merge == "kv":
             return WHOLE.format(reason)
+        if reason is None and config.merge == "qkv":
+            return KEYS_ONLY.format(type(call.module).__name__)
         return NOT_COUNTED.format(call.kind) if config.correct and call.kind in self._uncounted else ""
 
     def _skip_reason(self, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> str | None:
         """Why this call passes through untouched; None if it may merge."""
         family, given = self.family, call.arguments
-        beside = given.get("encoder_hidden_states") is not None and "encoder_hidden_states" not in family.inputs
+        beside = given.get(family.text) is not None and family.text not in (*family.inputs, family.keys)
         if beside and not family.cross:
             return "cross-attention"
         for name in family.inputs:
             value = given.get(name)
-            if not isinstance(value, Tensor) or start_of(value.shape[1], tokens) is None:
-                length = value.shape[1] if isinstance(value, Tensor) else "no"
+            if not isinstance(value, Tensor) or start_of(_sequence(value).shape[1], tokens) is None:
+                length = _sequence(value).shape[1] if isinstance(value, Tensor) else "no"
                 return f"{length} tokens are not those of {' x '.join(map(str, tokens.size))}"
         if tokens.count < config.min_tokens:
             return f"fewer than min_tokens={config.min_tokens}"
-        if given.get("attention_mask") is not None and not family.mask:
+        for name in family.leaves:
+            if given.get(name) is not None:
+                return f"{name} is given, with which it attends otherwise"
+        mask = given.get("attention_mask")
+        if mask is not None and not isinstance(mask, Tensor):
+            return f"a {type(mask).__name__} in place of an attention mask: no softmax over all keys"
+        if mask is not None and not family.mask:
             return "attention mask"
         return None
 
     def _whole_because(self, call: LayerCall, config: MaMeConfig) -> str | None:
         """Why queries merge too; None where keys and values merge alone."""
-        if config.merge == "qkv":
+        if config.merge == "qkv" and self.family.queries:
             return "merge='qkv'"
         if _cuts_batches(call):
             return f"{call.kind} attends to parts of the batch"
@@ -136,9 +150,11 @@ class SequenceAttention(Layer):
 
     def _unable(self, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> str | None:
         """Why tokens can't merge before this call, queries included; None if they can."""
+        if not self.family.queries:
+            return f"{self._whole_because(call, config)}, where queries would have to merge too, which they can't"
         if config.weights == "pick":
             return PICKED.format(self._whole_because(call, config))
-        batch = call.arguments[self.hidden].shape[0]
+        batch = self._hidden(call).shape[0]
         if self.family.select is not None:
             reason = _unlike(call.arguments, self.family.select, tokens)
             if reason is not None:
@@ -151,27 +167,42 @@ class SequenceAttention(Layer):
                 return f"arguments of {type(unknown).__name__} can't be split into samples that keep their own tokens"
         return None
 
+    def _hidden(self, call: LayerCall) -> Tensor:
+        """The tokens [B, L, C] that a call comes with."""
+        return _sequence(call.arguments[self.hidden])
+
     def _text(self, call: LayerCall) -> Tensor | None:
-        """The text of a joint call."""
-        named = self.family.cross and "encoder_hidden_states" not in self.family.inputs
-        return call.arguments.get("encoder_hidden_states") if named else None
+        """The text [B, T, C] of a joint call."""
+        named = self.family.cross and self.family.text not in self.family.inputs
+        text: Tensor | None = call.arguments.get(self.family.text) if named else None
+        return None if text is None else _sequence(text)
 
     def _with_merged_keys(self, call: LayerCall, order: Order, plan: Plan, config: MaMeConfig) -> tuple[Any, bool]:
         """The attention's output of all queries, with the image's keys and values merged; and whether they were."""
-        hidden: Tensor = call.arguments[self.hidden]
+        hidden = self._hidden(call)
         first, after = self._around(call, order)
         length, batch = first + plan.tokens_in + after, hidden.shape[0]
         drawn = config.weights == "best"
-        keys = MergedKeys(plan, first, length, batch, order.to_plane, order.positions, config.correct, drawn)
+        how = order.to_plane, order.positions, config.correct, drawn
+        keys: MergedKeys | KeysBySample
+        if self.family.by_sample:
+            keys = KeysBySample(plan, first, batch, *how)
+        else:
+            prefixed = self.family.cached is not None and self.family.cached(call.arguments)
+            queries = hidden.shape[1], plan.tokens_in, length
+            keys = MergedKeys(plan, first, length, batch, *how, queries=queries, prefixed=prefixed)
         with keys:  # Dynamo loses what `as` would name
             output = call.run()
         return output, keys.seen
 
     def _around(self, call: LayerCall, order: Order) -> tuple[int, int]:
         """How many keys stand before and after the image's, the text's own among them."""
+        if self.family.keys is not None:
+            beside = call.arguments[self.family.keys].shape[1] - order.tokens.count
+            return (0, beside) if self.family.text_last else (beside, 0)
         text = self._text(call)
         beside = 0 if text is None else text.shape[1]
-        after = call.arguments[self.hidden].shape[1] - order.stop
+        after = self._hidden(call).shape[1] - order.stop
         return (order.first, after + beside) if self.family.text_last else (order.first + beside, after)
 
     def _sizes(self, call: LayerCall, order: Order, plan: Plan, config: MaMeConfig) -> Tensor | None:
@@ -217,6 +248,11 @@ class SequenceAttention(Layer):
         )
 
 
+def _sequence(t: Tensor) -> Tensor:
+    """Tokens [B, L, C] of [B, L, C], of one sample's [L, C] or of an image [B, C, H, W]."""
+    return t.flatten(2).transpose(1, 2) if t.dim() == 4 else t.unsqueeze(0) if t.dim() == 2 else t
+
+
 def _takes_no_mask(call: LayerCall) -> bool:
     """Whether attention runs in a backend of diffusers that takes no mask."""
     backend = getattr(call.processor, "_attention_backend", None)
@@ -238,7 +274,8 @@ def _unlike(given: Call, select: Any, tokens: Tokens) -> str | None:
         return t
 
     select(given, look)
-    beside = f" (with {tokens.before} before and {tokens.after} after them)" if tokens.before or tokens.after else ""
+    before, after = ("any number" if n is None else n for n in (tokens.before, tokens.after))
+    beside = f" (with {before} before and {after} after them)" if before or after else ""
     if not wrong:
         return None
     return f"expected one position for each of {tokens.count} image tokens{beside}, got {wrong[0]}"
