@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from mame_sd.diffusion.hook_registry import AroundHook, CallHook, PreHook
 from mame_sd.diffusion.layer import NO_STEP, Layer, Step, merged_call
 from mame_sd.diffusion.threads import PerThread
 from mame_sd.diffusion.tokens import Call, Tokens
-from mame_sd.report import LayerStats
+from mame_sd.report import NOTHING_MERGES, LayerStats
 
-# Models whose pipelines put the prompt before the negative one in a batch.
 _TIMESTEP = ("timestep", "timesteps", "t", "timestep_ratio", "vision_timesteps")  # what models call it
+LEFT = "left unmerged by layers"
+# Models whose pipelines put the prompt before the negative one in a batch.
 _PROMPT_FIRST = {"DiTTransformer2DModel", "LuminaNextDiT2DModel"}
 
 
@@ -28,13 +30,17 @@ TokensOf = Callable[[Any, Call], Tokens | str | None]
 
 
 class Setting:
-    """Settings, and whether they merge; `asked`: as they were given, before the model's family decided on what they leave open."""
+    """Settings, and whether they merge; `asked`: as they were given, before the model's family decided on what they leave open;
+    `layers`: names of the self-attentions that they are for."""
 
-    def __init__(self, config: MaMeConfig, active: bool, asked: MaMeConfig | None = None) -> None:
+    def __init__(
+        self, config: MaMeConfig, active: bool, asked: MaMeConfig | None = None, layers: Iterable[str] = ()
+    ) -> None:
         self.config = config
         self.asked = config if asked is None else asked
         self.active = active
         self.of_part = {name: config.of_part(name) for name in PARTS}
+        self.of_layer = {} if config.layers is None else {name: config.of_layer(name) for name in layers}
 
 
 class Shared:
@@ -117,6 +123,10 @@ class MergeHook(AroundHook):
             return forward(*args, **kwargs)
         call = self.layer.call(module, forward, args, kwargs)
         known = None if self.image is None else self.image.tokens
+        config = self.shared.now.of_layer.get(self.stats.name, config)
+        if config is None:
+            self.stats.skipped(LEFT, self.layer.count(call, known))
+            return call.run()
         step = self.shared.step
         if step.draw is not None:
             step = step._replace(draw=step.draw + self.number)
@@ -193,6 +203,7 @@ class StepHook(CallHook):
         self.names = _names(module)
         self.shared = shared
         self.latest = LatestCall()
+        self.watched: list[LayerStats] = []  # layers whose first forward has not been looked at
         # a ControlNet is called with the same latents for each control image
         self.calls_pair = "ControlNet" not in type(module).__name__
 
@@ -225,9 +236,18 @@ class StepHook(CallHook):
             self.latest.forget()
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Blocks that are called by themselves share nothing."""
+        """Blocks that are called by themselves share nothing. Warns once where the first forward merges nothing."""
         if not torch.compiler.is_compiling():
             self.shared.plans.value = None
+            watched, self.watched = self.watched, []
+            called = [stats for stats in watched if stats.calls]
+            if called and self.shared.now.active and all(stats.last_reason for stats in called):
+                largest = max(stats.tokens_in // stats.calls for stats in called)
+                warnings.warn(
+                    f"{NOTHING_MERGES}: each of {len(called)} was left alone, and the largest has {largest} tokens; "
+                    "report() says why. Lower min_tokens or generate larger images",
+                    stacklevel=2,
+                )
 
     def forget(self) -> None:
         """Lets go of this thread's plans."""

@@ -1,0 +1,217 @@
+"""What a graphics card would be asked to do: the kernels of a call, with their bytes and products, counted without a card.
+
+Tensors on the meta device have sizes and no values. `pretended` lets them say that they lie on a CUDA device, so that
+code takes the way that it takes there; `counted` sees every operation. So whole models run at their real size, on any
+machine and with any build of PyTorch:
+
+    model = on_card(build(torch.device("meta")))
+    apply_mame(model)
+    with pretended():
+        work = counted(lambda: model(**inputs))
+    print(len(work), sum(one.flops for one in work))
+
+What this can't tell: how fast a kernel is. `mame_sd.core.cards` reckons that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from mame_sd.core.cards import Work
+
+CARD = torch.device("cuda", 99)  # no real one: tables that are kept by their device hold no values here
+META = torch.device("meta")
+aten = torch.ops.aten
+_IS_CUDA, _DEVICE = Tensor.is_cuda.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
+
+# Operations that launch nothing beside those whose result is a view of an argument.
+_FREE = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten._unsafe_view.default,
+    aten.lift_fresh.default,
+}
+# Those that are more than one launch on CUDA, by the name without the overload, as PyTorch's sources have them.
+_LAUNCHES = {
+    "sort": 6,  # a radix sort: histograms, scans and scatters of several digits
+    "argsort": 6,
+    "topk": 4,
+    "cumsum": 2,
+    "native_group_norm": 3,  # moments, their product with the weights, the result
+    "_linalg_solve_ex": 4,
+    "linalg_cholesky_ex": 3,
+    "linalg_solve_triangular": 2,
+    "nonzero": 3,
+    "_embedding_bag_forward_only": 2,  # offsets to bags, then the sums
+    "convolution": 2,  # the bias is added by a kernel of its own
+    "unique_dim": 8,
+    "_unique2": 8,
+}
+# Those that read of their first argument what they return, and no more.
+_GATHERS = {"index_select", "gather", "index", "embedding", "take"}
+_FILLS = {"zero_", "fill_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones"}
+_PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "linear", "convolution", "linalg_solve_triangular"}
+_ATTENTION = aten.scaled_dot_product_attention.default
+_WHOLE = {aten.linear.default, _ATTENTION}  # taken as one, though PyTorch would take them apart
+
+
+class _Pretended(TorchFunctionMode):
+    """Tensors on the meta device say that they lie on CARD, and what asks for a tensor on it gets one on meta.
+
+    Args:
+        known: values of tensors whose values are read, by the tensor's id.
+    """
+
+    def __init__(self, known: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self._known = known
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensor = args[0] if args and isinstance(args[0], Tensor) else None
+        if tensor is not None and func is Tensor.cpu and id(tensor) in self._known:
+            return self._known[id(tensor)]
+        if func == _IS_CUDA:
+            return func(*args) or args[0].is_meta
+        if func == _DEVICE:
+            device = func(*args)
+            return CARD if device == META else device
+        if func is Tensor.cuda:
+            return args[0].to(META)
+        return func(*tree_map(_real, args), **tree_map(_real, kwargs))
+
+
+def _real(value: Any) -> Any:
+    """Where an argument names the pretended device, the one that stands for it."""
+    if isinstance(value, torch.device):
+        return META if value.type == "cuda" else value
+    return META if isinstance(value, str) and value.split(":")[0] == "cuda" else value
+
+
+@contextmanager
+def pretended(known: Mapping[int, Tensor] | None = None) -> Iterator[None]:
+    """For the block, tensors on the meta device say that they lie on a CUDA device."""
+    # a build of PyTorch without CUDA can't be asked for it
+    capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False)
+    with _Pretended(known or {}), torch.inference_mode(), capturing:
+        yield
+
+
+def on_card(model: nn.Module) -> nn.Module:
+    """A model on the meta device with no gradients asked for."""
+    return model.to(META).eval().requires_grad_(False)
+
+
+def counted(call: Callable[[], Any]) -> list[Work]:
+    """The kernels that `call` launches, in order. To be called within `pretended`."""
+    counter = _Counter()
+    with counter:
+        call()
+    return counter.work
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.work: list[Work] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _ATTENTION:
+            output = torch.empty_like(args[0], dtype=args[2].dtype).resize_(*args[0].shape[:-1], args[2].shape[-1])
+            self.work.append(_attention(output, *args, **kwargs))
+            return output
+        if func not in _WHOLE and _is_composite(func):
+            with self:
+                output = func.decompose(*args, **kwargs)
+            if output is not NotImplemented:
+                return output
+        output = func(*args, **kwargs)
+        on_card = any(isinstance(t, Tensor) and t.is_meta for t in tree_leaves((args, kwargs, output)))
+        if on_card and not _launches_nothing(func):
+            self.work.append(_work(func, args, kwargs, output))
+        return output
+
+
+def _is_composite(func: Any) -> bool:
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return bool(func.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
+
+
+def _launches_nothing(func: Any) -> bool:
+    if func in _FREE or func.namespace == "prim":
+        return True
+    return any(made.alias_info is not None and not made.alias_info.is_write for made in func._schema.returns)
+
+
+def _bytes(t: Any) -> int:
+    """What has to be read of a tensor, once: repeated entries of an expanded one count once."""
+    if not isinstance(t, Tensor):
+        return 0
+    entries = math.prod(n for n, stride in zip(t.shape, t.stride(), strict=True) if stride)
+    return min(entries, t.numel()) * t.element_size()
+
+
+def _work(func: Any, args: Any, kwargs: Any, output: Any) -> Work:
+    name = func._schema.name.split("::")[1]
+    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    made = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+    read, written = sum(map(_bytes, given)), sum(map(_bytes, made))
+    if name in _GATHERS:
+        read = written + sum(map(_bytes, given[1:]))
+    elif name in _FILLS:
+        read = 0
+    elif name == "copy_":
+        read = _bytes(given[1]) if len(given) > 1 else 0
+    elif name in ("scatter_", "index_copy_", "index_put_", "index_add_", "scatter_add_", "scatter_reduce_"):
+        moved = sum(map(_bytes, given[1:]))
+        read, written = moved, moved
+    elif name == "native_group_norm":
+        read += _bytes(given[0])  # once for the moments, once for the result
+    elif name == "convolution":
+        written += 2 * sum(map(_bytes, made)) if args[2] is not None else 0
+    flops = _flops(func, name, args, output)
+    launches = _LAUNCHES.get(name, 1)
+    if name == "convolution" and args[2] is None:
+        launches = 1
+    kind = "other"
+    if name in _PRODUCTS:
+        kind = "convolution" if name == "convolution" else "product"
+    dtype = next((t.dtype for t in given if t.is_floating_point()), torch.float32)
+    return Work(name, kind, dtype, read + written, flops, launches)
+
+
+def _flops(func: Any, name: str, args: Any, output: Any) -> int:
+    if name == "convolution":
+        return int(flop_registry[func._overloadpacket](*args, out_val=output))
+    if name == "linalg_solve_triangular":
+        return int(args[0].shape[-1] * args[1].numel())
+    if name not in _PRODUCTS:
+        return 0
+    first = args[1] if name in ("addmm", "addmm_", "baddbmm", "baddbmm_") else args[0]
+    return int(2 * output.numel() * first.shape[-1])
+
+
+def _attention(
+    output: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *_: Any, **given: Any
+) -> Work:
+    mask = given.get("attn_mask", mask)
+    pairs = math.prod(query.shape[:-2]) * query.shape[-2] * key.shape[-2]
+    moved = sum(map(_bytes, (query, key, value, output, mask)))
+    flops = 2 * pairs * (query.shape[-1] + value.shape[-1])
+    kind = "attention" if mask is None else "masked attention"
+    return Work("attention", kind, query.dtype, moved, flops, 1, width=query.shape[-1])
