@@ -35,4 +35,4 @@ EXCLUDED = {
 def known_as(kind: str) -> str:
     """A model's class about as people name it: "Flux2Transformer2DModel" is Flux 2."""
     name = re.sub(r"(?<!^)(Transformer|UNet|DiT)([123]D)?(Model)?$", "", kind)
-    return re.sub(r"(?<=[a-zA-Z])(?=\d)|(?<=\d)(?=[A-CE-Z])", " ", name)
+    return re.sub(r"(?<=[a-zA-Z])(?=\d)(?!\dD)|(?<=\d)(?=[A-CE-Z])", " ", name)

@@ -18,8 +18,9 @@ class Case:
     Attributes:
         name: the class.
         build: a tiny model of it.
-        inputs: (one call's arguments), made anew for each call.
-        image: the argument that holds the image or video, and its dimensions: "hidden_states BCHW". L are tokens, row after row.
+        inputs: gives the arguments of a call.
+        image: the argument that holds the image or video, and its dimensions: "hidden_states BCHW". L are tokens, row after row
+            (behind the text: 7L), N items of which the last is generated, F one frame.
             Empty: no probe, for the reason in `unprobed`.
         text: the argument that holds text tokens along its second dimension; empty: none, or not one that stays in its place.
         unprobed: why the probe can't tell.

@@ -348,12 +348,12 @@ CASES = [
         text_in_dim=16,
         rope_axes_dim=(4, 4, 8),
     ),
-    Case("ZImageTransformer2DModel", z_image, listed(), "x BC1HW", "cap_feats"),
+    Case("ZImageTransformer2DModel", z_image, listed(), "x BCFHW", "cap_feats"),
     Case(
         "ZImageControlNetModel",
         z_control,
         listed(control_context=list(normal(2, 4, 1, 2 * H, 2 * W))),
-        "x BC1HW",
+        "x BCFHW",
         "cap_feats",
     ),
     case(

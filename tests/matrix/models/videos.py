@@ -424,7 +424,7 @@ CASES = [
     case(
         "JoyImageEditTransformer3DModel",
         lambda: {"hidden_states": normal(2, 2, 4, 1, 2 * H, 2 * W), "encoder_hidden_states": WORDS, **STEP},
-        "hidden_states B1CTHW",
+        "hidden_states BNCTHW",
         text="encoder_hidden_states",
         in_channels=4,
         hidden_size=32,
