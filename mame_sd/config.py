@@ -24,6 +24,7 @@ from mame_sd.config_checks import PARTS, check_given, check_resolved, plain
 from mame_sd.layer_rules import LayerRules
 from mame_sd.presets import resolve
 
+BESIDE = "mame.json"  # a file of settings in a model's folder, which merging takes where nothing else is given
 _UNSET: Any = None
 
 

@@ -210,6 +210,8 @@ def tune_command(
     """
     from mame_sd.cli.console import note, progress
     from mame_sd.cli.generate import load_to_merge
+    from mame_sd.diffusion.apply import denoiser_of
+    from mame_sd.diffusion.families.transformers import uniform
     from mame_sd.eval.tuning.calibrate import calibrate, check_forms, settings_to_check
     from mame_sd.eval.tuning.choice import check_wish, choose, measured, remarks, whole
     from mame_sd.eval.tuning.measure import lpips_distance, tune
@@ -228,7 +230,7 @@ def tune_command(
     few = min(4, max(1, len(chosen) // 4))
     distance = lpips_distance(weights_dir, model.offline)
     loaded, merging = load_to_merge(model, merging)
-    merging = merging.replace(layers=None, made_for=None)
+    merging = uniform(denoiser_of(loaded.pipe), merging)
     with progress("prompts") as on_progress:
         found = calibrate(loaded, chosen[:few], sampling, merging, out, on_progress)
     checked = chosen[few:]

@@ -123,7 +123,8 @@ class MergeHook(AroundHook):
             return forward(*args, **kwargs)
         call = self.layer.call(module, forward, args, kwargs)
         known = None if self.image is None else self.image.tokens
-        config = self.shared.now.of_layer.get(self.stats.name, config)
+        if self.shared.now.of_layer:  # a name would be a constant of each compiled block
+            config = self.shared.now.of_layer.get(self.stats.name, config)
         if config is None:
             self.stats.skipped(LEFT, self.layer.count(call, known))
             return call.run()
