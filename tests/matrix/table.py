@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.matrix import caches, diffusers_suite, features, tools, transformers, unets
+from tests.matrix import caches, diffusers_suite, features, newest, tools, transformers, unets
 from tests.matrix.models import sweep
 from tests.matrix.rows import Row
 
@@ -73,11 +73,11 @@ def page() -> str:
     """The whole page."""
     parts = [HEAD, "## UNets", "", *rows_table("pipeline", unets.ROWS), ""]
     parts += ["## Around Stable Diffusion", "", *rows_table("feature", features.ROWS), ""]
-    parts += ["## Transformers", "", *rows_table("model", transformers.ROWS), ""]
+    parts += ["## Transformers", "", *rows_table("model", [*transformers.ROWS, *newest.ROWS]), ""]
     parts += [SWEEP, *sweep.table(), ""]
     parts += [CACHES, *caches.table(), ""]
     parts += ["## Tools and errors", "", "| what | holds |", "|---|---|"]
-    parts += [f"| {row.name} | {row.note} |" for row in tools.CHECKS]
+    parts += [f"| {row.name} | {row.note} |" for row in (*tools.CHECKS, *newest.CHECKS)]
     parts += ["", *diffusers_suite.section()]
     parts += ["## Not checked", "", "Each reason is tested too: it fails without any of our code.", ""]
     parts += ["| what | reason |", "|---|---|", *(f"| {row.name} | {row.reason} |" for row in features.ABSENT), ""]
