@@ -5,11 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mame_sd.doors import open_doors
-
 if TYPE_CHECKING:
     from mame_sd.apply import apply_mame, mame, remove_mame
-    from mame_sd.config import MaMeConfig
+    from mame_sd.config import MaMeConfig, Study
     from mame_sd.core.merge import plan_merge
     from mame_sd.core.plan import MergePlan
     from mame_sd.diffusion.handle import MaMeHandle
@@ -28,6 +26,7 @@ _LAZY = {
     "MachineError": "mame_sd.errors",
     "MergePlan": "mame_sd.core.plan",
     "NothingMergedError": "mame_sd.report",
+    "Study": "mame_sd.config",
     "UserError": "mame_sd.errors",
     "apply_mame": "mame_sd.apply",
     "embedded_model_path": "mame_sd.embedded.model",
@@ -45,6 +44,7 @@ __all__ = [
     "MachineError",
     "MergePlan",
     "NothingMergedError",
+    "Study",
     "UserError",
     "apply_mame",
     "embedded_model_path",
@@ -63,6 +63,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-open_doors()

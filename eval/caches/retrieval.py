@@ -130,9 +130,7 @@ def _pairs(rng: random.Random, size: int) -> tuple[str, str, str]:
     return _asked(rng, "\n".join(map(_fact, names, codes)), names, codes)
 
 
-def _asked(
-    rng: random.Random, text: str, names: list[str], codes: list[str]
-) -> tuple[str, str, str]:
+def _asked(rng: random.Random, text: str, names: list[str], codes: list[str]) -> tuple[str, str, str]:
     at = rng.randrange(len(names))
     question = f"\n\nWhat is the secret code of the {names[at]}?<|im_end|>\n<|im_start|>assistant\n"
     return (
@@ -143,12 +141,15 @@ def _asked(
 
 
 def _copy(rng: random.Random, size: int) -> tuple[str, str, str]:
-    lines = [f"Line {i + 1}: " + " ".join(rng.sample(_NAMES, 6)) for i in range(size)]
-    at = rng.randrange(len(lines))
-    start, _, words = lines[at].partition(": ")
-    first = words.split()
-    question = f"\n\nRepeat line {at + 1}.<|im_end|>\n<|im_start|>assistant\n{start}: {first[0]} {first[1]}"
-    return "Remember these lines.\n\n" + "\n".join(lines), question, " " + " ".join(first[2:])
+    words = rng.sample(_NAMES, 40)
+    notes = [words[i : i + 5] for i in range(0, 40, 5)]
+    lines = [rng.choice(_FILLER) for _ in range(size)]
+    for place, note in zip(sorted(rng.sample(range(size), 8), reverse=True), notes, strict=True):
+        lines.insert(place, f"Note: {' '.join(note)}.")
+    first, *rest = notes[rng.randrange(8)]
+    text = "Remember these notes.\n\n" + "\n".join(lines)
+    question = f"\n\nWhich note begins with {first}?<|im_end|>\n<|im_start|>assistant\nNote: {first}"
+    return text, question, " " + " ".join(rest)
 
 
 _MAKERS: dict[str, Callable[[random.Random, int], tuple[str, str, str]]] = {

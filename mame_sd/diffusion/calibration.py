@@ -191,10 +191,8 @@ class Probe(MergeHook):
     def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """The module's own output; the forms in which the layer can't merge have no entry."""
         call = self.layer.call(module, forward, args, kwargs)
-        known = None if self.image is None else self.image.tokens
-        step = self.shared.step._replace(plans=None)
-        if step.draw is not None:
-            step = step._replace(draw=step.draw + self.number)
+        known, step = self.told()
+        step = step._replace(plans=None)
         whole, seconds = _timed(call.run, self._clock)
         self._measured.whole.append(seconds)
         for number, config in enumerate(self._forms):
@@ -335,7 +333,7 @@ def options(measured: Mapping[str, Measured]) -> dict[str, list[Option]]:
     return result
 
 
-def choose(options: Mapping[str, Sequence[Option]], saved: float) -> dict[str, Option] | None:
+def choose(options: Mapping[Any, Sequence[Option]], saved: float) -> dict[Any, Option] | None:
     """The option for each layer whose errors have the least sum of all that save at least `saved` seconds; None: none do."""
     names = list(options)
     most = sum(max(o.seconds for o in found) - min(o.seconds for o in found) for found in options.values())

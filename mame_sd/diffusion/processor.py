@@ -21,7 +21,7 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
-from mame_sd.config import PARTS, MaMeConfig
+from mame_sd.config import PARTS, MaMeConfig, say_moved
 from mame_sd.diffusion.families.unet import PlainAttention, default_processor, processed, skip_reason
 from mame_sd.diffusion.layer import NO_DETAIL, NO_SIZE, LayerCall, merged_call
 from mame_sd.report import LayerStats, MaMeReport, NothingMergedError, make_report
@@ -72,6 +72,7 @@ class MaMeAttnProcessor:
         **fields: Any,
     ) -> None:
         given = {name: value for name, value in {"tau": tau, "keep": keep, **fields}.items() if value is not None}
+        say_moved(given, stacklevel=3)
         self.config = make_config(config, given)
         for name in PARTS:
             share = getattr(self.config, name)
@@ -119,7 +120,9 @@ class MaMeAttnProcessor:
             "ip_adapter_masks": ip_adapter_masks,
             "ip_hidden_states": ip_hidden_states,
         }
-        call = LayerCall(attn, lambda **given: processed(inner, attn, given), (), arguments, processor=inner)
+        call = LayerCall(
+            attn, lambda **given: processed(inner, attn, given), arguments, processor=inner, kind=type(inner).__name__
+        )
         reason = skip_reason(call, self.config)
         if reason == "cross-attention" or (reason is not None and hidden_states.dim() != 3):
             if not torch.compiler.is_compiling():

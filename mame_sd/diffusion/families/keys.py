@@ -8,7 +8,7 @@ is: text is untouched, rotary positions are in the keys already, and a batch run
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from mame_sd.core.means import Groups
 from mame_sd.core.pick_plan import PickPlan
 from mame_sd.core.plan import Plan
 from mame_sd.core.row_plan import RowPlan
+from mame_sd.diffusion.tokens import Tokens
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -117,11 +118,8 @@ class CountedKeys(Attending):
         """See `Attending`."""
         query, key = call["query"], call["key"]
         length = self._before + self._sizes.shape[-1] + self._after
-        few = query.shape[-2] == self._sizes.shape[-1]  # the image's alone
-        if (
-            not (key.shape[-2] == length == query.shape[-2] or (few and key.shape[-2] == length))
-            or key.shape[0] != self._batch
-        ):
+        few = query.shape[-2] == self._sizes.shape[-1] and key.shape[-2] == length  # queries of the image alone
+        if not (key.shape[-2] == length == query.shape[-2] or few) or key.shape[0] != self._batch:
             return attended(attention, call)  # not this layer's own
         self.seen = True
         sizes = beside(self._sizes, self._before, self._after, query)
@@ -166,43 +164,36 @@ class GroupedKeys(Attending):
 
 
 class MergedKeys(Attending):
-    """While entered, attention over `length` tokens of itself has the image's keys and values merged.
+    """While entered, attention over all of a sequence by itself has the image's keys and values merged.
 
     Args:
         plan: of the image's tokens.
+        tokens: how these lie.
+        shape: (samples, keys) of the call that is meant; attention over others (an image prompt's) runs as it is.
         first: where the image's keys begin.
-        length: keys of the call that is meant; attention over others (an image prompt's) runs as it is.
-        batch: samples of the call that is meant.
-        to_plane: puts tokens [B, n, C] of the image in the order of the plan.
-        place: gives the positions of the plan's tokens among the image's.
         correct: add what the merged keys lose to first order (`core/correction.py`), where there is no mask.
         drawn: estimate that from the sample of the plan's positions; every source went to one destination whole.
         queries: how many queries the call that is meant may have beside as many as keys.
-        prefixed: keys of earlier calls, of any number, stand before these `length`.
+        prefixed: keys of earlier calls, of any number, stand before these.
     """
 
     def __init__(
         self,
         plan: Plan,
-        first: int,
-        length: int,
-        batch: int,
-        to_plane: Callable[[Tensor], Tensor],
-        place: Callable[[Tensor], Tensor],
+        tokens: Tokens,
+        shape: Sequence[int],
+        first: int = 0,
         correct: bool = False,
         drawn: bool = False,
-        queries: tuple[int, ...] = (),
+        queries: Sequence[int] = (),
         prefixed: bool = False,
     ) -> None:
         super().__init__()
         self.plan = plan
+        self.queries, self.prefixed = queries, prefixed
+        self.tokens = tokens
+        self.batch, self.length = shape[:2]
         self.first = first
-        self.queries = queries
-        self.prefixed = prefixed
-        self.length = length
-        self.batch = batch
-        self.to_plane = to_plane
-        self.place = place
         self.correct = correct
         self.drawn = drawn
         self.seen = False  # whether such a call came
@@ -232,7 +223,7 @@ class MergedKeys(Attending):
         plan = self.plan
         if not self.drawn:
             return first_order(moments(*every), moments(*kept, sizes))
-        at = self.place(plan.positions.sample) + self.first
+        at = self.tokens.places(plan.positions.sample) + self.first
         means = kept[0].narrow(-2, self.first, plan.tokens_kept), kept[1].narrow(-2, self.first, plan.tokens_kept)
         drawn = every[0].index_select(-2, at), every[1].index_select(-2, at)
         rows = of_heads(plan.rows[:, plan.positions.sample], every[0])
@@ -243,7 +234,7 @@ class MergedKeys(Attending):
     @property
     def kept(self) -> Tensor:
         """[n'] or [B, n'], positions of the merged tokens among the image's."""
-        return self.place(self.plan.kept)
+        return self.tokens.places(self.plan.kept)
 
     def sizes(self, like: Tensor) -> Tensor:
         """How many keys each of the merged ones stands for, [L'] or [B, 1, L'] (for `like` of three dimensions [B, L'])."""
@@ -278,7 +269,7 @@ class MergedKeys(Attending):
         """Which of the merged keys each one went to, [B, L]."""
         plan, last = self.plan, self.first + self.plan.tokens_in
         rows, fewer = plan.rows + self.first, plan.tokens_in - plan.tokens_kept
-        at = self.place(torch.arange(plan.tokens_in, device=rows.device)) + self.first
+        at = self.tokens.places(torch.arange(plan.tokens_in, device=rows.device)) + self.first
         every = torch.arange(self.length, device=rows.device)
         others = torch.where(every < last, every, every - fewer)
         return others.expand(rows.shape[0], -1).index_copy(1, at, rows)
@@ -287,7 +278,7 @@ class MergedKeys(Attending):
         """[B, n', C] of the image's tokens [B, n, C]."""
         if isinstance(self.plan, PickPlan):  # straight from where they stand: the plane's order would copy all of them
             return rows_of(image, self.kept)
-        return self.plan.merge(self.to_plane(image))
+        return self.plan.merge(self.tokens.to_plane(image))
 
     def columns(self, mask: Tensor | None) -> Tensor | None:
         """The mask [..., Q, L'] of the merged keys, whose entries are those of the tokens that stay."""

@@ -8,32 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mame_sd.core.detail import Detail
 from mame_sd.core.plan import Plan
 from mame_sd.diffusion.families.keys import Attending, MergedKeys, attended
+from mame_sd.diffusion.tokens import Tokens
 
 
 class KeysBySample(Attending):
     """While entered, each call of one sample has the keys and values of the next sample's image merged.
 
     Args:
-        plan, first: as `MergedKeys`; behind the image any number of keys may stand.
+        plan, tokens, first, correct, drawn: as `MergedKeys`; behind the image any number of keys may stand.
         batch: samples in all.
-        to_plane, place, correct, drawn: as `MergedKeys`.
     """
 
     def __init__(
         self,
         plan: Plan,
-        first: int,
+        tokens: Tokens,
         batch: int,
-        to_plane: Callable[[Tensor], Tensor],
-        place: Callable[[Tensor], Tensor],
+        first: int = 0,
         correct: bool = False,
         drawn: bool = False,
     ) -> None:
         super().__init__()
-        self._plan, self._first, self._batch = plan, first, batch
-        self._how = to_plane, place, correct, drawn
+        self._plan, self._tokens, self._batch, self._first = plan, tokens, batch, first
+        self._how = correct, drawn
         self._samples = 0  # whose attention has come
 
     @property
@@ -50,7 +50,7 @@ class KeysBySample(Attending):
             return attended(attention, call)
         plan = self._plan if self._batch == 1 else _SamplePlan(self._plan, self._samples, self._batch)
         self._samples += 1
-        return MergedKeys(plan, self._first, length, 1, *self._how).attend(attention, call)
+        return MergedKeys(plan, self._tokens, (1, length), self._first, *self._how).attend(attention, call)
 
 
 class _SamplePlan(Plan):
@@ -91,9 +91,9 @@ class _SamplePlan(Plan):
         """See `Plan`; t [1, L, C]."""
         return self._own(self._plan.merge(t.expand(self._batch, -1, -1)))
 
-    def restore(self, y: Tensor) -> Tensor:
+    def restore(self, y: Tensor, detail: Detail | None = None) -> Tensor:
         """See `Plan`; y [1, L', C]."""
-        return self._own(self._plan.restore(y.expand(self._batch, -1, -1)))
+        return self._own(self._plan.restore(y.expand(self._batch, -1, -1), detail))
 
     def _own(self, t: Tensor) -> Tensor:
         return t.narrow(0, self._sample, 1) if t.shape[0] == self._batch else t

@@ -62,7 +62,7 @@ def merging() -> Iterator[list[Merged]]:
         self.seen = False
         output = attend(self, attention, dict(call))
         if self.seen:
-            found.append(Merged(call, self.plan, self.first, self.place, output))
+            found.append(Merged(call, self.plan, self.first, self.tokens.places, output))
         return output
 
     MergedKeys.attend = noted  # type: ignore[method-assign]

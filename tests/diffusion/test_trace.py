@@ -1,0 +1,94 @@
+"""One call of one merging layer asks each question once: few files, few calls, few returns to a file that was left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mame_sd.diffusion.apply import apply_mame
+from mame_sd.diffusion.processor import MaMeAttnProcessor
+from tests.builders.tiny import tiny_unet, unet_inputs
+from tests.builders.trace import Trace, traced
+from tests.builders.transformers import IMAGE, TEXT, normal
+from tests.builders.transformers import model as transformer
+
+
+def unet() -> tuple[nn.Module, dict[str, Any], Callable[[nn.Module], nn.Module]]:
+    model = tiny_unet()
+    return model, unet_inputs(model), lambda m: m.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+
+
+def sd3() -> tuple[nn.Module, dict[str, Any], Callable[[nn.Module], nn.Module]]:
+    model = transformer(
+        "SD3Transformer2DModel",
+        sample_size=32,
+        patch_size=2,
+        in_channels=4,
+        num_layers=2,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        joint_attention_dim=16,
+        caption_projection_dim=32,
+        pooled_projection_dim=16,
+        pos_embed_max_size=32,
+    )()
+    inputs = {
+        "hidden_states": IMAGE,
+        "encoder_hidden_states": normal(2, TEXT, 16),
+        "pooled_projections": normal(2, 16),
+        "timestep": torch.tensor([500.0, 500.0]),
+    }
+    return model, inputs, lambda m: m.transformer_blocks[0].attn
+
+
+def hooks(model: Any) -> None:
+    apply_mame(model, min_tokens=16)
+
+
+def one_liner(model: Any) -> None:
+    model.set_attn_processor(MaMeAttnProcessor(min_tokens=16))
+
+
+def keys_alone(model: Any) -> None:
+    apply_mame(model, min_tokens=16, merge="kv")
+
+
+def way(build: Callable[[], Any], merge: Callable[[Any], None]) -> Trace:
+    """The trace of a layer's second call, the tables of whose partition are made."""
+    model, inputs, layer_of = build()
+    merge(model)
+    layer = layer_of(model)
+    found: list[Trace] = []
+    forward = layer.forward
+    with torch.no_grad():
+        model(**inputs)
+
+        def tracing(*args: Any, **kwargs: Any) -> Any:
+            output: list[Any] = []
+            found.append(traced(lambda: output.append(forward(*args, **kwargs))))
+            return output[0]
+
+        layer.forward = tracing
+        model(**{name: value.clone() for name, value in inputs.items()})
+    return found[0]
+
+
+# Of each way at most so many files of ours entered, calls of functions of ours, and returns to a file that was left before.
+# 35 of the calls of SD3's ways are PyTorch's: each operation of the attention processor asks the mode that stands in its attention.
+WAYS: dict[str, tuple[Any, Any, tuple[int, int, int]]] = {
+    "unet": (unet, hooks, (21, 104, 41)),
+    "one-liner": (unet, one_liner, (19, 100, 39)),
+    "sd3-keys": (sd3, keys_alone, (23, 150, 51)),
+    "sd3": (sd3, hooks, (22, 184, 76)),
+}
+
+
+@pytest.mark.parametrize(("build", "merge", "most"), WAYS.values(), ids=WAYS)
+def test_a_call_of_a_layer_asks_each_question_once(build: Any, merge: Any, most: tuple[int, int, int]) -> None:
+    trace = way(build, merge)
+    assert trace.counts[1] > 10  # it merged
+    assert all(count <= limit for count, limit in zip(trace.counts, most, strict=True)), str(trace)
