@@ -1,4 +1,4 @@
-"""apply_mame: merging as hooks on a model's self-attention modules, and on its MLPs and cross-attention if asked to.
+"""apply_mame: merging as hooks on a model's self-attention modules, and on its MLPs if asked to.
 
     handle = apply_mame(pipe, tau=0.8)
     image = pipe("a red key").images[0]
@@ -86,7 +86,7 @@ def apply_mame(target: Any, config: MaMeConfig | str | PathLike[str] | None = No
     Raises:
         TypeError: `target` is neither a module nor a pipeline with a denoiser.
         ValueError: no self-attention that could merge, or a MaMeAttnProcessor is installed, or bad settings, or ones
-            that the model lacks the parts for (`mlp`, `cross`).
+            that the model lacks the parts for (`mlp`).
         RuntimeError: another thread makes an image with the model.
     """
     handle = build_handle(target, make_config(config, fields))

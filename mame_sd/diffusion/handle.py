@@ -147,7 +147,7 @@ class MaMeHandle:
 
         Raises:
             RuntimeError: merging was removed or replaced.
-            ValueError: as `set`, and for a part of blocks (`mlp`, `cross`) that is off in the settings of all.
+            ValueError: as `set`, and for a part of blocks (`mlp`) that is off in the settings of all.
         """
         self._check_installed()
         asked = make_config(self._shared.now.asked if config is None else config, fields)
@@ -241,7 +241,7 @@ class MaMeHandle:
                 take_hook(module, hook.name)
 
     def install(self) -> None:
-        """Puts the hooks back (after `remove`, or in place of a later `apply_mame`); those of parts that are off stay off.
+        """Puts the hooks back (after `remove`, or instead of a later `apply_mame`); those of parts that are off stay off.
 
         Raises RuntimeError where another thread makes an image with the model.
         """

@@ -36,7 +36,7 @@ class Setting:
         config: the settings.
         asked: as they were given, before the model's family decided on what they leave open.
         active: whether they merge.
-        of_part: the settings for "attention", "mlp" and "cross"; None where that is off.
+        of_part: the settings for "attention" and "mlp"; None where that is off.
         of_layer: by name those of self-attentions that have their own; None where one is left alone.
     """
 
