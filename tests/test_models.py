@@ -15,6 +15,7 @@ from mame_sd import apply_mame, remove_mame
 from mame_sd.diffusion.families.family import REGISTERED
 from mame_sd.diffusion.families.refused import EXCLUDED
 from mame_sd.families import Family, Tokens, register_family
+from tests.builders.pipelines import kandinsky, run_kandinsky
 from tests.builders.transformers import TEXT, H, W, normal
 from tests.matrix.models import refusals
 from tests.matrix.models.case import Case
@@ -100,6 +101,18 @@ def test_keys_of_cached_references_stand_before_the_image() -> None:
         handle.report()
     calls = cached_calls(model, {**inputs, "kv_cache": cache, "kv_cache_mode": "cached"})
     assert {(call.first, call.plan.tokens_in) for call in calls} == {(TEXT + references, H * W)}
+
+
+def test_keys_that_unets_add_stay_whole() -> None:
+    """Kandinsky 2.2: the text's keys stand before the image's."""
+    pipe = kandinsky()
+    handle = apply_mame(pipe, keep=0.5, min_tokens=1, correct=False)
+    with merging() as calls:
+        run_kandinsky(pipe)
+    assert len(calls) == len(handle.report().layers)
+    for call in calls:
+        assert call.first == call.call["key"].shape[-2] - call.plan.tokens_in > 0
+        torch.testing.assert_close(call.output, by_loop(call), rtol=1e-4, atol=1e-5)
 
 
 def test_a_registered_family_comes_before_a_refusal() -> None:
