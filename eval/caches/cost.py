@@ -26,7 +26,9 @@ def cost_table(lengths: str, keep: float, layers: int) -> str:
     try:
         sizes = [int(part) for part in lengths.split(",")]
     except ValueError:
-        raise UserError(f"--lengths: expected numbers with commas between, got {lengths!r}") from None
+        raise UserError(
+            f"--lengths: expected numbers with commas between, got {lengths!r}"
+        ) from None
     if min(sizes) < 64:
         raise UserError(f"--lengths: expected at least 64 tokens, got {min(sizes)}")
     if not 0 < keep < 1:
@@ -82,11 +84,15 @@ def _rows(model: Any, size: int, keep: float) -> list[str]:
         full.crop(-_STEPS)
         held = sum(layer.nbytes for layer in cache.layers)
         keys = max(layer.slots.shape[2] for layer in cache.layers)
-        lines.append(_line(size, name, both / prefill - 1, sorted(ratios)[_STEPS // 2], held, keys, layers))
+        lines.append(
+            _line(size, name, both / prefill - 1, sorted(ratios)[_STEPS // 2], held, keys, layers)
+        )
     return lines
 
 
-def _line(size: int, name: str, extra: float, ratio: float, held: int, keys: int, layers: int) -> str:
+def _line(
+    size: int, name: str, extra: float, ratio: float, held: int, keys: int, layers: int
+) -> str:
     mebibytes = held / 2**20 / layers * DEPTH
     adds = 2 * HEADS * HEAD * keys * DEPTH / 1e6
     return f"| {size} | {name} | {extra:.2f} | {ratio:.2f} | {mebibytes:.0f} | {adds:.0f} |"

@@ -69,7 +69,9 @@ class Meter:
         return Prefilled(self.recorder.views, out.logits[0, -1].float())
 
     @torch.no_grad()
-    def rest(self, kept: Sequence[Kept], seen: int, ids: Sequence[int]) -> tuple[Tensor, DynamicCache]:
+    def rest(
+        self, kept: Sequence[Kept], seen: int, ids: Sequence[int]
+    ) -> tuple[Tensor, DynamicCache]:
         """Log-probabilities [n, V] in fp32 after each of `ids`, read after a cache; and the cache."""
         cache = cache_of(kept, seen)
         tokens = torch.tensor([list(ids)], device=self.model.device)
@@ -93,9 +95,9 @@ class Meter:
         for view in self.recorder.views:
             length, n = start.views[0].seen, view.queries.shape[2]
             parts = [
-                view.attention(view.queries[:, :, i : i + 256], view.query_slots[i : i + 256])[..., :length].amax(
-                    (2, 3)
-                )
+                view.attention(view.queries[:, :, i : i + 256], view.query_slots[i : i + 256])[
+                    ..., :length
+                ].amax((2, 3))
                 for i in range(0, n, 256)
             ]
             found[view.layer] = torch.stack(parts).amax(0)
@@ -159,7 +161,10 @@ def measure_passage(
         kept = compressed(row.method, start.views, share)
         got, _ = meter.rest(kept, seen, passage.rest[:-1])
         kl = float((chance * (want - got)).sum(-1).mean())
-        counts = [k.keys.shape[2] if k.real is None else float(k.real.sum(-1).float().mean()) for k in kept]
+        counts = [
+            k.keys.shape[2] if k.real is None else float(k.real.sum(-1).float().mean())
+            for k in kept
+        ]
         yield {
             "row": row.name,
             "share": share,
@@ -175,4 +180,6 @@ def _loss(log_probabilities: Tensor, target: Tensor) -> float:
 
 
 def _bytes(kept: Sequence[Kept]) -> int:
-    return sum(k.keys.nbytes + k.values.nbytes + (0 if k.bias is None else k.bias.nbytes) for k in kept)
+    return sum(
+        k.keys.nbytes + k.values.nbytes + (0 if k.bias is None else k.bias.nbytes) for k in kept
+    )

@@ -13,7 +13,9 @@ from mame_sd.errors import UserError, first_line
 SMOLLM2 = "smollm2"
 
 
-def load_language_model(name: str, weights_dir: Path | None = None, offline: bool = False) -> tuple[nn.Module, Any]:
+def load_language_model(
+    name: str, weights_dir: Path | None = None, offline: bool = False
+) -> tuple[nn.Module, Any]:
     """A causal language model in fp32 and its tokenizer.
 
     Args:
@@ -34,7 +36,9 @@ def load_language_model(name: str, weights_dir: Path | None = None, offline: boo
         place, extra = str(path.parent), {"gguf_file": path.name}
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=offline, **extra)
-        model = AutoModelForCausalLM.from_pretrained(place, local_files_only=offline, dtype=torch.float32, **extra)
+        model = AutoModelForCausalLM.from_pretrained(
+            place, local_files_only=offline, dtype=torch.float32, **extra
+        )
     except (OSError, ValueError, ImportError) as error:
         raise UserError(
             f"--model: expected {SMOLLM2} or a causal language model, got {name}: {first_line(error)}"

@@ -91,7 +91,9 @@ def all_rows() -> list[Row]:
             _ALL,
         ),
         Row("adakv", "SnapKV, budgets by head", METHODS["adakv"]),
-        Row(DEFAULT, "the default: queries moved ahead, budgets over the model, fitted", ours, _ALL),
+        Row(
+            DEFAULT, "the default: queries moved ahead, budgets over the model, fitted", ours, _ALL
+        ),
         Row("ours-keys", "the default's keys alone", replace(ours, dropped="drop")),
         Row("paper", "the paper's causal merging", METHODS["paper"], _ALL),
         Row(
@@ -120,7 +122,9 @@ def all_rows() -> list[Row]:
         Row("chunkkv", "SnapKV, whole chunks of 20", METHODS["chunkkv"]),
         Row("d2o", "SnapKV, values merged as MergingPress and D2O do", METHODS["d2o"]),
         Row("cam", "SnapKV, values dealt out as CaM does", METHODS["cam"]),
-        Row("nearest", "SnapKV, dropped keys join the nearest, weighed by mass", METHODS["nearest"]),
+        Row(
+            "nearest", "SnapKV, dropped keys join the nearest, weighed by mass", METHODS["nearest"]
+        ),
         Row("every-kth", "keys at even distances", METHODS["every-kth"]),
         Row("paper-acausal", "the paper's merging without its mask", CausalMaMe(causal="none")),
         Row(
@@ -171,7 +175,9 @@ def chosen_rows(names: str | None) -> list[Row]:
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     unknown = [name for name in wanted if name not in rows]
     if unknown or not wanted:
-        raise UserError(f"--rows: expected some of {', '.join(rows)}, got {', '.join(unknown) or 'none'}")
+        raise UserError(
+            f"--rows: expected some of {', '.join(rows)}, got {', '.join(unknown) or 'none'}"
+        )
     return [rows[name] for name in wanted]
 
 

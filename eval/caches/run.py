@@ -72,7 +72,9 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def run_cache(settings: CacheSettings, out: Path, on_progress: Callable[[int, int], None]) -> list[dict[str, Any]]:
+def run_cache(
+    settings: CacheSettings, out: Path, on_progress: Callable[[int, int], None]
+) -> list[dict[str, Any]]:
     """Measures what `out` does not hold yet, and returns all results of these settings.
 
     Raises:
@@ -85,8 +87,14 @@ def run_cache(settings: CacheSettings, out: Path, on_progress: Callable[[int, in
     def tokens(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    texts = passages(tokens, settings.texts, settings.half, settings.num, settings.length, settings.rest)
-    asked = [p for task in settings.tasks for p in prompts(task, tokenizer, settings.num, settings.length)]
+    texts = passages(
+        tokens, settings.texts, settings.half, settings.num, settings.length, settings.rest
+    )
+    asked = [
+        p
+        for task in settings.tasks
+        for p in prompts(task, tokenizer, settings.num, settings.length)
+    ]
     common = {"model": settings.model, "half": settings.half}
     out.mkdir(parents=True, exist_ok=True)
     path = out / "results.jsonl"
@@ -126,7 +134,9 @@ def run_cache(settings: CacheSettings, out: Path, on_progress: Callable[[int, in
             on_progress(i + 1, len(texts) + len(asked))
         for i, prompt in enumerate(asked):
 
-            def answered(row: str, share: float, case: str = prompt.name, kind: str = prompt.task) -> bool:
+            def answered(
+                row: str, share: float, case: str = prompt.name, kind: str = prompt.task
+            ) -> bool:
                 size = settings.length
                 return (
                     key_of(
@@ -145,12 +155,20 @@ def run_cache(settings: CacheSettings, out: Path, on_progress: Callable[[int, in
             found = measure_prompt(meter, prompt, sharing(rows), settings.shares, answered)
             write(prompt.name, prompt.task, settings.length, found)
             on_progress(len(texts) + i + 1, len(texts) + len(asked))
-    (out / "settings.json").write_text(json.dumps({k: str(v) for k, v in asdict(settings).items()}, indent=1) + "\n")
+    (out / "settings.json").write_text(
+        json.dumps({k: str(v) for k, v in asdict(settings).items()}, indent=1) + "\n"
+    )
     cases = {p.name for p in texts} | {p.name for p in asked}
     wanted = {row.name for row in rows} | {"full"}
-    return [r for r in kept if r["case"] in cases and r["row"] in wanted and r["length"] == settings.length]
+    return [
+        r
+        for r in kept
+        if r["case"] in cases and r["row"] in wanted and r["length"] == settings.length
+    ]
 
 
 def key_of(result: dict[str, Any]) -> tuple[Any, ...]:
     """What makes a result one of its own."""
-    return tuple(result[name] for name in ("model", "half", "case", "kind", "length", "row", "share"))
+    return tuple(
+        result[name] for name in ("model", "half", "case", "kind", "length", "row", "share")
+    )

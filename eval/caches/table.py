@@ -35,7 +35,9 @@ def summary(results: Results) -> dict[str, Any]:
             for row in rows:
                 right = _by_case(asked, row, share, "right")
                 if right:
-                    found["retrieval"].append({"task": task, "row": row, "share": share, **_right(right)})
+                    found["retrieval"].append(
+                        {"task": task, "row": row, "share": share, **_right(right)}
+                    )
     return found
 
 
@@ -45,7 +47,9 @@ def _ratios(values: Mapping[str, Mapping[str, float]], share: float) -> list[dic
     for row in values:
         if not row.startswith(DEFAULT):
             continue
-        rivals = {r: v for r, v in values.items() if r in PUBLISHED and v.keys() >= values[row].keys()}
+        rivals = {
+            r: v for r, v in values.items() if r in PUBLISHED and v.keys() >= values[row].keys()
+        }
         if not rivals:
             continue
         cases = values[row]
@@ -81,7 +85,9 @@ def format_table(found: Mapping[str, Any]) -> str:
         ]
         full = found["full_nll"]
         if full is not None:
-            lines.append(f"| full | {' | '.join('0' for _ in shares)} | {_perplexity(full)} | 1.00 | |")
+            lines.append(
+                f"| full | {' | '.join('0' for _ in shares)} | {_perplexity(full)} | 1.00 | |"
+            )
         rows = list(dict.fromkeys(e["row"] for e in found["texts"]))
         for row in rows:
             own = {e["share"]: e for e in found["texts"] if e["row"] == row}
@@ -99,7 +105,9 @@ def format_table(found: Mapping[str, Any]) -> str:
         for e in found["ratios"]:
             p = f"{e['difference']['p']:.4f}"
             gap = _interval(e["difference"])
-            lines.append(f"| {e['row']} | {e['share']:g} | {e['best']} | {e['ratio']:.2f} | {gap} | {p} |")
+            lines.append(
+                f"| {e['row']} | {e['share']:g} | {e['best']} | {e['ratio']:.2f} | {gap} | {p} |"
+            )
     if found["retrieval"]:
         lines += ["", *_retrieval(found["retrieval"])]
     return "\n".join(lines)

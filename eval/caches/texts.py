@@ -39,7 +39,9 @@ def read_text(path: Path) -> str:
         raw = path.read_bytes()
         raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
     except (OSError, EOFError) as error:
-        raise UserError(f"--texts: expected readable text in {path}, got: {error}; remove the file") from error
+        raise UserError(
+            f"--texts: expected readable text in {path}, got: {error}; remove the file"
+        ) from error
     text = raw.decode("utf-8", "replace")
     if path.suffix in (".html", ".htm"):
         return _without_tags(text)
@@ -82,7 +84,9 @@ def text_files(folder: Path | None) -> dict[str, list[Path]]:
         if known and path.is_file() and not path.is_symlink():
             found.setdefault(path.relative_to(folder).parts[0], []).append(path)
     if not found:
-        raise UserError(f"--texts: expected {', '.join(SUFFIXES)} or manual pages, found none in {folder}")
+        raise UserError(
+            f"--texts: expected {', '.join(SUFFIXES)} or manual pages, found none in {folder}"
+        )
     return found
 
 
@@ -108,7 +112,9 @@ def passages(
     Raises:
         UserError: fewer texts than that.
     """
-    sources = [_of_source(tokens, n, files, half, length, rest) for n, files in text_files(folder).items()]
+    sources = [
+        _of_source(tokens, n, files, half, length, rest) for n, files in text_files(folder).items()
+    ]
     found: list[Passage] = []
     while sources and len(found) < num:
         for source in list(sources):
@@ -118,7 +124,9 @@ def passages(
             elif len(found) < num:
                 found.append(passage)
     if len(found) < num:
-        raise UserError(f"--num: expected at most {len(found)} passages of {length + rest} tokens, got {num}")
+        raise UserError(
+            f"--num: expected at most {len(found)} passages of {length + rest} tokens, got {num}"
+        )
     return found
 
 

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 
-def attended(queries: Tensor, keys: Tensor, values: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
+def attended(
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float, bias: Tensor | None = None
+) -> Tensor:
     """softmax(q k + bias) v of queries [N, D] over keys and values [K, D], a query and a key at a time."""
     out = []
     for q in queries.double():

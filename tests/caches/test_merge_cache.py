@@ -55,7 +55,11 @@ def test_models_generate_with_a_shorter_cache(name: str, attention: str, method:
     cache = DynamicCache(config=model.config)
     with merge_cache(model, 0.25, method) as handle:
         generated(model, ids, past_key_values=cache)
-    full = [i for i, kind in enumerate(MODELS[name][2].get("layer_types", ["full_attention"] * 2)) if "full" in kind]
+    full = [
+        i
+        for i, kind in enumerate(MODELS[name][2].get("layer_types", ["full_attention"] * 2))
+        if "full" in kind
+    ]
     assert handle.layers == tuple(full)
     for index in full:
         layer = cache.layers[index]
@@ -132,7 +136,9 @@ def test_a_padded_sample_is_answered_as_alone(name: str, method: str) -> None:
         want = model(new, past_key_values=alone).logits
         whole = torch.cat([masks, torch.ones(2, 6, dtype=torch.long)], 1)
         later = (whole.cumsum(1) - 1)[:, -6:]
-        got = model(new.expand(2, -1), attention_mask=whole, position_ids=later, past_key_values=both).logits
+        got = model(
+            new.expand(2, -1), attention_mask=whole, position_ids=later, past_key_values=both
+        ).logits
     torch.testing.assert_close(got[:1], want, atol=2e-3, rtol=1e-3)
     assert (got[1] - want[0]).abs().max() > 0.1
 
@@ -151,12 +157,18 @@ def test_all_of_a_cache_is_bit_equal() -> None:
 def test_leaving_takes_everything_back() -> None:
     model, ids = tiny("llama"), prompt()
     want = generated(model, ids)
-    before = {name: dict(m._forward_hooks) | dict(m._forward_pre_hooks) for name, m in model.named_modules()}
+    before = {
+        name: dict(m._forward_hooks) | dict(m._forward_pre_hooks)
+        for name, m in model.named_modules()
+    }
     with merge_cache(model, 0.2):
         generated(model, ids)
     with pytest.raises(IndexError), merge_cache(model, 0.2):
         model(torch.tensor([[999]]))
-    assert {name: dict(m._forward_hooks) | dict(m._forward_pre_hooks) for name, m in model.named_modules()} == before
+    assert {
+        name: dict(m._forward_hooks) | dict(m._forward_pre_hooks)
+        for name, m in model.named_modules()
+    } == before
     assert torch.equal(generated(model, ids), want)
 
 
@@ -172,7 +184,9 @@ def test_a_shorter_cache_moves_the_answer_the_more_the_shorter() -> None:
             with merge_cache(model, keep) as handle:
                 model(ids, past_key_values=cache)
                 handle.compressing = False
-                gaps.append(float((model(new, past_key_values=cache).logits - want).square().mean()))
+                gaps.append(
+                    float((model(new, past_key_values=cache).logits - want).square().mean())
+                )
     assert 0 < gaps[0] < gaps[1] < gaps[2]
 
 
@@ -186,7 +200,10 @@ def test_a_later_chunk_changes_no_earlier_output(method: str) -> None:
             with merge_cache(model, 0.5, method):
                 outputs.append(
                     torch.cat(
-                        [model(t, past_key_values=cache).logits for t in (first, chunk[:, :10], chunk[:, 10:])],
+                        [
+                            model(t, past_key_values=cache).logits
+                            for t in (first, chunk[:, :10], chunk[:, 10:])
+                        ],
                         1,
                     )
                 )
@@ -215,7 +232,9 @@ def test_an_empty_or_cropped_layer() -> None:
         want = model(ids[:, :4], past_key_values=cache).logits
         cache.crop(-4)
         assert torch.equal(model(ids[:, :4], past_key_values=cache).logits, want)
-        with pytest.raises(ValueError, match="at most the 4 tokens that came after the compression, got 5"):
+        with pytest.raises(
+            ValueError, match="at most the 4 tokens that came after the compression, got 5"
+        ):
             cache.layers[0].crop(-5)
         cache.reset()
         assert cache.get_seq_length() == 0
@@ -268,11 +287,15 @@ def _other(cls: str, config: str, **fields: Any) -> nn.Module:
     [
         (lambda: nn.Linear(2, 2), "expected a causal language model of transformers, got Linear"),
         (
-            lambda: _other("GPT2LMHeadModel", "GPT2Config", n_embd=16, n_layer=1, n_head=2, vocab_size=8),
+            lambda: _other(
+                "GPT2LMHeadModel", "GPT2Config", n_embd=16, n_layer=1, n_head=2, vocab_size=8
+            ),
             "unknown attention GPT2Attention in GPT2LMHeadModel; expected q_proj",
         ),
         (
-            lambda: _other("MambaForCausalLM", "MambaConfig", hidden_size=16, num_hidden_layers=1, vocab_size=8),
+            lambda: _other(
+                "MambaForCausalLM", "MambaConfig", hidden_size=16, num_hidden_layers=1, vocab_size=8
+            ),
             "expected a decoder with a KV cache, found no attention layer that has one in MambaForCausalLM",
         ),
         (

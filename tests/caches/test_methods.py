@@ -71,13 +71,19 @@ def test_attention_is_that_of_a_loop(softcap: float | None) -> None:
     found = view.attention(view.queries, view.query_slots)
     for head in range(4):
         for query in (0, 7, 39):
-            logits = view.keys[0, head // 2].double() @ view.queries[0, head, query].double() * view.scale
+            logits = (
+                view.keys[0, head // 2].double()
+                @ view.queries[0, head, query].double()
+                * view.scale
+            )
             if softcap is not None:
                 logits = (logits / softcap).tanh() * softcap
             logits = (logits + bias[0, head // 2].double())[: query + 1]
             want = torch.zeros(40, dtype=torch.float64)
             want[: query + 1] = logits.exp() / logits.exp().sum()
-            torch.testing.assert_close(found[0, head // 2, head % 2, query].double(), want, atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(
+                found[0, head // 2, head % 2, query].double(), want, atol=1e-6, rtol=1e-5
+            )
 
 
 @pytest.mark.parametrize("keep", [0.75, 0.5, 0.25, 0.125])
@@ -134,11 +140,16 @@ def test_padding_on_the_left_changes_nothing(name: str) -> None:
 
 
 def test_shares_of_heads_and_layers_add_up() -> None:
-    views = [replace(view_of(64, seed=i, layer=i), values=view_of(64, seed=i).values * (1 + 5 * i)) for i in range(3)]
+    views = [
+        replace(view_of(64, seed=i, layer=i), values=view_of(64, seed=i).values * (1 + 5 * i))
+        for i in range(3)
+    ]
     sizes = {}
     for share in ("none", "heads", "layers", "all"):
         kept = Selection(FutureAttention(), share=share).compress_all(views, 0.25)
-        sizes[share] = [k.slots.shape[2] if k.real is None else k.real.sum(-1)[0].tolist() for k in kept]
+        sizes[share] = [
+            k.slots.shape[2] if k.real is None else k.real.sum(-1)[0].tolist() for k in kept
+        ]
     assert sizes["none"] == [16, 16, 16]
     assert all(isinstance(s, int) or sum(s) == 32 for s in sizes["heads"])
     assert all(isinstance(s, int) for s in sizes["layers"])
@@ -178,7 +189,10 @@ def test_fit_solves_its_least_squares() -> None:
     logits = (flat @ kept.keys[0, 0].T * view.scale + fit.bias[0, 0]).double()
     a = logits.softmax(-1)
     ridge = 0.01 * (a.T @ a).diagonal().mean()
-    gradient = a.T @ (a @ fit.values[0, 0].double() - want) + ridge * (fit.values - kept.values)[0, 0].double()
+    gradient = (
+        a.T @ (a @ fit.values[0, 0].double() - want)
+        + ridge * (fit.values - kept.values)[0, 0].double()
+    )
     assert gradient.abs().max() < 1e-4
 
 
@@ -228,7 +242,9 @@ def earlier_change(causal: str) -> float:
     """How far merged destinations before token 24 move when tokens from 24 on are other ones."""
     view = view_of(30)
     method = CausalMaMe(MaMeConfig(preset="plain", tau=0.05), causal=causal, sinks=0, recent=0)
-    other = replace(view, **{n: getattr(view, n).clone() for n in ("keys", "values", "hidden_states")})
+    other = replace(
+        view, **{n: getattr(view, n).clone() for n in ("keys", "values", "hidden_states")}
+    )
     for part in (other.keys, other.values):
         part[:, :, 24:] += torch.randn(1, 1, 6, 8, generator=torch.Generator().manual_seed(5))
     other.hidden_states[:, 24:] = torch.randn(1, 6, 16, generator=torch.Generator().manual_seed(6))
@@ -257,16 +273,24 @@ def test_a_masked_source_reaches_no_earlier_destination() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["default", "snapkv", "expected-attention", "paper-counted", "nearest"])
+@pytest.mark.parametrize(
+    "name", ["default", "snapkv", "expected-attention", "paper-counted", "nearest"]
+)
 def test_half_precision_comes_near(name: str, dtype: torch.dtype) -> None:
     view = view_of(40)
     half = replace(
         view,
-        **{n: getattr(view, n).to(dtype) for n in ("keys", "values", "queries", "plain_queries", "hidden_states")},
+        **{
+            n: getattr(view, n).to(dtype)
+            for n in ("keys", "values", "queries", "plain_queries", "hidden_states")
+        },
     )
     same = replace(
         view,
-        **{n: getattr(half, n).float() for n in ("keys", "values", "queries", "plain_queries", "hidden_states")},
+        **{
+            n: getattr(half, n).float()
+            for n in ("keys", "values", "queries", "plain_queries", "hidden_states")
+        },
     )
     want, got = METHODS[name].compress(same, 0.5), METHODS[name].compress(half, 0.5)
     assert got.keys.dtype == dtype

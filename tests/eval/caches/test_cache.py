@@ -28,7 +28,9 @@ WORDS = [f"w{i}" for i in range(40)]
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a tokenizer of words."""
     folder = tmp_path_factory.mktemp("model")
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["<unk>", *WORDS])}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(["<unk>", *WORDS])}, unk_token="<unk>")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
     torch.manual_seed(0)
@@ -83,7 +85,10 @@ def test_halves_hold_other_files(texts: Path) -> None:
     def tokens(text: str) -> list[int]:
         return [int(word[1:]) for word in text.split()]
 
-    names = [{p.name for p in passages(tokens, texts, half, 4, 80, 16)} for half in ("development", "report")]
+    names = [
+        {p.name for p in passages(tokens, texts, half, 4, 80, 16)}
+        for half in ("development", "report")
+    ]
     assert not names[0] & names[1]
     assert {half_of(Path(n)) for n in names[0]} == {"development"}
     assert {n.split("/")[0] for n in names[0]} == {"a", "b"}
@@ -110,7 +115,9 @@ def test_answers_stand_in_the_context_and_not_in_the_question(task: str) -> None
         return {"input_ids": [ord(c) for c in text]}
 
     for made in prompts(task, letters, 3, 1500):
-        context, question, answer = ("".join(map(chr, t)) for t in (made.context, made.question, made.answer))
+        context, question, answer = (
+            "".join(map(chr, t)) for t in (made.context, made.question, made.answer)
+        )
         assert answer in context
         assert answer not in question
         assert 1000 < len(context) <= 1500
