@@ -106,7 +106,7 @@ def _real(value: Any) -> Any:
 def pretended(known: Mapping[int, Tensor] | None = None) -> Iterator[None]:
     """For the block, tensors on the meta device say that they lie on a CUDA device."""
     # a build of PyTorch without CUDA can't be asked for it
-    capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
+    capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False)
     with _Pretended(known or {}), torch.inference_mode(), capturing:
         yield
 

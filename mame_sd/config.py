@@ -21,13 +21,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from mame_sd.config_checks import PARTS, check_given, check_resolved, plain
+from mame_sd.layer_rules import LayerRules
 from mame_sd.presets import resolve
 
 _UNSET: Any = None
 
 
-def _field(help: str) -> Any:
-    return field(default=_UNSET, metadata={"help": help})
+def _field(help: str, option: bool = True) -> Any:
+    """A field that the preset decides unless it is given; `option`: whether commands have one for it."""
+    return field(default=_UNSET, metadata={"help": help, "option": option})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +119,14 @@ class MaMeConfig:
         "given. The grid's cell follows from this share. UNets, DiT and PixArt by apply_mame only"
     )
     cross: float | None = _field("as mlp, of the queries of cross-attention")
+    layers: LayerRules | None = _field(  # noqa: RUF009
+        "settings of single layers by patterns of their names, over those of all: {'blocks.[24]': {'keep': 0.5}}; False leaves a layer "
+        "unmerged. Self-attention by apply_mame only",
+        option=False,
+    )
+    made_for: str | None = _field(
+        "which model the settings were found for, as calibration writes it; others refuse them", option=False
+    )
     # What holds for tokens whose height and width are unknown: no grid, no tiles, copies restored. Of each config its own, made with it, for
     # compiled graphs can't make configs.
     without_plane: ClassVar[MaMeConfig]
@@ -133,6 +143,8 @@ class MaMeConfig:
         for name in ("stride", "size"):
             if isinstance(given.get(name), list):
                 given[name] = tuple(given[name])
+        if not isinstance(given.get("layers", LayerRules({})), LayerRules):
+            given["layers"] = LayerRules(given["layers"])
         given = {name: plain(name, value) for name, value in given.items()}
         check_given(given)
         object.__setattr__(self, "_given", dict(given))
@@ -140,9 +152,11 @@ class MaMeConfig:
             object.__setattr__(self, name, value)
         check_resolved(self)
         partition = "alternating" if self.partition.endswith("grid") else self.partition
-        gridless = {"partition": partition, "tiles": 0, "kernel": None, "detail": False}
+        gridless = {"partition": partition, "tiles": 0, "kernel": None, "detail": False, "layers": None}
         already = all(getattr(self, name) == value for name, value in gridless.items())
         object.__setattr__(self, "without_plane", self if already else self.replace(**gridless))
+        for pattern, rule in (self.layers or {}).items():
+            self._with_rule(rule, pattern)
 
     def replace(self, **changes: Any) -> MaMeConfig:
         """This config with `changes`, the preset deciding again on all that was never given.
@@ -180,14 +194,39 @@ class MaMeConfig:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         if self.weights == "pick":  # a part is restored
             values["weights"] = None
-        values |= {"tau": None, "keep": share, "stride": None, "merge": "qkv", "correct": None, "feature": "x"}
+        values |= {
+            "tau": None,
+            "keep": share,
+            "stride": None,
+            "merge": "qkv",
+            "correct": None,
+            "feature": "x",
+            "layers": None,
+        }
         return MaMeConfig(**{**values, **dict.fromkeys(PARTS)})
+
+    def of_layer(self, name: str) -> MaMeConfig | None:
+        """The settings of the self-attention of that name, as a report gives it; None: `layers` leaves it unmerged."""
+        if self.layers is None:
+            return self
+        rule = self.layers.of(name)
+        return None if rule is False else self._with_rule(rule or {}, name)
+
+    def _with_rule(self, rule: Any, of: str) -> MaMeConfig | None:
+        """These settings with those of a rule over them. Raises ValueError that names what the rule is of."""
+        if rule is False:
+            return None
+        try:
+            check_names(rule)
+            return self.replace(**{"layers": None, **rule})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"layers: {of}: {error}") from None
 
     def to_dict(self, given_only: bool = False) -> dict[str, Any]:
         """All fields and `batch` (or only the fields that were given) as JSON values; `from_dict` makes an equal config of either."""
         every = {f.name: getattr(self, f.name) for f in fields(self)} | {"batch": self.batch}
         values = self.given if given_only else every
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {name: _json(value) for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MaMeConfig:
@@ -206,12 +245,15 @@ class MaMeConfig:
 
     @classmethod
     def from_file(cls, path: str | PathLike[str]) -> MaMeConfig:
-        """A config from a .json or .toml file that holds the given fields at its top level.
+        """A config from a .json or .toml file that holds the given fields at its top level. `about`, where
+        a file tells how it was found, is left to readers.
 
         Raises ValueError that names the file, for a file that can't be read, parsed or accepted.
         """
         try:
-            return cls.from_dict(_read_table(Path(path)))
+            table = _read_table(Path(path))
+            table.pop("about", None)
+            return cls.from_dict(table)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -246,6 +288,13 @@ def _read_table(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f'expected an object of settings such as {{"tau": 0.8}}, got {values!r}')
     return values
+
+
+def _json(value: Any) -> Any:
+    """A field's value as a JSON value."""
+    if isinstance(value, LayerRules):
+        return value.to_dict()
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _changed(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

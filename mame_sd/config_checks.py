@@ -51,6 +51,8 @@ def check_given(given: Mapping[str, Any]) -> None:
     for name in ("refine", "redraw", "pairs", "correct", "detail"):
         if name in given and not isinstance(given[name], bool):
             raise ValueError(f"{name}: expected True or False, got {given[name]!r}")
+    if "made_for" in given and not isinstance(given["made_for"], str):
+        raise ValueError(f"made_for: expected what calibration wrote, or nothing, got {given['made_for']!r}")
     for name in ("stride", "size"):
         pair = given.get(name, (2, 2))
         if not (isinstance(pair, tuple) and len(pair) == 2 and all(_is_int(n) and n >= 1 for n in pair)):

@@ -17,6 +17,7 @@ import inspect
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from os import PathLike
 from typing import Any
 
 from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
@@ -31,6 +32,7 @@ from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.saved_setting import DEFAULT, resolve_setting
 from mame_sd.diffusion.threads import CHANGES
 from mame_sd.doors import ENTRY, PLACES
+from mame_sd.layer_rules import LayerRules
 
 SAVED = ("tau", "keep", "mame_config")
 _UNSET: Any = "unset"
@@ -43,8 +45,8 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         tau: similarity above which a token may merge. Lower merges more: faster, further from the unmerged image. None is
             off (if `keep` is None too); "default" is what measurement chose.
         keep: share of tokens to keep instead of a fixed `tau`.
-        mame_config: any further fields of MaMeConfig, as a dict or a MaMeConfig (`tau` and `keep` of it count where the
-            arguments leave them out).
+        mame_config: any further fields of MaMeConfig, as a dict, a MaMeConfig or a file of settings (`tau` and `keep` of it
+            count where the arguments leave them out).
 
     All three are saved in model_index.json, which names StableDiffusionPipeline as the class: a saved folder also loads by
     diffusers' own classes, merging where mame_sd is imported and plain where it is not (`mame_sd.doors`).
@@ -152,14 +154,16 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         Raises:
             ValueError: a setting is unknown or out of its range; nothing has changed then.
         """
-        if isinstance(mame_config, MaMeConfig):
-            mame_config = mame_config.to_dict(given_only=True)
+        if mame_config is not _UNSET:
+            mame_config = _over(mame_config, {})
         fields = dict((self.config.get("mame_config") if mame_config is _UNSET else mame_config) or {})
         threshold = {name: fields.pop(name) for name in ("tau", "keep") if fields.get(name) is not None}
         if tau in (_UNSET, DEFAULT) and keep in (_UNSET, None) and threshold:
             tau, keep = threshold.get("tau"), threshold.get("keep")
         tau, keep = self._choice(tau, keep)
         resolve_setting(tau, keep, fields)
+        if fields.get("layers") is not None:  # later rules go before earlier ones, and the file is sorted
+            fields["layers"] = [list(rule) for rule in LayerRules(fields["layers"]).to_dict().items()]
         self.register_to_config(tau=tau, keep=keep, mame_config=fields or None)
 
     def __call__(self, *args: Any, tau: Any = _UNSET, keep: Any = _UNSET, **kwargs: Any) -> Any:
@@ -224,7 +228,9 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
 
 
 def _over(mame_config: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a `mame_config` with `fields` over them."""
+    """The fields of a `mame_config`, given as a dict, a MaMeConfig or a file, with `fields` over them."""
+    if isinstance(mame_config, (str, PathLike)):
+        mame_config = MaMeConfig.from_file(mame_config)
     if isinstance(mame_config, MaMeConfig):
         mame_config = mame_config.to_dict(given_only=True)
     return {**(mame_config or {}), **fields}
@@ -232,6 +238,8 @@ def _over(mame_config: Any, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _taken(arguments: dict[str, Any]) -> dict[str, Any]:
     """The fields of MaMeConfig among `arguments`, taken out of them; what __init__ takes stays."""
+    if "mame_config" in arguments:
+        arguments["mame_config"] = _over(arguments["mame_config"], {}) or None
     names = [field.name for field in dataclasses.fields(MaMeConfig) if field.name not in ("tau", "keep", "variant")]
     if arguments.get("variant") in CHOICES["variant"]:
         names.append("variant")

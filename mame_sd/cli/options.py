@@ -64,13 +64,14 @@ class FieldOptions:
 
     Args:
         panel: heading of these options in the help text.
-        without: names of fields that are no options here.
+        without: names of fields that are no options here; those whose metadata say `option` False are none anywhere.
     """
 
     def __init__(self, kind: type, panel: str | None = None, without: Iterable[str] = ()) -> None:
         self._kind = kind
         self._panel = panel
-        self._fields = [f for f in fields(kind) if "help" in f.metadata and f.name not in set(without)]
+        options = [f for f in fields(kind) if "help" in f.metadata and f.metadata.get("option", True)]
+        self._fields = [f for f in options if f.name not in set(without)]
 
     def parameters(self) -> list[inspect.Parameter]:
         hints = inspect.get_annotations(self._kind, eval_str=True)

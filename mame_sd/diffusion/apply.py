@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os import PathLike
 from typing import Any
 
 from diffusers.models.attention_processor import Attention
@@ -66,7 +67,7 @@ _TEMPORAL = {
 }
 
 
-def apply_mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> MaMeHandle:
+def apply_mame(target: Any, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any) -> MaMeHandle:
     """Merges tokens in every large self-attention of `target` until `remove_mame`.
 
     Layers with at least `min_tokens` tokens merge: by default 1024, which is the two largest levels of SD 1.x and SDXL at
@@ -75,7 +76,7 @@ def apply_mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> 
     Args:
         target: a diffusers pipeline (its UNet or transformer is taken; a ControlNet has a call of its own), a model, or
             a single Attention module.
-        config: the settings; None is the measured default. Where they leave open what merges (no tau, keep, merge, weights, variant and preset),
+        config: the settings, or a file of them; None is the measured default. Where they leave open what merges (no tau, keep, merge, weights, variant and preset),
             the model's family decides: `handle.config` says what.
         fields: fields of MaMeConfig, over those of `config`.
 
@@ -150,7 +151,7 @@ def remove_mame(target: Any, processors: bool = True) -> None:
 
 
 @contextmanager
-def mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> Iterator[MaMeHandle]:
+def mame(target: Any, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any) -> Iterator[MaMeHandle]:
     """Merging for a `with` block. Afterwards, raised or not, what was applied before is in force again.
 
     Takes the arguments of `apply_mame` and gives its handle.

@@ -29,6 +29,7 @@ class MaMeHandle:
         self._hooks = hooks
         self._layers = [(module, hook) for module, hook in hooks if isinstance(hook, MergeHook)]
         self._check(shared.setting.config)
+        shared.setting = self._setting(shared.setting.asked, True)  # now that the layers have names
 
     @property
     def config(self) -> MaMeConfig:
@@ -51,7 +52,13 @@ class MaMeHandle:
             setting = self._shared.setting
             if value != setting.active and self.installed:
                 check_idle(self.root, "active")
-            self._shared.setting = Setting(setting.config, value, setting.asked)
+            self._shared.setting = Setting(setting.config, value, setting.asked, self._names)
+
+    @property
+    def described(self) -> str:
+        """The model in words that tell it from those that settings by layer do not go for, as `made_for` has them."""
+        model = type(getattr(self.root, "_orig_mod", self.root)).__name__  # not torch.compile's wrapper
+        return f"{model} with {len(self._names)} self-attentions"
 
     def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
         """Changes live settings from the next forward on: `handle.set(tau=0.9)`; `config` replaces all of them.
@@ -169,14 +176,31 @@ class MaMeHandle:
         )
 
     def _setting(self, asked: MaMeConfig, active: bool) -> Setting:
-        return Setting(suited(self.root, asked), active, asked)
+        return Setting(suited(self.root, asked), active, asked, self._names)
+
+    @property
+    def _names(self) -> list[str]:
+        """Of the layers that `layers` may name."""
+        return [hook.stats.name for _, hook in self._layers if hook.stats.part not in PARTS]
 
     def _check_installed(self) -> None:
         if not self.installed:
             raise RuntimeError("expected merging to be applied, but it was removed or replaced: call apply_mame again")
 
     def _check(self, config: MaMeConfig) -> None:
-        """Raises ValueError where `config` asks for a part of blocks that the model lacks."""
+        """Raises ValueError where `config` asks for layers or a part of blocks that the model lacks, or is for another."""
+        model = type(getattr(self.root, "_orig_mod", self.root)).__name__
+        if config.made_for not in (None, self.described):
+            raise ValueError(
+                f"made_for: expected settings that were found for {self.described}, got ones for {config.made_for}; "
+                "calibrate this model, or take another file"
+            )
+        unknown = [] if config.layers is None else config.layers.unknown(self._names)
+        if unknown:
+            raise ValueError(
+                f"layers: expected patterns of layers of {model} such as {self._names[0]!r}, got {unknown[0]!r}, which "
+                "is none of them; handle.report() names them all"
+            )
         there = {hook.stats.part for _, hook in self._layers}
         for name in PARTS:
             if getattr(config, name) is not None and name not in there:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,17 +20,22 @@ from mame_sd.diffusion.tokens import Call, Tokens
 from mame_sd.report import LayerStats
 
 # Models whose pipelines put the prompt before the negative one in a batch.
+LEFT = "left unmerged by layers"
 _PROMPT_FIRST = {"DiTTransformer2DModel", "LuminaNextDiT2DModel"}
 
 
 class Setting:
-    """Settings, and whether they merge; `asked`: as they were given, before the model's family decided on what they leave open."""
+    """Settings, and whether they merge; `asked`: as they were given, before the model's family decided on what they leave open;
+    `layers`: names of the self-attentions that they are for."""
 
-    def __init__(self, config: MaMeConfig, active: bool, asked: MaMeConfig | None = None) -> None:
+    def __init__(
+        self, config: MaMeConfig, active: bool, asked: MaMeConfig | None = None, layers: Iterable[str] = ()
+    ) -> None:
         self.config = config
         self.asked = config if asked is None else asked
         self.active = active
         self.of_part = {name: config.of_part(name) for name in PARTS}
+        self.of_layer = {} if config.layers is None else {name: config.of_layer(name) for name in layers}
 
 
 class Shared:
@@ -113,6 +118,10 @@ class MergeHook(AroundHook):
             return forward(*args, **kwargs)
         call = self.layer.call(module, forward, args, kwargs)
         known = None if self.image is None else self.image.tokens
+        config = self.shared.now.of_layer.get(self.stats.name, config)
+        if config is None:
+            self.stats.skipped(LEFT, self.layer.count(call, known))
+            return call.run()
         step = self.shared.step
         if step.draw is not None:
             step = step._replace(draw=step.draw + self.number)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from os import PathLike
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ _UNCOUNTED = LayerStats("compiled")
 _LAYER = PlainAttention()
 
 
-def make_config(config: MaMeConfig | None, fields: dict[str, Any]) -> MaMeConfig:
-    """`config` (the measured default if None) with the given `fields` over it.
+def make_config(config: MaMeConfig | str | PathLike[str] | None, fields: dict[str, Any]) -> MaMeConfig:
+    """`config` (the measured default if None; a file's where it is a path) with the given `fields` over it.
 
     Raises:
         TypeError: `config` is no MaMeConfig.
@@ -38,8 +39,12 @@ def make_config(config: MaMeConfig | None, fields: dict[str, Any]) -> MaMeConfig
     """
     if config is None:
         return MaMeConfig.from_dict(fields)
+    if isinstance(config, (str, PathLike)):
+        config = MaMeConfig.from_file(config)
     if not isinstance(config, MaMeConfig):
-        raise TypeError(f"config: expected a MaMeConfig, got {config!r}; write MaMeConfig(tau=0.8) or tau=0.8")
+        raise TypeError(
+            f"config: expected a MaMeConfig or a file of settings, got {config!r}; write MaMeConfig(tau=0.8) or tau=0.8"
+        )
     return config.replace(**fields) if fields else config
 
 
@@ -74,6 +79,8 @@ class MaMeAttnProcessor:
                 raise ValueError(
                     f"{name}: expected none, got {share!r}: a processor merges self-attention alone; use apply_mame"
                 )
+        if self.config.layers is not None:
+            raise ValueError("layers: a processor does not know the names of layers; use apply_mame")
         self.inner = inner
         self._stats: dict[Attention, LayerStats] = {}
         self._passed: Counter[str] = Counter()  # calls that were no self-attention over tokens, by reason

@@ -1,0 +1,140 @@
+"""Settings of single layers by pattern: each layer merges as its own rule says, and errors are one line that names the rule."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mame_sd import MaMeAttnProcessor, MaMeConfig, apply_mame, mame
+from mame_sd.pipelines import StableDiffusionMaMePipeline
+from tests.builders.tiny import run_unet, save_tiny_pipeline, seeded, tiny_unet
+from tests.matrix.transformers import ROWS
+
+SMALL: dict[str, Any] = {"min_tokens": 16, "keep": 0.5}
+UP, DOWN = "up_blocks.1", "down_blocks.0"
+MODELS = {row.name: row for row in ROWS}
+
+
+def shares(handle: Any) -> dict[str, float]:
+    return {layer.name: layer.share for layer in handle.report().layers}
+
+
+def test_each_layer_merges_as_its_own_settings_do_alone() -> None:
+    unet = tiny_unet()
+    with mame(unet, **SMALL, layers={UP: {"keep": 0.25}, "mid*": False, f"{DOWN}.*.attn1": False}) as handle:
+        mixed, found = run_unet(unet), shares(handle)
+        left = {layer.name for layer in handle.report().layers if layer.reason == "left unmerged by layers"}
+    assert {share for name, share in found.items() if name.startswith(UP)} == {0.25}
+    assert {share for name, share in found.items() if name.startswith((DOWN, "mid"))} == {1.0}
+    assert left == {name for name in found if name.startswith((DOWN, "mid"))}
+    assert any(share == 0.5 for share in found.values())
+    with mame(unet, **SMALL, layers={name: {"keep": share} if share < 1 else False for name, share in found.items()}):
+        assert torch.equal(run_unet(unet), mixed), "the same settings, one pattern for each layer"
+    with mame(unet, **SMALL, layers={"*": {"keep": 0.25}}):
+        every = run_unet(unet)
+    with mame(unet, **{**SMALL, "keep": 0.25}):
+        assert torch.equal(run_unet(unet), every), "one rule for all layers is no rule"
+    with mame(unet, **SMALL):
+        assert not torch.equal(run_unet(unet), mixed)
+
+
+@pytest.mark.parametrize("name", ["Stable Diffusion 3", "Flux", "PixArt"])
+def test_transformers_take_rules_whose_forms_differ(name: str) -> None:
+    model = MODELS[name].build()
+    layers = [layer.name for layer in apply_mame(model, min_tokens=1).report().layers]
+    rules: dict[str, Any] = dict.fromkeys(layers, False)
+    rules[layers[0]] = {"keep": 0.5, "merge": "qkv"}
+    handle = apply_mame(model, min_tokens=1, keep=0.25, merge="kv", layers=rules)
+    with torch.no_grad():
+        MODELS[name].run(model)
+    found = shares(handle)
+    assert found.pop(layers[0]) == pytest.approx(0.5, abs=0.1)
+    assert set(found.values()) <= {1.0}
+
+
+def test_a_graph_with_rules_is_one_and_gives_what_eager_gives() -> None:
+    unet = tiny_unet()
+    with mame(unet, **SMALL, layers={UP: {"keep": 0.25}, DOWN: False}):
+        expected = run_unet(unet)
+        compiled: Any = torch.compile(unet, backend="eager", fullgraph=True)
+        torch.testing.assert_close(run_unet(compiled), expected)
+
+
+def test_settings_change_live_and_threads_have_their_own() -> None:
+    unet = tiny_unet()
+    handle = apply_mame(unet, **SMALL)
+    uniform = run_unet(unet)
+    handle.set(layers={UP: False})
+    ruled = run_unet(unet)
+    assert not torch.equal(uniform, ruled)
+    with handle.using(layers=None):
+        assert torch.equal(run_unet(unet), uniform)
+    assert torch.equal(run_unet(unet), ruled)
+    handle.active = False
+    handle.active = True
+    assert torch.equal(run_unet(unet), ruled)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layers": {"blocks.7": {"keep": 0.5}}}, r"layers: expected patterns of layers of UNet2DConditionModel .* got 'blocks.7'"),
+        ({"layers": {UP: {"keep": 7}}}, r"layers: up_blocks.1: keep: expected a share"),
+        ({"layers": {UP: {"kep": 0.5}}}, r"layers: up_blocks.1: unknown setting 'kep'; did you mean 'keep'"),
+        ({"layers": {UP: {"pairs": True}}}, r"layers: up_blocks.1: pairs holds for a whole model"),
+        ({"layers": {UP: 0.5}}, r"layers: up_blocks.1: expected settings such as .* got 0.5"),
+        ({"layers": ["up"]}, r"layers: expected settings by pattern"),
+        ({"layers": {"": False}}, r"layers: expected a pattern of a layer's name"),
+        ({"made_for": "Other with 3 self-attentions"}, r"made_for: expected settings that were found for UNet2D.* got ones for Other"),
+        ({"made_for": 3}, r"made_for: expected what calibration wrote"),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_what_can_not_be_is_refused_in_one_line_and_changes_nothing(fields: dict[str, Any], message: str) -> None:
+    unet = tiny_unet()
+    handle = apply_mame(unet, **SMALL)
+    for call in (handle.set, lambda **given: apply_mame(unet, **SMALL, **given)):
+        with pytest.raises(ValueError, match=message) as caught:
+            call(**fields)
+        assert "\n" not in str(caught.value)
+    assert handle.installed
+    assert handle.config == MaMeConfig(**SMALL)
+
+
+def test_a_processor_refuses_rules() -> None:
+    with pytest.raises(ValueError, match="layers: a processor does not know the names"):
+        MaMeAttnProcessor(layers={UP: False})
+
+
+def test_files_hold_rules_and_every_way_in_takes_them(tmp_path: Path) -> None:
+    unet = tiny_unet()
+    rules = {UP: {"keep": 0.25, "stride": [2, 2]}, DOWN: False}
+    handle = apply_mame(unet, **SMALL, layers=rules)
+    expected = run_unet(unet)
+    file = tmp_path / "settings.json"
+    about = {"model": "tiny", "steps": 2}
+    file.write_text(json.dumps({**SMALL, "layers": rules, "made_for": handle.described, "about": about}))
+    with mame(unet, file):
+        assert torch.equal(run_unet(unet), expected)
+    with mame(unet, str(file), keep=0.75) as other:
+        run_unet(unet)
+        assert 0.75 in shares(other).values()
+        assert 0.25 in shares(other).values()
+    config = MaMeConfig.from_file(file)
+    assert hash(config) == hash(MaMeConfig.from_dict(json.loads(json.dumps(config.to_dict()))))
+    assert config != config.replace(layers={DOWN: False, UP: {"keep": 0.25}})
+    folder = save_tiny_pipeline(tmp_path / "tiny")
+    pipe = StableDiffusionMaMePipeline.from_pretrained(folder, mame_config=file)
+    pipe.save_pretrained(tmp_path / "saved")
+    again = StableDiffusionMaMePipeline.from_pretrained(tmp_path / "saved")
+    assert again.mame_config == pipe.mame_config == config
+    with pytest.raises(TypeError, match="expected a MaMeConfig or a file of settings, got 3"):
+        apply_mame(unet, 3)  # type: ignore[arg-type]
+    table = tmp_path / "settings.toml"
+    table.write_text(f'keep = 0.5\nmin_tokens = 16\n[layers]\n"{DOWN}" = false\n[layers."{UP}"]\nkeep = 0.25\n')
+    with mame(seeded(tiny_unet, 0), table) as handle:
+        assert handle.config.layers == config.replace(layers={DOWN: False, UP: {"keep": 0.25}}).layers
