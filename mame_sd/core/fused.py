@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,8 +20,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mame_sd.core.buffers import in_place
+from mame_sd.core.constants import is_captured
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter: the kernels run on the CPU
+LARGEST_TILE = 128  # destinations of one tile that the kernels hold on the chip
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _found: dict[tuple[str, torch.dtype], bool] = {}
 _forced: list[bool] = []  # what `only` says, the innermost last
@@ -46,11 +49,13 @@ def only(kernels: bool) -> Iterator[None]:
 
 
 def launched(operator: Callable[..., Any], *args: Any) -> Any:
-    """What one of our operators gives; None where it failed, and PyTorch's operations have to do it from now on."""
+    """What one of our operators gives (True of nothing); None where it failed, and PyTorch's operations have to do it from now on."""
     if torch.compiler.is_compiling() or _forced:
-        return operator(*args)
+        found = operator(*args)
+        return True if found is None else found
     try:
-        return operator(*args)
+        found = operator(*args)
+        return True if found is None else found
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -76,19 +81,15 @@ def _ready(device: str, dtype: str) -> bool:
     """Whether the kernels are right on a device; found out where it was not asked before. Nothing below is traced."""
     key = device, getattr(torch, dtype.removeprefix("torch."))
     if key not in _found:
-        if _is_recorded():  # no check can run in a CUDA graph that is being captured
+        if is_captured():  # no check can run then
             return False
         _found[key] = False  # for whoever asks meanwhile
         _found[key] = _right(*key)
     return _found[key]
 
 
-def _is_recorded() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 def _right(device: str, dtype: torch.dtype) -> bool:
-    from mame_sd.core import example
+    example: Any = import_module("mame_sd.core.example")  # by name: it runs what asks here
 
     if not INTERPRETED:
         index = torch.device(device).index or 0

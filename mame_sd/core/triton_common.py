@@ -18,6 +18,7 @@ from torch import Tensor
 from mame_sd.core.tables import DRAWS, SPREAD, Positions
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LAUNCHES: dict[str, Callable[..., Any]] = {}  # what each operator runs, by name
 LIBRARY = torch.library.Library("mame_sd", "FRAGMENT")
 _DRAWS, _SPREAD = tl.constexpr(DRAWS), tl.constexpr(SPREAD)
 
@@ -35,6 +36,7 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
             with torch.cuda.device_of(args[0]):  # Triton launches on the current device
                 return launch(*args)
 
+        LAUNCHES[name] = launch
         LIBRARY.define(schema)
         LIBRARY.impl(name, guarded, "CPU" if INTERPRETED else "CUDA")
         torch.library.register_fake(f"mame_sd::{name}", fake, lib=LIBRARY)
@@ -85,6 +87,11 @@ def rounded_precision_of(t: Tensor) -> str:
     return exact if t.dtype == torch.float32 or exact == "ieee" else "tf32"
 
 
+def widened(t: Tensor) -> bool:
+    """Whether tl.dot is to be given fp32 in place of the tensor's dtype: the interpreter can't multiply bf16."""
+    return INTERPRETED and t.dtype == torch.bfloat16
+
+
 def power_of_2(n: int, least: int, most: int) -> int:
     """The power of two that holds `n`, from `least` to `most`."""
     return int(min(most, max(least, triton.next_power_of_2(n))))
@@ -127,9 +134,7 @@ def block(
 ) -> tl.tensor:
     """Columns `start` to start + BLOCK of what lies at the offsets `rows`, 0 where there is nothing."""
     column = start + tl.arange(0, BLOCK)
-    return tl.load(
-        t + rows[:, None] + column[None, :], mask=real[:, None] & (column < width)[None, :], other=0.0
-    )
+    return tl.load(t + rows[:, None] + column[None, :], mask=real[:, None] & (column < width)[None, :], other=0.0)
 
 
 @triton.jit

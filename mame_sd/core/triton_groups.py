@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from mame_sd.core.triton_common import (
-    INTERPRETED,
     block,
     destinations,
     operator,
@@ -22,6 +21,7 @@ from mame_sd.core.triton_common import (
     read_by,
     row_of,
     sources,
+    widened,
 )
 
 LARGEST_RANKING = 2**14  # sources: ranks are found by comparing each with each
@@ -30,7 +30,7 @@ LARGEST_RANKING = 2**14  # sources: ranks are found by comparing each with each
 def _fake_nearest(
     x: Tensor, table: Tensor, draw: Tensor | None, sizes: list[int], leader: Tensor | None, special: int, ranked: bool
 ) -> tuple[Tensor, Tensor]:
-    m, n, tiles, _, _, length = sizes
+    _, n, tiles, _, _, length = sizes
     if ranked:
         shape = x.shape[0], tiles, n
         return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int64)
@@ -76,6 +76,7 @@ def nearest(
         LED=leader is not None,
         RANKED=ranked,
         SCALED=x.dtype != torch.float16,  # whose squares and their sums are in the range of fp32
+        WIDE=widened(x),
         PRECISION=precision_of(x),
         **launch,
     )
@@ -119,6 +120,7 @@ def nearest_kernel(
     LED: tl.constexpr,
     RANKED: tl.constexpr,
     SCALED: tl.constexpr,
+    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -158,6 +160,8 @@ def nearest_kernel(
         if SCALED:  # by powers of two: exact
             a = (a.to(tl.float32) * dst_scale[:, None]).to(x.dtype.element_ty)
             b = (b.to(tl.float32) * src_scale[:, None]).to(x.dtype.element_ty)
+        if WIDE:
+            a, b = a.to(tl.float32), b.to(tl.float32)
         dst_squares += tl.sum(a.to(tl.float32) * a.to(tl.float32), 1)
         src_squares += tl.sum(b.to(tl.float32) * b.to(tl.float32), 1)
         s = tl.dot(a, tl.trans(b), s, input_precision=PRECISION)
@@ -391,6 +395,7 @@ def group_means(
         *size,
         **read_by(table, draw, sizes),
         WEIGHED=weighed,
+        WIDE=widened(t),
         PRECISION=precision_of(t),
         BLOCK_M=side,
         BLOCK_N=step,
@@ -436,6 +441,7 @@ def means_kernel(
     L: tl.tensor,
     DRAWN: tl.constexpr,
     WEIGHED: tl.constexpr,
+    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -474,6 +480,8 @@ def means_kernel(
             its = (group[None, :] - base == i[:, None]) & (src_real & (group < M))[None, :]
             finite = tl.abs(values.to(tl.float32)) < float("inf")  # not so of NaN
             clean = tl.where(finite, values, 0.0)
+            if WIDE:
+                clean = clean.to(tl.float32)
             sums = tl.dot(its.to(clean.dtype), clean, sums, input_precision=PRECISION)
             count += tl.sum(its.to(tl.float32), 1)
             if tl.min(finite.to(tl.int32)) == 0:  # what is not finite stays within its group: 0 times it is NaN
@@ -481,8 +489,8 @@ def means_kernel(
                     position = tl.load(slots + m + k).to(tl.int64)
                     goes = tl.load(rows + position) - special - base
                     goes = tl.where(position == tl.load(slots), -1, goes)
-                    at = (ahead + placed(position, times, plane_h, plane_w)) * stride_l
-                    value = tl.load(t + at + column, mask=inside, other=0.0).to(tl.float32)
+                    one = (ahead + placed(position, times, plane_h, plane_w)) * stride_l
+                    value = tl.load(t + one + column, mask=inside, other=0.0).to(tl.float32)
                     value = tl.where(tl.abs(value) < float("inf"), 0.0, value)
                     sums += tl.where((i == goes)[:, None], value[None, :], 0.0)
         mean = (sums / count[:, None]).to(out.dtype.element_ty)
@@ -494,26 +502,24 @@ def means_kernel(
                 tl.store(logs + ahead + base + i, tl.log(count).to(logs.dtype.element_ty), mask=dst_real)
     else:
         e = (tile - tiles) * BLOCK_ALONE + tl.arange(0, BLOCK_ALONE)
-        drawn = e - ahead - after
-        its_sample = (drawn >= 0) & (drawn < sampled)
-        picked = tl.load(row + 2 * L + tiles * (m + n) + N + L + drawn, mask=its_sample, other=0).to(tl.int64)
-        at = tl.where(e < ahead, e, e + L)
-        at = tl.where(its_sample, ahead + placed(picked, times, plane_h, plane_w), at)
-        to = tl.where(e < ahead, e, e + groups)
-        real = e < ahead + after + sampled
-        values = block(t, at * stride_l, real, start, width, BLOCK_D)
-        tl.store(out + to[:, None] * out_l + column[None, :], values, mask=real[:, None] & inside[None, :])
+        nth = e - ahead - after
+        its_sample = (nth >= 0) & (nth < sampled)
+        place = tl.load(row + 2 * L + tiles * (m + n) + N + L + nth, mask=its_sample, other=0).to(tl.int64)
+        alone_at = tl.where(e < ahead, e, e + L)
+        alone_at = tl.where(its_sample, ahead + placed(place, times, plane_h, plane_w), alone_at)
+        alone_to = tl.where(e < ahead, e, e + groups)
+        alone_real = e < ahead + after + sampled
+        alone_values = block(t, alone_at * stride_l, alone_real, start, width, BLOCK_D)
+        tl.store(
+            out + alone_to[:, None] * out_l + column[None, :], alone_values, mask=alone_real[:, None] & inside[None, :]
+        )
         if counting:
-            tl.store(counts + to, 1.0, mask=e < ahead + after)
+            tl.store(counts + alone_to, 1.0, mask=e < ahead + after)
             if WEIGHED:
-                tl.store(logs + to, 0.0, mask=e < ahead + after)
-    if counting:
-        if tile == 0:  # preserved sources
-            for first in range(M, groups, BLOCK_M):
-                g = first + tl.arange(0, BLOCK_M)
-                tl.store(counts + ahead + g, 1.0, mask=g < groups)
-                if WEIGHED:
-                    tl.store(logs + ahead + g, 0.0, mask=g < groups)
-
-
-__all__ = ["INTERPRETED", "LARGEST_RANKING", "group_means", "merging", "nearest", "ranked_rows"]
+                tl.store(logs + alone_to, 0.0, mask=e < ahead + after)
+    if counting & (tile == 0):  # preserved sources
+        for begin in range(M, groups, BLOCK_M):
+            g = begin + tl.arange(0, BLOCK_M)
+            tl.store(counts + ahead + g, 1.0, mask=g < groups)
+            if WEIGHED:
+                tl.store(logs + ahead + g, 0.0, mask=g < groups)

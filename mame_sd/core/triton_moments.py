@@ -16,14 +16,12 @@ from mame_sd.core.triton_common import (
     operator,
     placed,
     power_of_2,
-    precision_of,
     read_by,
     rounded_precision_of,
     row_of,
 )
 
 _PROGRAMS = 256  # about as many as a card wants
-_KEYS = 64  # of one step
 _SIDE = 64  # of the part of a covariance that a program holds
 _TINY = tl.constexpr(1.1754943508222875e-38)  # the least normal number of fp32
 
@@ -46,7 +44,7 @@ def _fake_partial_moments(
 ) -> tuple[Tensor, Tensor]:
     (batch, heads, _, width), wide = key.shape, value.shape[3]
     sides = triton.cdiv(width, _SIDE) * triton.cdiv(wide, _SIDE)
-    chunks = max(1, min(8, triton.cdiv(_PROGRAMS, batch * heads * sides), triton.cdiv(kept, _KEYS)))
+    chunks = max(1, min(8, triton.cdiv(_PROGRAMS, batch * heads * sides), triton.cdiv(kept, 64)))
     covariances = key.new_empty((batch * heads, chunks, 3, wide, width), dtype=torch.float32)
     return covariances, key.new_empty((batch * heads, chunks, 2, width + wide), dtype=torch.float32)
 
@@ -102,6 +100,7 @@ def partial_moments(
     chunks = covariances.shape[1]
     side_k, side_v = power_of_2(width, 16, _SIDE), power_of_2(wide, 16, _SIDE)
     parts = triton.cdiv(width, side_k)
+    step = 32 if key.dtype == torch.float32 else 64  # keys of one step: more of fp32 would not fit on the chip
     partial_moments_kernel[(chunks, batch * heads, parts * triton.cdiv(wide, side_v))](
         key,
         value,
@@ -124,24 +123,27 @@ def partial_moments(
         first[1],
         kept,
         sample,
-        triton.cdiv(triton.cdiv(kept, chunks), _KEYS) * _KEYS,
-        triton.cdiv(triton.cdiv(triton.cdiv(sample, 2), chunks), _KEYS) * _KEYS,
+        triton.cdiv(triton.cdiv(kept, chunks), step) * step,
+        triton.cdiv(triton.cdiv(triton.cdiv(sample, 2), chunks), step) * step,
         *size,
         parts,
         **read_by(table, draw, sizes),
         WEIGHED=weighed,
         APART=bool(first[2]),
         PRECISION=rounded_precision_of(key),
-        BLOCK=_KEYS,
+        BLOCK=step,
         SIDE_K=side_k,
         SIDE_V=side_v,
         num_warps=8,
+        num_stages=1,
     )
     return covariances, sums
 
 
 @triton.jit
-def _middle(t: tl.tensor, stride: tl.tensor, column: tl.tensor, inside: tl.tensor, kept: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+def _middle(
+    t: tl.tensor, stride: tl.tensor, column: tl.tensor, inside: tl.tensor, kept: tl.tensor, BLOCK: tl.constexpr
+) -> tl.tensor:
     """The mean of the first rows: about where all of them lie, alike for each chunk."""
     i = tl.arange(0, BLOCK).to(tl.int64)
     real = (i < kept)[:, None] & inside[None, :]
@@ -238,9 +240,8 @@ def partial_moments_kernel(
             else:
                 odd = tl.dot(tl.trans(v), k, odd, input_precision=PRECISION)
     out = covariances + (both * tl.num_programs(0) + chunk) * 3 * wide * width + at_v[:, None] * width + at_k[None, :]
-    real = in_v[:, None] & in_k[None, :]
-    tl.store(out, even, mask=real)
-    tl.store(out + wide * width, odd, mask=real)
+    tl.store(out, even, mask=in_v[:, None] & in_k[None, :])
+    tl.store(out + wide * width, odd, mask=in_v[:, None] & in_k[None, :])
     if not WEIGHED:
         middle_k = _middle(key, key_l, at_k, in_k, kept, BLOCK)
         middle_v = _middle(value, value_l, at_v, in_v, kept, BLOCK)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import PARTS, MaMeConfig
+from mame_sd.core.constants import constant, counting
 from mame_sd.core.pairs import leaders
 from mame_sd.core.partition import draw_at
+from mame_sd.core.tables import DRAWS
 from mame_sd.diffusion.calls import LatestCall
 from mame_sd.diffusion.hook_registry import AroundHook, CallHook, PreHook
 from mame_sd.diffusion.layer import NO_STEP, Layer, Step, merged_call
@@ -100,6 +102,7 @@ class MergeHook(AroundHook):
         self, shared: Shared, stats: LayerStats, layer: Layer, image: SizeHook | None, number: int = 0
     ) -> None:
         super().__init__()
+        self.place = number % DRAWS
         self.number = torch.tensor(number)  # of no dimension: for any device, and no constant of a compiled graph
         self.shared = shared
         self.stats = stats
@@ -123,7 +126,9 @@ class MergeHook(AroundHook):
             self.stats.skipped(LEFT, self.layer.count(call, known))
             return call.run()
         step = self.shared.step
-        if step.draw is not None:
+        if step.draws is not None and not torch.compiler.is_compiling():  # whose numbers would be constants of a graph
+            step = step._replace(draw=step.draws[self.place : self.place + 1])
+        elif step.draw is not None:
             step = step._replace(draw=step.draw + self.number)
         return merged_call(self.layer, call, known, config, self.stats, step)
 
@@ -204,13 +209,15 @@ class StepHook(CallHook):
         call = {**dict(zip(self.names, args, strict=False)), **kwargs}
         setting, timestep = self.shared.now, call.get("timestep")
         inputs = [value for name in self.names if isinstance(value := call.get(name), Tensor) and value.dim() > 1]
+        compiling = torch.compiler.is_compiling()
         draw = draw_at(timestep) if timestep is not None and setting.config.redraw else None
         if inputs and draw is not None:
             draw = draw.to(inputs[0].device)
         pairs = setting.config.pairs and bool(inputs) and inputs[0] is call.get(self.names[0])
         leader = leaders(inputs[0], type(module).__name__ in _PROMPT_FIRST) if pairs else None
-        self.shared.step = Step(draw, leader)
-        if torch.compiler.is_compiling():  # a graph holds no plans
+        draws = None if draw is None or compiling else draw + constant(counting, DRAWS, draw.device)
+        self.shared.step = Step(draw, draws, leader)
+        if compiling:  # a graph holds no plans
             return
         if pairs and self.calls_pair:
             others = [
