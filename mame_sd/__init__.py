@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mame_sd.doors import open_doors
-
 if TYPE_CHECKING:
     from mame_sd.apply import apply_mame, mame, remove_mame
     from mame_sd.config import MaMeConfig
@@ -15,6 +13,7 @@ if TYPE_CHECKING:
     from mame_sd.diffusion.handle import MaMeHandle
     from mame_sd.diffusion.processor import MaMeAttnProcessor
     from mame_sd.embedded.model import embedded_model_path
+    from mame_sd.embedded.pipeline import embedded_pipeline
     from mame_sd.errors import MachineError, UserError
     from mame_sd.report import MaMeReport, NothingMergedError
 
@@ -30,6 +29,7 @@ _LAZY = {
     "UserError": "mame_sd.errors",
     "apply_mame": "mame_sd.apply",
     "embedded_model_path": "mame_sd.embedded.model",
+    "embedded_pipeline": "mame_sd.embedded.pipeline",
     "mame": "mame_sd.apply",
     "plan_merge": "mame_sd.core.merge",
     "remove_mame": "mame_sd.apply",
@@ -46,6 +46,7 @@ __all__ = [
     "UserError",
     "apply_mame",
     "embedded_model_path",
+    "embedded_pipeline",
     "mame",
     "plan_merge",
     "remove_mame",
@@ -60,6 +61,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-open_doors()

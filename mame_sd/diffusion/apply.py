@@ -94,10 +94,10 @@ def apply_mame(target: Any, config: MaMeConfig | str | PathLike[str] | None = No
     return handle
 
 
-def build_handle(target: Any, config: MaMeConfig) -> MaMeHandle:
-    """A handle for `target` whose hooks are not installed yet; raises as `apply_mame` does."""
+def build_handle(target: Any, config: MaMeConfig, active: bool = True) -> MaMeHandle:
+    """A handle for `target` whose hooks are not installed yet, and merge then if `active`; raises as `apply_mame` does."""
     root = denoiser_of(target)
-    shared = Shared(Setting(suited(root, config), True, config))
+    shared = Shared(Setting(suited(root, config), active, config))
     hooks: list[Placed] = []
     denoisers: list[str] = []
     images: dict[str, tuple[SizeHook, Family | None]] = {}  # what tells how tokens lie, by path, and whose they are
@@ -125,7 +125,10 @@ def build_handle(target: Any, config: MaMeConfig) -> MaMeHandle:
             hooks.append((module, MergeHook(shared, stats, layer, image, number)))
     if not any(isinstance(hook, MergeHook) and hook.stats.part == "attention" for _, hook in hooks):
         raise ValueError(_nothing_found(root))
-    return MaMeHandle(root, shared, hooks)
+    for _, hook in hooks:
+        if isinstance(hook, StepHook):
+            hook.watched = [other.stats for _, other in hooks if isinstance(other, MergeHook)]
+    return MaMeHandle(root, shared, hooks, None if target is root else target)
 
 
 def remove_mame(target: Any, processors: bool = True) -> None:

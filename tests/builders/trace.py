@@ -13,6 +13,12 @@ from typing import Any
 import mame_sd
 
 HOME = str(Path(mame_sd.__file__).parent)
+COMPREHENSIONS = {
+    "<genexpr>",
+    "<listcomp>",
+    "<dictcomp>",
+    "<setcomp>",
+}  # frames of their own, some only before Python 3.12
 
 
 @dataclass
@@ -20,7 +26,7 @@ class Trace:
     """What one call entered of the library, in order.
 
     Attributes:
-        calls: (file, function) of every call of a function of ours, properties and comprehensions among them.
+        calls: (file, function) of every call of a function of ours, properties among them; comprehensions are none.
     """
 
     calls: list[tuple[str, str]] = field(default_factory=list)
@@ -59,8 +65,8 @@ def traced(run: Callable[[], Any]) -> Trace:
     trace = Trace()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
-        file = frame.f_code.co_filename
-        if event == "call" and file.startswith(HOME):
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if event == "call" and file.startswith(HOME) and name not in COMPREHENSIONS:
             trace.calls.append((file[len(HOME) + 1 :], frame.f_code.co_qualname))
 
     before = sys.getprofile()

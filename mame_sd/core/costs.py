@@ -1,0 +1,134 @@
+"""What a layer costs on a graphics card with and without merging: reckoned before anything is computed.
+
+The layer's products, and its attention over all tokens or over those that stay, are known from its sizes. What merging
+adds, choosing tokens and giving back what they lose, is `ADDED`: read off the library's own kernels, and a test holds the
+two together.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from mame_sd.core.cards import MEMORY, SMALLEST, Card, Work
+
+WORTHWHILE = 1.03  # times as fast: merging that gains less is left out
+
+
+class Call(NamedTuple):
+    """The call of a self-attention layer.
+
+    Attributes:
+        batch: samples.
+        tokens: those that may merge.
+        beside: others that attention sees too.
+        channels: of a token.
+        inner: channels of all heads together.
+        heads: how many there are.
+        dtype: of the tokens.
+    """
+
+    batch: int
+    tokens: int
+    beside: int
+    channels: int
+    inner: int
+    heads: int
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Bytes of one number."""
+        return self.dtype.itemsize
+
+
+class Form(NamedTuple):
+    """How a layer merges.
+
+    Attributes:
+        whole: queries merge too and are restored; else keys and values alone.
+        early: keys and values are made of merged tokens; else they merge when they are made.
+        weights: "best" or "pick", as in the settings.
+        correct: what merged keys lack is given back, or whole tokens are counted.
+        masked: merged tokens count as often as they stand for tokens, which takes a mask. Text beside them needs that
+            too, where keys merge late.
+    """
+
+    whole: bool
+    early: bool
+    weights: str = "best"
+    correct: bool = True
+    masked: bool = False
+
+
+class Added(NamedTuple):
+    """What merging adds to a layer.
+
+    Attributes:
+        small: kernels that take as long as the smallest.
+        moved: bytes of all others, in those of the layer's tokens [B, L, C].
+    """
+
+    small: int
+    moved: float
+
+
+# Norms, rotary positions and copies in a layer that merges nothing, by whether keys merge early (UNets) or late.
+BESIDE: dict[bool, Added] = {True: Added(small=0, moved=3.7), False: Added(small=0, moved=66.0)}
+# What merging adds. `python -m benchmarks.gpu_added` counts both.
+ADDED: dict[Form, Added] = {
+    Form(whole=False, early=True): Added(small=96, moved=29.6),
+    Form(whole=False, early=True, correct=False): Added(small=37, moved=10.0),
+    Form(whole=False, early=True, weights="pick", correct=False): Added(small=7, moved=0.4),
+    Form(whole=True, early=True): Added(small=150, moved=76.2),
+    Form(whole=False, early=False): Added(small=87, moved=27.8),
+    Form(whole=False, early=False, correct=False): Added(small=59, moved=16.5),
+    Form(whole=False, early=False, weights="pick", correct=False): Added(small=19, moved=0.8),
+    Form(whole=True, early=False): Added(small=133, moved=38.9),
+}
+
+
+def work_of(call: Call, share: float = 1.0, form: Form | None = None) -> list[Work]:
+    """The kernels of a layer that attends over all of its tokens, or over a `share` of them, without what merging adds."""
+    kept, others = round(share * call.tokens), call.beside
+    queries = kept if form and form.whole else call.tokens
+    keys = kept if form else call.tokens
+    made = keys if form and form.early else queries
+    return [
+        _linear(call, queries + others, call.channels, call.inner),
+        *[_linear(call, made + others, call.channels, call.inner)] * 2,
+        _attention(call, queries + others, keys + others, form is not None and form.masked),
+        _linear(call, queries + others, call.inner, call.channels),
+    ]
+
+
+@lru_cache(maxsize=4096)
+def times_as_fast(card: Card, call: Call, share: float, form: Form) -> float | None:
+    """How many times as fast the layer is that merges to a `share` of its tokens; None: it is not known what that adds."""
+    added, beside = ADDED.get(form._replace(masked=False)), BESIDE[form.early]
+    if added is None:
+        return None
+    plain = card.busy(work_of(call)) + spent(card, call, beside)
+    fewer = beside._replace(moved=share * beside.moved) if form.whole else beside
+    return plain / (card.busy(work_of(call, share, form)) + spent(card, call, fewer) + spent(card, call, added))
+
+
+def spent(card: Card, call: Call, added: Added) -> float:
+    """Seconds of what is added to a layer."""
+    moved = added.moved * call.batch * (call.tokens + call.beside) * call.channels * call.size
+    return added.small * SMALLEST + moved / (MEMORY * card.bandwidth)
+
+
+def _linear(call: Call, tokens: int, given: int, made: int) -> Work:
+    rows = call.batch * tokens
+    moved = (rows * (given + made) + given * made) * call.size
+    return Work("linear", "product", call.dtype, moved, 2.0 * rows * given * made)
+
+
+def _attention(call: Call, queries: int, keys: int, masked: bool) -> Work:
+    moved = call.batch * call.inner * 2 * (queries + keys) * call.size
+    flops = 4.0 * call.batch * call.inner * queries * keys
+    kind = "masked attention" if masked else "attention"
+    return Work("attention", kind, call.dtype, moved, flops, width=call.inner // call.heads)
