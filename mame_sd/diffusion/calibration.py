@@ -131,7 +131,7 @@ class Calibration:
     @property
     def fastest(self) -> float:
         """How many times as fast as unmerged the denoiser is reckoned to be with each layer's fastest option."""
-        return self._speed([min(found, key=lambda o: o.seconds) for found in self.options.values()])
+        return self.reckoned({name: min(found, key=lambda o: o.seconds) for name, found in self.options.items()})
 
     def choose(self, speed: float) -> dict[str, Option]:
         """The option for each layer of the least sum of errors, with which the denoiser is reckoned to be `speed` times as fast as
@@ -172,11 +172,12 @@ class Calibration:
             lines.append(
                 f"{name:<{width}}  {in_words(option.rule):<20} {option.error:7.5f} {1e3 * option.seconds:6.1f}  {1e3 * whole:8.1f}"
             )
-        lines.append(f"reckoned {self._speed(list(chosen.values())):.2f} times as fast as unmerged")
+        lines.append(f"reckoned {self.reckoned(chosen):.2f} times as fast as unmerged")
         return "\n".join(lines)
 
-    def _speed(self, chosen: Sequence[Option]) -> float:
-        saved = sum(found[0].seconds for found in self.options.values()) - sum(option.seconds for option in chosen)
+    def reckoned(self, chosen: Mapping[str, Option]) -> float:
+        """How many times as fast as unmerged a call of the denoiser is with these options."""
+        saved = sum(self.options[name][0].seconds - option.seconds for name, option in chosen.items())
         return self.forward / max(self.forward - saved, 1e-12)
 
 
@@ -332,7 +333,7 @@ def options(measured: Mapping[str, Measured]) -> dict[str, list[Option]]:
     return result
 
 
-def choose(options: Mapping[str, Sequence[Option]], saved: float) -> dict[str, Option] | None:
+def choose(options: Mapping[Any, Sequence[Option]], saved: float) -> dict[Any, Option] | None:
     """The option for each layer whose errors have the least sum of all that save at least `saved` seconds; None: none do."""
     names = list(options)
     most = sum(max(o.seconds for o in found) - min(o.seconds for o in found) for found in options.values())
