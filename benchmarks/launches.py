@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from mame_sd.core.cards import Work
+from mame_sd.core.cards import Card, Work
 
 CARD = torch.device("cuda", 99)  # no real one: tables that are kept by their device hold no values here
 META = torch.device("meta")
@@ -103,8 +103,13 @@ def _real(value: Any) -> Any:
 
 
 @contextmanager
-def pretended(known: Mapping[int, Tensor] | None = None) -> Iterator[None]:
-    """For the block, tensors on the meta device say that they lie on a CUDA device."""
+def pretended(known: Mapping[int, Tensor] | None = None, card: Card | None = None) -> Iterator[None]:
+    """For the block, tensors on the meta device say that they lie on a CUDA device.
+
+    Args:
+        known: values of tensors whose values are read, by the tensor's id.
+        card: which card that is, where code asks; None: an unknown one.
+    """
     # a build of PyTorch without CUDA can't be asked for it
     capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False)
     with _Pretended(known or {}), torch.inference_mode(), capturing:
@@ -116,12 +121,34 @@ def on_card(model: nn.Module) -> nn.Module:
     return model.to(META).eval().requires_grad_(False)
 
 
-def counted(call: Callable[[], Any]) -> list[Work]:
-    """The kernels that `call` launches, in order. To be called within `pretended`."""
-    counter = _Counter()
-    with counter:
-        call()
-    return counter.work
+def counted(call: Callable[[], Any], repeats: Mapping[nn.Module, int] | None = None) -> list[Work]:
+    """The kernels that `call` launches, in order. To be called within `pretended`.
+
+    Args:
+        call: what is looked at.
+        repeats: modules that stand for as many of their kind, one after the other: models cut in depth.
+    """
+    counter, parts, hooks = _Counter(), [], []
+    for module, times in (repeats or {}).items():
+        begun: list[int] = []
+
+        def begin(*_: Any, begun: list[int] = begun) -> None:
+            begun.append(len(counter.work))
+
+        def end(*_: Any, begun: list[int] = begun, times: int = times) -> None:
+            parts.append((begun.pop(), len(counter.work), times))
+
+        hooks += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+    try:
+        with counter:
+            call()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    work = counter.work
+    for first, last, times in sorted(parts, reverse=True):
+        work[last:last] = work[first:last] * (times - 1)
+    return work
 
 
 class _Counter(TorchDispatchMode):

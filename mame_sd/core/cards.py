@@ -15,11 +15,9 @@ import torch
 SMALLEST = 2.5e-6  # seconds: no kernel takes less
 LAUNCH = 6e-6  # seconds in which PyTorch launches one kernel from Python, at best
 MEMORY = 0.8  # share of the printed bandwidth that a kernel sees
-SINGLE = 0.8  # share of the peak that products in fp32 reach
+SINGLE = 0.65  # share of the peak that products and convolutions of fp32 reach
+THIRDS = 0.7  # and attention of fp32, of a third of TF32's peak
 MASKED = 0.65  # of the speed of attention: that of attention with a mask
-
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 class Work(NamedTuple):
@@ -54,7 +52,7 @@ class Card:
         half: products of fp16 and bf16 with sums in fp32, FLOPs.
         tf32: products of fp32 rounded to TF32, FLOPs; 0: it has none.
         single: products in fp32, FLOPs.
-        products: the share of these peaks that products and convolutions reach.
+        products: the share of `half` that products and convolutions reach.
         attention: that which attention reaches.
     """
 
@@ -89,16 +87,28 @@ class Card:
 
     def speed(self, work: Work) -> float:
         """FLOPs in a second that an operation of this kind reaches."""
-        if "attention" in work.kind:
-            used = work.width / (-(-work.width // 32) * 32)  # heads are padded to multiples of 32
-            return self.attention * self._of_tensors(work) * used * (MASKED if work.kind == "masked attention" else 1)
-        # PyTorch lets cuDNN round fp32 to TF32, and other products not.
-        if work.dtype in _HALVES or (work.kind == "convolution" and self.tf32):
-            return self.products * self._of_tensors(work)
-        return SINGLE * self.single
-
-    def _of_tensors(self, work: Work) -> float:
-        if work.dtype in _HALVES:
-            return self.half
+        halves, attends = work.dtype in (torch.float16, torch.bfloat16), "attention" in work.kind
+        if not attends:
+            # PyTorch lets cuDNN round fp32 to TF32, and other products not.
+            full = self.tf32 if work.kind == "convolution" and self.tf32 else self.single
+            return self.products * self.half if halves else SINGLE * full
         # Attention of fp32 is three products in TF32 (`OpMultiplyAddFastF32` in PyTorch's mem_eff_attention).
-        return self.tf32 / (3 if "attention" in work.kind else 1) or self.single
+        full = self.attention * self.half if halves else THIRDS * self.tf32 / 3 or SINGLE * self.single
+        used = work.width / (-(-work.width // 32) * 32)  # heads are padded to multiples of 32
+        return full * used * (MASKED if work.kind == "masked attention" else 1)
+
+
+# Peaks are their makers', for sums in fp32. Shares of them are assumed so that reckoned times of Stable Diffusion 1.5 are
+# those that diffusers' documentation measured on the 3090, the 4090 and the A100, and those of SDXL lie between what NVIDIA
+# measured of PyTorch and of TensorRT on the H100; a 3060 is taken for a smaller 3090. `benchmarks.gpu` prints how far off.
+_GEFORCE = {"products": 0.77, "attention": 0.8}
+CARDS = {
+    card.name: card
+    for card in (
+        Card("GeForce RTX 3060", 0.36e12, 25.5e12, 12.7e12, 12.7e12, **_GEFORCE),
+        Card("GeForce RTX 3090", 0.936e12, 71e12, 35.6e12, 35.6e12, **_GEFORCE),
+        Card("GeForce RTX 4090", 1.008e12, 165e12, 82.6e12, 82.6e12, **_GEFORCE),
+        Card("A100", 1.555e12, 312e12, 156e12, 19.5e12, products=0.38, attention=0.55),
+        Card("H100", 3.35e12, 989e12, 494e12, 67e12, products=0.3, attention=0.4),
+    )
+}
