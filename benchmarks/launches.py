@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from mame_sd.core.cards import Card, Work
+from mame_sd.core.cards import Card, Work, taken_for
 
 CARD = torch.device("cuda", 99)  # no real one: tables that are kept by their device hold no values here
 META = torch.device("meta")
@@ -112,7 +112,7 @@ def pretended(known: Mapping[int, Tensor] | None = None, card: Card | None = Non
     """
     # a build of PyTorch without CUDA can't be asked for it
     capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False)
-    with _Pretended(known or {}), torch.inference_mode(), capturing:
+    with taken_for(str(CARD), card), _Pretended(known or {}), torch.inference_mode(), capturing:
         yield
 
 
