@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.generation import generate, load
 from benchmarks.instruments import INSTRUMENTS
 from mame_sd import MaMeConfig, plan_merge
-from mame_sd.core.detail import blurred
+from mame_sd.core.detail import Detail, blurred
 from mame_sd.diffusion.apply import denoiser_of
 
 FEWEST = 1024
@@ -32,12 +32,12 @@ HOW = ("copies", "blur", "blur and inputs")
 def squared_errors(x: Tensor, output: Tensor, keep: float) -> dict[str, float]:
     """Of the tokens' output [B, L, C], merged and restored by the plan that their inputs x [B, L, d] give, in a square."""
     side = math.isqrt(x.shape[1])
-    config = MaMeConfig(keep=keep, merge="qkv")
-    plan, plain = (plan_merge(x, c, (side, side)) for c in (config, config.replace(detail=False)))
+    plan = plan_merge(x, MaMeConfig(keep=keep, merge="qkv"), (side, side))
     merged = plan.merge(output)
-    copies = plain.restore(merged)
+    copies = plan.restore(merged)
     blur = blurred(copies, (side, side))
-    restored = (copies, copies + blur - plain.restore(plain.merge(blur)), plan.restore(merged))
+    within = plan.restore(merged, Detail(x, (side, side)))
+    restored = (copies, copies + blur - plan.restore(plan.merge(blur)), within)
     return {how: float((t - output).square().sum()) for how, t in zip(HOW, restored, strict=True)}
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from mame_sd import MaMeConfig, plan_merge
 from mame_sd.core.pairs import leaders_in
 from mame_sd.diffusion.families.keys import MergedKeys
-from mame_sd.diffusion.families.order import Order
 from mame_sd.diffusion.layer import NOTHING_TO_WIN, nothing_to_win
 from mame_sd.diffusion.tokens import Tokens
 
@@ -52,8 +51,7 @@ class JointPatch:
         if start is None:
             return engine.run()
         tokens = Tokens(call.grid, start, length - start - math.prod(call.grid))
-        order = Order(tokens, length)
-        feature = order.image(keys).flatten(2)
+        feature = tokens.to_plane(keys[:, start : start + tokens.count].flatten(2))
         leader = leaders_in(call.leader, feature)
         plan = plan_merge(feature, self.config, tokens.plane, draw=call.draw, leader=leader)
         call.draw = None if call.draw is None else call.draw + 1
@@ -61,8 +59,9 @@ class JointPatch:
             call.run.note_left(NOTHING_TO_WIN)
             return engine.run()
         call.run.note_merged(plan, call.grid[call.grid[0] == 1 :])
-        to_plane, place, correct = order.to_plane, order.positions, self.config.correct
-        return engine.attended(MergedKeys(plan, start, length, batch, to_plane, place, correct, drawn=True))
+        return engine.attended(
+            MergedKeys(plan, tokens, (batch, length), start, correct=self.config.correct, drawn=True)
+        )
 
     def _start(self, call: Any, queries: int, length: int, mask: Tensor | None) -> int | None:
         """Where the image begins among `length` keys; None where they are left alone."""

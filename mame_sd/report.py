@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.core.plan import Plan
-from mame_sd.core.row_plan import RowPlan
 
 NEVER_CALLED = "not called yet"
 
@@ -62,7 +61,7 @@ class LayerStats:
         self.note = "; ".join(filter(None, notes))
         self._count(plan.tokens_in, plan.tokens_kept if kept is None else kept)
         if self.capture and not torch.compiler.is_compiling():
-            self.plan = plan.without_detail() if isinstance(plan, RowPlan) else plan
+            self.plan = plan
 
     def whole(self, plan: Plan, size: tuple[int, ...] | None, *notes: str) -> None:
         """A call in which all tokens were kept, because merging them by `plan` saves nothing; `notes` tell why."""

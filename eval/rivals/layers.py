@@ -22,7 +22,7 @@ from mame_sd.diffusion.families.unet import PlainAttention
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.hook_registry import hook_on
 from mame_sd.diffusion.hooks import MergeHook
-from mame_sd.diffusion.layer import Layer, LayerCall, Step
+from mame_sd.diffusion.layer import Alone, Layer, LayerCall, Route, Step
 from mame_sd.diffusion.tokens import Tokens
 
 
@@ -82,39 +82,24 @@ class RivalLayer(Layer):
         """As `inner`."""
         return self.inner.call(module, forward, args, kwargs)
 
-    def tokens(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Tokens | str:
+    def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | Alone:
         """What `inner` says; a reason where height and width are unknown, or samples that keep tokens of their own can't run together."""
-        tokens = self.inner.tokens(call, known, config)
-        if isinstance(tokens, str):
-            return tokens
-        if tokens.plane is None:
-            return "height and width unknown"
+        route = self.inner.route(call, known, config)
+        if isinstance(route, Alone):
+            return route
+        if route.tokens.plane is None:
+            return Alone("height and width unknown", route.tokens.count)
         family = getattr(self.inner, "family", None)
         rotary = config.merge == "qkv" and family is not None and family.select is not None
-        if rotary and getattr(self.make, "own_tokens", False) and call.arguments[self.inner.hidden].shape[0] > 1:
-            return "each sample keeps tokens of its own, and their positions are given once for all samples"
-        return tokens
+        if rotary and getattr(self.make, "own_tokens", False) and route.feature.shape[0] > 1:
+            reason = "each sample keeps tokens of its own, and their positions are given once for all samples"
+            return Alone(reason, route.tokens.count)
+        return route
 
-    def plan(self, call: LayerCall, tokens: Tokens, config: MaMeConfig, step: Step) -> Plan:
+    def plan(self, route: Route, step: Step) -> Plan:
         """The rival's."""
-        assert tokens.plane is not None
-        return self.make(self.inner.feature(call, tokens, config), tokens.plane, self.run)
-
-    def merged(self, call: LayerCall, tokens: Tokens, plan: Plan, config: MaMeConfig) -> Any:
-        """As `inner`."""
-        return self.inner.merged(call, tokens, plan, config)
-
-    def count(self, call: LayerCall, known: Tokens | None) -> int:
-        """As `inner`."""
-        return self.inner.count(call, known)
-
-    def fitted(self, config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
-        """As `inner`."""
-        return self.inner.fitted(config, tokens)
-
-    def note(self, call: LayerCall, config: MaMeConfig) -> str:
-        """As `inner`."""
-        return self.inner.note(call, config)
+        assert route.tokens.plane is not None
+        return self.make(route.feature, route.tokens.plane, self.run)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mame_sd.core.detail import Detail
 from mame_sd.core.plan import Plan
 
 from .layers import MakePlan, Run
@@ -61,7 +62,7 @@ class Rows(RivalPlan):
     def merge(self, t: Tensor) -> Tensor:
         return t.index_select(1, self._rows)
 
-    def restore(self, y: Tensor) -> Tensor:
+    def restore(self, y: Tensor, detail: Detail | None = None) -> Tensor:
         if self._owner is None:
             raise ValueError("restore: expected keys and values, which nobody restores; take merge='kv'")
         return y.index_select(1, self._owner)
@@ -89,7 +90,7 @@ class Tiles(RivalPlan):
     def merge(self, t: Tensor) -> Tensor:
         return t.unflatten(1, self._parts).transpose(2, 3).flatten(0, 2).flatten(1, 2)
 
-    def restore(self, y: Tensor) -> Tensor:
+    def restore(self, y: Tensor, detail: Detail | None = None) -> Tensor:
         down, rows, across, columns = self._parts
         tiles = y.unflatten(0, (-1, down, across)).unflatten(3, (rows, columns))
         return tiles.transpose(2, 3).flatten(1, 4)
@@ -105,7 +106,7 @@ class Constant(RivalPlan):
     def merge(self, t: Tensor) -> Tensor:
         return t
 
-    def restore(self, y: Tensor) -> Tensor:
+    def restore(self, y: Tensor, detail: Detail | None = None) -> Tensor:
         return (y.mean(1, keepdim=True) * self._scale).expand_as(y)
 
 

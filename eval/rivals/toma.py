@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mame_sd.core.detail import Detail
 from mame_sd.core.plan import Plan
 
 from .layers import Run
@@ -44,7 +45,7 @@ class SoftPlan(RivalPlan):
         mean = self._shares / self._shares.sum(-1, keepdim=True)
         return (mean.to(t.dtype) @ _tiled(t, self._tiles)).flatten(1, 2)
 
-    def restore(self, y: Tensor) -> Tensor:
+    def restore(self, y: Tensor, detail: Detail | None = None) -> Tensor:
         tiles = y.unflatten(1, self._shares.shape[1:3])  # [B, T, k, C]
         tokens = (self._shares.to(y.dtype).transpose(2, 3) @ tiles).flatten(1, 2)
         return torch.empty_like(tokens).index_copy_(1, self._tiles.flatten(), tokens)

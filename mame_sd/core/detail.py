@@ -1,13 +1,15 @@
 """What varies within groups of merged tokens, given back when they are restored.
 
-Every token of a group would get the same copy. Two things say how outputs vary within groups, none of which needs training: copies of
-the groups around a token (their blur), and the inputs, which are known of every token. How outputs follow inputs is read off the
-merged tokens themselves, a ridge regression of RANK directions on what the blur leaves unexplained, and given as far as it is right on them.
+Every token of a group would get the same copy. Two things say how outputs vary within groups, and neither needs training.
+One is the copies of the groups around a token (their blur). The other is the inputs, which are known of every token.
+How outputs follow inputs is read off the merged tokens themselves. It is a ridge regression of RANK directions on what the
+blur leaves unexplained, and it is given as far as it is right on the merged tokens.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,18 @@ from torch import Tensor
 RANK = 32  # directions of the input that outputs are regressed on
 GROUPS = 4  # destinations for each direction, at least
 RIDGE = 0.03  # added to the directions' covariance, of its mean diagonal
+
+
+class Detail(NamedTuple):
+    """By what restored tokens of one group differ.
+
+    Attributes:
+        feature: the inputs [B, L, d] of all tokens but the special ones, in floating point; outputs vary as they do.
+        plane: (h, w) of these tokens, h * w = L.
+    """
+
+    feature: Tensor
+    plane: tuple[int, int]
 
 
 def blurred(x: Tensor, plane: tuple[int, int]) -> Tensor:

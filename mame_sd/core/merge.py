@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.partition import positions, square
+from mame_sd.core.partition import positions
 from mame_sd.core.pick_plan import pick_plan
 from mame_sd.core.plan import MergePlan, Plan, no_autocast
 from mame_sd.core.row_plan import row_plan
@@ -46,7 +46,7 @@ def plan_merge(
     Args:
         x: the feature that is compared [*, L, d], any leading dimensions, floating point; it need not be the tensor
             that is merged. Similarity and weights are fp32 whatever its dtype, under autocast too.
-        config: the settings; `merge`, `min_tokens` and `size` are for callers and not read here.
+        config: the settings; `merge`, `detail`, `min_tokens` and `size` are for callers and not read here.
         size: (h, w) of the tokens without the special ones, needed by tiles and by the grid partition (a square is
             assumed where it fits).
         special: leading tokens that take no part, such as a class token.
@@ -63,7 +63,6 @@ def plan_merge(
     if not 0 <= special < x.shape[-2]:
         raise ValueError(f"special: expected fewer than the {x.shape[-2]} tokens of x, got {special}")
     lead = x.shape[:-2]
-    plane = _plane(x.shape[-2] - special, config, size)
     feature = x.reshape(math.prod(lead), *x.shape[-2:])[:, special:]
     pos = positions(feature.shape[1], config, size, x.device, draw)  # "Token Partitioning": I_dst and I_src
     with no_autocast(x):
@@ -78,21 +77,11 @@ def plan_merge(
                 best, row = _nearest(feature.detach(), leader, pos, config.metric, ranked)
             plan = row_plan(best, row, pos, config, special, lead)
         if plan is not None:
-            return plan if plane is None else plan.with_detail(feature, plane)
+            return plan
         feature = feature if leader is None else feature.index_select(0, leader)
         similarity = similarity_of(feature, pos, config.metric)  # "Similarity-Based Fusion Matrix": S
         fusion = fusion_weights(similarity, pos, config)  # "Adaptive Weight Refining": W^F; X_pres
         return MergePlan(fusion, pos, special, lead, paper=config.variant == "paper")
-
-
-def _plane(tokens: int, config: MaMeConfig, size: tuple[int, int] | None) -> tuple[int, int] | None:
-    """The (h, w) over which tokens are restored with detail, a square where it is not given; None: as copies."""
-    plane = (size or square(tokens)) if config.detail else None
-    if plane is None and config.given.get("detail"):
-        raise ValueError(
-            f"size: detail needs the (h, w) of {tokens} tokens, which are no square; give size=(h, w), or detail=False"
-        )
-    return plane
 
 
 def _nearest(x: Tensor, leader: Tensor | None, pos: Positions, metric: str, ranked: bool) -> tuple[Tensor, Tensor]:

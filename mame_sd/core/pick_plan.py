@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
+from mame_sd.core.detail import Detail
 from mame_sd.core.indexing import rows_of
 from mame_sd.core.plan import Plan
 from mame_sd.core.similarity import similarity_of
@@ -57,7 +58,7 @@ class PickPlan(Plan):
             "summed: expected a plan that merges, got one of weights='pick', which dropped the other tokens"
         )
 
-    def restore(self, y: Tensor) -> Tensor:
+    def restore(self, y: Tensor, detail: Detail | None = None) -> Tensor:
         """Raises ValueError: a dropped token has nothing to be restored from."""
         raise ValueError(
             "restore: expected a plan that merges, got one of weights='pick', which dropped the other tokens; "

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from mame_sd.core.buffers import reuse
+from mame_sd.core.detail import Detail
 from mame_sd.core.indexing import blocks_of, flat_rows, rows_of
 from mame_sd.core.tables import Positions
 from mame_sd.core.weights import Fusion
 
 
 class Plan:
-    """Which tokens merge, with which weights. Made by `mame_sd.plan_merge`; holds no tokens but those by which it restores detail.
+    """Which tokens merge, with which weights: a value, made by `mame_sd.plan_merge`, that holds no tokens.
 
     Below, `*` are the leading dimensions of the planned tensor, T is the number of tiles (1 without tiles), m and n
     destinations and sources of one tile (padded to the largest tile), M and N those of all tiles, r the preserved sources.
@@ -118,10 +119,16 @@ class Plan:
         """
         raise NotImplementedError
 
-    def restore(self, y: Tensor) -> Tensor:
+    def restore(self, y: Tensor, detail: Detail | None = None) -> Tensor:
         """X^rec: all tokens from y [*, L', C], at their original positions, as [*, L, C] (Algorithm 2).
 
-        Raises ValueError when `y` has not the leading dimensions and tokens that `merge` gives.
+        Args:
+            y: merged tokens.
+            detail: by what tokens of one group are to differ (`mame_sd.core.detail`), where each token went to one group
+                whole (weights "best"); other plans do not read it. None: they are equal copies.
+
+        Raises:
+            ValueError: `y` has not the leading dimensions and tokens that `merge` gives, or `detail` is of other tokens.
         """
         raise NotImplementedError
 
@@ -183,7 +190,7 @@ class MergePlan(Plan):
             y = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         return y.reshape(*self._lead, *y.shape[1:])
 
-    def restore(self, y: Tensor) -> Tensor:
+    def restore(self, y: Tensor, detail: Detail | None = None) -> Tensor:
         """See `Plan`."""
         y = self._checked(y, self.tokens_kept, "restore")
         with no_autocast(y):

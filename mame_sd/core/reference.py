@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.detail import GROUPS, RANK, RIDGE, directions
+from mame_sd.core.detail import GROUPS, RANK, RIDGE, Detail, directions
 from mame_sd.core.partition import positions
 
 REFINE_FLOOR = 1e-5
@@ -36,8 +36,6 @@ class ReferencePlan:
     src: list[int]
     special: int
     paper: bool
-    plane: tuple[int, int] | None = None  # of the tokens whose detail is restored
-    feature: Tensor | None = None  # [B, L, d] without special tokens, by which it varies
 
     @property
     def counts(self) -> Tensor:
@@ -59,7 +57,7 @@ class ReferencePlan:
             out.append(torch.stack(rows))
         return torch.stack(out)
 
-    def restore(self, y: Tensor) -> Tensor:
+    def restore(self, y: Tensor, detail: Detail | None = None) -> Tensor:
         """[B, L', C] to [B, L, C], every token at its original position."""
         out = []
         for b, sample in enumerate(y.double()):
@@ -78,23 +76,25 @@ class ReferencePlan:
                     )
             out.append(torch.stack([rows[p] for p in range(len(rows))]))
         restored = torch.stack(out)
-        return restored if self.plane is None else torch.stack([self._detailed(b, x) for b, x in enumerate(restored)])
+        if detail is None:
+            return restored
+        return torch.stack([self._detailed(b, x, detail) for b, x in enumerate(restored)])
 
-    def _detailed(self, b: int, x: Tensor) -> Tensor:
+    def _detailed(self, b: int, x: Tensor, detail: Detail) -> Tensor:
         """Copies x [L, C] of sample b, the detail that their blur has, and that which follows the input."""
-        assert self.feature is not None
+        feature, plane = detail
         groups = self._groups(b)
-        varying, unexplained = self._beyond_blur(x, groups)
+        varying, unexplained = self._beyond_blur(x, groups, plane)
         x = x + varying
         count = min(RANK, (self.special + len(self.dst)) // GROUPS)
         if not count:
             return x
-        seen = self.feature[b].double() @ directions(self.feature.shape[2], count, torch.device("cpu")).double()
+        seen = feature[b].double() @ directions(feature.shape[2], count, torch.device("cpu")).double()
         seen = torch.cat([seen.new_zeros(self.special, count), seen])
         middles = seen.clone()
         for group in groups:
             middles[group] = seen[group].mean(0)
-        varying, between = self._beyond_blur(middles, groups)
+        varying, between = self._beyond_blur(middles, groups, plane)
         within = seen - middles - varying
         share = torch.tensor([len(group) / len(x) for group in groups], dtype=x.dtype)
         covariance = sum(s * torch.outer(g, g) for s, g in zip(share, between, strict=True))
@@ -113,10 +113,9 @@ class ReferencePlan:
             groups.append([self.special + q for q in (p, *merged)])
         return groups + [[self.special + self.src[j]] for j in self.preserved[b]]
 
-    def _beyond_blur(self, x: Tensor, groups: list[list[int]]) -> tuple[Tensor, Tensor]:
+    def _beyond_blur(self, x: Tensor, groups: list[list[int]], plane: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Of copies x [L, C] how their blur varies around its mean in each group [L, C], and what of each group's is not that mean [L', C]."""
-        assert self.plane is not None
-        h, w = self.plane
+        h, w = plane
         blur = [x[s] for s in range(self.special)]
         for p in range(h * w):
             around = torch.zeros_like(x[0])
@@ -143,7 +142,6 @@ def reference_plan(
 ) -> ReferencePlan:
     """The loop version of `plan_merge`, for x [B, L, d]."""
     x = x.double()[:, special:]
-    own = x
     x = x if leader is None else torch.stack([x[i] for i in leader.tolist()])
     pos = positions(x.shape[1], config, size, draw=draw)
     dst, src = pos.dst.tolist(), pos.src.tolist()
@@ -168,11 +166,7 @@ def reference_plan(
             columns[j] = torch.zeros_like(columns[j])
     stacked = [torch.stack(columns, 1) if columns else x.new_zeros(len(dst), 0) for columns in weights]
     lost = [sorted(out) for out in preserved]
-    plan = ReferencePlan(torch.stack(stacked), lost, dst, src, special, config.variant == "paper")
-    side = math.isqrt(x.shape[1])
-    if config.detail and (size is not None or side * side == x.shape[1]):
-        plan.plane, plan.feature = size or (side, side), own
-    return plan
+    return ReferencePlan(torch.stack(stacked), lost, dst, src, special, config.variant == "paper")
 
 
 def similarity(x: Tensor, dst: list[int], src: list[int], tile: list[int], metric: str) -> list[Tensor]:

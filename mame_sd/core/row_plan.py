@@ -5,8 +5,6 @@ Merging takes means of groups, restoring takes rows. What is not finite stays wi
 
 from __future__ import annotations
 
-import copy
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,7 +12,7 @@ from torch import Tensor
 from mame_sd.config import MaMeConfig
 from mame_sd.core import means
 from mame_sd.core.buffers import in_place
-from mame_sd.core.detail import GROUPS, RANK, blurred, directions, slope
+from mame_sd.core.detail import GROUPS, RANK, Detail, blurred, directions, slope
 from mame_sd.core.indexing import rows_of
 from mame_sd.core.plan import Plan, no_autocast
 from mame_sd.core.tables import Positions
@@ -45,25 +43,7 @@ class RowPlan(Plan):
         self.by_kernel = by_kernel
         self._row, self._dtype = row, dtype
         self._rows = self._found_rows()
-        self._groups: list[means.Groups] = []  # one once they were needed, for copies of this plan too
-        self._feature: Tensor | None = None
-        self._plane = (0, 0)
-
-    def with_detail(self, feature: Tensor | None, plane: tuple[int, int]) -> RowPlan:
-        """This plan, which from now on restores with detail (`mame_sd.core.detail`), and keeps the feature for it; None: copies.
-
-        Args:
-            feature: the inputs [B, L, d] without special tokens, by which outputs vary.
-            plane: (h, w) of these tokens.
-        """
-        self._feature, self._plane = feature, plane
-        return self
-
-    def without_detail(self) -> RowPlan:
-        """A copy that restores copies, and keeps no inputs."""
-        other = copy.copy(self)
-        other._feature = None
-        return other
+        self._groups: means.Groups | None = None  # made where they are needed first
 
     @property
     def weights(self) -> Tensor:
@@ -99,31 +79,42 @@ class RowPlan(Plan):
             y = self.means(t)
         return y.reshape(*self._lead, *y.shape[1:])
 
-    def restore(self, y: Tensor) -> Tensor:
+    def restore(self, y: Tensor, detail: Detail | None = None) -> Tensor:
         """See `Plan`; without a product: each token takes the row of `y` that it went to, or is. With detail it varies around it."""
         y = self._checked(y, self.tokens_kept, "restore")
-        whole = not torch.compiler.is_compiling() and self.tokens_kept == self.tokens_in  # a graph may not know it
-        if self._feature is None or whole:
+        if detail is not None:
+            self._check_detail(detail)
+        unmerged = not torch.compiler.is_compiling() and self.tokens_kept == self.tokens_in  # a graph may not know it
+        if detail is None or unmerged:
             x = rows_of(y, self._rows)
         else:
             with no_autocast(y):
-                x = self._detailed(y, self._feature)
+                x = self._detailed(y, detail)
         return x.view(*self._lead, *x.shape[1:])
 
     def means(self, t: Tensor) -> Tensor:
         """Tokens [B, L, C] merged, as [B, L', C]."""
         if means.can_group(t):
-            if not self._groups:
-                self._groups.append(means.groups_of(self._rows, self.tokens_kept))
-            return means.means(t.flatten(0, 1), self._groups[0]).view(t.shape[0], self.tokens_kept, t.shape[2])
+            if self._groups is None:
+                self._groups = means.groups_of(self._rows, self.tokens_kept)
+            return means.means(t.flatten(0, 1), self._groups).view(t.shape[0], self.tokens_kept, t.shape[2])
         return means.means_with_gradients(t, self._rows, self.sizes)
 
-    def _detailed(self, y: Tensor, feature: Tensor) -> Tensor:
+    def _check_detail(self, detail: Detail) -> None:
+        (h, w), shape = detail.plane, detail.feature.shape
+        if h * w != self.positions.L or shape[:-1] != (self._rows.shape[0], self.positions.L):
+            raise ValueError(
+                f"detail: expected the feature [{self._rows.shape[0]}, {self.positions.L}, d] that was planned by and its (h, w), "
+                f"got {list(shape)} and {(h, w)}; give Detail(feature, (h, w)) without special tokens, or no detail"
+            )
+
+    def _detailed(self, y: Tensor, detail: Detail) -> Tensor:
         """Merged tokens y [B, L', C] as [B, L, C], varying within their groups.
 
         Groups keep their means, so that merging again gives `y` up to rounding.
         """
-        x, unexplained = self._by_surroundings(y)
+        feature, plane = detail
+        x, unexplained = self._by_surroundings(y, plane)
         count = min(RANK, (self.special + self.positions.M) // GROUPS)
         if not count:
             return x
@@ -131,7 +122,7 @@ class RowPlan(Plan):
         seen = feature @ directions(feature.shape[2], count, feature.device).to(feature.dtype)
         seen = F.pad(seen, (0, 0, self.special, 0)) if self.special else seen
         seen = seen.to(torch.promote_types(self._dtype, y.dtype))
-        surroundings, between = self._by_surroundings(self.means(seen))
+        surroundings, between = self._by_surroundings(self.means(seen), plane)
         within = seen - surroundings
         follows = slope(between, unexplained, self.sizes)
         if y.dtype == torch.float16:
@@ -139,10 +130,10 @@ class RowPlan(Plan):
         added = within.to(y.dtype), follows.to(y.dtype)
         return x.baddbmm_(*added) if all(map(in_place, (x, *added))) else torch.baddbmm(x, *added)
 
-    def _by_surroundings(self, y: Tensor) -> tuple[Tensor, Tensor]:
+    def _by_surroundings(self, y: Tensor, plane: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Merged tokens y [B, L', C] as [B, L, C], varying as the blur of their copies does, and what of `y` is not that blur's mean."""
         copies = rows_of(y, self._rows)
-        blur = blurred(copies[:, self.special :], self._plane)
+        blur = blurred(copies[:, self.special :], plane)
         blur = torch.cat([copies[:, : self.special], blur], 1) if self.special else blur
         unexplained = y - self.means(blur)
         if not in_place(y):

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.plan import MergePlan, Plan
-from mame_sd.core.row_plan import RowPlan
 from mame_sd.diffusion.threads import PerThread
 
 
@@ -69,7 +68,7 @@ class Plans:
         key = layer, self._calls[layer], config, shape
         plan = self._found.get(key) or make()
         if not isinstance(plan, MergePlan):
-            self._found[key] = plan.without_detail() if isinstance(plan, RowPlan) else plan  # nor for all inputs
+            self._found[key] = plan
         return plan
 
 

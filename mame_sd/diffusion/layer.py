@@ -1,7 +1,8 @@
-"""The way of a call through a merging layer: guard, plan, merge, call, restore.
+"""The way of a call through a merging layer: decide, plan, merge, call, restore.
 
 `merged_call` is that way for every layer and for both ways into diffusers (hooks and the processor), so they give the same
-numbers. What differs between layers is said by a `Layer`: a UNet's self-attention (`families/unet.py`), a transformer's
+numbers. A call is looked at once, by `Layer.route`: it gives the `Route` that all else takes, or says why the call is left
+alone. What differs between layers is said by a `Layer`: a UNet's self-attention (`families/unet.py`), a transformer's
 (`families/sequence.py`), feed-forward networks and cross-attention (`families/parts.py`).
 """
 
@@ -17,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
+from mame_sd.core.detail import Detail
 from mame_sd.core.merge import plan_merge
 from mame_sd.core.pairs import leaders_in
 from mame_sd.core.partition import GRIDS
 from mame_sd.core.plan import Plan
-from mame_sd.core.row_plan import RowPlan
 from mame_sd.core.triton_plan import kernel_note
 from mame_sd.diffusion.tokens import Tokens
 from mame_sd.report import LayerStats
@@ -35,39 +36,32 @@ NO_SIZE = "height and width unknown: merged with partition 'alternating' and wit
 NO_DETAIL = "height and width unknown: restored as copies, without detail; give size=(h, w)"
 
 
-@dataclass(frozen=True)
-class LayerCall:
-    """One call of a module: its arguments as they came and their names, what computes it, the attention processor in it.
+class LayerCall(NamedTuple):
+    """One call of a module.
 
-    Positional arguments beyond `names` have none and are passed on as they are.
+    Attributes:
+        module: the module.
+        forward: what computes it.
+        given: its arguments by name.
+        by_place: names of the arguments that came without one.
+        rest: further arguments that have no name.
+        processor: the attention processor in it.
+        kind: what attends, by name: the processor, or the module where it has none.
     """
 
     module: Any
     forward: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    names: tuple[str, ...] = ()
+    given: Mapping[str, Any]
+    by_place: tuple[str, ...] = ()
+    rest: tuple[Any, ...] = ()
     processor: Any = None
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments by name."""
-        return {**dict(zip(self.names, self.args, strict=False)), **self.kwargs}
-
-    @property
-    def kind(self) -> str:
-        """What attends, by name: the processor, or the module where it has none."""
-        return type(self.module if self.processor is None else self.processor).__name__
+    kind: str = ""
 
     def run(self, **changes: Any) -> Any:
         """The module's own output, with `changes` of the arguments, each passed on as it came."""
-        args, kwargs = list(self.args), dict(self.kwargs)
-        for name, value in changes.items():
-            if name in self.names[: len(args)]:
-                args[self.names.index(name)] = value
-            else:
-                kwargs[name] = value
-        return self.forward(*args, **kwargs)
+        given = {**self.given, **changes}
+        args = [given.pop(name) for name in self.by_place]
+        return self.forward(*args, *self.rest, **given)
 
 
 class Step(NamedTuple):
@@ -84,14 +78,54 @@ class Step(NamedTuple):
     plans: Plans | None = None
 
 
-class Unmerged(NamedTuple):
-    """An output that was computed without merging after all, and why."""
-
-    output: Any
-    reason: str
-
-
 NO_STEP = Step()
+
+
+class Alone(NamedTuple):
+    """A call that is left alone: why, and how many tokens it has."""
+
+    reason: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a call merges: what is decided before anything is computed.
+
+    Attributes:
+        call: the call.
+        form: computes its output by a plan: what merges (keys and values, or whole tokens) and how.
+        config: the settings that hold for these tokens.
+        tokens: how they lie.
+        feature: what similarity compares, [B, n, d] of the n tokens that may merge, in the order of their plane.
+        note: what a report says where another way than the settings' is taken.
+        first: where the tokens begin in the sequence that holds them.
+        before, after: tokens beside them that attention sees too, before and after them.
+    """
+
+    call: LayerCall
+    form: Callable[[Route, Plan], Output | None]
+    config: MaMeConfig
+    tokens: Tokens
+    feature: Tensor
+    note: str = ""
+    first: int = 0
+    before: int = 0
+    after: int = 0
+
+    @property
+    def detail(self) -> Detail | None:
+        """By what restored tokens of one group differ; None: they are copies."""
+        if not self.config.detail or self.tokens.plane is None:
+            return None
+        return Detail(self.feature, self.tokens.plane)
+
+
+class Output(NamedTuple):
+    """What a form computed, and a note for the report where it is not all that the settings ask for."""
+
+    value: Any
+    note: str = ""
 
 
 class Layer(ABC):
@@ -111,54 +145,26 @@ class Layer(ABC):
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> LayerCall:
         """A call of `module`, whose own forward is `forward`."""
-        return LayerCall(module, forward, args, kwargs, self._names, getattr(module, "processor", None))
+        names, processor = self._names[: len(args)], getattr(module, "processor", None)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        kind = type(module if processor is None else processor).__name__
+        return LayerCall(module, forward, given, names, args[len(names) :], processor, kind)
 
     @abstractmethod
-    def tokens(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Tokens | str:
-        """How the tokens of this call lie, or why it passes through untouched. `known` is what the model around says."""
+    def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | Alone:
+        """How this call merges, or why it is left alone: the one place where that is decided.
 
-    @abstractmethod
-    def merged(self, call: LayerCall, tokens: Tokens, plan: Plan, config: MaMeConfig) -> Any:
-        """The module's output, computed on merged tokens and whole again; `Unmerged` where that could not be done."""
+        Args:
+            call: the call.
+            known: how the tokens lie, from the model around the layer; None where nothing says it.
+            config: the settings.
+        """
 
-    def feature(self, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> Tensor:
-        """What similarity compares, [B, n, d] of the n tokens that may merge, in the order of their plane."""
-        hidden: Tensor = call.arguments[self.hidden]
-        return hidden
-
-    def plan(self, call: LayerCall, tokens: Tokens, config: MaMeConfig, step: Step) -> Plan:
-        """What merges in this call."""
-        feature = self.feature(call, tokens, config)
-        return plan_merge(feature, config, tokens.plane, draw=step.draw, leader=leaders_in(step.leader, feature))
-
-    def detailed(self, plan: Plan, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> Plan:
-        """A plan of an earlier call, or one that kept no inputs, as it restores the tokens of this call."""
-        if not isinstance(plan, RowPlan) or tokens.plane is None or not config.detail:
-            return plan
-        return plan.without_detail().with_detail(self.feature(call, tokens, config), tokens.plane)
-
-    def restores(self, call: LayerCall, config: MaMeConfig) -> bool:
-        """Whether whole tokens merge in this call, whose plan then keeps their inputs."""
-        return config.merge == "qkv"
-
-    def count(self, call: LayerCall, known: Tokens | None) -> int:
-        """Tokens of a call that is left alone."""
-        hidden = call.arguments.get(self.hidden)
-        return int(hidden.shape[1]) if isinstance(hidden, Tensor) and hidden.dim() > 1 else 0
-
-    def note(self, call: LayerCall, config: MaMeConfig) -> str:
-        """What a report says where another way than the settings' was taken."""
-        return ""
-
-    def fitted(self, config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
-        """The settings that hold for these tokens, and what a report says where they are not the given ones."""
-        without = config.without_plane
-        if tokens.plane is not None or without is config:
-            return config, ""
-        notes = [NO_SIZE] if config.partition in GRIDS or config.tiles else []
-        notes += [NO_DETAIL] if config.detail and config.merge == "qkv" else []
-        notes += [f"kernel {config.kernel!r} needs tiles: not run"] if config.kernel is not None else []
-        return without, ". ".join(notes)
+    def plan(self, route: Route, step: Step) -> Plan:
+        """What merges."""
+        feature = route.feature
+        leader = leaders_in(step.leader, feature)
+        return plan_merge(feature, route.config, route.tokens.plane, draw=step.draw, leader=leader)
 
 
 def merged_call(
@@ -179,39 +185,25 @@ def merged_call(
         stats: counters of this layer.
         step: what the model around says of this step.
     """
-    tokens = layer.tokens(call, known, config)
-    if isinstance(tokens, str):
-        stats.skipped(tokens, layer.count(call, known))
+    route = layer.route(call, known, config)
+    if isinstance(route, Alone):
+        stats.skipped(route.reason, route.tokens)
         return call.run()
-    config, fallback = layer.fitted(config, tokens)
-    plan = _plan(layer, call, tokens, config, stats.name, step)
-    if nothing_to_win(config, plan):
-        stats.whole(plan, tokens.size if tokens.plane else None, fallback, NOTHING_TO_WIN)
-        return call.run()
-    output = layer.merged(call, tokens, plan, config)
-    if isinstance(output, Unmerged):
-        stats.skipped(output.reason, tokens.count)
-        return output.output
-    note = layer.note(call, config)
-    stats.merged(plan, tokens.size if tokens.plane else None, fallback, note, kernel_note(config, plan))
-    return output
-
-
-def _plan(layer: Layer, call: LayerCall, tokens: Tokens, config: MaMeConfig, name: str, step: Step) -> Plan:
-    """What merges in this call: what merged in an earlier one of the same input, if there was one."""
-    made: list[Plan] = []
-
-    def make() -> Plan:
-        made.append(layer.plan(call, tokens, config, step))
-        return made[0]
-
+    tokens, feature = route.tokens, route.feature
     if step.plans is None:
-        plan = make()
-    else:
-        plan = step.plans.plan(name, config, (call.arguments[layer.hidden].shape[0], *tokens.size), make)
-    if layer.restores(call, config):
-        return plan if made else layer.detailed(plan, call, tokens, config)
-    return plan.with_detail(None, (0, 0)) if isinstance(plan, RowPlan) else plan
+        plan = layer.plan(route, step)
+    else:  # what merged in an earlier call of the same input, if there was one
+        shape = feature.shape[0], *tokens.size
+        plan = step.plans.plan(stats.name, route.config, shape, lambda: layer.plan(route, step))
+    size = None if tokens.plane is None else tokens.size
+    if nothing_to_win(route.config, plan):
+        stats.whole(plan, size, route.note, NOTHING_TO_WIN)
+        return call.run()
+    output = route.form(route, plan)
+    if output is None:  # the call is not what it was taken for, which the layer knows now
+        return merged_call(layer, call, known, config, stats, step)
+    stats.merged(plan, size, route.note, output.note, kernel_note(route.config, plan))
+    return output.value
 
 
 def nothing_to_win(config: MaMeConfig, plan: Plan) -> bool:
@@ -219,6 +211,22 @@ def nothing_to_win(config: MaMeConfig, plan: Plan) -> bool:
     if config.merge != "kv" or config.tau is None or torch.compiler.is_compiling():
         return False
     return plan.tokens_kept > WORTHWHILE * plan.tokens_in
+
+
+def fitted(config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
+    """The settings that hold for these tokens, and what a report says where they are not the given ones."""
+    without = config.without_plane
+    if tokens.plane is not None or without is config:
+        return config, ""
+    notes = [NO_SIZE] if config.partition in GRIDS or config.tiles else []
+    notes += [NO_DETAIL] if config.detail and config.merge == "qkv" else []
+    notes += [f"kernel {config.kernel!r} needs tiles: not run"] if config.kernel is not None else []
+    return without, ". ".join(notes)
+
+
+def count_of(hidden: Any) -> int:
+    """How many tokens an argument [B, L, ...] has; 0 where it is no such tensor."""
+    return int(hidden.shape[1]) if isinstance(hidden, Tensor) and hidden.dim() > 1 else 0
 
 
 def compared(attn: Any, hidden_states: Tensor, kind: str) -> Tensor:

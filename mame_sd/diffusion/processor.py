@@ -119,7 +119,9 @@ class MaMeAttnProcessor:
             "ip_adapter_masks": ip_adapter_masks,
             "ip_hidden_states": ip_hidden_states,
         }
-        call = LayerCall(attn, lambda **given: processed(inner, attn, given), (), arguments, processor=inner)
+        call = LayerCall(
+            attn, lambda **given: processed(inner, attn, given), arguments, processor=inner, kind=type(inner).__name__
+        )
         reason = skip_reason(call, self.config)
         if reason == "cross-attention" or (reason is not None and hidden_states.dim() != 3):
             if not torch.compiler.is_compiling():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 Call = Mapping[str, Any]  # the arguments of a forward, by name
 
@@ -19,24 +21,43 @@ class Tokens:
             unknown.
         before: tokens of something else, such as text, that stand before them in layers where both share a sequence.
         after: the same, behind them (in every layer, such as a reference image's).
+        count: how many tokens the image or video has.
+        plane: the (rows, columns) on which tokens are compared; None where they are unknown. A video's plane is (h * t, w):
+            the rows of all frames interleaved, so that a tile of the plane spans neighbours in time as well as in space.
     """
 
     size: tuple[int, ...]
     before: int = 0
     after: int = 0
+    count: int = field(init=False, compare=False, repr=False)
+    plane: tuple[int, int] | None = field(init=False, compare=False, repr=False)
 
-    @property
-    def count(self) -> int:
-        return math.prod(self.size)
+    def __post_init__(self) -> None:
+        count = math.prod(self.size)
+        object.__setattr__(self, "count", count)
+        object.__setattr__(self, "plane", None if len(self.size) == 1 else (count // self.size[-1], self.size[-1]))
 
-    @property
-    def plane(self) -> tuple[int, int] | None:
-        """The (rows, columns) on which tokens are compared; None where they are unknown.
+    def start(self, length: int) -> int | None:
+        """Where they begin in a sequence of `length`; None if they can't be in it."""
+        if length in (self.count, self.count + self.after):
+            return 0
+        return self.before if length == self.before + self.count + self.after else None
 
-        A video's plane is (h * t, w): the rows of all frames interleaved, so that a tile of the plane spans neighbours
-        in time as well as in space.
-        """
-        if len(self.size) == 1:
-            return None
-        *times, h, w = self.size
-        return h * math.prod(times), w
+    def to_plane(self, image: Tensor) -> Tensor:
+        """These tokens [B, n, C] in the plane's order."""
+        return image.unflatten(1, self.size).transpose(1, 2).flatten(1, 3) if len(self.size) == 3 else image
+
+    def from_plane(self, image: Tensor) -> Tensor:
+        """Tokens [B, n, C] in the plane's order in their own again."""
+        if len(self.size) < 3:
+            return image
+        t, h, w = self.size
+        return image.unflatten(1, (h, t, w)).transpose(1, 2).flatten(1, 3)
+
+    def places(self, on_plane: Tensor) -> Tensor:
+        """Where tokens at these places of the plane are among all of them, in their own order."""
+        if len(self.size) < 3:
+            return on_plane
+        t, h, w = self.size
+        row, column = on_plane // w, on_plane % w
+        return (row % t * h + row // t) * w + column

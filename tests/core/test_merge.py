@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
+from mame_sd.core.detail import Detail
 from mame_sd.core.merge import plan_merge
 from mame_sd.core.owners import owners_of
 from mame_sd.core.partition import positions
 from mame_sd.core.plan import Plan
 from mame_sd.core.reference import ReferencePlan, reference_plan
-from tests.builders.tokens import tokens
+from tests.builders.tokens import detail_of, tokens
 
 PARTITIONS = ("alternating", "sequential", "random", "grid")
 SIZES = {1: (1, 1), 2: (1, 2), 3: (3, 1), 5: (1, 5), 7: (7, 1), 50: (5, 10), 197: (1, 197), 256: (16, 16)}
@@ -57,6 +58,10 @@ def dense(plan: Plan) -> Tensor:
     return full[:, pos.dst][:, :, pos.src]
 
 
+def restored(plan: Plan, slow: ReferencePlan, y: torch.Tensor, detail: Detail | None) -> tuple[torch.Tensor, ...]:
+    return plan.restore(y, detail).double(), slow.restore(y, detail)
+
+
 def assert_same(plan: Plan, slow: ReferencePlan, tol: float) -> None:
     b = slow.weights.shape[0]
     preserved = torch.zeros(b, len(slow.src), dtype=torch.bool)
@@ -79,7 +84,7 @@ def test_values_equal_the_loops(length: int, partition: str, fields: dict[str, A
     assert_same(plan, slow, 2e-5)
     y = plan.merge(t)
     torch.testing.assert_close(y.double(), slow.merge(t), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(plan.restore(y).double(), slow.restore(y), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*restored(plan, slow, y, detail_of(x, cfg, size, special)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +96,8 @@ def test_values_of_each_draw_equal_the_loops(draw: int, fields: dict[str, Any]) 
     x, row = tokens(2, 60, 6), torch.tensor([draw])
     plan, slow = plan_merge(x, cfg, (6, 10), draw=row), reference_plan(x, cfg, (6, 10), draw=row)
     assert_same(plan, slow, 2e-5)
-    torch.testing.assert_close(plan.restore(plan.merge(x)).double(), slow.restore(slow.merge(x)), rtol=1e-5, atol=1e-5)
+    detail = detail_of(x, cfg, (6, 10))
+    torch.testing.assert_close(*restored(plan, slow, plan.merge(x), detail), rtol=1e-5, atol=1e-5)
     owners = owners_of(plan)
     assert all(owners[:, p].eq(p).all() for p in slow.dst)
 
@@ -119,7 +125,7 @@ def test_gradients_equal_the_loops(length: int, partition: str, fields: dict[str
         feature, t = x.clone().requires_grad_(), tokens(2, length + 1, 3, seed=2).double().requires_grad_()
         plan = make(feature, cfg, size, 1)
         y = plan.merge(t)
-        z = plan.restore(y * y)
+        z = plan.restore(y * y, detail_of(feature, cfg, size, 1))
         (z * torch.linspace(-1, 1, z.numel(), dtype=torch.float64).view_as(z)).sum().backward()
         grads.append((torch.zeros_like(x) if feature.grad is None else feature.grad, t.grad))
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-9, atol=1e-11)
@@ -484,7 +490,7 @@ def test_made_up_input_equals_the_loops(data: st.DataObject) -> None:
     assert_same(plan, slow, 1e-5)
     y = plan.merge(x)
     torch.testing.assert_close(y.double(), slow.merge(x), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(plan.restore(y).double(), slow.restore(y), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*restored(plan, slow, y, detail_of(x, cfg, (h, w), special)), rtol=1e-5, atol=1e-5)
     owners = owners_of(plan)
     assert torch.equal(owners.gather(1, owners), owners)
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mame_sd import MaMeConfig, plan_merge
 from mame_sd.core.partition import draw_at
+from tests.builders.tokens import detail_of
 
 TABLE = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -64,7 +65,7 @@ def test_every_operation_is_there(fields: dict[str, Any], dtype: torch.dtype, ke
         plan = plan_merge(x, config, (16, 16), draw=draw)
         merged = plan.merge(x)
         if config.weights != "pick":
-            plan.restore(merged)
+            plan.restore(merged, detail_of(x, config, (16, 16)))
     assert recorded.names
     lacking = [n for n in recorded.names if not any(k == "MPS" or k.startswith("Composite") for k in kernels[n])]
     assert not lacking

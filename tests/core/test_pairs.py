@@ -11,6 +11,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core.merge import plan_merge
 from mame_sd.core.pairs import leaders, leaders_in, leaders_of_chunks
 from mame_sd.core.reference import reference_plan
+from tests.builders.tokens import detail_of
 
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -96,8 +97,11 @@ def test_plans_equal_the_loops(
     slow = reference_plan(x, config, size, leader=who)
     merged = plan.merge(t)
     torch.testing.assert_close(merged.double(), slow.merge(t), rtol=1e-5, atol=1e-5)
+    detail = detail_of(x, config, size)
     if config.weights != "pick":
-        torch.testing.assert_close(plan.restore(merged).double(), slow.restore(merged), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            plan.restore(merged, detail).double(), slow.restore(merged, detail), rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)

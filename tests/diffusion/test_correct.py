@@ -145,11 +145,12 @@ def test_half_precision(dtype: torch.dtype, weights: str) -> None:
 def test_other_forms_of_attention_stay_as_they_are() -> None:
     """Attention with a mask, or over other keys than the layer's, is not corrected."""
     from mame_sd.diffusion.families.keys import MergedKeys
+    from mame_sd.diffusion.tokens import Tokens
 
     q, k, v = (torch.randn(1, 2, 16, 4) for _ in range(3))
     plan = plan_merge(torch.randn(1, 16, 8), CONFIG, (4, 4))
     mask = torch.randn(16, 16)
-    with MergedKeys(plan, 0, 16, 1, lambda t: t, lambda t: t, correct=True) as keys:
+    with MergedKeys(plan, Tokens((4, 4)), (1, 16), correct=True) as keys:
         masked = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         other = F.scaled_dot_product_attention(q[:, :, :8], k, v)
         assert keys.seen

@@ -9,6 +9,7 @@ import torch
 
 from mame_sd import MaMeConfig, apply_mame, plan_merge, remove_mame
 from tests.builders.tiny import run_unet, tiny_unet, unet_inputs
+from tests.builders.tokens import detail_of
 
 FORMS: list[dict[str, Any]] = [
     {"keep": 0.5},
@@ -26,7 +27,8 @@ def test_a_constant_image_keeps_its_share_and_comes_back(fields: dict[str, Any],
     plan = plan_merge(x, MaMeConfig.from_dict(fields), (16, 16))
     assert plan.tokens_kept == fields["keep"] * 256 if fields.get("partition") is None else 128
     rtol = max(1e-5, torch.finfo(dtype).eps)  # of a sum of 129 equal tokens
-    torch.testing.assert_close(plan.restore(plan.merge(x)), x, rtol=rtol, atol=0)
+    detail = detail_of(x, MaMeConfig.from_dict(fields), (16, 16))
+    torch.testing.assert_close(plan.restore(plan.merge(x), detail), x, rtol=rtol, atol=0)
 
 
 def test_a_mean_stays_between_what_it_is_a_mean_of() -> None:
@@ -44,7 +46,7 @@ def test_large_half_precision_features_stay_finite(fields: dict[str, Any]) -> No
     y = plan.merge(x)
     assert bool(plan.weights.isfinite().all())
     assert bool(y.isfinite().all())
-    assert bool(plan.restore(y).isfinite().all())
+    assert bool(plan.restore(y, detail_of(x, MaMeConfig.from_dict(fields), (16, 16))).isfinite().all())
     same = plan_merge((x.float() * 1e-4).half(), MaMeConfig.from_dict(fields), (16, 16))
     assert (plan.preserved == same.preserved).float().mean() > 0.95, "cosine does not depend on the scale"
 
@@ -63,7 +65,7 @@ def test_an_image_of_one_token_is_left_as_it_is(fields: dict[str, Any]) -> None:
     x = torch.randn(2, 1, 8)
     plan = plan_merge(x, MaMeConfig.from_dict(fields), (1, 1))
     assert plan.tokens_kept == 1
-    assert torch.equal(plan.restore(plan.merge(x)), x)
+    assert torch.equal(plan.restore(plan.merge(x), detail_of(x, MaMeConfig.from_dict(fields), (1, 1))), x)
 
 
 def test_a_budget_below_the_destinations_keeps_the_destinations() -> None:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from mame_sd import MaMeConfig, apply_mame, plan_merge, remove_mame
 from mame_sd.core.owners import owners_of
-from mame_sd.diffusion.families.order import start_of
 from mame_sd.diffusion.families.sequence import SequenceAttention
 from mame_sd.diffusion.families.transformers import BUILT_IN, family_of, packed
 from mame_sd.diffusion.hook_registry import hook_on
@@ -31,6 +30,7 @@ from mame_sd.diffusion.layer import merged_call
 from mame_sd.families import Family, Tokens, register_family
 from mame_sd.report import LayerStats
 from tests.builders.tiny import seeded, tiny_unet
+from tests.builders.tokens import detail_of
 from tests.builders.transformers import FLUX, TEXT, H, W, flux_inputs, normal, run
 
 N = H * W
@@ -77,7 +77,10 @@ def test_flux_single_attention_by_hand(text: int, fields: dict[str, Any]) -> Non
             out = attn(states, image_rotary_emb=(cos[every], sin[every]))
             alone = plan_merge(hidden[i : i + 1, text:], config, (H, W)) if plan.kept.dim() == 2 else None
             if alone is not None:
-                torch.testing.assert_close(got[i : i + 1, text:], alone.restore(out[:, text:]))
+                torch.testing.assert_close(
+                    got[i : i + 1, text:],
+                    alone.restore(out[:, text:], detail_of(hidden[i : i + 1, text:], config, (H, W))),
+                )
             torch.testing.assert_close(got[i : i + 1, :text], out[:, :text])
             if not config.detail:
                 torch.testing.assert_close(got[i : i + 1, text:][:, kept[:5]], out[:, text : text + 5])
@@ -142,7 +145,7 @@ def test_wan_attention_by_hand(fields: dict[str, Any]) -> None:
             kept = order[plan.kept.reshape(-1)]
             out = attn(plan.merge(one[:, order]), rotary_emb=tuple(part[:, kept] for part in rotary))
             expected = torch.empty_like(one)
-            expected[:, order] = plan.restore(out)
+            expected[:, order] = plan.restore(out, detail_of(one[:, order], config, (H * times, W)))
             torch.testing.assert_close(got[i : i + 1] if isinstance(i, int) else got, expected)
 
 
@@ -477,7 +480,7 @@ def test_a_family_of_ones_own_comes_before_a_built_in_one_whenever_it_is_registe
 
 def test_where_the_image_begins() -> None:
     tokens = Tokens((2, 3), before=4, after=5)
-    assert [start_of(length, tokens) for length in (6, 11, 15, 7)] == [0, 0, 4, None]
+    assert [tokens.start(length) for length in (6, 11, 15, 7)] == [0, 0, 4, None]
 
 
 def test_a_unet_is_no_family() -> None:

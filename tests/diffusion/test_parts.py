@@ -20,6 +20,7 @@ from mame_sd.diffusion.apply import has_hooks
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.layers import attention, motion_unet
 from tests.builders.tiny import generate, run_unet, seeded, tiny_components, tiny_pipeline, tiny_sdxl_unet, tiny_unet
+from tests.builders.tokens import detail_of
 from tests.builders.transformers import FLUX
 
 ON: dict[str, Any] = {"mlp": 0.5, "cross": 0.4, "min_tokens": 24}
@@ -67,7 +68,10 @@ def test_outputs_and_gradients_are_the_references(fields: dict[str, Any], part: 
     plan = reference_plan(x, own, SIZE)
     merged = plan.merge(x)
     assert merged.shape[1] == max(len(plan.dst), round(24 * getattr(config, part)))
-    results = [getattr(block, name)(x, *more), plan.restore(getattr(plain, name)(merged, *more))]
+    results = [
+        getattr(block, name)(x, *more),
+        plan.restore(getattr(plain, name)(merged, *more), detail_of(x, own, SIZE)),
+    ]
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-11)
     down = normal(2, 24, 32, seed=3)
     torch.testing.assert_close(*(torch.autograd.grad(y, x, down)[0] for y in results), rtol=1e-7, atol=1e-9)
@@ -183,7 +187,9 @@ def test_ip_adapter_merges_queries_and_leaves_masked_images_alone() -> None:
     own = MaMeConfig(**ON).of_part("cross")
     assert own is not None
     plan = plan_merge(x, own, SIZE)
-    torch.testing.assert_close(block.attn2(x, states), plan.restore(plain.attn2(plan.merge(x), states)))
+    torch.testing.assert_close(
+        block.attn2(x, states), plan.restore(plain.attn2(plan.merge(x), states), detail_of(x, own, SIZE))
+    )
     masks = [(normal(1, 1, 4, 6, seed=8) > 0).double()]
     masked = block.attn2(x, states, ip_adapter_masks=masks)
     assert torch.equal(masked, plain.attn2(x, states, ip_adapter_masks=masks))

@@ -17,6 +17,7 @@ from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, plan_merg
 from mame_sd.diffusion.layer import compared
 from tests.builders.layers import added_kv_unet, attention, every_config, tokens
 from tests.builders.tiny import run_unet, seeded, tiny_sdxl_unet, tiny_unet, tiny_vae
+from tests.builders.tokens import detail_of
 
 
 def with_processor(attn: Attention, **fields: Any) -> MaMeAttnProcessor:
@@ -45,7 +46,7 @@ def test_qkv_is_the_installed_attention_between_merge_and_restore() -> None:
     attn, x = attention(), tokens()
     processor = with_processor(attn, tau=0.3, merge="qkv", correct=False)
     plan = plan_merge(x, processor.config, (8, 8))
-    expected = plan.restore(AttnProcessor2_0()(attn, plan.merge(x)))
+    expected = plan.restore(AttnProcessor2_0()(attn, plan.merge(x)), detail_of(x, processor.config, (8, 8)))
     assert plan.tokens_kept < 64
     assert torch.equal(attn(x), expected)
 
@@ -99,8 +100,8 @@ def test_similarity_of_keys(feature: str) -> None:
     processor = with_processor(attn, tau=0.3, feature=feature, merge="qkv", correct=False)
     keys = attn.to_k(x)
     keys = keys if feature == "k" else keys.view(2, 64, 2, 8).mean(2)
-    plan = plan_merge(keys, processor.config, (8, 8))
-    assert torch.equal(attn(x), plan.restore(AttnProcessor2_0()(attn, plan.merge(x))))
+    plan, detail = plan_merge(keys, processor.config, (8, 8)), detail_of(keys, processor.config, (8, 8))
+    assert torch.equal(attn(x), plan.restore(AttnProcessor2_0()(attn, plan.merge(x)), detail))
 
 
 def test_keys_are_averaged_over_their_own_heads() -> None:
@@ -192,8 +193,8 @@ def test_size_of_a_level(size: Any, length: int, expected: tuple[int, int]) -> N
     attn, x = attention(), tokens(length=length)
     processor = MaMeAttnProcessor(min_tokens=1, tau=0.3, size=size, merge="qkv", correct=False)
     attn.set_processor(processor)
-    plan = plan_merge(x, processor.config, expected)
-    assert torch.equal(attn(x), plan.restore(AttnProcessor2_0()(attn, plan.merge(x))))
+    plan, detail = plan_merge(x, processor.config, expected), detail_of(x, processor.config, expected)
+    assert torch.equal(attn(x), plan.restore(AttnProcessor2_0()(attn, plan.merge(x)), detail))
     assert processor.report().layers[0].size == expected
 
 

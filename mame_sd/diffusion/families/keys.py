@@ -8,7 +8,7 @@ is: text is untouched, rotary positions are in the keys already, and a batch run
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from mame_sd.core.means import Groups
 from mame_sd.core.pick_plan import PickPlan
 from mame_sd.core.plan import Plan
 from mame_sd.core.row_plan import RowPlan
+from mame_sd.diffusion.tokens import Tokens
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -162,15 +163,13 @@ class GroupedKeys(Attending):
 
 
 class MergedKeys(Attending):
-    """While entered, attention over `length` tokens of itself has the image's keys and values merged.
+    """While entered, attention over all of a sequence by itself has the image's keys and values merged.
 
     Args:
         plan: of the image's tokens.
+        tokens: how these lie.
+        shape: (samples, keys) of the call that is meant; attention over others (an image prompt's) runs as it is.
         first: where the image's keys begin.
-        length: keys of the call that is meant; attention over others (an image prompt's) runs as it is.
-        batch: samples of the call that is meant.
-        to_plane: puts tokens [B, n, C] of the image in the order of the plan.
-        place: gives the positions of the plan's tokens among the image's.
         correct: add what the merged keys lose to first order (`core/correction.py`), where there is no mask.
         drawn: estimate that from the sample of the plan's positions; every source went to one destination whole.
     """
@@ -178,21 +177,17 @@ class MergedKeys(Attending):
     def __init__(
         self,
         plan: Plan,
-        first: int,
-        length: int,
-        batch: int,
-        to_plane: Callable[[Tensor], Tensor],
-        place: Callable[[Tensor], Tensor],
+        tokens: Tokens,
+        shape: Sequence[int],
+        first: int = 0,
         correct: bool = False,
         drawn: bool = False,
     ) -> None:
         super().__init__()
         self.plan = plan
+        self.tokens = tokens
+        self.batch, self.length = shape[:2]
         self.first = first
-        self.length = length
-        self.batch = batch
-        self.to_plane = to_plane
-        self.place = place
         self.correct = correct
         self.drawn = drawn
         self.seen = False  # whether such a call came
@@ -217,7 +212,7 @@ class MergedKeys(Attending):
         plan = self.plan
         if not self.drawn:
             return first_order(moments(*every), moments(*kept, sizes))
-        at = self.place(plan.positions.sample) + self.first
+        at = self.tokens.places(plan.positions.sample) + self.first
         means = kept[0].narrow(-2, self.first, plan.tokens_kept), kept[1].narrow(-2, self.first, plan.tokens_kept)
         drawn = every[0].index_select(-2, at), every[1].index_select(-2, at)
         rows = of_heads(plan.rows[:, plan.positions.sample], every[0])
@@ -228,7 +223,7 @@ class MergedKeys(Attending):
     @property
     def kept(self) -> Tensor:
         """[n'] or [B, n'], positions of the merged tokens among the image's."""
-        return self.place(self.plan.kept)
+        return self.tokens.places(self.plan.kept)
 
     def sizes(self, like: Tensor) -> Tensor:
         """How many keys each of the merged ones stands for, [L'] or [B, 1, L'] (for `like` of three dimensions [B, L'])."""
@@ -263,7 +258,7 @@ class MergedKeys(Attending):
         """Which of the merged keys each one went to, [B, L]."""
         plan, last = self.plan, self.first + self.plan.tokens_in
         rows, fewer = plan.rows + self.first, plan.tokens_in - plan.tokens_kept
-        at = self.place(torch.arange(plan.tokens_in, device=rows.device)) + self.first
+        at = self.tokens.places(torch.arange(plan.tokens_in, device=rows.device)) + self.first
         every = torch.arange(self.length, device=rows.device)
         others = torch.where(every < last, every, every - fewer)
         return others.expand(rows.shape[0], -1).index_copy(1, at, rows)
@@ -272,7 +267,7 @@ class MergedKeys(Attending):
         """[B, n', C] of the image's tokens [B, n, C]."""
         if isinstance(self.plan, PickPlan):  # straight from where they stand: the plane's order would copy all of them
             return rows_of(image, self.kept)
-        return self.plan.merge(self.to_plane(image))
+        return self.plan.merge(self.tokens.to_plane(image))
 
     def columns(self, mask: Tensor | None) -> Tensor | None:
         """The mask [..., Q, L'] of the merged keys, whose entries are those of the tokens that stay."""

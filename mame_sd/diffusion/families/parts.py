@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.plan import Plan
 from mame_sd.diffusion.families.unet import PLAIN_PROCESSORS, lie
-from mame_sd.diffusion.layer import Layer, LayerCall
+from mame_sd.diffusion.layer import Alone, Layer, LayerCall, Output, Route, count_of, fitted
 from mame_sd.diffusion.tokens import Tokens
 
 # Cross-attention of each query by itself. Other processors may read maps of all queries as an image.
@@ -33,13 +33,20 @@ class Part(Layer):
         super().__init__(module)
         self._names = (self.hidden, *self._names[1:])  # blocks pass the tokens first, whatever a module calls them
 
-    def tokens(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Tokens | str:
-        """The tokens; a reason where the module may look at their places, or they are too few."""
-        return _skip_reason(call, config) or lie(call.arguments["hidden_states"], known, config)
+    def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | Alone:
+        """See `Layer`."""
+        hidden: Any = call.given.get("hidden_states")
+        tokens = _skip_reason(call, config) or lie(hidden, known, config)
+        if isinstance(tokens, str):
+            return Alone(tokens, count_of(hidden))
+        config, note = fitted(config, tokens)
+        return Route(call, tokens_merged, config, tokens, hidden, note)
 
-    def merged(self, call: LayerCall, tokens: Tokens, plan: Plan, config: MaMeConfig) -> Any:
-        """The module's output [B, L, C'] of merged tokens."""
-        return plan.restore(call.run(hidden_states=plan.merge(call.arguments["hidden_states"])))
+
+def tokens_merged(route: Route, plan: Plan) -> Output:
+    """The module's output [B, L, C'] of merged tokens, restored."""
+    merged = plan.merge(route.call.given["hidden_states"])
+    return Output(plan.restore(route.call.run(hidden_states=merged), route.detail))
 
 
 def parts_of(path: str, module: nn.Module) -> dict[str, str]:
@@ -55,7 +62,7 @@ def parts_of(path: str, module: nn.Module) -> dict[str, str]:
 
 def _skip_reason(call: LayerCall, config: MaMeConfig) -> str | None:
     """Why this call passes through untouched; None if it may merge."""
-    hidden = call.arguments.get("hidden_states")
+    hidden: Any = call.given.get("hidden_states")
     if not isinstance(hidden, Tensor):
         return "input is no tokens [B, L, C]"
     if hidden.dim() != 3:
@@ -64,9 +71,9 @@ def _skip_reason(call: LayerCall, config: MaMeConfig) -> str | None:
         return f"fewer than min_tokens={config.min_tokens}"
     if not isinstance(call.module, Attention):
         return None
-    mask = call.arguments.get("attention_mask")
+    mask = call.given.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() > 2 and mask.shape[-2] != 1:
         return "attention mask of queries"
-    if call.arguments.get("ip_adapter_masks") is not None:
+    if call.given.get("ip_adapter_masks") is not None:
         return "ip_adapter_masks, which go by position"
     return None if call.kind in _CROSS_PROCESSORS else f"{call.kind} may go by position"

@@ -15,18 +15,16 @@ from torch import Tensor, nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.partition import positions
 from mame_sd.core.plan import Plan
-from mame_sd.diffusion.families.family import Family
+from mame_sd.core.weights import merged_by_keep
+from mame_sd.diffusion.families.family import Family, Rows
 from mame_sd.diffusion.families.keys import CountedKeys, MergedKeys
-from mame_sd.diffusion.families.order import Order, start_of
 from mame_sd.diffusion.families.unet import LAYER_SKIP, NOT_COUNTED, skips_scores
-from mame_sd.diffusion.layer import Layer, LayerCall, Unmerged, compared
+from mame_sd.diffusion.layer import Alone, Layer, LayerCall, Output, Route, compared, fitted
 from mame_sd.diffusion.tokens import Call, Tokens
 
-WHOLE = "queries merge too: {}"
+QUERIES_TOO = "queries merge too: {}"
 PICKED = "{}, where picking would drop queries too; take weights 'best' or 'average'"
-PARTS = (
-    "{}, which cuts the batch into parts; samples that keep their own tokens run alone (tau lets them keep the same)"
-)
+CUT = "{}, which cuts the batch into parts; samples that keep their own tokens run alone (tau lets them keep the same)"
 
 
 class SequenceAttention(Layer):
@@ -37,90 +35,38 @@ class SequenceAttention(Layer):
         self.family = family
         self.hidden = family.inputs[0]
         self._unseen: set[str] = set()  # processors that were seen to attend otherwise than over all tokens at once
-        self._uncounted: set[str] = set()  # processors in which whole merged tokens were seen to count once
 
-    def tokens(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Tokens | str:
-        """The image's tokens, as the model around says; a reason where the call isn't as the family says, or too small."""
-        hidden = call.arguments.get(self.hidden)
+    def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | Alone:
+        """See `Layer`."""
+        family, given = self.family, call.given
+        hidden = given.get(self.hidden)
+        tokens = 0 if known is None else known.count
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
-            return "input is no tokens [B, L, C]"
+            return Alone("input is no tokens [B, L, C]", tokens)
         if known is None:
-            return "height and width unknown"
-        reason = self._skip_reason(call, known, config)
-        if reason is None and self._whole_because(call, config) is not None:
-            reason = self._unable(call, known, self.fitted(config, known)[0])
-        return reason or known
-
-    def feature(self, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> Tensor:
-        """The image's tokens, or their keys, in the order of the plane."""
-        hidden: Tensor = call.arguments[self.hidden]
-        return compared(call.module, Order(tokens, hidden.shape[1]).image(hidden), config.feature)
-
-    def merged(self, call: LayerCall, tokens: Tokens, plan: Plan, config: MaMeConfig) -> Any:
-        """The attention's output: the image's tokens restored, all others as computed beside the merged ones."""
-        hidden: Tensor = call.arguments[self.hidden]
-        order = Order(tokens, hidden.shape[1])
-        if self._whole_because(call, config) is None:
-            output, seen = self._with_merged_keys(call, order, plan, config)
-            if seen:
-                return output
-            self._unseen.add(call.kind)
-            reason = self._unable(call, tokens, config)
+            return Alone("height and width unknown", 0)
+        reason = _skip_reason(family, given, known, config)
+        if reason is not None:
+            return Alone(reason, tokens)
+        config, note = fitted(config, known)
+        first, text = known.start(hidden.shape[1]) or 0, _text(family, given)
+        before, after = first, hidden.shape[1] - first - known.count
+        beside = 0 if text is None else text.shape[1]
+        before, after = (before, after + beside) if family.text_last else (before + beside, after)
+        because = self._queries_because(call, text, config)
+        form: Any = self._keys_merged
+        if because is not None:
+            alone = _keeps_own_tokens(family, hidden.shape[0], known, config)
+            reason = _unable(family, call, known, config, because, alone)
             if reason is not None:
-                return Unmerged(output, reason)
-            plan = self.detailed(plan, call, tokens, config)
-        merged: dict[int, Tensor] = {}
-        changes: dict[str, Any] = {}
-        for name in self.family.inputs:
-            value = call.arguments[name]
-            if id(value) not in merged:
-                merged[id(value)] = order.put(value, plan.merge(order.image(value)))
-            changes[name] = merged[id(value)]
-        sizes = self._sizes(call, order, plan, config)
-        if self._alone(hidden.shape[0], tokens, config):
-            kept, outputs = order.positions(plan.kept), []
-            for i in range(kept.shape[0]):
-                sample = self._sample(call, changes, order, kept, i)
-                outputs.append(self._run(call, order, sample, None if sizes is None else sizes[i : i + 1]))
-            return self._restored(_joined(outputs), order, plan)
-        if self.family.select is not None:
-            kept = order.positions(plan.kept).reshape(-1, plan.tokens_kept)[0]
-            changes |= self.family.select(call.arguments, order.rows(kept))
-        return self._restored(self._run(call, order, changes, sizes), order, plan)
+                return Alone(reason, tokens)
+            form = self._samples_merged if alone else self._tokens_merged
+            if config.merge == "kv":
+                note = ". ".join(filter(None, (note, QUERIES_TOO.format(because))))
+        feature = compared(call.module, known.to_plane(hidden[:, first : first + known.count]), config.feature)
+        return Route(call, form, config, known, feature, note, first, before, after)
 
-    def restores(self, call: LayerCall, config: MaMeConfig) -> bool:
-        """Where queries merge too."""
-        return self._whole_because(call, config) is not None
-
-    def count(self, call: LayerCall, known: Tokens | None) -> int:
-        """The image's tokens; 0 where they are unknown."""
-        return 0 if known is None else known.count
-
-    def note(self, call: LayerCall, config: MaMeConfig) -> str:
-        """Where queries merge though they are to stay whole, or merged tokens count once: why."""
-        reason = self._whole_because(call, config)
-        if reason and config.merge == "kv":
-            return WHOLE.format(reason)
-        return NOT_COUNTED.format(call.kind) if config.correct and call.kind in self._uncounted else ""
-
-    def _skip_reason(self, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> str | None:
-        """Why this call passes through untouched; None if it may merge."""
-        family, given = self.family, call.arguments
-        beside = given.get("encoder_hidden_states") is not None and "encoder_hidden_states" not in family.inputs
-        if beside and not family.cross:
-            return "cross-attention"
-        for name in family.inputs:
-            value = given.get(name)
-            if not isinstance(value, Tensor) or start_of(value.shape[1], tokens) is None:
-                length = value.shape[1] if isinstance(value, Tensor) else "no"
-                return f"{length} tokens are not those of {' x '.join(map(str, tokens.size))}"
-        if tokens.count < config.min_tokens:
-            return f"fewer than min_tokens={config.min_tokens}"
-        if given.get("attention_mask") is not None and not family.mask:
-            return "attention mask"
-        return None
-
-    def _whole_because(self, call: LayerCall, config: MaMeConfig) -> str | None:
+    def _queries_because(self, call: LayerCall, text: Tensor | None, config: MaMeConfig) -> str | None:
         """Why queries merge too; None where keys and values merge alone."""
         if config.merge == "qkv":
             return "merge='qkv'"
@@ -130,91 +76,159 @@ class SequenceAttention(Layer):
             return LAYER_SKIP
         if call.kind in self._unseen:
             return f"{call.kind} calls no scaled_dot_product_attention over all of the layer's tokens"
-        if self._text(call) is not None and self.family.text_last is None:
+        if text is not None and self.family.text_last is None:
             return f"the family {self.family.name} doesn't tell text_last, where the text's keys stand"
         return None
 
-    def _unable(self, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> str | None:
-        """Why tokens can't merge before this call, queries included; None if they can."""
-        if config.weights == "pick":
-            return PICKED.format(self._whole_because(call, config))
-        batch = call.arguments[self.hidden].shape[0]
-        if self.family.select is not None:
-            reason = _unlike(call.arguments, self.family.select, tokens)
-            if reason is not None:
-                return reason
-        if self._alone(batch, tokens, config):
-            if _cuts_batches(call):
-                return PARTS.format(call.kind)
-            unknown = next((v for v in call.arguments.values() if not _splits(v)), None)
-            if unknown is not None:
-                return f"arguments of {type(unknown).__name__} can't be split into samples that keep their own tokens"
+    def _keys_merged(self, route: Route, plan: Plan) -> Output | None:
+        """The attention's output of all queries, with the image's keys and values merged."""
+        length = route.before + plan.tokens_in + route.after
+        shape, config = (route.feature.shape[0], length), route.config
+        keys = MergedKeys(plan, route.tokens, shape, route.before, config.correct, drawn=config.weights == "best")
+        with keys:  # Dynamo loses what `as` would name
+            output = route.call.run()
+        if keys.seen:
+            return Output(output)
+        self._unseen.add(route.call.kind)
         return None
 
-    def _text(self, call: LayerCall) -> Tensor | None:
-        """The text of a joint call."""
-        named = self.family.cross and "encoder_hidden_states" not in self.family.inputs
-        return call.arguments.get("encoder_hidden_states") if named else None
+    def _tokens_merged(self, route: Route, plan: Plan) -> Output:
+        """The attention's output of merged tokens, restored; all others as computed beside them."""
+        changes, call = _with_merged_inputs(self.family, route, plan), route.call
+        if self.family.select is not None:  # all samples keep the same tokens
+            kept = route.tokens.places(plan.kept).reshape(-1, plan.tokens_kept)[0]
+            changes |= self.family.select(call.given, _rows(route.tokens, kept))
+        sizes, note = self._sizes(route, plan)
+        output, unseen = self._run(route, changes, sizes)
+        return Output(self._restored(output, route, plan), note or unseen)
 
-    def _with_merged_keys(self, call: LayerCall, order: Order, plan: Plan, config: MaMeConfig) -> tuple[Any, bool]:
-        """The attention's output of all queries, with the image's keys and values merged; and whether they were."""
-        hidden: Tensor = call.arguments[self.hidden]
-        first, after = self._around(call, order)
-        length, batch = first + plan.tokens_in + after, hidden.shape[0]
-        drawn = config.weights == "best"
-        keys = MergedKeys(plan, first, length, batch, order.to_plane, order.positions, config.correct, drawn)
-        with keys:  # Dynamo loses what `as` would name
-            output = call.run()
-        return output, keys.seen
-
-    def _around(self, call: LayerCall, order: Order) -> tuple[int, int]:
-        """How many keys stand before and after the image's, the text's own among them."""
-        text = self._text(call)
-        beside = 0 if text is None else text.shape[1]
-        after = call.arguments[self.hidden].shape[1] - order.stop
-        return (order.first, after + beside) if self.family.text_last else (order.first + beside, after)
-
-    def _sizes(self, call: LayerCall, order: Order, plan: Plan, config: MaMeConfig) -> Tensor | None:
-        """How many tokens each whole merged one stands for, where attention is to count them: beside others that did not merge. None: all
-        count once."""
-        if not config.correct or not (plan.uneven or any(self._around(call, order))):
-            return None
-        apart = self._text(call) is not None and self.family.text_last is None  # nobody knows where it stands
-        if apart or _takes_no_mask(call):
-            self._uncounted.add(call.kind)
-            return None
-        return plan.sizes
-
-    def _run(self, call: LayerCall, order: Order, changes: dict[str, Any], sizes: Tensor | None) -> Any:
-        """The attention's output of merged tokens, that count as `sizes` says."""
-        if sizes is None:
-            return call.run(**changes)
-        counting = CountedKeys(sizes, *self._around(call, order), changes[self.hidden].shape[0])
-        with counting:  # Dynamo loses what `as`, or a call here, would give
-            output = call.run(**changes)
-        if not counting.seen:
-            self._uncounted.add(call.kind)
-        return output
-
-    def _alone(self, batch: int, tokens: Tokens, config: MaMeConfig) -> bool:
-        """Whether samples run one by one: they keep tokens of their own, and rotary positions are shared by a batch."""
-        if self.family.select is None or config.keep is None or batch == 1:
-            return False
-        places = positions(tokens.count, config, tokens.plane)
-        return 0 < tokens.count - max(places.M, round(config.keep * tokens.count)) < places.N
-
-    def _sample(self, call: LayerCall, changes: dict[str, Any], order: Order, kept: Tensor, i: int) -> dict[str, Any]:
-        """The arguments of sample `i` alone."""
+    def _samples_merged(self, route: Route, plan: Plan) -> Output:
+        """The same sample by sample: they keep tokens of their own, and rotary positions are shared by a batch."""
         assert self.family.select is not None
-        given = {**call.arguments, **changes, **self.family.select(call.arguments, order.rows(kept[i]))}
-        return {name: _of_sample(value, kept.shape[0], i) for name, value in given.items()}
+        changes, call = _with_merged_inputs(self.family, route, plan), route.call
+        sizes, note = self._sizes(route, plan)
+        kept, outputs = route.tokens.places(plan.kept), []
+        for i in range(kept.shape[0]):
+            given = {**call.given, **changes, **self.family.select(call.given, _rows(route.tokens, kept[i]))}
+            sample = {name: _of_sample(value, kept.shape[0], i) for name, value in given.items()}
+            output, unseen = self._run(route, sample, None if sizes is None else sizes[i : i + 1])
+            outputs.append(output)
+        return Output(self._restored(_joined(outputs), route, plan), note or unseen)
 
-    def _restored(self, output: Any, order: Order, plan: Plan) -> Any:
+    def _sizes(self, route: Route, plan: Plan) -> tuple[Tensor | None, str]:
+        """How many tokens each merged one stands for, where attention is to count them: beside others that did not merge.
+        None: all count once, and why if they should not."""
+        if not route.config.correct or not (plan.uneven or route.before or route.after):
+            return None, ""
+        nowhere = self.family.text_last is None and _text(self.family, route.call.given) is not None
+        if nowhere or _takes_no_mask(route.call):
+            return None, NOT_COUNTED.format(route.call.kind)
+        return plan.sizes, ""
+
+    def _run(self, route: Route, changes: dict[str, Any], sizes: Tensor | None) -> tuple[Any, str]:
+        """The attention's output of merged tokens that count as `sizes` says, and a note where they were seen not to."""
+        if sizes is None:
+            return route.call.run(**changes), ""
+        counting = CountedKeys(sizes, route.before, route.after, changes[self.hidden].shape[0])
+        with counting:  # Dynamo loses what `as`, or a call here, would give
+            output = route.call.run(**changes)
+        return output, "" if counting.seen else NOT_COUNTED.format(route.call.kind)
+
+    def _restored(self, output: Any, route: Route, plan: Plan) -> Any:
         if isinstance(output, Tensor):
-            return order.restored(output, plan)
+            return _whole(output, route, plan)
         return tuple(
-            order.restored(value, plan) if i in self.family.outputs else value for i, value in enumerate(output)
+            _whole(value, route, plan) if i in self.family.outputs else value for i, value in enumerate(output)
         )
+
+
+def _skip_reason(family: Family, given: Call, tokens: Tokens, config: MaMeConfig) -> str | None:
+    """Why this call passes through untouched; None if it may merge."""
+    beside = given.get("encoder_hidden_states") is not None and "encoder_hidden_states" not in family.inputs
+    if beside and not family.cross:
+        return "cross-attention"
+    for name in family.inputs:
+        value = given.get(name)
+        if not isinstance(value, Tensor) or tokens.start(value.shape[1]) is None:
+            length = value.shape[1] if isinstance(value, Tensor) else "no"
+            return f"{length} tokens are not those of {' x '.join(map(str, tokens.size))}"
+    if tokens.count < config.min_tokens:
+        return f"fewer than min_tokens={config.min_tokens}"
+    if given.get("attention_mask") is not None and not family.mask:
+        return "attention mask"
+    return None
+
+
+def _unable(
+    family: Family, call: LayerCall, tokens: Tokens, config: MaMeConfig, because: str, alone: bool
+) -> str | None:
+    """Why tokens can't merge before this call, queries included; None if they can.
+
+    Args:
+        because: why queries merge too.
+        alone: samples run one by one.
+    """
+    if config.weights == "pick":
+        return PICKED.format(because)
+    if family.select is not None:
+        reason = _unlike(call.given, family.select, tokens)
+        if reason is not None:
+            return reason
+    if alone:
+        if _cuts_batches(call):
+            return CUT.format(call.kind)
+        unknown = next((v for v in call.given.values() if not _splits(v)), None)
+        if unknown is not None:
+            return f"arguments of {type(unknown).__name__} can't be split into samples that keep their own tokens"
+    return None
+
+
+def _text(family: Family, given: Call) -> Tensor | None:
+    """The text of a joint call."""
+    named = family.cross and "encoder_hidden_states" not in family.inputs
+    return given.get("encoder_hidden_states") if named else None
+
+
+def _keeps_own_tokens(family: Family, batch: int, tokens: Tokens, config: MaMeConfig) -> bool:
+    """Whether samples run one by one: they keep tokens of their own, and rotary positions are shared by a batch."""
+    if family.select is None or config.keep is None or batch == 1:
+        return False
+    partition = positions(tokens.count, config, tokens.plane)
+    return 0 < merged_by_keep(partition, config.keep) < partition.N
+
+
+def _with_merged_inputs(family: Family, route: Route, plan: Plan) -> dict[str, Any]:
+    """The inputs, the image's tokens in them merged, those before and after them as they are."""
+    tokens, merged = route.tokens, dict[int, Tensor]()
+    for value in (route.call.given[name] for name in family.inputs):
+        if id(value) not in merged:
+            start = tokens.start(value.shape[1]) or 0
+            parts = value[:, :start], value[:, start : start + tokens.count], value[:, start + tokens.count :]
+            image = plan.merge(tokens.to_plane(parts[1]))
+            merged[id(value)] = image if value.shape[1] == tokens.count else torch.cat([parts[0], image, parts[2]], 1)
+    return {name: merged[id(route.call.given[name])] for name in family.inputs}
+
+
+def _whole(y: Tensor, route: Route, plan: Plan) -> Tensor:
+    """All tokens from an output [B, L', ...], in the call's order."""
+    flat, end = y.flatten(2), route.first + plan.tokens_kept
+    image = plan.restore(flat[:, route.first : end], route.detail)
+    image = route.tokens.from_plane(image)
+    if flat.shape[1] > plan.tokens_kept:
+        image = torch.cat([flat[:, : route.first], image, flat[:, end:]], 1)
+    return image.unflatten(2, y.shape[2:])
+
+
+def _rows(tokens: Tokens, kept: Tensor) -> Rows:
+    """Picks the rows of the `kept` tokens along a dimension that counts the image's, or the whole sequence's."""
+
+    def pick(t: Tensor, dim: int) -> Tensor:
+        start = tokens.start(t.shape[dim]) or 0
+        index = kept.to(t.device) + start
+        every = torch.arange(t.shape[dim], device=t.device)
+        return t.index_select(dim, torch.cat([every[:start], index, every[start + tokens.count :]]))
+
+    return pick
 
 
 def _takes_no_mask(call: LayerCall) -> bool:
@@ -233,7 +247,7 @@ def _unlike(given: Call, select: Any, tokens: Tokens) -> str | None:
     wrong: list[str] = []
 
     def look(t: Tensor, dim: int) -> Tensor:
-        if start_of(t.shape[dim], tokens) is None:
+        if tokens.start(t.shape[dim]) is None:
             wrong.append(f"{t.shape[dim]} along dimension {dim} of {list(t.shape)}")
         return t
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from contextlib import nullcontext
 from operator import index
 from typing import Any
 
@@ -16,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from diffusers.models import attention_processor as processors
 from diffusers.models.attention_processor import Attention
-from torch import Tensor, nn
+from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.plan import Plan
 from mame_sd.core.row_plan import RowPlan
-from mame_sd.diffusion.families.keys import GroupedKeys, MergedKeys, log_sizes
-from mame_sd.diffusion.layer import Layer, LayerCall, compared
+from mame_sd.diffusion.families.keys import Attending, GroupedKeys, MergedKeys, log_sizes
+from mame_sd.diffusion.layer import Alone, Layer, LayerCall, Output, Route, compared, count_of, fitted
 from mame_sd.diffusion.tokens import Call, Tokens
 
 # Modules whose first input is an image [B, C, H, W] and whose blocks see its pixels, or patches, as tokens.
@@ -74,66 +73,104 @@ _UNSCALED = processors.AttnProcessor()
 class PlainAttention(Layer):
     """A diffusers Attention over the tokens of one image."""
 
-    def __init__(self, module: nn.Module | None = None) -> None:
-        super().__init__(module)
-        self._uncounted: set[str] = set()  # processors in which whole merged tokens were seen to count once
+    def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | Alone:
+        """See `Layer`."""
+        hidden: Any = call.given.get("hidden_states")
+        tokens = skip_reason(call, config) or lie(hidden, known, config)
+        if isinstance(tokens, str):
+            return Alone(tokens, count_of(hidden))
+        config, note = fitted(config, tokens)
+        form: Any = keys_merged if config.merge == "kv" else tokens_merged
+        if config.correct and isinstance(call.processor, _WHOLE_KEYS) and F.scaled_dot_product_attention is _BUILT_IN:
+            if config.merge == "kv":
+                form = keys_corrected
+            elif config.weights == "best" and not skips_scores(call.module):
+                form = tokens_corrected
+        elif config.correct and config.merge == "kv":
+            note = ". ".join(filter(None, (note, NOT_CORRECTED.format(call.kind))))
+        return Route(call, form, config, tokens, compared(call.module, hidden, config.feature), note)
 
-    def tokens(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Tokens | str:
-        """The tokens of a self-attention; a reason for any other call and for layers too small."""
-        return skip_reason(call, config) or lie(call.arguments["hidden_states"], known, config)
 
-    def feature(self, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> Tensor:
-        """The layer's input, or its keys."""
-        return compared(call.module, call.arguments["hidden_states"], config.feature)
+def keys_merged(route: Route, plan: Plan) -> Output:
+    """All queries over merged keys and values, [B, L, C]."""
+    call, hidden = route.call, route.call.given["hidden_states"]
+    keys, mask = plan.merge(hidden), _counts(plan, call) if plan.uneven else None
+    if isinstance(call.processor, processors.FusedAttnProcessor2_0):
+        # Its keys come from a projection that self-attention has for its own tokens only. The unfused ones are current.
+        return Output(_attention(call.module, hidden, keys, mask))
+    changes = {} if mask is None else {"attention_mask": mask}
+    return Output(call.run(encoder_hidden_states=keys, **changes))
 
-    def merged(self, call: LayerCall, tokens: Tokens, plan: Plan, config: MaMeConfig) -> Any:
-        """The attention's output [B, L, C] of merged tokens, or of all queries with merged keys and values."""
-        hidden = call.arguments["hidden_states"]
-        corrects = self._corrects(call, config) and (config.merge == "kv" or isinstance(plan, RowPlan))
-        if corrects and config.weights != "best":
-            # Tokens that didn't go to one group whole: all keys and values are needed.
-            batch, length = hidden.shape[:2]
-            with MergedKeys(plan, 0, length, batch, lambda t: t, lambda t: t, correct=True):
-                return call.run()
-        changes: dict[str, Any] = {}
-        if config.merge == "kv" or corrects:
-            keys = GroupedKeys(plan, corrects)
-            changes["encoder_hidden_states"] = keys.keys_of(hidden)
-        if config.merge == "qkv":
-            changes["hidden_states"] = (
-                changes["encoder_hidden_states"][:, : plan.tokens_kept] if corrects else plan.merge(hidden)
-            )
-        if not corrects and plan.uneven and (config.merge == "kv" or config.correct):
-            if config.merge == "kv" or isinstance(call.processor, _MASKED):
-                changes["attention_mask"] = _counts(plan, call)
-            else:
-                self._uncounted.add(call.kind)
-        with keys if corrects else nullcontext():
-            # The fused one reads keys from a joint projection that self-attention has for its own tokens only. The unfused
-            # default has the same weights and gives the same numbers.
-            apart = "encoder_hidden_states" in changes and isinstance(call.processor, processors.FusedAttnProcessor2_0)
-            output = processed(_PLAIN, call.module, {**call.arguments, **changes}) if apart else call.run(**changes)
-        return plan.restore(output) if config.merge == "qkv" else output
 
-    def note(self, call: LayerCall, config: MaMeConfig) -> str:
-        """Where keys and values are not corrected though they are to be, or merged tokens count once: why."""
-        if not config.correct or self._corrects(call, config):
-            return ""
-        if config.merge == "qkv":
-            return NOT_COUNTED.format(call.kind) if call.kind in self._uncounted else ""
-        return NOT_CORRECTED.format(call.kind)
+def keys_corrected(route: Route, plan: Plan) -> Output:
+    """The same, and what merged keys lack is added."""
+    hidden = route.call.given["hidden_states"]
+    if route.config.weights == "best":
+        grouped = GroupedKeys(plan)
+        return Output(_attended(route.call, hidden, grouped.keys_of(hidden), grouped))
+    # Tokens that didn't go to one group whole: all keys and values are needed.
+    return Output(_attended(route.call, hidden, None, MergedKeys(plan, route.tokens, hidden.shape, correct=True)))
 
-    def _corrects(self, call: LayerCall, config: MaMeConfig) -> bool:
-        """Whether what merged keys lack is added: in PyTorch's own attention, and to whole merged tokens where each went to one of them."""
-        whole = isinstance(call.processor, _WHOLE_KEYS) and F.scaled_dot_product_attention is _BUILT_IN
-        if config.merge == "qkv" and (config.weights != "best" or skips_scores(call.module)):
-            return False
-        return config.correct and whole
+
+def tokens_merged(route: Route, plan: Plan) -> Output:
+    """Merged tokens over themselves, restored."""
+    call = route.call
+    merged, changes, note = plan.merge(call.given["hidden_states"]), {}, ""
+    if plan.uneven and route.config.correct:
+        if isinstance(call.processor, _MASKED):
+            changes["attention_mask"] = _counts(plan, call)
+        else:
+            note = NOT_COUNTED.format(call.kind)
+    return Output(plan.restore(call.run(hidden_states=merged, **changes), route.detail), note)
+
+
+def tokens_corrected(route: Route, plan: Plan) -> Output:
+    """The same, and what merged keys lack is added."""
+    if not isinstance(plan, RowPlan):  # a rival's
+        return tokens_merged(route, plan)
+    grouped = GroupedKeys(plan)
+    keys = grouped.keys_of(route.call.given["hidden_states"])
+    output = _attended(route.call, keys[:, : plan.tokens_kept], keys, grouped)
+    return Output(plan.restore(output, route.detail))
+
+
+def _attended(call: LayerCall, queries: Tensor, keys: Tensor | None, attending: Attending) -> Tensor:
+    """The attention's output of `queries` over keys and values made of `keys` (None: of the queries), as `attending` has it."""
+    if type(call.processor) in _WHOLE_KEYS:
+        return _attention(call.module, queries, queries if keys is None else keys, attending=attending)
+    changes = {} if keys is None else {"encoder_hidden_states": keys}
+    with attending:
+        output: Tensor = call.run(hidden_states=queries, **changes)
+    return output
+
+
+def _attention(
+    attn: Any, queries: Tensor, keys: Tensor, mask: Tensor | None = None, attending: Attending | None = None
+) -> Tensor:
+    """What diffusers' own processor computes (`AttnProcessor2_0`) where nothing of `fixed_reason` holds.
+
+    Ours, because a processor does not show its keys, and a mode that watches for them is called for each operation.
+    """
+    batch, heads, width = queries.shape[0], attn.heads, attn.inner_dim // attn.heads
+    query, key, value = (
+        project(t).view(batch, -1, heads, width).transpose(1, 2)
+        for project, t in ((attn.to_q, queries), (attn.to_k, keys), (attn.to_v, keys))
+    )
+    if attn.norm_q is not None:
+        query = attn.norm_q(query)
+    if attn.norm_k is not None:
+        key = attn.norm_k(key)
+    call = {"query": query, "key": key, "value": value, "attn_mask": None if mask is None else mask.unsqueeze(1)}
+    attention = F.scaled_dot_product_attention
+    output = attention(**call) if attending is None else attending.attend(attention, call)
+    output = output.transpose(1, 2).reshape(batch, -1, heads * width).to(query.dtype)
+    projected: Tensor = attn.to_out[1](attn.to_out[0](output))
+    return projected / attn.rescale_output_factor
 
 
 def _counts(plan: Plan, call: LayerCall) -> Tensor:
     """A mask [B, 1, L'] that counts each merged token as often as it stands for tokens, in the dtype of the scores that it is added to."""
-    hidden: Tensor = call.arguments["hidden_states"]
+    hidden: Tensor = call.given["hidden_states"]
     exact = call.module.upcast_attention and not isinstance(call.processor, _WHOLE_KEYS)  # scores in fp32
     return log_sizes(plan.sizes, hidden.float() if exact else hidden).expand(hidden.shape[0], 1, -1)
 
@@ -146,8 +183,7 @@ def lie(hidden_states: Tensor, known: Tokens | None, config: MaMeConfig) -> Toke
     """
     count = index(hidden_states.shape[1])  # a plain number under torch.compile too, where sizes may be symbols
     if known is not None:
-        h, w = known.size[:2]
-        return Tokens((h, w)) if h * w == count else f"{count} tokens are not those of {h} x {w}"
+        return known if known.count == count else f"{count} tokens are not those of {' x '.join(map(str, known.size))}"
     if config.size is not None:
         h, w = config.size
         while h * w > count and h * w > 1:
@@ -205,7 +241,7 @@ def default_processor(attn: Any) -> Any:
 
 def skip_reason(call: LayerCall, config: MaMeConfig) -> str | None:
     """Why this call passes through untouched; None if it may merge."""
-    given = call.arguments
+    given = call.given
     if given.get("encoder_hidden_states") is not None:
         return "cross-attention"
     if given.get("attention_mask") is not None:

@@ -1,0 +1,91 @@
+"""One call of one merging layer asks each question once: few files, few calls, few returns to a file that was left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mame_sd.diffusion.apply import apply_mame
+from mame_sd.diffusion.processor import MaMeAttnProcessor
+from tests.builders.tiny import tiny_unet, unet_inputs
+from tests.builders.trace import Trace, traced
+from tests.builders.transformers import IMAGE, TEXT, normal
+from tests.builders.transformers import model as transformer
+
+FILES, CALLS, RETURNS = 10, 70, 25
+
+
+def unet() -> tuple[nn.Module, dict[str, Any], Callable[[nn.Module], nn.Module]]:
+    model = tiny_unet()
+    return model, unet_inputs(model), lambda m: m.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+
+
+def sd3() -> tuple[nn.Module, dict[str, Any], Callable[[nn.Module], nn.Module]]:
+    model = transformer(
+        "SD3Transformer2DModel",
+        sample_size=32,
+        patch_size=2,
+        in_channels=4,
+        num_layers=2,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        joint_attention_dim=16,
+        caption_projection_dim=32,
+        pooled_projection_dim=16,
+        pos_embed_max_size=32,
+    )()
+    inputs = {
+        "hidden_states": IMAGE,
+        "encoder_hidden_states": normal(2, TEXT, 16),
+        "pooled_projections": normal(2, 16),
+        "timestep": torch.tensor([500.0, 500.0]),
+    }
+    return model, inputs, lambda m: m.transformer_blocks[0].attn
+
+
+def hooks(model: Any) -> None:
+    apply_mame(model, min_tokens=16)
+
+
+def one_liner(model: Any) -> None:
+    model.set_attn_processor(MaMeAttnProcessor(min_tokens=16))
+
+
+def keys_alone(model: Any) -> None:
+    apply_mame(model, min_tokens=16, merge="kv")
+
+
+def way(build: Callable[[], Any], merge: Callable[[Any], None]) -> Trace:
+    """The trace of a layer's second call, the tables of whose partition are made."""
+    model, inputs, layer_of = build()
+    merge(model)
+    layer = layer_of(model)
+    found: list[Trace] = []
+    forward = layer.forward
+    with torch.no_grad():
+        model(**inputs)
+
+        def tracing(*args: Any, **kwargs: Any) -> Any:
+            output: list[Any] = []
+            found.append(traced(lambda: output.append(forward(*args, **kwargs))))
+            return output[0]
+
+        layer.forward = tracing
+        model(**{name: value.clone() for name, value in inputs.items()})
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("build", "merge"),
+    [(unet, hooks), (unet, one_liner), (sd3, keys_alone), (sd3, hooks)],
+    ids=["unet", "one-liner", "sd3-keys", "sd3"],
+)
+def test_a_call_of_a_layer_asks_each_question_once(build: Callable[[], Any], merge: Callable[[Any], None]) -> None:
+    trace = way(build, merge)
+    files, calls, returns = trace.counts
+    assert calls > 10  # it merged
+    assert (files <= FILES, calls <= CALLS, returns <= RETURNS) == (True, True, True), str(trace)
