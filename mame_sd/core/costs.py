@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from mame_sd.core.cards import SMALLEST, Card, Work
+from mame_sd.core.cards import MEMORY, SMALLEST, Card, Work
 
 WORTHWHILE = 1.03  # times as fast: merging that gains less is left out
 
@@ -52,14 +52,15 @@ class Form(NamedTuple):
         early: keys and values are made of merged tokens; else they merge when they are made.
         weights: "best" or "pick", as in the settings.
         correct: what merged keys lack is given back, or whole tokens are counted.
-        detail: restored tokens differ as their inputs do.
+        masked: merged tokens count as often as they stand for tokens, which takes a mask. Text beside them needs that
+            too, where keys merge late.
     """
 
     whole: bool
     early: bool
     weights: str = "best"
     correct: bool = True
-    detail: bool = True
+    masked: bool = False
 
 
 class Added(NamedTuple):
@@ -74,21 +75,21 @@ class Added(NamedTuple):
     moved: float
 
 
+# Norms, rotary positions and copies in a layer that merges nothing, by whether keys merge early (UNets) or late.
+BESIDE: dict[bool, Added] = {}
 ADDED: dict[Form, Added] = {}
 
 
 def work_of(call: Call, share: float = 1.0, form: Form | None = None) -> list[Work]:
     """The kernels of a layer that attends over all of its tokens, or over a `share` of them, without what merging adds."""
-    kept = round(share * call.tokens)
+    kept, others = round(share * call.tokens), call.beside
     queries = kept if form and form.whole else call.tokens
     keys = kept if form else call.tokens
     made = keys if form and form.early else queries
-    masked = form is not None and form.whole and form.correct and call.beside > 0
-    others = call.beside
     return [
         _linear(call, queries + others, call.channels, call.inner),
         *[_linear(call, made + others, call.channels, call.inner)] * 2,
-        _attention(call, queries + others, keys + others, masked),
+        _attention(call, queries + others, keys + others, form is not None and form.masked),
         _linear(call, queries + others, call.inner, call.channels),
     ]
 
@@ -96,12 +97,18 @@ def work_of(call: Call, share: float = 1.0, form: Form | None = None) -> list[Wo
 @lru_cache(maxsize=4096)
 def times_as_fast(card: Card, call: Call, share: float, form: Form) -> float | None:
     """How many times as fast the layer is that merges to a `share` of its tokens; None: it is not known what that adds."""
-    added = ADDED.get(form)
+    added, beside = ADDED.get(form._replace(masked=False)), BESIDE[form.early]
     if added is None:
         return None
-    moved = added.moved * call.batch * call.tokens * call.channels * call.size
-    overhead = added.small * SMALLEST + card.seconds(Work("added", "other", call.dtype, moved, 0))
-    return card.busy(work_of(call)) / (card.busy(work_of(call, share, form)) + overhead)
+    plain = card.busy(work_of(call)) + spent(card, call, beside)
+    fewer = beside._replace(moved=share * beside.moved) if form.whole else beside
+    return plain / (card.busy(work_of(call, share, form)) + spent(card, call, fewer) + spent(card, call, added))
+
+
+def spent(card: Card, call: Call, added: Added) -> float:
+    """Seconds of what is added to a layer."""
+    moved = added.moved * call.batch * (call.tokens + call.beside) * call.channels * call.size
+    return added.small * SMALLEST + moved / (MEMORY * card.bandwidth)
 
 
 def _linear(call: Call, tokens: int, given: int, made: int) -> Work:
