@@ -22,7 +22,7 @@ from mame_sd.diffusion.families.unet import PlainAttention
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.hook_registry import hook_on
 from mame_sd.diffusion.hooks import MergeHook
-from mame_sd.diffusion.layer import Alone, Layer, LayerCall, Route, Step
+from mame_sd.diffusion.layer import Layer, LayerCall, Route, Step
 from mame_sd.diffusion.tokens import Tokens
 
 
@@ -82,19 +82,22 @@ class RivalLayer(Layer):
         """As `inner`."""
         return self.inner.call(module, forward, args, kwargs)
 
-    def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | Alone:
+    def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
         """What `inner` says; a reason where height and width are unknown, or samples that keep tokens of their own can't run together."""
         route = self.inner.route(call, known, config)
-        if isinstance(route, Alone):
+        if isinstance(route, str):
             return route
         if route.tokens.plane is None:
-            return Alone("height and width unknown", route.tokens.count)
+            return "height and width unknown"
         family = getattr(self.inner, "family", None)
         rotary = config.merge == "qkv" and family is not None and family.select is not None
         if rotary and getattr(self.make, "own_tokens", False) and route.feature.shape[0] > 1:
-            reason = "each sample keeps tokens of its own, and their positions are given once for all samples"
-            return Alone(reason, route.tokens.count)
+            return "each sample keeps tokens of its own, and their positions are given once for all samples"
         return route
+
+    def count(self, call: LayerCall, known: Tokens | None) -> int:
+        """As `inner`."""
+        return self.inner.count(call, known)
 
     def plan(self, route: Route, step: Step) -> Plan:
         """The rival's."""

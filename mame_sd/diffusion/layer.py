@@ -81,13 +81,6 @@ class Step(NamedTuple):
 NO_STEP = Step()
 
 
-class Alone(NamedTuple):
-    """A call that is left alone: why, and how many tokens it has."""
-
-    reason: str
-    tokens: int
-
-
 @dataclass(frozen=True)
 class Route:
     """How a call merges: what is decided before anything is computed.
@@ -151,7 +144,7 @@ class Layer(ABC):
         return LayerCall(module, forward, given, names, args[len(names) :], processor, kind)
 
     @abstractmethod
-    def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | Alone:
+    def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
         """How this call merges, or why it is left alone: the one place where that is decided.
 
         Args:
@@ -159,6 +152,11 @@ class Layer(ABC):
             known: how the tokens lie, from the model around the layer; None where nothing says it.
             config: the settings.
         """
+
+    def count(self, call: LayerCall, known: Tokens | None) -> int:
+        """Tokens of a call that is left alone; 0 where they are unknown."""
+        hidden = call.given.get(self.hidden)
+        return int(hidden.shape[1]) if isinstance(hidden, Tensor) and hidden.dim() > 1 else 0
 
     def plan(self, route: Route, step: Step) -> Plan:
         """What merges."""
@@ -186,8 +184,8 @@ def merged_call(
         step: what the model around says of this step.
     """
     route = layer.route(call, known, config)
-    if isinstance(route, Alone):
-        stats.skipped(route.reason, route.tokens)
+    if isinstance(route, str):
+        stats.skipped(route, layer.count(call, known))
         return call.run()
     tokens, feature = route.tokens, route.feature
     if step.plans is None:
@@ -222,11 +220,6 @@ def fitted(config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
     notes += [NO_DETAIL] if config.detail and config.merge == "qkv" else []
     notes += [f"kernel {config.kernel!r} needs tiles: not run"] if config.kernel is not None else []
     return without, ". ".join(notes)
-
-
-def count_of(hidden: Any) -> int:
-    """How many tokens an argument [B, L, ...] has; 0 where it is no such tensor."""
-    return int(hidden.shape[1]) if isinstance(hidden, Tensor) and hidden.dim() > 1 else 0
 
 
 def compared(attn: Any, hidden_states: Tensor, kind: str) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.plan import Plan
 from mame_sd.diffusion.families.unet import PLAIN_PROCESSORS, lie
-from mame_sd.diffusion.layer import Alone, Layer, LayerCall, Output, Route, count_of, fitted
+from mame_sd.diffusion.layer import Layer, LayerCall, Output, Route, fitted
 from mame_sd.diffusion.tokens import Tokens
 
 # Cross-attention of each query by itself. Other processors may read maps of all queries as an image.
@@ -33,12 +33,12 @@ class Part(Layer):
         super().__init__(module)
         self._names = (self.hidden, *self._names[1:])  # blocks pass the tokens first, whatever a module calls them
 
-    def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | Alone:
+    def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
         """See `Layer`."""
         hidden: Any = call.given.get("hidden_states")
         tokens = _skip_reason(call, config) or lie(hidden, known, config)
         if isinstance(tokens, str):
-            return Alone(tokens, count_of(hidden))
+            return tokens
         config, note = fitted(config, tokens)
         return Route(call, tokens_merged, config, tokens, hidden, note)
 

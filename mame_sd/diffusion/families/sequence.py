@@ -19,7 +19,7 @@ from mame_sd.core.weights import merged_by_keep
 from mame_sd.diffusion.families.family import Family, Rows
 from mame_sd.diffusion.families.keys import CountedKeys, MergedKeys
 from mame_sd.diffusion.families.unet import LAYER_SKIP, NOT_COUNTED, skips_scores
-from mame_sd.diffusion.layer import Alone, Layer, LayerCall, Output, Route, compared, fitted
+from mame_sd.diffusion.layer import Layer, LayerCall, Output, Route, compared, fitted
 from mame_sd.diffusion.tokens import Call, Tokens
 
 QUERIES_TOO = "queries merge too: {}"
@@ -36,18 +36,17 @@ class SequenceAttention(Layer):
         self.hidden = family.inputs[0]
         self._unseen: set[str] = set()  # processors that were seen to attend otherwise than over all tokens at once
 
-    def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | Alone:
+    def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
         """See `Layer`."""
         family, given = self.family, call.given
         hidden = given.get(self.hidden)
-        tokens = 0 if known is None else known.count
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
-            return Alone("input is no tokens [B, L, C]", tokens)
+            return "input is no tokens [B, L, C]"
         if known is None:
-            return Alone("height and width unknown", 0)
+            return "height and width unknown"
         reason = _skip_reason(family, given, known, config)
         if reason is not None:
-            return Alone(reason, tokens)
+            return reason
         config, note = fitted(config, known)
         first, text = known.start(hidden.shape[1]) or 0, _text(family, given)
         before, after = first, hidden.shape[1] - first - known.count
@@ -59,12 +58,16 @@ class SequenceAttention(Layer):
             alone = _keeps_own_tokens(family, hidden.shape[0], known, config)
             reason = _unable(family, call, known, config, because, alone)
             if reason is not None:
-                return Alone(reason, tokens)
+                return reason
             form = self._samples_merged if alone else self._tokens_merged
             if config.merge == "kv":
                 note = ". ".join(filter(None, (note, QUERIES_TOO.format(because))))
         feature = compared(call.module, known.to_plane(hidden[:, first : first + known.count]), config.feature)
         return Route(call, form, config, known, feature, note, first, before, after)
+
+    def count(self, call: LayerCall, known: Tokens | None) -> int:
+        """The image's tokens."""
+        return 0 if known is None else known.count
 
     def _queries_because(self, call: LayerCall, text: Tensor | None, config: MaMeConfig) -> str | None:
         """Why queries merge too; None where keys and values merge alone."""

@@ -21,7 +21,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core.plan import Plan
 from mame_sd.core.row_plan import RowPlan
 from mame_sd.diffusion.families.keys import Attending, GroupedKeys, MergedKeys, log_sizes
-from mame_sd.diffusion.layer import Alone, Layer, LayerCall, Output, Route, compared, count_of, fitted
+from mame_sd.diffusion.layer import Layer, LayerCall, Output, Route, compared, fitted
 from mame_sd.diffusion.tokens import Call, Tokens
 
 # Modules whose first input is an image [B, C, H, W] and whose blocks see its pixels, or patches, as tokens.
@@ -73,12 +73,12 @@ _UNSCALED = processors.AttnProcessor()
 class PlainAttention(Layer):
     """A diffusers Attention over the tokens of one image."""
 
-    def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | Alone:
+    def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
         """See `Layer`."""
         hidden: Any = call.given.get("hidden_states")
         tokens = skip_reason(call, config) or lie(hidden, known, config)
         if isinstance(tokens, str):
-            return Alone(tokens, count_of(hidden))
+            return tokens
         config, note = fitted(config, tokens)
         form: Any = keys_merged if config.merge == "kv" else tokens_merged
         if config.correct and isinstance(call.processor, _WHOLE_KEYS) and F.scaled_dot_product_attention is _BUILT_IN:
