@@ -5,6 +5,7 @@
     python -m benchmarks.frontier --model transformer --rivals --num 64     # the same where nothing but attention mixes space
     python -m benchmarks.frontier --rivals --num 64 --held-out  # on prompts that no default was chosen on
     python -m benchmarks.frontier                               # 16 prompts, 10 steps; run again to continue
+    python -m benchmarks.frontier --only default --settings out/tune/config.json    # what calibration found
     python -m benchmarks.frontier --device cuda --num 64 --steps 25
 
 LPIPS, PSNR and SSIM compare with the image that the unmerged model makes of the same prompt and seed; retrieval is the
@@ -20,6 +21,7 @@ import argparse
 import hashlib
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -46,6 +48,7 @@ from mame_sd.runs.files import write_atomically, written_whole
 from mame_sd.runs.loading import LoadedModel
 
 BATCH = 4
+PART = 16  # prompts in one file of images
 BASELINE = "baseline"
 TIMING_SEED = 1000
 
@@ -56,6 +59,7 @@ class Frontier:
     Args:
         distance: LPIPS of images [n, 3, H, W] in [0, 1] and those of the unmerged model.
         retrieved: 1.0 when an image uint8 [H, W, 3] shows the subject of its prompt.
+        now: seconds that times are taken from.
     """
 
     def __init__(
@@ -67,12 +71,15 @@ class Frontier:
         prompts: list[str],
         steps: int,
         rounds: int,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.out, self.model, self.prompts, self.steps, self.rounds = out, model, prompts, steps, rounds
         self.pipe, self.denoiser = model.pipe, denoiser_of(model.pipe)
-        self._distance, self._retrieved = distance, retrieved
+        self._distance, self._retrieved, self._now = distance, retrieved, now
         about = {"prompts": prompts, "steps": steps, "model": model.identity["sha256"], "guidance": model.guidance}
-        self._threads = {"threads": torch.get_num_threads()}  # decide times, not images
+        self._threads: dict[str, Any] = {"threads": torch.get_num_threads()}  # decide times, not images
+        if now is not time.perf_counter:
+            self._threads["clock"] = "CPU seconds"
         self._common = {
             **about,
             "dtype": str(self.pipe.dtype),
@@ -93,16 +100,18 @@ class Frontier:
 
     def images(self, chosen: Mapping[str, Method]) -> dict[str, Method]:
         """Make the images of the baseline and of `chosen` where they aren't yet: the part that other work may share the machine with.
+        All of a few prompts come before the next prompts, so that a run that is stopped has as many of each.
 
         Gives those that have some: without its package a rival has none.
         """
-        made = {}
-        for name, method in {BASELINE: methods.baseline(), **chosen}.items():
-            try:
-                self._images(name, method)
-                made[name] = method
-            except ImportError as error:
-                print(f"note: {name} is not measured: {error}; pip install mame-sd[peers]", file=sys.stderr)
+        made = {BASELINE: methods.baseline(), **chosen}
+        for first in range(0, len(self.prompts), PART):
+            for name, method in list(made.items()):
+                try:
+                    self._part(name, method, first)
+                except ImportError as error:
+                    print(f"note: {name} is not measured: {error}; pip install mame-sd[peers]", file=sys.stderr)
+                    del made[name]
         return made
 
     def measure(self, wanted: Mapping[str, Method]) -> None:
@@ -123,14 +132,20 @@ class Frontier:
         return {"name": name, "family": method.family, "settings": method.settings, **json.loads(file.read_bytes())}
 
     def _images(self, name: str, method: Method) -> tuple[np.ndarray, int]:
-        """uint8 [n, H, W, 3] and the multiplications of self-attention, from the method's file or generated now."""
-        file = self._file(name, method, {}, ".npz")
+        """uint8 [n, H, W, 3] and the multiplications of self-attention, of all prompts."""
+        parts = [self._part(name, method, first) for first in range(0, len(self.prompts), PART)]
+        return np.concatenate([images for images, _ in parts]), sum(work for _, work in parts)
+
+    def _part(self, name: str, method: Method, first: int) -> tuple[np.ndarray, int]:
+        """The same of at most PART prompts from `first` on, from the method's file or generated now."""
+        prompts = self.prompts[first : first + PART]
+        file = self._file(name, method, {"prompts": prompts, "first": first}, ".npz")
         if not file.exists():
             made = []
             with method.on(self.denoiser), AttentionWork(self.pipe.tokenizer.model_max_length) as counted:
-                for first in range(0, len(self.prompts), BATCH):
-                    made.append(generate(self.model, self.prompts[first : first + BATCH], self.steps, first))
-                    print(f"  {name}: {first + len(made[-1])} of {len(self.prompts)}", end="\r", file=sys.stderr)
+                for start in range(0, len(prompts), BATCH):
+                    made.append(generate(self.model, prompts[start : start + BATCH], self.steps, first + start))
+            print(f"  {name}: {first + len(prompts)} of {len(self.prompts)}", file=sys.stderr, flush=True)
             with written_whole(file) as whole:
                 np.savez_compressed(whole, images=np.concatenate(made), work=np.array(counted.work))
         with np.load(file) as arrays:
@@ -172,7 +187,7 @@ class Frontier:
         on = {name: method.on for name, method in wanted.items()} | {BASELINE: plain}
 
         def seconds(merging: Callable[..., AbstractContextManager[Any]], steps: int) -> float:
-            with merging(self.denoiser), clocked(self.denoiser) as clock:
+            with merging(self.denoiser), clocked(self.denoiser, self._now) as clock:
                 generate(self.model, self.prompts[:1], steps, TIMING_SEED, output="latent")
             return clock.seconds
 
@@ -198,7 +213,7 @@ class Frontier:
 
     def _file(self, name: str, method: Method, more: dict[str, Any], suffix: str) -> Path:
         """Where a measurement lies: its name holds a digest of all that decides it."""
-        about = json.dumps([method.family, method.settings, self._common, more], sort_keys=True)
+        about = json.dumps([method.family, method.settings, {**self._common, **more}], sort_keys=True)
         digest = hashlib.sha256(about.encode()).hexdigest()[:12]
         slug = "".join(c if c.isalnum() or c == "." else "-" for c in name)
         return self.out / "points" / f"{slug}-{digest}{suffix}"
@@ -213,11 +228,18 @@ def main() -> None:
     parser.add_argument("--rivals", action="store_true", help="every rival, and our settings over the same speeds")
     parser.add_argument("--held-out", action="store_true", help="other prompts than those that defaults were chosen on")
     parser.add_argument("--num", type=int, help="prompts (default 16)")
+    parser.add_argument("--first", type=int, help="of these prompts the first alone (default all)")
     parser.add_argument("--steps", type=int, help="denoising steps (default 10)")
     parser.add_argument("--guidance", type=float, help="guidance scale (default the model's own)")
     parser.add_argument("--rounds", type=int, default=5, help="timed runs of each method (default 5)")
     parser.add_argument(
+        "--cpu-seconds", action="store_true", help="times in seconds of the CPU, for a machine that others use too"
+    )
+    parser.add_argument(
         "--only", metavar="NAME", nargs="+", help="measure these settings alone; rows measured before stay"
+    )
+    parser.add_argument(
+        "--settings", metavar="FILE", nargs="+", type=Path, default=[], help="rows of these files of settings too"
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default float32, float16 on cuda")
@@ -233,19 +255,25 @@ def main() -> None:
             parser.error(f"--only: expected a setting of benchmarks/methods.py, got {name!r}")
     if args.only:
         chosen = {name: on.methods[name] for name in args.only}
+    try:
+        files = methods.of_files(args.settings)
+    except ValueError as error:
+        parser.error(f"--settings: {error}")
+    chosen, every = {**chosen, **files}, {**on.methods, **files}
     num, steps = args.num or (4 if args.short else 16), args.steps or (6 if args.short else 10)
     device = torch.device(args.device)
     dtype = args.dtype or ("float32" if device.type == "cpu" else "float16")
     model = load(device, getattr(torch, dtype), on.model)
     if args.guidance is not None:
         model = replace(model, guidance=args.guidance)
-    prompts = on.prompts(num, args.held_out)
+    prompts = on.prompts(num, args.held_out)[: args.first]
     lpips = load_lpips(device=str(device))
-    frontier = Frontier(out, model, lpips, on.truth.retrieved, prompts, steps, args.rounds)
+    now = time.process_time if args.cpu_seconds else time.perf_counter
+    frontier = Frontier(out, model, lpips, on.truth.retrieved, prompts, steps, args.rounds, now)
     if args.images:
         frontier.images(chosen)
         return
-    points = frontier.points(chosen, on.methods)
+    points = frontier.points(chosen, every)
     sensitive = sensitivity(points, methods.MEAN_ATTENTION, on.tomesd)
     text = f"{markdown(points)}\n{sensitive}\n"
     write_atomically(out / "frontier.md", text.encode())

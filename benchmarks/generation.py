@@ -44,29 +44,30 @@ def generate(
 
 @dataclass
 class Clock:
-    """Seconds spent inside a module's forward."""
+    """Seconds spent inside a module's forward, as `now` counts them."""
 
+    now: Callable[[], float] = time.perf_counter
     seconds: float = 0.0
     _start: float = field(default=0.0, repr=False)
     _depth: int = field(default=0, repr=False)  # of calls within a call, which are part of it
 
 
 @contextmanager
-def clocked(module: torch.nn.Module) -> Iterator[Clock]:
+def clocked(module: torch.nn.Module, now: Callable[[], float] = time.perf_counter) -> Iterator[Clock]:
     """Adds up the seconds of every forward of `module` in the block."""
-    clock, device = Clock(), next(module.parameters()).device
+    clock, device = Clock(now), next(module.parameters()).device
 
     def start(*_: Any) -> None:
         clock._depth += 1
         if clock._depth == 1:
             synchronize(device)
-            clock._start = time.perf_counter()
+            clock._start = clock.now()
 
     def stop(*_: Any) -> None:
         clock._depth -= 1
         if not clock._depth:
             synchronize(device)
-            clock.seconds += time.perf_counter() - clock._start
+            clock.seconds += clock.now() - clock._start
 
     handles = [module.register_forward_pre_hook(start), module.register_forward_hook(stop)]
     try:

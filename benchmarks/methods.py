@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from benchmarks.tomesd import tomesd_on
@@ -41,6 +42,25 @@ def explicit(fields: dict[str, Any]) -> MaMeConfig:
 def ours(**fields: Any) -> Method:
     config = explicit(fields)
     return Method(OURS, settings_of(config), lambda unet: mame(unet, config))
+
+
+def of_files(files: Iterable[Path]) -> dict[str, Method]:
+    """A row for each file of settings, by the file's name without its ending.
+
+    Raises:
+        ValueError: a file that can't be read or used, or two of one name.
+    """
+    rows: dict[str, Method] = {}
+    for file in files:
+        if file.stem in rows:
+            raise ValueError(f"expected files of different names, got two of {file.stem!r}; rename one")
+        config = MaMeConfig.from_file(file)
+        rows[file.stem] = Method(OURS, settings_of(config), partial(_with_config, config))
+    return rows
+
+
+def _with_config(config: MaMeConfig, denoiser: Any) -> AbstractContextManager[Any]:
+    return mame(denoiser, config)
 
 
 def settings_of(config: MaMeConfig) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     stages, glyphs, shard = list(STAGES), len(SUBJECTS), 64
     if args.smoke:
-        stages = [replace(s, steps=3, batch=2, pool=(4, 0), pairs=0.5) for s in STAGES]
+        stages = [replace(s, steps=2, batch=2, pool=(4, 0), pairs=0.5) for s in STAGES]
         glyphs, shard = 8, 4
     pools = {kind: Pool(args.work / "pool", args.seed, glyphs, kind, shard) for kind in ("single", "pairs", "held-out")}
     tokens = Tokens(joint.joint_tokenizer())

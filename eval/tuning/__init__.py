@@ -1,1 +1,1 @@
-"""What ``mame-sd tune`` does: a ladder of settings from mild to strong, measured on one's own model, and one chosen."""
+"""What ``mame-sd tune`` does: calibrate one's own model, check what was found on other prompts, choose, write it down."""

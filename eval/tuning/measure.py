@@ -1,14 +1,15 @@
-"""Measure the settings of a ladder: what each costs in LPIPS to the unmerged image, and what it gains in speed.
+"""Measure settings: what each costs in LPIPS to the unmerged image, and what it gains in speed.
 
-Every prompt is a round of interleaved timing: an image without merging and one with each setting, from the same noise.
-Speed is that of the whole pipeline.
+Every prompt is a round of interleaved timing: an image without merging, one with each setting, and one in which the output
+of every layer that could merge is its mean, all from the same noise. The last one says whether these prompts can tell
+settings apart at all. Speed is that of the whole pipeline.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from PIL import Image
 
 from mame_sd.config import MaMeConfig
 from mame_sd.runs.files import check_place, write_atomically
-from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, Job, jobs_of
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import Prompt
@@ -26,24 +26,37 @@ from mame_sd.runs.sampling import levels_of, merge_in, sample
 
 from ..images import to_float
 from ..metrics.lpips import load_lpips
+from ..rivals.layers import rival_on
+from ..rivals.plans import constant
+from ..stats import mean_interval
 from ..timing import interleaved, quartiles, timed
+from .calibrate import digest, read_rows
 
 BASELINE = "baseline"
+FLOOR = "mean attention"
 MEASURED = "measured.json"
 Distance = Callable[[Image.Image, Image.Image], float]
-Rows = dict[str, dict[str, dict[str, float]]]  # seconds, lpips and kept, by image and setting
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting: means over the prompts of LPIPS, medians of seconds an image and of times faster than unmerged."""
+    """One setting: means over the prompts of LPIPS, medians of seconds an image and of times faster than unmerged.
+
+    Attributes:
+        config: the setting; None: the baseline, or what stands for the floor.
+        interval: of 95 %, of the mean LPIPS over prompts; None: too few prompts.
+        quartiles: of times faster.
+        kept: share of the tokens (keys, for kv) that the layers of the level with the most tokens keep.
+    """
 
     label: str
-    config: MaMeConfig
+    config: MaMeConfig | None
     seconds: float
     times_faster: float
     lpips: float
-    kept: float  # share of the tokens (keys, for kv) that the layers of the level with the most tokens keep
+    kept: float
+    interval: tuple[float, float] | None = None
+    quartiles: tuple[float, float] = (1.0, 1.0)
 
 
 def lpips_distance(weights_dir: Path | None = None, offline: bool = False) -> Distance:
@@ -56,12 +69,13 @@ def tune(
     model: LoadedModel,
     prompts: Sequence[Prompt],
     settings: GenerateSettings,
-    ladder: Sequence[tuple[str, MaMeConfig]],
+    rows: Sequence[tuple[str, MaMeConfig]],
     distance: Distance,
     out: Path,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Trial]:
-    """Measure every setting of `ladder`. What is done stands in `out`/measured.json, and the same call continues.
+    """Measure every setting of `rows`, after the baseline and before the floor. What is done stands in `out`/measured.json, and
+    the same call continues.
 
     Raises:
         UserError: a setting with which nothing could merge, or that the model refuses.
@@ -69,64 +83,65 @@ def tune(
     """
     check_place(out, out)
     jobs = jobs_of(prompts, settings)
-    about = _digest([asdict(settings), [asdict(job) for job in jobs], [(n, c.to_dict()) for n, c in ladder]], model)
-    rows = _read(out / MEASURED, about)
-    configs: dict[str, MaMeConfig | None] = {BASELINE: None, **dict(ladder)}
+    said = [(label, config.to_dict()) for label, config in rows]
+    about = digest([asdict(settings), [asdict(job) for job in jobs], said], model)
+    found = read_rows(out / MEASURED, about)
+    least = rows[0][1].min_tokens
+    configs: dict[str, MaMeConfig | None] = {BASELINE: None, **dict(rows), FLOOR: None}
+
+    def image(label: str, job: Job, settings: GenerateSettings) -> tuple[Image.Image, float, float]:
+        with _merging(model, label, configs[label], least) as handle:
+            (made,), seconds = timed(lambda: sample(model, settings, [job]), model.pipe.device)
+            return made, seconds, 1.0 if handle is None else _kept(levels_of(handle))
+
     rounds = interleaved(
         list(configs),
         len(jobs),
-        lambda label, number: _generated(model, settings, jobs[number], configs[label]),
-        done={number for number, job in enumerate(jobs) if job.name in rows},
-        warm_up=lambda label: _generated(model, replace(settings, steps=1), jobs[0], configs[label]),
+        lambda label, number: image(label, jobs[number], settings),
+        done={number for number, job in enumerate(jobs) if job.name in found},
+        warm_up=lambda label: image(label, jobs[0], replace(settings, steps=1)),
         on_progress=on_progress,
     )
     for number, made in rounds:
         plain = made[BASELINE][0]
-        rows[jobs[number].name] = {
+        found[jobs[number].name] = {
             label: {"seconds": seconds, "lpips": distance(image, plain), "kept": kept}
             for label, (image, seconds, kept) in made.items()
         }
-        write_atomically(out / MEASURED, json.dumps({"about": about, "rows": rows}).encode())
-    return [_trial(label, config, [rows[job.name] for job in jobs]) for label, config in ladder]
+        write_atomically(out / MEASURED, json.dumps({"about": about, "rows": found}).encode())
+    return [_trial(label, config, {job.name: found[job.name] for job in jobs}) for label, config in configs.items()]
 
 
-def _generated(
-    model: LoadedModel, settings: GenerateSettings, job: Job, config: MaMeConfig | None
-) -> tuple[Image.Image, float, float]:
-    """The job's image, its seconds, and the share of the tokens that the level with the most tokens keeps."""
-    handle = None if config is None else merge_in(model, config)
-    try:
-        (image,), seconds = timed(lambda: sample(model, settings, [job]), model.pipe.device)
-        return image, seconds, 1.0 if handle is None else _kept(levels_of(handle))
-    finally:
-        if handle is not None:
+@contextmanager
+def _merging(model: LoadedModel, label: str, config: MaMeConfig | None, least: int) -> Iterator[Any]:
+    """The model as a row has it; gives the handle of one that merges, None for others."""
+    if label == FLOOR:
+        with rival_on(model.pipe, lambda: constant(scale=1.0), "qkv", least):
+            yield None
+    elif config is None:
+        yield None
+    else:
+        handle = merge_in(model, config)
+        try:
+            yield handle
+        finally:
             handle.remove()
 
 
-def _trial(label: str, config: MaMeConfig, rows: Sequence[dict[str, dict[str, float]]]) -> Trial:
+def _trial(label: str, config: MaMeConfig | None, rows: dict[str, dict[str, dict[str, float]]]) -> Trial:
+    low, faster, high = quartiles([row[BASELINE]["seconds"] / row[label]["seconds"] for row in rows.values()])
+    near = mean_interval({name: row[label]["lpips"] for name, row in rows.items()}, {name: name for name in rows})
     return Trial(
         label=label,
         config=config,
-        seconds=quartiles([row[label]["seconds"] for row in rows])[1],
-        times_faster=quartiles([row[BASELINE]["seconds"] / row[label]["seconds"] for row in rows])[1],
-        lpips=float(np.mean([row[label]["lpips"] for row in rows])),
-        kept=float(np.mean([row[label]["kept"] for row in rows])),
+        seconds=quartiles([row[label]["seconds"] for row in rows.values()])[1],
+        times_faster=faster,
+        lpips=near["mean"],
+        kept=float(np.mean([row[label]["kept"] for row in rows.values()])),
+        interval=None if near["low"] is None else (near["low"], near["high"]),
+        quartiles=(low, high),
     )
 
 
 def _kept(levels: Sequence[dict[str, Any]]) -> float:
     return float(levels[0]["tokens_kept"] / levels[0]["tokens_in"])
-
-
-def _digest(settings: list[Any], model: LoadedModel) -> str:
-    about = json.dumps([settings, model.identity, environment(model)], sort_keys=True, default=str)
-    return hashlib.sha256(about.encode()).hexdigest()
-
-
-def _read(path: Path, about: str) -> Rows:
-    """Rows of an earlier call with the same settings on the same machine; none otherwise."""
-    try:
-        found = json.loads(path.read_bytes())
-        return dict(found["rows"]) if found["about"] == about else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}

@@ -8,13 +8,16 @@ from .measure import Trial
 
 
 def table(trials: Sequence[Trial], chosen: Trial | None) -> str:
-    """The trade-off as text: settings numbered as in `text_plot`, an arrow at the chosen one."""
+    """The trade-off as text: settings numbered as in `text_plot`, an arrow at the chosen one. Quartiles of times, and the 95 %
+    interval of the mean LPIPS over prompts, stand in brackets."""
     width = max(len(t.label) for t in trials)
-    lines = [f"      {'setting':<{width}}  kept  s per image  times faster   LPIPS"]
+    lines = [f"      {'setting':<{width}}  kept  s per image  times faster         LPIPS"]
     for number, t in enumerate(trials, 1):
         mark = "->" if t is chosen else "  "
+        faster = f"{t.times_faster:.2f} ({t.quartiles[0]:.2f} - {t.quartiles[1]:.2f})"
+        near = "" if t.interval is None else f" ({t.interval[0]:.4f} - {t.interval[1]:.4f})"
         lines.append(
-            f"{mark} {number:>2} {t.label:<{width}}  {t.kept:4.0%}  {t.seconds:11.2f}  {t.times_faster:12.2f}  {t.lpips:6.4f}"
+            f"{mark} {number:>2} {t.label:<{width}}  {t.kept:4.0%}  {t.seconds:11.2f}  {faster:<19}  {t.lpips:.4f}{near}"
         )
     return "\n".join(lines)
 

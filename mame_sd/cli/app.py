@@ -183,7 +183,7 @@ def tune_command(
     max_lpips: Annotated[
         float | None, typer.Option(help="Choose the fastest setting whose mean LPIPS is at most this.")
     ] = None,
-    min_speedup: Annotated[
+    speed: Annotated[
         float | None, typer.Option(help="Choose the setting of least LPIPS that is at least this many times faster.")
     ] = None,
     pixels: Annotated[
@@ -198,39 +198,54 @@ def tune_command(
     sampling: GenerateSettings,
     merging: MaMeConfig,
 ) -> None:
-    """Find the setting for your model, size and machine; write it as a file that --config takes."""
-    from mame_sd.cli.console import progress
+    """Find which layers of your model should merge, and how much; write it as a file that --config takes.
+
+    A few prompts calibrate: in each layer, what every form of merging changes and costs. The others check what was found.
+    """
+    from mame_sd.cli.console import note, progress
     from mame_sd.cli.generate import load_to_merge
-    from mame_sd.eval.tuning.choice import choose, whole
-    from mame_sd.eval.tuning.ladder import ladder_of
+    from mame_sd.eval.tuning.calibrate import calibrate, check_forms, settings_to_check
+    from mame_sd.eval.tuning.choice import check_wish, choose, measured, remarks, whole
     from mame_sd.eval.tuning.measure import lpips_distance, tune
     from mame_sd.eval.tuning.table import table, text_plot
     from mame_sd.runs.files import write_atomically
 
-    if (max_lpips is None) == (min_speedup is None):
-        came = "neither" if max_lpips is None else "both"
-        raise UserError(f"expected one of --max-lpips or --min-speedup, got {came}; say which of them matters")
+    check_wish(max_lpips, speed)
+    check_forms(merging)
     if pixels is not None:
         height, width = pair("--size", pixels if "x" in pixels else f"{pixels}x{pixels}")
         sampling = replace(sampling, height=height, width=width)
-    ladder_of(merging)  # refuses what allows no keep before anything is loaded
     prompts = prompts.or_demo()
     if not prompts.texts and prompts.num is None:
-        prompts = replace(prompts, num=4)
+        prompts = replace(prompts, num=8)
     chosen = prompts.read()
+    few = min(4, max(1, len(chosen) // 4))
     distance = lpips_distance(weights_dir, model.offline)
     loaded, merging = load_to_merge(model, merging)
+    merging = merging.replace(layers=None, made_for=None)
+    with progress("prompts") as on_progress:
+        found = calibrate(loaded, chosen[:few], sampling, merging, out, on_progress)
+    checked = chosen[few:]
+    if not checked:
+        note("one prompt calibrates and checks, which flatters the choice; give more")
+        checked = chosen
     with progress("images") as on_progress:
-        trials = tune(loaded, chosen, sampling, ladder_of(merging), distance, out, on_progress)
+        trials = tune(loaded, checked, sampling, settings_to_check(found, merging, speed), distance, out, on_progress)
     try:
-        best = choose(trials, max_lpips, min_speedup)
+        best = choose(trials, max_lpips, speed)
     except UserError:
         print(table(trials, None))
         raise
     print(table(trials, best), text_plot(trials), sep="\n\n", end="\n\n")
+    for remark in remarks(trials, best):
+        note(remark)
+    assert best.config is not None
+    wish = {"max_lpips": max_lpips} if speed is None else {"speed": speed}
+    about = {"found_by": "mame-sd tune", "wish": wish, **found.about}
+    about |= {"checked_on_prompts": len(checked), "measured": measured(trials, best)}
     file = out / "config.json"
-    write_atomically(file, (json.dumps(whole(best.config), indent=1) + "\n").encode())
-    print(f"{file}: mame-sd generate --config {file}, or MaMeConfig.from_file({str(file)!r})")
+    write_atomically(file, (json.dumps({**whole(best.config), "about": about}, indent=1) + "\n").encode())
+    print(f"{file}: mame-sd generate --config {file}, or apply_mame(pipe, {str(file)!r})")
 
 
 @app.command("sheet")

@@ -125,7 +125,7 @@ def build_handle(target: Any, config: MaMeConfig) -> MaMeHandle:
             hooks.append((module, MergeHook(shared, stats, layer, image, number)))
     if not any(isinstance(hook, MergeHook) and hook.stats.part == "attention" for _, hook in hooks):
         raise ValueError(_nothing_found(root))
-    return MaMeHandle(root, shared, hooks)
+    return MaMeHandle(root, shared, hooks, None if target is root else target)
 
 
 def remove_mame(target: Any, processors: bool = True) -> None:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from mame_sd.config import PARTS, MaMeConfig
 from mame_sd.core.plan import Plan
+from mame_sd.diffusion.calibration import (
+    Calibration,
+    Measurement,
+    calibration_of,
+    calls_of,
+    check_speed,
+    measure,
+    plain_values,
+)
 from mame_sd.diffusion.families.transformers import suited
 from mame_sd.diffusion.hook_registry import AroundHook, PreHook, hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import MergeHook, Setting, Shared, StepHook
@@ -23,8 +34,9 @@ Placed = tuple[nn.Module, AroundHook | PreHook]  # a hook and the module it goes
 class MaMeHandle:
     """Merging as applied to one model: settings, counters, removal. Made by `apply_mame`."""
 
-    def __init__(self, root: nn.Module, shared: Shared, hooks: list[Placed]) -> None:
+    def __init__(self, root: nn.Module, shared: Shared, hooks: list[Placed], pipe: Any = None) -> None:
         self.root = root
+        self.pipe = pipe  # whose denoiser `root` is; None: merging was applied to a model by itself
         self._shared = shared
         self._hooks = hooks
         self._layers = [(module, hook) for module, hook in hooks if isinstance(hook, MergeHook)]
@@ -112,6 +124,43 @@ class MaMeHandle:
         finally:
             self._shared.own = before
 
+    def calibrate(self, prompts: Sequence[str], *, speed: float, seed: int = 0, **call: Any) -> Calibration:
+        """Finds which layers should merge and how much, and puts that in force: where merging changes a layer's output
+        least, it merges most.
+
+            handle = apply_mame(pipe)
+            found = handle.calibrate(["a red key", "an owl"], speed=1.2, num_inference_steps=20)
+            found.save("settings.json", speed=1.2)
+            print(found.table(speed=1.2))
+
+        The pipeline makes an image of each prompt without merging. At three of its steps each layer computes what every
+        form of merging would give beside its own output, and is timed (`mame_sd.diffusion.calibration`).
+
+        Args:
+            prompts: a few, like those that will be asked for.
+            speed: how many times as fast as without merging a call of the denoiser is to be, on this device.
+            seed: of the first image; each further one takes the next.
+            call: further arguments of the pipeline's call.
+
+        Raises:
+            RuntimeError: merging was removed or replaced, or another thread makes an image with the model.
+            ValueError: no pipeline or no prompts, nothing that could merge, or more speed than merging gives; the settings
+                are as before then.
+        """
+        self._check_installed()
+        check_speed(speed)
+        if self.pipe is None or not prompts:
+            came = "no prompts" if self.pipe is not None else f"a {type(self.root).__name__} by itself"
+            raise ValueError(f"calibrate: expected a pipeline and a few prompts, got {came}; see apply_mame(pipe)")
+        found = Measurement()
+        for number, prompt in enumerate(prompts):
+            generator = torch.Generator().manual_seed(seed + number)
+            run = partial(self.pipe, prompt, generator=generator, **{"output_type": "latent", **call})
+            found.add(measure(self, calls_of(self, run)))
+        calibration = calibration_of(self, found, {"prompts": len(prompts), **plain_values(call)})
+        self.set(calibration.config(speed))
+        return calibration
+
     def report(self) -> MaMeReport:
         """Tokens in and kept per layer since the last `reset`.
 
@@ -177,6 +226,11 @@ class MaMeHandle:
 
     def _setting(self, asked: MaMeConfig, active: bool) -> Setting:
         return Setting(suited(self.root, asked), active, asked, self._names)
+
+    @property
+    def layers(self) -> list[tuple[nn.Module, MergeHook]]:
+        """The modules that may merge, each with its hook."""
+        return list(self._layers)
 
     @property
     def _names(self) -> list[str]:

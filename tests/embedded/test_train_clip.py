@@ -1,4 +1,8 @@
-"""The CLIP's training runs through, resumes to the very same weights, and writes what transformers and `classify` read."""
+"""The CLIP's training survives a kill, runs through, and writes what transformers and `classify` read.
+
+That a resumed run gives the very weights of an undisturbed one is tested with the transformer's
+script: both train in `embedded_training.loop`.
+"""
 
 import signal
 import subprocess
@@ -11,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 from mame_sd.embedded import model as subjects
 from mame_sd.eval.perception.data import open_images
@@ -33,22 +36,15 @@ def start(work: Path) -> subprocess.Popen[bytes]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    work = tmp_path_factory.mktemp("clip") / "whole"
-    assert start(work).wait() == 0
-    return work
-
-
-def test_a_killed_and_resumed_training_gives_the_same_weights(whole: Path, tmp_path: Path) -> None:
-    victim = start(tmp_path)
-    while victim.poll() is None and not (tmp_path / "tokens64.pt").exists():
+    """A training that was killed once, and resumed."""
+    work = tmp_path_factory.mktemp("clip")
+    victim = start(work)
+    while victim.poll() is None and not (work / "tokens64.pt").exists():
         time.sleep(0.02)
     victim.send_signal(signal.SIGKILL)
     assert victim.wait() == -signal.SIGKILL
-    assert start(tmp_path).wait() == 0
-    wanted, resumed = (load_file(work / "model" / "model.safetensors") for work in (whole, tmp_path))
-    assert sorted(wanted) == sorted(resumed)
-    for name, value in wanted.items():
-        assert torch.equal(resumed[name], value), name
+    assert start(work).wait() == 0
+    return work
 
 
 @torch.no_grad()

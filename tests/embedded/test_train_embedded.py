@@ -1,4 +1,8 @@
-"""The training script runs through, and a killed and resumed run gives the very weights of an undisturbed one."""
+"""The training script survives a kill, runs through, and writes a whole pipeline.
+
+That a resumed run gives the very weights of an undisturbed one is tested with the transformer's
+script: both train in `embedded_training.loop`.
+"""
 
 import signal
 import subprocess
@@ -24,24 +28,20 @@ def weights(model: Path) -> dict[str, torch.Tensor]:
     return {f"{f.parent.name}.{k}": v.float() for f in files for k, v in load_file(f).items()}
 
 
-def test_a_killed_and_resumed_training_gives_the_same_weights(tmp_path: Path) -> None:
-    assert start(tmp_path / "whole").wait() == 0
-    victim = start(tmp_path / "killed")
-    while victim.poll() is None and not (tmp_path / "killed" / "patch2.pt").exists():
+def test_a_killed_training_resumes_and_writes_a_pipeline(tmp_path: Path) -> None:
+    victim = start(tmp_path)
+    while victim.poll() is None and not (tmp_path / "patch4.pt").exists():
         time.sleep(0.02)
     victim.send_signal(signal.SIGKILL)
     assert victim.wait() == -signal.SIGKILL
-    assert start(tmp_path / "killed").wait() == 0
-    whole, resumed = weights(tmp_path / "whole" / "model"), weights(tmp_path / "killed" / "model")
-    assert sorted(whole) == sorted(resumed)
-    assert len(whole) > 500
-    for name, value in whole.items():
-        assert torch.equal(resumed[name], value), name
+    assert not (tmp_path / "model").exists()
+    assert start(tmp_path).wait() == 0
+    assert len(weights(tmp_path / "model")) > 500
 
-    with safe_open(tmp_path / "whole" / "model" / "unet" / "diffusion_pytorch_model.safetensors", "pt") as file:
+    with safe_open(tmp_path / "model" / "unet" / "diffusion_pytorch_model.safetensors", "pt") as file:
         assert {"script_sha256", "seed", "steps"} <= set(file.metadata())
         assert all(file.get_tensor(key).isfinite().all() for key in list(file.keys()))
-    pipe = StableDiffusionPipeline.from_pretrained(tmp_path / "whole" / "model")
+    pipe = StableDiffusionPipeline.from_pretrained(tmp_path / "model")
     pipe.set_progress_bar_config(disable=True)
     image = pipe("rocket on a light blue background", num_inference_steps=1).images[0]
     assert image.size == (256, 256)

@@ -1,0 +1,418 @@
+"""What merging would cost and change in each layer of a model, and the choice for each layer that follows.
+
+`measure` replays a few calls of the denoiser that were recorded without merging. In each self-attention that could merge
+it computes every form (fields of `MaMeConfig`) beside the whole attention: the relative squared error of the output, and
+the seconds that it takes on this device. `choose` then gives each layer one form: of all choices that save enough seconds,
+the one whose errors have the least sum. That is a knapsack, solved by dynamic programming, exact on a grid of seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mame_sd.config import PARTS, MaMeConfig
+from mame_sd.diffusion.hook_registry import hook_on, put_hook, take_hook
+from mame_sd.diffusion.hooks import MergeHook
+from mame_sd.diffusion.layer import merged_call
+from mame_sd.report import LayerStats, device_of
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a denoiser
+Clock = Callable[[], float]
+# What a layer may be given beside nothing, in the words of `layers`: keys and values alone, picks, or whole tokens.
+FORMS: tuple[dict[str, Any], ...] = (
+    *({"keep": keep, "merge": "kv"} for keep in (0.5, 0.375, 0.25, 0.19, 0.125, 0.0625)),
+    *({"keep": keep, "merge": "qkv"} for keep in (0.75, 0.625, 0.5, 0.375, 0.25, 0.19, 0.125, 0.0625)),
+    *({"keep": keep, "merge": "kv", "weights": "pick"} for keep in (0.5, 0.25)),
+)
+AT = (0.15, 0.45, 0.8)  # where in an image's calls of the denoiser is measured: 0 the first, 1 the last
+GRID = 2000  # steps of the grid of seconds
+
+
+class Merging(Protocol):
+    """What calibration needs of a `MaMeHandle`."""
+
+    @property
+    def root(self) -> nn.Module:
+        """The denoiser."""
+
+    @property
+    def config(self) -> MaMeConfig:
+        """The settings now in force."""
+
+    @property
+    def layers(self) -> Sequence[tuple[nn.Module, MergeHook]]:
+        """The modules that may merge, each with its hook."""
+
+    @property
+    def described(self) -> str:
+        """The model in words."""
+
+
+@dataclass
+class Measured:
+    """One layer: seconds of the whole attention, and by number of the form errors and seconds; one entry for each call."""
+
+    whole: list[float] = field(default_factory=list)
+    seconds: dict[int, list[float]] = field(default_factory=dict)
+    errors: dict[int, list[float]] = field(default_factory=dict)
+
+
+@dataclass
+class Measurement:
+    """What calls of a denoiser took without merging, in seconds, and what was measured in each of its layers."""
+
+    forward: list[float] = field(default_factory=list)
+    layers: dict[str, Measured] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Measurement:
+        """What `to_dict` gave, also after JSON has made texts of its numbers."""
+        layers = {}
+        for name, found in values["layers"].items():
+            by_form = [{int(n): list(v) for n, v in found[what].items()} for what in ("seconds", "errors")]
+            layers[name] = Measured(list(found["whole"]), *by_form)
+        return cls(list(values["forward"]), layers)
+
+    def add(self, other: Measurement) -> None:
+        """Take in what was measured on further calls."""
+        self.forward += other.forward
+        for name, found in other.layers.items():
+            own = self.layers.setdefault(name, Measured())
+            own.whole += found.whole
+            for mine, theirs in ((own.seconds, found.seconds), (own.errors, found.errors)):
+                for number, values in theirs.items():
+                    mine.setdefault(number, []).extend(values)
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a layer may do: `rule` of `layers`, its mean relative squared error, its seconds in a call of the denoiser."""
+
+    rule: Any  # fields of MaMeConfig, or False: unmerged
+    error: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What calibration found for one model.
+
+    Attributes:
+        base: the settings that forms stand over.
+        described: the model in words, see `MaMeHandle.described`.
+        forward: seconds of a call of the denoiser without merging.
+        options: what each layer may do, the first of them: stay unmerged.
+        about: how it was found, as JSON values; for the file.
+    """
+
+    base: MaMeConfig
+    described: str
+    forward: float
+    options: dict[str, list[Option]]
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def fastest(self) -> float:
+        """How many times as fast as unmerged the denoiser is reckoned to be with each layer's fastest option."""
+        return self._speed([min(found, key=lambda o: o.seconds) for found in self.options.values()])
+
+    def choose(self, speed: float) -> dict[str, Option]:
+        """The option for each layer of the least sum of errors, with which the denoiser is reckoned to be `speed` times as fast as
+        unmerged.
+
+        Raises:
+            ValueError: `speed` is no number above 1, or more than these options give.
+        """
+        check_speed(speed)
+        chosen = choose(self.options, self.forward * (1 - 1 / speed))
+        if chosen is None:
+            raise ValueError(
+                f"speed: expected at most {self.fastest:.2f}, which merging is reckoned to give this model here, got {speed:g}"
+            )
+        return chosen
+
+    def config(self, speed: float) -> MaMeConfig:
+        """The settings of `choose`."""
+        rules = {name: option.rule for name, option in self.choose(speed).items()}
+        return self.base.replace(layers=rules, made_for=self.described)
+
+    def save(self, path: str | PathLike[str], speed: float, **about: Any) -> None:
+        """Writes the settings for `speed` as a file that `apply_mame` and `--config` take; `about` says more of them.
+
+        Raises ValueError as `choose`.
+        """
+        config = self.config(speed).to_dict(given_only=True)
+        text = json.dumps({**config, "about": {**self.about, "speed": speed, **about}}, indent=1)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    def table(self, speed: float) -> str:
+        """The choice for `speed` as text, a line for each layer."""
+        chosen = self.choose(speed)
+        width = max(map(len, chosen))
+        lines = [f"{'layer':<{width}}  takes                  error     ms  unmerged"]
+        for name, option in chosen.items():
+            whole = self.options[name][0].seconds
+            lines.append(
+                f"{name:<{width}}  {in_words(option.rule):<20} {option.error:7.5f} {1e3 * option.seconds:6.1f}  {1e3 * whole:8.1f}"
+            )
+        lines.append(f"reckoned {self._speed(list(chosen.values())):.2f} times as fast as unmerged")
+        return "\n".join(lines)
+
+    def _speed(self, chosen: Sequence[Option]) -> float:
+        saved = sum(found[0].seconds for found in self.options.values()) - sum(option.seconds for option in chosen)
+        return self.forward / max(self.forward - saved, 1e-12)
+
+
+class Probe(MergeHook):
+    """Computes the whole attention, whose output goes on, and every form beside it."""
+
+    def __init__(self, hook: MergeHook, forms: Sequence[MaMeConfig], measured: Measured, clock: Clock) -> None:
+        super().__init__(hook.shared, LayerStats(hook.stats.name), hook.layer, hook.image)
+        self.number, self._forms, self._measured, self._clock = hook.number, forms, measured, clock
+
+    def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """The module's own output; the forms in which the layer can't merge have no entry."""
+        call = self.layer.call(module, forward, args, kwargs)
+        known = None if self.image is None else self.image.tokens
+        step = self.shared.step._replace(plans=None)
+        if step.draw is not None:
+            step = step._replace(draw=step.draw + self.number)
+        whole, seconds = _timed(call.run, self._clock)
+        self._measured.whole.append(seconds)
+        for number, config in enumerate(self._forms):
+            stats = LayerStats(self.stats.name)
+            run = partial(merged_call, self.layer, call, known, config, stats, step)
+            merged, seconds = _timed(run, self._clock)
+            if stats.last_reason is None:
+                self._measured.seconds.setdefault(number, []).append(seconds)
+                self._measured.errors.setdefault(number, []).append(relative_error(merged, whole))
+        return whole
+
+
+@torch.no_grad()
+def measure(handle: Merging, calls: Sequence[Call], clock: Clock | None = None) -> Measurement:
+    """Replay `calls` of the handle's denoiser; gives what each form changes and costs in each layer.
+
+    Args:
+        handle: of `apply_mame`; its settings decide on what forms leave open.
+        calls: of the denoiser without merging, see `recorded`.
+        clock: seconds; by default the device's (`clock_of`).
+
+    Raises:
+        ValueError: no layer could merge.
+    """
+    clock = clock or clock_of(device_of(handle.root))
+    base = handle.config.replace(layers=None)
+    configs = [base.replace(**form) for form in FORMS]
+    found = Measurement()
+
+    def probe(hook: MergeHook) -> Probe:
+        return Probe(hook, configs, found.layers.setdefault(hook.stats.name, Measured()), clock)
+
+    for number, (args, kwargs) in enumerate(calls):
+        with _in_place(handle, lambda hook: None):
+            if number == 0:
+                handle.root(*args, **kwargs)  # warm-up
+            found.forward.append(_timed(partial(handle.root, *args, **kwargs), clock)[1])
+        with _in_place(handle, probe):
+            handle.root(*args, **kwargs)
+    found.layers = {name: layer for name, layer in found.layers.items() if layer.seconds}
+    if not found.layers:
+        raise ValueError(
+            "calibrate: expected a layer that could merge, found none; lower min_tokens, or make larger images"
+        )
+    return found
+
+
+def calls_of(handle: Merging, run: Callable[[], object]) -> list[Call]:
+    """The calls of the handle's denoiser at which is measured, of an image that `run` makes, without merging."""
+    with _in_place(handle, lambda hook: None), recorded(handle.root) as calls:
+        run()
+    return some(calls)
+
+
+def calibration_of(handle: Merging, found: Measurement, about: Mapping[str, Any]) -> Calibration:
+    """What follows from a measurement of the handle's model."""
+    said = {"device": _device_name(device_of(handle.root)), "forward_s": round(median(found.forward), 4), **about}
+    base = handle.config.replace(layers=None, made_for=None)
+    return Calibration(base, handle.described, median(found.forward), options(found.layers), said)
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Seconds for what runs on `device`. On a CPU they are the CPU's, which other programs leave nearly alone; else of the
+    wall, when the device has done all that it was given."""
+    if device.type == "cpu":
+        return time.process_time
+    backend: Any = getattr(torch, device.type)
+
+    def clock() -> float:
+        backend.synchronize()
+        return time.perf_counter()
+
+    return clock
+
+
+def check_speed(speed: Any) -> None:
+    """Raises ValueError for what is no number above 1."""
+    if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 1 < speed < np.inf:
+        raise ValueError(f"speed: expected a number above 1, got {speed!r}")
+
+
+def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `values` that JSON holds as they are."""
+    return {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str))}
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[list[Call]]:
+    """Keeps the calls of `model` in the block."""
+    calls: list[Call] = []
+    latest: dict[int, tuple[Any, int, Tensor]] = {}  # the same prompt's embeddings come in every call
+
+    def kept(value: Any) -> Any:
+        """A tensor as it is now: schedulers change theirs in place."""
+        if not isinstance(value, Tensor):
+            return value
+        version = -1 if value.is_inference() else value._version
+        same, at, copy = latest.get(id(value), (None, -1, value))
+        if same is not value or at != version or version < 0:
+            copy = value.clone()
+        now[id(value)] = value, version, copy
+        return copy
+
+    now: dict[int, tuple[Any, int, Tensor]] = {}
+
+    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.append((tuple(map(kept, args)), {name: kept(value) for name, value in kwargs.items()}))
+        latest.clear()
+        latest.update(now)
+        now.clear()
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield calls
+    finally:
+        hook.remove()
+
+
+def some(calls: Sequence[Call]) -> list[Call]:
+    """Those of an image's calls at which is measured."""
+    return [calls[number] for number in sorted({round(at * (len(calls) - 1)) for at in AT})]
+
+
+def options(measured: Mapping[str, Measured]) -> dict[str, list[Option]]:
+    """What each layer may do: stay unmerged, or take a form that saves seconds. Medians of seconds, means of errors."""
+    result: dict[str, list[Option]] = {}
+    for name, layer in measured.items():
+        whole = median(layer.whole)
+        result[name] = [Option(False, 0.0, whole)]
+        for number, seconds in layer.seconds.items():
+            option = Option(dict(FORMS[number]), float(np.mean(layer.errors[number])), median(seconds))
+            if option.seconds < whole:
+                result[name].append(option)
+    return result
+
+
+def choose(options: Mapping[str, Sequence[Option]], saved: float) -> dict[str, Option] | None:
+    """The option for each layer whose errors have the least sum of all that save at least `saved` seconds; None: none do."""
+    names = list(options)
+    most = sum(max(o.seconds for o in found) - min(o.seconds for o in found) for found in options.values())
+    unit = max(most, 1e-12) / GRID
+    need = max(0, int(np.ceil(saved / unit - 1e-9)))
+    if need > GRID:
+        return None
+    best = np.full(need + 1, np.inf)  # least sum of errors by units saved; the last entry: all that is needed, or more
+    best[0] = 0.0
+    steps: list[
+        tuple[np.ndarray, np.ndarray]
+    ] = []  # of each layer, by units saved: the option, and the units before it
+    for name in names:
+        whole = max(o.seconds for o in options[name])
+        after = np.full(need + 1, np.inf)
+        taken, origin = np.zeros(need + 1, int), np.zeros(need + 1, int)
+        for number, option in enumerate(options[name]):
+            gain = min(int((whole - option.seconds) / unit), need)
+            reached = np.full(need + 1, np.inf)
+            reached[gain:] = best[: need + 1 - gain] + option.error
+            sources = np.arange(need + 1) - gain
+            last = need - gain + int(np.argmin(best[need - gain :]))  # all that reach the end or pass it
+            reached[need], sources[need] = best[last] + option.error, last
+            better = reached < after
+            after[better], taken[better], origin[better] = reached[better], number, sources[better]
+        best = after
+        steps.append((taken, origin))
+    if not np.isfinite(best[need]):
+        return None
+    chosen: dict[str, Option] = {}
+    units = need
+    for name, (taken, origin) in zip(reversed(names), reversed(steps), strict=True):
+        chosen[name] = options[name][taken[units]]
+        units = origin[units]
+    return {name: chosen[name] for name in names}
+
+
+def relative_error(merged: Any, whole: Any) -> float:
+    """Squared error over squared norm, of all tensors of an output together."""
+    pairs = list(zip(_tensors(merged), _tensors(whole), strict=True))
+    apart = sum(float((a.float() - b.float()).square().sum()) for a, b in pairs)
+    return apart / max(sum(float(b.float().square().sum()) for _, b in pairs), 1e-30)
+
+
+def in_words(rule: Any) -> str:
+    """A rule as a table has it."""
+    if rule is False:
+        return "unmerged"
+    kind = {"qkv": "of whole tokens", "kv": "of keys"}[rule["merge"]]
+    return f"{rule['keep']:.1%} {'picks' if rule.get('weights') == 'pick' else kind}"
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [output] if isinstance(output, Tensor) else [part for part in output if isinstance(part, Tensor)]
+
+
+def _timed(call: Callable[[], Any], clock: Clock) -> tuple[Any, float]:
+    start = clock()
+    output = call()
+    return output, clock() - start
+
+
+@contextmanager
+def _in_place(handle: Merging, make: Callable[[MergeHook], MergeHook | None]) -> Iterator[None]:
+    """In the block what `make` makes of each self-attention's hook stands in its place; None: nothing does."""
+    hooks = [
+        (module, hook)
+        for module, hook in handle.layers
+        if hook.stats.part not in PARTS and hook_on(module, hook.name) is hook
+    ]
+    try:
+        for module, hook in hooks:
+            take_hook(module, hook.name)
+            made = make(hook)
+            if made is not None:
+                put_hook(module, made)
+        yield
+    finally:
+        for module, hook in hooks:
+            take_hook(module, hook.name)
+            put_hook(module, hook)

@@ -1,0 +1,159 @@
+"""Calibration: errors are those of the merged outputs, the choice is the best there is, and it comes back from a file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from mame_sd import MaMeConfig, apply_mame, mame
+from mame_sd.diffusion import calibration as cal
+from mame_sd.diffusion.calibration import FORMS, GRID, Measurement, Option, choose, measure, recorded
+from tests.builders.tiny import generate, run_unet, tiny_pipeline, tiny_unet, unet_inputs
+
+SMALL: dict[str, Any] = {"min_tokens": 16}
+
+
+class Work(TorchFunctionMode):
+    """Counts what attention multiplies, as a clock whose seconds depend on nothing but shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done = 0.0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self.done += args[0].numel() * args[1].shape[-2] * 1e-9
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counting() -> Iterator[Callable[[], float]]:
+    with Work() as work:
+        yield lambda: work.done
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_choice_is_the_best_of_all(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    options = {}
+    for layer in range(4):
+        found = [Option(False, 0.0, 1.0)]
+        found += [Option({"keep": k}, float(e), float(s)) for k, (e, s) in enumerate(rng.uniform(0, 1, (4, 2)))]
+        options[f"layer {layer}"] = found
+    combinations = [
+        (sum(1 - o.seconds for o in picked), sum(o.error for o in picked))
+        for picked in itertools.product(*options.values())
+    ]
+    most = max(saved for saved, _ in combinations)
+    for share in (0.1, 0.4, 0.7, 0.95):
+        chosen = choose(options, share * most)
+        assert chosen is not None
+        assert sum(1 - o.seconds for o in chosen.values()) >= share * most, "what is asked for is saved"
+        slack = len(options) * most / GRID
+        best = min(error for saved, error in combinations if saved >= share * most + slack)
+        assert sum(o.error for o in chosen.values()) <= best + 1e-12
+    assert choose(options, 1.01 * most) is None
+    assert choose(options, 0.0) == {name: found[0] for name, found in options.items()}
+
+
+def test_errors_are_those_of_the_layers_own_merged_outputs() -> None:
+    unet = tiny_unet()
+    handle = apply_mame(unet, **SMALL)
+    before = run_unet(unet)
+    inputs = unet_inputs(unet)
+    with counting() as clock:
+        found = measure(handle, [((), inputs)], clock)
+    assert torch.equal(run_unet(unet), before), "every hook is where it was"
+    assert Measurement.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    names = {layer.name for layer in handle.report().layers}
+    assert set(found.layers) <= names
+    name = next(reversed(found.layers))
+    module, outputs = unet.get_submodule(name), []
+    module.register_forward_hook(lambda _, args, output: outputs.append(output))
+    for number in (1, 6):
+        outputs.clear()
+        for rule in (False, FORMS[number]):
+            with mame(unet, **SMALL, layers={**dict.fromkeys(names, False), name: rule}):
+                run_unet(unet)
+        whole, merged = outputs
+        expected = float((merged - whole).double().square().sum() / whole.double().square().sum())
+        assert found.layers[name].errors[number] == [pytest.approx(expected, rel=1e-4)]
+    shares = [FORMS[number]["keep"] for number in range(6)]
+    assert [found.layers[name].seconds[n][0] / found.layers[name].whole[0] for n in range(6)] == pytest.approx(
+        shares, abs=0.07
+    )
+
+
+def test_a_call_is_kept_as_it_was() -> None:
+    unet = tiny_unet()
+    inputs = unet_inputs(unet)
+    sample = inputs["sample"].clone()
+    with recorded(unet) as calls, torch.no_grad():
+        unet(**inputs)
+        inputs["sample"] += 1
+        unet(**inputs)
+    assert torch.equal(calls[0][1]["sample"], sample)
+    assert torch.equal(calls[1][1]["sample"], sample + 1)
+    text = [kwargs["encoder_hidden_states"] for _, kwargs in calls]
+    assert text[0] is text[1], "what does not change is kept once"
+    assert len(cal.some(calls * 5)) == len(cal.AT)
+
+
+def test_a_pipeline_is_calibrated_and_its_file_gives_the_same_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tiny_pipeline()
+    handle = apply_mame(pipe, **SMALL)
+    with counting() as clock:
+        monkeypatch.setattr(cal, "clock_of", lambda device: clock)
+        found = handle.calibrate(["a red key", "an owl"], speed=1.2, num_inference_steps=3)
+        assert handle.config.made_for == handle.described
+        assert handle.config == found.config(1.2)
+        with pytest.raises(ValueError, match=r"speed: expected at most \d\.\d\d, .* got 99"):
+            handle.calibrate(["an owl"], speed=99.0, num_inference_steps=1)
+        assert handle.config == found.config(1.2)
+    assert found.fastest > 1.2
+    assert "reckoned 1.2" in found.table(1.2)
+    expected = generate(pipe)
+    report = {layer.name: layer.share for layer in handle.report().layers}
+    assert min(report.values()) < max(report.values()), "layers differ"
+    file = tmp_path / "settings.json"
+    found.save(file, speed=1.2)
+    about = json.loads(file.read_text())["about"]
+    assert (about["speed"], about["prompts"], about["num_inference_steps"], about["device"]) == (1.2, 2, 3, "cpu")
+    handle.remove()
+    apply_mame(pipe, file)
+    assert torch.equal(generate(pipe), expected)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "speed", "message"),
+    [
+        (["a"], 1, "speed: expected a number above 1, got 1"),
+        (["a"], float("nan"), "speed: expected a number above 1, got nan"),
+        (["a"], "fast", "speed: expected a number above 1, got 'fast'"),
+        ([], 1.2, "expected a pipeline and a few prompts, got no prompts"),
+    ],
+)
+def test_what_can_not_be_calibrated_is_refused_before_anything_runs(prompts: Any, speed: Any, message: str) -> None:
+    handle = apply_mame(tiny_pipeline(), **SMALL)
+    with pytest.raises(ValueError, match=message):
+        handle.calibrate(prompts, speed=speed)
+    assert handle.config == MaMeConfig(**SMALL)
+
+
+def test_models_by_themselves_and_those_too_small_say_what_to_do() -> None:
+    with pytest.raises(ValueError, match="got a UNet2DConditionModel by itself; see apply_mame"):
+        apply_mame(tiny_unet(), **SMALL).calibrate(["a"], speed=1.2)
+    with pytest.raises(ValueError, match="could merge, found none; lower min_tokens"):
+        apply_mame(tiny_pipeline()).calibrate(["a"], speed=1.2, num_inference_steps=1)
