@@ -51,10 +51,10 @@ def _counted(sample: Sample, form: Form | None) -> list[Work]:
     model, reach, run, known = sample.build()
     size = (round(sample.call.tokens**0.5),) * 2 if isinstance(model, Attention) else None
     fields = {} if form is None else FORMS[form][1]
-    with nullcontext() if form is None else mame(model, MaMeConfig(min_tokens=1, size=size, **fields)):
-        with pretended(known):
-            reach()
-            return counted(run)
+    merging = mame(model, MaMeConfig(min_tokens=1, size=size, **fields)) if form else nullcontext()
+    with merging, pretended(known):
+        reach()
+        return counted(run)
 
 
 def _plain(side: int, channels: int, heads: int, dtype: torch.dtype = torch.float16) -> Sample:

@@ -76,8 +76,18 @@ class Added(NamedTuple):
 
 
 # Norms, rotary positions and copies in a layer that merges nothing, by whether keys merge early (UNets) or late.
-BESIDE: dict[bool, Added] = {}
-ADDED: dict[Form, Added] = {}
+BESIDE: dict[bool, Added] = {True: Added(small=0, moved=3.7), False: Added(small=0, moved=66.0)}
+# What merging adds. `python -m benchmarks.gpu_added` counts both.
+ADDED: dict[Form, Added] = {
+    Form(whole=False, early=True): Added(small=96, moved=29.6),
+    Form(whole=False, early=True, correct=False): Added(small=37, moved=10.0),
+    Form(whole=False, early=True, weights="pick", correct=False): Added(small=7, moved=0.4),
+    Form(whole=True, early=True): Added(small=150, moved=76.2),
+    Form(whole=False, early=False): Added(small=87, moved=27.8),
+    Form(whole=False, early=False, correct=False): Added(small=59, moved=16.5),
+    Form(whole=False, early=False, weights="pick", correct=False): Added(small=19, moved=0.8),
+    Form(whole=True, early=False): Added(small=133, moved=38.9),
+}
 
 
 def work_of(call: Call, share: float = 1.0, form: Form | None = None) -> list[Work]:

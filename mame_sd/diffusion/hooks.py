@@ -17,6 +17,7 @@ from mame_sd.diffusion.hook_registry import AroundHook, CallHook, PreHook
 from mame_sd.diffusion.layer import NO_STEP, Layer, Step, merged_call
 from mame_sd.diffusion.threads import PerThread
 from mame_sd.diffusion.tokens import Call, Tokens
+from mame_sd.diffusion.worth import leaves_open
 from mame_sd.report import LayerStats
 
 # Models whose pipelines put the prompt before the negative one in a batch.
@@ -34,6 +35,7 @@ class Setting:
         self.config = config
         self.asked = config if asked is None else asked
         self.active = active
+        self.may_leave = leaves_open(self.asked)
         self.of_part = {name: config.of_part(name) for name in PARTS}
         self.of_layer = {} if config.layers is None else {name: config.of_layer(name) for name in layers}
 
@@ -125,7 +127,7 @@ class MergeHook(AroundHook):
         step = self.shared.step
         if step.draw is not None:
             step = step._replace(draw=step.draw + self.number)
-        return merged_call(self.layer, call, known, config, self.stats, step)
+        return merged_call(self.layer, call, known, config, self.stats, step, self.shared.now.may_leave)
 
 
 class SizeHook(PreHook):
