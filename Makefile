@@ -35,15 +35,15 @@ score: $(READY)  ## how good the embedded model is, and what the default costs i
 model: $(READY)  ## train the embedded model from nothing (hours)
 	$(BIN)/python scripts/train_embedded.py --work out/train --out mame_sd/embedded/unet
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt mame_sd/embedded/pyproject.toml
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable mame_sd/embedded --editable ".[dev]"
 	touch $(READY)
 
 $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
 	$(OLDEST)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable ".[matrix,lora]" hypothesis pytest
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable mame_sd/embedded --editable ".[matrix,lora]" hypothesis pytest
 	touch $(OLDEST)/.ready
 
 clean:

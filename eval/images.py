@@ -33,8 +33,12 @@ def image_files(folder: Path) -> list[Path]:
     return found
 
 
-def load_image(path: Path) -> np.ndarray:
+def load_image(path: Path, convert: bool = False) -> np.ndarray:
     """uint8 [H, W, 3] pixels of a file, decoded to its last byte and, for PNG, with every checksum verified.
+
+    Args:
+        convert: take what RGB can't hold unchanged too, as other programs show it: CMYK converted,
+            see-through pixels on white, the first of several frames.
 
     Raises:
         UserError: no such file, not an image, truncated, corrupt, or in a mode that RGB can't hold unchanged.
@@ -49,7 +53,7 @@ def load_image(path: Path) -> np.ndarray:
                 image.verify()
             with Image.open(io.BytesIO(data)) as image:
                 image.load()
-                return np.array(_as_rgb(image, data, path))
+                return np.array(_shown(image) if convert else _as_rgb(image, data, path))
     except UserError:
         raise
     except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error, ... for broken files
@@ -57,6 +61,14 @@ def load_image(path: Path) -> np.ndarray:
         raise UserError(
             f"expected a whole image in {path}, but {reason}; make the file again or take it out"
         ) from error
+
+
+def _shown(image: Image.Image) -> Image.Image:
+    """`image` in RGB as other programs show it, see-through pixels on white."""
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")
 
 
 def _as_rgb(image: Image.Image, data: bytes, path: Path) -> Image.Image:

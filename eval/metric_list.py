@@ -137,6 +137,10 @@ METRICS: dict[str, Metric] = {
             about="Of these, from the first call of the denoiser to the start of decoding.",
         ),
         Metric(
+            name="cpu", label="CPU time", unit="s", digits=2, better="lower", block="cost", needs="time",
+            about="Seconds of all cores per image, which other programs hardly change; on a CPU alone.",
+        ),
+        Metric(
             name="memory", label="Peak memory", unit="MiB", digits=0, better="lower", block="cost", needs="time",
             about="Most that tensors take at once, weights included.",
         ),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mame_sd.diffusion.handle import MaMeHandle
     from mame_sd.diffusion.processor import MaMeAttnProcessor
     from mame_sd.embedded.model import embedded_model_path
+    from mame_sd.embedded.pipeline import embedded_pipeline
     from mame_sd.errors import MachineError, UserError
     from mame_sd.report import MaMeReport, NothingMergedError
 
@@ -30,6 +31,7 @@ _LAZY = {
     "UserError": "mame_sd.errors",
     "apply_mame": "mame_sd.apply",
     "embedded_model_path": "mame_sd.embedded.model",
+    "embedded_pipeline": "mame_sd.embedded.pipeline",
     "mame": "mame_sd.apply",
     "plan_merge": "mame_sd.core.merge",
     "remove_mame": "mame_sd.apply",
@@ -46,6 +48,7 @@ __all__ = [
     "UserError",
     "apply_mame",
     "embedded_model_path",
+    "embedded_pipeline",
     "mame",
     "plan_merge",
     "remove_mame",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from os import PathLike
 from pathlib import Path
@@ -24,6 +24,7 @@ from mame_sd.config_checks import PARTS, check_given, check_resolved, plain
 from mame_sd.layer_rules import LayerRules
 from mame_sd.presets import resolve
 
+BESIDE = "mame.json"  # a file of settings in a model's folder, which merging takes where nothing else is given
 _UNSET: Any = None
 
 
@@ -268,12 +269,22 @@ def check_names(values: Mapping[str, Any]) -> None:
             raise ValueError(f"unknown setting {name!r}{hint} (settings are {', '.join(names)})")
 
 
+def once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs of a JSON file. Raises ValueError for a name that stands there twice."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the name {name!r} stands in one object twice")
+        found[name] = value
+    return found
+
+
 def _read_table(path: Path) -> dict[str, Any]:
     kind = path.suffix.lower()
     if kind not in (".json", ".toml"):
         raise ValueError(f"expected a .json or .toml file of settings, got {kind or 'no ending'}; rename or convert it")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"expected a .json or .toml file of settings that can be read, got {error}") from None
     try:
@@ -282,7 +293,7 @@ def _read_table(path: Path) -> dict[str, Any]:
 
             values: Any = tomllib.loads(text)
         else:
-            values = json.loads(text)
+            values = json.loads(text, object_pairs_hook=once_each)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"expected {kind.lstrip('.')}, but {error}") from None
     if not isinstance(values, dict):

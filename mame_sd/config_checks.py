@@ -45,7 +45,7 @@ def check_given(given: Mapping[str, Any]) -> None:
         raise ValueError(f"eps: expected a finite number above 0, got {given['eps']!r}")
     for name, low in (("seed", 0), ("min_tokens", 1)):
         if name in given and not (_is_int(given[name]) and low <= given[name] < 2**63):
-            raise ValueError(f"{name}: expected a whole number of at least {low}, got {given[name]!r}")
+            raise ValueError(f"{name}: expected a whole number from {low} to 2^63 - 1, got {given[name]!r}")
     if "tiles" in given and not (_is_int(given["tiles"]) and (given["tiles"] == 0 or given["tiles"] >= 2)):
         raise ValueError(f"tiles: expected a side of at least 2 tokens, or 0 for none, got {given['tiles']!r}")
     for name in ("refine", "redraw", "pairs", "correct", "detail"):

@@ -6,7 +6,8 @@ number that changes in every call would recompile every call. Both count shapes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from mame_sd.core.plan import Plan
 
 NEVER_CALLED = "not called yet"
+NOTHING_MERGES = "no layer merges"  # begins the warning of a first forward that merged nothing
 
 
 class NothingMergedError(RuntimeError):
@@ -203,13 +205,19 @@ def make_report(stats: Iterable[LayerStats]) -> MaMeReport:
     )
     report = MaMeReport(layers)
     if any(layer.calls for layer in layers) and not any(layer.merged for layer in layers):
-        reasons = sorted({f"{layer.name}: {layer.reason}" for layer in layers if layer.calls})
-        raise NothingMergedError(
-            "expected at least one layer to merge, but every one was left alone:\n  "
-            + "\n  ".join(reasons)
-            + "\nLower min_tokens, generate larger images, or remove merging."
-        )
+        raise NothingMergedError(nothing_merged([layer for layer in layers if layer.calls]))
     return report
+
+
+def nothing_merged(called: Sequence[LayerReport]) -> str:
+    """One line on layers of which none merged: how many, why, the largest, what to do."""
+    counts = Counter(layer.reason for layer in called).most_common()
+    reasons = "; ".join(f"{count} of {len(called)}: {reason}" for reason, count in counts[:3])
+    largest = max(round(layer.tokens_in) for layer in called)
+    return (
+        f"expected at least one layer to merge, but none did ({reasons}), and the largest has {largest} tokens: "
+        "lower min_tokens, generate larger images, or remove merging"
+    )
 
 
 def device_of(module: nn.Module) -> torch.device:

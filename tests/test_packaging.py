@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from mame_sd.embedded.model import embedded_models
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,7 +28,7 @@ def test_only_mame_sd_lands_at_top_level(wheel: Path) -> None:
     assert {n.split("/")[0] for n in names if ".dist-info/" not in n} == {"mame_sd"}
     for needed in (
         "py.typed",
-        "embedded/unet/model_index.json",
+        "embedded/model.py",
         "prompts/demo.txt",
         "pipelines/stable_diffusion_mame.py",
         "eval/report/templates/report.html.j2",
@@ -35,6 +38,17 @@ def test_only_mame_sd_lands_at_top_level(wheel: Path) -> None:
     evaluation = [path for path in (ROOT / "eval").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert evaluation
     assert {f"mame_sd/{path.relative_to(ROOT).as_posix()}" for path in evaluation} <= set(names)
+
+
+def test_the_wheel_is_light_and_the_models_are_a_distribution_of_their_own(wheel: Path) -> None:
+    assert wheel.stat().st_size < 1_000_000
+    models = tomllib.loads((ROOT / "mame_sd" / "embedded" / "pyproject.toml").read_text(encoding="utf-8"))
+    core = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = {f"mame_sd_models.{name}" for name in embedded_models()}
+    assert packages == set(models["tool"]["setuptools"]["packages"])
+    version = models["project"]["version"]
+    assert version == core["project"]["version"]
+    assert core["project"]["optional-dependencies"]["models"] == [f"mame-sd-models=={version}"]
 
 
 def test_both_commands_are_installed(wheel: Path) -> None:
@@ -47,8 +61,10 @@ def test_both_commands_are_installed(wheel: Path) -> None:
 def test_the_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     site = next((tmp_path / "venv").glob("lib/python*/site-packages"))
-    parent = next(p for p in sys.path if p.endswith("site-packages"))
-    (site / "zz_parent.pth").write_text(parent + "\n")  # libraries of the running environment, after the wheel
+    parents = [p for p in sys.path if p.endswith("site-packages")]
+    (site / "zz_parent.pth").write_text(
+        "\n".join(parents) + "\n"
+    )  # libraries of the running environment, after the wheel
     install = [
         sys.executable,
         "-m",
@@ -84,6 +100,10 @@ def test_the_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Pa
         "--out",
         str(out),
     ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "expected the embedded models, found none; pip install 'mame-sd[models]'" in done.stderr
+    (site / "mame_sd_models").symlink_to(ROOT / "mame_sd" / "embedded")  # as its own wheel puts it there
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     assert len(list(out.glob("images/*.png"))) == 1
     code = "from mame_sd.pipelines import StableDiffusionMaMePipeline as P; print(P.__module__)"

@@ -112,10 +112,12 @@ def timed_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Jo
     with installed(model, row, jobs), _marking(model, at):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+        before = time.process_time()
         _, seconds = timed(lambda: sample(model, settings, jobs), device)
+        used = (time.process_time() - before) / len(jobs)
     denoising = (marks["decoding"] - marks["denoising"]) / len(jobs) if "decoding" in marks else None
     if device.type != "cuda":
-        return Timing(seconds / len(jobs), denoising)
+        return Timing(seconds / len(jobs), denoising, cpu=used if device.type == "cpu" else None)
     return Timing(seconds / len(jobs), denoising, torch.cuda.max_memory_allocated(device), peak.get("denoising"))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from ..json_text import json_text
 from ..metric_list import METRICS
 
-_COLUMNS = ("latency", "denoising", "memory", "memory_denoising")
+_COLUMNS = ("latency", "denoising", "cpu", "memory", "memory_denoising")
 _FIELDS = ("mean", "low", "high", "n")
 
 

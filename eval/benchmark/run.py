@@ -12,10 +12,13 @@ Every step continues where it was stopped, so the same command does.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError
@@ -39,7 +42,7 @@ from .results import TIMINGS, resumed, write_results
 from .rows import BASELINE, FLOOR, PEER, Row
 from .sensitivity import sensitivity
 from .setup import Setup
-from .timings import summary
+from .timings import summary, timing_gate, without_seconds
 from .trace import kept_per_step
 
 Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
@@ -178,7 +181,7 @@ class Benchmark(Setup):
         with self.stage("sanity gates") as self.tools.on_progress:
             if self.tools.process.is_main:
                 batches = cut_batches(jobs_of(self.prompts, self.settings), self.settings.batch_size)[:GATE_BATCHES]
-                self.results["gates"] = repeat_gates(self.model, self.settings, batches, baseline, MaMeConfig())
+                self.results["gates"] += repeat_gates(self.model, self.settings, batches, baseline, MaMeConfig())
             self.tools.process.wait()
             gate = ceiling_gate(baseline, known, found, self.tools)
             self.results["gates"] += [] if gate is None else [gate]
@@ -197,8 +200,12 @@ class Benchmark(Setup):
         rows = [row for row in self.rows if self._entry(row.name)["status"] == "measured"]
         with self.stage("latency and memory") as on_progress:
             timings = bench(self.model, self.settings, batches, rows, self.rounds, self.out / TIMINGS, on_progress)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        gate = timing_gate(timings, BASELINE, min(torch.get_num_threads(), cores))
+        self.results["gates"] = [gate]
         for row in rows:
             costs = summary(timings[row.name])
+            costs = costs if gate["passed"] else without_seconds(costs)
             self._entry(row.name)["values"].update({m.name: costs[m.name] for m in self.metrics if m.name in costs})
         self._save()
         with self.stage("tokens kept per step") as on_progress:

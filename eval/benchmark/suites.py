@@ -8,7 +8,7 @@ from typing import Any
 from mame_sd.errors import UserError
 
 _PAPER = ("fid", "is", "lpips", "psnr", "ssim", "clip_score")
-_COST = ("latency", "denoising", "memory", "memory_denoising")
+_COST = ("latency", "denoising", "cpu", "memory", "memory_denoising")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +53,10 @@ SUITES = {
     for suite in (
         Suite(
             name="quick",
-            about="Meant as a look at everything in minutes.",
-            prompts="demo",
-            num=12,
+            about="Meant as a look at everything in minutes, on the embedded model that can tell methods apart.",
+            model="embedded-transformer",
+            prompts="drawn",
+            num=8,
             steps=10,
             metrics=(*_PAPER, "fd_effnet", "is_effnet", "retrieval", "background", *_COST),
             rounds=3,

@@ -16,19 +16,24 @@ from ..timing import quartiles
 
 FORMAT = "mame-sd timings 1"
 MEBIBYTE = 2**20
+TIMING_GATE = "timing on a machine with nothing else to do"
+LARGEST_SPREAD = 0.25  # of the baseline's rounds: (longest - shortest) / median
+SMALLEST_SHARE = 0.6  # of the cores' time that the process had, at the median
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One call: seconds an image in all and in denoising, peak bytes in all and in denoising, weights included.
+    """One call: seconds an image in all and in denoising, peak bytes in all and in denoising.
 
-    None: not measured (a pipeline without a decoder; in a timed call, memory on other than CUDA).
+    Peaks include the weights. `cpu` is the process's CPU seconds an image, where the CPU is what
+    computes. None: not measured (a pipeline without a decoder; memory on other than CUDA).
     """
 
     seconds: float
     denoising: float | None = None
     allocated: int | None = None
     allocated_denoising: int | None = None
+    cpu: float | None = None
 
 
 Rounds = dict[int, dict[str, Timing]]  # by round and method
@@ -73,17 +78,54 @@ def write_record(path: Path, about: Mapping[str, Any], done: Rounds) -> None:
 
 
 def summary(timings: Sequence[Timing]) -> dict[str, dict[str, Any]]:
-    """The cost metrics of one method: median and quartiles of seconds, the highest peak of memory."""
+    """The cost metrics of one method: median and quartiles of seconds, the highest peak of memory.
+
+    A single round has no quartiles.
+    """
     found: dict[str, dict[str, Any]] = {}
-    for name, field in (("latency", "seconds"), ("denoising", "denoising")):
+    for name, field in (("latency", "seconds"), ("denoising", "denoising"), ("cpu", "cpu")):
         values = [getattr(timing, field) for timing in timings if getattr(timing, field) is not None]
         if values:
             low, median, high = quartiles(values)
-            found[name] = {"mean": median, "low": low, "high": high, "n": len(values), "statistic": "median, quartiles"}
+            spread = {"low": low, "high": high} if len(values) > 1 else {"low": None, "high": None}
+            found[name] = {"mean": median, **spread, "n": len(values), "statistic": "median, quartiles"}
     for name, field in (("memory", "allocated"), ("memory_denoising", "allocated_denoising")):
         peaks = [getattr(timing, field) for timing in timings if getattr(timing, field) is not None]
         if peaks:
             found[name] = {"mean": max(peaks) / MEBIBYTE, "low": None, "high": None, "n": len(peaks)}
+    return found
+
+
+def timing_gate(timings: Mapping[str, Sequence[Timing]], baseline: str, cores: int) -> dict[str, Any]:
+    """Whether wall-clock seconds of this machine can be believed, as an entry of the sanity gates.
+
+    On a busy machine the baseline's own rounds differ, and a process waits: its CPU seconds fall
+    short of the wall clock's. Where that is so, wall-clock seconds are withheld (`without_seconds`).
+
+    Args:
+        timings: by row, in order of rounds.
+        baseline: the name of the unmerged row.
+        cores: threads that the process may keep busy at once.
+    """
+    own = [timing.seconds for timing in timings[baseline]]
+    spread = (max(own) - min(own)) / quartiles(own)[1]
+    shares = [t.cpu / (t.seconds * cores) for found in timings.values() for t in found if t.cpu is not None]
+    share = quartiles(shares)[1] if shares else None
+    expected = f"at least 2 rounds, the baseline's within {LARGEST_SPREAD:.0%}"
+    got = f"{len(own)} round{'s' * (len(own) != 1)}, {spread:.0%} apart"
+    passed = len(own) > 1 and spread <= LARGEST_SPREAD
+    if share is not None:
+        expected += f", {SMALLEST_SHARE:.0%} of the cores' time"
+        got += f", {share:.0%} of the time of {cores} core{'s' * (cores != 1)}"
+        passed = passed and share >= SMALLEST_SHARE
+    return {"name": TIMING_GATE, "expected": expected, "got": got, "passed": passed, "withholds": True}
+
+
+def without_seconds(costs: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The costs of a method with its wall-clock seconds withheld."""
+    found = dict(costs)
+    for name in {"latency", "denoising"} & found.keys():
+        found[name] = {"mean": None, "n": found[name]["n"], "withheld": "the machine was busy"}
     return found
 
 

@@ -76,8 +76,8 @@ def generate_command(
 @takes(scoring=FieldOptions(ScoringOptions, "Scoring"))
 def score_command(
     *,
-    run_a: Annotated[Path, typer.Argument(help="The baseline's run folder.", metavar="RUN_A", show_default=False)],
-    run_b: Annotated[Path, typer.Argument(help="The run folder to score.", metavar="RUN_B", show_default=False)],
+    run_a: Annotated[Path, typer.Argument(help="The baseline's run folder, or a folder of images.", metavar="RUN_A", show_default=False)],
+    run_b: Annotated[Path, typer.Argument(help="The run folder, or folder of images, to score.", metavar="RUN_B", show_default=False)],
     reference: ReferenceOption = None,
     metrics: Annotated[
         str, typer.Option(help="Metrics, with commas between; an unknown one lists them all.", metavar="NAMES")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mame_sd.errors import UserError
 from mame_sd.runs.generate import versions
 
 from ..json_text import json_text
@@ -21,6 +22,7 @@ from ..scoring.runs import Run, differing_settings, pair
 from ..scoring.score import cut_prompts, score
 from ..scoring.tools import Tools
 
+NEED_PROMPTS = ("clip_score", "retrieval", "background")
 _FIELDS = ("mean", "low", "high", "n")
 
 
@@ -37,7 +39,13 @@ def score_runs(
     Raises:
         UserError: runs that do not pair, images that can't be compared, no weights, no reference where one is needed.
     """
-    a, b = Run.open(folder_a), Run.open(folder_b)
+    a, b = Run.open_any(folder_a), Run.open_any(folder_b)
+    asking = [metric.name for metric in metrics if metric.name in NEED_PROMPTS]
+    if b.plain and asking:
+        raise UserError(
+            f"--metrics {', '.join(asking)}: expected a run folder, which knows its prompts, got a folder of images; "
+            "leave them out"
+        )
     pairs = pair(a, b)
     against = None if reference is None else open_reference(reference)
     check_reference(metrics, against)

@@ -98,7 +98,7 @@ def load_smollm2(weights_dir: Path | None = None, offline: bool = False) -> tupl
     try:
         import gguf  # noqa: F401
     except ImportError as error:
-        raise UserError("expected the package gguf to read SmolLM2; pip install mame-sd[models]") from error
+        raise UserError("expected the package gguf to read SmolLM2; pip install mame-sd[pretrained]") from error
     where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **where)
     return model.eval(), AutoTokenizer.from_pretrained(path.parent, **where)

@@ -94,7 +94,7 @@ def answers_of(
 
 def inputs_of(head: Head, images: ImageSet, places: Sequence[int]) -> dict[str, Tensor]:
     """What the model is called with for the images at these places. Raises UserError, naming it, for one that can't be read."""
-    pixels = [np.asarray(load_image(images.folder / images.files[place])) for place in places]
+    pixels = [np.asarray(load_image(images.folder / images.files[place], convert=True)) for place in places]
     return head.encoder.inputs(pixels)
 
 

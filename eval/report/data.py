@@ -106,12 +106,13 @@ class Picture:
 
 @dataclass(frozen=True)
 class Gate:
-    """One sanity check of the benchmark itself."""
+    """One sanity check of the benchmark itself. `withholds`: where it fails, what it is about is left out."""
 
     name: str
     expected: str
     got: str
     passed: bool
+    withholds: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,27 @@ class Results:
     @property
     def measured(self) -> list[Row]:
         return [row for row in self.rows if row.measured]
+
+    @property
+    def failed(self) -> list[Gate]:
+        """The gates that make every figure doubtful."""
+        return [gate for gate in self.gates if not gate.passed and not gate.withholds]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader must know before the first figure, beside failed gates."""
+        found = []
+        if "FAILS" in self.sensitivity:
+            found.append(
+                "This model and these prompts can't tell methods apart: mean attention, which says nothing of space, "
+                "hardly changes the images. Distances in this report rank no method."
+            )
+        if any(gate.withholds and not gate.passed for gate in self.gates):
+            found.append(
+                "Seconds are withheld: the machine was busy, or timed one round only. "
+                "Run the same command again on a machine with nothing else to do."
+            )
+        return found
 
     def block(self, name: str) -> list[Metric]:
         """The metrics of one block, in column order."""
@@ -239,7 +261,8 @@ def _kept(entry: Any, where: str) -> Kept:
 
 def _gate(entry: Any, where: str) -> Gate:
     name, expected, got = (str(_get(entry, field, str, where)) for field in ("name", "expected", "got"))
-    return Gate(name, expected, got, passed=_get(entry, "passed", bool, where))
+    passed, withholds = _get(entry, "passed", bool, where), _get(entry, "withholds", bool, where, False)
+    return Gate(name, expected, got, passed, withholds)
 
 
 def _numbers(entry: Any, where: str) -> dict[str, float]:

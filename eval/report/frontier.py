@@ -48,7 +48,7 @@ def points(results: Results, chosen: Focus) -> list[Point]:
         if speed is None or value is None or value.mean is None or not math.isfinite(value.mean):
             continue
         latency = row.value(chosen.latency) if row is not chosen.baseline else None
-        found.append(Point(row, speed, value.mean, _speed_interval(latency, speed, chosen), _pair(value)))
+        found.append(Point(row, speed, value.mean, speed_interval(latency, speed, chosen), _pair(value)))
     return found
 
 
@@ -184,7 +184,7 @@ def _pair(value: Value) -> tuple[float, float] | None:
     return None if value.low is None or value.high is None else (value.low, value.high)
 
 
-def _speed_interval(latency: Value | None, speed: float, chosen: Focus) -> tuple[float, float] | None:
+def speed_interval(latency: Value | None, speed: float, chosen: Focus) -> tuple[float, float] | None:
     """The interval of the metric of speed as times the baseline's, which is taken as exact."""
     if latency is None or not latency.mean or not latency.low or not latency.high:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .data import PEERS, Results, Row, Value
-from .frontier import points
+from .frontier import points, speed_interval
 from .numbers import phrase, times
 from .select import Focus
 
@@ -74,11 +74,14 @@ def _closeness(chosen: Focus, row: Row) -> str:
 
 
 def _speed(chosen: Focus, row: Row, ratio: float) -> str:
+    by = " by CPU time" if chosen.latency is not None and chosen.latency.key == "cpu" else ""
+    between = speed_interval(row.value(chosen.latency), ratio, chosen)
+    apart = "" if between is None else f", {times(between[0])} to {times(between[1])}"
     if not _differs(chosen, row):
-        return f"is not measurably faster or slower than the baseline ({times(ratio)} times as fast)"
+        return f"is not measurably faster or slower than the baseline{by} ({times(ratio)} times as fast{apart})"
     if ratio < 1:
-        return f"is slower than the baseline ({times(ratio)} times as fast)"
-    return f"is {times(ratio)} times as fast as the baseline"
+        return f"is slower than the baseline{by} ({times(ratio)} times as fast{apart})"
+    return f"is {times(ratio)} times as fast as the baseline{by}" + (f" ({apart[2:]})" if apart else "")
 
 
 def _differs(chosen: Focus, row: Row) -> bool:
@@ -91,5 +94,5 @@ def _differs(chosen: Focus, row: Row) -> bool:
     if one.p is not None and one.against == chosen.baseline.name:
         return one.p < SIGNIFICANT
     if one.low is None or one.high is None or other.low is None or other.high is None:
-        return True
+        return one.n != 1  # a single round tells nothing
     return one.high < other.low or other.high < one.low

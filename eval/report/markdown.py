@@ -19,7 +19,10 @@ def render(page: Mapping[str, Any]) -> str:
     if page["failed"]:
         names = "; ".join(gate.name for gate in page["failed"])
         parts.append(f"**{len(page['failed'])} of {len(results.gates)} sanity gates failed: {escape(names)}.**")
+    parts += [f"**{escape(warning)}**" for warning in page["warnings"]]
     for table in page["tables"]:
+        if table.name == "cost" and not table.groups:
+            continue
         parts += [f"## {escape(table.title)}", _table(table) if table.groups else "Not measured in this suite."]
         parts += [escape(results.sensitivity)] if table.name == "fidelity" else []
         parts += [escape(note) for note in table.footnotes]

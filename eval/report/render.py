@@ -20,7 +20,7 @@ from .headline import comparison, headline
 from .manifest import command, facts, flat
 from .pictures import gradient, load_pictures
 from .select import Focus, focus
-from .tables import Table, cost_metrics, fidelity_table, quality_table
+from .tables import Table, cost_metrics, cost_table, fidelity_table, quality_table
 
 HTML, MARKDOWN, CSV, TEX = "report.html", "report.md", "table.csv", "table.tex"
 PAPER = "MaMe & MaRe: Matrix-Based Token Merging and Restoration for Efficient Visual Perception and Synthesis"
@@ -81,7 +81,11 @@ def _csv_cells(row: Row, key: str, chosen: Focus) -> list[Any]:
 
 def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:
     """All that the templates show."""
-    tables: Sequence[Table] = [fidelity_table(results, chosen), quality_table(results, chosen)]
+    tables: Sequence[Table] = [
+        fidelity_table(results, chosen),
+        quality_table(results, chosen),
+        cost_table(results, chosen),
+    ]
     kept = [(row, kept_plot.merging_levels(row)) for row in results.measured]
     return {
         "results": results,
@@ -96,7 +100,8 @@ def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:
         "frontier": [(name, frontier.plot(results, chosen, width)) for name, width in _WIDTHS],
         "kept": [(name, kept_plot.plot(results, width)) for name, width in _WIDTHS],
         "kept_words": [kept_plot.describe(row.label, levels, results.kind) for row, levels in kept if levels],
-        "failed": [gate for gate in results.gates if not gate.passed],
+        "failed": results.failed,
+        "warnings": results.warnings,
         "manifest": flat(results.manifest),
         "command": command(results),
         "paper": PAPER,

@@ -66,8 +66,13 @@ def cases(results: Results, chosen: Focus) -> list[tuple[str, str]]:
 
 
 def _latency(results: Results) -> Metric | None:
+    """The metric of speed: latency, or CPU time where latency was withheld."""
     found = [metric for metric in results.block("cost") if metric.unit.startswith("s") or metric.unit.endswith("/s")]
-    return next((metric for metric in found if metric.key == "latency"), found[0] if found else None)
+    base = next((row for row in results.measured if row.family == "baseline"), None)
+    latency = next((metric for metric in found if metric.key == "latency"), None)
+    if latency is not None and base is not None and base.values.get("latency", Value()).withheld:
+        latency = next((metric for metric in found if metric.key == "cpu" and base.value(metric)), latency)
+    return latency or (found[0] if found else None)
 
 
 def _closeness(results: Results) -> Metric | None:

@@ -11,6 +11,8 @@ from typing import Any
 from mame_sd.errors import UserError
 from mame_sd.runs.records import Sample, read_manifest, read_samples
 
+from ..images import image_files
+
 AGAIN = "run generate again, into a new folder where that does not help"
 
 
@@ -21,12 +23,28 @@ class Run:
     Attributes:
         settings, environment: as in manifest.json.
         items: by key, in the order of the run's prompts.
+        plain: whether it is a mere folder of images, of which no prompt and no seed is known.
     """
 
     folder: Path
     settings: Mapping[str, Any]
     environment: Mapping[str, Any]
     items: Mapping[str, Sample]
+    plain: bool = False
+
+    @classmethod
+    def open_any(cls, folder: Path) -> Run:
+        """Read a run folder, or a folder of images that are paired by file name.
+
+        Raises UserError for anything else.
+        """
+        if not folder.is_dir() or any((folder / name).exists() for name in ("manifest.json", "samples.jsonl")):
+            return cls.open(folder)
+        files = image_files(folder)
+        items = {path.stem: Sample(path.stem, path.stem, "", 0, None, path, {}) for path in files}
+        if len(items) < len(files):
+            raise UserError(f"{folder}: expected names that differ without their endings, got some twice; rename them")
+        return cls(folder, {}, {}, items, plain=True)
 
     @classmethod
     def open(cls, folder: Path) -> Run:
@@ -73,7 +91,7 @@ def pair(a: Run, b: Run) -> list[Pair]:
                 f"{other.folder}: expected the image {lacking[0]} as in {one.folder}, found none "
                 f"({len(lacking)} missing); compare runs of the same prompts"
             )
-    for key, first in a.items.items():
+    for key, first in () if a.plain or b.plain else a.items.items():
         second = b.items[key]
         for name in ("prompt", "negative_prompt", "seed"):
             there, here = getattr(first, name), getattr(second, name)
@@ -87,7 +105,9 @@ def pair(a: Run, b: Run) -> list[Pair]:
 
 def differing_settings(a: Run, b: Run) -> list[str]:
     """Names of settings other than the method itself in which two runs differ, such as ``steps: 20, 10``."""
-    found = []
+    found: list[str] = []
+    if a.plain or b.plain:
+        return found
     for name in sorted({*a.settings, *b.settings} - {"mame", "peer", "rival", "prompts"}):
         there, here = a.settings.get(name), b.settings.get(name)
         if there != here:

@@ -79,13 +79,14 @@ def settings_to_check(calibration: Calibration, base: MaMeConfig, speed: float |
     """What is to be measured on whole images: uniform shares as they are without calibration, and settings by layer.
 
     Args:
+        base: the uniform shares.
         speed: that is wished for; None: nearness is, and settings of many speeds are measured.
     """
     wanted = SPEEDS if speed is None else tuple(1 + share * (speed - 1) for share in BEYOND)
     speeds = [s for s in wanted if s <= calibration.fastest]
     if len(speeds) < len(wanted):
         speeds.append(calibration.fastest * 0.999)
-    rows = [(UNIFORM, base.replace(layers=None))]
+    rows = [(UNIFORM, base)]
     for wish in speeds:
         config = calibration.config(wish)
         if wish > 1 and all(config != known for _, known in rows):

@@ -38,7 +38,7 @@ def read_dinov2_onnx(path: Path, member: str) -> Tensors:
         import onnx
         from onnx import numpy_helper
     except ImportError as error:
-        raise UserError(f"expected the package onnx to read {path.name}; pip install mame-sd[models]") from error
+        raise UserError(f"expected the package onnx to read {path.name}; pip install mame-sd[pretrained]") from error
 
     def read() -> Tensors:
         graph = onnx.load_model_from_string(wheel_file(path, member)).graph

@@ -39,6 +39,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 TUNED = FieldOptions(GenerateSettings, "Sampling", without=("batch_size", "images_per_prompt", "height", "width"))
+IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif", ".heic")
 PromptArgument = Annotated[str, typer.Argument(help="The prompt.", metavar="PROMPT", show_default=False)]
 SheetOption = Annotated[Path, typer.Option(help="The sheet, a .png file.", metavar="FILE")]
 
@@ -107,7 +108,9 @@ def compare_command(
     loaded, merging = load_to_merge(model, merging)
     with progress("images") as on_progress:
         first = [("as given" if merging.given else "default", merging)] if neither and keeps else []
-        panels = compare(loaded, prompt, sampling, first + variants_of(merging, taus, keeps), on_progress)
+        panels = compare(
+            loaded, prompt, sampling, first + variants_of(merging, taus, keeps), on_progress, on_progress.step
+        )
     about = [{"label": p.label, "seconds": p.seconds, "levels": p.levels} for p in panels]
     write_sheet(out, compare_sheet(prompt, panels), {"prompt": prompt, "model": loaded.identity, "panels": about})
     for panel in panels:
@@ -120,7 +123,10 @@ def compare_command(
 def show_merge_command(
     *,
     prompt: Annotated[
-        str, typer.Argument(help="The prompt, or an image file.", metavar="PROMPT|IMAGE", show_default=False)
+        str,
+        typer.Argument(
+            help="The prompt, an image file, or demo for a packaged image.", metavar="PROMPT|IMAGE", show_default=False
+        ),
     ],
     blocks: Annotated[
         str | None,
@@ -130,7 +136,7 @@ def show_merge_command(
     ] = None,
     colors: Annotated[
         str | None,
-        typer.Option(help="Of an image: its tokens' mean colours, or distinct ones.", metavar="mean|distinct"),
+        typer.Option(help="Paint groups in their mean colours (default) or in distinct ones.", metavar="mean|distinct"),
     ] = None,
     step: Annotated[int, typer.Option(help="Denoising step to draw, from 1.")] = 1,
     level: Annotated[int, typer.Option(help="Attention level to draw; 0 has the most tokens.")] = 0,
@@ -144,29 +150,29 @@ def show_merge_command(
 
     Given an image file, draw how a vision transformer (--model, or embedded-clip) merges it, block by block.
     """
-    if os.path.isfile(prompt):
+    file = image_file(prompt)
+    if file is not None:
         from mame_sd.cli.token_maps import show_image
 
         if (step, level, layer, sampling) != (1, 0, None, GenerateSettings()):
             raise UserError(
                 f"show-merge {prompt}: expected no options of sampling beside an image, got some; leave them out"
             )
-        show_image(Path(prompt), blocks, colors, out, model, merging)
+        show_image(file, blocks, colors, out, model, merging)
         return
-    if blocks is not None or colors is not None:
-        raise UserError(
-            "--blocks, --colors: expected an image file beside them, got a prompt; leave them out, or check the path"
-        )
+    if blocks is not None:
+        raise UserError("--blocks: expected an image file beside it, got a prompt; leave it out, or check the path")
     from mame_sd.cli.generate import load_to_merge
     from mame_sd.cli.sheet import check_sheet_path, write_sheet
-    from mame_sd.cli.show_merge import capture_merge, draw_merge
+    from mame_sd.cli.show_merge import capture_merge, check_colors, draw_merge
 
+    check_colors(colors)
     check_sheet_path(out)
     loaded, merging = load_to_merge(model, merging)
     found = capture_merge(loaded, prompt, sampling, merging, step, level, layer)
     merging = loaded.suited(merging)
     about = {"prompt": prompt, "model": loaded.identity, "mame": merging.to_dict(), "layer": found.layer, "step": step}
-    write_sheet(out, draw_merge(found, prompt), about)
+    write_sheet(out, draw_merge(found, prompt, colors or "mean"), about)
     print(f"{found.layer}, step {step}: {found.tokens_kept} of {found.owners.size} tokens kept")
     print(out)
 
@@ -204,6 +210,8 @@ def tune_command(
     """
     from mame_sd.cli.console import note, progress
     from mame_sd.cli.generate import load_to_merge
+    from mame_sd.diffusion.apply import denoiser_of
+    from mame_sd.diffusion.families.transformers import uniform
     from mame_sd.eval.tuning.calibrate import calibrate, check_forms, settings_to_check
     from mame_sd.eval.tuning.choice import check_wish, choose, measured, remarks, whole
     from mame_sd.eval.tuning.measure import lpips_distance, tune
@@ -222,7 +230,7 @@ def tune_command(
     few = min(4, max(1, len(chosen) // 4))
     distance = lpips_distance(weights_dir, model.offline)
     loaded, merging = load_to_merge(model, merging)
-    merging = merging.replace(layers=None, made_for=None)
+    merging = uniform(denoiser_of(loaded.pipe), merging)
     with progress("prompts") as on_progress:
         found = calibrate(loaded, chosen[:few], sampling, merging, out, on_progress)
     checked = chosen[few:]
@@ -313,6 +321,25 @@ def invoke(arguments: Sequence[str] | None = None) -> Any:
     """Run one command line (that of the process by default), failures as exceptions."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its import-time notices are not about our users' input
     return app(list(sys.argv[1:] if arguments is None else arguments), "mame-sd", standalone_mode=False)
+
+
+def image_file(text: str) -> Path | None:
+    """The image file that `text` names, `demo` being the packaged one; None for a prompt.
+
+    Raises UserError for what looks like a file's name where there is none.
+    """
+    if os.path.isfile(text):
+        return Path(text)
+    if text == "demo":
+        from mame_sd.runs.prompt_files import packaged_file
+
+        return packaged_file("demo.png")
+    words = text.split()
+    if Path(text).suffix.lower() in IMAGE_ENDINGS or (len(words) == 1 and "/" in text):
+        raise UserError(
+            f"show-merge {text}: expected an image file or a prompt, found no such file; check the path, or give demo"
+        )
+    return None
 
 
 def _numbers(flag: str, text: str | None) -> list[float]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from PIL import Image
 
+from mame_sd.cli.difference import DIFFERENCE, difference, nearness
 from mame_sd.cli.sheet import Cell, draw_sheet, enlarge
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
@@ -38,7 +39,8 @@ class Panel:
             return (self.label, f"{self.seconds:.2f} s", "all tokens")
         kept = [f"level {v['level']}: {v['tokens_kept']:.0f} of {v['tokens_in']:.0f} kept" for v in self.levels]
         speed = baseline.seconds / max(self.seconds, 1e-9)
-        return (self.label, f"{self.seconds:.2f} s ({speed:.2f} x as fast)", *kept)
+        near = nearness(baseline.image, self.image)
+        return (self.label, f"{self.seconds:.2f} s ({speed:.2f} x as fast)", near, *kept)
 
 
 def variants_of(config: MaMeConfig, taus: Sequence[float], keeps: Sequence[float]) -> list[tuple[str, MaMeConfig]]:
@@ -56,6 +58,7 @@ def compare(
     settings: GenerateSettings,
     variants: Sequence[tuple[str, MaMeConfig]],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_step: Callable[[int, int], None] | None = None,
 ) -> list[Panel]:
     """The baseline and then each variant, from the same noise. A one-step call first keeps warm-up out of the seconds.
 
@@ -71,7 +74,7 @@ def compare(
         handle = None if config is None else merge_in(model, config)
         try:
             start = time.perf_counter()
-            (image,) = sample(model, settings, [job])
+            (image,) = sample(model, settings, [job], on_step=on_step)
             seconds = time.perf_counter() - start
             panels.append(Panel(label, image, seconds, [] if handle is None else levels_of(handle)))
         finally:
@@ -82,13 +85,20 @@ def compare(
 
 
 def compare_sheet(prompt: str, panels: Sequence[Panel]) -> Image.Image:
-    """The panels, `COLUMNS` side by side, labelled; the first is the baseline."""
+    """The panels, `COLUMNS` side by side, labelled; below each what differs from the first, the baseline."""
     cells = [Cell(enlarge(panel.image, PANEL_SIDE), panel.lines(panels[0])) for panel in panels]
-    return draw_sheet([cells[i : i + COLUMNS] for i in range(0, len(cells), COLUMNS)], title=prompt)
+    below = [Cell(enlarge(difference(panels[0].image, panel.image), PANEL_SIDE), (DIFFERENCE,)) for panel in panels[1:]]
+    empty = Cell(Image.new("RGB", cells[0].image.size, "white"))
+    rows = []
+    for start in range(0, len(cells), COLUMNS):
+        rows += [cells[start : start + COLUMNS], [empty, *below][start : start + COLUMNS]]
+    return draw_sheet(rows, title=prompt)
 
 
 def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
     """The first `limit` images of several run folders, `COLUMNS` side by side, run below run.
+
+    Each run tells its PSNR to the first one; below two runs stands what differs between them.
 
     Raises:
         UserError: a folder that holds no run, or lacks an image that the first one has.
@@ -102,8 +112,13 @@ def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
                 raise UserError(
                     f"{folder}: expected the image {name}, which {folders[0]} has, found none; finish that run first"
                 )
+            image = _open(samples[name].path)
             lines = _sample_lines(folder, samples[name].row)
-            column.append(Cell(_open(samples[name].path), lines if column else (first.prompt, *lines)))
+            if column and image.size == column[0].image.size:
+                lines = (f"{lines[0]}, {nearness(column[0].image, image)}",)
+            column.append(Cell(image, lines if column else (first.prompt, *lines)))
+        if len(folders) == 2 and column[0].image.size == column[1].image.size:
+            column.append(Cell(difference(column[0].image, column[1].image), (DIFFERENCE,)))
         columns.append(column)
     rows = [row for i in range(0, len(columns), COLUMNS) for row in zip(*columns[i : i + COLUMNS], strict=True)]
     if not rows:
@@ -129,5 +144,5 @@ def _open(path: Path) -> Image.Image:
     try:
         with Image.open(path) as image:
             return enlarge(image.convert("RGB"), PANEL_SIDE // 2)
-    except OSError as error:
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UserError(f"{path}: can't be read as an image ({error}); run generate again") from None

@@ -3,29 +3,59 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _LONGEST_LINE = 2000  # characters, of a line that may name a prompt or a cell of any length
 
 
+class Bar:
+    """A bar on stderr: images done, the step of the one under way, images per second, time left."""
+
+    def __init__(self, bar: Any, task: Any, unit: str) -> None:
+        self._bar, self._task, self._unit = bar, task, unit
+        self._done = self._total = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        """`done` of `total` images are finished."""
+        elapsed = self._bar.tasks[0].elapsed or 0.0
+        rate = f"{done / elapsed:.2f} {self._unit}/s" if done and elapsed else ""
+        self._done, self._total = done, total
+        self._bar.update(self._task, completed=done, total=total, rate=rate, step="")
+
+    def step(self, step: int, steps: int) -> None:
+        """`step` of `steps` of the image under way is done."""
+        self._bar.update(self._task, completed=self._done + step / steps, step=f"step {step} of {steps}")
+
+
 @contextmanager
-def progress(unit: str, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr with images per second and time left; gives a callback for (done, total)."""
-    from rich.console import Console
+def progress(unit: str, shown: bool = True) -> Iterator[Bar]:
+    """A bar on stderr, where that is a terminal; gives what to tell of images and steps."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
-    console = Console(stderr=True)
+    fields = (TextColumn("{task.fields[step]}"), TextColumn("{task.fields[rate]}"))
+    columns = (BarColumn(), MofNCompleteColumn(), *fields, TimeRemainingColumn())
+    console = _stderr()
     with Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as bar:
-        task = bar.add_task(unit, total=None, rate="")
+        yield Bar(bar, bar.add_task(unit, total=None, rate="", step=""), unit)
 
-        def update(done: int, total: int) -> None:
-            elapsed = bar.tasks[0].elapsed or 0.0
-            rate = f"{done / elapsed:.2f} {unit}/s" if done and elapsed else ""
-            bar.update(task, completed=done, total=total, rate=rate)
 
-        yield update
+@contextmanager
+def doing(what: str, shown: bool = True) -> Iterator[None]:
+    """Says on stderr, where that is a terminal, what takes a while: a sign of life without a count."""
+    console = _stderr()
+    if not (shown and console.is_terminal):
+        yield
+        return
+    with console.status(f"{what} ..."):
+        yield
+
+
+def _stderr() -> Any:
+    from rich.console import Console
+
+    return Console(stderr=True)
 
 
 def say(message: str) -> None:

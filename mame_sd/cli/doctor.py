@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from mame_sd.cli.errors import EXTRAS
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.runs.devices import pick_device
@@ -42,7 +44,7 @@ def examine(choice: ModelChoice) -> list[Check]:
     for name, check in (("fused attention", fused_attention), ("merging", _merging), ("float16", _half)):
         checks.append(_guarded(name, check, choice))
     usable = next(check for check in checks if check.name == "device").state != "fail"
-    return [*checks, _model(choice, choice.device if usable else "cpu"), _lora(), _threads(), _disk()]
+    return [*checks, _model(choice, choice.device if usable else "cpu"), _lora(), *_extras(), _threads(), _disk()]
 
 
 def print_checks(checks: Sequence[Check]) -> None:
@@ -169,6 +171,18 @@ def _lora() -> Check:
         return Check("LoRA", "ok", f"peft {importlib.metadata.version('peft')}")
     except importlib.metadata.PackageNotFoundError:
         return Check("LoRA", "note", "--lora would fail without peft; pip install peft")
+
+
+def _extras() -> Iterator[Check]:
+    """Commands that a plain installation lacks packages for."""
+    for name, command, packages in (
+        ("mame-sd-eval", "mame-sd-eval benchmark, classify and report", ("matplotlib", "jinja2", "torchmetrics")),
+        ("mame-sd ui", "mame-sd ui", ("gradio",)),
+    ):
+        missing = [package for package in packages if importlib.util.find_spec(package) is None]
+        extra = EXTRAS[packages[0]]
+        fix = f"{command} would fail without {', '.join(missing)}; pip install 'mame-sd[{extra}]'"
+        yield Check(name, "note", fix) if missing else Check(name, "ok", f"{', '.join(packages)}")
 
 
 def _threads() -> Check:

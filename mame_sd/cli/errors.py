@@ -18,6 +18,16 @@ from typing import Any
 from mame_sd.cli.console import say
 from mame_sd.errors import MachineError, UserError
 
+# Packages that commands need beyond those of a plain installation, and the extra that brings each.
+EXTRAS = {
+    "matplotlib": "eval",
+    "jinja2": "eval",
+    "torchmetrics": "eval",
+    "tomesd": "peers",
+    "cleanfid": "clean-fid",
+    "gradio": "ui",
+    "peft": "lora",
+}
 USAGE, MACHINE, INTERRUPTED = 2, 1, 130
 _MEMORY_MESSAGES = ("not enough memory", "can't allocate memory", "out of memory")
 
@@ -63,6 +73,9 @@ def describe(error: BaseException) -> tuple[int, str]:
             MACHINE,
             "the program that was reading the output ended before all of it was written; nothing else is wrong",
         )
+    extra = EXTRAS.get(getattr(error, "name", None) or "") if isinstance(error, ImportError) else None
+    if extra is not None:
+        return MACHINE, f"expected the package {error.name}, found none; pip install 'mame-sd[{extra}]'"  # type: ignore[attr-defined]
     if isinstance(error, ImportError):
         return MACHINE, (
             f"a package that mame-sd needs does not load ({_one_line(error)}); install mame-sd again with pip, in a fresh "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mame_sd.cli.console import note, progress
+from mame_sd.cli.console import doing, note, progress
 from mame_sd.cli.groups import PromptOptions
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
@@ -16,7 +16,7 @@ from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.methods import Method
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.processes import joined, this_process
-from mame_sd.runs.prompt_files import prompt_file_identity
+from mame_sd.runs.prompt_files import Prompt, prompt_file_identity
 from mame_sd.runs.run_folder import RunFolder
 
 
@@ -32,8 +32,12 @@ def run_generate(
     prompt_file = None if prompts.file is None else prompt_file_identity(prompts.file)
     RunFolder(out).check()
     process = this_process()
-    model = load_model(choice, process.local_rank)
+    with doing(f"loading {choice.model or 'the embedded model'}", process.is_main):
+        model = load_model(choice, process.local_rank)
     on_note = note if process.is_main else lambda text: None
+    cut = cut_prompts(model.pipe, chosen)
+    if cut:
+        on_note(f"{len(cut)} of {len(chosen)} prompts are longer than the model reads and are cut ({cut[0].id} first)")
     if isinstance(method, MaMeConfig):
         merging = settings_in_force(model, method, on_note)
         saved = model.saved_merging
@@ -48,6 +52,7 @@ def run_generate(
             prompt_file=prompt_file,
             process=process,
             on_progress=on_progress,
+            on_step=on_progress.step,
             on_note=note,
         )
     if process.is_main:
@@ -56,9 +61,20 @@ def run_generate(
         _print_levels(summary.levels, method)
 
 
+def cut_prompts(pipe: Any, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts that have more tokens than the model's longest text encoder reads."""
+    tokenizers = [part for name, part in pipe.components.items() if name.startswith("tokenizer") and part is not None]
+    longest = max(tokenizers, key=lambda tokenizer: tokenizer.model_max_length, default=None)
+    if longest is None or longest.model_max_length > 1000:
+        return []
+    ids = longest([prompt.text for prompt in prompts], verbose=False)["input_ids"]
+    return [p for p, found in zip(prompts, ids, strict=True) if len(found) > longest.model_max_length]
+
+
 def load_to_merge(choice: ModelChoice, given: MaMeConfig) -> tuple[LoadedModel, MaMeConfig]:
     """The model and the settings to merge it with."""
-    model = load_model(choice)
+    with doing(f"loading {choice.model or 'the embedded model'}"):
+        model = load_model(choice)
     return model, settings_in_force(model, given)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,21 @@ FONT_SIZE = 15
 LINE = 20  # pixels from one line of text to the next
 MARGIN = 12
 MAX_WIDTH, MAX_SIDE = 16_000, 60_000
+# Fonts of many scripts that systems come with, which Pillow finds by name.
+FONTS = (
+    "NotoSansCJK-Regular.ttc",
+    "NotoSans-Regular.ttf",
+    "wqy-microhei.ttc",
+    "DroidSansFallbackFull.ttf",
+    "Arial Unicode.ttf",
+    "PingFang.ttc",
+    "msyh.ttc",
+    "YuGothM.ttc",
+    "malgun.ttf",
+    "seguiemj.ttf",
+    "Symbola.ttf",
+    "DejaVuSans.ttf",
+)
 _INK, _PAPER = (24, 24, 27), (255, 255, 255)
 
 
@@ -46,8 +63,8 @@ def draw_sheet(rows: Sequence[Sequence[Cell]], title: str = "") -> Image.Image:
         )
     sheet = Image.new("RGB", size, _PAPER)
     draw = ImageDraw.Draw(sheet)
-    font = ImageFont.load_default(FONT_SIZE)
-    draw.text((MARGIN, MARGIN // 2 + 2), _fit(title, size[0] - 2 * MARGIN, font), _INK, font)
+    text, font = _fit(title, size[0] - 2 * MARGIN)
+    draw.text((MARGIN, MARGIN // 2 + 2), text, _INK, font)
     y = top
     for row, height in zip(rows, heights, strict=True):
         x = MARGIN
@@ -55,7 +72,8 @@ def draw_sheet(rows: Sequence[Sequence[Cell]], title: str = "") -> Image.Image:
         for cell, width in zip(row, widths, strict=False):
             sheet.paste(cell.image, (x, y))
             for number, line in enumerate(cell.lines):
-                draw.text((x, y + image_height + 2 + LINE * number), _fit(line, width, font), _INK, font)
+                text, font = _fit(line, width)
+                draw.text((x, y + image_height + 2 + LINE * number), text, _INK, font)
             x += width + MARGIN
         y += height + MARGIN
     return sheet
@@ -99,11 +117,35 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
-def _fit(line: str, width: int, font: Any) -> str:
-    """`line` with control characters as spaces, shortened until it is at most `width` pixels wide."""
+def _fit(line: str, width: int) -> tuple[str, Any]:
+    """`line` and a font that has its characters, shortened until it is at most `width` pixels wide.
+
+    Control characters become spaces. What no font of this machine has is written as its code point.
+    """
     line = "".join(char if char.isprintable() else " " for char in line[:500])
+    font = next((font for font in _fonts() if all(_has(font, char) for char in set(line))), None)
+    if font is None:
+        font = _fonts()[0]
+        line = "".join(char if _has(font, char) else f"<U+{ord(char):04X}>" for char in line)
     if font.getlength(line) <= width:
-        return line
+        return line, font
     while line and font.getlength(line + "...") > width:
         line = line[:-1]
-    return line + "..."
+    return line + "...", font
+
+
+@cache
+def _fonts() -> tuple[Any, ...]:
+    """Pillow's own font, then those of the machine that have more characters."""
+    found = [ImageFont.load_default(FONT_SIZE)]
+    for name in FONTS:
+        with contextlib.suppress(OSError):
+            found.append(ImageFont.truetype(name, FONT_SIZE))
+    return tuple(found)
+
+
+@cache
+def _has(font: Any, char: str) -> bool:
+    """Whether the font has a picture of its own of the character."""
+    missing, own = (font.getmask(text) for text in ("\uffff", char))
+    return char == " " or bytes(own) != bytes(missing) or own.size != missing.size

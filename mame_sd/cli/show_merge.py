@@ -1,7 +1,7 @@
-"""Draw which tokens were merged into which, over the image: one colour a group, as in the paper's figures.
+"""Draw which tokens were merged into which, over the image.
 
-A group is a destination and the sources that mainly went to it. Tokens that stayed alone are left clear, a dot marks
-each destination that others joined.
+A group is a destination and the sources that mainly went to it. It is painted in its mean colour, with an outline, or
+in a colour of its own as in the paper's figures, where a dot marks each destination that others joined.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from mame_sd.runs.prompt_files import Prompt, prompts_from_texts
 from mame_sd.runs.sampling import levels_of, merge_in, sample
 
 PANEL_SIDE = 768
+COLORS = ("mean", "distinct")
+LEGENDS = {
+    "mean": "each group in its mean colour, outlined",
+    "distinct": "a colour is a group, a dot its destination, clear tokens are alone",
+}
 _OPACITY = 0.6
+_DARKER = 0.55  # what is left of the light on the border between two groups
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,13 @@ def first_evaluation(step: int, steps: int, evaluations: int, order: int) -> int
     return 0 if step == 1 else max(0, evaluations - steps * order) + (step - 1) * order
 
 
-def draw_merge(found: MergeMap, prompt: str) -> Image.Image:
+def check_colors(colors: str | None) -> None:
+    """Raise UserError for colours that there are none of."""
+    if colors is not None and colors not in COLORS:
+        raise UserError(f"--colors: expected {' or '.join(COLORS)}, got {colors!r}; give one of these")
+
+
+def draw_merge(found: MergeMap, prompt: str, colors: str = "mean") -> Image.Image:
     """The image and, beside it, the image under its groups' colours."""
     factor = max(1, PANEL_SIDE // max(found.image.size))
     size = found.image.width * factor, found.image.height * factor
@@ -125,10 +137,28 @@ def draw_merge(found: MergeMap, prompt: str) -> Image.Image:
     total = found.owners.size
     legend = (
         f"{found.layer}, step {found.step}",
-        f"{found.tokens_kept} of {total} tokens kept; a colour is a group, a dot its destination, clear tokens are alone"
+        f"{found.tokens_kept} of {total} tokens kept; {LEGENDS[colors]}"
         + (", dark ones dropped" if (found.owners < 0).any() else ""),
     )
-    return draw_sheet([[Cell(plain, (prompt,)), Cell(overlay(plain, found.owners), legend)]])
+    return draw_sheet([[Cell(plain, (prompt,)), Cell(PAINTERS[colors](plain, found.owners), legend)]])
+
+
+def mean_colors(image: Image.Image, owners: np.ndarray) -> Image.Image:
+    """Every group in the mean colour of its pixels, borders between groups darker, dropped tokens black."""
+    positions = np.where(owners < 0, owners.size, owners)
+    size = image.width, image.height
+    groups = np.asarray(Image.fromarray(positions.astype(np.int32)).resize(size, Image.Resampling.NEAREST))
+    values = np.asarray(image, np.float64)
+    counts = np.bincount(groups.ravel(), minlength=owners.size + 1)
+    sums = [np.bincount(groups.ravel(), values[..., channel].ravel(), owners.size + 1) for channel in range(3)]
+    means = np.stack(sums, -1) / np.maximum(counts, 1)[:, None]
+    means[-1] = 0
+    drawn = means[groups]
+    border = np.zeros(groups.shape, bool)
+    border[1:] |= groups[1:] != groups[:-1]
+    border[:, 1:] |= groups[:, 1:] != groups[:, :-1]
+    drawn[border] *= _DARKER
+    return Image.fromarray(np.rint(drawn).astype(np.uint8))
 
 
 def overlay(image: Image.Image, owners: np.ndarray) -> Image.Image:
@@ -188,3 +218,6 @@ def grid_like(image: Image.Image, tokens: int) -> tuple[int, int]:
             f"expected tokens that lie on a grid, got {tokens} for {image.width} x {image.height} pixels; choose another layer or model"
         )
     return height, tokens // height
+
+
+PAINTERS = {"mean": mean_colors, "distinct": overlay}

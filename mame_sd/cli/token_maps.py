@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from mame_sd.cli.sheet import Cell, check_sheet_path, draw_sheet, write_sheet
-from mame_sd.cli.show_merge import grid_like, overlay
+from mame_sd.cli.show_merge import COLORS, PAINTERS, check_colors, grid_like
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.perception.apply import apply_encoder
@@ -20,8 +20,6 @@ from mame_sd.runs.encoders import LoadedEncoder, load_encoder
 from mame_sd.runs.model_files import ModelChoice
 
 PANEL_SIDE, PANELS_ACROSS = 448, 4
-COLORS = ("mean", "distinct")
-_DARKER = 0.55  # what is left of the light on the border between two groups
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,7 @@ def show_image(
 
     Raises UserError for options, an image or a model that won't do.
     """
-    if colors is not None and colors not in COLORS:
-        raise UserError(f"--colors: expected mean or distinct, got {colors!r}; give one of these")
+    check_colors(colors)
     chosen = blocks_of(blocks)
     check_sheet_path(out)
     picture = read_image(file)
@@ -131,27 +128,11 @@ def pixels_seen(pixels: torch.Tensor, processor: Any) -> Image.Image:
     return Image.fromarray((values * 255).round().clamp(0, 255).byte().numpy())
 
 
-def mean_colors(image: Image.Image, owners: np.ndarray) -> Image.Image:
-    """Every group in the mean colour of its pixels, borders between groups darker."""
-    size = image.width, image.height
-    groups = np.asarray(Image.fromarray(owners.astype(np.int32)).resize(size, Image.Resampling.NEAREST))
-    values = np.asarray(image, np.float64)
-    counts = np.bincount(groups.ravel(), minlength=owners.size)
-    sums = [np.bincount(groups.ravel(), values[..., channel].ravel(), owners.size) for channel in range(3)]
-    means = np.stack(sums, -1) / np.maximum(counts, 1)[:, None]
-    drawn = means[groups]
-    border = np.zeros(groups.shape, bool)
-    border[1:] |= groups[1:] != groups[:-1]
-    border[:, 1:] |= groups[:, 1:] != groups[:, :-1]
-    drawn[border] *= _DARKER
-    return Image.fromarray(np.rint(drawn).astype(np.uint8))
-
-
 def draw_maps(seen: Image.Image, maps: list[TokenMap], colors: str, name: str) -> Image.Image:
     """The image, then it after each block."""
     factor = max(1, PANEL_SIDE // max(seen.size))
     large = seen.resize((seen.width * factor, seen.height * factor), Image.Resampling.LANCZOS)
-    draw = mean_colors if colors == "mean" else overlay
+    draw = PAINTERS[colors]
     cells = [Cell(large, (name, f"{maps[0].owners.size} patches"))]
     for one in maps:
         cells.append(Cell(draw(large, one.owners), (f"block {one.block}", f"{one.kept} patches left")))

@@ -11,8 +11,11 @@ from typing import Any
 
 from PIL import Image
 
+from mame_sd.cli.console import say
+from mame_sd.cli.difference import nearness
+from mame_sd.cli.errors import describe
 from mame_sd.cli.sheet import enlarge
-from mame_sd.cli.show_merge import capture_merge, overlay, prompt_to_draw
+from mame_sd.cli.show_merge import capture_merge, mean_colors, prompt_to_draw
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
@@ -36,6 +39,20 @@ class SideBySide:
         self._base = base
         self._baseline: tuple[tuple[str, GenerateSettings], Image.Image, float] | None = None
 
+    @property
+    def about(self) -> str:
+        """The model, the size of its images and the guidance, for the top of the page."""
+        try:
+            height, width = self._model.default_size
+            size = f", {width} x {height} pixels"
+        except UserError:
+            size = ""
+        guidance = "" if self._model.guidance is None else f", guidance {self._model.guidance:g}"
+        identity = self._model.identity
+        return (
+            f"{identity['name']} ({identity['pipeline']}){size}{guidance}, {identity['dtype']} on {identity['device']}"
+        )
+
     def warm_up(self) -> None:
         """One step of an image, so that the first seconds shown are not those of starting up."""
         self._plain("warm-up", GenerateSettings(steps=1))
@@ -53,6 +70,8 @@ class SideBySide:
         """
         if seed is None:
             raise UserError("Seed: expected a whole number, got an empty field; give one, such as 0")
+        if seed != int(seed):
+            raise UserError(f"Seed: expected a whole number, got {seed:g}; give one, such as {int(seed)}")
         settings = GenerateSettings(steps=int(steps), seed=int(seed))
         try:
             config = self._base.replace(**{by: {"keep": keep, "tau": tau}[by]})
@@ -68,10 +87,11 @@ class SideBySide:
             "| | baseline | merged |\n|---|---|---|\n"
             f"| seconds | {plain_seconds:.2f} | {seconds:.2f} ({plain_seconds / seconds:.2f} x as fast) |\n"
             f"| {'keys' if config.merge == 'kv' else 'tokens'} kept, largest level, step {found.step} | {total} of {total} "
-            f"| {found.tokens_kept} of {total} ({found.tokens_kept / total:.0%}) |\n\n"
-            "On the merge map a colour is a group of tokens, a dot its destination; clear tokens are alone.\n"
+            f"| {found.tokens_kept} of {total} ({found.tokens_kept / total:.0%}) |\n"
+            f"| nearness to the baseline | | {nearness(plain, found.image)} |\n\n"
+            "The merge map paints each group of tokens in its mean colour and outlines it.\n"
         )
-        return enlarge(plain, SIDE), shown, overlay(shown, found.owners), table
+        return enlarge(plain, SIDE), shown, mean_colors(shown, found.owners), table
 
     def _plain(self, prompt: str, settings: GenerateSettings) -> tuple[Image.Image, float]:
         """The baseline and its seconds; the latest one is not computed again."""
@@ -92,10 +112,14 @@ def build_page(both: SideBySide, prompt: str = "") -> Any:
         try:
             return both.generate(*values)
         except (UserError, MachineError) as error:
-            return *[gradio.skip()] * len(shown), f"**{error}**"  # the images before stay
+            return *[None] * len(shown), f"**{error}**"  # no image of another setting beside an error
+        except Exception as error:  # shown on the page, and in one line where the page is served
+            _, message = describe(error)
+            say(f"error: {message}")
+            return *[None] * len(shown), f"**{message}**"
 
     with gradio.Blocks(title="mame-sd", analytics_enabled=False) as page:
-        gradio.Markdown("# mame-sd\nThe same noise, denoised without merging and with it.")
+        gradio.Markdown(f"# mame-sd\nThe same noise, denoised without merging and with it.\n\n{both.about}")
         with gradio.Row():
             text = gradio.Textbox(prompt, label="Prompt", scale=4, autofocus=True)
             button = gradio.Button("Generate", variant="primary", scale=1)
@@ -104,7 +128,7 @@ def build_page(both: SideBySide, prompt: str = "") -> Any:
             keep = gradio.Slider(0.05, 1, MaMeConfig().keep, step=0.005, label="keep")
             tau = gradio.Slider(0, 1, 0.8, step=0.01, label="tau", visible=False)
             steps = gradio.Slider(1, 50, 20, step=1, label="Steps")
-            seed = gradio.Number(0, label="Seed", precision=0, minimum=0)
+            seed = gradio.Number(0, label="Seed", minimum=0)
             step = gradio.Slider(1, 50, 10, step=1, label="Step of the merge map")
         with gradio.Row():
             shown = [

@@ -125,6 +125,9 @@ def build_handle(target: Any, config: MaMeConfig) -> MaMeHandle:
             hooks.append((module, MergeHook(shared, stats, layer, image, number)))
     if not any(isinstance(hook, MergeHook) and hook.stats.part == "attention" for _, hook in hooks):
         raise ValueError(_nothing_found(root))
+    for _, hook in hooks:
+        if isinstance(hook, StepHook):
+            hook.watched = [other.stats for _, other in hooks if isinstance(other, MergeHook)]
     return MaMeHandle(root, shared, hooks, None if target is root else target)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,7 +19,7 @@ from mame_sd.diffusion.layer import NO_STEP, Layer, Step, merged_call
 from mame_sd.diffusion.threads import PerThread
 from mame_sd.diffusion.tokens import Call, Tokens
 from mame_sd.diffusion.worth import leaves_open
-from mame_sd.report import LayerStats
+from mame_sd.report import NOTHING_MERGES, LayerStats
 
 # Models whose pipelines put the prompt before the negative one in a batch.
 LEFT = "left unmerged by layers"
@@ -199,6 +200,7 @@ class StepHook(CallHook):
         self.names = _names(module)
         self.shared = shared
         self.latest = LatestCall()
+        self.watched: list[LayerStats] = []  # layers whose first forward has not been looked at
         # a ControlNet is called with the same latents for each control image
         self.calls_pair = "ControlNet" not in type(module).__name__
 
@@ -225,9 +227,18 @@ class StepHook(CallHook):
             self.latest.forget()
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Blocks that are called by themselves share nothing."""
+        """Blocks that are called by themselves share nothing. Warns once where the first forward merges nothing."""
         if not torch.compiler.is_compiling():
             self.shared.plans.value = None
+            watched, self.watched = self.watched, []
+            called = [stats for stats in watched if stats.calls]
+            if called and self.shared.now.active and all(stats.last_reason for stats in called):
+                largest = max(stats.tokens_in // stats.calls for stats in called)
+                warnings.warn(
+                    f"{NOTHING_MERGES}: each of {len(called)} was left alone, and the largest has {largest} tokens; "
+                    "report() says why. Lower min_tokens or generate larger images",
+                    stacklevel=2,
+                )
 
     def forget(self) -> None:
         """Lets go of this thread's plans."""

@@ -7,27 +7,45 @@ Every picture that they learned is a known glyph on a known colour, so that what
 import hashlib
 import json
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-FOLDER = Path(__file__).parent
-GLYPHS = FOLDER / "unet"  # they lie beside the weights that were first trained on them
+MODELS = "mame_sd_models"  # the package of the distribution mame-sd-models
+GET_THEM = "pip install 'mame-sd[models]', or in a checkout: pip install ./mame_sd/embedded"
 BACKGROUNDS = {  # sRGB
     "white": (255, 255, 255), "black": (0, 0, 0), "gray": (128, 128, 128), "red": (214, 40, 40),
     "orange": (247, 140, 30), "yellow": (250, 220, 60), "green": (46, 160, 67), "blue": (37, 78, 219),
     "light blue": (150, 205, 250), "purple": (128, 50, 170), "pink": (255, 170, 200), "brown": (121, 72, 40),
 }  # fmt: skip
 HELD_OUT_SHARE = 0.15
-DEFAULT_GUIDANCE = {"unet": 1.25, "transformer": 2.5}  # what the command line samples an embedded model with
+DEFAULT_GUIDANCE = {"unet": 1.25, "transformer": 2.5}  # what an embedded model is sampled with
+DEFAULT_STEPS = 20
 _INDEXES = ("model_index.json", "config.json")  # of a diffusers pipeline; of a model that transformers saved
 
 
+@cache
+def models_folder() -> Path:
+    """Where the models lie: beside this file in a checkout, else in the package mame_sd_models."""
+    beside = Path(__file__).parent
+    if _named(beside):
+        return beside
+    found = find_spec(MODELS)
+    places = list(found.submodule_search_locations or []) if found else []
+    return Path(places[0]) if places else beside
+
+
+def _named(folder: Path) -> list[str]:
+    """Names of the models in `folder`: a folder in it that a library can load is one."""
+    return sorted(path.name for path in folder.iterdir() if any((path / name).is_file() for name in _INDEXES))
+
+
 def embedded_models() -> list[str]:
-    """Names of the embedded models of this installation: a folder here that a library can load is one."""
-    return sorted(path.name for path in FOLDER.iterdir() if any((path / name).is_file() for name in _INDEXES))
+    """Names of the embedded models of this installation; none without the distribution mame-sd-models."""
+    return _named(models_folder())
 
 
 def embedded_model_path(name: str = "unet") -> Path:
@@ -37,12 +55,13 @@ def embedded_model_path(name: str = "unet") -> Path:
         FileNotFoundError: this installation has none of that name; the message lists those it has.
     """
     there = embedded_models()
+    if not there:
+        raise FileNotFoundError(f"expected the embedded models, found none; {GET_THEM}")
     if name not in there:
         raise FileNotFoundError(
-            f"expected the name of an embedded model ({', '.join(there) or 'none is installed'}), got {name!r}; give one of "
-            "these, or reinstall mame-sd"
+            f"expected the name of an embedded model ({', '.join(there)}), got {name!r}; give one of these"
         )
-    return FOLDER / name
+    return models_folder() / name
 
 
 def caption(name: str, background: str) -> str:
@@ -57,10 +76,15 @@ def is_held_out(name: str, background: str) -> bool:
     return int.from_bytes(digest[:4], "big") < HELD_OUT_SHARE * 2**32
 
 
+def _glyphs_folder() -> Path:
+    """They lie beside the weights that were first trained on them."""
+    return embedded_model_path("unet")
+
+
 @cache
 def _index() -> dict[str, Any]:
     """What stands on the glyph sheet: names, columns, source."""
-    index: dict[str, Any] = json.loads((GLYPHS / "glyphs.json").read_text(encoding="utf-8"))
+    index: dict[str, Any] = json.loads((_glyphs_folder() / "glyphs.json").read_text(encoding="utf-8"))
     return index
 
 
@@ -74,7 +98,7 @@ def glyph_names() -> tuple[str, ...]:
 def glyphs() -> np.ndarray:
     """All glyphs as uint8 RGBA, shape [number of glyphs, 256, 256, 4], straight alpha."""
     columns = _index()["columns"]
-    sheet = np.asarray(Image.open(GLYPHS / "glyphs.webp").convert("RGBA"))
+    sheet = np.asarray(Image.open(_glyphs_folder() / "glyphs.webp").convert("RGBA"))
     side = sheet.shape[1] // columns
     rows = sheet.shape[0] // side
     cells = sheet.reshape(rows, side, columns, side, 4).transpose(0, 2, 1, 3, 4).reshape(-1, side, side, 4)

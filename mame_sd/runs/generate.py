@@ -50,6 +50,7 @@ def generate(
     prompt_file: dict[str, Any] | None = None,
     process: Process | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_step: Callable[[int, int], None] = lambda step, steps: None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> Summary:
     """Make every image that the run folder `out` lacks.
@@ -59,6 +60,7 @@ def generate(
         prompt_file: name and digest of the file the prompts came from, for the manifest; nothing is compared with it.
         process: this process among several, which must have joined one another (`mame_sd.runs.processes.joined`).
         on_progress: told (images done, images of this process) at the start and after each batch.
+        on_step: told (steps done, steps) of the batch under way, where the pipeline tells them.
         on_note: told of what the user should know.
 
     Raises:
@@ -71,7 +73,7 @@ def generate(
     known = {job.name: job.known for job in jobs}
     folder = RunFolder(out, process.rank)
     described = describe_settings(model, prompts, settings, method)
-    run = _Run(model, settings, method, jobs, described, folder, process, on_progress, on_note)
+    run = _Run(model, settings, method, jobs, described, folder, process, on_progress, on_step, on_note)
     rows: list[dict[str, Any]] = []
     complete = False
     try:
@@ -110,6 +112,7 @@ class _Run:
     folder: RunFolder
     process: Process
     on_progress: Callable[[int, int], None]
+    on_step: Callable[[int, int], None]
     on_note: Callable[[str], None]
     unmerged: set[tuple[int | None, int | None]] = field(default_factory=set)  # sizes at which nothing could merge
 
@@ -151,7 +154,7 @@ class _Run:
         if installed is not None:
             installed.begin(batch)
         start = time.perf_counter()
-        images = sample(self.model, self.settings, batch)
+        images = sample(self.model, self.settings, batch, on_step=self.on_step)
         seconds = (time.perf_counter() - start) / len(batch)
         levels = [] if installed is None else self._levels(installed, batch[0])
         note = {"note": NOT_MERGED} if installed is not None and not levels else {}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.saved_setting import SavedMerging, read_saved_merging
 from mame_sd.errors import MachineError, UserError, first_line
+from mame_sd.report import NOTHING_MERGES
 from mame_sd.runs.devices import pick_device, pick_dtype
 from mame_sd.runs.loras import add_loras, lora_identity
 from mame_sd.runs.model_files import ModelChoice, digest_of, find_model, name_and_digest
@@ -159,6 +162,7 @@ def _be_quiet() -> None:
     import diffusers.utils.logging
     import transformers.utils.logging
 
+    warnings.filterwarnings("ignore", NOTHING_MERGES)  # the commands say it in a line of their own
     diffusers.utils.logging.set_verbosity_error()
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
@@ -171,11 +175,38 @@ def _load_folder(folder: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
     name = diffusers.DiffusionPipeline.load_config(str(folder)).get("_class_name")
     name = name[-1] if isinstance(name, (list, tuple)) else name
     kind = getattr(diffusers, str(name), None)
+    _check_tokenizers(folder)
     if kind is None:
         raise UserError(f"--model {folder}: expected a pipeline class of diffusers, got {name!r}; convert the model")
     pipe = kind.from_pretrained(str(folder), dtype=dtype, variant=choice.variant, local_files_only=choice.offline)
+    _check_weights(pipe, folder.name)
     # Merging comes from outside, by `saved_merging` and the options.
     return pipe if type(pipe) is kind else kind.from_pipe(pipe, dtype=dtype)
+
+
+def _check_tokenizers(folder: Path) -> None:
+    """Raise UserError for a tokenizer without a vocabulary, which transformers would load as an empty one."""
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    for name, entry in index.items():
+        if not name.startswith("tokenizer") or not isinstance(entry, list) or entry[-1] is None:
+            continue
+        there = [file.name for file in (folder / name).glob("*") if file.is_file()]
+        if all(file.endswith("_config.json") or file == "special_tokens_map.json" for file in there):
+            raise UserError(
+                f"--model {folder}: expected the vocabulary of {name}, found {'no such folder' if not there else 'none'}; "
+                "copy the whole model again"
+            )
+
+
+def _check_weights(pipe: Any, name: str) -> None:
+    """Raise UserError for a part whose weight file lacks a tensor: it is left on the meta device."""
+    for part, component in pipe.components.items():
+        if isinstance(component, torch.nn.Module):
+            lacking = next((n for n, p in component.named_parameters() if p.is_meta), None)
+            if lacking is not None:
+                raise UserError(
+                    f"--model {name}: expected the tensor {lacking} in {part}, found none; get the file again"
+                )
 
 
 def _load_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:

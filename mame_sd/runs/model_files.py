@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from mame_sd.config import BESIDE
 from mame_sd.errors import UserError, first_line
 from mame_sd.runs.options import option
 from mame_sd.runs.schedulers import SCHEDULERS, check_scheduler
@@ -127,12 +128,17 @@ def _download(choice: ModelChoice) -> Path:
 
 
 def digest_of(source: Path) -> str:
-    """A digest of names, sizes and whole contents of the files that decide pixels: no hidden files, model cards or Python's files."""
+    """A digest of names, sizes and whole contents of the files that decide pixels: no hidden files, model cards or Python's files.
+
+    Nor settings of merging, which a run tells by themselves.
+    """
     digest = hashlib.sha256()
     files = (
         [source]
         if source.is_file()
-        else sorted(p for p in source.rglob("*") if p.is_file() and p.suffix not in (".md", ".py", ".pyc"))
+        else sorted(
+            p for p in source.rglob("*") if p.is_file() and p.suffix not in (".md", ".py", ".pyc") and p.name != BESIDE
+        )
     )
     for path in files:
         if any(part.startswith(".") for part in path.relative_to(source).parts):

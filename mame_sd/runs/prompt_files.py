@@ -43,13 +43,18 @@ class Prompt:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def demo_file() -> Path:
-    """The packaged prompt file that ``demo`` names."""
+def packaged_file(name: str) -> Path:
+    """A packaged file of the room of prompts: ``demo.txt`` (prompts) or ``demo.png`` (an image)."""
     beside = Path(__file__).resolve().parents[1]
     for folder in (beside / "prompts", beside.parent / "prompts"):  # a wheel; a checkout
-        if (folder / "demo.txt").is_file():
-            return folder / "demo.txt"
-    raise PromptError(f"expected the packaged prompt file in {beside / 'prompts'}, found none; reinstall mame-sd")
+        if (folder / name).is_file():
+            return folder / name
+    raise PromptError(f"expected the packaged file {beside / 'prompts' / name}, found none; reinstall mame-sd")
+
+
+def demo_file() -> Path:
+    """The packaged prompt file that ``demo`` names."""
+    return packaged_file("demo.txt")
 
 
 def load_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:

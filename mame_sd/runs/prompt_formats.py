@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mame_sd.config import once_each
 from mame_sd.errors import UserError
 
 PROMPT_COLUMNS = ("prompt", "caption")  # compared without case; the first that is present is taken
@@ -31,6 +32,8 @@ def read_text(path: Path) -> str:
         raise PromptError(
             f"{path}: the prompt file can't be read ({reason}); check the path and its permissions"
         ) from None
+    if data.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")):
+        raise PromptError(f"{path}: expected UTF-8, got UTF-32; save it as UTF-8")
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise PromptError(f"{path}: expected UTF-8, got UTF-16; save it as UTF-8")
     if b"\0" in data:
@@ -117,7 +120,7 @@ def _jsonl_records(path: Path, text: str) -> Iterator[Record]:
         if not line.strip(" \t\r"):
             continue
         try:
-            values = json.loads(line, parse_constant=_refuse_constant)
+            values = json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=once_each)
         except (ValueError, RecursionError) as error:
             reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
             raise PromptError(

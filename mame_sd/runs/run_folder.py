@@ -12,6 +12,7 @@ depend on the settings alone, so a run that was killed and continued ends with t
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -81,7 +82,7 @@ class RunFolder:
             for leftover in self.work.glob("*.tmp"):
                 leftover.unlink()
         notes: list[str] = []
-        if self.manifest.exists():
+        if self.manifest.exists() and self._has_images():
             notes = self._compare(read_manifest(self.manifest, OTHER_OUT), manifest)
         else:
             text = json.dumps({"format": FORMAT, **manifest}, indent=2, sort_keys=True) + "\n"
@@ -90,17 +91,37 @@ class RunFolder:
             self.images.mkdir(exist_ok=True)
         return notes
 
+    def _has_images(self) -> bool:
+        """Whether anything was made here: a folder without images may be begun again with other settings."""
+        try:
+            return any(name.endswith(".png") for name in os.listdir(self.images))
+        except OSError:
+            return False
+
     def finished(self, names: Sequence[str]) -> set[str]:
-        """Those of `names` whose image is there and whole."""
+        """Those of `names` whose image is there, whole, and the one that its record tells of."""
         with writing(self.images):
             present = {entry.name for entry in os.scandir(self.images)}
-        return {name for name in names if f"{name}.png" in present and _is_whole(self.images / f"{name}.png")}
+        hashes = {name: row.get("sha256") for name, row in self._records().items()}
+        return {
+            name
+            for name in names
+            if f"{name}.png" in present and _is_whole(self.images / f"{name}.png", hashes.get(name))
+        }
+
+    def _records(self) -> dict[str, dict[str, Any]]:
+        """What is written of each image so far, the latest record of each."""
+        records: dict[str, dict[str, Any]] = {}
+        for source in (self.samples, *sorted(self.work.glob("samples-*.jsonl"))):
+            records.update((row["name"], row) for row in _read_rows(source))
+        return records
 
     def write_image(self, name: str, png: bytes, record: Mapping[str, Any]) -> None:
         """Add a finished image: its record first, then the file, in one step."""
         part = self.work / f"samples-{self._rank}.jsonl"
         with writing(part), open(part, "ab") as file:
-            file.write(json.dumps({"name": name, **record}, sort_keys=True).encode() + b"\n")
+            row = {"name": name, **record, "sha256": hashlib.sha256(png).hexdigest()}
+            file.write(json.dumps(row, sort_keys=True).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
         write_atomically(self.images / f"{name}.png", png, self.work / f"image-{self._rank}.tmp")
@@ -111,10 +132,11 @@ class RunFolder:
         Args:
             known: for every image of the run its name and what is known of it without making it.
         """
-        records: dict[str, dict[str, Any]] = {}
-        for source in (self.samples, *sorted(self.work.glob("samples-*.jsonl"))):
-            records.update((row["name"], row) for row in _read_rows(source) if row["name"] in known)
+        records = self._records()
         done = self.finished(list(known))
+        for name in known.keys() - done:  # cut short, or put there by others: made again
+            with writing(self.images):
+                (self.images / f"{name}.png").unlink(missing_ok=True)
         rows = [{**records.get(name, {}), "name": name, **fixed} for name, fixed in known.items() if name in done]
         text = "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows)
         write_atomically(self.samples, text.encode(), self.work / "samples.tmp")
@@ -172,14 +194,16 @@ def differences(there: Any, here: Any, name: str = "") -> list[str]:
     return [] if there == here else [f"{name}: {json.dumps(there)} there, {json.dumps(here)} here"]
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether the file ends like a PNG; an image that was cut short by other hands is made again."""
+def _is_whole(path: Path, sha256: Any = None) -> bool:
+    """Whether the file ends like a PNG and has the hash of its record, where that tells one.
+
+    An image that other hands cut short or put in its place is made again.
+    """
     try:
-        with open(path, "rb") as file:
-            file.seek(-len(_PNG_END), os.SEEK_END)
-            return file.read() == _PNG_END
+        data = path.read_bytes()
     except OSError:
         return False
+    return data.endswith(_PNG_END) and sha256 in (None, hashlib.sha256(data).hexdigest())
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,22 @@ from mame_sd.runs.loading import LoadedModel
 if TYPE_CHECKING:
     from mame_sd.diffusion.handle import MaMeHandle
 
+STEP_END = "callback_on_step_end"
 
-def sample(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], **extra: Any) -> list[Image.Image]:
-    """One call of the pipeline: an RGB image for each of `jobs`, which share a size. `extra` goes to the call too.
+
+def sample(
+    model: LoadedModel,
+    settings: GenerateSettings,
+    jobs: Sequence[Job],
+    *,
+    on_step: Callable[[int, int], None] | None = None,
+    **extra: Any,
+) -> list[Image.Image]:
+    """One call of the pipeline: an RGB image for each of `jobs`, which share a size.
+
+    Args:
+        on_step: told (steps done, steps), where the pipeline reports them.
+        extra: goes to the call too.
 
     Raises:
         UserError: an argument that the pipeline does not take, or refuses.
@@ -44,6 +57,8 @@ def sample(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], 
     if height is not None or width is not None:  # diffusers ignores one without the other
         default = (0, 0) if height and width else model.default_size
         call.update(height=height or default[0], width=width or default[1])
+    if on_step is not None and STEP_END in model.arguments:
+        call.setdefault(STEP_END, _teller(on_step))
     for name in call:
         if name not in model.arguments:
             flag = {"guidance_scale": "--guidance", "num_inference_steps": "--steps"}.get(
@@ -69,6 +84,16 @@ def sample(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], 
             f"prompt {jobs[0].prompt.id!r}: expected finite numbers for pixels, got others in {dtype}; {hint}"
         )
     return [Image.fromarray(pixels) for pixels in (images * 255).round().astype(np.uint8)]
+
+
+def _teller(on_step: Callable[[int, int], None]) -> Callable[..., dict[str, Any]]:
+    """A step callback of diffusers that tells `on_step`, and changes nothing."""
+
+    def tell(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        on_step(index + 1, len(pipe.scheduler.timesteps))
+        return tensors
+
+    return tell
 
 
 def merge_in(model: LoadedModel, config: MaMeConfig) -> MaMeHandle:

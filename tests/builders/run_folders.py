@@ -30,3 +30,10 @@ def write_run(
     known = {"prompts": {"count": len(images), "sha256": "x"}, "images_per_prompt": 1, "mame": None, **settings}
     (folder / "manifest.json").write_text(json.dumps({"format": FORMAT, "settings": known, "environment": {}}))
     return folder
+
+
+def forget_hashes(folder: Path) -> None:
+    """Take the hashes of images out of a run's records, so that a changed image passes for the run's own."""
+    path = folder / "samples.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "sha256"}) + "\n" for row in rows))

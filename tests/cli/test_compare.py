@@ -12,7 +12,9 @@ from PIL import Image
 
 from mame_sd import mame
 from mame_sd.cli import app as cli
+from mame_sd.cli import sheet
 from mame_sd.cli.compare import compare, compare_sheet, folders_sheet, variants_of
+from mame_sd.cli.difference import difference, nearness
 from mame_sd.cli.sheet import Cell, draw_sheet, write_sheet
 from mame_sd.cli.show_merge import MergeMap, capture_merge, draw_merge, prompt_to_draw
 from mame_sd.config import MaMeConfig
@@ -24,6 +26,7 @@ from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.prompt_files import prompts_from_texts
 from mame_sd.runs.sampling import sample
+from tests.builders.run_folders import write_run
 
 TWO_STEPS = GenerateSettings(steps=2)
 SMALL = MaMeConfig(min_tokens=16)
@@ -36,7 +39,7 @@ def test_panels_are_the_baseline_and_then_each_setting(model: LoadedModel) -> No
     kept = [panel.levels[0]["tokens_kept"] for panel in panels[1:]]
     assert kept[0] < kept[1] == 256
     assert kept[2] == 128
-    assert panels[2].lines(panels[0])[2] == "level 0: 256 of 256 kept"
+    assert panels[2].lines(panels[0])[3] == "level 0: 256 of 256 kept"
     first, nothing = (np.asarray(panels[index].image, int) for index in (0, 2))
     assert abs(first - nothing).max() <= 1  # tau = 1 merges nothing: the same noise, the same image
     sheet = compare_sheet("a\x1b[31m [red] key", panels)
@@ -105,13 +108,13 @@ def test_groups_are_coloured_and_lone_tokens_are_clear() -> None:
     owners = np.arange(16).reshape(4, 4)
     owners[0, 1] = owners[0, 0]
     image = Image.new("RGB", (64, 64), (255, 255, 255))
-    drawn = np.asarray(draw_merge(MergeMap(image, owners, "layer", 1, 15), "key"))
+    drawn = np.asarray(draw_merge(MergeMap(image, owners, "layer", 1, 15), "key", "distinct"))
     panel = drawn[12:780, 12 + 768 + 12 :][:768, :768].reshape(4, 192, 4, 192, 3)[:, 10, :, 10]  # a pixel of each cell
     assert (panel[0, 0] == panel[0, 1]).all()
     assert (panel[0, 0] != 255).any()
     assert (panel.reshape(16, 3)[2:] == 255).all()
     owners[3, 3] = -1
-    with_dropped = np.asarray(draw_merge(MergeMap(image, owners, "layer", 1, 14), "key"))
+    with_dropped = np.asarray(draw_merge(MergeMap(image, owners, "layer", 1, 14), "key", "distinct"))
     cells = with_dropped[12:780, 12 + 768 + 12 :][:768, :768].reshape(4, 192, 4, 192, 3)[:, 10, :, 10].reshape(16, 3)
     assert (cells[15] < 200).all(), "a dropped token is dark"
     assert (cells[2:15] == 255).all()
@@ -159,3 +162,27 @@ def test_the_commands(
     assert cli.run(["sheet", "run", "run", "--out", "both.png"]) == 0
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"compare.png", "show-merge.png", "both.png", "run"}
+
+
+def test_a_file_that_is_a_bomb_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name, {"p_0": np.zeros((8, 8, 3), np.uint8)})
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4)
+    assert cli.run(["sheet", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "s.png")]) == 2
+    assert "can't be read as an image" in capsys.readouterr().err
+
+
+def test_sheets_say_how_near_images_are_and_what_differs() -> None:
+    grey, other = Image.new("RGB", (4, 4), (100, 100, 100)), Image.new("RGB", (4, 4), (101, 100, 98))
+    assert nearness(grey, grey) == "equal to the baseline"
+    assert nearness(grey, other) == "PSNR 45.9 dB"
+    assert difference(grey, other).getpixel((0, 0)) == (239, 239, 239)
+
+
+def test_a_character_that_no_font_has_is_written_as_its_code_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sheet, "FONTS", ())
+    sheet._fonts.cache_clear()
+    assert sheet._fit("a \u732b", 500)[0] == "a <U+732B>"
+    sheet._fonts.cache_clear()

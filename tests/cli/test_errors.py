@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mame_sd.cli.console import note
-from mame_sd.cli.errors import exit_status
+from mame_sd.cli.errors import MACHINE, describe, exit_status
 from mame_sd.errors import UserError
 from tests.builders.console import error_of
 
@@ -121,3 +121,9 @@ def test_a_library_that_does_not_load_is_the_machines_fault(tmp_path: Path, modu
     assert last.startswith("error: ")
     assert "a package that" in last
     assert f"No module named {module}" in last
+
+
+@pytest.mark.parametrize(("package", "extra"), [("matplotlib", "eval"), ("gradio", "ui"), ("tomesd", "peers")])
+def test_a_missing_package_names_the_extra_that_brings_it(package: str, extra: str) -> None:
+    status, message = describe(ModuleNotFoundError(f"No module named '{package}'", name=package))
+    assert (status, message) == (MACHINE, f"expected the package {package}, found none; pip install 'mame-sd[{extra}]'")

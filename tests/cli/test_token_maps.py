@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 
 from mame_sd.cli import app as cli
-from mame_sd.cli.token_maps import mean_colors, pixels_seen, read_image, token_maps
+from mame_sd.cli.show_merge import mean_colors
+from mame_sd.cli.token_maps import pixels_seen, read_image, token_maps
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.perception.apply import apply_encoder, has_encoder_hooks
@@ -114,7 +115,9 @@ def test_bad_options_are_one_line(
 
 def test_options_of_images_need_an_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["show-merge", "owl", "--blocks", "3", "--out", str(tmp_path / "a.png")]) == 2
-    assert "--blocks, --colors: expected an image file beside them, got a prompt" in capsys.readouterr().err
+    assert "--blocks: expected an image file beside it, got a prompt" in capsys.readouterr().err
+    assert cli.run(["show-merge", "cat.png", "--out", str(tmp_path / "a.png")]) == 2
+    assert "show-merge cat.png: expected an image file or a prompt, found no such file" in capsys.readouterr().err
     (tmp_path / "broken.png").write_bytes(b"no image")
     assert cli.run(["show-merge", str(tmp_path / "broken.png"), "--out", str(tmp_path / "a.png")]) == 2
     assert "expected an image, but it can't be read" in capsys.readouterr().err

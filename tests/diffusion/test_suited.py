@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 
 from mame_sd import MaMeConfig, apply_mame
-from mame_sd.diffusion.families.transformers import BUILT_IN, WHOLE, suited
+from mame_sd.diffusion.families.transformers import BUILT_IN, WHOLE, suited, uniform
 from mame_sd.eval.benchmark.rows import chosen_rows
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import Merging
-from tests.builders.tiny import tiny_unet
+from mame_sd.runs.model_files import digest_of
+from tests.builders.tiny import save_tiny_pipeline, tiny_unet
 from tests.matrix.transformers import ROWS
 
 MODELS = {row.name: row for row in ROWS}
@@ -102,3 +106,27 @@ def test_runs_and_benchmarks_say_what_merged() -> None:
     (baseline, default) = (row.on(loaded) for row in chosen_rows("mame-default"))
     assert baseline.config == {}
     assert default.config["mame"]["keep"] == WHOLE
+
+
+def test_settings_beside_a_models_weights_are_its_default(tmp_path: Path) -> None:
+    folder = save_tiny_pipeline(tmp_path / "tiny")
+    pipe = StableDiffusionPipeline.from_pretrained(folder)
+    before = digest_of(folder)
+    assert apply_mame(pipe, min_tokens=16).config == MaMeConfig(min_tokens=16)
+    rules = {"up_blocks.1": {"keep": 0.5, "merge": "kv"}}
+    (folder / "mame.json").write_text(json.dumps({"layers": rules, "about": {"steps": 3}}))
+    assert digest_of(folder) == before, "the same model"
+    for target in (pipe, pipe.unet, UNet2DConditionModel.from_pretrained(folder, subfolder="unet")):
+        handle = apply_mame(target, min_tokens=16)
+        assert handle.config == MaMeConfig(min_tokens=16, layers=rules)
+        for decided in ({"keep": 0.25}, {"preset": "default"}, {"merge": "kv"}):
+            handle.set(MaMeConfig(**decided))
+            assert handle.config == MaMeConfig(**decided), "what is given decides"
+        handle.set(MaMeConfig(layers={"mid*": False}))
+        assert handle.config == MaMeConfig(layers={"mid*": False})
+        handle.set(uniform(handle.root, MaMeConfig(min_tokens=16)))
+        assert handle.config == MaMeConfig(min_tokens=16, merge="kv")
+    other = save_tiny_pipeline(tmp_path / "other")
+    (other / "mame.json").write_text('{"layers": {"no.such": false}}')
+    with pytest.raises(ValueError, match=r"layers: expected patterns of layers of UNet2D.* got 'no.such'"):
+        apply_mame(StableDiffusionPipeline.from_pretrained(other))

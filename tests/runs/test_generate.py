@@ -356,3 +356,17 @@ def test_two_processes_share_a_run_and_make_the_same_bytes(model_folder: Path, t
     assert result.stdout.count("5 images in") == 1
     assert cli.run([*options, str(tmp_path / "one")]) == 0
     assert snapshot(tmp_path / "two") == snapshot(tmp_path / "one")
+
+
+def test_an_image_put_there_by_others_is_made_again(model: LoadedModel, tmp_path: Path) -> None:
+    run(model, tmp_path)
+    before, images = snapshot(tmp_path), sorted((tmp_path / "images").iterdir())
+    images[0].write_bytes(images[1].read_bytes())
+    assert run(model, tmp_path).made == 1
+    assert snapshot(tmp_path) == before
+
+
+def test_a_folder_without_images_takes_other_settings(model: LoadedModel, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="lower min_tokens"):
+        run(model, tmp_path, config=MaMeConfig(keep=0.5, min_tokens=10**6))
+    assert run(model, tmp_path, config=MaMeConfig(keep=0.5, min_tokens=16)).made > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from diffusers import (
     WanPipeline,
 )
 from diffusers.loaders import StableDiffusionLoraLoaderMixin
+from safetensors.torch import load_file, save_file
 
 from mame_sd.embedded import model as subjects
 from mame_sd.errors import UserError
@@ -150,7 +152,7 @@ def test_embedded_models_go_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert find_model(ModelChoice(model="embedded-unet")) == find_model(ModelChoice())
     with pytest.raises(UserError, match=r"--model embedded-unicorn: expected the name of an embedded model"):
         find_model(ModelChoice(model="embedded-unicorn"))
-    monkeypatch.setattr(subjects, "FOLDER", tmp_path / "embedded")
+    monkeypatch.setattr(subjects, "models_folder", lambda: tmp_path / "embedded")
     save_tiny_pipeline(tmp_path / "embedded" / "tiny")
     (tmp_path / "embedded" / "clip").mkdir()
     (tmp_path / "embedded" / "clip" / "config.json").write_text("{}")
@@ -177,3 +179,20 @@ def test_a_hub_model_that_is_not_cached_is_one_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError, match=r"--model nobody/nothing: expected a folder, .* give a folder"):
         find_model(ModelChoice(model="nobody/nothing", offline=True))
+
+
+def test_a_tokenizer_without_words_is_named(model_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
+    shutil.rmtree(folder / "tokenizer")
+    with pytest.raises(UserError, match="expected the vocabulary of tokenizer, found no such folder"):
+        load_model(choice(folder))
+
+
+def test_a_weight_file_that_lacks_a_tensor_is_named(model_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
+    file = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    del weights["conv_in.bias"]
+    save_file(weights, file)
+    with pytest.raises(UserError, match=r"conv_in\.bias"):
+        load_model(choice(folder))

@@ -167,3 +167,14 @@ def test_any_bytes_are_prompts_or_one_error(tmp_path_factory: pytest.TempPathFac
         assert [Path(name).name for name in names] == names
         assert len({name.casefold() for name in names}) == len(names)
         prompts_digest(prompts)
+
+
+def test_utf_32_is_called_so_and_a_name_stands_once(tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    path.write_bytes("a red key".encode("utf-32"))
+    with pytest.raises(PromptError, match="got UTF-32"):
+        load_prompts(path)
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a", "seed": 1, "seed": 2}\n')
+    with pytest.raises(PromptError, match="'seed' stands in one object twice"):
+        load_prompts(path)

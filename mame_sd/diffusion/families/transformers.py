@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.families.family import REGISTERED, Family, Rows
+from mame_sd.diffusion.shipped import shipped_with
 from mame_sd.diffusion.tokens import Call, Tokens
 
 # Of image transformers with text beside whose tokens carry their positions: nearer than a quarter of the keys, and as fast or faster
 # (docs/results.md). With rotary positions, which a merged query would have one of, that was not measured.
 WHOLE = 0.625
+DECIDES = ("tau", "keep", "merge", "weights", "variant", "preset")
 # Models for which merging is refused, with the reason.
 EXCLUDED = {
     "SanaTransformer2DModel": "its self-attention is linear in the tokens already, so merging has nothing to save",
@@ -223,8 +225,23 @@ def family_of(model: nn.Module) -> Family | None:
 
 
 def suited(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
-    """`config`; with what its model's family merges best where it leaves that open: tau, keep, merge, weights, variant and preset not given."""
-    if config.given.keys().isdisjoint(("tau", "keep", "merge", "weights", "variant", "preset")):
+    """`config`; where it leaves open what merges (`DECIDES`, none of them given), with the settings that lie beside the model's
+    weights, else with what its family merges best."""
+    if config.layers is None and config.given.keys().isdisjoint(DECIDES):
+        shipped = shipped_with(model)
+        if shipped is not None:
+            return shipped.replace(**config.given)
+    return _of_family(model, config)
+
+
+def uniform(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
+    """As `suited`, the same in all layers: without the settings that lie beside the model's weights."""
+    config = _of_family(model, config.replace(layers=None, made_for=None))
+    return config.replace(merge=config.merge)  # given, so that nothing else decides
+
+
+def _of_family(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
+    if config.given.keys().isdisjoint(DECIDES):
         for family in filter(None, map(family_of, model.modules())):
             if family.whole is not None:
                 return config.replace(keep=family.whole, merge="qkv")

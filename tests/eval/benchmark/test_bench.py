@@ -11,10 +11,11 @@ import pytest
 
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
+from mame_sd.eval.benchmark import timings
 from mame_sd.eval.benchmark.bench import alike_batches, bench, peak_call, timed_call
 from mame_sd.eval.benchmark.results import check_out
 from mame_sd.eval.benchmark.rows import Row
-from mame_sd.eval.benchmark.timings import FORMAT, read_record, summary
+from mame_sd.eval.benchmark.timings import FORMAT, Timing, read_record, summary
 from mame_sd.eval.benchmark.tomesd import NotApplicable
 from mame_sd.eval.cli import app as cli
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
@@ -152,6 +153,27 @@ def test_timed_calls_measure_denoising_apart(model: LoadedModel) -> None:
     assert costs["latency"] == {
         "mean": timing.seconds, "low": timing.seconds, "high": timing.seconds, "n": 3, "statistic": "median, quartiles",
     }  # fmt: skip
+    assert costs["cpu"]["mean"] == timing.cpu
+    once = summary([timing])["latency"]
+    assert (once["low"], once["high"]) == (None, None), "one round has no interval"
+
+
+def test_seconds_of_a_busy_machine_are_withheld(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timings, "LARGEST_SPREAD", 0.25)
+    monkeypatch.setattr(timings, "SMALLEST_SHARE", 0.6)
+
+    def gate(*rounds: tuple[float, float]) -> bool:
+        found = {"baseline": [Timing(seconds, cpu=cpu) for seconds, cpu in rounds]}
+        return bool(timings.timing_gate(found, "baseline", cores=2)["passed"])
+
+    assert gate((1.0, 1.9), (1.1, 1.9), (1.0, 1.9))
+    assert not gate((1.0, 1.9)), "one round tells nothing"
+    assert not gate((1.0, 1.9), (1.5, 1.9)), "rounds that differ"
+    assert not gate((1.0, 0.9), (1.0, 0.9)), "a process that waits for its cores"
+    costs = timings.without_seconds(summary([Timing(1.0, 0.5, cpu=2.0)] * 2))
+    assert costs["latency"] == {"mean": None, "n": 2, "withheld": "the machine was busy"}
+    assert costs["denoising"]["mean"] is None
+    assert costs["cpu"]["mean"] == 2.0
 
 
 def test_peak_memory_counts_weights_and_grows_with_the_batch(model: LoadedModel) -> None:

@@ -30,6 +30,7 @@ from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import Prompt
 from tests.builders.benchmarks import LIKE_SDXL, PROMPTS, SETTINGS, TINY, benchmark, peers, tiny_rows
 from tests.builders.kills import snapshot
+from tests.builders.run_folders import forget_hashes
 from tests.builders.tiny import save_tiny_pipeline
 
 
@@ -114,6 +115,7 @@ def test_a_resumed_benchmark_mixes_no_figures_of_before(model: LoadedModel, fini
 @peers
 def test_a_changed_image_is_scored_again(model: LoadedModel, finished: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(finished, tmp_path / "out"))
+    forget_hashes(out / "runs" / "mame-tau")
     images = out / "runs" / "mame-tau" / "images"
     shutil.copy(out / "runs" / "baseline" / "images" / "p00001_0.png", images / "p00001_0.png")
     benchmark(model, out).run()
@@ -228,7 +230,7 @@ def test_the_report_names_its_command_and_another_model_has_no_ground_truth(
     command = shlex.join(["mame-sd-eval", *given])
     assert results["manifest"]["command"] == command
     assert command in (out / "report.md").read_text(encoding="utf-8")
-    assert "2 prompts (demo.txt), 1 step, seed 0, model tiny" in results["notes"][0]
+    assert "2 prompts (drawn with seed 0), 1 step, seed 0, model tiny" in results["notes"][0]
     assert command_again(["benchmark", "--out=x", "--prompts", "a b"]) == "mame-sd-eval benchmark --prompts 'a b'"
 
 

@@ -115,7 +115,7 @@ def test_bench_prints_every_row(model_folder: Path, here: Path, capsys: pytest.C
     assert {*manifest["methods"], *manifest["environment"]} >= {"mame-default", "torch", "threads", "device"}
     assert (manifest["rounds"], manifest["prompts"]["count"], manifest["sampling"]["steps"]) == (2, 12, 1)
     assert list(rows) == ["baseline", "mame-default"]
-    assert set(rows["baseline"]) == {"latency", "denoising", "memory", "memory_denoising"}
+    assert set(rows["baseline"]) == {"latency", "denoising", "cpu", "memory", "memory_denoising"}
     assert cli.run([*options, "--format", "csv"]) == 0
     lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [(line["row"], line["metric"]) for line in lines][:2] == [("baseline", "latency"), ("baseline", "denoising")]

@@ -41,7 +41,7 @@ PROMPTS = ["a red key on a table", "an owl"]
 def test_the_embedded_clip_goes_by_name(
     clip: Clip, clip_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subjects, "FOLDER", tmp_path)
+    monkeypatch.setattr(subjects, "models_folder", lambda: tmp_path)
     with pytest.raises(UserError, match=r"--clip embedded-clip: this installation has no embedded CLIP"):
         load_clip("embedded-clip")
     shutil.copytree(clip_folder, tmp_path / "clip")

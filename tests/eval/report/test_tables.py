@@ -22,9 +22,11 @@ from tests.builders.report_page import Elements, Results
 def test_the_blocks_never_mix(page: str) -> None:
     tables = Elements(page).tables
     fidelity, quality = tables["table-fidelity"], tables["table-quality"]
-    for name in ("LPIPS", "PSNR", "Latency", "Peak memory", "Times as fast"):
+    for name in ("LPIPS", "PSNR", "Latency", "Times as fast"):
         assert name in fidelity
         assert name not in quality
+    assert "Peak memory" in tables["table-cost"]
+    assert "Peak memory" not in fidelity
     for name in ("Retrieval", "FID"):
         assert name in quality
         assert name not in fidelity

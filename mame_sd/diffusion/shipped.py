@@ -1,0 +1,36 @@
+"""Settings that lie beside a model's weights, which merging takes where nothing else is given.
+
+A pipeline's folder may hold `mame.json` (`config.BESIDE`), a file of settings such as calibration writes. The embedded models have one.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mame_sd.config import BESIDE, MaMeConfig
+
+
+def shipped_with(model: nn.Module) -> MaMeConfig | None:
+    """The settings beside the weights that `model`, or a part of it, was loaded from; None: there are none.
+
+    Raises:
+        ValueError: a file that can't be used.
+    """
+    config: Any = getattr(model, "config", None)
+    place = config.get("_name_or_path") if isinstance(config, dict) else None
+    if not isinstance(place, (str, PathLike)) or not str(place):
+        return None
+    for folder in (Path(place), Path(place).parent):  # the denoiser's own, and the pipeline's
+        if (folder / BESIDE).is_file():
+            return _read(folder / BESIDE)
+    return None
+
+
+@cache
+def _read(path: Path) -> MaMeConfig:
+    return MaMeConfig.from_file(path)

@@ -1,0 +1,46 @@
+"""Pipelines of embedded models carry their own steps and guidance."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diffusers import StableDiffusionPipeline
+
+from mame_sd import embedded_pipeline
+from mame_sd.pipelines import StableDiffusionMaMePipeline
+
+
+def test_calls_default_to_the_models_own_guidance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(StableDiffusionPipeline, "encode_prompt", _stop(seen))
+    pipe = embedded_pipeline()
+    for call in ({}, {"guidance_scale": 3.0, "num_inference_steps": 2}):
+        with pytest.raises(_Stopped):
+            pipe("key on a pink background", **call)
+        assert pipe.guidance_scale == call.get("guidance_scale", 1.25)
+    found = inspect.signature(pipe.__call__).parameters
+    assert (found["num_inference_steps"].default, found["guidance_scale"].default) == (20, 1.25)
+    pipe.save_pretrained(tmp_path / "saved")
+    assert type(StableDiffusionPipeline.from_pretrained(tmp_path / "saved")) is StableDiffusionPipeline
+
+
+def test_a_pipeline_class_of_ours_has_them_too() -> None:
+    pipe = embedded_pipeline(kind=StableDiffusionMaMePipeline, keep=0.5)
+    assert isinstance(pipe, StableDiffusionMaMePipeline)
+    assert inspect.signature(pipe.__call__).parameters["guidance_scale"].default == 1.25
+    assert pipe.keep == 0.5
+
+
+class _Stopped(Exception):
+    pass
+
+
+def _stop(seen: list[dict[str, Any]]) -> Any:
+    def encode_prompt(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs)
+        raise _Stopped
+
+    return encode_prompt
