@@ -22,7 +22,7 @@ from mame_sd.core.cards import CARDS, Card, Work
 from mame_sd.core.costs import BESIDE, Added, Call, Form, spent, work_of
 
 EARLY, LATE = "UNet", "transformer"
-FORMS: dict[Form, tuple[str, dict[str, Any]]] = {
+_KINDS: dict[Form, tuple[str, dict[str, Any]]] = {
     Form(False, True): (EARLY, {"keep": 0.25, "merge": "kv"}),
     Form(False, True, correct=False): (EARLY, {"keep": 0.25, "merge": "kv", "correct": False}),
     Form(False, True, "pick", correct=False): (EARLY, {"keep": 0.25, "weights": "pick"}),
@@ -32,6 +32,8 @@ FORMS: dict[Form, tuple[str, dict[str, Any]]] = {
     Form(False, False, "pick", correct=False): (LATE, {"keep": 0.25, "weights": "pick"}),
     Form(True, False): (LATE, {"keep": 0.625, "merge": "qkv"}),
 }
+# Each with our kernels and without.
+FORMS = {form._replace(kernels=kernels): found for kernels in (True, False) for form, found in _KINDS.items()}
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def _counted(sample: Sample, form: Form | None) -> list[Work]:
     size = (round(sample.call.tokens**0.5),) * 2 if isinstance(model, Attention) else None
     fields = {} if form is None else FORMS[form][1]
     merging = mame(model, MaMeConfig(min_tokens=1, size=size, **fields)) if form else nullcontext()
-    with merging, pretended(known):
+    with merging, pretended(known, kernels=form is None or form.kernels):
         reach()
         return counted(run)
 

@@ -52,6 +52,7 @@ class Form(NamedTuple):
         early: keys and values are made of merged tokens; else they merge when they are made.
         weights: "best" or "pick", as in the settings.
         correct: what merged keys lack is given back, or whole tokens are counted.
+        kernels: our own run (`mame_sd.core.fused`); else PyTorch's operations.
         masked: merged tokens count as often as they stand for tokens, which takes a mask. Text beside them needs that
             too, where keys merge late.
     """
@@ -60,6 +61,7 @@ class Form(NamedTuple):
     early: bool
     weights: str = "best"
     correct: bool = True
+    kernels: bool = True
     masked: bool = False
 
 
@@ -79,14 +81,22 @@ class Added(NamedTuple):
 BESIDE: dict[bool, Added] = {True: Added(small=0, moved=3.7), False: Added(small=0, moved=66.0)}
 # What merging adds. `python -m benchmarks.gpu_added` counts both.
 ADDED: dict[Form, Added] = {
-    Form(whole=False, early=True): Added(small=96, moved=29.6),
-    Form(whole=False, early=True, correct=False): Added(small=37, moved=10.0),
-    Form(whole=False, early=True, weights="pick", correct=False): Added(small=7, moved=0.4),
-    Form(whole=True, early=True): Added(small=150, moved=76.2),
-    Form(whole=False, early=False): Added(small=87, moved=27.8),
-    Form(whole=False, early=False, correct=False): Added(small=59, moved=16.5),
-    Form(whole=False, early=False, weights="pick", correct=False): Added(small=19, moved=0.8),
-    Form(whole=True, early=False): Added(small=133, moved=38.9),
+    Form(whole=False, early=True): Added(small=2, moved=8.7),
+    Form(whole=False, early=True, correct=False): Added(small=1, moved=2.0),
+    Form(whole=False, early=True, weights="pick", correct=False): Added(small=1, moved=0.3),
+    Form(whole=True, early=True): Added(small=6, moved=13.3),
+    Form(whole=False, early=False): Added(small=0, moved=9.0),
+    Form(whole=False, early=False, correct=False): Added(small=0, moved=3.0),
+    Form(whole=False, early=False, weights="pick", correct=False): Added(small=4, moved=0.0),
+    Form(whole=True, early=False): Added(small=9, moved=13.4),
+    Form(whole=False, early=True, kernels=False): Added(small=90, moved=29.5),
+    Form(whole=False, early=True, correct=False, kernels=False): Added(small=30, moved=9.9),
+    Form(whole=False, early=True, weights="pick", correct=False, kernels=False): Added(small=1, moved=0.3),
+    Form(whole=True, early=True, kernels=False): Added(small=134, moved=76.2),
+    Form(whole=False, early=False, kernels=False): Added(small=79, moved=27.7),
+    Form(whole=False, early=False, correct=False, kernels=False): Added(small=51, moved=16.4),
+    Form(whole=False, early=False, weights="pick", correct=False, kernels=False): Added(small=4, moved=0.0),
+    Form(whole=True, early=False, kernels=False): Added(small=117, moved=38.8),
 }
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mame_sd.config import MaMeConfig
+from mame_sd.core import fused
 from mame_sd.core.cards import card_of
 from mame_sd.core.costs import WORTHWHILE, Call, Form, times_as_fast
 
@@ -45,7 +46,8 @@ def no_gain(route: Route, early: bool) -> str:
     beside = index(route.before) + index(route.after)
     masked = keep > destinations + 1e-6 or (beside > 0 and not early)
     whole = config.merge == "qkv"
-    form = whole, early, config.weights, config.correct, masked and (config.correct or not whole)
+    kernels = fused.on(feature)
+    form = whole, early, config.weights, config.correct, kernels, masked and (config.correct or not whole)
     batch, tokens, channels = map(index, feature.shape)
     inner = int(getattr(module, "inner_dim", channels))
     sizes = batch, tokens, beside, channels, inner, int(heads)
