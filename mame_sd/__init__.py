@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mame_sd.doors import open_doors
-
 if TYPE_CHECKING:
     from mame_sd.apply import apply_mame, mame, remove_mame
     from mame_sd.config import MaMeConfig
@@ -63,6 +61,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-open_doors()

@@ -26,6 +26,8 @@ from mame_sd.presets import resolve
 
 BESIDE = "mame.json"  # a file of settings in a model's folder, which merging takes where nothing else is given
 _UNSET: Any = None
+# Names that files of older versions hold: `batch` follows from tau and keep, and `kernel` from the device.
+_FORMER = ("batch", "kernel")
 
 
 def _field(help: str, option: bool = True) -> Any:
@@ -107,10 +109,6 @@ class MaMeConfig:
         "restored tokens of one group differ, as the groups around them and as their inputs do, around the group's own mean, in place of "
         "equal copies. Where tokens are restored (merge qkv, mlp, cross); with weights best alone"
     )
-    kernel: Literal["triton"] | None = _field(
-        "triton: find destinations in a fused kernel on a CUDA device, with weights best, metric cosine and tiles of at most "
-        "16 (verified in Triton's interpreter, not yet timed on a GPU); PyTorch's operations unless given"
-    )
     tiles: int = _field(
         "compare tokens only inside square tiles of this side, in tokens (at least 2); 0 compares all with all"
     )
@@ -153,7 +151,7 @@ class MaMeConfig:
             object.__setattr__(self, name, value)
         check_resolved(self)
         partition = "alternating" if self.partition.endswith("grid") else self.partition
-        gridless = {"partition": partition, "tiles": 0, "kernel": None, "detail": False, "layers": None}
+        gridless = {"partition": partition, "tiles": 0, "detail": False, "layers": None}
         already = all(getattr(self, name) == value for name, value in gridless.items())
         object.__setattr__(self, "without_plane", self if already else self.replace(**gridless))
         for pattern, rule in (self.layers or {}).items():
@@ -170,7 +168,7 @@ class MaMeConfig:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Made anew of what was given: a pickle of an older version may hold other fields, `batch` among them."""
-        self.__init__(**{name: value for name, value in state["_given"].items() if name != "batch"})  # type: ignore[misc]
+        self.__init__(**{name: value for name, value in state["_given"].items() if name not in _FORMER})  # type: ignore[misc]
 
     @property
     def given(self) -> Mapping[str, Any]:
@@ -236,7 +234,7 @@ class MaMeConfig:
         Raises ValueError for a name that no setting has, a value that can't be, and another `batch`.
         """
         check_names(values)
-        config = cls(**{name: value for name, value in values.items() if name != "batch"})
+        config = cls(**{name: value for name, value in values.items() if name not in _FORMER})
         if values.get("batch", config.batch) not in (None, config.batch):
             limit = "tau" if config.keep is None else "keep"
             raise ValueError(
@@ -263,7 +261,7 @@ def check_names(values: Mapping[str, Any]) -> None:
     """Raises ValueError for a name in `values` that no setting has."""
     names = [f.name for f in fields(MaMeConfig)]
     for name in values:
-        if name not in (*names, "batch"):
+        if name not in (*names, *_FORMER):
             near = difflib.get_close_matches(str(name), names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"unknown setting {name!r}{hint} (settings are {', '.join(names)})")

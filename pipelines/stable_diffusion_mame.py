@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from os import PathLike
@@ -29,12 +30,12 @@ from mame_sd.config import MaMeConfig
 from mame_sd.config_checks import CHOICES
 from mame_sd.diffusion.apply import build_handle, has_hooks, hooks_restored
 from mame_sd.diffusion.handle import MaMeHandle
-from mame_sd.diffusion.saved_setting import DEFAULT, resolve_setting
-from mame_sd.diffusion.threads import CHANGES
-from mame_sd.doors import ENTRY, PLACES
+from mame_sd.diffusion.saved_setting import DEFAULT, ENTRY, resolve_setting
+from mame_sd.diffusion.threads import CHANGES, begin, end
 from mame_sd.layer_rules import LayerRules
 
 SAVED = ("tau", "keep", "mame_config")
+PLACES = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 _UNSET: Any = "unset"
 
 
@@ -48,8 +49,8 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         mame_config: any further fields of MaMeConfig, as a dict, a MaMeConfig or a file of settings (`tau` and `keep` of it
             count where the arguments leave them out).
 
-    All three are saved in model_index.json, which names StableDiffusionPipeline as the class: a saved folder also loads by
-    diffusers' own classes, merging where mame_sd is imported and plain where it is not (`mame_sd.doors`).
+    All three are saved in model_index.json, which names StableDiffusionPipeline as the class: diffusers' own classes load a
+    saved folder too, as a plain pipeline that does not merge. Load it by this class, or by `mame-sd generate --model`.
     `from_pretrained(folder, tau=0.9)` overrides what was saved, and
     `from_pretrained(folder, tau=None, keep=0.5)` changes from one to the other. `from_pretrained`, `from_single_file` and
     `from_pipe` also take each field of MaMeConfig by its name (`min_tokens=256`), over those of `mame_config`; of these
@@ -198,14 +199,17 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         The hooks stay on the UNet, inactive, so that a compiled UNet need not compile again for every call; but not
         in the place of somebody else's.
         """
+        unet, image = self.unet, threading.Lock()
         with CHANGES:
             if self._calls == 0:
                 self._begin(config)
             self._calls += 1
+            begin(unet, "image", image)
         try:
             with self._mame.using(config):  # type: ignore[union-attr]
                 yield
         finally:
+            end(unet, "image")
             with CHANGES:
                 self._calls -= 1
                 if self._calls == 0:
@@ -213,9 +217,8 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
 
     def _begin(self, config: MaMeConfig) -> None:
         """Put the hooks on, for calls that merge."""
-        if self._mame is None or self._mame.root is not self.unet:
-            self._mame = build_handle(self.unet, config)
-            self._mame.active = False
+        if self._mame is None or not self._mame.is_for(self.unet):
+            self._mame = build_handle(self.unet, config, active=False)
         handle = self._mame
         with ExitStack() as foreign:
             if not handle.installed:

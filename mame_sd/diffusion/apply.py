@@ -94,10 +94,10 @@ def apply_mame(target: Any, config: MaMeConfig | str | PathLike[str] | None = No
     return handle
 
 
-def build_handle(target: Any, config: MaMeConfig) -> MaMeHandle:
-    """A handle for `target` whose hooks are not installed yet; raises as `apply_mame` does."""
+def build_handle(target: Any, config: MaMeConfig, active: bool = True) -> MaMeHandle:
+    """A handle for `target` whose hooks are not installed yet, and merge then if `active`; raises as `apply_mame` does."""
     root = denoiser_of(target)
-    shared = Shared(Setting(suited(root, config), True, config))
+    shared = Shared(Setting(suited(root, config), active, config))
     hooks: list[Placed] = []
     denoisers: list[str] = []
     images: dict[str, tuple[SizeHook, Family | None]] = {}  # what tells how tokens lie, by path, and whose they are

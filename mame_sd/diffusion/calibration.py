@@ -190,10 +190,8 @@ class Probe(MergeHook):
     def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """The module's own output; the forms in which the layer can't merge have no entry."""
         call = self.layer.call(module, forward, args, kwargs)
-        known = None if self.image is None else self.image.tokens
-        step = self.shared.step._replace(plans=None)
-        if step.draw is not None:
-            step = step._replace(draw=step.draw + self.number)
+        known, step = self.told()
+        step = step._replace(plans=None)
         whole, seconds = _timed(call.run, self._clock)
         self._measured.whole.append(seconds)
         for number, config in enumerate(self._forms):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -32,16 +33,43 @@ Placed = tuple[nn.Module, AroundHook | PreHook]  # a hook and the module it goes
 
 
 class MaMeHandle:
-    """Merging as applied to one model: settings, counters, removal. Made by `apply_mame`."""
+    """Merging as applied to one model: settings, counters, removal. Made by `apply_mame`.
+
+    A handle whose merging was removed or replaced does not keep the model alive: its memory is free when nothing else holds it.
+    """
 
     def __init__(self, root: nn.Module, shared: Shared, hooks: list[Placed], pipe: Any = None) -> None:
-        self.root = root
-        self.pipe = pipe  # whose denoiser `root` is; None: merging was applied to a model by itself
+        self._root = weakref.ref(root)
+        self._pipe = _held_weakly(pipe)  # whose denoiser `root` is
         self._shared = shared
-        self._hooks = hooks
-        self._layers = [(module, hook) for module, hook in hooks if isinstance(hook, MergeHook)]
+        self._placed = [(weakref.ref(module), hook) for module, hook in hooks]
+        self._layers = [hook for _, hook in hooks if isinstance(hook, MergeHook)]
         self._check(shared.setting.config)
-        shared.setting = self._setting(shared.setting.asked, True)  # now that the layers have names
+        shared.setting = self._setting(shared.setting.asked, shared.setting.active)  # now that the layers have names
+
+    @property
+    def root(self) -> nn.Module:
+        """The model. Raises RuntimeError where it is gone."""
+        root = self._root()
+        if root is None:
+            raise RuntimeError(
+                "expected the model that merging was applied to, but it is gone: call apply_mame on another"
+            )
+        return root
+
+    @property
+    def pipe(self) -> Any:
+        """The pipeline that merging was applied to; None: a model by itself, or it is gone."""
+        return self._pipe()
+
+    def is_for(self, model: nn.Module) -> bool:
+        """Whether this handle was made for `model`."""
+        return self._root() is model
+
+    @property
+    def _hooks(self) -> list[Placed]:
+        """The hooks, each with the module it goes on, as far as these are there."""
+        return [(module, hook) for found, hook in self._placed if (module := found()) is not None]
 
     @property
     def config(self) -> MaMeConfig:
@@ -51,18 +79,24 @@ class MaMeHandle:
     @property
     def installed(self) -> bool:
         """Whether this handle's hooks are (all) on the model: not removed, not replaced by a later `apply_mame`."""
-        return all(hook_on(module, hook.name) is hook for module, hook in self._hooks if self._is_on(hook))
+        placed = self._hooks
+        on = all(hook_on(module, hook.name) is hook for module, hook in placed if self._is_on(hook))
+        return on and len(placed) == len(self._placed)
 
     @property
     def active(self) -> bool:
-        """Whether the hooks merge; False makes every call bit-equal to an unhooked model."""
+        """Whether the hooks merge; False makes every call bit-equal to an unhooked model.
+
+        Setting it raises RuntimeError where merging was removed or replaced, or another thread makes an image with the model.
+        """
         return self._shared.now.active
 
     @active.setter
     def active(self, value: bool) -> None:
         with CHANGES:
+            self._check_installed()
             setting = self._shared.setting
-            if value != setting.active and self.installed:
+            if value != setting.active:
                 check_idle(self.root, "active")
             self._shared.setting = Setting(setting.config, value, setting.asked, self._names)
 
@@ -118,11 +152,11 @@ class MaMeHandle:
                 raise ValueError(
                     f"{name}: expected it on for all threads first, it is off; give it to apply_mame or set"
                 )
-        before, self._shared.own = self._shared.own, new
+        before, self._shared.own.value = self._shared.own.value, new
         try:
             yield
         finally:
-            self._shared.own = before
+            self._shared.own.value = before
 
     def calibrate(self, prompts: Sequence[str], *, speed: float, seed: int = 0, **call: Any) -> Calibration:
         """Finds which layers should merge and how much, and puts that in force: where merging changes a layer's output
@@ -167,25 +201,26 @@ class MaMeHandle:
         Raises:
             NothingMergedError: a forward has run and no layer could merge.
         """
-        return make_report(hook.stats for _, hook in self._layers if hook.on)
+        return make_report(hook.stats for hook in self._layers if hook.on)
 
     def reset(self) -> None:
         """Sets all counters to zero and drops captured plans, and those of this thread that wait for a second call of the same input."""
-        for module, hook in self._layers:
-            hook.stats.reset(device_of(module))
-        for _, call_hook in self._hooks:
-            if isinstance(call_hook, StepHook):
-                call_hook.forget()
+        for found, hook in self._placed:
+            module = found()
+            if isinstance(hook, MergeHook):
+                hook.stats.reset(None if module is None else device_of(module))
+            elif isinstance(hook, StepHook):
+                hook.forget()
 
     def capture(self, on: bool = True) -> None:
         """Keeps the latest plan of every layer for `plans`, without the inputs that restore detail (memory: one plan a layer; not under torch.compile)."""
-        for _, hook in self._layers:
+        for hook in self._layers:
             hook.stats.capture = on
             hook.stats.plan = hook.stats.plan if on else None
 
     def plans(self) -> dict[str, Plan]:
         """The latest plan of every layer that merged since `capture`, or was left whole by it, by layer name; sizes stand in `report`."""
-        found = (hook.stats for _, hook in self._layers if hook.on)
+        found = (hook.stats for hook in self._layers if hook.on)
         return {stats.name: stats.plan for stats in found if stats.plan is not None}
 
     def remove(self) -> None:
@@ -218,11 +253,7 @@ class MaMeHandle:
 
     def _is_on(self, hook: Any) -> bool:
         """Whether the settings of all need this hook."""
-        return (
-            not isinstance(hook, MergeHook)
-            or hook.stats.part not in PARTS
-            or self._shared.setting.of_part[hook.stats.part] is not None
-        )
+        return not isinstance(hook, MergeHook) or self._shared.setting.of_part[hook.stats.part] is not None
 
     def _setting(self, asked: MaMeConfig, active: bool) -> Setting:
         return Setting(suited(self.root, asked), active, asked, self._names)
@@ -230,12 +261,12 @@ class MaMeHandle:
     @property
     def layers(self) -> list[tuple[nn.Module, MergeHook]]:
         """The modules that may merge, each with its hook."""
-        return list(self._layers)
+        return [(module, hook) for module, hook in self._hooks if isinstance(hook, MergeHook)]
 
     @property
     def _names(self) -> list[str]:
         """Of the layers that `layers` may name."""
-        return [hook.stats.name for _, hook in self._layers if hook.stats.part not in PARTS]
+        return [hook.stats.name for hook in self._layers if hook.stats.part not in PARTS]
 
     def _check_installed(self) -> None:
         if not self.installed:
@@ -255,10 +286,18 @@ class MaMeHandle:
                 f"layers: expected patterns of layers of {model} such as {self._names[0]!r}, got {unknown[0]!r}, which "
                 "is none of them; handle.report() names them all"
             )
-        there = {hook.stats.part for _, hook in self._layers}
+        there = {hook.stats.part for hook in self._layers}
         for name in PARTS:
             if getattr(config, name) is not None and name not in there:
                 raise ValueError(
                     f"{name}: expected blocks of a UNet, DiT or PixArt (BasicTransformerBlock) that have such a part, "
                     f"found none in {type(self.root).__name__}; leave {name} out"
                 )
+
+
+def _held_weakly(target: Any) -> Callable[[], Any]:
+    """Gives `target` as long as somebody else holds it; always where its type can't be held weakly."""
+    try:
+        return weakref.ref(target)
+    except TypeError:
+        return lambda: target

@@ -12,11 +12,16 @@ class AroundHook(ModelHook):
     """Runs around a module's own forward, in deepcopies of the module too. The registry keeps `fn_ref.forward`, what is inside."""
 
     name: str
+    fn_ref: Any
     entry: Any  # the module's `forward` just after the hook was put on, an Entry's
 
     def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """The module's output; `forward` is its own."""
         raise NotImplementedError
+
+    def let_go(self) -> None:
+        """Holds on to nothing of the module any more, that it was taken off."""
+        self.fn_ref = self.entry = None
 
 
 class Entry:
@@ -134,9 +139,11 @@ def take_hook(module: nn.Module, name: str) -> None:
         hook.entry.__self__.pass_through()
         place = registry._hook_order.index(name)
         del registry.hooks[name], registry._hook_order[place], registry._fn_refs[place]
+        hook.let_go()
         return
     kept = None if outer is None else outer.forward
     registry.remove_hook(name, recurse=False)
+    hook.let_go()
     if outer is not None:
         outer.original_forward, outer.forward = outer.forward, kept
 

@@ -11,24 +11,33 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import PARTS, MaMeConfig
+from mame_sd.core.constants import constant, counting
 from mame_sd.core.pairs import leaders
 from mame_sd.core.partition import draw_at
+from mame_sd.core.tables import DRAWS
 from mame_sd.diffusion.calls import LatestCall
 from mame_sd.diffusion.hook_registry import AroundHook, CallHook, PreHook
 from mame_sd.diffusion.layer import NO_STEP, Layer, Step, merged_call
-from mame_sd.diffusion.threads import PerThread
+from mame_sd.diffusion.threads import PerThread, begin, end
 from mame_sd.diffusion.tokens import Call, Tokens
 from mame_sd.diffusion.worth import leaves_open
 from mame_sd.report import NOTHING_MERGES, LayerStats
 
-# Models whose pipelines put the prompt before the negative one in a batch.
 LEFT = "left unmerged by layers"
+# Models whose pipelines put the prompt before the negative one in a batch.
 _PROMPT_FIRST = {"DiTTransformer2DModel", "LuminaNextDiT2DModel"}
 
 
 class Setting:
-    """Settings, and whether they merge; `asked`: as they were given, before the model's family decided on what they leave open;
-    `layers`: names of the self-attentions that they are for."""
+    """Settings, and whether they merge.
+
+    Attributes:
+        config: the settings.
+        asked: as they were given, before the model's family decided on what they leave open.
+        active: whether they merge.
+        of_part: the settings for "attention", "mlp" and "cross"; None where that is off.
+        of_layer: by name those of self-attentions that have their own; None where one is left alone.
+    """
 
     def __init__(
         self, config: MaMeConfig, active: bool, asked: MaMeConfig | None = None, layers: Iterable[str] = ()
@@ -37,58 +46,28 @@ class Setting:
         self.asked = config if asked is None else asked
         self.active = active
         self.may_leave = leaves_open(self.asked)
-        self.of_part = {name: config.of_part(name) for name in PARTS}
+        self.of_part = {"attention": config, **{name: config.of_part(name) for name in PARTS}}
         self.of_layer = {} if config.layers is None else {name: config.of_layer(name) for name in layers}
 
 
 class Shared:
     """What a handle and its hooks share: the live settings, whether merging is on, and what the model's call says of merging.
 
-    `setting` is every thread's, but for those that have one of their own (`own`).
+    Attributes:
+        setting: every thread's, but for those that have one of their own.
+        own: each thread's own Setting.
+        step: the Step of its latest call of the model.
     """
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self._own = PerThread()
-        self._step = PerThread(latest=True)
-        self.plans = PerThread()  # what the call of the model under way shares with those before it; no other thread's
-
-    @property
-    def own(self) -> Setting | None:
-        """This thread's own setting."""
-        own: Setting | None = self._own.value
-        return own
-
-    @own.setter
-    def own(self, setting: Setting | None) -> None:
-        self._own.value = setting
+        self.own = PerThread()
+        self.step = PerThread(latest=True)
 
     @property
     def now(self) -> Setting:
         """The setting in force in this thread."""
-        return self._own.value or self.setting
-
-    @property
-    def step(self) -> Step:
-        """What this thread's latest call of the model says.
-
-        Nothing where gradients are on, asked for where it is used: a block that is computed again for its gradients
-        (checkpointing) merges as before, whatever has run since, and no sample's timestep decides on its neighbours in a
-        training batch.
-        """
-        if torch.is_grad_enabled():
-            return NO_STEP
-        step: Step = self._step.value or NO_STEP
-        return step if torch.compiler.is_compiling() else step._replace(plans=self.plans.value)
-
-    @step.setter
-    def step(self, step: Step) -> None:
-        self._step.value = step
-
-    def config_of(self, part: str) -> MaMeConfig | None:
-        """The settings for "attention", "mlp" or "cross"; None where that is off."""
-        now = self.now
-        return now.config if part == "attention" else now.of_part[part]
+        return self.own.value or self.setting
 
 
 class MergeHook(AroundHook):
@@ -103,6 +82,7 @@ class MergeHook(AroundHook):
         self, shared: Shared, stats: LayerStats, layer: Layer, image: SizeHook | None, number: int = 0
     ) -> None:
         super().__init__()
+        self.place = number % DRAWS
         self.number = torch.tensor(number)  # of no dimension: for any device, and no constant of a compiled graph
         self.shared = shared
         self.stats = stats
@@ -112,23 +92,34 @@ class MergeHook(AroundHook):
     @property
     def on(self) -> bool:
         """Whether the settings in force merge this layer."""
-        return self.shared.config_of(self.stats.part) is not None
+        return self.shared.now.of_part[self.stats.part] is not None
 
     def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """The module's output, merged where that is sound."""
-        config = self.shared.config_of(self.stats.part)
-        if config is None or not self.shared.now.active:
+        shared, stats = self.shared, self.stats
+        setting: Setting = shared.own.value or shared.setting
+        config = setting.of_part[stats.part]
+        if config is None or not setting.active:
             return forward(*args, **kwargs)
         call = self.layer.call(module, forward, args, kwargs)
-        known = None if self.image is None else self.image.tokens
-        config = self.shared.now.of_layer.get(self.stats.name, config)
+        known, step = self.told()
+        config = setting.of_layer.get(stats.name, config)
         if config is None:
-            self.stats.skipped(LEFT, self.layer.count(call, known))
+            stats.skipped(LEFT, self.layer.count(call, known))
             return call.run()
-        step = self.shared.step
-        if step.draw is not None:
-            step = step._replace(draw=step.draw + self.number)
-        return merged_call(self.layer, call, known, config, self.stats, step, self.shared.now.may_leave)
+        return merged_call(self.layer, call, known, config, stats, step, setting.may_leave)
+
+    def told(self) -> tuple[Tokens | None, Step]:
+        """What this thread's latest call of the model says: how the tokens lie, and of the step.
+
+        Nothing of the step where gradients are on: a block that is computed again for them (checkpointing) merges as before,
+        whatever has run since, and no sample's timestep decides on its neighbours in a training batch.
+        """
+        known = None if self.image is None else self.image.tokens.value
+        step: Step = (None if torch.is_grad_enabled() else self.shared.step.value) or NO_STEP
+        if step.draws is not None and not torch.compiler.is_compiling():  # whose numbers would be constants of a graph
+            return known, step._replace(draw=step.draws[self.place : self.place + 1])
+        return known, step if step.draw is None else step._replace(draw=step.draw + self.number)
 
 
 class SizeHook(PreHook):
@@ -140,13 +131,7 @@ class SizeHook(PreHook):
         self.names = _names(module)
         self.shared = shared
         self.tokens_of = tokens_of
-        self._tokens = PerThread(latest=True)
-
-    @property
-    def tokens(self) -> Tokens | None:
-        """How they lie in this thread's latest forward."""
-        tokens: Tokens | None = self._tokens.value
-        return tokens
+        self.tokens = PerThread(latest=True)  # how they lie in its latest forward
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises ValueError beside tomesd's patch."""
@@ -161,7 +146,7 @@ class SizeHook(PreHook):
 
     def read(self, module: nn.Module, call: Call) -> None:
         """Notes how they lie in a call of the module."""
-        self._tokens.value = self.tokens_of(module, call)
+        self.tokens.value = self.tokens_of(module, call)
 
 
 class EagerSizeHook(SizeHook):
@@ -213,23 +198,24 @@ class StepHook(CallHook):
             draw = draw.to(inputs[0].device)
         pairs = setting.config.pairs and bool(inputs) and inputs[0] is call.get(self.names[0])
         leader = leaders(inputs[0], type(module).__name__ in _PROMPT_FIRST) if pairs else None
-        self.shared.step = Step(draw, leader)
-        if torch.compiler.is_compiling():  # a graph holds no plans
-            return
-        if pairs and self.calls_pair:
-            others = [
-                value
-                for name, value in call.items()
-                if isinstance(value, Tensor) and name not in (self.names[0], "timestep")
-            ]
-            self.shared.plans.value = self.latest.plans(inputs[0], timestep, others)
-        else:
-            self.latest.forget()
+        plans = draws = None
+        if not torch.compiler.is_compiling():  # a graph holds none
+            draws = None if draw is None else draw + constant(counting, DRAWS, draw.device)
+            if inputs:
+                begin(module, self.name, inputs[0])
+            if pairs and self.calls_pair:
+                apart = {self.names[0], "timestep"}
+                others = [value for name, value in call.items() if isinstance(value, Tensor) and name not in apart]
+                plans = self.latest.plans(inputs[0], timestep, others)
+            else:
+                self.latest.forget()
+        self.shared.step.value = Step(draw, draws, leader, plans)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Blocks that are called by themselves share nothing. Warns once where the first forward merges nothing."""
         if not torch.compiler.is_compiling():
-            self.shared.plans.value = None
+            end(module, self.name)
+            self._drop_plans()
             watched, self.watched = self.watched, []
             called = [stats for stats in watched if stats.calls]
             if called and self.shared.now.active and all(stats.last_reason for stats in called):
@@ -243,7 +229,12 @@ class StepHook(CallHook):
     def forget(self) -> None:
         """Lets go of this thread's plans."""
         self.latest.forget()
-        self.shared.plans.value = None
+        self._drop_plans()
+
+    def _drop_plans(self) -> None:
+        step: Step | None = self.shared.step.value
+        if step is not None and step.plans is not None:
+            self.shared.step.value = step._replace(plans=None)
 
 
 def takes_timestep(module: nn.Module) -> bool:

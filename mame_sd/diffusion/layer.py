@@ -23,7 +23,6 @@ from mame_sd.core.merge import plan_merge
 from mame_sd.core.pairs import leaders_in
 from mame_sd.core.partition import GRIDS
 from mame_sd.core.plan import Plan
-from mame_sd.core.triton_plan import kernel_note
 from mame_sd.diffusion.tokens import Tokens
 from mame_sd.diffusion.worth import LEFT_WHOLE, no_gain
 from mame_sd.report import LayerStats
@@ -70,11 +69,13 @@ class Step(NamedTuple):
 
     Attributes:
         draw: which of the drawn partitions it takes, see `plan_merge`.
+        draws: those of DRAWS layers that follow one another, [DRAWS]; None in a compiled graph.
         leader: of each sample of the batch the one whose tokens decide what merges (`mame_sd.core.pairs`); None: each its own.
         plans: what merged in an earlier call of the same input, and merges again in this one; None: this call stands alone.
     """
 
     draw: Tensor | None = None
+    draws: Tensor | None = None
     leader: Tensor | None = None
     plans: Plans | None = None
 
@@ -209,7 +210,7 @@ def merged_call(
     output = route.form(route, plan)
     if output is None:  # the call is not what it was taken for, which the layer knows now
         return merged_call(layer, call, known, config, stats, step, may_leave)
-    stats.merged(plan, size, route.note, output.note, vain, kernel_note(route.config, plan))
+    stats.merged(plan, size, route.note, output.note, vain)
     return output.value
 
 
@@ -227,7 +228,6 @@ def fitted(config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
         return config, ""
     notes = [NO_SIZE] if config.partition in GRIDS or config.tiles else []
     notes += [NO_DETAIL] if config.detail and config.merge == "qkv" else []
-    notes += [f"kernel {config.kernel!r} needs tiles: not run"] if config.kernel is not None else []
     return without, ". ".join(notes)
 
 

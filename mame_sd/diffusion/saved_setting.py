@@ -1,4 +1,8 @@
-"""The merging that is saved with a StableDiffusionMaMePipeline: what (tau, keep, further fields) mean, and reading it."""
+"""The merging that is saved with a StableDiffusionMaMePipeline: what (tau, keep, further fields) mean, and reading it.
+
+model_index.json names StableDiffusionPipeline, so that diffusers alone can load the folder, and holds the merging in an
+entry that diffusers passes over.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from mame_sd.config import MaMeConfig, check_names
-from mame_sd.doors import ENTRY
 
 DEFAULT = "default"
+ENTRY = "_mame"  # of model_index.json: diffusers passes over names with a leading underscore
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,21 @@
-"""Several threads that generate with one model: what each call keeps for itself, and changes to the model only between images.
+"""Several threads that generate with one model: what each call keeps for itself, and changes to the model only between calls.
 
 What a forward leaves for the layers in it (the step, how tokens lie) belongs to its thread. What is on the model (hooks, the
-settings of all) changes only while no other thread makes an image with it: else one image would be made with two settings.
+settings of all) changes only while no other thread is in a forward of it, or in a call of a StableDiffusionMaMePipeline with it.
+Between two forwards of another pipeline nobody tells of an image under way: a change then holds from its next step on.
 """
 
 from __future__ import annotations
 
-import gc
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+import weakref
 from typing import Any
 
-import torch
-from diffusers import DiffusionPipeline, ModularPipeline, ModularPipelineBlocks
 from torch import nn
 
 CHANGES = threading.RLock()  # held while hooks or settings of a model change
-# What a call of a module, and one of a pipeline (all are made without gradients), runs first.
-_MODULE_CALL = nn.Module.__call__.__code__
-_NO_GRAD_CALL = torch.no_grad()(lambda: None).__code__
+# Of each model what the calls under way hold, by thread and kind of call. A call that an interrupt ended lets go of it too.
+_UNDER_WAY: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, str], weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
 class PerThread:
@@ -54,55 +48,31 @@ class PerThread:
         return PerThread, (self._reads_latest,)
 
 
+def begin(model: nn.Module, call: str, held: Any) -> None:
+    """Notes that a call of `model` is under way in this thread, until `end`, or until nothing holds `held` any more.
+
+    Args:
+        call: what kind of call it is; a thread has one of each kind at most.
+    """
+    _UNDER_WAY.setdefault(model, {})[threading.get_ident(), call] = weakref.ref(held)
+
+
+def end(model: nn.Module, call: str) -> None:
+    """Notes that it is over."""
+    _UNDER_WAY.get(model, {}).pop((threading.get_ident(), call), None)
+
+
 def check_idle(root: nn.Module, what: str) -> None:
-    """Raise RuntimeError where another thread is in a forward of `root`, or in a call of a pipeline that `root` is part of.
+    """Raise RuntimeError where a call of `root`, or of a model that `root` is part of, is under way in another thread.
 
     Args:
         what: is to be done, as "set", for the message.
     """
-    with _no_collection():
-        for thread, frame in sys._current_frames().items():
-            for owner in _owners(frame) if thread != threading.get_ident() else ():
-                if _holds(owner, root):
-                    raise RuntimeError(
-                        f"{what}: expected no image under way in another thread, but one is being made there by "
-                        f"{type(owner).__name__}, with two settings then: wait for it, or give each thread settings of its own "
-                        "(with handle.using(tau=0.9): ...)"
-                    )
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """The block without garbage collections: while a frame of another thread is read none of its code may run."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _owners(frame: FrameType | None) -> Iterator[Any]:
-    """The module, or what may be a pipeline, of each call under way.
-
-    Only of functions that never bind their arguments anew: before Python 3.13 `f_locals` copies all locals and lets go of those
-    that it copied before. Of a function that went on, that may free them, thereby run other threads, and read a frame that is gone.
-    """
-    while frame is not None:
-        if frame.f_code is _MODULE_CALL:
-            yield frame.f_locals["self"]
-        elif frame.f_code is _NO_GRAD_CALL:
-            args = frame.f_locals["args"]
-            of_pipeline = args and isinstance(args[0], ModularPipelineBlocks)  # which is given its pipeline
-            yield from args[: 2 if of_pipeline else 1]
-        frame = frame.f_back
-
-
-def _holds(owner: Any, root: nn.Module) -> bool:
-    """Whether `owner` is a module or a pipeline, and `root` is it or within it."""
-    if isinstance(owner, nn.Module):
-        return any(module is root for module in owner.modules())
-    if isinstance(owner, DiffusionPipeline | ModularPipeline):
-        return any(_holds(part, root) for part in owner.components.values())
-    return False
+    for model, calls in list(_UNDER_WAY.items()):
+        other = any(thread != threading.get_ident() and held() is not None for (thread, _), held in list(calls.items()))
+        if other and any(module is root for module in model.modules()):
+            raise RuntimeError(
+                f"{what}: expected no image under way in another thread, but one is being made there by "
+                f"{type(model).__name__}, with two settings then: wait for it, or give each thread settings of its own "
+                "(with handle.using(tau=0.9): ...)"
+            )

@@ -130,7 +130,7 @@ def merged_tokens() -> int:
     """Tokens that the layers of this test's models went without, over all calls."""
     total = 0
     for handle in _handles:
-        for _, hook in handle._layers:
+        for hook in handle._layers:
             try:
                 _, tokens_in, kept = hook.stats.totals()
                 total += tokens_in - kept

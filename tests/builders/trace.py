@@ -13,7 +13,12 @@ from typing import Any
 import mame_sd
 
 HOME = str(Path(mame_sd.__file__).parent)
-COMPREHENSIONS = {"<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>"}  # frames of their own, some only before Python 3.12
+COMPREHENSIONS = {
+    "<genexpr>",
+    "<listcomp>",
+    "<dictcomp>",
+    "<setcomp>",
+}  # frames of their own, some only before Python 3.12
 
 
 @dataclass

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -458,3 +460,40 @@ def test_compiled_a_pair_merges_alike_too() -> None:
                 latents = inputs["sample"][:1]
                 got = compiled(**{**inputs, "sample": torch.cat([latents, latents + apart])}).sample
             torch.testing.assert_close(got, torch.stack(plain[apart]))
+
+
+def test_a_handle_that_is_off_the_model_says_so_when_it_is_switched() -> None:
+    unet = tiny_unet()
+    first = apply_mame(unet, min_tokens=16)
+    second = apply_mame(unet, min_tokens=16)
+    remove_mame(unet)
+    for handle in (first, second):
+        for value in (True, False):
+            with pytest.raises(RuntimeError, match="expected merging to be applied, but it was removed or replaced"):
+                handle.active = value
+    second.install()
+    second.active = False
+    assert not second.active
+
+
+@pytest.mark.parametrize("way", ["removed", "replaced", "by the handle"])
+def test_a_handle_that_is_off_the_model_does_not_keep_it_alive(way: str) -> None:
+    unet = tiny_unet()
+    handle = apply_mame(unet, min_tokens=16)
+    run_unet(unet)
+    if way == "removed":
+        remove_mame(unet)
+    elif way == "by the handle":
+        handle.remove()
+    else:
+        apply_mame(unet, min_tokens=32)
+    gone = weakref.ref(unet)
+    del unet
+    gc.collect()
+    assert gone() is None
+    assert all(layer.calls == 1 for layer in handle.report().layers)
+    handle.reset()
+    handle.remove()
+    assert not handle.installed
+    with pytest.raises(RuntimeError, match="expected the model that merging was applied to, but it is gone"):
+        handle.root
