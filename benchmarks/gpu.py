@@ -26,11 +26,12 @@ import diffusers
 import torch
 
 import mame_sd
+from benchmarks.gpu_card import keep, measured_card
 from benchmarks.gpu_models import CASES, Case, On, rows_of
 from benchmarks.gpu_published import published_table
 from benchmarks.launches import META, counted, on_card, pretended
 from benchmarks.timing import interleaved, machine, named
-from mame_sd.core.cards import CARDS, LAUNCH, Card, Work
+from mame_sd.core.cards import CARDS, LAUNCH, Card, Work, measured_file
 
 RECKONED = "Reckoned from counted kernels, not measured on a card."
 DECIDED = ("default",)  # rows that depend on the card: what is left whole there
@@ -116,6 +117,20 @@ def table(name: str, rows: Mapping[str, Any], cards: Sequence[Card], launch: flo
     return "\n".join(lines)
 
 
+def summary(found: Mapping[str, Any], cards: Sequence[Card], row: str = "default") -> str:
+    """One row of all cases as Markdown: times as fast as unmerged, busy and in brackets eager."""
+    heads = " | ".join(card.name.removeprefix("GeForce RTX ") for card in cards)
+    lines = [f"### {row.capitalize()}, busy (eager)", "", f"| | {heads} |", "|---" * (len(cards) + 1) + "|"]
+    for name, rows in found.items():
+        busy, eager = (
+            [rows["unmerged"][key][card.name] / rows[row][key][card.name] for card in cards]
+            for key in ("busy_ms", "eager_ms")
+        )
+        cells = " | ".join(f"{one:.2f} ({other:.2f})" for one, other in zip(busy, eager, strict=True))
+        lines.append(f"| {name} | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
 @torch.no_grad()
 def measure(case: Case, rows: Mapping[str, On], device: torch.device, rounds: int) -> dict[str, dict[str, Any]]:
     """Seconds of one forward of a case, by row, interleaved on the device that is there."""
@@ -157,6 +172,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = {name: {row: on for row, on in rows_of(CASES[name]).items() if row in chosen} for name in cases}
     if args.measure:
         device = torch.device("cuda")
+        keep(measured_card(device, torch.cuda.get_device_name(device)), measured_file())
+        print(f"kept this card's figures in {measured_file()}", file=sys.stderr, flush=True)
         measured = {name: measure(CASES[name], rows[name], device, args.rounds) for name in cases}
         print(json.dumps({"benchmark": "gpu", "measured": True, "machine": machine(device), "cases": measured}))
         return
@@ -167,6 +184,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             found[name] = reckon(traces, name, rows[name], cards, args.launch_us / 1e6)
             if not args.json:
                 print(table(name, found[name], cards, args.launch_us / 1e6), flush=True)
+        if not args.json and "default" in chosen:
+            print(summary(found, cards))
     if args.json:
         print(json.dumps({"benchmark": "gpu", "measured": False, "note": RECKONED, "cases": found}))
     elif args.published or not (args.model or args.rows or args.card):

@@ -12,9 +12,9 @@ from diffusers.models.attention_processor import Attention
 
 from benchmarks.launches import CARD, counted, on_card, pretended
 from mame_sd import MaMeAttnProcessor, MaMeConfig, apply_mame
-from mame_sd.core.cards import CARDS
+from mame_sd.core.cards import CARDS, taken_for
 from mame_sd.diffusion.handle import MaMeHandle
-from mame_sd.diffusion.worth import leaves_open
+from mame_sd.diffusion.worth import _reckoned, leaves_open
 
 H100, SLOW = CARDS["H100"], CARDS["GeForce RTX 3060"]
 
@@ -80,3 +80,14 @@ def test_the_one_liner_leaves_layers_whole_too() -> None:
 def test_what_merges_is_ours_to_say_where_nothing_of_it_is_given(given: dict[str, Any]) -> None:
     assert leaves_open(MaMeConfig(min_tokens=64, tiles=8))
     assert not leaves_open(MaMeConfig(**given))
+
+
+def test_a_compiled_graph_holds_what_is_reckoned_whole() -> None:
+    sizes = 2, 1024, 0, 320, 320, 8
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return x + len(_reckoned(str(x.device), sizes, torch.float16, 0.25, (False, True, "best", True, False, False)))
+
+    with taken_for("cpu", H100):
+        compiled = torch.compile(call, backend="eager", fullgraph=True)
+        assert compiled(torch.zeros(1)).item() == len("no gain reckoned on H100")
