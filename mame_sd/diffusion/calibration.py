@@ -131,7 +131,7 @@ class Calibration:
     @property
     def fastest(self) -> float:
         """How many times as fast as unmerged the denoiser is reckoned to be with each layer's fastest option."""
-        return self._speed([min(found, key=lambda o: o.seconds) for found in self.options.values()])
+        return self.reckoned({name: min(found, key=lambda o: o.seconds) for name, found in self.options.items()})
 
     def choose(self, speed: float) -> dict[str, Option]:
         """The option for each layer of the least sum of errors, with which the denoiser is reckoned to be `speed` times as fast as
@@ -172,11 +172,12 @@ class Calibration:
             lines.append(
                 f"{name:<{width}}  {in_words(option.rule):<20} {option.error:7.5f} {1e3 * option.seconds:6.1f}  {1e3 * whole:8.1f}"
             )
-        lines.append(f"reckoned {self._speed(list(chosen.values())):.2f} times as fast as unmerged")
+        lines.append(f"reckoned {self.reckoned(chosen):.2f} times as fast as unmerged")
         return "\n".join(lines)
 
-    def _speed(self, chosen: Sequence[Option]) -> float:
-        saved = sum(found[0].seconds for found in self.options.values()) - sum(option.seconds for option in chosen)
+    def reckoned(self, chosen: Mapping[str, Option]) -> float:
+        """How many times as fast as unmerged a call of the denoiser is with these options."""
+        saved = sum(self.options[name][0].seconds - option.seconds for name, option in chosen.items())
         return self.forward / max(self.forward - saved, 1e-12)
 
 

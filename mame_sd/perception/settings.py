@@ -34,6 +34,8 @@ _NO_MEANING = {
     "mlp": "an encoder's MLPs see merged tokens already",
     "cross": "an encoder has no cross-attention",
     "size": "the size of its images is read off",
+    "layers": "tau and keep take one number for each block",
+    "made_for": "its settings are by block",
 }
 
 

@@ -1,0 +1,1 @@
+"""Methods that shorten a language model's KV cache, measured beside one another: `mame-sd-eval cache`."""

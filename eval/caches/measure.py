@@ -1,0 +1,185 @@
+"""One passage, every method: one prefill, then the text that follows read once for each method and share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from mame_sd.caches import CacheHandle, CacheView, Kept, merge_cache
+from mame_sd.caches.layer import MergedLayer
+
+from .rows import Once, Repeated, Row
+from .texts import Passage
+
+
+class Recorder:
+    """A method that keeps every key and remembers what it saw."""
+
+    whole = True
+    window = None
+
+    def __init__(self) -> None:
+        self.views: list[CacheView] = []
+
+    def compress_all(self, views: Sequence[CacheView], keep: float) -> list[Kept]:
+        """The caches as they are."""
+        self.views = list(views)
+        return [Kept(v.keys, v.values, v.slots, v.bias, v.real) for v in views]
+
+    def compress(self, view: CacheView, keep: float) -> Kept:
+        """The cache as it is."""
+        return self.compress_all([view], keep)[0]
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A prompt's caches as they were seen, and the logits of the token that follows."""
+
+    views: list[CacheView]
+    last: Tensor  # [V]
+
+
+class Meter:
+    """Runs prompts on one model, inside `with`."""
+
+    def __init__(self, model: Any, repeat: Sequence[int] = ()) -> None:
+        """`repeat`: token ids that ask the model to repeat its prompt, for KVzip."""
+        self.model, self.repeat, self.recorder = model, list(repeat), Recorder()
+        self._context = merge_cache(model, 0.5, self.recorder)
+
+    def __enter__(self) -> Meter:
+        self.handle: CacheHandle = self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+    @torch.no_grad()
+    def prefill(self, prompt: Sequence[int]) -> Prefilled:
+        """Runs a prompt once."""
+        self.handle.compressing = True
+        ids = torch.tensor([list(prompt)], device=self.model.device)
+        out = self.model(ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
+        self.handle.compressing = False
+        return Prefilled(self.recorder.views, out.logits[0, -1].float())
+
+    @torch.no_grad()
+    def rest(
+        self, kept: Sequence[Kept], seen: int, ids: Sequence[int]
+    ) -> tuple[Tensor, DynamicCache]:
+        """Log-probabilities [n, V] in fp32 after each of `ids`, read after a cache; and the cache."""
+        cache = cache_of(kept, seen)
+        tokens = torch.tensor([list(ids)], device=self.model.device)
+        out = self.model(tokens, past_key_values=cache, use_cache=True)
+        return out.logits[0].float().log_softmax(-1), cache
+
+    @torch.no_grad()
+    def repeated(self, start: Prefilled, prompt: Sequence[int]) -> dict[int, Tensor]:
+        """KVzip's scores [1, h, L] of each layer: the prompt is repeated once after itself."""
+        full = whole(start.views)
+        self.handle.compressing = True
+        tokens = torch.tensor([[*self.repeat, *prompt]], device=self.model.device)
+        self.model(
+            tokens,
+            past_key_values=cache_of(full, start.views[0].seen),
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.handle.compressing = False
+        found = {}
+        for view in self.recorder.views:
+            length, n = start.views[0].seen, view.queries.shape[2]
+            parts = [
+                view.attention(view.queries[:, :, i : i + 256], view.query_slots[i : i + 256])[
+                    ..., :length
+                ].amax((2, 3))
+                for i in range(0, n, 256)
+            ]
+            found[view.layer] = torch.stack(parts).amax(0)
+        return found
+
+
+def whole(views: Sequence[CacheView]) -> list[Kept]:
+    """Every key of every layer."""
+    return [Kept(v.keys, v.values, v.slots, v.bias, v.real) for v in views]
+
+
+def cache_of(kept: Sequence[Kept], seen: int) -> DynamicCache:
+    """A cache that holds what was kept of `seen` tokens."""
+    cache = DynamicCache()
+    cache.layers = [MergedLayer(one, seen) for one in kept]
+    return cache
+
+
+def compressed(method: Any, views: Sequence[CacheView], keep: float) -> list[Kept]:
+    """What a method makes of all layers."""
+    if getattr(method, "whole", False):
+        return method.compress_all(views, keep)
+    return [method.compress(view, keep) for view in views]
+
+
+def measure_passage(
+    meter: Meter,
+    passage: Passage,
+    rows: Sequence[Row],
+    shares: Sequence[float] | None,
+    done: Callable[[str, float], bool],
+) -> Iterator[dict[str, Any]]:
+    """KL to the full cache and loss of what follows, of each row and share that isn't `done`.
+
+    Yields:
+        row, share, kl and nll (nats per token, means over the tokens that follow but the first), and the shares of keys
+        ("kept") and of bytes ("bytes", padding included) that stayed.
+    """
+    todo = [(row, s) for row in rows for s in shares or row.shares if not done(row.name, s)]
+    if not todo and done("full", 1.0):
+        return
+    start = meter.prefill(passage.prompt)
+    target = torch.tensor(passage.rest[1:])
+    full = whole(start.views)
+    seen = start.views[0].seen
+    want, _ = meter.rest(full, seen, passage.rest[:-1])
+    size, chance = _bytes(full), want.exp()
+    if not done("full", 1.0):
+        yield {
+            "row": "full",
+            "share": 1.0,
+            "kl": 0.0,
+            "nll": _loss(want, target),
+            "kept": 1.0,
+            "bytes": 1.0,
+        }
+    for row, share in todo:
+        inner = getattr(row.method, "method", None)
+        if isinstance(inner, Once) and isinstance(inner.of, Repeated) and not inner.of.found:
+            inner.of.found = meter.repeated(start, passage.prompt)
+        kept = compressed(row.method, start.views, share)
+        got, _ = meter.rest(kept, seen, passage.rest[:-1])
+        kl = float((chance * (want - got)).sum(-1).mean())
+        counts = [
+            k.keys.shape[2] if k.real is None else float(k.real.sum(-1).float().mean())
+            for k in kept
+        ]
+        yield {
+            "row": row.name,
+            "share": share,
+            "kl": kl,
+            "nll": _loss(got, target),
+            "kept": sum(counts) / len(counts) / seen,
+            "bytes": _bytes(kept) / size,
+        }
+
+
+def _loss(log_probabilities: Tensor, target: Tensor) -> float:
+    return -float(log_probabilities.cpu().gather(1, target.unsqueeze(1)).mean())
+
+
+def _bytes(kept: Sequence[Kept]) -> int:
+    return sum(
+        k.keys.nbytes + k.values.nbytes + (0 if k.bias is None else k.bias.nbytes) for k in kept
+    )

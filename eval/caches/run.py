@@ -1,0 +1,172 @@
+"""The run behind `mame-sd-eval cache`: passages and prompts, resumable, one JSON line for each result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mame_sd.errors import UserError
+
+from .measure import Meter, measure_passage
+from .model import load_language_model
+from .retrieval import TASKS, measure_prompt, prompts
+from .rows import chosen_rows, sharing
+from .texts import HALVES, passages
+
+REPEAT = "\n\nRepeat the previous context exactly.\n"
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """What `mame-sd-eval cache` measures.
+
+    Attributes:
+        texts: folder of texts; None: Python's own library.
+        half: of the texts: "report", or "development" for tuning.
+        num: passages, and prompts of each retrieval task.
+        length, rest: tokens of a passage's prompt, and of what follows it.
+        shares: of the cache that stays; None: each row's own.
+        tasks: retrieval tasks; empty: none.
+    """
+
+    model: str
+    texts: Path | None
+    half: str
+    num: int
+    length: int
+    rest: int
+    rows: str | None
+    shares: tuple[float, ...] | None
+    tasks: tuple[str, ...]
+    weights_dir: Path | None
+    offline: bool
+
+    def check(self) -> None:
+        """Raises UserError for what can't be."""
+        limits = (("--num", self.num, 1), ("--length", self.length, 64), ("--rest", self.rest, 2))
+        for name, value, least in limits:
+            if value < least:
+                raise UserError(f"{name}: expected at least {least}, got {value}")
+        if self.half not in HALVES:
+            raise UserError(f"--half: expected {' or '.join(HALVES)}, got {self.half!r}")
+        for share in self.shares or ():
+            if not 0 < share < 1:
+                raise UserError(f"--shares: expected shares above 0 and below 1, got {share}")
+        for task in self.tasks:
+            if task not in TASKS:
+                raise UserError(f"--tasks: expected some of {', '.join(TASKS)}, got {task!r}")
+        chosen_rows(self.rows)
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """The results of a file; a line that was cut off by a stop is left out."""
+    found = []
+    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def run_cache(
+    settings: CacheSettings, out: Path, on_progress: Callable[[int, int], None]
+) -> list[dict[str, Any]]:
+    """Measures what `out` does not hold yet, and returns all results of these settings.
+
+    Raises:
+        UserError: bad settings, no model, no texts.
+    """
+    settings.check()
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "results.jsonl"
+    kept = read_results(path)
+    have = {key_of(r) for r in kept}
+    rows = chosen_rows(settings.rows)
+    model, tokenizer = load_language_model(settings.model, settings.weights_dir, settings.offline)
+
+    def tokens(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    texts = passages(
+        tokens, settings.texts, settings.half, settings.num, settings.length, settings.rest
+    )
+    asked = [
+        p
+        for task in settings.tasks
+        for p in prompts(task, tokenizer, settings.num, settings.length)
+    ]
+    common = {"model": settings.model, "half": settings.half}
+    with path.open("a", encoding="utf-8") as file, Meter(model, tokens(REPEAT)) as meter:
+
+        def write(case: str, kind: str, length: int, results: Iterable[dict[str, Any]]) -> None:
+            for result in results:
+                whole = {**common, "case": case, "kind": kind, "length": length, **result}
+                have.add(key_of(whole))
+                kept.append(whole)
+                print(json.dumps(whole), file=file, flush=True)
+
+        for i, passage in enumerate(texts):
+            size = settings.length
+
+            def done(row: str, share: float, case: str = passage.name, size: int = size) -> bool:
+                return (
+                    key_of(
+                        {
+                            **common,
+                            "case": case,
+                            "kind": "text",
+                            "length": size,
+                            "row": row,
+                            "share": share,
+                        }
+                    )
+                    in have
+                )
+
+            found = measure_passage(meter, passage, sharing(rows), settings.shares, done)
+            write(passage.name, "text", size, found)
+            on_progress(i + 1, len(texts) + len(asked))
+        for i, prompt in enumerate(asked):
+
+            def answered(
+                row: str, share: float, case: str = prompt.name, kind: str = prompt.task
+            ) -> bool:
+                size = settings.length
+                return (
+                    key_of(
+                        {
+                            **common,
+                            "case": case,
+                            "kind": kind,
+                            "length": size,
+                            "row": row,
+                            "share": share,
+                        }
+                    )
+                    in have
+                )
+
+            found = measure_prompt(meter, prompt, sharing(rows), settings.shares, answered)
+            write(prompt.name, prompt.task, settings.length, found)
+            on_progress(len(texts) + i + 1, len(texts) + len(asked))
+    (out / "settings.json").write_text(
+        json.dumps({k: str(v) for k, v in asdict(settings).items()}, indent=1) + "\n"
+    )
+    cases = {p.name for p in texts} | {p.name for p in asked}
+    wanted = {row.name for row in rows} | {"full"}
+    return [
+        r
+        for r in kept
+        if r["case"] in cases and r["row"] in wanted and r["length"] == settings.length
+    ]
+
+
+def key_of(result: dict[str, Any]) -> tuple[Any, ...]:
+    """What makes a result one of its own."""
+    return tuple(
+        result[name] for name in ("model", "half", "case", "kind", "length", "row", "share")
+    )

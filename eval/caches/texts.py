@@ -1,0 +1,154 @@
+"""Passages of text that a model goes on with: from a folder of HTML, manual pages, Python and plain text.
+
+Files are dealt to two halves by their names: "development", on which a method may be tuned, and "report".
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import html
+import random
+import re
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mame_sd.errors import UserError
+
+HALVES = ("development", "report")
+SUFFIXES = (".html", ".htm", ".py", ".txt", ".md", ".rst")
+_MANUAL = re.compile(r"\.[1-8](\.gz)?$")
+_SHORTEST = 6_000  # characters of a file that is looked at
+_HEADS = (".SH", ".SS", ".B", ".I", ".BR", ".IR", ".TP", ".BI", ".IP")
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A prompt and what follows it in the text, as token ids."""
+
+    name: str
+    prompt: list[int]
+    rest: list[int]
+
+
+def read_text(path: Path) -> str:
+    """A file's text without markup. Raises UserError when it can't be read."""
+    try:
+        raw = path.read_bytes()
+        raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
+    except (OSError, EOFError) as error:
+        raise UserError(
+            f"--texts: expected readable text in {path}, got: {error}; remove the file"
+        ) from error
+    text = raw.decode("utf-8", "replace")
+    if path.suffix in (".html", ".htm"):
+        return _without_tags(text)
+    return _without_roff(text) if _MANUAL.search(path.name) else text
+
+
+def _without_tags(text: str) -> str:
+    text = re.sub(r"(?s)<(script|style|head).*?</\1>", "", text)
+    text = html.unescape(re.sub(r"<[^>]+>", "", text))
+    return re.sub(r"\n\s*\n+", "\n\n", re.sub(r"[ \t]+", " ", text))
+
+
+def _without_roff(text: str) -> str:
+    lines = []
+    for line in text.split("\n"):
+        if line.startswith(('.\\"', "'\\\"")):
+            continue
+        if line.startswith("."):
+            name, _, rest = line.partition(" ")
+            line = rest.strip('"') if name in _HEADS else ""
+        line = re.sub(r"\\f.|\\&|\\c", "", line)
+        lines.append(line.replace("\\-", "-").replace("\\(aq", "'").replace("\\e", "\\"))
+    return re.sub(r"\n\s*\n+", "\n\n", "\n".join(lines))
+
+
+def text_files(folder: Path | None) -> dict[str, list[Path]]:
+    """Files by where they come from (the first folder below `folder`); None: Python's own library.
+
+    Raises:
+        UserError: no folder, or no text in it.
+    """
+    if folder is None:
+        library = Path(sysconfig.get_paths()["stdlib"])
+        return {"python": sorted(library.glob("*.py"))}
+    if not folder.is_dir():
+        raise UserError(f"--texts: expected a folder, found none at {folder}; give one")
+    found: dict[str, list[Path]] = {}
+    for path in sorted(folder.rglob("*")):
+        known = path.suffix in SUFFIXES or _MANUAL.search(path.name)
+        if known and path.is_file() and not path.is_symlink():
+            found.setdefault(path.relative_to(folder).parts[0], []).append(path)
+    if not found:
+        raise UserError(
+            f"--texts: expected {', '.join(SUFFIXES)} or manual pages, found none in {folder}"
+        )
+    return found
+
+
+def half_of(path: Path) -> str:
+    """Which half a file belongs to: by the sha256 of its name."""
+    return HALVES[hashlib.sha256(path.name.encode()).digest()[0] % 2]
+
+
+def passages(
+    tokens: Callable[[str], list[int]],
+    folder: Path | None,
+    half: str,
+    num: int,
+    length: int,
+    rest: int,
+) -> list[Passage]:
+    """`num` passages of one half, sources in turn, one of each file.
+
+    Args:
+        tokens: a text's token ids.
+        length, rest: tokens of the prompt and of what follows.
+
+    Raises:
+        UserError: fewer texts than that.
+    """
+    sources = [
+        _of_source(tokens, n, files, half, length, rest) for n, files in text_files(folder).items()
+    ]
+    found: list[Passage] = []
+    while sources and len(found) < num:
+        for source in list(sources):
+            passage = next(source, None)
+            if passage is None:
+                sources.remove(source)
+            elif len(found) < num:
+                found.append(passage)
+    if len(found) < num:
+        raise UserError(
+            f"--num: expected at most {len(found)} passages of {length + rest} tokens, got {num}"
+        )
+    return found
+
+
+def _of_source(
+    tokens: Callable[[str], list[int]],
+    name: str,
+    files: list[Path],
+    half: str,
+    length: int,
+    rest: int,
+) -> Iterator[Passage]:
+    files = [path for path in files if half_of(path) == half]
+    random.Random(0).shuffle(files)
+    for path in files:
+        if path.name.startswith("index"):  # a table of contents
+            continue
+        text = read_text(path)
+        if len(text) < _SHORTEST:
+            continue
+        ids = tokens(text)
+        spare = len(ids) - length - rest
+        if spare >= 50:
+            start = random.Random(path.name).randrange(spare)
+            end = start + length
+            yield Passage(f"{name}/{path.name}", ids[start:end], ids[end : end + rest])

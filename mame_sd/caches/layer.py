@@ -1,0 +1,166 @@
+"""One layer of a transformers cache that has been compressed: it counts every token and stores fewer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from mame_sd.caches.kept import Kept
+
+_BY_SAMPLE = ("keys", "values", "slots", "bias", "real", "pending")
+
+
+class MergedLayer(DynamicLayer):
+    """A `DynamicLayer` whose first keys are those that a method kept; the tokens that came later follow them whole.
+
+    `get_seq_length` counts the tokens that were seen, so that later ones take the positions of the full sequence.
+    Masks are made by the model as if nothing were missing; `mask` picks from them what is still there.
+
+    Args:
+        kept: what stays of the first `seen` tokens.
+        seen: how many tokens of the sequence `kept` stands for.
+    """
+
+    def __init__(self, kept: Kept, seen: int) -> None:
+        super().__init__()
+        self.lazy_initialization(kept.keys, kept.values)
+        self.keys, self.values = kept.keys, kept.values
+        self.slots, self.bias, self.real = kept.slots, kept.bias, kept.real
+        self.compressed = self.seen = seen
+        self.masked = False  # whether the mask of what comes next was made from `mask`
+        self.pending: Tensor | None = (
+            None  # hidden states [B, n, C] of the tokens since, where those are counted
+        )
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Appends keys and values [B, H, n, D]; returns all that the layer holds.
+
+        Raises:
+            ValueError: outside of merge_cache, where nothing masks what was dropped.
+        """
+        if self.seen and not self.masked:
+            raise ValueError(
+                "past_key_values: this cache was compressed by merge_cache; use it inside"
+            )
+        self.masked = False
+        self.seen += key_states.shape[-2]
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Tokens seen, not tokens stored."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """The size of a mask over every token seen (transformers 5.0 gives positions instead of their number)."""
+        new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.seen + new, 0
+
+    def mask(self, full: Tensor | None, new: int, heads: int, dtype: torch.dtype) -> Tensor | None:
+        """The additive mask [B, heads, new, K + n] of `new` tokens that are about to come, or None where none is needed.
+
+        Args:
+            full: the model's own, bool or additive, over all tokens [B, 1, new, seen + new]; None: causal.
+            heads: of queries.
+        """
+        self.masked = True
+        later = self.seen - self.compressed + new
+        if full is None and new == 1 and self.bias is None and self.real is None:
+            return None
+        b, h, _ = self.slots.shape
+        if full is None:
+            last = torch.arange(self.seen, self.seen + new, device=self.slots.device)
+            full = (torch.arange(self.seen + new, device=last.device) <= last.unsqueeze(1)).view(
+                1, 1, new, -1
+            )
+        if full.dtype == torch.bool:
+            full = torch.zeros_like(full, dtype=dtype).masked_fill(~full, torch.finfo(dtype).min)
+        full = full.expand(b, -1, -1, -1)
+        first = full.expand(-1, h, -1, -1).gather(
+            3, self.slots.unsqueeze(2).expand(-1, -1, new, -1)
+        )
+        if self.bias is not None:
+            first = (first + self.bias.unsqueeze(2).to(dtype)).clamp(min=torch.finfo(dtype).min)
+        if self.real is not None:
+            first = first.masked_fill(~self.real.unsqueeze(2), torch.finfo(dtype).min)
+        mask = torch.cat(
+            [first, full[..., self.compressed :][..., :later].expand(-1, h, -1, -1)], -1
+        )
+        return mask.repeat_interleave(heads // h, 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that the layer holds."""
+        parts = (getattr(self, name) for name in _BY_SAMPLE)
+        return sum(p.untyped_storage().nbytes() for p in parts if p is not None)
+
+    def slots_now(self) -> Tensor:
+        """LongTensor [B, H, K + n]: the token of each key, of those that came later too."""
+        b, h, _ = self.slots.shape
+        later = torch.arange(self.compressed, self.seen, device=self.slots.device)
+        return torch.cat([self.slots, later.expand(b, h, -1)], -1)
+
+    def bias_now(self) -> Tensor | None:
+        """[B, H, K + n]; later tokens have none."""
+        return None if self.bias is None else F.pad(self.bias, (0, self.seen - self.compressed))
+
+    def real_now(self) -> Tensor | None:
+        """Bool [B, H, K + n]; later tokens are all real here."""
+        return (
+            None
+            if self.real is None
+            else F.pad(self.real, (0, self.seen - self.compressed), value=True)
+        )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the newest tokens (a negative number), as far as they came after the compression."""
+        count = -tokens_to_remove if tokens_to_remove <= 0 else self.seen - tokens_to_remove
+        if not 0 <= count <= self.seen - self.compressed:
+            raise ValueError(
+                f"crop: expected at most the {self.seen - self.compressed} tokens that came after the compression, "
+                f"got {count}; assisted generation needs merge_cache outside of it"
+            )
+        if count:
+            self.keys, self.values = self.keys[:, :, :-count], self.values[:, :, :-count]
+            if self.pending is not None:
+                self.pending = self.pending[:, :-count]
+            self.seen -= count
+
+    def reset(self) -> None:
+        """An empty layer, which is compressed anew after the next prompt."""
+        super().reset()
+        self.keys = self.values = None  # type: ignore[assignment]
+        self.is_initialized = False
+        self.slots = self.slots[..., :0]
+        self.bias = self.real = self.pending = None
+        self.compressed = self.seen = 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Each beam goes on from the cache of the one that it grew from."""
+        self._each(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sample `repeats` times."""
+        self._each(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only these samples."""
+        self._each(lambda t: t[indices])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        for name in _BY_SAMPLE:
+            part = getattr(self, name)
+            if part is not None:
+                setattr(self, name, change(part))
+
+    def offload(self) -> None:
+        """Left where it is: the mask is made from it at each step."""
+
+    def prefetch(self) -> None:
+        """Nothing was offloaded."""

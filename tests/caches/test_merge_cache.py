@@ -1,0 +1,345 @@
+"""merge_cache on real decoder classes: generation, chunks, padding, beams, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import DynamicCache, StaticCache
+
+from mame_sd.caches import CacheView, Kept, StreamingLLM, merge_cache
+from mame_sd.caches.layer import MergedLayer
+from tests.caches.tiny import MODELS, SHAPE, padded, prompt, tiny
+
+PAIRS = [  # each model, attention and method at least once, and most pairs of them
+    ("llama", "sdpa", "default"),
+    ("llama", "eager", "paper"),
+    ("qwen2", "sdpa", "h2o"),
+    ("qwen2", "eager", "default"),
+    ("qwen3", "sdpa", "snapkv"),
+    ("qwen3", "eager", "expected-attention"),
+    ("mistral", "sdpa", "paper-counted"),
+    ("mistral", "eager", "adakv"),
+    ("gemma", "sdpa", "expected-attention"),
+    ("gemma", "eager", "cam"),
+    ("gemma3", "sdpa", "nearest"),
+    ("gemma3", "eager", "default"),
+]
+METHODS_PAD = ("snapkv", "expected-attention", "default", "paper-counted")
+
+
+class Everything:
+    """Keeps every key, so that what comes after runs over a compressed layer and must give what it gave."""
+
+    def compress(self, view: CacheView, keep: float) -> Kept:
+        return Kept(view.keys, view.values, view.slots, view.bias, view.real)
+
+
+def generated(model: nn.Module, ids: Tensor, **fields: Any) -> Tensor:
+    """The tokens that greedy search or beams add."""
+    fields = {
+        "attention_mask": torch.ones_like(ids),
+        "do_sample": False,
+        "max_new_tokens": 8,
+        **fields,
+    }
+    return model.generate(ids, **fields)[:, ids.shape[1] :]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("name", "attention", "method"), PAIRS)
+def test_models_generate_with_a_shorter_cache(name: str, attention: str, method: str) -> None:
+    model, ids = tiny(name, attention), prompt()
+    cache = DynamicCache(config=model.config)
+    with merge_cache(model, 0.25, method) as handle:
+        generated(model, ids, past_key_values=cache)
+    full = [
+        i
+        for i, kind in enumerate(MODELS[name][2].get("layer_types", ["full_attention"] * 2))
+        if "full" in kind
+    ]
+    assert handle.layers == tuple(full)
+    for index in full:
+        layer = cache.layers[index]
+        assert isinstance(layer, MergedLayer)
+        assert layer.get_seq_length() == 48 + 7
+        kept = layer.slots.shape[2] if layer.real is None else float(layer.real.sum()) / 2
+        assert abs(sum(h for _, h in handle.tokens.values()) / len(full) - 12) < 0.01
+        assert layer.keys.shape[2] - layer.slots.shape[2] == 7
+        assert kept > 0
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cache_that_keeps_everything_gives_the_same(name: str, attention: str) -> None:
+    model, ids = tiny(name, attention), prompt()
+    cache, other = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    new = prompt(9, seed=1)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        want = [
+            model(new[:, :5], past_key_values=cache).logits,
+            model(new[:, 5:6], past_key_values=cache).logits,
+        ]
+        with merge_cache(model, 0.5, Everything()):
+            model(ids, past_key_values=other)
+            got = [
+                model(new[:, :5], past_key_values=other).logits,
+                model(new[:, 5:6], past_key_values=other).logits,
+            ]
+    for one, two in zip(want, got, strict=True):
+        torch.testing.assert_close(two, one, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"num_beams": 3}, {"prefill_chunk_size": 20}, {"num_beams": 2, "num_return_sequences": 2}],
+)
+def test_beams_and_chunks_of_everything_are_those_of_the_full_cache(how: dict[str, Any]) -> None:
+    model = tiny("llama")
+    ids = prompt(40, 2)
+    mask = torch.ones_like(ids)
+    mask[0, :11] = 0
+    want = generated(model, ids, attention_mask=mask, **how)
+    with merge_cache(model, 0.5, Everything(), every=3):
+        assert torch.equal(generated(model, ids, attention_mask=mask, **how), want)
+
+
+@pytest.mark.parametrize("how", [{"num_beams": 3}, {"prefill_chunk_size": 20}, {}])
+@pytest.mark.parametrize("method", ["default", "paper-counted", "h2o"])
+def test_running_caches_stay_short(method: str, how: dict[str, Any]) -> None:
+    model, cache = tiny("llama"), DynamicCache()
+    with merge_cache(model, 0.5, method, every=4) as handle:
+        out = generated(model, prompt(40, 2), past_key_values=cache, max_new_tokens=12, **how)
+    assert out.shape == (2, 12)
+    seen = cache.get_seq_length()
+    assert seen == 51
+    assert sum(k for _, k in handle.tokens.values()) / 2 <= 0.5 * seen + 1
+    assert cache.layers[0].keys.shape[2] < seen
+
+
+@pytest.mark.parametrize("method", METHODS_PAD)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_padded_sample_is_answered_as_alone(name: str, method: str) -> None:
+    model, ids = tiny(name), prompt(40)
+    long, mask = padded(ids, 52)
+    batch, masks = torch.cat([long, prompt(52, seed=3)]), torch.cat([mask, torch.ones_like(mask)])
+    new = prompt(6, seed=1)
+    with torch.no_grad(), merge_cache(model, 0.3, method) as handle:
+        alone, both = DynamicCache(), DynamicCache()
+        model(ids, past_key_values=alone)
+        places = (masks.cumsum(1) - 1).clamp(min=0)
+        model(batch, attention_mask=masks, position_ids=places, past_key_values=both)
+        handle.compressing = False
+        want = model(new, past_key_values=alone).logits
+        whole = torch.cat([masks, torch.ones(2, 6, dtype=torch.long)], 1)
+        later = (whole.cumsum(1) - 1)[:, -6:]
+        got = model(
+            new.expand(2, -1), attention_mask=whole, position_ids=later, past_key_values=both
+        ).logits
+    torch.testing.assert_close(got[:1], want, atol=2e-3, rtol=1e-3)
+    assert (got[1] - want[0]).abs().max() > 0.1
+
+
+def test_all_of_a_cache_is_bit_equal() -> None:
+    model, ids = tiny("qwen3"), prompt()
+    with torch.no_grad():
+        want = model(ids).logits
+        plain = generated(model, ids, output_logits=True, return_dict_in_generate=False)
+        with merge_cache(model, 1) as handle:
+            assert torch.equal(model(ids).logits, want)
+            assert torch.equal(generated(model, ids), plain)
+    assert handle.report() == "keep=1.0: nothing was compressed"
+
+
+def test_leaving_takes_everything_back() -> None:
+    model, ids = tiny("llama"), prompt()
+    want = generated(model, ids)
+    before = {
+        name: dict(m._forward_hooks) | dict(m._forward_pre_hooks)
+        for name, m in model.named_modules()
+    }
+    with merge_cache(model, 0.2):
+        generated(model, ids)
+    with pytest.raises(IndexError), merge_cache(model, 0.2):
+        model(torch.tensor([[999]]))
+    assert {
+        name: dict(m._forward_hooks) | dict(m._forward_pre_hooks)
+        for name, m in model.named_modules()
+    } == before
+    assert torch.equal(generated(model, ids), want)
+
+
+def test_a_shorter_cache_moves_the_answer_the_more_the_shorter() -> None:
+    model, ids, new = tiny("llama"), prompt(120), prompt(8, seed=1)
+    gaps = []
+    with torch.no_grad():
+        cache = DynamicCache()
+        model(ids, past_key_values=cache)
+        want = model(new, past_key_values=cache).logits
+        for keep in (0.8, 0.4, 0.1):
+            cache = DynamicCache()
+            with merge_cache(model, keep) as handle:
+                model(ids, past_key_values=cache)
+                handle.compressing = False
+                gaps.append(
+                    float((model(new, past_key_values=cache).logits - want).square().mean())
+                )
+    assert 0 < gaps[0] < gaps[1] < gaps[2]
+
+
+@pytest.mark.parametrize("method", ["default", "paper", "paper-strict"])
+def test_a_later_chunk_changes_no_earlier_output(method: str) -> None:
+    model, first, later = tiny("llama"), prompt(40), [prompt(20, seed=s) for s in (1, 2)]
+    outputs = []
+    with torch.no_grad():
+        for chunk in later:
+            cache = DynamicCache()
+            with merge_cache(model, 0.5, method):
+                outputs.append(
+                    torch.cat(
+                        [
+                            model(t, past_key_values=cache).logits
+                            for t in (first, chunk[:, :10], chunk[:, 10:])
+                        ],
+                        1,
+                    )
+                )
+    same = (later[0] == later[1]).long().cumprod(1).sum()
+    assert torch.equal(outputs[0][:, : 40 + same], outputs[1][:, : 40 + same])
+    assert not torch.equal(outputs[0], outputs[1])
+
+
+def test_a_method_of_ones_own_is_one_function() -> None:
+    class Newest:
+        def score(self, keys: Tensor, values: Tensor, queries: Tensor, view: CacheView) -> Tensor:
+            return view.slots.float()
+
+    model, ids = tiny("llama"), prompt()
+    with merge_cache(model, 0.3, Newest()):
+        mine = generated(model, ids)
+    with merge_cache(model, 0.3, StreamingLLM()):
+        assert torch.equal(generated(model, ids), mine)
+
+
+def test_an_empty_or_cropped_layer() -> None:
+    model, ids, cache = tiny("llama"), prompt(), DynamicCache()
+    with torch.no_grad(), merge_cache(model, 0.5, "snapkv") as handle:
+        model(ids, past_key_values=cache)
+        handle.compressing = False
+        want = model(ids[:, :4], past_key_values=cache).logits
+        cache.crop(-4)
+        assert torch.equal(model(ids[:, :4], past_key_values=cache).logits, want)
+        with pytest.raises(
+            ValueError, match="at most the 4 tokens that came after the compression, got 5"
+        ):
+            cache.layers[0].crop(-5)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
+
+
+def test_a_cache_used_outside_says_so() -> None:
+    model, ids, cache = tiny("llama"), prompt(), DynamicCache()
+    with torch.no_grad():
+        with merge_cache(model, 0.5):
+            model(ids, past_key_values=cache)
+        with pytest.raises(
+            ValueError,
+            match="past_key_values: this cache was compressed by merge_cache; use it inside",
+        ):
+            model(ids[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"keep": 0}, "keep: expected a share above 0 and at most 1, got 0"),
+        ({"keep": 1.5}, "keep: expected a share above 0 and at most 1, got 1.5"),
+        ({"keep": float("nan")}, "keep: expected a share"),
+        ({"keep": "half"}, "keep: expected a share above 0 and at most 1, got 'half'"),
+        ({"every": 0}, "every: expected a number of tokens, at least 1, or None, got 0"),
+        ({"method": "snap"}, "method: expected one of default, paper.*got 'snap'"),
+        (
+            {"method": StreamingLLM},
+            r"method: expected an object, got the class StreamingLLM; write StreamingLLM\(\)",
+        ),
+        ({"method": 3}, "method: expected an object with score"),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(fields: dict[str, Any], message: str) -> None:
+    with (
+        pytest.raises((TypeError, ValueError), match=message) as error,
+        merge_cache(tiny("llama"), **fields),
+    ):
+        pass
+    assert "\n" not in str(error.value)
+
+
+def _other(cls: str, config: str, **fields: Any) -> nn.Module:
+    return getattr(transformers, cls)(getattr(transformers, config)(**fields))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: nn.Linear(2, 2), "expected a causal language model of transformers, got Linear"),
+        (
+            lambda: _other(
+                "GPT2LMHeadModel", "GPT2Config", n_embd=16, n_layer=1, n_head=2, vocab_size=8
+            ),
+            "unknown attention GPT2Attention in GPT2LMHeadModel; expected q_proj",
+        ),
+        (
+            lambda: _other(
+                "MambaForCausalLM", "MambaConfig", hidden_size=16, num_hidden_layers=1, vocab_size=8
+            ),
+            "expected a decoder with a KV cache, found no attention layer that has one in MambaForCausalLM",
+        ),
+        (
+            lambda: _other(
+                "T5ForConditionalGeneration",
+                "T5Config",
+                d_model=16,
+                d_ff=8,
+                num_layers=1,
+                num_heads=2,
+                vocab_size=8,
+            ),
+            "expected a decoder alone, got T5ForConditionalGeneration",
+        ),
+        (
+            lambda: _other("MistralForCausalLM", "MistralConfig", **{**SHAPE, "sliding_window": 8}),
+            "every layer sees a sliding window alone",
+        ),
+    ],
+)
+def test_models_that_cannot_be_merged_are_refused(build: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message) as error, merge_cache(build(), 0.5):
+        pass
+    assert "\n" not in str(error.value)
+
+
+def test_static_caches_and_nesting_are_refused() -> None:
+    model, ids = tiny("llama"), prompt()
+    static = StaticCache(config=model.config, max_cache_len=64)
+    with merge_cache(model, 0.5):
+        with pytest.raises(
+            ValueError,
+            match="past_key_values: expected a DynamicCache, got StaticCache with a StaticLayer",
+        ):
+            model(ids, past_key_values=static)
+        with (
+            pytest.raises(ValueError, match="its cache is merged already"),
+            merge_cache(model, 0.5),
+        ):
+            pass
+    flash = _other("LlamaForCausalLM", "LlamaConfig", **SHAPE)
+    flash.config._attn_implementation = "flash_attention_2"
+    with (
+        pytest.raises(ValueError, match="attn_implementation: expected sdpa or eager"),
+        merge_cache(flash, 0.5),
+    ):
+        pass
