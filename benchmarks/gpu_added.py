@@ -127,6 +127,12 @@ def _fit(samples: Sequence[Sample], over: Callable[[Card, Sample], tuple[float, 
     return Added(max(0, round(small)), round(max(0.0, moved), 1))
 
 
+def launches(form: Form) -> int:
+    """Kernels that merging adds to a layer, the most of all samples."""
+    samples = SAMPLES[FORMS[form][0]].values()
+    return max(sum(n.launches for n in one.work(form)) - sum(n.launches for n in one.work(None)) for one in samples)
+
+
 def fitted_beside(kind: str) -> Added:
     """What a layer that merges nothing does beside its products and its attention."""
 
@@ -147,7 +153,7 @@ def fitted(form: Form) -> Added:
         fewer = beside._replace(moved=fields["keep"] * beside.moved) if form.whole else beside
         return whole - card.busy(work_of(sample.call, fields["keep"], used)) - spent(card, sample.call, fewer), whole
 
-    return _fit(list(SAMPLES[kind].values()), over)
+    return _fit(list(SAMPLES[kind].values()), over)._replace(launches=launches(form))
 
 
 def masked(form: Form, sample: Sample) -> Form:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from mame_sd.core.cards import MEMORY, SMALLEST, Card, Work
+from mame_sd.core.cards import LAUNCH, MEMORY, SMALLEST, Card, Work
 
 WORTHWHILE = 1.03  # times as fast: merging that gains less is left out
 
@@ -71,32 +71,34 @@ class Added(NamedTuple):
     Attributes:
         small: kernels that take as long as the smallest.
         moved: bytes of all others, in those of the layer's tokens [B, L, C].
+        launches: kernels in all.
     """
 
     small: int
     moved: float
+    launches: int = 0
 
 
 # Norms, rotary positions and copies in a layer that merges nothing, by whether keys merge early (UNets) or late.
 BESIDE: dict[bool, Added] = {True: Added(small=0, moved=3.7), False: Added(small=0, moved=66.0)}
 # What merging adds. `python -m benchmarks.gpu_added` counts both.
 ADDED: dict[Form, Added] = {
-    Form(whole=False, early=True): Added(small=2, moved=8.7),
-    Form(whole=False, early=True, correct=False): Added(small=1, moved=2.0),
-    Form(whole=False, early=True, weights="pick", correct=False): Added(small=1, moved=0.3),
-    Form(whole=True, early=True): Added(small=6, moved=13.3),
-    Form(whole=False, early=False): Added(small=0, moved=9.0),
-    Form(whole=False, early=False, correct=False): Added(small=0, moved=3.0),
-    Form(whole=False, early=False, weights="pick", correct=False): Added(small=4, moved=0.0),
-    Form(whole=True, early=False): Added(small=9, moved=13.4),
-    Form(whole=False, early=True, kernels=False): Added(small=90, moved=29.5),
-    Form(whole=False, early=True, correct=False, kernels=False): Added(small=30, moved=9.9),
-    Form(whole=False, early=True, weights="pick", correct=False, kernels=False): Added(small=1, moved=0.3),
-    Form(whole=True, early=True, kernels=False): Added(small=134, moved=76.2),
-    Form(whole=False, early=False, kernels=False): Added(small=79, moved=27.7),
-    Form(whole=False, early=False, correct=False, kernels=False): Added(small=51, moved=16.4),
-    Form(whole=False, early=False, weights="pick", correct=False, kernels=False): Added(small=4, moved=0.0),
-    Form(whole=True, early=False, kernels=False): Added(small=117, moved=38.8),
+    Form(whole=False, early=True): Added(2, 8.7, launches=5),
+    Form(whole=False, early=True, correct=False): Added(1, 2.0, launches=2),
+    Form(whole=False, early=True, weights="pick", correct=False): Added(1, 0.3, launches=1),
+    Form(whole=True, early=True): Added(6, 13.3, launches=10),
+    Form(whole=False, early=False): Added(0, 9.0, launches=7),
+    Form(whole=False, early=False, correct=False): Added(0, 3.0, launches=4),
+    Form(whole=False, early=False, weights="pick", correct=False): Added(3, 0.0, launches=24),
+    Form(whole=True, early=False): Added(8, 13.4, launches=38),
+    Form(whole=False, early=True, kernels=False): Added(90, 29.5, launches=111),
+    Form(whole=False, early=True, correct=False, kernels=False): Added(30, 9.9, launches=43),
+    Form(whole=False, early=True, weights="pick", correct=False, kernels=False): Added(1, 0.3, launches=1),
+    Form(whole=True, early=True, kernels=False): Added(134, 76.2, launches=172),
+    Form(whole=False, early=False, kernels=False): Added(78, 27.7, launches=148),
+    Form(whole=False, early=False, correct=False, kernels=False): Added(50, 16.4, launches=79),
+    Form(whole=False, early=False, weights="pick", correct=False, kernels=False): Added(3, 0.0, launches=24),
+    Form(whole=True, early=False, kernels=False): Added(116, 38.8, launches=162),
 }
 
 
@@ -115,14 +117,24 @@ def work_of(call: Call, share: float = 1.0, form: Form | None = None) -> list[Wo
 
 
 @lru_cache(maxsize=4096)
-def times_as_fast(card: Card, call: Call, share: float, form: Form) -> float | None:
-    """How many times as fast the layer is that merges to a `share` of its tokens; None: it is not known what that adds."""
+def times_as_fast(card: Card, call: Call, share: float, form: Form, eager: bool = False) -> float | None:
+    """How many times as fast the layer is that merges to a `share` of its tokens; None: it is not known what that adds.
+
+    Args:
+        card: where it runs.
+        call: the layer's call.
+        share: tokens that stay, of all that may merge.
+        form: how it merges.
+        eager: kernels are launched from Python. As a model may wait for that, launching what merging adds is counted as
+            work, though it often hides behind work.
+    """
     added, beside = ADDED.get(form._replace(masked=False)), BESIDE[form.early]
     if added is None:
         return None
     plain = card.busy(work_of(call)) + spent(card, call, beside)
     fewer = beside._replace(moved=share * beside.moved) if form.whole else beside
-    return plain / (card.busy(work_of(call, share, form)) + spent(card, call, fewer) + spent(card, call, added))
+    merged = card.busy(work_of(call, share, form)) + spent(card, call, fewer) + spent(card, call, added)
+    return plain / (merged + (added.launches * LAUNCH if eager else 0))
 
 
 def spent(card: Card, call: Call, added: Added) -> float:

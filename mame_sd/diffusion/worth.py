@@ -14,7 +14,7 @@ import torch
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core import fused
-from mame_sd.core.cards import card_of
+from mame_sd.core.cards import Card, card_of
 from mame_sd.core.costs import WORTHWHILE, Call, Form, times_as_fast
 
 if TYPE_CHECKING:
@@ -51,16 +51,29 @@ def no_gain(route: Route, early: bool) -> str:
     batch, tokens, channels = map(index, feature.shape)
     inner = int(getattr(module, "inner_dim", channels))
     sizes = batch, tokens, beside, channels, inner, int(heads)
-    return _reckoned(str(feature.device), sizes, feature.dtype, max(keep, destinations), form)
+    question = sizes, feature.dtype, max(keep, destinations), form, launched_from_python()
+    return _reckoned(str(feature.device), *question)
+
+
+def launched_from_python() -> bool:
+    """Whether PyTorch launches kernel after kernel; else a compiled graph does, or a recorded one."""
+    return not torch.compiler.is_compiling()
 
 
 @torch.compiler.assume_constant_result
-def _reckoned(device: str, sizes: tuple[int, ...], dtype: torch.dtype, share: float, form: tuple[Any, ...]) -> str:
+def _reckoned(
+    device: str, sizes: tuple[int, ...], dtype: torch.dtype, share: float, form: tuple[Any, ...], eager: bool
+) -> str:
     """`no_gain` of a call; a compiled graph holds what it says and traces nothing of it."""
     card = card_of(device)
-    if card is None:
-        return ""
+    return "" if card is None or gains(card, sizes, dtype, share, form, eager) else NO_GAIN.format(card.name)
+
+
+def gains(
+    card: Card, sizes: tuple[int, ...], dtype: torch.dtype, share: float, form: tuple[Any, ...], eager: bool
+) -> bool:
+    """Whether merging gains enough on a card, or nothing is known of this form."""
     batch, tokens, beside, channels, inner, heads = sizes
     call = Call(batch, tokens, beside, channels, inner, heads, dtype)
-    gain = times_as_fast(card, call, share, Form(*form))
-    return "" if gain is None or gain >= WORTHWHILE else NO_GAIN.format(card.name)
+    gain = times_as_fast(card, call, share, Form(*form), eager)
+    return gain is None or gain >= WORTHWHILE

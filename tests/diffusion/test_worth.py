@@ -86,7 +86,7 @@ def test_a_compiled_graph_holds_what_is_reckoned_whole() -> None:
     sizes = 2, 1024, 0, 320, 320, 8
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        return x + len(_reckoned(str(x.device), sizes, torch.float16, 0.25, (False, True, "best", True, False, False)))
+        return x + len(_reckoned(str(x.device), sizes, torch.float16, 0.25, (False, True, "best", True, False, False), False))
 
     with taken_for("cpu", H100):
         compiled = torch.compile(call, backend="eager", fullgraph=True)
