@@ -31,11 +31,12 @@ _forced: list[bool] = []  # what `only` says, the innermost last
 
 def on(*tensors: Tensor) -> bool:
     """Whether the kernels take these tensors, all on the device of the first."""
-    if not all(map(_served, tensors)) or (_TRITON_MISSING and not _forced):
+    first = tensors[0]
+    if not first.is_cuda and not (INTERPRETED and first.device.type == "cpu"):
         return False
-    if _forced:
-        return _forced[-1]
-    return _ready(str(tensors[0].device), str(tensors[0].dtype))
+    if not all(t.dtype in DTYPES and in_place(t) for t in tensors) or (_TRITON_MISSING and not _forced):
+        return False
+    return _forced[-1] if _forced else _ready(str(first.device), str(first.dtype))
 
 
 @contextmanager
@@ -70,10 +71,6 @@ def state() -> dict[str, bool]:
 
 
 _TRITON_MISSING = find_spec("triton") is None or torch.version.hip is not None
-
-
-def _served(t: Tensor) -> bool:
-    return (t.is_cuda or (INTERPRETED and t.device.type == "cpu")) and t.dtype in DTYPES and in_place(t)
 
 
 @torch.compiler.assume_constant_result

@@ -27,7 +27,8 @@ class Positions:
 
     M and N count the real destinations and sources of all blocks, so M + N = L. Slots are the entries of a
     block-shaped tensor, T * m or T * n of them, read row by row; a padded slot repeats a real position of its block.
-    All draws of one size have equally many of each, so a draw is one row of `table`, looked up where it is first needed.
+    All draws of one size have equally many of each, so a draw is one row of `table`. On CUDA, where kernels read the
+    table by themselves, it is looked up where one of its tensors is first asked for.
     """
 
     table: Tensor  # [draws, K] LongTensor: the tensors of PER_DRAW side by side, a row for each draw
@@ -40,59 +41,38 @@ class Positions:
     M: int
     N: int
     draw: Tensor | None = None  # LongTensor [1], which draw, counted in circles; None: the first
-    _parts: list[dict[str, Tensor]] = field(default_factory=list, init=False)  # one, once it was looked up
+    L: int = field(init=False)
+    dst: Tensor = field(init=False)  # [M] positions of the destinations, block by block
+    src: Tensor = field(init=False)  # [N] positions of the sources, ascending over the whole sequence
+    slots: Tensor = field(init=False)  # [T, m + n] position of every slot of a block, destinations first
+    src_real: Tensor = field(init=False)  # [N] the slot of each source, in the order of `src`
+    gather: Tensor = field(init=False)  # [L] row of each position in concat(destinations [M], source slots [T * n])
+    source: Tensor = field(init=False)  # [L] source slot of each position; 0 at destinations
+    sample: Tensor = field(init=False)  # [samples] positions at random, one of each run of SAMPLED in a tile's rows
 
-    @property
-    def L(self) -> int:
-        return self.M + self.N
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "L", self.M + self.N)
+        if self.draw is None or not self.table.is_cuda or torch.compiler.is_compiling():
+            self._look_up()
 
-    @property
-    def parts(self) -> dict[str, Tensor]:
-        """The tensors of PER_DRAW by name."""
-        if not self._parts:
-            if self.draw is None:
-                row = self.table[0]
-            else:
-                row = self.table.index_select(0, row_of(self.draw, self.table.shape[0])).view(-1)
-            each = self.M, self.N, self.blocks * (self.m + self.n), self.N, self.L, self.L
-            parts = row.split([*each, row.shape[0] - sum(each)])
-            self._parts.append(dict(zip(PER_DRAW, parts, strict=True)))
-        return self._parts[0]
+    def __getattr__(self, name: str) -> Tensor:
+        """Called where an attribute is not there yet."""
+        if name not in PER_DRAW:
+            raise AttributeError(name)
+        self._look_up()
+        found: Tensor = self.__dict__[name]
+        return found
 
-    @property
-    def dst(self) -> Tensor:
-        """[M] positions of the destinations, block by block"""
-        return self.parts["dst"]
-
-    @property
-    def src(self) -> Tensor:
-        """[N] positions of the sources, ascending over the whole sequence"""
-        return self.parts["src"]
-
-    @property
-    def slots(self) -> Tensor:
-        """[T, m + n] position of every slot of a block, destinations first"""
-        return self.parts["slots"].view(self.blocks, self.m + self.n)
-
-    @property
-    def src_real(self) -> Tensor:
-        """[N] the slot of each source, in the order of `src`"""
-        return self.parts["src_real"]
-
-    @property
-    def gather(self) -> Tensor:
-        """[L] row of each position in concat(destinations [M], source slots [T * n])"""
-        return self.parts["gather"]
-
-    @property
-    def source(self) -> Tensor:
-        """[L] source slot of each position; 0 at destinations"""
-        return self.parts["source"]
-
-    @property
-    def sample(self) -> Tensor:
-        """[max(1, L // SAMPLED)] positions at random, one of each run of SAMPLED in a tile's rows"""
-        return self.parts["sample"]
+    def _look_up(self) -> None:
+        if self.draw is None:
+            row = self.table[0]
+        else:
+            row = self.table.index_select(0, row_of(self.draw, self.table.shape[0])).view(-1)
+        width = self.m + self.n
+        each = self.M, self.N, self.blocks * width, self.N, self.L, self.L
+        parts = row.split([*each, row.shape[0] - sum(each)])
+        for name, part in zip(PER_DRAW, parts, strict=True):
+            object.__setattr__(self, name, part.view(self.blocks, width) if name == "slots" else part)
 
     @property
     def samples(self) -> int:
