@@ -127,10 +127,10 @@ def _fit(samples: Sequence[Sample], over: Callable[[Card, Sample], tuple[float, 
     return Added(max(0, round(small)), round(max(0.0, moved), 1))
 
 
-def launches(form: Form) -> int:
-    """Kernels that merging adds to a layer, the most of all samples."""
-    samples = SAMPLES[FORMS[form][0]].values()
-    return max(sum(n.launches for n in one.work(form)) - sum(n.launches for n in one.work(None)) for one in samples)
+def launches(kind: str, form: Form | None) -> int:
+    """Kernels that merging adds to a layer, the most of all samples; None: those of an unmerged one, the fewest."""
+    found = [[sum(n.launches for n in one.work(which)) for which in (form, None)] for one in SAMPLES[kind].values()]
+    return min(plain for _, plain in found) if form is None else max(merged - plain for merged, plain in found)
 
 
 def fitted_beside(kind: str) -> Added:
@@ -140,7 +140,8 @@ def fitted_beside(kind: str) -> Added:
         whole = card.busy(sample.work(None))
         return whole - card.busy(work_of(sample.call)), whole
 
-    return _fit(list(SAMPLES[kind].values()), over)
+    found = _fit(list(SAMPLES[kind].values()), over)
+    return found._replace(launches=launches(kind, None) - len(work_of(next(iter(SAMPLES[kind].values())).call)))
 
 
 def fitted(form: Form) -> Added:
@@ -153,7 +154,7 @@ def fitted(form: Form) -> Added:
         fewer = beside._replace(moved=fields["keep"] * beside.moved) if form.whole else beside
         return whole - card.busy(work_of(sample.call, fields["keep"], used)) - spent(card, sample.call, fewer), whole
 
-    return _fit(list(SAMPLES[kind].values()), over)._replace(launches=launches(form))
+    return _fit(list(SAMPLES[kind].values()), over)._replace(launches=launches(kind, form))
 
 
 def masked(form: Form, sample: Sample) -> Form:
