@@ -23,8 +23,7 @@ import torch
 
 from benchmarks.generation import generate, load
 from benchmarks.instruments import INSTRUMENTS
-from mame_sd import apply_mame
-from mame_sd.diffusion.apply import denoiser_of
+from mame_sd.diffusion.apply import apply_mame, denoiser_of
 from mame_sd.diffusion.calibration import (
     FORMS,
     Calibration,

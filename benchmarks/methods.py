@@ -65,7 +65,10 @@ def _with_config(config: MaMeConfig, denoiser: Any) -> AbstractContextManager[An
 
 def settings_of(config: MaMeConfig) -> dict[str, Any]:
     """What decides a measurement with `config`; without `detail` where there is none, as before there was any."""
-    settings = {name: value for name, value in config.to_dict().items() if value is not None}
+    every = config.to_dict()
+    every = config.to_dict()
+    every |= every.pop("study")
+    settings = {name: value for name, value in every.items() if value is not None}
     if not config.detail or (config.merge == "kv" and config.mlp is None and config.cross is None):
         del settings["detail"]
     return settings

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mame_sd.apply import apply_mame, mame, remove_mame
-    from mame_sd.config import MaMeConfig
+    from mame_sd.config import MaMeConfig, Study
     from mame_sd.core.merge import plan_merge
     from mame_sd.core.plan import MergePlan
     from mame_sd.diffusion.handle import MaMeHandle
@@ -26,6 +26,7 @@ _LAZY = {
     "MachineError": "mame_sd.errors",
     "MergePlan": "mame_sd.core.plan",
     "NothingMergedError": "mame_sd.report",
+    "Study": "mame_sd.config",
     "UserError": "mame_sd.errors",
     "apply_mame": "mame_sd.apply",
     "embedded_model_path": "mame_sd.embedded.model",
@@ -43,6 +44,7 @@ __all__ = [
     "MachineError",
     "MergePlan",
     "NothingMergedError",
+    "Study",
     "UserError",
     "apply_mame",
     "embedded_model_path",

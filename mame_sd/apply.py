@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import MaMeConfig, say_moved
 from mame_sd.diffusion.families.family import REGISTERED
 from mame_sd.perception.families import is_encoder
 
@@ -33,6 +33,7 @@ def apply_mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> 
         TypeError: `target` is neither a module nor a pipeline with a denoiser.
         ValueError: nothing in it could merge, with what was found; or bad settings.
     """
+    say_moved(fields, stacklevel=3)
     if _only_encoder(target):
         from mame_sd.perception.apply import apply_encoder
 
@@ -66,6 +67,7 @@ def mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> Iterat
 
     Takes the arguments of `apply_mame` and gives its handle.
     """
+    say_moved(fields, stacklevel=5)  # this generator, contextlib twice, the caller
     if _only_encoder(target):
         from mame_sd.perception.apply import apply_encoder, encoder_restored
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from os import PathLike
@@ -26,115 +27,170 @@ from mame_sd.presets import resolve
 
 BESIDE = "mame.json"  # a file of settings in a model's folder, which merging takes where nothing else is given
 _UNSET: Any = None
+# Our own modules give fields of Study by their names.
+warnings.filterwarnings("ignore", ".*moved to Study", FutureWarning, r"(mame_sd|eval|comfyui)\b")
 # Names that files of older versions hold: `batch` follows from tau and keep, and `kernel` from the device.
 _FORMER = ("batch", "kernel")
 
 
-def _field(help: str, option: bool = True) -> Any:
-    """A field that the preset decides unless it is given; `option`: whether commands have one for it."""
-    return field(default=_UNSET, metadata={"help": help, "option": option})
+def _field(help: str, about: str = "", option: bool = True) -> Any:
+    """A field that the preset decides unless it is given.
+
+    Args:
+        help: what it does, in one line.
+        about: what docs/settings.md tells beyond that.
+        option: whether commands have an option for it.
+    """
+    return field(default=_UNSET, metadata={"help": help, "about": about, "option": option})
+
+
+def _study(help: str, about: str = "") -> Any:
+    """A field of `Study`: commands take it by --study."""
+    return _field(help, about, option=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaMeConfig:
+class StudyFields:
+    """What `Study` and `MaMeConfig` share: the settings that the paper's ablations vary."""
+
+    partition: Literal["alternating", "sequential", "random", "grid", "random-grid"] = _study(
+        "how destinations are chosen by position",
+        "`grid` takes the first token of each stride cell, `random-grid` draws one of each cell.",
+    )
+    stride: tuple[int, int] = _study(
+        "cell of the grid partitions, (rows, columns) of tokens",
+        "A larger cell has fewer destinations, so more can merge. With `keep` it is the cell from (1, 2) to (4, 4) "
+        "that leaves as many destinations as `keep` allows.",
+    )
+    redraw: bool = _study(
+        "whether each step draws other destinations",
+        "Errors of the steps then do not add up. Only `apply_mame` sees the timestep; not where gradients are on.",
+    )
+    pairs: bool = _study(
+        "whether guided and unguided samples merge the same tokens",
+        "Guidance would multiply a difference of merging. It holds in a batch of both and in two calls of one input; "
+        "only `apply_mame` sees them, and not where gradients are on.",
+    )
+    metric: Literal["cosine", "dot", "euclidean", "softmax"] = _study(
+        "how similarity is measured",
+        "`dot` is x.y / sqrt(d), `euclidean` -|x - y| / sqrt(d), `softmax` the dot product's over destinations.",
+    )
+    feature: Literal["x", "k", "k-mean"] = _study(
+        "what similarity compares: the layer's input, its keys, or their mean over heads"
+    )
+    weights: Literal["average", "best", "pick"] = _study(
+        "how a source is shared out over destinations",
+        "`average` shares it over all similar ones (the paper), `best` gives it to the most similar one, and `pick` "
+        "drops it, of keys and values only.",
+    )
+    correct: bool = _study(
+        "whether attention gets back what merged keys lose",
+        "To first order: the mean and covariance of all keys and values, a control variate. It needs "
+        '`scaled_dot_product_attention` in the processor. On with `weights="best"`, which needs a part of the keys '
+        "for it; others need all. With merge qkv beside text merged tokens count as often as they stand for tokens.",
+    )
+    refine: bool = _study(
+        "whether weights below a source's mean are dropped", 'Adaptive refining, with `weights="average"` alone.'
+    )
+    variant: Literal["settled", "paper"] = _study(
+        "which equations merge",
+        "`settled` has exact weights and keeps the amplitude; `paper` is the printed equations, with eps and a second "
+        "division in MaRe.",
+    )
+    eps: float = _study("epsilon of the printed equations", 'With `variant="paper"` alone.')
+    detail: bool = _study(
+        "whether restored tokens of one group differ",
+        "They differ as the groups around them and their inputs do, around the group's mean. Where tokens are restored "
+        '(merge qkv, mlp), with `weights="best"` alone.',
+    )
+    cross: float | None = _study("share of cross-attention's queries to keep", "As `mlp`.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study(StudyFields):
+    """Settings that the paper's ablations vary: `apply_mame(pipe, study=Study(weights="pick"))`.
+
+    A field that is None is decided by the preset. Values are checked by the `MaMeConfig` that takes them.
+    """
+
+    def given(self) -> dict[str, Any]:
+        """The fields that were given, by name."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+
+
+STUDY = tuple(f.name for f in fields(Study))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaMeConfig(StudyFields):
     """Settings of MaMe (merging) and MaRe (restoring).
 
     An argument that is `None` is decided by `preset` and by which of `tau` and `keep` is given. After construction
-    exactly one of `tau` and `keep` is a number. `config.replace`, `copy.replace` and `dataclasses.replace` make a changed copy,
-    in which the preset decides again on all that was never given.
+    exactly one of `tau` and `keep` is a number. What ablations vary is given as `study=Study(...)`; its concrete
+    values stand in `config.study`, and beside the others: `config.weights`. `config.replace`, `copy.replace` and
+    `dataclasses.replace` make a changed copy, in which the preset decides again on all that was never given.
 
     Raises:
         ValueError: naming the field, its range and the value that came.
     """
 
     tau: float | None = _field(
-        "similarity above which a source token may merge (cosine: -1 to 1; 1 merges nothing). Lower merges more: "
-        "faster, further from the unmerged image. Not together with keep"
+        "similarity above which a token may merge; lower is faster and further off",
+        "Of the cosine from -1 to 1, where 1 merges nothing. Not together with `keep`.",
     )
     keep: float | None = _field(
-        "share of tokens to keep (above 0, at most 1) instead of a fixed tau; never fewer than the destinations. "
-        "Lower is faster and, below 0.5, further from the unmerged image"
+        "share of tokens to keep, above 0 to 1; lower is faster and further off",
+        "It finds a threshold for each layer, call and sample. Never fewer than the destinations stay.",
     )
     preset: Literal["default", "plain"] = _field(
-        "default: what measurement chose; plain: the paper to the letter (global similarity, tau 0.8, alternating)"
+        "default is what measurement chose, plain the paper's form",
+        "`plain` compares all tokens with all, at tau 0.8, with alternating destinations.",
     )
-    partition: Literal["alternating", "sequential", "random", "grid", "random-grid"] = _field(
-        "which tokens are destinations: alternating, sequential, random, grid (the first of each stride cell), or "
-        "random-grid (one drawn from each cell)"
-    )
-    stride: tuple[int, int] = _field(
-        "cell of the grid partitions as (rows, columns) of tokens. Larger: fewer destinations, so more can merge. (2, 2) "
-        "unless given; with keep, the one from (1, 2) to (4, 4) that leaves as many destinations as keep allows"
-    )
-    seed: int = _field("seed of the random partitions (their own generator, never the global one)")
-    redraw: bool = _field(
-        "the random partitions take other destinations at each step, so that errors of the steps do not add up; by "
-        "apply_mame, which sees the timestep, and not where gradients are on"
-    )
-    pairs: bool = _field(
-        "the guided and the unguided sample of a prompt merge the same tokens, so that guidance does not multiply a difference of "
-        "merging: in calls of a model whose batch holds the same input twice (samples of one seed too, at their first step), and in two "
-        "calls of one input; by apply_mame, which sees it, and not where gradients are on"
+    merge: Literal["qkv", "kv"] = _field(
+        "qkv merges all tokens and restores them (the paper), kv keys and values only",
+        "Where none of `merge`, `keep`, `tau`, `preset`, `weights` and `variant` is given, SD3 and AuraFlow take qkv "
+        "with keep 0.625.",
     )
     min_tokens: int = _field(
-        "layers with fewer tokens are left alone. With MaMeAttnProcessor on a video model keep it above the number of frames"
+        "layers with fewer tokens stay unmerged",
+        "With `MaMeAttnProcessor` on a video model keep it above the number of frames.",
     )
-    metric: Literal["cosine", "dot", "euclidean", "softmax"] = _field(
-        "similarity: cosine, dot (x.y / sqrt(d)), euclidean (-|x - y| / sqrt(d)), softmax over destinations"
+    tiles: int = _field("side of the square tiles that tokens are compared in; 0 compares all", "At least 2 tokens.")
+    seed: int = _field(
+        "seed of the destinations that are drawn", "It has a generator of its own, never the global one."
     )
-    feature: Literal["x", "k", "k-mean"] = _field(
-        "what similarity compares: x (the layer's input), k (its keys), k-mean (keys averaged over the heads)"
-    )
-    weights: Literal["average", "best", "pick"] = _field(
-        "average: a source is shared out over its similar destinations (the paper); best: its most similar one takes it whole; "
-        "pick: destinations stay as they are and sources that would merge are dropped, of keys and values only (merge kv)"
-    )
-    correct: bool = _field(
-        "give attention back what merged keys lose: to first order, the mean and covariance of all keys and values, a control variate, where "
-        "the processor calls scaled_dot_product_attention; on with weights best, which need a part of the keys for it (others need all). "
-        "With merge qkv beside text, merged tokens count as often as they stand for tokens instead"
-    )
-    refine: bool = _field(
-        "adaptive weight refining: drop a source's weaker than average destinations; used by weights average only"
-    )
-    variant: Literal["settled", "paper"] = _field(
-        "settled: exact weights, amplitude kept; paper: the printed equations with eps and a second division in MaRe"
-    )
-    eps: float = _field("epsilon of the printed equations; used by variant paper only")
-    merge: Literal["qkv", "kv"] = _field(
-        "qkv: merge before attention and restore after it (the paper); kv: merge keys and values only. Where neither it nor keep, tau, weights, "
-        "variant and a preset is given, SD3 and AuraFlow take qkv with keep 0.625"
-    )
-    detail: bool = _field(
-        "restored tokens of one group differ, as the groups around them and as their inputs do, around the group's own mean, in place of "
-        "equal copies. Where tokens are restored (merge qkv, mlp, cross); with weights best alone"
-    )
-    tiles: int = _field(
-        "compare tokens only inside square tiles of this side, in tokens (at least 2); 0 compares all with all"
-    )
-    size: tuple[int, int] | None = _field("latent (height, width), for when the layer's cannot be known")
+    size: tuple[int, int] | None = _field("latent height and width, for layers that don't know them")
     mlp: float | None = _field(
-        "share of tokens to keep in the feed-forward networks too (above 0, at most 1), restored after them; off unless "
-        "given. The grid's cell follows from this share. UNets, DiT and PixArt by apply_mame only"
+        "share of tokens to keep in feed-forward networks too; off unless given",
+        "Above 0 to 1; tokens are restored after them. UNets, DiT and PixArt by `apply_mame` alone.",
     )
-    cross: float | None = _field("as mlp, of the queries of cross-attention")
     layers: LayerRules | None = _field(  # noqa: RUF009
-        "settings of single layers by patterns of their names, over those of all: {'blocks.[24]': {'keep': 0.5}}; False leaves a layer "
-        "unmerged. Self-attention by apply_mame only",
+        "settings of single layers by patterns of their names",
+        "Over those of all: `{'blocks.[24]': {'keep': 0.5}}`; False leaves a layer unmerged. Self-attention by "
+        "`apply_mame` alone.",
         option=False,
     )
     made_for: str | None = _field(
-        "which model the settings were found for, as calibration writes it; others refuse them", option=False
+        "model that the settings were found for; others refuse them",
+        "Calibration writes it.",
+        option=False,
     )
+    # Settings of ablations, over which flat names go that are given beside it. Concrete after construction.
+    study: InitVar[Study | Mapping[str, Any] | None] = None
     # What holds for tokens whose height and width are unknown: no grid, no tiles, copies restored. Of each config its own, made with it, for
     # compiled graphs can't make configs.
     without_plane: ClassVar[MaMeConfig]
     # What was given to the config that this one is made from: dataclasses.replace hands it on, beside every field.
     _given: InitVar[Mapping[str, Any] | None] = None
 
-    def __post_init__(self, _given: Mapping[str, Any] | None) -> None:
+    def __post_init__(self, study: Any, _given: Mapping[str, Any] | None) -> None:
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        if _given is not None:
+        given |= {name: given.pop(name) for name in STUDY}  # last
+        if _given is None:
+            say_moved(given, stacklevel=4)
+            given |= {name: value for name, value in study_given(study).items() if given[name] is None}
+        else:
+            given |= {} if study is None else _changed_study(study, given)
             check_names(_given)
             before = resolve(dict(_given))
             given = _changed(_given, {name: value for name, value in given.items() if value != before[name]})
@@ -150,6 +206,7 @@ class MaMeConfig:
         for name, value in resolve(given).items():
             object.__setattr__(self, name, value)
         check_resolved(self)
+        object.__setattr__(self, "study", Study(**{name: getattr(self, name) for name in STUDY}))
         partition = "alternating" if self.partition.endswith("grid") else self.partition
         gridless = {"partition": partition, "tiles": 0, "detail": False, "layers": None}
         already = all(getattr(self, name) == value for name, value in gridless.items())
@@ -160,14 +217,15 @@ class MaMeConfig:
     def replace(self, **changes: Any) -> MaMeConfig:
         """This config with `changes`, the preset deciding again on all that was never given.
 
-        Giving `tau` drops a given `keep` and vice versa; `None` takes a given field back.
+        Giving `tau` drops a given `keep` and vice versa; `None` takes a given field back, and `study=None` all of
+        `Study`'s.
         """
         return MaMeConfig.from_dict(_changed(self.given, changes))
 
     __replace__ = replace
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Made anew of what was given: a pickle of an older version may hold other fields, `batch` among them."""
+        """Made anew of what was given: a pickle of an older version may hold fields that are no more."""
         self.__init__(**{name: value for name, value in state["_given"].items() if name not in _FORMER})  # type: ignore[misc]
 
     @property
@@ -222,10 +280,14 @@ class MaMeConfig:
             raise ValueError(f"layers: {of}: {error}") from None
 
     def to_dict(self, given_only: bool = False) -> dict[str, Any]:
-        """All fields and `batch` (or only the fields that were given) as JSON values; `from_dict` makes an equal config of either."""
+        """All fields and `batch` (or only the fields that were given) as JSON values, those of `Study` in `study`.
+
+        `from_dict` makes an equal config of either.
+        """
         every = {f.name: getattr(self, f.name) for f in fields(self)} | {"batch": self.batch}
-        values = self.given if given_only else every
-        return {name: _json(value) for name, value in values.items()}
+        values = {name: _json(value) for name, value in (self.given if given_only else every).items()}
+        study = {name: values.pop(name) for name in STUDY if name in values}
+        return values | ({"study": study} if study else {})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MaMeConfig:
@@ -252,6 +314,7 @@ class MaMeConfig:
         try:
             table = _read_table(Path(path))
             table.pop("about", None)
+            say_moved(table, stacklevel=3)
             return cls.from_dict(table)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from None
@@ -260,11 +323,39 @@ class MaMeConfig:
 def check_names(values: Mapping[str, Any]) -> None:
     """Raises ValueError for a name in `values` that no setting has."""
     names = [f.name for f in fields(MaMeConfig)]
+    top = [*(name for name in names if name not in STUDY), "study"]
     for name in values:
-        if name not in (*names, *_FORMER):
+        if name not in (*names, "study", *_FORMER):
             near = difflib.get_close_matches(str(name), names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown setting {name!r}{hint} (settings are {', '.join(names)})")
+            raise ValueError(f"unknown setting {name!r}{hint} (settings are {', '.join(top)})")
+
+
+def study_given(study: Any) -> dict[str, Any]:
+    """The fields that a `study`, a `Study` or a mapping of its fields, gives. Raises ValueError for anything else."""
+    if study is None:
+        return {}
+    if isinstance(study, Study):
+        return study.given()
+    if not isinstance(study, Mapping):
+        raise ValueError(f"study: expected a Study or a mapping of its fields, got {study!r}")
+    for name in study:
+        if name not in STUDY:
+            raise ValueError(f"study: expected fields of Study ({', '.join(STUDY)}), got {name!r}")
+    return {name: value for name, value in study.items() if value is not None}
+
+
+def say_moved(values: Mapping[str, Any], stacklevel: int) -> None:
+    """Warns, in one line, of fields of `Study` that are given by their names alone."""
+    moved = [name for name in STUDY if values.get(name) is not None]
+    if moved:
+        given = ", ".join(f"{name}={values[name]!r}" for name in moved)
+        warnings.warn(f"{', '.join(moved)}: moved to Study; give study=Study({given})", FutureWarning, stacklevel)
+
+
+def _changed_study(study: Any, flat: Mapping[str, Any]) -> dict[str, Any]:
+    """What a `study` that dataclasses.replace hands on changes of the `flat` values beside it."""
+    return {name: value for name, value in study_given(study).items() if value != flat[name]}
 
 
 def once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -308,5 +399,9 @@ def _json(value: Any) -> Any:
 
 def _changed(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`given` with `changes`, of which a tau drops a keep and a keep a tau."""
+    if "study" in changes:
+        study = changes["study"]
+        given = {name: value for name, value in given.items() if study is not None or name not in STUDY}
+        changes = study_given(study) | {name: value for name, value in changes.items() if name != "study"}
     dropped = {other for name, other in (("tau", "keep"), ("keep", "tau")) if changes.get(name) is not None}
     return {**{name: value for name, value in given.items() if name not in dropped}, **changes}

@@ -26,7 +26,7 @@ from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionS
 from diffusers.schedulers import KarrasDiffusionSchedulers
 from transformers import CLIPImageProcessor, CLIPTextModel, CLIPTokenizer, CLIPVisionModelWithProjection
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import MaMeConfig, study_given
 from mame_sd.config_checks import CHOICES
 from mame_sd.diffusion.apply import build_handle, has_hooks, hooks_restored
 from mame_sd.diffusion.handle import MaMeHandle
@@ -247,6 +247,7 @@ def _taken(arguments: dict[str, Any]) -> dict[str, Any]:
     if arguments.get("variant") in CHOICES["variant"]:
         names.append("variant")
     taken = {name: arguments.pop(name) for name in names if name in arguments}
+    taken |= study_given(arguments.pop("study", None))
     MaMeConfig.from_dict(taken)  # a bad value is refused before a model is loaded
     return taken
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import MaMeConfig, Study
 from mame_sd.presets import COMMON, PRESETS
 
 
@@ -25,6 +25,7 @@ def test_nothing_given_is_the_measured_default() -> None:
     config = MaMeConfig()
     expected = {**COMMON, **PRESETS["default"]}
     values = config.to_dict()
+    values |= values["study"]
     for name, value in expected.items():
         assert values[name] == (list(value) if isinstance(value, tuple) else value), name
     assert config.tau is None
@@ -363,14 +364,6 @@ def test_any_bytes_are_settings_or_one_error(tmp_path_factory: pytest.TempPathFa
             assert MaMeConfig.from_dict(json.loads(json.dumps(config.to_dict()))).to_dict() == config.to_dict()
 
 
-def test_a_pickle_of_the_form_before_batch_was_derived_loads() -> None:
-    config = MaMeConfig(keep=0.5, tiles=0)
-    old = MaMeConfig.__new__(MaMeConfig)
-    old.__setstate__({**config.__dict__, "tiles": None, "batch": "per_sample", "_given": {**config.given, "batch": "per_sample"}})  # fmt: skip
-    assert old == config
-    assert dataclasses.replace(old, min_tokens=4).tiles == 0
-
-
 def test_files_may_begin_with_a_mark_and_name_a_field_once(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     path.write_bytes(b'\xef\xbb\xbf{"keep": 0.5}')
@@ -383,3 +376,20 @@ def test_files_may_begin_with_a_mark_and_name_a_field_once(tmp_path: Path) -> No
 def test_a_seed_that_is_too_large_is_told_the_largest() -> None:
     with pytest.raises(ValueError, match=r"from 0 to 2\^63 - 1, got 9223372036854775808"):
         MaMeConfig(seed=2**63)
+
+
+def test_study_holds_what_ablations_vary(tmp_path: Path) -> None:
+    config = MaMeConfig(keep=0.5, study=Study(weights="pick"))
+    with pytest.warns(FutureWarning, match=r"weights: moved to Study; give study=Study\(weights='pick'\)"):
+        assert MaMeConfig(keep=0.5, weights="pick") == config
+    assert (config.weights, config.study.weights, config.study.metric) == ("pick", "pick", "cosine")
+    assert config.to_dict(given_only=True) == {"keep": 0.5, "study": {"weights": "pick"}}
+    for values in (config.to_dict(), config.to_dict(given_only=True)):
+        assert MaMeConfig.from_dict(values) == config
+    assert config.replace(study=None).given == {"keep": 0.5}
+    assert config.replace(study={"metric": "dot"}).study.metric == "dot"
+    assert dataclasses.replace(config, keep=0.25).given == {"keep": 0.25, "weights": "pick"}
+    assert dataclasses.replace(config, study=Study(weights="best")).weights == "best"
+    for wrong, message in (({"weight": "pick"}, "got 'weight'"), (3, "expected a Study or a mapping")):
+        with pytest.raises(ValueError, match=message):
+            MaMeConfig(study=wrong)

@@ -12,7 +12,7 @@ from packaging.version import Version
 from tests.matrix import caches, features, tools, transformers, unets
 from tests.matrix.checks import check_absent, check_row
 from tests.matrix.rows import Absent, Check, Row
-from tests.matrix.table import page, summary
+from tests.matrix.table import page
 
 ROWS = [*unets.ROWS, *features.ROWS, *transformers.ROWS]
 
@@ -51,11 +51,6 @@ def test_cache_that_does_not_work_alone(pair: caches.Alone) -> None:
 def test_the_page_is_current() -> None:
     committed = (Path(__file__).parents[1] / "docs" / "compatibility.md").read_text(encoding="utf-8")
     assert committed == page(), "run: python -m tests.matrix > docs/compatibility.md"
-
-
-def test_the_readme_names_what_was_tested() -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    assert summary() in readme, "README.md: put the output of tests.matrix.table.summary() into 'Works with'"
 
 
 def test_names_are_told_apart() -> None:

@@ -46,7 +46,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_settings_and_names_exist() -> None:
-    settings = {field.name for field in fields(MaMeConfig)}
+    settings = {"study", *(field.name for field in fields(MaMeConfig))}
     assert set(re.findall(r"`(\w+)=", USAGE)) <= settings
     for name in ("apply_mame", "remove_mame", "mame", "MaMeAttnProcessor", "NothingMergedError"):
         assert name in USAGE

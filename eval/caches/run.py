@@ -81,10 +81,6 @@ def run_cache(
         UserError: bad settings, no model, no texts.
     """
     settings.check()
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "results.jsonl"
-    kept = read_results(path)
-    have = {key_of(r) for r in kept}
     rows = chosen_rows(settings.rows)
     model, tokenizer = load_language_model(settings.model, settings.weights_dir, settings.offline)
 
@@ -100,7 +96,13 @@ def run_cache(
         for p in prompts(task, tokenizer, settings.num, settings.length)
     ]
     common = {"model": settings.model, "half": settings.half}
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "results.jsonl"
+    kept = read_results(path)
+    have = {key_of(r) for r in kept}
     with path.open("a", encoding="utf-8") as file, Meter(model, tokens(REPEAT)) as meter:
+        if file.tell() and not path.read_bytes().endswith(b"\n"):  # a line that was cut off
+            file.write("\n")
 
         def write(case: str, kind: str, length: int, results: Iterable[dict[str, Any]]) -> None:
             for result in results:

@@ -25,7 +25,7 @@ from .. import PROGRAM
 from ..benchmark.suites import SUITES, suite_named
 from ..perception.rows import SUITES as CLASSIFY_SUITES
 from ..perception.rows import chosen_rows
-from .options import CLIP_HELP, SUITE_SAMPLING, ClassifyOptions, MethodOptions, ScoringOptions
+from .options import CLIP_HELP, SUITE_SAMPLING, CacheOptions, ClassifyOptions, MethodOptions, ScoringOptions
 
 app = typer.Typer(
     help="Evaluate merged diffusion models: fidelity to the baseline, quality, cost, and a report.",
@@ -50,7 +50,7 @@ OfflineOption = Annotated[bool, typer.Option("--offline", help="Never ask a netw
 RowsOption = Annotated[
     str | None,
     typer.Option(
-        help="Rows to run beside the baseline, with commas between; default-0.5 (our default at a share), todo-2 and toma-50 only by name. Without it, all others.",
+        help="Rows to run beside the baseline, with commas between; an unknown one lists them.",
         metavar="NAMES",
     ),
 ]
@@ -178,8 +178,7 @@ def classify_command(
     rows: Annotated[
         str | None,
         typer.Option(
-            help="Rows instead of the suite's, with commas between: mame-default, default-0.8, mame-0.8, mame-keep-0.5, tome-8, "
-            "evit-0.7, random-0.7, pool-0.7, smaller-160, or tome@mame-0.8, which has the FLOPs of mame-0.8.",
+            help="Rows to run instead of the suite's, such as mame-0.8, tome-8 or tome@mame-0.8.",
             metavar="NAMES",
         ),
     ] = None,
@@ -195,6 +194,40 @@ def classify_command(
     again = command_again(context.obj or ["classify"])
     if run_classify(options, suite, chosen, place, model, again):
         print(place / "report.html")
+
+
+@app.command("cache")
+@takes(options=FieldOptions(CacheOptions))
+def cache_command(
+    *,
+    out: Annotated[Path, typer.Option(help="Folder for results.jsonl.", metavar="DIR")] = Path("out/cache"),
+    rows: Annotated[
+        str | None, typer.Option(help="Methods, with commas between. Without it, all.", metavar="NAMES")
+    ] = None,
+    form: Annotated[str, typer.Option("--format", help="Of what goes to stdout.", metavar="table|json")] = "table",
+    options: CacheOptions,
+) -> None:
+    """Compare ways to shorten a language model's KV cache on texts. Run again to continue."""
+    if form not in ("table", "json"):
+        raise UserError(f"--format: expected table or json, got {form!r}; give one of these")
+    from .cache import run_cache_command
+
+    print(run_cache_command(out, rows, form, options))
+
+
+@app.command("cache-cost")
+def cache_cost_command(
+    *,
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of the prompt, with commas between.", metavar="NUMBERS")
+    ] = "4096,16384,32768",
+    keep: Annotated[float, typer.Option(help="Share of the cache that stays.")] = 0.25,
+    layers: Annotated[int, typer.Option(help="Layers that are timed, of random weights.")] = 1,
+) -> None:
+    """Time, bytes and multiply-adds of short caches at the shapes of a model of 1B parameters."""
+    from ..caches.cost import cost_table
+
+    print(cost_table(lengths, keep, layers))
 
 
 @app.command("report")

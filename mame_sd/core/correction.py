@@ -53,8 +53,10 @@ def within_groups(kept_key: Tensor, kept_value: Tensor, key: Tensor, value: Tens
         key, value: those of tokens drawn at random from all, [..., n, D].
         rows: which of the means each drawn token went to, [..., n] (broadcast).
     """
-    rows = rows.unsqueeze(-1).expand(key.shape)
-    key, value = key - kept_key.gather(-2, rows), value - kept_value.gather(-2, rows)
+    rows = rows.unsqueeze(-1)  # values may be of another width than keys
+    key, value = (
+        t - means.gather(-2, rows.expand(t.shape)) for t, means in ((key, kept_key), (value, kept_value))
+    )
     half = max(1, key.shape[-2] // 2)
     a, b = (_outer(key[..., first::2, :], value[..., first::2, :], 1 / half) for first in (0, 1))
     within = (a + b) / 2

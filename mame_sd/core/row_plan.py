@@ -56,9 +56,9 @@ class RowPlan(Plan):
     def sizes(self) -> Tensor:
         """See `Plan`; [B, L']."""
         sizes = self._sizes
-        if sizes is None or (sizes.is_inference() and not torch.is_inference_mode_enabled()):  # autograd refuses them
-            self._sizes = self._sums(torch.ones_like(self._rows, dtype=self._dtype))
-            return self._sizes
+        apart = not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
+        if sizes is None or (apart and sizes.is_inference()):  # autograd refuses tensors of inference mode
+            sizes = self._sizes = self._sums(torch.ones_like(self._rows, dtype=self._dtype))
         return sizes
 
     def summed(self, t: Tensor) -> Tensor:

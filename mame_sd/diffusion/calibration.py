@@ -333,7 +333,7 @@ def options(measured: Mapping[str, Measured]) -> dict[str, list[Option]]:
     return result
 
 
-def choose(options: Mapping[str, Sequence[Option]], saved: float) -> dict[str, Option] | None:
+def choose(options: Mapping[Any, Sequence[Option]], saved: float) -> dict[Any, Option] | None:
     """The option for each layer whose errors have the least sum of all that save at least `saved` seconds; None: none do."""
     names = list(options)
     most = sum(max(o.seconds for o in found) - min(o.seconds for o in found) for found in options.values())

@@ -6,7 +6,6 @@ very same tensor, with the negative prompt. A call with all the same tensors is 
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -33,7 +32,6 @@ class Plans:
         self._calls: Counter[str] = Counter()
         self._latents = weakref.ref(latents, lambda _: found.clear())
         self._version = latents._version
-        self._thread = threading.get_ident()
         self._others: list[weakref.ref[Tensor]] = []  # of the latest call
         self._of = self._now = _noted(None)  # the timesteps of the plans and of the call under way
 
@@ -61,8 +59,7 @@ class Plans:
             shape: of the tokens that may merge.
             make: gives a new plan.
         """
-        # no latents: the model's call was interrupted, of which no hook is told; another thread: it made no call of the model
-        if self._latents() is None or self._thread != threading.get_ident():
+        if self._latents() is None:  # a call of the model that was interrupted, of which no hook is told
             return make()
         if self._found and self._of is not self._now and not _same(self._of, self._now):
             self._found.clear()

@@ -39,13 +39,14 @@ class MaMeHandle:
     """
 
     def __init__(self, root: nn.Module, shared: Shared, hooks: list[Placed], pipe: Any = None) -> None:
-        self._root = weakref.ref(root)
-        self._pipe = _held_weakly(pipe)  # whose denoiser `root` is
+        self._root, self._pipe = weakref.ref(root), _held_weakly(pipe)  # whose denoiser `root` is
+        self._held: Any = None  # both, while merging is on the model
         self._shared = shared
         self._placed = [(weakref.ref(module), hook) for module, hook in hooks]
         self._layers = [hook for _, hook in hooks if isinstance(hook, MergeHook)]
         self._check(shared.setting.config)
         shared.setting = self._setting(shared.setting.asked, shared.setting.active)  # now that the layers have names
+        shared.applied = _Applied(self)
 
     @property
     def root(self) -> nn.Module:
@@ -65,6 +66,10 @@ class MaMeHandle:
     def is_for(self, model: nn.Module) -> bool:
         """Whether this handle was made for `model`."""
         return self._root() is model
+
+    def hold(self, on: bool) -> None:
+        """Keeps the model alive from now on, or not."""
+        self._held = (self._root(), self._pipe()) if on else None
 
     @property
     def _hooks(self) -> list[Placed]:
@@ -301,3 +306,21 @@ def _held_weakly(target: Any) -> Callable[[], Any]:
         return weakref.ref(target)
     except TypeError:
         return lambda: target
+
+
+class _Applied:
+    """Lets a handle hold its model while merging is on it. Copies of hooks tell nobody."""
+
+    def __init__(self, handle: MaMeHandle) -> None:
+        self._handle = weakref.ref(handle)
+
+    def __call__(self, on: bool) -> None:
+        handle = self._handle()
+        if handle is not None:
+            handle.hold(on)
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()

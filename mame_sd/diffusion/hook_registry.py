@@ -19,8 +19,11 @@ class AroundHook(ModelHook):
         """The module's output; `forward` is its own."""
         raise NotImplementedError
 
+    def put(self) -> None:
+        """Is told that it was put on its module."""
+
     def let_go(self) -> None:
-        """Holds on to nothing of the module any more, that it was taken off."""
+        """Holds on to nothing of the module any more: it was taken off."""
         self.fn_ref = self.entry = None
 
 
@@ -104,6 +107,7 @@ def put_hook(module: nn.Module, hook: AroundHook | PreHook) -> None:
     if first is not None:
         setattr(module, "forward", _inside(first))  # noqa: B010
     registry.register_hook(hook, hook.name)
+    hook.put()
     hook.entry = Entry(module, hook).forward
     setattr(module, "forward", hook.entry)  # noqa: B010
     if first is not None:

@@ -57,12 +57,16 @@ class Shared:
         setting: every thread's, but for those that have one of their own.
         own: each thread's own Setting.
         step: the Step of its latest call of the model.
+        plans: what the call under way shares with those before it.
+        applied: is told whether the hooks that merge are put on the model or taken off.
     """
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.own = PerThread()
         self.step = PerThread(latest=True)
+        self.plans = PerThread()
+        self.applied: Callable[[bool], None] | None = None
 
     @property
     def now(self) -> Setting:
@@ -109,6 +113,17 @@ class MergeHook(AroundHook):
             return call.run()
         return merged_call(self.layer, call, known, config, stats, step, setting.may_leave)
 
+    def put(self) -> None:
+        """See `AroundHook`."""
+        if self.shared.applied is not None:
+            self.shared.applied(True)
+
+    def let_go(self) -> None:
+        """See `AroundHook`."""
+        super().let_go()
+        if self.shared.applied is not None:
+            self.shared.applied(False)
+
     def told(self) -> tuple[Tokens | None, Step]:
         """What this thread's latest call of the model says: how the tokens lie, and of the step.
 
@@ -117,9 +132,13 @@ class MergeHook(AroundHook):
         """
         known = None if self.image is None else self.image.tokens.value
         step: Step = (None if torch.is_grad_enabled() else self.shared.step.value) or NO_STEP
-        if step.draws is not None and not torch.compiler.is_compiling():  # whose numbers would be constants of a graph
-            return known, step._replace(draw=step.draws[self.place : self.place + 1])
-        return known, step if step.draw is None else step._replace(draw=step.draw + self.number)
+        if step is NO_STEP:
+            return known, step
+        if torch.compiler.is_compiling():  # a number would be a constant of the graph, which holds no plans
+            draw = None if step.draw is None else step.draw + self.number
+            return known, Step(draw, leader=step.leader)
+        draw = None if step.draws is None else step.draws[self.place : self.place + 1]
+        return known, Step(draw, leader=step.leader, plans=self.shared.plans.value)
 
 
 class SizeHook(PreHook):
@@ -198,24 +217,25 @@ class StepHook(CallHook):
             draw = draw.to(inputs[0].device)
         pairs = setting.config.pairs and bool(inputs) and inputs[0] is call.get(self.names[0])
         leader = leaders(inputs[0], type(module).__name__ in _PROMPT_FIRST) if pairs else None
-        plans = draws = None
-        if not torch.compiler.is_compiling():  # a graph holds none
-            draws = None if draw is None else draw + constant(counting, DRAWS, draw.device)
-            if inputs:
-                begin(module, self.name, inputs[0])
-            if pairs and self.calls_pair:
-                apart = {self.names[0], "timestep"}
-                others = [value for name, value in call.items() if isinstance(value, Tensor) and name not in apart]
-                plans = self.latest.plans(inputs[0], timestep, others)
-            else:
-                self.latest.forget()
-        self.shared.step.value = Step(draw, draws, leader, plans)
+        compiling = torch.compiler.is_compiling()
+        draws = None if compiling or draw is None else draw + constant(counting, DRAWS, draw.device)
+        self.shared.step.value = Step(draw, draws, leader)
+        if compiling:  # a graph holds no plans
+            return
+        if inputs:
+            begin(module, self.name, inputs[0])
+        if pairs and self.calls_pair:
+            apart = {self.names[0], "timestep"}
+            others = [value for name, value in call.items() if isinstance(value, Tensor) and name not in apart]
+            self.shared.plans.value = self.latest.plans(inputs[0], timestep, others)
+        else:
+            self.latest.forget()
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Blocks that are called by themselves share nothing. Warns once where the first forward merges nothing."""
         if not torch.compiler.is_compiling():
             end(module, self.name)
-            self._drop_plans()
+            self.shared.plans.value = None
             watched, self.watched = self.watched, []
             called = [stats for stats in watched if stats.calls]
             if called and self.shared.now.active and all(stats.last_reason for stats in called):
@@ -229,12 +249,7 @@ class StepHook(CallHook):
     def forget(self) -> None:
         """Lets go of this thread's plans."""
         self.latest.forget()
-        self._drop_plans()
-
-    def _drop_plans(self) -> None:
-        step: Step | None = self.shared.step.value
-        if step is not None and step.plans is not None:
-            self.shared.step.value = step._replace(plans=None)
+        self.shared.plans.value = None
 
 
 def takes_timestep(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
-from mame_sd.config import PARTS, MaMeConfig
+from mame_sd.config import PARTS, MaMeConfig, say_moved
 from mame_sd.diffusion.families.unet import PlainAttention, default_processor, processed, skip_reason
 from mame_sd.diffusion.layer import NO_DETAIL, NO_SIZE, LayerCall, merged_call
 from mame_sd.diffusion.worth import leaves_open
@@ -73,6 +73,7 @@ class MaMeAttnProcessor:
         **fields: Any,
     ) -> None:
         given = {name: value for name, value in {"tau": tau, "keep": keep, **fields}.items() if value is not None}
+        say_moved(given, stacklevel=3)
         self.config = make_config(config, given)
         for name in PARTS:
             share = getattr(self.config, name)

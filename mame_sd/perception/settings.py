@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from typing import Any
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import MaMeConfig, study_given
 
 # Under what was given; chosen in docs/perception.md. Similarity is the paper's; each source joins its nearest destination, destinations are one
 # of 2 x 2 patches where these are a grid yet, and the blocks that merge keep equal shares. MaMeConfig's own presets are images' synthesis's, so
@@ -68,8 +68,9 @@ def is_plain(config: MaMeConfig | None, fields: Mapping[str, Any]) -> bool:
 
 
 def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are not None, which leaves a field as it is."""
-    return {name: value for name, value in fields.items() if value is not None}
+    """Those that are not None, which leaves a field as it is; those of `study` beside the others."""
+    said = {name: value for name, value in fields.items() if value is not None}
+    return study_given(said.pop("study", None)) | said
 
 
 def configs_of(config: MaMeConfig | None, fields: Mapping[str, Any], blocks: Iterable[int]) -> dict[int, MaMeConfig]:

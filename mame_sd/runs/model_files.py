@@ -11,7 +11,7 @@ from pathlib import Path
 from mame_sd.config import BESIDE
 from mame_sd.errors import UserError, first_line
 from mame_sd.runs.options import option
-from mame_sd.runs.schedulers import SCHEDULERS, check_scheduler
+from mame_sd.runs.schedulers import check_scheduler
 
 EMBEDDED = "embedded-"  # what the name of an embedded model begins with, as --model takes it
 DTYPES = ("float32", "float16", "bfloat16")
@@ -31,10 +31,12 @@ class ModelChoice:
 
     model: str | None = option(
         None,
-        "Pipeline folder, hub id (owner/name), .safetensors file or embedded-NAME. Without it, embedded-unet.",
+        "Folder, hub id, .safetensors file or embedded-NAME to load. Default: embedded-unet.",
         metavar="PATH_OR_ID",
     )
-    scheduler: str | None = option(None, f"Sampler: {', '.join(SCHEDULERS)}. Without it, the model's own.")
+    scheduler: str | None = option(
+        None, "Sampler to use instead of the model's own; an unknown name lists them.", metavar="NAME"
+    )
     dtype: str = option("auto", f"{', '.join(DTYPES)}, or auto: float16 on CUDA, float32 elsewhere.")
     device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
     loras: tuple[str, ...] = option(
@@ -43,9 +45,7 @@ class ModelChoice:
         "--lora",
         metavar="PATH_OR_ID",
     )
-    variant: str | None = option(
-        None, "Variant of the model's files, such as fp16. (MaMeConfig's variant is --mame-variant.)"
-    )
+    variant: str | None = option(None, "Variant of the model's files, such as fp16.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     offline: bool = option(False, "Never ask the hub; take what is cached.")
     single_file_config: str | None = option(

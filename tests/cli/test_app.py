@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from typer.main import get_command
 
 from mame_sd.cli import app as cli
-from mame_sd.config import MaMeConfig
+from mame_sd.config import MaMeConfig, Study
 from tests.builders.console import error_of
 from tests.builders.tiny import save_tiny_pipeline
 
@@ -174,16 +174,29 @@ def test_every_field_of_the_config_is_an_option(run_cli: Any, tmp_path: Path) ->
     expected = {PLAIN_NAMES.get(name, "--" + name.replace("_", "-")) for name in options}
     assert expected <= flags
     values = {
-        "preset": "plain", "partition": "random", "metric": "dot", "feature": "k", "mame-variant": "paper", "tau": "0.1",
-        "eps": "1e-5", "merge": "qkv", "tiles": "0", "stride": "2x3", "size": "16x16", "mame-seed": "3",
+        "preset": "plain", "tau": "0.1", "merge": "qkv", "tiles": "0", "size": "16x16", "mame-seed": "3",
     }  # fmt: skip
+    study = ["partition=random", "metric=dot", "feature=k", "variant=paper", "eps=1e-5", "stride=2x3"]
+    study += ["refine=false", "redraw=true"]
     options = [part for name, value in values.items() for part in (f"--{name}", value)]
-    assert run_cli("generate", "--prompt", "key", "--out", "run", "--no-refine", "--redraw", *options, quick=True) == 0
+    options += [part for text in study for part in ("--study", text)]
+    assert run_cli("generate", "--prompt", "key", "--out", "run", *options, quick=True) == 0
     mame = json.loads((tmp_path / "run/manifest.json").read_text())["settings"]["mame"]
     assert MaMeConfig.from_dict(mame) == MaMeConfig(
-        preset="plain", partition="random", metric="dot", feature="k", variant="paper", tau=0.1, eps=1e-5,
-        merge="qkv", tiles=0, stride=(2, 3), size=(16, 16), seed=3, refine=False, redraw=True, min_tokens=16,
+        preset="plain", tau=0.1, merge="qkv", tiles=0, size=(16, 16), seed=3, min_tokens=16,
+        study=Study(
+            partition="random", metric="dot", feature="k", variant="paper", eps=1e-5, stride=(2, 3),
+            refine=False, redraw=True,
+        ),
     )  # fmt: skip
+
+
+def test_an_option_that_moved_says_where(run_cli: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--weights", "--no-refine", "--mame-variant"):
+        assert run_cli("generate", "--prompt", "key", option) == 2
+        assert f"{option}: moved to --study; give --study" in capsys.readouterr().err
+    assert run_cli("generate", "--prompt", "key", "--study", "weight=pick") == 2
+    assert "--study: expected NAME=VALUE of partition, stride" in capsys.readouterr().err
 
 
 def test_options_override_the_config_file(run_cli: Any, tmp_path: Path) -> None:
@@ -192,8 +205,8 @@ def test_options_override_the_config_file(run_cli: Any, tmp_path: Path) -> None:
     assert run_cli(*arguments, "a", quick=True) == 0
     assert run_cli(*arguments, "b", "--tau", "0.5", quick=True) == 0
     a, b = (json.loads((tmp_path / name / "manifest.json").read_text())["settings"]["mame"] for name in "ab")
-    assert (a["keep"], a["tau"], a["feature"]) == (0.6, None, "k")
-    assert (b["keep"], b["tau"], b["feature"]) == (None, 0.5, "k")
+    assert (a["keep"], a["tau"], a["study"]["feature"]) == (0.6, None, "k")
+    assert (b["keep"], b["tau"], b["study"]["feature"]) == (None, 0.5, "k")
 
 
 def test_ids_can_not_leave_the_folder(run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -174,7 +174,8 @@ def test_detail_is_that_of_the_loops(keep: float, dtype: torch.dtype) -> None:
     y = plan.merge(x[..., 3:23] * 2)
     with fused.only(True):
         found = plan.restore(y, Detail(x, size))
-    exact = reference_plan(x.cpu().double(), config, size).restore(y.cpu().double())
+    wide = x.cpu().double()
+    exact = reference_plan(wide, config, size).restore(y.cpu().double(), Detail(wide, size))
     torch.testing.assert_close(found.cpu().double(), exact, rtol=0, atol=20 * TOLERANCE[dtype])
     assert (found - plain.restore(y)).abs().max() > 100 * (found.cpu().double() - exact).abs().max()  # it is no copy
 

@@ -319,7 +319,7 @@ def test_a_saved_pipeline_brings_its_setting_back(tmp_path: Path) -> None:
     assert not torch.equal(generate(again), image)
     assert {layer.part for layer in again.mame.report().layers} == {"attention"}
     out = tmp_path / "run"
-    options = ["--model", str(tmp_path / "model"), "--device", "cpu", "--steps", "1", "--cross", "0.75"]
+    options = ["--model", str(tmp_path / "model"), "--device", "cpu", "--steps", "1", "--study", "cross=0.75"]
     assert cli.run(["generate", "--prompt", "key", "--out", str(out), *options]) == 0
     used = json.loads((out / "manifest.json").read_text())["settings"]["mame"]
     assert MaMeConfig.from_dict(used) == MaMeConfig(keep=0.4, cross=0.75, **fields)

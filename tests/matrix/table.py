@@ -66,16 +66,3 @@ def page() -> str:
     parts += ["## Not checked", "", "Each reason is tested too: it fails without any of our code.", ""]
     parts += ["| what | reason |", "|---|---|", *(f"| {row.name} | {row.reason} |" for row in features.ABSENT), ""]
     return "\n".join(parts)
-
-
-def summary() -> str:
-    """README's table: what was tested, by name."""
-    held = (("UNets", unets.ROWS), ("around Stable Diffusion", features.ROWS), ("transformers", transformers.ROWS))
-    lines = ["| tested | with merging on |", "|---|---|"]
-    for kind, rows in held:
-        lines.append(f"| {kind} | {'; '.join(row.name for row in rows if row.merges)} |")
-    left = [row.name for _, rows in held for row in rows if not row.merges]
-    lines.append(f"| left alone, with a reason | {'; '.join(left)} |")
-    lines.append(f"| tools and errors | {'; '.join(row.name for row in tools.CHECKS)} |")
-    lines.append(f"| not checked, with a reason | {'; '.join(row.name for row in features.ABSENT)} |")
-    return "\n".join(lines)

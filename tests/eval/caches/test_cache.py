@@ -1,0 +1,148 @@
+"""mame-sd-eval cache: texts, prompts, one passage measured, and the command from end to end on a tiny model."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from mame_sd.errors import UserError
+from mame_sd.eval.caches.measure import Meter, compressed
+from mame_sd.eval.caches.retrieval import TASKS, prompts
+from mame_sd.eval.caches.rows import all_rows, sharing
+from mame_sd.eval.caches.table import format_table, summary
+from mame_sd.eval.caches.texts import half_of, passages, read_text
+from mame_sd.eval.cli import app as cli
+from tests.caches.tiny import SHAPE, prompt, tiny
+
+WORDS = [f"w{i}" for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a tokenizer of words."""
+    folder = tmp_path_factory.mktemp("model")
+    words = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(["<unk>", *WORDS])}, unk_token="<unk>")
+    )
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for source in ("a", "b"):
+        (folder / source).mkdir()
+        for i in range(8):
+            words = random.Random(f"{source}{i}").choices(WORDS, k=3000)
+            (folder / source / f"{source}{i}.txt").write_text(" ".join(words))
+    return folder
+
+
+def test_the_command_measures_resumes_and_prints(
+    model_folder: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    line = [
+        "cache",
+        "--model",
+        str(model_folder),
+        "--texts",
+        str(texts),
+        "--out",
+        str(out),
+        "--num",
+        "3",
+    ]
+    line += ["--length", "80", "--rest", "16", "--shares", "0.25", "--offline", "--format", "json"]
+    assert cli.run([*line, "--rows", "random,h2o"]) == 0
+    first = (out / "results.jsonl").read_text()
+    capsys.readouterr()
+    (out / "results.jsonl").write_text(first + '{"cut off')
+    assert cli.run([*line, "--rows", "random,h2o,ours,paper,kvzip"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    lines = (out / "results.jsonl").read_text()
+    assert lines.startswith(first)
+    assert len([x for x in lines.splitlines() if x.startswith('{"model"')]) == 3 * (1 + 5)
+    kl = {e["row"]: e["kl"]["mean"] for e in found["texts"]}
+    assert set(kl) == {"random", "h2o", "ours", "paper", "kvzip"}
+    assert all(value > 1e-6 for value in kl.values())
+    assert found["ratios"][0]["best"] in ("h2o", "kvzip")
+    assert "| ours | " in format_table(found)
+
+
+def test_halves_hold_other_files(texts: Path) -> None:
+    def tokens(text: str) -> list[int]:
+        return [int(word[1:]) for word in text.split()]
+
+    names = [
+        {p.name for p in passages(tokens, texts, half, 4, 80, 16)}
+        for half in ("development", "report")
+    ]
+    assert not names[0] & names[1]
+    assert {half_of(Path(n)) for n in names[0]} == {"development"}
+    assert {n.split("/")[0] for n in names[0]} == {"a", "b"}
+    with pytest.raises(UserError, match="--num: expected at most"):
+        passages(tokens, texts, "report", 99, 80, 16)
+    with pytest.raises(UserError, match="--texts: expected a folder, found none"):
+        passages(tokens, texts / "none", "report", 1, 80, 16)
+
+
+def test_markup_is_taken_off(tmp_path: Path) -> None:
+    page, manual = tmp_path / "a.html", tmp_path / "b.3.gz"
+    page.write_text("<html><head>x</head><p>One &amp; <b>two</b></p></html>")
+    manual.write_bytes(gzip.compress(b'.\\" comment\n.SH NAME\nopen \\- \\fBread\\fR it\n.in +4\n'))
+    assert read_text(page).strip() == "One & two"
+    assert read_text(manual).strip() == "NAME\nopen - read it"
+    (tmp_path / "c.3.gz").write_bytes(b"no gzip")
+    with pytest.raises(UserError, match="expected readable text"):
+        read_text(tmp_path / "c.3.gz")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_answers_stand_in_the_context_and_not_in_the_question(task: str) -> None:
+    def letters(text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [ord(c) for c in text]}
+
+    for made in prompts(task, letters, 3, 1500):
+        context, question, answer = (
+            "".join(map(chr, t)) for t in (made.context, made.question, made.answer)
+        )
+        assert answer in context
+        assert answer not in question
+        assert 1000 < len(context) <= 1500
+
+
+def test_every_row_keeps_its_share_and_scores_once() -> None:
+    model = tiny("llama")
+    with Meter(model, [3, 4]) as meter:
+        start = meter.prefill(prompt(64)[0].tolist())
+        rows = sharing(all_rows())
+        for row in rows:
+            if row.name == "kvzip":
+                row.method.method.of.found = meter.repeated(start, prompt(64)[0].tolist())
+            kept = compressed(row.method, start.views, 0.25)
+            counts = [k.slots[0].numel() if k.real is None else int(k.real.sum()) for k in kept]
+            assert sum(counts) in (64, 62, 63), row.name
+        same = [r.method.method for r in rows if r.name in ("snapkv", "adakv", "d2o")]
+        assert same[0] is same[1] is same[2]
+
+
+def test_a_table_says_who_is_best() -> None:
+    cases = [{"row": "full", "share": 1.0, "kl": 0.0, "nll": 1.0, "kept": 1.0, "bytes": 1.0}]
+    for row, kl in (("snapkv", 0.2), ("h2o", 0.1), ("ours", 0.05), ("random", 0.01)):
+        cases.append({"row": row, "share": 0.25, "kl": kl, "nll": 1.1, "kept": 0.25, "bytes": 0.25})
+    results = [{"kind": "text", "case": f"t{i}", **case} for i in range(4) for case in cases]
+    ratio = summary(results)["ratios"][0]
+    assert (ratio["row"], ratio["best"]) == ("ours", "h2o")  # random isn't published as a method
+    assert ratio["ratio"] == pytest.approx(0.5)
