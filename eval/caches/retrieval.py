@@ -130,9 +130,7 @@ def _pairs(rng: random.Random, size: int) -> tuple[str, str, str]:
     return _asked(rng, "\n".join(map(_fact, names, codes)), names, codes)
 
 
-def _asked(
-    rng: random.Random, text: str, names: list[str], codes: list[str]
-) -> tuple[str, str, str]:
+def _asked(rng: random.Random, text: str, names: list[str], codes: list[str]) -> tuple[str, str, str]:
     at = rng.randrange(len(names))
     question = f"\n\nWhat is the secret code of the {names[at]}?<|im_end|>\n<|im_start|>assistant\n"
     return (
@@ -152,62 +150,6 @@ def _copy(rng: random.Random, size: int) -> tuple[str, str, str]:
     text = "Remember these notes.\n\n" + "\n".join(lines)
     question = f"\n\nWhich note begins with {first}?<|im_end|>\n<|im_start|>assistant\nNote: {first}"
     return text, question, " " + " ".join(rest)
-
-
-_MAKERS[task](random.Random(f"{task}-{number}"), size)
-        head = f"<|im_start|>user\n{text}"
-        ids = tokens(head)
-        if len(ids) <= length:
-            best = (ids, tokens(question), tokens(answer))
-            break
-        size -= 1
-    assert best is not None
-    return Prompt(f"{task}-{number}", task, *best)
-
-
-def _fact(name: str, code: str) -> str:
-    return f"The secret code of the {name} is {code}."
-
-
-def _code(rng: random.Random) -> str:
-    return str(rng.randrange(1000, 9999))
-
-
-def _needles(rng: random.Random, size: int) -> tuple[str, str, str]:
-    names = rng.sample(_NAMES, 5)
-    codes = [_code(rng) for _ in names]
-    lines = [rng.choice(_FILLER) for _ in range(size)]
-    places = sorted(rng.sample(range(len(lines)), len(names)))
-    for place, name, code in zip(reversed(places), names, codes, strict=True):
-        lines.insert(place, _fact(name, code))
-    return _asked(rng, "\n".join(lines), names, codes)
-
-
-def _pairs(rng: random.Random, size: int) -> tuple[str, str, str]:
-    names = rng.sample(_NAMES, min(size, len(_NAMES)))
-    codes = [_code(rng) for _ in names]
-    return _asked(rng, "\n".join(map(_fact, names, codes)), names, codes)
-
-
-def _asked(
-    rng: random.Random, text: str, names: list[str], codes: list[str]
-) -> tuple[str, str, str]:
-    at = rng.randrange(len(names))
-    question = f"\n\nWhat is the secret code of the {names[at]}?<|im_end|>\n<|im_start|>assistant\n"
-    return (
-        f"Remember these codes.\n\n{text}",
-        question + f"The secret code of the {names[at]} is",
-        f" {codes[at]}",
-    )
-
-
-def _copy(rng: random.Random, size: int) -> tuple[str, str, str]:
-    lines = [f"Line {i + 1}: " + " ".join(rng.sample(_NAMES, 6)) for i in range(size)]
-    at = rng.randrange(len(lines))
-    start, _, words = lines[at].partition(": ")
-    first = words.split()
-    question = f"\n\nRepeat line {at + 1}.<|im_end|>\n<|im_start|>assistant\n{start}: {first[0]} {first[1]}"
-    return "Remember these lines.\n\n" + "\n".join(lines), question, " " + " ".join(first[2:])
 
 
 _MAKERS: dict[str, Callable[[random.Random, int], tuple[str, str, str]]] = {
