@@ -12,7 +12,7 @@ from mame_sd.core.merge import plan_merge
 from mame_sd.core.row_plan import RowPlan
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of the largest value
-_PLANE, _WIDTH, _HEADS = (10, 20), 48, 2  # one tile is cut
+_PLANE, _WIDTH, _HEADS = (6, 18), 24, 2  # tiles are cut
 
 
 def results(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -21,7 +21,7 @@ def results(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
     length = _PLANE[0] * _PLANE[1]
     drawn = [torch.randn(2, length, _WIDTH, generator=generator) for _ in range(4)]
     # Groups of tokens that are far more alike than others: rounding decides nowhere who merges with whom.
-    feature = torch.nn.functional.one_hot(torch.arange(length) % 3 * 12, _WIDTH) * 8.0 + drawn[0] / 4
+    feature = torch.nn.functional.one_hot(torch.arange(length) % 3 * 6, _WIDTH) * 8.0 + drawn[0] / 4
     x, query, key, value = (t.to(device, dtype) for t in (feature, *drawn[1:]))
     found: dict[str, Tensor] = {}
     settings = {"kv": MaMeConfig(keep=0.25), "qkv": MaMeConfig(keep=0.625, stride=(2, 2), merge="qkv", detail=True)}

@@ -113,8 +113,7 @@ def test_any_dtype(dtype: torch.dtype) -> None:
 
 
 @runs
-@DTYPES
-@pytest.mark.parametrize("value", [0.0, 6e4])
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, 0.0), (torch.float16, 6e4)], ids=str)
 def test_constant_images_stay_as_they_are(dtype: torch.dtype, value: float) -> None:
     x = torch.full((1, 64, 16), value, device=DEVICE).to(dtype)
     with fused.only(True):
@@ -127,8 +126,7 @@ def test_constant_images_stay_as_they_are(dtype: torch.dtype, value: float) -> N
 
 
 @runs
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("scale", "dtype"), [(1e-30, torch.bfloat16), (1e30, torch.float32)], ids=str)
 def test_scale_does_not_matter(scale: float, dtype: torch.dtype) -> None:
     x, config = tokens((8, 8), dtype=dtype), MaMeConfig()
     power = 2.0 ** round(math.log2(scale))  # exact
@@ -137,8 +135,7 @@ def test_scale_does_not_matter(scale: float, dtype: torch.dtype) -> None:
 
 
 @runs
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("position", [0, 1, 5])
+@pytest.mark.parametrize(("bad", "position"), [(math.nan, 0), (math.inf, 1), (math.nan, 5)])
 def test_what_is_not_finite_stays_in_its_group(bad: float, position: int) -> None:
     x = tokens((8, 8)).clone()
     x[0, position, 5] = bad
@@ -168,7 +165,7 @@ def test_special_tokens_leading_dimensions_and_leaders() -> None:
 @runs
 @pytest.mark.parametrize(("keep", "dtype"), [(0.25, torch.float32), (0.6, torch.float16), (0.25, torch.bfloat16)])
 def test_detail_is_that_of_the_loops(keep: float, dtype: torch.dtype) -> None:
-    size = 9, 20
+    size = 6, 18
     x, config = tokens(size, 24, dtype), MaMeConfig(keep=keep, merge="qkv", stride=(2, 2))
     plan, plain = both(x, config, size)
     y = plan.merge(x[..., 3:23] * 2)
@@ -177,7 +174,7 @@ def test_detail_is_that_of_the_loops(keep: float, dtype: torch.dtype) -> None:
     wide = x.cpu().double()
     exact = reference_plan(wide, config, size).restore(y.cpu().double(), Detail(wide, size))
     torch.testing.assert_close(found.cpu().double(), exact, rtol=0, atol=20 * TOLERANCE[dtype])
-    assert (found - plain.restore(y)).abs().max() > 100 * (found.cpu().double() - exact).abs().max()  # it is no copy
+    assert (found - plain.restore(y)).abs().max() > 20 * (found.cpu().double() - exact).abs().max()  # it is no copy
 
 
 def calls(size: tuple[int, ...], dtype: torch.dtype, width: int = 12, text: int = 0) -> dict[str, Any]:
@@ -220,7 +217,7 @@ def test_keys_and_values_and_their_correction(
 
 
 @runs
-@DTYPES
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_keys_made_of_merged_tokens_and_a_sample(dtype: torch.dtype) -> None:
     size = 10, 20
     x = tokens(size, 24, dtype)
@@ -237,7 +234,7 @@ def test_keys_made_of_merged_tokens_and_a_sample(dtype: torch.dtype) -> None:
 
 
 @runs
-@DTYPES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_device_is_asked_once_and_then_runs_the_kernels(dtype: torch.dtype) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

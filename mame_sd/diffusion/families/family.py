@@ -76,7 +76,7 @@ REGISTERED: dict[str, Family] = {}  # by class name of the model; these come bef
 
 
 def register_family(family: Family) -> Family:
-    """Makes `apply_mame` know the models that `family` names, in place of any family, built-in or not, that named them."""
+    """Makes `apply_mame` know the models that `family` names, instead of any family, built-in or not, that named them."""
     for model in family.models:
         REGISTERED[model] = family
     return family
