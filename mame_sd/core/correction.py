@@ -54,9 +54,7 @@ def within_groups(kept_key: Tensor, kept_value: Tensor, key: Tensor, value: Tens
         rows: which of the means each drawn token went to, [..., n] (broadcast).
     """
     rows = rows.unsqueeze(-1)  # values may be of another width than keys
-    key, value = (
-        t - means.gather(-2, rows.expand(t.shape)) for t, means in ((key, kept_key), (value, kept_value))
-    )
+    key, value = (t - means.gather(-2, rows.expand(t.shape)) for t, means in ((key, kept_key), (value, kept_value)))
     half = max(1, key.shape[-2] // 2)
     a, b = (_outer(key[..., first::2, :], value[..., first::2, :], 1 / half) for first in (0, 1))
     within = (a + b) / 2
@@ -96,7 +94,8 @@ def first_order_of_means(
         return Lacking(within, None)
     # The difference of two means in one product: each rounded by itself would leave little of it in half precision.
     apart = sizes / sizes.sum(-1, keepdim=True) - 1 / sizes.shape[-1]
-    shift = apart.to(kept[1].dtype).unsqueeze(-2) @ kept[1]
+    with no_autocast(kept[1]):
+        shift = apart.to(kept[1].dtype).unsqueeze(-2) @ kept[1]
     return Lacking(moments(*kept, sizes).covariance + within - moments(*kept).covariance, shift)
 
 
@@ -105,7 +104,8 @@ def _outer(key: Tensor, value: Tensor, share: Tensor | float) -> Tensor:
     root, exact = share**0.5, torch.promote_types(key.dtype, torch.float32)
     dtype = exact if key.dtype == torch.float16 else key.dtype  # whose range a covariance may leave
     key, value = ((root * t).to(dtype) for t in (key, value))
-    return (value.transpose(-1, -2) @ key).to(exact)
+    with no_autocast(key):  # whose fp16 a covariance may leave too
+        return (value.transpose(-1, -2) @ key).to(exact)
 
 
 class Added(NamedTuple):
@@ -180,8 +180,9 @@ def added_by_kernels(
     return None if lacks is None else Added(*lacks)
 
 
-def add_by_kernel(output: Tensor, query: Tensor, lacks: Added) -> Tensor:
-    """Attention's output [B, H, Q, D'] with query @ product + shift added, in its place where it may be."""
+def add_by_kernel(output: Tensor, query: Tensor, lacks: Added, in_place: bool = True) -> Tensor:
+    """Attention's output [B, H, Q, D'] with query @ product + shift added, in its place unless others may read it."""
+    output = output if in_place else output.clone()
     if fused.on(output, query) and output.stride(-1) == 1:
         from mame_sd.core import triton_moments as kernels
 

@@ -67,6 +67,11 @@ def scale_of(call: Mapping[str, Any]) -> float:
     return scale
 
 
+def _is_ours(attention: Any) -> bool:
+    """Whether what a function returns may be changed: another than PyTorch's may return the same tensor again."""
+    return attention is F.scaled_dot_product_attention
+
+
 def corrected(attention: Callable[..., Tensor], call: Mapping[str, Any], lacks: Lacking, **changes: Any) -> Tensor:
     """The output of `call` with `changes`, key and value among them, and what those lack to first order."""
     query, scale = call["query"], scale_of(call)
@@ -74,8 +79,7 @@ def corrected(attention: Callable[..., Tensor], call: Mapping[str, Any], lacks: 
     if lacks.shift is not None:
         changes["value"] = changes["value"] + lacks.shift
     output = attended(attention, call, **changes)
-    ours = attention is F.scaled_dot_product_attention  # another function may return the same tensor again
-    alike = ours and output.dim() == 4 and output.dtype == query.dtype == lacking.dtype
+    alike = _is_ours(attention) and output.dim() == 4 and output.dtype == query.dtype == lacking.dtype
     if not alike or not in_place(output) or torch.compiler.is_compiling():
         return output + (query @ lacking).to(output.dtype)
     # In the layout of both, [n, H, D]: all samples in one call would copy them.
@@ -178,7 +182,7 @@ class GroupedKeys(Attending):
         sample = Drawn(call["key"], call["value"], plan.tokens_kept, apart=True)
         lacking = added_by_kernels(plan, (key, value), 0, sample, plan.sizes, scale_of(call), plan.uneven)
         if lacking is not None:
-            return add_by_kernel(attended(attention, call, **fewer), call["query"], lacking)
+            return add_by_kernel(attended(attention, call, **fewer), call["query"], lacking, _is_ours(attention))
         rows = of_heads(plan.rows.index_select(1, plan.positions.sample), key)
         lacks = first_order_of_means((key, value), (drawn_key, drawn_value), rows, sizes, plan.uneven)
         return corrected(attention, call, lacks, **fewer)
@@ -255,7 +259,7 @@ class MergedKeys(Attending):
         lacking = added_by_kernels(plan, (kept[0], kept_value[0]), self.first, drawn, kept[1], scale, weigh)
         if lacking is None:
             return None
-        return add_by_kernel(attended(attention, call, **fewer), query, lacking)
+        return add_by_kernel(attended(attention, call, **fewer), query, lacking, _is_ours(attention))
 
     def lacking(self, every: tuple[Tensor, Tensor], kept: tuple[Tensor, Tensor], sizes: Tensor | None) -> Lacking:
         """What the `kept` keys and values lack, counted by `sizes`, of those of `every` token."""
