@@ -22,7 +22,7 @@ TAU_RANGE: dict[str, tuple[float, float]] = {
     "euclidean": (-math.inf, 0.0),
     "softmax": (0.0, 1.0),
 }
-PARTS = ("mlp", "cross")  # what can merge beside self-attention, each the share of tokens to keep there
+PARTS = ("mlp",)  # what can merge beside self-attention, each the share of tokens to keep there
 SHARES = ("keep", *PARTS)
 
 
@@ -85,7 +85,7 @@ def check_resolved(config: Any) -> None:
     if config.variant == "paper" and any(getattr(config, name) is not None for name in PARTS):
         raise ValueError(
             "variant: 'paper' merges self-attention alone, got "
-            f"mlp={config.mlp!r}, cross={config.cross!r}; leave them out, or give variant='settled'"
+            f"mlp={config.mlp!r}; leave it out, or give variant='settled'"
         )
 
 
