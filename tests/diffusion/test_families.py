@@ -226,7 +226,7 @@ def test_positions_are_not_read_while_merging_is_off() -> None:
     reader = hook_on(model, SizeHook.name)
     assert isinstance(reader, SizeHook)
     reader(model, (), inputs)
-    assert reader.tokens is None
+    assert reader.tokens.value is None
     handle.active = True
     with pytest.raises(NotImplementedError):
         reader(model, (), inputs)
