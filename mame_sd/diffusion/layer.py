@@ -194,7 +194,7 @@ def merged_call(
         return call.run()
     tokens, feature, vain = route.tokens, route.feature, ""
     if feature.is_cuda and layer.early is not None:
-        vain = no_gain(route, layer.early)
+        vain = no_gain(call.module, route.config, feature, route.before + route.after, layer.early)
         if vain and may_leave:
             stats.left_whole(tokens.count, tokens.size, LEFT_WHOLE.format(vain))
             return call.run()

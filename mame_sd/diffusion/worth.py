@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import math
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core import fused
 from mame_sd.core.cards import Card, card_of
 from mame_sd.core.costs import WORTHWHILE, Call, Form, times_as_fast
-
-if TYPE_CHECKING:
-    from mame_sd.diffusion.layer import Route
 
 # Settings that say what merges. With one of them given, merging is asked for and done.
 _GIVEN = ("tau", "keep", "merge", "weights", "variant", "preset", "layers")
@@ -31,26 +29,24 @@ def leaves_open(config: MaMeConfig) -> bool:
     return config.given.keys().isdisjoint(_GIVEN)
 
 
-def no_gain(route: Route, early: bool) -> str:
-    """Why merging wins nothing in this call; "" where it does, or nothing is known of it.
+def no_gain(module: Any, config: MaMeConfig, feature: Tensor, beside: int, early: bool) -> str:
+    """Why merging wins nothing in a call; "" where it does, or nothing is known of it.
 
     Args:
-        route: the call, on a CUDA device.
+        module: the attention.
+        config: its settings.
+        feature: its tokens that may merge [B, n, C], on a CUDA device.
+        beside: how many others attention sees too.
         early: keys are made of merged tokens, where they merge alone.
     """
-    config, feature, module = route.config, route.feature, route.call.module
-    heads, keep = getattr(module, "heads", 0), config.keep
+    heads, keep = int(getattr(module, "heads", 0)), config.keep
     if keep is None or not heads:
         return ""
-    destinations = 1 / math.prod(config.stride)
-    beside = index(route.before) + index(route.after)
+    batch, tokens, channels, beside = map(index, (*feature.shape, beside))
+    destinations, whole = 1 / math.prod(config.stride), config.merge == "qkv"
     masked = keep > destinations + 1e-6 or (beside > 0 and not early)
-    whole = config.merge == "qkv"
-    kernels = fused.on(feature)
-    form = whole, early, config.weights, config.correct, kernels, masked and (config.correct or not whole)
-    batch, tokens, channels = map(index, feature.shape)
-    inner = int(getattr(module, "inner_dim", channels))
-    sizes = batch, tokens, beside, channels, inner, int(heads)
+    form = whole, early, config.weights, config.correct, fused.on(feature), masked and (config.correct or not whole)
+    sizes = batch, tokens, beside, channels, int(getattr(module, "inner_dim", channels)), heads
     question = sizes, feature.dtype, max(keep, destinations), form, launched_from_python()
     return _reckoned(str(feature.device), *question)
 
