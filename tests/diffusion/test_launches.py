@@ -90,10 +90,10 @@ def work_of(build: Callable[[], Any], fields: dict[str, Any] | None) -> list[Wor
     [
         (unet, {}, 5, 115),
         (unet, {"keep": 0.5, "merge": "qkv"}, 10, 176),
-        (unet, {"weights": "pick", "correct": False}, 4, 4),
+        (unet, {"weights": "pick", "correct": False}, 3, 3),
         (sd3, {"keep": 0.25, "merge": "kv"}, 6, 100),
-        (sd3, {}, 13, 123),
-        (sd3, {"weights": "pick", "correct": False}, 9, 9),
+        (sd3, {}, 12, 123),
+        (sd3, {"weights": "pick", "correct": False}, 8, 8),
     ],
     ids=["UNet", "UNet-qkv", "UNet-picks", "SD3-keys", "SD3", "SD3-picks"],
 )
