@@ -23,7 +23,7 @@ __all__ = [
     "BUILT_IN",
     "DECIDES",
     "EXCLUDED",
-    "WHOLE",
+    "SHARE_BESIDE_TEXT",
     "adds_keys",
     "family_names",
     "family_of",
@@ -34,7 +34,7 @@ __all__ = [
 
 # Of image transformers with text beside whose tokens carry their positions: nearer than a quarter of the keys, and as fast or faster
 # (docs/results.md). With rotary positions, which a merged query would have one of, that was not measured.
-WHOLE = 0.625
+SHARE_BESIDE_TEXT = 0.625
 DECIDES = ("tau", "keep", "merge", "weights", "variant", "preset")
 # Of the arguments of a family.
 JOINT_FIRST: dict[str, Any] = {"cross": True, "text_last": False}  # joint attention, text before the image
@@ -93,7 +93,7 @@ BUILT_IN = (
         ("SD3Transformer2DModel", "SD3ControlNetModel"),
         ("Attention.attn", "Attention.attn2"),
         at.patches,
-        whole=WHOLE,
+        whole=SHARE_BESIDE_TEXT,
         **JOINT_LAST,
     ),
     Family(
@@ -101,7 +101,7 @@ BUILT_IN = (
         ("AuraFlowTransformer2DModel",),
         ("Attention.attn",),
         at.with_registers,
-        whole=WHOLE,
+        whole=SHARE_BESIDE_TEXT,
         **JOINT_FIRST,
     ),
     # Flux and its kin: the image's places are in `img_ids`.
