@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from mame_sd.core.cards import Card, Work, taken_for
+from mame_sd.core.fused import only
 
 CARD = torch.device("cuda", 99)  # no real one: tables that are kept by their device hold no values here
 META = torch.device("meta")
@@ -103,16 +104,19 @@ def _real(value: Any) -> Any:
 
 
 @contextmanager
-def pretended(known: Mapping[int, Tensor] | None = None, card: Card | None = None) -> Iterator[None]:
+def pretended(
+    known: Mapping[int, Tensor] | None = None, card: Card | None = None, kernels: bool = True
+) -> Iterator[None]:
     """For the block, tensors on the meta device say that they lie on a CUDA device.
 
     Args:
         known: values of tensors whose values are read, by the tensor's id.
         card: which card that is, where code asks; None: an unknown one.
+        kernels: our own run on it; else PyTorch's operations alone.
     """
     # a build of PyTorch without CUDA can't be asked for it
     capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False)
-    with taken_for(str(CARD), card), _Pretended(known or {}), torch.inference_mode(), capturing:
+    with taken_for(str(CARD), card), only(kernels), _Pretended(known or {}), torch.inference_mode(), capturing:
         yield
 
 

@@ -20,6 +20,7 @@ from mame_sd.diffusion.hook_registry import AroundHook, CallHook, PreHook
 from mame_sd.diffusion.layer import NO_STEP, Layer, Step, merged_call
 from mame_sd.diffusion.threads import PerThread, begin, end
 from mame_sd.diffusion.tokens import Call, Tokens
+from mame_sd.diffusion.worth import leaves_open
 from mame_sd.report import NOTHING_MERGES, LayerStats
 
 LEFT = "left unmerged by layers"
@@ -48,6 +49,7 @@ class Setting:
         self.config = config
         self.asked = config if asked is None else asked
         self.active = active
+        self.may_leave = leaves_open(self.asked)
         self.of_part = {"attention": config, **{name: config.of_part(name) for name in PARTS}}
         self.of_layer = {} if config.layers is None else {name: config.of_layer(name) for name in layers}
 
@@ -114,7 +116,7 @@ class MergeHook(AroundHook):
         if config is None:
             stats.skipped(LEFT, self.layer.count(call, known))
             return call.run()
-        return merged_call(self.layer, call, known, config, stats, step)
+        return merged_call(self.layer, call, known, config, stats, step, setting.may_leave)
 
     def put(self) -> None:
         """See `AroundHook`."""
