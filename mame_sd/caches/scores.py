@@ -84,9 +84,7 @@ class SnapKV:
         n = min(self.window, queries.shape[2], max(1, keys.shape[2] - 1))
         received = (view.received(n) / n)[..., :-n]
         b, h, g, left = received.shape
-        smooth = F.avg_pool1d(received.reshape(b, h * g, left), self.kernel, 1, self.kernel // 2)[
-            ..., :left
-        ]
+        smooth = F.avg_pool1d(received.reshape(b, h * g, left), self.kernel, 1, self.kernel // 2)[..., :left]
         scores = smooth.view(b, h, g, left).mean(2)
         return F.pad(scores, (0, n), value=float(scores.max()) + 1)
 
@@ -139,10 +137,7 @@ class ExpectedAttention:
         d, b = like.shape[-1], like.shape[0]
         positions = view.counts().unsqueeze(1) + torch.arange(self.ahead, device=like.device)
         unit = torch.eye(d, dtype=like.dtype, device=like.device)
-        rows = [
-            view.rotate(unit[i].expand(b, 1, self.ahead, d), positions).mean(2, keepdim=True)
-            for i in range(d)
-        ]
+        rows = [view.rotate(unit[i].expand(b, 1, self.ahead, d), positions).mean(2, keepdim=True) for i in range(d)]
         return torch.cat(rows, 2).to(like.dtype)
 
 

@@ -27,9 +27,7 @@ class CacheView:
     seen: int  # tokens of the sequence so far, padding included
     scale: float  # of the logits
     pads: Tensor  # LongTensor [B]: tokens of left padding
-    rotate: Callable[
-        [Tensor, Tensor], Tensor
-    ]  # (x [B, H, N, D], positions [B, N]): x rotated to them
+    rotate: Callable[[Tensor, Tensor], Tensor]  # (x [B, H, N, D], positions [B, N]): x rotated to them
     bias: Tensor | None = None  # [B, h, L], of keys that were merged before
     real: Tensor | None = None  # bool [B, h, L]: False at padding
     softcap: float | None = None
@@ -92,10 +90,7 @@ class CacheView:
         """
         n = self.queries.shape[2] if count is None else min(count, self.queries.shape[2])
         queries, slots = self.queries[:, :, -n:], self.query_slots[-n:]
-        parts = [
-            self.attention(queries[:, :, i : i + block], slots[i : i + block]).sum(3)
-            for i in range(0, n, block)
-        ]
+        parts = [self.attention(queries[:, :, i : i + block], slots[i : i + block]).sum(3) for i in range(0, n, block)]
         return torch.stack(parts).sum(0)
 
     def to_come(self, count: int, ahead: int) -> tuple[Tensor, Tensor]:
@@ -114,9 +109,7 @@ class CacheView:
         each = torch.arange(min(count, most), device=device)
         taken = most - at_hand + (each * at_hand + at_hand - 1) // n  # the newest is among them
         taken = taken.clamp(max=most - 1)
-        index = taken[:, None, :, None].expand(
-            -1, self.plain_queries.shape[1], -1, self.plain_queries.shape[3]
-        )
+        index = taken[:, None, :, None].expand(-1, self.plain_queries.shape[1], -1, self.plain_queries.shape[3])
         places = self.counts().unsqueeze(1) + each * ahead // n
         return self.rotate(self.plain_queries.gather(2, index), places), each < n
 
