@@ -92,7 +92,8 @@ def _rows(model: Any, size: int, keep: float) -> list[str]:
                 continue
             start = time.process_time()
             cache: Any = cache_of(compressed(METHODS_BY_NAME[name], views, keep), size)
-            extra = (time.process_time() - start) / prefill if size <= LONGEST else None
+            spent = time.process_time() - start
+            extra = spent / prefill if size <= LONGEST else None
             ratios = [
                 step(cache) / step(full) for _ in range(_STEPS)
             ]  # in turns, for a busy machine
@@ -120,7 +121,7 @@ def _longer(view: CacheView, size: int) -> CacheView:
 
 
 def _line(
-    size: int, name: str, extra: float, ratio: float, held: int, keys: int, layers: int
+    size: int, name: str, extra: float | None, ratio: float, held: int, keys: int, layers: int
 ) -> str:
     mebibytes = held / 2**20 / layers * DEPTH
     adds = 2 * HEADS * HEAD * keys * DEPTH / 1e6
