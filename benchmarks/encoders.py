@@ -7,7 +7,7 @@
 
 FLOPs are multiply-adds for one image of 224 x 224, as `handle.report()` counts them. In the table of speed all that reduce tokens
 leave half of them in blocks 3, 6 and 9 (counted from 0), equally many in every block; a gate looks at that before anything is timed.
-*MaMe* is the paper's form; *MaMe default*, which keeps equal shares in every second block, stands beside the unmerged model alone.
+*MaMe* is the paper's form; *MaMe default*, which merges in every second block, the first ones most, stands beside the unmerged model alone.
 *fewer tokens* is what the model takes when the others are dropped for nothing; captured = (T_unmerged - T_MaMe) / (T_unmerged - T_fewer).
 Every round is kept in --out as it ends.
 """
@@ -178,7 +178,7 @@ METHODS: dict[str, Method] = {
     "unmerged": Unmerged(),
     "MaMe": Merged(HALVED, {"preset": "plain", "keep": 0.5}),
     "MaMe, best": Merged(HALVED, {"preset": "plain", "keep": 0.5, "weights": "best"}),
-    "MaMe, best, sizes counted": Merged(HALVED, {"keep": 0.5, "partition": "alternating"}),
+    "MaMe, best, sizes counted": Merged(HALVED, {"keep": (0.5, 0.5, 0.5), "partition": "alternating", "feature": "x"}),
     "ToMe": Rival(HalvedToMe(MOST)),
     "ToMe without proportional attention": Rival(HalvedToMe(MOST, prop_attn=False)),
     "fewer tokens": Rival(Fewer()),

@@ -46,10 +46,9 @@ def free_on(unet: Any, config: MaMeConfig) -> Iterator[None]:
     try:
         unet.set_attn_processor(FreeProcessor(config.keep, config.merge, config.min_tokens))
         for block in (module for module in unet.modules() if isinstance(module, BasicTransformerBlock)):
-            for module, share in ((block.ff, config.mlp), (block.attn2, config.cross)):
-                if share is not None and module is not None:
-                    module.forward = partial(_on_first, module.forward, share, config.min_tokens)
-                    wrapped.append(module)
+            if config.mlp is not None and block.ff is not None:
+                block.ff.forward = partial(_on_first, block.ff.forward, config.mlp, config.min_tokens)
+                wrapped.append(block.ff)
         yield
     finally:
         unet.set_attn_processor(before)

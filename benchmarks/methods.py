@@ -69,7 +69,7 @@ def settings_of(config: MaMeConfig) -> dict[str, Any]:
     every = config.to_dict()
     every |= every.pop("study")
     settings = {name: value for name, value in every.items() if value is not None}
-    if not config.detail or (config.merge == "kv" and config.mlp is None and config.cross is None):
+    if not config.detail or (config.merge == "kv" and config.mlp is None):
         del settings["detail"]
     return settings
 
@@ -248,8 +248,6 @@ FULL = {
     **{f"plain tau {tau}": ours(tau=tau, preset="plain") for tau in (0.7, 0.8, 0.9)},
     "printed equations, tau 0.8": ours(tau=0.8, preset="plain", variant="paper"),
     **{f"default, mlp {mlp}": ours(mlp=mlp) for mlp in (0.75, 0.5)},
-    "default, cross .5": ours(cross=0.5),
-    "default, mlp .5, cross .5": ours(mlp=0.5, cross=0.5),
     **PICKS,
     **CORRECTED,
     **UNCORRECTED,
@@ -326,7 +324,7 @@ JOINT = {
     "default, halves apart": ours(keep=0.625, merge="qkv", pairs=False),
     **TWO_CALLS,
     **{name.replace("default", "kv 0.25"): method for name, method in FULL.items() if name not in (*RIVALS, "qkv 0.625") and "first level" not in name and "mlp" not in name
-       and "cross" not in name and "min_tokens" not in name and (method.family != "variant" or name in HALF_THE_STEPS)},
+       and "min_tokens" not in name and (method.family != "variant" or name in HALF_THE_STEPS)},
     **JOINT_PEERS,
 }  # fmt: skip
 JOINT_SHORT = {

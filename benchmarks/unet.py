@@ -37,7 +37,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mame+mare .50": {"keep": 0.5, "merge": "qkv"},
     "default, mlp .75": {"mlp": 0.75},
     "default, mlp .5": {"mlp": 0.5},
-    "default, mlp .5, cross .5": {"mlp": 0.5, "cross": 0.5},
 }
 TOMESD: dict[str, dict[str, Any]] = {
     **{f"tomesd {ratio}": {"ratio": ratio} for ratio in (0.25, 0.5, 0.75)},

@@ -105,7 +105,6 @@ class StudyFields:
         "which fused kernel finds destinations on a CUDA device",
         'With `weights="best"`, cosine and tiles of at most 16. Verified in Triton\'s interpreter.',
     )
-    cross: float | None = _study("share of cross-attention's queries to keep", "As `mlp`.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +241,7 @@ class MaMeConfig(StudyFields):
         return "shared" if self.keep is None else "per_sample"
 
     def of_part(self, name: str) -> MaMeConfig | None:
-        """The settings that merge a part ("mlp" or "cross") of a block by itself; None where it is off.
+        """The settings that merge a part ("mlp") of a block by itself; None where it is off.
 
         They are these, with the part's share as `keep`, from which the grid's cell follows. The preset decides again on `weights` where
         they are "pick", which leaves nothing to restore a part from.

@@ -23,7 +23,7 @@ TAU_RANGE: dict[str, tuple[float, float]] = {
     "euclidean": (-math.inf, 0.0),
     "softmax": (0.0, 1.0),
 }
-PARTS = ("mlp", "cross")  # what can merge beside self-attention, each the share of tokens to keep there
+PARTS = ("mlp",)  # what can merge beside self-attention, each the share of tokens to keep there
 SHARES = ("keep", *PARTS)
 MAX_TILE = 16  # side of the largest tile that the kernel holds on the chip
 
@@ -94,7 +94,7 @@ def check_resolved(config: Any) -> None:
     if config.variant == "paper" and any(getattr(config, name) is not None for name in PARTS):
         raise ValueError(
             "variant: 'paper' merges self-attention alone, got "
-            f"mlp={config.mlp!r}, cross={config.cross!r}; leave them out, or give variant='settled'"
+            f"mlp={config.mlp!r}; leave it out, or give variant='settled'"
         )
 
 

@@ -19,7 +19,7 @@ from itertools import accumulate
 from typing import Any
 
 # What a model's call decides on, for all of its layers at once; parts of blocks have shares of their own.
-OF_THE_MODEL = ("preset", "redraw", "pairs", "size", "mlp", "cross", "layers", "made_for")
+OF_THE_MODEL = ("preset", "redraw", "pairs", "size", "mlp", "layers", "made_for")
 COMPILED = "_orig_mod."  # what torch.compile puts before the names of a model's layers
 
 

@@ -28,7 +28,7 @@ class LayerStats:
     """Counters of one layer since the last `reset`: calls, tokens in, tokens kept, and why it was skipped.
 
     With merge "kv" the tokens kept are keys. `last_reason` is None when the latest call could merge. `part` is what the
-    layer computes: "attention" (self-attention), or the setting that merges it, "mlp" or "cross".
+    layer computes: "attention" (self-attention), or the setting that merges it, "mlp".
     """
 
     def __init__(self, name: str, device: torch.device | None = None, part: str = "attention") -> None:
@@ -89,7 +89,7 @@ class LayerStats:
 class LayerReport:
     """One layer: means over its calls since the last reset.
 
-    `part` is "attention" (self-attention), "mlp" or "cross" (queries of cross-attention). `level` counts from 0, the layers with
+    `part` is "attention" (self-attention) or "mlp". `level` counts from 0, the layers with
     the most tokens. `merged` is False when the layer was left alone, for the `reason` given. With merge "kv" `tokens_kept` counts
     keys. `size` is (h, w) in tokens where it was known.
     """
@@ -128,7 +128,7 @@ class LevelReport:
 
 @dataclass(frozen=True)
 class MaMeReport:
-    """Every layer that could merge, MLP and cross-attention where these are on; `str(report)` is a table."""
+    """Every layer that could merge, MLPs where these are on; `str(report)` is a table."""
 
     layers: tuple[LayerReport, ...]
 

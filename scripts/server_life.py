@@ -1,4 +1,4 @@
-"""A server's life: many threads and one model, settings that change meanwhile, and 500 images in one process.
+"""A server's life: many threads and one model, settings of their own, and 500 images in one process.
 
     python scripts/server_life.py [--images 20] [--threads 8] [--memory 500]
 
@@ -6,8 +6,6 @@ Every image is compared, bit for bit, with one that a single thread made from th
 before. Parts, on tiny Stable Diffusion pipelines of random weights (256 and 64 tokens):
 
     using       one pipeline, each thread with sizes and settings of its own (`handle.using`)
-    set         one pipeline, `handle.set` from outside: it changes settings between images, or raises RuntimeError
-    apply       the same with `apply_mame` and `remove_mame`
     shared      two plain pipelines that share a UNet, one `apply_mame`
     pipelines   one StableDiffusionMaMePipeline, another tau or keep in each call
     two         two StableDiffusionMaMePipelines that share a UNet: one waits, or raises RuntimeError
@@ -38,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from diffusers import StableDiffusionPipeline
 
-from mame_sd.diffusion.apply import apply_mame, remove_mame
+from mame_sd.diffusion.apply import apply_mame
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.tiny import generate, tiny_components, tiny_pipeline
 
@@ -76,16 +74,11 @@ class Part:
         with self.lock:
             self.counts[what] += 1
 
-    def run(
-        self, work: Callable[[int, random.Random], None], meanwhile: Callable[[random.Random], None] | None = None
-    ) -> None:
-        """`work(number, draw)` for each image in the threads; `meanwhile(draw)` again and again beside them."""
+    def run(self, work: Callable[[int, random.Random], None]) -> None:
+        """`work(number, draw)` for each image in the threads."""
         with ThreadPoolExecutor(self.threads) as pool:
-            made = [pool.submit(self._guarded, work, number, random.Random(number)) for number in range(self.images)]
-            draw = random.Random(0)
-            while meanwhile is not None and not all(future.done() for future in made):
-                self._guarded(meanwhile, draw)
-                threading.Event().wait(draw.uniform(0, 0.02))
+            for number in range(self.images):
+                pool.submit(self._guarded, work, number, random.Random(number))
 
     def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -100,7 +93,7 @@ class Part:
 
     def ended(self, name: str) -> bool:
         print(json.dumps({"part": name, "threads": self.threads, **dict(sorted(self.counts.items()))}), flush=True)
-        return set(self.counts) <= {"equal", "refused", "changed"} and self.counts["equal"] > 0
+        return set(self.counts) <= {"equal", "refused"} and self.counts["equal"] > 0
 
 
 def using(part: Part) -> None:
@@ -119,53 +112,6 @@ def using(part: Part) -> None:
         part.check(made(*case), [expected[case]])
 
     part.run(work)
-
-
-def changing(part: Part, change: Callable[[Any, random.Random], None], settings: list[dict[str, Any] | None]) -> None:
-    """Images of the settings, one of which `change` puts in force beside the threads."""
-    pipe = tiny_pipeline()
-    expected = {}
-    for size in SIZES:
-        expected[size] = []
-        for fields in settings:
-            if fields is not None:
-                apply_mame(pipe, **fields)
-            expected[size].append(image(pipe, 0, size))
-            remove_mame(pipe)
-    if None not in settings:
-        apply_mame(pipe, **SETTINGS[0])
-
-    def work(number: int, draw: random.Random) -> None:
-        size = SIZES[number % len(SIZES)]
-        part.check(image(pipe, 0, size), expected[size])
-
-    def meanwhile(draw: random.Random) -> None:
-        change(pipe, draw)
-        part.count("changed")
-
-    part.run(work, meanwhile)
-
-
-def setting(part: Part) -> None:
-    handles: dict[int, Any] = {}
-
-    def change(pipe: Any, draw: random.Random) -> None:
-        handle = handles.get(id(pipe))
-        if handle is None:
-            handle = handles[id(pipe)] = apply_mame(pipe, **SETTINGS[0])
-        handle.set(**draw.choice(SETTINGS[:2]))
-
-    changing(part, change, [*SETTINGS[:2]])
-
-
-def applying(part: Part) -> None:
-    def change(pipe: Any, draw: random.Random) -> None:
-        if draw.random() < 0.5:
-            remove_mame(pipe)
-        else:
-            apply_mame(pipe, **draw.choice(SETTINGS[:2]))
-
-    changing(part, change, [None, *SETTINGS[:2]])
 
 
 def shared(part: Part) -> None:
@@ -237,8 +183,6 @@ def memory(images: int) -> bool:
 
 PARTS: dict[str, Callable[[Part], None]] = {
     "using": using,
-    "set": setting,
-    "apply": applying,
     "shared": shared,
     "pipelines": pipelines,
     "two": two,

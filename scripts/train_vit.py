@@ -3,7 +3,7 @@
     python scripts/train_vit.py --work out/vit                    # stop and start at will
     python scripts/train_vit.py --work out/vit --until last-0     # no further than this stage
     python scripts/train_vit.py --work out/vit --forms plain      # the unmerged models alone
-    python scripts/train_vit.py --work out/vit-class --head class # a class token in place of the mean over tokens
+    python scripts/train_vit.py --work out/vit-class --head class # a class token instead of the mean over tokens
     python scripts/train_vit.py --smoke --work DIR                # everything in a minute
     mame-sd-eval classify --suite trained --trained out/vit       # the table, whenever all forms of a seed are there
 

@@ -102,7 +102,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"keep": 1.01}, "keep: .*got 1.01"),
     ({"keep": float("nan")}, "keep: expected a number"),
     ({"mlp": 0}, "mlp: .*above 0 and at most 1, got 0"),
-    ({"cross": 1.5}, "cross: .*above 0 and at most 1, got 1.5"),
+    ({"mlp": 1.5}, "mlp: .*above 0 and at most 1, got 1.5"),
     ({"mlp": "half"}, "mlp: expected a number, got 'half'"),
     ({"mlp": 0.5, "variant": "paper"}, "variant: 'paper' merges self-attention alone, got mlp=0.5"),
     ({"partition": "spiral"}, "partition: expected one of alternating, .*got 'spiral'"),
@@ -206,7 +206,7 @@ CONFIGS = [
     MaMeConfig(),
     MaMeConfig(tau=0.8),
     MaMeConfig(keep=0.5, tiles=0),
-    MaMeConfig(tau=0.8, mlp=0.5, cross=0.25),
+    MaMeConfig(tau=0.8, mlp=0.5),
     MaMeConfig(keep=0.5, merge="qkv", partition="grid", mlp=0.75),
     MaMeConfig(preset="plain", stride=(3, 2), size=(64, 48)),
     MaMeConfig(variant="paper", eps=1e-4),
@@ -230,8 +230,7 @@ def test_a_copy_is_the_same_in_all_it_does(copied: Callable[[MaMeConfig], MaMeCo
     assert twin.given == config.given
     for changes in ({"seed": 1}, {"tau": 0.3, "weights": None}, {"preset": "default", "merge": None}):
         assert twin.replace(**changes) == config.replace(**changes)
-    for name in ("mlp", "cross"):
-        assert twin.of_part(name) == config.of_part(name)
+    assert twin.of_part("mlp") == config.of_part("mlp")
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -241,7 +240,7 @@ def test_a_dictionary_of_every_field_brings_back_an_equal_config(config: MaMeCon
     assert twin == config
     assert twin.to_dict() == values
     assert (values["batch"], values["tiles"]) == (config.batch, config.tiles)
-    assert [twin.of_part(name) for name in ("mlp", "cross")] == [config.of_part(name) for name in ("mlp", "cross")]
+    assert twin.of_part("mlp") == config.of_part("mlp")
 
 
 def test_dataclasses_replace_lets_the_preset_decide_again() -> None:
@@ -276,11 +275,11 @@ def test_a_part_keeps_tiles_and_kernel_that_stand_beside_tau() -> None:
 
 
 def test_a_part_merges_alike_in_equal_configs() -> None:
-    config = MaMeConfig(mlp=0.5, cross=0.75, min_tokens=64)
+    config = MaMeConfig(mlp=0.5, min_tokens=64)
     twin = MaMeConfig.from_dict(config.to_dict())
     assert twin == config
     assert twin.of_part("mlp") == config.of_part("mlp") == MaMeConfig(keep=0.5, merge="qkv", min_tokens=64)
-    assert config.replace(cross=None).of_part("cross") is None
+    assert config.replace(mlp=None).of_part("mlp") is None
     config = MaMeConfig(tau=0.8, mlp=0.5)
     in_full = MaMeConfig.from_dict(config.to_dict())
     assert in_full == config == MaMeConfig(tau=0.8, mlp=0.5, partition="random-grid", redraw=True)

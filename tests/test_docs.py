@@ -76,7 +76,7 @@ def test_commands_parse(line: str) -> None:
 
 def test_modules_and_scripts_of_every_page_have_the_options_it_gives() -> None:
     found = 0
-    for text in (README, *(file.read_text(encoding="utf-8") for file in (ROOT / "docs").glob("*.md"))):
+    for text in (README, *(file.read_text(encoding="utf-8") for file in (ROOT / "docs").rglob("*.md"))):
         for line in re.findall(r"python (?:-m )?((?:benchmarks\.|scripts/)[^`\n]+)", text):
             target, *words = shlex.split(line)
             source = ROOT / (target if target.startswith("scripts/") else target.replace(".", "/") + ".py")
@@ -89,6 +89,21 @@ def test_modules_and_scripts_of_every_page_have_the_options_it_gives() -> None:
 @pytest.mark.parametrize("target", re.findall(r"\]\((?!http)([^)#]+)\)", README))
 def test_links_lead_somewhere(target: str) -> None:
     assert (ROOT / target).exists()
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for file in (ROOT / "docs").rglob("*.md"):
+        for target, anchor in re.findall(r"\]\((?!http)([^)#\s]*)(#[\w-]+)?\)", file.read_text(encoding="utf-8")):
+            place = (file.parent / target) if target else file
+            assert place.exists(), f"{file.name}: {target}"
+            if anchor and place.suffix == ".md":
+                assert anchor[1:] in _anchors(place), f"{file.name}: {target}{anchor}"
+
+
+def _anchors(page: Path) -> set[str]:
+    """What links to a heading of the page may end in."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
 def test_every_option_has_help() -> None:

@@ -9,12 +9,12 @@ import diffusers
 import pytest
 from packaging.version import Version
 
-from tests.matrix import caches, features, tools, transformers, unets
+from tests.matrix import caches, features, newest, tools, transformers, unets
 from tests.matrix.checks import check_absent, check_row
 from tests.matrix.rows import Absent, Check, Row
 from tests.matrix.table import page
 
-ROWS = [*unets.ROWS, *features.ROWS, *transformers.ROWS]
+ROWS = [*unets.ROWS, *features.ROWS, *transformers.ROWS, *newest.ROWS]
 
 
 def marked(row: Row) -> Any:
@@ -33,7 +33,7 @@ def test_absent(row: Absent) -> None:
     check_absent(row)
 
 
-@pytest.mark.parametrize("row", tools.CHECKS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [*tools.CHECKS, *newest.CHECKS], ids=lambda row: row.name)
 def test_check(row: Check) -> None:
     row.check()
 
@@ -54,5 +54,5 @@ def test_the_page_is_current() -> None:
 
 
 def test_names_are_told_apart() -> None:
-    names = [row.name for row in (*ROWS, *features.ABSENT, *tools.CHECKS)]
+    names = [row.name for row in (*ROWS, *features.ABSENT, *tools.CHECKS, *newest.CHECKS)]
     assert len(set(names)) == len(names)

@@ -12,6 +12,7 @@ import pytest
 import mame_sd
 from mame_sd import MaMeConfig, pipelines
 from mame_sd.diffusion.families.transformers import family_names
+from mame_sd.families import Family
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "docs" / "usage.md", ROOT / "docs" / "compatibility.md", ROOT / "comfyui" / "README.md"]
@@ -46,7 +47,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_settings_and_names_exist() -> None:
-    settings = {"study", *(field.name for field in fields(MaMeConfig))}
+    settings = {"study", *(field.name for kind in (MaMeConfig, Family) for field in fields(kind))}
     assert set(re.findall(r"`(\w+)=", USAGE)) <= settings
     for name in ("apply_mame", "remove_mame", "mame", "MaMeAttnProcessor", "NothingMergedError"):
         assert name in USAGE

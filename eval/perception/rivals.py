@@ -12,11 +12,14 @@ So every rival meets the same models, calls and counting as ours and differs in 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -27,7 +30,7 @@ from mame_sd.perception.families import Encoder, find_encoder
 from mame_sd.perception.handle import EncoderHandle
 from mame_sd.runs.methods import NotApplicable
 
-from .rules import Given, Rule, Unchanged
+from .rules import Given, Reduced, Rule, Unchanged
 
 _QUERIES = {"k_proj": "q_proj", "key": "query", "qkv": "qkv"}  # name of the projection to keys: of that to queries
 
@@ -35,9 +38,9 @@ _QUERIES = {"k_proj": "q_proj", "key": "query", "qkv": "qkv"}  # name of the pro
 class RivalBlock(MergedBlock):
     """A merged block in which a rival's rule takes the place of merging."""
 
-    def __init__(self, rule: Rule, *args: Any) -> None:
+    def __init__(self, rule: Rule, trace: Trace, *args: Any) -> None:
         super().__init__(*args)
-        self.rule = rule
+        self.rule, self.trace = rule, trace
         self._place = sorted(args[-1]).index(self.number) if self.number in args[-1] else -1
         self._heard: dict[str, Tensor] = {}
 
@@ -62,10 +65,82 @@ class RivalBlock(MergedBlock):
         assert self.counts is not None
         given = Given(x, self.shared.special, self._place, sizes, grid, **self._heard)
         self._heard = {}
+        if self.shared.capture and grid is not None:
+            given.coords = self._coords(grid, x) if self._place == 0 else self.trace.coords
         reduced = self.rule(given)
+        self.trace.coords = given.coords
+        if self.shared.capture and reduced.x.shape[1] < x.shape[1]:
+            self.shared.keep(self.number, cast(Any, self.trace.plan(reduced, given)))
         if self._counts_calls:
             self.counts.add(x.shape[1], reduced.x.shape[1], reduced.cost)
         return reduced.x, reduced.sizes
+
+    def _coords(self, grid: tuple[int, int], x: Tensor) -> Tensor:
+        """Rows and columns of the patches [B, patches, 2]."""
+        every = torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1])).to(x.device)
+        return every.expand(len(x), -1, -1)
+
+
+class Trace:
+    """What the blocks of one rival know of where tokens came from, so that features can be put back at their places.
+
+    Attributes:
+        coords: [B, patches, 2] of the tokens that are left, of rules that only drop some.
+    """
+
+    def __init__(self) -> None:
+        self.coords: Tensor | None = None
+
+    def plan(self, reduced: Reduced, given: Given) -> Traced | Grown:
+        """What puts back what one block took away."""
+        if reduced.rows is not None:
+            return Traced(reduced.rows)
+        if given.grid is None:
+            raise NotApplicable("expected tokens that can be traced to patches, got a rule that tells nothing of them")
+        return Grown(given.grid, given.special, first=given.place == 0)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Puts tokens [B, L', C] back at [B, L, C]: each takes its row."""
+
+    rows: Tensor
+
+    def restore(self, y: Tensor) -> Tensor:
+        """All tokens."""
+        return y.gather(1, self.rows.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
+
+
+@dataclass(frozen=True)
+class Grown:
+    """Puts pooled patches back: the first block's interpolates to the whole grid, the others' leave it to that one."""
+
+    grid: tuple[int, int]
+    special: int
+    first: bool
+
+    def restore(self, y: Tensor) -> Tensor:
+        """All tokens of the first block; of a later one what came."""
+        return grown(y, self.special, self.grid) if self.first else y
+
+
+def grown(y: Tensor, special: int, grid: tuple[int, int], small: tuple[int, int] | None = None) -> Tensor:
+    """Tokens [B, special + h' w', C] of a smaller grid `small` at the patches of `grid`, by bilinear interpolation."""
+    body = y[:, special:]
+    small = small or grid_of(body.shape[1], grid)
+    image = body.transpose(1, 2).unflatten(2, small)
+    body = F.interpolate(image, grid, mode="bilinear").flatten(2).transpose(1, 2)
+    return torch.cat([y[:, :special], body], 1)
+
+
+def grid_of(cells: int, grid: tuple[int, int]) -> tuple[int, int]:
+    """The grid of so many cells whose proportions are nearest to those of `grid`.
+
+    >>> grid_of(110, (16, 16)), grid_of(66, (8, 16))
+    ((10, 11), (6, 11))
+    """
+    made = [(rows, cells // rows) for rows in range(1, cells + 1) if cells % rows == 0]
+    return min(made, key=lambda one: abs(math.log(one[0] / one[1] * grid[1] / grid[0])))
 
 
 @contextmanager
@@ -105,7 +180,7 @@ def rival_on(
             {},
             False,
             rule.prop_attn,
-            partial(RivalBlock, rule),
+            partial(RivalBlock, rule, Trace()),
         )
         handle.install()
         yield handle
@@ -127,8 +202,10 @@ def counted(model: nn.Module) -> Iterator[EncoderHandle]:
 
 
 @contextmanager
-def on_smaller_images(model: nn.Module, side: int) -> Iterator[None]:
-    """The vision transformer in `model` sees its images at `side` x `side` pixels for a `with` block, positions interpolated.
+def on_smaller_images(model: nn.Module, side: int | tuple[int, int]) -> Iterator[None]:
+    """The vision transformer in `model` sees its images at `side` x `side` or (h, w) pixels for a `with` block.
+
+    Positions are interpolated.
 
     Raises:
         NotApplicable: a model whose positions can't be interpolated or whose images come cut into patches, or a `side` that
@@ -144,7 +221,8 @@ def on_smaller_images(model: nn.Module, side: int) -> Iterator[None]:
             "choose another method"
         )
     patch = embed.kernel_size[0]
-    if side < patch or side % patch:
+    size = (side, side) if isinstance(side, int) else side
+    if min(size) < patch or any(one % patch for one in size):
         raise NotApplicable(
             f"expected images whose side is a multiple of the patch's {patch} pixels, got {side}; change it"
         )
@@ -152,7 +230,7 @@ def on_smaller_images(model: nn.Module, side: int) -> Iterator[None]:
     def shrink(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pixels = kwargs.pop("pixel_values", None)
         pixels, args = (pixels, args) if pixels is not None else (args[0], args[1:])
-        small = F.interpolate(pixels.float(), (side, side), mode="bicubic", antialias=True).to(pixels.dtype)
+        small = F.interpolate(pixels.float(), size, mode="bicubic", antialias=True).to(pixels.dtype)
         return (small, *args), {**kwargs, **({"interpolate_pos_encoding": True} if takes else {})}
 
     hook = encoder.register_forward_pre_hook(shrink, with_kwargs=True, prepend=True)

@@ -64,8 +64,9 @@ _ABLATED: tuple[tuple[str, dict[str, Any]], ...] = (  # at equal tokens, keep=0.
 _VARIED: tuple[tuple[str, dict[str, Any]], ...] = (  # keep=0.65: all but what is named as in our default
     ("no-sizes", {"prop_attn": False}),
     ("average", {"weights": "average"}),
-    # ToMe's algorithm but for the first block's destinations, which blocks, and how many tokens in each:
     ("feature-k-mean", {"feature": "k-mean"}),
+    ("feature-x", {"feature": "x"}),
+    ("constant", {"schedule": "constant"}),
     ("alternating", {"partition": "alternating"}),
     ("random", {"partition": "random"}),
     ("random-grid", {"partition": "random-grid", "stride": (2, 2)}),
@@ -180,7 +181,12 @@ def ablation() -> list[Row]:
     for where, words, keeps in _SPREAD:
         for keep in keeps:
             rows.append(
-                _mame(f"default-{where}-{keep:g}", f"equal shares {words}, keep {keep:g}", where, {"keep": keep})
+                _mame(
+                    f"default-{where}-{keep:g}",
+                    f"equal shares {words}, keep {keep:g}",
+                    where,
+                    {"keep": keep, "schedule": "constant"},
+                )
             )
     for name, fields in _VARIED:
         label = f"default, keep 0.65, {name.replace('-', ' ', 1)}"

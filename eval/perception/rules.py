@@ -11,7 +11,6 @@ Special tokens stand first, take no part and stay first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,6 +31,7 @@ class Given:
         place: how many blocks have reduced the tokens before.
         sizes: [B, L] how many tokens each one stands for, fp32; None: 1 each.
         grid: (h, w) of the patches before the first block; None where unknown.
+        coords: [B, patches, 2] where the patches lie in it, for rules that only drop some.
         keys, queries: the attention's [B, heads, L, d]; None where the rule does not ask for them.
     """
 
@@ -42,15 +42,24 @@ class Given:
     grid: Grid | None = None
     keys: Tensor | None = None
     queries: Tensor | None = None
+    coords: Tensor | None = None
 
 
 @dataclass
 class Reduced:
-    """What a rule gives: x'' [B, L', C], sizes [B, L'] (None: 1 each), and its multiply-adds for one image."""
+    """What a rule gives.
+
+    Attributes:
+        x: x'' [B, L', C].
+        sizes: [B, L'], None: 1 each.
+        cost: multiply-adds for one image.
+        rows: [B, L], which of the tokens of `x` stands for each token; None: unknown.
+    """
 
     x: Tensor
     sizes: Tensor | None = None
     cost: int = 0
+    rows: Tensor | None = None
 
 
 class Rule:
@@ -128,7 +137,7 @@ class ToMe(Rule):
         merged, size = merge(x * weight.to(x.dtype)), merge(weight)
         sources, destinations = matched_sets(x.shape[1], given.special)
         cost = len(sources) * len(destinations) * metric.shape[-1]
-        return Reduced(merged / size.to(x.dtype), size.squeeze(-1), cost)
+        return Reduced(merged / size.to(x.dtype), size.squeeze(-1), cost, merge.rows())
 
 
 def matched_sets(tokens: int, special: int) -> tuple[range, range]:
@@ -136,7 +145,62 @@ def matched_sets(tokens: int, special: int) -> tuple[range, range]:
     return range(special + special % 2, tokens, 2), range(special + (special + 1) % 2, tokens, 2)
 
 
-def bipartite_soft_matching(metric: Tensor, r: int, special: int) -> Callable[[Tensor], Tensor]:
+@dataclass(frozen=True)
+class DecreasingToMe(ToMe):
+    """ToMe with its decreasing schedule (section 4): from 2 `r` fewer in the first of `depth` blocks down to 0 in the last."""
+
+    depth: int = 12
+
+    def fewer(self, place: int) -> int:
+        """See `ToMe`.
+
+        >>> [DecreasingToMe(8, depth=5).fewer(place) for place in range(5)]
+        [16, 12, 8, 4, 0]
+        """
+        return round(2 * self.r * (1 - place / (self.depth - 1)))
+
+
+class Matching:
+    """Which edges of A merge into B.
+
+    Args:
+        sets: positions of A and B.
+        merging, rest, target: [B, r], [B, |A| - r] rows of A that merge and that stay, [B, r] rows of B that they join.
+        special: leading tokens that take no part.
+    """
+
+    def __init__(
+        self, sets: tuple[Tensor, Tensor], merging: Tensor, rest: Tensor, target: Tensor, special: int
+    ) -> None:
+        self.sets, self.merging, self.rest, self.target, self.special = sets, merging, rest, target, special
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Tokens [B, L, C] with those that merge summed up, [B, L - r, C]."""
+
+        def rows(source: Tensor, at: Tensor) -> Tensor:
+            return source.gather(1, at.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+        sources, kept = x[:, self.sets[0]], x[:, self.sets[1]]
+        at = self.target.unsqueeze(-1).expand(-1, -1, x.shape[-1])
+        summed = kept.scatter_add(1, at, rows(sources, self.merging))
+        return torch.cat([x[:, : self.special], rows(sources, self.rest), summed], 1)
+
+    def rows(self) -> Tensor:
+        """LongTensor [B, L]: which of the merged tokens each token went to."""
+        a, b = self.sets
+        count = len(self.merging)
+        first = self.special + self.rest.shape[1]  # where B stands after merging
+        found = torch.zeros(count, self.special + len(a) + len(b), dtype=torch.long, device=a.device)
+        found[:, : self.special] = torch.arange(self.special, device=a.device)
+        found[:, b] = torch.arange(first, first + len(b), device=a.device)
+        stays = torch.arange(self.special, first, device=a.device).expand(count, -1)
+        in_a = torch.zeros(count, len(a), dtype=torch.long, device=a.device)
+        in_a.scatter_(1, self.rest, stays).scatter_(1, self.merging, self.target + first)
+        found[:, a] = in_a
+        return found
+
+
+def bipartite_soft_matching(metric: Tensor, r: int, special: int) -> Matching:
     """Bipartite soft matching (ToMe, section 3): each token of A has one edge, to the most similar of B; the r most similar edges merge.
 
     Args:
@@ -145,7 +209,7 @@ def bipartite_soft_matching(metric: Tensor, r: int, special: int) -> Callable[[T
         special: leading tokens that take no part.
 
     Returns:
-        a function of tensors [B, L, C] that sums up what merges and gives [B, L - r, C]: special tokens, the rest of A
+        what sums up merging tokens of [B, L, C] and gives [B, L - r, C]: special tokens, the rest of A
         (in their order where there are special tokens, most similar first elsewhere, as published), B.
     """
     a, b = (
@@ -159,15 +223,7 @@ def bipartite_soft_matching(metric: Tensor, r: int, special: int) -> Callable[[T
         rest = rest.sort(dim=-1).values
     target = target.gather(1, merging)  # [B, r]
 
-    def merge(x: Tensor) -> Tensor:
-        def rows(source: Tensor, at: Tensor) -> Tensor:
-            return source.gather(1, at.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-
-        sources = x[:, a]
-        summed = x[:, b].scatter_add(1, target.unsqueeze(-1).expand(-1, -1, x.shape[-1]), rows(sources, merging))
-        return torch.cat([x[:, :special], rows(sources, rest), summed], 1)
-
-    return merge
+    return Matching((a, b), merging, rest, target, special)
 
 
 @dataclass(frozen=True)
@@ -221,7 +277,13 @@ class RandomDrop(Rule):
         drawn = torch.rand(len(x), patches, generator=generator, device=x.device)
         at = drawn.topk(max(1, round(self.keep * patches)), dim=-1).indices.sort(dim=-1).values
         body = x[:, special:].gather(1, at.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-        return Reduced(torch.cat([x[:, :special], body], 1))
+        rows = None
+        if given.coords is not None:  # what is dropped is seen again as the patch that is nearest in the image
+            kept = given.coords.gather(1, at.unsqueeze(-1).expand(-1, -1, 2))
+            nearest = torch.cdist(given.coords.float(), kept.float()).argmin(-1) + special
+            first = torch.arange(special, device=x.device).expand(len(x), -1)
+            rows, given.coords = torch.cat([first, nearest], 1), kept
+        return Reduced(torch.cat([x[:, :special], body], 1), rows=rows)
 
 
 @dataclass(frozen=True)

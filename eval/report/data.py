@@ -158,8 +158,8 @@ class Results:
         found = []
         if "FAILS" in self.sensitivity:
             found.append(
-                "This model and these prompts can't tell methods apart: mean attention, which says nothing of space, "
-                "hardly changes the images. Distances in this report rank no method."
+                "This model and these prompts can't tell methods apart, so distances in this report rank no method. "
+                + self.sensitivity.partition(". ")[2]
             )
         if any(gate.withholds and not gate.passed for gate in self.gates):
             found.append(

@@ -1,4 +1,4 @@
-"""What merging has to beat, on the library's own path: its hooks and layers, with a rival's plan in place of ours.
+"""What merging has to beat, on the library's own path: its hooks and layers, with a rival's plan instead of ours.
 
 So every rival meets the same calls, the same checks and the same counting, and differs in nothing but what merges. `rival_on`
 does that for any `Plan`: keys and values (`merge="kv"`), or whole tokens that it restores ("qkv"). Their plans stand in

@@ -88,8 +88,10 @@ def settings_to_check(calibration: Calibration, base: MaMeConfig, speed: float |
         speeds.append(calibration.fastest * 0.999)
     rows = [(UNIFORM, base)]
     for wish in speeds:
+        if wish <= 1:  # merging is reckoned to save nothing on this machine
+            continue
         config = calibration.config(wish)
-        if wish > 1 and all(config != known for _, known in rows):
+        if all(config != known for _, known in rows):
             rows.append((f"by layer, {wish:.2f}", config))
     return rows
 

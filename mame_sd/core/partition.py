@@ -77,13 +77,21 @@ def positions(
     seed = config.seed if config.partition in DRAWN else 0
     h, w = size
     # `or 0`: torch.compile takes only those numbers as constants that something has looked at.
-    key = int(h), int(w), config.partition, *stride, seed or 0, config.tiles or 0, str(device)
+    key = _known(h), _known(w), config.partition, *stride, seed or 0, config.tiles or 0, str(device)
     first = Positions(*_looked_up(*key))
     if draw is None or not config.redraw or config.partition not in DRAWN:
         return first
     draws = _looked_up_draws(*key)
     count = draws.shape[0]
     return _drawn(first, draws, draw % DRAWS if count == DRAWS else draw * SPREAD % DRAWS * count // DRAWS)
+
+
+def _known(count: int) -> int:
+    """`count` as a plain number: a graph that is compiled for it, where torch.compile has taken it for one of many.
+
+    A list so long makes dynamo look at the number itself, where `int` alone does not.
+    """
+    return len([0] * count) if torch.compiler.is_compiling() else int(count)
 
 
 def square(tokens: int) -> tuple[int, int] | None:

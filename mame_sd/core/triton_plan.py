@@ -22,7 +22,7 @@ from mame_sd.core.row_plan import RowPlan, row_plan
 from mame_sd.core.tables import Positions
 from mame_sd.errors import MachineError
 
-TORCH_INSTEAD = "gradients or float64: PyTorch's operations in place of the kernel"
+TORCH_INSTEAD = "gradients or float64: PyTorch's operations instead of the kernel"
 
 
 def kernel_plan(

@@ -157,5 +157,5 @@ def _positive(values: Tensor, scratch: Tensor) -> Tensor:
 
 
 def _no_zero(divisor: Tensor) -> Tensor:
-    """1 in place of 0, for columns that are all 0."""
+    """1 instead of 0, for columns that are all 0."""
     return torch.where(divisor == 0, 1.0, divisor)

@@ -1,4 +1,4 @@
-"""apply_mame: merging as hooks on a model's self-attention modules, and on its MLPs and cross-attention if asked to.
+"""apply_mame: merging as hooks on a model's self-attention modules, and on its MLPs if asked to.
 
     handle = apply_mame(pipe, tau=0.8)
     image = pipe("a red key").images[0]
@@ -32,13 +32,14 @@ from os import PathLike
 from typing import Any
 
 from diffusers.models.attention_processor import Attention
+from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.families.parts import Part, parts_of
 from mame_sd.diffusion.families.sequence import SequenceAttention
-from mame_sd.diffusion.families.transformers import EXCLUDED, family_names, family_of, suited
+from mame_sd.diffusion.families.transformers import EXCLUDED, family_of, known_as, suited
 from mame_sd.diffusion.families.unet import (
     IMAGE_MODULES,
     PLAIN_PROCESSORS,
@@ -56,7 +57,9 @@ from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import LayerStats, device_of
 
 _OURS = (MergeHook.name, SizeHook.name, StepHook.name)
-_DENOISERS = ("unet", "transformer")
+# Of a pipeline, what may denoise. Several may be there: each takes its own steps, or its own half of guidance.
+_DENOISERS = ("unet", "transformer", "transformer_2", "unconditional_transformer")
+_OTHER_NAMES = ("decoder", "prior")  # where there is none of those (Stable Cascade, UnCLIP)
 # Attention over frames lies below modules of these names (AnimateDiff, SVD, text-to-video, I2VGen-XL).
 _TEMPORAL = {
     "motion_modules",
@@ -74,8 +77,8 @@ def apply_mame(target: Any, config: MaMeConfig | str | PathLike[str] | None = No
     their own sizes, and of SD 2.x at 768 pixels (9216, 2304). Merging that is on `target` already is replaced.
 
     Args:
-        target: a diffusers pipeline (its UNet or transformer is taken; a ControlNet has a call of its own), a model, or
-            a single Attention module.
+        target: a diffusers pipeline (its UNet or transformer is taken, or each of them where it has several; a ControlNet has a
+            call of its own), a model, or a single Attention module.
         config: the settings, or a file of them; None is the measured default. Where they leave open what merges (no tau, keep, merge, weights, variant and preset),
             the model's family decides: `handle.config` says what.
         fields: fields of MaMeConfig, over those of `config`.
@@ -83,7 +86,7 @@ def apply_mame(target: Any, config: MaMeConfig | str | PathLike[str] | None = No
     Raises:
         TypeError: `target` is neither a module nor a pipeline with a denoiser.
         ValueError: no self-attention that could merge, or a MaMeAttnProcessor is installed, or bad settings, or ones
-            that the model lacks the parts for (`mlp`, `cross`).
+            that the model lacks the parts for (`mlp`).
         RuntimeError: another thread makes an image with the model.
     """
     handle = build_handle(target, make_config(config, fields))
@@ -107,9 +110,9 @@ def build_handle(target: Any, config: MaMeConfig, active: bool = True) -> MaMeHa
             denoisers.append(path)
             hooks.append((module, StepHook(module, shared)))
         kind = type(module).__name__
-        if kind in EXCLUDED:
-            raise ValueError(f"expected a model whose attention can be merged, got {kind}: {EXCLUDED[kind]}")
         own = family_of(module)
+        if own is None and kind in EXCLUDED and (not path or (isinstance(root, nn.ModuleDict) and "." not in path)):
+            raise ValueError(f"{known_as(kind)} does not merge: {EXCLUDED[kind]}")
         if own is not None or kind in IMAGE_MODULES:
             reader = EagerSizeHook if own is not None and own.eager else SizeHook
             images[path] = reader(module, shared, image_tokens if own is None else own.tokens), own
@@ -118,7 +121,10 @@ def build_handle(target: Any, config: MaMeConfig, active: bool = True) -> MaMeHa
         image, family = (None, None) if nearest is None else images[nearest]
         if family is None and _in_space(path):
             parts.update(parts_of(path, module))
-        layer = _layer_of(path, module, image, family, part := parts.get(path, "attention"))
+        alone = image is not None or not isinstance(
+            root, ModelMixin
+        )  # a model's attention over no image may be a text's
+        layer = _layer_of(path, module, image, family, part := parts.get(path, "attention")) if alone else None
         if layer is not None:
             stats = LayerStats(path or kind, device_of(module), part)
             number = sum(isinstance(hook, MergeHook) and hook.stats.part == part for _, hook in hooks)
@@ -190,20 +196,22 @@ def has_hooks(target: Any) -> bool:
 
 
 def denoiser_of(target: Any) -> nn.Module:
-    """The module that merging goes on: `target` itself, or a pipeline's UNet or transformer.
+    """The module that merging goes on: `target` itself, or a pipeline's UNet or transformer; an nn.ModuleDict of them by name where the
+    pipeline has several (Wan 2.2: `transformer` and `transformer_2`).
 
     Raises:
         TypeError: neither a module nor a pipeline with a denoiser.
     """
     if isinstance(target, nn.Module):
         return target
-    for name in _DENOISERS:
-        model = getattr(target, name, None)
-        if isinstance(model, nn.Module):
-            return model
-    raise TypeError(
-        f"expected a torch module or a diffusers pipeline with a unet or transformer, got {type(target).__name__}"
-    )
+    models = {name: getattr(target, name, None) for name in (*_DENOISERS, *_OTHER_NAMES)}
+    every = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
+    found = {name: model for name, model in every.items() if name in _DENOISERS} or dict(list(every.items())[:1])
+    if not found:
+        raise TypeError(
+            f"expected a torch module or a diffusers pipeline with a unet or transformer, got {type(target).__name__}"
+        )
+    return next(iter(found.values())) if len(found) == 1 else nn.ModuleDict(found)
 
 
 def _layer_of(path: str, module: nn.Module, image: SizeHook | None, family: Family | None, part: str) -> Layer | None:
@@ -240,11 +248,11 @@ def _in_space(path: str) -> bool:
 
 
 def _nothing_found(root: nn.Module) -> str:
-    """The error for a model in which nothing can merge: what was looked for, what is there, what to do."""
+    """The error for a model in which nothing can merge: what it is, what attention it has, what to do."""
     kinds = Counter(type(m).__name__ for m in root.modules() if type(m).__name__.endswith("Attention"))
     found = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "no attention modules"
+    kind = type(root).__name__
     return (
-        f"expected a UNet's self-attention (diffusers' Attention without added keys, not over frames) or a transformer "
-        f"that is known ({', '.join(family_names())}), found none that can merge in {type(root).__name__}, which has "
-        f"{found}. Apply to a UNet such as pipe.unet, or describe the model with mame_sd.families.register_family"
+        f"{known_as(kind)} is not supported yet: no attention over an image's tokens is known in {kind}, which has {found}. "
+        "Describe where they are with mame_sd.families.register_family"
     )

@@ -2,22 +2,23 @@
 
 `measure` replays a few calls of the denoiser that were recorded without merging. In each self-attention that could merge
 it computes every form (fields of `MaMeConfig`) beside the whole attention: the relative squared error of the output, and
-the seconds that it takes on this device. `choose` then gives each layer one form: of all choices that save enough seconds,
-the one whose errors have the least sum. That is a knapsack, solved by dynamic programming, exact on a grid of seconds.
+the seconds that it takes on this device. How much a layer's error matters is seen at the denoiser's output, where one form
+merges in that layer alone. `choose` then gives each layer one form: of all choices that save enough seconds, the one whose
+errors at the output have the least sum. That is a knapsack, solved by dynamic programming, exact on a grid of seconds.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,10 +27,11 @@ from torch import Tensor, nn
 from mame_sd.config import PARTS, MaMeConfig
 from mame_sd.diffusion.hook_registry import hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import MergeHook
-from mame_sd.diffusion.layer import merged_call
+from mame_sd.diffusion.layer import LayerCall, merged_call
 from mame_sd.report import LayerStats, device_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a denoiser
+Name = TypeVar("Name", bound=Hashable)  # of a layer, or of a layer in one of several steps
 Clock = Callable[[], float]
 # What a layer may be given beside nothing, in the words of `layers`: keys and values alone, picks, or whole tokens.
 FORMS: tuple[dict[str, Any], ...] = (
@@ -37,6 +39,7 @@ FORMS: tuple[dict[str, Any], ...] = (
     *({"keep": keep, "merge": "qkv"} for keep in (0.75, 0.625, 0.5, 0.375, 0.25, 0.19, 0.125, 0.0625)),
     *({"keep": keep, "merge": "kv", "weights": "pick"} for keep in (0.5, 0.25)),
 )
+REFERENCE = FORMS.index({"keep": 0.375, "merge": "qkv"})  # the form that tells how much a layer matters
 AT = (0.15, 0.45, 0.8)  # where in an image's calls of the denoiser is measured: 0 the first, 1 the last
 GRID = 2000  # steps of the grid of seconds
 
@@ -63,9 +66,13 @@ class Merging(Protocol):
 
 @dataclass
 class Measured:
-    """One layer: seconds of the whole attention, and by number of the form errors and seconds; one entry for each call."""
+    """One layer: seconds of the whole attention, and by number of the form errors and seconds; one entry for each call.
+
+    `effect`: the error of the denoiser's output where the form REFERENCE merges in this layer alone.
+    """
 
     whole: list[float] = field(default_factory=list)
+    effect: list[float] = field(default_factory=list)
     seconds: dict[int, list[float]] = field(default_factory=dict)
     errors: dict[int, list[float]] = field(default_factory=dict)
 
@@ -87,7 +94,7 @@ class Measurement:
         layers = {}
         for name, found in values["layers"].items():
             by_form = [{int(n): list(v) for n, v in found[what].items()} for what in ("seconds", "errors")]
-            layers[name] = Measured(list(found["whole"]), *by_form)
+            layers[name] = Measured(list(found["whole"]), list(found["effect"]), *by_form)
         return cls(list(values["forward"]), layers)
 
     def add(self, other: Measurement) -> None:
@@ -96,6 +103,7 @@ class Measurement:
         for name, found in other.layers.items():
             own = self.layers.setdefault(name, Measured())
             own.whole += found.whole
+            own.effect += found.effect
             for mine, theirs in ((own.seconds, found.seconds), (own.errors, found.errors)):
                 for number, values in theirs.items():
                     mine.setdefault(number, []).extend(values)
@@ -103,7 +111,8 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Option:
-    """What a layer may do: `rule` of `layers`, its mean relative squared error, its seconds in a call of the denoiser."""
+    """What a layer may do: `rule` of `layers`, the relative squared error of the denoiser's output that it is reckoned to make, its
+    seconds in a call of the denoiser."""
 
     rule: Any  # fields of MaMeConfig, or False: unmerged
     error: float
@@ -166,11 +175,11 @@ class Calibration:
         """The choice for `speed` as text, a line for each layer."""
         chosen = self.choose(speed)
         width = max(map(len, chosen))
-        lines = [f"{'layer':<{width}}  takes                  error     ms  unmerged"]
+        lines = [f"{'layer':<{width}}  takes                    error     ms  unmerged"]
         for name, option in chosen.items():
             whole = self.options[name][0].seconds
             lines.append(
-                f"{name:<{width}}  {in_words(option.rule):<20} {option.error:7.5f} {1e3 * option.seconds:6.1f}  {1e3 * whole:8.1f}"
+                f"{name:<{width}}  {in_words(option.rule):<20} {option.error:8.1e} {1e3 * option.seconds:6.1f}  {1e3 * whole:8.1f}"
             )
         lines.append(f"reckoned {self.reckoned(chosen):.2f} times as fast as unmerged")
         return "\n".join(lines)
@@ -181,24 +190,39 @@ class Calibration:
         return self.forward / max(self.forward - saved, 1e-12)
 
 
-class Probe(MergeHook):
+class Single(MergeHook):
+    """Merges a layer by one form, whatever the settings are, and counts nothing."""
+
+    def __init__(self, hook: MergeHook, form: MaMeConfig) -> None:
+        super().__init__(hook.shared, LayerStats(hook.stats.name), hook.layer, hook.image)
+        self.number, self._form = hook.number, form
+
+    def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """The module's output, merged."""
+        call = self.layer.call(module, forward, args, kwargs)
+        return self.merged(call, self._form, self.stats)
+
+    def merged(self, call: LayerCall, form: MaMeConfig, stats: LayerStats) -> Any:
+        """The output of `call`, merged by `form` as in the step of the model's call around it."""
+        known, step = self.told()
+        return merged_call(self.layer, call, known, form, stats, step._replace(plans=None))
+
+
+class Probe(Single):
     """Computes the whole attention, whose output goes on, and every form beside it."""
 
     def __init__(self, hook: MergeHook, forms: Sequence[MaMeConfig], measured: Measured, clock: Clock) -> None:
-        super().__init__(hook.shared, LayerStats(hook.stats.name), hook.layer, hook.image)
-        self.number, self._forms, self._measured, self._clock = hook.number, forms, measured, clock
+        super().__init__(hook, forms[0])
+        self._forms, self._measured, self._clock = forms, measured, clock
 
     def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """The module's own output; the forms in which the layer can't merge have no entry."""
         call = self.layer.call(module, forward, args, kwargs)
-        known, step = self.told()
-        step = step._replace(plans=None)
         whole, seconds = _timed(call.run, self._clock)
         self._measured.whole.append(seconds)
-        for number, config in enumerate(self._forms):
+        for number, form in enumerate(self._forms):
             stats = LayerStats(self.stats.name)
-            run = partial(merged_call, self.layer, call, known, config, stats, step)
-            merged, seconds = _timed(run, self._clock)
+            merged, seconds = _timed(partial(self.merged, call, form, stats), self._clock)
             if stats.last_reason is None:
                 self._measured.seconds.setdefault(number, []).append(seconds)
                 self._measured.errors.setdefault(number, []).append(relative_error(merged, whole))
@@ -226,12 +250,19 @@ def measure(handle: Merging, calls: Sequence[Call], clock: Clock | None = None) 
         return Probe(hook, configs, found.layers.setdefault(hook.stats.name, Measured()), clock)
 
     for number, (args, kwargs) in enumerate(calls):
+        run = partial(handle.root, *args, **kwargs)
         with _in_place(handle, lambda hook: None):
             if number == 0:
-                handle.root(*args, **kwargs)  # warm-up
-            found.forward.append(_timed(partial(handle.root, *args, **kwargs), clock)[1])
+                run()  # warm-up
+            output, seconds = _timed(run, clock)
+        found.forward.append(seconds)
         with _in_place(handle, probe):
-            handle.root(*args, **kwargs)
+            run()
+        for name, layer in found.layers.items():
+            if layer.seconds:
+                alone = partial(_alone, name=name, form=configs[_reference(layer)])
+                with _in_place(handle, alone):
+                    layer.effect.append(relative_error(run(), output))
     found.layers = {name: layer for name, layer in found.layers.items() if layer.seconds}
     if not found.layers:
         raise ValueError(
@@ -321,19 +352,31 @@ def some(calls: Sequence[Call]) -> list[Call]:
 
 
 def options(measured: Mapping[str, Measured]) -> dict[str, list[Option]]:
-    """What each layer may do: stay unmerged, or take a form that saves seconds. Medians of seconds, means of errors."""
+    """What each layer may do: stay unmerged, or take a form that saves seconds. Medians of seconds; means of errors, as many times as
+    the layer's error was found to matter for the denoiser's output."""
     result: dict[str, list[Option]] = {}
     for name, layer in measured.items():
         whole = median(layer.whole)
+        own = float(np.mean(layer.errors[_reference(layer)]))
+        matters = float(np.mean(layer.effect)) / max(own, 1e-30)
         result[name] = [Option(False, 0.0, whole)]
         for number, seconds in layer.seconds.items():
-            option = Option(dict(FORMS[number]), float(np.mean(layer.errors[number])), median(seconds))
+            option = Option(dict(FORMS[number]), matters * float(np.mean(layer.errors[number])), median(seconds))
             if option.seconds < whole:
                 result[name].append(option)
     return result
 
 
-def choose(options: Mapping[Any, Sequence[Option]], saved: float) -> dict[Any, Option] | None:
+def _reference(layer: Measured) -> int:
+    """The number of the form that tells how much a layer matters: REFERENCE, or the first where that can't be."""
+    return REFERENCE if REFERENCE in layer.seconds else min(layer.seconds)
+
+
+def _alone(hook: MergeHook, name: str, form: MaMeConfig) -> MergeHook | None:
+    return Single(hook, form) if hook.stats.name == name else None
+
+
+def choose(options: Mapping[Name, Sequence[Option]], saved: float) -> dict[Name, Option] | None:
     """The option for each layer whose errors have the least sum of all that save at least `saved` seconds; None: none do."""
     names = list(options)
     most = sum(max(o.seconds for o in found) - min(o.seconds for o in found) for found in options.values())
@@ -363,7 +406,7 @@ def choose(options: Mapping[Any, Sequence[Option]], saved: float) -> dict[Any, O
         steps.append((taken, origin))
     if not np.isfinite(best[need]):
         return None
-    chosen: dict[str, Option] = {}
+    chosen: dict[Name, Option] = {}
     units = need
     for name, (taken, origin) in zip(reversed(names), reversed(steps), strict=True):
         chosen[name] = options[name][taken[units]]
@@ -372,8 +415,10 @@ def choose(options: Mapping[Any, Sequence[Option]], saved: float) -> dict[Any, O
 
 
 def relative_error(merged: Any, whole: Any) -> float:
-    """Squared error over squared norm, of all tensors of an output together."""
+    """Squared error over squared norm, of all tensors of an output together: a tensor, a tuple or diffusers' output class."""
     pairs = list(zip(_tensors(merged), _tensors(whole), strict=True))
+    if not pairs:
+        raise TypeError(f"expected a tensor or a tuple or dict of tensors, got {type(whole).__name__}")
     apart = sum(float((a.float() - b.float()).square().sum()) for a, b in pairs)
     return apart / max(sum(float(b.float().square().sum()) for _, b in pairs), 1e-30)
 
@@ -387,7 +432,10 @@ def in_words(rule: Any) -> str:
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    return [output] if isinstance(output, Tensor) else [part for part in output if isinstance(part, Tensor)]
+    if isinstance(output, Tensor):
+        return [output]
+    parts = output.values() if isinstance(output, Mapping) else output
+    return [part for part in parts if isinstance(part, Tensor)]
 
 
 def _timed(call: Callable[[], Any], clock: Clock) -> tuple[Any, float]:

@@ -39,7 +39,7 @@ class MaMeHandle:
     """
 
     def __init__(self, root: nn.Module, shared: Shared, hooks: list[Placed], pipe: Any = None) -> None:
-        self._root, self._pipe = weakref.ref(root), _held_weakly(pipe)  # whose denoiser `root` is
+        self._root, self._pipe = _reference(root), _held_weakly(pipe)  # whose denoiser `root` is
         self._held: Any = None  # both, while merging is on the model
         self._shared = shared
         self._placed = [(weakref.ref(module), hook) for module, hook in hooks]
@@ -147,7 +147,7 @@ class MaMeHandle:
 
         Raises:
             RuntimeError: merging was removed or replaced.
-            ValueError: as `set`, and for a part of blocks (`mlp`, `cross`) that is off in the settings of all.
+            ValueError: as `set`, and for a part of blocks (`mlp`) that is off in the settings of all.
         """
         self._check_installed()
         asked = make_config(self._shared.now.asked if config is None else config, fields)
@@ -241,7 +241,7 @@ class MaMeHandle:
                 take_hook(module, hook.name)
 
     def install(self) -> None:
-        """Puts the hooks back (after `remove`, or in place of a later `apply_mame`); those of parts that are off stay off.
+        """Puts the hooks back (after `remove`, or instead of a later `apply_mame`); those of parts that are off stay off.
 
         Raises RuntimeError where another thread makes an image with the model.
         """
@@ -306,6 +306,19 @@ def _held_weakly(target: Any) -> Callable[[], Any]:
         return weakref.ref(target)
     except TypeError:
         return lambda: target
+
+
+def _reference(root: nn.Module) -> Callable[[], nn.Module | None]:
+    """A weak reference to a model, or to each denoiser of a pipeline that has several: what puts them together is nobody's."""
+    if not isinstance(root, nn.ModuleDict):
+        return weakref.ref(root)
+    parts = {name: weakref.ref(model) for name, model in root.items()}
+
+    def together() -> nn.Module | None:
+        models = {name: model for name, part in parts.items() if (model := part()) is not None}
+        return nn.ModuleDict(models) if len(models) == len(parts) else None
+
+    return together
 
 
 class _Applied:

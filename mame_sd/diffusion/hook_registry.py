@@ -28,7 +28,7 @@ class AroundHook(ModelHook):
 
 
 class Entry:
-    """The `forward` of a module that carries an AroundHook, in place of the registry's own.
+    """The `forward` of a module that carries an AroundHook, instead of the registry's own.
 
     diffusers binds a function of its own to each module: a deepcopy would run the original's weights, and `torch.compile` would
     compile blocks that differ in nothing else (`compile_repeated_blocks`) each anew. A method is one function for all of them.
@@ -46,7 +46,7 @@ class Entry:
         return self.hook.around(self.module, self.hook.fn_ref.forward, *args, **kwargs)
 
     def pass_through(self) -> None:
-        """Does nothing any more, for the sake of a function that somebody has put around it by hand."""
+        """Does nothing; functions that others have put around it by hand still find it."""
         assert self.hook is not None
         self.passed = self.hook.fn_ref.forward
         self.hook = None
@@ -55,7 +55,7 @@ class Entry:
 class PreHook:
     """A plain forward pre-hook: it reads a module's arguments and changes nothing.
 
-    Other tools (DeepCache, offloading) put functions of their own in place of a module's forward, which wrapping it would
+    Other tools (DeepCache, offloading) put functions of their own instead of a module's forward, which wrapping it would
     get lost under or undo.
     """
 
@@ -120,7 +120,7 @@ def put_hook(module: nn.Module, hook: AroundHook | PreHook) -> None:
 def take_hook(module: nn.Module, name: str) -> None:
     """Takes the hook of that name off `module`, if there is one; what was put around it since then stays in force.
 
-    diffusers' own removal gives the next hook the freed forward in place of its `new_forward`, which is then lost, and
+    diffusers' own removal gives the next hook the freed forward instead of its `new_forward`, which is then lost, and
     drops a function that somebody has put around `module.forward` by hand.
     """
     hook = hook_on(module, name)

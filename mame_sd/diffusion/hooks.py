@@ -25,6 +25,10 @@ LEFT = "left unmerged by layers"
 _PROMPT_FIRST = {"DiTTransformer2DModel", "LuminaNextDiT2DModel"}
 
 
+TokensOf = Callable[[Any, Call], Tokens | str | None]
+_TIMESTEP = ("timestep", "timesteps", "t", "timestep_ratio", "vision_timesteps")  # what models call it
+
+
 class Setting:
     """Settings, and whether they merge.
 
@@ -32,7 +36,7 @@ class Setting:
         config: the settings.
         asked: as they were given, before the model's family decided on what they leave open.
         active: whether they merge.
-        of_part: the settings for "attention", "mlp" and "cross"; None where that is off.
+        of_part: the settings for "attention" and "mlp"; None where that is off.
         of_layer: by name those of self-attentions that have their own; None where one is left alone.
     """
 
@@ -102,7 +106,8 @@ class MergeHook(AroundHook):
             return forward(*args, **kwargs)
         call = self.layer.call(module, forward, args, kwargs)
         known, step = self.told()
-        config = setting.of_layer.get(stats.name, config)
+        if setting.of_layer:  # a name would be a constant of each compiled block
+            config = setting.of_layer.get(stats.name, config)
         if config is None:
             stats.skipped(LEFT, self.layer.count(call, known))
             return call.run()
@@ -138,7 +143,7 @@ class SizeHook(PreHook):
 
     name = "mame_size"
 
-    def __init__(self, module: nn.Module, shared: Shared, tokens_of: Callable[[Any, Call], Tokens | None]) -> None:
+    def __init__(self, module: nn.Module, shared: Shared, tokens_of: TokensOf) -> None:
         self.names = _names(module)
         self.shared = shared
         self.tokens_of = tokens_of
@@ -157,7 +162,8 @@ class SizeHook(PreHook):
 
     def read(self, module: nn.Module, call: Call) -> None:
         """Notes how they lie in a call of the module."""
-        self.tokens.value = self.tokens_of(module, call)
+        found = self.tokens_of(module, call)
+        self.tokens.value = Tokens((0,), unknown=found) if isinstance(found, str) else found
 
 
 class EagerSizeHook(SizeHook):
@@ -166,7 +172,7 @@ class EagerSizeHook(SizeHook):
 
     __call__ = torch.compiler.disable(SizeHook.__call__)
 
-    def __init__(self, module: nn.Module, shared: Shared, tokens_of: Callable[[Any, Call], Tokens | None]) -> None:
+    def __init__(self, module: nn.Module, shared: Shared, tokens_of: TokensOf) -> None:
         super().__init__(module, shared, tokens_of)
         self._shapes = PerThread(latest=True)  # of the latest forward's arguments
 
@@ -202,7 +208,11 @@ class StepHook(CallHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        setting, timestep = self.shared.now, call.get("timestep")
+        setting, timestep = self.shared.now, next((call[name] for name in _TIMESTEP if call.get(name) is not None), None)
+        parts = call.get(self.names[0])
+        if isinstance(parts, list) and all(isinstance(part, Tensor) for part in parts):
+            alike = len({part.shape for part in parts}) == 1
+            call[self.names[0]] = torch.stack(parts) if alike else parts  # Z-Image: a latent for each sample
         inputs = [value for name in self.names if isinstance(value := call.get(name), Tensor) and value.dim() > 1]
         draw = draw_at(timestep) if timestep is not None and setting.config.redraw else None
         if inputs and draw is not None:
@@ -215,7 +225,7 @@ class StepHook(CallHook):
         if inputs:
             begin(module, self.name, inputs[0])
         if pairs and self.calls_pair:
-            apart = {self.names[0], "timestep"}
+            apart = {self.names[0], *_TIMESTEP}
             others = [value for name, value in call.items() if isinstance(value, Tensor) and name not in apart]
             self.shared.plans.value = self.latest.plans(inputs[0], timestep, others)
         else:
@@ -245,7 +255,7 @@ class StepHook(CallHook):
 def takes_timestep(module: nn.Module) -> bool:
     """Whether the module is called with a timestep, as denoisers are."""
     try:
-        return "timestep" in _names(module)
+        return not set(_TIMESTEP).isdisjoint(_names(module))
     except (AttributeError, TypeError, ValueError):  # scripted or built-in: no signature
         return False
 

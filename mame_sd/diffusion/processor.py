@@ -56,10 +56,10 @@ class MaMeAttnProcessor:
         tau: similarity above which a token may merge. Lower merges more: faster, further from the unmerged image.
         keep: share of tokens to keep, instead of `tau`.
         inner: the processor that computes attention; None is what diffusers would install on each module.
-        fields: any other field of MaMeConfig but `mlp` and `cross`, over those of `config`.
+        fields: any other field of MaMeConfig but `mlp`, over those of `config`.
 
     Raises:
-        ValueError: a field is unknown or out of its range, or `mlp` or `cross` is given.
+        ValueError: a field is unknown or out of its range, or `mlp` is given.
     """
 
     def __init__(

@@ -68,9 +68,10 @@ def check_idle(root: nn.Module, what: str) -> None:
     Args:
         what: is to be done, as "set", for the message.
     """
+    roots = list(root.values()) if isinstance(root, nn.ModuleDict) else [root]  # a pipeline's denoisers
     for model, calls in list(_UNDER_WAY.items()):
         other = any(thread != threading.get_ident() and held() is not None for (thread, _), held in list(calls.items()))
-        if other and any(module is root for module in model.modules()):
+        if other and any(module is known for module in model.modules() for known in roots):
             raise RuntimeError(
                 f"{what}: expected no image under way in another thread, but one is being made there by "
                 f"{type(model).__name__}, with two settings then: wait for it, or give each thread settings of its own "

@@ -19,16 +19,19 @@ class Tokens:
     Attributes:
         size: (h, w) of an image's tokens, or (t, h, w) of a video's, in row-major order; (n,) where rows and columns are
             unknown.
-        before: tokens of something else, such as text, that stand before them in layers where both share a sequence.
-        after: the same, behind them (in every layer, such as a reference image's).
+        before: tokens of something else, such as text, that stand before them in layers where both share a sequence; None: any
+            number, another in each layer, and `after` behind them.
+        after: the same, behind them (in every layer, such as a reference image's); None: any number, another in each layer.
+        unknown: why they can't be told in this call, in which then nothing merges.
         count: how many tokens the image or video has.
         plane: the (rows, columns) on which tokens are compared; None where they are unknown. A video's plane is (h * t, w):
             the rows of all frames interleaved, so that a tile of the plane spans neighbours in time as well as in space.
     """
 
     size: tuple[int, ...]
-    before: int = 0
-    after: int = 0
+    before: int | None = 0
+    after: int | None = 0
+    unknown: str = ""
     count: int = field(init=False, compare=False, repr=False)
     plane: tuple[int, int] | None = field(init=False, compare=False, repr=False)
 
@@ -39,6 +42,11 @@ class Tokens:
 
     def start(self, length: int) -> int | None:
         """Where they begin in a sequence of `length`; None if they can't be in it."""
+        if self.before is None:
+            start = length - self.count - (self.after or 0)
+            return 0 if length == self.count else start if start >= 0 else None
+        if self.after is None:
+            return self.before if length >= self.before + self.count else 0 if length == self.count else None
         if length in (self.count, self.count + self.after):
             return 0
         return self.before if length == self.before + self.count + self.after else None

@@ -70,7 +70,9 @@ class MergedBlock:
         self.first = number == min(counts)
         self.alone = len(counts) == 1
         self._counts_calls = False  # not where a checkpoint computes again
-        self._names = list(inspect.signature(type(block).forward).parameters)[1:]
+        self.heard: Tensor | None = None  # [B, L, d] what the attention's projection to keys gave in this call
+        parameters = inspect.signature(type(block).forward).parameters.values()
+        self._names = [one.name for one in parameters if one.kind != one.VAR_KEYWORD][1:]
         self.set(config)
 
     def set(self, config: MaMeConfig | None) -> None:
@@ -103,6 +105,7 @@ class MergedBlock:
         self._counts_calls = True
         y, sizes = run(x, shared.sizes, None if shared.again else shared.grid)  # as arguments, which checkpoints keep
         shared.sizes = sizes if self.number < shared.last else None  # a graph of gradients hangs on them
+        shared.note(y)
         self._counts_calls = False
         return y
 
@@ -121,10 +124,12 @@ class MergedBlock:
 
     def _attend(self, normed: Tensor, sizes: Tensor | None, call: dict[str, Any]) -> Tensor:
         """The attention branch after its norm, [B, L, C]."""
-        if sizes is not None:
-            call = {**call, self.encoder.mask: sizes.log().to(normed.dtype)[:, None, None]}  # [B, 1, 1, L]
         attention, *rest = self.encoder.attention[1:]
-        y = self._module(attention)(normed, **call)
+        mask = None if sizes is None else sizes.log().to(normed.dtype)[:, None, None]  # [B, 1, 1, L]
+        if mask is not None and self.encoder.attend is not None:
+            y = self.encoder.attend(self._module(attention), normed, mask)
+        else:
+            y = self._module(attention)(normed, **(call if mask is None else {**call, self.encoder.mask: mask}))
         y = y[0] if isinstance(y, tuple) else y
         for part in rest:
             y = self._module(part)(y)
@@ -180,8 +185,20 @@ class MergedBlock:
         feature = self._feature(x, normed, config.feature)
         plan = plan_merge(feature, config, size, self.shared.special)
         if self._counts_calls:
-            self._count(plan, x.shape, feature.shape[2], sizes is not None, note)
+            self._count(plan, x.shape, feature.shape[2], sizes is not None, note or self._fewer_merge(plan, config))
         return plan
+
+    def _fewer_merge(self, plan: Plan, config: MaMeConfig) -> str:
+        """Why fewer tokens merge than was asked for; empty where as many do."""
+        if torch.compiler.is_compiling():
+            return ""
+        if config.keep is None:
+            samples = plan.sizes.shape[0] if plan.sizes.dim() > 1 else 1
+            return f"by tau in a batch of {samples}: a token stays where any sample keeps it" if samples > 1 else ""
+        pos = plan.positions
+        if round(config.keep * pos.L) >= pos.M:
+            return ""
+        return f"keep {config.keep:.2f} asked, {pos.M / pos.L:.2f} kept: destinations stay"
 
     def _count(self, plan: Plan, shape: torch.Size, dim: int, sized: bool, note: str) -> None:
         """Counts a call that merged tokens [B, L, C] by a feature of `dim` channels, and summed up their sizes where they have any."""
@@ -190,24 +207,26 @@ class MergedBlock:
         pairs = plan.positions.blocks * plan.positions.m * plan.positions.n
         products = 0 if isinstance(plan, RowPlan) else 2 if self.shared.restore else 1
         merging = pairs * (dim + channels * products + (sized and not isinstance(plan, RowPlan)))
-        if self.config and self.config.feature != "x":
-            merging += tokens * channels * width_of(self.block, self.encoder)
         self.counts.add(tokens, plan.tokens_kept, merging, note)
 
     def _feature(self, x: Tensor, normed: Tensor, kind: str) -> Tensor:
         """What similarity compares [B, L, d]: x', the block's keys, or these averaged over the heads."""
         if kind == "x":
             return x
-        path = self.encoder.keys or ""
-        linear, width = self._module(path), width_of(self.block, self.encoder)
-        if linear.out_features == width:
-            keys = linear(normed)
-        else:  # queries, keys and values joined
-            bias = None if linear.bias is None else linear.bias[width : 2 * width]
-            keys = nn.functional.linear(normed, linear.weight[width : 2 * width], bias)
+        width = width_of(self.block, self.encoder)
+        keys, self.heard = self.heard, None
+        if keys is None:  # attention that does not call its projection
+            keys = self._module(self.encoder.keys or "")(normed)
+        if keys.shape[-1] != width:  # queries, keys and values joined
+            keys = keys[..., width : 2 * width]
         if kind == "k":
             return keys
         return keys.unflatten(-1, (self.heads, -1)).mean(-2)
+
+    @property
+    def compares_keys(self) -> bool:
+        """Whether its config asks for the keys that its attention computes."""
+        return self.shared.active and self.config is not None and self.config.feature != "x"
 
     @property
     def heads(self) -> int:

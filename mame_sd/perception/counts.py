@@ -94,7 +94,7 @@ def around_blocks(
     for name, part in model.named_modules():
         if part in inside:
             continue
-        if isinstance(part, nn.Conv2d) and grid is not None:
+        if isinstance(part, nn.Conv2d | nn.Conv3d) and grid is not None:
             total += part.weight.numel() * math.prod(grid)
         elif isinstance(part, nn.MultiheadAttention):  # one query
             total += part.in_proj_weight.numel() / 3 * (1 + 2 * after) + 2 * part.embed_dim * after

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,9 @@ class Encoder:
             is known by its width. None: keys can't be compared.
         output: path in the model of the module that gives what heads and poolers see; None: its last block.
         mask: name of the attention's argument for a mask.
+        attend: the attention with a mask of numbers [B, 1, 1, L] added to its logits, for attention that takes no mask:
+            called with the module, the tokens and the mask, gives the attention's output.
+        stages: path in the model of the module whose output's `hidden_states` dense heads read; None: there is none.
         adds_mask: it adds a mask [B, 1, 1, L] of numbers to its logits, so that sizes count in it by default.
         grid: patches reach the blocks in row-major order.
     """
@@ -53,6 +57,8 @@ class Encoder:
     mask: str = "attention_mask"
     grid: bool = True
     adds_mask: bool = False
+    attend: Callable[[Any, Tensor, Tensor], Tensor] | None = None
+    stages: str | None = None
 
     def special_of(self, model: nn.Module) -> int:
         """How many special tokens stand before the patches of `model`."""
@@ -76,6 +82,8 @@ _WINDOWS = "its attention works in windows of the image, which needs every token
 _BIAS = "its attention adds a bias for each pair of positions, which merged tokens have none of"
 _ROTARY = "positions turn its queries and keys inside attention, and a merged token has no single position"
 _DENSE = "its output puts every token at its place in the image"
+_PYRAMID = "its stages fold tokens by their places in the image and blend them by convolutions, which needs every token"
+_DIVIDED = "its attention takes frames and places apart, which needs every token at its place"
 REFUSED = {
     **dict.fromkeys(
         (
@@ -86,9 +94,13 @@ REFUSED = {
     ),
     **dict.fromkeys(("BeitModel", "BeitBackbone", "Data2VecVisionModel", "Beit", "VisionTransformerRelPos"), _BIAS),
     **dict.fromkeys(("DINOv3ViTModel", "DINOv3ViTBackbone", "Eva", "PixtralVisionModel"), _ROTARY),
-    **dict.fromkeys(("Dinov2Backbone", "Dinov2WithRegistersBackbone"), f"{_DENSE}; take the model in its place"),
     **dict.fromkeys(("ViTForMaskedImageModeling", "DeiTForMaskedImageModeling"), _DENSE),
     "ViTMAEForPreTraining": "its decoder needs every token; apply to its encoder, model.vit, alone",
+    "VideoMAEForPreTraining": "its decoder needs every token; apply to its encoder, model.videomae, alone",
+    **dict.fromkeys(("SegformerModel", "SegformerEncoder", "PvtModel", "PvtV2Model", "GLPNModel"), _PYRAMID),
+    **dict.fromkeys(("Mask2FormerSwinModel", "HieraModel", "HieraBackbone"), _WINDOWS),
+    **dict.fromkeys(("TimesformerModel",), _DIVIDED),
+    "VJEPA2Model": _ROTARY,
 }
 _ENCODERS: list[Encoder] = []
 
@@ -163,6 +175,38 @@ def _below(path: str, outer: str) -> bool:
     return path != outer and (not outer or path.startswith(outer + "."))
 
 
+# Models whose heads take a mean over tokens: by default they are given all tokens back, so that it counts what each stands for.
+MEANS = frozenset(
+    f"{kind}For{task}Classification"
+    for kind, task in (
+        *(("Dinov2", "Image"), ("Dinov2WithRegisters", "Image"), ("Siglip", "Image"), ("Siglip2", "Image")),
+        *(("CLIP", "Image"), ("VideoMAE", "Video")),
+    )
+)
+
+
+def takes_mean(target: nn.Module) -> bool:
+    """Whether a head in `target` takes a mean over tokens."""
+    return any(not MEANS.isdisjoint(_classes(module)) for module in target.modules())
+
+
+def masked(attention: Any, x: Tensor, mask: Tensor) -> Tensor:
+    """Attention of the older layout of transformers (query, key and value in `attention`, dense in `output`) with a mask.
+
+    Args:
+        attention: the module.
+        x: normed tokens [B, L, C].
+        mask: added to the logits [B, 1, 1, L].
+    """
+    inner, output = attention.attention, attention.output
+    heads = (inner.num_attention_heads, -1)
+    q, k, v = (part(x).unflatten(-1, heads).transpose(1, 2) for part in (inner.query, inner.key, inner.value))
+    dropout = float(getattr(inner, "dropout_prob", 0.0)) if inner.training else 0.0
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    done: Tensor = output.dropout(output.dense(y.transpose(1, 2).flatten(2)))
+    return done
+
+
 def _registers(model: Any) -> int:
     return 1 + int(model.config.num_register_tokens)
 
@@ -181,12 +225,25 @@ def _vit(kind: str, special: int, grid: bool = True) -> None:
     register_encoder(Encoder(kind, models, block, attention, mlp, keys="attention.k_proj", **common))
 
 
+def _older(kind: str, special: int, **more: Any) -> None:
+    """Models in the layout that ViT had: an intermediate layer, and an output that adds its input itself."""
+    attention, mlp = (
+        ("layernorm_before", "attention"),
+        ("layernorm_after", "intermediate", "output.dense", "output.dropout"),
+    )
+    common: dict[str, Any] = {"keys": "attention.attention.key", "adds_mask": True, "attend": masked, **more}
+    named: dict[str, Any] = {"models": (f"{kind}Model",), "block": f"{kind}Layer", **common}
+    register_encoder(Encoder(kind, attention=attention, mlp=mlp, special=special, **named))
+
+
 def _dino(kind: str, special: int | Callable[[Any], int]) -> None:
     """DINOv2: a scale at the end of each branch."""
     attention = ("norm1", "attention", "layer_scale1", "drop_path")
     mlp = ("norm2", "mlp", "layer_scale2", "drop_path")
     models, block, keys = (f"{kind}Model",), f"{kind}Layer", "attention.k_proj"
     register_encoder(Encoder(kind, models, block, attention, mlp, special, keys, output="layernorm", adds_mask=True))
+    dense: dict[str, Any] = {"stages": "encoder", "adds_mask": True}
+    register_encoder(Encoder(kind, (f"{kind}Backbone",), block, attention, mlp, special, keys, **dense))
 
 
 def _clip(kind: str, special: int, output: str | None) -> None:
@@ -199,6 +256,9 @@ def _clip(kind: str, special: int, output: str | None) -> None:
 _vit("ViT", special=1)
 _vit("DeiT", special=2)
 _vit("ViTMAE", special=1, grid=False)  # shuffled
+_vit("Vivit", special=1)
+_older("VideoMAE", special=0)
+_older("DPTViT", special=1, models=("DPTModel",), block="DPTViTLayer", stages="")
 _dino("Dinov2", special=1)
 _dino("Dinov2WithRegisters", special=_registers)
 _clip("CLIP", special=1, output=None)  # normalises the class token alone

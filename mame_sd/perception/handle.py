@@ -13,12 +13,15 @@ from mame_sd.core.owners import owners_of
 from mame_sd.core.plan import Plan
 from mame_sd.perception.blocks import MergedBlock
 from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks
-from mame_sd.perception.families import Encoder, find_encoder
+from mame_sd.perception.families import Encoder, find_encoder, takes_mean
 from mame_sd.perception.hooks import (
     CheckHook,
     GridHook,
+    KeysHook,
+    NoteHook,
     Ours,
     RestoreHook,
+    StagesHook,
     check_free,
     counts_sizes,
     has_mask,
@@ -28,7 +31,7 @@ from mame_sd.perception.hooks import (
     take_all,
 )
 from mame_sd.perception.report import EncoderReport, make_blocks
-from mame_sd.perception.settings import EVERY, changed, chosen_blocks, configs_of, is_plain
+from mame_sd.perception.settings import EVERY, changed, chosen_blocks, configs_of, is_plain, schedule_of
 from mame_sd.perception.shared import Pass
 from mame_sd.report import device_of
 
@@ -48,9 +51,10 @@ class EncoderHandle:
         config: MaMeConfig | None,
         blocks: Any,
         fields: dict[str, Any],
-        restore: bool,
+        restore: bool | None,
         prop_attn: bool | None,
         make_block: Callable[..., MergedBlock] = MergedBlock,
+        schedule: str | None = None,
     ) -> None:
         self.root = root
         self.encoder, modules, known = find_encoder(root)
@@ -60,10 +64,19 @@ class EncoderHandle:
         self._blocks = modules
         self._costs = [BlockCost(block, known) for block in modules]
         chosen = chosen_blocks(blocks, len(modules), 1 if is_plain(config, fields) else EVERY)
-        self.configs = configs_of(config, fields, chosen)
         self._plain = is_plain(config, fields)
+        self._schedule = schedule_of(schedule, config, fields)
+        self._has_keys = known.keys in dict(modules[0].named_modules())
+        self.configs = configs_of(config, fields, chosen, self._schedule, self._has_keys)
         if prop_attn is None and (self._plain or not known.adds_mask or not has_mask(known, modules[0])):
             prop_attn = False
+        dense = known.stages is not None
+        if restore is False and dense:
+            raise ValueError(
+                f"restore: expected True for {type(self.encoder).__name__}, whose heads read every token, got False; leave it out"
+            )
+        if restore is None:
+            restore = dense or (takes_mean(root) and not self._plain)
         self._shared = Pass(known.special_of(self.encoder), restore, prop_attn, len(modules) - 1)
         _check_parts(self.configs, prop_attn, known, modules[0])
         device = device_of(self.encoder)
@@ -76,12 +89,18 @@ class EncoderHandle:
             if number in chosen or sized
         }
         self._ours: list[tuple[nn.Module, Ours]] = [(modules[number], one) for number, one in self._merged.items()]
+        if self._has_keys:
+            hears = ((modules[n].get_submodule(known.keys or ""), KeysHook(self._merged[n])) for n in chosen)
+            self._ours.extend(hears)
         self._ours.append((self.encoder, CheckHook(self._shared)))
-        patches = next((part for part in self.encoder.modules() if isinstance(part, nn.Conv2d)), None)
+        patches = next((part for part in self.encoder.modules() if isinstance(part, nn.Conv2d | nn.Conv3d)), None)
         if patches is not None:
             self._ours.append((patches, GridHook(self._shared)))
-        if self._shared.restore:
-            output = modules[-1] if known.output is None else self.encoder.get_submodule(known.output)
+        output = self.encoder.get_submodule(known.output) if known.output else modules[-1]
+        self._ours.append((output, NoteHook(self._shared)))
+        if known.stages is not None:
+            self._ours.append((self.encoder.get_submodule(known.stages), StagesHook(self._shared, len(modules))))
+        elif self._shared.restore:
             self._ours.append((output, RestoreHook(self._shared)))
 
     @property
@@ -123,7 +142,10 @@ class EncoderHandle:
             raise ValueError(
                 "preset: expected the one that merging was applied with, got another; call apply_mame again"
             )
-        new = changed(self.configs, fields) if config is None else configs_of(config, fields, self.configs)
+        if config is None:
+            new = changed(self.configs, fields, self._schedule)
+        else:
+            new = configs_of(config, fields, self.configs, self._schedule, self._has_keys)
         _check_parts(new, self._shared.prop_attn, self._known, self._blocks[0])
         self.configs = new
         for number, config in self.configs.items():
@@ -178,17 +200,35 @@ class EncoderHandle:
             place = place.gather(1, kept)
         return place.gather(1, holder)
 
-    def restore(self, features: Tensor) -> Tensor:
+    def restore(self, features: Tensor, block: int | None = None) -> Tensor:
         """All tokens [B, L, C] of the latest forward's features [B, L', C], each at its place (MaRe, last block first).
 
         Special tokens stand first in both.
 
+        Args:
+            features: the model's output, or a hidden state: what a block gave.
+            block: which block gave them, counted from 0. None: the last that left so many tokens.
+
         Raises:
             RuntimeError: no forward has run since `capture`.
-            ValueError: features of another shape.
+            ValueError: features of another shape, or of a forward before the latest.
         """
-        self._captured()
-        return self._shared.restored(features)
+        plans = self._captured()
+        if self._shared.is_earlier(features):
+            raise ValueError(
+                "restore: expected features of the latest forward, got those of an earlier one, whose tokens merged otherwise; "
+                "restore them before the next forward"
+            )
+        if block is None:
+            kept = {number: getattr(plan, "tokens_kept", features.shape[1]) for number, plan in plans}
+            fit = [number for number, tokens in kept.items() if tokens == features.shape[1]]
+            if not fit:
+                raise ValueError(
+                    f"restore: expected a tensor of shape [B, L', C] with one of {sorted({*kept.values()})} tokens, as blocks left "
+                    f"them in the latest forward, got {list(features.shape)}"
+                )
+            block = fit[-1]
+        return self._shared.restored(features, block + 1)
 
     def remove(self) -> None:
         """Takes this handle's merging off the model; that of a later `apply_encoder` stays."""

@@ -6,6 +6,7 @@ Everything is kept in the module's own dictionaries, so that a deepcopy has its 
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,13 +40,13 @@ class CheckHook:
 
 
 class GridHook:
-    """Notes how the patches lie: as the module gives them that cuts images, [B, C, h, w]."""
+    """Notes how the patches lie: as the module gives them that cuts images, [B, C, h, w], or videos, [B, C, t, h, w]."""
 
     def __init__(self, shared: Pass) -> None:
         self.shared = shared
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        self.shared.grid = output.shape[-2], output.shape[-1]
+        self.shared.grid = math.prod(output.shape[2:-1]), output.shape[-1]
 
 
 class RestoreHook:
@@ -63,7 +64,56 @@ class RestoreHook:
         return output
 
 
-Ours = MergedBlock | CheckHook | GridHook | RestoreHook
+class StagesHook:
+    """Gives the hidden states that dense heads read all of their places again: each by the plans of the blocks before it.
+
+    Args:
+        shared: of all blocks.
+        depth: how many blocks there are.
+    """
+
+    def __init__(self, shared: Pass, depth: int) -> None:
+        self.shared, self.depth = shared, depth
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not self.shared.active or not self.shared.plans:
+            return output
+        states = output.get("hidden_states") or ()
+        first = len(states) - self.depth  # 1 where the blocks' input is among them
+        if states:
+            output["hidden_states"] = tuple(
+                None if state is None else self.shared.restored(state, place - first + 1)
+                for place, state in enumerate(states)
+            )
+        output["last_hidden_state"] = self.shared.restored(output["last_hidden_state"])
+        if not self.shared.capture:
+            self.shared.plans = {}
+        return output
+
+
+class NoteHook:
+    """Remembers what the model's output was, of which `handle.restore` may be asked."""
+
+    def __init__(self, shared: Pass) -> None:
+        self.shared = shared
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.shared.active and isinstance(output, Tensor):
+            self.shared.note(output)
+
+
+class KeysHook:
+    """Keeps what the projection to keys gives [B, L, d] for its block, which may compare it."""
+
+    def __init__(self, block: MergedBlock) -> None:
+        self.block = block
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if self.block.compares_keys:
+            self.block.heard = output
+
+
+Ours = MergedBlock | CheckHook | GridHook | KeysHook | NoteHook | RestoreHook | StagesHook
 
 
 def ours_on(module: nn.Module) -> list[Ours]:
@@ -113,8 +163,11 @@ def take_all(target: nn.Module) -> None:
 
 
 def has_mask(known: Encoder, block: nn.Module) -> bool:
-    """Whether the attention of `block` takes a mask."""
-    return known.mask in inspect.signature(type(block.get_submodule(known.attention[1])).forward).parameters
+    """Whether the attention of `block` takes a mask, or is known to us with one."""
+    return (
+        known.attend is not None
+        or known.mask in inspect.signature(type(block.get_submodule(known.attention[1])).forward).parameters
+    )
 
 
 def counts_sizes(model: nn.Module, shared: Pass) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from typing import Any
@@ -17,14 +18,17 @@ DEFAULTS: dict[str, Any] = {
     "stride": (2, 2),
     "tiles": 0,
     "weights": "best",
+    "feature": "k",
     "redraw": False,
     "pairs": False,
     "correct": False,
     "detail": False,
     "min_tokens": 2,
 }
-LEFT = 0.2  # share of the patches that the last block leaves, where there are blocks enough
+LEFT = 0.25  # share of the patches that the last block leaves, where there are blocks enough
+SCHEDULES = ("decreasing", "constant")
 EVERY = 2  # which blocks merge, from the first: every second one keeps as much as all do, for half of the merges
+FEWEST = 0.01  # share that a schedule asks of a block at least
 LEAST = 0.5  # of the tokens of one block: its destinations, where they are no grid
 _NO_MEANING = {
     "merge": "an encoder's tokens merge once and stay merged",
@@ -32,7 +36,6 @@ _NO_MEANING = {
     "pairs": "an encoder has no guidance",
     "detail": "nothing is restored between its blocks",
     "mlp": "an encoder's MLPs see merged tokens already",
-    "cross": "an encoder has no cross-attention",
     "size": "the size of its images is read off",
     "layers": "tau and keep take one number for each block",
     "made_for": "its settings are by block",
@@ -67,17 +70,77 @@ def is_plain(config: MaMeConfig | None, fields: Mapping[str, Any]) -> bool:
     return given.get("preset") == "plain" or given.get("variant") == "paper"
 
 
+def _one_each(value: Any) -> bool:
+    """Whether a field was given as one number for each block."""
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
 def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Those that are not None, which leaves a field as it is; those of `study` beside the others."""
     said = {name: value for name, value in fields.items() if value is not None}
     return study_given(said.pop("study", None)) | said
 
 
-def configs_of(config: MaMeConfig | None, fields: Mapping[str, Any], blocks: Iterable[int]) -> dict[int, MaMeConfig]:
+def shares(keep: float, count: int, schedule: str) -> list[float]:
+    """The shares of their tokens that `count` blocks keep, `keep` in the mean, by `schedule`.
+
+    In a decreasing one the share that merges falls as the square root of how many blocks are still to merge.
+
+    >>> [round(share, 2) for share in shares(0.8, 6, "decreasing")], shares(0.8, 2, "constant")
+    ([0.73, 0.75, 0.78, 0.81, 0.84, 0.89], [0.8, 0.8])
+    """
+    if schedule == "constant":
+        return [keep] * count
+    falling = [((count - place) / count) ** 0.5 for place in range(count)]
+    mean = sum(falling) / count
+    return [max(1 - (1 - keep) * one / mean, FEWEST) for one in falling]
+
+
+def mean_share(count: int, schedule: str) -> float:
+    """The mean share of their tokens that `count` blocks keep by default: so that the last one leaves `LEFT` of the patches.
+
+    It is at least `LEAST`.
+    """
+    low, high = LEAST, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if math.prod(shares(middle, count, schedule)) > LEFT else (middle, high)
+    return low
+
+
+def schedule_of(schedule: str | None, config: MaMeConfig | None, fields: Mapping[str, Any]) -> str:
+    """The schedule in force: `schedule` where it is given, else constant in the paper's form and decreasing in ours.
+
+    Raises:
+        ValueError: one that is not known, or one beside shares that say it already or a threshold.
+    """
+    if schedule is None:
+        return "constant" if is_plain(config, fields) else "decreasing"
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule: expected 'decreasing' or 'constant', got {schedule!r}")
+    given = {**({} if config is None else config.given), **_said(fields)}
+    if given.get("tau") is not None or _one_each(given.get("keep")):
+        raise ValueError("schedule: expected keep as one number, or none, beside it; leave the schedule out")
+    return schedule
+
+
+def configs_of(
+    config: MaMeConfig | None,
+    fields: Mapping[str, Any],
+    blocks: Iterable[int],
+    schedule: str = "decreasing",
+    keys: bool = True,
+) -> dict[int, MaMeConfig]:
     """The settings of each block: those of `config` that were given, over the defaults of perception, with `fields` over both.
 
-    Where neither `tau` nor `keep` is given, each of `blocks` keeps the same share, so that the last leaves `LEFT` of the patches, but at
-    least `LEAST`.
+    Where neither `tau` nor `keep` is given, the blocks keep `mean_share`.
+
+    Args:
+        config: the settings that were given as one object.
+        fields: those that were given by name.
+        blocks: that merge.
+        schedule: how one `keep` is shared out over the blocks.
+        keys: whether the model's keys are known; they are compared by default.
 
     Raises:
         TypeError: `config` is no MaMeConfig.
@@ -89,27 +152,33 @@ def configs_of(config: MaMeConfig | None, fields: Mapping[str, Any], blocks: Ite
     fields = _said(fields)
     given = {} if config is None else {**config.given}
     if is_plain(config, fields):
-        return changed(dict.fromkeys(blocks, MaMeConfig.from_dict({**PLAIN, **given})), fields)
+        return changed(dict.fromkeys(blocks, MaMeConfig.from_dict({**PLAIN, **given})), fields, schedule)
     for settings in (given, fields):
         if settings.get("preset") == "default":
             del settings["preset"]
     if not {"tau", "keep"} & {*given, *fields}:
-        given["keep"] = max(LEAST, LEFT ** (1 / len(blocks)))
-    defaults = {**DEFAULTS}
+        given["keep"] = mean_share(len(blocks), schedule)
+    if given.get("keep") is not None and not {"tau", "keep"} & {*fields}:
+        fields = {**fields, "keep": given.pop("keep")}
+    defaults = {**DEFAULTS, "feature": DEFAULTS["feature"] if keys else "x"}
     if "partition" in {*given, *fields}:
         del defaults["stride"]  # with another grid than ours, that of MaMeConfig
-    return changed(dict.fromkeys(blocks, MaMeConfig.from_dict({**defaults, **given})), fields)
+    return changed(dict.fromkeys(blocks, MaMeConfig.from_dict({**defaults, **given})), fields, schedule)
 
 
-def changed(configs: Mapping[int, MaMeConfig], fields: Mapping[str, Any]) -> dict[int, MaMeConfig]:
+def changed(configs: Mapping[int, MaMeConfig], fields: Mapping[str, Any], schedule: str) -> dict[int, MaMeConfig]:
     """The settings of each block with `fields` over them; `tau` and `keep` may be one number for each block.
+
+    One `keep` is shared out over the blocks by `schedule`.
 
     Raises:
         ValueError: a field is unknown, out of its range or without meaning here, or not one for each block.
     """
     rows: list[dict[str, Any]] = [{} for _ in configs]
     for name, value in fields.items():
-        each = name in ("tau", "keep") and isinstance(value, Sequence) and not isinstance(value, str)
+        if name == "keep" and isinstance(value, float | int) and 0 < value <= 1:  # else refused below
+            value = shares(value, len(rows), schedule)
+        each = name in ("tau", "keep") and _one_each(value)
         if each and len(value) != len(rows):
             raise ValueError(
                 f"{name}: expected one number, or one for each of {len(rows)} blocks, got {len(value)}: {value!r}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class Pass:
         last: number of the model's last block.
         active: False makes every call bit-equal to a model without merging.
         capture: plans are kept after the forward.
-        grid: (h, w) of the latest images' patches; None where unknown.
+        grid: (h, w) of the latest images' patches, of a video's frames one under the other; None where unknown.
         sizes: [B, L'] how many tokens each token stands for, in the forward that runs; None: 1 each.
         plans: those of the latest forward by number of block, while it runs or with `capture`.
     """
@@ -37,24 +38,49 @@ class Pass:
         self.active = True
         self.capture = False
         self.grid: tuple[int, int] | None = None
+        self._calls = 0
+        self._seen: list[tuple[int, weakref.ref[Tensor]]] = []
         self.begin()
 
     def begin(self) -> None:
         """A forward begins: what an earlier one knew is dropped."""
         self.sizes: Tensor | None = None
         self.plans: dict[int, Plan] = {}
+        if self.capture:
+            self._calls += 1
 
     def keep(self, number: int, plan: Plan) -> None:
         """Notes the plan of a block where it will be asked for."""
         if self.restore or (self.capture and not torch.compiler.is_compiling()):
             self.plans[number] = plan
 
-    def restored(self, tokens: Tensor) -> Tensor:
-        """All tokens [B, L, C] of [B, L', C], by the plans of the latest forward, last block first."""
+    def restored(self, tokens: Tensor, before: int | None = None) -> Tensor:
+        """All tokens [B, L, C] of [B, L', C], by the plans of the latest forward, last block first.
+
+        Args:
+            tokens: as the last block left them, or as they came to block number `before`.
+        """
         for number in sorted(self.plans, reverse=True):
-            tokens = self.plans[number].restore(tokens)
+            if before is None or number < before:
+                tokens = self.plans[number].restore(tokens)
         return tokens
+
+    def note(self, output: Tensor) -> None:
+        """Remembers an output of the forward that runs, so that one of an earlier forward is known again; with `capture` alone."""
+        if self.capture and not torch.compiler.is_compiling():
+            self._seen = [(call, seen) for call, seen in self._seen if seen() is not None]
+            self._seen.append((self._calls, weakref.ref(output)))
+
+    def is_earlier(self, features: Tensor) -> bool:
+        """Whether these were given by a forward before the latest one, as they are or as a view."""
+        where = features.untyped_storage().data_ptr()
+        found = [
+            call
+            for call, seen in self._seen
+            if (one := seen()) is not None and one.untyped_storage().data_ptr() == where
+        ]
+        return bool(found) and max(found) < self._calls
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies start without a forward."""
-        return {**self.__dict__, "sizes": None, "plans": {}}
+        return {**self.__dict__, "sizes": None, "plans": {}, "_seen": []}

@@ -1,4 +1,4 @@
-"""Schedulers by name, put in place of a model's own."""
+"""Schedulers by name, put instead of a model's own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_scheduler(name: str | None) -> None:
 
 
 def set_scheduler(pipe: Any, name: str) -> None:
-    """Put the named scheduler in place of the model's, with the model's noise schedule."""
+    """Put the named scheduler instead of the model's, with the model's noise schedule."""
     import diffusers
 
     class_name, extra = SCHEDULERS[name]

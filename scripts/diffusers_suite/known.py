@@ -10,7 +10,7 @@ SIZES = (
     "asks for one graph of all sizes (`dynamic=True`, an error at the next one), and merging makes one for each size"
 )
 REPLACED = (
-    "asks that an image prompt of scale 0 changes nothing; `load_ip_adapter` makes processors of its own in place of the one-liner's "
+    "asks that an image prompt of scale 0 changes nothing; `load_ip_adapter` makes processors of its own instead of the one-liner's "
     "(`apply_mame` stays)"
 )
 TAKEN_OFF = "compares with the same model with other processors set, which takes the one-liner off (`apply_mame` stays)"

@@ -9,7 +9,7 @@ MODES = {
     "off": "`apply_mame` on every model, `active = False`",
     "on": "`apply_mame(keep=0.5, min_tokens=1)` on every model",
     "processor": "`MaMeAttnProcessor`, the same settings",
-    "pipeline": "StableDiffusionMaMePipeline in place of StableDiffusionPipeline, the same settings",
+    "pipeline": "StableDiffusionMaMePipeline instead of StableDiffusionPipeline, the same settings",
     "scaled-without": "diffusers alone, weights of queries and keys times 4",
     "scaled": "merging, weights of queries and keys times 4",
 }

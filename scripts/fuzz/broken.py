@@ -50,7 +50,7 @@ def any_value(draw: Draw, depth: int = 0) -> Any:
 
 
 def as_json(draw: Draw, value: Any, raw: float = 0.1) -> bytes:
-    """`value` as JSON text, now and then with a piece that no encoder writes in place of a value."""
+    """`value` as JSON text, now and then with a piece that no encoder writes instead of a value."""
     text = json.dumps(value, ensure_ascii=draw.random() < 0.5)
     if draw.random() < raw:
         mark = json.dumps("MARK")

@@ -87,7 +87,7 @@ def configs(cases: Cases, draw: Draw, given: Path, out: Path) -> Command:
             {"keep": 0.5},
             {"tau": 0.8},
             {"tau": 0.8, "preset": "plain"},
-            {"keep": 0.5, "mlp": 0.5, "cross": 0.5},
+            {"keep": 0.5, "mlp": 0.5},
             {"keep": 0.25, "stride": [2, 2], "partition": "grid", "tiles": 4},
             every,
             MaMeConfig(tau=0.5, weights="best", metric="dot").to_dict(),

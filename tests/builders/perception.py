@@ -15,6 +15,7 @@ from tests.builders.tiny import seeded
 
 SIDE, PATCH, DEPTH, WIDTH = 24, 4, 4, 32
 PATCHES = (SIDE // PATCH) ** 2
+FRAMES = 8  # of a video with half of the side: 4 tubelets of 2 frames with 9 patches, as many tokens as an image
 _SIZES: dict[str, Any] = {
     "hidden_size": WIDTH,
     "num_hidden_layers": DEPTH,
@@ -73,10 +74,16 @@ def _tensors(output: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield prefix + name, value
         elif isinstance(value, Mapping):
             yield from _tensors(value, f"{prefix}{name}.")
+        elif isinstance(value, tuple) and all(isinstance(one, Tensor) for one in value):
+            yield from ((f"{prefix}{name}.{place}", one) for place, one in enumerate(value))
 
 
 def pixels(size: int, generator: torch.Generator) -> dict[str, Any]:
     return {"pixel_values": torch.randn(size, 3, SIDE, SIDE, generator=generator)}
+
+
+def frames(size: int, generator: torch.Generator) -> dict[str, Any]:
+    return {"pixel_values": torch.randn(size, FRAMES, 3, SIDE // 2, SIDE // 2, generator=generator)}
 
 
 def noise(size: int, generator: torch.Generator) -> dict[str, Any]:
@@ -103,7 +110,7 @@ def _of(name: str, *args: Any, **overrides: Any) -> nn.Module:
 def _vit(name: str, special: int, inputs: Any = pixels, **overrides: Any) -> Row:
     return Row(
         name,
-        lambda: _of(name, **_SIZES, **_MLP, **overrides),
+        lambda: _of(name, **{**_SIZES, **_MLP, **overrides}),
         special,
         "layernorm_after",
         "attention",
@@ -122,6 +129,7 @@ def _clip(name: str, special: int, inputs: Any = pixels, **overrides: Any) -> Ro
 
 _VISION = {**_SIZES, **_MLP}
 del _VISION["initializer_range"]
+_VIDEO: dict[str, Any] = {"image_size": SIDE // 2, "num_frames": FRAMES}
 _NAFLEX = {**_VISION, "num_patches": PATCHES}
 _BOTH: dict[str, Any] = {"vision_config": _VISION, "text_config": _TEXT}
 ROWS = [
@@ -142,6 +150,35 @@ ROWS = [
     _clip("SiglipModel", 0, with_text, **_BOTH),
     _clip("Siglip2VisionModel", 0, patches, **_NAFLEX),
     _clip("Siglip2ForImageClassification", 0, patches, **{**_BOTH, "vision_config": _NAFLEX}, num_labels=5),
+    _vit("VideoMAEForVideoClassification", 0, frames, **_VIDEO, num_labels=5),
+    _vit("VivitForVideoClassification", 1, frames, **{**_VIDEO, "tubelet_size": [2, PATCH, PATCH]}, num_labels=5),
+]
+_DEPTH: dict[str, Any] = {
+    "neck_hidden_sizes": [8, 8, 8, 8],
+    "fusion_hidden_size": 8,
+    "reassemble_factors": [4, 2, 1, 0.5],
+}
+STAGES = [f"stage{number}" for number in range(1, DEPTH + 1)]
+
+
+def _depth_anything() -> nn.Module:
+    sizes = {**_SIZES, "mlp_ratio": 2, "layerscale_value": 0.5}
+    backbone = transformers.Dinov2Config(**sizes, out_features=STAGES, reshape_hidden_states=False)
+    return _of(
+        "DepthAnythingForDepthEstimation",
+        backbone_config=backbone,
+        patch_size=PATCH,
+        reassemble_hidden_size=WIDTH,
+        **_DEPTH,
+        head_hidden_size=8,
+    )
+
+
+DENSE = [  # every hidden state is read, each token at its place
+    _dino("Dinov2Backbone", 1, out_features=STAGES),
+    Row("DepthAnythingForDepthEstimation", _depth_anything, 1, "norm2", "attention", pixels),
+    _vit("DPTForDepthEstimation", 1, is_hybrid=False, backbone_out_indices=[0, 1, 2, 3], **_DEPTH),
+    _vit("DPTForSemanticSegmentation", 1, is_hybrid=False, backbone_out_indices=[0, 1, 2, 3], **_DEPTH, num_labels=3),
 ]
 
 

@@ -185,7 +185,7 @@ def test_the_command_writes_a_config_that_generate_takes(
     assert {"chosen", "uniform"} == set(about["measured"])
     config = MaMeConfig.from_file(tmp_path / "config.json")
     assert config.min_tokens == 16
-    assert written["weights"] == config.weights, "written whole: a later version's defaults change nothing"
+    assert written["study"]["weights"] == config.weights, "written whole: a later version's defaults change nothing"
     assert MaMeConfig.from_dict(written) == config
     out = capsys.readouterr()
     assert "->" in out.out

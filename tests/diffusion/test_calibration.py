@@ -80,14 +80,21 @@ def test_errors_are_those_of_the_layers_own_merged_outputs() -> None:
     name = next(reversed(found.layers))
     module, outputs = unet.get_submodule(name), []
     module.register_forward_hook(lambda _, args, output: outputs.append(output))
-    for number in (1, 6):
+
+    def apart(pair: list[torch.Tensor]) -> float:
+        whole, merged = (t.double() for t in pair)
+        return float((merged - whole).square().sum() / whole.square().sum())
+
+    for number in (1, cal.REFERENCE):
         outputs.clear()
+        made = []
         for rule in (False, FORMS[number]):
             with mame(unet, **SMALL, layers={**dict.fromkeys(names, False), name: rule}):
-                run_unet(unet)
-        whole, merged = outputs
-        expected = float((merged - whole).double().square().sum() / whole.double().square().sum())
-        assert found.layers[name].errors[number] == [pytest.approx(expected, rel=1e-4)]
+                made.append(run_unet(unet))
+        assert found.layers[name].errors[number] == [pytest.approx(apart(outputs), rel=1e-4)]
+    assert found.layers[name].effect == [pytest.approx(apart(made), rel=1e-4)], "of the model's output"
+    option = next(o for o in cal.options(found.layers)[name] if o.rule == FORMS[cal.REFERENCE])
+    assert option.error == pytest.approx(apart(made), rel=1e-4), "what counts is what the model's output loses"
     shares = [FORMS[number]["keep"] for number in range(6)]
     assert [found.layers[name].seconds[n][0] / found.layers[name].whole[0] for n in range(6)] == pytest.approx(
         shares, abs=0.07

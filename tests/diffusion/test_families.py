@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from mame_sd import MaMeConfig, apply_mame, plan_merge, remove_mame
 from mame_sd.core.owners import owners_of
+from mame_sd.diffusion.families.layouts import packed
 from mame_sd.diffusion.families.sequence import SequenceAttention
-from mame_sd.diffusion.families.transformers import BUILT_IN, family_of, packed
+from mame_sd.diffusion.families.transformers import BUILT_IN, family_of
 from mame_sd.diffusion.hook_registry import hook_on
 from mame_sd.diffusion.hooks import SizeHook
 from mame_sd.diffusion.layer import merged_call
@@ -397,7 +398,7 @@ def test_ltx_without_sides_is_left_alone() -> None:
     before = run(inputs, model)
     handle = apply_mame(model, keep=0.5, min_tokens=1)
     assert torch.equal(run(inputs, model), before)
-    with pytest.raises(RuntimeError, match="height and width unknown"):
+    with pytest.raises(RuntimeError, match="num_frames, height and width are not given"):
         handle.report()
 
 

@@ -1,4 +1,4 @@
-"""The MLP and cross-attention's queries on merged tokens: right numbers, only where asked, and off without a trace."""
+"""The MLP on merged tokens: right numbers, only where asked, and off without a trace."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from diffusers import ControlNetModel, DiTTransformer2DModel, FluxTransformer2DModel
-from diffusers.models.attention_processor import AttnProcessor2_0, IPAdapterAttnProcessor2_0
 
 from benchmarks.free import free_on, work
-from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, plan_merge, remove_mame
+from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, remove_mame
 from mame_sd.cli import app as cli
 from mame_sd.core.reference import reference_plan
 from mame_sd.diffusion.apply import has_hooks
@@ -23,7 +22,7 @@ from tests.builders.tiny import generate, run_unet, seeded, tiny_components, tin
 from tests.builders.tokens import detail_of
 from tests.builders.transformers import FLUX
 
-ON: dict[str, Any] = {"mlp": 0.5, "cross": 0.4, "min_tokens": 24}
+ON: dict[str, Any] = {"mlp": 0.5, "min_tokens": 24}
 SIZE = (4, 6)  # of the attention's tokens at a latent of 8 x 12 in `tiny_sdxl_unet`
 FORMS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -31,7 +30,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "plain": {"preset": "plain"},
     "averaged": {"weights": "average", "tiles": 4, "stride": (3, 2)},
     "keys": {"feature": "k"},
-    "all": {"mlp": 1.0, "cross": 1.0},
+    "all": {"mlp": 1.0},
 }
 
 
@@ -56,31 +55,28 @@ def forward(unet: Any) -> torch.Tensor:
     return unet(normal(2, 4, 8, 12).to(dtype), torch.tensor(500), text, added_cond_kwargs=added).sample
 
 
-@pytest.mark.parametrize("part", ["mlp", "cross"])
 @pytest.mark.parametrize("fields", FORMS.values(), ids=FORMS.keys())
-def test_outputs_and_gradients_are_the_references(fields: dict[str, Any], part: str) -> None:
+def test_outputs_and_gradients_are_the_references(fields: dict[str, Any]) -> None:
     _, block, plain = hooked(**fields)
     config = MaMeConfig(**{**ON, **fields})
-    name, more = ("ff", ()) if part == "mlp" else ("attn2", (normal(2, 7, 16, seed=1),))
     x = normal(2, 24, 32, seed=2).requires_grad_()
-    own = config.of_part(part)
+    own = config.of_part("mlp")
     assert own is not None
     plan = reference_plan(x, own, SIZE)
     merged = plan.merge(x)
-    assert merged.shape[1] == max(len(plan.dst), round(24 * getattr(config, part)))
+    assert merged.shape[1] == max(len(plan.dst), round(24 * config.mlp))
     results = [
-        getattr(block, name)(x, *more),
-        plan.restore(getattr(plain, name)(merged, *more), detail_of(x, own, SIZE)),
+        block.ff(x),
+        plan.restore(plain.ff(merged), detail_of(x, own, SIZE)),
     ]
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-11)
     down = normal(2, 24, 32, seed=3)
     torch.testing.assert_close(*(torch.autograd.grad(y, x, down)[0] for y in results), rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("part", ["mlp", "cross"])
-def test_parts_have_destinations_of_their_own_at_each_step(part: str) -> None:
+def test_parts_have_destinations_of_their_own_at_each_step() -> None:
     unet = tiny_sdxl_unet()
-    handle = apply_mame(unet, keep=1.0, min_tokens=24, **{part: 0.5})
+    handle = apply_mame(unet, keep=1.0, min_tokens=24, mlp=0.5)
     with torch.no_grad():
         drawn = forward(unet)
         handle.set(redraw=False)
@@ -96,12 +92,9 @@ def test_off_is_bit_equal_and_leaves_no_hook() -> None:
     assert not has_hooks(block.ff)
     handle.set(mlp=0.5)
     assert has_hooks(block.ff)
-    assert not has_hooks(block.attn2)
     mlp = run_unet(unet)
-    handle.set(mlp=None, cross=0.5)
-    cross = run_unet(unet)
-    assert len({output.sum().item() for output in (before, attention_only, mlp, cross)}) == 4
-    handle.set(cross=None)
+    assert len({output.sum().item() for output in (before, attention_only, mlp)}) == 3
+    handle.set(mlp=None)
     assert torch.equal(run_unet(unet), attention_only)
     with mame(unet, mlp=0.5, min_tokens=40) as inner:
         assert torch.equal(run_unet(unet), mlp)
@@ -137,62 +130,11 @@ def test_the_report_counts_parts_only_while_they_are_on() -> None:
     handle.set(mlp=None)
     assert {layer.part for layer in handle.report().layers} == {"attention"}
     assert not any(name.endswith("ff") for name in handle.plans())
-    handle.set(cross=0.5, min_tokens=200)
+    handle.set(mlp=0.5, min_tokens=200)
     handle.reset()
     run_unet(unet, height=8, width=12)
-    with pytest.raises(NothingMergedError, match=r"attn2: fewer than min_tokens=200"):
+    with pytest.raises(NothingMergedError, match="fewer than min_tokens=200"):
         handle.report()
-
-
-def test_what_goes_by_position_is_left_alone() -> None:
-    unet, block, plain = hooked()
-    x, text = normal(2, 24, 32), normal(2, 7, 16)
-    handle = apply_mame(unet, **ON)
-    forward(unet)  # tells the size
-
-    def reason(name: str) -> str:
-        (found,) = (
-            layer.reason
-            for layer in handle.report().layers
-            if layer.name == f"mid_block.attentions.0.transformer_blocks.1.{name}"
-        )
-        return found
-
-    assert not torch.equal(block.attn2(x, text), plain.attn2(x, text))
-    mask = torch.zeros(2, 24, 7, dtype=torch.float64)
-    mask[:, ::2, 3:] = -1e4
-    every_head = mask.repeat_interleave(2, 0)
-    assert torch.equal(block.attn2(x, text, every_head), plain.attn2(x, text, every_head))
-    assert reason("attn2") == "attention mask of queries"
-    keys = mask[:, :1]
-    assert not torch.equal(block.attn2(x, text, keys), plain.attn2(x, text, keys))
-    block.attn2.processor = Maps()
-    assert torch.equal(block.attn2(x, text), plain.attn2(x, text))
-    assert reason("attn2") == "Maps may go by position"
-    assert torch.equal(block.ff(x[:, :12]), plain.ff(x[:, :12]))
-    assert reason("ff") == "fewer than min_tokens=24"
-    assert torch.equal(block.ff(x.repeat(1, 2, 1)), plain.ff(x.repeat(1, 2, 1)))
-    assert reason("ff") == "48 tokens are not those of 4 x 6"
-
-
-class Maps(AttnProcessor2_0):
-    """Stands for processors that read attention as an image, such as prompt-to-prompt's."""
-
-
-def test_ip_adapter_merges_queries_and_leaves_masked_images_alone() -> None:
-    _, block, plain = hooked()
-    processor = seeded(IPAdapterAttnProcessor2_0, 4, 32, cross_attention_dim=16, num_tokens=(4,), scale=0.7).double()
-    block.attn2.processor = plain.attn2.processor = processor
-    x, states = normal(2, 24, 32, seed=5), (normal(2, 7, 16, seed=6), [normal(2, 1, 4, 16, seed=7)])
-    own = MaMeConfig(**ON).of_part("cross")
-    assert own is not None
-    plan = plan_merge(x, own, SIZE)
-    torch.testing.assert_close(
-        block.attn2(x, states), plan.restore(plain.attn2(plan.merge(x), states), detail_of(x, own, SIZE))
-    )
-    masks = [(normal(1, 1, 4, 6, seed=8) > 0).double()]
-    masked = block.attn2(x, states, ip_adapter_masks=masks)
-    assert torch.equal(masked, plain.attn2(x, states, ip_adapter_masks=masks))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -219,7 +161,7 @@ def test_frames_and_grounding_are_left_alone() -> None:
         text = torch.randn(6, 7, 16, generator=generator)
         unet(torch.randn(1, 4, 6, 8, 12, generator=generator), torch.tensor(500), text)
     layers = handle.report().layers
-    assert {layer.part for layer in layers} == {"attention", "mlp", "cross"}
+    assert {layer.part for layer in layers} == {"attention", "mlp"}
     assert not any("motion" in layer.name for layer in layers)
     assert {layer.size for layer in layers} == {(8, 12), (4, 6)}
     gated = apply_mame(tiny_unet(attention_type="gated", cross_attention_dim=16), mlp=0.5)
@@ -228,7 +170,7 @@ def test_frames_and_grounding_are_left_alone() -> None:
 
 def test_a_controlnet_has_its_own() -> None:
     net = seeded(ControlNetModel.from_unet, 0, tiny_unet(), conditioning_channels=3)
-    assert {layer.part for layer in apply_mame(net, **ON).report().layers} == {"attention", "mlp", "cross"}
+    assert {layer.part for layer in apply_mame(net, **ON).report().layers} == {"attention", "mlp"}
 
 
 def test_patches_of_a_dit() -> None:
@@ -245,16 +187,14 @@ def test_patches_of_a_dit() -> None:
         model(normal(2, 4, 16, 16).float(), timestep=torch.tensor([5, 5]), class_labels=torch.tensor([1, 2]))
     (found,) = (layer for layer in handle.report().layers if layer.part == "mlp")
     assert (found.tokens_in, found.tokens_kept, found.size) == (64, 32, (8, 8))
-    with pytest.raises(ValueError, match="cross: expected blocks"):
-        handle.set(cross=0.5)
 
 
 def flux() -> Any:
     return seeded(FluxTransformer2DModel, 0, **FLUX, pooled_projection_dim=8)
 
 
-@pytest.mark.parametrize("name", ["mlp", "cross"])
-def test_what_can_not_be_had_is_refused_in_one_line(name: str) -> None:
+def test_what_can_not_be_had_is_refused_in_one_line() -> None:
+    name = "mlp"
     with pytest.raises(ValueError, match=f"^{name}: expected none, got 0.5: .*use apply_mame$"):
         MaMeAttnProcessor(**{name: 0.5})
     for build, kind in ((flux, "FluxTransformer2DModel"), (attention, "Attention")):
@@ -319,10 +259,10 @@ def test_a_saved_pipeline_brings_its_setting_back(tmp_path: Path) -> None:
     assert not torch.equal(generate(again), image)
     assert {layer.part for layer in again.mame.report().layers} == {"attention"}
     out = tmp_path / "run"
-    options = ["--model", str(tmp_path / "model"), "--device", "cpu", "--steps", "1", "--study", "cross=0.75"]
+    options = ["--model", str(tmp_path / "model"), "--device", "cpu", "--steps", "1", "--mlp", "0.75"]
     assert cli.run(["generate", "--prompt", "key", "--out", str(out), *options]) == 0
     used = json.loads((out / "manifest.json").read_text())["settings"]["mame"]
-    assert MaMeConfig.from_dict(used) == MaMeConfig(keep=0.4, cross=0.75, **fields)
+    assert MaMeConfig.from_dict(used) == MaMeConfig(keep=0.4, **{**fields, "mlp": 0.75})
 
 
 def test_the_free_bound_computes_the_kept_tokens_and_goes_again() -> None:
@@ -330,7 +270,7 @@ def test_the_free_bound_computes_the_kept_tokens_and_goes_again() -> None:
     before = run_unet(unet)
     block = unet.mid_block.attentions[0].transformer_blocks[0]
     block.ff.net[0].register_forward_pre_hook(lambda module, args: counted.append(args[0].shape[1]))
-    with free_on(unet, MaMeConfig(mlp=0.5, cross=0.5, min_tokens=40)):
+    with free_on(unet, MaMeConfig(mlp=0.5, min_tokens=40)):
         assert not torch.equal(run_unet(unet), before)
     assert torch.equal(run_unet(unet), before)
     assert counted == [32, 64]

@@ -1,5 +1,11 @@
-"""Prints docs/compatibility.md: `python -m tests.matrix > docs/compatibility.md`."""
+"""`python -m tests.matrix > docs/compatibility.md` prints the page; `--sweep` first runs every model and writes what happened."""
 
+import sys
+
+from tests.matrix.models.sweep import sweep
 from tests.matrix.table import page
 
-print(page(), end="")
+if "--sweep" in sys.argv:
+    sweep()
+else:
+    print(page(), end="")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.matrix import caches, diffusers_suite, features, tools, transformers, unets
+from tests.matrix import caches, diffusers_suite, features, newest, tools, transformers, unets
+from tests.matrix.models import sweep
 from tests.matrix.rows import Row
 
 ONE_LINER = {
@@ -41,6 +42,20 @@ settings are the test's; yours decide how many steps are cached. "not even alone
 """
 
 
+SWEEP = """## Every denoiser of diffusers
+
+Each class of the installed diffusers that may denoise, at tiny size with images that are not square. For each `tests/test_models.py` checks that
+
+- its merged keys and values are those of a float64 loop, after rotation, with text and references as they were;
+- the tokens are where its family says: one slice of the latents along each axis is changed, then one token of the text, and exactly the
+  keys that the family names move (convolutions spread a change, so UNets are left out);
+- after `remove_mame` the output is bit-equal to before.
+
+*Whole tokens too* says whether `merge="qkv"` merges queries; else it merges keys and values alone, as `report()` tells.
+For each refusal a test shows the reason in the model's own code. These tables are written by `python -m tests.matrix --sweep`.
+"""
+
+
 def layers(row: Row) -> str:
     return "none" if not row.merges else ", ".join(f"{n} of {tokens} tokens" for tokens, n in row.merges.items())
 
@@ -58,10 +73,11 @@ def page() -> str:
     """The whole page."""
     parts = [HEAD, "## UNets", "", *rows_table("pipeline", unets.ROWS), ""]
     parts += ["## Around Stable Diffusion", "", *rows_table("feature", features.ROWS), ""]
-    parts += ["## Transformers", "", *rows_table("model", transformers.ROWS), ""]
+    parts += ["## Transformers", "", *rows_table("model", [*transformers.ROWS, *newest.ROWS]), ""]
+    parts += [SWEEP, *sweep.table(), ""]
     parts += [CACHES, *caches.table(), ""]
     parts += ["## Tools and errors", "", "| what | holds |", "|---|---|"]
-    parts += [f"| {row.name} | {row.note} |" for row in tools.CHECKS]
+    parts += [f"| {row.name} | {row.note} |" for row in (*tools.CHECKS, *newest.CHECKS)]
     parts += ["", *diffusers_suite.section()]
     parts += ["## Not checked", "", "Each reason is tested too: it fails without any of our code.", ""]
     parts += ["| what | reason |", "|---|---|", *(f"| {row.name} | {row.reason} |" for row in features.ABSENT), ""]

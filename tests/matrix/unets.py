@@ -75,7 +75,7 @@ ROWS = [
         run_kandinsky,
         {},
         processor="passes",
-        refused="without added keys",
+        refused="not supported yet",
         note="image and text share each attention (added keys): left alone",
     ),
     Row("AnimateDiff", animatediff, run_animatediff, LEVELS, note="attention over frames never merges"),

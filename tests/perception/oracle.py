@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.reference import reference_plan
-from tests.builders.perception import Row
+from tests.builders.perception import FRAMES, Row, frames
 
 
 def blocks_of(model: nn.Module, row: Row) -> list[Any]:
@@ -38,13 +38,15 @@ def merged_oracle(
     """A copy of `model` in float64 in which the blocks `configs` merge; with `prop_attn` later attentions add the log of sizes.
 
     Only in the first of them, and only where a convolution says height and width and nothing shuffles, are tokens a grid, of `size` (a
-    square unless given).
+    square unless given, or a video's frames one under the other).
     """
-    plane = "MAE" not in row.name and any(isinstance(part, nn.Conv2d) for part in model.modules())
+    plane = "ViTMAE" not in row.name and any(isinstance(part, nn.Conv2d | nn.Conv3d) for part in model.modules())
     configs = {
         number: config if plane and number == min(configs) else config.replace(partition="alternating")
         for number, config in configs.items()
     }
+    if row.inputs is frames:
+        size = (FRAMES // 2 * 3, 3)
     model = copy.deepcopy(model).double()
     sizes: list[Tensor] = []  # after each merging of the forward that runs
     blocks = blocks_of(model, row)
@@ -52,12 +54,30 @@ def merged_oracle(
     for number, block in enumerate(blocks):
         if prop_attn and number > min(configs):
             attention = block.get_submodule(row.attention)
-            attention.register_forward_pre_hook(_counting(sizes, attention), with_kwargs=True)
+            if hasattr(attention, "attention") and hasattr(attention.attention, "query"):
+                attention.register_forward_hook(_spelled_out(sizes))  # no mask can be given to it
+            else:
+                attention.register_forward_pre_hook(_counting(sizes, attention), with_kwargs=True)
         if number in configs:
             block.forward = _forward(
                 block, row, configs[number], sizes, prop_attn, size if number == min(configs) else None
             )
     return model
+
+
+def _spelled_out(sizes: list[Tensor]) -> Any:
+    """Attention with the log of sizes in its logits, a head at a time."""
+
+    def hook(module: Any, args: Any, output: Tensor) -> Tensor:
+        inner, x, heads = module.attention, args[0], []
+        width = inner.attention_head_size
+        q, k, v = (part(x).split(width, -1) for part in (inner.query, inner.key, inner.value))
+        for head in range(len(q)):
+            logits = q[head] @ k[head].mT / width**0.5 + sizes[-1].log()[:, None]
+            heads.append(logits.softmax(-1) @ v[head])
+        return module.output.dense(torch.cat(heads, -1))
+
+    return hook
 
 
 def _counting(sizes: list[Tensor], attention: nn.Module) -> Any:
@@ -74,16 +94,24 @@ def _forward(
     block: Any, row: Row, config: MaMeConfig, sizes: list[Tensor], prop_attn: bool, size: tuple[int, int] | None
 ) -> Any:
     norm, attention = block.get_submodule(row.norm), block.get_submodule(row.attention)
+    inside = dict(attention.named_modules())
+    projection = next(inside[name] for name in ("k_proj", "attention.key", "qkv") if name in inside)
 
     def silenced(module: nn.Module, args: Any, output: Any) -> Any:
         return (torch.zeros_like(output[0]), *output[1:]) if isinstance(output, tuple) else torch.zeros_like(output)
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         seen: list[Tensor] = []
+        keys: list[Tensor] = []
         hook = norm.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+        other = projection.register_forward_hook(lambda module, given, output: keys.append(output))
         type(block).forward(block, x, *args, **kwargs)
         hook.remove()
-        plan = reference_plan(seen[0], config, size, special=row.special)
+        other.remove()
+        if keys[0].shape[-1] > x.shape[-1]:  # queries, keys and values joined
+            keys[0] = keys[0].unflatten(-1, (3, -1))[..., 1, :]
+        feature = seen[0] if config.feature == "x" else keys[0]
+        plan = reference_plan(feature, config, size, special=row.special)
         before = sizes[-1] if sizes else torch.ones_like(seen[0][..., 0])
         merged = plan.merge(seen[0])
         if prop_attn:  # means over all that tokens stand for

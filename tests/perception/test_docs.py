@@ -22,7 +22,9 @@ from mame_sd.perception.apply import apply_encoder
 from tests.builders.perception import ROWS
 from tests.builders.tiny import seeded
 
-PAGE = (Path(__file__).parents[2] / "docs" / "perception.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+USAGE, CLASSIFY = ((DOCS / name).read_text(encoding="utf-8") for name in ("perception.md", "perception-classify.md"))
+PAGE = USAGE + CLASSIFY
 EXAMPLES = re.findall(r"<!-- test: python -->\n```python\n(.*?)```", PAGE, re.S)
 
 
@@ -39,7 +41,7 @@ def test_examples_run(code: str) -> None:
 def test_arguments_are_those_of_the_function() -> None:
     parameters = inspect.signature(apply_encoder).parameters.values()
     own = {one.name for one in parameters if one.kind == one.KEYWORD_ONLY}
-    assert own | {"tau", "keep", "preset"} == set(re.findall(r"^\| `(\w+)` \|", PAGE, re.M))
+    assert own | {"tau", "keep", "preset"} == set(re.findall(r"^\| `(\w+)` \|", USAGE, re.M))
 
 
 @pytest.mark.parametrize("line", re.findall(r"^(mame-sd(?:-eval)? .*?)(?:  #.*)?$", PAGE, re.M))

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.encoders import ARCHITECTURES, counted, flops_table
 
-DOCS = Path(__file__).parents[2] / "docs" / "perception.md"
+DOCS = Path(__file__).parents[2] / "docs" / "perception-results.md"
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -32,32 +32,37 @@ def test_blocks_that_are_not_there(blocks: Any) -> None:
         apply_encoder(VIT.build(), blocks=blocks)
 
 
-def test_by_default_every_second_block_keeps_an_equal_share_and_the_last_leaves_a_fifth() -> None:
+def test_by_default_every_second_block_merges_the_first_ones_most_and_the_last_leaves_a_quarter() -> None:
     for given in ({}, {"preset": "default"}, {"config": MaMeConfig()}, {"tau": None, "keep": None}):
         handle = apply_encoder(VIT.build(), **given)
-        assert {block: config.keep for block, config in handle.configs.items()} == {0: 0.5, 2: 0.5}
-        assert handle.prop_attn
+        keeps = [config.keep for config in handle.configs.values()]
+        assert tuple(handle.configs) == (0, 2)
+        assert keeps == pytest.approx([0.4225, 0.5917], abs=1e-3), "as many merge as 1 to the root of a half"
         config = handle.config
         assert (config.tau, config.partition, bool(config.tiles)) == (None, "grid", False)
-        assert (config.weights, config.min_tokens) == ("best", 2)
-    assert apply_encoder(VIT.build(), blocks=1).config.keep == 0.5, "no less in one block"
-    handle = apply_encoder(VIT.build(), blocks=range(DEPTH))
-    assert [config.keep for config in handle.configs.values()] == pytest.approx([0.2**0.25] * DEPTH)
-    for given in ({"keep": 0.7}, {"tau": 0.7}, {"config": MaMeConfig(keep=0.7)}):
-        assert tuple(apply_encoder(VIT.build(), **given).configs) == (0, 2)
+        assert (config.weights, config.min_tokens, config.feature, handle.prop_attn) == ("best", 2, "k", True)
+    assert apply_encoder(VIT.build(), blocks=1).config.keep == pytest.approx(0.5), "no less in one block"
+    handle = apply_encoder(VIT.build(), blocks=range(DEPTH), schedule="constant")
+    assert [config.keep for config in handle.configs.values()] == pytest.approx([LEFT**0.25] * DEPTH)
     assert tuple(apply_encoder(VIT.build(), preset="plain").configs) == tuple(range(DEPTH)), "the paper's: all"
-    config = apply_encoder(VIT.build(), MaMeConfig(keep=0.7)).config
-    assert (config.keep, config.partition, bool(config.tiles), config.weights) == (0.7, "grid", False, "best")
+    handle = apply_encoder(VIT.build(), MaMeConfig(keep=0.7))
+    assert math.fsum(config.keep or 0 for config in handle.configs.values()) == pytest.approx(1.4)
 
 
-@pytest.mark.parametrize(("depth", "count"), [(12, 6), (24, 12), (27, 14)])
-def test_of_so_many_blocks_every_second_merges_and_the_last_leaves_a_fifth(depth: int, count: int) -> None:
+@pytest.mark.parametrize("schedule", ["decreasing", "constant"])
+@pytest.mark.parametrize("depth", [12, 24, 27])
+def test_the_last_block_leaves_a_quarter_by_any_schedule(depth: int, schedule: str) -> None:
     blocks = chosen_blocks(None, depth, EVERY)
+    keeps = [config.keep or 0 for config in configs_of(None, {}, blocks, schedule).values()]
     assert blocks == tuple(range(0, depth, 2))
-    keeps = [config.keep for config in configs_of(None, {}, blocks).values()]
-    assert len(keeps) == count
     assert math.prod(keeps) == pytest.approx(LEFT)
-    assert len({*keeps}) == 1
+    assert (keeps == sorted(keeps), len({*keeps}) == 1) == (True, schedule == "constant")
+
+
+@pytest.mark.parametrize("fields", [{"tau": 0.8}, {"keep": [0.5, 0.5]}, {"schedule": "falling"}], ids=str)
+def test_a_schedule_is_for_one_keep(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="schedule: expected"):
+        apply_encoder(VIT.build(), **{"schedule": "decreasing", **fields})
 
 
 def test_applied_and_set_a_share_means_the_same() -> None:
@@ -86,7 +91,8 @@ def test_the_paper_s_form_is_by_tau_and_counts_no_sizes(given: dict[str, Any]) -
 @torch.no_grad()
 def test_a_handle_s_settings_are_those_of_another_model_too() -> None:
     first = apply_encoder(VIT.build())
-    again = apply_encoder(VIT.build(), MaMeConfig.from_dict(first.config.to_dict(given_only=True)))
+    config, keeps = first.config, [one.keep for one in first.configs.values()]
+    again = apply_encoder(VIT.build(), MaMeConfig.from_dict(config.to_dict(given_only=True)), keep=keeps)
     assert (again.configs, again.prop_attn) == (first.configs, True)
     assert apply_encoder(VIT.build(), tau=None, keep=None).configs == first.configs
 

@@ -39,16 +39,25 @@ class Family:
         models: class names of models (or of parts of them) whose forward knows how the tokens lie.
         attention: class names of the self-attention modules below such a model, each with the last part of its path
             after a dot where others of that class are to be left alone: "WanAttention.attn1".
-        tokens: (model, arguments of its forward) -> how the tokens lie; None where that can't be known.
+        outside: names of parts of the model whose attention is not over the image's tokens, such as a text refiner: none of
+            theirs merges, whatever `attention` says.
+        tokens: (model, arguments of its forward) -> how the tokens lie; where that can't be known the reason, or None.
         select: (arguments of an attention call, rows) -> the arguments that hold one row per token, such as rotary
             positions, changed to those of the tokens that stay. `rows(tensor, dim)` picks them along `dim`, which may
             count the image's tokens or all of the sequence. None: there are none. Used where queries merge too.
-        inputs: arguments of the attention that hold the tokens [B, L, C].
+        leaves: arguments of the attention with which a call is left alone.
+        inputs: arguments of the attention that hold the tokens [B, L, C]. Where queries stay whole also [L, C] of one sample, or
+            an image [B, C, H, W], whose own rows and columns then hold.
+        keys: the argument that keys and values are made of, where that is another: it holds the image's tokens and text.
+        text: the argument that holds the text of joint attention.
         outputs: where the attention returns a tuple, the entries of it that hold the image's tokens.
         mask: `select` takes care of `attention_mask`; else a call with one is left alone.
-        cross: the attention's `encoder_hidden_states` may be there (joint attention); else such a call is left alone.
-        text_last: in joint attention, whether the keys of `encoder_hidden_states` stand behind the image's (True) or before
+        cross: the attention's `text` may be there (joint attention); else such a call is left alone.
+        text_last: in joint attention, whether the text's keys stand behind the image's (True) or before
             them (False). Unless it is told, queries merge too.
+        queries: whether queries can merge too; False: settings that ask for it merge keys and values alone.
+        cached: (arguments of the attention) -> whether keys of earlier calls stand before those of this one.
+        by_sample: the attention runs over one sample after another, each with as much text as it has.
         whole: share of whole tokens to keep (merge qkv) where settings leave open what merges (`suited`); None: as UNets do.
         eager: `tokens` reads values of tensors, not only shapes, and so runs outside of compiled graphs.
     """
@@ -56,19 +65,29 @@ class Family:
     name: str
     models: tuple[str, ...]
     attention: tuple[str, ...]
-    tokens: Callable[[Any, Call], Tokens | None]
+    tokens: Callable[[Any, Call], Tokens | str | None]
     select: Callable[[Call, Rows], dict[str, Any]] | None = None
     inputs: tuple[str, ...] = ("hidden_states",)
     outputs: tuple[int, ...] = (0,)
+    outside: tuple[str, ...] = ()
+    keys: str | None = None
+    leaves: tuple[str, ...] = ()
+    text: str = "encoder_hidden_states"
     mask: bool = False
     cross: bool = False
     text_last: bool | None = None
+    queries: bool = True
+    cached: Callable[[Call], bool] | None = None
+    by_sample: bool = False
     whole: float | None = None
     eager: bool = False
 
     def owns(self, path: str, module: nn.Module) -> bool:
         """Whether `module` at `path` is a self-attention of this family."""
-        kind, last = type(module).__name__, path.rpartition(".")[2]
+        kind, parts = type(module).__name__, path.split(".")
+        last = parts[-1]
+        if not set(self.outside).isdisjoint(parts):
+            return False
         return kind in self.attention or f"{kind}.{last}" in self.attention
 
 
@@ -76,7 +95,7 @@ REGISTERED: dict[str, Family] = {}  # by class name of the model; these come bef
 
 
 def register_family(family: Family) -> Family:
-    """Makes `apply_mame` know the models that `family` names, in place of any family, built-in or not, that named them."""
+    """Makes `apply_mame` know the models that `family` names, instead of any family, built-in or not, that named them."""
     for model in family.models:
         REGISTERED[model] = family
     return family

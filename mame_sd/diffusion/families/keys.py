@@ -118,7 +118,8 @@ class CountedKeys(Attending):
         """See `Attending`."""
         query, key = call["query"], call["key"]
         length = self._before + self._sizes.shape[-1] + self._after
-        if not key.shape[-2] == length == query.shape[-2] or key.shape[0] != self._batch:
+        few = query.shape[-2] == self._sizes.shape[-1] and key.shape[-2] == length  # queries of the image alone
+        if not (key.shape[-2] == length == query.shape[-2] or few) or key.shape[0] != self._batch:
             return attended(attention, call)  # not this layer's own
         self.seen = True
         sizes = beside(self._sizes, self._before, self._after, query)
@@ -172,6 +173,8 @@ class MergedKeys(Attending):
         first: where the image's keys begin.
         correct: add what the merged keys lose to first order (`core/correction.py`), where there is no mask.
         drawn: estimate that from the sample of the plan's positions; every source went to one destination whole.
+        queries: how many queries the call that is meant may have beside as many as keys.
+        prefixed: keys of earlier calls, of any number, stand before these.
     """
 
     def __init__(
@@ -182,9 +185,12 @@ class MergedKeys(Attending):
         first: int = 0,
         correct: bool = False,
         drawn: bool = False,
+        queries: Sequence[int] = (),
+        prefixed: bool = False,
     ) -> None:
         super().__init__()
         self.plan = plan
+        self.queries, self.prefixed = queries, prefixed
         self.tokens = tokens
         self.batch, self.length = shape[:2]
         self.first = first
@@ -196,7 +202,12 @@ class MergedKeys(Attending):
     def attend(self, attention: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
         """See `Attending`."""
         query, key, value, mask = call["query"], call["key"], call["value"], call.get("attn_mask")
-        if not key.shape[-2] == self.length == query.shape[-2] or key.shape[0] != self.batch:
+        if self.prefixed and key.shape[-2] > self.length:
+            self.first += key.shape[-2] - self.length
+            self.length = key.shape[-2]
+        alike = key.shape[-2] == self.length == query.shape[-2]
+        few = key.shape[-2] == self.length and query.shape[-2] in self.queries
+        if not (alike or few) or key.shape[0] != self.batch:
             return attended(attention, call)
         self.seen = True
         alone = self.length == self.plan.tokens_in  # the image's keys are all there are

@@ -1,6 +1,6 @@
-"""Merging what follows self-attention in a block: the feed-forward network (`mlp`) and cross-attention's queries (`cross`).
+"""Merging the feed-forward network that follows self-attention in a block (`mlp`).
 
-Both take tokens one by one, so they run on merged tokens, planned from their own input, and their output is restored. The
+It takes tokens one by one, so it runs on merged tokens, planned from its own input, and its output is restored. The
 block adds it to tokens that were never merged, which keeps what tokens of one group differ in.
 """
 
@@ -9,21 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from diffusers.models.attention import BasicTransformerBlock
-from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.plan import Plan
-from mame_sd.diffusion.families.unet import PLAIN_PROCESSORS, lie
+from mame_sd.diffusion.families.unet import lie
 from mame_sd.diffusion.layer import Layer, LayerCall, Output, Route, fitted
 from mame_sd.diffusion.tokens import Tokens
-
-# Cross-attention of each query by itself. Other processors may read maps of all queries as an image.
-_CROSS_PROCESSORS = PLAIN_PROCESSORS | {
-    "IPAdapterAttnProcessor",
-    "IPAdapterAttnProcessor2_0",
-    "IPAdapterXFormersAttnProcessor",
-}
 
 
 class Part(Layer):
@@ -54,10 +46,7 @@ def parts_of(path: str, module: nn.Module) -> dict[str, str]:
     if not isinstance(module, BasicTransformerBlock):
         return {}
     prefix = f"{path}." if path else ""
-    found = {f"{prefix}ff": "mlp"}
-    if module.attn2 is not None and module.attn2.is_cross_attention:
-        found[f"{prefix}attn2"] = "cross"
-    return found
+    return {f"{prefix}ff": "mlp"}
 
 
 def _skip_reason(call: LayerCall, config: MaMeConfig) -> str | None:
@@ -69,11 +58,4 @@ def _skip_reason(call: LayerCall, config: MaMeConfig) -> str | None:
         return f"input of {hidden.dim()} dimensions"
     if hidden.shape[1] < config.min_tokens:
         return f"fewer than min_tokens={config.min_tokens}"
-    if not isinstance(call.module, Attention):
-        return None
-    mask = call.given.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.dim() > 2 and mask.shape[-2] != 1:
-        return "attention mask of queries"
-    if call.given.get("ip_adapter_masks") is not None:
-        return "ip_adapter_masks, which go by position"
-    return None if call.kind in _CROSS_PROCESSORS else f"{call.kind} may go by position"
+    return None

@@ -18,11 +18,13 @@ from mame_sd.core.plan import Plan
 from mame_sd.core.weights import merged_by_keep
 from mame_sd.diffusion.families.family import Family, Rows
 from mame_sd.diffusion.families.keys import CountedKeys, MergedKeys
+from mame_sd.diffusion.families.samples import KeysBySample
 from mame_sd.diffusion.families.unet import LAYER_SKIP, NOT_COUNTED, skips_scores
 from mame_sd.diffusion.layer import Layer, LayerCall, Output, Route, compared, fitted
 from mame_sd.diffusion.tokens import Call, Tokens
 
 QUERIES_TOO = "queries merge too: {}"
+KEYS_ONLY = "queries stay whole: in {} only keys and values can merge"
 PICKED = "{}, where picking would drop queries too; take weights 'best' or 'average'"
 CUT = "{}, which cuts the batch into parts; samples that keep their own tokens run alone (tau lets them keep the same)"
 
@@ -40,10 +42,15 @@ class SequenceAttention(Layer):
         """See `Layer`."""
         family, given = self.family, call.given
         hidden = given.get(self.hidden)
-        if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+        if not isinstance(hidden, Tensor) or hidden.dim() not in ((3,) if family.queries else (2, 3, 4)):
             return "input is no tokens [B, L, C]"
-        if known is None:
-            return "height and width unknown"
+        if hidden.dim() == 4:
+            known = Tokens((hidden.shape[-2], hidden.shape[-1]))
+        if known is None or known.unknown:
+            return "height and width unknown" if known is None else known.unknown
+        if config.feature != "x" and not hasattr(call.module, "to_k"):
+            return f"feature={config.feature!r} asks for the layer's to_k, {type(call.module).__name__} has none"
+        hidden = _sequence(hidden)
         reason = _skip_reason(family, given, known, config)
         if reason is not None:
             return reason
@@ -51,9 +58,13 @@ class SequenceAttention(Layer):
         first, text = known.start(hidden.shape[1]) or 0, _text(family, given)
         before, after = first, hidden.shape[1] - first - known.count
         beside = 0 if text is None else text.shape[1]
+        if family.keys is not None:  # the image's tokens among them
+            beside = given[family.keys].shape[1] - known.count
         before, after = (before, after + beside) if family.text_last else (before + beside, after)
         because = self._queries_because(call, text, config)
         form: Any = self._keys_merged
+        if because is None and config.merge == "qkv":
+            note = ". ".join(filter(None, (note, KEYS_ONLY.format(type(call.module).__name__))))
         if because is not None:
             alone = _keeps_own_tokens(family, hidden.shape[0], known, config)
             reason = _unable(family, call, known, config, because, alone)
@@ -67,11 +78,11 @@ class SequenceAttention(Layer):
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
         """The image's tokens."""
-        return 0 if known is None else known.count
+        return 0 if known is None or known.unknown else known.count
 
     def _queries_because(self, call: LayerCall, text: Tensor | None, config: MaMeConfig) -> str | None:
         """Why queries merge too; None where keys and values merge alone."""
-        if config.merge == "qkv":
+        if config.merge == "qkv" and self.family.queries:
             return "merge='qkv'"
         if _cuts_batches(call):
             return f"{call.kind} attends to parts of the batch"
@@ -87,7 +98,14 @@ class SequenceAttention(Layer):
         """The attention's output of all queries, with the image's keys and values merged."""
         length = route.before + plan.tokens_in + route.after
         shape, config = (route.feature.shape[0], length), route.config
-        keys = MergedKeys(plan, route.tokens, shape, route.before, config.correct, drawn=config.weights == "best")
+        how: dict[str, Any] = {"correct": config.correct, "drawn": config.weights == "best"}
+        keys: MergedKeys | KeysBySample
+        if self.family.by_sample:
+            keys = KeysBySample(plan, route.tokens, shape[0], route.before, **how)
+        else:
+            cached = self.family.cached is not None and self.family.cached(route.call.given)
+            queries = _sequence(route.call.given[self.hidden]).shape[1], plan.tokens_in, length
+            keys = MergedKeys(plan, route.tokens, shape, route.before, queries=queries, prefixed=cached, **how)
         with keys:  # Dynamo loses what `as` would name
             output = route.call.run()
         if keys.seen:
@@ -147,17 +165,23 @@ class SequenceAttention(Layer):
 
 def _skip_reason(family: Family, given: Call, tokens: Tokens, config: MaMeConfig) -> str | None:
     """Why this call passes through untouched; None if it may merge."""
-    beside = given.get("encoder_hidden_states") is not None and "encoder_hidden_states" not in family.inputs
+    beside = given.get(family.text) is not None and family.text not in (*family.inputs, family.keys)
     if beside and not family.cross:
         return "cross-attention"
     for name in family.inputs:
         value = given.get(name)
-        if not isinstance(value, Tensor) or tokens.start(value.shape[1]) is None:
-            length = value.shape[1] if isinstance(value, Tensor) else "no"
+        if not isinstance(value, Tensor) or tokens.start(_sequence(value).shape[1]) is None:
+            length = _sequence(value).shape[1] if isinstance(value, Tensor) else "no"
             return f"{length} tokens are not those of {' x '.join(map(str, tokens.size))}"
     if tokens.count < config.min_tokens:
         return f"fewer than min_tokens={config.min_tokens}"
-    if given.get("attention_mask") is not None and not family.mask:
+    for name in family.leaves:
+        if given.get(name) is not None:
+            return f"{name} is given, with which it attends otherwise"
+    mask = given.get("attention_mask")
+    if mask is not None and not isinstance(mask, Tensor):
+        return f"a {type(mask).__name__} instead of an attention mask: no softmax over all keys"
+    if mask is not None and not family.mask:
         return "attention mask"
     return None
 
@@ -171,6 +195,8 @@ def _unable(
         because: why queries merge too.
         alone: samples run one by one.
     """
+    if not family.queries:
+        return f"{because}, where queries would have to merge too, which they can't"
     if config.weights == "pick":
         return PICKED.format(because)
     if family.select is not None:
@@ -188,8 +214,14 @@ def _unable(
 
 def _text(family: Family, given: Call) -> Tensor | None:
     """The text of a joint call."""
-    named = family.cross and "encoder_hidden_states" not in family.inputs
-    return given.get("encoder_hidden_states") if named else None
+    named = family.cross and family.text not in family.inputs
+    text: Tensor | None = given.get(family.text) if named else None
+    return None if text is None else _sequence(text)
+
+
+def _sequence(t: Tensor) -> Tensor:
+    """Tokens [B, L, C] of [B, L, C], of one sample's [L, C] or of an image [B, C, H, W]."""
+    return t.flatten(2).transpose(1, 2) if t.dim() == 4 else t.unsqueeze(0) if t.dim() == 2 else t
 
 
 def _keeps_own_tokens(family: Family, batch: int, tokens: Tokens, config: MaMeConfig) -> bool:
@@ -255,7 +287,8 @@ def _unlike(given: Call, select: Any, tokens: Tokens) -> str | None:
         return t
 
     select(given, look)
-    beside = f" (with {tokens.before} before and {tokens.after} after them)" if tokens.before or tokens.after else ""
+    before, after = ("any number" if n is None else n for n in (tokens.before, tokens.after))
+    beside = f" (with {before} before and {after} after them)" if before or after else ""
     if not wrong:
         return None
     return f"expected one position for each of {tokens.count} image tokens{beside}, got {wrong[0]}"

@@ -1,212 +1,486 @@
-"""The families of diffusers' transformers, and the models that are left alone on purpose.
+"""The families of diffusers' transformers: which attention there is over an image's or a video's tokens, and where they stand.
 
-UNets, DiT and PixArt need none: their self-attention has nothing beside its tokens (`unet.py`).
+UNets, DiT and PixArt need none: their self-attention has nothing beside its tokens (`unet.py`). One line of the table reads: name,
+classes of the model, classes of the attention (with the last part of their path), where the image lies, what holds a row per token.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.diffusion.families.family import REGISTERED, Family, Rows
+from mame_sd.diffusion.families import layouts as at
+from mame_sd.diffusion.families.family import REGISTERED, Family
+from mame_sd.diffusion.families.layouts import along, first_of_two
+from mame_sd.diffusion.families.refused import EXCLUDED, known_as
 from mame_sd.diffusion.shipped import shipped_with
-from mame_sd.diffusion.tokens import Call, Tokens
+from mame_sd.diffusion.tokens import Call
+
+__all__ = ["BUILT_IN", "DECIDES", "EXCLUDED", "WHOLE", "family_names", "family_of", "known_as", "suited", "uniform"]
 
 # Of image transformers with text beside whose tokens carry their positions: nearer than a quarter of the keys, and as fast or faster
 # (docs/results.md). With rotary positions, which a merged query would have one of, that was not measured.
 WHOLE = 0.625
 DECIDES = ("tau", "keep", "merge", "weights", "variant", "preset")
-# Models for which merging is refused, with the reason.
-EXCLUDED = {
-    "SanaTransformer2DModel": "its self-attention is linear in the tokens already, so merging has nothing to save",
-    "SanaVideoTransformer3DModel": "its self-attention is linear in the tokens already, so merging has nothing to save",
-    "SanaControlNetModel": "its self-attention is linear in the tokens already, so merging has nothing to save",
-    "Lumina2Transformer2DModel": "captions of unequal length put the image's tokens at other positions in each sample",
-    "StableCascadeUNet": "each attention takes image and text together as its keys",
-    "ZImageTransformer2DModel": "captions of unequal length put the image's tokens at other positions in each sample",
-}
+# Of the arguments of a family.
+JOINT_FIRST: dict[str, Any] = {"cross": True, "text_last": False}  # joint attention, text before the image
+JOINT_LAST: dict[str, Any] = {"cross": True, "text_last": True}
+TWICE = ("hidden_states", "encoder_hidden_states")  # processors that are given the same tokens for queries and keys
+ROTARY = along(("image_rotary_emb", 0))
+MASKED = along(("image_rotary_emb", 0), attention_mask=(-2, -1))
 
 
-def patches(model: Any, call: Call) -> Tokens:
-    """An image [B, C, H, W] in square patches."""
-    side = model.config["patch_size"]
-    return Tokens((call["hidden_states"].shape[-2] // side, call["hidden_states"].shape[-1] // side))
+def _from_cache(call: Call) -> bool:
+    """Qwen-Image 2.1, Flux 2, Sana-WM: keys of the prompt and of reference images come from an earlier call."""
+    return call.get("kv_cache_mode") in ("cached", "inject", "inject_and_capture_post_rope")
 
 
-def video_patches(model: Any, call: Call) -> Tokens:
-    """A video [B, C, T, H, W] in patches of the model's own (t, h, w)."""
-    sides = model.config["patch_size"]
-    return Tokens(tuple(n // side for n, side in zip(call["hidden_states"].shape[-3:], sides, strict=True)))
-
-
-def packed(model: Any, call: Call) -> Tokens:
-    """Flux: tokens [B, L, C] with their (image, row, column) in `img_ids`; tokens of further images stay as they are. Rows and
-    columns are unknown where those of the first image are no grid, row after row.
-
-    Reading the ids waits for the device once per forward of the model.
-    """
-    ids = call["img_ids"]
-    ids = (ids[0] if ids.dim() == 3 else ids).cpu().long()  # [L, 3]
-    same = ids[:, 0] == ids[0, 0]
-    places = ids[: int(same.sum()), 1:3]
-    places = places - places.amin(0)
-    h, w = (int(n) + 1 for n in places.amax(0))
-    mode = int(getattr(model, "union", False))  # a ControlNet-Union puts a token of its mode before the text
-    before = mode + call["encoder_hidden_states"].shape[1]
-    grid = len(places) == h * w and bool(same[: h * w].all())
-    if grid and torch.equal(places, torch.cartesian_prod(*(torch.arange(n, device="cpu") for n in (h, w)))):
-        return Tokens((h, w), before=before, after=ids.shape[0] - h * w)
-    if same[: len(places)].all():
-        return Tokens((len(places),), before=before, after=ids.shape[0] - len(places))
-    return Tokens((ids.shape[0],), before=before)
-
-
-def shapes_given(model: Any, call: Call) -> Tokens:
-    """Qwen-Image: `img_shapes`, one (t, h, w) for each sample, or a list of them, the generated image's first."""
-    first = call["img_shapes"][0]
-    t, h, w = first[0] if isinstance(first, list) else first
-    text, image = call["encoder_hidden_states"].shape[1], call["hidden_states"].shape[1]
-    return Tokens((t, h, w) if t > 1 else (h, w), before=text, after=image - t * h * w)
-
-
-def sides_given(model: Any, call: Call) -> Tokens | None:
-    """LTX: the sides are arguments; `video_coords` alone do not tell them."""
-    sides: list[Any] = [call.get(name) for name in ("num_frames", "height", "width")]
-    return None if None in sides else Tokens(tuple(sides))
-
-
-def frames_first(model: Any, call: Call) -> Tokens:
-    """CogVideoX: a video [B, T, C, H, W]; text has a call of its own in each attention."""
-    t, _, h, w = call["hidden_states"].shape[-4:]
-    side, depth = model.config["patch_size"], model.config["patch_size_t"] or 1
-    return Tokens((t // depth, h // side, w // side))
-
-
-def with_registers(model: Any, call: Call) -> Tokens:
-    """AuraFlow: its last blocks see register tokens, text and image in one sequence."""
-    text = call["encoder_hidden_states"].shape[1] + model.register_tokens.shape[1]
-    return Tokens(patches(model, call).size, before=text)
-
-
-def cos_sin(name: str, dim: int) -> Any:
-    """A `select` for rotary positions given as (cos, sin), stacked or not, one row per token along `dim`, or None."""
-
-    def select(call: Call, rows: Rows) -> dict[str, Any]:
-        pair = call.get(name)
-        return {} if pair is None else {name: tuple(rows(part, dim) for part in pair)}
-
-    return select
-
-
-def lumina_rows(call: Call, rows: Rows) -> dict[str, Any]:
-    names = ("query_rotary_emb", "key_rotary_emb", "attention_mask")
-    return {name: rows(call[name], 1) for name in names if call.get(name) is not None}
-
-
-def qwen_rows(call: Call, rows: Rows) -> dict[str, Any]:
-    changed: dict[str, Any] = {}
-    if call.get("image_rotary_emb") is not None:
-        image, text = call["image_rotary_emb"]
-        changed["image_rotary_emb"] = rows(image, 0), text
-    if call.get("attention_mask") is not None:  # of text and image: diffusers before 0.38
-        changed["attention_mask"] = rows(call["attention_mask"], -1)
-    return changed
-
-
-def chroma_rows(call: Call, rows: Rows) -> dict[str, Any]:
-    changed: dict[str, Any] = cos_sin("image_rotary_emb", 0)(call, rows)
-    mask: Tensor | None = call.get("attention_mask")  # [B, 1, S, S]
-    return changed if mask is None else {**changed, "attention_mask": rows(rows(mask, 2), 3)}
+def _from_object(call: Call) -> bool:
+    """GLM-Image: the cache says what it does."""
+    return getattr(call.get("kv_cache"), "mode", None) == "read"
 
 
 BUILT_IN = (
+    # Text beside the image in the same call, or none.
     Family(
-        "HunyuanDiT",
-        ("HunyuanDiT2DModel", "HunyuanDiT2DControlNetModel"),
-        ("Attention.attn1",),
-        patches,
-        cos_sin("image_rotary_emb", 0),
+        "HunyuanDiT", ("HunyuanDiT2DModel", "HunyuanDiT2DControlNetModel"), ("Attention.attn1",), at.patches, ROTARY
     ),
     Family(
         "Lumina",
         ("LuminaNextDiT2DModel",),
         ("Attention.attn1",),
-        patches,
-        lumina_rows,
-        inputs=("hidden_states", "encoder_hidden_states"),
+        at.patches,
+        along(query_rotary_emb=1, key_rotary_emb=1, attention_mask=1),
+        inputs=TWICE,
+        mask=True,
+    ),
+    Family(
+        "Lumina 2",
+        ("Lumina2Transformer2DModel",),
+        ("Attention.attn",),
+        at.captioned,
+        along(image_rotary_emb=1, attention_mask=1),
+        inputs=TWICE,
+        outside=("context_refiner",),
+        mask=True,
+        eager=True,
+    ),
+    Family(
+        "OmniGen",
+        ("OmniGenTransformer2DModel",),
+        ("Attention.self_attn",),
+        at.beside(at.patches, before=None),
+        MASKED,
+        inputs=TWICE,
         mask=True,
     ),
     Family(
         "Stable Diffusion 3",
         ("SD3Transformer2DModel", "SD3ControlNetModel"),
         ("Attention.attn", "Attention.attn2"),
-        patches,
-        cross=True,
-        text_last=True,
+        at.patches,
         whole=WHOLE,
-    ),
-    Family(
-        "Flux",
-        ("FluxTransformer2DModel", "FluxControlNetModel"),
-        ("FluxAttention",),
-        packed,
-        cos_sin("image_rotary_emb", 0),
-        outputs=(0, 2),
-        cross=True,
-        text_last=False,
-        eager=True,
-    ),
-    Family(
-        "Chroma",
-        ("ChromaTransformer2DModel",),
-        ("FluxAttention",),
-        packed,
-        chroma_rows,
-        mask=True,
-        cross=True,
-        text_last=False,
-        eager=True,
-    ),
-    Family(
-        "Qwen-Image",
-        ("QwenImageTransformer2DModel", "QwenImageControlNetModel"),
-        ("Attention.attn",),
-        shapes_given,
-        qwen_rows,
-        mask=True,
-        cross=True,
-        text_last=False,
+        **JOINT_LAST,
     ),
     Family(
         "AuraFlow",
         ("AuraFlowTransformer2DModel",),
         ("Attention.attn",),
-        with_registers,
-        cross=True,
-        text_last=False,
+        at.with_registers,
         whole=WHOLE,
+        **JOINT_FIRST,
+    ),
+    # Flux and its kin: the image's places are in `img_ids`.
+    Family(
+        "Flux",
+        ("FluxTransformer2DModel", "FluxControlNetModel"),
+        ("FluxAttention",),
+        at.packed,
+        ROTARY,
+        outputs=(0, 2),
+        eager=True,
+        **JOINT_FIRST,
     ),
     Family(
-        "Wan",
-        ("WanTransformer3DModel", "WanVACETransformer3DModel"),
-        ("WanAttention.attn1",),
-        video_patches,
-        cos_sin("rotary_emb", 1),
+        "Chroma",
+        ("ChromaTransformer2DModel",),
+        ("FluxAttention",),
+        at.packed,
+        MASKED,
+        mask=True,
+        eager=True,
+        **JOINT_FIRST,
     ),
     Family(
-        "LTX", ("LTXVideoTransformer3DModel",), ("LTXAttention.attn1",), sides_given, cos_sin("image_rotary_emb", 1)
+        "Flux 2",
+        ("Flux2Transformer2DModel",),
+        ("Flux2Attention", "Flux2ParallelSelfAttention"),
+        at.packed,
+        ROTARY,
+        eager=True,
+        cached=_from_cache,
+        **JOINT_FIRST,
+    ),
+    Family(
+        "Flux 3",
+        ("Flux3Transformer2DModel",),
+        ("Flux3Attention",),
+        at.packed,
+        ROTARY,
+        outside=("txt_mode_blocks", "image_cond"),
+        eager=True,
+    ),
+    Family(
+        "Bria",
+        ("BriaTransformer2DModel", "BriaFiboTransformer2DModel"),
+        ("BriaAttention", "BriaFiboAttention", "Attention.attn"),
+        at.packed,
+        MASKED,
+        mask=True,
+        eager=True,
+        **JOINT_FIRST,
+    ),
+    Family(
+        "Ovis-Image",
+        ("OvisImageTransformer2DModel",),
+        ("OvisImageAttention",),
+        at.packed,
+        ROTARY,
+        eager=True,
+        **JOINT_FIRST,
+    ),
+    Family(
+        "LongCat-Image",
+        ("LongCatImageTransformer2DModel",),
+        ("LongCatImageAttention",),
+        at.packed,
+        ROTARY,
+        eager=True,
+        **JOINT_FIRST,
+    ),
+    # Joint attention, the text's keys first.
+    Family(
+        "Qwen-Image",
+        ("QwenImageTransformer2DModel", "QwenImageControlNetModel"),
+        ("Attention.attn",),
+        at.shapes_given,
+        first_of_two("image_rotary_emb", 0, attention_mask=-1),  # the mask of text and image: diffusers before 0.38
+        mask=True,
+        **JOINT_FIRST,
+    ),
+    Family("CogView 3+", ("CogView3PlusTransformer2DModel",), ("Attention.attn1",), at.patches, **JOINT_FIRST),
+    Family(
+        "CogView 4", ("CogView4Transformer2DModel",), ("Attention.attn1",), at.patches, ROTARY, mask=True, **JOINT_FIRST
+    ),
+    Family(
+        "GLM-Image",
+        ("GlmImageTransformer2DModel",),
+        ("Attention.attn1",),
+        at.patches,
+        ROTARY,
+        mask=True,
+        cached=_from_object,
+        **JOINT_FIRST,
     ),
     Family(
         "CogVideoX",
-        ("CogVideoXTransformer3DModel",),
+        ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"),
         ("Attention.attn1",),
-        frames_first,
-        cos_sin("image_rotary_emb", 0),
-        cross=True,
-        text_last=False,
+        at.frames_first,
+        ROTARY,
+        **JOINT_FIRST,
+    ),
+    Family(
+        "EasyAnimate", ("EasyAnimateTransformer3DModel",), ("Attention.attn1",), at.video_patches, ROTARY, **JOINT_FIRST
+    ),
+    Family(
+        "PRX",
+        ("PRXTransformer2DModel",),
+        ("PRXAttention.attention",),
+        at.patches,
+        along(image_rotary_emb=2),
+        mask=True,
+        **JOINT_FIRST,
+    ),
+    # Joint attention, the text's keys last.
+    Family(
+        "HunyuanVideo",
+        ("HunyuanVideoTransformer3DModel",),
+        ("Attention.attn",),
+        at.beside(at.video_patches, after=None),
+        MASKED,
+        outside=("context_embedder",),
+        mask=True,
+        **JOINT_LAST,
+    ),
+    Family(
+        "FramePack",
+        ("HunyuanVideoFramepackTransformer3DModel",),
+        ("Attention.attn",),
+        at.beside(at.video_patches, before=None),
+        ROTARY,
+        outside=("context_embedder",),
+        mask=True,
+        queries=False,  # the mask counts history before the image and text behind it
+        **JOINT_LAST,
+    ),
+    Family(
+        "HunyuanVideo 1.5",
+        ("HunyuanVideo15Transformer3DModel",),
+        ("Attention.attn",),
+        at.video_patches,
+        ROTARY,
+        outside=("context_embedder",),
+        mask=True,
+        **JOINT_LAST,
+    ),
+    Family(
+        "HunyuanImage",
+        ("HunyuanImageTransformer2DModel",),
+        ("Attention.attn",),
+        at.beside(at.video_patches, after=None),
+        MASKED,
+        outside=("context_embedder",),
+        mask=True,
+        **JOINT_LAST,
+    ),
+    Family(
+        "Motif Video",
+        ("MotifVideoTransformer3DModel",),
+        ("MotifVideoAttention.attn",),
+        at.beside(at.video_patches, after=None),
+        MASKED,
+        mask=True,
+        **JOINT_LAST,
+    ),
+    Family(
+        "Mochi",
+        ("MochiTransformer3DModel",),
+        ("MochiAttention.attn1",),
+        at.video_patches,
+        ROTARY,
+        mask=True,
+        by_sample=True,
+        **JOINT_LAST,
+    ),
+    Family(
+        "JoyImage",
+        ("JoyImageEditTransformer3DModel",),
+        ("JoyImageAttention.attn",),
+        at.items,
+        first_of_two("image_rotary_emb", 0),
+        **JOINT_LAST,
+    ),
+    Family(
+        "JoyImage Edit Plus",
+        ("JoyImageEditPlusTransformer3DModel",),
+        ("JoyImageEditPlusAttention.attn",),
+        at.shape_lists,
+        along(image_rotary_emb=1, attention_mask=-1),
+        mask=True,
+        **JOINT_LAST,
+    ),
+    Family(
+        "NucleusMoE",
+        ("NucleusMoEImageTransformer2DModel",),
+        ("Attention.attn",),
+        at.text_behind(at.shapes_given),
+        first_of_two("image_rotary_emb", 0, attention_mask=-1),
+        mask=True,
+        **JOINT_LAST,
+    ),
+    Family(
+        "HiDream",
+        ("HiDreamImageTransformer2DModel",),
+        ("HiDreamAttention.attn1",),
+        at.sized,
+        along(image_rotary_emb=1, hidden_states_masks=1),
+        inputs=("norm_hidden_states",),
+        text="norm_encoder_hidden_states",
+        **JOINT_LAST,
+    ),
+    # Text and image in one sequence.
+    Family(
+        "Krea 2",
+        ("Krea2Transformer2DModel",),
+        ("Krea2Attention.attn",),
+        at.placed,
+        MASKED,
+        outside=("text_fusion",),
+        mask=True,
+        eager=True,
+    ),
+    Family(
+        "Ideogram 4",
+        ("Ideogram4Transformer2DModel",),
+        ("Ideogram4Attention.attention",),
+        at.indicated,
+        along(image_rotary_emb=1, attention_mask=(-2, -1)),
+        mask=True,
+        eager=True,
+    ),
+    Family(
+        "Qwen-Image 2.1",
+        ("QwenImage21Transformer2DModel",),
+        ("QwenImage21Attention.attn",),
+        at.last_shape,
+        along(rotary_emb=0, key_valid=1),
+        mask=True,
+        cached=_from_cache,
+    ),
+    Family(
+        "ERNIE-Image",
+        ("ErnieImageTransformer2DModel",),
+        ("ErnieImageAttention.self_attention",),
+        at.beside(at.patches, after=None),
+        along(image_rotary_emb=1, attention_mask=-1),
+        mask=True,
+    ),
+    Family(
+        "Z-Image",
+        ("ZImageTransformer2DModel", "ZImageControlNetModel"),
+        ("Attention.attention",),
+        at.listed,
+        along(freqs_cis=1, attention_mask=1),
+        outside=("context_refiner", "siglip_refiner"),
+        mask=True,
+    ),
+    Family(
+        "Bria FIBO 2",
+        ("BriaFibo2Transformer2DModel",),
+        ("BriaFibo2Attention.attention",),
+        at.with_gist,
+        along(freqs_cis=1, attention_mask=1),
+        mask=True,
+        eager=True,
+    ),
+    Family(
+        "MiniMax H3",
+        ("MiniMaxH3Transformer3DModel",),
+        ("MiniMaxH3Attention.attn",),
+        at.indexed,
+        along(rotary_emb=0),
+        outside=("token_refiner",),
+        eager=True,
+    ),
+    Family(
+        "Cosmos 3",
+        ("Cosmos3OmniTransformer",),
+        ("Cosmos3PackedMoTAttention.self_attn",),
+        at.generated,
+        inputs=("gen_seq",),
+        text="und_seq",
+        queries=False,  # one sequence without a batch, and queries of two kinds
+        **JOINT_FIRST,
+    ),
+    # Attention of the image's own, with cross-attention to the text beside it.
+    Family(
+        "Wan",
+        (
+            "WanTransformer3DModel",
+            "WanVACETransformer3DModel",
+            "WanAnimateTransformer3DModel",
+            "ChronoEditTransformer3DModel",
+        ),
+        ("WanAttention.attn1",),
+        at.video_patches,
+        along(("rotary_emb", 1)),
+    ),
+    Family(
+        "SkyReels V2",
+        ("SkyReelsV2Transformer3DModel",),
+        ("SkyReelsV2Attention.attn1",),
+        at.video_patches,
+        along(rotary_emb=1),
+    ),
+    Family(
+        "AnyFlow",
+        ("AnyFlowTransformer3DModel",),
+        ("AnyFlowAttention.attn1",),
+        at.frames_first,
+        along(rotary_emb=-2),
+    ),
+    Family(
+        "Helios",
+        ("HeliosTransformer3DModel",),
+        ("HeliosAttention.attn1",),
+        at.beside(at.video_patches, before=None),
+        along(rotary_emb=1),
+    ),
+    Family(
+        "Allegro",
+        ("AllegroTransformer3DModel",),
+        ("Attention.attn1",),
+        at.video_patches,
+        at.allegro_rows,
+        mask=True,
+    ),
+    Family(
+        "Cosmos",
+        ("CosmosTransformer3DModel", "CosmosControlNetModel"),
+        ("Attention.attn1", "CosmosAttention.attn1"),
+        at.video_patches,
+        ROTARY,
+    ),
+    Family(
+        "LTX", ("LTXVideoTransformer3DModel",), ("LTXAttention.attn1",), at.sides_given, along(("image_rotary_emb", 1))
+    ),
+    Family(
+        "LTX-2",
+        ("LTX2VideoTransformer3DModel",),
+        ("LTX2Attention.attn1",),
+        at.sides_given,
+        along(query_rotary_emb=-2, attention_mask=(-2, -1)),
+        mask=True,
+        leaves=("perturbation_mask",),
+    ),
+    Family(
+        "Sana-WM refiner",
+        ("SanaWMLTX2RefinerTransformer3DModel",),
+        ("SanaWMLTX2Attention.attn1",),
+        at.in_a_row,
+        along(query_rotary_emb=-2),
+        cached=_from_cache,
+    ),
+    Family(
+        "Kandinsky 5",
+        ("Kandinsky5Transformer3DModel",),
+        ("Kandinsky5Attention.self_attention",),
+        at.channels_last,
+        along(rotary_emb=1),
+        outside=("text_transformer_blocks",),
+        leaves=("sparse_params",),
+    ),
+    Family(
+        "Kandinsky 6",
+        ("Kandinsky6Transformer3DModel",),
+        ("Kandinsky6Attention.self_attention",),
+        at.channels_last,
+        along(rotary_emb=0),
+        outside=("audio_dec_block",),
+    ),
+    Family(
+        "Latte",
+        ("LatteTransformer3DModel",),
+        ("Attention.attn1",),
+        at.frames_apart,
+        outside=("temporal_transformer_blocks",),
+    ),
+    # UNets whose attention is not a Transformer2DModel's.
+    Family("Amused", ("UVit2DModel",), ("Attention.attn1",), at.codes, outside=("down_block", "up_block")),
+    Family("DreamLite", ("DreamLiteTransformer2DModel",), ("Attention.attn1",), at.pixels("hidden_states")),
+    Family("Kandinsky 3", ("Kandinsky3AttentionBlock",), ("Attention.attention",), at.pixels("x"), inputs=TWICE),
+    Family("unconditional UNet", ("UNet2DModel",), ("Attention",), at.of_levels, queries=False),
+    Family(
+        "Stable Cascade",
+        ("StableCascadeUNet",),
+        ("Attention.attention",),
+        at.of_levels,
+        keys="encoder_hidden_states",
+        text_last=True,
+        queries=False,
     ),
 )
 _MODELS = {model: family for family in BUILT_IN for model in family.models}

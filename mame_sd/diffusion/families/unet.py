@@ -64,7 +64,7 @@ _ROTARY = ("image_rotary_emb", "query_rotary_emb", "key_rotary_emb", "rotary_emb
 _BUILT_IN = torch._C._nn.scaled_dot_product_attention  # anything put in its place can't be seen into
 NOT_COUNTED = "merged tokens count once: {} calls no scaled_dot_product_attention of its tokens that takes a mask"
 NOT_CORRECTED = "not corrected: {} calls no scaled_dot_product_attention of PyTorch's own"
-LAYER_SKIP = "diffusers' layer skip puts values in place of attention only where there are as many as queries"
+LAYER_SKIP = "diffusers' layer skip puts values instead of attention only where there are as many as queries"
 _PLAIN = processors.AttnProcessor2_0()
 _ADDED_KV = processors.AttnAddedKVProcessor2_0()
 _UNSCALED = processors.AttnProcessor()
@@ -268,7 +268,7 @@ def skip_reason(call: LayerCall, config: MaMeConfig) -> str | None:
 
 
 def skips_scores(attn: Any) -> bool:
-    """Whether diffusers' layer skip puts values in place of attention, which it does where there are as many as queries."""
+    """Whether diffusers' layer skip puts values instead of attention, which it does where there are as many as queries."""
     registry = getattr(attn, "_diffusers_hook", None)
     return registry is not None and any(getattr(h, "skip_attention_scores", False) for h in registry.hooks.values())
 

@@ -188,6 +188,7 @@ def test_every_option_has_help() -> None:
         "benchmark",
         "bench",
         "classify",
+        "features",
         "cache",
         "cache-cost",
         "report",

@@ -1,0 +1,437 @@
+"""Transformers of images that the rows of the matrix don't hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.builders.transformers import HEADS, IMAGE, TEXT, H, W, flux_inputs, model, normal
+from tests.matrix.models.case import Case, case
+
+HALF = {"timestep": torch.tensor([0.5, 0.5])}
+STEP = {"timestep": torch.tensor([500.0, 500.0])}
+WORDS = normal(2, TEXT, 16)
+SIZES = {name: torch.full((2, 2), 64.0) for name in ("original_size", "target_size", "crop_coords")}
+LIKE_FLUX: dict[str, Any] = {
+    "in_channels": 4,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    **HEADS,
+    "joint_attention_dim": 16,
+    "axes_dims_rope": (4, 4, 8),
+}
+PACKED = {"image": "hidden_states BLC", "text": "encoder_hidden_states"}
+
+
+def flux_like(**more: Any) -> Any:
+    return lambda: {**flux_inputs(), **HALF, **more}
+
+
+def four_ids(**more: Any) -> Any:
+    """Ids of Flux 2: (image, row, column, word)."""
+
+    def inputs() -> dict[str, Any]:
+        given = {**flux_inputs(), **HALF, **more}
+        given["img_ids"] = torch.cat([given["img_ids"], torch.zeros(H * W, 1)], 1)
+        given["txt_ids"] = torch.cat([torch.zeros(TEXT, 3), torch.arange(TEXT)[:, None]], 1)
+        return given
+
+    return inputs
+
+
+def prx() -> dict[str, Any]:
+    return {"hidden_states": IMAGE, "encoder_hidden_states": WORDS, **HALF}
+
+
+def krea() -> dict[str, Any]:
+    ids = torch.zeros(TEXT + H * W, 3)
+    ids[TEXT:, 1:] = torch.cartesian_prod(torch.arange(H), torch.arange(W)).float()
+    mask = torch.ones(2, TEXT, dtype=torch.bool)
+    mask[1, -2:] = False
+    return {
+        "hidden_states": normal(2, H * W, 4),
+        "encoder_hidden_states": normal(2, TEXT, 2, 16),
+        "position_ids": ids,
+        "encoder_attention_mask": mask,
+        **HALF,
+    }
+
+
+def ideogram() -> dict[str, Any]:
+    total = TEXT + H * W
+    ids = torch.zeros(2, total, 3, dtype=torch.long)
+    ids[:, :TEXT] = torch.arange(TEXT)[:, None]
+    ids[:, TEXT:, 0] = 65536
+    ids[:, TEXT:, 1:] = 65536 + torch.cartesian_prod(torch.arange(H), torch.arange(W))
+    indicator = torch.full((2, total), 2)
+    indicator[:, :TEXT] = 3
+    segments = torch.ones(2, total, dtype=torch.long)
+    segments[1, :2] = -1
+    return {
+        "hidden_states": normal(2, total, 4),
+        "encoder_hidden_states": normal(2, total, 16),
+        "position_ids": ids,
+        "segment_ids": segments,
+        "indicator": indicator,
+        **HALF,
+    }
+
+
+def qwen21() -> dict[str, Any]:
+    """Text, and the generated image behind it."""
+    mask = torch.zeros(1, TEXT + H * W // 4, dtype=torch.bool)
+    mask[:, TEXT:] = True
+    return {
+        "hidden_states": normal(2, H * W, 4),
+        "encoder_hidden_states": WORDS,
+        "img_shapes": [[(1, H, W)], [(1, H, W)]],
+        "img_mask": mask.expand(2, -1),
+        **HALF,
+    }
+
+
+def omnigen() -> dict[str, Any]:
+    total = 12 + 1 + H * W
+    return {
+        "hidden_states": IMAGE,
+        "timestep": torch.tensor([0.5, 0.5]),
+        "input_ids": torch.arange(12).expand(2, -1),
+        "input_img_latents": [],
+        "input_image_sizes": {},
+        "attention_mask": torch.ones(2, total, total),
+        "position_ids": torch.arange(total).expand(2, -1),
+    }
+
+
+def listed(**more: Any) -> Any:
+    """Z-Image: 96 tokens of an image and 7 of a caption, each filled up to a multiple of 32."""
+    return lambda: {
+        "x": list(normal(2, 4, 1, 2 * H, 2 * W)),
+        "t": torch.tensor([0.5, 0.5]),
+        "cap_feats": list(WORDS),
+        **more,
+    }
+
+
+Z_IMAGE: dict[str, Any] = {"dim": 32, "n_heads": 2, "n_refiner_layers": 1, "n_kv_heads": 2}
+
+
+def z_control() -> nn.Module:
+    """A ControlNet of Z-Image, with the parts that it borrows from its transformer."""
+    own = model(
+        "ZImageControlNetModel",
+        control_layers_places=[0, 1],
+        control_refiner_layers_places=[0],
+        control_in_dim=4,
+        add_control_noise_refiner="control_noise_refiner",
+        **{**Z_IMAGE},
+    )()
+    whole = z_image()
+    borrowed: nn.Module = type(own).from_transformer(own, whole)
+    return borrowed
+
+
+def z_image() -> nn.Module:
+    return model(
+        "ZImageTransformer2DModel",
+        in_channels=4,
+        n_layers=2,
+        cap_feat_dim=16,
+        axes_dims=[4, 4, 8],
+        axes_lens=[256, 64, 64],
+        **Z_IMAGE,
+    )()
+
+
+def fibo2() -> dict[str, Any]:
+    return {
+        "hidden_states": IMAGE,
+        "timestep": torch.tensor([0.5, 0.5]),
+        "encoder_hidden_states": normal(2, 2, TEXT, 16),
+    }
+
+
+def hidream() -> dict[str, Any]:
+    """An image that is no square: filled up to the largest."""
+    return {
+        "hidden_states": IMAGE,
+        "encoder_hidden_states_t5": normal(2, TEXT, 16),
+        "encoder_hidden_states_llama3": normal(2, 2, TEXT, 16),
+        "pooled_embeds": normal(2, 8),
+        "timesteps": torch.tensor([500.0, 500.0]),
+    }
+
+
+CASES = [
+    case(
+        "CogView3PlusTransformer2DModel",
+        lambda: {"hidden_states": IMAGE, "encoder_hidden_states": WORDS, **STEP, **SIZES},
+        text="encoder_hidden_states",
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        **HEADS,
+        text_embed_dim=16,
+        time_embed_dim=8,
+        condition_dim=2,
+        pos_embed_max_size=16,
+        sample_size=16,
+    ),
+    case(
+        "CogView4Transformer2DModel",
+        lambda: {"hidden_states": IMAGE, "encoder_hidden_states": WORDS, **STEP, **SIZES},
+        text="encoder_hidden_states",
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        **HEADS,
+        text_embed_dim=16,
+        time_embed_dim=8,
+        condition_dim=4,
+    ),
+    case(
+        "GlmImageTransformer2DModel",
+        lambda: {
+            "hidden_states": IMAGE,
+            "encoder_hidden_states": WORDS,
+            "prior_token_id": torch.arange(H * W).expand(2, -1) % 16,
+            "prior_token_drop": torch.zeros(2, H * W, dtype=torch.bool),
+            "target_size": torch.full((2, 2), 64.0),
+            "crop_coords": torch.zeros(2, 2),
+            **STEP,
+        },
+        text="encoder_hidden_states",
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        **HEADS,
+        text_embed_dim=16,
+        time_embed_dim=16,
+        condition_dim=8,
+        prior_vq_quantizer_codebook_size=16,
+    ),
+    case(
+        "PRXTransformer2DModel",
+        prx,
+        text="encoder_hidden_states",
+        in_channels=4,
+        context_in_dim=16,
+        hidden_size=32,
+        num_heads=2,
+        depth=2,
+        axes_dim=[8, 8],
+    ),
+    case(
+        "Flux2Transformer2DModel",
+        four_ids(),
+        **PACKED,
+        **{**LIKE_FLUX, "axes_dims_rope": (4, 4, 4, 4)},
+        timestep_guidance_channels=16,
+        guidance_embeds=False,
+    ),
+    case(
+        "Flux3Transformer2DModel",
+        four_ids(image_cond_hidden_states=normal(2, 20, 4), image_cond_ids=torch.ones(20, 4)),
+        **PACKED,
+        **{**LIKE_FLUX, "axes_dims_rope": (4, 4, 4, 4)},
+        cond_in_channels=4,
+        timestep_channels=16,
+    ),
+    case("BriaTransformer2DModel", flux_like(), **PACKED, **LIKE_FLUX),
+    case(
+        "BriaFiboTransformer2DModel",
+        flux_like(
+            text_encoder_layers=[normal(2, TEXT, 16)] * 2,
+            joint_attention_kwargs={"attention_mask": torch.zeros(2, 1, TEXT + H * W, TEXT + H * W)},
+        ),
+        **PACKED,
+        **LIKE_FLUX,
+        text_encoder_dim=16,
+    ),
+    case("OvisImageTransformer2DModel", flux_like(), **PACKED, **LIKE_FLUX, out_channels=4),
+    case("LongCatImageTransformer2DModel", flux_like(), **PACKED, **LIKE_FLUX, pooled_projection_dim=16),
+    case(
+        "Krea2Transformer2DModel",
+        krea,
+        image="hidden_states BLC",
+        text="encoder_hidden_states",
+        in_channels=4,
+        num_layers=2,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_key_value_heads=1,
+        intermediate_size=32,
+        timestep_embed_dim=8,
+        text_hidden_dim=16,
+        num_text_layers=2,
+        text_num_attention_heads=2,
+        text_num_key_value_heads=1,
+        text_intermediate_size=16,
+        num_layerwise_text_blocks=1,
+        num_refiner_text_blocks=1,
+        axes_dims_rope=(4, 4, 8),
+    ),
+    case(
+        "Ideogram4Transformer2DModel",
+        ideogram,
+        image="hidden_states B7LC",
+        text="encoder_hidden_states",
+        in_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        intermediate_size=32,
+        adaln_dim=16,
+        llm_features_dim=16,
+        rope_theta=10000,
+        mrope_section=(4, 2, 2),
+    ),
+    case(
+        "QwenImage21Transformer2DModel",
+        qwen21,
+        image="hidden_states BLC",
+        text="encoder_hidden_states",
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        **HEADS,
+        context_in_dim=16,
+        axes_dims_rope=(4, 4, 8),
+    ),
+    case(
+        "OmniGenTransformer2DModel",
+        omnigen,
+        in_channels=4,
+        hidden_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=32,
+        num_layers=2,
+        pad_token_id=0,
+        vocab_size=32,
+        time_step_dim=4,
+        rope_scaling={"long_factor": list(range(1, 9)), "short_factor": list(range(1, 9))},
+    ),
+    case(
+        "Lumina2Transformer2DModel",
+        lambda: {
+            "hidden_states": IMAGE,
+            "encoder_hidden_states": WORDS,
+            "encoder_attention_mask": torch.ones(2, TEXT, dtype=torch.bool),
+            **HALF,
+        },
+        text="encoder_hidden_states",
+        sample_size=16,
+        in_channels=4,
+        hidden_size=32,
+        num_layers=2,
+        num_refiner_layers=1,
+        num_attention_heads=2,
+        num_kv_heads=1,
+        multiple_of=2,
+        axes_dim_rope=(4, 4, 8),
+        axes_lens=(64, 64, 64),
+        cap_feat_dim=16,
+    ),
+    case(
+        "ErnieImageTransformer2DModel",
+        lambda: {"hidden_states": normal(2, 4, H, W), "text_bth": WORDS, "text_lens": torch.tensor([TEXT, 4]), **HALF},
+        text="text_bth",
+        hidden_size=32,
+        num_attention_heads=2,
+        num_layers=2,
+        ffn_hidden_size=32,
+        in_channels=4,
+        out_channels=4,
+        text_in_dim=16,
+        rope_axes_dim=(4, 4, 8),
+    ),
+    Case("ZImageTransformer2DModel", z_image, listed(), "x BCFHW", "cap_feats"),
+    Case(
+        "ZImageControlNetModel",
+        z_control,
+        listed(control_context=list(normal(2, 4, 1, 2 * H, 2 * W))),
+        "x BCFHW",
+        "cap_feats",
+    ),
+    case(
+        "BriaFibo2Transformer2DModel",
+        fibo2,
+        in_channels=4,
+        dim=32,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        cap_feat_dim=16,
+        injection_layer_ids=(1,),
+        perceiver_num_layers=1,
+        min_num_gist_tokens=4,
+        max_num_gist_tokens=8,
+        gist_step=4,
+        gist_min_text_len=4,
+        gist_max_text_len=16,
+        axes_dims=(4, 4, 8),
+        axes_lens=(64, 64, 64),
+    ),
+    case(
+        "HiDreamImageTransformer2DModel",
+        hidream,
+        text="encoder_hidden_states_t5",
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        **HEADS,
+        caption_channels=[16, 16],
+        text_emb_dim=8,
+        num_routed_experts=2,
+        num_activated_experts=2,
+        axes_dims_rope=(8, 4, 4),
+        max_resolution=(24, 24),
+        llama_layers=(0, 1),
+        force_inference_output=True,
+    ),
+    case(
+        "NucleusMoEImageTransformer2DModel",
+        lambda: {
+            "hidden_states": normal(2, H * W, 4),
+            "encoder_hidden_states": WORDS,
+            "encoder_hidden_states_mask": torch.ones(2, TEXT, dtype=torch.bool),
+            "img_shapes": [(1, H, W)] * 2,
+            **HALF,
+        },
+        image="hidden_states BLC",
+        text="encoder_hidden_states",
+        in_channels=4,
+        out_channels=1,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        joint_attention_dim=16,
+        axes_dims_rope=(4, 4, 8),
+        moe_enabled=False,
+        capacity_factors=[8.0, 8.0],
+    ),
+    case(
+        "JoyImageEditPlusTransformer3DModel",
+        lambda: {
+            "hidden_states": normal(2, H * W + 20, 4, 1, 2, 2),
+            "encoder_hidden_states": WORDS,
+            "encoder_hidden_states_mask": torch.ones(2, TEXT),
+            "shape_list": [[(1, H, W), (1, 4, 5)], [(1, H, W), (1, 2, 5)]],
+            **STEP,
+        },
+        image="hidden_states BL",
+        text="encoder_hidden_states",
+        in_channels=4,
+        hidden_size=32,
+        num_attention_heads=2,
+        text_dim=16,
+        num_layers=2,
+        rope_dim_list=[4, 4, 8],
+    ),
+]

@@ -1,0 +1,103 @@
+"""A probe of where a model's image is among the keys of its attention: change one slice of the latents, see which keys move.
+
+Attention gives zeros meanwhile, so that a change stays with its own tokens through all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mame_sd import apply_mame, remove_mame
+from tests.builders.transformers import TEXT
+from tests.matrix.models.case import Case
+from tests.matrix.models.watch import Attention, Merged, merging
+
+AXES = "THW"
+
+
+def check_probe(case: Case, model: nn.Module) -> None:
+    """Asserts that the keys which move are those that the family says, for a slice of each axis and a text token."""
+    with _apart(model) as run:
+        before, size = run(case.inputs())
+        sides = dict(zip(AXES[-len(size) :], size, strict=True))
+        for axis, side in sides.items():
+            if side < 2:
+                continue
+            after, _ = run(_slice_changed(case, case.inputs(), axis, sides))
+            every = torch.meshgrid(*(torch.arange(n) for n in size), indexing="ij")
+            expected = (every[AXES[-len(size) :].index(axis)] == 1).flatten()
+            for was, now in zip(before, after, strict=True):
+                image, others = _split(was, now)
+                assert torch.equal(image, expected), f"{axis}: keys {image.nonzero().flatten().tolist()[:9]} moved"
+                assert not others.any(), f"{axis}: keys of others moved"
+        if case.text:
+            after, _ = run(_text_changed(case.inputs(), case.text))
+            for was, now in zip(before, after, strict=True):
+                assert not _split(was, now)[0].any(), "the text moves keys of the image"
+
+
+@contextmanager
+def _apart(model: nn.Module) -> Iterator[Any]:
+    """Runs the model with attention that gives zeros: the calls that merge, and (t, h, w) or (h, w)."""
+    handle = apply_mame(model, keep=0.5, min_tokens=1, correct=False)
+
+    def run(inputs: dict[str, Any]) -> tuple[list[Merged], tuple[int, ...]]:
+        handle.reset()
+        with torch.no_grad(), Attention(apart=True), merging() as found:
+            model(**inputs)
+        sizes = {layer.size for layer in handle.report().layers if layer.size}
+        counts = [layer.tokens_in for layer in handle.report().layers if layer.merged]
+        return found, sizes.pop() if sizes else (round(counts[0]),)
+
+    try:
+        yield run
+    finally:
+        remove_mame(model)
+
+
+def _split(was: Merged, now: Merged) -> tuple[Tensor, Tensor]:
+    """Which of the image's keys moved [n], and which of the others."""
+    moved = (was.call["key"] - now.call["key"]).abs().amax((0, 1, 3)) > 1e-6
+    last = was.first + was.plan.tokens_in
+    return moved[was.first : last], torch.cat([moved[: was.first], moved[last:]])
+
+
+def _slice_changed(case: Case, inputs: dict[str, Any], axis: str, sides: dict[str, int]) -> dict[str, Any]:
+    """`inputs` with the second slice of tokens along `axis` changed."""
+    name, dims = case.image.split()
+    value = inputs[name]
+    latents = [part.clone() for part in value] if isinstance(value, list) else [value.clone()]
+    for latent in latents:
+        whole = latent.unsqueeze(0) if isinstance(value, list) and "B" in dims and latent.dim() < len(dims) else latent
+        if "L" in dims:
+            skip = TEXT if "7" in dims else 0
+            grid = torch.zeros(*sides.values(), dtype=torch.bool)
+            grid.select(list(sides).index(axis), 1).fill_(True)
+            at = grid.flatten().nonzero().flatten() + skip
+            whole[:, at] += 1
+            continue
+        if "N" in dims:
+            whole = whole[:, -1]
+            dims = dims.replace("N", "")
+        dim = dims.index(axis)
+        step = whole.shape[dim] // sides[axis]
+        whole.narrow(dim, step, step).add_(1)
+    return {**inputs, name: latents if isinstance(value, list) else latents[0]}
+
+
+def _text_changed(inputs: dict[str, Any], name: str) -> dict[str, Any]:
+    """`inputs` with the third token of the text changed."""
+    value = inputs[name]
+    if isinstance(value, list):
+        changed = [part.clone() for part in value]
+        for part in changed:
+            part[2] += 1
+        return {**inputs, name: changed}
+    value = value.clone()
+    value[:, 2] += 1
+    return {**inputs, name: value}

@@ -1,0 +1,89 @@
+"""All classes of the installed diffusers that may denoise, and what `apply_mame` makes of each: `python -m tests.matrix --sweep`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from torch import nn
+
+from mame_sd import MaMeHandle, apply_mame
+from mame_sd.diffusion.families.refused import EXCLUDED
+from mame_sd.diffusion.families.transformers import family_of
+from tests.matrix.models import images, others, videos
+from tests.matrix.models.case import Case
+
+CASES = [*others.CASES, *images.CASES, *videos.CASES]
+RECORD = Path(__file__).parent / "sweep.json"
+ROOMS = ("models.transformers", "models.unets", "models.controlnets")
+# No denoisers: several ControlNets as one, and parts of one.
+PARTS = {"ControlNetXSAdapter", "MotionAdapter"}
+
+
+def classes() -> set[str]:
+    """Names of the models of diffusers that may denoise."""
+    found = set()
+    for name in dir(diffusers):
+        kind = getattr(diffusers, name)
+        if (
+            inspect.isclass(kind)
+            and issubclass(kind, diffusers.ModelMixin)
+            and any(room in kind.__module__ for room in ROOMS)
+        ):
+            found.add(name)
+    return {name for name in found if "Multi" not in name} - PARTS
+
+
+def outcome(case: Case, model: nn.Module) -> tuple[dict[str, Any], MaMeHandle]:
+    """What merging does there, by keys and values and by whole tokens, each with half of the tokens."""
+    handle = apply_mame(model, keep=0.5, min_tokens=1)
+    found: dict[str, Any] = {}
+    for mode in ("kv", "qkv"):
+        handle.set(keep=0.5, merge=mode)
+        handle.reset()
+        with torch.no_grad():
+            model(**case.inputs())
+        layers = handle.report().layers
+        if mode == "kv":
+            counts = Counter(round(layer.tokens_in) for layer in layers if layer.merged)
+            found["layers"] = {str(tokens): n for tokens, n in sorted(counts.items(), reverse=True)}
+            found["left"] = sum(not layer.merged for layer in layers)
+        else:
+            found["queries"] = not any("queries stay whole" in layer.reason for layer in layers)
+    families = {family.name for family in map(family_of, model.modules()) if family is not None}
+    found["family"] = ", ".join(sorted(families))
+    return found, handle
+
+
+def sweep() -> None:
+    """Runs every case, writes the record, prints the table."""
+    record = {}
+    for case in CASES:
+        record[case.name] = outcome(case, case.build().eval())[0]
+        print(f"{case.name}: {record[case.name]}", flush=True)
+    RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(["", *table()]))
+
+
+def table() -> list[str]:
+    """The record as a table: what merges, and what is refused for which reason."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    lines = ["| class | family | layers that merge | whole tokens too |", "|---|---|---|---|"]
+    for name, found in sorted(record.items()):
+        layers = ", ".join(f"{n} of {tokens} tokens" for tokens, n in found["layers"].items())
+        lines.append(
+            f"| {name} | {found['family']} | {layers} | {'yes' if found['queries'] else 'keys and values alone'} |"
+        )
+    lines += ["", "| refused | why |", "|---|---|"]
+    lines += [f"| {name} | {reason} |" for name, reason in sorted(EXCLUDED.items())]
+    untried = sorted(classes() - record.keys() - EXCLUDED.keys())
+    lines += [
+        "",
+        f"{len(record) + len(EXCLUDED)} classes: {len(record)} merge, {len(EXCLUDED)} are refused, {len(untried)} untried.",
+    ]
+    return lines

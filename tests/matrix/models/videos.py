@@ -1,0 +1,531 @@
+"""Transformers of videos that the rows of the matrix don't hold."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.builders.transformers import HEADS, TEXT, H, W, model, normal
+from tests.matrix.models.case import Case, case
+from tests.matrix.models.images import STEP, WORDS
+
+T = 3
+ONES = torch.ones(2, TEXT)
+VIDEO = normal(2, 4, T, 2 * H, 2 * W)
+BCTHW = "hidden_states BCTHW"
+WAN: dict[str, Any] = {
+    "patch_size": (1, 2, 2),
+    **HEADS,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 16,
+    "freq_dim": 16,
+    "ffn_dim": 32,
+    "num_layers": 2,
+    "rope_max_seq_len": 32,
+}
+HUNYUAN: dict[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    **HEADS,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "num_refiner_layers": 1,
+    "text_embed_dim": 16,
+    "rope_axes_dim": (4, 4, 8),
+}
+
+
+def video(**more: Any) -> Any:
+    return lambda: {"hidden_states": VIDEO, "encoder_hidden_states": WORDS, **STEP, **more}
+
+
+def masked(**more: Any) -> Any:
+    """The second sample's text is shorter."""
+    mask = torch.ones(2, TEXT)
+    mask[1, -2:] = 0
+    return video(encoder_attention_mask=mask, **more)
+
+
+def frames_first(t: Tensor) -> Tensor:
+    return t.transpose(1, 2).contiguous()
+
+
+def history() -> dict[str, Any]:
+    """FramePack: frames that are there already before those that are made."""
+    return {
+        **masked()(),
+        "pooled_projections": normal(2, 8),
+        "guidance": torch.ones(2),
+        "image_embeds": normal(2, 3, 16),
+        "indices_latents": torch.arange(T).float(),
+        "latents_clean": normal(2, 4, 2, 2 * H, 2 * W),
+        "indices_latents_clean": torch.ones(2),
+        "latents_history_2x": normal(2, 4, 2, 2 * H, 2 * W),
+        "indices_latents_history_2x": torch.ones(2),
+        "latents_history_4x": normal(2, 4, 4, 2 * H, 2 * W),
+        "indices_latents_history_4x": torch.ones(4),
+    }
+
+
+def helios() -> dict[str, Any]:
+    return {
+        **video()(),
+        "indices_hidden_states": torch.arange(T).float().expand(2, -1),
+        "indices_latents_history_short": torch.ones(2, 1),
+        "latents_history_short": normal(2, 4, 1, 2 * H, 2 * W),
+    }
+
+
+def minimax() -> dict[str, Any]:
+    """Text, sound and a video in one sequence."""
+    sound, n = 5, T * H * W
+    total = TEXT + sound + n
+    ids = torch.zeros(total, 3)
+    ids[:TEXT, 0] = torch.arange(TEXT)
+    ids[TEXT + sound :] = torch.cartesian_prod(*(torch.arange(k).float() for k in (T, H, W)))
+    tags = torch.tensor([1] * TEXT + [2] * sound + [0] * n)
+    return {
+        "hidden_states": normal(2, n, 16),
+        "audio_hidden_states": normal(2, sound, 6),
+        "encoder_hidden_states": WORDS,
+        "timestep": torch.tensor([0.5, 0.5]),
+        "timestep_indices": torch.zeros(total, dtype=torch.long),
+        "token_tags": tags,
+        "position_ids": ids,
+        "text_indices": torch.arange(TEXT),
+        "audio_indices": torch.arange(TEXT, TEXT + sound),
+        "video_indices": torch.arange(TEXT + sound, total),
+    }
+
+
+def cosmos3() -> dict[str, Any]:
+    n = T * H * W
+    at = torch.arange(TEXT, TEXT + n)
+    ids = torch.zeros(3, TEXT + n, dtype=torch.long)
+    ids[:, TEXT:] = torch.cartesian_prod(*(torch.arange(k) for k in (T, H, W))).T
+    return {
+        "input_ids": torch.arange(TEXT),
+        "text_indexes": torch.arange(TEXT),
+        "position_ids": ids,
+        "und_len": TEXT,
+        "sequence_length": TEXT + n,
+        "vision_tokens": [normal(1, 4, T, H, W)],
+        "vision_token_shapes": [(T, H, W)],
+        "vision_sequence_indexes": at,
+        "vision_mse_loss_indexes": at,
+        "vision_timesteps": torch.ones(n),
+        "vision_noisy_frame_indexes": [torch.arange(T)],
+    }
+
+
+def cosmos_control() -> nn.Module:
+    """It resizes its padding mask by torchvision, which need not be there: the nearest values are these."""
+    from diffusers.models.controlnets import controlnet_cosmos
+
+    def resize(mask: Tensor, size: list[int], **_: Any) -> Tensor:
+        return F.interpolate(mask, size, mode="nearest")
+
+    if not hasattr(controlnet_cosmos, "transforms"):
+        nearest = SimpleNamespace(NEAREST="nearest")
+        controlnet_cosmos.transforms = SimpleNamespace(
+            functional=SimpleNamespace(resize=resize), InterpolationMode=nearest
+        )
+    return model(
+        "CosmosControlNetModel",
+        n_controlnet_blocks=2,
+        in_channels=6,
+        latent_channels=6,
+        model_channels=48,
+        num_attention_heads=2,
+        attention_head_dim=24,
+        text_embed_dim=16,
+        adaln_lora_dim=4,
+        max_size=(4, 32, 32),
+    )()
+
+
+def kandinsky(**more: Any) -> Any:
+    return lambda: {
+        "hidden_states": normal(2, T, 2 * H, 2 * W, 4),
+        "encoder_hidden_states": WORDS,
+        "pooled_projections": normal(2, 8),
+        **STEP,
+        **more,
+    }
+
+
+def allegro() -> dict[str, Any]:
+    """With the table of rotations and each token's place in it, as the pipeline gives them."""
+    table = tuple((normal(n, 8), normal(n, 8, seed=2)) for n in (T, H, W))
+    places = torch.cartesian_prod(*(torch.arange(n) for n in (T, H, W))).T
+    return {**video()(), "image_rotary_emb": (table, tuple(place[None] for place in places))}
+
+
+CASES = [
+    case(
+        "WanVACETransformer3DModel",
+        video(control_hidden_states=normal(2, 8, T, 2 * H, 2 * W)),
+        BCTHW,
+        **WAN,
+        vace_layers=[0],
+        vace_in_channels=8,
+    ),
+    case(
+        "WanAnimateTransformer3DModel",
+        video(
+            hidden_states=normal(2, 12, T, 2 * H, 2 * W),
+            pose_hidden_states=normal(2, 4, T - 1, 2 * H, 2 * W),
+            face_pixel_values=normal(2, 3, 5, 16, 16),
+            encoder_hidden_states=normal(2, 512, 16),
+            encoder_hidden_states_image=normal(2, 4, 16),
+        ),
+        BCTHW,
+        **{**WAN, "in_channels": 12},
+        latent_channels=4,
+        image_dim=16,
+        motion_encoder_channel_sizes={"4": 16, "8": 16, "16": 16},
+        motion_encoder_size=16,
+        motion_style_dim=8,
+        motion_dim=4,
+        motion_encoder_dim=16,
+        face_encoder_hidden_dim=16,
+        face_encoder_num_heads=2,
+        inject_face_latents_blocks=2,
+    ),
+    case("ChronoEditTransformer3DModel", video(), BCTHW, **WAN),
+    case("SkyReelsV2Transformer3DModel", video(), BCTHW, **WAN),
+    case(
+        "AnyFlowTransformer3DModel",
+        lambda: {
+            "hidden_states": frames_first(VIDEO),
+            "encoder_hidden_states": WORDS,
+            "timestep": torch.full((2, T), 500.0),
+            "r_timestep": torch.full((2, T), 250.0),
+        },
+        "hidden_states BTCHW",
+        **WAN,
+    ),
+    case(
+        "HeliosTransformer3DModel",
+        helios,
+        BCTHW,
+        **{key: value for key, value in WAN.items() if key != "rope_max_seq_len"},
+        rope_dim=(4, 4, 8),
+        guidance_cross_attn=True,
+        has_multi_term_memory_patch=True,
+    ),
+    case(
+        "AllegroTransformer3DModel",
+        allegro,
+        BCTHW,
+        num_attention_heads=2,
+        attention_head_dim=24,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        cross_attention_dim=48,
+        sample_width=24,
+        sample_height=16,
+        sample_frames=T,
+        caption_channels=16,
+    ),
+    case(
+        "CosmosTransformer3DModel",
+        video(padding_mask=torch.zeros(1, 1, 2 * H, 2 * W)),
+        BCTHW,
+        in_channels=4,
+        out_channels=4,
+        **{**HEADS, "attention_head_dim": 24},
+        num_layers=2,
+        text_embed_dim=16,
+        adaln_lora_dim=4,
+        max_size=(4, 32, 32),
+        concat_padding_mask=False,
+    ),
+    Case(
+        "CosmosControlNetModel",
+        cosmos_control,
+        lambda: {
+            "controls_latents": normal(2, 4, T, 2 * H, 2 * W),
+            "latents": VIDEO,
+            "encoder_hidden_states": WORDS,
+            "condition_mask": torch.ones(2, 1, T, 2 * H, 2 * W),
+            "padding_mask": torch.zeros(1, 1, 2 * H, 2 * W),
+            **STEP,
+        },
+        "controls_latents BCTHW",
+    ),
+    case(
+        "LTX2VideoTransformer3DModel",
+        lambda: {
+            "hidden_states": normal(2, T * H * W, 4),
+            "audio_hidden_states": normal(2, 9, 4),
+            "encoder_hidden_states": WORDS,
+            "audio_encoder_hidden_states": WORDS,
+            "encoder_attention_mask": torch.ones(2, TEXT, dtype=torch.bool),
+            "num_frames": T,
+            "height": H,
+            "width": W,
+            "audio_num_frames": 9,
+            **STEP,
+        },
+        "hidden_states BLC",
+        in_channels=4,
+        out_channels=4,
+        **HEADS,
+        cross_attention_dim=32,
+        audio_in_channels=4,
+        audio_out_channels=4,
+        audio_num_attention_heads=2,
+        audio_attention_head_dim=8,
+        audio_cross_attention_dim=16,
+        num_layers=2,
+        caption_channels=16,
+        rope_double_precision=False,
+    ),
+    case(
+        "SanaWMLTX2RefinerTransformer3DModel",
+        lambda: {
+            "hidden_states": normal(2, T * H * W, 4),
+            "encoder_hidden_states": WORDS,
+            "video_rotary_emb": (normal(2, T * H * W, 32), normal(2, T * H * W, 32, seed=2)),
+            **STEP,
+        },
+        "hidden_states BLC",
+        in_channels=4,
+        out_channels=4,
+        **HEADS,
+        cross_attention_dim=32,
+        audio_in_channels=4,
+        audio_out_channels=4,
+        audio_num_attention_heads=2,
+        audio_attention_head_dim=8,
+        audio_cross_attention_dim=16,
+        num_layers=2,
+        caption_channels=16,
+    ),
+    case(
+        "HunyuanVideoTransformer3DModel",
+        masked(pooled_projections=normal(2, 8), guidance=torch.ones(2)),
+        BCTHW,
+        **HUNYUAN,
+        pooled_projection_dim=8,
+    ),
+    case(
+        "HunyuanVideoFramepackTransformer3DModel",
+        history,
+        BCTHW,
+        **HUNYUAN,
+        pooled_projection_dim=8,
+        has_image_proj=True,
+        image_proj_dim=16,
+        has_clean_x_embedder=True,
+    ),
+    case(
+        "HunyuanVideo15Transformer3DModel",
+        masked(
+            hidden_states=normal(2, 4, T, H, W),
+            encoder_hidden_states_2=normal(2, 4, 16),
+            encoder_attention_mask_2=torch.ones(2, 4),
+            image_embeds=torch.zeros(2, 3, 16),
+        ),
+        BCTHW,
+        **{key: value for key, value in HUNYUAN.items() if key != "num_single_layers"},
+        text_embed_2_dim=16,
+        image_embed_dim=16,
+        target_size=16,
+        task_type="t2v",
+    ),
+    case(
+        "HunyuanImageTransformer2DModel",
+        masked(hidden_states=normal(2, 4, H, W)),
+        **{**HUNYUAN, "rope_axes_dim": (8, 8)},
+    ),
+    case(
+        "MotifVideoTransformer3DModel",
+        masked(),
+        BCTHW,
+        **{key: value for key, value in HUNYUAN.items() if key != "num_refiner_layers"},
+        text="encoder_hidden_states",
+        enable_text_cross_attention_dual=True,
+    ),
+    case(
+        "MochiTransformer3DModel",
+        masked(),
+        BCTHW,
+        text="encoder_hidden_states",
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=2,
+        pooled_projection_dim=16,
+        in_channels=4,
+        text_embed_dim=16,
+        time_embed_dim=4,
+        max_sequence_length=TEXT,
+    ),
+    case(
+        "EasyAnimateTransformer3DModel",
+        video(),
+        BCTHW,
+        text="encoder_hidden_states",
+        attention_head_dim=16,
+        num_attention_heads=2,
+        in_channels=4,
+        out_channels=4,
+        mmdit_layers=1,
+        num_layers=2,
+        patch_size=2,
+        text_embed_dim=16,
+        time_embed_dim=8,
+    ),
+    case(
+        "ConsisIDTransformer3DModel",
+        lambda: {
+            "hidden_states": frames_first(VIDEO),
+            "encoder_hidden_states": WORDS,
+            "image_rotary_emb": (normal(T * H * W, 16), normal(T * H * W, 16, seed=2)),
+            "id_vit_hidden": [torch.ones(2, 5, 4)],
+            "id_cond": torch.ones(2, 8),
+            **STEP,
+        },
+        "hidden_states BTCHW",
+        text="encoder_hidden_states",
+        **HEADS,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=2,
+        text_embed_dim=16,
+        num_layers=2,
+        sample_width=2 * W,
+        sample_height=2 * H,
+        sample_frames=9,
+        max_text_seq_length=TEXT,
+        use_rotary_positional_embeddings=True,
+        cross_attn_interval=1,
+        is_train_face=True,
+        cross_attn_dim_head=1,
+        cross_attn_num_heads=1,
+        LFE_id_dim=8,
+        LFE_vit_dim=4,
+        LFE_depth=5,
+        LFE_dim_head=8,
+        LFE_num_heads=2,
+        LFE_num_id_token=1,
+        LFE_num_querie=1,
+        LFE_output_dim=21,
+        LFE_ff_mult=1,
+        LFE_num_scale=1,
+    ),
+    case(
+        "JoyImageEditTransformer3DModel",
+        lambda: {"hidden_states": normal(2, 2, 4, 1, 2 * H, 2 * W), "encoder_hidden_states": WORDS, **STEP},
+        "hidden_states BNCTHW",
+        text="encoder_hidden_states",
+        in_channels=4,
+        hidden_size=32,
+        num_attention_heads=2,
+        text_dim=16,
+        num_layers=2,
+        rope_dim_list=[4, 4, 8],
+    ),
+    case(
+        "Kandinsky5Transformer3DModel",
+        kandinsky(
+            visual_rope_pos=[torch.arange(T), torch.arange(H), torch.arange(W)], text_rope_pos=torch.arange(TEXT)
+        ),
+        "hidden_states BTHWC",
+        in_visual_dim=4,
+        out_visual_dim=4,
+        in_text_dim=16,
+        in_text_dim2=8,
+        time_dim=16,
+        model_dim=32,
+        ff_dim=32,
+        num_text_blocks=1,
+        num_visual_blocks=2,
+        axes_dims=(4, 4, 8),
+    ),
+    case(
+        "Kandinsky6Transformer3DModel",
+        kandinsky(audio_hidden_states=normal(2, 6, 4)),
+        "hidden_states BTHWC",
+        in_visual_dim=4,
+        out_visual_dim=4,
+        in_text_dim=16,
+        in_text_dim2=8,
+        time_dim=16,
+        model_dim=32,
+        ff_dim=32,
+        num_text_blocks=1,
+        num_visual_blocks=2,
+        axes_dims=(4, 4, 8),
+        visual_cond=False,
+        in_audio_dim=4,
+        out_audio_dim=4,
+    ),
+    case(
+        "LatteTransformer3DModel",
+        lambda: {
+            "hidden_states": VIDEO,
+            "encoder_hidden_states": WORDS,
+            "timestep": torch.tensor([[5], [5]]).flatten(),
+            "enable_temporal_attentions": True,
+        },
+        image="",
+        unprobed="its frames are samples",
+        sample_size=16,
+        num_layers=2,
+        patch_size=2,
+        **HEADS,
+        caption_channels=16,
+        in_channels=4,
+        cross_attention_dim=32,
+        out_channels=8,
+        attention_bias=True,
+        activation_fn="gelu-approximate",
+        num_embeds_ada_norm=1000,
+        norm_type="ada_norm_single",
+        norm_elementwise_affine=False,
+        video_length=T,
+    ),
+    case(
+        "MiniMaxH3Transformer3DModel",
+        minimax,
+        "hidden_states BLC",
+        text="encoder_hidden_states",
+        num_attention_heads=2,
+        attention_head_dim=16,
+        hidden_size=32,
+        num_layers=2,
+        num_refiner_layers=1,
+        ffn_dim=32,
+        in_channels=4,
+        audio_in_channels=6,
+        text_dim=16,
+        freq_dim=8,
+        time_embed_hidden_dim=24,
+        time_embed_dim=16,
+        rope_freq_dim=2,
+    ),
+    case(
+        "Cosmos3OmniTransformer",
+        cosmos3,
+        "vision_tokens BCTHW",
+        head_dim=16,
+        hidden_size=32,
+        intermediate_size=32,
+        latent_channel=4,
+        latent_patch_size=1,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        num_key_value_heads=1,
+        patch_latent_dim=4,
+        rope_axes_dim=[2, 3, 3],
+        vocab_size=32,
+    ),
+]

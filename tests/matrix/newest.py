@@ -1,0 +1,117 @@
+"""Rows of the matrix: today's models, at the size of the sweep."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from torch import Tensor
+
+from mame_sd import apply_mame
+from tests.builders.transformers import run
+from tests.matrix.caches import TAYLOR, Model, Pair, check_pair, sampled
+from tests.matrix.models import images, videos
+from tests.matrix.models.case import Case
+from tests.matrix.rows import Check, Row
+from tests.matrix.transformers import row
+
+_CASES = {case.name: case for case in (*images.CASES, *videos.CASES)}
+NAMES = {
+    "Flux 2": "Flux2Transformer2DModel",
+    "Z-Image": "ZImageTransformer2DModel",
+    "Krea 2": "Krea2Transformer2DModel",
+    "Qwen-Image 2.1": "QwenImage21Transformer2DModel",
+    "HunyuanVideo 1.5": "HunyuanVideo15Transformer3DModel",
+    "LTX-2": "LTX2VideoTransformer3DModel",
+}
+MERGES = {"Z-Image": {96: 3}, "HunyuanVideo 1.5": {288: 1}, "LTX-2": {288: 2}}
+HALF: dict[str, Any] = {"keep": 0.5, "min_tokens": 60}
+
+
+def _case(name: str) -> Case:
+    return _CASES[NAMES[name]]
+
+
+def _row(name: str) -> Row:
+    case = _case(name)
+    told: dict[str, Any] = {"modes": {"default": {"keep": 0.5}}}
+    if name == "Z-Image":
+        told["processor"] = "none"
+    if name == "Qwen-Image 2.1":
+        told |= {
+            "processor": "set",
+            "one_liner": "error: its attention passes arguments that other processors don't take",
+        }
+    return row(name, case.build, case.inputs(), MERGES.get(name, {96: 2}), **told)
+
+
+ROWS = [_row(name) for name in NAMES]
+
+
+def compiled(name: str) -> None:
+    """The whole model in one graph, merging included; by its blocks where its own forward breaks a graph."""
+    torch.compiler.reset()
+    case = _case(name)
+    model, whole = case.build(), case.build()
+    apply_mame(model, **HALF)
+    expected = run(case.inputs(), model)
+    handle = apply_mame(whole, **HALF)
+    if name in BY_BLOCKS:
+        whole.compile_repeated_blocks(backend="eager", fullgraph=True)
+    else:
+        whole.compile(backend="eager", fullgraph=True)
+    torch.testing.assert_close(run(case.inputs(), whole), expected, rtol=1e-4, atol=1e-5)
+    assert {(layer.calls, layer.merged) for layer in handle.report().layers} == {(1, True)}
+
+
+def with_lora(name: str) -> None:
+    """A LoRA put on before merging, after it, and switched off again."""
+    case = _case(name)
+    before, after = case.build(), case.build()
+    apply_mame(after, **HALF)
+    plain = run(case.inputs(), after)
+    outputs: list[Tensor] = []
+    for model in (before, after):
+        torch.manual_seed(0)
+        targets = r".*(blocks|layers)\.\d+\.(attn1?|attention)\.to_[qkv]"
+        model.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=targets))
+        if model is before:
+            apply_mame(model, **HALF)
+        outputs.append(run(case.inputs(), model))
+    assert torch.equal(*outputs)
+    assert not torch.equal(outputs[0], plain)
+    after.disable_adapters()
+    torch.testing.assert_close(run(case.inputs(), after), plain, rtol=1e-5, atol=1e-5)  # an idle LoRA rounds otherwise
+
+
+def cached(name: str) -> None:
+    """TaylorSeer in either order with merging, on and off."""
+    case = _case(name)
+    layers = sum(MERGES.get(name, {96: 2}).values())
+    check_pair(Pair(Model(name, case.build, partial(sampled, case.inputs()), layers), TAYLOR, {3: layers}))
+
+
+BY_BLOCKS = dict.fromkeys(
+    ("Z-Image", "Qwen-Image 2.1", "HunyuanVideo 1.5"), "by blocks: the model's own forward breaks a graph"
+)
+CACHED = [name for name in NAMES if name != "Z-Image"]
+CHECKS = [
+    *[
+        Check(f"torch.compile of {name}, fullgraph", partial(compiled, name), BY_BLOCKS.get(name, "one graph"))
+        for name in NAMES
+    ],
+    *[
+        Check(f"LoRA on {name}", partial(with_lora, name), "before or after `apply_mame`, the same bits")
+        for name in NAMES
+    ],
+    *[
+        Check(
+            f"TaylorSeer on {name}",
+            partial(cached, name),
+            "in either order the same bits; in 3 of 4 steps layers compute",
+        )
+        for name in CACHED
+    ],
+]

@@ -1,0 +1,121 @@
+"""Tokens put back at their places: hidden states of every block, dense heads, heads that take a mean, and what can't be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mame_sd.perception.apply import apply_encoder, has_encoder_hooks, remove_encoder
+from tests.builders.perception import DENSE, DEPTH, PATCHES, ROWS, Row
+from tests.builders.tiny import seeded
+
+VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
+dense = pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in DENSE])
+
+
+@torch.no_grad()
+def test_a_hidden_state_is_restored_by_the_blocks_before_it() -> None:
+    model, inputs = VIT.build(), VIT.batch()
+    handle = apply_encoder(model, keep=0.6, blocks=(0, 2))
+    handle.capture()
+    states = model(**inputs, output_hidden_states=True).hidden_states
+    plans = handle.plans()
+    assert torch.equal(handle.restore(states[1]), plans[0].restore(states[1]))
+    assert torch.equal(handle.restore(states[2]), plans[0].restore(states[2]))
+    assert torch.equal(handle.restore(states[4]), plans[0].restore(plans[2].restore(states[4])))
+    assert torch.equal(handle.restore(states[2], block=1), handle.restore(states[2]))
+    with pytest.raises(ValueError, match="restore: expected a tensor of shape"):
+        handle.restore(states[0])
+
+
+@torch.no_grad()
+def test_features_of_an_earlier_forward_are_refused() -> None:
+    model = VIT.build()
+    handle = apply_encoder(model, keep=0.6)
+    handle.capture()
+    first, second = (model.vit(**VIT.batch(seed=seed)).last_hidden_state for seed in (0, 1))
+    handle.restore(second)
+    for earlier in (first, first[:, :, :8]):
+        with pytest.raises(ValueError, match="expected features of the latest forward, got those of an earlier one"):
+            handle.restore(earlier)
+
+
+@dense
+@torch.no_grad()
+def test_dense_heads_find_every_token_at_its_place(row: Row) -> None:
+    model, inputs = row.build().double(), {name: value.double() for name, value in row.batch().items()}
+    before = row.call(model, inputs)
+    exact = apply_encoder(model, tau=1.0)
+    for name, value in row.call(model, inputs).items():
+        torch.testing.assert_close(value, before[name], msg=f"{name}: nothing merges at tau 1")
+    assert exact.report().share == pytest.approx(1, abs=0.1)
+    handle = apply_encoder(model)
+    merged = row.call(model, inputs)
+    assert {name: value.shape for name, value in merged.items()} == {name: v.shape for name, v in before.items()}
+    assert handle.report().blocks[-1].tokens_kept < PATCHES
+    assert not all(torch.allclose(value, before[name]) for name, value in merged.items())
+    assert not handle._shared.plans, "no plan outlives the forward"
+    with pytest.raises(ValueError, match="restore: expected True for"):
+        apply_encoder(model, restore=False)
+    remove_encoder(model)
+    assert not has_encoder_hooks(model)
+    for name, value in row.call(model, inputs).items():
+        assert torch.equal(value, before[name])
+
+
+@torch.no_grad()
+def test_a_backbone_s_maps_are_the_hidden_states_restored_by_hand() -> None:
+    row = DENSE[0]
+    backbone, inputs = row.build(), row.batch()
+    apply_encoder(backbone, keep=0.7, blocks=(0, 2))
+    maps = backbone(**inputs).feature_maps
+    model = seeded(ModelOf(backbone), 0, backbone.config)
+    model.load_state_dict(backbone.state_dict())
+    handle = apply_encoder(model, keep=0.7, blocks=(0, 2))
+    handle.capture()
+    states = model(**inputs, output_hidden_states=True).hidden_states
+    for stage in range(1, DEPTH + 1):
+        whole = model.layernorm(handle.restore(states[stage], block=stage - 1))[:, 1:]
+        torch.testing.assert_close(maps[stage - 1].flatten(2).mT, whole)
+
+
+def ModelOf(backbone: Any) -> Any:
+    import transformers
+
+    return getattr(transformers, type(backbone).__name__.replace("Backbone", "Model"))
+
+
+@pytest.mark.parametrize(
+    ("name", "restored"),
+    [
+        ("Dinov2ForImageClassification", True),
+        ("SiglipForImageClassification", True),
+        ("ViTForImageClassification", False),
+    ],
+)
+@torch.no_grad()
+def test_heads_that_take_a_mean_count_what_tokens_stand_for(name: str, restored: bool) -> None:
+    row = next(row for row in ROWS if row.name == name)
+    model, inputs = row.build(), row.batch()
+
+    def logits(**fields: Any) -> Tensor:
+        apply_encoder(model, keep=0.6, **fields)
+        return row.call(model, inputs)["logits"]
+
+    assert torch.equal(logits(), logits(restore=restored))
+    assert torch.equal(logits(), logits(restore=not restored)) == (name == VIT.name)
+
+
+@torch.no_grad()
+def test_restoring_compiles_to_one_graph_at_every_size() -> None:
+    torch._dynamo.reset()
+    model = VIT.build()
+    apply_encoder(model, keep=0.6, restore=True)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for size in ((24, 24), (32, 24), (24, 40)):
+        image = torch.randn(1, 3, *size)
+        got, want = (one(image, interpolate_pos_encoding=True).logits for one in (compiled, model))
+        torch.testing.assert_close(got, want)

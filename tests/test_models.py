@@ -1,0 +1,107 @@
+"""Every denoiser of the installed diffusers: it merges where the probe says, as a float64 loop does, or is refused for a reason that shows."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.transformers import transformer_sana_wm, transformer_wan_animate_2
+
+from mame_sd import apply_mame, remove_mame
+from mame_sd.diffusion.families.refused import EXCLUDED
+from tests.builders.transformers import TEXT
+from tests.matrix.models import refusals
+from tests.matrix.models.case import Case
+from tests.matrix.models.probe import check_probe
+from tests.matrix.models.sweep import CASES, RECORD, classes, outcome
+from tests.matrix.models.videos import T
+from tests.matrix.models.watch import Attention, by_loop, merging
+
+
+def run(model: Any, case: Case) -> list[torch.Tensor]:
+    with torch.no_grad():
+        output = model(**case.inputs())
+    return tensors(output if isinstance(output, tuple | list | torch.Tensor) else list(output.values()))
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [t for part in value for t in tensors(part)] if isinstance(value, tuple | list) else []
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_model(case: Case) -> None:
+    model: Any = case.build().eval()
+    before = run(model, case)
+    found, handle = outcome(case, model)
+    assert found == json.loads(RECORD.read_text())[case.name], "run: python -m tests.matrix --sweep"
+    handle.set(merge="kv", keep=0.5, correct=False)
+    with merging() as calls:
+        merged = run(model, case)
+    assert any(not torch.equal(a, b) for a, b in zip(merged, before, strict=True)), "merging changed nothing"
+    assert calls or not case.image
+    for call in calls:
+        torch.testing.assert_close(call.output, by_loop(call), rtol=1e-4, atol=1e-5)
+    remove_mame(model)
+    assert all(map(torch.equal, run(model, case), before)), "removal is not bit-exact"
+    if case.image:
+        check_probe(case, model)
+
+
+def test_every_class_has_a_case() -> None:
+    known = {case.name for case in CASES} | EXCLUDED.keys()
+    assert classes() - known == set()
+    assert json.loads(RECORD.read_text()).keys() == {case.name for case in CASES}
+
+
+@pytest.mark.parametrize("name", sorted(EXCLUDED))
+def test_refused_models_say_why(name: str) -> None:
+    kind = type(name, (torch.nn.Module,), {})
+    with pytest.raises(ValueError, match="does not merge: ") as caught:
+        apply_mame(kind())
+    assert EXCLUDED[name] in str(caught.value)
+
+
+def lengths(case: Case) -> set[int]:
+    """How many keys each softmax attention of a model has."""
+    model: Any = case.build().eval()
+    with torch.no_grad(), Attention() as attention:
+        model(**case.inputs())
+    return {key.shape[-2] for key in attention.keys}
+
+
+@pytest.mark.parametrize("case", [*refusals.LINEAR, *refusals.SPARSE], ids=lambda case: case.name)
+def test_no_softmax_goes_over_the_image(case: Case) -> None:
+    """Linear attention, and flex attention over blocks of keys: what softmax there is has the text's keys."""
+    assert lengths(case) <= {TEXT}
+
+
+def test_wan_animate_2_attends_by_blocks() -> None:
+    source = inspect.getsource(transformer_wan_animate_2.WanAnimate2AttnProcessor.__call__)
+    assert "AttentionBackendName.FLEX" in source.partition('kv_cache_mode == "cached"')[2]
+
+
+def test_three_of_four_layers_of_sana_wm_are_linear() -> None:
+    every = inspect.signature(transformer_sana_wm.SanaWMTransformer3DModel).parameters["softmax_every_n"].default
+    assert every == 4
+    linear = inspect.getsource(transformer_sana_wm.SanaWMBidirectionalGDNAttention.forward)
+    assert "scaled_dot_product_attention" not in linear
+    names = inspect.signature(transformer_sana_wm.SanaWMSoftmaxAttention.forward).parameters
+    assert "hidden_states" not in names
+
+
+@pytest.mark.parametrize("case", [*refusals.SOUNDS, *refusals.OTHERS[:1]], ids=lambda case: case.name)
+def test_inputs_have_no_rows_and_columns(case: Case) -> None:
+    """Sound, and an image's embedding: nothing of the input has two sides."""
+    assert all(value.dim() <= 3 for value in case.inputs().values() if isinstance(value, torch.Tensor))
+    assert lengths(case)
+
+
+def test_temporal_attention_is_over_frames() -> None:
+    assert lengths(refusals.OTHERS[1]) == {T}
