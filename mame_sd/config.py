@@ -160,7 +160,10 @@ class MaMeConfig(StudyFields):
     seed: int = _field(
         "seed of the destinations that are drawn", "It has a generator of its own, never the global one."
     )
-    size: tuple[int, int] | None = _field("latent height and width, for layers that don't know them")
+    size: tuple[int, int] | None = _field(
+        "latent height and width, for layers that don't know them",
+        "For the one-liner `MaMeAttnProcessor`; `apply_mame` reads the true ones and does without.",
+    )
     mlp: float | None = _field(
         "share of tokens to keep in feed-forward networks too; off unless given",
         "Above 0 to 1; tokens are restored after them. UNets, DiT and PixArt by `apply_mame` alone.",

@@ -12,7 +12,7 @@ from typer.main import get_command
 from mame_sd.cli.app import app
 from mame_sd.config import MaMeConfig
 from mame_sd.eval.cli.app import app as evaluation
-from tests.matrix import transformers
+from tests.matrix import newest, transformers
 from tests.settings_page import page
 
 ROOT = Path(__file__).parents[1]
@@ -44,10 +44,9 @@ def test_every_help_is_one_short_line() -> None:
 
 
 def test_models_that_readme_names_were_tested() -> None:
-    line = next(line for line in README.splitlines() if line.startswith("- **Transformers**"))
-    names = line.partition(": ")[2].rstrip(".").replace("SD 3 and 3.5", "Stable Diffusion 3, Stable Diffusion 3.5")
-    tested = [row.name for row in transformers.ROWS if row.merges]
-    for name in names.split(", "):
+    (names,) = re.findall(r"^- \*\*Transformers\*\*[^:]*: (.*(?:\n  .*)*)\.$", README, re.M)
+    tested = [row.name for row in (*transformers.ROWS, *newest.ROWS) if row.merges]
+    for name in " ".join(names.split()).split(", "):
         assert any(row.startswith(name) for row in tested), name
 
 

@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.models.transformers import transformer_sana_wm, transformer_wan_animate_2
+from diffusers.models.transformers import transformer_flux2, transformer_sana_wm, transformer_wan_animate_2
+from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 
 from mame_sd import apply_mame, remove_mame
+from mame_sd.diffusion.families.family import REGISTERED
 from mame_sd.diffusion.families.refused import EXCLUDED
-from tests.builders.transformers import TEXT
+from mame_sd.families import Family, Tokens, register_family
+from tests.builders.pipelines import kandinsky, run_kandinsky
+from tests.builders.transformers import TEXT, H, W, normal
 from tests.matrix.models import refusals
 from tests.matrix.models.case import Case
 from tests.matrix.models.probe import check_probe
@@ -52,6 +56,75 @@ def test_model(case: Case) -> None:
     assert all(map(torch.equal, run(model, case), before)), "removal is not bit-exact"
     if case.image:
         check_probe(case, model)
+
+
+def cached_calls(model: Any, inputs: dict[str, Any]) -> list[Any]:
+    """The calls that merge of one forward, each checked against the loop."""
+    handle = apply_mame(model, keep=0.5, min_tokens=1, correct=False)
+    with torch.no_grad(), merging() as calls:
+        model(**inputs)
+    assert all(layer.merged for layer in handle.report().layers)
+    for call in calls:
+        torch.testing.assert_close(call.output, by_loop(call), rtol=1e-4, atol=1e-5)
+    return calls
+
+
+def test_keys_of_a_cached_prompt_stand_before_the_image() -> None:
+    """Qwen-Image 2.1 attends to keys of its first call: they stay whole, and the image behind them merges."""
+    case = next(case for case in CASES if case.name == "QwenImage21Transformer2DModel")
+    model: Any = case.build().eval()
+    cache = QwenImage21KVCache(2)
+    with torch.no_grad():
+        model(**case.inputs(), kv_cache=cache, kv_cache_mode="extract")
+    calls = cached_calls(model, {**case.inputs(), "kv_cache": cache, "kv_cache_mode": "cached"})
+    assert {(call.first, call.plan.tokens_in) for call in calls} == {(TEXT, H * W)}
+
+
+def test_keys_of_cached_references_stand_before_the_image() -> None:
+    """Flux 2: text, references of an earlier call, the image; the call that fills the cache is left alone."""
+    case = next(case for case in CASES if case.name == "Flux2Transformer2DModel")
+    model: Any = case.build().eval()
+    for module in model.modules():
+        kind = {
+            "Flux2Attention": transformer_flux2.Flux2KVAttnProcessor,
+            "Flux2ParallelSelfAttention": transformer_flux2.Flux2KVParallelSelfAttnProcessor,
+        }.get(type(module).__name__)
+        if kind is not None:
+            module.set_processor(kind())
+    inputs, references = case.inputs(), 20
+    ids = torch.cat([torch.ones(references, 4), inputs["img_ids"]])
+    filled = {**inputs, "hidden_states": normal(2, references + H * W, 4), "img_ids": ids}
+    handle = apply_mame(model, keep=0.5, min_tokens=1)
+    with torch.no_grad():
+        cache = model(**filled, kv_cache_mode="extract", num_ref_tokens=references, return_dict=False)[1]
+    with pytest.raises(RuntimeError, match="fills a cache of reference images"):
+        handle.report()
+    calls = cached_calls(model, {**inputs, "kv_cache": cache, "kv_cache_mode": "cached"})
+    assert {(call.first, call.plan.tokens_in) for call in calls} == {(TEXT + references, H * W)}
+
+
+def test_keys_that_unets_add_stay_whole() -> None:
+    """Kandinsky 2.2: the text's keys stand before the image's."""
+    pipe = kandinsky()
+    handle = apply_mame(pipe, keep=0.5, min_tokens=1, correct=False)
+    with merging() as calls:
+        run_kandinsky(pipe)
+    assert len(calls) == len(handle.report().layers)
+    for call in calls:
+        assert call.first == call.call["key"].shape[-2] - call.plan.tokens_in > 0
+        torch.testing.assert_close(call.output, by_loop(call), rtol=1e-4, atol=1e-5)
+
+
+def test_a_registered_family_comes_before_a_refusal() -> None:
+    model = refusals.LINEAR[0].build()
+    before = dict(REGISTERED)
+    register_family(Family("mine", (type(model).__name__,), ("Attention.attn2",), lambda model, call: Tokens((H, W))))
+    try:
+        assert apply_mame(model).root is model
+    finally:
+        REGISTERED.clear()
+        REGISTERED.update(before)
+        remove_mame(model)
 
 
 def test_every_class_has_a_case() -> None:

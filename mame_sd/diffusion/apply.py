@@ -39,7 +39,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.families.parts import Part, parts_of
 from mame_sd.diffusion.families.sequence import SequenceAttention
-from mame_sd.diffusion.families.transformers import EXCLUDED, family_of, known_as, suited
+from mame_sd.diffusion.families.transformers import ADDED_KEYS, EXCLUDED, adds_keys, family_of, known_as, suited
 from mame_sd.diffusion.families.unet import (
     IMAGE_MODULES,
     PLAIN_PROCESSORS,
@@ -124,6 +124,7 @@ def build_handle(target: Any, config: MaMeConfig, active: bool = True) -> MaMeHa
         alone = image is not None or not isinstance(
             root, ModelMixin
         )  # a model's attention over no image may be a text's
+        alone = alone or adds_keys(module)
         layer = _layer_of(path, module, image, family, part := parts.get(path, "attention")) if alone else None
         if layer is not None:
             stats = LayerStats(path or kind, device_of(module), part)
@@ -222,6 +223,8 @@ def _layer_of(path: str, module: nn.Module, image: SizeHook | None, family: Fami
     """
     if part != "attention":
         return Part(module)
+    if family is None and adds_keys(module):
+        return SequenceAttention(module, ADDED_KEYS)
     if family is not None:
         if not family.owns(path, module):
             return None

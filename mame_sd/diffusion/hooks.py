@@ -208,7 +208,10 @@ class StepHook(CallHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        setting, timestep = self.shared.now, next((call[name] for name in _TIMESTEP if call.get(name) is not None), None)
+        setting, timestep = (
+            self.shared.now,
+            next((call[name] for name in _TIMESTEP if call.get(name) is not None), None),
+        )
         parts = call.get(self.names[0])
         if isinstance(parts, list) and all(isinstance(part, Tensor) for part in parts):
             alike = len({part.shape for part in parts}) == 1

@@ -211,7 +211,7 @@ def nothing_to_win(config: MaMeConfig, plan: Plan) -> bool:
     return plan.tokens_kept > WORTHWHILE * plan.tokens_in
 
 
-def fitted(config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
+def settings_for(config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
     """The settings that hold for these tokens, and what a report says where they are not the given ones."""
     without = config.without_plane
     if tokens.plane is not None or without is config:

@@ -15,7 +15,7 @@ from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mam
 from mame_sd.core.owners import owners_of
 from mame_sd.core.partition import draw_at, positions
 from mame_sd.diffusion.apply import has_hooks
-from tests.builders.layers import added_kv_unet, attention, every_config, tokens
+from tests.builders.layers import attention, every_config, tokens
 from tests.builders.tiny import (
     run_unet,
     tiny_sdxl_unet,
@@ -356,10 +356,9 @@ def test_capture_keeps_the_latest_plans() -> None:
     [
         (tiny_vae, ValueError, "AutoencoderKL is not supported yet"),
         (lambda: tiny_text_encoder(tiny_tokenizer()), ValueError, "CLIPTextModel is not supported yet"),
-        (added_kv_unet, ValueError, "UNet2DConditionModel is not supported yet"),
         (lambda: 3, TypeError, "got int"),
     ],
-    ids=["vae", "text-encoder", "added-kv", "int"],
+    ids=["vae", "text-encoder", "int"],
 )
 def test_refused_targets(build: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

@@ -10,7 +10,7 @@ import pytest
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 
 from mame_sd import MaMeConfig, apply_mame
-from mame_sd.diffusion.families.transformers import BUILT_IN, WHOLE, suited, uniform
+from mame_sd.diffusion.families.transformers import BUILT_IN, SHARE_BESIDE_TEXT, suited, uniform
 from mame_sd.eval.benchmark.rows import chosen_rows
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import Merging
@@ -34,12 +34,12 @@ def test_families_that_were_measured_or_are_of_one_kind_with_it() -> None:
 def test_image_transformers_whose_tokens_carry_positions_merge_whole(name: str) -> None:
     model = MODELS[name].build()
     handle = apply_mame(model, redraw=False, min_tokens=1)
-    assert merges(handle.config) == (WHOLE, None, "qkv", "best")
+    assert merges(handle.config) == (SHARE_BESIDE_TEXT, None, "qkv", "best")
     assert (handle.config.redraw, handle.config.min_tokens, handle.config.detail) == (False, 1, True)
     MODELS[name].run(model)
     merged = [entry for entry in handle.report().layers if entry.merged]
     assert merged
-    assert all(entry.tokens_kept / entry.tokens_in == pytest.approx(WHOLE, abs=0.05) for entry in merged)
+    assert all(entry.tokens_kept / entry.tokens_in == pytest.approx(SHARE_BESIDE_TEXT, abs=0.05) for entry in merged)
 
 
 @pytest.mark.parametrize(
@@ -88,13 +88,13 @@ def test_settings_that_change_later_mean_what_they_mean_at_first() -> None:
             assert handle.config == suited(handle.root, asked)
         handle.set(**change)
         assert handle.config == suited(handle.root, asked)
-    assert merges(handle.config) == (WHOLE, None, "qkv", "best")
+    assert merges(handle.config) == (SHARE_BESIDE_TEXT, None, "qkv", "best")
     handle.active = False
     handle.active = True
     handle.set(keep=0.25)
     assert merges(handle.config) == (0.25, None, "kv", "best")
     handle.set(MaMeConfig())
-    assert merges(handle.config) == (WHOLE, None, "qkv", "best")
+    assert merges(handle.config) == (SHARE_BESIDE_TEXT, None, "qkv", "best")
 
 
 def test_runs_and_benchmarks_say_what_merged() -> None:
@@ -105,7 +105,7 @@ def test_runs_and_benchmarks_say_what_merged() -> None:
     assert Merging(MaMeConfig()).on(loaded).describe()["mame"]["merge"] == "qkv"
     (baseline, default) = (row.on(loaded) for row in chosen_rows("mame-default"))
     assert baseline.config == {}
-    assert default.config["mame"]["keep"] == WHOLE
+    assert default.config["mame"]["keep"] == SHARE_BESIDE_TEXT
 
 
 def test_settings_beside_a_models_weights_are_its_default(tmp_path: Path) -> None:

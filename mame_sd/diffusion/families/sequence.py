@@ -20,7 +20,7 @@ from mame_sd.diffusion.families.family import Family, Rows
 from mame_sd.diffusion.families.keys import CountedKeys, MergedKeys
 from mame_sd.diffusion.families.samples import KeysBySample
 from mame_sd.diffusion.families.unet import LAYER_SKIP, NOT_COUNTED, skips_scores
-from mame_sd.diffusion.layer import Layer, LayerCall, Output, Route, compared, fitted
+from mame_sd.diffusion.layer import Layer, LayerCall, Output, Route, compared, settings_for
 from mame_sd.diffusion.tokens import Call, Tokens
 
 QUERIES_TOO = "queries merge too: {}"
@@ -54,7 +54,7 @@ class SequenceAttention(Layer):
         reason = _skip_reason(family, given, known, config)
         if reason is not None:
             return reason
-        config, note = fitted(config, known)
+        config, note = settings_for(config, known)
         first, text = known.start(hidden.shape[1]) or 0, _text(family, given)
         before, after = first, hidden.shape[1] - first - known.count
         beside = 0 if text is None else text.shape[1]

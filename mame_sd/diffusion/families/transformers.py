@@ -18,11 +18,23 @@ from mame_sd.diffusion.families.refused import EXCLUDED, known_as
 from mame_sd.diffusion.shipped import shipped_with
 from mame_sd.diffusion.tokens import Call
 
-__all__ = ["BUILT_IN", "DECIDES", "EXCLUDED", "WHOLE", "family_names", "family_of", "known_as", "suited", "uniform"]
+__all__ = [
+    "ADDED_KEYS",
+    "BUILT_IN",
+    "DECIDES",
+    "EXCLUDED",
+    "SHARE_BESIDE_TEXT",
+    "adds_keys",
+    "family_names",
+    "family_of",
+    "known_as",
+    "suited",
+    "uniform",
+]
 
 # Of image transformers with text beside whose tokens carry their positions: nearer than a quarter of the keys, and as fast or faster
 # (docs/results.md). With rotary positions, which a merged query would have one of, that was not measured.
-WHOLE = 0.625
+SHARE_BESIDE_TEXT = 0.625
 DECIDES = ("tau", "keep", "merge", "weights", "variant", "preset")
 # Of the arguments of a family.
 JOINT_FIRST: dict[str, Any] = {"cross": True, "text_last": False}  # joint attention, text before the image
@@ -81,7 +93,7 @@ BUILT_IN = (
         ("SD3Transformer2DModel", "SD3ControlNetModel"),
         ("Attention.attn", "Attention.attn2"),
         at.patches,
-        whole=WHOLE,
+        whole=SHARE_BESIDE_TEXT,
         **JOINT_LAST,
     ),
     Family(
@@ -89,7 +101,7 @@ BUILT_IN = (
         ("AuraFlowTransformer2DModel",),
         ("Attention.attn",),
         at.with_registers,
-        whole=WHOLE,
+        whole=SHARE_BESIDE_TEXT,
         **JOINT_FIRST,
     ),
     # Flux and its kin: the image's places are in `img_ids`.
@@ -483,7 +495,15 @@ BUILT_IN = (
         queries=False,
     ),
 )
+# UNets whose attention takes an image [B, C, H, W] and puts the text's keys before its own: Kandinsky 2, DeepFloyd IF, UnCLIP.
+ADDED_KEYS = Family("added keys", (), (), at.of_levels, queries=False, **JOINT_FIRST)
 _MODELS = {model: family for family in BUILT_IN for model in family.models}
+
+
+def adds_keys(module: nn.Module) -> bool:
+    """Whether a module is an attention of `ADDED_KEYS`."""
+    kind = type(getattr(module, "processor", None)).__name__
+    return kind.startswith("AttnAddedKV") and not getattr(module, "only_cross_attention", True)
 
 
 def family_of(model: nn.Module) -> Family | None:

@@ -21,7 +21,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core.plan import Plan
 from mame_sd.core.row_plan import RowPlan
 from mame_sd.diffusion.families.keys import Attending, GroupedKeys, MergedKeys, log_sizes
-from mame_sd.diffusion.layer import Layer, LayerCall, Output, Route, compared, fitted
+from mame_sd.diffusion.layer import Layer, LayerCall, Output, Route, compared, settings_for
 from mame_sd.diffusion.tokens import Call, Tokens
 
 # Modules whose first input is an image [B, C, H, W] and whose blocks see its pixels, or patches, as tokens.
@@ -59,7 +59,7 @@ _MASKED = (
     processors.FusedAttnProcessor2_0,
 )
 # Those that call scaled_dot_product_attention, in which keys and values can be corrected.
-_WHOLE_KEYS = (processors.AttnProcessor2_0, processors.FusedAttnProcessor2_0)
+_CORRECTED = (processors.AttnProcessor2_0, processors.FusedAttnProcessor2_0)
 _ROTARY = ("image_rotary_emb", "query_rotary_emb", "key_rotary_emb", "rotary_emb")
 _BUILT_IN = torch._C._nn.scaled_dot_product_attention  # anything put in its place can't be seen into
 NOT_COUNTED = "merged tokens count once: {} calls no scaled_dot_product_attention of its tokens that takes a mask"
@@ -76,12 +76,12 @@ class PlainAttention(Layer):
     def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
         """See `Layer`."""
         hidden: Any = call.given.get("hidden_states")
-        tokens = skip_reason(call, config) or lie(hidden, known, config)
+        tokens = skip_reason(call, config) or layout_of(hidden, known, config)
         if isinstance(tokens, str):
             return tokens
-        config, note = fitted(config, tokens)
+        config, note = settings_for(config, tokens)
         form: Any = keys_merged if config.merge == "kv" else tokens_merged
-        if config.correct and isinstance(call.processor, _WHOLE_KEYS) and F.scaled_dot_product_attention is _BUILT_IN:
+        if config.correct and isinstance(call.processor, _CORRECTED) and F.scaled_dot_product_attention is _BUILT_IN:
             if config.merge == "kv":
                 form = keys_corrected
             elif config.weights == "best" and not skips_scores(call.module):
@@ -136,7 +136,7 @@ def tokens_corrected(route: Route, plan: Plan) -> Output:
 
 def _attended(call: LayerCall, queries: Tensor, keys: Tensor | None, attending: Attending) -> Tensor:
     """The attention's output of `queries` over keys and values made of `keys` (None: of the queries), as `attending` has it."""
-    if type(call.processor) in _WHOLE_KEYS:
+    if type(call.processor) in _CORRECTED:
         return _attention(call.module, queries, queries if keys is None else keys, attending=attending)
     changes = {} if keys is None else {"encoder_hidden_states": keys}
     with attending:
@@ -171,11 +171,11 @@ def _attention(
 def _counts(plan: Plan, call: LayerCall) -> Tensor:
     """A mask [B, 1, L'] that counts each merged token as often as it stands for tokens, in the dtype of the scores that it is added to."""
     hidden: Tensor = call.given["hidden_states"]
-    exact = call.module.upcast_attention and not isinstance(call.processor, _WHOLE_KEYS)  # scores in fp32
+    exact = call.module.upcast_attention and not isinstance(call.processor, _CORRECTED)  # scores in fp32
     return log_sizes(plan.sizes, hidden.float() if exact else hidden).expand(hidden.shape[0], 1, -1)
 
 
-def lie(hidden_states: Tensor, known: Tokens | None, config: MaMeConfig) -> Tokens | str:
+def layout_of(hidden_states: Tensor, known: Tokens | None, config: MaMeConfig) -> Tokens | str:
     """How tokens [B, L, C] of an image lie: as is `known`, else by `config.size`, else in a square, else unknown.
 
     `config.size` is the latent's; the levels below it follow by ceil(/2). Gives a reason to leave the layer alone where the
