@@ -15,7 +15,6 @@ import argparse
 import json
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,9 @@ from benchmarks.instruments import INSTRUMENTS
 from mame_sd.diffusion.apply import apply_mame, denoiser_of
 from mame_sd.diffusion.calibration import (
     FORMS,
+    REFERENCE,
     Calibration,
+    Measured,
     Measurement,
     Option,
     calibration_of,
@@ -34,6 +35,7 @@ from mame_sd.diffusion.calibration import (
     choose,
     in_words,
     measure,
+    options,
 )
 from mame_sd.diffusion.families.transformers import uniform
 from mame_sd.runs.files import write_atomically
@@ -54,13 +56,16 @@ def measured(model: Any, handle: Any, prompts: list[str], steps: int, file: Path
 
 def at_step(found: Measurement, step: int, steps: int) -> dict[str, list[Option]]:
     """What each layer may do in one of the steps that were measured; seconds are those of all."""
-    result = {}
-    for name, layer in found.layers.items():
-        result[name] = [Option(False, 0.0, median(layer.whole))]
-        for number, errors in layer.errors.items():
-            error = float(np.mean(errors[step::steps]))
-            result[name].append(Option(FORMS[number], error, median(layer.seconds[number])))
-    return result
+    alone = {
+        name: Measured(
+            layer.whole,
+            layer.effect[step::steps],
+            layer.seconds,
+            {number: errors[step::steps] for number, errors in layer.errors.items()},
+        )
+        for name, layer in found.layers.items()
+    }
+    return options(alone)
 
 
 def sum_of(chosen: dict[Any, Option]) -> float:
@@ -85,13 +90,23 @@ def picture(found: Measurement, calibration: Calibration, speeds: list[float], s
 
     names = list(found.layers)
     number = FORMS.index(SHOWN)
-    errors = np.array([[np.mean(found.layers[n].errors[number][s::steps]) for n in names] for s in range(steps)])
+    errors = np.array(
+        [
+            [
+                np.mean(found.layers[n].errors[number][s::steps])
+                * np.mean(found.layers[n].effect[s::steps])
+                / np.mean(found.layers[n].errors[REFERENCE][s::steps])
+                for n in names
+            ]
+            for s in range(steps)
+        ]
+    )
     chosen = [calibration.choose(speed) for speed in speeds]
     shares = np.array([[1.0 if c[n].rule is False else c[n].rule["keep"] for n in names] for c in chosen])
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 2.6), layout="constrained")
     rows = ["early", "middle", "late"][:steps]
     for axes, values, labels, title in (
-        (left, np.log10(errors), rows, "relative squared error (log10), a quarter of whole tokens"),
+        (left, np.log10(errors), rows, "error of the output in 1e-6, a quarter of whole tokens in one layer"),
         (right, shares, [f"{s:g} times" for s in speeds], "share kept; K: of keys alone, 1: unmerged"),
     ):
         axes.imshow(values, cmap="viridis", aspect="auto")
@@ -103,11 +118,11 @@ def picture(found: Measurement, calibration: Calibration, speeds: list[float], s
     for row in range(steps):
         for column in range(len(names)):
             dark = np.log10(errors[row, column]) < middle[0]
-            left.text(column, row, f"{errors[row, column]:.3f}", ha="center", va="center", fontsize=7,
+            left.text(column, row, f"{1e6 * errors[row, column]:.0f}", ha="center", va="center", fontsize=7,
                       color="white" if dark else "black")  # fmt: skip
-    for row, options in enumerate(chosen):
+    for row, taken in enumerate(chosen):
         for column, name in enumerate(names):
-            rule = options[name].rule
+            rule = taken[name].rule
             text = "1" if rule is False else f"{rule['keep']:g}{' K' if rule['merge'] == 'kv' else ''}"
             right.text(column, row, text, ha="center", va="center", fontsize=7,
                        color="white" if shares[row, column] < middle[1] else "black")  # fmt: skip
@@ -148,7 +163,7 @@ def main() -> None:
     calibration = calibration_of(handle, found, about)
     print("| shares | times faster, reckoned | error, reckoned |", "|---|---|---|", sep="\n")
     for name, speed, error in uniform_rows(calibration):
-        print(f"| {name} | {speed:.2f} | {error:.4f} |")
+        print(f"| {name} | {speed:.2f} | {error:.1e} |")
     by_step = {(name, s): o for s in range(steps) for name, o in at_step(found, s, steps).items()}
     for speed in args.speeds:
         try:
@@ -156,10 +171,10 @@ def main() -> None:
         except ValueError as error:
             parser.error(str(error))
         calibration.save(out / f"layers-{speed:g}.json", speed)
-        print(f"| **by layer** | {calibration.reckoned(chosen):.2f} | {sum_of(chosen):.4f} |")
+        print(f"| **by layer** | {calibration.reckoned(chosen):.2f} | {sum_of(chosen):.1e} |")
         apart = choose(by_step, steps * calibration.forward * (1 - 1 / speed))
         assert apart is not None
-        print(f"| by layer, and by step | {speed:.2f} | {sum_of(apart) / steps:.4f} |")
+        print(f"| by layer, and by step | {speed:.2f} | {sum_of(apart) / steps:.1e} |")
         print(calibration.table(speed).replace("\n", "\n    "))
     picture(found, calibration, args.speeds, steps, out / "layers.webp")
     print(out / "layers.webp")

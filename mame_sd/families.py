@@ -1,6 +1,23 @@
-"""What describes one's own transformer to `apply_mame`: see `mame_sd.diffusion.families.family`."""
+"""What describes one's own transformer to `apply_mame`: see `mame_sd.diffusion.families.family`.
+
+`patches`, `video_patches`, `pixels`, `packed` and `beside` say where the image is, in the ways that models of diffusers have;
+`along` says what holds a row per token.
+"""
 
 from mame_sd.diffusion.families.family import Family, Rows, register_family
+from mame_sd.diffusion.families.layouts import along, beside, packed, patches, pixels, video_patches
 from mame_sd.diffusion.tokens import Call, Tokens
 
-__all__ = ["Call", "Family", "Rows", "Tokens", "register_family"]
+__all__ = [
+    "Call",
+    "Family",
+    "Rows",
+    "Tokens",
+    "along",
+    "beside",
+    "packed",
+    "patches",
+    "pixels",
+    "register_family",
+    "video_patches",
+]

@@ -17,9 +17,10 @@ from tests.matrix.table import page
 ROWS = [*unets.ROWS, *features.ROWS, *transformers.ROWS, *newest.ROWS]
 
 
-def marked(row: Row) -> Any:
-    old = Version(diffusers.__version__) < Version(row.since)
-    skip = pytest.mark.skipif(old, reason=f"needs diffusers {row.since}: {row.note}")
+def marked(row: Row | Check, since: str = "0") -> Any:
+    since = row.since if isinstance(row, Row) else since
+    old = Version(diffusers.__version__) < Version(since)
+    skip = pytest.mark.skipif(old, reason=f"needs diffusers {since}: {row.note}")
     return pytest.param(row, id=row.name, marks=skip)
 
 
@@ -33,7 +34,7 @@ def test_absent(row: Absent) -> None:
     check_absent(row)
 
 
-@pytest.mark.parametrize("row", [*tools.CHECKS, *newest.CHECKS], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [*map(marked, tools.CHECKS), *(marked(row, newest.SINCE) for row in newest.CHECKS)])
 def test_check(row: Check) -> None:
     row.check()
 

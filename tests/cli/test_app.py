@@ -19,6 +19,7 @@ from typer.main import get_command
 
 from mame_sd.cli import app as cli
 from mame_sd.config import MaMeConfig, Study
+from mame_sd.embedded.model import embedded_model_path
 from tests.builders.console import error_of
 from tests.builders.tiny import save_tiny_pipeline
 
@@ -231,10 +232,11 @@ def test_help_and_usage_errors_wait_for_no_library() -> None:
 def test_what_the_model_decides_is_said(run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     given = ("--prompt", "owl on a red brick background", "--model", "embedded-transformer", "--steps", "1")
     assert run_cli("generate", *given, "--out", "run") == 0
-    assert "level 0: 640 of 1024 tokens kept" in capsys.readouterr().out
+    assert "of 1024 tokens kept" in capsys.readouterr().out
     settings = json.loads((tmp_path / "run" / "manifest.json").read_text(encoding="utf-8"))["settings"]["mame"]
-    assert (settings["keep"], settings["merge"]) == (0.625, "qkv")
+    beside = MaMeConfig.from_file(embedded_model_path("transformer") / "mame.json")
+    assert settings["layers"] == beside.to_dict()["layers"], "what was calibrated lies beside the weights"
     assert run_cli("show-merge", given[1], *given[2:], "--out", "merge.png") == 0
     with Image.open(tmp_path / "merge.png") as image:
         drawn = json.loads(image.text["mame_sd"])["mame"]  # type: ignore[attr-defined]
-    assert (drawn["keep"], drawn["merge"]) == (0.625, "qkv")
+    assert drawn["layers"] == settings["layers"]

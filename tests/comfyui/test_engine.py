@@ -91,8 +91,8 @@ def test_reference_images_stay_whole(node: Any, name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "inputs"),
     [
-        ({}, {}),
-        ({"correct": False}, {"correct": False}),
+        ({"merge": "kv"}, {}),
+        ({"merge": "kv", "correct": False}, {"correct": False}),
         ({"keep": 0.4}, {"keep": 0.4}),
         ({"tau": 0.8}, {"mode": "tau"}),
         ({"merge": "qkv"}, {"merge": QUERIES}),
@@ -100,7 +100,7 @@ def test_reference_images_stay_whole(node: Any, name: str) -> None:
     ids=str,
 )
 def test_the_embedded_unet_is_that_of_apply_mame(node: Any, fields: dict[str, Any], inputs: dict[str, Any]) -> None:
-    """Bit by bit, drawn anew at each step: the library's default settings first."""
+    """Bit by bit, drawn anew at each step: the library's uniform default first."""
     unet = UNet2DConditionModel.from_pretrained(embedded_model_path(), subfolder="unet")
     apply_mame(unet, **fields)
     model = embedded_unet()

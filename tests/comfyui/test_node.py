@@ -104,7 +104,7 @@ def test_steps_and_layers_draw_as_those_of_apply_mame(node: Any) -> None:
         where: applied(node, Model(UNetModel(where=where, blocks=copy.deepcopy(blocks))), keep=0.25, min_tokens=1024)
         for where in large
     }
-    apply_mame(unet)
+    apply_mame(unet, merge="kv")  # uniform, without the settings beside its weights
     seen: dict[Any, Any] = {}
 
     def note(where: Any) -> Any:

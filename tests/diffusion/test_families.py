@@ -28,7 +28,7 @@ from mame_sd.diffusion.families.transformers import BUILT_IN, family_of
 from mame_sd.diffusion.hook_registry import hook_on
 from mame_sd.diffusion.hooks import SizeHook
 from mame_sd.diffusion.layer import merged_call
-from mame_sd.families import Family, Tokens, register_family
+from mame_sd.families import Family, Tokens, along, pixels, register_family
 from mame_sd.report import LayerStats
 from tests.builders.tiny import seeded, tiny_unet
 from tests.builders.tokens import detail_of
@@ -443,13 +443,8 @@ def test_a_model_of_the_users_own() -> None:
     with pytest.raises(ValueError, match=r"MyTransformer, which has 1 MyAttention.*register_family"):
         apply_mame(model, keep=0.5)
 
-    def tokens(model: nn.Module, call: Any) -> Tokens:
-        return Tokens(tuple(call["image"].shape[2:]))
-
-    def select(call: Any, rows: Any) -> dict[str, Tensor]:
-        return {"places": rows(call["places"], 0)}
-
-    register_family(Family("mine", ("MyTransformer",), ("MyAttention",), tokens, select, inputs=("x",)))
+    where, rows = pixels("image"), along(places=0)
+    register_family(Family("mine", ("MyTransformer",), ("MyAttention",), where, rows, inputs=("x",)))
     image = normal(2, 8, 8, 12)
     with torch.no_grad():
         before = model(image)

@@ -27,6 +27,7 @@ NAMES = {
     "LTX-2": "LTX2VideoTransformer3DModel",
 }
 MERGES = {"Z-Image": {96: 3}, "HunyuanVideo 1.5": {288: 1}, "LTX-2": {288: 2}}
+SINCE = "0.42.0"
 HALF: dict[str, Any] = {"keep": 0.5, "min_tokens": 60}
 
 
@@ -36,7 +37,7 @@ def _case(name: str) -> Case:
 
 def _row(name: str) -> Row:
     case = _case(name)
-    told: dict[str, Any] = {"modes": {"default": {"keep": 0.5}}}
+    told: dict[str, Any] = {"modes": {"default": {"keep": 0.5}}, "since": SINCE}
     if name == "Z-Image":
         told["processor"] = "none"
     if name == "Qwen-Image 2.1":

@@ -3,9 +3,13 @@
 A UNet's self-attention is a function of its tokens alone. A transformer's is not: text tokens share the call or the
 sequence, rotary positions are given beside the tokens, a video's tokens lie in three dimensions. A `Family` says all of
 this for one kind of model, and `register_family` adds yours. For a model of class MyTransformer whose forward takes
-`hidden_states` [B, C, H, W], cut into patches, and whose `MyAttention` takes (cos, sin), each [L, D]:
+`hidden_states` [B, C, H, W], cut into patches of its config's `patch_size`, and whose `MyAttention` takes (cos, sin), each [L, D]:
 
-    from mame_sd.families import Family, Tokens, register_family
+    from mame_sd.families import Family, along, patches, register_family
+
+    register_family(Family("mine", ("MyTransformer",), ("MyAttention",), patches, along(("rotary", 0))))
+
+Where none of the layouts fits, `tokens` and `select` are functions of your own:
 
     def tokens(model, call):
         return Tokens((call["hidden_states"].shape[2] // 2, call["hidden_states"].shape[3] // 2))
@@ -13,8 +17,6 @@ this for one kind of model, and `register_family` adds yours. For a model of cla
     def select(call, rows):
         cos, sin = call["rotary"]
         return {"rotary": (rows(cos, 0), rows(sin, 0))}
-
-    register_family(Family("mine", ("MyTransformer",), ("MyAttention",), tokens, select))
 """
 
 from __future__ import annotations

@@ -85,6 +85,7 @@ def test_every_gate_can_fail_and_then_the_exit_status_is_1(
     options = ["benchmark", "--offline", "--num", "2", "--steps", "1", "--rows", "mame-default", "--rounds", "1"]
     options += ["--height", "64", "--width", "64", "--model", str(model_folder), "--device", "cpu"]
     assert cli.run([*options, "--out", str(tmp_path / "out")]) == 0, capsys.readouterr().err
+    assert (tmp_path / "out" / "bench-busy.jsonl").exists(), "one round tells nothing: the next start times anew"
     images = sorted((tmp_path / "out" / "runs" / "baseline" / "images").iterdir())
     forget_hashes(tmp_path / "out" / "runs" / "baseline")
     images[0].write_bytes(images[1].read_bytes())  # not what the baseline makes, and no other prompt's image differs
