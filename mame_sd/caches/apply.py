@@ -68,7 +68,9 @@ class CacheHandle:
                 f"{len(self.tokens)} layers: {kept:.0f} of {seen} keys stay, {after / 2**20:.1f} of {before / 2**20:.1f} MiB"
             ]
         if self.passed_by:
-            lines.append(f"passed by, for they see a window alone: layers {', '.join(map(str, self.passed_by))}")
+            lines.append(
+                f"passed by, for they see a window alone: layers {', '.join(map(str, self.passed_by))}"
+            )
         return "\n".join(lines)
 
 
@@ -104,7 +106,9 @@ def merge_cache(
     passed = tuple(m.layer_idx for m in modules if is_sliding(m))
     modules = [m for m in modules if not is_sliding(m)]
     if not modules:
-        raise ValueError("model: every layer sees a sliding window alone, whose cache is short as it is")
+        raise ValueError(
+            "model: every layer sees a sliding window alone, whose cache is short as it is"
+        )
     handle = CacheHandle(float(keep), layers=tuple(m.layer_idx for m in modules), passed_by=passed)
     if keep == 1:
         yield handle
@@ -186,7 +190,9 @@ class _Work:
             for (number, one), short in zip(views.items(), kept, strict=True):
                 self._put(cache, number, one, short)
 
-    def _gathered(self, cache: Cache, layer: DynamicLayer, index: int, hidden: Tensor) -> Tensor | None:
+    def _gathered(
+        self, cache: Cache, layer: DynamicLayer, index: int, hidden: Tensor
+    ) -> Tensor | None:
         """The inputs [B, n, C] of the single tokens since the last compression, when there are `every` of them."""
         if self.every is None:
             return None
@@ -198,7 +204,9 @@ class _Work:
         layer.pending = hidden if before is None else torch.cat([before, hidden], 1)
         return layer.pending if layer.pending.shape[1] >= self.every else None
 
-    def _view(self, module: Any, layer: DynamicLayer, hidden: Tensor, cos: Tensor, sin: Tensor) -> CacheView:
+    def _view(
+        self, module: Any, layer: DynamicLayer, hidden: Tensor, cos: Tensor, sin: Tensor
+    ) -> CacheView:
         keys, rotate = layer.keys, self.rotations[module.layer_idx]
         b, h, n, _ = keys.shape
         seen = layer.get_seq_length()
@@ -219,7 +227,9 @@ class _Work:
         if cos.shape[1] >= plain.shape[2]:
             queries = rotated(module, plain, cos[:, -plain.shape[2] :], sin[:, -plain.shape[2] :])
         else:  # single tokens that were gathered
-            places = torch.arange(seen - plain.shape[2], seen, device=keys.device) - pads.unsqueeze(1)
+            places = torch.arange(seen - plain.shape[2], seen, device=keys.device) - pads.unsqueeze(
+                1
+            )
             queries = rotate(plain, places)
         return CacheView(
             keys=keys,
@@ -245,7 +255,12 @@ class _Work:
         heads = kept.keys.shape[1] * kept.keys.shape[0]
         count = kept.keys.shape[2] if kept.real is None else float(kept.real.sum()) / heads
         self.handle.tokens[index] = view.seen, count
-        whole = view.seen * (view.keys.shape[-1] + view.values.shape[-1]) * view.keys.element_size() * heads
+        whole = (
+            view.seen
+            * (view.keys.shape[-1] + view.values.shape[-1])
+            * view.keys.element_size()
+            * heads
+        )
         self.handle.bytes[index] = whole, layer.nbytes
 
 

@@ -22,10 +22,14 @@ def attention_layers(model: nn.Module) -> list[Any]:
     """
     config = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or config is None:
-        raise TypeError(f"model: expected a causal language model of transformers, got {type(model).__name__}")
+        raise TypeError(
+            f"model: expected a causal language model of transformers, got {type(model).__name__}"
+        )
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"model: expected a decoder alone, got {name}, whose cache holds an encoder's keys too")
+        raise ValueError(
+            f"model: expected a decoder alone, got {name}, whose cache holds an encoder's keys too"
+        )
     known: list[Any] = [m for m in model.modules() if _known(m)]
     unknown = {type(m).__name__ for m in model.modules() if _attends(m) and not _known(m)}
     if unknown:
@@ -34,7 +38,9 @@ def attention_layers(model: nn.Module) -> list[Any]:
             "positions, as in Llama, Qwen, Mistral and Gemma"
         )
     if not known:
-        raise ValueError(f"model: expected a decoder with a KV cache, found no attention layer that has one in {name}")
+        raise ValueError(
+            f"model: expected a decoder with a KV cache, found no attention layer that has one in {name}"
+        )
     used = known[0].config._attn_implementation
     if used not in IMPLEMENTATIONS:
         raise ValueError(
@@ -44,11 +50,18 @@ def attention_layers(model: nn.Module) -> list[Any]:
 
 
 def _attends(module: Any) -> bool:
-    return hasattr(module, "layer_idx") and "Attention" in type(module).__name__ and hasattr(module, "forward")
+    return (
+        hasattr(module, "layer_idx")
+        and "Attention" in type(module).__name__
+        and hasattr(module, "forward")
+    )
 
 
 def _known(module: Any) -> bool:
-    parts = all(hasattr(module, n) for n in ("layer_idx", "q_proj", "k_proj", "v_proj", "head_dim", "config"))
+    parts = all(
+        hasattr(module, n)
+        for n in ("layer_idx", "q_proj", "k_proj", "v_proj", "head_dim", "config")
+    )
     return parts and _attends(module) and hasattr(_file(module), "apply_rotary_pos_emb")
 
 
@@ -62,7 +75,9 @@ def is_sliding(module: Any) -> bool:
     types = getattr(config, "layer_types", None)
     if types:
         return "sliding" in types[index] or "chunked" in types[index]
-    return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    return getattr(config, "sliding_window", None) is not None and getattr(
+        config, "use_sliding_window", True
+    )
 
 
 def queries_of(module: Any, hidden_states: Tensor) -> Tensor:
@@ -70,7 +85,9 @@ def queries_of(module: Any, hidden_states: Tensor) -> Tensor:
     b, n = hidden_states.shape[:2]
     queries = module.q_proj(hidden_states)
     norm = getattr(module, "q_norm", None)
-    if norm is not None and norm.weight.numel() == queries.shape[-1]:  # over all heads at once, as OLMo 2 does
+    if (
+        norm is not None and norm.weight.numel() == queries.shape[-1]
+    ):  # over all heads at once, as OLMo 2 does
         queries = norm(queries)
     queries = queries.view(b, n, -1, module.head_dim)
     if norm is not None and norm.weight.numel() == module.head_dim:
@@ -85,16 +102,24 @@ def rotated(module: Any, queries: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotation_of(model: nn.Module, module: Any) -> Callable[[Tensor, Tensor], Tensor]:
     """The function that rotates x [B, H, N, D] to positions [B, N], which may be negative."""
-    rotary = next((m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
+    rotary = next(
+        (m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")), None
+    )
     if rotary is None:
-        raise ValueError(f"model: expected a rotary embedding beside {type(module).__name__}, found none")
+        raise ValueError(
+            f"model: expected a rotary embedding beside {type(module).__name__}, found none"
+        )
     types = getattr(module.config, "layer_types", None)
     by_type = "layer_type" in inspect.signature(rotary.forward).parameters
 
     def rotate(x: Tensor, positions: Tensor) -> Tensor:
         extra = (types[module.layer_idx],) if by_type and types else ()
         cos, sin = rotary(x, positions, *extra)
-        scale = (cos.float().square() + sin.float().square()).mean().sqrt() if positions.numel() else 1.0
+        scale = (
+            (cos.float().square() + sin.float().square()).mean().sqrt()
+            if positions.numel()
+            else 1.0
+        )
         return rotated(module, x, (cos / scale).to(x.dtype), (sin / scale).to(x.dtype))
 
     return rotate

@@ -22,7 +22,9 @@ RIDGE_MASS, RIDGE_VALUES = 0.1, 0.01  # in units of the mean diagonal of the nor
 LEAST, MOST = 1e-2, 1e2  # of what a key may count for
 
 
-def fitted(view: CacheView, kept: Kept, place: Tensor, reference: tuple[Tensor, Tensor] | None = None) -> Kept:
+def fitted(
+    view: CacheView, kept: Kept, place: Tensor, reference: tuple[Tensor, Tensor] | None = None
+) -> Kept:
     """`kept` with the values and biases that fit.
 
     Args:
@@ -41,7 +43,9 @@ def _one(
 ) -> tuple[Tensor, Tensor]:
     """Values [B, K, D] and what is added to the bias [B, K] of one head of keys."""
     g = view.groups
-    logits = _of_head(view, head).logits(queries[:, head * g : (head + 1) * g])[:, 0].flatten(1, 2)  # [B, G N, L]
+    logits = (
+        _of_head(view, head).logits(queries[:, head * g : (head + 1) * g])[:, 0].flatten(1, 2)
+    )  # [B, G N, L]
     weight = counts.repeat(1, g).unsqueeze(-1).to(logits.dtype)
     at = place[:, head].unsqueeze(1).expand(-1, logits.shape[1], -1)
     near = logits.gather(2, at)

@@ -17,7 +17,9 @@ class Kept:
     keys: Tensor  # [B, H, K, D], rotated, H heads of keys
     values: Tensor  # [B, H, K, D]
     slots: Tensor  # LongTensor [B, H, K]: the token of the sequence at which each key stands
-    bias: Tensor | None = None  # [B, H, K], added to the logits of every query (log of a count or a mass); None: 0
+    bias: Tensor | None = (
+        None  # [B, H, K], added to the logits of every query (log of a count or a mass); None: 0
+    )
     real: Tensor | None = None  # bool [B, H, K]; None: every slot holds a key
 
     def __post_init__(self) -> None:
@@ -25,4 +27,6 @@ class Kept:
         parts = {"values": self.values, "slots": self.slots, "bias": self.bias, "real": self.real}
         for name, part in parts.items():
             if part is not None and part.shape[:3] != shape:
-                raise ValueError(f"{name}: expected [B, H, K] = {list(shape)} as keys have, got {list(part.shape[:3])}")
+                raise ValueError(
+                    f"{name}: expected [B, H, K] = {list(shape)} as keys have, got {list(part.shape[:3])}"
+                )

@@ -33,16 +33,22 @@ class MergedLayer(DynamicLayer):
         self.slots, self.bias, self.real = kept.slots, kept.bias, kept.real
         self.compressed = self.seen = seen
         self.masked = False  # whether the mask of what comes next was made from `mask`
-        self.pending: Tensor | None = None  # hidden states [B, n, C] of the tokens since, where those are counted
+        self.pending: Tensor | None = (
+            None  # hidden states [B, n, C] of the tokens since, where those are counted
+        )
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Appends keys and values [B, H, n, D]; returns all that the layer holds.
 
         Raises:
             ValueError: outside of merge_cache, where nothing masks what was dropped.
         """
         if self.seen and not self.masked:
-            raise ValueError("past_key_values: this cache was compressed by merge_cache; use it inside")
+            raise ValueError(
+                "past_key_values: this cache was compressed by merge_cache; use it inside"
+            )
         self.masked = False
         self.seen += key_states.shape[-2]
         return super().update(key_states, value_states, *args, **kwargs)
@@ -70,16 +76,22 @@ class MergedLayer(DynamicLayer):
         b, h, _ = self.slots.shape
         if full is None:
             last = torch.arange(self.seen, self.seen + new, device=self.slots.device)
-            full = (torch.arange(self.seen + new, device=last.device) <= last.unsqueeze(1)).view(1, 1, new, -1)
+            full = (torch.arange(self.seen + new, device=last.device) <= last.unsqueeze(1)).view(
+                1, 1, new, -1
+            )
         if full.dtype == torch.bool:
             full = torch.zeros_like(full, dtype=dtype).masked_fill(~full, torch.finfo(dtype).min)
         full = full.expand(b, -1, -1, -1)
-        first = full.expand(-1, h, -1, -1).gather(3, self.slots.unsqueeze(2).expand(-1, -1, new, -1))
+        first = full.expand(-1, h, -1, -1).gather(
+            3, self.slots.unsqueeze(2).expand(-1, -1, new, -1)
+        )
         if self.bias is not None:
             first = (first + self.bias.unsqueeze(2).to(dtype)).clamp(min=torch.finfo(dtype).min)
         if self.real is not None:
             first = first.masked_fill(~self.real.unsqueeze(2), torch.finfo(dtype).min)
-        mask = torch.cat([first, full[..., self.compressed :][..., :later].expand(-1, h, -1, -1)], -1)
+        mask = torch.cat(
+            [first, full[..., self.compressed :][..., :later].expand(-1, h, -1, -1)], -1
+        )
         return mask.repeat_interleave(heads // h, 1)
 
     @property
@@ -100,7 +112,11 @@ class MergedLayer(DynamicLayer):
 
     def real_now(self) -> Tensor | None:
         """Bool [B, H, K + n]; later tokens are all real here."""
-        return None if self.real is None else F.pad(self.real, (0, self.seen - self.compressed), value=True)
+        return (
+            None
+            if self.real is None
+            else F.pad(self.real, (0, self.seen - self.compressed), value=True)
+        )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest tokens (a negative number), as far as they came after the compression."""

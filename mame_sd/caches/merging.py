@@ -52,7 +52,8 @@ class CausalMaMe:
         parts = [self._sample(view, b, int(count)) for b, count in enumerate(budget(view, keep))]
         most = max(part.keys.shape[2] for part in parts)
         keys, values, slots, bias = (
-            _stacked([getattr(p, n) for p in parts], most) for n in ("keys", "values", "slots", "bias")
+            _stacked([getattr(p, n) for p in parts], most)
+            for n in ("keys", "values", "slots", "bias")
         )
         assert keys is not None
         assert values is not None
@@ -60,7 +61,9 @@ class CausalMaMe:
         lengths = torch.tensor([p.keys.shape[2] for p in parts], device=keys.device)
         real = torch.arange(most, device=keys.device) < lengths.unsqueeze(1)
         alike = bool(real.all())
-        return Kept(keys, values, slots, bias, None if alike else real.unsqueeze(1).expand(slots.shape))
+        return Kept(
+            keys, values, slots, bias, None if alike else real.unsqueeze(1).expand(slots.shape)
+        )
 
     def _sample(self, view: CacheView, b: int, count: int) -> Kept:
         """One sample's cache [1, h, K, D]."""
@@ -109,7 +112,9 @@ class CausalMaMe:
 
     def _round(self, t: _Tokens, target: int | None) -> _Tokens:
         """Merges once: to `target` tokens where half of them reach it, else to half; None: by tau."""
-        n = len(t.slots) // 2 * 2  # the last of an odd number is a source that no destination follows
+        n = (
+            len(t.slots) // 2 * 2
+        )  # the last of an odd number is a source that no destination follows
         if not n:
             return t
         merges = None if target is None else min(n // 2, len(t.slots) - target)
@@ -124,9 +129,13 @@ class CausalMaMe:
 
         def mean(x: Tensor) -> Tensor:
             flat = x.flatten(1)
-            return ((own.unsqueeze(1) * flat[dst] + share @ flat[src]) / divisor.unsqueeze(1)).view(-1, *x.shape[1:])
+            return ((own.unsqueeze(1) * flat[dst] + share @ flat[src]) / divisor.unsqueeze(1)).view(
+                -1, *x.shape[1:]
+            )
 
-        fused = _Tokens(mean(t.feature), mean(t.tokens), t.size[dst] + fusion @ t.size[src], t.slots[dst])
+        fused = _Tokens(
+            mean(t.feature), mean(t.tokens), t.size[dst] + fusion @ t.size[src], t.slots[dst]
+        )
         kept = torch.cat([src[stays], torch.arange(n, len(t.slots))])
         return fused.joined(t.at(kept))
 
@@ -150,7 +159,9 @@ class _Tokens:
         return both.at(both.slots.argsort())
 
 
-def _weights(x: Tensor, config: MaMeConfig, causal: str, merges: int | None) -> tuple[Tensor, Tensor]:
+def _weights(
+    x: Tensor, config: MaMeConfig, causal: str, merges: int | None
+) -> tuple[Tensor, Tensor]:
     """W^F [n / 2, n / 2] of tokens x [n, C], destinations at odd positions; and which sources stay, bool [n / 2].
 
     Args:
@@ -169,7 +180,9 @@ def _weights(x: Tensor, config: MaMeConfig, causal: str, merges: int | None) -> 
     tau = config.tau
     chosen = torch.ones(m, dtype=torch.bool, device=x.device)
     if merges is not None:
-        chosen = torch.zeros_like(chosen).index_fill(0, best.argsort(descending=True, stable=True)[:merges], True)
+        chosen = torch.zeros_like(chosen).index_fill(
+            0, best.argsort(descending=True, stable=True)[:merges], True
+        )
         tau = float(best[chosen].min()) if merges else 1.0
     assert tau is not None
     if config.weights == "best":
@@ -197,7 +210,9 @@ def strict_weights(s: Tensor, tau: float, refine: bool) -> Tensor:
     if refine:
         mean = total / (above > 0).to(above.dtype).cumsum(0).clamp(min=1)
         refined = torch.relu(above - mean)
-        tie = refined.cumsum(0) <= REFINE_FLOOR * total  # as the first destination, which is its own mean
+        tie = (
+            refined.cumsum(0) <= REFINE_FLOOR * total
+        )  # as the first destination, which is its own mean
         above = torch.where(tie, above, refined)
         total = above.cumsum(0)
     return above / torch.where(total == 0, 1.0, total)
@@ -216,6 +231,8 @@ def _stacked(parts: list[Tensor | None], most: int) -> Tensor | None:
     if parts[0] is None:
         return None
     padded = [
-        torch.cat([p, p[:, :, :1].expand(-1, -1, most - p.shape[2], *p.shape[3:])], 2) for p in parts if p is not None
+        torch.cat([p, p[:, :, :1].expand(-1, -1, most - p.shape[2], *p.shape[3:])], 2)
+        for p in parts
+        if p is not None
     ]
     return torch.cat(padded)

@@ -36,7 +36,9 @@ METHODS: dict[str, Method] = {
     "paper": CausalMaMe(),  # the paper's "Future Work", to the letter
     "paper-strict": CausalMaMe(causal="strict"),
     "paper-counted": CausalMaMe(counted=True),
-    "best": CausalMaMe(MaMeConfig(preset="plain", weights="best", feature="k"), causal="none", counted=True),
+    "best": CausalMaMe(
+        MaMeConfig(preset="plain", weights="best", feature="k"), causal="none", counted=True
+    ),
     "random": Selection(Random()),
     "every-kth": Selection(EveryKth()),
     "streaming-llm": Selection(StreamingLLM()),
@@ -61,8 +63,12 @@ def method_of(method: Any) -> Method:
     """
     if isinstance(method, str):
         if method not in METHODS:
-            raise ValueError(f"method: expected one of {', '.join(METHODS)}, or an object, got {method!r}")
+            raise ValueError(
+                f"method: expected one of {', '.join(METHODS)}, or an object, got {method!r}"
+            )
         return METHODS[method]
     if isinstance(method, type):
-        raise TypeError(f"method: expected an object, got the class {method.__name__}; write {method.__name__}()")
+        raise TypeError(
+            f"method: expected an object, got the class {method.__name__}; write {method.__name__}()"
+        )
     return method if callable(getattr(method, "compress", None)) else Selection(method)

@@ -84,7 +84,9 @@ class SnapKV:
         n = min(self.window, queries.shape[2], max(1, keys.shape[2] - 1))
         received = (view.received(n) / n)[..., :-n]
         b, h, g, left = received.shape
-        smooth = F.avg_pool1d(received.reshape(b, h * g, left), self.kernel, 1, self.kernel // 2)[..., :left]
+        smooth = F.avg_pool1d(received.reshape(b, h * g, left), self.kernel, 1, self.kernel // 2)[
+            ..., :left
+        ]
         scores = smooth.view(b, h, g, left).mean(2)
         return F.pad(scores, (0, n), value=float(scores.max()) + 1)
 
@@ -137,7 +139,10 @@ class ExpectedAttention:
         d, b = like.shape[-1], like.shape[0]
         positions = view.counts().unsqueeze(1) + torch.arange(self.ahead, device=like.device)
         unit = torch.eye(d, dtype=like.dtype, device=like.device)
-        rows = [view.rotate(unit[i].expand(b, 1, self.ahead, d), positions).mean(2, keepdim=True) for i in range(d)]
+        rows = [
+            view.rotate(unit[i].expand(b, 1, self.ahead, d), positions).mean(2, keepdim=True)
+            for i in range(d)
+        ]
         return torch.cat(rows, 2).to(like.dtype)
 
 
@@ -202,10 +207,11 @@ class FutureAttention:
         moved, real = view.to_come(self.count, self.ahead)
         all_real = bool(real.all())
         power = torch.zeros(keys.shape[:3], device=keys.device)
-        for i in range(0, moved.shape[2], 256):
-            block = view.attention(moved[:, :, i : i + 256]).square_()
+        for i in range(0, moved.shape[2], view.block):
+            at = slice(i, i + view.block)
+            block = view.attention(moved[:, :, at]).square_()
             if not all_real:
-                block = block * real[:, None, None, i : i + 256, None]
+                block = block * real[:, None, None, at, None]
             power = power + block.sum((2, 3))
         count = real.sum(1).view(-1, 1, 1).clamp(min=1) * view.groups
         return (power / count).sqrt() * values.to(power.dtype).norm(dim=-1)

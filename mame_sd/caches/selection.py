@@ -56,7 +56,9 @@ class Selection:
             )
         for name, known in (("dropped", DROPPED), ("share", SHARES)):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
 
     @property
     def window(self) -> int | None:
@@ -78,7 +80,9 @@ class Selection:
         scores = [self._scores(view) for view in views]
         lengths = [s.shape[2] for s in scores]
         if not self.whole:
-            return [self.finish(v, chosen(s, v, keep, self)) for v, s in zip(views, scores, strict=True)]
+            return [
+                self.finish(v, chosen(s, v, keep, self)) for v, s in zip(views, scores, strict=True)
+            ]
         padded = torch.cat([F.pad(s.float(), (0, max(lengths) - s.shape[2])) for s in scores], 1)
         stays = chosen(padded, joined(views), keep, self).split([s.shape[1] for s in scores], 1)
         if self.share == "layers":
@@ -133,7 +137,9 @@ def joined(views: Sequence[CacheView]) -> Cut:
         return F.pad(t, (0, most - t.shape[2]), value=value)
 
     slots = torch.cat([filled(v.slots, 0) for v in views], 1)
-    return Cut(slots, torch.cat([filled(v.real_keys, 0) for v in views], 1), views[0].pads, views[0].seen)
+    return Cut(
+        slots, torch.cat([filled(v.real_keys, 0) for v in views], 1), views[0].pads, views[0].seen
+    )
 
 
 def budget(view: CacheView | Cut, keep: float) -> Tensor:
@@ -141,7 +147,9 @@ def budget(view: CacheView | Cut, keep: float) -> Tensor:
     return (view.counts() * keep).round().long().clamp(min=1)
 
 
-def chosen(scores: Tensor, view: CacheView | Cut, keep: float, how: Selection, counts: Tensor | None = None) -> Tensor:
+def chosen(
+    scores: Tensor, view: CacheView | Cut, keep: float, how: Selection, counts: Tensor | None = None
+) -> Tensor:
     """Which keys stay, bool [B, h, L].
 
     Where the budget is small, sinks take at most a quarter of it and recent tokens a half.

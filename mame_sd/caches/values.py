@@ -60,7 +60,9 @@ def to_neighbours(view: CacheView, kept: Kept, place: Tensor, stays: Tensor) -> 
     mass = view.received(OBSERVED).sum(2)
     most = place.shape[2]
     count = stays.sum(-1, keepdim=True)
-    start = torch.minimum(stays.long().cumsum(-1), count)  # of each key, the first kept one after it
+    start = torch.minimum(
+        stays.long().cumsum(-1), count
+    )  # of each key, the first kept one after it
     end = torch.minimum(start + WINDOW, count)
     size = (end - start).clamp(min=1)
     real = torch.arange(most, device=place.device) < count

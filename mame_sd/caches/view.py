@@ -27,7 +27,9 @@ class CacheView:
     seen: int  # tokens of the sequence so far, padding included
     scale: float  # of the logits
     pads: Tensor  # LongTensor [B]: tokens of left padding
-    rotate: Callable[[Tensor, Tensor], Tensor]  # (x [B, H, N, D], positions [B, N]): x rotated to them
+    rotate: Callable[
+        [Tensor, Tensor], Tensor
+    ]  # (x [B, H, N, D], positions [B, N]): x rotated to them
     bias: Tensor | None = None  # [B, h, L], of keys that were merged before
     real: Tensor | None = None  # bool [B, h, L]: False at padding
     softcap: float | None = None
@@ -82,16 +84,22 @@ class CacheView:
         found = self.logits(queries, slots).softmax(-1)
         return found if self.real is None else torch.nan_to_num(found)
 
-    def received(self, count: int | None = None, block: int = 512) -> Tensor:
-        """Attention that each key received from the newest `count` queries (None: all given), summed: [B, h, G, L].
+    @property
+    def block(self) -> int:
+        """Queries whose attention is looked at at once, for memory: 64 MiB of fp32."""
+        return max(1, 2**24 // (self.slots.shape[0] * self.slots.shape[2] * self.queries.shape[1]))
 
-        Args:
-            block: queries at a time, for memory.
-        """
+    def received(self, count: int | None = None) -> Tensor:
+        """Attention that each key received from the newest `count` queries (None: all), summed: [B, h, G, L]."""
         n = self.queries.shape[2] if count is None else min(count, self.queries.shape[2])
         queries, slots = self.queries[:, :, -n:], self.query_slots[-n:]
-        parts = [self.attention(queries[:, :, i : i + block], slots[i : i + block]).sum(3) for i in range(0, n, block)]
-        return torch.stack(parts).sum(0)
+        total = self.keys.new_zeros(
+            *self.keys.shape[:2], self.groups, self.keys.shape[2], dtype=_wide(self.keys)
+        )
+        for i in range(0, n, self.block):
+            at = slice(i, i + self.block)
+            total += self.attention(queries[:, :, at], slots[at]).sum(3)
+        return total
 
     def to_come(self, count: int, ahead: int) -> tuple[Tensor, Tensor]:
         """The prompt's queries as if they stood at positions to come.
@@ -109,7 +117,9 @@ class CacheView:
         each = torch.arange(min(count, most), device=device)
         taken = most - at_hand + (each * at_hand + at_hand - 1) // n  # the newest is among them
         taken = taken.clamp(max=most - 1)
-        index = taken[:, None, :, None].expand(-1, self.plain_queries.shape[1], -1, self.plain_queries.shape[3])
+        index = taken[:, None, :, None].expand(
+            -1, self.plain_queries.shape[1], -1, self.plain_queries.shape[3]
+        )
         places = self.counts().unsqueeze(1) + each * ahead // n
         return self.rotate(self.plain_queries.gather(2, index), places), each < n
 

@@ -85,7 +85,9 @@ def compare_command(
     tau: Annotated[str | None, typer.Option(help="Taus to show, with commas between.")] = None,
     keep: Annotated[
         str | None,
-        typer.Option(help="Shares to keep to show, with commas between. Default: the model's own, 0.5, 0.125."),
+        typer.Option(
+            help="Shares to keep to show, with commas between. Default: the model's own, 0.5, 0.125."
+        ),
     ] = None,
     out: SheetOption = Path("compare.png"),
     model: ModelChoice,
@@ -128,7 +130,9 @@ def show_merge_command(
     ],
     blocks: Annotated[
         str | None,
-        typer.Option(help="Blocks of an image's encoder that merge: 8, or 3,6,9. Default: every second one."),
+        typer.Option(
+            help="Blocks of an image's encoder that merge: 8, or 3,6,9. Default: every second one."
+        ),
     ] = None,
     colors: Annotated[
         str | None,
