@@ -11,7 +11,7 @@
 Query, key, value and output projections are counted. *free* is attention on the kept tokens alone, as if merging and
 restoring cost nothing; captured = (T_sdpa - T) / (T_sdpa - T_free). "sdpa again" shows the noise. "global" compares all
 tokens with all, without tiles; "plan given" merges by a plan that was made outside of the clock: the most that reusing plans
-over blocks or steps can win. On cuda the Triton kernels have a row of their own. With --shape the free bound reads the first share
+over blocks or steps can win. With --shape the free bound reads the first share
 of the image's keys, all of them projected; *attention alone* is the ratio without the time of the layer when its attention gives
 back its queries (projections, a block's MLP); the peak is of what a call allocates.
 """
@@ -24,7 +24,6 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -56,13 +55,7 @@ CONFIGS = {
     "global .50": MaMeConfig(keep=0.5, preset="plain"),  # alpha = beta = .5 in the paper's cost condition
     "global kv .25": MaMeConfig(keep=0.25, tiles=0),
 }
-KERNELS = {"mame kv .25, triton": MaMeConfig(keep=0.25, kernel="triton")}
 REUSED = "mame kv .25"
-
-
-def configs(device: torch.device) -> dict[str, MaMeConfig]:
-    """What is measured of ours on this device."""
-    return {**CONFIGS, **KERNELS} if device.type == "cuda" and find_spec("triton") else CONFIGS
 
 
 def methods(dim: int, tokens: int, device: torch.device, dtype: torch.dtype) -> dict[str, tuple[float, str, Layer]]:
@@ -81,7 +74,7 @@ def methods(dim: int, tokens: int, device: torch.device, dtype: torch.dtype) -> 
             print("note: tomesd is not installed, so it is not measured; pip install mame-sd[peers]", file=sys.stderr)
             break
         found[f"tomesd {ratio:.2f}"] = (1 - ratio, f"free {1 - ratio:.2f}", layer)
-    for name, config in configs(device).items():
+    for name, config in CONFIGS.items():
         assert config.keep is not None
         bound = f"free kv {config.keep:.3g}" if config.merge == "kv" else f"free {config.keep:.2f}"
         found[name] = (config.keep, bound, ours(attn, config, size))
@@ -238,7 +231,7 @@ def main() -> None:
             parser.error(
                 f"--only: expected the name of a method or a part of one, got {text!r}; leave it out to see all"
             )
-    errors = {dtype: gate(args.dim, device, DTYPES[dtype], configs(device)) for dtype in args.dtype}
+    errors = {dtype: gate(args.dim, device, DTYPES[dtype], CONFIGS) for dtype in args.dtype}
     print(f"error against the float64 loops: at most {max(max(e.values()) for e in errors.values()):.1e}")
     results = [measure(case, args.rounds, device, args.only) for case in cases(args)]
     print(json.dumps({"benchmark": "attention", "machine": machine(device), "errors": errors, "cases": results}))

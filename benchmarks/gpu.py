@@ -21,19 +21,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import diffusers
 import torch
 
 import mame_sd
+from benchmarks.gpu_card import keep, measured_card
 from benchmarks.gpu_models import CASES, Case, On, rows_of
 from benchmarks.gpu_published import published_table
 from benchmarks.launches import META, counted, on_card, pretended
 from benchmarks.timing import interleaved, machine, named
-from mame_sd.core.cards import CARDS, LAUNCH, Card, Work
+from mame_sd.core.cards import CARDS, LAUNCH, Card, Work, measured_file
+from mame_sd.diffusion import worth
 
 RECKONED = "Reckoned from counted kernels, not measured on a card."
 DECIDED = ("default",)  # rows that depend on the card: what is left whole there
+Answers = dict[tuple[Any, Any, Any, Any], bool]  # whether merging gains, by what a layer asked
 
 
 class Traces:
@@ -41,19 +45,46 @@ class Traces:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._code = folder, _fingerprint()
+        self._seen: dict[tuple[str, str], list[tuple[Answers, list[Work]]]] = {}
 
-    def of(self, name: str, case: Case, row: str, on: On, card: Card | None = None) -> list[Work]:
-        """The kernels of one forward of a case with a row on it, on `card` where the row asks which it is."""
-        key = hashlib.sha256(f"{name}/{row}/{card and card.name}/{self._code}".encode()).hexdigest()[:16]
+    def of(self, name: str, case: Case, row: str, on: On, card: Card | None = None, eager: bool = True) -> list[Work]:
+        """The kernels of one forward of a case with a row on it.
+
+        Args:
+            card: on which card, where layers ask whether merging pays there; None: they all merge.
+            eager: kernels are launched from Python, where layers ask that.
+        """
+        asks = f"{card.name}/{eager}" if card else ""  # other rows are alike on all
+        key = hashlib.sha256(f"{name}/{row}/{asks}/{self._code}".encode()).hexdigest()[:16]
         path = self._folder / f"{key}.json.gz"
         if path.is_file():
             return [_read(values) for values in json.loads(gzip.decompress(path.read_bytes()))]
-        print(f"counting {name}, {row}" + (f", {card.name}" if card else ""), file=sys.stderr, flush=True)
-        work = count(case, on, card)
+        work = self._counted(name, case, row, on, card, eager)
         self._folder.mkdir(parents=True, exist_ok=True)
         whole = path.with_suffix(".part")
         whole.write_bytes(gzip.compress(json.dumps([[*one[:2], str(one.dtype), *one[3:]] for one in work]).encode()))
         whole.replace(path)
+        return work
+
+    def _counted(self, name: str, case: Case, row: str, on: On, card: Card | None, eager: bool) -> list[Work]:
+        seen = self._seen.setdefault((name, row), [])
+        for answers, work in seen:  # a card on which the same layers merge
+            if card and all(worth.gains(card, *asked, eager) == said for asked, said in answers.items()):
+                return work
+        print(f"counting {name}, {row}" + (f", {card.name}" if card else ""), file=sys.stderr, flush=True)
+        answers = {}
+
+        def gains(card: Card, *asked: Any) -> bool:
+            answers[asked[0], asked[1], asked[2], asked[3]] = found = worth_gains(card, *asked)
+            return found
+
+        worth_gains = worth.gains
+        with (
+            mock.patch.object(worth, "gains", gains),
+            mock.patch.object(worth, "launched_from_python", return_value=eager),
+        ):
+            work = count(case, on, card)
+        seen.append((answers, work))
         return work
 
 
@@ -90,9 +121,10 @@ def reckon(
     for row, on in rows.items():
         launches, busy, eager = [], {}, {}
         for card in cards:
-            work = traces.of(name, CASES[name], row, on, card if row in DECIDED else None)
+            asked = card if row in DECIDED else None
+            graph, work = (traces.of(name, CASES[name], row, on, asked, way) for way in (False, True))
             launches.append(sum(one.launches for one in work))
-            busy[card.name], eager[card.name] = 1e3 * card.busy(work), 1e3 * card.eager(work, launch)
+            busy[card.name], eager[card.name] = 1e3 * card.busy(graph), 1e3 * card.eager(work, launch)
         found[row] = {"launches": launches, "busy_ms": busy, "eager_ms": eager}
     return found
 
@@ -114,6 +146,20 @@ def table(name: str, rows: Mapping[str, Any], cards: Sequence[Card], launch: flo
             lines.append(f"| {row} | {count} | {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def summary(found: Mapping[str, Any], cards: Sequence[Card], row: str = "default") -> str:
+    """One row of all cases as Markdown: times as fast as unmerged, busy and in brackets eager."""
+    heads = " | ".join(card.name.removeprefix("GeForce RTX ") for card in cards)
+    lines = [f"### {row.capitalize()}, busy (eager)", "", f"| | {heads} |", "|---" * (len(cards) + 1) + "|"]
+    for name, rows in found.items():
+        busy, eager = (
+            [rows["unmerged"][key][card.name] / rows[row][key][card.name] for card in cards]
+            for key in ("busy_ms", "eager_ms")
+        )
+        cells = " | ".join(f"{one:.2f} ({other:.2f})" for one, other in zip(busy, eager, strict=True))
+        lines.append(f"| {name} | {cells} |")
+    return "\n".join(lines) + "\n"
 
 
 @torch.no_grad()
@@ -157,6 +203,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = {name: {row: on for row, on in rows_of(CASES[name]).items() if row in chosen} for name in cases}
     if args.measure:
         device = torch.device("cuda")
+        keep(measured_card(device, torch.cuda.get_device_name(device)), measured_file())
+        print(f"kept this card's figures in {measured_file()}", file=sys.stderr, flush=True)
         measured = {name: measure(CASES[name], rows[name], device, args.rounds) for name in cases}
         print(json.dumps({"benchmark": "gpu", "measured": True, "machine": machine(device), "cases": measured}))
         return
@@ -167,6 +215,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             found[name] = reckon(traces, name, rows[name], cards, args.launch_us / 1e6)
             if not args.json:
                 print(table(name, found[name], cards, args.launch_us / 1e6), flush=True)
+        if not args.json and "default" in chosen:
+            print(summary(found, cards))
     if args.json:
         print(json.dumps({"benchmark": "gpu", "measured": False, "note": RECKONED, "cases": found}))
     elif args.published or not (args.model or args.rows or args.card):

@@ -22,7 +22,7 @@ from mame_sd.core.cards import CARDS, Card, Work
 from mame_sd.core.costs import BESIDE, Added, Call, Form, spent, work_of
 
 EARLY, LATE = "UNet", "transformer"
-FORMS: dict[Form, tuple[str, dict[str, Any]]] = {
+_KINDS: dict[Form, tuple[str, dict[str, Any]]] = {
     Form(False, True): (EARLY, {"keep": 0.25, "merge": "kv"}),
     Form(False, True, correct=False): (EARLY, {"keep": 0.25, "merge": "kv", "correct": False}),
     Form(False, True, "pick", correct=False): (EARLY, {"keep": 0.25, "weights": "pick"}),
@@ -32,6 +32,8 @@ FORMS: dict[Form, tuple[str, dict[str, Any]]] = {
     Form(False, False, "pick", correct=False): (LATE, {"keep": 0.25, "weights": "pick"}),
     Form(True, False): (LATE, {"keep": 0.625, "merge": "qkv"}),
 }
+# Each with our kernels and without.
+FORMS = {form._replace(kernels=kernels): found for kernels in (True, False) for form, found in _KINDS.items()}
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def _counted(sample: Sample, form: Form | None) -> list[Work]:
     size = (round(sample.call.tokens**0.5),) * 2 if isinstance(model, Attention) else None
     fields = {} if form is None else FORMS[form][1]
     merging = mame(model, MaMeConfig(min_tokens=1, size=size, **fields)) if form else nullcontext()
-    with merging, pretended(known):
+    with merging, pretended(known, kernels=form is None or form.kernels):
         reach()
         return counted(run)
 
@@ -125,6 +127,12 @@ def _fit(samples: Sequence[Sample], over: Callable[[Card, Sample], tuple[float, 
     return Added(max(0, round(small)), round(max(0.0, moved), 1))
 
 
+def launches(kind: str, form: Form | None) -> int:
+    """Kernels that merging adds to a layer, the most of all samples; None: those of an unmerged one, the fewest."""
+    found = [[sum(n.launches for n in one.work(which)) for which in (form, None)] for one in SAMPLES[kind].values()]
+    return min(plain for _, plain in found) if form is None else max(merged - plain for merged, plain in found)
+
+
 def fitted_beside(kind: str) -> Added:
     """What a layer that merges nothing does beside its products and its attention."""
 
@@ -132,7 +140,8 @@ def fitted_beside(kind: str) -> Added:
         whole = card.busy(sample.work(None))
         return whole - card.busy(work_of(sample.call)), whole
 
-    return _fit(list(SAMPLES[kind].values()), over)
+    found = _fit(list(SAMPLES[kind].values()), over)
+    return found._replace(launches=launches(kind, None) - len(work_of(next(iter(SAMPLES[kind].values())).call)))
 
 
 def fitted(form: Form) -> Added:
@@ -145,7 +154,7 @@ def fitted(form: Form) -> Added:
         fewer = beside._replace(moved=fields["keep"] * beside.moved) if form.whole else beside
         return whole - card.busy(work_of(sample.call, fields["keep"], used)) - spent(card, sample.call, fewer), whole
 
-    return _fit(list(SAMPLES[kind].values()), over)
+    return _fit(list(SAMPLES[kind].values()), over)._replace(launches=launches(kind, form))
 
 
 def masked(form: Form, sample: Sample) -> Form:

@@ -29,6 +29,8 @@ BESIDE = "mame.json"  # a file of settings in a model's folder, which merging ta
 _UNSET: Any = None
 # Our own modules give fields of Study by their names.
 warnings.filterwarnings("ignore", ".*moved to Study", FutureWarning, r"(mame_sd|eval|comfyui)\b")
+# Names that files of older versions hold: `batch` follows from tau and keep, and `kernel` from the device.
+_FORMER = ("batch", "kernel")
 
 
 def _field(help: str, about: str = "", option: bool = True) -> Any:
@@ -100,10 +102,6 @@ class StudyFields:
         "whether restored tokens of one group differ",
         "They differ as the groups around them and their inputs do, around the group's mean. Where tokens are restored "
         '(merge qkv, mlp), with `weights="best"` alone.',
-    )
-    kernel: Literal["triton"] | None = _study(
-        "which fused kernel finds destinations on a CUDA device",
-        'With `weights="best"`, cosine and tiles of at most 16. Verified in Triton\'s interpreter.',
     )
 
 
@@ -212,7 +210,7 @@ class MaMeConfig(StudyFields):
         check_resolved(self)
         object.__setattr__(self, "study", Study(**{name: getattr(self, name) for name in STUDY}))
         partition = "alternating" if self.partition.endswith("grid") else self.partition
-        gridless = {"partition": partition, "tiles": 0, "kernel": None, "detail": False, "layers": None}
+        gridless = {"partition": partition, "tiles": 0, "detail": False, "layers": None}
         already = all(getattr(self, name) == value for name, value in gridless.items())
         object.__setattr__(self, "without_plane", self if already else self.replace(**gridless))
         for pattern, rule in (self.layers or {}).items():
@@ -229,8 +227,8 @@ class MaMeConfig(StudyFields):
     __replace__ = replace
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Made anew of what was given."""
-        self.__init__(**state["_given"])  # type: ignore[misc]
+        """Made anew of what was given: a pickle of an older version may hold fields that are no more."""
+        self.__init__(**{name: value for name, value in state["_given"].items() if name not in _FORMER})  # type: ignore[misc]
 
     @property
     def given(self) -> Mapping[str, Any]:
@@ -300,7 +298,7 @@ class MaMeConfig(StudyFields):
         Raises ValueError for a name that no setting has, a value that can't be, and another `batch`.
         """
         check_names(values)
-        config = cls(**{name: value for name, value in values.items() if name != "batch"})
+        config = cls(**{name: value for name, value in values.items() if name not in _FORMER})
         if values.get("batch", config.batch) not in (None, config.batch):
             limit = "tau" if config.keep is None else "keep"
             raise ValueError(
@@ -329,7 +327,7 @@ def check_names(values: Mapping[str, Any]) -> None:
     names = [f.name for f in fields(MaMeConfig)]
     top = [*(name for name in names if name not in STUDY), "study"]
     for name in values:
-        if name not in (*names, "study", "batch"):
+        if name not in (*names, "study", *_FORMER):
             near = difflib.get_close_matches(str(name), names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"unknown setting {name!r}{hint} (settings are {', '.join(top)})")

@@ -15,7 +15,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "weights": ("average", "best", "pick"),
     "variant": ("settled", "paper"),
     "merge": ("qkv", "kv"),
-    "kernel": ("triton",),
 }
 TAU_RANGE: dict[str, tuple[float, float]] = {
     "cosine": (-1.0, 1.0),
@@ -25,7 +24,6 @@ TAU_RANGE: dict[str, tuple[float, float]] = {
 }
 PARTS = ("mlp",)  # what can merge beside self-attention, each the share of tokens to keep there
 SHARES = ("keep", *PARTS)
-MAX_TILE = 16  # side of the largest tile that the kernel holds on the chip
 
 
 def check_given(given: Mapping[str, Any]) -> None:
@@ -83,13 +81,6 @@ def check_resolved(config: Any) -> None:
     if config.detail and config.weights == "average":
         raise ValueError(
             "detail: needs weights by which each token goes to one group, got weights='average'; leave detail out, or take weights='best'"
-        )
-    if config.kernel is not None and not (
-        config.weights == "best" and config.metric == "cosine" and 0 < config.tiles <= MAX_TILE
-    ):
-        raise ValueError(
-            f"kernel: {config.kernel!r} knows only weights='best', metric='cosine' and tiles from 2 to {MAX_TILE}, got "
-            f"weights={config.weights!r}, metric={config.metric!r}, tiles={config.tiles}; change these, or leave kernel out"
         )
     if config.variant == "paper" and any(getattr(config, name) is not None for name in PARTS):
         raise ValueError(

@@ -39,7 +39,6 @@ COMMON: dict[str, Any] = {
     "variant": "settled",
     "eps": 1e-6,
     "detail": False,
-    "kernel": None,
 }
 
 

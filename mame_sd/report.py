@@ -69,6 +69,11 @@ class LayerStats:
         """A call in which all tokens were kept, because merging them by `plan` saves nothing; `notes` tell why."""
         self.merged(plan, size, *notes, kept=plan.tokens_in)
 
+    def left_whole(self, tokens: int, size: tuple[int, ...], note: str) -> None:
+        """A call in which all tokens were kept before any was compared; `note` tells why."""
+        self.last_reason, self.size, self.note = None, size, note
+        self._count(tokens, tokens)
+
     def _count(self, tokens_in: int, tokens_kept: int) -> None:
         if not torch.compiler.is_compiling():
             self.calls += 1

@@ -84,7 +84,6 @@ def test_picking_is_of_keys_and_values_and_parts_merge_as_the_preset_says() -> N
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"weights": "pick", "merge": "qkv"}, "weights: 'pick' .* needs merge='kv', got merge='qkv'"),
-    ({"weights": "pick", "kernel": "triton"}, "kernel: 'triton' knows only weights='best'"),
     ({"tau": 0.8, "keep": 0.5}, r"tau or keep, got both \(tau=0.8, keep=0.5\)"),
     ({"tau": 1.5}, "tau: .*from -1 to 1 for metric 'cosine', got 1.5"),
     ({"tau": float("nan")}, "tau: expected a number, got nan"),
@@ -264,11 +263,11 @@ def test_batch_follows_from_tau_and_keep_and_is_read_where_a_file_has_it() -> No
     assert "batch" not in {f.name for f in fields(MaMeConfig)}
 
 
-def test_a_part_keeps_tiles_and_kernel_that_stand_beside_tau() -> None:
-    fields = {"preset": "plain", "tau": 0.8, "weights": "best", "tiles": 16, "partition": "grid", "kernel": "triton"}
+def test_a_part_keeps_tiles_that_stand_beside_tau() -> None:
+    fields = {"preset": "plain", "tau": 0.8, "weights": "best", "tiles": 16, "partition": "grid"}
     part = MaMeConfig(**fields, mlp=0.5).of_part("mlp")
     assert part is not None
-    assert (part.tiles, part.weights, part.kernel) == (16, "best", "triton")
+    assert (part.tiles, part.weights) == (16, "best")
     part = MaMeConfig(tau=0.8, tiles=8, mlp=0.5).of_part("mlp")
     assert part is not None
     assert (part.tiles, part.weights) == (8, "best")

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_models, gpu_published
+from benchmarks import gpu, gpu_card, gpu_models, gpu_published
 from benchmarks.gpu_models import CASES, Case
+from mame_sd.core import cards
 from mame_sd.core.cards import CARDS
 from tests.builders.tiny import tiny_unet
 
@@ -19,14 +20,14 @@ SMALL = Case("sd2.1", 256)
 def test_kernels_are_counted_once_and_kept_until_code_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CASES, "small", SMALL)
     rows = {name: gpu_models.rows_of(SMALL)[name] for name in ("unmerged", "tomesd, half")}
-    cards = [CARDS["A100"], CARDS["H100"]]
-    found = gpu.reckon(gpu.Traces(tmp_path), "small", rows, cards, 6e-6)
+    both = [CARDS["A100"], CARDS["H100"]]
+    found = gpu.reckon(gpu.Traces(tmp_path), "small", rows, both, 6e-6)
     assert len(list(tmp_path.iterdir())) == 2
     monkeypatch.setattr(gpu, "count", None)  # it can't be called
-    assert gpu.reckon(gpu.Traces(tmp_path), "small", rows, cards, 6e-6) == found
+    assert gpu.reckon(gpu.Traces(tmp_path), "small", rows, both, 6e-6) == found
     assert found["tomesd, half"]["launches"][0] > found["unmerged"]["launches"][0]
     assert found["unmerged"]["busy_ms"]["A100"] > found["unmerged"]["busy_ms"]["H100"]
-    lines = gpu.table("small", found, cards, 6e-6).splitlines()
+    lines = gpu.table("small", found, both, 6e-6).splitlines()
     assert lines[2].split(" | ")[1:] == ["launches", "A100", "H100 |"]
     assert any(line.startswith("| tomesd, half | ") for line in lines)
     monkeypatch.setattr(gpu, "_fingerprint", lambda: "other")
@@ -51,6 +52,28 @@ def test_rows_are_measured_beside_unmerged_on_the_device_that_is_there(monkeypat
     found = gpu.measure(case, rows, torch.device("cpu"), 1)
     assert found["unmerged"]["times_as_fast"] == 1
     assert all(row["median_s"] > 0 for row in found.values())
+
+
+def test_a_cards_own_figures_are_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_card, "ROUNDS", 1)
+    card = gpu_card.measured_card(torch.device("cpu"), "this one", side=64)
+    assert min(card.bandwidth, card.half, card.tf32, card.single, card.attention) > 0
+    path = tmp_path / "folder" / "cards.json"
+    monkeypatch.setenv("MAME_SD_CARDS", str(path))
+    gpu_card.keep(CARDS["A100"], path)
+    gpu_card.keep(card, path)
+    assert cards._measured("this one") == card
+    assert cards._measured("A100") == CARDS["A100"]
+
+
+def test_the_default_of_all_cases_is_told_at_a_glance() -> None:
+    found = {
+        "a": {
+            row: {key: {"A100": ms} for key in ("busy_ms", "eager_ms")}
+            for row, ms in (("unmerged", 3.0), ("default", 2.0))
+        }
+    }
+    assert "| a | 1.50 (1.50) |" in gpu.summary(found, [CARDS["A100"]])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from mame_sd.core.cards import MEMORY, SMALLEST, Card, Work
+from mame_sd.core.cards import LAUNCH, MEMORY, SMALLEST, Card, Work
 
 WORTHWHILE = 1.03  # times as fast: merging that gains less is left out
 
@@ -52,6 +52,7 @@ class Form(NamedTuple):
         early: keys and values are made of merged tokens; else they merge when they are made.
         weights: "best" or "pick", as in the settings.
         correct: what merged keys lack is given back, or whole tokens are counted.
+        kernels: our own run (`mame_sd.core.fused`); else PyTorch's operations.
         masked: merged tokens count as often as they stand for tokens, which takes a mask. Text beside them needs that
             too, where keys merge late.
     """
@@ -60,6 +61,7 @@ class Form(NamedTuple):
     early: bool
     weights: str = "best"
     correct: bool = True
+    kernels: bool = True
     masked: bool = False
 
 
@@ -69,24 +71,34 @@ class Added(NamedTuple):
     Attributes:
         small: kernels that take as long as the smallest.
         moved: bytes of all others, in those of the layer's tokens [B, L, C].
+        launches: kernels in all.
     """
 
     small: int
     moved: float
+    launches: int = 0
 
 
 # Norms, rotary positions and copies in a layer that merges nothing, by whether keys merge early (UNets) or late.
-BESIDE: dict[bool, Added] = {True: Added(small=0, moved=3.7), False: Added(small=0, moved=66.0)}
+BESIDE: dict[bool, Added] = {True: Added(0, 3.7, launches=2), False: Added(0, 66.0, launches=33)}
 # What merging adds. `python -m benchmarks.gpu_added` counts both.
 ADDED: dict[Form, Added] = {
-    Form(whole=False, early=True): Added(small=96, moved=29.6),
-    Form(whole=False, early=True, correct=False): Added(small=37, moved=10.0),
-    Form(whole=False, early=True, weights="pick", correct=False): Added(small=7, moved=0.4),
-    Form(whole=True, early=True): Added(small=150, moved=76.2),
-    Form(whole=False, early=False): Added(small=87, moved=27.8),
-    Form(whole=False, early=False, correct=False): Added(small=59, moved=16.5),
-    Form(whole=False, early=False, weights="pick", correct=False): Added(small=19, moved=0.8),
-    Form(whole=True, early=False): Added(small=133, moved=38.9),
+    Form(whole=False, early=True): Added(2, 8.7, launches=5),
+    Form(whole=False, early=True, correct=False): Added(1, 2.0, launches=2),
+    Form(whole=False, early=True, weights="pick", correct=False): Added(1, 0.3, launches=1),
+    Form(whole=True, early=True): Added(6, 13.3, launches=10),
+    Form(whole=False, early=False): Added(0, 9.0, launches=7),
+    Form(whole=False, early=False, correct=False): Added(0, 3.0, launches=4),
+    Form(whole=False, early=False, weights="pick", correct=False): Added(3, 0.0, launches=24),
+    Form(whole=True, early=False): Added(8, 13.4, launches=38),
+    Form(whole=False, early=True, kernels=False): Added(90, 29.5, launches=111),
+    Form(whole=False, early=True, correct=False, kernels=False): Added(30, 9.9, launches=43),
+    Form(whole=False, early=True, weights="pick", correct=False, kernels=False): Added(1, 0.3, launches=1),
+    Form(whole=True, early=True, kernels=False): Added(134, 76.2, launches=172),
+    Form(whole=False, early=False, kernels=False): Added(78, 27.7, launches=148),
+    Form(whole=False, early=False, correct=False, kernels=False): Added(50, 16.4, launches=79),
+    Form(whole=False, early=False, weights="pick", correct=False, kernels=False): Added(3, 0.0, launches=24),
+    Form(whole=True, early=False, kernels=False): Added(116, 38.8, launches=162),
 }
 
 
@@ -105,14 +117,26 @@ def work_of(call: Call, share: float = 1.0, form: Form | None = None) -> list[Wo
 
 
 @lru_cache(maxsize=4096)
-def times_as_fast(card: Card, call: Call, share: float, form: Form) -> float | None:
-    """How many times as fast the layer is that merges to a `share` of its tokens; None: it is not known what that adds."""
+def times_as_fast(card: Card, call: Call, share: float, form: Form, eager: bool = False) -> float | None:
+    """How many times as fast the layer is that merges to a `share` of its tokens; None: it is not known what that adds.
+
+    Args:
+        card: where it runs.
+        call: the layer's call.
+        share: tokens that stay, of all that may merge.
+        form: how it merges.
+        eager: kernels are launched from Python, and a layer takes no less than that takes.
+    """
     added, beside = ADDED.get(form._replace(masked=False)), BESIDE[form.early]
     if added is None:
         return None
     plain = card.busy(work_of(call)) + spent(card, call, beside)
     fewer = beside._replace(moved=share * beside.moved) if form.whole else beside
-    return plain / (card.busy(work_of(call, share, form)) + spent(card, call, fewer) + spent(card, call, added))
+    merged = card.busy(work_of(call, share, form)) + spent(card, call, fewer) + spent(card, call, added)
+    if eager:
+        least = (len(work_of(call)) + beside.launches) * LAUNCH
+        return max(plain, least) / max(merged, least + added.launches * LAUNCH)
+    return plain / merged
 
 
 def spent(card: Card, call: Call, added: Added) -> float:

@@ -24,10 +24,9 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core.partition import positions
 from mame_sd.core.pick_plan import pick_plan
 from mame_sd.core.plan import MergePlan, Plan, no_autocast
-from mame_sd.core.row_plan import row_plan
+from mame_sd.core.row_plan import fused_plan, row_plan
 from mame_sd.core.similarity import nearest, similarity_of
 from mame_sd.core.tables import Positions
-from mame_sd.core.triton_plan import kernel_plan
 from mame_sd.core.weights import fusion_weights, merged_by_keep
 
 
@@ -56,7 +55,6 @@ def plan_merge(
 
     Raises:
         ValueError: a shape, dtype or size that can't be.
-        MachineError: a kernel that this machine can't run.
     """
     if x.dim() < 2 or not x.is_floating_point():
         raise ValueError(f"x: expected floating point tokens of shape [..., L, d], got {x.dtype} {list(x.shape)}")
@@ -68,16 +66,16 @@ def plan_merge(
     with no_autocast(x):
         if config.weights == "pick":
             return pick_plan(feature, pos, config, special, lead, leader)
-        plan = kernel_plan(feature, pos, config, special, lead, leader)
-        if plan is None and config.weights == "best":  # of which no gradient comes
+        if config.weights == "best":  # of which no gradient comes
+            plan = fused_plan(feature.detach(), pos, config, special, lead, leader)
+            if plan is not None:
+                return plan
             ranked = config.keep is None or merged_by_keep(pos, config.keep) < pos.N
             if pos.m == 1 and not ranked:  # one destination in each tile, and every source merges: nothing to compare
                 best, row = _only(feature, pos)
             else:
                 best, row = _nearest(feature.detach(), leader, pos, config.metric, ranked)
-            plan = row_plan(best, row, pos, config, special, lead)
-        if plan is not None:
-            return plan
+            return row_plan(best, row, pos, config, special, lead)
         feature = feature if leader is None else feature.index_select(0, leader)
         similarity = similarity_of(feature, pos, config.metric)  # "Similarity-Based Fusion Matrix": S
         fusion = fusion_weights(similarity, pos, config)  # "Adaptive Weight Refining": W^F; X_pres

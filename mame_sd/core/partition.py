@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,14 +19,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.tables import Positions, partitioned
+from mame_sd.core.tables import DRAWS, Positions, partitioned
 
 GRIDS = ("grid", "random-grid")  # partitions of one destination per stride cell
 DRAWN = ("random", "random-grid")  # partitions with a seed
-DRAWS = 64  # partitions that steps and layers choose from: a draw that comes again brings its error again
 FEWEST, TABLE = 8, 2**18  # draws of large planes: as many as this number of positions holds, but not fewer
-SPREAD = 13  # between neighbouring draws, where several share a row of the table
-_PER_DRAW = ("dst", "src", "slots", "src_real", "gather", "source", "sample")  # index tensors that differ between draws
 
 
 def draw_at(timestep: Tensor | float) -> Tensor:
@@ -81,9 +78,7 @@ def positions(
     first = Positions(*_looked_up(*key))
     if draw is None or not config.redraw or config.partition not in DRAWN:
         return first
-    draws = _looked_up_draws(*key)
-    count = draws.shape[0]
-    return _drawn(first, draws, draw % DRAWS if count == DRAWS else draw * SPREAD % DRAWS * count // DRAWS)
+    return replace(first, table=_looked_up_draws(*key), draw=draw.to(first.table.device))
 
 
 def _known(count: int) -> int:
@@ -98,18 +93,6 @@ def square(tokens: int) -> tuple[int, int] | None:
     """(side, side) when `tokens` is a perfect square, else None."""
     side = math.isqrt(tokens)
     return (side, side) if side * side == tokens else None
-
-
-def _drawn(first: Positions, draws: Tensor, draw: Tensor) -> Positions:
-    """The positions that row `draw` [1] of a table of draws holds; padding and counts are those of every draw."""
-    row = draws.index_select(0, draw.to(draws.device))[0].long()
-    values = {f.name: getattr(first, f.name) for f in fields(first)}
-    start = 0
-    for name in _PER_DRAW:
-        count = values[name].numel()
-        values[name] = row[start : start + count].view(values[name].shape)
-        start += count
-    return Positions(**values)
 
 
 class _Compiled:
@@ -142,17 +125,15 @@ def _attribute(draws: bool, *key: Any) -> str:
 
 def _values(*key: Any) -> tuple[Any, ...]:
     pos = _first_draw(*key)
-    return tuple(getattr(pos, f.name) for f in fields(pos))
+    return tuple(getattr(pos, f.name) for f in fields(pos) if f.init)
 
 
 @lru_cache(maxsize=32)
 def _draws(*key: Any) -> Tensor:
-    """int32 [draws, ...]: the tensors of `_PER_DRAW` side by side, a row for each draw."""
+    """The table of all draws, see `Positions`."""
     count = min(DRAWS, max(FEWEST, TABLE // (key[0] * key[1])))
     with _cacheable():
-        drawn = [partitioned(draw, *key[:-1]) for draw in range(count)]
-        rows = [torch.cat([getattr(pos, name).flatten() for name in _PER_DRAW]) for pos in drawn]
-        return torch.stack(rows).int().to(key[-1])
+        return torch.cat([partitioned(draw, *key[:-1]).table for draw in range(count)]).to(key[-1])
 
 
 @lru_cache(maxsize=256)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
+from mame_sd.core.constants import constant, counting
 from mame_sd.core.detail import Detail
 from mame_sd.core.indexing import rows_of
 from mame_sd.core.plan import Plan
@@ -34,15 +35,15 @@ class PickPlan(Plan):
     def weights(self) -> Tensor:
         """See `Plan`; nothing is averaged, so all are 0."""
         pos = self.positions
-        return torch.zeros(*self._lead, pos.blocks, pos.m, pos.n, device=pos.slots.device)
+        return torch.zeros(*self._lead, pos.blocks, pos.m, pos.n, device=pos.table.device)
 
     @property
     def sizes(self) -> Tensor:
         """See `Plan`; destinations stand for the dropped sources, each for equally many."""
         pos, stay = self.positions, self._preserved.shape[-1]
-        sizes = torch.ones(self.tokens_kept, device=pos.slots.device)
-        sizes[self.special : self.special + pos.M] = (pos.L - stay) / pos.M
-        return sizes
+        if torch.compiler.is_compiling():  # which does not know how many stay
+            return _sizes(self.special, pos.M, pos.N, stay, pos.table.device)
+        return constant(_sizes, self.special, pos.M, pos.N, stay, pos.table.device)
 
     def merge(self, t: Tensor) -> Tensor:
         """The rows of t [*, L, C] that stay, as [*, L', C]: special tokens, destinations, preserved sources.
@@ -86,7 +87,14 @@ def pick_plan(
     else:
         stay = pos.N - merged_by_keep(pos, config.keep)
         if stay in (0, pos.N):
-            preserved = torch.arange(stay, device=pos.src.device)
+            preserved = constant(counting, stay, x.device)
         else:
             preserved = preserved_by_keep(best(), pos, config.keep)
     return PickPlan(pos, preserved, special, lead, by_tau=config.tau is not None)
+
+
+def _sizes(special: int, M: int, N: int, stay: int, device: torch.device) -> Tensor:
+    """How many tokens special ones, M destinations, and `stay` of N sources stand for, where the others are dropped."""
+    sizes = torch.ones(special + M + stay, device=device)
+    sizes[special : special + M] = (M + N - stay) / M
+    return sizes

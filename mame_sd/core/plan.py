@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.core.buffers import reuse
+from mame_sd.core.constants import constant, counting
 from mame_sd.core.detail import Detail
 from mame_sd.core.indexing import blocks_of, flat_rows, rows_of
 from mame_sd.core.tables import Positions
@@ -93,7 +94,9 @@ class Plan:
     def kept(self) -> Tensor:
         """Positions of the tokens that `merge` gives, in its order: [L'], or [B, L'] where samples keep their own."""
         kept = self._body_kept()
-        first = torch.arange(self.special, device=kept.device).expand(*kept.shape[:-1], -1)
+        if not self.special:
+            return kept
+        first = constant(counting, self.special, kept.device).expand(*kept.shape[:-1], -1)
         return torch.cat([first, kept + self.special], -1)
 
     @property
@@ -143,8 +146,11 @@ class Plan:
 
     def _body_kept(self) -> Tensor:
         """`kept` without special tokens, which are not counted either: [M + r] or [B, M + r]."""
-        pos = self.positions
-        return torch.cat([pos.dst.expand(*self._preserved.shape[:-1], -1), pos.src[self._preserved]], -1)
+        pos, stay = self.positions, self._preserved
+        dst = pos.dst.expand(*stay.shape[:-1], -1)
+        if not torch.compiler.is_compiling() and not stay.shape[-1]:  # with tau a graph does not know how many
+            return dst
+        return torch.cat([dst, pos.src[stay]], -1)
 
     def _checked(self, t: Tensor, tokens: int, call: str) -> Tensor:
         """`t` as [B, tokens, C]."""

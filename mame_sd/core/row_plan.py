@@ -10,47 +10,41 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core import means
+from mame_sd.core import fused, means
 from mame_sd.core.buffers import in_place
+from mame_sd.core.constants import constant, counting
 from mame_sd.core.detail import GROUPS, RANK, Detail, blurred, directions, slope
 from mame_sd.core.indexing import rows_of
 from mame_sd.core.plan import Plan, no_autocast
 from mame_sd.core.tables import Positions
-from mame_sd.core.weights import preserved_by_keep, preserved_by_tau, unmerged_slots
+from mame_sd.core.weights import merged_by_keep, preserved_by_keep, preserved_by_tau
 
 
 class RowPlan(Plan):
-    """A plan that knows one destination for each source; `weights` are made when somebody looks at them.
+    """A plan that knows one group for each token; `weights` are made when somebody looks at them.
 
     Args:
-        row: [B, T, n], the destination of its tile that is nearest to a source, also to one that is preserved or padding.
+        rows: [B, special + L], which of the tokens that `merge` gives each one goes to, or is.
         pos, preserved, special, lead: as `Plan`.
         dtype: of the weights and counts.
-        by_kernel: whether a kernel found the destinations.
     """
 
     def __init__(
-        self,
-        row: Tensor,
-        pos: Positions,
-        preserved: Tensor,
-        special: int,
-        lead: torch.Size,
-        dtype: torch.dtype,
-        by_kernel: bool = False,
+        self, rows: Tensor, pos: Positions, preserved: Tensor, special: int, lead: torch.Size, dtype: torch.dtype
     ) -> None:
         super().__init__(pos, preserved, special, lead)
-        self.by_kernel = by_kernel
-        self._row, self._dtype = row, dtype
-        self._rows = self._found_rows()
-        self._groups: means.Groups | None = None  # made where they are needed first
+        self._rows, self._dtype = rows, dtype
+        self._groups: means.Groups | None = None  # made where they are needed first, as sizes are
+        self._sizes: Tensor | None = None
 
     @property
     def weights(self) -> Tensor:
         """See `Plan`; 0 and 1."""
-        every = torch.arange(self.positions.m, device=self._row.device)
-        unmerged = unmerged_slots(self._preserved.expand(self._row.shape[0], -1), self.positions)
-        weights = (self._row.masked_fill(unmerged, -1).unsqueeze(-2) == every.unsqueeze(-1)).to(self._dtype)
+        pos = self.positions
+        group = self._rows[:, self.special + pos.src_slots] - self.special  # [B, T, n]
+        row = group - pos.gather[pos.slots[:, :1]]
+        row = row.masked_fill(group >= pos.M if pos.src_pad is None else (group >= pos.M) | pos.src_pad, -1)
+        weights = (row.unsqueeze(-2) == torch.arange(pos.m, device=row.device).unsqueeze(-1)).to(self._dtype)
         return weights.view(*self._lead, *weights.shape[1:])
 
     @property
@@ -61,7 +55,11 @@ class RowPlan(Plan):
     @property
     def sizes(self) -> Tensor:
         """See `Plan`; [B, L']."""
-        return self._sums(torch.ones_like(self._rows, dtype=self._dtype))
+        sizes = self._sizes
+        apart = not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
+        if sizes is None or (apart and sizes.is_inference()):  # autograd refuses tensors of inference mode
+            sizes = self._sizes = self._sums(torch.ones_like(self._rows, dtype=self._dtype))
+        return sizes
 
     def summed(self, t: Tensor) -> Tensor:
         """See `Plan`."""
@@ -94,11 +92,46 @@ class RowPlan(Plan):
 
     def means(self, t: Tensor) -> Tensor:
         """Tokens [B, L, C] merged, as [B, L', C]."""
+        found = self.fused_means(t.unsqueeze(1)) if fused.on(t) else None
+        if found is not None:
+            return found[0].squeeze(1)
         if means.can_group(t):
             if self._groups is None:
                 self._groups = means.groups_of(self._rows, self.tokens_kept)
             return means.means(t.flatten(0, 1), self._groups).view(t.shape[0], self.tokens_kept, t.shape[2])
         return means.means_with_gradients(t, self._rows, self.sizes)
+
+    def with_sample(self, t: Tensor) -> Tensor:
+        """Tokens [B, L, C] merged, and after them the tokens of the partition's sample, as they are: [B, L' + samples, C]."""
+        found = self.fused_means(t.unsqueeze(1), sampled=True) if fused.on(t) else None
+        if found is not None:
+            return found[0].squeeze(1)
+        return torch.cat([self.merge(t), t.index_select(1, self.positions.sample + self.special)], 1)
+
+    def fused_means(
+        self,
+        t: Tensor,
+        size: tuple[int, ...] = (),
+        around: tuple[int, int] | None = None,
+        sampled: bool = False,
+        weighed: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """See `mame_sd.core.triton_groups.group_means`, of tokens [B, H, .., D]; None where PyTorch has to do it."""
+        pos = self.positions
+        if pos.m > fused.LARGEST_TILE:
+            return None
+        from mame_sd.core.triton_common import table_of
+        from mame_sd.core.triton_groups import group_means
+
+        plane = size if len(size) == 3 else (1, 1, pos.L)
+        beside = (self.special, 0) if around is None else around
+        groups, drawn = self.tokens_kept - self.special, pos.samples if sampled else 0
+        found: tuple[Tensor, Tensor, Tensor] | None = fused.launched(
+            group_means, t, self._rows, *table_of(pos), plane, self.special, beside, groups, drawn, weighed
+        )
+        if found is not None and around is None:
+            self._sizes = found[1]
+        return found
 
     def _check_detail(self, detail: Detail) -> None:
         (h, w), shape = detail.plane, detail.feature.shape
@@ -114,12 +147,16 @@ class RowPlan(Plan):
         Groups keep their means, so that merging again gives `y` up to rounding.
         """
         feature, plane = detail
-        x, unexplained = self._by_surroundings(y, plane)
         count = min(RANK, (self.special + self.positions.M) // GROUPS)
+        if count and not self.special and fused.on(y, feature):
+            found = self._fused_detailed(y, detail, count)
+            if found is not None:
+                return found
+        x, unexplained = self._by_surroundings(y, plane)
         if not count:
             return x
         feature = feature.float() if feature.dtype == torch.float16 else feature  # whose range a sum may leave
-        seen = feature @ directions(feature.shape[2], count, feature.device).to(feature.dtype)
+        seen = feature @ constant(directions, feature.shape[2], count, feature.device).to(feature.dtype)
         seen = F.pad(seen, (0, 0, self.special, 0)) if self.special else seen
         seen = seen.to(torch.promote_types(self._dtype, y.dtype))
         surroundings, between = self._by_surroundings(self.means(seen), plane)
@@ -129,6 +166,30 @@ class RowPlan(Plan):
             return x + (within @ follows).to(y.dtype)
         added = within.to(y.dtype), follows.to(y.dtype)
         return x.baddbmm_(*added) if all(map(in_place, (x, *added))) else torch.baddbmm(x, *added)
+
+    def _fused_detailed(self, y: Tensor, detail: Detail, count: int) -> Tensor | None:
+        """`_detailed` by kernels; None where PyTorch has to do it."""
+        if self.positions.m > fused.LARGEST_TILE:
+            return None
+        from mame_sd.core import triton_detail as kernels
+        from mame_sd.core.triton_common import table_of
+
+        feature, plane = detail
+        seen = fused.launched(kernels.seen, feature, constant(directions, feature.shape[2], count, feature.device))
+        merged = None if seen is None else self.fused_means(seen.unsqueeze(1))
+        if merged is None:
+            return None
+        of_inputs, sizes = merged[0].squeeze(1), merged[1]
+        found = fused.launched(
+            kernels.unexplained, y, of_inputs, self._rows, sizes, *table_of(self.positions), list(plane)
+        )
+        follow = None if found is None else fused.launched(kernels.follows, *found, sizes, self.positions.L)
+        if found is None or follow is None:
+            return None
+        x: Tensor | None = fused.launched(
+            kernels.restored, y, found[0], of_inputs, found[1], seen, *follow, self._rows, list(plane)
+        )
+        return x
 
     def _by_surroundings(self, y: Tensor, plane: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Merged tokens y [B, L', C] as [B, L, C], varying as the blur of their copies does, and what of `y` is not that blur's mean."""
@@ -145,23 +206,56 @@ class RowPlan(Plan):
         """`summed` of t [B, L], [B, L']."""
         return t.new_zeros(t.shape[0], self.tokens_kept).scatter_add_(1, self._rows, t)
 
-    def _heaviest(self) -> Tensor:
-        return self._row.long()
 
-
-def row_plan(
-    best: Tensor,
-    row: Tensor,
-    pos: Positions,
-    config: MaMeConfig,
-    special: int,
-    lead: torch.Size,
-    by_kernel: bool = False,
-) -> RowPlan:
+def row_plan(best: Tensor, row: Tensor, pos: Positions, config: MaMeConfig, special: int, lead: torch.Size) -> RowPlan:
     """The plan of sources whose largest similarity is `best` [B, T, n], that of destination `row` [B, T, n] of their tile."""
     if config.keep is None:
         assert config.tau is not None
         preserved = preserved_by_tau(~(best > config.tau).all(0), pos)
     else:
         preserved = preserved_by_keep(best, pos, config.keep)
-    return RowPlan(row, pos, preserved, special, lead, best.dtype, by_kernel)
+    return RowPlan(_rows(row, pos, preserved, special), pos, preserved, special, lead, best.dtype)
+
+
+def _rows(row: Tensor, pos: Positions, preserved: Tensor, special: int) -> Tensor:
+    """Which of the merged tokens each one goes to, or is, [B, special + L]."""
+    b = row.shape[0]
+    # Destinations of a tile are neighbours among the groups, so that a source's is so many behind the first.
+    src = (row + pos.gather[pos.slots[:, :1]]).flatten(1)
+    if torch.compiler.is_compiling() or preserved.shape[-1]:  # with tau a graph does not know how many
+        preserved = preserved.expand(b, -1)
+        ranks = torch.arange(pos.M, pos.M + preserved.shape[1], device=src.device).expand(b, -1)
+        src = src.scatter(1, pos.src_real[preserved], ranks)
+    every = torch.cat([constant(counting, pos.M, src.device).expand(b, -1), src], 1)
+    body = every.index_select(1, pos.gather)
+    if not special:
+        return body
+    return torch.cat([constant(counting, special, src.device).expand(b, -1), body + special], 1)
+
+
+def fused_plan(
+    x: Tensor, pos: Positions, config: MaMeConfig, special: int, lead: torch.Size, leader: Tensor | None
+) -> RowPlan | None:
+    """The plan of feature x [B, L, d] without special tokens by kernels; None where PyTorch's operations have to make it."""
+    if config.keep is None or config.metric != "cosine" or pos.m > fused.LARGEST_TILE or not fused.on(x):
+        return None
+    from mame_sd.core import triton_groups as kernels
+    from mame_sd.core.triton_common import table_of
+
+    merged, table = merged_by_keep(pos, config.keep), table_of(pos)
+    ranked = merged < pos.N
+    if not merged or (ranked and pos.N > kernels.LARGEST_RANKING):
+        return None
+    found = fused.launched(kernels.nearest, x, *table, leader, special, ranked)
+    if found is None:
+        return None
+    if not ranked:
+        preserved = x.new_empty((x.shape[0], 0), dtype=torch.long)
+        return RowPlan(found[1], pos, preserved, special, lead, torch.float32)
+    merges = fused.launched(kernels.merging, found[0], *table, merged)
+    rows = (
+        None
+        if merges is None
+        else fused.launched(kernels.ranked_rows, merges, found[1], *table, special, pos.N - merged)
+    )
+    return None if rows is None else RowPlan(rows[0], pos, rows[1], special, lead, torch.float32)

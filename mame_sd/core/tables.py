@@ -6,13 +6,19 @@ positions count in row-major order. Blocks of unequal size are padded to the lar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+DRAWS = 64  # partitions that steps and layers choose from: a draw that comes again brings its error again
+SPREAD = 13  # between neighbouring draws, where several share a row of the table
 SAMPLED = 8  # one of so many tokens is looked at where a part tells enough (`mame_sd.core.correction.within_groups`)
+
+
+# The index tensors of a draw, in the order in which they stand side by side in a row of the table.
+PER_DRAW = ("dst", "src", "slots", "src_real", "gather", "source", "sample")
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,39 +27,57 @@ class Positions:
 
     M and N count the real destinations and sources of all blocks, so M + N = L. Slots are the entries of a
     block-shaped tensor, T * m or T * n of them, read row by row; a padded slot repeats a real position of its block.
+    All draws of one size have equally many of each, so a draw is one row of `table`. On CUDA, where kernels read the
+    table by themselves, it is looked up where one of its tensors is first asked for.
     """
 
-    dst: Tensor  # [M] positions of the destinations, block by block
-    src: Tensor  # [N] positions of the sources, ascending over the whole sequence
-    slots: Tensor  # [T, m + n] position of every slot of a block, destinations first
+    table: Tensor  # [draws, K] LongTensor: the tensors of PER_DRAW side by side, a row for each draw
     dst_real: Tensor | None  # [M] the slots that are not padding; None: all of them
-    src_real: Tensor  # [N] the slot of each source, in the order of `src`
     dst_pad: Tensor | None  # [T, m] True at padding; None: there is none
     src_pad: Tensor | None  # [T, n] True at padding; None: there is none
-    gather: Tensor  # [L] row of each position in concat(destinations [M], source slots [T * n])
-    source: Tensor  # [L] source slot of each position; 0 at destinations
-    sample: Tensor  # [max(1, L // SAMPLED)] positions at random, one of each run of SAMPLED in a tile's rows
     m: int  # destination slots of a block
+    n: int  # source slots of a block
+    blocks: int  # T
+    M: int
+    N: int
+    draw: Tensor | None = None  # LongTensor [1], which draw, counted in circles; None: the first
+    L: int = field(init=False)
+    dst: Tensor = field(init=False)  # [M] positions of the destinations, block by block
+    src: Tensor = field(init=False)  # [N] positions of the sources, ascending over the whole sequence
+    slots: Tensor = field(init=False)  # [T, m + n] position of every slot of a block, destinations first
+    src_real: Tensor = field(init=False)  # [N] the slot of each source, in the order of `src`
+    gather: Tensor = field(init=False)  # [L] row of each position in concat(destinations [M], source slots [T * n])
+    source: Tensor = field(init=False)  # [L] source slot of each position; 0 at destinations
+    sample: Tensor = field(init=False)  # [samples] positions at random, one of each run of SAMPLED in a tile's rows
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "L", self.M + self.N)
+        if self.draw is None or not self.table.is_cuda or torch.compiler.is_compiling():
+            self._look_up()
+
+    def __getattr__(self, name: str) -> Tensor:
+        """Called where an attribute is not there yet."""
+        if name not in PER_DRAW:
+            raise AttributeError(name)
+        self._look_up()
+        found: Tensor = self.__dict__[name]
+        return found
+
+    def _look_up(self) -> None:
+        if self.draw is None:
+            row = self.table[0]
+        else:
+            row = self.table.index_select(0, row_of(self.draw, self.table.shape[0])).view(-1)
+        width = self.m + self.n
+        each = self.M, self.N, self.blocks * width, self.N, self.L, self.L
+        parts = row.split([*each, row.shape[0] - sum(each)])
+        for name, part in zip(PER_DRAW, parts, strict=True):
+            object.__setattr__(self, name, part.view(self.blocks, width) if name == "slots" else part)
 
     @property
-    def L(self) -> int:
-        return self.gather.shape[0]
-
-    @property
-    def M(self) -> int:
-        return self.dst.shape[0]
-
-    @property
-    def N(self) -> int:
-        return self.src.shape[0]
-
-    @property
-    def blocks(self) -> int:
-        return self.slots.shape[0]
-
-    @property
-    def n(self) -> int:
-        return self.slots.shape[1] - self.m
+    def samples(self) -> int:
+        """How many these are."""
+        return max(1, self.L // SAMPLED)
 
     @property
     def dst_slots(self) -> Tensor:
@@ -67,8 +91,17 @@ class Positions:
 
     def to(self, device: torch.device | str) -> Positions:
         """These positions with their tensors on `device`."""
-        moved: dict[str, Any] = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in vars(self).items()}
+        moved: dict[str, Any] = {
+            f.name: v.to(device) if isinstance(v := getattr(self, f.name), Tensor) else v
+            for f in fields(self)
+            if f.init
+        }
         return Positions(**moved)
+
+
+def row_of(draw: Tensor, draws: int) -> Tensor:
+    """The row of a table of `draws` that a draw [1] takes, a LongTensor [1]."""
+    return draw % DRAWS if draws == DRAWS else draw * SPREAD % DRAWS * draws // DRAWS
 
 
 def partitioned(draw: int, h: int, w: int, partition: str, sh: int, sw: int, seed: int, tile_side: int) -> Positions:
@@ -150,16 +183,23 @@ def _layout(tile: Tensor, order: Tensor, is_dst: Tensor, sample: Tensor) -> Posi
     source = torch.zeros_like(order).index_copy_(0, src, src_tile * n + src_rank)
     gather = (source + len(dst)).index_copy_(0, dst, torch.arange(len(dst)))
     ascending = src.sort().values
+    parts = {
+        "dst": dst,
+        "src": ascending,
+        "slots": slots,
+        "src_real": source.index_select(0, ascending),
+        "gather": gather,
+        "source": source,
+        "sample": sample,
+    }
     return Positions(
-        dst=dst,
-        src=ascending,
-        slots=slots.view(-1, m + n),
+        table=torch.cat([parts[name] for name in PER_DRAW]).unsqueeze(0),
         dst_real=dst_tile * m + dst_rank if dst_pad.any() else None,
-        src_real=source.index_select(0, ascending),
         dst_pad=dst_pad if dst_pad.any() else None,
         src_pad=src_pad if src_pad.any() else None,
-        gather=gather,
-        source=source,
-        sample=sample,
         m=m,
+        n=n,
+        blocks=slots.shape[0] // (m + n),
+        M=len(dst),
+        N=len(src),
     )

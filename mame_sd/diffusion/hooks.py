@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import PARTS, MaMeConfig
+from mame_sd.core.constants import constant, counting
 from mame_sd.core.pairs import leaders
 from mame_sd.core.partition import draw_at
+from mame_sd.core.tables import DRAWS
 from mame_sd.diffusion.calls import LatestCall
 from mame_sd.diffusion.hook_registry import AroundHook, CallHook, PreHook
 from mame_sd.diffusion.layer import NO_STEP, Layer, Step, merged_call
 from mame_sd.diffusion.threads import PerThread, begin, end
 from mame_sd.diffusion.tokens import Call, Tokens
+from mame_sd.diffusion.worth import leaves_open
 from mame_sd.report import NOTHING_MERGES, LayerStats
 
 LEFT = "left unmerged by layers"
@@ -46,6 +49,7 @@ class Setting:
         self.config = config
         self.asked = config if asked is None else asked
         self.active = active
+        self.may_leave = leaves_open(self.asked)
         self.of_part = {"attention": config, **{name: config.of_part(name) for name in PARTS}}
         self.of_layer = {} if config.layers is None else {name: config.of_layer(name) for name in layers}
 
@@ -86,6 +90,7 @@ class MergeHook(AroundHook):
         self, shared: Shared, stats: LayerStats, layer: Layer, image: SizeHook | None, number: int = 0
     ) -> None:
         super().__init__()
+        self.place = number % DRAWS
         self.number = torch.tensor(number)  # of no dimension: for any device, and no constant of a compiled graph
         self.shared = shared
         self.stats = stats
@@ -111,7 +116,7 @@ class MergeHook(AroundHook):
         if config is None:
             stats.skipped(LEFT, self.layer.count(call, known))
             return call.run()
-        return merged_call(self.layer, call, known, config, stats, step)
+        return merged_call(self.layer, call, known, config, stats, step, setting.may_leave)
 
     def put(self) -> None:
         """See `AroundHook`."""
@@ -134,8 +139,11 @@ class MergeHook(AroundHook):
         step: Step = (None if torch.is_grad_enabled() else self.shared.step.value) or NO_STEP
         if step is NO_STEP:
             return known, step
-        draw = None if step.draw is None else step.draw + self.number
-        return known, Step(draw, step.leader, None if torch.compiler.is_compiling() else self.shared.plans.value)
+        if torch.compiler.is_compiling():  # a number would be a constant of the graph, which holds no plans
+            draw = None if step.draw is None else step.draw + self.number
+            return known, Step(draw, leader=step.leader)
+        draw = None if step.draws is None else step.draws[self.place : self.place + 1]
+        return known, Step(draw, leader=step.leader, plans=self.shared.plans.value)
 
 
 class SizeHook(PreHook):
@@ -222,8 +230,10 @@ class StepHook(CallHook):
             draw = draw.to(inputs[0].device)
         pairs = setting.config.pairs and bool(inputs) and inputs[0] is call.get(self.names[0])
         leader = leaders(inputs[0], type(module).__name__ in _PROMPT_FIRST) if pairs else None
-        self.shared.step.value = Step(draw, leader)
-        if torch.compiler.is_compiling():  # a graph holds no plans
+        compiling = torch.compiler.is_compiling()
+        draws = None if compiling or draw is None else draw + constant(counting, DRAWS, draw.device)
+        self.shared.step.value = Step(draw, draws, leader)
+        if compiling:  # a graph holds no plans
             return
         if inputs:
             begin(module, self.name, inputs[0])

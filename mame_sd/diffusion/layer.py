@@ -23,8 +23,8 @@ from mame_sd.core.merge import plan_merge
 from mame_sd.core.pairs import leaders_in
 from mame_sd.core.partition import GRIDS
 from mame_sd.core.plan import Plan
-from mame_sd.core.triton_plan import kernel_note
 from mame_sd.diffusion.tokens import Tokens
+from mame_sd.diffusion.worth import LEFT_WHOLE, no_gain
 from mame_sd.report import LayerStats
 
 if TYPE_CHECKING:  # it needs diffusers, which ComfyUI's node does without
@@ -69,11 +69,13 @@ class Step(NamedTuple):
 
     Attributes:
         draw: which of the drawn partitions it takes, see `plan_merge`.
+        draws: those of DRAWS layers that follow one another, [DRAWS]; None in a compiled graph.
         leader: of each sample of the batch the one whose tokens decide what merges (`mame_sd.core.pairs`); None: each its own.
         plans: what merged in an earlier call of the same input, and merges again in this one; None: this call stands alone.
     """
 
     draw: Tensor | None = None
+    draws: Tensor | None = None
     leader: Tensor | None = None
     plans: Plans | None = None
 
@@ -129,6 +131,7 @@ class Layer(ABC):
     """
 
     hidden = "hidden_states"  # the argument that holds the tokens [B, L, C]
+    early: bool | None = None  # whether keys that merge alone are made of merged tokens; None: its cost isn't reckoned
 
     def __init__(self, module: nn.Module | None = None) -> None:
         parameters = [] if module is None else list(inspect.signature(type(module).forward).parameters.values())[1:]
@@ -172,6 +175,7 @@ def merged_call(
     config: MaMeConfig,
     stats: LayerStats,
     step: Step = NO_STEP,
+    may_leave: bool = False,
 ) -> Any:
     """The output of `call`, merged where that is sound, and counted.
 
@@ -182,12 +186,18 @@ def merged_call(
         config: the settings.
         stats: counters of this layer.
         step: what the model around says of this step.
+        may_leave: leave the layer whole where merging would win nothing on its card (`worth.py`).
     """
     route = layer.route(call, known, config)
     if isinstance(route, str):
         stats.skipped(route, layer.count(call, known))
         return call.run()
-    tokens, feature = route.tokens, route.feature
+    tokens, feature, vain = route.tokens, route.feature, ""
+    if feature.is_cuda and layer.early is not None:
+        vain = no_gain(call.module, route.config, feature, route.before + route.after, layer.early)
+        if vain and may_leave:
+            stats.left_whole(tokens.count, tokens.size, LEFT_WHOLE.format(vain))
+            return call.run()
     if step.plans is None:
         plan = layer.plan(route, step)
     else:  # what merged in an earlier call of the same input, if there was one
@@ -199,8 +209,8 @@ def merged_call(
         return call.run()
     output = route.form(route, plan)
     if output is None:  # the call is not what it was taken for, which the layer knows now
-        return merged_call(layer, call, known, config, stats, step)
-    stats.merged(plan, size, route.note, output.note, kernel_note(route.config, plan))
+        return merged_call(layer, call, known, config, stats, step, may_leave)
+    stats.merged(plan, size, route.note, output.note, vain)
     return output.value
 
 
@@ -218,7 +228,6 @@ def settings_for(config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
         return config, ""
     notes = [NO_SIZE] if config.partition in GRIDS or config.tiles else []
     notes += [NO_DETAIL] if config.detail and config.merge == "qkv" else []
-    notes += [f"kernel {config.kernel!r} needs tiles: not run"] if config.kernel is not None else []
     return without, ". ".join(notes)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from mame_sd.config import PARTS, MaMeConfig, say_moved
 from mame_sd.diffusion.families.unet import PlainAttention, default_processor, processed, skip_reason
 from mame_sd.diffusion.layer import NO_DETAIL, NO_SIZE, LayerCall, merged_call
+from mame_sd.diffusion.worth import leaves_open
 from mame_sd.report import LayerStats, MaMeReport, NothingMergedError, make_report
 
 _UNCOUNTED = LayerStats("compiled")
@@ -83,6 +84,7 @@ class MaMeAttnProcessor:
         if self.config.layers is not None:
             raise ValueError("layers: a processor does not know the names of layers; use apply_mame")
         self.inner = inner
+        self._may_leave = leaves_open(self.config)
         self._stats: dict[Attention, LayerStats] = {}
         self._passed: Counter[str] = Counter()  # calls that were no self-attention over tokens, by reason
         self._warned = False
@@ -130,7 +132,7 @@ class MaMeAttnProcessor:
             output: Tensor = call.run()
             return output
         stats = self._stats_of(attn)
-        output = merged_call(_LAYER, call, None, self.config, stats)
+        output = merged_call(_LAYER, call, None, self.config, stats, may_leave=self._may_leave)
         without_size = NO_SIZE in stats.note or NO_DETAIL in stats.note
         if without_size and not self._warned and not torch.compiler.is_compiling():
             self._warned = True

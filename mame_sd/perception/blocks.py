@@ -82,7 +82,7 @@ class MergedBlock:
         if config is not None:
             chosen = all(config.given.get(name) == DEFAULTS[name] for name in ("partition", "stride"))
             self._asked = not chosen or bool(config.tiles)  # for a grid, other than by default
-            self._plain = config.replace(partition="alternating", tiles=0, kernel=None) if self._needs_grid else config
+            self._plain = config.replace(partition="alternating", tiles=0) if self._needs_grid else config
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The block's output [B, L', C], of tokens [B, L, C]."""

@@ -1,7 +1,7 @@
-"""The Triton kernels against PyTorch's operations and the float64 loops.
+"""The Triton kernels against PyTorch's operations and the float64 loops, through the very entry that a card takes.
 
 They run on a CUDA device where there is one, and in Triton's interpreter on any machine: it must be chosen before Triton is
-imported, so the cases run again in a process of their own (`test_in_the_interpreter`).
+imported, so the cases run again in a process of their own (`test_in_the_interpreter`). The interpreter is slow: few tokens.
 """
 
 from __future__ import annotations
@@ -10,18 +10,25 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention
+from torch import Tensor
 
-from mame_sd import MachineError, MaMeConfig, apply_mame, plan_merge
+from mame_sd import MaMeConfig, apply_mame, plan_merge
+from mame_sd.core import fused
+from mame_sd.core.detail import Detail
 from mame_sd.core.owners import owners_of
 from mame_sd.core.reference import reference_plan
-from mame_sd.core.triton_plan import TORCH_INSTEAD, kernel_note
-from tests.builders.tiny import seeded, tiny_unet, unet_inputs
+from mame_sd.core.row_plan import RowPlan
+from mame_sd.diffusion.families.keys import GroupedKeys, MergedKeys
+from mame_sd.diffusion.tokens import Tokens
+from tests.builders.tiny import seeded
 
 pytest.importorskip("triton")
 
@@ -29,25 +36,39 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 runs = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device")
 CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
-    "default": ((16, 16), {}),
-    "cut tiles": ((20, 36), {}),
+    "cut tiles": ((9, 20), {}),
     "cut tiles, some sources preserved": ((11, 13), {"tiles": 8, "keep": 0.6, "merge": "qkv"}),
-    "tau": ((8, 16), {"tau": 0.1, "weights": "best", "tiles": 8}),
-    "tiles of 8": ((16, 8), {"tiles": 8}),
-    "3 x 3 cells, tiles of 12": ((12, 24), {"stride": (3, 3), "keep": 0.1, "tiles": 12}),
-    "alternating": ((16, 16), {"partition": "alternating", "keep": 0.5}),
+    "tiles of 8, one destination each": ((16, 8), {"tiles": 8, "stride": (8, 8), "keep": 0.1}),
+    "3 x 3 cells, tiles of 12": ((12, 13), {"stride": (3, 3), "keep": 0.2, "tiles": 12}),
+    "alternating, 128 destinations": ((16, 16), {"partition": "alternating", "keep": 0.5}),
 }
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
-def tokens(size: tuple[int, int], width: int = 80, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(2, size[0] * size[1], width, generator=generator).to(DEVICE, dtype)
+def tokens(size: tuple[int, int], width: int = 20, dtype: torch.dtype = torch.float32, seed: int = 3) -> Tensor:
+    """[2, h * w, width], the halves of whose channels a kernel must not read: another stride than their width."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, size[0] * size[1], 2 * width, generator=generator).to(DEVICE, dtype)[..., :width]
 
 
-def forward(unet: Any) -> torch.Tensor:
-    sample: torch.Tensor = unet(**{name: value.to(DEVICE) for name, value in unet_inputs(unet).items()}).sample
-    return sample
+def both(x: Tensor, config: MaMeConfig, size: tuple[int, int], **more: Any) -> tuple[RowPlan, RowPlan]:
+    """The plan by kernels, and by PyTorch's operations."""
+    made = []
+    for kernels in (True, False):
+        with fused.only(kernels):
+            made.append(plan_merge(x, config, size, **more))
+    assert all(isinstance(plan, RowPlan) for plan in made)
+    return made[0], made[1]  # type: ignore[return-value]
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> Any:
+    """Every test asks for kernels itself, and leaves nothing known of the device."""
+    fused._found.clear()
+    with torch.no_grad():
+        yield
+    fused._found.clear()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="runs these cases")
@@ -63,159 +84,264 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_plans_are_those_of_the_loops(name: str) -> None:
     size, fields = CASES[name]
-    x, config, draw = tokens(size), MaMeConfig(kernel="triton", **fields), torch.tensor([3])
-    plan, plain = plan_merge(x, config, size, draw=draw), plan_merge(x, config.replace(kernel=None), size, draw=draw)
-    exact = reference_plan(x.cpu().double(), config, size, draw=draw)
-    assert plan.by_kernel
-    for of in ("weights", "counts", "preserved", "kept"):
+    x, config, draw = tokens(size), MaMeConfig(**fields), torch.tensor([67], device=DEVICE)
+    plan, plain = both(x, config, size, draw=draw)
+    exact = reference_plan(x.cpu().double(), config, size, draw=draw.cpu())
+    for of in ("rows", "weights", "counts", "preserved", "kept", "sizes"):
         assert torch.equal(getattr(plan, of), getattr(plain, of)), of
-    assert torch.equal(owners_of(plan), owners_of(plain))
-    y = plan.merge(x)
+    with fused.only(True):
+        y = plan.merge(x)
+        with_sample = plan.with_sample(x)
     torch.testing.assert_close(y.cpu().double(), exact.merge(x.cpu().double()), rtol=0, atol=1e-5)
-    assert torch.equal(plan.restore(y), plain.restore(y))
+    assert torch.equal(with_sample[:, : plan.tokens_kept], y)
+    assert torch.equal(with_sample[:, plan.tokens_kept :], x.index_select(1, plan.positions.sample))
+    assert torch.equal(plan.sizes, plain.sizes)
 
 
 @runs
-def test_samples_follow_their_leader() -> None:
-    leader = torch.tensor([1, 1])
-    x = tokens((6, 6))
-    plan, plain = (plan_merge(x, MaMeConfig(kernel=k), (6, 6), leader=leader.to(x.device)) for k in ("triton", None))
-    assert torch.equal(owners_of(plan), owners_of(plain))
-    assert torch.equal(*owners_of(plan))
+@DTYPES
+def test_any_dtype(dtype: torch.dtype) -> None:
+    x, config = tokens((8, 16), 40, dtype), MaMeConfig()
+    plan, plain = both(x, config, (8, 16))
+    assert torch.equal(plan.rows, plain.rows)
+    with fused.only(True):
+        for t in (x, x[..., :5]):  # a plan merges tokens of another width
+            y = plan.merge(t)
+            assert y.dtype == dtype
+            exact = reference_plan(x.cpu().double(), config, (8, 16)).merge(t.cpu().double())
+            torch.testing.assert_close(y.cpu().double(), exact, rtol=0, atol=TOLERANCE[dtype])
 
 
 @runs
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("width", [16, 144])
-def test_any_dtype_and_width(dtype: torch.dtype, width: int) -> None:
-    x, config = tokens((8, 16), width, dtype), MaMeConfig(kernel="triton")
-    wide = x.cpu().double()
-    plan, exact = plan_merge(x, config, (8, 16)), reference_plan(wide, config, (8, 16))
-    assert torch.equal(plan.weights, plan_merge(x, config.replace(kernel=None), (8, 16)).weights)
-    y = plan.merge(x)
-    assert y.dtype == dtype
-    torch.testing.assert_close(y.cpu().double(), exact.merge(wide), rtol=0, atol=TOLERANCE[dtype])
-    other = x[..., :8].contiguous()  # a plan merges tokens of another width
-    torch.testing.assert_close(
-        plan.merge(other).cpu().double(), exact.merge(wide[..., :8]), rtol=0, atol=TOLERANCE[dtype]
-    )
-
-
-@runs
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("value", [0.0, 0.1, 6e4])
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, 0.0), (torch.float16, 6e4)], ids=str)
 def test_constant_images_stay_as_they_are(dtype: torch.dtype, value: float) -> None:
-    x = torch.full((1, 64, 32), value, device=DEVICE).to(dtype)
-    plan = plan_merge(x, MaMeConfig(kernel="triton"), (8, 8))
-    y = plan.merge(x)
-    rtol = max(1e-5, torch.finfo(dtype).eps)  # of a sum of up to 49 equal tokens
-    torch.testing.assert_close(y, x[:, :16], rtol=rtol, atol=0)
-    torch.testing.assert_close(plan.restore(y), x, rtol=rtol, atol=0)
+    x = torch.full((1, 64, 16), value, device=DEVICE).to(dtype)
+    with fused.only(True):
+        plan = plan_merge(x, MaMeConfig(merge="qkv", keep=0.5), (8, 8))
+        y = plan.merge(x)
+        whole = plan.restore(y, Detail(x, (8, 8)))
+    rtol = max(1e-5, torch.finfo(dtype).eps)  # of a sum of equal tokens
+    torch.testing.assert_close(y, x[:, :32], rtol=rtol, atol=0)
+    torch.testing.assert_close(whole, x, rtol=rtol, atol=0)
 
 
 @runs
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_scale_does_not_matter(scale: float) -> None:
-    x, config = tokens((8, 8)), MaMeConfig(kernel="triton")
-    assert torch.equal(owners_of(plan_merge(x * scale, config, (8, 8))), owners_of(plan_merge(x, config, (8, 8))))
+@pytest.mark.parametrize(("scale", "dtype"), [(1e-30, torch.bfloat16), (1e30, torch.float32)], ids=str)
+def test_scale_does_not_matter(scale: float, dtype: torch.dtype) -> None:
+    x, config = tokens((8, 8), dtype=dtype), MaMeConfig()
+    power = 2.0 ** round(math.log2(scale))  # exact
+    with fused.only(True):
+        assert torch.equal(owners_of(plan_merge(x * power, config, (8, 8))), owners_of(plan_merge(x, config, (8, 8))))
 
 
 @runs
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("position", [0, 1], ids=["destination", "source"])
-def test_what_is_not_finite_is_not_hidden_and_stays_in_its_sample(bad: float, position: int) -> None:
-    x, config = tokens((8, 16)), MaMeConfig(kernel="triton")
+@pytest.mark.parametrize(("bad", "position"), [(math.nan, 0), (math.inf, 1), (math.nan, 5)])
+def test_what_is_not_finite_stays_in_its_group(bad: float, position: int) -> None:
+    x = tokens((8, 8)).clone()
     x[0, position, 5] = bad
-    plan, plain = plan_merge(x, config, (8, 16)), plan_merge(x, config.replace(kernel=None), (8, 16))
-    assert torch.equal(owners_of(plan), owners_of(plain))
-    got, want = plan.merge(x), plain.merge(x)
+    plan, plain = both(x, MaMeConfig(), (8, 8))
+    assert torch.equal(plan.rows, plain.rows)
+    with fused.only(True):
+        got = plan.merge(x)
+    with fused.only(False):
+        want = plain.merge(x)
     torch.testing.assert_close(got, want, equal_nan=True)
-    assert not got[0].isfinite().all()
-    assert got[1].isfinite().all()
+    assert (~got.isfinite()).sum() == 1
 
 
 @runs
-def test_special_tokens_and_leading_dimensions() -> None:
-    x, config = tokens((8, 8), 16).view(2, 1, 64, 16), MaMeConfig(kernel="triton", keep=0.5, merge="qkv")
+def test_special_tokens_leading_dimensions_and_leaders() -> None:
+    x, config = tokens((8, 8), 16).reshape(2, 1, 64, 16), MaMeConfig(keep=0.6, merge="qkv")
     x = torch.cat([x[..., :1, :] + 1, x], -2)
-    plan, plain = (plan_merge(x, c, (8, 8), special=1) for c in (config, config.replace(kernel=None)))
-    y = plan.merge(x)
+    plan, plain = both(x, config, (8, 8), special=1, leader=torch.tensor([1, 1], device=DEVICE))
+    assert torch.equal(plan.rows, plain.rows)
+    assert torch.equal(plan.rows[0], plan.rows[1])
+    with fused.only(True):
+        y = plan.merge(x)
     torch.testing.assert_close(y, plain.merge(x))
-    assert torch.equal(plan.restore(y), plain.restore(y))
+    torch.testing.assert_close(plan.restore(y), plain.restore(y))
 
 
 @runs
-def test_gradients_and_float64_are_pytorchs_and_the_report_says_so() -> None:
-    config = MaMeConfig(kernel="triton")
-    x = tokens((8, 8))
-    for served in (x.double(), x.clone().requires_grad_()):
-        plan = plan_merge(served, config, (8, 8))
-        assert not plan.by_kernel
-        assert kernel_note(config, plan) == TORCH_INSTEAD
-    plan, wanted = plan_merge(x, config, (8, 8)), x.clone().requires_grad_()
-    plan.restore(plan.merge(wanted)).sum().backward()
+@pytest.mark.parametrize(("keep", "dtype"), [(0.25, torch.float32), (0.6, torch.float16), (0.25, torch.bfloat16)])
+def test_detail_is_that_of_the_loops(keep: float, dtype: torch.dtype) -> None:
+    size = 6, 18
+    x, config = tokens(size, 24, dtype), MaMeConfig(keep=keep, merge="qkv", stride=(2, 2))
+    plan, plain = both(x, config, size)
+    y = plan.merge(x[..., 3:23] * 2)
+    with fused.only(True):
+        found = plan.restore(y, Detail(x, size))
+    wide = x.cpu().double()
+    exact = reference_plan(wide, config, size).restore(y.cpu().double(), Detail(wide, size))
+    torch.testing.assert_close(found.cpu().double(), exact, rtol=0, atol=20 * TOLERANCE[dtype])
+    assert (found - plain.restore(y)).abs().max() > 20 * (found.cpu().double() - exact).abs().max()  # it is no copy
+
+
+def calls(size: tuple[int, ...], dtype: torch.dtype, width: int = 12, text: int = 0) -> dict[str, Any]:
+    """The arguments of attention over an image's or video's tokens and text after them; values are wider than keys."""
+    generator = torch.Generator().manual_seed(1)
+    shape = 2, 2, math.prod(size) + text
+    made = [torch.randn(*shape, w, generator=generator).to(DEVICE, dtype) for w in (width, width, width + 5)]
+    return dict(zip(("query", "key", "value"), made, strict=True))
+
+
+@runs
+@pytest.mark.parametrize(
+    ("size", "text", "keep", "dtype"),
+    [
+        ((10, 20), 0, 0.25, torch.float32),
+        ((2, 6, 8), 3, 0.25, torch.float32),
+        ((8, 16), 5, 0.6, torch.float16),
+        ((8, 16), 0, 0.25, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_keys_and_values_and_their_correction(
+    size: tuple[int, ...], text: int, keep: float, dtype: torch.dtype
+) -> None:
+    lie, call = Tokens(size), calls(size, dtype, text=text)
+    assert lie.plane is not None
+    x = tokens(lie.plane, 24, dtype)
+    plan, plain = both(x, MaMeConfig(keep=keep, stride=(2, 2), merge="kv"), lie.plane)
+    shape, attention = (2, lie.count + text), F.scaled_dot_product_attention
+    for first in {0, text}:  # text after the image, or before it
+        with fused.only(True):
+            found = MergedKeys(plan, lie, shape, first, True, True).attend(attention, dict(call))
+        wide = {name: t.float() for name, t in call.items()}
+        with fused.only(False):
+            exact = MergedKeys(plain, lie, shape, first, True, True).attend(attention, wide)
+            alone = MergedKeys(plain, lie, shape, first, False, True).attend(attention, wide)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.float(), exact, rtol=0, atol=4 * TOLERANCE[dtype])
+        assert (exact - alone).abs().max() > 0.01  # there is something to correct
+
+
+@runs
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_keys_made_of_merged_tokens_and_a_sample(dtype: torch.dtype) -> None:
+    size = 10, 20
+    x = tokens(size, 24, dtype)
+    plan, plain = both(x, MaMeConfig(), size)
+    query = x.unflatten(2, (2, 12)).transpose(1, 2)
+    outputs = []
+    for kernels, made, width in ((True, plan, dtype), (False, plain, torch.float32)):
+        with fused.only(kernels):
+            grouped = GroupedKeys(made)
+            keys = grouped.keys_of(x.to(width)).unflatten(2, (2, 12)).transpose(1, 2)
+            call = {"query": query.to(width), "key": keys * 2, "value": keys + 1}
+            outputs.append(grouped.attend(F.scaled_dot_product_attention, call).float())
+    torch.testing.assert_close(*outputs, rtol=0, atol=4 * TOLERANCE[dtype])
+
+
+@runs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_device_is_asked_once_and_then_runs_the_kernels(dtype: torch.dtype) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fused.on(tokens((4, 4), dtype=dtype))
+    assert fused.state() == {f"{DEVICE} {str(dtype).removeprefix('torch.')}": True}
+
+
+@runs
+def test_wrong_numbers_turn_the_kernels_off_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mame_sd.core import triton_moments
+
+    monkeypatch.setattr(triton_moments, "lacking", lambda *args: (torch.zeros(4, 24, 24), torch.zeros(4, 24)))
+    with pytest.warns(RuntimeWarning, match="merging runs by PyTorch's operations on .*correction is .* off"):
+        assert not fused.on(tokens((4, 4)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not fused.on(tokens((4, 4)))
+
+
+@runs
+def test_a_kernel_that_fails_in_an_image_gives_way_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mame_sd.core import triton_groups
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("out of resource: shared memory")
+
+    x, config = tokens((8, 8)), MaMeConfig()
+    fused._found[str(DEVICE), x.dtype] = True
+    monkeypatch.setattr(triton_groups, "group_means", broken)
+    plan = plan_merge(x, config, (8, 8))
+    with pytest.warns(RuntimeWarning, match="RuntimeError: out of resource: shared memory") as warned:
+        merged = [plan.merge(x) for _ in range(2)]
+    assert len(warned) == 1
+    torch.testing.assert_close(merged[0], both(x, config, (8, 8))[1].merge(x))
+    assert torch.equal(*merged)
+
+
+@runs
+def test_gradients_and_float64_are_pytorchs() -> None:
+    x, config = tokens((8, 8)), MaMeConfig()
+    with fused.only(True):
+        assert not fused.on(x.double())
+        plan = plan_merge(x, config, (8, 8))
+        with torch.enable_grad():
+            wanted = x.clone().requires_grad_()
+            assert not fused.on(wanted)
+            plan.restore(plan.merge(wanted)).square().sum().backward()
     again = x.clone().requires_grad_()
-    plain = plan_merge(x, config.replace(kernel=None), (8, 8))
-    plain.restore(plain.merge(again)).sum().backward()
+    plain = both(x, config, (8, 8))[1]
+    with torch.enable_grad():
+        plain.restore(plain.merge(again)).square().sum().backward()
     assert wanted.grad is not None
     torch.testing.assert_close(wanted.grad, again.grad)
-    unet = tiny_unet().to(DEVICE)
-    handle = apply_mame(unet, config, min_tokens=60)
-    forward(unet)
-    assert {layer.reason for layer in handle.report().layers if layer.merged} == {TORCH_INSTEAD}
 
 
 @runs
-@torch.no_grad()
 def test_a_compiled_layer_is_one_graph_with_the_kernels_in_it() -> None:
-    attn = seeded(Attention, 0, 32, heads=2, dim_head=16).to(DEVICE)
-    x = tokens((16, 16), 32)
-    handle = apply_mame(attn, min_tokens=60)
-    expected = attn(x)
-    handle.set(kernel="triton")
-    torch.testing.assert_close(attn(x), expected, rtol=1e-4, atol=1e-4)
-    assert [(layer.merged, layer.reason) for layer in handle.report().layers] == [(True, "")]
-    compiled = torch.compile(attn, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), expected, rtol=1e-4, atol=1e-4)
-
-
-@runs
-@torch.no_grad()
-def test_a_count_that_depends_on_the_data_compiles_too() -> None:
-    torch._dynamo.reset()
-    config = MaMeConfig(tau=0.1, weights="best", kernel="triton", tiles=4)
-
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        plan = plan_merge(x, config, (8, 8))
-        return plan.restore(plan.merge(x) * 2)
-
+    attn = seeded(Attention, 0, 16, heads=2, dim_head=8).to(DEVICE)
     x = tokens((8, 8), 16)
-    torch.testing.assert_close(torch.compile(layer, backend="eager", fullgraph=True)(x), layer(x))
+    apply_mame(attn, min_tokens=60)
+    with fused.only(False):
+        expected = attn(x)
+    fused._found[str(DEVICE), x.dtype] = True  # as a check would leave it
+    torch.testing.assert_close(attn(x), expected, rtol=1e-4, atol=1e-4)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(attn, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected, rtol=1e-4, atol=1e-4)
+    (graph,) = graphs
+    ours = [str(node.target) for node in graph.graph.nodes if str(node.target).startswith("mame_sd")]
+    assert ours == [
+        f"mame_sd.{name}.default" for name in ("nearest", "group_means", "partial_moments", "lacking", "add_lacking")
+    ]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles them")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_the_kernels_compile_for_a_gpu_without_one() -> None:
+@pytest.mark.parametrize(("capability", "dtype"), [(86, torch.float16), (90, torch.float32)], ids=str)
+def test_the_kernels_compile_for_a_card_without_one(
+    capability: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but what a card's driver does: from the arguments of a real call to the card's own code."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
+    from triton.runtime.jit import JITFunction
 
-    from mame_sd.core import triton_kernels as kernels
+    from tests.builders.kernels import every_launch, signature_of
 
-    types = {"x": "*bf16", "slots": "*i64", "row": "*i32", "best": "*fp32"}
-    launched = kernels.launch_sizes(64, 192)  # the default's tiles
-    warps = {"num_warps": launched["num_warps"]}
-    blocks = {name: side for name, side in launched.items() if name.startswith("BLOCK")}
-    kernel = kernels.best_kernel
-    signature = {name: types.get(name, "i32") for name in kernel.arg_names} | dict.fromkeys(blocks, "constexpr")
-    made = compile(ASTSource(kernel, signature, blocks), target=GPUTarget("cuda", 80, 32), options=warps)
-    assert len(made.asm["cubin"]) > 0
-    assert made.metadata.shared <= 48 * 1024, "what every device gives a program without asking"
-
-
-def test_a_cpu_is_refused_and_so_are_other_settings() -> None:
-    if not INTERPRETED:
-        with pytest.raises(MachineError, match="expected tokens on a CUDA device for kernel='triton', got cpu"):
-            plan_merge(torch.ones(1, 64, 16), MaMeConfig(kernel="triton"), (8, 8))
-    for fields in ({"weights": "average"}, {"metric": "dot"}, {"tiles": 0}, {"tiles": 32}, {"preset": "plain"}):
-        with pytest.raises(ValueError, match="knows only weights='best', metric='cosine' and tiles from 2 to 16"):
-            MaMeConfig(kernel="triton", **fields)  # type: ignore[arg-type]
+    launched: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    monkeypatch.setattr(
+        JITFunction, "run", lambda kernel, *args, grid, warmup, **more: launched.append((kernel, args, more))
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(capability, 10))
+    every_launch(dtype)
+    made = set()
+    for kernel, args, more in launched:
+        if kernel.__name__ not in made:  # the interpreter runs the others
+            made.add(kernel.__name__)
+            options = {name: more[name] for name in ("num_warps", "num_stages") if name in more}
+            source = ASTSource(kernel, *signature_of(kernel, args, more))
+            code = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            assert len(code.asm["cubin"]) > 0
+            assert code.metadata.shared <= 99 * 1024, (
+                f"more than a program may have on a consumer's card: {kernel.__name__}"
+            )
+    assert len(made) == 11

@@ -16,9 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mame_sd.core import means
+from mame_sd.core import fused, means
 from mame_sd.core.buffers import in_place
-from mame_sd.core.correction import Lacking, first_order, first_order_of_means, moments
+from mame_sd.core.constants import constant, counting
+from mame_sd.core.correction import (
+    Drawn,
+    Lacking,
+    add_by_kernel,
+    added_by_kernels,
+    first_order,
+    first_order_of_means,
+    moments,
+)
 from mame_sd.core.indexing import rows_of
 from mame_sd.core.means import Groups
 from mame_sd.core.pick_plan import PickPlan
@@ -52,16 +61,25 @@ def attended(attention: Callable[..., Tensor], call: Mapping[str, Any], **change
     return attention(call.pop("query"), call.pop("key"), call.pop("value"), **call)
 
 
+def scale_of(call: Mapping[str, Any]) -> float:
+    """By what the logits of a call are multiplied."""
+    scale: float = call.get("scale") or call["query"].shape[-1] ** -0.5
+    return scale
+
+
+def _is_ours(attention: Any) -> bool:
+    """Whether what a function returns may be changed: another than PyTorch's may return the same tensor again."""
+    return attention is F.scaled_dot_product_attention
+
+
 def corrected(attention: Callable[..., Tensor], call: Mapping[str, Any], lacks: Lacking, **changes: Any) -> Tensor:
     """The output of `call` with `changes`, key and value among them, and what those lack to first order."""
-    query = call["query"]
-    scale = call.get("scale") or query.shape[-1] ** -0.5
+    query, scale = call["query"], scale_of(call)
     lacking = (scale * lacks.covariance).transpose(-1, -2).to(changes["value"].dtype)
     if lacks.shift is not None:
         changes["value"] = changes["value"] + lacks.shift
     output = attended(attention, call, **changes)
-    ours = attention is F.scaled_dot_product_attention  # another function may return the same tensor again
-    alike = ours and output.dim() == 4 and output.dtype == query.dtype == lacking.dtype
+    alike = _is_ours(attention) and output.dim() == 4 and output.dtype == query.dtype == lacking.dtype
     if not alike or not in_place(output) or torch.compiler.is_compiling():
         return output + (query @ lacking).to(output.dtype)
     # In the layout of both, [n, H, D]: all samples in one call would copy them.
@@ -139,16 +157,20 @@ class GroupedKeys(Attending):
     def __init__(self, plan: Plan, correct: bool = True) -> None:
         super().__init__()
         self.plan = plan
-        self.sample = plan.positions.sample if correct else None
+        self.correct = correct
 
     def keys_of(self, hidden: Tensor) -> Tensor:
         """What keys and values are to be made of: of tokens [B, L, C] the merged ones, and after them the sample."""
-        merged = self.plan.merge(hidden)
-        return merged if self.sample is None else torch.cat([merged, hidden.index_select(1, self.sample)], 1)
+        plan = self.plan
+        if not self.correct:
+            return plan.merge(hidden)
+        if isinstance(plan, RowPlan):
+            return plan.with_sample(hidden)
+        return torch.cat([plan.merge(hidden), hidden.index_select(1, plan.positions.sample)], 1)  # a rival's
 
     def attend(self, attention: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
         """See `Attending`; queries, keys and values [B, H, n, D]."""
-        plan, drawn = self.plan, 0 if self.sample is None else len(self.sample)
+        plan, drawn = self.plan, self.plan.positions.samples if self.correct else 0
         if call["key"].shape[-2] != plan.tokens_kept + drawn or call.get("attn_mask") is not None:
             return attended(attention, call)  # not this layer's own
         (key, drawn_key), (value, drawn_value) = (
@@ -156,9 +178,13 @@ class GroupedKeys(Attending):
         )
         sizes = of_heads(plan.sizes, key)
         fewer = {"key": key, "value": value, "attn_mask": log_sizes(sizes, call["query"]) if plan.uneven else None}
-        if self.sample is None:
+        if not self.correct:
             return attended(attention, call, **fewer)
-        rows = of_heads(plan.rows[:, self.sample], key)
+        sample = Drawn(call["key"], call["value"], plan.tokens_kept, apart=True)
+        lacking = added_by_kernels(plan, (key, value), 0, sample, plan.sizes, scale_of(call), plan.uneven)
+        if lacking is not None:
+            return add_by_kernel(attended(attention, call, **fewer), call["query"], lacking, _is_ours(attention))
+        rows = of_heads(plan.rows.index_select(1, plan.positions.sample), key)
         lacks = first_order_of_means((key, value), (drawn_key, drawn_value), rows, sizes, plan.uneven)
         return corrected(attention, call, lacks, **fewer)
 
@@ -198,6 +224,7 @@ class MergedKeys(Attending):
         self.drawn = drawn
         self.seen = False  # whether such a call came
         self._groups: dict[bool, Groups] = {}  # by whether each head's keys lie together
+        self._picked: Tensor | None = None  # made where it is needed first
 
     def attend(self, attention: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
         """See `Attending`."""
@@ -211,12 +238,39 @@ class MergedKeys(Attending):
             return attended(attention, call)
         self.seen = True
         alone = self.length == self.plan.tokens_in  # the image's keys are all there are
+        if mask is None and key.dim() == 4 and isinstance(self.plan, RowPlan) and fused.on(query, key, value):
+            output = self._attend_fused(attention, call, self.plan, weigh=self.plan.uneven or not alone)
+            if output is not None:
+                return output
         sizes = None if alone and not self.plan.uneven else self.sizes(query)
         kept_key, kept_value = self.merged(key), self.merged(value)
         fewer = {"key": kept_key, "value": kept_value, "attn_mask": weighed(self.columns(mask), query, sizes)}
         if not self.correct or mask is not None or call.get("is_causal") or query.shape[:-2] != key.shape[:-2]:
             return attended(attention, call, **fewer)
         return corrected(attention, call, self.lacking((key, value), (kept_key, kept_value), sizes), **fewer)
+
+    def _attend_fused(
+        self, attention: Callable[..., Tensor], call: dict[str, Any], plan: RowPlan, weigh: bool
+    ) -> Tensor | None:
+        """`attend` by kernels; None where PyTorch's operations have to do it. `weigh`: logits count the keys."""
+        query, key, value, size = call["query"], call["key"], call["value"], self.tokens.size
+        around = self.first, self.length - self.first - plan.tokens_in
+        kept = plan.fused_means(key, size, around, weighed=weigh)
+        kept_value = None if kept is None else plan.fused_means(value, size, around)
+        if kept is None or kept_value is None:
+            return None
+        mask = kept[2][:, None, None] if weigh else None
+        fewer = {"key": kept[0], "value": kept_value[0], "attn_mask": mask}
+        if not self.correct or call.get("is_causal") or query.shape[:-2] != key.shape[:-2]:
+            return attended(attention, call, **fewer)
+        if not self.drawn:
+            lacks = self.lacking((key, value), (kept[0], kept_value[0]), kept[1].unsqueeze(1) if weigh else None)
+            return corrected(attention, call, lacks, **fewer)
+        drawn, scale = Drawn(key, value, self.first, False, size), scale_of(call) * (plan.tokens_in / self.length)
+        lacking = added_by_kernels(plan, (kept[0], kept_value[0]), self.first, drawn, kept[1], scale, weigh)
+        if lacking is None:
+            return None
+        return add_by_kernel(attended(attention, call, **fewer), query, lacking, _is_ours(attention))
 
     def lacking(self, every: tuple[Tensor, Tensor], kept: tuple[Tensor, Tensor], sizes: Tensor | None) -> Lacking:
         """What the `kept` keys and values lack, counted by `sizes`, of those of `every` token."""
@@ -246,6 +300,8 @@ class MergedKeys(Attending):
             return self.merged(t.unsqueeze(1)).squeeze(1)
         if isinstance(self.plan, RowPlan) and means.can_group(t):
             return self._means(t)
+        if isinstance(self.plan, PickPlan) and self.plan.kept.dim() == 1:  # all samples the same
+            return t.index_select(2, self._every_kept())
         last = self.first + self.plan.tokens_in
         tokens = t.transpose(1, 2)  # [B, L, H, D], as they were projected
         image = self._merged_image(tokens[:, self.first : last].flatten(2)).unflatten(2, t.shape[1::2])
@@ -273,6 +329,18 @@ class MergedKeys(Attending):
         every = torch.arange(self.length, device=rows.device)
         others = torch.where(every < last, every, every - fewer)
         return others.expand(rows.shape[0], -1).index_copy(1, at, rows)
+
+    def _every_kept(self) -> Tensor:
+        """[L'], positions of the kept tokens and those around them."""
+        if self._picked is None:
+            every = constant(counting, self.length, self.kept.device)
+            around = every[: self.first], every[self.first + self.plan.tokens_in :]
+            self._picked = (
+                self.kept
+                if self.length == self.plan.tokens_in
+                else torch.cat([around[0], self.kept + self.first if self.first else self.kept, around[1]])
+            )
+        return self._picked
 
     def _merged_image(self, image: Tensor) -> Tensor:
         """[B, n', C] of the image's tokens [B, n, C]."""

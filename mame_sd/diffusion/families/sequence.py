@@ -32,6 +32,8 @@ CUT = "{}, which cuts the batch into parts; samples that keep their own tokens r
 class SequenceAttention(Layer):
     """One attention module of a family."""
 
+    early = False
+
     def __init__(self, module: nn.Module, family: Family) -> None:
         super().__init__(module)
         self.family = family

@@ -73,6 +73,8 @@ _UNSCALED = processors.AttnProcessor()
 class PlainAttention(Layer):
     """A diffusers Attention over the tokens of one image."""
 
+    early = True
+
     def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
         """See `Layer`."""
         hidden: Any = call.given.get("hidden_states")
