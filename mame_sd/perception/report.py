@@ -9,6 +9,9 @@ from typing import Any
 from mame_sd.perception.counts import BlockCost, BlockCounts
 
 
+NEARER = 0.37  # share of the FLOPs below which a smaller image is nearer, on photographs (docs/perception.md)
+
+
 @dataclass(frozen=True)
 class BlockReport:
     """One block: means over its calls since the last reset, for one image.
@@ -68,6 +71,11 @@ class EncoderReport:
             f"{self.flops_before / 1e9:.2f} -> {self.flops / 1e9:.2f} GFLOPs (multiply-adds) an image ({self.share:.0%}); "
             f"attention {'counts' if self.prop_attn else 'does not count'} how many tokens each one stands for"
         )
+        if self.calls and self.share < NEARER:
+            lines.append(
+                f"below {NEARER:.0%} of the FLOPs a smaller image that merges less is nearer to the unmerged model "
+                "(docs/perception.md)"
+            )
         return "\n".join(lines)
 
 

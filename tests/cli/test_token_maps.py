@@ -42,7 +42,7 @@ def test_maps_are_the_groups_of_merging(place: Path, model: str) -> None:
     encoder, picture = loaded(place / model), read_image(place / "image.png")
     seen, maps = token_maps(encoder, picture, MaMeConfig(keep=0.5), (0, 2))
     assert np.array_equal(np.asarray(seen), np.asarray(picture))
-    assert [(one.block, one.kept) for one in maps] == [(0, 18), (2, 9)]
+    assert [(one.block, one.kept) for one in maps] == [(0, 15), (2, 9)]
     assert not has_encoder_hooks(encoder.model)
     vision = encoder.model.vit if model == "vit" else encoder.model.vision_model
     handle = apply_encoder(vision, keep=0.5, blocks=(0, 2))
@@ -84,7 +84,7 @@ def test_on_the_command_line(place: Path, tmp_path: Path, capsys: pytest.Capture
     words = ["show-merge", str(place / "image.png"), "--model", str(place / "vit"), "--device", "cpu", "--keep", "0.5"]
     assert cli.run([*words, "--blocks", "3", "--colors", colors, "--out", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines == [*(f"block {n}: {left} of 36 patches left" for n, left in ((0, 18), (1, 9), (2, 5))), str(out)]
+    assert lines == [*(f"block {n}: {left} of 36 patches left" for n, left in ((0, 13), (1, 7), (2, 4))), str(out)]
     with Image.open(out) as image:
         assert image.width == 4 * 432 + 5 * 12
         about = json.loads(image.info["mame_sd"])

@@ -316,10 +316,7 @@ def test_a_compiled_layer_is_one_graph_with_the_kernels_in_it() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles them")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(("capability", "dtype"), [(86, torch.float16), (90, torch.float32)], ids=str)
-def test_the_kernels_compile_for_a_card_without_one(
-    capability: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernels_compile_for_a_card_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but what a card's driver does: from the arguments of a real call to the card's own code."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -327,12 +324,13 @@ def test_the_kernels_compile_for_a_card_without_one(
 
     from tests.builders.kernels import every_launch, signature_of
 
+    capability = 86  # of RTX 3060 to 3090, whose programs have the least room of all that know TF32
     launched: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     monkeypatch.setattr(
         JITFunction, "run", lambda kernel, *args, grid, warmup, **more: launched.append((kernel, args, more))
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(capability, 10))
-    every_launch(dtype)
+    every_launch(torch.float32)
     made = set()
     for kernel, args, more in launched:
         if kernel.__name__ not in made:  # the interpreter runs the others

@@ -95,6 +95,16 @@ def test_restoring_puts_every_token_at_its_place(fields: dict[str, float]) -> No
 
 
 @torch.no_grad()
+def test_asked_for_too_much_the_report_says_what_is_nearer() -> None:
+    model = VIT.build()
+    for keep, said in ((0.9, False), (0.3, True)):
+        handle = apply_encoder(model, keep=keep, blocks=DEPTH)
+        VIT.call(model, VIT.batch())
+        assert (handle.report().share < 0.37) == said
+        assert ("a smaller image that merges less is nearer" in str(handle.report())) == said
+
+
+@torch.no_grad()
 def test_hidden_states_are_those_that_blocks_give() -> None:
     model, inputs = VIT.build(), VIT.batch()
     apply_encoder(model, keep=0.5, blocks=(1,))
