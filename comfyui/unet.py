@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from mame_sd import MaMeConfig, plan_merge
+from mame_sd.core.detail import Detail
 from mame_sd.core.pairs import leaders_in
 from mame_sd.diffusion.families.keys import GroupedKeys
 from mame_sd.diffusion.layer import NOTHING_TO_WIN, nothing_to_win
@@ -56,7 +57,7 @@ class UNetPatch:
                 return q, k, v
             call.run.note_merged(plan, (h, w))
             if config.merge == "qkv":
-                extra_options[PLAN] = plan
+                extra_options[PLAN] = plan, Detail(k, (h, w)) if config.detail else None
                 q = plan.merge(q)
             reached = not call.run.unreached
             grouped = GroupedKeys(plan, config.correct and reached)
@@ -80,8 +81,8 @@ class UNetPatch:
         if call.keys is not None:
             call.keys = None
             call.run.unreached = True
-        plan = extra_options.pop(PLAN, None)
-        return n if plan is None else plan.restore(n)
+        plan, detail = extra_options.pop(PLAN, (None, None))
+        return n if plan is None else plan.restore(n, detail)
 
 
 def name_of(extra_options: dict[str, Any]) -> tuple[Any, ...]:

@@ -147,13 +147,7 @@ def test_a_modular_pipeline_is_not_changed_under_way() -> None:
         except RuntimeError as error:
             found.append(str(error))
 
-    step = pipe.scheduler.step  # between two calls of the model
-
-    def stepping(*args: Any, **kwargs: Any) -> Any:
-        in_thread(change)
-        return step(*args, **kwargs)
-
-    pipe.scheduler.step = stepping
+    handle.root.transformer_blocks[0].register_forward_pre_hook(lambda *_: in_thread(change))
     generate()
-    assert len(found) == 3
-    assert all("QwenImageModularPipeline" in text for text in found)
+    assert found
+    assert all(type(handle.root).__name__ in text for text in found)

@@ -123,7 +123,7 @@ class SequenceAttention(Layer):
             changes |= self.family.select(call.given, _rows(route.tokens, kept))
         sizes, note = self._sizes(route, plan)
         output, unseen = self._run(route, changes, sizes)
-        return Output(self._restored(output, route, plan), note or unseen)
+        return Output(self._restored(output, route, plan), "" if route.note else note or unseen)
 
     def _samples_merged(self, route: Route, plan: Plan) -> Output:
         """The same sample by sample: they keep tokens of their own, and rotary positions are shared by a batch."""
@@ -136,7 +136,7 @@ class SequenceAttention(Layer):
             sample = {name: _of_sample(value, kept.shape[0], i) for name, value in given.items()}
             output, unseen = self._run(route, sample, None if sizes is None else sizes[i : i + 1])
             outputs.append(output)
-        return Output(self._restored(_joined(outputs), route, plan), note or unseen)
+        return Output(self._restored(_joined(outputs), route, plan), "" if route.note else note or unseen)
 
     def _sizes(self, route: Route, plan: Plan) -> tuple[Tensor | None, str]:
         """How many tokens each merged one stands for, where attention is to count them: beside others that did not merge.
