@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from mame_sd.caches import merge_cache
+from mame_sd.caches import METHODS as METHODS_BY_NAME
+from mame_sd.caches import CacheView
 from mame_sd.errors import UserError
+
+from .measure import Meter, cache_of, compressed
 
 HIDDEN, HEADS, KEY_HEADS, HEAD, INNER, DEPTH = 2048, 32, 8, 64, 8192, 16
 METHODS = ("snapkv", "h2o", "expected-attention", "default", "paper")
+SQUARE = ("h2o", "paper")  # work and memory that grow with the square of the tokens
+LONGEST = 8192  # tokens of a prompt that is run; of a longer one keys, values and queries are drawn at random
 _STEPS = 8
 
 
@@ -62,37 +67,63 @@ def _model(layers: int) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def _rows(model: Any, size: int, keep: float) -> list[str]:
-    ids = torch.randint(0, 256, (1, size), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 256, (1, size), generator=torch.Generator().manual_seed(0)).tolist()[0]
+    token = torch.tensor([ids[:1]])
 
-    def run(tokens: Tensor, cache: DynamicCache) -> float:
-        """CPU seconds of one forward."""
+    def step(cache: Any) -> float:
         start = time.process_time()
-        model(tokens, past_key_values=cache, logits_to_keep=1)
+        model(token, past_key_values=cache)
         return time.process_time() - start
 
-    full: Any = DynamicCache()
-    prefill = run(ids, full)
-    layers = len(full.layers)
-    whole = sum(layer.keys.nbytes + layer.values.nbytes for layer in full.layers)
-    lines = [_line(size, "full", 0.0, 1.0, whole, size, layers)]
-    for name in METHODS:
-        cache: Any = DynamicCache()
-        with merge_cache(model, keep, name):
-            both = run(ids, cache)
-            # In turns, so that a busy machine slows both.
-            ratios = [run(ids[:, :1], cache) / run(ids[:, :1], full) for _ in range(_STEPS)]
-        full.crop(-_STEPS)
-        held = sum(layer.nbytes for layer in cache.layers)
-        keys = max(layer.slots.shape[2] for layer in cache.layers)
-        lines.append(
-            _line(size, name, both / prefill - 1, sorted(ratios)[_STEPS // 2], held, keys, layers)
-        )
+    with Meter(model) as meter:
+        start = time.process_time()
+        views = meter.prefill(ids[:LONGEST]).views
+        prefill = time.process_time() - start
+        if size > LONGEST:
+            views = [_longer(view, size) for view in views]
+        full: Any = DynamicCache()
+        for view in views:
+            full.update(view.keys, view.values, view.layer)
+        layers = len(views)
+        whole = sum(layer.keys.nbytes + layer.values.nbytes for layer in full.layers)
+        lines = [_line(size, "full", 0.0, 1.0, whole, size, layers)]
+        for name in METHODS:
+            if name in SQUARE and size > LONGEST:
+                continue
+            start = time.process_time()
+            cache: Any = cache_of(compressed(METHODS_BY_NAME[name], views, keep), size)
+            spent = time.process_time() - start
+            extra = spent / prefill if size <= LONGEST else None
+            ratios = [
+                step(cache) / step(full) for _ in range(_STEPS)
+            ]  # in turns, for a busy machine
+            full.crop(-_STEPS)
+            held = sum(layer.nbytes for layer in cache.layers)
+            keys = max(layer.slots.shape[2] for layer in cache.layers)
+            lines.append(_line(size, name, extra, sorted(ratios)[_STEPS // 2], held, keys, layers))
     return lines
 
 
+def _longer(view: CacheView, size: int) -> CacheView:
+    """The same layer after `size` tokens, whose keys, values and queries are random."""
+    g = torch.Generator().manual_seed(view.layer)
+    b, h, _, d = view.keys.shape
+    heads = view.queries.shape[1]
+    return replace(
+        view,
+        keys=torch.randn(b, h, size, d, generator=g),
+        values=torch.randn(b, h, size, d, generator=g),
+        queries=torch.randn(b, heads, size, d, generator=g),
+        plain_queries=torch.randn(b, heads, size, d, generator=g),
+        slots=torch.arange(size).expand(b, h, size),
+        seen=size,
+    )
+
+
 def _line(
-    size: int, name: str, extra: float, ratio: float, held: int, keys: int, layers: int
+    size: int, name: str, extra: float | None, ratio: float, held: int, keys: int, layers: int
 ) -> str:
     mebibytes = held / 2**20 / layers * DEPTH
     adds = 2 * HEADS * HEAD * keys * DEPTH / 1e6
-    return f"| {size} | {name} | {extra:.2f} | {ratio:.2f} | {mebibytes:.0f} | {adds:.0f} |"
+    more = "" if extra is None else f"{extra:.2f}"
+    return f"| {size} | {name} | {more} | {ratio:.2f} | {mebibytes:.0f} | {adds:.0f} |"

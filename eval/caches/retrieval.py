@@ -130,7 +130,9 @@ def _pairs(rng: random.Random, size: int) -> tuple[str, str, str]:
     return _asked(rng, "\n".join(map(_fact, names, codes)), names, codes)
 
 
-def _asked(rng: random.Random, text: str, names: list[str], codes: list[str]) -> tuple[str, str, str]:
+def _asked(
+    rng: random.Random, text: str, names: list[str], codes: list[str]
+) -> tuple[str, str, str]:
     at = rng.randrange(len(names))
     question = f"\n\nWhat is the secret code of the {names[at]}?<|im_end|>\n<|im_start|>assistant\n"
     return (
@@ -148,7 +150,9 @@ def _copy(rng: random.Random, size: int) -> tuple[str, str, str]:
         lines.insert(place, f"Note: {' '.join(note)}.")
     first, *rest = notes[rng.randrange(8)]
     text = "Remember these notes.\n\n" + "\n".join(lines)
-    question = f"\n\nWhich note begins with {first}?<|im_end|>\n<|im_start|>assistant\nNote: {first}"
+    question = (
+        f"\n\nWhich note begins with {first}?<|im_end|>\n<|im_start|>assistant\nNote: {first}"
+    )
     return text, question, " " + " ".join(rest)
 
 

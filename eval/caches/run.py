@@ -26,7 +26,8 @@ class CacheSettings:
     Attributes:
         texts: folder of texts; None: Python's own library.
         half: of the texts: "report", or "development" for tuning.
-        num: passages, and prompts of each retrieval task.
+        num: passages.
+        prompts: of each retrieval task.
         length, rest: tokens of a passage's prompt, and of what follows it.
         shares: of the cache that stays; None: each row's own.
         tasks: retrieval tasks; empty: none.
@@ -36,6 +37,7 @@ class CacheSettings:
     texts: Path | None
     half: str
     num: int
+    prompts: int
     length: int
     rest: int
     rows: str | None
@@ -46,7 +48,12 @@ class CacheSettings:
 
     def check(self) -> None:
         """Raises UserError for what can't be."""
-        limits = (("--num", self.num, 1), ("--length", self.length, 64), ("--rest", self.rest, 2))
+        limits = (
+            ("--num", self.num, 0),
+            ("--prompts", self.prompts, 1),
+            ("--length", self.length, 64),
+            ("--rest", self.rest, 2),
+        )
         for name, value, least in limits:
             if value < least:
                 raise UserError(f"{name}: expected at least {least}, got {value}")
@@ -87,13 +94,17 @@ def run_cache(
     def tokens(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    texts = passages(
-        tokens, settings.texts, settings.half, settings.num, settings.length, settings.rest
+    texts = (
+        []
+        if not settings.num
+        else passages(
+            tokens, settings.texts, settings.half, settings.num, settings.length, settings.rest
+        )
     )
     asked = [
         p
         for task in settings.tasks
-        for p in prompts(task, tokenizer, settings.num, settings.length)
+        for p in prompts(task, tokenizer, settings.prompts, settings.length)
     ]
     common = {"model": settings.model, "half": settings.half}
     out.mkdir(parents=True, exist_ok=True)

@@ -25,6 +25,7 @@ def run_cache_command(out: Path, rows: str | None, form: str, options: CacheOpti
         texts=None if options.texts is None else Path(options.texts),
         half=options.half,
         num=options.num,
+        prompts=options.prompts,
         length=options.length,
         rest=options.rest,
         rows=rows,

@@ -78,7 +78,8 @@ class CacheOptions:
         None, "Folder of HTML, manual pages, Python or plain text. Without it, Python's own.", metavar="DIR"
     )
     half: str = option("report", "Which half of the files: report, or development to tune on.")
-    num: int = option(40, "Passages, and prompts of each task.")
+    num: int = option(40, "Passages of text; 0: none.")
+    prompts: int = option(40, "Prompts of each task.")
     length: int = option(1024, "Tokens of a prompt.")
     rest: int = option(128, "Tokens that follow it, on which methods are compared.")
     shares: str | None = option(None, "Shares of the cache, with commas between. Without it, each row's own.")

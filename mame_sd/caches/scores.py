@@ -207,10 +207,11 @@ class FutureAttention:
         moved, real = view.to_come(self.count, self.ahead)
         all_real = bool(real.all())
         power = torch.zeros(keys.shape[:3], device=keys.device)
-        for i in range(0, moved.shape[2], 256):
-            block = view.attention(moved[:, :, i : i + 256]).square_()
+        for i in range(0, moved.shape[2], view.block):
+            at = slice(i, i + view.block)
+            block = view.attention(moved[:, :, at]).square_()
             if not all_real:
-                block = block * real[:, None, None, i : i + 256, None]
+                block = block * real[:, None, None, at, None]
             power = power + block.sum((2, 3))
         count = real.sum(1).view(-1, 1, 1).clamp(min=1) * view.groups
         return (power / count).sqrt() * values.to(power.dtype).norm(dim=-1)

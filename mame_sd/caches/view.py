@@ -84,19 +84,22 @@ class CacheView:
         found = self.logits(queries, slots).softmax(-1)
         return found if self.real is None else torch.nan_to_num(found)
 
-    def received(self, count: int | None = None, block: int = 512) -> Tensor:
-        """Attention that each key received from the newest `count` queries (None: all given), summed: [B, h, G, L].
+    @property
+    def block(self) -> int:
+        """Queries whose attention is looked at at once, for memory: 64 MiB of fp32."""
+        return max(1, 2**24 // (self.slots.shape[0] * self.slots.shape[2] * self.queries.shape[1]))
 
-        Args:
-            block: queries at a time, for memory.
-        """
+    def received(self, count: int | None = None) -> Tensor:
+        """Attention that each key received from the newest `count` queries (None: all), summed: [B, h, G, L]."""
         n = self.queries.shape[2] if count is None else min(count, self.queries.shape[2])
         queries, slots = self.queries[:, :, -n:], self.query_slots[-n:]
-        parts = [
-            self.attention(queries[:, :, i : i + block], slots[i : i + block]).sum(3)
-            for i in range(0, n, block)
-        ]
-        return torch.stack(parts).sum(0)
+        total = self.keys.new_zeros(
+            *self.keys.shape[:2], self.groups, self.keys.shape[2], dtype=_wide(self.keys)
+        )
+        for i in range(0, n, self.block):
+            at = slice(i, i + self.block)
+            total += self.attention(queries[:, :, at], slots[at]).sum(3)
+        return total
 
     def to_come(self, count: int, ahead: int) -> tuple[Tensor, Tensor]:
         """The prompt's queries as if they stood at positions to come.
