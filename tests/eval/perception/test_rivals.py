@@ -186,7 +186,7 @@ def test_random_dropping_keeps_other_patches_for_each_sample_and_the_same_ones_a
 def applicable(row: Row, rule: Rule) -> bool:
     if isinstance(rule, EViT) and row.special == 0:
         return False
-    return not (isinstance(rule, Pool) and (row.name.startswith("Siglip2") or row.name == "ViTMAEModel"))
+    return not (isinstance(rule, Pool) and row.name.startswith(("Siglip2", "ViTMAE", "Video", "Vivit")))
 
 
 @every
