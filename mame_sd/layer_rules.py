@@ -53,7 +53,8 @@ class LayerRules(Mapping[str, Any]):
                     f'layers: {pattern}: expected settings such as {{"keep": 0.5}}, or False to leave it unmerged, '
                     f"got {rule!r}"
                 )
-            for name in rule or ():
+            study = rule.get("study") if isinstance(rule, Mapping) else None
+            for name in (*(rule or ()), *(study if isinstance(study, Mapping) else ())):
                 if name in OF_THE_MODEL:
                     raise ValueError(
                         f"layers: {pattern}: {name} holds for a whole model, not for one layer; give it beside layers"

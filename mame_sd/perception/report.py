@@ -8,7 +8,6 @@ from typing import Any
 
 from mame_sd.perception.counts import BlockCost, BlockCounts
 
-
 NEARER = 0.37  # share of the FLOPs below which a smaller image is nearer, on photographs (docs/perception.md)
 
 

@@ -86,6 +86,7 @@ def test_settings_change_live_and_threads_have_their_own() -> None:
         ({"layers": {UP: {"keep": 7}}}, r"layers: up_blocks.1: keep: expected a share"),
         ({"layers": {UP: {"kep": 0.5}}}, r"layers: up_blocks.1: unknown setting 'kep'; did you mean 'keep'"),
         ({"layers": {UP: {"pairs": True}}}, r"layers: up_blocks.1: pairs holds for a whole model"),
+        ({"layers": {UP: {"study": {"redraw": True}}}}, r"layers: up_blocks.1: redraw holds for a whole model"),
         ({"layers": {UP: 0.5}}, r"layers: up_blocks.1: expected settings such as .* got 0.5"),
         ({"layers": ["up"]}, r"layers: expected settings by pattern"),
         ({"layers": {"": False}}, r"layers: expected a pattern of a layer's name"),

@@ -82,8 +82,8 @@ def way(build: Callable[[], Any], merge: Callable[[Any], None]) -> Trace:
 WAYS: dict[str, tuple[Any, Any, tuple[int, int, int]]] = {
     "unet": (unet, hooks, (22, 109, 50)),
     "one-liner": (unet, one_liner, (20, 103, 46)),
-    "sd3-keys": (sd3, keys_alone, (24, 157, 51)),
-    "sd3": (sd3, hooks, (23, 190, 76)),
+    "sd3-keys": (sd3, keys_alone, (24, 149, 49)),
+    "sd3": (sd3, hooks, (23, 180, 75)),
 }
 
 

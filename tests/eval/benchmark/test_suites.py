@@ -50,9 +50,9 @@ def test_suites_hold_what_the_paper_and_the_issue_say() -> None:
 
 def test_suites_find_their_prompts(tmp_path: Path) -> None:
     quick, file = suite_prompts(SUITES["quick"], None, None)
-    assert len(quick) == 12
+    assert len(quick) == 8
     assert file is not None
-    assert file["name"] == "demo.txt"
+    assert file["name"] == "drawn with seed 0"
     drawn, _ = suite_prompts(SUITES["embedded"], None, None)
     assert len(drawn) == 128
     assert all(prompt.text in subjects_by_caption() for prompt in [*quick, *drawn])
