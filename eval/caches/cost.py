@@ -77,7 +77,7 @@ def _rows(model: Any, size: int, keep: float) -> list[str]:
 
     with Meter(model) as meter:
         start = time.process_time()
-        views = meter.prefill(ids[:LONGEST]).views
+        views = meter.prefill(ids if size <= LONGEST else ids[:64]).views
         prefill = time.process_time() - start
         if size > LONGEST:
             views = [_longer(view, size) for view in views]

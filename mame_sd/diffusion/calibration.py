@@ -194,8 +194,8 @@ class Single(MergeHook):
     """Merges a layer by one form, whatever the settings are, and counts nothing."""
 
     def __init__(self, hook: MergeHook, form: MaMeConfig) -> None:
-        super().__init__(hook.shared, LayerStats(hook.stats.name), hook.layer, hook.image)
-        self.number, self._form = hook.number, form
+        super().__init__(hook.shared, LayerStats(hook.stats.name), hook.layer, hook.image, int(hook.number))
+        self._form = form
 
     def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """The module's output, merged."""
