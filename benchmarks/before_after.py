@@ -34,7 +34,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="the picture, .webp or .png")
     parser.add_argument("--model", default="embedded-unet", help="the model (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=4, help="denoising steps (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="denoising steps (default: %(default)s)"
+    )
     parser.add_argument("--prompts", nargs="+", default=PROMPTS, help="the prompts")
     given = parser.parse_args()
     model = load_model(ModelChoice(model=given.model))
@@ -57,7 +59,15 @@ def main() -> None:
             rows[merged].append(Cell(enlarge(images[-1], 256), lines))
     draw_sheet(rows).save(given.out, quality=88, method=6)
     totals = [round(sum(found), 2) for found in seconds]
-    print(json.dumps({"unmerged_s": totals[0], "merged_s": totals[1], "times": round(totals[0] / totals[1], 3)}))
+    print(
+        json.dumps(
+            {
+                "unmerged_s": totals[0],
+                "merged_s": totals[1],
+                "times": round(totals[0] / totals[1], 3),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

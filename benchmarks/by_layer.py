@@ -1,12 +1,14 @@
-"""What merging would change in each layer of an embedded model, at three of its steps, and what a choice by layer is reckoned to give.
+"""What merging would change in each layer of an embedded model, at three of its steps, and what a
+choice by layer is reckoned to give.
 
     python -m benchmarks.by_layer --model transformer --speeds 1.14 1.25
     python -m benchmarks.by_layer --model unet --num 2 --speeds 1.32 1.45
 
-Writes a file of settings for each speed, `layers-SPEED.json`, and a picture of the shares, `layers.webp`, into --out; prints
-the reckoned error (the sum of the layers' mean relative squared errors) of uniform shares and of choices by layer, and what
-a choice of its own for each of the three steps would add. What is reckoned is checked on images by `benchmarks.frontier
---settings`. Measurements of each prompt stand in measured.json: run again to continue.
+Writes a file of settings for each speed, `layers-SPEED.json`, and a picture of the shares,
+`layers.webp`, into --out; prints the reckoned error (the sum of the layers' mean relative squared
+errors) of uniform shares and of choices by layer, and what a choice of its own for each of the
+three steps would add. What is reckoned is checked on images by `benchmarks.frontier --settings`.
+Measurements of each prompt stand in measured.json: run again to continue.
 """
 
 from __future__ import annotations
@@ -77,13 +79,16 @@ def uniform_rows(calibration: Calibration) -> list[tuple[str, float, float]]:
     rows = []
     for form in FORMS:
         taken = {
-            name: next((o for o in found if o.rule == form), found[0]) for name, found in calibration.options.items()
+            name: next((o for o in found if o.rule == form), found[0])
+            for name, found in calibration.options.items()
         }
         rows.append((f"uniform, {in_words(form)}", calibration.reckoned(taken), sum_of(taken)))
     return rows
 
 
-def picture(found: Measurement, calibration: Calibration, speeds: list[float], steps: int, file: Path) -> None:
+def picture(
+    found: Measurement, calibration: Calibration, speeds: list[float], steps: int, file: Path
+) -> None:
     """Errors of one form by layer and step, and the shares that each speed takes."""
     from matplotlib import pyplot as plt
     from PIL import Image
@@ -102,12 +107,24 @@ def picture(found: Measurement, calibration: Calibration, speeds: list[float], s
         ]
     )
     chosen = [calibration.choose(speed) for speed in speeds]
-    shares = np.array([[1.0 if c[n].rule is False else c[n].rule["keep"] for n in names] for c in chosen])
+    shares = np.array(
+        [[1.0 if c[n].rule is False else c[n].rule["keep"] for n in names] for c in chosen]
+    )
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 2.6), layout="constrained")
     rows = ["early", "middle", "late"][:steps]
     for axes, values, labels, title in (
-        (left, np.log10(errors), rows, "error of the output in 1e-6, a quarter of whole tokens in one layer"),
-        (right, shares, [f"{s:g} times" for s in speeds], "share kept; K: of keys alone, 1: unmerged"),
+        (
+            left,
+            np.log10(errors),
+            rows,
+            "error of the output in 1e-6, a quarter of whole tokens in one layer",
+        ),
+        (
+            right,
+            shares,
+            [f"{s:g} times" for s in speeds],
+            "share kept; K: of keys alone, 1: unmerged",
+        ),
     ):
         axes.imshow(values, cmap="viridis", aspect="auto")
         axes.set_title(title, fontsize=8)
@@ -118,14 +135,30 @@ def picture(found: Measurement, calibration: Calibration, speeds: list[float], s
     for row in range(steps):
         for column in range(len(names)):
             dark = np.log10(errors[row, column]) < middle[0]
-            left.text(column, row, f"{1e6 * errors[row, column]:.0f}", ha="center", va="center", fontsize=7,
-                      color="white" if dark else "black")  # fmt: skip
+            left.text(
+                column,
+                row,
+                f"{1e6 * errors[row, column]:.0f}",
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white" if dark else "black",
+            )
     for row, taken in enumerate(chosen):
         for column, name in enumerate(names):
             rule = taken[name].rule
-            text = "1" if rule is False else f"{rule['keep']:g}{' K' if rule['merge'] == 'kv' else ''}"
-            right.text(column, row, text, ha="center", va="center", fontsize=7,
-                       color="white" if shares[row, column] < middle[1] else "black")  # fmt: skip
+            text = (
+                "1" if rule is False else f"{rule['keep']:g}{' K' if rule['merge'] == 'kv' else ''}"
+            )
+            right.text(
+                column,
+                row,
+                text,
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white" if shares[row, column] < middle[1] else "black",
+            )
     figure.canvas.draw()
     pixels = np.asarray(figure.canvas.buffer_rgba())[..., :3]  # type: ignore[attr-defined]
     Image.fromarray(pixels).save(file, quality=85)
@@ -134,11 +167,21 @@ def picture(found: Measurement, calibration: Calibration, speeds: list[float], s
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=INSTRUMENTS, default="transformer", help="embedded model")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", choices=INSTRUMENTS, default="transformer", help="embedded model"
+    )
     parser.add_argument("--num", type=int, default=4, help="prompts (default 4)")
     parser.add_argument("--steps", type=int, default=10, help="denoising steps (default 10)")
-    parser.add_argument("--speeds", type=float, nargs="+", default=[1.14, 1.25], help="of the denoiser, to choose for")
+    parser.add_argument(
+        "--speeds",
+        type=float,
+        nargs="+",
+        default=[1.14, 1.25],
+        help="of the denoiser, to choose for",
+    )
     parser.add_argument("--out", type=Path, help="default out/by-layer-MODEL")
     args = parser.parse_args()
     out = args.out or Path(f"out/by-layer-{args.model}")

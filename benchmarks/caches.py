@@ -1,16 +1,20 @@
-"""Merging on top of caches: what each cache gives alone, what merging adds to it, and where there are too few steps for caches.
+"""Merging on top of caches: what each cache gives alone, what merging adds to it, and where there
+are too few steps for caches.
 
-    python -m benchmarks.caches --num 16                                     # the embedded UNet, 20 steps
-    python -m benchmarks.caches --model embedded-transformer --dtype bfloat16 --num 16
-    python -m benchmarks.caches --only DeepCache --steps 10 --rounds 3       # run again to continue
+    python -m benchmarks.caches --num 16                                     # the embedded UNet, 20
+    steps python -m benchmarks.caches --model embedded-transformer --dtype bfloat16 --num 16 python
+    -m benchmarks.caches --only DeepCache --steps 10 --rounds 3       # run again to continue
 
-Images per second are of whole calls, from the prompt to the pixels, one guided image at a time; all rows of a table are timed
-in turns. LPIPS and PSNR compare with the image that the same model makes of the same prompt, seed and steps without cache or
-merging, with 95 % intervals over prompts. *On its cache* is a row's speed over that of its cache alone. *Computed* says in
-how many of their calls the layers that merge computed anything: in the others the cache has the answer, and merging nothing to
-gain. Of 1, 2 and 4 steps, and of an image that is changed a little (`--strength`), caches are measured alone.
+Images per second are of whole calls, from the prompt to the pixels, one guided image at a time; all
+rows of a table are timed in turns. LPIPS and PSNR compare with the image that the same model makes
+of the same prompt, seed and steps without cache or merging, with 95 % intervals over prompts. *On
+its cache* is a row's speed over that of its cache alone. *Computed* says in how many of their calls
+the layers that merge computed anything: in the others the cache has the answer, and merging nothing
+to gain. Of 1, 2 and 4 steps, and of an image that is changed a little (`--strength`), caches are
+measured alone.
 
-Writes caches.md into --out, and a file for each row's images and each round's times: what is there is not measured again.
+Writes caches.md into --out, and a file for each row's images and each round's times: what is there
+is not measured again.
 """
 
 from __future__ import annotations
@@ -80,7 +84,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Scene:
-    """One table: runs of `steps` steps; with `strength`, of an image of the first table that is changed that much."""
+    """One table: runs of `steps` steps; with `strength`, of an image of the first table that is
+    changed that much.
+    """
 
     name: str
     steps: int
@@ -89,7 +95,11 @@ class Scene:
     @property
     def calls(self) -> int:
         """Steps that are run: of an image that is changed, the last ones."""
-        return self.steps if self.strength is None else min(self.steps, int(self.steps * self.strength))
+        return (
+            self.steps
+            if self.strength is None
+            else min(self.steps, int(self.steps * self.strength))
+        )
 
 
 def caches_of(denoiser: Any, steps: int, ratios: Callable[[], list[float]]) -> dict[str, AnyCache]:
@@ -116,7 +126,9 @@ class Caches:
         distance: LPIPS of images [n, 3, H, W] in [0, 1] and those without cache or merging.
     """
 
-    def __init__(self, out: Path, model: LoadedModel, distance: Distance, prompts: list[str], rounds: int) -> None:
+    def __init__(
+        self, out: Path, model: LoadedModel, distance: Distance, prompts: list[str], rounds: int
+    ) -> None:
         self.out, self.model, self.prompts, self.rounds = out, model, prompts, rounds
         self.denoiser, self._distance = denoiser_of(model.pipe), distance
         about = {"prompts": prompts, "model": model.identity["sha256"], "guidance": model.guidance}
@@ -132,15 +144,22 @@ class Caches:
         self._given: np.ndarray | None = None  # images of the first table, uint8 [n, H, W, 3]
 
     def rows(self, scene: Scene, config: MaMeConfig, only: str | None, together: bool) -> list[Row]:
-        """The rows of a table: caches whose name holds `only`, alone and, if `together`, with merging by `config`."""
+        """The rows of a table: caches whose name holds `only`, alone and, if `together`, with
+        merging by `config`.
+        """
 
         found = [Row("neither"), Row(MERGING, merging=config)]
-        for name, cache in caches_of(self.denoiser, scene.calls, lambda: self._ratios(scene)).items():
+        for name, cache in caches_of(
+            self.denoiser, scene.calls, lambda: self._ratios(scene)
+        ).items():
             if only is not None and only.lower() not in name.lower():
                 continue
             error = self._failure(cache, scene)
             if error is not None:
-                print(f"note: {name} is not measured, it fails without merging too: {error}", file=sys.stderr)
+                print(
+                    f"note: {name} is not measured, it fails without merging too: {error}",
+                    file=sys.stderr,
+                )
                 continue
             found.append(Row(name, cache))
             if together:
@@ -148,7 +167,9 @@ class Caches:
         return found
 
     def images(self, scene: Scene, rows: list[Row]) -> list[tuple[np.ndarray, float | None]]:
-        """`_images` of each row, made where they aren't yet: the part that other work may share the machine with."""
+        """`_images` of each row, made where they aren't yet: the part that other work may share the
+        machine with.
+        """
         made = [self._images(scene, row) for row in rows]
         if scene.strength is None and self._given is None:
             self._given = made[0][0]
@@ -173,7 +194,9 @@ class Caches:
             }
         first = found[rows[0].name]
         if first["lpips"]["mean"] != 0:
-            raise SystemExit(f"error: expected the first row to equal itself, got LPIPS {first['lpips']}")
+            raise SystemExit(
+                f"error: expected the first row to equal itself, got LPIPS {first['lpips']}"
+            )
         for row in rows:
             point = found[row.name]
             point["times_faster"] = first["seconds"] / point["seconds"]
@@ -183,17 +206,31 @@ class Caches:
                 point["on_cache"] = cache["seconds"] / point["seconds"]
                 own = cache["lpips"]["mean"]
                 point["lpips_of_cache"] = point["lpips"]["mean"] / own if own else None
-        return {"scene": scene.name, "steps": scene.steps, "strength": scene.strength, "rows": found}
+        return {
+            "scene": scene.name,
+            "steps": scene.steps,
+            "strength": scene.strength,
+            "rows": found,
+        }
 
     def _images(self, scene: Scene, row: Row) -> tuple[np.ndarray, float | None]:
-        """uint8 [n, H, W, 3], and the share of their calls in which the layers that merge computed (None: no merging)."""
-        file = self.out / "images" / f"{_slug(f'{scene.name} {row.name}')}-{self._digest(scene, row.settings)}.npz"
+        """uint8 [n, H, W, 3], and the share of their calls in which the layers that merge computed
+        (None: no merging).
+        """
+        file = (
+            self.out
+            / "images"
+            / f"{_slug(f'{scene.name} {row.name}')}-{self._digest(scene, row.settings)}.npz"
+        )
         if not file.exists():
             made = []
             with self._on(scene, row) as handle, _calls(self.denoiser) as calls:
                 for first in range(0, len(self.prompts), BATCH):
                     made.append(self._generate(scene, first, BATCH, first))
-                    done = f"{scene.name}, {row.name}: {first + len(made[-1])} of {len(self.prompts)} images"
+                    done = (
+                        f"{scene.name}, {row.name}: {first + len(made[-1])} of {len(self.prompts)}"
+                        " images"
+                    )
                     print(f"  {done}", end="\r", file=sys.stderr, flush=True)
                 share = math.nan if handle is None else _computed(handle, len(calls))
             with written_whole(file) as whole:
@@ -211,13 +248,24 @@ class Caches:
 
         def call(name: str, number: int = -1) -> list[float]:
             warm = number < 0  # two steps will do, and an image's strength decides on them itself
-            run = replace(scene, steps=min(2, scene.steps)) if warm and scene.strength is None else scene
+            run = (
+                replace(scene, steps=min(2, scene.steps))
+                if warm and scene.strength is None
+                else scene
+            )
             with self._on(scene, by_name[name]), clocked(self.denoiser) as clock:
-                _, seconds = timed(lambda: self._generate(run, 0, 1, TIMING_SEED), self.model.pipe.device)
+                _, seconds = timed(
+                    lambda: self._generate(run, 0, 1, TIMING_SEED), self.model.pipe.device
+                )
             return [seconds, clock.seconds]
 
         def progress(done: int, total: int) -> None:
-            print(f"  {scene.name}: {done} of {total} timed calls", end="\r", file=sys.stderr, flush=True)
+            print(
+                f"  {scene.name}: {done} of {total} timed calls",
+                end="\r",
+                file=sys.stderr,
+                flush=True,
+            )
 
         files = {number: folder / f"{number}.json" for number in range(self.rounds)}
         done = [number for number, file in files.items() if file.exists()]
@@ -235,8 +283,13 @@ class Caches:
             if scene.strength is None:
                 return generate(self.model, prompts, scene.steps, seed)
             assert self._given is not None
-            given = torch.from_numpy(self._given[first : first + count]).permute(0, 3, 1, 2).float() / 255
-            return generate(self._changing, prompts, scene.steps, seed, image=given, strength=scene.strength)
+            given = (
+                torch.from_numpy(self._given[first : first + count]).permute(0, 3, 1, 2).float()
+                / 255
+            )
+            return generate(
+                self._changing, prompts, scene.steps, seed, image=given, strength=scene.strength
+            )
 
     @contextmanager
     def _on(self, scene: Scene, row: Row) -> Iterator[MaMeHandle | None]:
@@ -254,7 +307,9 @@ class Caches:
         file = self.out / f"ratios-{self._digest(scene, None)}.json"
         if not file.exists():
             with torch.no_grad():
-                found = calibrated(self.denoiser, scene.calls, lambda: self._generate(scene, 0, 1, TIMING_SEED))
+                found = calibrated(
+                    self.denoiser, scene.calls, lambda: self._generate(scene, 0, 1, TIMING_SEED)
+                )
             write_atomically(file, json.dumps(found).encode())
         ratios: list[float] = json.loads(file.read_bytes())
         return ratios
@@ -264,9 +319,14 @@ class Caches:
         try:
             with self._on(scene, Row("", cache)):
                 self._generate(
-                    scene if scene.strength else replace(scene, steps=min(2, scene.steps)), 0, 1, TIMING_SEED
+                    scene if scene.strength else replace(scene, steps=min(2, scene.steps)),
+                    0,
+                    1,
+                    TIMING_SEED,
                 )
-        except Exception as error:  # a cache's hooks fail as they like on models that they do not know
+        except (
+            Exception
+        ) as error:  # a cache's hooks fail as they like on models that they do not know
             return f"{type(error).__name__}: {error}"
         return None
 
@@ -277,7 +337,8 @@ class Caches:
         device = self.model.pipe.device
         values = {"lpips": self._distance(a.to(device), b.to(device)), "psnr": psnr(a, b)}
         return {
-            name: mean_interval(dict(zip(keys, found.tolist(), strict=True)), keys) for name, found in values.items()
+            name: mean_interval(dict(zip(keys, found.tolist(), strict=True)), keys)
+            for name, found in values.items()
         }
 
     def _digest(self, scene: Scene, what: Any) -> str:
@@ -311,19 +372,26 @@ def markdown(table: dict[str, Any]) -> str:
     lines = [
         f"### {table['steps']} step{'s' if table['steps'] > 1 else ''}{changed}",
         "",
-        "| row | images per second (quartiles) | times faster | denoiser, times faster | on its cache | LPIPS (95 %) "
-        "| times its cache's | PSNR, dB (95 %) | computed |",
+        (
+            "| row | images per second (quartiles) | times faster | denoiser, times faster | on its"
+            " cache | LPIPS (95 %) | times its cache's | PSNR, dB (95 %) | computed |"
+        ),
         "|---|---|---|---|---|---|---|---|---|",
     ]
     notes = []
     for name, row in table["rows"].items():
         low, high = row["quartiles"]
-        on_cache, of_cache, computed = row.get("on_cache"), row.get("lpips_of_cache"), row["computed"]
+        on_cache, of_cache, computed = (
+            row.get("on_cache"),
+            row.get("lpips_of_cache"),
+            row["computed"],
+        )
         lines.append(
-            f"| {name} | {row['images_per_second']:.3f} ({low:.3f} to {high:.3f}) | {row['times_faster']:.2f} "
-            f"| {row['denoiser_times_faster']:.2f} | {'' if on_cache is None else f'{on_cache:.2f}'} "
-            f"| {_interval(row['lpips'], 4)} | {'' if of_cache is None else f'{of_cache:.2f}'} "
-            f"| {_interval(row['psnr'], 1)} | {'' if computed is None else f'{computed:.0%}'} |"
+            f"| {name} | {row['images_per_second']:.3f} ({low:.3f} to {high:.3f}) |"
+            f" {row['times_faster']:.2f} | {row['denoiser_times_faster']:.2f} |"
+            f" {'' if on_cache is None else f'{on_cache:.2f}'} | {_interval(row['lpips'], 4)} |"
+            f" {'' if of_cache is None else f'{of_cache:.2f}'} | {_interval(row['psnr'], 1)} |"
+            f" {'' if computed is None else f'{computed:.0%}'} |"
         )
         if on_cache is not None:
             notes.append(_note(name, on_cache, of_cache, computed))
@@ -333,25 +401,35 @@ def markdown(table: dict[str, Any]) -> str:
 def _interval(found: dict[str, Any], digits: int) -> str:
     if math.isinf(found["mean"]):
         return "equal"
-    between = "" if found["low"] is None else f" ({found['low']:.{digits}f} to {found['high']:.{digits}f})"
+    between = (
+        ""
+        if found["low"] is None
+        else f" ({found['low']:.{digits}f} to {found['high']:.{digits}f})"
+    )
     return f"{found['mean']:.{digits}f}{between}"
 
 
 def _note(name: str, gain: float, loss: float | None, computed: float) -> str:
     reached = {True: "reached", False: "MISSED"}
-    told = f"- {name}: {gain:.2f} times faster than the cache alone (goal {GAIN:g}: {reached[gain >= GAIN]})"
+    told = (
+        f"- {name}: {gain:.2f} times faster than the cache alone (goal {GAIN:g}:"
+        f" {reached[gain >= GAIN]})"
+    )
     if loss is not None:
         told += f", {loss:.2f} times its LPIPS (goal at most {LOSS:g}: {reached[loss <= LOSS]})"
     if computed < 1:
         told += (
-            f"; in {1 - computed:.0%} of their calls the layers that merge were cached, and nothing was left to gain"
+            f"; in {1 - computed:.0%} of their calls the layers that merge were cached, and nothing"
+            " was left to gain"
         )
     return f"{told}."
 
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--model",
         default="embedded",
@@ -359,18 +437,34 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("out/caches"), help="default out/caches")
     parser.add_argument("--num", type=int, default=16, help="prompts (default 16)")
-    parser.add_argument("--held-out", action="store_true", help="other prompts than those that defaults were chosen on")
-    parser.add_argument("--steps", type=int, default=20, help="steps of the first table (default 20)")
-    parser.add_argument("--strength", type=float, default=0.3, help="of image to image (default 0.3)")
     parser.add_argument(
-        "--keep", type=float, help="share of the keys that merging keeps (default: the measured default)"
+        "--held-out",
+        action="store_true",
+        help="other prompts than those that defaults were chosen on",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, help="steps of the first table (default 20)"
+    )
+    parser.add_argument(
+        "--strength", type=float, default=0.3, help="of image to image (default 0.3)"
+    )
+    parser.add_argument(
+        "--keep",
+        type=float,
+        help="share of the keys that merging keeps (default: the measured default)",
     )
     parser.add_argument("--rounds", type=int, default=5, help="timed runs of each row (default 5)")
     parser.add_argument("--only", metavar="TEXT", help="caches whose name holds TEXT")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default float32, float16 on cuda")
     parser.add_argument(
-        "--images", action="store_true", help="make the images only; the next run takes figures and times"
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="default float32, float16 on cuda",
+    )
+    parser.add_argument(
+        "--images",
+        action="store_true",
+        help="make the images only; the next run takes figures and times",
     )
     args = parser.parse_args()
     for name in ("num", "steps", "rounds"):
@@ -378,7 +472,8 @@ def main() -> None:
             parser.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
     if not 0 < args.strength <= 1 or args.steps * args.strength < 1:
         parser.error(
-            f"--strength: expected a share of the {args.steps} steps that is at least one, got {args.strength:g}"
+            f"--strength: expected a share of the {args.steps} steps that is at least one, got"
+            f" {args.strength:g}"
         )
     try:
         config = MaMeConfig() if args.keep is None else MaMeConfig(keep=args.keep)
@@ -387,7 +482,11 @@ def main() -> None:
     device = torch.device(args.device)
     dtype = args.dtype or ("float32" if device.type == "cpu" else "float16")
     try:
-        model = load(device, getattr(torch, dtype), "embedded-unet" if args.model == "embedded" else args.model)
+        model = load(
+            device,
+            getattr(torch, dtype),
+            "embedded-unet" if args.model == "embedded" else args.model,
+        )
         config = model.suited(config)
         lpips = load_lpips(device=str(device))
         instrument = INSTRUMENTS["unet" if hasattr(model.pipe, "unet") else "transformer"]
@@ -408,7 +507,12 @@ def main() -> None:
         write_atomically(args.out / "caches.md", text.encode())
     if args.images:
         return
-    about = {"model": model.identity["name"], "num": args.num, "dtype": dtype, "machine": machine(device)}
+    about = {
+        "model": model.identity["name"],
+        "num": args.num,
+        "dtype": dtype,
+        "machine": machine(device),
+    }
     print(json.dumps({"benchmark": "caches", **about, "tables": tables}))
 
 

@@ -1,8 +1,11 @@
-"""What users take instead of merging, or beside it: caches that reuse parts of earlier steps. DeepCache for UNets, diffusers' hooks.
+"""What users take instead of merging, or beside it: caches that reuse parts of earlier steps.
 
-`enable` and `disable` put one on a pipeline (DeepCache) or its denoiser and take it off. A run of several steps goes in
-`one_run`: pipelines of models that are no `CacheMixin` (UNets, Stable Diffusion 3) neither reset a cache between two images nor
-tell it whose state it is to take, so the second image would begin with the first one's.
+DeepCache for UNets, diffusers' hooks.
+
+`enable` and `disable` put one on a pipeline (DeepCache) or its denoiser and take it off. A run of
+several steps goes in `one_run`: pipelines of models that are no `CacheMixin` (UNets, Stable
+Diffusion 3) neither reset a cache between two images nor tell it whose state it is to take, so the
+second image would begin with the first one's.
 """
 
 from __future__ import annotations
@@ -24,7 +27,14 @@ from torch import nn
 from mame_sd.diffusion.apply import denoiser_of
 
 # What of a denoiser's call holds both halves of a guided batch; diffusers' own list lacks the last.
-_GUIDED = ("hidden_states", "encoder_hidden_states", "timestep", "attention_mask", "encoder_attention_mask", "pooled_projections")  # fmt: skip
+_GUIDED = (
+    "hidden_states",
+    "encoder_hidden_states",
+    "timestep",
+    "attention_mask",
+    "encoder_attention_mask",
+    "pooled_projections",
+)
 _APPLY: dict[type, Callable[[nn.Module, Any], None]] = {
     hooks.PyramidAttentionBroadcastConfig: hooks.apply_pyramid_attention_broadcast,
     hooks.FasterCacheConfig: hooks.apply_faster_cache,
@@ -32,11 +42,22 @@ _APPLY: dict[type, Callable[[nn.Module, Any], None]] = {
     hooks.MagCacheConfig: hooks.apply_mag_cache,
     hooks.TaylorSeerCacheConfig: hooks.apply_taylorseer_cache,
 }
-_HOME = {f"diffusers.hooks.{name}" for name in ("pyramid_attention_broadcast", "faster_cache", "first_block_cache", "mag_cache", "taylorseer_cache")}  # fmt: skip
+_HOME = {
+    f"diffusers.hooks.{name}"
+    for name in (
+        "pyramid_attention_broadcast",
+        "faster_cache",
+        "first_block_cache",
+        "mag_cache",
+        "taylorseer_cache",
+    )
+}
 
 
 class Timestep:
-    """A forward pre-hook of a denoiser: the latest timestep, from 1000 to 0, as a call without arguments."""
+    """A forward pre-hook of a denoiser: the latest timestep, from 1000 to 0, as a call without
+    arguments.
+    """
 
     def __init__(self, denoiser: nn.Module) -> None:
         self._value = self._largest = 0.0
@@ -48,7 +69,9 @@ class Timestep:
         self._largest = max(self._largest, self._value)
 
     def __call__(self) -> float:
-        return self._value if self._largest > 1 else 1000 * self._value  # Flux and its like count from 1 to 0
+        return (
+            self._value if self._largest > 1 else 1000 * self._value
+        )  # Flux and its like count from 1 to 0
 
 
 @dataclass
@@ -67,7 +90,8 @@ class Cache:
     _on: list[tuple[nn.Module, Timestep]] = field(default_factory=list, repr=False)
 
     def enable(self, target: Any) -> None:
-        """Puts the cache on the denoiser of `target`, as `enable_cache` does where the model has that.
+        """Puts the cache on the denoiser of `target`, as `enable_cache` does where the model has
+        that.
 
         Raises what diffusers raises for models that it can't cache.
         """
@@ -103,7 +127,9 @@ class Cache:
 
 @dataclass
 class DeepCache:
-    """DeepCache (`pip install DeepCache`) on the pipeline of a UNet: of every `interval` steps all but one run its outer layers alone."""
+    """DeepCache (`pip install DeepCache`) on the pipeline of a UNet: of every `interval` steps all
+    but one run its outer layers alone.
+    """
 
     interval: int
     branch: int = 0
@@ -155,7 +181,9 @@ def one_run(target: Any) -> Iterator[None]:
 
 
 def pyramid(skip_range: int = 2, timesteps: tuple[int, int] = (100, 800)) -> Cache:
-    """PyramidAttentionBroadcast of self-attention (arXiv 2408.12588): within `timesteps` all but every `skip_range`-th call are skipped."""
+    """PyramidAttentionBroadcast of self-attention (arXiv 2408.12588): within `timesteps` all but
+    every `skip_range`-th call are skipped.
+    """
     return Cache(
         "PyramidAttentionBroadcast",
         {"skip_range": skip_range, "timesteps": list(timesteps)},
@@ -168,7 +196,9 @@ def pyramid(skip_range: int = 2, timesteps: tuple[int, int] = (100, 800)) -> Cac
 
 
 def faster(distilled: bool = False, weight: float = 0.3) -> Cache:
-    """FasterCache (arXiv 2410.19355) of self-attention and, unless `distilled`, of the unguided half of each batch."""
+    """FasterCache (arXiv 2410.19355) of self-attention and, unless `distilled`, of the unguided
+    half of each batch.
+    """
     return Cache(
         "FasterCache",
         {"distilled": distilled, "weight": weight},
@@ -183,14 +213,26 @@ def faster(distilled: bool = False, weight: float = 0.3) -> Cache:
 
 
 def first_block(threshold: float) -> Cache:
-    """FirstBlockCache: all blocks but the first are skipped where its residual has changed by less than `threshold`."""
+    """FirstBlockCache: all blocks but the first are skipped where its residual has changed by less
+    than `threshold`.
+    """
     return Cache(
-        "FirstBlockCache", {"threshold": threshold}, lambda now: hooks.FirstBlockCacheConfig(threshold=threshold)
+        "FirstBlockCache",
+        {"threshold": threshold},
+        lambda now: hooks.FirstBlockCacheConfig(threshold=threshold),
     )
 
 
-def magnitude(steps: int, ratios: Sequence[float], threshold: float = 0.06, skip: int = 3, retention: float = 0.2) -> Cache:  # fmt: skip
-    """MagCache (github.com/Zehong-Ma/MagCache): all blocks are skipped while the error that `ratios` predict stays below `threshold`."""
+def magnitude(
+    steps: int,
+    ratios: Sequence[float],
+    threshold: float = 0.06,
+    skip: int = 3,
+    retention: float = 0.2,
+) -> Cache:
+    """MagCache (github.com/Zehong-Ma/MagCache): all blocks are skipped while the error that
+    `ratios` predict stays below `threshold`.
+    """
     return Cache(
         "MagCache",
         {"steps": steps, "threshold": threshold, "skip": skip, "retention": retention},
@@ -205,10 +247,16 @@ def magnitude(steps: int, ratios: Sequence[float], threshold: float = 0.06, skip
 
 
 def taylorseer(interval: int, before: int = 3, layers: Sequence[str] | None = None) -> Cache:
-    """TaylorSeer (arXiv 2503.06923): attention is extrapolated from its last two outputs, all but every `interval`-th step after `before`."""
+    """TaylorSeer (arXiv 2503.06923): attention is extrapolated from its last two outputs, all but
+    every `interval`-th step after `before`.
+    """
     return Cache(
         "TaylorSeer",
-        {"interval": interval, "before": before, "layers": None if layers is None else list(layers)},
+        {
+            "interval": interval,
+            "before": before,
+            "layers": None if layers is None else list(layers),
+        },
         lambda now: hooks.TaylorSeerCacheConfig(
             cache_interval=interval,
             disable_cache_before_step=before,
@@ -219,18 +267,26 @@ def taylorseer(interval: int, before: int = 3, layers: Sequence[str] | None = No
 
 
 def calibrated(target: Any, steps: int, run: Callable[[], object]) -> list[float]:
-    """MagCache's ratios of a model: those that it prints at the end of a `run` of `steps` steps without skipping.
+    """MagCache's ratios of a model: those that it prints at the end of a `run` of `steps` steps
+    without skipping.
 
     Raises ValueError when `run` had another number of steps.
     """
-    calibration = Cache("MagCache", {}, lambda now: hooks.MagCacheConfig(calibrate=True, num_inference_steps=steps))
+    calibration = Cache(
+        "MagCache", {}, lambda now: hooks.MagCacheConfig(calibrate=True, num_inference_steps=steps)
+    )
     printed = io.StringIO()
     with cached(target, calibration), one_run(target), contextlib.redirect_stdout(printed):
         run()
-    lists = [line for line in printed.getvalue().splitlines() if line.startswith("[") and line.endswith("]")]
+    lists = [
+        line
+        for line in printed.getvalue().splitlines()
+        if line.startswith("[") and line.endswith("]")
+    ]
     ratios = ast.literal_eval(lists[-1]) if lists else []
     if len(ratios) != steps:
         raise ValueError(
-            f"expected MagCache to print {steps} ratios, got {len(ratios)}; give the steps that the run has"
+            f"expected MagCache to print {steps} ratios, got {len(ratios)}; give the steps that the"
+            " run has"
         )
     return [float(ratio) for ratio in ratios]

@@ -1,18 +1,24 @@
-"""Why keys picked at random beat averaged ones: what a cell's mean loses, and what a pick only makes noisy.
+"""Why keys picked at random beat averaged ones: what a cell's mean loses, and what a pick only
+makes noisy.
 
     python -m benchmarks.covariance                         # the embedded UNet, 4 prompts
     python -m benchmarks.covariance --model transformer
-    python -m benchmarks.covariance --sharpness             # a layer of random weights: how far first order goes
+    python -m benchmarks.covariance --sharpness             # a layer of random weights: how far
+    first order goes
 
-To first order in the logits attention is o(q) = mean(v) + Cov(v, k) q / sqrt(d), the covariance taken over the tokens. Means of
-cells keep what varies between cells and lose what varies within them: an error of -Cov_within(v, k) q / sqrt(d), the same at every
-step. One token of each cell has the whole covariance in expectation: no such bias, but a variance, which new draws average out.
+To first order in the logits attention is o(q) = mean(v) + Cov(v, k) q / sqrt(d), the covariance
+taken over the tokens. Means of cells keep what varies between cells and lose what varies within
+them: an error of -Cov_within(v, k) q / sqrt(d), the same at every step. One token of each cell has
+the whole covariance in expectation: no such bias, but a variance, which new draws average out.
 
-Printed for self-attention over the image's tokens (2 x 2 cells, `--queries` queries a call; text keys left out), by noise:
+Printed for self-attention over the image's tokens (2 x 2 cells, `--queries` queries a call; text
+keys left out), by noise:
 
 * within: share of Cov(v, k) that lies within cells, <C_within, C> / <C, C>;
-* predicted: cosine between the error of means of cells and -C_within q / sqrt(d), over all queries and heads;
-* error of each form, as it is and with the first-order correction (`correct=True`), |o' - o|^2 / |o - mean(v)|^2, split into the bias of its mean over draws and the variance around it.
+* predicted: cosine between the error of means of cells and -C_within q / sqrt(d), over all queries
+  and heads;
+* error of each form, as it is and with the first-order correction (`correct=True`), |o' - o|^2 / |o
+  - mean(v)|^2, split into the bias of its mean over draws and the variance around it.
 """
 
 from __future__ import annotations
@@ -36,7 +42,13 @@ from mame_sd.core.correction import first_order, moments
 from mame_sd.diffusion.apply import denoiser_of
 
 DRAWS = 16
-FORMS = ("means of cells", "first of each cell", "random of each cell", "random quarter", "random sixteenth")
+FORMS = (
+    "means of cells",
+    "first of each cell",
+    "random of each cell",
+    "random quarter",
+    "random sixteenth",
+)
 
 
 def cells(t: Tensor, side: int) -> Tensor:
@@ -94,17 +106,24 @@ def measure(q: Tensor, k: Tensor, v: Tensor, side: int, g: torch.Generator) -> d
         fewer = torch.stack([F.scaled_dot_product_attention(q, *pair) for pair in pairs])
         parts = [first_order(moments(k, v), moments(*pair)) for pair in pairs]
         scaled = q * q.shape[-1] ** -0.5
-        lacking = torch.stack([scaled @ cov.transpose(-1, -2).to(q.dtype) + shift for cov, shift in parts])
+        lacking = torch.stack(
+            [scaled @ cov.transpose(-1, -2).to(q.dtype) + shift for cov, shift in parts]
+        )
         for name, made in ((form, fewer), (f"{form}, corrected", fewer + lacking)):
             variance = made.var(0).sum() if len(made) > 1 else torch.zeros(())
             # the mean of n draws has a share 1 / n of the variance in it, which is no bias
             bias = (made.mean(0) - whole).square().sum() - variance / len(made)
-            found |= {f"{name}: bias": (bias / signal).item(), f"{name}: variance": (variance / signal).item()}
+            found |= {
+                f"{name}: bias": (bias / signal).item(),
+                f"{name}: variance": (variance / signal).item(),
+            }
     return found
 
 
 class Watch(TorchFunctionMode):
-    """Measures self-attention calls over at least `least` image tokens while it is on, at the steps of `at`."""
+    """Measures self-attention calls over at least `least` image tokens while it is on, at the steps
+    of `at`.
+    """
 
     def __init__(self, least: int, queries: int, at: Mapping[int, str]) -> None:
         super().__init__()
@@ -117,7 +136,11 @@ class Watch(TorchFunctionMode):
         self.step += 1
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is F.scaled_dot_product_attention and self.step in self._at:
             q, k, v = (t.double() for t in args[:3])
@@ -135,14 +158,19 @@ class Watch(TorchFunctionMode):
 
 
 def sharpness(tokens: int = 1024, dim: int = 320) -> list[dict[str, float]]:
-    """What the default errs by, corrected and not, where a random layer's queries are scaled up: |o' - o| / |o| over the logits' spread."""
+    """What the default errs by, corrected and not, where a random layer's queries are scaled up:
+    |o' - o| / |o| over the logits' spread.
+    """
     side, cpu = round(tokens**0.5), torch.device("cpu")
     x = inputs(2, tokens, dim, cpu, torch.float32)()
     rows = []
     for factor in (0.3, 1, 3, 6, 10, 20):
         attn = attention(dim, cpu, torch.float32)
         attn.to_q.weight.mul_(factor)
-        q, k = (linear(x).unflatten(2, (attn.heads, -1)).transpose(1, 2) for linear in (attn.to_q, attn.to_k))
+        q, k = (
+            linear(x).unflatten(2, (attn.heads, -1)).transpose(1, 2)
+            for linear in (attn.to_q, attn.to_k)
+        )
         row = {"logit_std": float((q @ k.transpose(-1, -2) * attn.scale).std())}
         whole = attn(x)
         for name, correct in (("corrected", True), ("not corrected", False)):
@@ -154,23 +182,37 @@ def sharpness(tokens: int = 1024, dim: int = 320) -> list[dict[str, float]]:
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=INSTRUMENTS, default="unet", help="embedded model (default unet)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", choices=INSTRUMENTS, default="unet", help="embedded model (default unet)"
+    )
     parser.add_argument("--num", type=int, default=4, help="prompts (default 4)")
     parser.add_argument("--steps", type=int, default=10, help="denoising steps (default 10)")
-    parser.add_argument("--queries", type=int, default=128, help="queries measured of each call (default 128)")
-    parser.add_argument("--sharpness", action="store_true", help="of a layer of random weights instead")
+    parser.add_argument(
+        "--queries", type=int, default=128, help="queries measured of each call (default 128)"
+    )
+    parser.add_argument(
+        "--sharpness", action="store_true", help="of a layer of random weights instead"
+    )
     args = parser.parse_args()
     if args.sharpness:
         found = sharpness()
         print("| standard deviation of the logits | corrected | not corrected |\n|---|---|---|")
         for row in found:
-            print(f"| {row['logit_std']:.2f} | {row['corrected']:.3f} | {row['not corrected']:.3f} |")
+            print(
+                f"| {row['logit_std']:.2f} | {row['corrected']:.3f} | {row['not corrected']:.3f} |"
+            )
         print(json.dumps({"benchmark": "sharpness", "rows": found}))
         return
     on = INSTRUMENTS[args.model]
     model = load(torch.device("cpu"), torch.float32, on.model)
-    at = {args.steps // 10: "early", args.steps // 2: "middle", args.steps - 1 - args.steps // 10: "late"}
+    at = {
+        args.steps // 10: "early",
+        args.steps // 2: "middle",
+        args.steps - 1 - args.steps // 10: "late",
+    }
     rows: dict[str, list[dict[str, float]]] = defaultdict(list)
     for seed, prompt in enumerate(on.prompts(args.num)):
         watch = Watch(1024, args.queries, at)
@@ -181,13 +223,22 @@ def main() -> None:
         for when, found in watch.found.items():
             rows[when] += found
     means = {
-        when: {name: sum(row[name] for row in found) / len(found) for name in found[0]} for when, found in rows.items()
+        when: {name: sum(row[name] for row in found) / len(found) for name in found[0]}
+        for when, found in rows.items()
     }
     print("| | " + " | ".join(means) + " |\n|---|" + "---|" * len(means))
     for name in next(iter(means.values())):
         print(f"| {name} | " + " | ".join(f"{found[name]:.4f}" for found in means.values()) + " |")
     print(
-        json.dumps({"benchmark": "covariance", "model": on.model, "num": args.num, "steps": args.steps, "means": means})
+        json.dumps(
+            {
+                "benchmark": "covariance",
+                "model": on.model,
+                "num": args.num,
+                "steps": args.steps,
+                "means": means,
+            }
+        )
     )
 
 

@@ -1,15 +1,17 @@
-"""Vision transformers at real size, random weights: what merging takes off their FLOPs, and off their time beside ToMe.
+"""Vision transformers at real size, random weights: what merging takes off their FLOPs, and off
+their time beside ToMe.
 
-    python -m benchmarks.encoders --flops                    # no weights, no images: on the meta device
-    python -m benchmarks.encoders                            # the table of speed, every cell; run again to continue
-    python -m benchmarks.encoders --model ViT-S --dtype float32 --batch 1 8 --rounds 2       # some of its cells
-    python -m benchmarks.encoders --device cuda --rounds 30
+    python -m benchmarks.encoders --flops                    # no weights, no images: on the meta
+    device python -m benchmarks.encoders                            # the table of speed, every
+    cell; run again to continue python -m benchmarks.encoders --model ViT-S --dtype float32 --batch
+    1 8 --rounds 2       # some of its cells python -m benchmarks.encoders --device cuda --rounds 30
 
-FLOPs are multiply-adds for one image of 224 x 224, as `handle.report()` counts them. In the table of speed all that reduce tokens
-leave half of them in blocks 3, 6 and 9 (counted from 0), equally many in every block; a gate looks at that before anything is timed.
-*MaMe* is the paper's form; *MaMe default*, which merges in every second block, the first ones most, stands beside the unmerged model alone.
-*fewer tokens* is what the model takes when the others are dropped for nothing; captured = (T_unmerged - T_MaMe) / (T_unmerged - T_fewer).
-Every round is kept in --out as it ends.
+FLOPs are multiply-adds for one image of 224 x 224, as `handle.report()` counts them. In the table
+of speed all that reduce tokens leave half of them in blocks 3, 6 and 9 (counted from 0), equally
+many in every block; a gate looks at that before anything is timed. *MaMe* is the paper's form;
+*MaMe default*, which merges in every second block, the first ones most, stands beside the unmerged
+model alone. *fewer tokens* is what the model takes when the others are dropped for nothing;
+captured = (T_unmerged - T_MaMe) / (T_unmerged - T_fewer). Every round is kept in --out as it ends.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Architecture:
-    """A ViT of the paper, with the GFLOPs that it prints: unmerged, halved at layers 3, 6 and 9, and at the last one."""
+    """A ViT of the paper, with the GFLOPs that it prints: unmerged, halved at layers 3, 6 and 9,
+    and at the last one.
+    """
 
     width: int
     depth: int
@@ -65,7 +69,8 @@ ARCHITECTURES = {
 }
 
 
-# The vision halves of zero-shot models: openai/clip-vit-large-patch14, google/siglip-base-patch16-512.
+# The vision halves of zero-shot models: openai/clip-vit-large-patch14,
+# google/siglip-base-patch16-512.
 TOWERS: dict[str, tuple[Architecture, Any, Any]] = {
     "CLIP-L": (Architecture(1024, 24, 16, 14), CLIPVisionConfig, CLIPVisionModel),
     "SigLIP-B": (Architecture(768, 12, 12, 16), SiglipVisionConfig, SiglipVisionModel),
@@ -73,8 +78,14 @@ TOWERS: dict[str, tuple[Architecture, Any, Any]] = {
 
 
 def vit(name: str, side: int = 224, **overrides: Any) -> nn.Module:
-    """The architecture `name` for images of `side` pixels, on the default device; a ViT has 1000 classes."""
-    one, make_config, make = TOWERS.get(name) or (ARCHITECTURES[name], ViTConfig, ViTForImageClassification)
+    """The architecture `name` for images of `side` pixels, on the default device; a ViT has 1000
+    classes.
+    """
+    one, make_config, make = TOWERS.get(name) or (
+        ARCHITECTURES[name],
+        ViTConfig,
+        ViTForImageClassification,
+    )
     config = make_config(
         hidden_size=one.width,
         intermediate_size=4 * one.width,
@@ -105,19 +116,28 @@ def counted(
 
 
 def flops_table() -> str:
-    """Markdown: the paper's FLOPs and ours, merged at layers that are counted from 0 and from 1, and by our default."""
+    """Markdown: the paper's FLOPs and ours, merged at layers that are counted from 0 and from 1,
+    and by our default.
+    """
     lines = [
-        "| GFLOPs | printed | counted | halved, printed | halved, counted | with merging's own | blocks counted from 1 | "
-        "last block, printed | last block, counted | our default |",
+        (
+            "| GFLOPs | printed | counted | halved, printed | halved, counted | with merging's own"
+            " | blocks counted from 1 | last block, printed | last block, counted | our default |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, one in ARCHITECTURES.items():
-        reports = [counted(name, blocks) for blocks in (HALVED, tuple(block - 1 for block in HALVED), (-1,))]
+        reports = [
+            counted(name, blocks)
+            for blocks in (HALVED, tuple(block - 1 for block in HALVED), (-1,))
+        ]
         alone = [report.flops - sum(block.merging for block in report.blocks) for report in reports]
         ours = counted(name, blocks=None, keep=None, preset=None).flops
         cells = (reports[0].flops_before, alone[0], reports[0].flops, *alone[1:], ours)
         before, after, whole, other, last, default = (f"{flops / 1e9:.2f}" for flops in cells)
-        halved, ended = ("" if value is None else f"{value}" for value in (one.printed_halved, one.printed_last))
+        halved, ended = (
+            "" if value is None else f"{value}" for value in (one.printed_halved, one.printed_last)
+        )
         row = (name, f"{one.printed}", before, halved, after, whole, other, ended, last, default)
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
@@ -178,7 +198,9 @@ METHODS: dict[str, Method] = {
     "unmerged": Unmerged(),
     "MaMe": Merged(HALVED, {"preset": "plain", "keep": 0.5}),
     "MaMe, best": Merged(HALVED, {"preset": "plain", "keep": 0.5, "weights": "best"}),
-    "MaMe, best, sizes counted": Merged(HALVED, {"keep": (0.5, 0.5, 0.5), "partition": "alternating", "feature": "x"}),
+    "MaMe, best, sizes counted": Merged(
+        HALVED, {"keep": (0.5, 0.5, 0.5), "partition": "alternating", "feature": "x"}
+    ),
     "ToMe": Rival(HalvedToMe(MOST)),
     "ToMe without proportional attention": Rival(HalvedToMe(MOST, prop_attn=False)),
     "fewer tokens": Rival(Fewer()),
@@ -189,9 +211,11 @@ UNEQUAL = ("unmerged", "MaMe default")  # methods that leave other numbers of to
 
 @torch.no_grad()
 def speed(cell: Cell, rounds: int, out: Path, device: torch.device) -> dict[str, list[float]]:
-    """Seconds an image of every method, one a round; what `out` holds of just this cell and machine is not measured again.
+    """Seconds an image of every method, one a round; what `out` holds of just this cell and machine
+    is not measured again.
 
-    Raises SystemExit where methods leave different numbers of tokens, or logits that are not finite.
+    Raises SystemExit where methods leave different numbers of tokens, or logits that are not
+    finite.
     """
     about = {
         "cell": str(cell),
@@ -232,24 +256,35 @@ def _gate(model: nn.Module, cell: Cell, device: torch.device) -> None:
             logits = output.logits if "logits" in output else output.pooler_output
             tokens[name] = [block.tokens_kept for block in handle.report().blocks]
         if not bool(logits.isfinite().all()):
-            raise SystemExit(f"error: {cell}: expected finite logits, {name} gave others; nothing was timed")
+            raise SystemExit(
+                f"error: {cell}: expected finite logits, {name} gave others; nothing was timed"
+            )
     kept = {name: found for name, found in tokens.items() if name not in UNEQUAL}
     if len({tuple(found) for found in kept.values()}) > 1:
-        raise SystemExit(f"error: {cell}: expected as many tokens from every method, got {kept}; nothing was timed")
+        raise SystemExit(
+            f"error: {cell}: expected as many tokens from every method, got {kept}; nothing was"
+            " timed"
+        )
 
 
 def _pixels(cell: Cell, device: torch.device, batch: int, seed: int) -> torch.Tensor:
-    noise = torch.randn(batch, 3, cell.side, cell.side, generator=torch.Generator().manual_seed(seed))
+    noise = torch.randn(
+        batch, 3, cell.side, cell.side, generator=torch.Generator().manual_seed(seed)
+    )
     return noise.to(device, DTYPES[cell.dtype])
 
 
 def speed_row(cell: Cell, seconds: dict[str, list[float]]) -> str:
-    """Markdown: images per second (median, quartiles), MaMe's time in ToMe's round by round, what it captures."""
+    """Markdown: images per second (median, quartiles), MaMe's time in ToMe's round by round, what
+    it captures.
+    """
     rates = [quartiles([1 / value for value in found]) for found in seconds.values()]
     cells = [f"{median:.3g} ({low:.3g} to {high:.3g})" for low, median, high in rates]
     times = {name: quartiles(found)[1] for name, found in seconds.items()}
     for other in ("unmerged", "ToMe", "ToMe without proportional attention"):
-        ratios = [theirs / ours for theirs, ours in zip(seconds[other], seconds["MaMe"], strict=True)]
+        ratios = [
+            theirs / ours for theirs, ours in zip(seconds[other], seconds["MaMe"], strict=True)
+        ]
         cells.append("{1:.2f} ({0:.2f} to {2:.2f})".format(*quartiles(ratios)))
     cells.append(f"{times['unmerged'] / times['MaMe default']:.2f}")
     share = captured(times["unmerged"], times["MaMe"], times["fewer tokens"])
@@ -259,7 +294,12 @@ def speed_row(cell: Cell, seconds: dict[str, list[float]]) -> str:
 
 def speed_head() -> str:
     """The table's head."""
-    ratios = ("MaMe to unmerged", "MaMe to ToMe", "MaMe to ToMe without", "MaMe default to unmerged")
+    ratios = (
+        "MaMe to unmerged",
+        "MaMe to ToMe",
+        "MaMe to ToMe without",
+        "MaMe default to unmerged",
+    )
     names = ("images per second", "dtype", "batch", *METHODS, *ratios, "captured")
     return f"| {' | '.join(names)} |\n|{'---|' * len(names)}"
 
@@ -267,20 +307,34 @@ def speed_head() -> str:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.encoders", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.encoders",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--flops", action="store_true", help="the table of FLOPs alone")
-    parser.add_argument("--model", nargs="+", choices=sorted({cell.model for cell in CELLS}), help="default all")
     parser.add_argument(
-        "--side", nargs="+", type=int, choices=sorted({cell.side for cell in CELLS}), help="default all"
+        "--model", nargs="+", choices=sorted({cell.model for cell in CELLS}), help="default all"
+    )
+    parser.add_argument(
+        "--side",
+        nargs="+",
+        type=int,
+        choices=sorted({cell.side for cell in CELLS}),
+        help="default all",
     )
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="default all")
     parser.add_argument(
-        "--batch", nargs="+", type=int, choices=sorted({cell.batch for cell in CELLS}), help="default all"
+        "--batch",
+        nargs="+",
+        type=int,
+        choices=sorted({cell.batch for cell in CELLS}),
+        help="default all",
     )
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
-    parser.add_argument("--out", type=Path, default=Path("out/encoders"), help="folder that keeps every round")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/encoders"), help="folder that keeps every round"
+    )
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds: expected at least 1, got {args.rounds}")
@@ -288,10 +342,15 @@ def main() -> None:
     if args.flops:
         return
     given = {name: getattr(args, name) for name in ("model", "side", "dtype", "batch")}
-    chosen = [c for c in CELLS if all(values is None or getattr(c, name) in values for name, values in given.items())]
+    chosen = [
+        c
+        for c in CELLS
+        if all(values is None or getattr(c, name) in values for name, values in given.items())
+    ]
     if not chosen:
         parser.error(
-            "--model, --side: expected a cell of the table, got none; ViT-B and SigLIP-B alone are timed at 512"
+            "--model, --side: expected a cell of the table, got none; ViT-B and SigLIP-B alone are"
+            " timed at 512"
         )
     device = torch.device(args.device)
     print(f"\n{json.dumps(machine(device))}, {args.rounds} rounds\n\n{speed_head()}", flush=True)

@@ -1,6 +1,8 @@
-"""The bound that no merging can pass: a UNet that computes on the first tokens only, as if choosing and restoring were free.
+"""The bound that no merging can pass: a UNet that computes on the first tokens only, as if choosing
+and restoring were free.
 
-What it computes is no image. Its times say what merging to a share of the tokens could save at most.
+What it computes is no image. Its times say what merging to a share of the tokens could save at
+most.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class FreeProcessor:
         self._share, self._merge, self._min_tokens = share, merge, min_tokens
         self._inner = AttnProcessor2_0()
 
-    def __call__(self, attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: Any = None, **rest: Any) -> Any:
+    def __call__(
+        self, attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: Any = None, **rest: Any
+    ) -> Any:
         tokens = hidden_states.shape[1]
         if encoder_hidden_states is not None or tokens < self._min_tokens:
             return self._inner(attn, hidden_states, encoder_hidden_states, **rest)
@@ -45,9 +49,13 @@ def free_on(unet: Any, config: MaMeConfig) -> Iterator[None]:
     assert config.keep is not None
     try:
         unet.set_attn_processor(FreeProcessor(config.keep, config.merge, config.min_tokens))
-        for block in (module for module in unet.modules() if isinstance(module, BasicTransformerBlock)):
+        for block in (
+            module for module in unet.modules() if isinstance(module, BasicTransformerBlock)
+        ):
             if config.mlp is not None and block.ff is not None:
-                block.ff.forward = partial(_on_first, block.ff.forward, config.mlp, config.min_tokens)
+                block.ff.forward = partial(
+                    _on_first, block.ff.forward, config.mlp, config.min_tokens
+                )
                 wrapped.append(block.ff)
         yield
     finally:
@@ -58,7 +66,8 @@ def free_on(unet: Any, config: MaMeConfig) -> Iterator[None]:
 
 @torch.no_grad()
 def work(unet: Any, side: int, batch: int, configs: Mapping[str, MaMeConfig]) -> dict[str, float]:
-    """The free bound's multiplications as a share of the plain UNet's, of one forward, by the configs' names.
+    """The free bound's multiplications as a share of the plain UNet's, of one forward, by the
+    configs' names.
 
     Counted on a copy without weights: on no device and in no time.
     """
@@ -67,7 +76,10 @@ def work(unet: Any, side: int, batch: int, configs: Mapping[str, MaMeConfig]) ->
 
     def count(config: MaMeConfig | None) -> int:
         given = unets.inputs(twin, side, batch, 0)
-        with nullcontext() if config is None else free_on(twin, config), FlopCounterMode(display=False) as counter:
+        with (
+            nullcontext() if config is None else free_on(twin, config),
+            FlopCounterMode(display=False) as counter,
+        ):
             twin(**given)
         return counter.get_total_flops()
 
@@ -86,7 +98,12 @@ def repeated(y: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def _on_first(
-    forward: Callable[..., torch.Tensor], share: float, min_tokens: int, x: torch.Tensor, *args: Any, **kwargs: Any
+    forward: Callable[..., torch.Tensor],
+    share: float,
+    min_tokens: int,
+    x: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> torch.Tensor:
     if x.shape[1] < min_tokens:
         return forward(x, *args, **kwargs)

@@ -2,17 +2,20 @@
 
     python -m benchmarks.frontier --short                       # 4 prompts, a few settings: minutes
     python -m benchmarks.frontier --rivals --num 64             # every rival, and ours beside them
-    python -m benchmarks.frontier --model transformer --rivals --num 64     # the same where nothing but attention mixes space
-    python -m benchmarks.frontier --rivals --num 64 --held-out  # on prompts that no default was chosen on
-    python -m benchmarks.frontier                               # 16 prompts, 10 steps; run again to continue
-    python -m benchmarks.frontier --only default --settings out/tune/config.json    # what calibration found
-    python -m benchmarks.frontier --device cuda --num 64 --steps 25
+    python -m benchmarks.frontier --model transformer --rivals --num 64     # the same where nothing
+    but attention mixes space python -m benchmarks.frontier --rivals --num 64 --held-out  # on
+    prompts that no default was chosen on python -m benchmarks.frontier
+    # 16 prompts, 10 steps; run again to continue python -m benchmarks.frontier --only default
+    --settings out/tune/config.json    # what calibration found python -m benchmarks.frontier
+    --device cuda --num 64 --steps 25
 
-LPIPS, PSNR and SSIM compare with the image that the unmerged model makes of the same prompt and seed; retrieval is the
-share of images whose nearest subject is the prompted one. Times are of the denoiser alone, over a whole run of `--steps` steps, each
-method's beside the unmerged model's in the same minute, all methods of a command in turns. Writes frontier.md and frontier.png into --out, of every point measured there with the same
-prompts, steps and rounds on this machine, with a line that says whether the model can tell methods apart at all; files in its points make it resumable: delete
-a row's .json to time it again, and its .npz too to make its images again.
+LPIPS, PSNR and SSIM compare with the image that the unmerged model makes of the same prompt and
+seed; retrieval is the share of images whose nearest subject is the prompted one. Times are of the
+denoiser alone, over a whole run of `--steps` steps, each method's beside the unmerged model's in
+the same minute, all methods of a command in turns. Writes frontier.md and frontier.png into --out,
+of every point measured there with the same prompts, steps and rounds on this machine, with a line
+that says whether the model can tell methods apart at all; files in its points make it resumable:
+delete a row's .json to time it again, and its .npz too to make its images again.
 """
 
 from __future__ import annotations
@@ -73,11 +76,24 @@ class Frontier:
         rounds: int,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.out, self.model, self.prompts, self.steps, self.rounds = out, model, prompts, steps, rounds
+        self.out, self.model, self.prompts, self.steps, self.rounds = (
+            out,
+            model,
+            prompts,
+            steps,
+            rounds,
+        )
         self.pipe, self.denoiser = model.pipe, denoiser_of(model.pipe)
         self._distance, self._retrieved, self._now = distance, retrieved, now
-        about = {"prompts": prompts, "steps": steps, "model": model.identity["sha256"], "guidance": model.guidance}
-        self._threads: dict[str, Any] = {"threads": torch.get_num_threads()}  # decide times, not images
+        about = {
+            "prompts": prompts,
+            "steps": steps,
+            "model": model.identity["sha256"],
+            "guidance": model.guidance,
+        }
+        self._threads: dict[str, Any] = {
+            "threads": torch.get_num_threads()
+        }  # decide times, not images
         if now is not time.perf_counter:
             self._threads["clock"] = "CPU seconds"
         self._common = {
@@ -87,20 +103,28 @@ class Frontier:
         }
 
     def points(self, chosen: Mapping[str, Method], every: Mapping[str, Method]) -> list[Point]:
-        """The baseline, the methods of `chosen`, measured where they were not, and all of `every` that were before.
+        """The baseline, the methods of `chosen`, measured where they were not, and all of `every`
+        that were before.
 
         Raises SystemExit when the baseline does not equal itself.
         """
         self.measure(self.images(chosen))
-        points = [self.known(name, method) for name, method in {BASELINE: methods.baseline(), **every}.items()]
+        points = [
+            self.known(name, method)
+            for name, method in {BASELINE: methods.baseline(), **every}.items()
+        ]
         found = [point for point in points if point is not None]
         if found[0]["lpips"] != 0 or found[0]["work"] != 1:
-            raise SystemExit(f"error: expected the baseline to equal itself, got {found[0]}; trust none of the others")
+            raise SystemExit(
+                f"error: expected the baseline to equal itself, got {found[0]}; trust none of the"
+                " others"
+            )
         return found
 
     def images(self, chosen: Mapping[str, Method]) -> dict[str, Method]:
-        """Make the images of the baseline and of `chosen` where they aren't yet: the part that other work may share the machine with.
-        All of a few prompts come before the next prompts, so that a run that is stopped has as many of each.
+        """Make the images of the baseline and of `chosen` where they aren't yet: the part that
+        other work may share the machine with. All of a few prompts come before the next prompts, so
+        that a run that is stopped has as many of each.
 
         Gives those that have some: without its package a rival has none.
         """
@@ -110,26 +134,46 @@ class Frontier:
                 try:
                     self._part(name, method, first)
                 except ImportError as error:
-                    print(f"note: {name} is not measured: {error}; pip install mame-sd[peers]", file=sys.stderr)
+                    print(
+                        f"note: {name} is not measured: {error}; pip install mame-sd[peers]",
+                        file=sys.stderr,
+                    )
                     del made[name]
         return made
 
     def measure(self, wanted: Mapping[str, Method]) -> None:
         """Figures into the files of those of `wanted` that have none, all timed in turns."""
-        new = {name: method for name, method in wanted.items() if not self._figures(name, method).exists()}
+        new = {
+            name: method
+            for name, method in wanted.items()
+            if not self._figures(name, method).exists()
+        }
         if not new:
             return
         near = {name: self._nearness(name, method) for name, method in new.items()}
         for name, times in self._times(new).items():
-            write_atomically(self._figures(name, new[name]), json.dumps({**near[name], **times}).encode())
-            print(f"{name}: {times['times_faster']:.2f}x, LPIPS {near[name]['lpips']:.4f}", file=sys.stderr, flush=True)
+            write_atomically(
+                self._figures(name, new[name]), json.dumps({**near[name], **times}).encode()
+            )
+            print(
+                f"{name}: {times['times_faster']:.2f}x, LPIPS {near[name]['lpips']:.4f}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def known(self, name: str, method: Method) -> Point | None:
-        """The method's figures as measured before with the same prompts, steps and rounds on this machine, or None."""
+        """The method's figures as measured before with the same prompts, steps and rounds on this
+        machine, or None.
+        """
         file = self._figures(name, method)
         if not file.exists():
             return None
-        return {"name": name, "family": method.family, "settings": method.settings, **json.loads(file.read_bytes())}
+        return {
+            "name": name,
+            "family": method.family,
+            "settings": method.settings,
+            **json.loads(file.read_bytes()),
+        }
 
     def _images(self, name: str, method: Method) -> tuple[np.ndarray, int]:
         """uint8 [n, H, W, 3] and the multiplications of self-attention, of all prompts."""
@@ -137,22 +181,37 @@ class Frontier:
         return np.concatenate([images for images, _ in parts]), sum(work for _, work in parts)
 
     def _part(self, name: str, method: Method, first: int) -> tuple[np.ndarray, int]:
-        """The same of at most PART prompts from `first` on, from the method's file or generated now."""
+        """The same of at most PART prompts from `first` on, from the method's file or generated
+        now.
+        """
         prompts = self.prompts[first : first + PART]
         file = self._file(name, method, {"prompts": prompts, "first": first}, ".npz")
         if not file.exists():
             made = []
-            with method.on(self.denoiser), AttentionWork(self.pipe.tokenizer.model_max_length) as counted:
+            with (
+                method.on(self.denoiser),
+                AttentionWork(self.pipe.tokenizer.model_max_length) as counted,
+            ):
                 for start in range(0, len(prompts), BATCH):
-                    made.append(generate(self.model, prompts[start : start + BATCH], self.steps, first + start))
-            print(f"  {name}: {first + len(prompts)} of {len(self.prompts)}", file=sys.stderr, flush=True)
+                    made.append(
+                        generate(
+                            self.model, prompts[start : start + BATCH], self.steps, first + start
+                        )
+                    )
+            print(
+                f"  {name}: {first + len(prompts)} of {len(self.prompts)}",
+                file=sys.stderr,
+                flush=True,
+            )
             with written_whole(file) as whole:
                 np.savez_compressed(whole, images=np.concatenate(made), work=np.array(counted.work))
         with np.load(file) as arrays:
             return arrays["images"], int(arrays["work"])
 
     def _nearness(self, name: str, method: Method) -> dict[str, Any]:
-        """How near the method's images are to the unmerged ones, and its share of their work: from its file, or compared now."""
+        """How near the method's images are to the unmerged ones, and its share of their work: from
+        its file, or compared now.
+        """
         pair = [self._images(*which) for which in ((name, method), (BASELINE, methods.baseline()))]
         (images, work), (plain, plain_work) = pair
         of = [hashlib.sha256(found.tobytes()).hexdigest() for found, _ in pair]
@@ -165,10 +224,14 @@ class Frontier:
 
     def _compared(self, images: np.ndarray, plain: np.ndarray) -> dict[str, Any]:
         a, b = (torch.from_numpy(x).permute(0, 3, 1, 2).float() / 255 for x in (images, plain))
-        hits = [self._retrieved(image, prompt) for image, prompt in zip(images, self.prompts, strict=True)]
+        hits = [
+            self._retrieved(image, prompt)
+            for image, prompt in zip(images, self.prompts, strict=True)
+        ]
         distances = self._distance(a.to(self.pipe.device), b.to(self.pipe.device)).tolist()
         found = mean_interval(
-            {str(i): d for i, d in enumerate(distances)}, {str(i): str(i) for i in range(len(distances))}
+            {str(i): d for i, d in enumerate(distances)},
+            {str(i): str(i) for i in range(len(distances))},
         )
         return {
             "lpips": found["mean"],
@@ -179,9 +242,11 @@ class Frontier:
         }
 
     def _times(self, wanted: Mapping[str, Method]) -> dict[str, dict[str, Any]]:
-        """Of each, seconds of the denoiser for one image and how many times as fast it was as the unmerged model right before or after it.
+        """Of each, seconds of the denoiser for one image and how many times as fast it was as the
+        unmerged model right before or after it.
 
-        `itself` says that of the unmerged model in the same rounds. After a warm-up of two steps each.
+        `itself` says that of the unmerged model in the same rounds. After a warm-up of two steps
+        each.
         """
         plain = methods.baseline().on
         on = {name: method.on for name, method in wanted.items()} | {BASELINE: plain}
@@ -192,28 +257,42 @@ class Frontier:
             return clock.seconds
 
         def pair(name: str, number: int) -> dict[str, float]:
-            """Seconds of the method and of the unmerged model, which comes last in one round and first in the next."""
+            """Seconds of the method and of the unmerged model, which comes last in one round and
+            first in the next.
+            """
             both = {"ours": on[name], "unmerged": plain}
-            return {which: seconds(both[which], self.steps) for which in sorted(both, reverse=number % 2 == 1)}
+            return {
+                which: seconds(both[which], self.steps)
+                for which in sorted(both, reverse=number % 2 == 1)
+            }
 
         rounds = [
-            found for _, found in interleaved(list(on), self.rounds, pair, warm_up=lambda name: seconds(on[name], 2))
+            found
+            for _, found in interleaved(
+                list(on), self.rounds, pair, warm_up=lambda name: seconds(on[name], 2)
+            )
         ]
-        ratios = {name: quartiles([r[name]["unmerged"] / r[name]["ours"] for r in rounds]) for name in on}
+        ratios = {
+            name: quartiles([r[name]["unmerged"] / r[name]["ours"] for r in rounds]) for name in on
+        }
         return {
             name: {
-                "seconds": quartiles([r[name]["ours"] for r in rounds])[1], "times_faster": ratios[name][1],
-                "quartiles": [ratios[name][0], ratios[name][2]], "itself": ratios[BASELINE][1],
+                "seconds": quartiles([r[name]["ours"] for r in rounds])[1],
+                "times_faster": ratios[name][1],
+                "quartiles": [ratios[name][0], ratios[name][2]],
+                "itself": ratios[BASELINE][1],
             }
             for name in wanted
-        }  # fmt: skip
+        }
 
     def _figures(self, name: str, method: Method) -> Path:
         return self._file(name, method, {"pairs": self.rounds, **self._threads}, ".json")
 
     def _file(self, name: str, method: Method, more: dict[str, Any], suffix: str) -> Path:
         """Where a measurement lies: its name holds a digest of all that decides it."""
-        about = json.dumps([method.family, method.settings, {**self._common, **more}], sort_keys=True)
+        about = json.dumps(
+            [method.family, method.settings, {**self._common, **more}], sort_keys=True
+        )
         digest = hashlib.sha256(about.encode()).hexdigest()[:12]
         slug = "".join(c if c.isalnum() or c == "." else "-" for c in name)
         return self.out / "points" / f"{slug}-{digest}{suffix}"
@@ -221,30 +300,58 @@ class Frontier:
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=INSTRUMENTS, default="unet", help="embedded model (default unet)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", choices=INSTRUMENTS, default="unet", help="embedded model (default unet)"
+    )
     parser.add_argument("--out", type=Path, help="default out/frontier, out/frontier-transformer")
     parser.add_argument("--short", action="store_true", help="4 prompts, 6 steps, a few settings")
-    parser.add_argument("--rivals", action="store_true", help="every rival, and our settings over the same speeds")
-    parser.add_argument("--held-out", action="store_true", help="other prompts than those that defaults were chosen on")
+    parser.add_argument(
+        "--rivals", action="store_true", help="every rival, and our settings over the same speeds"
+    )
+    parser.add_argument(
+        "--held-out",
+        action="store_true",
+        help="other prompts than those that defaults were chosen on",
+    )
     parser.add_argument("--num", type=int, help="prompts (default 16)")
     parser.add_argument("--first", type=int, help="of these prompts the first alone (default all)")
     parser.add_argument("--steps", type=int, help="denoising steps (default 10)")
     parser.add_argument("--guidance", type=float, help="guidance scale (default the model's own)")
-    parser.add_argument("--rounds", type=int, default=5, help="timed runs of each method (default 5)")
     parser.add_argument(
-        "--cpu-seconds", action="store_true", help="times in seconds of the CPU, for a machine that others use too"
+        "--rounds", type=int, default=5, help="timed runs of each method (default 5)"
     )
     parser.add_argument(
-        "--only", metavar="NAME", nargs="+", help="measure these settings alone; rows measured before stay"
+        "--cpu-seconds",
+        action="store_true",
+        help="times in seconds of the CPU, for a machine that others use too",
     )
     parser.add_argument(
-        "--settings", metavar="FILE", nargs="+", type=Path, default=[], help="rows of these files of settings too"
+        "--only",
+        metavar="NAME",
+        nargs="+",
+        help="measure these settings alone; rows measured before stay",
+    )
+    parser.add_argument(
+        "--settings",
+        metavar="FILE",
+        nargs="+",
+        type=Path,
+        default=[],
+        help="rows of these files of settings too",
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default float32, float16 on cuda")
     parser.add_argument(
-        "--images", action="store_true", help="make the images only; the next run takes figures and times"
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="default float32, float16 on cuda",
+    )
+    parser.add_argument(
+        "--images",
+        action="store_true",
+        help="make the images only; the next run takes figures and times",
     )
     args = parser.parse_args()
     on = INSTRUMENTS[args.model]

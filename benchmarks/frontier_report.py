@@ -22,14 +22,20 @@ def markdown(points: list[Point]) -> str:
     for point in sorted(points, key=lambda p: p["times_faster"]):
         name = f"**{point['name']}**" if point["name"] in best else point["name"]
         lines.append(
-            f"| {name} | {point['times_faster']:.2f} | {point['work']:.2f} | {point['lpips']:.5f} | "
-            f"{point['psnr']:.1f} | {point['ssim']:.4f} | {point['retrieval']:.2f} |"
+            f"| {name} | {point['times_faster']:.2f} | {point['work']:.2f} | {point['lpips']:.5f} |"
+            f" {point['psnr']:.1f} | {point['ssim']:.4f} | {point['retrieval']:.2f} |"
         )
-    lines += ["", "Bold: nothing is both faster and nearer to the unmerged image.", *_unsteady(points), ""]
+    lines += [
+        "",
+        "Bold: nothing is both faster and nearer to the unmerged image.",
+        *_unsteady(points),
+        "",
+    ]
     for name, found in verdict(points).items():
         state = "beaten" if found["better"] and found["faster"] else "NOT beaten"
         lines.append(
-            f"- {name}: {state}; better at its speed: {found['better']}; faster at its LPIPS: {found['faster']}"
+            f"- {name}: {state}; better at its speed: {found['better']}; faster at its LPIPS:"
+            f" {found['faster']}"
         )
     return "\n".join(lines) + "\n"
 
@@ -41,8 +47,11 @@ def _unsteady(points: list[Point]) -> list[str]:
         return []
     return [
         "",
-        f"**Not to be trusted: timed while the unmerged model was {min(off.values()):.2f} to {max(off.values()):.2f} times as fast as itself "
-        f"({', '.join(off)}). Delete their .json in points and run again on a quiet machine, or with more --rounds.**",
+        (
+            f"**Not to be trusted: timed while the unmerged model was {min(off.values()):.2f} to"
+            f" {max(off.values()):.2f} times as fast as itself ({', '.join(off)}). Delete their"
+            " .json in points and run again on a quiet machine, or with more --rounds.**"
+        ),
     ]
 
 
@@ -62,12 +71,22 @@ def on_frontier(points: list[Point]) -> list[Point]:
 
 
 def verdict(points: list[Point]) -> dict[str, dict[str, str | None]]:
-    """For each rival: our setting with lower LPIPS that is at least as fast, and our faster one of at most its LPIPS."""
+    """For each rival: our setting with lower LPIPS that is at least as fast, and our faster one of
+    at most its LPIPS.
+    """
     mine = [p for p in points if p["family"] == OURS]
     found = {}
     for rival in (p for p in points if p["family"] not in (OURS, "baseline", "variant", FLOOR)):
-        better = [p for p in mine if p["times_faster"] >= rival["times_faster"] and p["lpips"] < rival["lpips"]]
-        faster = [p for p in mine if p["lpips"] <= rival["lpips"] and p["times_faster"] > rival["times_faster"]]
+        better = [
+            p
+            for p in mine
+            if p["times_faster"] >= rival["times_faster"] and p["lpips"] < rival["lpips"]
+        ]
+        faster = [
+            p
+            for p in mine
+            if p["lpips"] <= rival["lpips"] and p["times_faster"] > rival["times_faster"]
+        ]
         found[rival["name"]] = {
             "better": min(better, key=lambda p: p["lpips"])["name"] if better else None,
             "faster": max(faster, key=lambda p: p["times_faster"])["name"] if faster else None,
@@ -76,9 +95,11 @@ def verdict(points: list[Point]) -> dict[str, dict[str, str | None]]:
 
 
 def plot(points: list[Point], path: Path) -> None:
-    """LPIPS (on a logarithmic scale) over UNet time and over attention work, one colour a family, as a .png.
+    """LPIPS (on a logarithmic scale) over UNet time and over attention work, one colour a family,
+    as a .png.
 
-    Over time a line joins the points that nothing beats in both; they, tomesd and the default are named, or all where they are few.
+    Over time a line joins the points that nothing beats in both; they, tomesd and the default are
+    named, or all where they are few.
     """
     import matplotlib
 
@@ -87,7 +108,11 @@ def plot(points: list[Point], path: Path) -> None:
 
     figure, axes = pyplot.subplots(2, 1, figsize=(10, 12), layout="constrained")
     shown = [p for p in points if p["lpips"] > 0]
-    named = {p["name"] for p in on_frontier(points) if p["family"] == OURS} | {"default", "tomesd 0.25", "tomesd 0.5"}
+    named = {p["name"] for p in on_frontier(points) if p["family"] == OURS} | {
+        "default",
+        "tomesd 0.25",
+        "tomesd 0.5",
+    }
     if len(shown) <= FEW:
         named = {p["name"] for p in shown}
     for ax, key, label in (
@@ -102,10 +127,19 @@ def plot(points: list[Point], path: Path) -> None:
         ax.set_ylabel("LPIPS to the unmerged image")
         ax.grid(alpha=0.3)
     line = sorted((p for p in on_frontier(points) if p in shown), key=lambda p: p["times_faster"])
-    axes[0].plot([p["times_faster"] for p in line], [p["lpips"] for p in line], color="0.6", lw=1, zorder=0)
-    style: dict[str, Any] = {"fontsize": 7, "textcoords": "offset points", "rotation": -25, "rotation_mode": "anchor"}
+    axes[0].plot(
+        [p["times_faster"] for p in line], [p["lpips"] for p in line], color="0.6", lw=1, zorder=0
+    )
+    style: dict[str, Any] = {
+        "fontsize": 7,
+        "textcoords": "offset points",
+        "rotation": -25,
+        "rotation_mode": "anchor",
+    }
     for point in (p for p in shown if p["name"] in named):
-        axes[0].annotate(point["name"], (point["times_faster"], point["lpips"]), xytext=(5, -3), **style)
+        axes[0].annotate(
+            point["name"], (point["times_faster"], point["lpips"]), xytext=(5, -3), **style
+        )
     axes[0].margins(x=0.13)  # room for the names
     axes[0].legend(loc="lower right")
     figure.savefig(path, dpi=130)

@@ -1,4 +1,6 @@
-"""Images of an embedded model under any method, its denoiser's seconds, and the work of its self-attention."""
+"""Images of an embedded model under any method, its denoiser's seconds, and the work of its
+self-attention.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,21 @@ from mame_sd.runs.model_files import ModelChoice
 
 def load(device: torch.device, dtype: torch.dtype, model: str = "embedded-unet") -> LoadedModel:
     """An embedded model, its pipeline quiet, without a progress bar."""
-    return load_model(ModelChoice(model=model, device=str(device), dtype=str(dtype).removeprefix("torch.")))
+    return load_model(
+        ModelChoice(model=model, device=str(device), dtype=str(dtype).removeprefix("torch."))
+    )
 
 
 def generate(
-    model: LoadedModel, prompts: list[str], steps: int, first_seed: int = 0, output: str = "np", **more: Any
+    model: LoadedModel,
+    prompts: list[str],
+    steps: int,
+    first_seed: int = 0,
+    output: str = "np",
+    **more: Any,
 ) -> np.ndarray:
-    """One image a prompt, uint8 [n, H, W, 3], seeds counted from `first_seed`; latents are not decoded with "latent".
+    """One image a prompt, uint8 [n, H, W, 3], seeds counted from `first_seed`; latents are not
+    decoded with "latent".
 
     `more` goes to the pipeline as it is.
     """
@@ -53,7 +63,9 @@ class Clock:
 
 
 @contextmanager
-def clocked(module: torch.nn.Module, now: Callable[[], float] = time.perf_counter) -> Iterator[Clock]:
+def clocked(
+    module: torch.nn.Module, now: Callable[[], float] = time.perf_counter
+) -> Iterator[Clock]:
     """Adds up the seconds of every forward of `module` in the block."""
     clock, device = Clock(now), next(module.parameters()).device
 
@@ -89,11 +101,18 @@ class AttentionWork(TorchFunctionMode):
         self._text_tokens = text_tokens
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            query, key = (kwargs[name] if name in kwargs else args[i] for i, name in enumerate(("query", "key")))
+            query, key = (
+                kwargs[name] if name in kwargs else args[i]
+                for i, name in enumerate(("query", "key"))
+            )
             if key.shape[-2] != self._text_tokens:
                 self.work += query.numel() * key.shape[-2]
         return func(*args, **kwargs)

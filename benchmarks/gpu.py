@@ -1,14 +1,17 @@
-"""What merging would win on graphics cards: reckoned from the kernels of whole models, with no card; or measured on one.
+"""What merging would win on graphics cards: reckoned from the kernels of whole models, with no
+card; or measured on one.
 
-    python -m benchmarks.gpu                                   # all of docs/gpu.md (minutes; stops and resumes)
-    python -m benchmarks.gpu --model "SDXL at 1024" --card H100 --rows default tomesd
-    python -m benchmarks.gpu --published                       # the distance to figures that others measured
-    python -m benchmarks.gpu --measure --model "SD 1.5 at 512" # the same rows, timed on the card that is there
+    python -m benchmarks.gpu                                   # all of docs/gpu.md (minutes; stops
+    and resumes) python -m benchmarks.gpu --model "SDXL at 1024" --card H100 --rows default tomesd
+    python -m benchmarks.gpu --published                       # the distance to figures that others
+    measured python -m benchmarks.gpu --measure --model "SD 1.5 at 512" # the same rows, timed on
+    the card that is there
 
-Every operation of one forward is counted at its real size (`benchmarks/launches.py`). A card is busy with it for the
-longest of 2.5 us, its bytes at the memory's speed and its products at the speed of the units that do them
-(`mame_sd/core/cards.py`). *Busy* sums that up: what graphs and `torch.compile` reach. *Eager* lets PyTorch launch one
-kernel in 6 us, ahead of the card. Cells say how many times as fast as unmerged.
+Every operation of one forward is counted at its real size (`benchmarks/launches.py`). A card is
+busy with it for the longest of 2.5 us, its bytes at the memory's speed and its products at the
+speed of the units that do them (`mame_sd/core/cards.py`). *Busy* sums that up: what graphs and
+`torch.compile` reach. *Eager* lets PyTorch launch one kernel in 6 us, ahead of the card. Cells say
+how many times as fast as unmerged.
 """
 
 from __future__ import annotations
@@ -41,13 +44,17 @@ Answers = dict[tuple[Any, Any, Any, Any], bool]  # whether merging gains, by wha
 
 
 class Traces:
-    """The counted kernels of cases and rows, kept in a folder until the code that they are counted of changes."""
+    """The counted kernels of cases and rows, kept in a folder until the code that they are counted
+    of changes.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._code = folder, _fingerprint()
         self._seen: dict[tuple[str, str], list[tuple[Answers, list[Work]]]] = {}
 
-    def of(self, name: str, case: Case, row: str, on: On, card: Card | None = None, eager: bool = True) -> list[Work]:
+    def of(
+        self, name: str, case: Case, row: str, on: On, card: Card | None = None, eager: bool = True
+    ) -> list[Work]:
         """The kernels of one forward of a case with a row on it.
 
         Args:
@@ -62,16 +69,28 @@ class Traces:
         work = self._counted(name, case, row, on, card, eager)
         self._folder.mkdir(parents=True, exist_ok=True)
         whole = path.with_suffix(".part")
-        whole.write_bytes(gzip.compress(json.dumps([[*one[:2], str(one.dtype), *one[3:]] for one in work]).encode()))
+        whole.write_bytes(
+            gzip.compress(
+                json.dumps([[*one[:2], str(one.dtype), *one[3:]] for one in work]).encode()
+            )
+        )
         whole.replace(path)
         return work
 
-    def _counted(self, name: str, case: Case, row: str, on: On, card: Card | None, eager: bool) -> list[Work]:
+    def _counted(
+        self, name: str, case: Case, row: str, on: On, card: Card | None, eager: bool
+    ) -> list[Work]:
         seen = self._seen.setdefault((name, row), [])
         for answers, work in seen:  # a card on which the same layers merge
-            if card and all(worth.gains(card, *asked, eager) == said for asked, said in answers.items()):
+            if card and all(
+                worth.gains(card, *asked, eager) == said for asked, said in answers.items()
+            ):
                 return work
-        print(f"counting {name}, {row}" + (f", {card.name}" if card else ""), file=sys.stderr, flush=True)
+        print(
+            f"counting {name}, {row}" + (f", {card.name}" if card else ""),
+            file=sys.stderr,
+            flush=True,
+        )
         answers = {}
 
         def gains(card: Card, *asked: Any) -> bool:
@@ -122,9 +141,14 @@ def reckon(
         launches, busy, eager = [], {}, {}
         for card in cards:
             asked = card if row in DECIDED else None
-            graph, work = (traces.of(name, CASES[name], row, on, asked, way) for way in (False, True))
+            graph, work = (
+                traces.of(name, CASES[name], row, on, asked, way) for way in (False, True)
+            )
             launches.append(sum(one.launches for one in work))
-            busy[card.name], eager[card.name] = 1e3 * card.busy(graph), 1e3 * card.eager(work, launch)
+            busy[card.name], eager[card.name] = (
+                1e3 * card.busy(graph),
+                1e3 * card.eager(work, launch),
+            )
         found[row] = {"launches": launches, "busy_ms": busy, "eager_ms": eager}
     return found
 
@@ -139,10 +163,13 @@ def table(name: str, rows: Mapping[str, Any], cards: Sequence[Card], launch: flo
             least, most = min(found["launches"]), max(found["launches"])
             count = f"{least:,}" if least == most else f"{least:,} to {most:,}"
             cells = [
-                f"{found[key][card.name]:.1f} ms" if row == "unmerged"
-                else f"{plain[key][card.name] / found[key][card.name]:.2f}"
+                (
+                    f"{found[key][card.name]:.1f} ms"
+                    if row == "unmerged"
+                    else f"{plain[key][card.name] / found[key][card.name]:.2f}"
+                )
                 for card in cards
-            ]  # fmt: skip
+            ]
             lines.append(f"| {row} | {count} | {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
@@ -151,19 +178,28 @@ def table(name: str, rows: Mapping[str, Any], cards: Sequence[Card], launch: flo
 def summary(found: Mapping[str, Any], cards: Sequence[Card], row: str = "default") -> str:
     """One row of all cases as Markdown: times as fast as unmerged, busy and in brackets eager."""
     heads = " | ".join(card.name.removeprefix("GeForce RTX ") for card in cards)
-    lines = [f"### {row.capitalize()}, busy (eager)", "", f"| | {heads} |", "|---" * (len(cards) + 1) + "|"]
+    lines = [
+        f"### {row.capitalize()}, busy (eager)",
+        "",
+        f"| | {heads} |",
+        "|---" * (len(cards) + 1) + "|",
+    ]
     for name, rows in found.items():
         busy, eager = (
             [rows["unmerged"][key][card.name] / rows[row][key][card.name] for card in cards]
             for key in ("busy_ms", "eager_ms")
         )
-        cells = " | ".join(f"{one:.2f} ({other:.2f})" for one, other in zip(busy, eager, strict=True))
+        cells = " | ".join(
+            f"{one:.2f} ({other:.2f})" for one, other in zip(busy, eager, strict=True)
+        )
         lines.append(f"| {name} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
 @torch.no_grad()
-def measure(case: Case, rows: Mapping[str, On], device: torch.device, rounds: int) -> dict[str, dict[str, Any]]:
+def measure(
+    case: Case, rows: Mapping[str, On], device: torch.device, rounds: int
+) -> dict[str, dict[str, Any]]:
     """Seconds of one forward of a case, by row, interleaved on the device that is there."""
     model = case.build(device).eval().requires_grad_(False)
 
@@ -171,25 +207,53 @@ def measure(case: Case, rows: Mapping[str, On], device: torch.device, rounds: in
         return model(*inputs[0], **inputs[1])
 
     times = interleaved(
-        dict.fromkeys(rows, call), lambda: case.inputs(model), rounds, device, 3, lambda row: rows[row](model)
+        dict.fromkeys(rows, call),
+        lambda: case.inputs(model),
+        rounds,
+        device,
+        3,
+        lambda row: rows[row](model),
     )
     plain = times["unmerged"].median
-    return {row: {**found.to_dict(), "times_as_fast": plain / found.median} for row, found in times.items()}
+    return {
+        row: {**found.to_dict(), "times_as_fast": plain / found.median}
+        for row, found in times.items()
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", nargs="+", metavar="TEXT", help="cases whose names hold the text; default all")
-    parser.add_argument("--card", nargs="+", metavar="TEXT", help="cards whose names hold the text; default all")
-    parser.add_argument("--rows", nargs="+", metavar="TEXT", help="rows whose names hold the text; default all")
-    parser.add_argument("--launch-us", type=float, default=LAUNCH * 1e6, help="microseconds a launch (default 6)")
-    parser.add_argument("--published", action="store_true", help="only the distance to published figures")
-    parser.add_argument("--measure", action="store_true", help="time the rows on the CUDA device that is there")
-    parser.add_argument("--rounds", type=int, default=20, help="timed rounds with --measure (default 20)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--out", type=Path, default=Path("out/gpu"), help="where counts are kept (default out/gpu)")
+    parser.add_argument(
+        "--model", nargs="+", metavar="TEXT", help="cases whose names hold the text; default all"
+    )
+    parser.add_argument(
+        "--card", nargs="+", metavar="TEXT", help="cards whose names hold the text; default all"
+    )
+    parser.add_argument(
+        "--rows", nargs="+", metavar="TEXT", help="rows whose names hold the text; default all"
+    )
+    parser.add_argument(
+        "--launch-us", type=float, default=LAUNCH * 1e6, help="microseconds a launch (default 6)"
+    )
+    parser.add_argument(
+        "--published", action="store_true", help="only the distance to published figures"
+    )
+    parser.add_argument(
+        "--measure", action="store_true", help="time the rows on the CUDA device that is there"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="timed rounds with --measure (default 20)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/gpu"), help="where counts are kept (default out/gpu)"
+    )
     args = parser.parse_args(argv)
     cases = _chosen(parser, "--model", args.model, CASES)
     cards = [CARDS[name] for name in _chosen(parser, "--card", args.card, CARDS)]
@@ -199,14 +263,29 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not value > 0:
             parser.error(f"{option}: expected a number above 0, got {value:g}")
     if args.measure and not torch.cuda.is_available():
-        parser.error("--measure: expected a CUDA device, found none; leave --measure out to reckon without one")
-    rows = {name: {row: on for row, on in rows_of(CASES[name]).items() if row in chosen} for name in cases}
+        parser.error(
+            "--measure: expected a CUDA device, found none; leave --measure out to reckon"
+            " without one"
+        )
+    rows = {
+        name: {row: on for row, on in rows_of(CASES[name]).items() if row in chosen}
+        for name in cases
+    }
     if args.measure:
         device = torch.device("cuda")
         keep(measured_card(device, torch.cuda.get_device_name(device)), measured_file())
         print(f"kept this card's figures in {measured_file()}", file=sys.stderr, flush=True)
         measured = {name: measure(CASES[name], rows[name], device, args.rounds) for name in cases}
-        print(json.dumps({"benchmark": "gpu", "measured": True, "machine": machine(device), "cases": measured}))
+        print(
+            json.dumps(
+                {
+                    "benchmark": "gpu",
+                    "measured": True,
+                    "machine": machine(device),
+                    "cases": measured,
+                }
+            )
+        )
         return
     traces = Traces(args.out)
     found = {}
@@ -226,7 +305,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _chosen(
-    parser: argparse.ArgumentParser, option: str, texts: Sequence[str] | None, names: Mapping[str, Any] | list[str]
+    parser: argparse.ArgumentParser,
+    option: str,
+    texts: Sequence[str] | None,
+    names: Mapping[str, Any] | list[str],
 ) -> list[str]:
     found = [name for text in texts or () for name in named(text, names)]
     for text in texts or ():

@@ -1,4 +1,5 @@
-"""What merging adds to one layer, counted from the library's own kernels: where the numbers of `mame_sd.core.costs` are from.
+"""What merging adds to one layer, counted from the library's own kernels: where the numbers of
+`mame_sd.core.costs` are from.
 
 python -m benchmarks.gpu_added        # prints ADDED as it stands in costs.py
 """
@@ -33,7 +34,11 @@ _KINDS: dict[Form, tuple[str, dict[str, Any]]] = {
     Form(True, False): (LATE, {"keep": 0.625, "merge": "qkv"}),
 }
 # Each with our kernels and without.
-FORMS = {form._replace(kernels=kernels): found for kernels in (True, False) for form, found in _KINDS.items()}
+FORMS = {
+    form._replace(kernels=kernels): found
+    for kernels in (True, False)
+    for form, found in _KINDS.items()
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,9 @@ class Sample:
     """A self-attention layer of a published model, and how to call it."""
 
     call: Call
-    build: Callable[[], tuple[nn.Module, Callable[[], Any], Callable[[], Any], Mapping[int, Tensor]]]
+    build: Callable[
+        [], tuple[nn.Module, Callable[[], Any], Callable[[], Any], Mapping[int, Tensor]]
+    ]
 
     def work(self, form: Form | None) -> list[Work]:
         """The kernels of the layer, unmerged or in this form."""
@@ -114,12 +121,16 @@ SAMPLES: dict[str, dict[str, Sample]] = {
 
 
 def _fit(samples: Sequence[Sample], over: Callable[[Card, Sample], tuple[float, float]]) -> Added:
-    """Smallest kernels and bytes that come nearest to `over`: seconds beyond the known, and of the whole layer."""
+    """Smallest kernels and bytes that come nearest to `over`: seconds beyond the known, and of the
+    whole layer.
+    """
     rows, wanted = [], []
     for sample in samples:
         for card in CARDS.values():
             extra, whole = over(card, sample)
-            small, moved = (spent(card, sample.call, one) / whole for one in (Added(1, 0), Added(0, 1)))
+            small, moved = (
+                spent(card, sample.call, one) / whole for one in (Added(1, 0), Added(0, 1))
+            )
             rows.append([small, moved])
             wanted.append([extra / whole])
     matrix, aim = (torch.tensor(t, dtype=torch.float64) for t in (rows, wanted))
@@ -128,9 +139,18 @@ def _fit(samples: Sequence[Sample], over: Callable[[Card, Sample], tuple[float, 
 
 
 def launches(kind: str, form: Form | None) -> int:
-    """Kernels that merging adds to a layer, the most of all samples; None: those of an unmerged one, the fewest."""
-    found = [[sum(n.launches for n in one.work(which)) for which in (form, None)] for one in SAMPLES[kind].values()]
-    return min(plain for _, plain in found) if form is None else max(merged - plain for merged, plain in found)
+    """Kernels that merging adds to a layer, the most of all samples; None: those of an unmerged
+    one, the fewest.
+    """
+    found = [
+        [sum(n.launches for n in one.work(which)) for which in (form, None)]
+        for one in SAMPLES[kind].values()
+    ]
+    return (
+        min(plain for _, plain in found)
+        if form is None
+        else max(merged - plain for merged, plain in found)
+    )
 
 
 def fitted_beside(kind: str) -> Added:
@@ -141,7 +161,9 @@ def fitted_beside(kind: str) -> Added:
         return whole - card.busy(work_of(sample.call)), whole
 
     found = _fit(list(SAMPLES[kind].values()), over)
-    return found._replace(launches=launches(kind, None) - len(work_of(next(iter(SAMPLES[kind].values())).call)))
+    return found._replace(
+        launches=launches(kind, None) - len(work_of(next(iter(SAMPLES[kind].values())).call))
+    )
 
 
 def fitted(form: Form) -> Added:
@@ -152,7 +174,9 @@ def fitted(form: Form) -> Added:
         whole, used = card.busy(sample.work(form)), masked(form, sample)
         beside = BESIDE[form.early]
         fewer = beside._replace(moved=fields["keep"] * beside.moved) if form.whole else beside
-        return whole - card.busy(work_of(sample.call, fields["keep"], used)) - spent(card, sample.call, fewer), whole
+        return whole - card.busy(work_of(sample.call, fields["keep"], used)) - spent(
+            card, sample.call, fewer
+        ), whole
 
     return _fit(list(SAMPLES[kind].values()), over)._replace(launches=launches(kind, form))
 

@@ -35,14 +35,32 @@ def measured_card(device: torch.device, name: str, side: int = 4096) -> Card:
 
     half, single = made(side, side), made(side, side, dtype=torch.float32)
     copy, heads = torch.empty_like(single), made(2, 8, side, 64)
-    image, kernel = made(2, 320, side // 32, side // 32, dtype=torch.float32), made(320, 320, 3, 3, dtype=torch.float32)
+    image, kernel = (
+        made(2, 320, side // 32, side // 32, dtype=torch.float32),
+        made(320, 320, 3, 3, dtype=torch.float32),
+    )
     product, pixels = 2.0 * side**3, 2.0 * image.numel() * 320 * 9
     reached = product / fastest(lambda: half @ half)
-    attention = 4 * 2 * 8 * side**2 * 64 / fastest(lambda: F.scaled_dot_product_attention(heads, heads, heads))
+    attention = (
+        4
+        * 2
+        * 8
+        * side**2
+        * 64
+        / fastest(lambda: F.scaled_dot_product_attention(heads, heads, heads))
+    )
     bandwidth = 2 * single.nbytes / fastest(lambda: copy.copy_(single))
     in_single = product / fastest(lambda: single @ single)
     in_tf32 = pixels / fastest(lambda: F.conv2d(image, kernel, padding=1))
-    return Card(name, bandwidth / MEMORY, reached, in_tf32 / SINGLE, in_single / SINGLE, 1.0, attention / reached)
+    return Card(
+        name,
+        bandwidth / MEMORY,
+        reached,
+        in_tf32 / SINGLE,
+        in_single / SINGLE,
+        1.0,
+        attention / reached,
+    )
 
 
 def keep(card: Card, path: Path) -> None:
@@ -50,5 +68,7 @@ def keep(card: Card, path: Path) -> None:
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_suffix(".part")
-    whole.write_text(json.dumps({**known, card.name: asdict(card)}, indent=2) + "\n", encoding="utf-8")
+    whole.write_text(
+        json.dumps({**known, card.name: asdict(card)}, indent=2) + "\n", encoding="utf-8"
+    )
     whole.replace(path)

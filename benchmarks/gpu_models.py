@@ -1,4 +1,6 @@
-"""The models and rows of `benchmarks.gpu`: published architectures at their own sizes, and what is put on them."""
+"""The models and rows of `benchmarks.gpu`: published architectures at their own sizes, and what is
+put on them.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Case:
         return self.model.build(device, self.dtype)
 
     def inputs(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any], dict[int, Tensor]]:
-        """Arguments of a call on the model's device, and the values of those whose values are read, by id."""
+        """Arguments of a call on the model's device, and the values of those whose values are read,
+        by id.
+        """
         if isinstance(self.model, str):
             named = unets.inputs(model, self.side, self.batch, 0)
             return (named.pop("sample"), named.pop("timestep")), named, {}
@@ -62,7 +66,9 @@ class Case:
                 named[name] = value
                 continue
             moved = value if "ids" in name else value.expand(self.batch, *value.shape[1:])
-            moved = moved.to(device, self.dtype if value.is_floating_point() and "ids" not in name else None)
+            moved = moved.to(
+                device, self.dtype if value.is_floating_point() and "ids" not in name else None
+            )
             known[id(moved)] = value
             named[name] = moved
         return (), named, known
@@ -75,9 +81,16 @@ _VIDEO = "81 frames at 480p"
 
 
 def _cut(shape: shapes.Shape, cut: dict[str, int], batch: int = 1, **repeats: int) -> Case:
-    """A transformer with a few blocks, as `cut` says, whose second one stands for as many as `repeats` says."""
+    """A transformer with a few blocks, as `cut` says, whose second one stands for as many as
+    `repeats` says.
+    """
     shape = replace(shape, config={**shape.config, **cut})
-    return Case(shape, batch=batch, dtype=BRAIN, repeats=tuple((f"{name}.1", n) for name, n in repeats.items()))
+    return Case(
+        shape,
+        batch=batch,
+        dtype=BRAIN,
+        repeats=tuple((f"{name}.1", n) for name, n in repeats.items()),
+    )
 
 
 CASES: dict[str, Case] = {
@@ -87,12 +100,18 @@ CASES: dict[str, Case] = {
     "SDXL at 1024": Case("sdxl", 1024),
     "SD 3.5 large at 1024": _cut(_SD35, {"num_layers": 3}, 2, transformer_blocks=36),
     "FLUX.1 at 1024": _cut(
-        _FLUX, {"num_layers": 2, "num_single_layers": 2}, transformer_blocks=18, single_transformer_blocks=37
+        _FLUX,
+        {"num_layers": 2, "num_single_layers": 2},
+        transformer_blocks=18,
+        single_transformer_blocks=37,
     ),
     f"Wan 2.1 1.3B, {_VIDEO}": _cut(_WAN, {"num_layers": 2}, blocks=29),
-    f"Wan 2.1 14B, {_VIDEO}": _cut(replace(_WAN, heads=40), {"num_layers": 2, "ffn_dim": 13824}, blocks=39),
+    f"Wan 2.1 14B, {_VIDEO}": _cut(
+        replace(_WAN, heads=40), {"num_layers": 2, "ffn_dim": 13824}, blocks=39
+    ),
 }
-# What each row puts on a model. Counts of tokens that tau keeps depend on the picture, so rows of tau are not reckoned.
+# What each row puts on a model. Counts of tokens that tau keeps depend on the picture, so rows of
+# tau are not reckoned.
 _OURS: dict[str, On] = {
     "unmerged": nullcontext,
     "default": mame,
@@ -120,7 +139,10 @@ def tomesd_row(ratio: float, model: Any) -> Iterator[None]:
         return torch.Generator() if fallback is None else fallback
 
     pretending = next(model.parameters()).is_meta
-    with mock.patch("tomesd.patch.init_generator", on_cpu) if pretending else nullcontext(), tomesd_on(model, ratio):
+    with (
+        mock.patch("tomesd.patch.init_generator", on_cpu) if pretending else nullcontext(),
+        tomesd_on(model, ratio),
+    ):
         yield
 
 
@@ -166,5 +188,8 @@ PUBLISHED_ROWS: dict[str, On] = {
     "unmerged": nullcontext,
     "unfused": partial(unfused, nullcontext),
     **{f"tomesd {ratio}": partial(tomesd_row, ratio) for ratio in (0.25, 0.5)},
-    **{f"unfused, tomesd {ratio}": partial(unfused, partial(tomesd_row, ratio)) for ratio in (0.3, 0.5)},
+    **{
+        f"unfused, tomesd {ratio}": partial(unfused, partial(tomesd_row, ratio))
+        for ratio in (0.3, 0.5)
+    },
 }

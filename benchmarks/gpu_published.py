@@ -50,23 +50,39 @@ _README = "tomesd, README"
 _NVIDIA = "NVIDIA, stable-diffusion-xl-1.0-tensorrt, baseline"
 FIGURES = (
     *(
-        Figure(_DIFFUSERS, card, "SD 1.5 at 512", "unmerged", 1 / per_second, images, fitted=images > 1)
+        Figure(
+            _DIFFUSERS, card, "SD 1.5 at 512", "unmerged", 1 / per_second, images, fitted=images > 1
+        )
         for card, images, per_second in (
-            (_3090, 1, 22.84), (_3090, 4, 6.35), (_3090, 16, 1.69),
-            (_4090, 1, 41.89), (_4090, 4, 12.84), (_4090, 16, 3.20),
-            ("A100", 1, 23.13), ("A100", 4, 13.12), ("A100", 16, 3.60),
+            (_3090, 1, 22.84),
+            (_3090, 4, 6.35),
+            (_3090, 16, 1.69),
+            (_4090, 1, 41.89),
+            (_4090, 4, 12.84),
+            (_4090, 16, 3.20),
+            ("A100", 1, 23.13),
+            ("A100", 4, 13.12),
+            ("A100", 16, 3.60),
         )
     ),
     *(
         Figure(_TOME, "A100", f"SD 1.5 at {side}", row, seconds, images, 25)
         for side, images, figures in (
-            (512, 10, (6.88, 5.26, 4.69)), (768, 1, (3.29, 2.24, 2.03)), (1024, 1, (6.4, 3.61, 2.81)),
+            (512, 10, (6.88, 5.26, 4.69)),
+            (768, 1, (3.29, 2.24, 2.03)),
+            (1024, 1, (6.4, 3.61, 2.81)),
         )
-        for row, seconds in zip(("unfused", "unfused, tomesd 0.5", "tomesd 0.5"), figures, strict=True)
+        for row, seconds in zip(
+            ("unfused", "unfused, tomesd 0.5", "tomesd 0.5"), figures, strict=True
+        )
     ),
     *(
         Figure(_README, _4090, "SD 1.5 at 512", row, seconds, 1, 51)
-        for row, seconds in (("unfused", 3.09), ("unfused, tomesd 0.3", 2.06), ("unfused, tomesd 0.5", 1.65))
+        for row, seconds in (
+            ("unfused", 3.09),
+            ("unfused, tomesd 0.3", 2.06),
+            ("unfused, tomesd 0.5", 1.65),
+        )
     ),
     *(
         Figure(_PAPER, _3090, "SD 2.1 at 768, fp32", row, seconds, 1, 50)
@@ -74,8 +90,9 @@ FIGURES = (
     ),
     Figure(_NVIDIA, "A100", "SDXL at 1024", "unmerged", 3.704, 1, 30),
     Figure(_NVIDIA, "H100", "SDXL at 1024", "unmerged", 2.496, 1, 30, fitted=True),
-)  # fmt: skip
-# vae/config.json of stable-diffusion-v1-5, of stable-diffusion-2-1 and of stable-diffusion-xl-base-1.0, as far as it decides
+)
+# vae/config.json of stable-diffusion-v1-5, of stable-diffusion-2-1 and of
+# stable-diffusion-xl-base-1.0, as far as it decides
 _DECODER: dict[str, Any] = {
     "block_out_channels": (128, 256, 512, 512),
     "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -120,7 +137,9 @@ def reckoned(traces: Traces, figure: Figure) -> float:
     if not figure.steps:
         return once
     decoder = Decoder("", case.side, 1, case.dtype)
-    decoding = card.eager(traces.of(f"decoder, {case.side}, {case.dtype}", decoder, "unmerged", _nothing))
+    decoding = card.eager(
+        traces.of(f"decoder, {case.side}, {case.dtype}", decoder, "unmerged", _nothing)
+    )
     return figure.steps * once + figure.images * decoding
 
 
@@ -141,11 +160,15 @@ def published_table(traces: Traces) -> str:
         mark = ", chosen by it" if figure.fitted else ""
         card = figure.card.removeprefix("GeForce RTX ")
         lines.append(
-            f"| {figure.source} | {card} | {name} | {figure.row} | {figure.seconds:.3f} | {ours:.3f} | {off:+.0%}{mark} |"
+            f"| {figure.source} | {card} | {name} | {figure.row} | {figure.seconds:.3f} |"
+            f" {ours:.3f} | {off:+.0%}{mark} |"
         )
     rest, chosen = (sum(apart[key]) / len(apart[key]) for key in (False, True))
     lines += [
         "",
-        f"On average {rest:.0%} off where nothing was chosen by the figure, {chosen:.0%} where the card's shares were.",
+        (
+            f"On average {rest:.0%} off where nothing was chosen by the figure, {chosen:.0%} where"
+            " the card's shares were."
+        ),
     ]
     return "\n".join(lines) + "\n"

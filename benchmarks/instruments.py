@@ -1,4 +1,6 @@
-"""What methods are judged on: the embedded models, each with its truth and the methods that apply to it."""
+"""What methods are judged on: the embedded models, each with its truth and the methods that apply
+to it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ class Instrument:
     Attributes:
         model: as ``--model`` takes it.
         truth: what its prompts should look like.
-        methods, rivals, short: what is measured on it, by name: all, those of ``--rivals``, those of ``--short``.
+        methods, rivals, short: what is measured on it, by name: all, those of ``--rivals``, those
+            of ``--short``.
         tomesd: the row that sensitivity is asked of.
     """
 
@@ -29,17 +32,32 @@ class Instrument:
     tomesd: str
 
     def prompts(self, num: int, held_out: bool = False) -> list[str]:
-        """`num` drawn prompts, half of them pairs that training never saw; with `held_out` others than the search has."""
+        """`num` drawn prompts, half of them pairs that training never saw; with `held_out` others
+        than the search has.
+        """
         searched = [prompt.text for prompt in self.truth.draw(num)]
-        return [prompt.text for prompt in self.truth.draw(num, 1, without=searched)] if held_out else searched
+        return (
+            [prompt.text for prompt in self.truth.draw(num, 1, without=searched)]
+            if held_out
+            else searched
+        )
 
 
 INSTRUMENTS = {
     "unet": Instrument(
-        "embedded-unet", TRUTHS["unet"], methods.FULL, methods.AGAINST_RIVALS, methods.SHORT, "tomesd 0.5"
+        "embedded-unet",
+        TRUTHS["unet"],
+        methods.FULL,
+        methods.AGAINST_RIVALS,
+        methods.SHORT,
+        "tomesd 0.5",
     ),
     "transformer": Instrument(
-        "embedded-transformer", TRUTHS["transformer"], methods.JOINT, methods.JOINT_RIVALS, methods.JOINT_SHORT,
+        "embedded-transformer",
+        TRUTHS["transformer"],
+        methods.JOINT,
+        methods.JOINT_RIVALS,
+        methods.JOINT_SHORT,
         "tomesd's form 0.5",
     ),
-}  # fmt: skip
+}

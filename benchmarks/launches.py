@@ -1,8 +1,9 @@
-"""What a graphics card would be asked to do: the kernels of a call, with their bytes and products, counted without a card.
+"""What a graphics card would be asked to do: the kernels of a call, with their bytes and products,
+counted without a card.
 
-Tensors on the meta device have sizes and no values. `pretended` lets them say that they lie on a CUDA device, so that
-code takes the way that it takes there; `counted` sees every operation. So whole models run at their real size, on any
-machine and with any build of PyTorch:
+Tensors on the meta device have sizes and no values. `pretended` lets them say that they lie on a
+CUDA device, so that code takes the way that it takes there; `counted` sees every operation. So
+whole models run at their real size, on any machine and with any build of PyTorch:
 
     model = on_card(build(torch.device("meta")))
     apply_mame(model)
@@ -31,7 +32,9 @@ from torch.utils.flop_counter import flop_registry
 from mame_sd.core.cards import Card, Work, taken_for
 from mame_sd.core.fused import only
 
-CARD = torch.device("cuda", 99)  # no real one: tables that are kept by their device hold no values here
+CARD = torch.device(
+    "cuda", 99
+)  # no real one: tables that are kept by their device hold no values here
 META = torch.device("meta")
 aten = torch.ops.aten
 _IS_CUDA, _DEVICE = Tensor.is_cuda.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
@@ -46,7 +49,8 @@ _FREE = {
     aten._unsafe_view.default,
     aten.lift_fresh.default,
 }
-# Those that are more than one launch on CUDA, by the name without the overload, as PyTorch's sources have them.
+# Those that are more than one launch on CUDA, by the name without the overload, as PyTorch's
+# sources have them.
 _LAUNCHES = {
     "sort": 6,  # a radix sort: histograms, scans and scatters of several digits
     "argsort": 6,
@@ -64,14 +68,36 @@ _LAUNCHES = {
 }
 # Those that read of their first argument what they return, and no more.
 _GATHERS = {"index_select", "gather", "index", "embedding", "take"}
-_FILLS = {"zero_", "fill_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones"}
-_PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "linear", "convolution", "linalg_solve_triangular"}
+_FILLS = {
+    "zero_",
+    "fill_",
+    "zeros",
+    "ones",
+    "full",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "new_zeros",
+    "new_ones",
+}
+_PRODUCTS = {
+    "mm",
+    "addmm",
+    "addmm_",
+    "bmm",
+    "baddbmm",
+    "baddbmm_",
+    "linear",
+    "convolution",
+    "linalg_solve_triangular",
+}
 _ATTENTION = aten.scaled_dot_product_attention.default
 _WHOLE = {aten.linear.default, _ATTENTION}  # taken as one, though PyTorch would take them apart
 
 
 class _Pretended(TorchFunctionMode):
-    """Tensors on the meta device say that they lie on CARD, and what asks for a tensor on it gets one on meta.
+    """Tensors on the meta device say that they lie on CARD, and what asks for a tensor on it gets
+    one on meta.
 
     Args:
         known: values of tensors whose values are read, by the tensor's id.
@@ -116,7 +142,13 @@ def pretended(
     """
     # a build of PyTorch without CUDA can't be asked for it
     capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False)
-    with taken_for(str(CARD), card), only(kernels), _Pretended(known or {}), torch.inference_mode(), capturing:
+    with (
+        taken_for(str(CARD), card),
+        only(kernels),
+        _Pretended(known or {}),
+        torch.inference_mode(),
+        capturing,
+    ):
         yield
 
 
@@ -130,7 +162,8 @@ def counted(call: Callable[[], Any], repeats: Mapping[nn.Module, int] | None = N
 
     Args:
         call: what is looked at.
-        repeats: modules that stand for as many of their kind, one after the other: models cut in depth.
+        repeats: modules that stand for as many of their kind, one after the other: models cut in
+            depth.
     """
     counter, parts, hooks = _Counter(), [], []
     for module, times in (repeats or {}).items():
@@ -163,7 +196,9 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _ATTENTION:
-            output = torch.empty_like(args[0], dtype=args[2].dtype).resize_(*args[0].shape[:-1], args[2].shape[-1])
+            output = torch.empty_like(args[0], dtype=args[2].dtype).resize_(
+                *args[0].shape[:-1], args[2].shape[-1]
+            )
             self.work.append(_attention(output, *args, **kwargs))
             return output
         if func not in _WHOLE and _is_composite(func):
@@ -172,7 +207,9 @@ class _Counter(TorchDispatchMode):
             if output is not NotImplemented:
                 return output
         output = func(*args, **kwargs)
-        on_card = any(isinstance(t, Tensor) and t.is_meta for t in tree_leaves((args, kwargs, output)))
+        on_card = any(
+            isinstance(t, Tensor) and t.is_meta for t in tree_leaves((args, kwargs, output))
+        )
         if on_card and not _launches_nothing(func):
             self.work.append(_work(func, args, kwargs, output))
         return output
@@ -180,13 +217,19 @@ class _Counter(TorchDispatchMode):
 
 def _is_composite(func: Any) -> bool:
     key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return bool(func.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
+    return bool(
+        func.namespace == "aten"
+        and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+    )
 
 
 def _launches_nothing(func: Any) -> bool:
     if func in _FREE or func.namespace == "prim":
         return True
-    return any(made.alias_info is not None and not made.alias_info.is_write for made in func._schema.returns)
+    return any(
+        made.alias_info is not None and not made.alias_info.is_write
+        for made in func._schema.returns
+    )
 
 
 def _bytes(t: Any) -> int:
@@ -208,7 +251,14 @@ def _work(func: Any, args: Any, kwargs: Any, output: Any) -> Work:
         read = 0
     elif name == "copy_":
         read = _bytes(given[1]) if len(given) > 1 else 0
-    elif name in ("scatter_", "index_copy_", "index_put_", "index_add_", "scatter_add_", "scatter_reduce_"):
+    elif name in (
+        "scatter_",
+        "index_copy_",
+        "index_put_",
+        "index_add_",
+        "scatter_add_",
+        "scatter_reduce_",
+    ):
         moved = sum(map(_bytes, given[1:]))
         read, written = moved, moved
     elif name == "native_group_norm":
@@ -217,7 +267,9 @@ def _work(func: Any, args: Any, kwargs: Any, output: Any) -> Work:
         written += 2 * sum(map(_bytes, made)) if args[2] is not None else 0
     flops = _flops(func, name, args, output)
     if func.namespace == "mame_sd":
-        read, flops = _ours(name, dict(zip((one.name for one in func._schema.arguments), args, strict=False)))
+        read, flops = _ours(
+            name, dict(zip((one.name for one in func._schema.arguments), args, strict=False))
+        )
         written += _bytes(args[0]) if name == "add_lacking" else 0
     launches = _LAUNCHES.get(name, 1)
     if name == "convolution" and args[2] is None:
@@ -237,7 +289,9 @@ def _ours(name: str, given: dict[str, Any]) -> tuple[int, int]:
     for part in ("drawn_key", "drawn_value"):  # of which it reads the sample
         if part in given:
             moved[part] = moved[part] * given["sample"] // given[part].shape[2]
-    pairs = math.prod(given["sizes"][:3]) if "sizes" in given else 0  # of destinations and sources, in all tiles
+    pairs = (
+        math.prod(given["sizes"][:3]) if "sizes" in given else 0
+    )  # of destinations and sources, in all tiles
     multiplied = 0
     if name == "nearest":
         multiplied = given["x"].shape[0] * given["x"].shape[2] * pairs
@@ -248,12 +302,16 @@ def _ours(name: str, given: dict[str, Any]) -> tuple[int, int]:
         multiplied = given["y"].shape[0] * given["y"].shape[2] * pairs
     elif name == "partial_moments":
         batch, heads, _, width = given["key"].shape
-        multiplied = batch * heads * (given["kept"] + given["sample"]) * width * given["value"].shape[3]
+        multiplied = (
+            batch * heads * (given["kept"] + given["sample"]) * width * given["value"].shape[3]
+        )
     elif name == "add_lacking":
         multiplied = given["query"].numel() * given["output"].shape[3]
     elif name in ("seen", "restored"):
         t = given["feature" if name == "seen" else "seen"]
-        multiplied = t.numel() * (given["directions"].shape[1] if name == "seen" else given["y"].shape[2])
+        multiplied = t.numel() * (
+            given["directions"].shape[1] if name == "seen" else given["y"].shape[2]
+        )
     return sum(moved.values()), 2 * multiplied
 
 
@@ -269,7 +327,13 @@ def _flops(func: Any, name: str, args: Any, output: Any) -> int:
 
 
 def _attention(
-    output: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *_: Any, **given: Any
+    output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any = None,
+    *_: Any,
+    **given: Any,
 ) -> Work:
     mask = given.get("attn_mask", mask)
     pairs = math.prod(query.shape[:-2]) * query.shape[-2] * key.shape[-2]

@@ -1,4 +1,6 @@
-"""One self-attention layer in every form that is compared: plain, merged by tomesd, merged by us, and the free bound."""
+"""One self-attention layer in every form that is compared: plain, merged by tomesd, merged by us,
+and the free bound.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,18 @@ def attention(dim: int, device: torch.device, dtype: torch.dtype) -> Attention:
 
 
 def ours(attn: Attention, config: MaMeConfig, size: tuple[int, int]) -> Layer:
-    """`attn` with MaMe + MaRe (or keys and values merged, as `config` says), by the processor that users install."""
+    """`attn` with MaMe + MaRe (or keys and values merged, as `config` says), by the processor that
+    users install.
+    """
     module = copy.deepcopy(attn)
     module.set_processor(MaMeAttnProcessor(config.replace(size=size, min_tokens=1)))
     return lambda x: module(x)
 
 
 def planned(attn: Attention, config: MaMeConfig, size: tuple[int, int]) -> Layer:
-    """`attn` with keys and values merged by the plan of the first call (the warm-up's): the most that reusing plans can win."""
+    """`attn` with keys and values merged by the plan of the first call (the warm-up's): the most
+    that reusing plans can win.
+    """
     plans: list[Plan] = []
 
     def layer(x: Tensor) -> Tensor:
@@ -47,7 +53,9 @@ def planned(attn: Attention, config: MaMeConfig, size: tuple[int, int]) -> Layer
 
 
 def tau_for(share: float, x: Tensor, size: tuple[int, int]) -> float:
-    """The threshold that keeps about `share` of the tokens x [B, L, d], to a thousandth; more where that many are destinations."""
+    """The threshold that keeps about `share` of the tokens x [B, L, d], to a thousandth; more where
+    that many are destinations.
+    """
     low, high = -1.0, 1.0
     while high - low > 1e-3:
         tau = (low + high) / 2
@@ -57,7 +65,9 @@ def tau_for(share: float, x: Tensor, size: tuple[int, int]) -> float:
 
 
 def free(attn: Attention, kept: int, merge: str) -> Layer:
-    """The bound: attention on the first `kept` tokens (or to their keys), as if merging and restoring cost nothing."""
+    """The bound: attention on the first `kept` tokens (or to their keys), as if merging and
+    restoring cost nothing.
+    """
     if merge == "kv":
         return lambda x: attn(x, encoder_hidden_states=x[:, :kept].contiguous())
     return lambda x: attn(x[:, :kept].contiguous())
@@ -85,15 +95,21 @@ def tomesd_layer(attn: Attention, ratio: float, size: tuple[int, int]) -> Layer:
 
 
 @torch.no_grad()
-def gate(dim: int, device: torch.device, dtype: torch.dtype, configs: dict[str, MaMeConfig]) -> dict[str, float]:
-    """Relative error of each merged layer against the float64 loops around the same layer, of corrected ones against float64 too.
+def gate(
+    dim: int, device: torch.device, dtype: torch.dtype, configs: dict[str, MaMeConfig]
+) -> dict[str, float]:
+    """Relative error of each merged layer against the float64 loops around the same layer, of
+    corrected ones against float64 too.
 
     On an image of 16 x 24 tokens: two tiles, one of them padded.
 
     Raises:
         SystemExit: an error above the tolerance of `dtype`: no speed is reported for wrong results.
     """
-    attn, exact = attention(dim, device, dtype), attention(dim, torch.device("cpu"), torch.float32).double()
+    attn, exact = (
+        attention(dim, device, dtype),
+        attention(dim, torch.device("cpu"), torch.float32).double(),
+    )
     exact.load_state_dict(attn.state_dict())
     x = inputs(2, 16 * 24, dim, device, dtype)()
     wide, errors = x.cpu().double(), {}
@@ -101,7 +117,11 @@ def gate(dim: int, device: torch.device, dtype: torch.dtype, configs: dict[str, 
         config = corrected.replace(correct=False)
         plan = reference_plan(wide, config, (16, 24))
         merged = plan.merge(wide)
-        want = exact(wide, encoder_hidden_states=merged) if config.merge == "kv" else plan.restore(exact(merged))
+        want = (
+            exact(wide, encoder_hidden_states=merged)
+            if config.merge == "kv"
+            else plan.restore(exact(merged))
+        )
         forms = (ours, planned) if config.merge == "kv" else (ours,)
         pairs = [(form(attn, config, (16, 24))(x).cpu().double(), want) for form in forms]
         if corrected.correct:  # whose loops are in the tests
@@ -117,8 +137,12 @@ def gate(dim: int, device: torch.device, dtype: torch.dtype, configs: dict[str, 
     return errors
 
 
-def inputs(batch: int, tokens: int, dim: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """Makes new tokens [batch, tokens, dim] at every call: neighbours in a row are alike, as in an image."""
+def inputs(
+    batch: int, tokens: int, dim: int, device: torch.device, dtype: torch.dtype
+) -> Callable[[], Tensor]:
+    """Makes new tokens [batch, tokens, dim] at every call: neighbours in a row are alike, as in an
+    image.
+    """
     generator = torch.Generator(device).manual_seed(0)
     shape: Any = (batch, tokens, dim)
 

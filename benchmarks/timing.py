@@ -1,4 +1,6 @@
-"""Interleaved timing of functions, each call on an input that none has seen; what the figures were made on."""
+"""Interleaved timing of functions, each call on an input that none has seen; what the figures were
+made on.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def interleaved(
         for _ in range(warm_up):
             call(name)
 
-    found = [seconds for _, seconds in timing.interleaved(list(methods), rounds, call, warm_up=warm)]
+    found = [
+        seconds for _, seconds in timing.interleaved(list(methods), rounds, call, warm_up=warm)
+    ]
     return {name: Times(tuple(seconds[name] for seconds in found)) for name in methods}
 
 
@@ -82,17 +86,26 @@ def machine(device: torch.device) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             versions[name] = None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    return {"device": name, "threads": torch.get_num_threads(), "python": platform.python_version(), **versions}
+    return {
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        **versions,
+    }
 
 
 def _processor() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+            return next(
+                line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+            )
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 
 
 def named(text: str, names: Iterable[str]) -> list[str]:
-    """What `--only TEXT` chooses: the method of that name alone, else all whose names hold the text."""
+    """What `--only TEXT` chooses: the method of that name alone, else all whose names hold the
+    text.
+    """
     return [text] if text in names else [name for name in names if text in name]

@@ -10,8 +10,11 @@ from torch import nn
 
 
 @contextmanager
-def tomesd_on(unet: nn.Module, ratio: float, max_downsample: int = 1, merge_mlp: bool = False) -> Iterator[None]:
-    """`unet` patched by the tomesd package for the block; `ratio` of the tokens merge, in the MLP too if asked to.
+def tomesd_on(
+    unet: nn.Module, ratio: float, max_downsample: int = 1, merge_mlp: bool = False
+) -> Iterator[None]:
+    """`unet` patched by the tomesd package for the block; `ratio` of the tokens merge, in the MLP
+    too if asked to.
 
     Raises:
         ImportError: tomesd is not installed (`pip install mame-sd[peers]`).

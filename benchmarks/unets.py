@@ -1,6 +1,8 @@
-"""UNets of Stable Diffusion 1.5, 2.1 and XL from their published configurations, with random weights.
+"""UNets of Stable Diffusion 1.5, 2.1 and XL from their published configurations, with random
+weights.
 
-With a token budget, what merging costs and saves does not depend on the weights: shapes alone decide.
+With a token budget, what merging costs and saves does not depend on the weights: shapes alone
+decide.
 """
 
 from __future__ import annotations
@@ -25,9 +27,15 @@ FOUR_LEVELS: dict[str, Any] = {
     "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
     "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
 }
-# unet/config.json of stable-diffusion-v1-5, of stable-diffusion-2-1 and of stable-diffusion-xl-base-1.0
+# unet/config.json of stable-diffusion-v1-5, of stable-diffusion-2-1 and of
+# stable-diffusion-xl-base-1.0
 CONFIGS: dict[str, dict[str, Any]] = {
-    "sd1.5": {**FOUR_LEVELS, "sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8},
+    "sd1.5": {
+        **FOUR_LEVELS,
+        "sample_size": 64,
+        "cross_attention_dim": 768,
+        "attention_head_dim": 8,
+    },
     "sd2.1": {
         **FOUR_LEVELS,
         "sample_size": 96,
@@ -81,6 +89,8 @@ def inputs(unet: UNet2DConditionModel, side: int, batch: int, seed: int) -> dict
         "encoder_hidden_states": noise(batch, TEXT_TOKENS, unet.config["cross_attention_dim"]),
     }
     if unet.config["addition_embed_type"] == "text_time":
-        time_ids = torch.tensor([[side, side, 0, 0, side, side]] * batch, device=weight.device, dtype=weight.dtype)
+        time_ids = torch.tensor(
+            [[side, side, 0, 0, side, side]] * batch, device=weight.device, dtype=weight.dtype
+        )
         made["added_cond_kwargs"] = {"text_embeds": noise(batch, POOLED_TEXT), "time_ids": time_ids}
     return made

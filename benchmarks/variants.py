@@ -1,12 +1,16 @@
-"""Ideas that were tried beside the settings of MaMeConfig; each is a point of the frontier, none is a setting so far.
+"""Ideas that were tried beside the settings of MaMeConfig; each is a point of the frontier, none is
+a setting so far.
 
-* size bias: log R_i on the attention logits of a merged key, which stands for R_i tokens (design: ToMe's proportional
-  attention);
-* protected: the tokens in which the guided and the unguided sample differ most stay, instead of the least similar ones;
-* schedules: merging in the noisy or in the fine half of the steps only, or with a share that changes linearly. They go by
-  the timestep that the UNet is called with, so that they hold under any scheduler.
+* size bias: log R_i on the attention logits of a merged key, which stands for R_i tokens (design:
+  ToMe's proportional attention);
+* protected: the tokens in which the guided and the unguided sample differ most stay, instead of the
+  least similar ones;
+* schedules: merging in the noisy or in the fine half of the steps only, or with a share that
+  changes linearly. They go by the timestep that the UNet is called with, so that they hold under
+  any scheduler.
 
-And guidance in two calls of the model, as pipelines of Qwen-Image and Wan have it, on models whose pipelines call once.
+And guidance in two calls of the model, as pipelines of Qwen-Image and Wan have it, on models whose
+pipelines call once.
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ MakePlan = Callable[[Tensor, MaMeConfig, tuple[int, int]], Plan]
 
 
 class VariantProcessor:
-    """Self-attention of square images with keys and values merged by `plan`; everything else as diffusers computes it.
+    """Self-attention of square images with keys and values merged by `plan`; everything else as
+    diffusers computes it.
 
     Args:
         config: the settings that `plan` is made with.
@@ -46,16 +51,24 @@ class VariantProcessor:
         self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Any = None, **rest: Any
     ) -> Tensor:
         size = square(hidden_states.shape[1])
-        if encoder_hidden_states is not None or size is None or hidden_states.shape[1] < self._config.min_tokens:
+        if (
+            encoder_hidden_states is not None
+            or size is None
+            or hidden_states.shape[1] < self._config.min_tokens
+        ):
             return self._inner(attn, hidden_states, encoder_hidden_states, **rest)
         plan = self._plan(hidden_states, self._config, size)
         if self._bias:
-            rest["attention_mask"] = (self._bias * plan.sizes.log()).to(hidden_states.dtype).unsqueeze(1)
+            rest["attention_mask"] = (
+                (self._bias * plan.sizes.log()).to(hidden_states.dtype).unsqueeze(1)
+            )
         return self._inner(attn, hidden_states, plan.merge(hidden_states), **rest)
 
 
 def guidance_protected(x: Tensor, config: MaMeConfig, size: tuple[int, int]) -> Plan:
-    """A plan of the guided batch x [2 n, L, d] that keeps the sources in which its two halves differ most."""
+    """A plan of the guided batch x [2 n, L, d] that keeps the sources in which its two halves
+    differ most.
+    """
     pos = positions(x.shape[1], config, size, x.device)
     similarity = similarity_of(x, pos, config.metric)
     assert config.keep is not None
@@ -63,13 +76,19 @@ def guidance_protected(x: Tensor, config: MaMeConfig, size: tuple[int, int]) -> 
     first, second = x.chunk(2)
     apart = (first - second).norm(dim=-1).repeat(2, 1)[:, pos.src]  # [2 n, N]
     protected = pos.src_real[apart.topk(kept).indices]  # [2 n, kept] source slots
-    columns = torch.zeros(x.shape[0], pos.blocks * pos.n, dtype=torch.bool, device=x.device).scatter(1, protected, True)
-    similarity.masked_fill_(columns.view(x.shape[0], pos.blocks, 1, pos.n), -2)  # below every cosine: last in rank
+    columns = torch.zeros(
+        x.shape[0], pos.blocks * pos.n, dtype=torch.bool, device=x.device
+    ).scatter(1, protected, True)
+    similarity.masked_fill_(
+        columns.view(x.shape[0], pos.blocks, 1, pos.n), -2
+    )  # below every cosine: last in rank
     return row_plan(*similarity.max(-2), pos, config, 0, x.shape[:1])
 
 
 def share_at(noisy: tuple[float, ...], fine: tuple[float, ...], t: float) -> float | None:
-    """The share to keep at the time t (1: noise, 0: image): between `noisy` and `fine`, or the one of t's half; None: no merging."""
+    """The share to keep at the time t (1: noise, 0: image): between `noisy` and `fine`, or the one
+    of t's half; None: no merging.
+    """
     if noisy and fine:
         return fine[0] + (noisy[0] - fine[0]) * t
     half = noisy if t > 0.5 else fine
@@ -77,7 +96,9 @@ def share_at(noisy: tuple[float, ...], fine: tuple[float, ...], t: float) -> flo
 
 
 @contextmanager
-def varied(unet: Any, config: MaMeConfig, plan: MakePlan = plan_merge, bias: float = 0.0) -> Iterator[None]:
+def varied(
+    unet: Any, config: MaMeConfig, plan: MakePlan = plan_merge, bias: float = 0.0
+) -> Iterator[None]:
     """`unet` with a VariantProcessor for the block; afterwards its own processors are back."""
     before = dict(unet.attn_processors)
     try:
@@ -89,7 +110,8 @@ def varied(unet: Any, config: MaMeConfig, plan: MakePlan = plan_merge, bias: flo
 
 @contextmanager
 def scheduled(unet: Any, keep_at: Callable[[float], float | None], **fields: Any) -> Iterator[None]:
-    """`unet` merging with share `keep_at(t / 1000)` of the timestep t that it is called with; None: not at all.
+    """`unet` merging with share `keep_at(t / 1000)` of the timestep t that it is called with; None:
+    not at all.
 
     `fields` are settings of MaMeConfig.
     """
@@ -111,7 +133,9 @@ def scheduled(unet: Any, keep_at: Callable[[float], float | None], **fields: Any
 
 @contextmanager
 def in_two_calls(transformer: Any, config: MaMeConfig | None) -> Iterator[None]:
-    """`transformer` merging by `config` (None: not at all), each call of an unguided and a guided half made two: the guided one, then the other."""
+    """`transformer` merging by `config` (None: not at all), each call of an unguided and a guided
+    half made two: the guided one, then the other.
+    """
     own, replaced, inside = transformer.forward, "forward" in vars(transformer), False
 
     def part(value: Any, i: int) -> Any:
@@ -124,7 +148,9 @@ def in_two_calls(transformer: Any, config: MaMeConfig | None) -> Iterator[None]:
         inside = True
         try:
             halves = [{name: part(value, i) for name, value in kwargs.items()} for i in (0, 1)]
-            same = {name: halves[1][name] for name in ("hidden_states", "timestep")}  # the very tensors
+            same = {
+                name: halves[1][name] for name in ("hidden_states", "timestep")
+            }  # the very tensors
             guided, unguided = (transformer(**half | same)[0] for half in reversed(halves))
         finally:
             inside = False

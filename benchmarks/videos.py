@@ -1,11 +1,13 @@
-"""Video transformers at real size, random weights: what merging takes off their FLOPs and their time, beside ToMe.
+"""Video transformers at real size, random weights: what merging takes off their FLOPs and their
+time, beside ToMe.
 
     python -m benchmarks.videos --flops                     # on the meta device: no weights
     python -m benchmarks.videos --model VideoMAE-B --rounds 2
     python -m benchmarks.videos --device cuda --rounds 10
 
-A clip is 16 frames of 224 x 224 (ViViT: 32). FLOPs are multiply-adds for one clip. ToMe's r are those that the paper prints for VideoMAE.
-Times are of the processor on a CPU, one clip a call, methods interleaved; each is the median, beside the unmerged model in the same round.
+A clip is 16 frames of 224 x 224 (ViViT: 32). FLOPs are multiply-adds for one clip. ToMe's r are
+those that the paper prints for VideoMAE. Times are of the processor on a CPU, one clip a call,
+methods interleaved; each is the median, beside the unmerged model in the same round.
 """
 
 from __future__ import annotations
@@ -31,7 +33,12 @@ from mame_sd.eval.perception.methods import Merged, Method, Rival, Unmerged
 from mame_sd.eval.perception.rules import ToMe
 
 SIDE = 224
-_B: dict[str, Any] = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
+_B: dict[str, Any] = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+}
 _L: dict[str, Any] = {
     "hidden_size": 1024,
     "num_hidden_layers": 24,
@@ -39,14 +46,22 @@ _L: dict[str, Any] = {
     "intermediate_size": 4096,
 }
 MODELS: dict[str, tuple[int, Callable[[], nn.Module]]] = {  # frames of a clip, what makes the model
-    "VideoMAE-B": (16, lambda: VideoMAEForVideoClassification(VideoMAEConfig(**_B, num_labels=400))),
-    "VideoMAE-L": (16, lambda: VideoMAEForVideoClassification(VideoMAEConfig(**_L, num_labels=400))),
+    "VideoMAE-B": (
+        16,
+        lambda: VideoMAEForVideoClassification(VideoMAEConfig(**_B, num_labels=400)),
+    ),
+    "VideoMAE-L": (
+        16,
+        lambda: VideoMAEForVideoClassification(VideoMAEConfig(**_L, num_labels=400)),
+    ),
     "ViViT-B": (32, lambda: VivitForVideoClassification(VivitConfig(**_B, num_labels=400))),
 }
 METHODS: dict[str, Method] = {
     "unmerged": Unmerged(),
     "MaMe default": Merged(None),
-    "MaMe, paper, halved at a quarter, half and three quarters": Merged("quarters", {"preset": "plain", "keep": 0.5}),
+    "MaMe, paper, halved at a quarter, half and three quarters": Merged(
+        "quarters", {"preset": "plain", "keep": 0.5}
+    ),
     "ToMe r 32": Rival(ToMe(32)),
     "ToMe r 96": Rival(ToMe(96)),
     "ToMe r 128": Rival(ToMe(128)),
@@ -104,17 +119,23 @@ def speed_table(name: str, seconds: dict[str, list[float]]) -> str:
     lines = ["| model | method | times as fast, rounds |", "|---|---|---|"]
     for label, values in seconds.items():
         ratios = [whole / own for whole, own in zip(seconds["unmerged"], values, strict=True)]
-        lines.append(f"| {name} | {label} | {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |")
+        lines.append(
+            f"| {name} | {label} | {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.videos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.videos",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--flops", action="store_true", help="the table of FLOPs alone")
-    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS), help="default all")
+    parser.add_argument(
+        "--model", nargs="+", choices=MODELS, default=list(MODELS), help="default all"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds (default 3)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     args = parser.parse_args()

@@ -1,4 +1,7 @@
-"""ComfyUI custom node: MaMe on a loaded model. Cloned with the whole repository, linked or copied (see README.md)."""
+"""ComfyUI custom node: MaMe on a loaded model.
+
+Cloned with the whole repository, linked or copied (see README.md).
+"""
 
 from . import library  # noqa: F401  (makes `import mame_sd` work; before the nodes, which need it)
 from .nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS

@@ -1,7 +1,8 @@
 """The engine's attention calls, in the terms of `scaled_dot_product_attention`.
 
-The engine hands its attention function and that function's arguments to `optimized_attention_override`:
-(function, q, k, v, heads, mask, ..., transformer_options=). With `skip_reshape` q, k and v are [B, H, L, D], else [B, L, H * D] (SD3's
+The engine hands its attention function and that function's arguments to
+`optimized_attention_override`: (function, q, k, v, heads, mask, ..., transformer_options=). With
+`skip_reshape` q, k and v are [B, H, L, D], else [B, L, H * D] (SD3's
 v: [B, L, H, D]); the output is [B, H, L, D] with `skip_output_reshape`, else [B, L, H * D].
 """
 
@@ -33,7 +34,9 @@ class EngineCall:
 
     @property
     def mask(self) -> Tensor | None:
-        """[Q, L], [B, Q, L] or [B, H, Q, L], or broadcast to those; bool, or what is added to logits."""
+        """[Q, L], [B, Q, L] or [B, H, Q, L], or broadcast to those; bool, or what is added to
+        logits.
+        """
         return self.args[1] if len(self.args) > 1 else self.kwargs.get("mask")
 
     def run(self) -> Tensor:
@@ -46,10 +49,14 @@ class EngineCall:
         return t.flatten(2).unflatten(2, (-1, self.q.shape[-1] // self.heads))
 
     def attended(self, attending: Attending) -> Tensor:
-        """The output, with `attending` between the call and its function; each is given the layout it knows."""
+        """The output, with `attending` between the call and its function; each is given the layout
+        it knows.
+        """
         heads_first, apart = self.kwargs.get("skip_reshape"), self.kwargs.get("skip_output_reshape")
 
-        def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: Any) -> Tensor:
+        def attention(
+            query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: Any
+        ) -> Tensor:
             if not heads_first:
                 key, value = (t.transpose(1, 2).flatten(2) for t in (key, value))
             args, kwargs = self.args, self.kwargs
@@ -63,6 +70,12 @@ class EngineCall:
         query, key, value = (self.heads_last(t).transpose(1, 2) for t in (self.q, self.k, self.v))
         mask = self.mask
         mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
-        call = {"query": query, "key": key, "value": value, "attn_mask": mask, "scale": self.kwargs.get("scale")}
+        call = {
+            "query": query,
+            "key": key,
+            "value": value,
+            "attn_mask": mask,
+            "scale": self.kwargs.get("scale"),
+        }
         output = attending.attend(attention, call)
         return output if apart else output.transpose(1, 2).flatten(2)

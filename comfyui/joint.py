@@ -1,6 +1,8 @@
-"""A transformer's attention: the image's keys and values merge, after rotation; queries and text stay whole.
+"""A transformer's attention: the image's keys and values merge, after rotation; queries and text
+stay whole.
 
-Merging, weighing beside text and correction are those of `mame_sd.diffusion.families.keys.MergedKeys`.
+Merging, weighing beside text and correction are those of
+`mame_sd.diffusion.families.keys.MergedKeys`.
 """
 
 from __future__ import annotations
@@ -40,7 +42,13 @@ class JointPatch:
         self.transformer = transformer
 
     def attend(
-        self, function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+        self,
+        function: Callable[..., Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> Tensor:
         """The output of the engine's call; an `optimized_attention_override`."""
         call = kwargs["transformer_options"][KEY]
@@ -60,7 +68,9 @@ class JointPatch:
             return engine.run()
         call.run.note_merged(plan, call.grid[call.grid[0] == 1 :])
         return engine.attended(
-            MergedKeys(plan, tokens, (batch, length), start, correct=self.config.correct, drawn=True)
+            MergedKeys(
+                plan, tokens, (batch, length), start, correct=self.config.correct, drawn=True
+            )
         )
 
     def _start(self, call: Any, queries: int, length: int, mask: Tensor | None) -> int | None:
@@ -74,7 +84,9 @@ class JointPatch:
         elif tokens < self.config.min_tokens:
             call.run.note_left(SMALL, tokens, self.config.min_tokens)
         elif self.transformer.family.last and tokens <= self.transformer.padded(call.text):
-            call.run.note_left(TEXT, call.text, tokens)  # attention among the prompt's tokens would look alike
+            call.run.note_left(
+                TEXT, call.text, tokens
+            )  # attention among the prompt's tokens would look alike
         elif mask is not None and not self.transformer.family.masked:
             call.run.note_left(MASKED, self.transformer.family.name)
         elif mask is not None and (mask.dim() < 2 or mask.shape[-1] != length):

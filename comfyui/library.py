@@ -1,7 +1,7 @@
 """Makes `import mame_sd` work in ComfyUI: the copy beside this folder, else an installed one.
 
-The copy is loaded by its path: with the repository on `sys.path` its other folders (`eval`, `tests`, ...) would be importable to every
-node. Its core needs PyTorch alone.
+The copy is loaded by its path: with the repository on `sys.path` its other folders (`eval`,
+`tests`, ...) would be importable to every node. Its core needs PyTorch alone.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 MISSING = (
-    "MaMe token merging: expected the folder mame_sd beside {}, or the package mame-sd installed, and found neither; "
-    "git clone the whole repository into custom_nodes, or pip install --no-deps the package"
+    "MaMe token merging: expected the folder mame_sd beside {}, or the package mame-sd installed,"
+    " and found neither; git clone the whole repository into custom_nodes, or pip install --no-deps"
+    " the package"
 )
 
 
@@ -29,7 +30,9 @@ def load(folder: Path) -> None:
         if importlib.util.find_spec("mame_sd") is None:
             raise ImportError(MISSING.format(folder))
         return
-    spec = importlib.util.spec_from_file_location("mame_sd", init, submodule_search_locations=[str(init.parent)])
+    spec = importlib.util.spec_from_file_location(
+        "mame_sd", init, submodule_search_locations=[str(init.parent)]
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

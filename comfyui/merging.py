@@ -1,8 +1,10 @@
-"""Merging during a run: two wrappers around the engine's calls, which put patches into that call's options alone.
+"""Merging during a run: two wrappers around the engine's calls, which put patches into that call's
+options alone.
 
-`outer_sample` wraps a run, `apply_model` each call of the model. What a call needs to know is a `Call` in its
-`transformer_options`: nothing is kept between calls, so threads and several samplers may share one node. The patches go in at the
-call, so that other nodes' come first in whatever order the nodes are wired, and `torch.compile` outside of them sees no logging.
+`outer_sample` wraps a run, `apply_model` each call of the model. What a call needs to know is a
+`Call` in its `transformer_options`: nothing is kept between calls, so threads and several samplers
+may share one node. The patches go in at the call, so that other nodes' come first in whatever order
+the nodes are wired, and `torch.compile` outside of them sees no logging.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from .unet import UNetPatch
 KEY = "mame_sd"  # of the Call in transformer_options, and of the wrappers
 RUN = "mame_sd_run"
 UNGUIDED = 1  # in "cond_or_uncond", which names the chunks of a batch
-COMPILED = "torch.compile"  # of TorchCompileModel's wrapper, whose guards leave out transformer_options
+COMPILED = (  # of TorchCompileModel's wrapper, whose guards leave out transformer_options
+    "torch.compile"
+)
 
 
 @dataclass
@@ -37,9 +41,11 @@ class Call:
 
     Attributes:
         run: notes what merged.
-        draw: which of the drawn partitions the model's first layer takes, a LongTensor [1]; None: the first, and in all layers. A
-            transformer's layers each count on: neighbours take different draws, so that their errors do not add up.
-        leader: of each sample the one whose tokens decide what merges, see `mame_sd.core.pairs`; None: each its own.
+        draw: which of the drawn partitions the model's first layer takes, a LongTensor [1]; None:
+            the first, and in all layers. A transformer's layers each count on: neighbours take
+            different draws, so that their errors do not add up.
+        leader: of each sample the one whose tokens decide what merges, see `mame_sd.core.pairs`;
+            None: each its own.
         replaced: UNet blocks whose self-attention another node replaces, as the engine names them.
         grid: (frames, rows, columns) of a transformer's image tokens.
         references: tokens of a transformer's reference images.
@@ -72,25 +78,31 @@ class Merging:
         start, end: share of the sampling steps between which tokens merge.
     """
 
-    def __init__(self, config: MaMeConfig, layout: UNet | Transformer, start: float = 0.0, end: float = 1.0) -> None:
+    def __init__(
+        self, config: MaMeConfig, layout: UNet | Transformer, start: float = 0.0, end: float = 1.0
+    ) -> None:
         self.config = config
         self.start = start
         self.end = end
         self.always = start <= 0 and end >= 1
-        self.patch = UNetPatch(config, layout) if isinstance(layout, UNet) else JointPatch(config, layout)
+        self.patch = (
+            UNetPatch(config, layout) if isinstance(layout, UNet) else JointPatch(config, layout)
+        )
 
     def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """A run of the sampler. The guider's options are this run's own copy.
 
         Raises:
-            ValueError: a part of the steps, with a model compiled so that each step does what the first one did.
+            ValueError: a part of the steps, with a model compiled so that each step does what the
+                first one did.
         """
         run = Run()
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
         if not self.always and COMPILED in options.get("wrappers", {}).get("apply_model", {}):
             raise ValueError(
-                "start_percent, end_percent: expected 0 and 1 beside TorchCompileModel, whose graph does at each step what it "
-                f"did at the first, got {self.start} and {self.end}; set those, or take TorchCompileModel out"
+                "start_percent, end_percent: expected 0 and 1 beside TorchCompileModel, whose"
+                f" graph does at each step what it did at the first, got {self.start} and"
+                f" {self.end}; set those, or take TorchCompileModel out"
             )
         options[RUN] = run
         result = executor(*args, **kwargs)
@@ -117,8 +129,12 @@ class Merging:
             draw = draw_at(sampling.timestep(t).float()) if self.config.redraw else None
             leader = None
             if self.config.pairs:
-                leader = leaders_of_chunks(x, [kind == UNGUIDED for kind in given.get("cond_or_uncond", ())])
-            options[KEY] = call = Call(run, draw, leader, override=given.get("optimized_attention_override"))
+                leader = leaders_of_chunks(
+                    x, [kind == UNGUIDED for kind in given.get("cond_or_uncond", ())]
+                )
+            options[KEY] = call = Call(
+                run, draw, leader, override=given.get("optimized_attention_override")
+            )
             options["optimized_attention_override"] = self.patch.attend
             if isinstance(self.patch, UNetPatch):
                 _patch_unet(options, call, self.patch)
@@ -126,7 +142,9 @@ class Merging:
                 transformer = self.patch.transformer
                 call.grid = transformer.grid(x.shape)
                 latents = (kwargs.get("ref_latents") or ()) if transformer.family.references else ()
-                call.references = sum(math.prod(transformer.grid(latent.shape)) for latent in latents)
+                call.references = sum(
+                    math.prod(transformer.grid(latent.shape)) for latent in latents
+                )
                 call.text = 0 if c_crossattn is None else c_crossattn.shape[1]
         else:
             run.note_left(OUTSIDE)
@@ -136,7 +154,9 @@ class Merging:
         if self.always:
             return True
         sigma = float(sigmas.max())
-        return bool(sampling.percent_to_sigma(self.end) <= sigma <= sampling.percent_to_sigma(self.start))
+        return bool(
+            sampling.percent_to_sigma(self.end) <= sigma <= sampling.percent_to_sigma(self.start)
+        )
 
 
 def _patch_unet(options: dict[str, Any], call: Call, patch: UNetPatch) -> None:

@@ -1,8 +1,8 @@
 """Which models the node merges, and where the image's tokens are in a transformer's attention.
 
-UNets are patched before their projections, by `attn1_patch`. Transformers are not patched alike (Flux and Qwen-Image call an
-attn1_patch with keywords and take a dict, Wan with one dict, SD3 never), but all hand q, k and v, after rotation, to
-`optimized_attention_override`.
+UNets are patched before their projections, by `attn1_patch`. Transformers are not patched alike
+(Flux and Qwen-Image call an attn1_patch with keywords and take a dict, Wan with one dict, SD3
+never), but all hand q, k and v, after rotation, to `optimized_attention_override`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ class Family:
     Attributes:
         name: what people call it.
         patch: the attribute that holds its patch size.
-        last: the image comes after the text; else the sequence is the image alone, and others are left alone.
+        last: the image comes after the text; else the sequence is the image alone, and others are
+            left alone.
         references: tokens of reference images come after the image's.
-        masked: calls with an attention mask merge; else their image starts elsewhere in each sample.
+        masked: calls with an attention mask merge; else their image starts elsewhere in each
+            sample.
     """
 
     name: str
@@ -34,7 +36,8 @@ class Family:
     masked: bool = True
 
 
-# By the class of ComfyUI's diffusion_model, or of its nearest base. None: looks like its base and is not.
+# By the class of ComfyUI's diffusion_model, or of its nearest base. None: looks like its base and
+# is not.
 FAMILIES: dict[str, Family | None] = {
     "Flux": Family("Flux", references=True),
     "Chroma": Family("Chroma"),
@@ -46,7 +49,9 @@ FAMILIES: dict[str, Family | None] = {
     "LTXVModel": Family("LTX-Video", patch="patchifier.patch_size", last=False),
     "LTXAVModel": None,
 }
-KNOWN = ", ".join(["UNets (SD 1.x, SD 2.x, SDXL)", *(family.name for family in FAMILIES.values() if family)])
+KNOWN = ", ".join(
+    ["UNets (SD 1.x, SD 2.x, SDXL)", *(family.name for family in FAMILIES.values() if family)]
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,8 @@ class UNet:
     """A UNet.
 
     Attributes:
-        numbers: of its self-attentions, as `apply_mame` counts them, by block, its place, and the layer in it, as the engine names them.
+        numbers: of its self-attentions, as `apply_mame` counts them, by block, its place, and the
+            layer in it, as the engine names them.
     """
 
     numbers: Mapping[tuple[str, int, int], int]
@@ -106,12 +112,15 @@ def layout_of(model: Any) -> UNet | Transformer:
     family = next((FAMILIES[base] for base in bases if base in FAMILIES), None)
     if family is None:
         raise ValueError(
-            f"MaMe token merging: expected one of {KNOWN}, got {bases[0]}; take the node out of this model's path"
+            f"MaMe token merging: expected one of {KNOWN}, got {bases[0]}; take the node out of"
+            " this model's path"
         )
-    if any(getattr(block, "flipped_img_txt", False) for block in getattr(model, "double_blocks", ())):
+    if any(
+        getattr(block, "flipped_img_txt", False) for block in getattr(model, "double_blocks", ())
+    ):
         raise ValueError(
-            f"MaMe token merging: expected {family.name} with its text before its image, got the older order; "
-            "update ComfyUI, or take the node out of this model's path"
+            f"MaMe token merging: expected {family.name} with its text before its image, got the"
+            " older order; update ComfyUI, or take the node out of this model's path"
         )
     patch: Any = model
     for name in family.patch.split("."):
@@ -123,7 +132,11 @@ def layout_of(model: Any) -> UNet | Transformer:
 def _numbers(unet: Any) -> dict[tuple[str, int, int], int]:
     """See `UNet`. In diffusers' UNet the middle comes last."""
     numbers: dict[tuple[str, int, int], int] = {}
-    parts = {"input": unet.input_blocks, "output": unet.output_blocks, "middle": [unet.middle_block]}
+    parts = {
+        "input": unet.input_blocks,
+        "output": unet.output_blocks,
+        "middle": [unet.middle_block],
+    }
     for name, blocks in parts.items():
         for place, block in enumerate(blocks):
             modules = () if block is None else block.modules()  # some small models have no middle

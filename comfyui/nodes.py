@@ -34,27 +34,49 @@ class MaMeModelPatch:
             "required": {
                 "model": (
                     "MODEL",
-                    {"tooltip": "UNets (SD 1.x, SD 2.x, SDXL) and the transformers named in the README."},
+                    {
+                        "tooltip": (
+                            "UNets (SD 1.x, SD 2.x, SDXL) and the transformers named in the README."
+                        )
+                    },
                 ),
                 "mode": (
                     ["keep", "tau"],
                     {
-                        "tooltip": "keep: a fixed share of tokens remains. tau: tokens more similar than a threshold merge."
+                        "tooltip": (
+                            "keep: a fixed share of tokens remains. tau: tokens more similar than a"
+                            " threshold merge."
+                        )
                     },
                 ),
                 "keep": (
                     "FLOAT",
                     {"default": default.keep, "min": 0.01, "max": 1.0, **number}
-                    | {"tooltip": "Used by mode keep: share of tokens that remain. Lower is faster and changes more."},
+                    | {
+                        "tooltip": (
+                            "Used by mode keep: share of tokens that remain. Lower is faster and"
+                            " changes more."
+                        )
+                    },
                 ),
                 "tau": (
                     "FLOAT",
                     {"default": 0.8, "min": -1.0, "max": 1.0, **number}
-                    | {"tooltip": "Used by mode tau: similarity above which tokens merge. 1 merges nothing."},
+                    | {
+                        "tooltip": (
+                            "Used by mode tau: similarity above which tokens merge. 1 merges"
+                            " nothing."
+                        )
+                    },
                 ),
                 "merge": (
                     [KEYS_AND_VALUES, QUERIES_TOO],
-                    {"tooltip": f"{KEYS_AND_VALUES} changes the image less; {QUERIES_TOO} is faster, UNets only."},
+                    {
+                        "tooltip": (
+                            f"{KEYS_AND_VALUES} changes the image less; {QUERIES_TOO} is faster,"
+                            " UNets only."
+                        )
+                    },
                 ),
                 "min_tokens": (
                     "INT",
@@ -63,18 +85,31 @@ class MaMeModelPatch:
                 ),
                 "start_percent": (
                     "FLOAT",
-                    {"default": 0.0, **SHARE, "tooltip": "Share of sampling at which merging begins."},
+                    {
+                        "default": 0.0,
+                        **SHARE,
+                        "tooltip": "Share of sampling at which merging begins.",
+                    },
                 ),
                 "end_percent": (
                     "FLOAT",
-                    {"default": 1.0, **SHARE, "tooltip": "Share of sampling at which merging ends."},
+                    {
+                        "default": 1.0,
+                        **SHARE,
+                        "tooltip": "Share of sampling at which merging ends.",
+                    },
                 ),
             },
             "optional": {  # workflows from before it was there load too
                 "correct": (
                     "BOOLEAN",
                     {"default": default.correct}
-                    | {"tooltip": f"Changes the image less: attention gets back what merged {KEYS_AND_VALUES} lose."},
+                    | {
+                        "tooltip": (
+                            "Changes the image less: attention gets back what merged"
+                            f" {KEYS_AND_VALUES} lose."
+                        )
+                    },
                 ),
             },
         }
@@ -98,11 +133,13 @@ class MaMeModelPatch:
         """
         kind = "qkv" if merge == QUERIES_TOO else "kv"
         amount = {mode: keep if mode == "keep" else tau}
-        config = MaMeConfig.from_dict({**amount, "merge": kind, "min_tokens": min_tokens, "correct": correct})
+        config = MaMeConfig.from_dict(
+            {**amount, "merge": kind, "min_tokens": min_tokens, "correct": correct}
+        )
         if not 0 <= start_percent <= end_percent <= 1:
             raise ValueError(
-                "start_percent, end_percent: expected shares with 0 <= start_percent <= end_percent <= 1, "
-                f"got {start_percent} and {end_percent}"
+                "start_percent, end_percent: expected shares with 0 <= start_percent <="
+                f" end_percent <= 1, got {start_percent} and {end_percent}"
             )
         layout = layout_of(model.get_model_object("diffusion_model"))
         if isinstance(layout, Transformer) and kind == "qkv":
@@ -112,7 +149,10 @@ class MaMeModelPatch:
             )
         merging = Merging(config, layout, start_percent, end_percent)
         clone = model.clone()
-        for kind_of_call, wrapper in (("outer_sample", merging.outer_sample), ("apply_model", merging.apply_model)):
+        for kind_of_call, wrapper in (
+            ("outer_sample", merging.outer_sample),
+            ("apply_model", merging.apply_model),
+        ):
             clone.remove_wrappers_with_key(kind_of_call, KEY)
             clone.add_wrapper_with_key(kind_of_call, KEY, wrapper)
         return (clone,)

@@ -11,13 +11,18 @@ from mame_sd.core.plan import Plan
 
 log = logging.getLogger("mame-sd")
 NOT_CALLED = "the engine never handed its attention to the node; update ComfyUI"
-UNREACHED = "MaMe neither corrects nor weighs merged keys: another node has put its attention in place of the engine's"
+UNREACHED = (
+    "MaMe neither corrects nor weighs merged keys: another node has put its attention in place of"
+    " the engine's"
+)
 OUTSIDE = "no step was between start_percent and end_percent"
 
 
 @dataclass
 class Run:
-    """Filled by the calls of one run, which may come from several threads. Nothing is noted inside a compiled graph.
+    """Filled by the calls of one run, which may come from several threads.
+
+    Nothing is noted inside a compiled graph.
 
     Attributes:
         merged: what merged.
@@ -35,7 +40,9 @@ class Run:
         if torch.compiler.is_compiling():
             self.compiled = True
         else:
-            self.merged.add(f"{plan.tokens_in} -> {plan.tokens_kept} tokens at {' x '.join(map(str, size))}")
+            self.merged.add(
+                f"{plan.tokens_in} -> {plan.tokens_kept} tokens at {' x '.join(map(str, size))}"
+            )
 
     def note_left(self, reason: str, *values: object) -> None:
         if torch.compiler.is_compiling():

@@ -1,8 +1,10 @@
-"""A UNet's self-attention: what comes before it merges, in it merged keys are corrected, what comes after it is whole again.
+"""A UNet's self-attention: what comes before it merges, in it merged keys are corrected, what comes
+after it is whole again.
 
-ComfyUI calls an "attn1_patch" with (queries, keys, values, extra_options) before the projections, all three [B, L, C], and
-an "attn1_output_patch" with (output, extra_options) after the attention, with the same `extra_options`. Between them, after the
-projections, it calls the `optimized_attention_override`.
+ComfyUI calls an "attn1_patch" with (queries, keys, values, extra_options) before the projections,
+all three [B, L, C], and an "attn1_output_patch" with (output, extra_options) after the attention,
+with the same `extra_options`. Between them, after the projections, it calls the
+`optimized_attention_override`.
 """
 
 from __future__ import annotations
@@ -30,14 +32,21 @@ OTHER = "attention over {} tokens is not the image's {} x {}"
 
 
 class UNetPatch:
-    """The three patches. They keep nothing: a plan travels from one to the next in the call's or the block's own options."""
+    """The three patches.
+
+    They keep nothing: a plan travels from one to the next in the call's or the block's own options.
+    """
 
     def __init__(self, config: MaMeConfig, unet: UNet) -> None:
         self.config = config
         self.unet = unet
 
-    def before(self, q: Tensor, k: Tensor, v: Tensor, extra_options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """The three with merged keys and values; merged queries too, where those of the settings do."""
+    def before(
+        self, q: Tensor, k: Tensor, v: Tensor, extra_options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The three with merged keys and values; merged queries too, where those of the settings
+        do.
+        """
         config, call = self.config, extra_options[KEY]
         batch, _, h, w = extra_options["activations_shape"]
         tokens = k.shape[1]
@@ -50,7 +59,11 @@ class UNetPatch:
         elif q.shape[0] != batch or (config.merge == "qkv" and q.shape != k.shape):
             call.run.note_left(CUT)
         else:
-            draw = None if call.draw is None else call.draw + self.unet.numbers.get(name_of(extra_options), 0)
+            draw = (
+                None
+                if call.draw is None
+                else call.draw + self.unet.numbers.get(name_of(extra_options), 0)
+            )
             plan = plan_merge(k, config, (h, w), draw=draw, leader=leaders_in(call.leader, k))
             if nothing_to_win(config, plan):
                 call.run.note_left(NOTHING_TO_WIN)
@@ -68,7 +81,13 @@ class UNetPatch:
         return q, k, v
 
     def attend(
-        self, function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+        self,
+        function: Callable[..., Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> Tensor:
         """The output of the engine's call; an `optimized_attention_override`."""
         call = kwargs["transformer_options"][KEY]
@@ -91,6 +110,8 @@ def name_of(extra_options: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def replaced(extra_options: dict[str, Any], blocks: frozenset[tuple[Any, ...]]) -> bool:
-    """Whether this layer's self-attention is among `blocks`, which name a block or one transformer layer of it."""
+    """Whether this layer's self-attention is among `blocks`, which name a block or one transformer
+    layer of it.
+    """
     name = name_of(extra_options)
     return name in blocks or name[:-1] in blocks

@@ -1,7 +1,8 @@
 """Images from files, without a silent change on the way in.
 
-What is the same picture in 8-bit RGB is taken: RGB, grey, palettes, an alpha channel that hides nothing. What a conversion
-would change is refused: 16 bits, see-through pixels, CMYK, animations. EXIF rotation is ignored, as other evaluation code does.
+What is the same picture in 8-bit RGB is taken: RGB, grey, palettes, an alpha channel that hides
+nothing. What a conversion would change is refused: 16 bits, see-through pixels, CMYK, animations.
+EXIF rotation is ignored, as other evaluation code does.
 """
 
 from __future__ import annotations
@@ -27,21 +28,27 @@ def image_files(folder: Path) -> list[Path]:
     """The images directly inside `folder`, by name. Raises UserError when there are none."""
     if not folder.is_dir():
         raise UserError(f"expected a folder of images, but {folder} is not one; check the path")
-    found = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and path.is_file())
+    found = sorted(
+        path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and path.is_file()
+    )
     if not found:
-        raise UserError(f"expected images ({', '.join(SUFFIXES)}) in {folder}, found none; check the path")
+        raise UserError(
+            f"expected images ({', '.join(SUFFIXES)}) in {folder}, found none; check the path"
+        )
     return found
 
 
 def load_image(path: Path, convert: bool = False) -> np.ndarray:
-    """uint8 [H, W, 3] pixels of a file, decoded to its last byte and, for PNG, with every checksum verified.
+    """uint8 [H, W, 3] pixels of a file, decoded to its last byte and, for PNG, with every checksum
+    verified.
 
     Args:
         convert: take what RGB can't hold unchanged too, as other programs show it: CMYK converted,
             see-through pixels on white, the first of several frames.
 
     Raises:
-        UserError: no such file, not an image, truncated, corrupt, or in a mode that RGB can't hold unchanged.
+        UserError: no such file, not an image, truncated, corrupt, or in a mode that RGB can't hold
+            unchanged.
     """
     if not path.is_file():
         raise UserError(f"expected an image file, but {path} is not one; check the path")
@@ -56,8 +63,11 @@ def load_image(path: Path, convert: bool = False) -> np.ndarray:
                 return np.array(_shown(image) if convert else _as_rgb(image, data, path))
     except UserError:
         raise
-    except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error, ... for broken files
-        reason = "it is not an image" if isinstance(error, Image.UnidentifiedImageError) else str(error)
+    # Pillow raises OSError, SyntaxError, ValueError, struct.error, ... for broken files
+    except Exception as error:
+        reason = (
+            "it is not an image" if isinstance(error, Image.UnidentifiedImageError) else str(error)
+        )
         raise UserError(
             f"expected a whole image in {path}, but {reason}; make the file again or take it out"
         ) from error
@@ -75,7 +85,9 @@ def _as_rgb(image: Image.Image, data: bytes, path: Path) -> Image.Image:
     """`image` in RGB, if that is the same picture."""
     if getattr(image, "n_frames", 1) > 1:
         raise _wrong_mode(path, f"{image.n_frames} frames")  # type: ignore[attr-defined]
-    if data.startswith(_PNG_SIGNATURE) and data[_PNG_DEPTH_AT] == 16:  # Pillow drops the low byte without a word
+    if (
+        data.startswith(_PNG_SIGNATURE) and data[_PNG_DEPTH_AT] == 16
+    ):  # Pillow drops the low byte without a word
         raise _wrong_mode(path, "16 bits per channel")
     if image.has_transparency_data:
         image = image.convert("RGBA")
@@ -87,30 +99,46 @@ def _as_rgb(image: Image.Image, data: bytes, path: Path) -> Image.Image:
 
 
 def _wrong_mode(path: Path, got: str) -> UserError:
-    return UserError(f"expected an 8-bit RGB image, but {path} has {got}; convert it to RGB as you want it to be seen")
+    return UserError(
+        f"expected an 8-bit RGB image, but {path} has {got}; convert it to RGB as you want it to be"
+        " seen"
+    )
 
 
 def to_float(images: Sequence[np.ndarray]) -> Tensor:
-    """Float32 [n, 3, H, W] in [0, 1] of uint8 [H, W, 3] images. Raises UserError when their sizes differ."""
+    """Float32 [n, 3, H, W] in [0, 1] of uint8 [H, W, 3] images.
+
+    Raises UserError when their sizes differ.
+    """
     if not images:
         raise UserError("expected at least one image, got none")
     sizes = sorted({(image.shape[1], image.shape[0]) for image in images})
     if len(sizes) > 1:
         names = ", ".join(f"{width} x {height}" for width, height in sizes[:4])
         raise UserError(
-            f"expected images of one size, got {names}; metrics compare pixel by pixel, so make both runs at one size"
+            f"expected images of one size, got {names}; metrics compare pixel by pixel, so make"
+            " both runs at one size"
         )
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).to(torch.float32).div(255)
 
 
 def check_images(images: Tensor, name: str = "images") -> None:
     """Raises ValueError unless `images` is a floating [n, 3, H, W] with every value in [0, 1]."""
-    if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point() or images.numel() == 0:
-        raise ValueError(f"expected {name} as floats [n, 3, height, width], got {images.dtype} {list(images.shape)}")
+    if (
+        images.ndim != 4
+        or images.shape[1] != 3
+        or not images.is_floating_point()
+        or images.numel() == 0
+    ):
+        raise ValueError(
+            f"expected {name} as floats [n, 3, height, width], got {images.dtype}"
+            f" {list(images.shape)}"
+        )
     low, high = images.aminmax()
     if not (low >= 0 and high <= 1):  # false for NaN too
         raise ValueError(
-            f"expected {name} with values from 0 to 1, got {low.item():g} to {high.item():g}; divide bytes by 255"
+            f"expected {name} with values from 0 to 1, got {low.item():g} to {high.item():g};"
+            " divide bytes by 255"
         )
 
 
@@ -129,4 +157,6 @@ def to_double(x: Tensor) -> Tensor:
 
 def image_hash(image: np.ndarray) -> str:
     """sha256 of an image's size and pixels, whatever file held them."""
-    return hashlib.sha256(repr(image.shape).encode() + np.ascontiguousarray(image).tobytes()).hexdigest()
+    return hashlib.sha256(
+        repr(image.shape).encode() + np.ascontiguousarray(image).tobytes()
+    ).hexdigest()

@@ -1,4 +1,6 @@
-"""JSON that every parser reads: infinity (PSNR of equal images) is the number 1e999, NaN is refused."""
+"""JSON that every parser reads: infinity (PSNR of equal images) is the number 1e999, NaN is
+refused.
+"""
 
 from __future__ import annotations
 

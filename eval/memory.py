@@ -11,7 +11,9 @@ ALLOCATION = "[memory]"
 
 
 def allocations(call: Callable[[], object]) -> list[tuple[str, int]]:
-    """What `call` records, in order: the name of each event, and the bytes that are allocated by then beyond those before."""
+    """What `call` records, in order: the name of each event, and the bytes that are allocated by
+    then beyond those before.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         call()
     profiler = found.profiler

@@ -1,4 +1,6 @@
-"""What must be said beside a value, wherever it is shown: how it came about, what it leaves out, how it misleads."""
+"""What must be said beside a value, wherever it is shown: how it came about, what it leaves out,
+how it misleads.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,15 @@ def equal_images(value: Mapping[str, Any]) -> str:
     """How many images equal the baseline's and are left out of the mean; empty where none are."""
     if not value.get("equal"):
         return ""
-    return f"{value['equal']} of {value['n']} equal" + ", mean of the others" * math.isfinite(value["mean"])
+    return f"{value['equal']} of {value['n']} equal" + ", mean of the others" * math.isfinite(
+        value["mean"]
+    )
 
 
 def remark(value: Mapping[str, Any]) -> str:
-    """Warning, notes, subsets, splits and cap of `value`, as results.json has them; empty where there is nothing."""
+    """Warning, notes, subsets, splits and cap of `value`, as results.json has them; empty where
+    there is nothing.
+    """
     difference = value.get("difference") or {}
     parts = [value.get("warning"), value.get("note"), difference.get("note")]
     if value.get("subsets") is not None and value.get("subset_size") is not None:

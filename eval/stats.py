@@ -1,7 +1,9 @@
-"""Means with their uncertainty: a bootstrap over prompts, and a sign-flip test for paired differences.
+"""Means with their uncertainty: a bootstrap over prompts, and a sign-flip test for paired
+differences.
 
-Images of one prompt are not independent, so prompts, not images, are drawn (bootstrap) and flipped (test). Everything
-is seeded and sorted by key: the same values give the same figures, in whatever order they come.
+Images of one prompt are not independent, so prompts, not images, are drawn (bootstrap) and flipped
+(test). Everything is seeded and sorted by key: the same values give the same figures, in whatever
+order they come.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ def mean_interval(values: Mapping[str, float], prompts: Mapping[str, str]) -> di
     """The mean of per-image `values` and its 95 % percentile bootstrap interval over prompts.
 
     Args:
-        values: by image key. Infinite ones (PSNR of equal images) are counted as "equal" and left out of the mean, which
-            is infinite only where all of them are.
+        values: by image key. Infinite ones (PSNR of equal images) are counted as "equal" and left
+            out of the mean, which is infinite only where all of them are.
         prompts: prompt id of each key.
 
     Returns:
-        mean, low, high, n images; "equal", where some are infinite; "note", where there is no interval: why.
+        mean, low, high, n images; "equal", where some are infinite; "note", where there is no
+        interval: why.
 
     Raises:
         ValueError: no values, or NaN.
@@ -65,13 +68,17 @@ def paired_difference(
     """Mean of `values` - `others` by key, its interval, and the sign-flip p-value of its being 0.
 
     Returns:
-        what `mean_interval` returns, and "p": two-sided; mean and p are None where values are infinite.
+        what `mean_interval` returns, and "p": two-sided; mean and p are None where values are
+        infinite.
 
     Raises:
         ValueError: keys that differ.
     """
     if values.keys() != others.keys():
-        raise ValueError(f"expected the same images on both sides, got {len(values)} and {len(others)} with other keys")
+        raise ValueError(
+            f"expected the same images on both sides, got {len(values)} and {len(others)} with"
+            " other keys"
+        )
     if any(math.isinf(value) for value in [*values.values(), *others.values()]):
         note = "no p-value: infinite values"
         return {"mean": None, "low": None, "high": None, "n": len(values), "note": note, "p": None}
@@ -80,9 +87,11 @@ def paired_difference(
 
 
 def sign_flip_p(sums: Floats) -> float:
-    """P-value of |sum| under random signs of each entry of `sums` [n]: all 2^n of them up to n = 14, else 10,000 drawn.
+    """P-value of |sum| under random signs of each entry of `sums` [n]: all 2^n of them up to n =
+    14, else 10,000 drawn.
 
-    The drawn one counts the observed signs as one more draw, so it is never 0 (Phipson and Smyth, 2010).
+    The drawn one counts the observed signs as one more draw, so it is never 0 (Phipson and Smyth,
+    2010).
     """
     observed = abs(float(sums.sum()))
     margin = 1e-12 * float(np.abs(sums).sum())  # flips that are equal up to rounding count
@@ -113,28 +122,38 @@ def wilson(successes: int, n: int) -> dict[str, Any]:
     middle = (share + z * z / (2 * n)) / shrunk
     half = z / shrunk * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     low, high = max(0.0, middle - half), min(1.0, middle + half)
-    return {"mean": 100 * share, "low": 100 * min(low, share), "high": 100 * max(high, share), "n": n}
+    return {
+        "mean": 100 * share,
+        "low": 100 * min(low, share),
+        "high": 100 * max(high, share),
+        "n": n,
+    }
 
 
 def mcnemar_p(better: int, worse: int) -> float:
-    """McNemar's exact test: the two-sided p-value of `better` and `worse` discordant pairs under equal chances.
+    """McNemar's exact test: the two-sided p-value of `better` and `worse` discordant pairs under
+    equal chances.
 
     >>> mcnemar_p(0, 0), mcnemar_p(5, 5), round(mcnemar_p(1, 9), 4)
     (1.0, 1.0, 0.0215)
     """
     pairs, least = better + worse, min(better, worse)
     logs = [
-        math.lgamma(pairs + 1) - math.lgamma(k + 1) - math.lgamma(pairs - k + 1) - pairs * math.log(2)
+        math.lgamma(pairs + 1)
+        - math.lgamma(k + 1)
+        - math.lgamma(pairs - k + 1)
+        - pairs * math.log(2)
         for k in range(least + 1)
     ]
     return min(1.0, 2 * math.fsum(math.exp(value) for value in logs))
 
 
 def share_difference(ours: Sequence[bool], others: Sequence[bool]) -> dict[str, Any]:
-    """The share of `ours` minus that of `others` on the same cases, in percentage points, with a 95 % interval and McNemar's p.
+    """The share of `ours` minus that of `others` on the same cases, in percentage points, with a 95
+    % interval and McNemar's p.
 
-    The interval is Newcombe's for paired shares (Statistics in Medicine 17, 1998, 2635, method 10): Wilson's two intervals put
-    together by their correlation. It holds where all cases agree.
+    The interval is Newcombe's for paired shares (Statistics in Medicine 17, 1998, 2635, method 10):
+    Wilson's two intervals put together by their correlation. It holds where all cases agree.
 
     >>> pairs = [(1, 1)] * 36 + [(1, 0)] * 12 + [(0, 1)] * 2
     >>> {key: round(value, 2) for key, value in share_difference(*zip(*pairs)).items()}
@@ -144,7 +163,9 @@ def share_difference(ours: Sequence[bool], others: Sequence[bool]) -> dict[str, 
         ValueError: no cases, or not as many on both sides.
     """
     if len(ours) != len(others):
-        raise ValueError(f"expected the same cases on both sides, got {len(ours)} and {len(others)}")
+        raise ValueError(
+            f"expected the same cases on both sides, got {len(ours)} and {len(others)}"
+        )
     n, pairs = len(ours), list(zip(ours, others, strict=True))
     one, two = wilson(sum(map(bool, ours)), n), wilson(sum(map(bool, others)), n)
     both, neither = (sum(bool(a) == bool(b) == value for a, b in pairs) for value in (True, False))
@@ -152,7 +173,9 @@ def share_difference(ours: Sequence[bool], others: Sequence[bool]) -> dict[str, 
     worse = n - both - neither - better
     apart = both * neither - better * worse
     spread = (both + better) * (worse + neither) * (both + worse) * (better + neither)
-    correlation = (max(0.0, apart - n / 2) if apart > 0 else apart) / math.sqrt(spread) if spread else 0.0
+    correlation = (
+        (max(0.0, apart - n / 2) if apart > 0 else apart) / math.sqrt(spread) if spread else 0.0
+    )
 
     def reach(a: float, b: float) -> float:
         return math.sqrt(max(0.0, a * a - 2 * correlation * a * b + b * b))
@@ -164,7 +187,8 @@ def share_difference(ours: Sequence[bool], others: Sequence[bool]) -> dict[str, 
 
 
 def seed_interval(values: Sequence[float]) -> dict[str, Any]:
-    """The mean of one value for each training and Student's 95 % interval for the mean of more such trainings.
+    """The mean of one value for each training and Student's 95 % interval for the mean of more such
+    trainings.
 
     >>> {key: round(value, 2) for key, value in seed_interval([1.0, 2.0, 3.0]).items()}
     {'mean': 2.0, 'low': -0.48, 'high': 4.48, 'n': 3}
@@ -176,13 +200,20 @@ def seed_interval(values: Sequence[float]) -> dict[str, Any]:
     if n < 2:
         if n == 0:
             raise ValueError("expected a value for each seed, got none")
-        return {"mean": mean, "low": None, "high": None, "n": n, "note": "no interval: one seed, needs two"}
+        return {
+            "mean": mean,
+            "low": None,
+            "high": None,
+            "n": n,
+            "note": "no interval: one seed, needs two",
+        }
     half = student_quantile(n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n)
     return {"mean": mean, "low": mean - half, "high": mean + half, "n": n}
 
 
 def student_quantile(freedom: int) -> float:
-    """The t that a Student variable of `freedom` degrees stays within, in absolute value, 95 % of the time.
+    """The t that a Student variable of `freedom` degrees stays within, in absolute value, 95 % of
+    the time.
 
     Its distribution is the finite sum of Abramowitz and Stegun, 26.7.3 and 26.7.4.
     """
@@ -209,4 +240,6 @@ def _by_prompt(values: Mapping[str, float], prompts: Mapping[str, str]) -> tuple
         sums[prompt] = sums.get(prompt, 0.0) + values[key]
         counts[prompt] = counts.get(prompt, 0) + 1
     order = sorted(sums)
-    return np.array([sums[name] for name in order]), np.array([counts[name] for name in order], np.float64)
+    return np.array([sums[name] for name in order]), np.array(
+        [counts[name] for name in order], np.float64
+    )

@@ -1,9 +1,10 @@
-"""Interleaved timing: the one engine behind ``mame-sd tune``, ``mame-sd-eval bench`` and the benchmarks.
+"""Interleaved timing: the one engine behind ``mame-sd tune``, ``mame-sd-eval bench`` and the
+benchmarks.
 
-Each round calls every row once, and the order turns by one a round, so a slow minute of the machine falls on all rows and
-none is always behind the same one. Whole rounds are what counts: who times keeps each one as it ends and says which are
-done, so a stopped measurement continues. A row that is added later is timed in rounds of its own, beside the row that it
-is compared with.
+Each round calls every row once, and the order turns by one a round, so a slow minute of the machine
+falls on all rows and none is always behind the same one. Whole rounds are what counts: who times
+keeps each one as it ends and says which are done, so a stopped measurement continues. A row that is
+added later is timed in rounds of its own, beside the row that it is compared with.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ def interleaved(
     warm_up: Callable[[str], object] = lambda row: None,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Iterator[tuple[int, dict[str, T]]]:
-    """Measure every row once in each of `rounds` rounds; gives each round's number and what its calls gave, as it ends.
+    """Measure every row once in each of `rounds` rounds; gives each round's number and what its
+    calls gave, as it ends.
 
     Args:
         call: measures a row in the round of that number, and gives what is to be kept of it.
         done: numbers of the rounds that were measured before; they are left out.
-        warm_up: called with each row before anything is measured; not called where nothing is to be measured.
-        on_progress: told (calls done, calls in all), those of earlier rounds included, at the start and after each call.
+        warm_up: called with each row before anything is measured; not called where nothing is to be
+            measured.
+        on_progress: told (calls done, calls in all), those of earlier rounds included, at the start
+            and after each call.
     """
     todo = [number for number in range(rounds) if number not in done]
     calls, total = (rounds - len(todo)) * len(rows), rounds * len(rows)
@@ -44,7 +48,9 @@ def interleaved(
         turn = number // 2 % len(rows)
         order = [*rows[turn:], *rows[:turn]]
         found: dict[str, T] = {}
-        for row in order[:: -1 if number % 2 else 1]:  # so that a row does not always come after the same one
+        for row in order[
+            :: -1 if number % 2 else 1
+        ]:  # so that a row does not always come after the same one
             found[row] = call(row, number)
             calls += 1
             on_progress(calls, total)

@@ -1,4 +1,5 @@
-"""One entry for both halves: diffusion models (`mame_sd.diffusion`) and vision transformers (`mame_sd.perception`).
+"""One entry for both halves: diffusion models (`mame_sd.diffusion`) and vision transformers
+(`mame_sd.perception`).
 
 Which half it is follows from the target; its library is imported then and not before.
 """
@@ -18,16 +19,20 @@ if TYPE_CHECKING:
     from mame_sd.perception.handle import EncoderHandle
 
 
-def apply_mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> MaMeHandle | EncoderHandle:
+def apply_mame(
+    target: Any, config: MaMeConfig | None = None, **fields: Any
+) -> MaMeHandle | EncoderHandle:
     """Merges tokens of `target` until `remove_mame`. Merging that is on it already is replaced.
 
     Args:
-        target: a diffusers pipeline, a denoiser or a single Attention module: its large self-attentions merge
-            (`mame_sd.diffusion.apply.apply_mame`). Or a model with a vision transformer of transformers or timm: its blocks
-            merge between attention and MLP (`mame_sd.perception.apply.apply_encoder`). Where both stand in one module, the
+        target: a diffusers pipeline, a denoiser or a single Attention module: its large
+            self-attentions merge (`mame_sd.diffusion.apply.apply_mame`). Or a model with a vision
+            transformer of transformers or timm: its blocks merge between attention and MLP
+            (`mame_sd.perception.apply.apply_encoder`). Where both stand in one module, the
             diffusion model merges; give the encoder itself to merge it.
         config: the settings; None is the measured default.
-        fields: fields of MaMeConfig, over those of `config`; for a vision transformer also `blocks`, `restore`, `prop_attn`.
+        fields: fields of MaMeConfig, over those of `config`; for a vision transformer also
+            `blocks`, `restore`, `prop_attn`.
 
     Raises:
         TypeError: `target` is neither a module nor a pipeline with a denoiser.
@@ -44,11 +49,14 @@ def apply_mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> 
 
 
 def remove_mame(target: Any, processors: bool = True) -> None:
-    """Takes all merging off `target`; results are bit-equal to before it was applied. Does nothing if there is none.
+    """Takes all merging off `target`; results are bit-equal to before it was applied.
+
+    Does nothing if there is none.
 
     Args:
         target: what `apply_mame` takes.
-        processors: also replace each MaMeAttnProcessor by its inner, or diffusers' default, processor.
+        processors: also replace each MaMeAttnProcessor by its inner, or diffusers' default,
+            processor.
     """
     if is_encoder(target):
         from mame_sd.perception.apply import remove_encoder
@@ -62,8 +70,12 @@ def remove_mame(target: Any, processors: bool = True) -> None:
 
 
 @contextmanager
-def mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> Iterator[MaMeHandle | EncoderHandle]:
-    """Merging for a `with` block. Afterwards, raised or not, what was applied before is in force again.
+def mame(
+    target: Any, config: MaMeConfig | None = None, **fields: Any
+) -> Iterator[MaMeHandle | EncoderHandle]:
+    """Merging for a `with` block.
+
+    Afterwards, raised or not, what was applied before is in force again.
 
     Takes the arguments of `apply_mame` and gives its handle.
     """
@@ -81,7 +93,9 @@ def mame(target: Any, config: MaMeConfig | None = None, **fields: Any) -> Iterat
 
 
 def _only_encoder(target: Any) -> bool:
-    """Whether `target` holds a vision transformer and nothing of diffusers: a UNet beside an image encoder is what merges."""
+    """Whether `target` holds a vision transformer and nothing of diffusers: a UNet beside an image
+    encoder is what merges.
+    """
     return is_encoder(target) and not any(
         type(module).__module__.startswith("diffusers.") or type(module).__name__ in REGISTERED
         for module in target.modules()

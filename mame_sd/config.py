@@ -1,6 +1,7 @@
 """Every setting of merging, as one frozen dataclass that is checked when it is made.
 
-Arguments that are left out (or `None`) are decided by the preset; after construction every field is concrete:
+Arguments that are left out (or `None`) are decided by the preset; after construction every field is
+concrete:
 
 >>> MaMeConfig(tau=0.8).merge, MaMeConfig(tau=0.8).batch
 ('kv', 'shared')
@@ -25,11 +26,13 @@ from mame_sd.config_checks import PARTS, check_given, check_resolved, plain
 from mame_sd.layer_rules import LayerRules
 from mame_sd.presets import resolve
 
-BESIDE = "mame.json"  # a file of settings in a model's folder, which merging takes where nothing else is given
+# a file of settings in a model's folder, which merging takes where nothing else is given
+BESIDE = "mame.json"
 _UNSET: Any = None
 # Our own modules give fields of Study by their names.
 warnings.filterwarnings("ignore", ".*moved to Study", FutureWarning, r"(mame_sd|eval|comfyui)\b")
-# Names that files of older versions hold: `batch` follows from tau and keep, and `kernel` from the device.
+# Names that files of older versions hold: `batch` follows from tau and keep, and `kernel` from the
+# device.
 _FORMER = ("batch", "kernel")
 
 
@@ -59,49 +62,53 @@ class StudyFields:
     )
     stride: tuple[int, int] = _study(
         "cell of the grid partitions, (rows, columns) of tokens",
-        "A larger cell has fewer destinations, so more can merge. With `keep` it is the cell from (1, 2) to (4, 4) "
-        "that leaves as many destinations as `keep` allows.",
+        "A larger cell has fewer destinations, so more can merge. With `keep` it is the cell from"
+        " (1, 2) to (4, 4) that leaves as many destinations as `keep` allows.",
     )
     redraw: bool = _study(
         "whether each step draws other destinations",
-        "Errors of the steps then do not add up. Only `apply_mame` sees the timestep; not where gradients are on.",
+        "Errors of the steps then do not add up. Only `apply_mame` sees the timestep; not where"
+        " gradients are on.",
     )
     pairs: bool = _study(
         "whether guided and unguided samples merge the same tokens",
-        "Guidance would multiply a difference of merging. It holds in a batch of both and in two calls of one input; "
-        "only `apply_mame` sees them, and not where gradients are on.",
+        "Guidance would multiply a difference of merging. It holds in a batch of both and in two"
+        " calls of one input; only `apply_mame` sees them, and not where gradients are on.",
     )
     metric: Literal["cosine", "dot", "euclidean", "softmax"] = _study(
         "how similarity is measured",
-        "`dot` is x.y / sqrt(d), `euclidean` -|x - y| / sqrt(d), `softmax` the dot product's over destinations.",
+        "`dot` is x.y / sqrt(d), `euclidean` -|x - y| / sqrt(d), `softmax` the dot product's over"
+        " destinations.",
     )
     feature: Literal["x", "k", "k-mean"] = _study(
         "what similarity compares: the layer's input, its keys, or their mean over heads"
     )
     weights: Literal["average", "best", "pick"] = _study(
         "how a source is shared out over destinations",
-        "`average` shares it over all similar ones (the paper), `best` gives it to the most similar one, and `pick` "
-        "drops it, of keys and values only.",
+        "`average` shares it over all similar ones (the paper), `best` gives it to the most similar"
+        " one, and `pick` drops it, of keys and values only.",
     )
     correct: bool = _study(
         "whether attention gets back what merged keys lose",
-        "To first order: the mean and covariance of all keys and values, a control variate. It needs "
-        '`scaled_dot_product_attention` in the processor. On with `weights="best"`, which needs a part of the keys '
-        "for it; others need all. With merge qkv beside text merged tokens count as often as they stand for tokens.",
+        "To first order: the mean and covariance of all keys and values, a control variate. It"
+        ' needs `scaled_dot_product_attention` in the processor. On with `weights="best"`, which'
+        " needs a part of the keys for it; others need all. With merge qkv beside text merged"
+        " tokens count as often as they stand for tokens.",
     )
     refine: bool = _study(
-        "whether weights below a source's mean are dropped", 'Adaptive refining, with `weights="average"` alone.'
+        "whether weights below a source's mean are dropped",
+        'Adaptive refining, with `weights="average"` alone.',
     )
     variant: Literal["settled", "paper"] = _study(
         "which equations merge",
-        "`settled` has exact weights and keeps the amplitude; `paper` is the printed equations, with eps and a second "
-        "division in MaRe.",
+        "`settled` has exact weights and keeps the amplitude; `paper` is the printed equations,"
+        " with eps and a second division in MaRe.",
     )
     eps: float = _study("epsilon of the printed equations", 'With `variant="paper"` alone.')
     detail: bool = _study(
         "whether restored tokens of one group differ",
-        "They differ as the groups around them and their inputs do, around the group's mean. Where tokens are restored "
-        '(merge qkv, mlp), with `weights="best"` alone.',
+        "They differ as the groups around them and their inputs do, around the group's mean. Where"
+        ' tokens are restored (merge qkv, mlp), with `weights="best"` alone.',
     )
 
 
@@ -109,7 +116,8 @@ class StudyFields:
 class Study(StudyFields):
     """Settings that the paper's ablations vary: `apply_mame(pipe, study=Study(weights="pick"))`.
 
-    A field that is None is decided by the preset. Values are checked by the `MaMeConfig` that takes them.
+    A field that is None is decided by the preset. Values are checked by the `MaMeConfig` that takes
+    them.
     """
 
     def given(self) -> dict[str, Any]:
@@ -124,10 +132,11 @@ STUDY = tuple(f.name for f in fields(Study))
 class MaMeConfig(StudyFields):
     """Settings of MaMe (merging) and MaRe (restoring).
 
-    An argument that is `None` is decided by `preset` and by which of `tau` and `keep` is given. After construction
-    exactly one of `tau` and `keep` is a number. What ablations vary is given as `study=Study(...)`; its concrete
-    values stand in `config.study`, and beside the others: `config.weights`. `config.replace`, `copy.replace` and
-    `dataclasses.replace` make a changed copy, in which the preset decides again on all that was never given.
+    An argument that is `None` is decided by `preset` and by which of `tau` and `keep` is given.
+    After construction exactly one of `tau` and `keep` is a number. What ablations vary is given as
+    `study=Study(...)`; its concrete values stand in `config.study`, and beside the others:
+    `config.weights`. `config.replace`, `copy.replace` and `dataclasses.replace` make a changed
+    copy, in which the preset decides again on all that was never given.
 
     Raises:
         ValueError: naming the field, its range and the value that came.
@@ -139,7 +148,8 @@ class MaMeConfig(StudyFields):
     )
     keep: float | None = _field(
         "share of tokens to keep, above 0 to 1; lower is faster and further off",
-        "It finds a threshold for each layer, call and sample. Never fewer than the destinations stay.",
+        "It finds a threshold for each layer, call and sample. Never fewer than the destinations"
+        " stay.",
     )
     preset: Literal["default", "plain"] = _field(
         "default is what measurement chose, plain the paper's form",
@@ -147,16 +157,19 @@ class MaMeConfig(StudyFields):
     )
     merge: Literal["qkv", "kv"] = _field(
         "qkv merges all tokens and restores them (the paper), kv keys and values only",
-        "Where none of `merge`, `keep`, `tau`, `preset`, `weights` and `variant` is given, SD3 and AuraFlow take qkv "
-        "with keep 0.625.",
+        "Where none of `merge`, `keep`, `tau`, `preset`, `weights` and `variant` is given, SD3 and"
+        " AuraFlow take qkv with keep 0.625.",
     )
     min_tokens: int = _field(
         "layers with fewer tokens stay unmerged",
         "With `MaMeAttnProcessor` on a video model keep it above the number of frames.",
     )
-    tiles: int = _field("side of the square tiles that tokens are compared in; 0 compares all", "At least 2 tokens.")
+    tiles: int = _field(
+        "side of the square tiles that tokens are compared in; 0 compares all", "At least 2 tokens."
+    )
     seed: int = _field(
-        "seed of the destinations that are drawn", "It has a generator of its own, never the global one."
+        "seed of the destinations that are drawn",
+        "It has a generator of its own, never the global one.",
     )
     size: tuple[int, int] | None = _field(
         "latent height and width, for layers that don't know them",
@@ -164,12 +177,13 @@ class MaMeConfig(StudyFields):
     )
     mlp: float | None = _field(
         "share of tokens to keep in feed-forward networks too; off unless given",
-        "Above 0 to 1; tokens are restored after them. UNets, DiT and PixArt by `apply_mame` alone.",
+        "Above 0 to 1; tokens are restored after them. UNets, DiT and PixArt by `apply_mame`"
+        " alone.",
     )
     layers: LayerRules | None = _field(  # noqa: RUF009
         "settings of single layers by patterns of their names",
-        "Over those of all: `{'blocks.[24]': {'keep': 0.5}}`; False leaves a layer unmerged. Self-attention by "
-        "`apply_mame` alone.",
+        "Over those of all: `{'blocks.[24]': {'keep': 0.5}}`; False leaves a layer unmerged."
+        " Self-attention by `apply_mame` alone.",
         option=False,
     )
     made_for: str | None = _field(
@@ -177,12 +191,14 @@ class MaMeConfig(StudyFields):
         "Calibration writes it.",
         option=False,
     )
-    # Settings of ablations, over which flat names go that are given beside it. Concrete after construction.
+    # Settings of ablations, over which flat names go that are given beside it. Concrete after
+    # construction.
     study: InitVar[Study | Mapping[str, Any] | None] = None
-    # What holds for tokens whose height and width are unknown: no grid, no tiles, copies restored. Of each config its own, made with it, for
-    # compiled graphs can't make configs.
+    # What holds for tokens whose height and width are unknown: no grid, no tiles, copies restored.
+    # Of each config its own, made with it, for compiled graphs can't make configs.
     without_plane: ClassVar[MaMeConfig]
-    # What was given to the config that this one is made from: dataclasses.replace hands it on, beside every field.
+    # What was given to the config that this one is made from: dataclasses.replace hands it on,
+    # beside every field.
     _given: InitVar[Mapping[str, Any] | None] = None
 
     def __post_init__(self, study: Any, _given: Mapping[str, Any] | None) -> None:
@@ -190,12 +206,16 @@ class MaMeConfig(StudyFields):
         given |= {name: given.pop(name) for name in STUDY}  # last
         if _given is None:
             say_moved(given, stacklevel=4)
-            given |= {name: value for name, value in study_given(study).items() if given[name] is None}
+            given |= {
+                name: value for name, value in study_given(study).items() if given[name] is None
+            }
         else:
             given |= {} if study is None else _changed_study(study, given)
             check_names(_given)
             before = resolve(dict(_given))
-            given = _changed(_given, {name: value for name, value in given.items() if value != before[name]})
+            given = _changed(
+                _given, {name: value for name, value in given.items() if value != before[name]}
+            )
         given = {name: value for name, value in given.items() if value is not None}
         for name in ("stride", "size"):
             if isinstance(given.get(name), list):
@@ -219,16 +239,20 @@ class MaMeConfig(StudyFields):
     def replace(self, **changes: Any) -> MaMeConfig:
         """This config with `changes`, the preset deciding again on all that was never given.
 
-        Giving `tau` drops a given `keep` and vice versa; `None` takes a given field back, and `study=None` all of
-        `Study`'s.
+        Giving `tau` drops a given `keep` and vice versa; `None` takes a given field back, and
+        `study=None` all of `Study`'s.
         """
         return MaMeConfig.from_dict(_changed(self.given, changes))
 
     __replace__ = replace
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Made anew of what was given: a pickle of an older version may hold fields that are no more."""
-        self.__init__(**{name: value for name, value in state["_given"].items() if name not in _FORMER})  # type: ignore[misc]
+        """Made anew of what was given: a pickle of an older version may hold fields that are no
+        more.
+        """
+        self.__init__(
+            **{name: value for name, value in state["_given"].items() if name not in _FORMER}
+        )  # type: ignore[misc]
 
     @property
     def given(self) -> Mapping[str, Any]:
@@ -237,15 +261,18 @@ class MaMeConfig(StudyFields):
 
     @property
     def batch(self) -> str:
-        """Which sources a batch preserves: "shared", any that one of its samples preserves (paper, "Batch Processing
-        Implementation"), with `tau`; "per_sample", as many in each but its own, with `keep`."""
+        """Which sources a batch preserves: "shared", any that one of its samples preserves (paper,
+        "Batch Processing Implementation"), with `tau`; "per_sample", as many in each but its own,
+        with `keep`.
+        """
         return "shared" if self.keep is None else "per_sample"
 
     def of_part(self, name: str) -> MaMeConfig | None:
         """The settings that merge a part ("mlp") of a block by itself; None where it is off.
 
-        They are these, with the part's share as `keep`, from which the grid's cell follows. The preset decides again on `weights` where
-        they are "pick", which leaves nothing to restore a part from.
+        They are these, with the part's share as `keep`, from which the grid's cell follows. The
+        preset decides again on `weights` where they are "pick", which leaves nothing to restore a
+        part from.
         """
         share = getattr(self, name)
         if share is None:
@@ -265,14 +292,19 @@ class MaMeConfig(StudyFields):
         return MaMeConfig(**{**values, **dict.fromkeys(PARTS)})
 
     def of_layer(self, name: str) -> MaMeConfig | None:
-        """The settings of the self-attention of that name, as a report gives it; None: `layers` leaves it unmerged."""
+        """The settings of the self-attention of that name, as a report gives it; None: `layers`
+        leaves it unmerged.
+        """
         if self.layers is None:
             return self
         rule = self.layers.of(name)
         return None if rule is False else self._with_rule(rule or {}, name)
 
     def _with_rule(self, rule: Any, of: str) -> MaMeConfig | None:
-        """These settings with those of a rule over them. Raises ValueError that names what the rule is of."""
+        """These settings with those of a rule over them.
+
+        Raises ValueError that names what the rule is of.
+        """
         if rule is False:
             return None
         try:
@@ -282,34 +314,41 @@ class MaMeConfig(StudyFields):
             raise ValueError(f"layers: {of}: {error}") from None
 
     def to_dict(self, given_only: bool = False) -> dict[str, Any]:
-        """All fields and `batch` (or only the fields that were given) as JSON values, those of `Study` in `study`.
+        """All fields and `batch` (or only the fields that were given) as JSON values, those of
+        `Study` in `study`.
 
         `from_dict` makes an equal config of either.
         """
         every = {f.name: getattr(self, f.name) for f in fields(self)} | {"batch": self.batch}
-        values = {name: _json(value) for name, value in (self.given if given_only else every).items()}
+        values = {
+            name: _json(value) for name, value in (self.given if given_only else every).items()
+        }
         study = {name: values.pop(name) for name in STUDY if name in values}
         return values | ({"study": study} if study else {})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MaMeConfig:
-        """A config of `values` by field name; `batch` may stand among them where it is what follows from the others.
+        """A config of `values` by field name; `batch` may stand among them where it is what follows
+        from the others.
 
-        Raises ValueError for a name that no setting has, a value that can't be, and another `batch`.
+        Raises ValueError for a name that no setting has, a value that can't be, and another
+        `batch`.
         """
         check_names(values)
         config = cls(**{name: value for name, value in values.items() if name not in _FORMER})
         if values.get("batch", config.batch) not in (None, config.batch):
             limit = "tau" if config.keep is None else "keep"
             raise ValueError(
-                f"batch: expected {config.batch!r}, which follows from {limit}, got {values['batch']!r}; leave batch out"
+                f"batch: expected {config.batch!r}, which follows from {limit}, got"
+                f" {values['batch']!r}; leave batch out"
             )
         return config
 
     @classmethod
     def from_file(cls, path: str | PathLike[str]) -> MaMeConfig:
-        """A config from a .json or .toml file that holds the given fields at its top level. `about`, where
-        a file tells how it was found, is left to readers.
+        """A config from a .json or .toml file that holds the given fields at its top level.
+
+        `about`, where a file tells how it was found, is left to readers.
 
         Raises ValueError that names the file, for a file that can't be read, parsed or accepted.
         """
@@ -334,7 +373,10 @@ def check_names(values: Mapping[str, Any]) -> None:
 
 
 def study_given(study: Any) -> dict[str, Any]:
-    """The fields that a `study`, a `Study` or a mapping of its fields, gives. Raises ValueError for anything else."""
+    """The fields that a `study`, a `Study` or a mapping of its fields, gives.
+
+    Raises ValueError for anything else.
+    """
     if study is None:
         return {}
     if isinstance(study, Study):
@@ -352,7 +394,11 @@ def say_moved(values: Mapping[str, Any], stacklevel: int) -> None:
     moved = [name for name in STUDY if values.get(name) is not None]
     if moved:
         given = ", ".join(f"{name}={values[name]!r}" for name in moved)
-        warnings.warn(f"{', '.join(moved)}: moved to Study; give study=Study({given})", FutureWarning, stacklevel)
+        warnings.warn(
+            f"{', '.join(moved)}: moved to Study; give study=Study({given})",
+            FutureWarning,
+            stacklevel,
+        )
 
 
 def _changed_study(study: Any, flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -361,7 +407,10 @@ def _changed_study(study: Any, flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs of a JSON file. Raises ValueError for a name that stands there twice."""
+    """The object of these pairs of a JSON file.
+
+    Raises ValueError for a name that stands there twice.
+    """
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
@@ -373,11 +422,16 @@ def once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 def _read_table(path: Path) -> dict[str, Any]:
     kind = path.suffix.lower()
     if kind not in (".json", ".toml"):
-        raise ValueError(f"expected a .json or .toml file of settings, got {kind or 'no ending'}; rename or convert it")
+        raise ValueError(
+            f"expected a .json or .toml file of settings, got {kind or 'no ending'}; rename or"
+            " convert it"
+        )
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"expected a .json or .toml file of settings that can be read, got {error}") from None
+        raise ValueError(
+            f"expected a .json or .toml file of settings that can be read, got {error}"
+        ) from None
     try:
         if kind == ".toml":
             import tomllib
@@ -403,7 +457,13 @@ def _changed(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     """`given` with `changes`, of which a tau drops a keep and a keep a tau."""
     if "study" in changes:
         study = changes["study"]
-        given = {name: value for name, value in given.items() if study is not None or name not in STUDY}
-        changes = study_given(study) | {name: value for name, value in changes.items() if name != "study"}
-    dropped = {other for name, other in (("tau", "keep"), ("keep", "tau")) if changes.get(name) is not None}
+        given = {
+            name: value for name, value in given.items() if study is not None or name not in STUDY
+        }
+        changes = study_given(study) | {
+            name: value for name, value in changes.items() if name != "study"
+        }
+    dropped = {
+        other for name, other in (("tau", "keep"), ("keep", "tau")) if changes.get(name) is not None
+    }
     return {**{name: value for name, value in given.items() if name not in dropped}, **changes}

@@ -1,4 +1,7 @@
-"""What MaMeConfig accepts: each field by itself, and fields beside one another. Errors are ValueErrors that name the field."""
+"""What MaMeConfig accepts: each field by itself, and fields beside one another.
+
+Errors are ValueErrors that name the field.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ def check_given(given: Mapping[str, Any]) -> None:
         if name in given and (not _is_number(given[name]) or math.isnan(given[name])):
             raise ValueError(f"{name}: expected a number, got {given[name]!r}")
     if "tau" in given and "keep" in given:
-        raise ValueError(f"expected tau or keep, got both (tau={given['tau']!r}, keep={given['keep']!r}); drop one")
+        raise ValueError(
+            f"expected tau or keep, got both (tau={given['tau']!r}, keep={given['keep']!r});"
+            " drop one"
+        )
     for name in SHARES:
         if name in given and not 0 < given[name] <= 1:
             raise ValueError(f"{name}: expected a share above 0 and at most 1, got {given[name]!r}")
@@ -43,20 +49,33 @@ def check_given(given: Mapping[str, Any]) -> None:
         raise ValueError(f"eps: expected a finite number above 0, got {given['eps']!r}")
     for name, low in (("seed", 0), ("min_tokens", 1)):
         if name in given and not (_is_int(given[name]) and low <= given[name] < 2**63):
-            raise ValueError(f"{name}: expected a whole number from {low} to 2^63 - 1, got {given[name]!r}")
-    if "tiles" in given and not (_is_int(given["tiles"]) and (given["tiles"] == 0 or given["tiles"] >= 2)):
-        raise ValueError(f"tiles: expected a side of at least 2 tokens, or 0 for none, got {given['tiles']!r}")
+            raise ValueError(
+                f"{name}: expected a whole number from {low} to 2^63 - 1, got {given[name]!r}"
+            )
+    if "tiles" in given and not (
+        _is_int(given["tiles"]) and (given["tiles"] == 0 or given["tiles"] >= 2)
+    ):
+        raise ValueError(
+            f"tiles: expected a side of at least 2 tokens, or 0 for none, got {given['tiles']!r}"
+        )
     for name in ("refine", "redraw", "pairs", "correct", "detail"):
         if name in given and not isinstance(given[name], bool):
             raise ValueError(f"{name}: expected True or False, got {given[name]!r}")
     if "made_for" in given and not isinstance(given["made_for"], str):
-        raise ValueError(f"made_for: expected what calibration wrote, or nothing, got {given['made_for']!r}")
+        raise ValueError(
+            f"made_for: expected what calibration wrote, or nothing, got {given['made_for']!r}"
+        )
     for name in ("stride", "size"):
         pair = given.get(name, (2, 2))
-        if not (isinstance(pair, tuple) and len(pair) == 2 and all(_is_int(n) and n >= 1 for n in pair)):
+        if not (
+            isinstance(pair, tuple) and len(pair) == 2 and all(_is_int(n) and n >= 1 for n in pair)
+        ):
             raise ValueError(f"{name}: expected two whole numbers of at least 1, got {pair!r}")
     if given.get("stride") == (1, 1):
-        raise ValueError("stride: expected a cell of more than one token, got (1, 1), which leaves nothing to merge")
+        raise ValueError(
+            "stride: expected a cell of more than one token, got (1, 1), which leaves nothing to"
+            " merge"
+        )
 
 
 def check_resolved(config: Any) -> None:
@@ -65,22 +84,27 @@ def check_resolved(config: Any) -> None:
         low, high = TAU_RANGE[config.metric]
         if not low <= config.tau <= high or math.isinf(config.tau):
             raise ValueError(
-                f"tau: expected a finite number from {low:g} to {high:g} for metric {config.metric!r}, "
-                f"got {config.tau!r}; give a tau in that range, or keep instead"
+                f"tau: expected a finite number from {low:g} to {high:g} for metric"
+                f" {config.metric!r}, got {config.tau!r}; give a tau in that range, or keep instead"
             )
-    if config.variant == "paper" and (config.tau is None or config.merge != "qkv" or config.weights != "average"):
+    if config.variant == "paper" and (
+        config.tau is None or config.merge != "qkv" or config.weights != "average"
+    ):
         raise ValueError(
-            "variant: 'paper' knows only tau, merge='qkv' and weights='average' (the printed equations), "
-            f"got tau={config.tau!r}, keep={config.keep!r}, merge={config.merge!r}, weights={config.weights!r}"
+            "variant: 'paper' knows only tau, merge='qkv' and weights='average' (the printed"
+            f" equations), got tau={config.tau!r}, keep={config.keep!r}, merge={config.merge!r},"
+            f" weights={config.weights!r}"
         )
     if config.weights == "pick" and config.merge != "kv":
         raise ValueError(
-            f"weights: 'pick' drops keys and values, from which nothing could be restored, and needs merge='kv', got "
-            f"merge={config.merge!r}; leave merge out, or take weights 'best' or 'average'"
+            "weights: 'pick' drops keys and values, from which nothing could be restored, and"
+            f" needs merge='kv', got merge={config.merge!r}; leave merge out, or take weights"
+            " 'best' or 'average'"
         )
     if config.detail and config.weights == "average":
         raise ValueError(
-            "detail: needs weights by which each token goes to one group, got weights='average'; leave detail out, or take weights='best'"
+            "detail: needs weights by which each token goes to one group, got weights='average';"
+            " leave detail out, or take weights='best'"
         )
     if config.variant == "paper" and any(getattr(config, name) is not None for name in PARTS):
         raise ValueError(
@@ -98,7 +122,9 @@ def _is_number(value: Any) -> bool:
 
 
 def plain(name: str, value: Any) -> Any:
-    """`value` with NumPy's and other real numbers as Python's own; what is no number comes back as it is."""
+    """`value` with NumPy's and other real numbers as Python's own; what is no number comes back as
+    it is.
+    """
     if isinstance(value, tuple):
         return tuple(plain(name, item) for item in value)
     if isinstance(value, bool):
@@ -109,5 +135,7 @@ def plain(name: str, value: Any) -> Any:
         try:
             return float(value)
         except OverflowError:
-            raise ValueError(f"{name}: expected a number in the range of float, got a larger one") from None
+            raise ValueError(
+                f"{name}: expected a number in the range of float, got a larger one"
+            ) from None
     return value

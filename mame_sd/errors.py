@@ -4,7 +4,10 @@ from __future__ import annotations
 
 
 class UserError(Exception):
-    """The input is wrong: the message says what was expected, what came and what to do. Exit status 2."""
+    """The input is wrong: the message says what was expected, what came and what to do.
+
+    Exit status 2.
+    """
 
 
 class MachineError(Exception):

@@ -3,9 +3,10 @@
 A pattern is a shell's (`*`, `?`, `[24]`). It means a layer where it matches the layer's name, as
 `handle.report()` gives it, or a part of it from the left that ends before a dot:
 
->>> rules = LayerRules({"blocks.*": {"keep": 0.25}, "blocks.[24]": {"keep": 0.5}, "blocks.5": False})
->>> rules.of("blocks.1.attn"), rules.of("blocks.4.attn"), rules.of("blocks.5.attn"), rules.of("last")
-({'keep': 0.25}, {'keep': 0.5}, False, None)
+>>> quarter, half = {"keep": 0.25}, {"keep": 0.5}
+>>> rules = LayerRules({"blocks.*": quarter, "blocks.[24]": half, "blocks.5": False})
+>>> [rules.of(name) for name in ("blocks.1.attn", "blocks.4.attn", "blocks.5.attn", "last")]
+[{'keep': 0.25}, {'keep': 0.5}, False, None]
 
 Where several patterns match, a later one goes before an earlier one, setting by setting.
 """
@@ -18,7 +19,8 @@ from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any
 
-# What a model's call decides on, for all of its layers at once; parts of blocks have shares of their own.
+# What a model's call decides on, for all of its layers at once; parts of blocks have shares of
+# their own.
 OF_THE_MODEL = ("preset", "redraw", "pairs", "size", "mlp", "layers", "made_for")
 COMPILED = "_orig_mod."  # what torch.compile puts before the names of a model's layers
 
@@ -30,7 +32,8 @@ class LayerRules(Mapping[str, Any]):
 
     Raises:
         ValueError: no mapping of patterns, a value that is none of settings, or a setting that no
-            layer has of its own. What the settings may be is checked where a config is made of them.
+            layer has of its own. What the settings may be is checked where a config is made of
+            them.
     """
 
     def __init__(self, rules: Any) -> None:
@@ -42,7 +45,8 @@ class LayerRules(Mapping[str, Any]):
             pairs = list(rules.items())
         else:
             raise ValueError(
-                f'layers: expected settings by pattern such as {{"blocks.[24]": {{"keep": 0.5}}}}, got {rules!r}'
+                'layers: expected settings by pattern such as {"blocks.[24]": {"keep": 0.5}},'
+                f" got {rules!r}"
             )
         self._rules: dict[str, dict[str, Any] | bool] = {}
         for pattern, rule in pairs:
@@ -50,14 +54,15 @@ class LayerRules(Mapping[str, Any]):
                 raise ValueError(f"layers: expected a pattern of a layer's name, got {pattern!r}")
             if rule is not False and not isinstance(rule, Mapping):
                 raise ValueError(
-                    f'layers: {pattern}: expected settings such as {{"keep": 0.5}}, or False to leave it unmerged, '
-                    f"got {rule!r}"
+                    f'layers: {pattern}: expected settings such as {{"keep": 0.5}}, or False to'
+                    f" leave it unmerged, got {rule!r}"
                 )
             study = rule.get("study") if isinstance(rule, Mapping) else None
             for name in (*(rule or ()), *(study if isinstance(study, Mapping) else ())):
                 if name in OF_THE_MODEL:
                     raise ValueError(
-                        f"layers: {pattern}: {name} holds for a whole model, not for one layer; give it beside layers"
+                        f"layers: {pattern}: {name} holds for a whole model, not for one layer;"
+                        " give it beside layers"
                     )
             self._rules[pattern] = False if rule is False else dict(rule)
 
@@ -92,18 +97,28 @@ class LayerRules(Mapping[str, Any]):
     def unknown(self, layers: Iterable[str]) -> list[str]:
         """The patterns that mean none of `layers`."""
         names = list(layers)
-        return [pattern for pattern in self._rules if not any(means(pattern, name) for name in names)]
+        return [
+            pattern for pattern in self._rules if not any(means(pattern, name) for name in names)
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """The rules as JSON values."""
         return {
-            pattern: rule if isinstance(rule, bool) else
-            {name: list(value) if isinstance(value, tuple) else value for name, value in rule.items()}
+            pattern: (
+                rule
+                if isinstance(rule, bool)
+                else {
+                    name: list(value) if isinstance(value, tuple) else value
+                    for name, value in rule.items()
+                }
+            )
             for pattern, rule in self._rules.items()
-        }  # fmt: skip
+        }
 
     def _key(self) -> str:
-        return json.dumps(self.to_dict())  # later rules go before earlier ones, so their order counts
+        return json.dumps(
+            self.to_dict()
+        )  # later rules go before earlier ones, so their order counts
 
 
 def means(pattern: str, layer: str) -> bool:
@@ -114,5 +129,7 @@ def means(pattern: str, layer: str) -> bool:
 
 def _without(found: dict[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
     """What stays of `found`: a tau drops a keep, and a keep a tau."""
-    dropped = {other for name, other in (("tau", "keep"), ("keep", "tau")) if later.get(name) is not None}
+    dropped = {
+        other for name, other in (("tau", "keep"), ("keep", "tau")) if later.get(name) is not None
+    }
     return {name: value for name, value in found.items() if name not in dropped}

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-# What measurement chose (PRESETS["default"]) and the paper with our settled points (PRESETS["plain"]). A new
-# default is one edit here. A given tau or keep takes the place of either.
+# What measurement chose (PRESETS["default"]) and the paper with our settled points
+# (PRESETS["plain"]). A new default is one edit here. A given tau or keep takes the place of either.
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {
         "keep": 0.25,
@@ -22,8 +22,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "plain": {"tau": 0.8, "merge": "qkv", "partition": "alternating", "tiles": 0},
 }
-# Cells of the grid when keep is given, from small to large: with about as many destinations as it allows, (nearly) every
-# source merges, and merged keys stand for equally many tokens.
+# Cells of the grid when keep is given, from small to large: with about as many destinations as it
+# allows, (nearly) every source merges, and merged keys stand for equally many tokens.
 CELLS = ((1, 2), (1, 3), (2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 4))
 COMMON: dict[str, Any] = {
     "stride": (2, 2),
@@ -44,7 +44,9 @@ COMMON: dict[str, Any] = {
 
 def resolve(given: Mapping[str, Any]) -> dict[str, Any]:
     """Every field of MaMeConfig, concrete: what was given over what the preset says."""
-    preset = dict(PRESETS["plain" if given.get("variant") == "paper" else given.get("preset", "default")])
+    preset = dict(
+        PRESETS["plain" if given.get("variant") == "paper" else given.get("preset", "default")]
+    )
     if "tau" in given or "keep" in given:
         preset.pop("tau", None)
         preset.pop("keep", None)
@@ -62,9 +64,13 @@ def resolve(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cell(keep: float, tile_side: int) -> tuple[int, int]:
-    """The cell with the most destinations that is within the share `keep`, cells cut by a tile's border counted whole."""
+    """The cell with the most destinations that is within the share `keep`, cells cut by a tile's
+    border counted whole.
+    """
 
     def share(cell: tuple[int, int]) -> float:
-        return math.prod(math.ceil(tile_side / side) / tile_side if tile_side else 1 / side for side in cell)
+        return math.prod(
+            math.ceil(tile_side / side) / tile_side if tile_side else 1 / side for side in cell
+        )
 
     return max((cell for cell in CELLS if share(cell) <= keep + 1e-9), key=share, default=CELLS[-1])

@@ -1,7 +1,9 @@
-"""What merging did: counters that layers fill during a forward, and the report that is made of them.
+"""What merging did: counters that layers fill during a forward, and the report that is made of
+them.
 
-Counters are plain numbers outside compiled regions. Inside one (`torch.compile`) they are a tensor, because a Python
-number that changes in every call would recompile every call. Both count shapes only, so nothing waits for the device.
+Counters are plain numbers outside compiled regions. Inside one (`torch.compile`) they are a tensor,
+because a Python number that changes in every call would recompile every call. Both count shapes
+only, so nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -25,21 +27,30 @@ class NothingMergedError(RuntimeError):
 
 
 class LayerStats:
-    """Counters of one layer since the last `reset`: calls, tokens in, tokens kept, and why it was skipped.
+    """Counters of one layer since the last `reset`: calls, tokens in, tokens kept, and why it was
+    skipped.
 
-    With merge "kv" the tokens kept are keys. `last_reason` is None when the latest call could merge. `part` is what the
-    layer computes: "attention" (self-attention), or the setting that merges it, "mlp".
+    With merge "kv" the tokens kept are keys. `last_reason` is None when the latest call could
+    merge. `part` is what the layer computes: "attention" (self-attention), or the setting that
+    merges it, "mlp".
     """
 
-    def __init__(self, name: str, device: torch.device | None = None, part: str = "attention") -> None:
+    def __init__(
+        self, name: str, device: torch.device | None = None, part: str = "attention"
+    ) -> None:
         self.name = name
         self.part = part
         self.capture = False
-        self.compiled: Tensor | None = None  # [3] int64: calls, tokens in, tokens kept; None: not counted there
+        self.compiled: Tensor | None = (
+            None  # [3] int64: calls, tokens in, tokens kept; None: not counted there
+        )
         self.reset(device)
 
     def reset(self, device: torch.device | None = None) -> None:
-        """Back to zero calls; a captured plan is dropped too. `device` is where compiled regions are to count."""
+        """Back to zero calls; a captured plan is dropped too.
+
+        `device` is where compiled regions are to count.
+        """
         self.calls = self.tokens_in = self.tokens_kept = 0
         if self.compiled is not None and device in (None, self.compiled.device):
             self.compiled.zero_()
@@ -56,8 +67,12 @@ class LayerStats:
         self.last_reason = reason
         self._count(tokens, tokens)
 
-    def merged(self, plan: Plan, size: tuple[int, ...] | None, *notes: str, kept: int | None = None) -> None:
-        """A call merged by `plan` over (h, w) or (t, h, w) = `size`; `notes` that are not empty tell of fallbacks."""
+    def merged(
+        self, plan: Plan, size: tuple[int, ...] | None, *notes: str, kept: int | None = None
+    ) -> None:
+        """A call merged by `plan` over (h, w) or (t, h, w) = `size`; `notes` that are not empty
+        tell of fallbacks.
+        """
         self.last_reason = None
         self.size = size
         self.note = "; ".join(filter(None, notes))
@@ -66,7 +81,9 @@ class LayerStats:
             self.plan = plan
 
     def whole(self, plan: Plan, size: tuple[int, ...] | None, *notes: str) -> None:
-        """A call in which all tokens were kept, because merging them by `plan` saves nothing; `notes` tell why."""
+        """A call in which all tokens were kept, because merging them by `plan` saves nothing;
+        `notes` tell why.
+        """
         self.merged(plan, size, *notes, kept=plan.tokens_in)
 
     def left_whole(self, tokens: int, size: tuple[int, ...], note: str) -> None:
@@ -79,13 +96,17 @@ class LayerStats:
             self.calls += 1
             self.tokens_in += tokens_in
             self.tokens_kept += tokens_kept
-        elif self.compiled is not None and not torch.compiler.is_exporting():  # whose graphs change no tensor of ours
+        elif (
+            self.compiled is not None and not torch.compiler.is_exporting()
+        ):  # whose graphs change no tensor of ours
             self.compiled[0].add_(1)
             self.compiled[1].add_(tokens_in)
             self.compiled[2].add_(tokens_kept)
 
     def totals(self) -> tuple[int, int, int]:
-        """(calls, sum of tokens in, sum of tokens kept); waits for the device if a compiled region counted there."""
+        """(calls, sum of tokens in, sum of tokens kept); waits for the device if a compiled region
+        counted there.
+        """
         extra = [0, 0, 0] if self.compiled is None else self.compiled.tolist()
         return self.calls + extra[0], self.tokens_in + extra[1], self.tokens_kept + extra[2]
 
@@ -95,8 +116,8 @@ class LayerReport:
     """One layer: means over its calls since the last reset.
 
     `part` is "attention" (self-attention) or "mlp". `level` counts from 0, the layers with
-    the most tokens. `merged` is False when the layer was left alone, for the `reason` given. With merge "kv" `tokens_kept` counts
-    keys. `size` is (h, w) in tokens where it was known.
+    the most tokens. `merged` is False when the layer was left alone, for the `reason` given. With
+    merge "kv" `tokens_kept` counts keys. `size` is (h, w) in tokens where it was known.
     """
 
     name: str
@@ -138,7 +159,9 @@ class MaMeReport:
     layers: tuple[LayerReport, ...]
 
     def levels(self, part: str = "attention") -> list[LevelReport]:
-        """The layers of one part that were called, by level, most tokens first; means weighted by calls."""
+        """The layers of one part that were called, by level, most tokens first; means weighted by
+        calls.
+        """
         called = [layer for layer in self.layers if layer.calls and layer.part == part]
         result = []
         for level in sorted({layer.level for layer in called}):
@@ -156,7 +179,9 @@ class MaMeReport:
         return result
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON values: `layers` and `levels` (of self-attention), each a list of objects."""
+        """The report as JSON values: `layers` and `levels` (of self-attention), each a list of
+        objects.
+        """
         return {
             "layers": [{**asdict(layer), "share": layer.share} for layer in self.layers],
             "levels": [{**asdict(level), "share": level.share} for level in self.levels()],
@@ -167,15 +192,17 @@ class MaMeReport:
         lines = [f"{'layer':<{width}}  level  tokens    kept   share  calls  note"]
         for layer in self.layers:
             lines.append(
-                f"{layer.name:<{width}}  {layer.level:>5}  {layer.tokens_in:>6.0f}  {layer.tokens_kept:>6.0f}"
-                f"  {layer.share:>5.0%}  {layer.calls:>6}  {layer.reason}".rstrip()
+                f"{layer.name:<{width}}  {layer.level:>5}  {layer.tokens_in:>6.0f} "
+                f" {layer.tokens_kept:>6.0f}  {layer.share:>5.0%} "
+                f" {layer.calls:>6}  {layer.reason}".rstrip()
             )
         for part in dict.fromkeys(layer.part for layer in self.layers):
             name = "" if part == "attention" else f", {part}"
             for level in self.levels(part):
                 lines.append(
-                    f"level {level.level}{name}: {level.tokens_in:.0f} -> {level.tokens_kept:.0f} tokens "
-                    f"({level.share:.0%}), {level.layers_merged} of {level.layers} layers merge"
+                    f"level {level.level}{name}: {level.tokens_in:.0f} -> {level.tokens_kept:.0f}"
+                    f" tokens ({level.share:.0%}), {level.layers_merged} of {level.layers} layers"
+                    " merge"
                 )
         return "\n".join(lines)
 
@@ -184,11 +211,14 @@ def make_report(stats: Iterable[LayerStats]) -> MaMeReport:
     """The report of `stats`.
 
     Raises:
-        NothingMergedError: layers were called since the last reset, and not one of them could merge.
+        NothingMergedError: layers were called since the last reset, and not one of them could
+            merge.
     """
     rows = [(layer, *layer.totals()) for layer in stats]
     tokens = [round(total_in / calls) if calls else 0 for _, calls, total_in, _ in rows]
-    ranks = {count: rank for rank, count in enumerate(sorted({n for n in tokens if n}, reverse=True))}
+    ranks = {
+        count: rank for rank, count in enumerate(sorted({n for n in tokens if n}, reverse=True))
+    }
     layers = tuple(
         LayerReport(
             name=layer.name,
@@ -215,8 +245,8 @@ def nothing_merged(called: Sequence[LayerReport]) -> str:
     reasons = "; ".join(f"{count} of {len(called)}: {reason}" for reason, count in counts[:3])
     largest = max(round(layer.tokens_in) for layer in called)
     return (
-        f"expected at least one layer to merge, but none did ({reasons}), and the largest has {largest} tokens: "
-        "lower min_tokens, generate larger images, or remove merging"
+        f"expected at least one layer to merge, but none did ({reasons}), and the largest has"
+        f" {largest} tokens: lower min_tokens, generate larger images, or remove merging"
     )
 
 

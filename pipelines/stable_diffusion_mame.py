@@ -1,13 +1,15 @@
-"""StableDiffusionMaMePipeline: everything StableDiffusionPipeline has, with token merging as one of its settings.
+"""StableDiffusionMaMePipeline: everything StableDiffusionPipeline has, with token merging as one of
+its settings.
 
     pipe = StableDiffusionMaMePipeline.from_pretrained(model, tau=0.8)
     image = pipe("a red key").images[0]
     plain = pipe("a red key", tau=None).images[0]        # off for this call
     print(pipe.mame.report())                            # of the latest call that merged
 
-Merging belongs to the pipeline, not to its UNet: it is on during the pipeline's calls only. A UNet that is shared through
-`from_pipe` gives bit-equal images in the other pipeline, which neither sees nor changes this one's settings. What was put
-on the UNet by `apply_mame` steps back during a merged call and is in force again after it.
+Merging belongs to the pipeline, not to its UNet: it is on during the pipeline's calls only. A UNet
+that is shared through `from_pipe` gives bit-equal images in the other pipeline, which neither sees
+nor changes this one's settings. What was put on the UNet by `apply_mame` steps back during a merged
+call and is in force again after it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ from typing import Any
 from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
 from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
 from diffusers.schedulers import KarrasDiffusionSchedulers
-from transformers import CLIPImageProcessor, CLIPTextModel, CLIPTokenizer, CLIPVisionModelWithProjection
+from transformers import (
+    CLIPImageProcessor,
+    CLIPTextModel,
+    CLIPTokenizer,
+    CLIPVisionModelWithProjection,
+)
 
 from mame_sd.config import MaMeConfig, study_given
 from mame_sd.config_checks import CHOICES
@@ -40,21 +47,24 @@ _UNSET: Any = "unset"
 
 
 class StableDiffusionMaMePipeline(StableDiffusionPipeline):
-    """Text-to-image with Stable Diffusion 1.x and 2.x, and MaMe + MaRe in its large self-attentions.
+    """Text-to-image with Stable Diffusion 1.x and 2.x, and MaMe + MaRe in its large
+    self-attentions.
 
     Args:
-        tau: similarity above which a token may merge. Lower merges more: faster, further from the unmerged image. None is
-            off (if `keep` is None too); "default" is what measurement chose.
+        tau: similarity above which a token may merge. Lower merges more: faster, further from the
+            unmerged image. None is off (if `keep` is None too); "default" is what measurement
+            chose.
         keep: share of tokens to keep instead of a fixed `tau`.
-        mame_config: any further fields of MaMeConfig, as a dict, a MaMeConfig or a file of settings (`tau` and `keep` of it
-            count where the arguments leave them out).
+        mame_config: any further fields of MaMeConfig, as a dict, a MaMeConfig or a file of settings
+            (`tau` and `keep` of it count where the arguments leave them out).
 
-    All three are saved in model_index.json, which names StableDiffusionPipeline as the class: diffusers' own classes load a
-    saved folder too, as a plain pipeline that does not merge. Load it by this class, or by `mame-sd generate --model`.
-    `from_pretrained(folder, tau=0.9)` overrides what was saved, and
-    `from_pretrained(folder, tau=None, keep=0.5)` changes from one to the other. `from_pretrained`, `from_single_file` and
-    `from_pipe` also take each field of MaMeConfig by its name (`min_tokens=256`), over those of `mame_config`; of these
-    `variant` means the weights' variant unless it is "settled" or "paper". The other arguments are those of
+    All three are saved in model_index.json, which names StableDiffusionPipeline as the class:
+    diffusers' own classes load a saved folder too, as a plain pipeline that does not merge. Load it
+    by this class, or by `mame-sd generate --model`. `from_pretrained(folder, tau=0.9)` overrides
+    what was saved, and `from_pretrained(folder, tau=None, keep=0.5)` changes from one to the other.
+    `from_pretrained`, `from_single_file` and `from_pipe` also take each field of MaMeConfig by its
+    name (`min_tokens=256`), over those of `mame_config`; of these `variant` means the weights'
+    variant unless it is "settled" or "paper". The other arguments are those of
     StableDiffusionPipeline.
 
     Raises:
@@ -94,36 +104,55 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> StableDiffusionMaMePipeline:
-        """As StableDiffusionPipeline's, with any field of MaMeConfig. Raises ValueError for one out of its range."""
+        """As StableDiffusionPipeline's, with any field of MaMeConfig.
+
+        Raises ValueError for one out of its range.
+        """
         if fields := _taken(kwargs):
-            saved = cls.load_config(*args, **{name: kwargs[name] for name in PLACES if name in kwargs})
-            kwargs["mame_config"] = _over(kwargs.get("mame_config", saved.get("mame_config")), fields)
+            saved = cls.load_config(
+                *args, **{name: kwargs[name] for name in PLACES if name in kwargs}
+            )
+            kwargs["mame_config"] = _over(
+                kwargs.get("mame_config", saved.get("mame_config")), fields
+            )
         return super().from_pretrained(*args, **kwargs)
 
     @classmethod
     def from_single_file(cls, *args: Any, **kwargs: Any) -> StableDiffusionMaMePipeline:
-        """As StableDiffusionPipeline's, with any field of MaMeConfig. Raises ValueError for one out of its range."""
+        """As StableDiffusionPipeline's, with any field of MaMeConfig.
+
+        Raises ValueError for one out of its range.
+        """
         if fields := _taken(kwargs):
             kwargs["mame_config"] = _over(kwargs.get("mame_config"), fields)
         return super().from_single_file(*args, **kwargs)
 
     @classmethod
     def from_pipe(cls, pipeline: Any, **kwargs: Any) -> StableDiffusionMaMePipeline:
-        """As StableDiffusionPipeline's, with any field of MaMeConfig. Raises ValueError for one out of its range."""
+        """As StableDiffusionPipeline's, with any field of MaMeConfig.
+
+        Raises ValueError for one out of its range.
+        """
         if fields := _taken(kwargs):
-            kwargs["mame_config"] = _over(kwargs.get("mame_config", pipeline.config.get("mame_config")), fields)
+            kwargs["mame_config"] = _over(
+                kwargs.get("mame_config", pipeline.config.get("mame_config")), fields
+            )
         return super().from_pipe(pipeline, **kwargs)
 
     @classmethod
     def load_config(cls, *args: Any, **kwargs: Any) -> Any:
-        """As StableDiffusionPipeline's, with the saved merging under the names that `__init__` takes."""
+        """As StableDiffusionPipeline's, with the saved merging under the names that `__init__`
+        takes.
+        """
         loaded = super().load_config(*args, **kwargs)
         config = loaded[0] if isinstance(loaded, tuple) else loaded
         config.update(config.pop(ENTRY, {}))
         return loaded
 
     def to_json_string(self) -> str:
-        """The text of model_index.json: that of a StableDiffusionPipeline, with merging in an entry of its own."""
+        """The text of model_index.json: that of a StableDiffusionPipeline, with merging in an entry
+        of its own.
+        """
         config = json.loads(super().to_json_string())
         config[ENTRY] = {name: config.pop(name) for name in SAVED}
         config["_class_name"] = StableDiffusionPipeline.__name__
@@ -131,7 +160,9 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
 
     @property
     def tau(self) -> float | str | None:
-        """The threshold this pipeline merges with; None with `keep` or when off, "default" for the measured default."""
+        """The threshold this pipeline merges with; None with `keep` or when off, "default" for the
+        measured default.
+        """
         return self.config.tau
 
     @property
@@ -150,30 +181,42 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         return resolve_setting(self.config.tau, self.config.keep, self.config.mame_config)
 
     def set_mame(self, tau: Any = _UNSET, keep: Any = _UNSET, mame_config: Any = _UNSET) -> None:
-        """Changes settings for all further calls and for saving. Giving one of `tau` and `keep` replaces the other.
+        """Changes settings for all further calls and for saving.
+
+        Giving one of `tau` and `keep` replaces the other.
 
         Raises:
             ValueError: a setting is unknown or out of its range; nothing has changed then.
         """
         if mame_config is not _UNSET:
             mame_config = _over(mame_config, {})
-        fields = dict((self.config.get("mame_config") if mame_config is _UNSET else mame_config) or {})
-        threshold = {name: fields.pop(name) for name in ("tau", "keep") if fields.get(name) is not None}
+        fields = dict(
+            (self.config.get("mame_config") if mame_config is _UNSET else mame_config) or {}
+        )
+        threshold = {
+            name: fields.pop(name) for name in ("tau", "keep") if fields.get(name) is not None
+        }
         if tau in (_UNSET, DEFAULT) and keep in (_UNSET, None) and threshold:
             tau, keep = threshold.get("tau"), threshold.get("keep")
         tau, keep = self._choice(tau, keep)
         resolve_setting(tau, keep, fields)
-        if fields.get("layers") is not None:  # later rules go before earlier ones, and the file is sorted
-            fields["layers"] = [list(rule) for rule in LayerRules(fields["layers"]).to_dict().items()]
+        if (
+            fields.get("layers") is not None
+        ):  # later rules go before earlier ones, and the file is sorted
+            fields["layers"] = [
+                list(rule) for rule in LayerRules(fields["layers"]).to_dict().items()
+            ]
         self.register_to_config(tau=tau, keep=keep, mame_config=fields or None)
 
     def __call__(self, *args: Any, tau: Any = _UNSET, keep: Any = _UNSET, **kwargs: Any) -> Any:
         """Generates images; takes and returns what StableDiffusionPipeline's call does.
 
         Args:
-            tau: threshold for this call alone, also when it raises; None is off, "default" the measured default.
+            tau: threshold for this call alone, also when it raises; None is off, "default" the
+                measured default.
             keep: share of tokens to keep for this call alone.
-            kwargs: StableDiffusionPipeline's, and any other field of MaMeConfig for this call alone.
+            kwargs: StableDiffusionPipeline's, and any other field of MaMeConfig for this call
+                alone.
 
         Raises:
             ValueError: a setting is out of its range, or both tau and keep are given.
@@ -194,10 +237,11 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
 
     @contextmanager
     def _merging(self, config: MaMeConfig) -> Iterator[None]:
-        """Merging with `config` in this thread during the block; after the last such block the UNet behaves as before the first.
+        """Merging with `config` in this thread during the block; after the last such block the UNet
+        behaves as before the first.
 
-        The hooks stay on the UNet, inactive, so that a compiled UNet need not compile again for every call; but not
-        in the place of somebody else's.
+        The hooks stay on the UNet, inactive, so that a compiled UNet need not compile again for
+        every call; but not in the place of somebody else's.
         """
         unet, image = self.unet, threading.Lock()
         with CHANGES:
@@ -231,7 +275,9 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
 
 
 def _over(mame_config: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a `mame_config`, given as a dict, a MaMeConfig or a file, with `fields` over them."""
+    """The fields of a `mame_config`, given as a dict, a MaMeConfig or a file, with `fields` over
+    them.
+    """
     if isinstance(mame_config, (str, PathLike)):
         mame_config = MaMeConfig.from_file(mame_config)
     if isinstance(mame_config, MaMeConfig):
@@ -243,7 +289,11 @@ def _taken(arguments: dict[str, Any]) -> dict[str, Any]:
     """The fields of MaMeConfig among `arguments`, taken out of them; what __init__ takes stays."""
     if "mame_config" in arguments:
         arguments["mame_config"] = _over(arguments["mame_config"], {}) or None
-    names = [field.name for field in dataclasses.fields(MaMeConfig) if field.name not in ("tau", "keep", "variant")]
+    names = [
+        field.name
+        for field in dataclasses.fields(MaMeConfig)
+        if field.name not in ("tau", "keep", "variant")
+    ]
     if arguments.get("variant") in CHOICES["variant"]:
         names.append("variant")
     taken = {name: arguments.pop(name) for name in names if name in arguments}
@@ -253,7 +303,9 @@ def _taken(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _signature() -> inspect.Signature:
-    """StableDiffusionPipeline's call with `tau` and `keep`, for help() and for callers that look arguments up."""
+    """StableDiffusionPipeline's call with `tau` and `keep`, for help() and for callers that look
+    arguments up.
+    """
     base = inspect.signature(StableDiffusionPipeline.__call__)
     ours = inspect.signature(StableDiffusionMaMePipeline.__call__).parameters
     own = [ours["tau"], ours["keep"]]

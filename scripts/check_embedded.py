@@ -1,15 +1,18 @@
-"""Score the embedded model against the truth, and merging against no merging, on 100 prompts drawn with a fixed seed.
+"""Score the embedded model against the truth, and merging against no merging, on 100 prompts drawn
+with a fixed seed.
 
-    python scripts/check_embedded.py                         # baseline and the default setting, into out/check
-    python scripts/check_embedded.py --setting tau=0.8       # any MaMeConfig fields, comma-separated
-    python scripts/check_embedded.py --num 10                # a quick look
+    python scripts/check_embedded.py                         # baseline and the default setting,
+    into out/check python scripts/check_embedded.py --setting tau=0.8       # any MaMeConfig fields,
+    comma-separated python scripts/check_embedded.py --num 10                # a quick look
 
-Half of the prompts are object-background pairs that training never saw. Prints one row per setting and a last line of
-JSON, and writes ``contact.png``. Images are made by ``mame-sd generate``, so a stopped check continues.
+Half of the prompts are object-background pairs that training never saw. Prints one row per setting
+and a last line of JSON, and writes ``contact.png``. Images are made by ``mame-sd generate``, so a
+stopped check continues.
 
-retrieval: share of images whose nearest glyph (pixel MSE, rendered on the prompted background) is the prompted one;
-background: share of images whose frame is nearest to the prompted colour; PSNR (dB) and SSIM: per image against the
-baseline's image of the same prompt and seed, then averaged.
+retrieval: share of images whose nearest glyph (pixel MSE, rendered on the prompted background) is
+the prompted one;
+background: share of images whose frame is nearest to the prompted colour; PSNR (dB) and SSIM: per
+image against the baseline's image of the same prompt and seed, then averaged.
 """
 
 import argparse
@@ -23,7 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
+from torchmetrics.functional.image import (
+    peak_signal_noise_ratio,
+    structural_similarity_index_measure,
+)
 
 from mame_sd.embedded import model as subjects
 from mame_sd.eval.scoring.retrieval import TRUTHS
@@ -76,11 +82,17 @@ def score(run: Path, baseline: Path, prompts: list[dict[str, str]]) -> dict[str,
             ssim.append(structural_similarity_index_measure(a, b, data_range=1.0).item())
     samples = [sample.row for sample in read_samples(run, "run it again").values()]
     result = {
-        "retrieval": float(np.mean(hits)), "retrieval_held_out": float(np.mean(unseen)),
-        "background": float(np.mean(backgrounds)), "seconds": float(np.median([s["seconds"] for s in samples])),
-    }  # fmt: skip
+        "retrieval": float(np.mean(hits)),
+        "retrieval_held_out": float(np.mean(unseen)),
+        "background": float(np.mean(backgrounds)),
+        "seconds": float(np.median([s["seconds"] for s in samples])),
+    }
     if psnr:
-        result |= {"psnr": float(np.mean(psnr)), "ssim": float(np.mean(ssim)), "kept": first_level_kept(samples)}
+        result |= {
+            "psnr": float(np.mean(psnr)),
+            "ssim": float(np.mean(ssim)),
+            "kept": first_level_kept(samples),
+        }
     return result
 
 
@@ -93,7 +105,9 @@ def first_level_kept(samples: list[Mapping[str, Any]]) -> float:
     return float(np.mean(shares))
 
 
-def contact_sheet(runs: list[Path], prompts: list[dict[str, str]], path: Path, columns: int = 10) -> None:
+def contact_sheet(
+    runs: list[Path], prompts: list[dict[str, str]], path: Path, columns: int = 10
+) -> None:
     """The prompts' images of every run, run below run within each row of prompts, at 128 pixels."""
     rows = -(-len(prompts) // columns)
     sheet = Image.new("RGB", (columns * 128, rows * len(runs) * 128), "white")
@@ -105,17 +119,23 @@ def contact_sheet(runs: list[Path], prompts: list[dict[str, str]], path: Path, c
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("out/check"))
     parser.add_argument(
-        "--setting", action="append", help="default, or MaMeConfig fields such as tau=0.8,merge=kv; repeatable"
+        "--setting",
+        action="append",
+        help="default, or MaMeConfig fields such as tau=0.8,merge=kv; repeatable",
     )
     parser.add_argument("--model", help="another pipeline folder than the embedded one")
     parser.add_argument("--num", type=int, default=100)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    prompts = [{"id": p.id, "prompt": p.text, **p.extra} for p in TRUTHS["unet"].draw(args.num, args.seed)]
+    prompts = [
+        {"id": p.id, "prompt": p.text, **p.extra} for p in TRUTHS["unet"].draw(args.num, args.seed)
+    ]
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "prompts.jsonl"
     file.write_text("".join(json.dumps(p) + "\n" for p in prompts), encoding="utf-8")
@@ -129,7 +149,10 @@ def main() -> None:
     names = ["retrieval", "retrieval_held_out", "background", "psnr", "ssim", "kept", "seconds"]
     print(f"{'setting':28}" + "".join(f"{n:>20}" for n in names))
     for setting, row in results.items():
-        print(f"{setting:28}" + "".join(f"{row[n]:20.3f}" if n in row else f"{'-':>20}" for n in names))
+        print(
+            f"{setting:28}"
+            + "".join(f"{row[n]:20.3f}" if n in row else f"{'-':>20}" for n in names)
+        )
     print(
         json.dumps(
             {

@@ -1,9 +1,13 @@
-"""Do our ToMe and EViT give what the published implementations give? Both on one small ViT of timm with random weights.
+"""Do our ToMe and EViT give what the published implementations give?
 
-    python scripts/check_rivals.py --tome TOME --evit EVIT      # checkouts of facebookresearch/ToMe and youweiliang/evit
+Both on one small ViT of timm with random weights.
 
-Needs timm with its torchvision, and torchprofile, which EViT imports. One JSON line for each setting: the largest difference of the
-logits, that of the unmerged model's beside it. Exits with 1 where one is above `CLOSE`.
+    python scripts/check_rivals.py --tome TOME --evit EVIT      # checkouts of facebookresearch/ToMe
+    and youweiliang/evit
+
+Needs timm with its torchvision, and torchprofile, which EViT imports. One JSON line for each
+setting: the largest difference of the logits, that of the unmerged model's beside it. Exits with 1
+where one is above `CLOSE`.
 """
 
 from __future__ import annotations
@@ -57,33 +61,58 @@ def tome(model: torch.nn.Module, rule: ToMe, pixels: Tensor) -> Tensor:
 
 def evit(model: torch.nn.Module, rule: EViT, pixels: Tensor) -> Tensor:
     """Logits of the published EViT."""
-    rates = [rule.keep if block in rule.blocks(SIZES["depth"]) else 1 for block in range(SIZES["depth"])]
-    published = importlib.import_module("evit").EViT(**SIZES, keep_rate=tuple(rates), fuse_token=rule.fuse).eval()
+    rates = [
+        rule.keep if block in rule.blocks(SIZES["depth"]) else 1 for block in range(SIZES["depth"])
+    ]
+    published = (
+        importlib.import_module("evit")
+        .EViT(**SIZES, keep_rate=tuple(rates), fuse_token=rule.fuse)
+        .eval()
+    )
     published.load_state_dict(model.state_dict())
     logits: Tensor = published(pixels, rates)
     return logits
 
 
-def compare(model: torch.nn.Module, rule: Rule, pixels: Tensor, published: Tensor, about: str) -> bool:
+def compare(
+    model: torch.nn.Module, rule: Rule, pixels: Tensor, published: Tensor, about: str
+) -> bool:
     """Prints one line; whether ours is close."""
     unmerged = model(pixels)
     with rival_on(model, rule) as handle:
         ours = model(pixels)
         tokens = handle.report().blocks[-1].tokens_kept
     apart, other = ((published - logits).abs().max().item() for logits in (ours, unmerged))
-    print(json.dumps({"rule": str(rule), "model": about, "tokens": tokens, "apart": apart, "unmerged apart": other}))
+    print(
+        json.dumps(
+            {
+                "rule": str(rule),
+                "model": about,
+                "tokens": tokens,
+                "apart": apart,
+                "unmerged apart": other,
+            }
+        )
+    )
     return apart < CLOSE
 
 
 @torch.no_grad()
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tome", type=Path, required=True, help="checkout of facebookresearch/ToMe")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tome", type=Path, required=True, help="checkout of facebookresearch/ToMe"
+    )
     parser.add_argument("--evit", type=Path, required=True, help="checkout of youweiliang/evit")
     args = parser.parse_args()
     sys.path[:0] = [str(args.tome), str(args.evit)]
     pixels, close = torch.randn(IMAGES, 3, 28, 28, generator=torch.Generator().manual_seed(0)), []
-    for about, overrides in (("class token", {}), ("mean of tokens", {"class_token": False, "global_pool": "avg"})):
+    for about, overrides in (
+        ("class token", {}),
+        ("mean of tokens", {"class_token": False, "global_pool": "avg"}),
+    ):
         model = vit(**overrides)
         for rule in (ToMe(r, prop_attn) for prop_attn in (True, False) for r in (1, 3, 8, 16)):
             close.append(compare(model, rule, pixels, tome(model, rule, pixels), about))

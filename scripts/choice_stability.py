@@ -1,10 +1,13 @@
-"""Do roundings change what merges, and would coarser similarities help? Choices of a plan from tokens and from the same tokens, perturbed.
+"""Do roundings change what merges, and would coarser similarities help?
+
+Choices of a plan from tokens and from the same tokens, perturbed.
 
     python scripts/choice_stability.py
 
-Random tokens, tokens of which each is there twice, and smooth ones (neighbours nearly alike), perturbed by a relative 1e-6, as batching, attention slicing or
-another device do; the best destination of each source is taken of S as it is and of S rounded to 2^-k, ties to the
-first position. One JSON line for each kind: the share of the choices that differ.
+Random tokens, tokens of which each is there twice, and smooth ones (neighbours nearly alike),
+perturbed by a relative 1e-6, as batching, attention slicing or another device do; the best
+destination of each source is taken of S as it is and of S rounded to 2^-k, ties to the first
+position. One JSON line for each kind: the share of the choices that differ.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ def kinds(generator: torch.Generator) -> dict[str, Tensor]:
     smooth = torch.nn.functional.interpolate(coarse, size=(SIDE, SIDE), mode="bicubic")
     twice = random[..., ::2, ::2].repeat_interleave(2, -1).repeat_interleave(2, -2)
     return {
-        name: t.flatten(2).mT for name, t in (("random", random), ("each there 4 times", twice), ("smooth", smooth))
+        name: t.flatten(2).mT
+        for name, t in (("random", random), ("each there 4 times", twice), ("smooth", smooth))
     }
 
 

@@ -1,10 +1,13 @@
-"""Disks that fill up, folders that turn read-only, model files that are cut or have one bit flipped: what a run says and loses.
+"""Disks that fill up, folders that turn read-only, model files that are cut or have one bit
+flipped: what a run says and loses.
 
-    python scripts/faults.py [--bits 40]        # as root on Linux, for mount and chattr; parts that may not run say so
+    python scripts/faults.py [--bits 40]        # as root on Linux, for mount and chattr; parts that
+    may not run say so
 
-Every run is `mame-sd generate`, in this process, of eight prompts on a tiny pipeline of random weights. After each fault stderr
-must hold exactly one error line, every image of before must be whole, and the same command must end, once the fault is
-mended, with the bytes of an undisturbed run. Prints a JSON line a fault; exit status 1 when one of this is not so.
+Every run is `mame-sd generate`, in this process, of eight prompts on a tiny pipeline of random
+weights. After each fault stderr must hold exactly one error line, every image of before must be
+whole, and the same command must end, once the fault is mended, with the bytes of an undisturbed
+run. Prints a JSON line a fault; exit status 1 when one of this is not so.
 """
 
 from __future__ import annotations
@@ -60,7 +63,16 @@ class Faults:
             "--out",
             str(out),
         ]
-        command += ["--keep", "0.5", "--min-tokens", "16", "--prompt", "a red key", "--images-per-prompt", str(IMAGES)]
+        command += [
+            "--keep",
+            "0.5",
+            "--min-tokens",
+            "16",
+            "--prompt",
+            "a red key",
+            "--images-per-prompt",
+            str(IMAGES),
+        ]
         errors = io.StringIO()
         with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
             status = app.run(command)
@@ -80,20 +92,39 @@ class Faults:
         again, _ = self.generate(out)
         untouched = all(path.stat().st_mtime_ns == time for path, time in kept.items())
         same = snapshot(out) == self.expected
-        good = found == status and len(lines) == 1 and 0 < len(whole) < IMAGES and untouched and again == 0 and same
-        self.tell(fault, good, status=found, said=lines, images=len(whole), again=again, same_bytes=same)
+        good = (
+            found == status
+            and len(lines) == 1
+            and 0 < len(whole) < IMAGES
+            and untouched
+            and again == 0
+            and same
+        )
+        self.tell(
+            fault, good, status=found, said=lines, images=len(whole), again=again, same_bytes=same
+        )
 
 
 def full_disk(faults: Faults) -> None:
     with tmpfs(faults.work / "small", "28k") as remount:
-        faults.hit("the disk full in the middle", faults.work / "small" / "run", 1, lambda: remount("size=4m"))
+        faults.hit(
+            "the disk full in the middle",
+            faults.work / "small" / "run",
+            1,
+            lambda: remount("size=4m"),
+        )
 
 
 def read_only(faults: Faults) -> None:
     out = faults.work / "frozen"
     at_image(4, out / "images", lambda: system("chattr", "+i", str(out / "images")))
     try:
-        faults.hit("images turns immutable in the middle", out, 2, lambda: system("chattr", "-i", str(out / "images")))
+        faults.hit(
+            "images turns immutable in the middle",
+            out,
+            2,
+            lambda: system("chattr", "-i", str(out / "images")),
+        )
     finally:
         with contextlib.suppress(NotPermittedError):
             system("chattr", "-i", str(out / "images"))
@@ -119,7 +150,9 @@ def damaged_models(faults: Faults, bits: int) -> None:
             model, out = faults.work / "damaged", faults.work / f"{damage}-{number}"
             shutil.rmtree(model, ignore_errors=True)
             shutil.copytree(faults.model, model)
-            path = draw.choice(sorted(p for p in model.rglob("*") if p.suffix in (".json", ".safetensors")))
+            path = draw.choice(
+                sorted(p for p in model.rglob("*") if p.suffix in (".json", ".safetensors"))
+            )
             size = path.stat().st_size
             if damage == "cut":
                 os.truncate(path, draw.randrange(size))
@@ -131,17 +164,29 @@ def damaged_models(faults: Faults, bits: int) -> None:
             shutil.copytree(faults.model, model)
             (out / "manifest.json").exists() or out.mkdir(exist_ok=True)
             again, refused = faults.generate(out, model)
-            if status == 0:  # numbers all the same: another model, which must not be continued with the right one
+            if (
+                status == 0
+                # numbers all the same: another model, which must not be continued with the right
+                # one
+            ):
                 good = again == 2 and "model" in refused[0]
                 counts["loads, and is another model"] += 1
             else:
                 good = len(lines) == 1 and status in (1, 2) and "this is a bug" not in lines[0]
-                good &= again == 0 and images(out) == images(faults.work / "undisturbed") if status == 2 else True
+                good &= (
+                    again == 0 and images(out) == images(faults.work / "undisturbed")
+                    if status == 2
+                    else True
+                )
                 counts[f"status {status}"] += 1
             if not good:
                 strange.append([path.name, status, lines, again, refused])
             shutil.rmtree(out, ignore_errors=True)
-        name = "a model file cut at a random byte" if damage == "cut" else "one bit of a model file flipped"
+        name = (
+            "a model file cut at a random byte"
+            if damage == "cut"
+            else "one bit of a model file flipped"
+        )
         faults.tell(f"{name}, {bits} times", not strange, **counts, strange=strange)
 
 
@@ -150,7 +195,9 @@ def images(out: Path) -> list[bytes]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--bits", type=int, default=40, help="damaged models of each kind")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

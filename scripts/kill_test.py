@@ -1,14 +1,17 @@
-"""Kill runs of the embedded model at random moments, continue each until it ends, and compare with an undisturbed one.
+"""Kill runs of the embedded model at random moments, continue each until it ends, and compare with
+an undisturbed one.
 
-    python scripts/kill_test.py [--kills 50] [--kinds baseline,merged,processes] [--steps 2] [--minutes 60]
-    python scripts/kill_test.py --fork          # the same runs, forked from a process that has loaded the model
+    python scripts/kill_test.py [--kills 50] [--kinds baseline,merged,processes] [--steps 2]
+    [--minutes 60] python scripts/kill_test.py --fork          # the same runs, forked from a
+    process that has loaded the model
 
-A run is `mame-sd generate` with three images of each prompt, two at once; `processes` is the merged one by two processes,
-launched by accelerate: a kill takes all of it, or one of the two alone. With `--fork` a run begins where the model is loaded,
-in one process, or in two that are given what the launcher gives; most of a start's work falls away. Each kill is a SIGKILL
-after a random (seeded) 0 to 4 times what an image takes, once the run has written a new image. When a run has got to its end it is
-compared, and the next one begins in a new folder. The kinds share the kills. Prints one JSON line a kind; exit status 1 when a
-byte differs.
+A run is `mame-sd generate` with three images of each prompt, two at once; `processes` is the merged
+one by two processes, launched by accelerate: a kill takes all of it, or one of the two alone. With
+`--fork` a run begins where the model is loaded, in one process, or in two that are given what the
+launcher gives; most of a start's work falls away. Each kill is a SIGKILL after a random (seeded) 0
+to 4 times what an image takes, once the run has written a new image. When a run has got to its end
+it is compared, and the next one begins in a new folder. The kinds share the kills. Prints one JSON
+line a kind; exit status 1 when a byte differs.
 """
 
 from __future__ import annotations
@@ -34,20 +37,40 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.builders.kills import snapshot
 
 ROOT = Path(__file__).resolve().parents[1]
-LAUNCH = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+LAUNCH = [
+    "-m",
+    "accelerate.commands.launch",
+    "--multi_gpu",
+    "--num_processes",
+    "2",
+    "--main_process_port",
+    "0",
+]
 
 
 class Command:
     """A run as a user starts it."""
 
     def __init__(self, kind: str, out: Path, options: argparse.Namespace) -> None:
-        command = [sys.executable, *(LAUNCH if kind == "processes" else []), "-m", "mame_sd", "generate"]
+        command = [
+            sys.executable,
+            *(LAUNCH if kind == "processes" else []),
+            "-m",
+            "mame_sd",
+            "generate",
+        ]
         command += ["--prompts", "demo", "--num", str(options.num), "--steps", str(options.steps)]
         command += ["--images-per-prompt", "3", "--batch-size", "2", "--out", str(out)]
         command += ["--baseline"] if kind == "baseline" else []
         if options.model is not None:
-            command += ["--model", options.model, *([] if kind == "baseline" else ["--min-tokens", "16"])]
-        self.process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL)
+            command += [
+                "--model",
+                options.model,
+                *([] if kind == "baseline" else ["--min-tokens", "16"]),
+            ]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL
+        )
 
     def running(self) -> bool:
         return self.process.poll() is None
@@ -81,8 +104,15 @@ class Forked:
             if pid == 0:
                 status = 1
                 try:
-                    place = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "MASTER_PORT": port}
-                    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+                    place = {
+                        "RANK": rank,
+                        "WORLD_SIZE": count,
+                        "LOCAL_RANK": rank,
+                        "MASTER_PORT": port,
+                    }
+                    os.environ.update(
+                        {name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1"
+                    )
                     generate(kind, out, options)
                     status = 0
                 except BaseException:
@@ -136,7 +166,14 @@ def _loaded(name: str | None) -> Callable[[str, Path, argparse.Namespace], None]
         process = this_process()
         with joined(process):
             prompts = load_prompts("demo", options.num)
-            generate(model, prompts, settings, None if kind == "baseline" else config, out, process=process)
+            generate(
+                model,
+                prompts,
+                settings,
+                None if kind == "baseline" else config,
+                out,
+                process=process,
+            )
 
     return run
 
@@ -172,10 +209,14 @@ class Kind:
         return True
 
     def compared(self, out: Path) -> list[str]:
-        """Continue the run to its end; names of the files that are not those of the undisturbed one."""
+        """Continue the run to its end; names of the files that are not those of the undisturbed
+        one.
+        """
         status = self.start(out).wait()
         found = snapshot(out)
-        different = sorted(name for name in {*self.expected, *found} if self.expected.get(name) != found.get(name))
+        different = sorted(
+            name for name in {*self.expected, *found} if self.expected.get(name) != found.get(name)
+        )
         return different if status == 0 else [f"status {status}", *different]
 
 
@@ -185,7 +226,9 @@ def count(out: Path) -> int:
 
 
 def test(kind: Kind, kills: int, until: float) -> bool:
-    """Kill runs of `kind` until there were `kills`, or no time is left; whether all ended with the same bytes."""
+    """Kill runs of `kind` until there were `kills`, or no time is left; whether all ended with the
+    same bytes.
+    """
     draw = random.Random(kind.name)
     done, runs = 0, 0
     different: list[str] = []
@@ -194,15 +237,26 @@ def test(kind: Kind, kills: int, until: float) -> bool:
         runs += 1
         while done < kills and time.monotonic() < until and count(out) < kind.images:
             done += kind.kill_one(out, draw)
-            print(f"{kind.name}: {done} of {kills} kills, {count(out)} of {kind.images} images", file=sys.stderr)
+            print(
+                f"{kind.name}: {done} of {kills} kills, {count(out)} of {kind.images} images",
+                file=sys.stderr,
+            )
         different += kind.compared(out)
-    found = {"kind": kind.name, "kills": done, "runs": runs, "images": kind.images, "different": different}
+    found = {
+        "kind": kind.name,
+        "kills": done,
+        "runs": runs,
+        "images": kind.images,
+        "different": different,
+    }
     print(json.dumps({**found, "status": kind.status}), flush=True)
     return kind.status == 0 and not different
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=50, help="kills of all kinds together")
     parser.add_argument("--kinds", default="baseline,merged,processes", help="with commas between")
     parser.add_argument("--steps", type=int, default=2, help="denoising steps")
@@ -210,14 +264,18 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60, help="begin no kill after this")
     parser.add_argument("--fork", action="store_true", help="load the model once and fork each run")
     parser.add_argument("--verbose", action="store_true", help="show why a forked run ended")
-    parser.add_argument("--work", type=Path, default=None, help="folder for the runs; a temporary one when left out")
+    parser.add_argument(
+        "--work", type=Path, default=None, help="folder for the runs; a temporary one when left out"
+    )
     parser.add_argument("--model", default=None, help="another model than the embedded one")
     options = parser.parse_args()
     kinds = options.kinds.split(",")
     began, good = time.monotonic(), True
     with tempfile.TemporaryDirectory() as temporary:
         for number, name in enumerate(kinds):
-            kills = options.kills * (number + 1) // len(kinds) - options.kills * number // len(kinds)
+            kills = options.kills * (number + 1) // len(kinds) - options.kills * number // len(
+                kinds
+            )
             until = began + 60 * options.minutes * (number + 1) / len(kinds)
             good &= test(Kind(name, options.work or Path(temporary), options), kills, until)
     return int(not good)

@@ -1,4 +1,5 @@
-"""How far scores of mame_sd.caches are from kvpress', in an environment of its own (kvpress 0.5.5, transformers 5.2).
+"""How far scores of mame_sd.caches are from kvpress', in an environment of its own (kvpress 0.5.5,
+transformers 5.2).
 
 python -m scripts.kvpress_scores FOLDER        # with SmolLM2-135M-Instruct.Q4_1.gguf in it
 """
@@ -37,7 +38,9 @@ class Recorder:
 
 @torch.no_grad()
 def main(folder: str) -> None:
-    """Prints the largest difference of each method over all layers, as a share of the largest score."""
+    """Prints the largest difference of each method over all layers, as a share of the largest
+    score.
+    """
     file = "SmolLM2-135M-Instruct.Q4_1.gguf"
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).eval()
     ids = torch.randint(100, 20000, (1, TOKENS), generator=torch.Generator().manual_seed(0))

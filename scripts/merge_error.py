@@ -1,11 +1,14 @@
-"""What each form of merging costs the embedded UNet's output: the table behind the defaults, in a minute or two.
+"""What each form of merging costs the embedded UNet's output: the table behind the defaults, in a
+minute or two.
 
-    python scripts/merge_error.py            # prints the table of docs/experiments.md, last line JSON
+    python scripts/merge_error.py            # prints the table of docs/experiments.md, last line
+    JSON
 
-Noised latents of true pictures at four noise levels, conditional half only; error is |with - without| / |without| of the
-UNet's output, averaged; kept is the share of the first level's tokens (of its keys, for kv) that attention sees; work is
-the share of that level's query-key pairs; ratio is the time of a forward without merging over one with it, both medians
-of interleaved runs on this machine.
+Noised latents of true pictures at four noise levels, conditional half only; error is |with -
+without| / |without| of the UNet's output, averaged; kept is the share of the first level's tokens
+(of its keys, for kv) that attention sees; work is the share of that level's query-key pairs; ratio
+is the time of a forward without merging over one with it, both medians of interleaved runs on this
+machine.
 """
 
 import argparse
@@ -51,15 +54,24 @@ SETTINGS: dict[str, dict[str, object]] = {
 TIMESTEPS = (900, 600, 300, 100)
 
 
-def noised_inputs(pipe: StableDiffusionPipeline, images: int) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
+def noised_inputs(
+    pipe: StableDiffusionPipeline, images: int
+) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
     """(latents [images, 4, 64, 64], timestep, text states) for each noise level."""
-    names, backgrounds = subjects.glyph_names()[:: len(subjects.glyph_names()) // images], list(subjects.BACKGROUNDS)
+    names, backgrounds = (
+        subjects.glyph_names()[:: len(subjects.glyph_names()) // images],
+        list(subjects.BACKGROUNDS),
+    )
     pairs = [(n, backgrounds[i % len(backgrounds)]) for i, n in enumerate(names[:images])]
-    pixels = torch.stack([torch.from_numpy(np.asarray(subjects.render(*p)).copy()) for p in pairs]).permute(0, 3, 1, 2)
+    pixels = torch.stack(
+        [torch.from_numpy(np.asarray(subjects.render(*p)).copy()) for p in pairs]
+    ).permute(0, 3, 1, 2)
     latents = pipe.vae.encode(pixels.float() / 127.5 - 1).latents * pipe.vae.config.scaling_factor
     text, _ = pipe.encode_prompt([subjects.caption(*p) for p in pairs], "cpu", 1, False)
     noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(0))
-    return [(pipe.scheduler.add_noise(latents, noise, torch.tensor([t])), t, text) for t in TIMESTEPS]
+    return [
+        (pipe.scheduler.add_noise(latents, noise, torch.tensor([t])), t, text) for t in TIMESTEPS
+    ]
 
 
 def run(pipe: StableDiffusionPipeline, inputs: list) -> tuple[list[torch.Tensor], list[float]]:
@@ -71,7 +83,9 @@ def run(pipe: StableDiffusionPipeline, inputs: list) -> tuple[list[torch.Tensor]
     return outputs, seconds
 
 
-def measure(pipe: StableDiffusionPipeline, inputs: list, fields: dict[str, object]) -> dict[str, float]:
+def measure(
+    pipe: StableDiffusionPipeline, inputs: list, fields: dict[str, object]
+) -> dict[str, float]:
     """One row of the table; the unmerged forward is timed again beside each merged one."""
     plain, before = run(pipe, inputs)
     config = MaMeConfig.from_dict(fields)
@@ -80,7 +94,9 @@ def measure(pipe: StableDiffusionPipeline, inputs: list, fields: dict[str, objec
     level = handle.report().levels()[0]
     remove_mame(pipe)
     kept = level.tokens_kept / level.tokens_in
-    error = float(np.mean([((m - p).norm() / p.norm()).item() for m, p in zip(merged, plain, strict=True)]))
+    error = float(
+        np.mean([((m - p).norm() / p.norm()).item() for m, p in zip(merged, plain, strict=True)])
+    )
     return {
         "kept": kept,
         "work": kept if config.merge == "kv" else kept**2,
@@ -91,22 +107,33 @@ def measure(pipe: StableDiffusionPipeline, inputs: list, fields: dict[str, objec
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--images", type=int, default=4)
     args = parser.parse_args()
     pipe = StableDiffusionPipeline.from_pretrained(embedded_model_path())
     inputs = noised_inputs(pipe, args.images)
     run(pipe, inputs[:1])
     results = {}
-    print("| method | kept | attention work | error | forward, times faster |\n|---|---|---|---|---|")
+    print(
+        "| method | kept | attention work | error | forward, times faster |\n|---|---|---|---|---|"
+    )
     for name, fields in SETTINGS.items():
         row = results[name] = measure(pipe, inputs, fields)
         print(
-            f"| {name} | {row['kept']:.2f} | {row['work']:.2f} | {row['error']:.3f} | {row['ratio']:.2f} |", flush=True
+            f"| {name} | {row['kept']:.2f} | {row['work']:.2f} | {row['error']:.3f} |"
+            f" {row['ratio']:.2f} |",
+            flush=True,
         )
     print(
         json.dumps(
-            {"images": args.images, "torch": torch.__version__, "threads": torch.get_num_threads(), "results": results}
+            {
+                "images": args.images,
+                "torch": torch.__version__,
+                "threads": torch.get_num_threads(),
+                "results": results,
+            }
         )
     )
 

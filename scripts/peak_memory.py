@@ -1,9 +1,10 @@
 """Peak memory of merge + restore, in M x N fp32 buffers: at most three may be alive at once.
 
-Run `python scripts/peak_memory.py` (--tokens 9216 --dim 320 --batch 2). It counts what PyTorch allocates beyond the
-input (on CUDA by the caching allocator, on a CPU by the profiler's record of every allocation), prints a table, then
-one line of JSON, and exits with status 1 when a global setting needs more than three buffers (with tiles a buffer is
-small, and what remains is copies of the tokens).
+Run `python scripts/peak_memory.py` (--tokens 9216 --dim 320 --batch 2). It counts what PyTorch
+allocates beyond the input (on CUDA by the caching allocator, on a CPU by the profiler's record of
+every allocation), prints a table, then one line of JSON, and exits with status 1 when a global
+setting needs more than three buffers (with tiles a buffer is small, and what remains is copies of
+the tokens).
 """
 
 from __future__ import annotations
@@ -53,16 +54,26 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=9216, help="tokens of a square image (default 9216, 96 x 96)")
+    parser.add_argument(
+        "--tokens", type=int, default=9216, help="tokens of a square image (default 9216, 96 x 96)"
+    )
     parser.add_argument("--dim", type=int, default=320, help="width of a token (default 320)")
     parser.add_argument("--batch", type=int, default=2, help="samples (default 2)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     args = parser.parse_args()
     device, side = torch.device(args.device), math.isqrt(args.tokens)
     if side * side != args.tokens:
-        parser.error(f"--tokens: expected a square number, got {args.tokens}; the next one is {(side + 1) ** 2}")
+        parser.error(
+            f"--tokens: expected a square number, got {args.tokens}; the next one is"
+            f" {(side + 1) ** 2}"
+        )
     x = torch.randn(args.batch, args.tokens, args.dim, device=device) + 2
-    result: dict[str, Any] = {"tokens": args.tokens, "dim": args.dim, "batch": args.batch, "device": str(device)}
+    result: dict[str, Any] = {
+        "tokens": args.tokens,
+        "dim": args.dim,
+        "batch": args.batch,
+        "device": str(device),
+    }
     print(f"{'setting':18} {'peak MiB':>9} {'M x N fp32 MiB':>15} {'buffers':>8}")
     failed = False
     for name, fields in SETTINGS.items():

@@ -1,8 +1,10 @@
 """Render the embedded model's subjects, Noto Emoji glyphs, to one RGBA sheet with an index.
 
-The SVGs come from the npm package ``@iconify-json/noto`` (Apache-2.0). Needs ``npm`` and ``pip install resvg_py``.
+The SVGs come from the npm package ``@iconify-json/noto`` (Apache-2.0). Needs ``npm`` and ``pip
+install resvg_py``.
 
-    python scripts/render_glyphs.py            # writes mame_sd/embedded/unet/glyphs.webp and glyphs.json
+    python scripts/render_glyphs.py            # writes mame_sd/embedded/unet/glyphs.webp and
+    glyphs.json
 """
 
 import io
@@ -18,7 +20,12 @@ from PIL import Image
 
 PACKAGE = "@iconify-json/noto@1.2.9"
 CELL, GLYPH, COLUMNS = 256, 208, 16
-ALIASES = {"tree": "deciduous-tree", "heart suit": "heart-suit", "car": "automobile", "lion": "lion"}
+ALIASES = {
+    "tree": "deciduous-tree",
+    "heart suit": "heart-suit",
+    "car": "automobile",
+    "lion": "lion",
+}
 NAMES = """
 rocket, red apple, dog face, cat face, ant, key, star, red heart, pizza, tree,
 balloon, baseball, basketball, bullseye, christmas tree, crystal ball, game die, jack-o-lantern, kite, party popper,
@@ -48,7 +55,9 @@ def names() -> list[str]:
 def icons() -> dict[str, str]:
     """Icon bodies (SVG fragments) by name, as the package stores them."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["npm", "pack", "--silent", PACKAGE], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            ["npm", "pack", "--silent", PACKAGE], cwd=folder, check=True, stdout=subprocess.DEVNULL
+        )
         with tarfile.open(next(Path(folder).glob("*.tgz"))) as archive:
             member = archive.extractfile("package/icons.json")
             assert member is not None
@@ -58,10 +67,13 @@ def icons() -> dict[str, str]:
 
 def rasterize(body: str) -> Image.Image:
     """One glyph, 208 pixels wide, in the middle of a transparent 256 x 256 cell."""
-    svg = f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" viewBox="0 0 128 128">{body}</svg>'
-    glyph = Image.open(io.BytesIO(bytes(resvg_py.svg_to_bytes(svg_string=svg, width=GLYPH, height=GLYPH)))).convert(
-        "RGBA"
+    svg = (
+        '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+        f' viewBox="0 0 128 128">{body}</svg>'
     )
+    glyph = Image.open(
+        io.BytesIO(bytes(resvg_py.svg_to_bytes(svg_string=svg, width=GLYPH, height=GLYPH)))
+    ).convert("RGBA")
     cell = Image.new("RGBA", (CELL, CELL))
     cell.paste(glyph, ((CELL - GLYPH) // 2,) * 2)
     return cell
@@ -76,10 +88,21 @@ def main() -> None:
     cells = [np.asarray(rasterize(bodies[ALIASES.get(n, n.replace(" ", "-"))])) for n in subjects]
     rows = -(-len(cells) // COLUMNS)
     cells += [np.zeros_like(cells[0])] * (rows * COLUMNS - len(cells))
-    sheet = np.stack(cells).reshape(rows, COLUMNS, CELL, CELL, 4).transpose(0, 2, 1, 3, 4).reshape(rows * CELL, -1, 4)
+    sheet = (
+        np.stack(cells)
+        .reshape(rows, COLUMNS, CELL, CELL, 4)
+        .transpose(0, 2, 1, 3, 4)
+        .reshape(rows * CELL, -1, 4)
+    )
     out.mkdir(parents=True, exist_ok=True)
     Image.fromarray(sheet).save(out / "glyphs.webp", lossless=True, quality=100, method=6)
-    index = {"names": subjects, "columns": COLUMNS, "cell": CELL, "source": PACKAGE, "license": "Apache-2.0"}
+    index = {
+        "names": subjects,
+        "columns": COLUMNS,
+        "cell": CELL,
+        "source": PACKAGE,
+        "license": "Apache-2.0",
+    }
     (out / "glyphs.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     print(f"{len(subjects)} glyphs -> {out / 'glyphs.webp'}")
 

@@ -1,8 +1,10 @@
-"""Photograph a report for the documentation: the top of the page in light, and the page on a phone in dark.
+"""Photograph a report for the documentation: the top of the page in light, and the page on a phone
+in dark.
 
     python scripts/screenshot_report.py out/quick/report.html --out docs
 
-Writes report-light.webp and report-phone.webp. Needs playwright and a Chromium (`apt-get install chromium`).
+Writes report-light.webp and report-phone.webp. Needs playwright and a Chromium (`apt-get install
+chromium`).
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def photograph(browser: Browser, report: Path, out: Path) -> None:
         page.goto(report.resolve().as_uri())
         if width < 600:
             page.locator("#frontier-title").evaluate("title => title.scrollIntoView()")
-        Image.open(io.BytesIO(page.screenshot())).convert("RGB").save(out / name, quality=90, method=6)
+        Image.open(io.BytesIO(page.screenshot())).convert("RGB").save(
+            out / name, quality=90, method=6
+        )
         page.close()
         print(out / name)
 
@@ -43,10 +47,15 @@ def photograph(browser: Browser, report: Path, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("report", type=Path, help="report.html")
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder for the pictures (docs)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs"), help="folder for the pictures (docs)"
+    )
     args = parser.parse_args()
     if not args.report.is_file():
-        sys.exit(f"error: {args.report}: expected a report.html, found none; run mame-sd-eval benchmark first")
+        sys.exit(
+            f"error: {args.report}: expected a report.html, found none; run mame-sd-eval benchmark"
+            " first"
+        )
     args.out.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as driver:
         path = next(filter(None, map(shutil.which, NAMES)), None)

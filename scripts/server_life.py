@@ -1,18 +1,21 @@
-"""A server's life: many threads and one model, settings of their own, and 500 images in one process.
+"""A server's life: many threads and one model, settings of their own, and 500 images in one
+process.
 
     python scripts/server_life.py [--images 20] [--threads 8] [--memory 500]
 
-Every image is compared, bit for bit, with one that a single thread made from the same noise, at the same size and settings,
-before. Parts, on tiny Stable Diffusion pipelines of random weights (256 and 64 tokens):
+Every image is compared, bit for bit, with one that a single thread made from the same noise, at the
+same size and settings, before. Parts, on tiny Stable Diffusion pipelines of random weights (256 and
+64 tokens):
 
     using       one pipeline, each thread with sizes and settings of its own (`handle.using`)
     shared      two plain pipelines that share a UNet, one `apply_mame`
     pipelines   one StableDiffusionMaMePipeline, another tau or keep in each call
-    two         two StableDiffusionMaMePipelines that share a UNet: one waits, or raises RuntimeError
-    memory      one image after the other; resident memory after a fifth of them and at the end
+    two         two StableDiffusionMaMePipelines that share a UNet: one waits, or raises
+    RuntimeError memory      one image after the other; resident memory after a fifth of them and at
+    the end
 
-Prints one JSON line a part; exit status 1 when an image differs from all that it may be, an error is another than RuntimeError
-that names the reason, or memory grows by more than 16 MiB.
+Prints one JSON line a part; exit status 1 when an image differs from all that it may be, an error
+is another than RuntimeError that names the reason, or memory grows by more than 16 MiB.
 """
 
 from __future__ import annotations
@@ -49,7 +52,9 @@ SETTINGS: list[dict[str, Any]] = [
 SIZES = [(32, 32), (48, 32), (16, 64)]
 STEPS = 3
 UNDER_WAY = "expected no image under way in another thread"
-TEXT = threading.Lock()  # a tokenizer of transformers pads as its latest call in any thread asked for
+TEXT = (
+    threading.Lock()
+)  # a tokenizer of transformers pads as its latest call in any thread asked for
 GROWTH = 16 * 2**20
 
 
@@ -58,7 +63,12 @@ def image(pipe: Any, seed: int, size: tuple[int, int], **call: Any) -> bytes:
     height, width = size
     with TEXT:
         words, none = pipe.encode_prompt("a red key", "cpu", 1, do_classifier_free_guidance=True)
-    call = {**call, "prompt_embeds": words, "negative_prompt_embeds": none, "num_inference_steps": STEPS}
+    call = {
+        **call,
+        "prompt_embeds": words,
+        "negative_prompt_embeds": none,
+        "num_inference_steps": STEPS,
+    }
     return generate(pipe, None, seed=seed, height=height, width=width, **call).numpy().tobytes()
 
 
@@ -84,7 +94,9 @@ class Part:
         try:
             work(*arguments)
         except RuntimeError as error:
-            self.count("refused" if UNDER_WAY in str(error) else f"{type(error).__name__}: {error}"[:200])
+            self.count(
+                "refused" if UNDER_WAY in str(error) else f"{type(error).__name__}: {error}"[:200]
+            )
         except Exception as error:
             self.count(f"{type(error).__name__}: {error}"[:200])
 
@@ -92,7 +104,12 @@ class Part:
         self.count("equal" if found in allowed else "different")
 
     def ended(self, name: str) -> bool:
-        print(json.dumps({"part": name, "threads": self.threads, **dict(sorted(self.counts.items()))}), flush=True)
+        print(
+            json.dumps(
+                {"part": name, "threads": self.threads, **dict(sorted(self.counts.items()))}
+            ),
+            flush=True,
+        )
         return set(self.counts) <= {"equal", "refused"} and self.counts["equal"] > 0
 
 
@@ -132,10 +149,14 @@ def shared(part: Part) -> None:
 
 
 def pipelines(part: Part) -> None:
-    pipe = StableDiffusionMaMePipeline(**tiny_components(), keep=0.5, mame_config={"min_tokens": 16})
+    pipe = StableDiffusionMaMePipeline(
+        **tiny_components(), keep=0.5, mame_config={"min_tokens": 16}
+    )
     pipe.set_progress_bar_config(disable=True)
     calls: list[dict[str, Any]] = [{}, {"keep": 0.25}, {"tau": 0.3}, {"tau": None}]
-    expected = {(n, size): image(pipe, n, size, **call) for n, call in enumerate(calls) for size in SIZES}
+    expected = {
+        (n, size): image(pipe, n, size, **call) for n, call in enumerate(calls) for size in SIZES
+    }
 
     def work(number: int, draw: random.Random) -> None:
         case = number % len(calls), SIZES[number % len(SIZES)]
@@ -145,7 +166,9 @@ def pipelines(part: Part) -> None:
 
 
 def two(part: Part) -> None:
-    first = StableDiffusionMaMePipeline(**tiny_components(), keep=0.5, mame_config={"min_tokens": 16})
+    first = StableDiffusionMaMePipeline(
+        **tiny_components(), keep=0.5, mame_config={"min_tokens": 16}
+    )
     second = StableDiffusionMaMePipeline(
         **{**tiny_components(), "unet": first.unet}, keep=0.25, mame_config={"min_tokens": 16}
     )
@@ -177,7 +200,15 @@ def memory(images: int) -> bool:
             image(pipe, number, SIZES[number % len(SIZES)])
         if number % max(images // 5, 1) == 0:
             marks.append(resident())
-    print(json.dumps({"part": "memory", "images": images, "resident_mib": [round(m / 2**20, 1) for m in marks]}))
+    print(
+        json.dumps(
+            {
+                "part": "memory",
+                "images": images,
+                "resident_mib": [round(m / 2**20, 1) for m in marks],
+            }
+        )
+    )
     return marks[-1] - marks[0] < GROWTH
 
 
@@ -190,10 +221,14 @@ PARTS: dict[str, Callable[[Part], None]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--images", type=int, default=200, help="of each part with threads")
-    parser.add_argument("--memory", type=int, default=500, help="images one after the other; 0 leaves this part out")
+    parser.add_argument(
+        "--memory", type=int, default=500, help="images one after the other; 0 leaves this part out"
+    )
     parser.add_argument("--parts", default=",".join(PARTS), help="with commas between")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,18 +1,22 @@
-"""Train the embedded CLIP: a small ViT and text encoder that tell 180 glyphs apart in a world of grounds, on a CPU.
+"""Train the embedded CLIP: a small ViT and text encoder that tell 180 glyphs apart in a world of
+grounds, on a CPU.
 
     python scripts/train_clip.py --work out/clip                    # stop and start at will
     python scripts/train_clip.py --work out/clip --until tokens64   # no further than this stage
-    python scripts/train_clip.py --work out/clip --sample           # top-1 of the newest checkpoint on held-out pictures
-    python scripts/train_clip.py --work out/clip --export DIR       # the newest checkpoint in transformers' format
-    python scripts/train_clip.py --work out/clip --draw DIR         # held-out pictures in class folders, for mame-sd-eval classify; --plain: not crowded
-    python scripts/train_clip.py --work out/more --start DIR        # the last stage alone, from an exported model
-    python scripts/train_clip.py --smoke --work DIR                 # everything in a minute, into DIR/model and DIR/pictures
+    python scripts/train_clip.py --work out/clip --sample           # top-1 of the newest checkpoint
+    on held-out pictures python scripts/train_clip.py --work out/clip --export DIR       # the
+    newest checkpoint in transformers' format python scripts/train_clip.py --work out/clip --draw
+    DIR         # held-out pictures in class folders, for mame-sd-eval classify; --plain: not
+    crowded python scripts/train_clip.py --work out/more --start DIR        # the last stage alone,
+    from an exported model python scripts/train_clip.py --smoke --work DIR                 #
+    everything in a minute, into DIR/model and DIR/pictures
 
-The recipe is that of the other embedded models: coarse first. 64 patches of pictures at half the side learn glyphs and
-words; 256 patches at the full side see the small ones. Pictures are drawn anew at each step (`embedded_training/pictures.py`):
-one glyph at a free place, size and angle, partly hidden, on varied grounds. The text half starts as the embedded model's,
-which knows the words. The last stage strews halves of other glyphs over the one that is named, so that few tokens are
-redundant; the text half stays as it is there.
+The recipe is that of the other embedded models: coarse first. 64 patches of pictures at half the
+side learn glyphs and words; 256 patches at the full side see the small ones. Pictures are drawn
+anew at each step (`embedded_training/pictures.py`): one glyph at a free place, size and angle,
+partly hidden, on varied grounds. The text half starts as the embedded model's, which knows the
+words. The last stage strews halves of other glyphs over the one that is named, so that few tokens
+are redundant; the text half stays as it is there.
 """
 
 import argparse
@@ -53,9 +57,14 @@ def load_average(work: Path, stage: Stage, tokenizer: CLIPTokenizer) -> CLIPMode
 
 
 def train_stage(
-    work: Path, stage: Stage, previous: Stage | None, names: tuple[str, ...], tokens: Tokens, seed: int,
+    work: Path,
+    stage: Stage,
+    previous: Stage | None,
+    names: tuple[str, ...],
+    tokens: Tokens,
+    seed: int,
     start: Path | None = None,
-) -> None:  # fmt: skip
+) -> None:
     torch.manual_seed(seed)
     model = contrast.new_model(stage, tokens.tokenizer)
     if stage.locked:
@@ -65,15 +74,24 @@ def train_stage(
         contrast.grow(CLIPModel.from_pretrained(start), model)
     elif previous and not (work / f"{stage.name}.pt").exists():
         contrast.grow(load_average(work, previous, tokens.tokenizer), model)
-    with contrast.drawn_ahead(lambda step: contrast.draw_batch(names, stage, seed, step), stage.steps) as batch:
+    with contrast.drawn_ahead(
+        lambda step: contrast.draw_batch(names, stage, seed, step), stage.steps
+    ) as batch:
         fit(
-            work / f"{stage.name}.pt", stage.name, model, joint.optimizer_for(model), stage.steps,
+            work / f"{stage.name}.pt",
+            stage.name,
+            model,
+            joint.optimizer_for(model),
+            stage.steps,
             lambda step: contrast.contrastive_loss(model, tokens, stage, batch(step)),
-            lambda step: joint.learning_rate(stage, step), ema=stage.ema,
-        )  # fmt: skip
+            lambda step: joint.learning_rate(stage, step),
+            ema=stage.ema,
+        )
 
 
-def draw(out: Path, names: tuple[str, ...], each: int, seed: int, crowd: tuple[int, int] | None) -> None:
+def draw(
+    out: Path, names: tuple[str, ...], each: int, seed: int, crowd: tuple[int, int] | None
+) -> None:
     """Held-out pictures in class folders, ``each`` of them a glyph; those that are there stay."""
     for name in names:
         folder = out / name
@@ -89,12 +107,19 @@ def draw(out: Path, names: tuple[str, ...], each: int, seed: int, crowd: tuple[i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, required=True, help="folder for the training state")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="1 beside other work, 2 on two idle cores")
     parser.add_argument(
-        "--until", choices=[s.name for s in STAGES], default=STAGES[-1].name, help="the last stage to train"
+        "--threads", type=int, default=1, help="1 beside other work, 2 on two idle cores"
+    )
+    parser.add_argument(
+        "--until",
+        choices=[s.name for s in STAGES],
+        default=STAGES[-1].name,
+        help="the last stage to train",
     )
     parser.add_argument(
         "--start",
@@ -102,11 +127,23 @@ def main() -> None:
         metavar="DIR",
         help="a CLIP that --export wrote, to begin the last stage from; give it again to go on",
     )
-    parser.add_argument("--sample", action="store_true", help="print top-1 on held-out pictures; train nothing")
-    parser.add_argument("--export", type=Path, metavar="DIR", help="write the newest checkpoint; train nothing")
-    parser.add_argument("--draw", type=Path, metavar="DIR", help="write held-out pictures; train nothing")
-    parser.add_argument("--plain", action="store_true", help="--draw: each glyph alone, no crowd of pieces around it")
-    parser.add_argument("--each", type=int, default=10, help="pictures of each glyph that --draw writes")
+    parser.add_argument(
+        "--sample", action="store_true", help="print top-1 on held-out pictures; train nothing"
+    )
+    parser.add_argument(
+        "--export", type=Path, metavar="DIR", help="write the newest checkpoint; train nothing"
+    )
+    parser.add_argument(
+        "--draw", type=Path, metavar="DIR", help="write held-out pictures; train nothing"
+    )
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="--draw: each glyph alone, no crowd of pieces around it",
+    )
+    parser.add_argument(
+        "--each", type=int, default=10, help="pictures of each glyph that --draw writes"
+    )
     parser.add_argument("--smoke", action="store_true", help="a few steps of everything")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -124,16 +161,21 @@ def main() -> None:
     if args.start:
         if args.until != stages[-1].name:
             parser.error(
-                f"--until {args.until}: expected none beside --start, which trains the last stage alone; leave it out"
+                f"--until {args.until}: expected none beside --start, which trains the last stage"
+                " alone; leave it out"
             )
         stages = stages[-1:]
     tokens = Tokens(joint.joint_tokenizer())
     begun = [s for s in stages if (args.work / f"{s.name}.pt").exists()]
     if not args.sample and not args.export:
         begun = train_stages(
-            args.work, stages, args.until,
-            lambda stage, previous: train_stage(args.work, stage, previous, names, tokens, args.seed, args.start),
-        )  # fmt: skip
+            args.work,
+            stages,
+            args.until,
+            lambda stage, previous: train_stage(
+                args.work, stage, previous, names, tokens, args.seed, args.start
+            ),
+        )
     if not begun:
         parser.error(f"--work {args.work}: expected a checkpoint, found none; train first")
     stage = begun[-1]
@@ -143,14 +185,17 @@ def main() -> None:
         for kind, crowded in (("plain", None), ("crowded", pictures.CROWD)):
             share = contrast.top1(model, tokens, names, stage.side, args.seed, held_out, crowded)
             print(
-                f"{stage.name}, {steps[stage.name]} steps: top-1 of {len(names)} on {held_out} held-out {kind} pictures {share:.1%}"
+                f"{stage.name}, {steps[stage.name]} steps: top-1 of {len(names)} on {held_out}"
+                f" held-out {kind} pictures {share:.1%}"
             )
     out = args.export or (args.work / "model" if args.smoke else None)
     if out:
         provenance = {
-            "script_sha256": script_hash(), "seed": str(args.seed), "steps": json.dumps(steps),
+            "script_sha256": script_hash(),
+            "seed": str(args.seed),
+            "steps": json.dumps(steps),
             "subjects": "Noto Emoji, Apache-2.0",
-        }  # fmt: skip
+        }
         contrast.export(out, model, tokens.tokenizer, provenance)
         print(f"wrote {out}")
     if args.smoke:

@@ -1,14 +1,17 @@
-"""Train the embedded model from nothing: autoencoder, tokenizer, text encoder and UNet, on a CPU or a GPU.
+"""Train the embedded model from nothing: autoencoder, tokenizer, text encoder and UNet, on a CPU or
+a GPU.
 
     python scripts/render_glyphs.py                        # once: the subjects
-    python scripts/train_embedded.py --work out/train      # hours on two cores; stop and start it at will
-    python scripts/train_embedded.py --smoke --work DIR    # the whole path in under a minute, into DIR/model
+    python scripts/train_embedded.py --work out/train      # hours on two cores; stop and start it
+    at will python scripts/train_embedded.py --smoke --work DIR    # the whole path in under a
+    minute, into DIR/model
 
-The recipe: the UNet's inner levels are trained first, on 8 x 8 patches of 8 x 8 latents, where a step is cheap and every
-position knows its place from the padding around it: they learn which shape in which colours a caption means. Then an
-outer level is put around them (16 x 16 patches of 4 x 4), then another (32 x 32), then the last (the plain 64 x 64 latents).
-What the inner levels know stays valid at each growth, since every cell keeps its place in the picture; they are frozen
-until the new level has learnt to speak to them.
+The recipe: the UNet's inner levels are trained first, on 8 x 8 patches of 8 x 8 latents, where a
+step is cheap and every position knows its place from the padding around it: they learn which shape
+in which colours a caption means. Then an outer level is put around them (16 x 16 patches of 4 x 4),
+then another (32 x 32), then the last (the plain 64 x 64 latents). What the inner levels know stays
+valid at each growth, since every cell keeps its place in the picture; they are frozen until the new
+level has learnt to speak to them.
 """
 
 import argparse
@@ -19,7 +22,15 @@ from pathlib import Path
 
 import torch
 from embedded_training.autoencoder import all_latents, check_grid, train_autoencoder
-from embedded_training.diffusion import Data, Denoiser, Stage, new_scheduler, new_unet, train_stage, training_pairs
+from embedded_training.diffusion import (
+    Data,
+    Denoiser,
+    Stage,
+    new_scheduler,
+    new_unet,
+    train_stage,
+    training_pairs,
+)
 from embedded_training.export import export
 from embedded_training.text import new_text_encoder, new_tokenizer
 
@@ -41,18 +52,26 @@ def script_hash() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, required=True, help="folder for the training state")
     parser.add_argument("--out", type=Path, help="pipeline folder to write (default: WORK/model)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="a few steps of everything")
-    parser.add_argument("--export-now", action="store_true", help="write the last stage's weights as they are")
+    parser.add_argument(
+        "--export-now", action="store_true", help="write the last stage's weights as they are"
+    )
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     torch.use_deterministic_algorithms(True)
     count = 8 if args.smoke else len(subjects.glyph_names())
     rgba = torch.from_numpy(subjects.glyphs()[:count].copy()).permute(0, 3, 1, 2)
-    stages = [replace(s, steps=2, batch=2, frozen=min(s.frozen, 1)) for s in STAGES] if args.smoke else list(STAGES)
+    stages = (
+        [replace(s, steps=2, batch=2, frozen=min(s.frozen, 1)) for s in STAGES]
+        if args.smoke
+        else list(STAGES)
+    )
     autoencoder_steps = 2 if args.smoke else AUTOENCODER_STEPS
 
     vae = train_autoencoder(args.work, rgba, args.seed, autoencoder_steps)
@@ -61,7 +80,9 @@ def main() -> None:
     captions = [subjects.caption(n, b) for n in subjects.glyph_names() for b in backgrounds]
     tokenizer = new_tokenizer(captions)
     ids = tokenizer(
-        [subjects.caption(n, b) for n in names for b in backgrounds], padding="max_length", return_tensors="pt"
+        [subjects.caption(n, b) for n in names for b in backgrounds],
+        padding="max_length",
+        return_tensors="pt",
     ).input_ids
     empty = tokenizer("", padding="max_length", return_tensors="pt").input_ids[0]
     data = Data(
@@ -74,18 +95,33 @@ def main() -> None:
     model = None
     if args.export_now:
         model = Denoiser(new_unet(stages[-1]), new_text_encoder(tokenizer))
-        model.load_state_dict(torch.load(args.work / f"{stages[-1].name}.pt", weights_only=True)["ema"])
+        model.load_state_dict(
+            torch.load(args.work / f"{stages[-1].name}.pt", weights_only=True)["ema"]
+        )
     else:
         for previous, stage in zip([None, *stages], stages, strict=False):
             model = train_stage(args.work, stage, previous, data, tokenizer, args.seed)
     assert model is not None
     out = args.out or args.work / "model"
     provenance = {
-        "script_sha256": script_hash(), "seed": str(args.seed),
-        "steps": json.dumps({s.name: torch.load(args.work / f"{s.name}.pt", weights_only=True)["step"] for s in stages}),
+        "script_sha256": script_hash(),
+        "seed": str(args.seed),
+        "steps": json.dumps(
+            {
+                s.name: torch.load(args.work / f"{s.name}.pt", weights_only=True)["step"]
+                for s in stages
+            }
+        ),
         "subjects": "Noto Emoji, Apache-2.0",
-    }  # fmt: skip
-    export(out, vae, model, tokenizer, torch.load(args.work / "latents.pt", weights_only=True), provenance)
+    }
+    export(
+        out,
+        vae,
+        model,
+        tokenizer,
+        torch.load(args.work / "latents.pt", weights_only=True),
+        provenance,
+    )
     print(f"wrote {out}")
 
 

@@ -1,21 +1,26 @@
-"""Train ViT-Ti without merging and with it on pictures of the embedded world: from scratch, fine-tuned, in the last block only.
+"""Train ViT-Ti without merging and with it on pictures of the embedded world: from scratch,
+fine-tuned, in the last block only.
 
     python scripts/train_vit.py --work out/vit                    # stop and start at will
     python scripts/train_vit.py --work out/vit --until last-0     # no further than this stage
     python scripts/train_vit.py --work out/vit --forms plain      # the unmerged models alone
-    python scripts/train_vit.py --work out/vit-class --head class # a class token instead of the mean over tokens
-    python scripts/train_vit.py --smoke --work DIR                # everything in a minute
-    mame-sd-eval classify --suite trained --trained out/vit       # the table, whenever all forms of a seed are there
+    python scripts/train_vit.py --work out/vit-class --head class # a class token instead of the
+    mean over tokens python scripts/train_vit.py --smoke --work DIR                # everything in a
+    minute mame-sd-eval classify --suite trained --trained out/vit       # the table, whenever all
+    forms of a seed are there
 
-The answer is read from the mean over tokens. From a class token, as in the paper, merging in the last block can't change it: there merging stands
-after the last attention, where the class token, which takes no part, has met the others for the last time.
+The answer is read from the mean over tokens. From a class token, as in the paper, merging in the
+last block can't change it: there merging stands after the last attention, where the class token,
+which takes no part, has met the others for the last time.
 
-The forms are those of `mame_sd.eval.perception.forms`; a seed decides weights and order of the pictures. As in the paper a form is trained
-from scratch, or fine-tuned for one epoch. There it took the merged forms alone; here the unmerged one is fine-tuned as well, so that what
-one more epoch does is known.
+The forms are those of `mame_sd.eval.perception.forms`; a seed decides weights and order of the
+pictures. As in the paper a form is trained from scratch, or fine-tuned for one epoch. There it took
+the merged forms alone; here the unmerged one is fine-tuned as well, so that what one more epoch
+does is known.
 
-A training set of fixed size, so that there are epochs: pictures of one of ten glyphs (`embedded_training/pictures.py`), 64 x 64 pixels, moved by up to
-`SHIFT` pixels. Pairs of glyph and ground that are held out are what is measured on.
+A training set of fixed size, so that there are epochs: pictures of one of ten glyphs
+(`embedded_training/pictures.py`), 64 x 64 pixels, moved by up to `SHIFT` pixels. Pairs of glyph and
+ground that are held out are what is measured on.
 """
 
 import argparse
@@ -48,7 +53,10 @@ from mame_sd.runs.files import write_atomically, written_whole
 
 SIDE, PATCH = 64, 8
 WIDTH, BLOCKS, HEADS = 192, 12, 3
-NO_TEXT = {"bos_token_id": None, "eos_token_id": None}  # SigLIP's configuration asks for a text half
+NO_TEXT = {
+    "bos_token_id": None,
+    "eos_token_id": None,
+}  # SigLIP's configuration asks for a text half
 NAMES = subjects.glyph_names()[::18]
 SHIFT = 4  # pixels
 PICTURES, HELD_OUT = 8000, 1000
@@ -85,7 +93,13 @@ class Task:
 def stages(seeds: int, steps: int = STEPS, tuning: int = TUNING, batch: int = BATCH) -> list[Stage]:
     """Every form of the first seed, then of the next."""
     return [
-        Stage(form, seed, tuning if form.begins else steps, batch, TUNING_RATE if form.begins else RATE)
+        Stage(
+            form,
+            seed,
+            tuning if form.begins else steps,
+            batch,
+            TUNING_RATE if form.begins else RATE,
+        )
         for seed in range(seeds)
         for form in FORMS.values()
     ]
@@ -97,23 +111,33 @@ def small(pixels: np.ndarray) -> np.ndarray:
     return np.rint(pixels.reshape(SIDE, cells, SIDE, cells, 3).mean((1, 3))).astype(np.uint8)
 
 
-def drawn(kind: str, number: int, names: list[str], held_out: bool = False) -> tuple[np.ndarray, int]:
+def drawn(
+    kind: str, number: int, names: list[str], held_out: bool = False
+) -> tuple[np.ndarray, int]:
     """A picture and the number of its class."""
-    pixels, scene = pictures.draw(pictures.rng_of(0, f"vit {kind}", number), names, held_out=held_out)
+    pixels, scene = pictures.draw(
+        pictures.rng_of(0, f"vit {kind}", number), names, held_out=held_out
+    )
     return small(pixels), names.index(subjects.glyph_names()[scene.placed[0].glyph])
 
 
 def training_set(work: Path, count: int, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pictures [count, 3, SIDE, SIDE] in uint8 and their classes [count], drawn when first asked for."""
+    """Pictures [count, 3, SIDE, SIDE] in uint8 and their classes [count], drawn when first asked
+    for.
+    """
     file = work / f"pictures-{count}.npz"
     if not file.exists():
         made = [drawn("train", n, names) for n in track(range(count), f"drawing {count} pictures")]
         with written_whole(file) as stream:
             np.savez(
-                stream, pixels=np.stack([pixels for pixels, _ in made]), labels=np.array([label for _, label in made])
+                stream,
+                pixels=np.stack([pixels for pixels, _ in made]),
+                labels=np.array([label for _, label in made]),
             )
     with np.load(file) as found:
-        return torch.from_numpy(found["pixels"]).permute(0, 3, 1, 2), torch.from_numpy(found["labels"])
+        return torch.from_numpy(found["pixels"]).permute(0, 3, 1, 2), torch.from_numpy(
+            found["labels"]
+        )
 
 
 def draw_held_out(out: Path, count: int, names: list[str]) -> None:
@@ -127,17 +151,28 @@ def draw_held_out(out: Path, count: int, names: list[str]) -> None:
 
 
 def new_model(task: Task) -> PreTrainedModel:
-    """ViT-Ti with 64 patches, unmerged. transformers' SigLIP is the plain ViT that answers by the mean over tokens."""
+    """ViT-Ti with 64 patches, unmerged. transformers' SigLIP is the plain ViT that answers by the
+    mean over tokens.
+    """
     sizes = {
-        "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": BLOCKS, "num_attention_heads": HEADS,
-        "image_size": SIDE, "patch_size": PATCH,
-    }  # fmt: skip
-    names = {"id2label": dict(enumerate(task.names)), "label2id": {name: n for n, name in enumerate(task.names)}}
+        "hidden_size": WIDTH,
+        "intermediate_size": 4 * WIDTH,
+        "num_hidden_layers": BLOCKS,
+        "num_attention_heads": HEADS,
+        "image_size": SIDE,
+        "patch_size": PATCH,
+    }
+    names = {
+        "id2label": dict(enumerate(task.names)),
+        "label2id": {name: n for n, name in enumerate(task.names)},
+    }
     if task.head == "class":
         model: PreTrainedModel = ViTForImageClassification(ViTConfig(**sizes, **names))
     else:
         model = SiglipForImageClassification(
-            SiglipConfig(text_config=NO_TEXT, vision_config={**sizes, "vision_use_head": False}, **names)
+            SiglipConfig(
+                text_config=NO_TEXT, vision_config={**sizes, "vision_use_head": False}, **names
+            )
         )
     model.set_attn_implementation("eager")  # at these lengths it trains faster than SDPA on a CPU
     return model
@@ -147,16 +182,32 @@ def optimizer_for(model: PreTrainedModel) -> Muon:
     """Muon for the weight matrices of the blocks, AdamW for the rest."""
     hidden = [p for name, p in model.named_parameters() if ".layers." in name and p.ndim == 2]
     rest = [p for name, p in model.named_parameters() if not (".layers." in name and p.ndim == 2)]
-    return Muon([
-        {"params": hidden, "use_muon": True, "weight_decay": 0.05, "use_adjusted_lr": False, "ns_steps": 4},
-        {"params": rest, "use_muon": False, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.0},
-    ])  # fmt: skip
+    return Muon(
+        [
+            {
+                "params": hidden,
+                "use_muon": True,
+                "weight_decay": 0.05,
+                "use_adjusted_lr": False,
+                "ns_steps": 4,
+            },
+            {
+                "params": rest,
+                "use_muon": False,
+                "betas": (0.9, 0.98),
+                "eps": 1e-8,
+                "weight_decay": 0.0,
+            },
+        ]
+    )
 
 
 def draw_batch(
     pixels: torch.Tensor, labels: torch.Tensor, stage: Stage, step: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The step's part of its epoch's order: normalised pixels [B, 3, SIDE, SIDE], moved, and classes [B]."""
+    """The step's part of its epoch's order: normalised pixels [B, 3, SIDE, SIDE], moved, and
+    classes [B].
+    """
     each = len(pixels) // stage.batch
     order = torch.randperm(len(pixels), generator=generator(stage.seed, "epoch", step // each))
     chosen = order[step % each * stage.batch :][: stage.batch]
@@ -173,7 +224,9 @@ def load_average(work: Path, stage: Stage, task: Task) -> PreTrainedModel:
     return model.eval()
 
 
-def train_stage(work: Path, stage: Stage, data: tuple[torch.Tensor, torch.Tensor], task: Task) -> None:
+def train_stage(
+    work: Path, stage: Stage, data: tuple[torch.Tensor, torch.Tensor], task: Task
+) -> None:
     torch.manual_seed(stage.seed)
     if stage.form.begins:
         model = load_average(work, replace(stage, form=FORMS[stage.form.begins]), task).train()
@@ -189,41 +242,78 @@ def train_stage(work: Path, stage: Stage, data: tuple[torch.Tensor, torch.Tensor
         return F.cross_entropy(logits.float(), labels, label_smoothing=0.1)
 
     fit(
-        work / f"{stage.name}.pt", stage.name, model, optimizer_for(model), stage.steps, loss,
-        lambda step: joint.learning_rate(stage, step), ema=0.99,
-    )  # fmt: skip
+        work / f"{stage.name}.pt",
+        stage.name,
+        model,
+        optimizer_for(model),
+        stage.steps,
+        loss,
+        lambda step: joint.learning_rate(stage, step),
+        ema=0.99,
+    )
 
 
 def export(work: Path, stage: Stage, task: Task) -> None:
-    """The model in transformers' format, with its image processor and, written last, how it was trained."""
+    """The model in transformers' format, with its image processor and, written last, how it was
+    trained.
+    """
     out = work / "models" / stage.name
     if (out / "training.json").exists():
         return
     load_average(work, stage, task).save_pretrained(out)
     size = {"height": SIDE, "width": SIDE}
     ViTImageProcessorPil(size=size, image_mean=[MEAN] * 3, image_std=[STD] * 3).save_pretrained(out)
-    about = {"form": stage.form.name, "seed": stage.seed, "steps": stage.steps, "merging": stage.form.merging}
+    about = {
+        "form": stage.form.name,
+        "seed": stage.seed,
+        "steps": stage.steps,
+        "merging": stage.form.merging,
+    }
     write_atomically(out / "training.json", f"{json.dumps(about)}\n".encode())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder for pictures, training state and models")
-    parser.add_argument("--seeds", type=int, default=3, help="how many trainings of each form")
-    parser.add_argument("--threads", type=int, default=1, help="1 beside other work, 2 on two idle cores")
-    parser.add_argument("--until", metavar="STAGE", help="the last stage to train, as last-0; without it, all")
-    parser.add_argument(
-        "--forms", nargs="+", choices=FORMS, default=list(FORMS), help="only these, and what they begin with"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--head", choices=("mean", "class"), default="mean", help="what the answer is read from")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder for pictures, training state and models"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="how many trainings of each form")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="1 beside other work, 2 on two idle cores"
+    )
+    parser.add_argument(
+        "--until", metavar="STAGE", help="the last stage to train, as last-0; without it, all"
+    )
+    parser.add_argument(
+        "--forms",
+        nargs="+",
+        choices=FORMS,
+        default=list(FORMS),
+        help="only these, and what they begin with",
+    )
+    parser.add_argument(
+        "--head", choices=("mean", "class"), default="mean", help="what the answer is read from"
+    )
     parser.add_argument("--smoke", action="store_true", help="a few steps of everything")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True)
     args.work.mkdir(parents=True, exist_ok=True)
-    every, task, count, held_out = stages(args.seeds), Task(list(NAMES), args.head), PICTURES, HELD_OUT
+    every, task, count, held_out = (
+        stages(args.seeds),
+        Task(list(NAMES), args.head),
+        PICTURES,
+        HELD_OUT,
+    )
     if args.smoke:
-        every, task, count, held_out = stages(2, steps=3, tuning=2, batch=4), Task(NAMES[:3], args.head), 16, 12
+        every, task, count, held_out = (
+            stages(2, steps=3, tuning=2, batch=4),
+            Task(NAMES[:3], args.head),
+            16,
+            12,
+        )
     wanted = {name for form in args.forms for name in (form, FORMS[form].begins)}
     every = [stage for stage in every if stage.form.name in wanted]
     known = [stage.name for stage in every]
@@ -232,7 +322,8 @@ def main() -> None:
     about, note = json.dumps({"head": task.head, "classes": task.names}), args.work / "task.json"
     if note.exists() and note.read_text(encoding="utf-8") != about:
         parser.error(
-            f"--work {args.work}: expected what it was begun with, {note.read_text(encoding='utf-8')}; choose another"
+            f"--work {args.work}: expected what it was begun with,"
+            f" {note.read_text(encoding='utf-8')}; choose another"
         )
     write_atomically(note, about.encode())
     draw_held_out(args.work / "pictures", held_out, task.names)

@@ -1,4 +1,6 @@
-"""For the whole suite: nothing goes to a network, two-core machines are not oversubscribed, one tiny model for all."""
+"""For the whole suite: nothing goes to a network, two-core machines are not oversubscribed, one
+tiny model for all.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Records what other people's evaluation code says, into tests/oracles/eval.json, for tests to compare with.
+"""Records what other people's evaluation code says, into tests/oracles/eval.json, for tests to
+compare with.
 
-They need torchvision, and so cannot be installed beside every torch (its wheel on PyPI wants CUDA's libraries). In an environment
-with one that fits, ours installed in it too, and weights found or fetched:
+They need torchvision, and so cannot be installed beside every torch (its wheel on PyPI wants CUDA's
+libraries). In an environment with one that fits, ours installed in it too, and weights found or
+fetched:
 
-    pip install torch-fidelity==0.4.0 clean-fid==0.1.35 lpips==0.1.4 efficientnet-lite-pytorch==0.1.0
-    python -m tests.record_oracles
+    pip install torch-fidelity==0.4.0 clean-fid==0.1.35 lpips==0.1.4
+    efficientnet-lite-pytorch==0.1.0 python -m tests.record_oracles
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def inception() -> dict[str, Any]:
     convolutions = json.loads((OUT.parent / "inception_convolutions.json").read_text())
     with tempfile.NamedTemporaryFile(suffix=".pth") as file:
         torch.save(seeded.inception_weights(convolutions), file.name)
-        network = FeatureExtractorInceptionV3("oracle", names, feature_extractor_weights_path=file.name)
+        network = FeatureExtractorInceptionV3(
+            "oracle", names, feature_extractor_weights_path=file.name
+        )
     pictures = np.stack([seeded.picture(f"inception {i}", 299, 299) for i in range(2)])
     features, logits = network(torch.from_numpy(pictures).permute(0, 3, 1, 2))
     return {"features": features[:, TAPS].tolist(), "logits": logits[:, TAPS].tolist()}
@@ -45,7 +49,9 @@ def whole_path() -> dict[str, Any]:
 
     class Pictures(Dataset[torch.Tensor]):
         def __init__(self, side: str) -> None:
-            self.pictures = [torch.from_numpy(picture).permute(2, 0, 1) for picture in seeded.inception_set(side)]
+            self.pictures = [
+                torch.from_numpy(picture).permute(2, 0, 1) for picture in seeded.inception_set(side)
+            ]
 
         def __len__(self) -> int:
             return len(self.pictures)
@@ -153,7 +159,10 @@ def efficientnet_lite0() -> dict[str, Any]:
         network.load_state_dict(tensors)
         with torch.no_grad():
             features = network.extract_features(inputs).mean((2, 3))
-            found[kind] = {"features": features[:, TAPS].tolist(), "logits": network(inputs)[:, TAPS].tolist()}
+            found[kind] = {
+                "features": features[:, TAPS].tolist(),
+                "logits": network(inputs)[:, TAPS].tolist(),
+            }
     return found
 
 
@@ -169,7 +178,9 @@ def distances() -> dict[str, Any]:
     moments = [(x.mean(0).numpy(), np.cov(x.numpy(), rowvar=False)) for x in (a, b)]
     return {
         "fid of clean-fid": float(frechet_distance(*moments[0], *moments[1])),
-        "fid": float(fid_statistics_to_metric(*statistics, verbose=False)["frechet_inception_distance"]),
+        "fid": float(
+            fid_statistics_to_metric(*statistics, verbose=False)["frechet_inception_distance"]
+        ),
         "kid": float(mmd2(*kernels, mmd_est="unbiased")),
         "kid paired": float(mmd2(*kernels, mmd_est="u-statistic")),
         "kid of clean-fid": kernel_distance(a.numpy(), b.numpy(), num_subsets=1),
@@ -179,7 +190,9 @@ def distances() -> dict[str, Any]:
 
 if __name__ == "__main__":
     OUT.parent.mkdir(exist_ok=True)
-    (OUT.parent / "inception_convolutions.json").write_text(json.dumps(inception_convolutions(), indent=0) + "\n")
+    (OUT.parent / "inception_convolutions.json").write_text(
+        json.dumps(inception_convolutions(), indent=0) + "\n"
+    )
     parts = (inception, whole_path, resizing, lpips, efficientnet_lite0, distances)
     OUT.write_text(json.dumps({part.__name__: part() for part in parts}, indent=1) + "\n")
     print(f"wrote {OUT}")

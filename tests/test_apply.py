@@ -1,4 +1,6 @@
-"""One entry for diffusion models and vision transformers, which imports the library of its target alone."""
+"""One entry for diffusion models and vision transformers, which imports the library of its target
+alone.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,16 @@ def test_a_vision_transformer_needs_no_diffusers() -> None:
         "import sys, torch",
         "from transformers import ViTConfig, ViTModel",
         "from mame_sd import apply_mame",
-        "config = ViTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=32, patch_size=4)",
+        (
+            "config = ViTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2,"
+            " intermediate_size=32, image_size=32, patch_size=4)"
+        ),
         "apply_mame(ViTModel(config), keep=0.5)",
         "print('diffusers' in sys.modules)",
     )
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False
+    )
     assert (done.stdout, done.returncode) == ("False\n", 0), done.stderr
 
 

@@ -1,4 +1,6 @@
-"""The benchmarks measure what they say: gates that can fail, published architectures, work, verdicts."""
+"""The benchmarks measure what they say: gates that can fail, published architectures, work,
+verdicts.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,18 @@ def test_every_method_is_timed_and_checked_and_a_wrong_one_is_refused(
     assert max(errors.values()) < 1e-5
     case = {"dtype": "float32", "tokens": 256, "dim": 64, "batch": 2}
     found = attention.measure(case, 1, CPU)["methods"]
-    assert {"sdpa", "free 0.50", "mame+mare .50", "mame kv .25", "mame kv .25, plan given", "global .50"} <= set(found)
+    assert {
+        "sdpa",
+        "free 0.50",
+        "mame+mare .50",
+        "mame kv .25",
+        "mame kv .25, plan given",
+        "global .50",
+    } <= set(found)
     assert all(row["median_s"] > 0 for row in found.values())
-    assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("| m")]) == 3 + sum(
-        name.startswith("m") for name in attention.CONFIGS
-    )
+    assert len(
+        [line for line in capsys.readouterr().out.splitlines() if line.startswith("| m")]
+    ) == 3 + sum(name.startswith("m") for name in attention.CONFIGS)
     monkeypatch.setitem(layers.TOLERANCE, torch.float32, 1e-12)
     with pytest.raises(SystemExit, match="nothing was timed"):
         layers.gate(64, CPU, torch.float32, attention.CONFIGS)
@@ -78,14 +87,19 @@ def test_each_method_is_called_once_a_round_on_an_input_of_its_own() -> None:
     assert captured(10.0, 10.0, 4.0) == 0
 
 
-@pytest.mark.parametrize(("name", "millions"), [("sd1.5", 859.5), ("sd2.1", 865.9), ("sdxl", 2567.5)])
+@pytest.mark.parametrize(
+    ("name", "millions"), [("sd1.5", 859.5), ("sd2.1", 865.9), ("sdxl", 2567.5)]
+)
 def test_the_architectures_are_the_published_ones(name: str, millions: float) -> None:
     unet = unets.build(name, torch.device("meta"), torch.float32)
     assert sum(p.numel() for p in unet.parameters()) == pytest.approx(millions * 1e6, rel=1e-4)
 
 
 def test_variants_without_their_idea_are_plain_merging_and_with_it_are_not() -> None:
-    unet, config = tiny_unet(), MaMeConfig(keep=0.375, stride=(2, 2), partition="grid", min_tokens=16, correct=False)
+    unet, config = (
+        tiny_unet(),
+        MaMeConfig(keep=0.375, stride=(2, 2), partition="grid", min_tokens=16, correct=False),
+    )
     with mame(unet, config):
         want = run_unet(unet)
     with varied(unet, config, bias=1.0):  # ours weighs keys by how many tokens they stand for
@@ -150,7 +164,10 @@ def test_work_counts_self_attention_alone() -> None:
     unet = tiny_unet()
     with AttentionWork(7) as whole, clocked(unet) as clock:
         run_unet(unet)
-    with AttentionWork(7) as quarter, methods.rival("pool-kv", means, cell=(2, 2), min_tokens=16).on(unet):
+    with (
+        AttentionWork(7) as quarter,
+        methods.rival("pool-kv", means, cell=(2, 2), min_tokens=16).on(unet),
+    ):
         run_unet(unet)
     assert quarter.work * 4 == whole.work > 0
     assert clock.seconds > 0
@@ -158,9 +175,15 @@ def test_work_counts_self_attention_alone() -> None:
 
 def point(name: str, family: str, times_faster: float, lpips: float) -> dict[str, Any]:
     return {
-        "name": name, "family": family, "times_faster": times_faster, "lpips": lpips,
-        "work": 0.5, "psnr": 30.0, "ssim": 0.9, "retrieval": 1.0,
-    }  # fmt: skip
+        "name": name,
+        "family": family,
+        "times_faster": times_faster,
+        "lpips": lpips,
+        "work": 0.5,
+        "psnr": 30.0,
+        "ssim": 0.9,
+        "retrieval": 1.0,
+    }
 
 
 def test_the_verdict_names_what_beats_each_rival() -> None:
@@ -190,7 +213,14 @@ def test_only_takes_the_method_of_that_name_or_all_that_hold_the_text() -> None:
     assert {"default", "tomesd 0.25", "tomesd 0.5"} <= set(unet.methods(["default", "tomesd"]))
     case = {"dtype": "float32", "tokens": 64, "dim": 64, "batch": 1}
     found = attention.measure(case, 1, CPU, ["mame kv .25", "global"])["methods"]
-    assert set(found) == {"sdpa", "free 0.50", "free kv 0.25", "mame kv .25", "global .50", "global kv .25"}
+    assert set(found) == {
+        "sdpa",
+        "free 0.50",
+        "free kv 0.25",
+        "mame kv .25",
+        "global .50",
+        "global kv .25",
+    }
 
 
 def test_a_frontier_of_some_settings_keeps_the_rows_measured_before(tmp_path: Path) -> None:
@@ -207,21 +237,27 @@ def test_a_frontier_of_some_settings_keeps_the_rows_measured_before(tmp_path: Pa
 
     def measured(steps: int, *names: str) -> dict[str, Any]:
         with torch.no_grad():
-            frontier = Frontier(tmp_path, model, distance, TRUTHS["unet"].retrieved, prompts, steps, 1)
+            frontier = Frontier(
+                tmp_path, model, distance, TRUTHS["unet"].retrieved, prompts, steps, 1
+            )
             points = frontier.points({name: every[name] for name in names}, every)
         return {point["name"]: point for point in points}
 
     first = measured(1, "mild", "pool")
     assert list(first) == ["baseline", "mild", "pool"]
     assert first["baseline"]["lpips"] == 0 < first["mild"]["lpips"]
-    assert first["mild"]["itself"] == first["baseline"]["times_faster"], "the baseline is timed beside itself"
+    assert first["mild"]["itself"] == first["baseline"]["times_faster"], (
+        "the baseline is timed beside itself"
+    )
     (again,) = tmp_path.glob("points/mild-*.json")
     again.unlink()
     only = measured(1, "mild", "strong")
     assert list(only) == ["baseline", "mild", "strong", "pool"]
     assert only["pool"] == first["pool"]
     assert again.exists(), "what is named and lacks its file is measured"
-    assert list(measured(2, "strong")) == ["baseline", "strong"], "rows of other steps are of another table"
+    assert list(measured(2, "strong")) == ["baseline", "strong"], (
+        "rows of other steps are of another table"
+    )
 
 
 def test_caches_are_measured_alone_and_with_merging_and_taken_off_again(tmp_path: Path) -> None:
@@ -238,7 +274,10 @@ def test_caches_are_measured_alone_and_with_merging_and_taken_off_again(tmp_path
         for name, cache in names.items():
             rows += [caches.Row(name, cache), caches.Row(f"{name} + merging", cache, config)]
         with torch.no_grad():
-            tables = found.table(caches.Scene("steps", 3), rows), found.table(caches.Scene("changed", 3, 0.7), rows[:2])
+            tables = (
+                found.table(caches.Scene("steps", 3), rows),
+                found.table(caches.Scene("changed", 3, 0.7), rows[:2]),
+            )
         assert not has_hooks(model.pipe)
         assert not hasattr(model.pipe, "deep_cache")
         return tables
@@ -256,7 +295,9 @@ def test_caches_are_measured_alone_and_with_merging_and_taken_off_again(tmp_path
     assert "### 3 steps of an image, strength 0.7" in text
     files = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
     assert measured() == (first, changed), "what is there is not measured again"
-    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()} == files
+    assert {
+        file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()
+    } == files
 
 
 def test_magcache_takes_the_ratios_that_it_prints_and_a_cache_that_fails_alone_is_told(
@@ -273,17 +314,28 @@ def test_magcache_takes_the_ratios_that_it_prints_and_a_cache_that_fails_alone_i
     measured = caches.Caches(tmp_path, pipe, torch.dist, ["a red key"], rounds=1)
     with torch.no_grad():
         assert measured._failure(pyramid(), caches.Scene("steps", 2)) is None
-        assert "pop from empty list" in str(measured._failure(first_block(0.05), caches.Scene("steps", 2)))
+        assert "pop from empty list" in str(
+            measured._failure(first_block(0.05), caches.Scene("steps", 2))
+        )
         rows = measured.rows(caches.Scene("steps", 2), MaMeConfig(), "deep", together=True)
     assert [row.name for row in rows] == [
-        "neither", "merging", "DeepCache 2", "DeepCache 2 + merging", "DeepCache 3", "DeepCache 3 + merging",
-    ]  # fmt: skip
+        "neither",
+        "merging",
+        "DeepCache 2",
+        "DeepCache 2 + merging",
+        "DeepCache 3",
+        "DeepCache 3 + merging",
+    ]
 
 
 PUBLISHED = {  # tokens, width, published text tokens or what was chosen
-    "flux": (4096, 3072), "qwen": (4096, 3072), "sd3.5-medium": (4096, 1536), "sd3.5-large": (4096, 2432),
-    "wan": (32760, 1536), "ltx": (6144, 2048),
-}  # fmt: skip
+    "flux": (4096, 3072),
+    "qwen": (4096, 3072),
+    "sd3.5-medium": (4096, 1536),
+    "sd3.5-large": (4096, 2432),
+    "wan": (32760, 1536),
+    "ltx": (6144, 2048),
+}
 
 
 def test_shapes_are_the_published_ones_and_a_cut_has_fewer_frames_or_a_smaller_square() -> None:
@@ -299,7 +351,10 @@ def test_a_published_layer_is_measured_on_the_path_that_users_get(name: str, who
     shape = replace(shapes.SHAPES[name].cut(256), heads=1, text=8)
     layer = shapes.Layer(shape, CPU, torch.float32, whole)
     every = shapes.shape_methods(shape)
-    chosen = {name: every[name] for name in ("sdpa", shapes.WITHOUT, "free 0.25", "mame kv 0.25", "means 0.25")}
+    chosen = {
+        name: every[name]
+        for name in ("sdpa", shapes.WITHOUT, "free 0.25", "mame kv 0.25", "means 0.25")
+    }
     rows = shapes.measure_shape(layer, chosen, 1, CPU)
     assert not has_hooks(layer.model)
     assert {name: row["kept"] for name, row in rows.items() if row["kept"]} == {
@@ -329,6 +384,11 @@ def test_where_merging_pays_by_the_cost_condition_and_by_a_sweep() -> None:
     def swept(low: float, high: float) -> dict[str, Any]:
         return {"sdpa": {"quartiles_s": (1.0, 1.1)}, "ours": {"quartiles_s": (low, high)}}
 
-    sweep = [(64, swept(0.8, 0.9)), (256, swept(0.9, 1.05)), (1024, swept(0.6, 0.7)), (4096, swept(0.3, 0.4))]
+    sweep = [
+        (64, swept(0.8, 0.9)),
+        (256, swept(0.9, 1.05)),
+        (1024, swept(0.6, 0.7)),
+        (4096, swept(0.3, 0.4)),
+    ]
     assert shapes.measured_from(sweep, "ours") == 1024, "what pays at 64 tokens alone is noise"
     assert shapes.measured_from(sweep[:2], "ours") is None

@@ -38,13 +38,21 @@ def test_restores_with_detail_where_each_token_goes_to_one_group() -> None:
     for detail in (True, False):
         picked = MaMeConfig(weights="pick", mlp=0.5, detail=detail)
         assert MaMeConfig.from_dict(picked.to_dict()).of_part("mlp").detail == detail  # type: ignore[union-attr]
-    for given in ({"merge": "qkv", "weights": "average"}, {"preset": "plain"}, {"merge": "qkv", "detail": False}):
+    for given in (
+        {"merge": "qkv", "weights": "average"},
+        {"preset": "plain"},
+        {"merge": "qkv", "detail": False},
+    ):
         assert not MaMeConfig.from_dict(given).detail, given
 
 
-@pytest.mark.parametrize("fields", [{"merge": "qkv", "weights": "average"}, {"preset": "plain"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"merge": "qkv", "weights": "average"}, {"preset": "plain"}], ids=str
+)
 def test_detail_is_refused_with_other_weights(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="detail: needs weights by which each token goes to one group"):
+    with pytest.raises(
+        ValueError, match="detail: needs weights by which each token goes to one group"
+    ):
         MaMeConfig.from_dict({"detail": True, **fields})
 
 
@@ -66,7 +74,12 @@ def test_corrects_unless_told_otherwise_where_a_part_of_the_keys_is_enough() -> 
 def test_plain_is_the_paper_and_fields_beside_it_override_it() -> None:
     plain = MaMeConfig(preset="plain")
     assert (plain.tau, plain.partition, plain.tiles, plain.merge) == (0.8, "alternating", 0, "qkv")
-    assert (plain.variant, plain.refine, plain.batch, plain.min_tokens) == ("settled", True, "shared", 1024)
+    assert (plain.variant, plain.refine, plain.batch, plain.min_tokens) == (
+        "settled",
+        True,
+        "shared",
+        1024,
+    )
     assert MaMeConfig(preset="plain", tau=0.6, partition="random").tau == 0.6
     assert MaMeConfig(preset="plain", keep=0.5).batch == "per_sample"
 
@@ -130,7 +143,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"keep": 0.5, "batch": "shared"}, "batch: expected 'per_sample'"),
     ({"variant": "paper", "keep": 0.5}, "variant: 'paper' knows only tau"),
-    ({"variant": "paper", "merge": "kv"}, "variant: 'paper' knows only tau, merge='qkv'.*merge='kv'"),
+    (
+        {"variant": "paper", "merge": "kv"},
+        "variant: 'paper' knows only tau, merge='qkv'.*merge='kv'",
+    ),
     ({"taw": 0.8}, "unknown setting 'taw'; did you mean 'tau'"),
 ]
 
@@ -160,13 +176,16 @@ def test_the_default_is_drawn_anew() -> None:
 
 
 @pytest.mark.parametrize(("values", "message"), REFUSED, ids=[str(values) for values, _ in REFUSED])
-def test_refusals_name_the_field_what_was_expected_and_what_came(values: dict[str, Any], message: str) -> None:
+def test_refusals_name_the_field_what_was_expected_and_what_came(
+    values: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         MaMeConfig.from_dict(values)
 
 
 @pytest.mark.parametrize(
-    ("metric", "tau"), [("cosine", -1), ("cosine", 1), ("dot", 17.0), ("dot", -3), ("euclidean", -2), ("softmax", 0)]
+    ("metric", "tau"),
+    [("cosine", -1), ("cosine", 1), ("dot", 17.0), ("dot", -3), ("euclidean", -2), ("softmax", 0)],
 )
 def test_the_range_of_tau_follows_the_metric(metric: Any, tau: float) -> None:
     assert MaMeConfig(metric=metric, tau=tau).tau == tau
@@ -193,7 +212,9 @@ def test_replace_lets_the_preset_decide_again() -> None:
 
 
 def test_numbers_of_numpy_become_pythons_own() -> None:
-    config = MaMeConfig(tau=np.float32(0.5), seed=np.int64(3), stride=(np.int32(3), np.uint8(2)), tiles=np.int64(0))  # type: ignore[arg-type]
+    config = MaMeConfig(
+        tau=np.float32(0.5), seed=np.int64(3), stride=(np.int32(3), np.uint8(2)), tiles=np.int64(0)
+    )  # type: ignore[arg-type]
     assert config == MaMeConfig(tau=0.5, seed=3, stride=(3, 2), tiles=0)
     assert {type(n) for n in (config.tau, config.seed, *config.stride)} == {float, int}
     assert MaMeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
@@ -213,7 +234,9 @@ CONFIGS = [
 COPIES: dict[str, Callable[[MaMeConfig], MaMeConfig]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda config: pickle.loads(pickle.dumps(config)),
-    "json": lambda config: MaMeConfig.from_dict(json.loads(json.dumps(config.to_dict(given_only=True)))),
+    "json": lambda config: MaMeConfig.from_dict(
+        json.loads(json.dumps(config.to_dict(given_only=True)))
+    ),
     "replace": lambda config: config.replace(),
     "copy.replace": lambda config: config.__replace__(),  # what Python 3.13's copy.replace calls
     "dataclasses.replace": dataclasses.replace,
@@ -222,12 +245,18 @@ COPIES: dict[str, Callable[[MaMeConfig], MaMeConfig]] = {
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
-def test_a_copy_is_the_same_in_all_it_does(copied: Callable[[MaMeConfig], MaMeConfig], config: MaMeConfig) -> None:
+def test_a_copy_is_the_same_in_all_it_does(
+    copied: Callable[[MaMeConfig], MaMeConfig], config: MaMeConfig
+) -> None:
     twin = copied(config)
     assert twin == config
     assert hash(twin) == hash(config)
     assert twin.given == config.given
-    for changes in ({"seed": 1}, {"tau": 0.3, "weights": None}, {"preset": "default", "merge": None}):
+    for changes in (
+        {"seed": 1},
+        {"tau": 0.3, "weights": None},
+        {"preset": "default", "merge": None},
+    ):
         assert twin.replace(**changes) == config.replace(**changes)
     assert twin.of_part("mlp") == config.of_part("mlp")
 
@@ -245,7 +274,14 @@ def test_a_dictionary_of_every_field_brings_back_an_equal_config(config: MaMeCon
 def test_dataclasses_replace_lets_the_preset_decide_again() -> None:
     assert dataclasses.replace(MaMeConfig(keep=0.5, tiles=0)).tiles == 0
     config = MaMeConfig(keep=0.5, tiles=0, seed=3)
-    for changes in ({"seed": 1}, {"keep": 0.25}, {"tau": 0.8}, {"tiles": 8}, {"tiles": None}, {"merge": "qkv"}):
+    for changes in (
+        {"seed": 1},
+        {"keep": 0.25},
+        {"tau": 0.8},
+        {"tiles": 8},
+        {"tiles": None},
+        {"merge": "qkv"},
+    ):
         changed = dataclasses.replace(config, **changes)
         assert changed == config.replace(**changes)
         assert changed.given == config.replace(**changes).given
@@ -257,7 +293,10 @@ def test_batch_follows_from_tau_and_keep_and_is_read_where_a_file_has_it() -> No
     for name, value, batch in (("tau", 0.8, "shared"), ("keep", 0.5, "per_sample")):
         config = MaMeConfig.from_dict({name: value})
         assert config.batch == batch
-        for read in (MaMeConfig.from_dict({name: value, "batch": batch}), config.replace(batch=batch)):
+        for read in (
+            MaMeConfig.from_dict({name: value, "batch": batch}),
+            config.replace(batch=batch),
+        ):
             assert read == config
             assert read.given == config.given
     assert "batch" not in {f.name for f in fields(MaMeConfig)}
@@ -277,13 +316,21 @@ def test_a_part_merges_alike_in_equal_configs() -> None:
     config = MaMeConfig(mlp=0.5, min_tokens=64)
     twin = MaMeConfig.from_dict(config.to_dict())
     assert twin == config
-    assert twin.of_part("mlp") == config.of_part("mlp") == MaMeConfig(keep=0.5, merge="qkv", min_tokens=64)
+    assert (
+        twin.of_part("mlp")
+        == config.of_part("mlp")
+        == MaMeConfig(keep=0.5, merge="qkv", min_tokens=64)
+    )
     assert config.replace(mlp=None).of_part("mlp") is None
     config = MaMeConfig(tau=0.8, mlp=0.5)
     in_full = MaMeConfig.from_dict(config.to_dict())
     assert in_full == config == MaMeConfig(tau=0.8, mlp=0.5, partition="random-grid", redraw=True)
     part = config.of_part("mlp")
-    assert part == in_full.of_part("mlp") == config.replace(partition="random-grid", redraw=True).of_part("mlp")
+    assert (
+        part
+        == in_full.of_part("mlp")
+        == config.replace(partition="random-grid", redraw=True).of_part("mlp")
+    )
     plain = MaMeConfig(preset="plain", mlp=0.5).of_part("mlp")
     assert plain is not None
     assert (plain.keep, plain.tau, plain.partition, plain.tiles, plain.batch) == (
@@ -328,10 +375,16 @@ def test_files_hold_given_fields(tmp_path: Path) -> None:
         ("a.json", None, "can be read"),
         ("a.json", b'{"tau": 7}', "a.json: tau: expected"),
         ("a.json", b"[" * 100_000, "a.json: expected json, but maximum recursion depth exceeded"),
-        ("a.toml", b"a = " + b"[" * 5000, "a.toml: expected toml, but maximum recursion depth exceeded"),
+        (
+            "a.toml",
+            b"a = " + b"[" * 5000,
+            "a.toml: expected toml, but maximum recursion depth exceeded",
+        ),
     ],
 )
-def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+def test_bad_files_are_named(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:
@@ -340,7 +393,12 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes | None, m
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["kv", "best", "\ud800"]),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["kv", "best", "\ud800"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=2),
     max_leaves=4,
 )
@@ -348,8 +406,12 @@ NAMES = st.sampled_from([*(f.name for f in fields(MaMeConfig) if f.init), "batch
 
 
 @hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-@hypothesis.given(st.dictionaries(NAMES, VALUES, max_size=4).map(json.dumps).map(str.encode) | st.binary())
-def test_any_bytes_are_settings_or_one_error(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+@hypothesis.given(
+    st.dictionaries(NAMES, VALUES, max_size=4).map(json.dumps).map(str.encode) | st.binary()
+)
+def test_any_bytes_are_settings_or_one_error(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
     for ending in ("json", "toml"):
         path = tmp_path_factory.getbasetemp() / f"any.{ending}"
         path.write_bytes(data)
@@ -360,7 +422,10 @@ def test_any_bytes_are_settings_or_one_error(tmp_path_factory: pytest.TempPathFa
             message = str(error)
         assert message.startswith(str(path))
         if config is not None:
-            assert MaMeConfig.from_dict(json.loads(json.dumps(config.to_dict()))).to_dict() == config.to_dict()
+            assert (
+                MaMeConfig.from_dict(json.loads(json.dumps(config.to_dict()))).to_dict()
+                == config.to_dict()
+            )
 
 
 def test_files_may_begin_with_a_mark_and_name_a_field_once(tmp_path: Path) -> None:
@@ -379,7 +444,9 @@ def test_a_seed_that_is_too_large_is_told_the_largest() -> None:
 
 def test_study_holds_what_ablations_vary(tmp_path: Path) -> None:
     config = MaMeConfig(keep=0.5, study=Study(weights="pick"))
-    with pytest.warns(FutureWarning, match=r"weights: moved to Study; give study=Study\(weights='pick'\)"):
+    with pytest.warns(
+        FutureWarning, match=r"weights: moved to Study; give study=Study\(weights='pick'\)"
+    ):
         assert MaMeConfig(keep=0.5, weights="pick") == config
     assert (config.weights, config.study.weights, config.study.metric) == ("pick", "pick", "cosine")
     assert config.to_dict(given_only=True) == {"keep": 0.5, "study": {"weights": "pick"}}
@@ -389,6 +456,9 @@ def test_study_holds_what_ablations_vary(tmp_path: Path) -> None:
     assert config.replace(study={"metric": "dot"}).study.metric == "dot"
     assert dataclasses.replace(config, keep=0.25).given == {"keep": 0.25, "weights": "pick"}
     assert dataclasses.replace(config, study=Study(weights="best")).weights == "best"
-    for wrong, message in (({"weight": "pick"}, "got 'weight'"), (3, "expected a Study or a mapping")):
+    for wrong, message in (
+        ({"weight": "pick"}, "got 'weight'"),
+        (3, "expected a Study or a mapping"),
+    ):
         with pytest.raises(ValueError, match=message):
             MaMeConfig(study=wrong)

@@ -1,4 +1,6 @@
-"""The table of diffusers' own tests: what an earlier run counted stays, until the same is counted anew or versions change."""
+"""The table of diffusers' own tests: what an earlier run counted stays, until the same is counted
+anew or versions change.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "earlier.json"
     monkeypatch.setattr(suite, "RESULT", path)
     rows = [
-        row("SD", [failed("on", "old"), failed("scaled", "kept")], on=counted(8), scaled=counted(7)),
+        row(
+            "SD", [failed("on", "old"), failed("scaled", "kept")], on=counted(8), scaled=counted(7)
+        ),
         row("Flux", [], off=counted(9)),
     ]
     path.write_text(json.dumps({"versions": VERSIONS, "suites": rows}), encoding="utf-8")

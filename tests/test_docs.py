@@ -25,7 +25,9 @@ def test_readme_is_one_screen_that_decides() -> None:
     lines = README.splitlines()
     assert len(lines) <= 110
     assert len(README.split()) <= 1000
-    assert re.search(r"\*\*\d\.\d+\*\*", "\n".join(lines[:30])), "expected how many times as fast above line 30"
+    assert re.search(r"\*\*\d\.\d+\*\*", "\n".join(lines[:30])), (
+        "expected how many times as fast above line 30"
+    )
     assert all("tau=0.8" not in code for code in EXAMPLES[:1])
 
 
@@ -75,10 +77,15 @@ def test_commands_parse(line: str) -> None:
 
 def test_modules_and_scripts_of_every_page_have_the_options_it_gives() -> None:
     found = 0
-    for text in (README, *(file.read_text(encoding="utf-8") for file in (ROOT / "docs").rglob("*.md"))):
+    for text in (
+        README,
+        *(file.read_text(encoding="utf-8") for file in (ROOT / "docs").rglob("*.md")),
+    ):
         for line in re.findall(r"python (?:-m )?((?:benchmarks\.|scripts/)[^`\n]+)", text):
             target, *words = shlex.split(line)
-            source = ROOT / (target if target.startswith("scripts/") else target.replace(".", "/") + ".py")
+            source = ROOT / (
+                target if target.startswith("scripts/") else target.replace(".", "/") + ".py"
+            )
             options = set(re.findall(r'"(--[\w-]+)"', source.read_text(encoding="utf-8")))
             assert {word for word in words if word.startswith("--")} <= options, line
             found += 1
@@ -92,7 +99,9 @@ def test_links_lead_somewhere(target: str) -> None:
 
 def test_links_between_pages_lead_somewhere() -> None:
     for file in (ROOT / "docs").rglob("*.md"):
-        for target, anchor in re.findall(r"\]\((?!http)([^)#\s]*)(#[\w-]+)?\)", file.read_text(encoding="utf-8")):
+        for target, anchor in re.findall(
+            r"\]\((?!http)([^)#\s]*)(#[\w-]+)?\)", file.read_text(encoding="utf-8")
+        ):
             place = (file.parent / target) if target else file
             assert place.exists(), f"{file.name}: {target}"
             if anchor and place.suffix == ".md":

@@ -13,9 +13,14 @@ ROOT = Path(__file__).parents[1]
 
 def test_floors_are_the_oldest_tested_versions() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    required = [Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"]["lora"])]
+    required = [
+        Requirement(text)
+        for text in (*project["dependencies"], *project["optional-dependencies"]["lora"])
+    ]
     floors = {one.name: Version(next(iter(one.specifier)).version) for one in required}
     lines = (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8").splitlines()
     for oldest in (Requirement(line) for line in lines if not line.startswith("#")):
         pinned = Version(next(iter(oldest.specifier)).version)
-        assert floors[oldest.name].release == pinned.release[: len(floors[oldest.name].release)], oldest.name
+        assert floors[oldest.name].release == pinned.release[: len(floors[oldest.name].release)], (
+            oldest.name
+        )

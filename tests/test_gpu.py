@@ -17,7 +17,9 @@ from tests.builders.tiny import tiny_unet
 SMALL = Case("sd2.1", 256)
 
 
-def test_kernels_are_counted_once_and_kept_until_code_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_counted_once_and_kept_until_code_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(CASES, "small", SMALL)
     rows = {name: gpu_models.rows_of(SMALL)[name] for name in ("unmerged", "tomesd, half")}
     both = [CARDS["A100"], CARDS["H100"]]
@@ -37,24 +39,31 @@ def test_kernels_are_counted_once_and_kept_until_code_changes(tmp_path: Path, mo
 
 def test_a_model_cut_in_depth_stands_for_all_of_its_blocks() -> None:
     whole, cut = (
-        gpu_models._cut(gpu_models._WAN, {"num_layers": n}, **more) for n, more in ((4, {}), (2, {"blocks": 3}))
+        gpu_models._cut(gpu_models._WAN, {"num_layers": n}, **more)
+        for n, more in ((4, {}), (2, {"blocks": 3}))
     )
     work = [gpu.count(case, gpu_models.rows_of(case)["unmerged"]) for case in (whole, cut)]
     assert work[0] == work[1]
 
 
-def test_rows_are_measured_beside_unmerged_on_the_device_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_measured_beside_unmerged_on_the_device_that_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     unet = tiny_unet()
     monkeypatch.setattr(Case, "build", lambda self, device: unet)
     monkeypatch.setitem(gpu_models.unets.CONFIGS, "sd2.1", dict(unet.config))
     case = Case("sd2.1", 64, dtype=torch.float32)
-    rows = {name: gpu_models.rows_of(case)[name] for name in ("unmerged", "ToDo (every fourth key)")}
+    rows = {
+        name: gpu_models.rows_of(case)[name] for name in ("unmerged", "ToDo (every fourth key)")
+    }
     found = gpu.measure(case, rows, torch.device("cpu"), 1)
     assert found["unmerged"]["times_as_fast"] == 1
     assert all(row["median_s"] > 0 for row in found.values())
 
 
-def test_a_cards_own_figures_are_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cards_own_figures_are_measured_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_card, "ROUNDS", 1)
     card = gpu_card.measured_card(torch.device("cpu"), "this one", side=64)
     assert min(card.bandwidth, card.half, card.tf32, card.single, card.attention) > 0
@@ -85,7 +94,9 @@ def test_the_default_of_all_cases_is_told_at_a_glance() -> None:
         (["--launch-us", "0"], "--launch-us: expected a number above 0, got 0"),
     ],
 )
-def test_bad_options_are_one_line(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_one_line(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as error:
         gpu.main(given)
     assert error.value.code == 2

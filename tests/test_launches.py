@@ -1,4 +1,6 @@
-"""The counter of kernels: what it counts, what it does not, and that models take the way of a graphics card."""
+"""The counter of kernels: what it counts, what it does not, and that models take the way of a
+graphics card.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +38,28 @@ def test_values_that_a_model_reads_are_those_that_are_known() -> None:
 
 def test_bytes_and_products_of_each_kind() -> None:
     with pretended():
-        x, linear = torch.empty(4, 8, device=CARD, dtype=HALF), on_card(nn.Linear(8, 16, dtype=HALF, device="meta"))
+        x, linear = (
+            torch.empty(4, 8, device=CARD, dtype=HALF),
+            on_card(nn.Linear(8, 16, dtype=HALF, device="meta")),
+        )
         assert counted(lambda: linear(x)) == [
             Work("linear", "product", HALF, 2 * (4 * 8 + 8 * 16 + 16 + 4 * 16), 2 * 4 * 8 * 16)
         ]
-        assert counted(lambda: x @ x.T) == [Work("mm", "product", HALF, 2 * (2 * 32 + 16), 2 * 4 * 8 * 4)]
+        assert counted(lambda: x @ x.T) == [
+            Work("mm", "product", HALF, 2 * (2 * 32 + 16), 2 * 4 * 8 * 4)
+        ]
         conv = on_card(nn.Conv2d(3, 5, 3, device="meta"))
         (work,) = counted(lambda: conv(torch.empty(1, 3, 6, 6, device=CARD)))
         assert (work.kind, work.flops, work.launches) == ("convolution", 2 * 27 * 5 * 16, 2)
         q, k = torch.empty(2, 3, 10, 64, device=CARD), torch.empty(2, 3, 7, 64, device=CARD)
         (work,) = counted(lambda: F.scaled_dot_product_attention(q, k, k))
         assert work == Work(
-            "attention", "attention", torch.float32, 4 * 6 * 64 * (10 + 7 + 7 + 10), 4 * 6 * 10 * 7 * 64, width=64
+            "attention",
+            "attention",
+            torch.float32,
+            4 * 6 * 64 * (10 + 7 + 7 + 10),
+            4 * 6 * 10 * 7 * 64,
+            width=64,
         )
         mask = torch.empty(1, 1, 10, 7, device=CARD)
         (masked,) = counted(lambda: F.scaled_dot_product_attention(q, k, k, mask))

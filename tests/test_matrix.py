@@ -34,7 +34,9 @@ def test_absent(row: Absent) -> None:
     check_absent(row)
 
 
-@pytest.mark.parametrize("row", [*map(marked, tools.CHECKS), *(marked(row, newest.SINCE) for row in newest.CHECKS)])
+@pytest.mark.parametrize(
+    "row", [*map(marked, tools.CHECKS), *(marked(row, newest.SINCE) for row in newest.CHECKS)]
+)
 def test_check(row: Check) -> None:
     row.check()
 
@@ -50,7 +52,9 @@ def test_cache_that_does_not_work_alone(pair: caches.Alone) -> None:
 
 
 def test_the_page_is_current() -> None:
-    committed = (Path(__file__).parents[1] / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    committed = (Path(__file__).parents[1] / "docs" / "compatibility.md").read_text(
+        encoding="utf-8"
+    )
     assert committed == page(), "run: python -m tests.matrix > docs/compatibility.md"
 
 

@@ -1,4 +1,6 @@
-"""Every denoiser of the installed diffusers: it merges where the probe says, as a float64 loop does, or is refused for a reason that shows."""
+"""Every denoiser of the installed diffusers: it merges where the probe says, as a float64 loop
+does, or is refused for a reason that shows.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.models.transformers import transformer_flux2, transformer_sana_wm, transformer_wan_animate_2
+from diffusers.models.transformers import (
+    transformer_flux2,
+    transformer_sana_wm,
+    transformer_wan_animate_2,
+)
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 
 from mame_sd import apply_mame, remove_mame
@@ -28,7 +34,9 @@ from tests.matrix.models.watch import Attention, by_loop, merging
 def run(model: Any, case: Case) -> list[torch.Tensor]:
     with torch.no_grad():
         output = model(**case.inputs())
-    return tensors(output if isinstance(output, tuple | list | torch.Tensor) else list(output.values()))
+    return tensors(
+        output if isinstance(output, tuple | list | torch.Tensor) else list(output.values())
+    )
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -48,7 +56,9 @@ def test_model(case: Case) -> None:
     handle.set(merge="kv", keep=0.5, correct=False)
     with merging() as calls:
         merged = run(model, case)
-    assert any(not torch.equal(a, b) for a, b in zip(merged, before, strict=True)), "merging changed nothing"
+    assert any(not torch.equal(a, b) for a, b in zip(merged, before, strict=True)), (
+        "merging changed nothing"
+    )
     assert calls or not case.image
     for call in calls:
         torch.testing.assert_close(call.output, by_loop(call), rtol=1e-4, atol=1e-5)
@@ -70,7 +80,9 @@ def cached_calls(model: Any, inputs: dict[str, Any]) -> list[Any]:
 
 
 def test_keys_of_a_cached_prompt_stand_before_the_image() -> None:
-    """Qwen-Image 2.1 attends to keys of its first call: they stay whole, and the image behind them merges."""
+    """Qwen-Image 2.1 attends to keys of its first call: they stay whole, and the image behind them
+    merges.
+    """
     case = next(case for case in CASES if case.name == "QwenImage21Transformer2DModel")
     model: Any = case.build().eval()
     cache = QwenImage21KVCache(2)
@@ -81,7 +93,9 @@ def test_keys_of_a_cached_prompt_stand_before_the_image() -> None:
 
 
 def test_keys_of_cached_references_stand_before_the_image() -> None:
-    """Flux 2: text, references of an earlier call, the image; the call that fills the cache is left alone."""
+    """Flux 2: text, references of an earlier call, the image; the call that fills the cache is left
+    alone.
+    """
     case = next(case for case in CASES if case.name == "Flux2Transformer2DModel")
     model: Any = case.build().eval()
     for module in model.modules():
@@ -96,7 +110,9 @@ def test_keys_of_cached_references_stand_before_the_image() -> None:
     filled = {**inputs, "hidden_states": normal(2, references + H * W, 4), "img_ids": ids}
     handle = apply_mame(model, keep=0.5, min_tokens=1)
     with torch.no_grad():
-        cache = model(**filled, kv_cache_mode="extract", num_ref_tokens=references, return_dict=False)[1]
+        cache = model(
+            **filled, kv_cache_mode="extract", num_ref_tokens=references, return_dict=False
+        )[1]
     with pytest.raises(RuntimeError, match="fills a cache of reference images"):
         handle.report()
     calls = cached_calls(model, {**inputs, "kv_cache": cache, "kv_cache_mode": "cached"})
@@ -118,7 +134,14 @@ def test_keys_that_unets_add_stay_whole() -> None:
 def test_a_registered_family_comes_before_a_refusal() -> None:
     model = refusals.LINEAR[0].build()
     before = dict(REGISTERED)
-    register_family(Family("mine", (type(model).__name__,), ("Attention.attn2",), lambda model, call: Tokens((H, W))))
+    register_family(
+        Family(
+            "mine",
+            (type(model).__name__,),
+            ("Attention.attn2",),
+            lambda model, call: Tokens((H, W)),
+        )
+    )
     try:
         assert apply_mame(model).root is model
     finally:
@@ -151,7 +174,9 @@ def lengths(case: Case) -> set[int]:
 
 @pytest.mark.parametrize("case", [*refusals.LINEAR, *refusals.SPARSE], ids=lambda case: case.name)
 def test_no_softmax_goes_over_the_image(case: Case) -> None:
-    """Linear attention, and flex attention over blocks of keys: what softmax there is has the text's keys."""
+    """Linear attention, and flex attention over blocks of keys: what softmax there is has the
+    text's keys.
+    """
     assert lengths(case) <= {TEXT}
 
 
@@ -161,7 +186,11 @@ def test_wan_animate_2_attends_by_blocks() -> None:
 
 
 def test_three_of_four_layers_of_sana_wm_are_linear() -> None:
-    every = inspect.signature(transformer_sana_wm.SanaWMTransformer3DModel).parameters["softmax_every_n"].default
+    every = (
+        inspect.signature(transformer_sana_wm.SanaWMTransformer3DModel)
+        .parameters["softmax_every_n"]
+        .default
+    )
     assert every == 4
     linear = inspect.getsource(transformer_sana_wm.SanaWMBidirectionalGDNAttention.forward)
     assert "scaled_dot_product_attention" not in linear
@@ -169,10 +198,14 @@ def test_three_of_four_layers_of_sana_wm_are_linear() -> None:
     assert "hidden_states" not in names
 
 
-@pytest.mark.parametrize("case", [*refusals.SOUNDS, *refusals.OTHERS[:1]], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*refusals.SOUNDS, *refusals.OTHERS[:1]], ids=lambda case: case.name
+)
 def test_inputs_have_no_rows_and_columns(case: Case) -> None:
     """Sound, and an image's embedding: nothing of the input has two sides."""
-    assert all(value.dim() <= 3 for value in case.inputs().values() if isinstance(value, torch.Tensor))
+    assert all(
+        value.dim() <= 3 for value in case.inputs().values() if isinstance(value, torch.Tensor)
+    )
     assert lengths(case)
 
 

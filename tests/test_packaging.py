@@ -16,7 +16,16 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(out),
+        str(ROOT),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return next(out.glob("*.whl"))
@@ -35,14 +44,20 @@ def test_only_mame_sd_lands_at_top_level(wheel: Path) -> None:
     ):
         assert f"mame_sd/{needed}" in names
     assert any(n.endswith("licenses/LICENSE") for n in names)
-    evaluation = [path for path in (ROOT / "eval").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    evaluation = [
+        path
+        for path in (ROOT / "eval").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
     assert evaluation
     assert {f"mame_sd/{path.relative_to(ROOT).as_posix()}" for path in evaluation} <= set(names)
 
 
 def test_the_wheel_is_light_and_the_models_are_a_distribution_of_their_own(wheel: Path) -> None:
     assert wheel.stat().st_size < 1_000_000
-    models = tomllib.loads((ROOT / "mame_sd" / "embedded" / "pyproject.toml").read_text(encoding="utf-8"))
+    models = tomllib.loads(
+        (ROOT / "mame_sd" / "embedded" / "pyproject.toml").read_text(encoding="utf-8")
+    )
     core = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packages = {f"mame_sd_models.{name}" for name in embedded_models()}
     assert packages == set(models["tool"]["setuptools"]["packages"])
@@ -55,11 +70,16 @@ def test_both_commands_are_installed(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         points = next(n for n in archive.namelist() if n.endswith("entry_points.txt"))
         lines = archive.read(points).decode().splitlines()
-    assert lines[1:] == ["mame-sd = mame_sd.__main__:main", "mame-sd-eval = mame_sd.eval.__main__:main"]
+    assert lines[1:] == [
+        "mame-sd = mame_sd.__main__:main",
+        "mame-sd-eval = mame_sd.eval.__main__:main",
+    ]
 
 
 def test_the_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True
+    )
     site = next((tmp_path / "venv").glob("lib/python*/site-packages"))
     parents = [p for p in sys.path if p.endswith("site-packages")]
     (site / "zz_parent.pth").write_text(
@@ -103,11 +123,15 @@ def test_the_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Pa
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "expected the embedded models, found none; pip install 'mame-sd[models]'" in done.stderr
-    (site / "mame_sd_models").symlink_to(ROOT / "mame_sd" / "embedded")  # as its own wheel puts it there
+    (site / "mame_sd_models").symlink_to(
+        ROOT / "mame_sd" / "embedded"
+    )  # as its own wheel puts it there
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     assert len(list(out.glob("images/*.png"))) == 1
     code = "from mame_sd.pipelines import StableDiffusionMaMePipeline as P; print(P.__module__)"
-    done = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [python, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "mame_sd.pipelines.stable_diffusion_mame"
     done = subprocess.run(
         [python, "-m", "mame_sd.eval", "score", str(out), str(out), "--format", "csv"],

@@ -15,7 +15,16 @@ from benchmarks import methods
 from mame_sd.diffusion.apply import has_hooks
 from mame_sd.eval.benchmark.sensitivity import sensitivity
 from mame_sd.eval.rivals.layers import Run, rival_on
-from mame_sd.eval.rivals.plans import constant, divisors, means, random_cells, random_keys, strided, tiles, todo
+from mame_sd.eval.rivals.plans import (
+    constant,
+    divisors,
+    means,
+    random_cells,
+    random_keys,
+    strided,
+    tiles,
+    todo,
+)
 from mame_sd.eval.rivals.toma import ToMA, facilities
 from mame_sd.report import NothingMergedError
 from tests.builders.layers import attention
@@ -28,7 +37,9 @@ RUN = Run()
 
 
 def tokens(size: tuple[int, int], batch: int = 2, channels: int = 16, seed: int = 1) -> Tensor:
-    return torch.randn(batch, size[0] * size[1], channels, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        batch, size[0] * size[1], channels, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def cells(size: tuple[int, int], cell: tuple[int, int]) -> list[list[int]]:
@@ -36,7 +47,9 @@ def cells(size: tuple[int, int], cell: tuple[int, int]) -> list[list[int]]:
     (h, w), (rows, columns) = size, cell
     found = []
     for top, left in itertools.product(range(0, h, rows), range(0, w, columns)):
-        inside = itertools.product(range(top, min(h, top + rows)), range(left, min(w, left + columns)))
+        inside = itertools.product(
+            range(top, min(h, top + rows)), range(left, min(w, left + columns))
+        )
         found.append([row * w + column for row, column in inside])
     return found
 
@@ -46,17 +59,25 @@ def cells(size: tuple[int, int], cell: tuple[int, int]) -> list[list[int]]:
 def test_todo_is_nearest_neighbour_downsampling(size: tuple[int, int], factor: int) -> None:
     x = tokens(size)
     small = [max(n // factor, 1) for n in size]
-    want = F.interpolate(x.transpose(1, 2).unflatten(2, size), size=small, mode="nearest").flatten(2).transpose(1, 2)
+    want = (
+        F.interpolate(x.transpose(1, 2).unflatten(2, size), size=small, mode="nearest")
+        .flatten(2)
+        .transpose(1, 2)
+    )
     assert torch.equal(todo(factor)(x, size, RUN).merge(x), want)
     if all(n % factor == 0 for n in size):
-        assert torch.equal(want, torch.stack([x[:, cell[0]] for cell in cells(size, (factor, factor))], 1))
+        assert torch.equal(
+            want, torch.stack([x[:, cell[0]] for cell in cells(size, (factor, factor))], 1)
+        )
     both = todo(factor, first_factor=1, first_tokens=size[0] * size[1])
     assert torch.equal(both(x, size, RUN).merge(x), x)
 
 
 @every_size
 @pytest.mark.parametrize("cell", [(1, 2), (2, 2), (4, 4)], ids=str)
-def test_strides_and_means_of_cells_equal_the_loops(size: tuple[int, int], cell: tuple[int, int]) -> None:
+def test_strides_and_means_of_cells_equal_the_loops(
+    size: tuple[int, int], cell: tuple[int, int]
+) -> None:
     x, grouped = tokens(size), cells(size, cell)
     first = torch.stack([x[:, group[0]] for group in grouped], 1)
     mean = torch.stack([x[:, group].mean(1) for group in grouped], 1)
@@ -74,13 +95,19 @@ def test_random_keys_are_a_share_of_all_or_one_of_each_cell(size: tuple[int, int
     x, grouped = tokens(size), cells(size, (2, 2))
     for make, count in ((random_keys, round(0.25 * x.shape[1]) or 1), (random_cells, len(grouped))):
         fields: dict[str, Any] = {"share": 0.25} if make is random_keys else {"cell": (2, 2)}
-        anew, once, twin = make(redraw=True, **fields), make(redraw=False, **fields), make(redraw=False, **fields)
+        anew, once, twin = (
+            make(redraw=True, **fields),
+            make(redraw=False, **fields),
+            make(redraw=False, **fields),
+        )
         drawn = [anew(x, size, RUN).kept.tolist() for _ in range(200)]
         assert all(len(set(kept)) == len(kept) == count for kept in drawn)
         taken = Counter(p for kept in drawn for p in kept)
         assert set(taken) == set(range(x.shape[1])), "every token's turn comes"
         assert len({tuple(once(x, size, RUN).kept.tolist()) for _ in range(5)}) == 1
-        assert torch.equal(once(x, size, RUN).kept, twin(x, size, RUN).kept), "one draw for all layers"
+        assert torch.equal(once(x, size, RUN).kept, twin(x, size, RUN).kept), (
+            "one draw for all layers"
+        )
         if make is random_cells:
             for kept in drawn:
                 assert all(p in group for p, group in zip(kept, grouped, strict=True))
@@ -93,7 +120,9 @@ def test_random_keys_are_a_share_of_all_or_one_of_each_cell(size: tuple[int, int
     [((8, 8), 4, 4, 4), ((7, 12), 4, 7, 4), ((6, 10), 4, 6, 5), ((4, 4), 8, 4, 4)],
     ids=str,
 )
-def test_hypertile_is_attention_within_each_tile(size: tuple[int, int], side: int, rows: int, columns: int) -> None:
+def test_hypertile_is_attention_within_each_tile(
+    size: tuple[int, int], side: int, rows: int, columns: int
+) -> None:
     attn, x = attention(), tokens(size)
     plan = tiles(side)(x, size, RUN)
     with torch.no_grad():
@@ -114,16 +143,22 @@ def test_facility_location_takes_what_adds_most_in_turn() -> None:
     s = (x @ x.T).tolist()
     chosen: list[int] = []
     for _ in range(4):
-        covered = [sum(max([-1.0, *(row[j] for j in [*chosen, new])]) for row in s) for new in range(12)]
+        covered = [
+            sum(max([-1.0, *(row[j] for j in [*chosen, new])]) for row in s) for new in range(12)
+        ]
         chosen.append(max((j for j in range(12) if j not in chosen), key=lambda j: covered[j]))
     assert facilities(torch.tensor(s), 4).tolist() == chosen
 
 
 @pytest.mark.parametrize(("size", "side"), [((8, 8), 4), ((6, 8), 4), ((7, 5), 4)], ids=str)
-def test_toma_is_a_linear_map_and_its_transpose_in_each_tile(size: tuple[int, int], side: int) -> None:
+def test_toma_is_a_linear_map_and_its_transpose_in_each_tile(
+    size: tuple[int, int], side: int
+) -> None:
     x = tokens(size).double()
     plan = ToMA(0.25, side, temperature=0.2)(x, size, RUN)
-    groups = cells(size, (side if size[0] % side == 0 else size[0], side if size[1] % side == 0 else size[1]))
+    groups = cells(
+        size, (side if size[0] % side == 0 else size[0], side if size[1] % side == 0 else size[1])
+    )
     k = plan.tokens_kept // len(groups)
     merged, y = plan.merge(x), tokens((1, plan.tokens_kept), seed=3).double()
     back = plan.restore(y)
@@ -132,10 +167,14 @@ def test_toma_is_a_linear_map_and_its_transpose_in_each_tile(size: tuple[int, in
             mine = plan.kept[b, t * k : (t + 1) * k].tolist()
             assert set(mine) <= set(group)
             unit = F.normalize(x[b], dim=-1)
-            shares = torch.stack([torch.softmax(unit[mine] @ unit[p] / 0.2, 0) for p in group], 1)  # [k, s]
+            shares = torch.stack(
+                [torch.softmax(unit[mine] @ unit[p] / 0.2, 0) for p in group], 1
+            )  # [k, s]
             mean = (shares @ x[b, group]) / shares.sum(1, keepdim=True)
             torch.testing.assert_close(merged[b, t * k : (t + 1) * k], mean, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(back[b, group], shares.T @ y[b, t * k : (t + 1) * k], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                back[b, group], shares.T @ y[b, t * k : (t + 1) * k], rtol=1e-4, atol=1e-5
+            )
 
 
 def test_toma_keeps_shares_for_five_steps_and_destinations_for_ten() -> None:
@@ -190,7 +229,9 @@ def test_mean_and_zero_attention() -> None:
             torch.testing.assert_close(attn(x), want)
 
 
-@pytest.mark.parametrize("name", [n for n in methods.AGAINST_RIVALS if "first level" not in n and "tomesd" not in n])
+@pytest.mark.parametrize(
+    "name", [n for n in methods.AGAINST_RIVALS if "first level" not in n and "tomesd" not in n]
+)
 def test_every_method_merges_a_unet_and_leaves_no_trace(name: str) -> None:
     unet = tiny_unet()
     plain = run_unet(unet, height=32, width=32)
@@ -200,18 +241,27 @@ def test_every_method_merges_a_unet_and_leaves_no_trace(name: str) -> None:
     assert merged.isfinite().all()
     if "hypertile 256" in name:  # such a tile is the whole of 32 x 32 tokens
         torch.testing.assert_close(merged, plain)
-    elif name not in ("hypertile 128, drawn", "tau 0.8"):  # which may draw that one too; too few are alike
+    elif name not in (
+        "hypertile 128, drawn",
+        "tau 0.8",
+    ):  # which may draw that one too; too few are alike
         assert not torch.allclose(merged, plain)
     assert not has_hooks(unet)
     assert torch.equal(run_unet(unet, height=32, width=32), plain)
 
 
-@pytest.mark.parametrize("make", [todo, random_keys, random_cells, means, ToMA, constant], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "make", [todo, random_keys, random_cells, means, ToMA, constant], ids=lambda m: m.__name__
+)
 def test_rivals_run_in_joint_attention_too(make: Any) -> None:
     fields: dict[Any, dict[str, Any]] = {
-        todo: {"factor": 2}, random_keys: {"share": 0.25, "redraw": True}, means: {"cell": (2, 2)},
-        random_cells: {"cell": (2, 2), "redraw": True}, ToMA: {"share": 0.25, "side": 4}, constant: {"scale": 1.0},
-    }  # fmt: skip
+        todo: {"factor": 2},
+        random_keys: {"share": 0.25, "redraw": True},
+        means: {"cell": (2, 2)},
+        random_cells: {"cell": (2, 2), "redraw": True},
+        ToMA: {"share": 0.25, "side": 4},
+        constant: {"scale": 1.0},
+    }
     row = next(row for row in ROWS if row.name == "Flux")
     model = row.build()
     plain = row.run(model)
@@ -229,11 +279,20 @@ def test_rivals_run_in_joint_attention_too(make: Any) -> None:
 
 
 def point(name: str, lpips: float, retrieval: float, width: float = 0.0) -> dict[str, Any]:
-    return {"name": name, "lpips": lpips, "retrieval": retrieval, "lpips_interval": [lpips - width, lpips]}
+    return {
+        "name": name,
+        "lpips": lpips,
+        "retrieval": retrieval,
+        "lpips_interval": [lpips - width, lpips],
+    }
 
 
 def test_an_instrument_that_cannot_tell_says_so() -> None:
-    good = [point("baseline", 0, 1), point("mean attention", 0.3, 0.5), point("tomesd 0.5", 0.02, 1, 0.001)]
+    good = [
+        point("baseline", 0, 1),
+        point("mean attention", 0.3, 0.5),
+        point("tomesd 0.5", 0.02, 1, 0.001),
+    ]
 
     def line(points: list[dict[str, Any]]) -> str:
         return sensitivity(points, "mean attention", "tomesd 0.5")
@@ -251,9 +310,15 @@ def test_an_instrument_that_cannot_tell_says_so() -> None:
     assert "not measured (needs mean attention)" in line(good[:1])
     assert "passes as far as measured" in line(good[:2])
     assert "tomesd 0.5: not measured" in line(good[:2])
-    assert "the interval of tomesd 0.5: not measured" in line([*good[:2], {**good[2], "lpips_interval": None}])
-    elsewhere = [{**entry, "retrieval": None} for entry in good]  # a model whose prompts have no truth
+    assert "the interval of tomesd 0.5: not measured" in line(
+        [*good[:2], {**good[2], "lpips_interval": None}]
+    )
+    elsewhere = [
+        {**entry, "retrieval": None} for entry in good
+    ]  # a model whose prompts have no truth
     assert "passes as far as measured" in line(elsewhere)
     assert "retrieval" not in line(elsewhere)
-    assert "too few prompts" in line([*elsewhere[:2], {**elsewhere[2], "lpips_interval": [0.012, 0.03]}])
+    assert "too few prompts" in line(
+        [*elsewhere[:2], {**elsewhere[2], "lpips_interval": [0.012, 0.03]}]
+    )
     assert "not measured" in line([good[0], {**good[1], "lpips": None}])

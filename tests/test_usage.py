@@ -1,4 +1,6 @@
-"""docs/usage.md and comfyui/README.md hold: the examples run, the links and what the text names exist."""
+"""docs/usage.md and comfyui/README.md hold: the examples run, the links and what the text names
+exist.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ from mame_sd.diffusion.families.transformers import family_names
 from mame_sd.families import Family
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "docs" / "usage.md", ROOT / "docs" / "compatibility.md", ROOT / "comfyui" / "README.md"]
+PAGES = [
+    ROOT / "docs" / "usage.md",
+    ROOT / "docs" / "compatibility.md",
+    ROOT / "comfyui" / "README.md",
+]
 USAGE = PAGES[0].read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"<!-- test: python -->\n```python\n(.*?)```", USAGE, re.S)
 

@@ -1,4 +1,6 @@
-"""What the project says of the paper and of itself: the same title and authors everywhere, links that lead somewhere."""
+"""What the project says of the paper and of itself: the same title and authors everywhere, links
+that lead somewhere.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def test_readme_and_citation_name_the_same_paper() -> None:
     assert bibtex is not None
     entry = dict(re.findall(r"(\w+)\s*= \{(.*)\}", bibtex[1]))
     assert re.sub(r"[{}\\]", "", entry["title"]) == paper["title"]
-    assert entry["author"] == " and ".join(f"{one['family-names']}, {one['given-names']}" for one in paper["authors"])
+    assert entry["author"] == " and ".join(
+        f"{one['family-names']}, {one['given-names']}" for one in paper["authors"]
+    )
     assert entry["year"] == str(paper["year"])
     assert entry["journal"].endswith(paper["identifiers"][0]["value"])
     assert paper["url"] in README

@@ -1,4 +1,6 @@
-"""Latency and peak memory of several rows on one model, timed interleaved: each round on the next batch of prompts."""
+"""Latency and peak memory of several rows on one model, timed interleaved: each round on the next
+batch of prompts.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,14 @@ def bench(
     """Time one batch with every row, `rounds` times over; by row, in order of rounds.
 
     Args:
-        batches: alike (`alike_batches`); a round takes the next one, and after the last the first. Peaks of memory on the
-            CPU, which its rounds do not give, are those of the first.
-        record: JSON lines that hold the timings of every round as soon as it ends. A stopped call continues after the
-            last round in them. Were they taken of anything else (prompts, rows and their settings, model, machine),
-            it starts over.
+        batches: alike (`alike_batches`); a round takes the next one, and after the last the first.
+            Peaks of memory on the CPU, which its rounds do not give, are those of the first.
+        record: JSON lines that hold the timings of every round as soon as it ends. A stopped call
+            continues after the last round in them. Were they taken of anything else (prompts, rows
+            and their settings, model, machine), it starts over.
 
-    Raises UserError when `record` is another file and, if `must_merge`, when a row does nothing to the first batch.
+    Raises UserError when `record` is another file and, if `must_merge`, when a row does nothing to
+    the first batch.
     """
     about = {
         "environment": environment(model),
@@ -65,13 +68,17 @@ def bench(
             sample(model, replace(settings, steps=min(WARM_UP_STEPS, settings.steps)), batches[0])
             if must_merge and method is not None:
                 method.levels()
-        if model.pipe.device.type == "cpu":  # CUDA counts while it is timed, the CPU in a call of its own
+        if (
+            model.pipe.device.type == "cpu"
+        ):  # CUDA counts while it is timed, the CPU in a call of its own
             peaks[name] = peak_call(model, replace(settings, steps=1), batches[0], by_name[name])
 
     def call(name: str, number: int) -> Timing:
         timing = timed_call(model, settings, batches[number % len(batches)], by_name[name])
         peak = peaks.get(name, timing)
-        return replace(timing, allocated=peak.allocated, allocated_denoising=peak.allocated_denoising)
+        return replace(
+            timing, allocated=peak.allocated, allocated_denoising=peak.allocated_denoising
+        )
 
     for number, timings in interleaved(
         list(by_name), rounds, call, done=done, warm_up=warm_up, on_progress=on_progress
@@ -81,7 +88,9 @@ def bench(
     return {name: [done[number][name] for number in range(rounds)] for name in by_name}
 
 
-def check_applies(model: LoadedModel, settings: GenerateSettings, batch: Sequence[Job], row: Row) -> None:
+def check_applies(
+    model: LoadedModel, settings: GenerateSettings, batch: Sequence[Job], row: Row
+) -> None:
     """One step of the row's method. Raises NotApplicable where it can do nothing with the model."""
     with installed(model, row, batch) as method:
         if method is not None:
@@ -90,14 +99,24 @@ def check_applies(model: LoadedModel, settings: GenerateSettings, batch: Sequenc
 
 
 def alike_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:
-    """The batches of a run that cost the same but for what they show: the longest ones, of one size and kind."""
+    """The batches of a run that cost the same but for what they show: the longest ones, of one size
+    and kind.
+    """
     batches = cut_batches(jobs, batch_size)
     first = max(batches, key=len)
-    return [batch for batch in batches if len(batch) == len(first) and call_of(batch[0]) == call_of(first[0])]
+    return [
+        batch
+        for batch in batches
+        if len(batch) == len(first) and call_of(batch[0]) == call_of(first[0])
+    ]
 
 
-def timed_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], row: Row) -> Timing:
-    """One call of the pipeline with the row's method installed, on a device that has nothing else to do."""
+def timed_call(
+    model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], row: Row
+) -> Timing:
+    """One call of the pipeline with the row's method installed, on a device that has nothing else
+    to do.
+    """
     device = model.pipe.device
     marks: dict[str, float] = {}
     peak: dict[str, int] = {}
@@ -115,14 +134,25 @@ def timed_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Jo
         before = time.process_time()
         _, seconds = timed(lambda: sample(model, settings, jobs), device)
         used = (time.process_time() - before) / len(jobs)
-    denoising = (marks["decoding"] - marks["denoising"]) / len(jobs) if "decoding" in marks else None
+    denoising = (
+        (marks["decoding"] - marks["denoising"]) / len(jobs) if "decoding" in marks else None
+    )
     if device.type != "cuda":
         return Timing(seconds / len(jobs), denoising, cpu=used if device.type == "cpu" else None)
-    return Timing(seconds / len(jobs), denoising, torch.cuda.max_memory_allocated(device), peak.get("denoising"))
+    return Timing(
+        seconds / len(jobs),
+        denoising,
+        torch.cuda.max_memory_allocated(device),
+        peak.get("denoising"),
+    )
 
 
-def peak_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], row: Row) -> Timing:
-    """Peak memory of one call on the CPU, from the profiler's record of every allocation; its seconds mean nothing."""
+def peak_call(
+    model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], row: Row
+) -> Timing:
+    """Peak memory of one call on the CPU, from the profiler's record of every allocation; its
+    seconds mean nothing.
+    """
 
     def at(name: str) -> None:
         if name == "decoding":
@@ -132,13 +162,17 @@ def peak_call(model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job
     with installed(model, row, jobs), _marking(model, at):
         steps = allocations(lambda: sample(model, settings, jobs))
     before = next((number for number, (name, _) in enumerate(steps) if name == _DECODING), None)
-    weights = weight_bytes([part for part in model.pipe.components.values() if isinstance(part, nn.Module)])
+    weights = weight_bytes(
+        [part for part in model.pipe.components.values() if isinstance(part, nn.Module)]
+    )
     denoising = None if before is None else weights + max(0, most(steps[:before]))
     return Timing(0.0, allocated=weights + max(0, most(steps)), allocated_denoising=denoising)
 
 
 @contextmanager
-def installed(model: LoadedModel, row: Row, jobs: Sequence[Job]) -> Iterator[InstalledMethod | None]:
+def installed(
+    model: LoadedModel, row: Row, jobs: Sequence[Job]
+) -> Iterator[InstalledMethod | None]:
     """The row's method on the model for a block, ready for `jobs`; None for the baseline."""
     method = None if row.method is None else row.method.install(model)
     try:
@@ -152,7 +186,9 @@ def installed(model: LoadedModel, row: Row, jobs: Sequence[Job]) -> Iterator[Ins
 
 @contextmanager
 def _marking(model: LoadedModel, at: Callable[[str], None]) -> Iterator[None]:
-    """Call `at` with "denoising" before each call of the denoiser and "decoding" before each of the decoder."""
+    """Call `at` with "denoising" before each call of the denoiser and "decoding" before each of the
+    decoder.
+    """
     decoder = getattr(getattr(model.pipe, "vae", None), "decoder", None)
     parts: list[tuple[str, nn.Module]] = [("denoising", denoiser_of(model.pipe))]
     if isinstance(decoder, nn.Module):

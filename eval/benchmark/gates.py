@@ -1,8 +1,11 @@
-"""Sanity gates of a benchmark: does it measure what it says? They run on the first images of every benchmark.
+"""Sanity gates of a benchmark: does it measure what it says?
 
-The baseline made again must be the baseline, and merging's hooks, installed but switched off, must change nothing. What
-they differ by otherwise is the noise floor. Two images that have nothing to do with each other give the ceiling: a
-method that is as far from the baseline as that has kept nothing of it.
+They run on the first images of every benchmark.
+
+The baseline made again must be the baseline, and merging's hooks, installed but switched off, must
+change nothing. What they differ by otherwise is the noise floor. Two images that have nothing to do
+with each other give the ceiling: a method that is as far from the baseline as that has kept nothing
+of it.
 """
 
 from __future__ import annotations
@@ -40,7 +43,10 @@ def repeat_gates(
     """Some batches made again, as they were and under inactive hooks, against the baseline's files."""
     expected = f"PSNR above {NOISE_FLOOR:g} dB (equal images: inf)"
     gates = []
-    for name, hooked in (("baseline against itself", False), ("inactive merging against the baseline", True)):
+    for name, hooked in (
+        ("baseline against itself", False),
+        ("inactive merging against the baseline", True),
+    ):
         handle = merge_in(model, config) if hooked else None
         try:
             if handle is not None:
@@ -54,17 +60,24 @@ def repeat_gates(
             if handle is not None:
                 handle.remove()
         values = [
-            psnr(to_float([load_image(baseline.items[job.name].path)]), to_float([np.asarray(image)])).item()
+            psnr(
+                to_float([load_image(baseline.items[job.name].path)]), to_float([np.asarray(image)])
+            ).item()
             for job, image in made
         ]
         lowest = min(values)
         got = f"{lowest:.4g} dB, lowest of {len(values)}"
-        gates.append({"name": name, "expected": expected, "got": got, "passed": lowest > NOISE_FLOOR})
+        gates.append(
+            {"name": name, "expected": expected, "got": got, "passed": lowest > NOISE_FLOOR}
+        )
     return gates
 
 
 def ceiling_gate(
-    baseline: Run, metrics: Sequence[Metric], found: Sequence[Mapping[str, Mapping[str, Any]]], tools: Tools
+    baseline: Run,
+    metrics: Sequence[Metric],
+    found: Sequence[Mapping[str, Mapping[str, Any]]],
+    tools: Tools,
 ) -> Gate | None:
     """Each baseline image against that of the next prompt: every method must come nearer than that.
 
@@ -73,7 +86,8 @@ def ceiling_gate(
         found: values by metric name, one mapping a method; read on the main process only.
 
     Returns:
-        the gate on the main process; None on the others, and where there are no two prompts of one size.
+        the gate on the main process; None on the others, and where there are no two prompts of one
+        size.
     """
     pairs = unrelated_pairs(baseline)
     if not pairs or not metrics:
@@ -84,17 +98,26 @@ def ceiling_gate(
     prompts = {pair.key: pair.prompt_id for pair in pairs}
     ceiling = {metric: mean_interval(values[metric.name], prompts)["mean"] for metric in metrics}
     passed = all(
-        value[metric.name]["mean"] > limit if metric.better == "higher" else value[metric.name]["mean"] < limit
+        value[metric.name]["mean"] > limit
+        if metric.better == "higher"
+        else value[metric.name]["mean"] < limit
         for metric, limit in ceiling.items()
         for value in found
     )
     got = ", ".join(f"{metric.label} {limit:.3g}" for metric, limit in ceiling.items())
     expected = "every method nearer to the baseline than the next prompt's image is"
-    return {"name": "unrelated pairing, the ceiling", "expected": expected, "got": got, "passed": passed}
+    return {
+        "name": "unrelated pairing, the ceiling",
+        "expected": expected,
+        "got": got,
+        "passed": passed,
+    }
 
 
 def unrelated_pairs(run: Run) -> list[Pair]:
-    """Every image beside the next one of its size that has another prompt (the last one beside the first)."""
+    """Every image beside the next one of its size that has another prompt (the last one beside the
+    first).
+    """
     groups: dict[tuple[Any, Any], list[str]] = {}
     for key, item in run.items.items():
         groups.setdefault((item.row.get("width"), item.row.get("height")), []).append(key)
@@ -111,4 +134,8 @@ def unrelated_pairs(run: Run) -> list[Pair]:
 
 def failed_gates(results: Mapping[str, Any]) -> list[str]:
     """Names of the gates that did not pass, but for those that only withhold what they are about."""
-    return [gate["name"] for gate in results["gates"] if not gate["passed"] and not gate.get("withholds")]
+    return [
+        gate["name"]
+        for gate in results["gates"]
+        if not gate["passed"] and not gate.get("withholds")
+    ]

@@ -18,24 +18,40 @@ from .timings import read_record
 FORMAT = "mame-sd benchmark 1"
 NAME, TIMINGS = "results.json", "bench.jsonl"
 BUSY = "bench-busy.jsonl"  # timings of a busy machine, which the next start takes anew
-DEEPEST = 100  # levels of lists and objects; Python's stack ends before many more are walked through
-OWN = {"runs", "answers", "scores", "features", TIMINGS, BUSY, "report.html", "report.md", "table.csv", "table.tex"}
+DEEPEST = (
+    100  # levels of lists and objects; Python's stack ends before many more are walked through
+)
+OWN = {
+    "runs",
+    "answers",
+    "scores",
+    "features",
+    TIMINGS,
+    BUSY,
+    "report.html",
+    "report.md",
+    "table.csv",
+    "table.tex",
+}
 
 
 def check_out(out: Path) -> None:
-    """Raise UserError when no benchmark could go into `out`: only a new, empty or own folder will do.
+    """Raise UserError when no benchmark could go into `out`: only a new, empty or own folder will
+    do.
 
     An own folder whose results.json was deleted is taken too: everything in it is found again.
     """
     if check_place(out, out) != out:
         return
     with writing(out):
-        entries = sorted(name for name in os.listdir(out) if not name.startswith(".mame-sd."))  # writes under way
+        entries = sorted(
+            name for name in os.listdir(out) if not name.startswith(".mame-sd.")
+        )  # writes under way
     begun = {"runs", "answers"}.intersection(entries)
     if entries and NAME not in entries and not (begun and OWN.issuperset(entries)):
         raise UserError(
-            f"--out {out}: expected a new or empty folder, or one begun by this command, got a folder with "
-            f"{len(entries)} other things in it ({entries[0]!r}); choose another"
+            f"--out {out}: expected a new or empty folder, or one begun by this command, got a"
+            f" folder with {len(entries)} other things in it ({entries[0]!r}); choose another"
         )
     if NAME in entries:
         read_results(out)
@@ -51,20 +67,28 @@ def read_results(out: Path) -> dict[str, Any]:
         if _depth(values) > DEEPEST:
             raise ValueError(f"more than {DEEPEST} levels of lists and objects")
     except FileNotFoundError:
-        raise UserError(f"{out}: expected the folder of a benchmark, found no {NAME}; run benchmark first") from None
+        raise UserError(
+            f"{out}: expected the folder of a benchmark, found no {NAME}; run benchmark first"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
-            f"{path}: expected the results of a benchmark, got: {error}; delete it and run benchmark again, nothing else is lost"
+            f"{path}: expected the results of a benchmark, got: {error}; delete it and run"
+            " benchmark again, nothing else is lost"
         ) from None
     if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise UserError(f"{path}: expected the results of a benchmark ({FORMAT!r}), got another file; choose another")
+        raise UserError(
+            f"{path}: expected the results of a benchmark ({FORMAT!r}), got another file; choose"
+            " another"
+        )
     return values
 
 
 def _depth(value: Any) -> int:
     """Levels of lists and objects in a JSON value."""
     depth, level = 0, [value]
-    while level := [x for outer in level if isinstance(outer, (dict, list)) for x in _entries(outer)]:
+    while level := [
+        x for outer in level if isinstance(outer, (dict, list)) for x in _entries(outer)
+    ]:
         depth += 1
     return depth
 
@@ -80,7 +104,11 @@ def write_results(out: Path, results: Mapping[str, Any]) -> None:
 
 def generation_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """What a benchmark of generation must be continued with."""
-    return {"model": manifest["model"], **manifest["sampling"], "prompts": manifest["prompts"]["sha256"]}
+    return {
+        "model": manifest["model"],
+        **manifest["sampling"],
+        "prompts": manifest["prompts"]["sha256"],
+    }
 
 
 def resumed(
@@ -88,12 +116,14 @@ def resumed(
     out: Path,
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = generation_settings,
 ) -> dict[str, Any]:
-    """`results` with the rows that an earlier start of the same benchmark has left in `out`: what was made, no figures.
+    """`results` with the rows that an earlier start of the same benchmark has left in `out`: what
+    was made, no figures.
 
-    Figures come back from bench.jsonl, scores/ and features/, which know what they are of: another reference or other
-    weights can't be mixed with these.
+    Figures come back from bench.jsonl, scores/ and features/, which know what they are of: another
+    reference or other weights can't be mixed with these.
 
-    Raises UserError when `out` was begun with another model, other settings or prompts: its results stay as they are.
+    Raises UserError when `out` was begun with another model, other settings or prompts: its results
+    stay as they are.
     """
     try:
         before = read_results(out)
@@ -101,20 +131,26 @@ def resumed(
         return results
     try:
         there, here = (settings(it["manifest"]) for it in (before, results))
-        rows = {row["name"]: (row["config"], row) for row in before["rows"] if row["status"] == "measured"}
+        rows = {
+            row["name"]: (row["config"], row)
+            for row in before["rows"]
+            if row["status"] == "measured"
+        }
     except (KeyError, TypeError) as error:
         raise UserError(
-            f"{out}: expected the results of a benchmark, got some without {error}; delete results.json and run again, "
-            "nothing else is lost"
+            f"{out}: expected the results of a benchmark, got some without {error}; delete"
+            " results.json and run again, nothing else is lost"
         ) from None
     different = differences(there, here)
     if different:
         raise UserError(
-            f"--out {out}: expected the settings it was begun with, got {'; '.join(different)}; choose another --out, or "
-            "give the same settings"
+            f"--out {out}: expected the settings it was begun with, got {'; '.join(different)};"
+            " choose another --out, or give the same settings"
         )
     kept = []
     for row in results["rows"]:
         config, found = rows.get(row["name"], (None, {}))
-        kept.append({**row, **found, "values": {}, "per_image": {}} if config == row["config"] else row)
+        kept.append(
+            {**row, **found, "values": {}, "per_image": {}} if config == row["config"] else row
+        )
     return {**results, "rows": kept}

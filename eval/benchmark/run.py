@@ -1,4 +1,5 @@
-"""A benchmark from prompts to report: generate every row, score, time, check, and write it all down.
+"""A benchmark from prompts to report: generate every row, score, time, check, and write it all
+down.
 
     OUT/runs/<row>/            run folders, as `mame-sd generate` writes them
     OUT/scores/<row>.json      per-image scores, with a digest of the images they are of
@@ -120,7 +121,11 @@ class Benchmark(Setup):
                 continue
             reason = self._withheld(metric, run)
             if reason is not None:
-                entry["values"][metric.name] = {"mean": None, "n": len(run.items), "withheld": reason}
+                entry["values"][metric.name] = {
+                    "mean": None,
+                    "n": len(run.items),
+                    "withheld": reason,
+                }
             else:
                 todo.append(metric)
         with self.stage(f"{entry['label']}: scores") as self.tools.on_progress:
@@ -133,10 +138,14 @@ class Benchmark(Setup):
                 if metric.needs in ("pair", "image"):
                     values = file.get(metric, self.tools)
                     if self.tools.process.is_main and values is not None:
-                        entry["values"][metric.name] = mean_value(metric, values, prompts, self.tools)
+                        entry["values"][metric.name] = mean_value(
+                            metric, values, prompts, self.tools
+                        )
                         entry["per_image"][metric.name] = values
                 else:
-                    entry["values"][metric.name] = set_value(metric, run, baseline, self.reference, self.tools)
+                    entry["values"][metric.name] = set_value(
+                        metric, run, baseline, self.reference, self.tools
+                    )
                 self._save()
 
     def _withheld(self, metric: Metric, run: Run) -> str | None:
@@ -160,35 +169,53 @@ class Benchmark(Setup):
         for row in self._measured():
             for name, values in row["per_image"].items():
                 against = PEER if METRICS[name].needs == "pair" else BASELINE
-                other = next((other for other in self._measured() if other["name"] == against), None)
+                other = next(
+                    (other for other in self._measured() if other["name"] == against), None
+                )
                 if other is None or row is other or name not in other["per_image"]:
                     continue
                 difference = paired_difference(values, other["per_image"][name], prompts)
-                row["values"][name].update(p=difference["p"], against=against, difference=difference)
+                row["values"][name].update(
+                    p=difference["p"], against=against, difference=difference
+                )
         self._save()
 
     def judge(self) -> None:
-        """Whether this model and these prompts can tell methods apart, where mean attention is among the rows."""
+        """Whether this model and these prompts can tell methods apart, where mean attention is
+        among the rows.
+        """
         if any(row["name"] == FLOOR for row in self._measured()):
-            self.results["sensitivity"] = sensitivity([_point(row) for row in self._measured()], FLOOR, PEER)
+            self.results["sensitivity"] = sensitivity(
+                [_point(row) for row in self._measured()], FLOOR, PEER
+            )
             self._save()
 
     def _check(self, baseline: Run) -> None:
         """The sanity gates."""
         found = [row["values"] for row in self._measured() if row["name"] not in (BASELINE, FLOOR)]
         chosen = [metric for metric in self.metrics if metric.name in CEILING]
-        known = [m for m in chosen if found and not any(values.get(m.name, {}).get("withheld") for values in found)]
+        known = [
+            m
+            for m in chosen
+            if found and not any(values.get(m.name, {}).get("withheld") for values in found)
+        ]
         with self.stage("sanity gates") as self.tools.on_progress:
             if self.tools.process.is_main:
-                batches = cut_batches(jobs_of(self.prompts, self.settings), self.settings.batch_size)[:GATE_BATCHES]
-                self.results["gates"] += repeat_gates(self.model, self.settings, batches, baseline, MaMeConfig())
+                batches = cut_batches(
+                    jobs_of(self.prompts, self.settings), self.settings.batch_size
+                )[:GATE_BATCHES]
+                self.results["gates"] += repeat_gates(
+                    self.model, self.settings, batches, baseline, MaMeConfig()
+                )
             self.tools.process.wait()
             gate = ceiling_gate(baseline, known, found, self.tools)
             self.results["gates"] += [] if gate is None else [gate]
         self.results["manifest"]["networks"] = self.tools.about()
         cut, prompts = cut_prompts(self.metrics, baseline, self.tools)
         if cut:
-            self.results["notes"].append(f"CLIP read {cut} of {prompts} prompts only in part (77 tokens).")
+            self.results["notes"].append(
+                f"CLIP read {cut} of {prompts} prompts only in part (77 tokens)."
+            )
         self._save()
 
     def _time(self) -> None:
@@ -199,8 +226,20 @@ class Benchmark(Setup):
         batches = alike_batches(jobs, self.settings.batch_size)
         rows = [row for row in self.rows if self._entry(row.name)["status"] == "measured"]
         with self.stage("latency and memory") as on_progress:
-            timings = bench(self.model, self.settings, batches, rows, self.rounds, self.out / TIMINGS, on_progress)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            timings = bench(
+                self.model,
+                self.settings,
+                batches,
+                rows,
+                self.rounds,
+                self.out / TIMINGS,
+                on_progress,
+            )
+        cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
         gate = timing_gate(timings, BASELINE, min(torch.get_num_threads(), cores))
         self.results["gates"] = [gate]
         if not gate["passed"]:
@@ -208,18 +247,24 @@ class Benchmark(Setup):
         for row in rows:
             costs = summary(timings[row.name])
             costs = costs if gate["passed"] else without_seconds(costs)
-            self._entry(row.name)["values"].update({m.name: costs[m.name] for m in self.metrics if m.name in costs})
+            self._entry(row.name)["values"].update(
+                {m.name: costs[m.name] for m in self.metrics if m.name in costs}
+            )
         self._save()
         with self.stage("tokens kept per step") as on_progress:
             for number, row in enumerate(rows, 1):
                 entry = self._entry(row.name)
-                entry["kept"] = entry["kept"] or kept_per_step(self.model, self.settings, jobs[0], row)
+                entry["kept"] = entry["kept"] or kept_per_step(
+                    self.model, self.settings, jobs[0], row
+                )
                 on_progress(number, len(rows))
         self._save()
 
     def _entry(self, name: str) -> dict[str, Any]:
         """What the results say of a row."""
-        found: dict[str, Any] = next(entry for entry in self.results["rows"] if entry["name"] == name)
+        found: dict[str, Any] = next(
+            entry for entry in self.results["rows"] if entry["name"] == name
+        )
         return found
 
     def _measured(self) -> list[dict[str, Any]]:
@@ -235,4 +280,9 @@ def _point(row: Mapping[str, Any]) -> dict[str, Any]:
     near, right = row["values"].get("lpips", {}), row["values"].get("retrieval", {})
     interval = None if near.get("low") is None else [near["low"], near["high"]]
     lpips = 0.0 if row["name"] == BASELINE else near.get("mean")
-    return {"name": row["name"], "lpips": lpips, "lpips_interval": interval, "retrieval": right.get("mean")}
+    return {
+        "name": row["name"],
+        "lpips": lpips,
+        "lpips_interval": interval,
+        "retrieval": right.get("mean"),
+    }

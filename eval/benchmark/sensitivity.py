@@ -1,7 +1,8 @@
 """Whether an instrument (a model, its prompts and steps) can tell methods apart at all.
 
-Where every merged layer's output is its mean over all tokens, attention says nothing of space: an instrument that hardly minds
-can't rank methods, all of which lie between that and the unmerged image.
+Where every merged layer's output is its mean over all tokens, attention says nothing of space: an
+instrument that hardly minds can't rank methods, all of which lie between that and the unmerged
+image.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ Check = tuple[bool, str]
 
 
 def sensitivity(points: Sequence[Mapping[str, Any]], floor: str, peer: str) -> str:
-    """One line: what no attention and the peer do to the images, each beside what it has to do, and what follows from it.
+    """One line: what no attention and the peer do to the images, each beside what it has to do, and
+    what follows from it.
 
     Args:
-        points: `name`, `lpips` (None: not measured), `lpips_interval` (low and high, or None) and `retrieval` (a share, or None) of
-            each method, the baseline's first.
+        points: `name`, `lpips` (None: not measured), `lpips_interval` (low and high, or None) and
+            `retrieval` (a share, or None) of each method, the baseline's first.
         floor: the name of mean attention.
         peer: that of the peer at 50 %.
     """
@@ -30,7 +32,11 @@ def sensitivity(points: Sequence[Mapping[str, Any]], floor: str, peer: str) -> s
     head = "Sensitivity of this instrument: "
     if floor not in found:
         return f"{head}not measured (needs {floor})."
-    far, near, lacking = _far(points[0], found[floor]), _near(found.get(peer)), _lacking(peer, found.get(peer))
+    far, near, lacking = (
+        _far(points[0], found[floor]),
+        _near(found.get(peer)),
+        _lacking(peer, found.get(peer)),
+    )
     if not all(ok for ok, _ in far) or not all(ok for ok, _ in near[:1]):
         verdict = "FAILS: it can't tell these methods apart"
     elif not all(ok for ok, _ in near):
@@ -62,7 +68,10 @@ def _near(peer: Mapping[str, Any] | None) -> list[Check]:
         low, high = peer["lpips_interval"]
         share = (high - low) / peer["lpips"] if peer["lpips"] else float("inf")
         checks.append(
-            (share < INTERVAL_SHARE, f"its 95 % interval {share:.0%} of it wide (below {INTERVAL_SHARE:.0%})")
+            (
+                share < INTERVAL_SHARE,
+                f"its 95 % interval {share:.0%} of it wide (below {INTERVAL_SHARE:.0%})",
+            )
         )
     return checks
 
@@ -70,4 +79,6 @@ def _near(peer: Mapping[str, Any] | None) -> list[Check]:
 def _lacking(name: str, peer: Mapping[str, Any] | None) -> list[str]:
     if peer is None:
         return [f"{name}: not measured"]
-    return [] if peer.get("lpips_interval") is not None else [f"the interval of {name}: not measured"]
+    return (
+        [] if peer.get("lpips_interval") is not None else [f"the interval of {name}: not measured"]
+    )

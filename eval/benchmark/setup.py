@@ -31,7 +31,8 @@ class Setup:
     Attributes:
         rows: the first is the baseline.
         reference: what quality is measured against; None: distances are withheld.
-        tools: of this process among those that `tools.process` counts, which must have joined one another.
+        tools: of this process among those that `tools.process` counts, which must have joined one
+            another.
         prompt_file: name and digest of the prompt file, for the manifest.
         command: what makes it again, for the report; "": that of the suite.
     """
@@ -88,7 +89,9 @@ class Setup:
     def _words(self) -> str:
         """What was really generated, whatever the suite's own settings are."""
         file, settings = self.prompt_file or {}, self.settings
-        prompts = f"{len(self.prompts)} prompts" + (f" ({file['name']})" if file.get("name") else "")
+        prompts = f"{len(self.prompts)} prompts" + (
+            f" ({file['name']})" if file.get("name") else ""
+        )
         steps = f"{settings.steps} step" + "s" * (settings.steps != 1)
         return f"{prompts}, {steps}, seed {settings.seed}, model {self.model.identity['name']}"
 
@@ -100,7 +103,9 @@ class Setup:
             "model": dict(self.model.identity),
             "sampling": {
                 **asdict(self.settings),
-                "guidance": self.model.guidance if self.settings.guidance is None else self.settings.guidance,
+                "guidance": self.model.guidance
+                if self.settings.guidance is None
+                else self.settings.guidance,
             },
             "prompts": {
                 "count": len(self.prompts),
@@ -130,6 +135,8 @@ def attention_of(model: LoadedModel) -> dict[str, Any]:
         "math": torch.backends.cuda.math_sdp_enabled(),
     }
     return {
-        "processors": ", ".join(sorted({type(processor).__name__ for processor in processors.values()})),
+        "processors": ", ".join(
+            sorted({type(processor).__name__ for processor in processors.values()})
+        ),
         "kernels allowed": ", ".join(name for name, allowed in kernels.items() if allowed),
     }

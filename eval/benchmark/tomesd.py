@@ -26,7 +26,8 @@ def has_tomesd() -> bool:
 
 @dataclass(frozen=True)
 class ToMeSD:
-    """Token Merging for Stable Diffusion (Bolya and Hoffman, 2023) as its package applies it, `ratio` of tokens merged.
+    """Token Merging for Stable Diffusion (Bolya and Hoffman, 2023) as its package applies it,
+    `ratio` of tokens merged.
 
     Raises:
         UserError: a ratio outside (0, 0.75].
@@ -36,7 +37,10 @@ class ToMeSD:
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= MAX_RATIO:
-            raise UserError(f"--ratio: expected a share above 0 and at most {MAX_RATIO}, got {self.ratio}; change it")
+            raise UserError(
+                f"--ratio: expected a share above 0 and at most {MAX_RATIO}, got {self.ratio};"
+                " change it"
+            )
 
     def describe(self) -> dict[str, Any]:
         version = importlib.metadata.version("tomesd") if has_tomesd() else None
@@ -49,7 +53,8 @@ class ToMeSD:
         unet = getattr(model.pipe, "unet", None)
         if not isinstance(unet, nn.Module):
             raise NotApplicable(
-                f"--method tomesd: expected a model with a unet, got {type(model.pipe).__name__}; choose another model"
+                f"--method tomesd: expected a model with a unet, got {type(model.pipe).__name__};"
+                " choose another model"
             )
         import tomesd
 
@@ -59,7 +64,9 @@ class ToMeSD:
 
 @dataclass
 class _Seen:
-    """Tokens of one transformer block: as they come in, and as its self-attention gets them, summed over calls."""
+    """Tokens of one transformer block: as they come in, and as its self-attention gets them, summed
+    over calls.
+    """
 
     calls: int = 0
     tokens_in: int = 0
@@ -68,7 +75,10 @@ class _Seen:
 
 @dataclass
 class _InstalledToMeSD:
-    """tomesd on a UNet. Its random numbers are drawn anew for each batch, so that resuming changes no pixel."""
+    """tomesd on a UNet.
+
+    Its random numbers are drawn anew for each batch, so that resuming changes no pixel.
+    """
 
     unet: nn.Module
     blocks: list[_Seen] = field(default_factory=list)
@@ -102,15 +112,19 @@ class _InstalledToMeSD:
             seen.calls = seen.tokens_in = seen.kept = 0
 
     def levels(self) -> list[dict[str, Any]]:
-        """Raises NotApplicable when no block merged anything, which tomesd itself passes over in silence (SDXL)."""
+        """Raises NotApplicable when no block merged anything, which tomesd itself passes over in
+        silence (SDXL).
+        """
         called = [seen for seen in self.blocks if seen.calls]
         if called and all(seen.kept == seen.tokens_in for seen in called):
             raise NotApplicable(
-                "--method tomesd: expected at least one layer to merge, but it merges only at the largest level, "
-                "which has no self-attention in this model; choose another method"
+                "--method tomesd: expected at least one layer to merge, but it merges only at the"
+                " largest level, which has no self-attention in this model; choose another method"
             )
         found = []
-        for number, tokens in enumerate(sorted({seen.tokens_in / seen.calls for seen in called}, reverse=True)):
+        for number, tokens in enumerate(
+            sorted({seen.tokens_in / seen.calls for seen in called}, reverse=True)
+        ):
             group = [seen for seen in called if seen.tokens_in / seen.calls == tokens]
             calls = sum(seen.calls for seen in group)
             merged = sum(seen.kept < seen.tokens_in for seen in group)

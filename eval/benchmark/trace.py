@@ -14,8 +14,11 @@ from .bench import installed
 from .rows import Row
 
 
-def kept_per_step(model: LoadedModel, settings: GenerateSettings, job: Job, row: Row) -> list[dict[str, Any]]:
-    """`step`, `level`, `tokens` and `kept` (means over layers) for each step and level; empty where nothing can tell.
+def kept_per_step(
+    model: LoadedModel, settings: GenerateSettings, job: Job, row: Row
+) -> list[dict[str, Any]]:
+    """`step`, `level`, `tokens` and `kept` (means over layers) for each step and level; empty where
+    nothing can tell.
 
     Levels count from 0, the one with the most tokens. With merge "kv" kept tokens are keys.
     """
@@ -29,7 +32,9 @@ def kept_per_step(model: LoadedModel, settings: GenerateSettings, job: Job, row:
             with suppress(UserError):  # nothing merges at this size
                 for level in method.levels():
                     tokens, kept = level["tokens_in"], level["tokens_kept"]
-                    found.append({"step": step, "level": level["level"], "tokens": tokens, "kept": kept})
+                    found.append(
+                        {"step": step, "level": level["level"], "tokens": tokens, "kept": kept}
+                    )
             method.begin([job])
             return values
 

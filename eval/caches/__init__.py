@@ -1,1 +1,3 @@
-"""Methods that shorten a language model's KV cache, measured beside one another: `mame-sd-eval cache`."""
+"""Methods that shorten a language model's KV cache, measured beside one another: `mame-sd-eval
+cache`.
+"""

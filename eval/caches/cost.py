@@ -1,4 +1,6 @@
-"""What a short cache costs and saves, at the shapes of a model of 1B parameters (Llama 3.2 1B) with random weights."""
+"""What a short cache costs and saves, at the shapes of a model of 1B parameters (Llama 3.2 1B) with
+random weights.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from .measure import Meter, cache_of, compressed
 HIDDEN, HEADS, KEY_HEADS, HEAD, INNER, DEPTH = 2048, 32, 8, 64, 8192, 16
 METHODS = ("snapkv", "h2o", "expected-attention", "default", "paper")
 SQUARE = ("h2o", "paper")  # work and memory that grow with the square of the tokens
-LONGEST = 8192  # tokens of a prompt that is run; of a longer one keys, values and queries are drawn at random
+# tokens of a prompt that is run; of a longer one keys, values and queries are drawn at random
+LONGEST = 8192
 _STEPS = 8
 
 
@@ -42,7 +45,10 @@ def cost_table(lengths: str, keep: float, layers: int) -> str:
         raise UserError(f"--layers: expected at least 1, got {layers}")
     model = _model(layers)
     lines = [
-        "| tokens | method | compressing / prefill | decoding / full | MiB of cache | M multiply-adds of attention a token |",
+        (
+            "| tokens | method | compressing / prefill | decoding / full | MiB of cache | M"
+            " multiply-adds of attention a token |"
+        ),
         "|---|---|---|---|---|---|",
     ]
     for size in sizes:

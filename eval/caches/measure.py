@@ -1,4 +1,6 @@
-"""One passage, every method: one prefill, then the text that follows read once for each method and share."""
+"""One passage, every method: one prefill, then the text that follows read once for each method and
+share.
+"""
 
 from __future__ import annotations
 
@@ -133,8 +135,8 @@ def measure_passage(
     """KL to the full cache and loss of what follows, of each row and share that isn't `done`.
 
     Yields:
-        row, share, kl and nll (nats per token, means over the tokens that follow but the first), and the shares of keys
-        ("kept") and of bytes ("bytes", padding included) that stayed.
+        row, share, kl and nll (nats per token, means over the tokens that follow but the first),
+        and the shares of keys ("kept") and of bytes ("bytes", padding included) that stayed.
     """
     todo = [(row, s) for row in rows for s in shares or row.shares if not done(row.name, s)]
     if not todo and done("full", 1.0):

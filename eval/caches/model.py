@@ -1,4 +1,6 @@
-"""The language model that caches are measured on: SmolLM2 from its package, or a folder or hub name."""
+"""The language model that caches are measured on: SmolLM2 from its package, or a folder or hub
+name.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +43,7 @@ def load_language_model(
         )
     except (OSError, ValueError, ImportError) as error:
         raise UserError(
-            f"--model: expected {SMOLLM2} or a causal language model, got {name}: {first_line(error)}"
+            f"--model: expected {SMOLLM2} or a causal language model, got {name}:"
+            f" {first_line(error)}"
         ) from error
     return model.eval(), tokenizer

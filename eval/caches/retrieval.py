@@ -1,7 +1,9 @@
-"""Tasks that a model answers from its prompt: a pass key in filler, one of many pairs, and a line to copy.
+"""Tasks that a model answers from its prompt: a pass key in filler, one of many pairs, and a line
+to copy.
 
-A prompt shows two answered questions first and asks a third, which comes after the cache was cut: no method sees it.
-The model goes on greedily, teacher-forced on the answer: right is a whole answer, token by token.
+A prompt shows two answered questions first and asks a third, which comes after the cache was cut:
+no method sees it. The model goes on greedily, teacher-forced on the answer: right is a whole
+answer, token by token.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ class Row:
 
 
 class Repeated:
-    """KVzip's score (arXiv 2505.23416): the largest attention that a key receives while the prompt is repeated.
+    """KVzip's score (arXiv 2505.23416): the largest attention that a key receives while the prompt
+    is repeated.
 
     The scores come from a second forward, which the runner makes and puts into `found`.
     """

@@ -1,4 +1,6 @@
-"""The run behind `mame-sd-eval cache`: passages and prompts, resumable, one JSON line for each result."""
+"""The run behind `mame-sd-eval cache`: passages and prompts, resumable, one JSON line for each
+result.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The table of `mame-sd-eval cache`: means over passages, and paired differences to the best method that drops keys."""
+"""The table of `mame-sd-eval cache`: means over passages, and paired differences to the best method
+that drops keys.
+"""
 
 from __future__ import annotations
 

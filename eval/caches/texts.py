@@ -1,6 +1,8 @@
-"""Passages of text that a model goes on with: from a folder of HTML, manual pages, Python and plain text.
+"""Passages of text that a model goes on with: from a folder of HTML, manual pages, Python and plain
+text.
 
-Files are dealt to two halves by their names: "development", on which a method may be tuned, and "report".
+Files are dealt to two halves by their names: "development", on which a method may be tuned, and
+"report".
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The command line, ``mame-sd-eval``: thin commands over the modules beside it.
 
-torch and diffusers are imported inside the commands, after cheap checks, so that help and usage errors come at once.
+torch and diffusers are imported inside the commands, after cheap checks, so that help and usage
+errors come at once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from .. import PROGRAM
 from ..benchmark.suites import SUITES, suite_named
 from ..perception.rows import SUITES as CLASSIFY_SUITES
 from ..perception.rows import chosen_rows
-from .options import CLIP_HELP, SUITE_SAMPLING, CacheOptions, ClassifyOptions, MethodOptions, ScoringOptions
+from .options import (
+    CLIP_HELP,
+    SUITE_SAMPLING,
+    CacheOptions,
+    ClassifyOptions,
+    MethodOptions,
+    ScoringOptions,
+)
 
 app = typer.Typer(
     help="Evaluate merged diffusion models: fidelity to the baseline, quality, cost, and a report.",
@@ -33,18 +41,29 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     no_args_is_help=False,
 )
-# Before anything is imported: notices of transformers, of torch's C++ and of its profiler are not about users' input.
-QUIET = {"TRANSFORMERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99"}
+# Before anything is imported: notices of transformers, of torch's C++ and of its profiler are not
+# about users' input.
+QUIET = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "KINETO_LOG_LEVEL": "99",
+}
 FORMATS = ("table", "json", "csv")
 ONE_PROMPT = FieldOptions(GenerateSettings, "Sampling", without=("images_per_prompt",))
 PROMPT_FILE = FieldOptions(PromptOptions, without=("texts",))
-FormatOption = Annotated[str, typer.Option("--format", help="Of what goes to stdout.", metavar="|".join(FORMATS))]
+FormatOption = Annotated[
+    str, typer.Option("--format", help="Of what goes to stdout.", metavar="|".join(FORMATS))
+]
 ReferenceOption = Annotated[
     Path | None,
-    typer.Option(help="Images to measure quality against: a folder, or an .npz of statistics.", metavar="DIR|NPZ"),
+    typer.Option(
+        help="Images to measure quality against: a folder, or an .npz of statistics.",
+        metavar="DIR|NPZ",
+    ),
 ]
 WeightsOption = Annotated[
-    Path | None, typer.Option(help="Folder with weights of metrics, looked into first.", metavar="DIR")
+    Path | None,
+    typer.Option(help="Folder with weights of metrics, looked into first.", metavar="DIR"),
 ]
 OfflineOption = Annotated[bool, typer.Option("--offline", help="Never ask a network.")]
 RowsOption = Annotated[
@@ -66,7 +85,9 @@ def generate_command(
     sampling: GenerateSettings,
     method: Any,
 ) -> None:
-    """Generate images as `mame-sd generate` does, also with the methods that merging is compared with."""
+    """Generate images as `mame-sd generate` does, also with the methods that merging is compared
+    with.
+    """
     from mame_sd.cli.generate import run_generate
 
     run_generate(out, prompts, model, sampling, method)
@@ -78,14 +99,26 @@ def score_command(
     *,
     run_a: Annotated[
         Path,
-        typer.Argument(help="The baseline's run folder, or a folder of images.", metavar="RUN_A", show_default=False),
+        typer.Argument(
+            help="The baseline's run folder, or a folder of images.",
+            metavar="RUN_A",
+            show_default=False,
+        ),
     ],
     run_b: Annotated[
-        Path, typer.Argument(help="The run folder, or folder of images, to score.", metavar="RUN_B", show_default=False)
+        Path,
+        typer.Argument(
+            help="The run folder, or folder of images, to score.",
+            metavar="RUN_B",
+            show_default=False,
+        ),
     ],
     reference: ReferenceOption = None,
     metrics: Annotated[
-        str, typer.Option(help="Metrics, with commas between; an unknown one lists them all.", metavar="NAMES")
+        str,
+        typer.Option(
+            help="Metrics, with commas between; an unknown one lists them all.", metavar="NAMES"
+        ),
     ] = "psnr,ssim",
     form: FormatOption = "table",
     scoring: ScoringOptions,
@@ -113,7 +146,9 @@ def score_command(
         process=process,
     )
     with joined(process), progress("images", process.is_main) as tools.on_progress:
-        found = score_runs(run_a, run_b, reference, chosen, tools, note if process.is_main else lambda text: None)
+        found = score_runs(
+            run_a, run_b, reference, chosen, tools, note if process.is_main else lambda text: None
+        )
     if process.is_main:
         print(format_scores(found, form))
 
@@ -125,18 +160,26 @@ def benchmark_command(
     context: typer.Context,
     suite: Annotated[str, typer.Option(help="What to run.", metavar="|".join(SUITES))] = "quick",
     out: Annotated[
-        Path | None, typer.Option(help="Folder: new, empty, or begun by the same command. Without it, out/SUITE.")
+        Path | None,
+        typer.Option(
+            help="Folder: new, empty, or begun by the same command. Without it, out/SUITE."
+        ),
     ] = None,
     rows: RowsOption = None,
     reference: ReferenceOption = None,
     weights_dir: WeightsOption = None,
     clip: Annotated[str | None, typer.Option(help=CLIP_HELP, metavar="NAME|DIR")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds of timing, instead of the suite's.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds of timing, instead of the suite's.")
+    ] = None,
     prompts: PromptOptions,
     model: ModelChoice,
     sampling: dict[str, Any],
 ) -> None:
-    """From prompts to a finished report in one command. Run again to continue; launch with accelerate to share out."""
+    """From prompts to a finished report in one command.
+
+    Run again to continue; launch with accelerate to share out.
+    """
     chosen = suite_named(suite)
     from .benchmark import check_rounds, command_again, run_benchmark
 
@@ -144,7 +187,18 @@ def benchmark_command(
     place = Path("out") / suite if out is None else out
     again = command_again(context.obj or ["benchmark"])
     written = run_benchmark(
-        chosen, place, prompts.file, prompts.num, rows, reference, weights_dir, clip, rounds, model, sampling, again
+        chosen,
+        place,
+        prompts.file,
+        prompts.num,
+        rows,
+        reference,
+        weights_dir,
+        clip,
+        rounds,
+        model,
+        sampling,
+        again,
     )
     if written:
         print(place / "report.html")
@@ -154,7 +208,9 @@ def benchmark_command(
 @takes(prompts=PROMPTS, model=MODEL, sampling=ONE_PROMPT)
 def bench_command(
     *,
-    out: Annotated[Path, typer.Option(help="Folder for bench.jsonl, every timing.", metavar="DIR")] = Path("out/bench"),
+    out: Annotated[
+        Path, typer.Option(help="Folder for bench.jsonl, every timing.", metavar="DIR")
+    ] = Path("out/bench"),
     rows: RowsOption = None,
     rounds: Annotated[int, typer.Option(help="Rounds; each times every row once.")] = 5,
     form: FormatOption = "table",
@@ -162,12 +218,17 @@ def bench_command(
     model: ModelChoice,
     sampling: GenerateSettings,
 ) -> None:
-    """Latency and memory alone, rows interleaved, another prompt each round (demo's by default). Run again to continue."""
+    """Latency and memory alone, rows interleaved, another prompt each round (demo's by default).
+
+    Run again to continue.
+    """
     _check_format(form)
     from ..benchmark.bench_table import format_bench
     from .benchmark import run_bench
 
-    print(format_bench(run_bench(out, prompts.or_demo().read(), rows, rounds, model, sampling), form))
+    print(
+        format_bench(run_bench(out, prompts.or_demo().read(), rows, rounds, model, sampling), form)
+    )
 
 
 @app.command("classify")
@@ -175,10 +236,14 @@ def bench_command(
 def classify_command(
     *,
     context: typer.Context,
-    suite: Annotated[str, typer.Option(help="Which rows.", metavar="|".join(CLASSIFY_SUITES))] = "vit",
+    suite: Annotated[
+        str, typer.Option(help="Which rows.", metavar="|".join(CLASSIFY_SUITES))
+    ] = "vit",
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder: new, empty, or begun by the same command. Without it, out/classify-SUITE."),
+        typer.Option(
+            help="Folder: new, empty, or begun by the same command. Without it, out/classify-SUITE."
+        ),
     ] = None,
     rows: Annotated[
         str | None,
@@ -190,7 +255,10 @@ def classify_command(
     options: ClassifyOptions,
     model: ModelChoice,
 ) -> None:
-    """Speed and accuracy of a merged vision transformer beside its rivals. Run again to continue; launch with accelerate to share out."""
+    """Speed and accuracy of a merged vision transformer beside its rivals.
+
+    Run again to continue; launch with accelerate to share out.
+    """
     chosen = chosen_rows(suite, rows)
     from .benchmark import command_again
     from .classify import run_classify
@@ -206,20 +274,27 @@ def classify_command(
 def features_command(
     *,
     data: Annotated[Path, typer.Option(help="Folder of pictures.", metavar="FOLDER")],
-    size: Annotated[str, typer.Option(help="Pixels, or height x width: 224, 392x672.", metavar="PIXELS")] = "224",
+    size: Annotated[
+        str, typer.Option(help="Pixels, or height x width: 224, 392x672.", metavar="PIXELS")
+    ] = "224",
     shares: Annotated[
         str, typer.Option(help="Shares of the FLOPs, with commas.", metavar="NUMBERS")
     ] = "0.45,0.37,0.3,0.25",
     rows: Annotated[
-        str | None, typer.Option(help="Rows, with commas. Without it, those of the docs.", metavar="NAMES")
+        str | None,
+        typer.Option(help="Rows, with commas. Without it, those of the docs.", metavar="NAMES"),
     ] = None,
     half: Annotated[int | None, typer.Option(help="1 or 2: one half of the pictures.")] = None,
     num: Annotated[int | None, typer.Option(help="So many pictures.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder that keeps every row.", metavar="DIR")] = Path("out/features"),
+    out: Annotated[Path, typer.Option(help="Folder that keeps every row.", metavar="DIR")] = Path(
+        "out/features"
+    ),
     weights_dir: WeightsOption = None,
     model: ModelChoice,
 ) -> None:
-    """How near a merged encoder's features stay, beside rivals at equal FLOPs. Run again to continue.
+    """How near a merged encoder's features stay, beside rivals at equal FLOPs.
+
+    Run again to continue.
 
     MODEL dinov2-saliency is a DINOv2-S with a saliency head, fetched from PyPI.
     """
@@ -232,11 +307,16 @@ def features_command(
 @takes(options=FieldOptions(CacheOptions))
 def cache_command(
     *,
-    out: Annotated[Path, typer.Option(help="Folder for results.jsonl.", metavar="DIR")] = Path("out/cache"),
+    out: Annotated[Path, typer.Option(help="Folder for results.jsonl.", metavar="DIR")] = Path(
+        "out/cache"
+    ),
     rows: Annotated[
-        str | None, typer.Option(help="Methods, with commas between. Without it, all.", metavar="NAMES")
+        str | None,
+        typer.Option(help="Methods, with commas between. Without it, all.", metavar="NAMES"),
     ] = None,
-    form: Annotated[str, typer.Option("--format", help="Of what goes to stdout.", metavar="table|json")] = "table",
+    form: Annotated[
+        str, typer.Option("--format", help="Of what goes to stdout.", metavar="table|json")
+    ] = "table",
     options: CacheOptions,
 ) -> None:
     """Compare ways to shorten a language model's KV cache on texts. Run again to continue."""
@@ -264,7 +344,9 @@ def cache_cost_command(
 
 @app.command("report")
 def report_command(
-    out: Annotated[Path, typer.Argument(help="Folder of a benchmark.", metavar="OUT", show_default=False)],
+    out: Annotated[
+        Path, typer.Argument(help="Folder of a benchmark.", metavar="OUT", show_default=False)
+    ],
 ) -> None:
     """Write the report of a benchmark again, from its results.json."""
     from ..benchmark.results import read_results
@@ -276,11 +358,15 @@ def report_command(
 
 @app.command("weights")
 def weights_command(
-    names: Annotated[list[str] | None, typer.Argument(help="Of which networks. Without it, of all.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Of which networks. Without it, of all.")
+    ] = None,
     get: Annotated[bool, typer.Option("--get", help="Get those that are missing.")] = False,
     weights_dir: WeightsOption = None,
 ) -> None:
-    """List the weights of metrics: state, size, licence, where they lie or come from, sha256; or get them."""
+    """List the weights of metrics: state, size, licence, where they lie or come from, sha256; or
+    get them.
+    """
     from .weights import check_names, get_weights, weights_lines
 
     check_names(names or [])
@@ -293,7 +379,9 @@ def weights_command(
 @app.command("doctor")
 @takes(model=MODEL)
 def doctor_command(*, weights_dir: WeightsOption = None, model: ModelChoice) -> None:
-    """Say what this machine can evaluate: what `mame-sd doctor` says, the peers, and the weights of each metric."""
+    """Say what this machine can evaluate: what `mame-sd doctor` says, the peers, and the weights of
+    each metric.
+    """
     from mame_sd.cli.doctor import examine, print_checks
 
     from .weights import weights_checks
@@ -316,4 +404,6 @@ def invoke(arguments: Sequence[str] | None = None) -> Any:
 
 def _check_format(form: str) -> None:
     if form not in FORMATS:
-        raise UserError(f"--format: expected one of {', '.join(FORMATS)}, got {form!r}; give one of these")
+        raise UserError(
+            f"--format: expected one of {', '.join(FORMATS)}, got {form!r}; give one of these"
+        )

@@ -1,4 +1,6 @@
-"""The bodies of ``mame-sd-eval benchmark`` and ``bench``: from options to a `Benchmark`, or to timings alone."""
+"""The bodies of ``mame-sd-eval benchmark`` and ``bench``: from options to a `Benchmark`, or to
+timings alone.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ def run_benchmark(
     sampling: dict[str, Any],
     command: str,
 ) -> bool:
-    """Run `suite` with what was given over it, into `out`, report included, which names the `command` that made it.
+    """Run `suite` with what was given over it, into `out`, report included, which names the
+    `command` that made it.
 
     Returns whether this is the main process, which has written it.
 
@@ -67,11 +70,24 @@ def run_benchmark(
     choice = _suite_model(suite, model)
     truth = TRUTHS.get(choice.embedded or "")
     chosen, prompt_file = suite_prompts(suite, prompts, num, truth)
-    known = suite.glyphs and truth is not None and all(prompt.text in truth.captions() for prompt in chosen)
+    known = (
+        suite.glyphs
+        and truth is not None
+        and all(prompt.text in truth.captions() for prompt in chosen)
+    )
     glyphs = known and choice.embedded == "unet"
     if reference is not None and reference.resolve().is_relative_to(out.resolve()):
-        raise UserError(f"--reference {reference}: expected images of another origin than --out {out}; give others")
-    against = open_reference(reference) if reference is not None else rendered_glyphs() if glyphs else None
+        raise UserError(
+            f"--reference {reference}: expected images of another origin than --out {out}; give"
+            " others"
+        )
+    against = (
+        open_reference(reference)
+        if reference is not None
+        else rendered_glyphs()
+        if glyphs
+        else None
+    )
     process = this_process()
     loaded = load_model(choice, process.local_rank)
     if clip is None and choice.embedded and "clip" in embedded_models():
@@ -127,10 +143,12 @@ def run_bench(
     model: ModelChoice,
     settings: GenerateSettings,
 ) -> dict[str, dict[str, Any]]:
-    """`rows`: latency and memory by row and metric; `manifest`: what they depend on. Timings are kept in `out`.
+    """`rows`: latency and memory by row and metric; `manifest`: what they depend on.
 
-    Raises UserError for options that do not fit, fewer prompts than a batch holds, and more than one process, which
-    would slow each other down.
+    Timings are kept in `out`.
+
+    Raises UserError for options that do not fit, fewer prompts than a batch holds, and more than
+    one process, which would slow each other down.
     """
     wanted = chosen_rows(rows)
     for row in wanted:
@@ -140,13 +158,14 @@ def run_bench(
     processes = this_process().count
     if processes > 1:
         raise UserError(
-            f"bench: expected one process, got {processes}, which would slow each other down; start it alone"
+            f"bench: expected one process, got {processes}, which would slow each other down; start"
+            " it alone"
         )
     batches = alike_batches(jobs_of(prompts, settings), settings.batch_size)
     if len(batches[0]) < settings.batch_size:
         raise UserError(
-            f"--batch-size: expected at most {len(batches[0])}, as many prompts as there are of one size, got "
-            f"{settings.batch_size}; lower it, or give more --prompts"
+            f"--batch-size: expected at most {len(batches[0])}, as many prompts as there are of one"
+            f" size, got {settings.batch_size}; lower it, or give more --prompts"
         )
     check_place(out, out)
     read_record(out / TIMINGS)
@@ -160,7 +179,9 @@ def run_bench(
         else:
             measured.append(row)
     with progress("calls") as on_progress:
-        timings = bench(loaded, settings, batches, measured, rounds, out / TIMINGS, on_progress, must_merge=True)
+        timings = bench(
+            loaded, settings, batches, measured, rounds, out / TIMINGS, on_progress, must_merge=True
+        )
     manifest = {
         "model": dict(loaded.identity),
         "sampling": asdict(settings),
@@ -176,7 +197,8 @@ def run_bench(
 def suite_prompts(
     suite: Suite, file: str | None, num: int | None, truth: Truth | None = None
 ) -> tuple[list[Prompt], dict[str, Any] | None]:
-    """The prompts of a suite, or the first `num` of `file`, and what the manifest says of their file.
+    """The prompts of a suite, or the first `num` of `file`, and what the manifest says of their
+    file.
 
     Raises UserError when the suite has none of its own and none are given.
     """
@@ -186,8 +208,8 @@ def suite_prompts(
     source = file or suite.prompts
     if source is None:
         raise UserError(
-            f"--suite {suite.name}: expected --prompts FILE, got none; .txt, .csv, .tsv and .jsonl files will do "
-            "(the paper's are of GEMRec and ImageNet's class names)"
+            f"--suite {suite.name}: expected --prompts FILE, got none; .txt, .csv, .tsv and .jsonl"
+            " files will do (the paper's are of GEMRec and ImageNet's class names)"
         )
     if source == "drawn":
         return (truth or TRUTHS["unet"]).draw(count, suite.seed), {
@@ -198,12 +220,20 @@ def suite_prompts(
 
 
 def suite_metrics(suite: Suite, known: bool) -> list[Metric]:
-    """The suite's columns in the order of METRICS; `known`: with ground truth, which only embedded models have."""
-    return [metric for name, metric in METRICS.items() if name in suite.metrics and (known or name not in TRUTH)]
+    """The suite's columns in the order of METRICS; `known`: with ground truth, which only embedded
+    models have.
+    """
+    return [
+        metric
+        for name, metric in METRICS.items()
+        if name in suite.metrics and (known or name not in TRUTH)
+    ]
 
 
 def command_again(arguments: Sequence[str]) -> str:
-    """The command line of these arguments as a shell reads it, without --out: whoever repeats it chooses a place."""
+    """The command line of these arguments as a shell reads it, without --out: whoever repeats it
+    chooses a place.
+    """
     kept = [
         word
         for before, word in zip(["", *arguments], arguments, strict=False)

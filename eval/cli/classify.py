@@ -22,9 +22,15 @@ from .options import ClassifyOptions
 
 
 def run_classify(
-    options: ClassifyOptions, suite: str, rows: list[Row], out: Path, choice: ModelChoice, command: str
+    options: ClassifyOptions,
+    suite: str,
+    rows: list[Row],
+    out: Path,
+    choice: ModelChoice,
+    command: str,
 ) -> bool:
-    """Run `rows` on the images that `options` name, into `out`, report included, which names the `command` that made it.
+    """Run `rows` on the images that `options` name, into `out`, report included, which names the
+    `command` that made it.
 
     Returns whether this is the main process, which has written it.
 
@@ -42,7 +48,9 @@ def run_classify(
         choice = replace(choice, model=str(models.model(PLAIN, models.seeds[0])))
     data = models.pictures if models is not None and options.data is None else options.data
     if data is None:
-        raise UserError("--data: expected a folder of class folders or of images, got none; give one")
+        raise UserError(
+            "--data: expected a folder of class folders or of images, got none; give one"
+        )
     images = open_images(Path(data), options.num)
     process = this_process()
     encoder = load_encoder(choice, process.local_rank)
@@ -65,7 +73,9 @@ def run_classify(
         if models is None:
             results = Classification(**settings).run()
         else:
-            settings["head"] = replace(head, encoder=replace(encoder, identity=identity_of(models, encoder)))
+            settings["head"] = replace(
+                head, encoder=replace(encoder, identity=identity_of(models, encoder))
+            )
             load = partial(load_head, models, choice, process.local_rank)
             results = Trained(**settings, models=models, load=load).run()
     if process.is_main:
@@ -75,15 +85,26 @@ def run_classify(
 
 
 def models_of(options: ClassifyOptions, suite: str, choice: ModelChoice) -> TrainedModels | None:
-    """The models of the suite trained; None for another suite. Raises UserError for options that do not fit."""
+    """The models of the suite trained; None for another suite.
+
+    Raises UserError for options that do not fit.
+    """
     if suite != "trained":
         if options.trained is not None:
-            raise UserError(f"--trained: expected it with --suite trained alone, got --suite {suite}; leave one out")
+            raise UserError(
+                f"--trained: expected it with --suite trained alone, got --suite {suite}; leave"
+                " one out"
+            )
         return None
     if options.trained is None:
-        raise UserError("--trained: expected the folder that scripts/train_vit.py trained in, got none; give it")
+        raise UserError(
+            "--trained: expected the folder that scripts/train_vit.py trained in, got none; give it"
+        )
     if choice.model is not None:
-        raise UserError(f"--model {choice.model}: expected none beside --trained, whose models answer; leave it out")
+        raise UserError(
+            f"--model {choice.model}: expected none beside --trained, whose models answer; leave"
+            " it out"
+        )
     return find_models(Path(options.trained))
 
 
@@ -94,7 +115,9 @@ def identity_of(models: TrainedModels, encoder: LoadedEncoder) -> dict[str, Any]
     return {**encoder.identity, "name": models.folder.resolve().name, "sha256": digests}
 
 
-def load_head(models: TrainedModels, choice: ModelChoice, local_rank: int, form: str, seed: int) -> Head:
+def load_head(
+    models: TrainedModels, choice: ModelChoice, local_rank: int, form: str, seed: int
+) -> Head:
     """The head of one trained model."""
     return Head(load_encoder(replace(choice, model=str(models.model(form, seed))), local_rank))
 
@@ -102,16 +125,22 @@ def load_head(models: TrainedModels, choice: ModelChoice, local_rank: int, form:
 def make_head(
     encoder: LoadedEncoder, images: ImageSet, options: ClassifyOptions
 ) -> tuple[Head, tuple[int, ...] | None, dict[str, Any]]:
-    """How the model answers, its number of each class folder (None: no labels), and JSON values that say so.
+    """How the model answers, its number of each class folder (None: no labels), and JSON values
+    that say so.
 
     Raises UserError for a model that gives no answers, or options or folders that do not fit it.
     """
     labelled = images.labels is not None
     if encoder.classifies:
-        given = [flag for flag, value in (("--classes", options.classes), ("--templates", options.templates)) if value]
+        given = [
+            flag
+            for flag, value in (("--classes", options.classes), ("--templates", options.templates))
+            if value
+        ]
         if given:
             raise UserError(
-                f"{given[0]}: expected none for {type(encoder.model).__name__}, which has its own classes; leave it out"
+                f"{given[0]}: expected none for {type(encoder.model).__name__}, which has its own"
+                " classes; leave it out"
             )
         if not labelled:
             return Head(encoder), None, {"head": "the model's classifier", "labels": None}
@@ -119,10 +148,17 @@ def make_head(
         return Head(encoder), numbers, {"head": "the model's classifier", "labels": how}
     if not encoder.compares_text:
         raise UserError(
-            f"--model: expected a model with a classifier or a text half, got {type(encoder.model).__name__}, which gives "
-            "features alone; give one of these, or compare its features with mame-sd-eval features"
+            "--model: expected a model with a classifier or a text half, got"
+            f" {type(encoder.model).__name__}, which gives features alone; give one of these, or"
+            " compare its features with mame-sd-eval features"
         )
     names = class_names(None if options.classes is None else Path(options.classes), images.classes)
-    templates = prompt_templates(None if options.templates is None else Path(options.templates), encoder)
+    templates = prompt_templates(
+        None if options.templates is None else Path(options.templates), encoder
+    )
     about = {"head": "zero-shot", "classes": names, "templates": templates}
-    return text_head(encoder, names, templates), tuple(range(len(names))) if labelled else None, about
+    return (
+        text_head(encoder, names, templates),
+        tuple(range(len(names))) if labelled else None,
+        about,
+    )

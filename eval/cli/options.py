@@ -19,12 +19,18 @@ METHODS = ("baseline", "mame", "tomesd")
 DEFAULT_RATIO = 0.5
 CLIP_HELP = "CLIP to score with: a folder, clip-vit-b-32, clip-vit-l-14 or embedded-clip."
 SUITE_SAMPLING = GivenOptions(
-    GenerateSettings, "Sampling", without=("negative_prompt", "images_per_prompt"), otherwise="the suite's"
+    GenerateSettings,
+    "Sampling",
+    without=("negative_prompt", "images_per_prompt"),
+    otherwise="the suite's",
 )
 
 
 class MethodOptions(MergingOptions):
-    """--method, --ratio and merging's options. `build` gives what `mame_sd.runs.generate.generate` takes."""
+    """--method, --ratio and merging's options.
+
+    `build` gives what `mame_sd.runs.generate.generate` takes.
+    """
 
     def parameters(self) -> list[inspect.Parameter]:
         method = "What to run: the unchanged model, merging, or tomesd (extra peers)."
@@ -36,14 +42,21 @@ class MethodOptions(MergingOptions):
         ]
 
     def build(self, values: Mapping[str, Any]) -> Any:
-        """None for the baseline, a MaMeConfig, or tomesd. Raises UserError for options that do not fit the method."""
+        """None for the baseline, a MaMeConfig, or tomesd.
+
+        Raises UserError for options that do not fit the method.
+        """
         method, ratio = values["method"], values["ratio"]
         if method not in METHODS:
-            raise UserError(f"--method: expected one of {', '.join(METHODS)}, got {method!r}; give one of these")
+            raise UserError(
+                f"--method: expected one of {', '.join(METHODS)}, got {method!r}; give one of these"
+            )
         unused = [] if method == "mame" else self.given(values)
         unused += ["--ratio"] if ratio is not None and method != "tomesd" else []
         if unused:
-            raise UserError(f"--method {method}: expected no {', '.join(unused)} beside it; drop one of them")
+            raise UserError(
+                f"--method {method}: expected no {', '.join(unused)} beside it; drop one of them"
+            )
         if method == "tomesd":
             from ..benchmark.tomesd import ToMeSD
 
@@ -55,7 +68,9 @@ class MethodOptions(MergingOptions):
 class ScoringOptions:
     """What metrics are computed with."""
 
-    weights_dir: str | None = option(None, "Folder with weights of metrics, looked into first.", metavar="DIR")
+    weights_dir: str | None = option(
+        None, "Folder with weights of metrics, looked into first.", metavar="DIR"
+    )
     offline: bool = option(False, "Never ask a network.")
     clip: str | None = option(None, CLIP_HELP, metavar="NAME|DIR")
     fid_backend: str = option(
@@ -73,17 +88,25 @@ class ScoringOptions:
 class CacheOptions:
     """Which language model and texts caches are measured on."""
 
-    model: str = option("smollm2", "smollm2 (98 MB from PyPI), or a folder or name that transformers loads.")
+    model: str = option(
+        "smollm2", "smollm2 (98 MB from PyPI), or a folder or name that transformers loads."
+    )
     texts: str | None = option(
-        None, "Folder of HTML, manual pages, Python or plain text. Without it, Python's own.", metavar="DIR"
+        None,
+        "Folder of HTML, manual pages, Python or plain text. Without it, Python's own.",
+        metavar="DIR",
     )
     half: str = option("report", "Which half of the files: report, or development to tune on.")
     num: int = option(40, "Passages of text; 0: none.")
     prompts: int = option(40, "Prompts of each task.")
     length: int = option(1024, "Tokens of a prompt.")
     rest: int = option(128, "Tokens that follow it, on which methods are compared.")
-    shares: str | None = option(None, "Shares of the cache, with commas between. Without it, each row's own.")
-    tasks: str = option("", "Retrieval tasks, with commas between: needles, pairs, copy.", metavar="NAMES")
+    shares: str | None = option(
+        None, "Shares of the cache, with commas between. Without it, each row's own."
+    )
+    tasks: str = option(
+        "", "Retrieval tasks, with commas between: needles, pairs, copy.", metavar="NAMES"
+    )
     weights_dir: str | None = option(None, "Folder with weights, looked into first.", metavar="DIR")
     offline: bool = option(False, "Never ask a network.")
 
@@ -93,10 +116,14 @@ class ClassifyOptions:
     """What a vision transformer answers, and how it is measured."""
 
     data: str | None = option(
-        None, "Folder of class folders as torchvision reads them, or of images without labels.", metavar="DIR"
+        None,
+        "Folder of class folders as torchvision reads them, or of images without labels.",
+        metavar="DIR",
     )
     trained: str | None = option(
-        None, "Suite trained: folder of scripts/train_vit.py, with its models and pictures.", metavar="DIR"
+        None,
+        "Suite trained: folder of scripts/train_vit.py, with its models and pictures.",
+        metavar="DIR",
     )
     num: int | None = option(None, "Take NUM images only, drawn once and for all.", metavar="NUM")
     classes: str | None = option(
@@ -107,7 +134,9 @@ class ClassifyOptions:
     templates: str | None = option(
         None, "Zero-shot: text file of prompts with {} for the name, a line each.", metavar="FILE"
     )
-    batch_size: int = option(32, "Images in a batch; by tau, a token stays where any image of the batch keeps it.")
+    batch_size: int = option(
+        32, "Images in a batch; by tau, a token stays where any image of the batch keeps it."
+    )
     rounds: int = option(5, "Rounds of timing; each times every row once.")
 
     def __post_init__(self) -> None:

@@ -34,17 +34,19 @@ def score_runs(
     tools: Tools,
     on_note: Callable[[str], None],
 ) -> dict[str, Any]:
-    """`metrics` of the run in `folder_b`, against that in `folder_a`, and the manifest of the scoring.
+    """`metrics` of the run in `folder_b`, against that in `folder_a`, and the manifest of the
+    scoring.
 
     Raises:
-        UserError: runs that do not pair, images that can't be compared, no weights, no reference where one is needed.
+        UserError: runs that do not pair, images that can't be compared, no weights, no reference
+            where one is needed.
     """
     a, b = Run.open_any(folder_a), Run.open_any(folder_b)
     asking = [metric.name for metric in metrics if metric.name in NEED_PROMPTS]
     if b.plain and asking:
         raise UserError(
-            f"--metrics {', '.join(asking)}: expected a run folder, which knows its prompts, got a folder of images; "
-            "leave them out"
+            f"--metrics {', '.join(asking)}: expected a run folder, which knows its prompts, got a"
+            " folder of images; leave them out"
         )
     pairs = pair(a, b)
     against = None if reference is None else open_reference(reference)
@@ -57,7 +59,11 @@ def score_runs(
     if cut:
         on_note(f"CLIP read {cut} of {prompts} prompts only in part (77 tokens)")
     for name, value in found.items():
-        for text in (value.get("withheld") and f"withheld, {value['withheld']}", equal_images(value), remark(value)):
+        for text in (
+            value.get("withheld") and f"withheld, {value['withheld']}",
+            equal_images(value),
+            remark(value),
+        ):
             if text:
                 on_note(f"{name}: {text}")
     return {
@@ -87,13 +93,16 @@ def format_scores(found: Mapping[str, Any], form: str) -> str:
         writer.writerow(["metric", *_FIELDS, "withheld", "remark"])
         for name, value in found["metrics"].items():
             remarks = "; ".join(filter(None, (equal_images(value), remark(value))))
-            writer.writerow([name, *(value.get(key) for key in _FIELDS), value.get("withheld"), remarks])
+            writer.writerow(
+                [name, *(value.get(key) for key in _FIELDS), value.get("withheld"), remarks]
+            )
         return text.getvalue().rstrip("\n")
     rows = [("metric", "mean", "95 % interval", "n")]
     rows += [_table_row(METRICS[name], value) for name, value in found["metrics"].items()]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
     )
 
 
@@ -111,7 +120,9 @@ def _table_row(metric: Metric, value: Mapping[str, Any]) -> tuple[str, str, str,
 
 
 def _about(run: Run) -> dict[str, Any]:
-    sizes = sorted({f"{item.row.get('width')}x{item.row.get('height')}" for item in run.items.values()})
+    sizes = sorted(
+        {f"{item.row.get('width')}x{item.row.get('height')}" for item in run.items.values()}
+    )
     return {
         "name": run.folder.resolve().name,
         "images": len(run.items),

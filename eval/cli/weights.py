@@ -18,10 +18,14 @@ def check_names(names: Sequence[str]) -> None:
     """Raise UserError for a name that no network has."""
     for name in names:
         if name not in NAMES:
-            raise UserError(f"weights: expected names of {', '.join(NAMES)}, got {name!r}; correct it")
+            raise UserError(
+                f"weights: expected names of {', '.join(NAMES)}, got {name!r}; correct it"
+            )
 
 
-def get_weights(names: Sequence[str], weights_dir: Path | None, on_note: Callable[[str], None]) -> None:
+def get_weights(
+    names: Sequence[str], weights_dir: Path | None, on_note: Callable[[str], None]
+) -> None:
     """Get the weights of these names that are not there yet; for no names, of all that metrics use.
 
     Raises MachineError when some of them can't be had, after getting the others.
@@ -37,11 +41,15 @@ def get_weights(names: Sequence[str], weights_dir: Path | None, on_note: Callabl
             except (MachineError, UserError) as error:
                 failures.append(f"{name}: {error}")
     if failures:
-        raise MachineError(f"the weights of {len(failures)} networks can't be had: {'; '.join(failures)}")
+        raise MachineError(
+            f"the weights of {len(failures)} networks can't be had: {'; '.join(failures)}"
+        )
 
 
 def weights_lines(names: Sequence[str], weights_dir: Path | None) -> Iterator[str]:
-    """Lines on the weights of that names, of every network for no names: how they stand, where they are or come from."""
+    """Lines on the weights of that names, of every network for no names: how they stand, where they
+    are or come from.
+    """
     for found in status(weights_dir):
         if names and found.name not in names:
             continue
@@ -52,12 +60,21 @@ def weights_lines(names: Sequence[str], weights_dir: Path | None) -> Iterator[st
 
 
 def weights_checks(weights_dir: Path | None) -> Iterator[Check]:
-    """What could not be measured here: notes for missing weights and peers, a failure for wrong ones."""
+    """What could not be measured here: notes for missing weights and peers, a failure for wrong
+    ones.
+    """
     yield Check("tomesd", "ok", "installed") if has_tomesd() else Check("tomesd", "note", NO_TOMESD)
     for found in status(weights_dir):
         if found.state == "ready":
             yield Check(f"weights {found.name}", "ok", str(found.path))
         elif found.state == "missing":
-            yield Check(f"weights {found.name}", "note", f"missing; {found.how}; sha256 {found.sha256}")
+            yield Check(
+                f"weights {found.name}", "note", f"missing; {found.how}; sha256 {found.sha256}"
+            )
         else:
-            yield Check(f"weights {found.name}", "fail", f"{found.path}: {found.state}; {found.how}", bad_input=True)
+            yield Check(
+                f"weights {found.name}",
+                "fail",
+                f"{found.path}: {found.state}; {found.how}",
+                bad_input=True,
+            )

@@ -1,7 +1,8 @@
 """CLIP score (Hessel et al., 2021) and the likeness of two images as CLIP sees them.
 
-torchmetrics' CLIPScore does not run with transformers 5, and cuts long captions without their end token, so that they all score
-alike; here the tokenizer cuts them, end token kept, and the result says how many it cut.
+torchmetrics' CLIPScore does not run with transformers 5, and cuts long captions without their end
+token, so that they all score alike; here the tokenizer cuts them, end token kept, and the result
+says how many it cut.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from ..weights.registry import REGISTRY
 
 @dataclass(frozen=True)
 class ClipScores:
-    """100 * cosine of each image and its prompt, float64 [n] (not clamped at 0), and how many prompts were cut."""
+    """100 * cosine of each image and its prompt, float64 [n] (not clamped at 0), and how many
+    prompts were cut.
+    """
 
     scores: Tensor
     cut: int
@@ -42,24 +45,36 @@ class Clip:
         weights_hash: sha256 of its weights.
     """
 
-    def __init__(self, name: str, model: Any, images: Any, tokenizer: Any, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, name: str, model: Any, images: Any, tokenizer: Any, device: torch.device | str = "cpu"
+    ) -> None:
         self.name, self.device = name, torch.device(device)
         self.weights_hash = tensors_sha256(model.state_dict())
         self.model = model.eval().requires_grad_(False).to(self.device)
         self.images, self.tokenizer = images, tokenizer
 
     def image_features(self, images: Tensor) -> Tensor:
-        """Unit vectors [n, d] of images [n, 3, H, W] in [0, 1], resized and cropped by CLIP's own processor."""
+        """Unit vectors [n, d] of images [n, 3, H, W] in [0, 1], resized and cropped by CLIP's own
+        processor.
+        """
         check_images(images)
         pixels = (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
-        inputs = self.images(images=list(pixels), return_tensors="pt", input_data_format="channels_last")
+        inputs = self.images(
+            images=list(pixels), return_tensors="pt", input_data_format="channels_last"
+        )
         with full_precision():
-            return _unit(self.model.get_image_features(pixel_values=inputs["pixel_values"].to(self.device)))
+            return _unit(
+                self.model.get_image_features(pixel_values=inputs["pixel_values"].to(self.device))
+            )
 
     def text_features(self, prompts: Sequence[str]) -> tuple[Tensor, int]:
-        """Unit vectors [n, d] of prompts, and how many of them were longer than CLIP reads (77 tokens)."""
+        """Unit vectors [n, d] of prompts, and how many of them were longer than CLIP reads (77
+        tokens).
+        """
         limit = self.model.config.text_config.max_position_embeddings
-        inputs = self.tokenizer(list(prompts), padding=True, truncation=True, max_length=limit, return_tensors="pt")
+        inputs = self.tokenizer(
+            list(prompts), padding=True, truncation=True, max_length=limit, return_tensors="pt"
+        )
         with full_precision():
             features = _unit(self.model.get_text_features(**inputs.to(self.device)))
         return features, len(self.cut(prompts))
@@ -84,13 +99,18 @@ def clip_score(model: Clip, images: Tensor, prompts: Sequence[str]) -> ClipScore
     """
     check_images(images)
     if len(prompts) != len(images):
-        raise ValueError(f"expected one prompt an image, got {len(prompts)} prompts and {len(images)} images")
+        raise ValueError(
+            f"expected one prompt an image, got {len(prompts)} prompts and {len(images)} images"
+        )
     text, cut = model.text_features(prompts)
     return ClipScores(100 * (model.image_features(images) * text).sum(1).cpu(), cut)
 
 
 def clip_image_cosine(model: Clip, a: Tensor, b: Tensor) -> Tensor:
-    """Cosine between CLIP's features of each pair, float64 [n]. Raises ValueError as the other paired metrics do."""
+    """Cosine between CLIP's features of each pair, float64 [n].
+
+    Raises ValueError as the other paired metrics do.
+    """
     check_pair(a, b)
     return (model.image_features(a) * model.image_features(b)).sum(1).cpu()
 
@@ -101,7 +121,8 @@ def load_clip(
     offline: bool = False,
     device: torch.device | str = "cpu",
 ) -> Clip:
-    """CLIP by its name in the weights list, "embedded-clip", or from a folder that transformers saved.
+    """CLIP by its name in the weights list, "embedded-clip", or from a folder that transformers
+    saved.
 
     Raises:
         UserError: missing while offline, wrong hash, not a CLIP folder.
@@ -110,7 +131,8 @@ def load_clip(
     if str(name) == EMBEDDED_CLIP:
         if "clip" not in embedded_models():
             raise UserError(
-                f"--clip {name}: this installation has no embedded CLIP; give the name of another or a folder"
+                f"--clip {name}: this installation has no embedded CLIP; give the name of another"
+                " or a folder"
             )
         return _read(f"CLIP {name}", embedded_model_path("clip"), device, None)
     if str(name) not in REGISTRY:
@@ -120,23 +142,29 @@ def load_clip(
 
 
 def _read(name: str, folder: Path, device: torch.device | str, safetensors: bool | None) -> Clip:
-    """`safetensors`: read model.safetensors, or (False) pytorch_model.bin, even where the other lies there too."""
+    """`safetensors`: read model.safetensors, or (False) pytorch_model.bin, even where the other
+    lies there too.
+    """
     from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
     try:
-        model = CLIPModel.from_pretrained(folder, local_files_only=True, use_safetensors=safetensors)
+        model = CLIPModel.from_pretrained(
+            folder, local_files_only=True, use_safetensors=safetensors
+        )
         images = CLIPImageProcessorPil.from_pretrained(folder, local_files_only=True)
         tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # a missing file raises OSError, a broken one nearly anything
         reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"expected a CLIP model, its tokenizer and preprocessor_config.json in {folder}, but {reason}; "
-            "copy the whole folder from the hub"
+            f"expected a CLIP model, its tokenizer and preprocessor_config.json in {folder}, but"
+            f" {reason}; copy the whole folder from the hub"
         ) from error
     return Clip(name, model, images, tokenizer, device)
 
 
 def _unit(features: Any) -> Tensor:
-    """Float64 rows of length 1 of what `get_*_features` gave, a tensor or (transformers 5) an output with one inside."""
+    """Float64 rows of length 1 of what `get_*_features` gave, a tensor or (transformers 5) an
+    output with one inside.
+    """
     rows = features if isinstance(features, Tensor) else features.pooler_output
     return F.normalize(to_double(rows), dim=-1)

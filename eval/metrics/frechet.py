@@ -1,7 +1,8 @@
-"""Frechet distance between two sets of features as Gaussians (Heusel et al., 2017), exact for singular covariances too.
+"""Frechet distance between two sets of features as Gaussians (Heusel et al., 2017).
 
-|mean gap|^2 + tr A + tr B - 2 tr (A B)^(1/2). With A = F^T F and B = G^T G the last trace is the sum of the singular values
-of F G^T: no matrix square root, which is what fails, or loses digits, when there are fewer images than features.
+It is |mean gap|^2 + tr A + tr B - 2 tr (A B)^(1/2), exact for singular covariances too. With
+A = F^T F and B = G^T G the last trace is the sum of the singular values of F G^T. So it needs no
+matrix square root, which fails or loses digits where there are fewer images than features.
 """
 
 from __future__ import annotations
@@ -41,9 +42,14 @@ class Statistics:
 
 
 def statistics(features: Tensor, source: str = "") -> Statistics:
-    """Mean and covariance factor of features [N, D]. Raises ValueError below two images, or for NaN and infinity."""
+    """Mean and covariance factor of features [N, D].
+
+    Raises ValueError below two images, or for NaN and infinity.
+    """
     if features.ndim != 2 or features.shape[0] < 2:
-        raise ValueError(f"expected features [images, dims] of at least 2 images, got {list(features.shape)}")
+        raise ValueError(
+            f"expected features [images, dims] of at least 2 images, got {list(features.shape)}"
+        )
     if not features.isfinite().all():
         raise ValueError("expected finite features, got NaN or infinity")
     rows = features.detach().double().cpu()
@@ -55,16 +61,21 @@ def statistics(features: Tensor, source: str = "") -> Statistics:
 
 
 def frechet_distance(a: Tensor | Statistics, b: Tensor | Statistics) -> float:
-    """The squared distance between two sets, each given as features [N, D] or `Statistics`; at least 0.
+    """The squared distance between two sets, each given as features [N, D] or `Statistics`; at
+    least 0.
 
     Raises:
         ValueError: fewer than two images, unequal dims, features of different extractors, NaN.
     """
     first, second = (item if isinstance(item, Statistics) else statistics(item) for item in (a, b))
     if first.mean.shape != second.mean.shape:
-        raise ValueError(f"expected equal feature dims, got {len(first.mean)} and {len(second.mean)}")
+        raise ValueError(
+            f"expected equal feature dims, got {len(first.mean)} and {len(second.mean)}"
+        )
     if first.source and second.source and first.source != second.source:
-        raise ValueError(f"expected features of one extractor, got {first.source} and {second.source}")
+        raise ValueError(
+            f"expected features of one extractor, got {first.source} and {second.source}"
+        )
     gap = (first.mean - second.mean).square().sum()
     traces = first.factor.square().sum() + second.factor.square().sum()
     cross = torch.linalg.svdvals(first.factor @ second.factor.T).sum()
@@ -72,17 +83,30 @@ def frechet_distance(a: Tensor | Statistics, b: Tensor | Statistics) -> float:
 
 
 def save_statistics(path: Path, stats: Statistics) -> None:
-    """Write `mu` and `sigma` as pytorch-fid, clean-fid and torch-fidelity read them, and beside them `n` and `source`."""
+    """Write `mu` and `sigma` as pytorch-fid, clean-fid and torch-fidelity read them, and beside
+    them `n` and `source`.
+    """
     with written_whole(path) as file:
-        np.savez(file, mu=stats.mean.numpy(), sigma=stats.covariance.numpy(), n=stats.n, source=stats.source)
+        np.savez(
+            file,
+            mu=stats.mean.numpy(),
+            sigma=stats.covariance.numpy(),
+            n=stats.n,
+            source=stats.source,
+        )
 
 
 def load_statistics(path: Path) -> Statistics:
     """Statistics from an .npz with `mu` and `sigma`. Raises UserError when it is not one."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            mean, covariance = (torch.from_numpy(np.asarray(file[key], np.float64)) for key in ("mu", "sigma"))
-            n, source = (int(file["n"]) if "n" in file else 0), (str(file["source"]) if "source" in file else "")
+            mean, covariance = (
+                torch.from_numpy(np.asarray(file[key], np.float64)) for key in ("mu", "sigma")
+            )
+            n, source = (
+                (int(file["n"]) if "n" in file else 0),
+                (str(file["source"]) if "source" in file else ""),
+            )
     except (OSError, EOFError, KeyError, ValueError, TypeError, zipfile.BadZipFile) as error:
         raise _bad_statistics(path, str(error)) from error
     if covariance.shape != (mean.numel(), mean.numel()) or mean.ndim != 1:
@@ -97,5 +121,6 @@ def load_statistics(path: Path) -> Statistics:
 
 def _bad_statistics(path: Path, reason: str) -> UserError:
     return UserError(
-        f"expected mu [D] and sigma [D, D] of a covariance in {path}, but {reason}; make it again from the reference images"
+        f"expected mu [D] and sigma [D, D] of a covariance in {path}, but {reason}; make it again"
+        " from the reference images"
     )

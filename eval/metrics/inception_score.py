@@ -1,4 +1,6 @@
-"""Inception score (Salimans et al., 2016): how sure a classifier is of each image, and how varied its answers are."""
+"""Inception score (Salimans et al., 2016): how sure a classifier is of each image, and how varied
+its answers are.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class InceptionScore:
-    """Mean and standard deviation over `splits` parts of `n` images. No part can score above `cap`, its number of images."""
+    """Mean and standard deviation over `splits` parts of `n` images.
+
+    No part can score above `cap`, its number of images.
+    """
 
     mean: float
     std: float
@@ -22,18 +27,23 @@ class InceptionScore:
 
 @torch.no_grad()
 def inception_score(logits: Tensor, splits: int = 10, seed: int | None = 0) -> InceptionScore:
-    """exp of the mean KL divergence between each image's class probabilities and their mean, over `splits` parts.
+    """exp of the mean KL divergence between each image's class probabilities and their mean, over
+    `splits` parts.
 
     Args:
         logits: [N, classes].
         splits: parts, each scored alone.
-        seed: of the order in which images go into parts; None: as given. The global generator is left alone.
+        seed: of the order in which images go into parts; None: as given. The global generator is
+            left alone.
 
     Raises:
         ValueError: more parts than images, NaN.
     """
     if logits.ndim != 2 or not 1 <= splits <= len(logits):
-        raise ValueError(f"expected logits [images, classes] of at least {splits} images, got {list(logits.shape)}")
+        raise ValueError(
+            f"expected logits [images, classes] of at least {splits} images, got"
+            f" {list(logits.shape)}"
+        )
     if not logits.isfinite().all():
         raise ValueError("expected finite logits, got NaN or infinity")
     n = len(logits)
@@ -43,9 +53,13 @@ def inception_score(logits: Tensor, splits: int = 10, seed: int | None = 0) -> I
     log_p = rows.log_softmax(1)
     bounds = [i * n // splits for i in range(splits + 1)]
     scores = torch.stack([_score(log_p[start:stop]) for start, stop in pairwise(bounds)])
-    return InceptionScore(scores.mean().item(), scores.std(correction=0).item(), splits, n, n / splits)
+    return InceptionScore(
+        scores.mean().item(), scores.std(correction=0).item(), splits, n, n / splits
+    )
 
 
 def _score(log_p: Tensor) -> Tensor:
     mean = log_p.exp().mean(0)
-    return (log_p.exp() * (log_p - mean.log())).nansum(1).mean().exp()  # a class of probability 0 adds 0, not 0 * -inf
+    return (
+        (log_p.exp() * (log_p - mean.log())).nansum(1).mean().exp()
+    )  # a class of probability 0 adds 0, not 0 * -inf

@@ -1,4 +1,6 @@
-"""Kernel inception distance (Binkowski et al., 2018): the squared maximum mean discrepancy under (x.y / D + 1)^3, unbiased."""
+"""Kernel inception distance (Binkowski et al., 2018): the squared maximum mean discrepancy under
+(x.y / D + 1)^3, unbiased.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,18 @@ class KidResult:
 
 
 @torch.no_grad()
-def kid(a: Tensor, b: Tensor, subsets: int = 100, subset_size: int = 1000, seed: int = 0) -> KidResult:
-    """KID as published: the mean over random subsets, drawn without replacement from a generator of its own.
+def kid(
+    a: Tensor, b: Tensor, subsets: int = 100, subset_size: int = 1000, seed: int = 0
+) -> KidResult:
+    """KID as published: the mean over random subsets, drawn without replacement from a generator of
+    its own.
 
     Args:
         a: features [N, D].
         b: features [M, D].
         subsets: how many subsets are drawn.
-        subset_size: images in each; lowered to the smaller set's size, which the result then says. When both sets are a subset,
-            there is only one to draw.
+        subset_size: images in each; lowered to the smaller set's size, which the result then says.
+            When both sets are a subset, there is only one to draw.
         seed: of the draws. The global generator is left alone.
 
     Raises:
@@ -61,8 +66,9 @@ def kid_exact(a: Tensor, b: Tensor, paired: bool = False) -> float:
     Args:
         a: features [N, D].
         b: features [M, D].
-        paired: image i of both sets shares prompt and seed, so the sets are not independent, and the cross terms i = j, left in,
-            push the estimate below 0. Leaves them out: the U-statistic over i != j (Gretton et al., 2012, lemma 6). Needs N = M.
+        paired: image i of both sets shares prompt and seed, so the sets are not independent, and
+            the cross terms i = j, left in, push the estimate below 0. Leaves them out: the
+            U-statistic over i != j (Gretton et al., 2012, lemma 6). Needs N = M.
 
     Raises:
         ValueError: as for `kid`, or `paired` with sets of unequal size.
@@ -77,7 +83,8 @@ def _check(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Both as float64 on the CPU."""
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1] or min(len(a), len(b)) < 2:
         raise ValueError(
-            f"expected features [images, dims] of at least 2 images each, got {list(a.shape)} and {list(b.shape)}"
+            f"expected features [images, dims] of at least 2 images each, got {list(a.shape)} and"
+            f" {list(b.shape)}"
         )
     if not (a.isfinite().all() and b.isfinite().all()):
         raise ValueError("expected finite features, got NaN or infinity")
@@ -88,7 +95,11 @@ def _discrepancy(a: Tensor, b: Tensor, paired: bool = False) -> Tensor:
     n, m = len(a), len(b)
     within_a = (_kernel_sum(a, a) - _kernel(a, a).sum()) / (n * (n - 1))
     within_b = (_kernel_sum(b, b) - _kernel(b, b).sum()) / (m * (m - 1))
-    between = (_kernel_sum(a, b) - _kernel(a, b).sum()) / (n * (n - 1)) if paired else _kernel_sum(a, b) / (n * m)
+    between = (
+        (_kernel_sum(a, b) - _kernel(a, b).sum()) / (n * (n - 1))
+        if paired
+        else _kernel_sum(a, b) / (n * m)
+    )
     return within_a + within_b - 2 * between
 
 
@@ -99,4 +110,6 @@ def _kernel(a: Tensor, b: Tensor) -> Tensor:
 
 def _kernel_sum(a: Tensor, b: Tensor) -> Tensor:
     """The sum of the kernel over all N x M pairs, without holding them all."""
-    return torch.stack([((rows @ b.T / a.shape[1] + 1) ** 3).sum() for rows in a.split(CHUNK)]).sum()
+    return torch.stack(
+        [((rows @ b.T / a.shape[1] + 1) ** 3).sum() for rows in a.split(CHUNK)]
+    ).sum()

@@ -1,6 +1,7 @@
 """LPIPS of image pairs: how different a person would find them, from 0 for equal images upward.
 
-It depends on the resolution (one pair scores 0.72, 0.70 and 0.54 at 64, 256 and 768 pixels), so compare at one size and say which.
+It depends on the resolution (one pair scores 0.72, 0.70 and 0.54 at 64, 256 and 768 pixels), so
+compare at one size and say which.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class Lpips:
         weights_hash: sha256 of its weights.
     """
 
-    def __init__(self, net: str, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, net: str, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu"
+    ) -> None:
         """`tensors` are named as in `networks.lpips`. Raises ValueError for an unknown net."""
         if net not in BACKBONES:
             raise ValueError(f"expected an LPIPS net of {', '.join(BACKBONES)}, got {net!r}")
@@ -51,19 +54,30 @@ class Lpips:
         check_pair(a, b)
         if min(a.shape[-2:]) < MIN_SIDE:
             raise ValueError(
-                f"expected images of at least {MIN_SIDE} x {MIN_SIDE} for LPIPS, got {a.shape[-1]} x {a.shape[-2]}"
+                f"expected images of at least {MIN_SIDE} x {MIN_SIDE} for LPIPS, got {a.shape[-1]}"
+                f" x {a.shape[-2]}"
             )
         step = max(1, _PIXELS_AT_ONCE // (a.shape[-2] * a.shape[-1]))
         with full_precision():
             parts = [
-                distance(self.net, self.tensors, *(2 * x.to(self.device, torch.float32) - 1 for x in pair))
+                distance(
+                    self.net,
+                    self.tensors,
+                    *(2 * x.to(self.device, torch.float32) - 1 for x in pair),
+                )
                 for pair in zip(a.split(step), b.split(step), strict=True)
             ]
         return torch.cat(parts)
 
 
 def load_lpips(
-    net: str = "alex", weights_dir: Path | None = None, offline: bool = False, device: torch.device | str = "cpu"
+    net: str = "alex",
+    weights_dir: Path | None = None,
+    offline: bool = False,
+    device: torch.device | str = "cpu",
 ) -> Lpips:
-    """LPIPS with published weights. Raises UserError or MachineError when they can't be had (`weights.find`)."""
+    """LPIPS with published weights.
+
+    Raises UserError or MachineError when they can't be had (`weights.find`).
+    """
     return Lpips(net, load(f"lpips-{net}", weights_dir, offline), device)

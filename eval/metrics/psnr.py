@@ -1,4 +1,6 @@
-"""Peak signal-to-noise ratio of image pairs, one value a pair: pooling the error first would hide the worst images."""
+"""Peak signal-to-noise ratio of image pairs, one value a pair: pooling the error first would hide
+the worst images.
+"""
 
 from __future__ import annotations
 

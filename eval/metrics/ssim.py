@@ -1,7 +1,9 @@
-"""Structural similarity of image pairs (Wang et al., 2004) and its multi-scale form (Wang et al., 2003).
+"""Structural similarity of image pairs (Wang et al., 2004) and its multi-scale form (Wang et al.,
+2003).
 
-As in the authors' code: an 11 x 11 Gaussian window of sigma 1.5, no padding, K1 = 0.01, K2 = 0.03. Colour images are the mean
-over their channels. In float64, because variances are differences of nearly equal numbers.
+As in the authors' code: an 11 x 11 Gaussian window of sigma 1.5, no padding, K1 = 0.01, K2 = 0.03.
+Colour images are the mean over their channels. In float64, because variances are differences of
+nearly equal numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def ssim(a: Tensor, b: Tensor) -> Tensor:
 
 @torch.no_grad()
 def ms_ssim(a: Tensor, b: Tensor) -> Tensor:
-    """MS-SSIM of each pair over five scales, float64 [n] in [0, 1]; a negative scale counts as 0, since it has no real power.
+    """MS-SSIM of each pair over five scales, float64 [n] in [0, 1]; a negative scale counts as 0,
+    since it has no real power.
 
     Args and errors as for `ssim`; sides of at least 176.
     """
@@ -56,12 +59,17 @@ def ms_ssim(a: Tensor, b: Tensor) -> Tensor:
 def _check(a: Tensor, b: Tensor, side: int, name: str) -> None:
     check_pair(a, b)
     if min(a.shape[-2:]) < side:
-        raise ValueError(f"expected images of at least {side} x {side} for {name}, got {a.shape[-1]} x {a.shape[-2]}")
+        raise ValueError(
+            f"expected images of at least {side} x {side} for {name}, got {a.shape[-1]} x"
+            f" {a.shape[-2]}"
+        )
 
 
 def _similarity(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The luminance and the contrast-structure term at each position, [n, 3, H - 10, W - 10]."""
-    mean_a, mean_b, aa, bb, ab = _blur(torch.stack((a, b, a * a, b * b, a * b)).flatten(0, 1)).chunk(5)
+    mean_a, mean_b, aa, bb, ab = _blur(
+        torch.stack((a, b, a * a, b * b, a * b)).flatten(0, 1)
+    ).chunk(5)
     variances = aa - mean_a**2 + bb - mean_b**2
     luminance = (2 * mean_a * mean_b + C1) / (mean_a**2 + mean_b**2 + C1)
     structure = (2 * (ab - mean_a * mean_b) + C2) / (variances + C2)

@@ -1,4 +1,6 @@
-"""The networks that metrics look through, as their authors defined them: inference only, weights given."""
+"""The networks that metrics look through, as their authors defined them: inference only, weights
+given.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,19 @@ import torch
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Inference as the scores are defined: no gradients, whole float32 whatever the user allows, and repeatable kernels.
+    """Inference as the scores are defined: no gradients, whole float32 whatever the user allows,
+    and repeatable kernels.
 
-    TensorFloat-32 and bfloat16 in matrix products and convolutions are put back afterwards as they were.
+    TensorFloat-32 and bfloat16 in matrix products and convolutions are put back afterwards as they
+    were.
     """
     cuda: Any = torch.backends.cudnn
     cpu: Any = torch.backends.mkldnn
     wanted = [
-        *((place, "fp32_precision", "ieee") for place in (torch.backends.cuda.matmul, cuda.conv, cpu.matmul, cpu.conv)),
+        *(
+            (place, "fp32_precision", "ieee")
+            for place in (torch.backends.cuda.matmul, cuda.conv, cpu.matmul, cpu.conv)
+        ),
         (cuda, "deterministic", True),
         (cuda, "benchmark", False),
     ]

@@ -1,7 +1,7 @@
 """Features of images on disk, so that a second score or a resumed one looks at no image twice.
 
-One safetensors file per (network, resizing, image): whole files appear by renaming, so processes and interruptions can't leave
-half of one; a file that can't be read counts as not there.
+One safetensors file per (network, resizing, image): whole files appear by renaming, so processes
+and interruptions can't leave half of one; a file that can't be read counts as not there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class FeatureCache:
             return None
 
     def put(self, key: str, tensors: dict[str, Tensor]) -> None:
-        """Keep `tensors` under `key`. Raises UserError or MachineError where nothing can be written."""
+        """Keep `tensors` under `key`.
+
+        Raises UserError or MachineError where nothing can be written.
+        """
         write_atomically(self._path(key), save(tensors))
 
     def _path(self, key: str) -> Path:

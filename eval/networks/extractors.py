@@ -1,7 +1,9 @@
-"""What a classifier sees in images: features for distances, logits for the Inception score, in one pass, kept per image.
+"""What a classifier sees in images: features for distances, logits for the Inception score, in one
+pass, kept per image.
 
-Both sides of every comparison are resized by clean-fid's path (Pillow's antialiased bicubic in floats, per channel): another
-resizing moves a distance by more than most methods differ. A network that is not the standard one is never called FID.
+Both sides of every comparison are resized by clean-fid's path (Pillow's antialiased bicubic in
+floats, per channel): another resizing moves a distance by more than most methods differ. A network
+that is not the standard one is never called FID.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from .cache import FeatureCache
 from .efficientnet_lite import EfficientNetLite0
 
 VERSION = "features 1"  # of what the cache keeps: another one, and images are looked at again
-Pass = Callable[[Tensor], tuple[Tensor, Tensor]]  # images [n, 3, side, side] in 0..255 to features and logits
+Pass = Callable[
+    [Tensor], tuple[Tensor, Tensor]
+]  # images [n, 3, side, side] in 0..255 to features and logits
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,11 @@ class Extractor:
         self._run, self._side, self._device, self._cache = run, side, torch.device(device), cache
 
     def __call__(self, images: Sequence[np.ndarray] | Sequence[Path]) -> Features:
-        """Features and logits of images (uint8 [H, W, 3], of any sizes) or image files, in their order.
+        """Features and logits of images (uint8 [H, W, 3], of any sizes) or image files, in their
+        order.
 
-        One image at a time: in a batch the last digits depend on the neighbours, and so on the number of processes.
+        One image at a time: in a batch the last digits depend on the neighbours, and so on the
+            number of processes.
 
         Raises:
             UserError: a file is not a whole 8-bit RGB image.
@@ -70,7 +76,9 @@ class Extractor:
         if not len(images):
             raise ValueError("expected at least one image, got none")
         found = [self._look(_pixels(image)) for image in images]
-        return Features(*(torch.stack([row[key] for row in found]) for key in ("features", "logits")))
+        return Features(
+            *(torch.stack([row[key] for row in found]) for key in ("features", "logits"))
+        )
 
     def _look(self, image: np.ndarray) -> dict[str, Tensor]:
         """`features` [D] and `logits` [K] of one image, from the cache if it has them."""
@@ -81,7 +89,10 @@ class Extractor:
             return kept
         with full_precision():
             found = self._run(resize(image, self._side)[None].to(self._device))
-        row = {name: value[0].float().cpu() for name, value in zip(("features", "logits"), found, strict=True)}
+        row = {
+            name: value[0].float().cpu()
+            for name, value in zip(("features", "logits"), found, strict=True)
+        }
         if cache:
             cache.put(key, row)
         return row
@@ -90,7 +101,11 @@ class Extractor:
 def resize(image: np.ndarray, side: int) -> Tensor:
     """Float [3, side, side] in 0..255 of a uint8 [H, W, 3], as clean-fid's "clean" mode does it."""
     channels = [
-        np.asarray(Image.fromarray(image[..., index].astype(np.float32)).resize((side, side), Image.Resampling.BICUBIC))
+        np.asarray(
+            Image.fromarray(image[..., index].astype(np.float32)).resize(
+                (side, side), Image.Resampling.BICUBIC
+            )
+        )
         for index in range(3)
     ]
     return torch.from_numpy(np.stack(channels).clip(0, 255))
@@ -105,7 +120,9 @@ def inception_extractor(
     def run(images: Tensor) -> tuple[Tensor, Tensor]:
         return inception.inception(placed, images)
 
-    return Extractor("Inception", run, inception.SIDE, inception.DIMS, tensors_sha256(tensors), device, cache)
+    return Extractor(
+        "Inception", run, inception.SIDE, inception.DIMS, tensors_sha256(tensors), device, cache
+    )
 
 
 def effnet_lite0_extractor(
@@ -119,7 +136,10 @@ def effnet_lite0_extractor(
     return Extractor("EffNetLite0", network, side, dims, tensors_sha256(tensors), device, cache)
 
 
-_KINDS = {"inception": ("inception-fid", inception_extractor), "effnet-lite0": ("effnet-lite0", effnet_lite0_extractor)}
+_KINDS = {
+    "inception": ("inception-fid", inception_extractor),
+    "effnet-lite0": ("effnet-lite0", effnet_lite0_extractor),
+}
 
 
 def load_extractor(
@@ -129,7 +149,8 @@ def load_extractor(
     device: torch.device | str = "cpu",
     cache: Path | None = None,
 ) -> Extractor:
-    """The extractor "inception" or "effnet-lite0" with its published weights; features are kept in the folder `cache`, if given.
+    """The extractor "inception" or "effnet-lite0" with its published weights; features are kept in
+    the folder `cache`, if given.
 
     Raises:
         ValueError: unknown kind.
@@ -144,5 +165,7 @@ def load_extractor(
 def _pixels(image: np.ndarray | Path) -> np.ndarray:
     pixels = load_image(image) if isinstance(image, Path) else image
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
-        raise ValueError(f"expected uint8 images [height, width, 3], got {pixels.dtype} {list(pixels.shape)}")
+        raise ValueError(
+            f"expected uint8 images [height, width, 3], got {pixels.dtype} {list(pixels.shape)}"
+        )
     return pixels

@@ -1,7 +1,9 @@
-"""The Inception-v3 that FID, KID and IS are defined on: TensorFlow's graph of 2015-12-05, with 1,008 classes.
+"""The Inception-v3 that FID, KID and IS are defined on: TensorFlow's graph of 2015-12-05, with
+1,008 classes.
 
-It differs from torchvision's: average pools leave padding out, the last block pools by maximum, inputs are (x - 128) / 128, and
-scores take logits without the bias. Tensors carry the names of the published state dicts (pytorch-fid, torch-fidelity).
+It differs from torchvision's: average pools leave padding out, the last block pools by maximum,
+inputs are (x - 128) / 128, and scores take logits without the bias. Tensors carry the names of the
+published state dicts (pytorch-fid, torch-fidelity).
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ Tensors = dict[str, Tensor]
 
 
 def inception(tensors: Tensors, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Pooled features [n, 2048] and logits without bias [n, 1008] of images [n, 3, 299, 299] in 0..255."""
+    """Pooled features [n, 2048] and logits without bias [n, 1008] of images [n, 3, 299, 299] in
+    0..255.
+    """
     net = _Net(tensors)
     x = (images - 128) / 128
     x = net.conv("Conv2d_2a_3x3", net.conv("Conv2d_1a_3x3", x, stride=2), same=False)
@@ -40,12 +44,16 @@ class _Net:
         self.tensors = tensors
 
     def conv(self, name: str, x: Tensor, stride: int = 1, same: bool = True) -> Tensor:
-        """Convolution, batch norm, ReLU. Strided ones take no padding; others keep the size if `same`."""
+        """Convolution, batch norm, ReLU.
+
+        Strided ones take no padding; others keep the size if `same`.
+        """
         weight = self.tensors[f"{name}.conv.weight"]
         padding = (weight.shape[2] // 2, weight.shape[3] // 2) if same and stride == 1 else 0
         x = F.conv2d(x, weight, stride=stride, padding=padding)
         mean, var, gain, bias = (
-            self.tensors[f"{name}.bn.{key}"] for key in ("running_mean", "running_var", "weight", "bias")
+            self.tensors[f"{name}.bn.{key}"]
+            for key in ("running_mean", "running_var", "weight", "bias")
         )
         return F.relu(F.batch_norm(x, mean, var, gain, bias, eps=0.001))
 
@@ -71,7 +79,9 @@ def _block_a(net: _Net, name: str, x: Tensor) -> Tensor:
 
 def _block_b(net: _Net, name: str, x: Tensor) -> Tensor:
     wide = net.conv(f"{name}.branch3x3", x, stride=2)
-    return torch.cat((wide, net.chain(f"{name}.branch3x3dbl", 3, x, last_stride=2), F.max_pool2d(x, 3, 2)), 1)
+    return torch.cat(
+        (wide, net.chain(f"{name}.branch3x3dbl", 3, x, last_stride=2), F.max_pool2d(x, 3, 2)), 1
+    )
 
 
 def _block_c(net: _Net, name: str, x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""LPIPS (Zhang et al., 2018, version 0.1): distances between unit-length features of a classifier, weighted per channel.
+"""LPIPS (Zhang et al., 2018, version 0.1): distances between unit-length features of a classifier,
+weighted per channel.
 
-Tensors are named `conv{i}.weight`, `conv{i}.bias` in the order of torchvision's classifier and `head{i}` [channels]; see
-`weights_files`.
+Tensors are named `conv{i}.weight`, `conv{i}.bias` in the order of torchvision's classifier and
+`head{i}` [channels]; see `weights_files`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Tensors = dict[str, Tensor]
-SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # of inputs in [-1, 1], from the authors' code
+SHIFT, SCALE = (
+    (-0.030, -0.088, -0.188),
+    (0.458, 0.448, 0.450),
+)  # of inputs in [-1, 1], from the authors' code
 
 
 class _Layers:
@@ -26,7 +30,11 @@ class _Layers:
         """The next convolution and its ReLU."""
         name = f"conv{self._next}"
         self._next += 1
-        return F.relu(F.conv2d(x, self._tensors[f"{name}.weight"], self._tensors[f"{name}.bias"], stride, padding))
+        return F.relu(
+            F.conv2d(
+                x, self._tensors[f"{name}.weight"], self._tensors[f"{name}.bias"], stride, padding
+            )
+        )
 
 
 def _alex(x: Tensor, layer: _Layers) -> Iterator[Tensor]:
@@ -60,16 +68,25 @@ def _squeeze(x: Tensor, layer: _Layers) -> Iterator[Tensor]:
         yield (x := fire(x))
 
 
-BACKBONES: dict[str, Callable[[Tensor, _Layers], Iterator[Tensor]]] = {"alex": _alex, "vgg": _vgg, "squeeze": _squeeze}
+BACKBONES: dict[str, Callable[[Tensor, _Layers], Iterator[Tensor]]] = {
+    "alex": _alex,
+    "vgg": _vgg,
+    "squeeze": _squeeze,
+}
 
 
 def distance(net: str, tensors: Tensors, a: Tensor, b: Tensor) -> Tensor:
     """LPIPS of each pair, float64 [n] on the CPU. `a` and `b` are [n, 3, H, W] in [-1, 1]."""
-    shift, scale = (torch.tensor(values, dtype=a.dtype, device=a.device)[:, None, None] for values in (SHIFT, SCALE))
+    shift, scale = (
+        torch.tensor(values, dtype=a.dtype, device=a.device)[:, None, None]
+        for values in (SHIFT, SCALE)
+    )
     images = (torch.cat((a, b)) - shift) / scale
     total = torch.zeros(len(a), dtype=torch.float64)
     for index, features in enumerate(BACKBONES[net](images, _Layers(tensors))):
         unit = features / (features.square().sum(1, keepdim=True).sqrt() + 1e-10)
         gap = (unit[: len(a)] - unit[len(a) :]).square()  # [n, channels, h, w]
-        total += torch.einsum("nchw,c->nhw", gap, tensors[f"head{index}"]).mean((1, 2)).cpu().double()
+        total += (
+            torch.einsum("nchw,c->nhw", gap, tensors[f"head{index}"]).mean((1, 2)).cpu().double()
+        )
     return total

@@ -1,4 +1,5 @@
-"""Answers of one row: the class of every image, and tokens and FLOPs of every batch, kept as they are made.
+"""Answers of one row: the class of every image, and tokens and FLOPs of every batch, kept as they
+are made.
 
     OUT/answers/<row>.<rank>.jsonl     a head that says what they are of, then a line for each batch
 
@@ -35,7 +36,9 @@ SAVE_EVERY = 5.0  # seconds
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch: the class of each image, multiply-adds for one of them, tokens after each block (before the first one first)."""
+    """One batch: the class of each image, multiply-adds for one of them, tokens after each block
+    (before the first one first).
+    """
 
     answers: list[int]
     flops: float
@@ -56,7 +59,8 @@ def answers_of(
     process: Process,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Batches:
-    """Every batch of `images` under `method`, by number, on every process; what `file` holds of just `about` is not made again.
+    """Every batch of `images` under `method`, by number, on every process; what `file` holds of
+    just `about` is not made again.
 
     Args:
         size: of a batch.
@@ -67,9 +71,15 @@ def answers_of(
         UserError: an image that can't be read; what was done before is kept.
     """
     batches = images.batches(size)
-    done = {number: batch for number, batch in read_batches(file, about).items() if number < len(batches)}
+    done = {
+        number: batch
+        for number, batch in read_batches(file, about).items()
+        if number < len(batches)
+    }
     process.wait()  # everyone has read before anyone writes
-    mine = [number for number in range(len(batches)) if number not in done][process.rank :: process.count]
+    mine = [number for number in range(len(batches)) if number not in done][
+        process.rank :: process.count
+    ]
     own = read_batches(file, about, process.rank)
     count, total = sum(len(batches[number]) for number in done), len(images.files)
     on_progress(count, total)
@@ -93,13 +103,20 @@ def answers_of(
 
 
 def inputs_of(head: Head, images: ImageSet, places: Sequence[int]) -> dict[str, Tensor]:
-    """What the model is called with for the images at these places. Raises UserError, naming it, for one that can't be read."""
-    pixels = [np.asarray(load_image(images.folder / images.files[place], convert=True)) for place in places]
+    """What the model is called with for the images at these places.
+
+    Raises UserError, naming it, for one that can't be read.
+    """
+    pixels = [
+        np.asarray(load_image(images.folder / images.files[place], convert=True))
+        for place in places
+    ]
     return head.encoder.inputs(pixels)
 
 
 def read_batches(file: Path, about: Mapping[str, Any], rank: int | None = None) -> Batches:
-    """The batches that `file` holds of just `about`: those of one process, or of all that there ever were.
+    """The batches that `file` holds of just `about`: those of one process, or of all that there
+    ever were.
 
     Raises UserError for a file that is none of this version.
     """
@@ -120,8 +137,8 @@ def read_batches(file: Path, about: Mapping[str, Any], rank: int | None = None) 
             continue
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
             raise UserError(
-                f"{path}: expected answers ({FORMAT!r}), got another file ({type(error).__name__}: {error}); delete it, or "
-                "choose another --out"
+                f"{path}: expected answers ({FORMAT!r}), got another file ({type(error).__name__}:"
+                f" {error}); delete it, or choose another --out"
             ) from None
     return found
 
@@ -130,7 +147,9 @@ def write_batches(file: Path, about: Mapping[str, Any], rank: int, batches: Batc
     """Write the batches of one process, whole or not at all."""
     rows = [{"batch": number, **asdict(batch)} for number, batch in sorted(batches.items())]
     lines = [{"format": FORMAT, "about": _digest(about)}, *rows]
-    write_atomically(ranked(file, rank), "".join(json.dumps(line) + "\n" for line in lines).encode())
+    write_atomically(
+        ranked(file, rank), "".join(json.dumps(line) + "\n" for line in lines).encode()
+    )
 
 
 def ranked(file: Path, rank: int) -> Path:
@@ -141,7 +160,9 @@ def ranked(file: Path, rank: int) -> Path:
 def weighted(batches: Batches, value: Callable[[Batch], float]) -> float:
     """The mean over images of what is known of batches."""
     counts = [len(batch.answers) for batch in batches.values()]
-    return sum(value(batch) * n for batch, n in zip(batches.values(), counts, strict=True)) / sum(counts)
+    return sum(value(batch) * n for batch, n in zip(batches.values(), counts, strict=True)) / sum(
+        counts
+    )
 
 
 @contextlib.contextmanager

@@ -1,4 +1,6 @@
-"""Images to classify: a folder of class folders, as torchvision and timm read them, or a folder of images without labels."""
+"""Images to classify: a folder of class folders, as torchvision and timm read them, or a folder of
+images without labels.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from ..images import SUFFIXES, image_files
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images in the order in which batches take them: shuffled once and for all, so that classes mix.
+    """Images in the order in which batches take them: shuffled once and for all, so that classes
+    mix.
 
     Attributes:
         folder: where they lie.
@@ -33,7 +36,10 @@ class ImageSet:
 
     def batches(self, size: int) -> list[range]:
         """Places in `files` of the images of each batch."""
-        return [range(start, min(start + size, len(self.files))) for start in range(0, len(self.files), size)]
+        return [
+            range(start, min(start + size, len(self.files)))
+            for start in range(0, len(self.files), size)
+        ]
 
     def about(self) -> dict[str, Any]:
         """JSON values that tell this set from others: names and sizes of its files."""
@@ -52,19 +58,30 @@ def open_images(folder: Path, num: int | None = None, seed: int = 0) -> ImageSet
     """The images of `folder`, or `num` of them.
 
     Raises:
-        UserError: no folder, no images, a class folder without images, or images beside class folders.
+        UserError: no folder, no images, a class folder without images, or images beside class
+            folders.
     """
     if not folder.is_dir():
-        raise UserError(f"--data {folder}: expected a folder of class folders or of images, found none; check the path")
+        raise UserError(
+            f"--data {folder}: expected a folder of class folders or of images, found none; check"
+            " the path"
+        )
     entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
     classes = tuple(entry.name for entry in entries if entry.is_dir())
-    loose = [entry.name for entry in entries if entry.suffix.lower() in SUFFIXES and entry.is_file()]
+    loose = [
+        entry.name for entry in entries if entry.suffix.lower() in SUFFIXES and entry.is_file()
+    ]
     if classes and loose:
         raise UserError(
-            f"--data {folder}: expected class folders or images, got both ({classes[0]!r} beside {loose[0]!r}); take one away"
+            f"--data {folder}: expected class folders or images, got both ({classes[0]!r} beside"
+            f" {loose[0]!r}); take one away"
         )
     if classes:
-        found = [(f"{name}/{path.name}", n) for n, name in enumerate(classes) for path in _class_files(folder / name)]
+        found = [
+            (f"{name}/{path.name}", n)
+            for n, name in enumerate(classes)
+            for path in _class_files(folder / name)
+        ]
     else:
         found = [(path.name, -1) for path in image_files(folder)]
     order: Sequence[int] = np.random.default_rng(seed).permutation(len(found)).tolist()
@@ -78,13 +95,14 @@ def _class_files(folder: Path) -> list[Path]:
         return image_files(folder)
     except UserError:
         raise UserError(
-            f"--data: expected images ({', '.join(SUFFIXES)}) in each class folder, found none in {folder}; take the folder "
-            "out or put its images in"
+            f"--data: expected images ({', '.join(SUFFIXES)}) in each class folder, found none in"
+            f" {folder}; take the folder out or put its images in"
         ) from None
 
 
 def class_numbers(images: ImageSet, labels: dict[str, int]) -> tuple[tuple[int, ...], str]:
-    """The model's number of each class folder, and how it was found: by the folders' names, or else by their order.
+    """The model's number of each class folder, and how it was found: by the folders' names, or else
+    by their order.
 
     Args:
         images: with labels.
@@ -100,6 +118,7 @@ def class_numbers(images: ImageSet, labels: dict[str, int]) -> tuple[tuple[int, 
         return tuple(range(len(labels))), "class folders in sorted order"
     missing = images.classes[known.index(False)]
     raise UserError(
-        f"--data {images.folder}: expected class folders named as the model's {len(labels)} classes, or just as many in their "
-        f"order, got {len(images.classes)} with {missing!r}, which the model has not; rename the folders, or give another model"
+        f"--data {images.folder}: expected class folders named as the model's {len(labels)}"
+        f" classes, or just as many in their order, got {len(images.classes)} with {missing!r},"
+        " which the model has not; rename the folders, or give another model"
     )

@@ -1,7 +1,9 @@
-"""Features of a merged vision transformer beside those of the unmerged one: class token, patches, a dense head's map.
+"""Features of a merged vision transformer beside those of the unmerged one: class token, patches, a
+dense head's map.
 
-Every picture goes through alone, so that what a batch shares counts nowhere. Patches are restored before they are compared:
-by `handle.restore` where we merge, by tracing where a rival merges, by interpolating where the image was made smaller.
+Every picture goes through alone, so that what a batch shares counts nowhere. Patches are restored
+before they are compared: by `handle.restore` where we merge, by tracing where a rival merges, by
+interpolating where the image was made smaller.
 """
 
 from __future__ import annotations
@@ -40,13 +42,17 @@ class Smaller:
         return {"share": self.share, **({} if self.fields is None else {"mame": dict(self.fields)})}
 
     @contextmanager
-    def counted(self, model: nn.Module, grid: tuple[int, int] | None = None) -> Iterator[EncoderHandle]:
+    def counted(
+        self, model: nn.Module, grid: tuple[int, int] | None = None
+    ) -> Iterator[EncoderHandle]:
         """See `Method`; `grid` (h, w) of the patches of the whole images."""
         assert grid is not None
         patch = patch_of(model)
         small = smaller_grid(grid, self.share)
         with on_smaller_images(model, (small[0] * patch, small[1] * patch)):
-            merged = counted(model) if self.fields is None else Merged(None, self.fields).counted(model)
+            merged = (
+                counted(model) if self.fields is None else Merged(None, self.fields).counted(model)
+            )
             with merged as handle:
                 yield handle
 
@@ -59,7 +65,8 @@ class Row:
         label: for tables.
         method: makes it at a value of its knob, for a model of so many blocks.
         least, most: of the knob; FLOPs grow from one to the other.
-        pictures: how many FLOPs are counted on when the knob is solved; more than one where they depend on the picture.
+        pictures: how many FLOPs are counted on when the knob is solved; more than one where they
+            depend on the picture.
     """
 
     label: str
@@ -87,21 +94,28 @@ ROWS: dict[str, Row] = {
         pictures=4,
     ),
     "paper-keep": Row(
-        "MaMe, the paper's form by keep", lambda keep, _: Merged("quarters", {"preset": "plain", "keep": keep}), 0.5
+        "MaMe, the paper's form by keep",
+        lambda keep, _: Merged("quarters", {"preset": "plain", "keep": keep}),
+        0.5,
     ),
     "tome": Row("ToMe", lambda share, depth: Rival(ToMe((1 - share) * 1000)), 0.0),
     "tome-decreasing": Row(
-        "ToMe, decreasing", lambda share, depth: Rival(DecreasingToMe((1 - share) * 1000, depth=depth))
+        "ToMe, decreasing",
+        lambda share, depth: Rival(DecreasingToMe((1 - share) * 1000, depth=depth)),
     ),
     "random": Row("random dropping", lambda keep, _: Rival(RandomDrop(keep), "all")),
     "pool": Row("pooling", lambda keep, _: Rival(Pool(keep))),
     "smaller": Row("smaller image", lambda share, _: Smaller(share)),
     "smaller-merged": Row(
-        "smaller image, merged", lambda share, _: Smaller(share, {"keep": 1 - (1 - share) / 3}), least=0.1
+        "smaller image, merged",
+        lambda share, _: Smaller(share, {"keep": 1 - (1 - share) / 3}),
+        least=0.1,
     ),
     "constant": Row("MaMe, constant schedule", _merged(schedule="constant")),
     "feature-x": Row("MaMe, tokens compared", _merged(feature="x")),
-    "constant-x": Row("MaMe, constant schedule, tokens compared", _merged(schedule="constant", feature="x")),
+    "constant-x": Row(
+        "MaMe, constant schedule, tokens compared", _merged(schedule="constant", feature="x")
+    ),
     "no-sizes": Row("MaMe, sizes not counted", _merged(prop_attn=False)),
 }
 DEFAULT_ROWS = (
@@ -125,7 +139,9 @@ class Source(Protocol):
 
 @dataclass
 class View:
-    """Features of one picture: class token [C], patches [P, C], map [H, W]; FLOPs (multiply-adds) they took."""
+    """Features of one picture: class token [C], patches [P, C], map [H, W]; FLOPs (multiply-adds)
+    they took.
+    """
 
     summary: Tensor
     patches: Tensor
@@ -138,7 +154,8 @@ def patch_of(model: nn.Module) -> int:
     parts = [part for part in find_encoder(model)[0].modules() if isinstance(part, nn.Conv2d)]
     if not parts:
         raise NotApplicable(
-            "expected a model that cuts images into patches itself, got one whose images come as patches"
+            "expected a model that cuts images into patches itself, got one whose images come as"
+            " patches"
         )
     return int(parts[0].kernel_size[0])
 
@@ -151,7 +168,11 @@ def view(source: Source, method: Method | Smaller, pixels: Tensor) -> View:
     size = (pixels.shape[2], pixels.shape[3])
     grid = (size[0] // patch, size[1] // patch)
     small = smaller_grid(grid, method.share) if isinstance(method, Smaller) else grid
-    on = method.counted(source.model, grid) if isinstance(method, Smaller) else method.counted(source.model)
+    on = (
+        method.counted(source.model, grid)
+        if isinstance(method, Smaller)
+        else method.counted(source.model)
+    )
     with on as handle:
         handle.reset()
         handle.capture()
@@ -169,7 +190,9 @@ def view(source: Source, method: Method | Smaller, pixels: Tensor) -> View:
 
 
 def nearness(own: View, whole: View) -> dict[str, float]:
-    """How near the features of a picture are to those of the unmerged model: cosines, and the map's correlation."""
+    """How near the features of a picture are to those of the unmerged model: cosines, and the map's
+    correlation.
+    """
     cosines = F.cosine_similarity(own.patches, whole.patches, dim=-1)
     found = {
         "class": F.cosine_similarity(own.summary, whole.summary, dim=-1).item(),
@@ -183,7 +206,9 @@ def nearness(own: View, whole: View) -> dict[str, float]:
 
 
 def same_neighbour(own: Tensor, whole: Tensor) -> Tensor:
-    """bool [N]: whether the nearest other picture by cosine is the same in summaries `own` as in `whole`, [N, C] both."""
+    """bool [N]: whether the nearest other picture by cosine is the same in summaries `own` as in
+    `whole`, [N, C] both.
+    """
 
     def nearest(rows: Tensor) -> Tensor:
         rows = F.normalize(rows, dim=-1)
@@ -197,7 +222,9 @@ def flops_of(source: Source, method: Method | Smaller, pictures: Sequence[Tensor
     return float(np.mean([view(source, method, pixels).flops for pixels in pictures]))
 
 
-def solved(source: Source, row: Row, flops: float, pictures: Sequence[Tensor], halvings: int = 10) -> float:
+def solved(
+    source: Source, row: Row, flops: float, pictures: Sequence[Tensor], halvings: int = 10
+) -> float:
     """The knob of `row` whose FLOPs are nearest to `flops`, by halving its range.
 
     Raises:

@@ -1,7 +1,8 @@
-"""`mame-sd-eval features`: rows at equal FLOPs on a folder of pictures, kept as they are made, and their table.
+"""`mame-sd-eval features`: rows at equal FLOPs on a folder of pictures, kept as they are made, and
+their table.
 
-    OUT/<row>@<share>.npz      what one row gave: the knob, FLOPs, summaries and nearness of every picture
-    OUT/features.json          the table's figures and the values of every picture
+    OUT/<row>@<share>.npz      what one row gave: the knob, FLOPs, summaries and nearness of every
+    picture OUT/features.json          the table's figures and the values of every picture
 
 A stopped run continues after the last row that was written.
 """
@@ -32,7 +33,17 @@ from ..images import load_image
 from ..networks.pretrained import DEVIATION, MEAN, DinoSaliency
 from ..stats import mean_interval, paired_difference
 from .data import ImageSet
-from .features import MEASURES, REFERENCE, ROWS, View, nearness, patch_of, same_neighbour, solved, view
+from .features import (
+    MEASURES,
+    REFERENCE,
+    ROWS,
+    View,
+    nearness,
+    patch_of,
+    same_neighbour,
+    solved,
+    view,
+)
 from .methods import Unmerged
 
 SALIENCY = "dinov2-saliency"
@@ -68,8 +79,14 @@ class EncoderSource:
         """See `Source`."""
         own = getattr(self.model.config, "image_size", None)
         takes = "interpolate_pos_encoding" in type(self.model).forward.__code__.co_varnames
-        more = {"interpolate_pos_encoding": True} if takes and own not in (pixels.shape[-1], None) else {}
-        found: Tensor = self.model(pixel_values=pixels.to(self._whole.device), **more).last_hidden_state
+        more = (
+            {"interpolate_pos_encoding": True}
+            if takes and own not in (pixels.shape[-1], None)
+            else {}
+        )
+        found: Tensor = self.model(
+            pixel_values=pixels.to(self._whole.device), **more
+        ).last_hidden_state
         return found
 
     def map(self, patches: Tensor, grid: tuple[int, int], size: tuple[int, int]) -> Tensor | None:
@@ -85,7 +102,8 @@ def parse_size(text: str) -> tuple[int, int]:
         sides = []
     if len(sides) not in (1, 2) or min(sides) < 1:
         raise UserError(
-            f"--size: expected pixels such as 224, or height x width such as 392x672, got {text!r}; correct it"
+            f"--size: expected pixels such as 224, or height x width such as 392x672, got {text!r};"
+            " correct it"
         )
     return sides[0], sides[-1]
 
@@ -97,7 +115,9 @@ def parse_shares(text: str) -> list[float]:
     except ValueError:
         shares = []
     if not shares or not all(0 < share < 1 for share in shares):
-        raise UserError(f"--shares: expected numbers between 0 and 1 such as 0.45,0.3, got {text!r}; correct it")
+        raise UserError(
+            f"--shares: expected numbers between 0 and 1 such as 0.45,0.3, got {text!r}; correct it"
+        )
     return shares
 
 
@@ -106,26 +126,42 @@ def parse_rows(text: str | None, default: Sequence[str]) -> list[str]:
     names = list(default) if text is None else [part.strip() for part in text.split(",")]
     for name in names:
         if name not in ROWS:
-            raise UserError(f"--rows: expected names of {', '.join(ROWS)}, got {name!r}; correct it")
+            raise UserError(
+                f"--rows: expected names of {', '.join(ROWS)}, got {name!r}; correct it"
+            )
     return list(dict.fromkeys(names))
 
 
 def half_of(images: ImageSet, half: int | None) -> tuple[str, ...]:
-    """The files of one half (1 or 2), None: all; pictures are dealt out by the order in which they were shuffled.
+    """The files of one half (1 or 2), None: all; pictures are dealt out by the order in which they
+    were shuffled.
 
     Raises UserError for another number.
     """
     if half not in (None, 1, 2):
         raise UserError(f"--half: expected 1 or 2, got {half}; correct it")
     middle = len(images.files) // 2
-    return images.files if half is None else images.files[:middle] if half == 1 else images.files[middle:]
+    return (
+        images.files
+        if half is None
+        else images.files[:middle]
+        if half == 1
+        else images.files[middle:]
+    )
 
 
-def cropped(pixels: np.ndarray, size: tuple[int, int], mean: Sequence[float], deviation: Sequence[float]) -> Tensor:
-    """A picture [H, W, 3] resized so that it covers `size` (h, w), cut to its middle, normalised: [1, 3, h, w]."""
+def cropped(
+    pixels: np.ndarray, size: tuple[int, int], mean: Sequence[float], deviation: Sequence[float]
+) -> Tensor:
+    """A picture [H, W, 3] resized so that it covers `size` (h, w), cut to its middle, normalised:
+    [1, 3, h, w].
+    """
     picture = Image.fromarray(pixels)
     scale = max(size[0] / picture.height, size[1] / picture.width)
-    wide, high = max(size[1], round(picture.width * scale)), max(size[0], round(picture.height * scale))
+    wide, high = (
+        max(size[1], round(picture.width * scale)),
+        max(size[0], round(picture.height * scale)),
+    )
     left, top = (wide - size[1]) // 2, (high - size[0]) // 2
     resized = picture.resize((wide, high), Image.Resampling.BICUBIC)
     cut = np.asarray(resized.crop((left, top, left + size[1], top + size[0])), np.float32) / 255
@@ -161,18 +197,28 @@ class FeaturesRun:
     _whole: list[View] = field(default_factory=list)
 
     def run(self) -> dict[str, Any]:
-        """Every row's figures. Raises UserError for a size that patches don't fit or a picture that can't be read."""
+        """Every row's figures.
+
+        Raises UserError for a size that patches don't fit or a picture that can't be read.
+        """
         patch = patch_of(self.source.model)
         if any(side % patch or side < 2 * patch for side in self.size):
             raise UserError(
-                f"--size: expected sides that are multiples of the patches' {patch} pixels, two patches at least, got "
-                f"{self.size[0]}x{self.size[1]}; change it"
+                f"--size: expected sides that are multiples of the patches' {patch} pixels, two"
+                f" patches at least, got {self.size[0]}x{self.size[1]}; change it"
             )
         if len(self.files) < 3:
-            raise UserError(f"--data: expected 3 pictures or more to compare, got {len(self.files)}; add some")
+            raise UserError(
+                f"--data: expected 3 pictures or more to compare, got {len(self.files)}; add some"
+            )
         self.out.mkdir(parents=True, exist_ok=True)
         self._pictures = [
-            cropped(load_image(self.images.folder / name), self.size, self.source.mean, self.source.deviation)
+            cropped(
+                load_image(self.images.folder / name),
+                self.size,
+                self.source.mean,
+                self.source.deviation,
+            )
             for name in self.files
         ]
         found: list[dict[str, Any]] = []
@@ -208,7 +254,9 @@ class FeaturesRun:
         summaries = [torch.stack([one.summary for one in them]) for them in (views, whole)]
         made = {key: np.array([one[key] for one in near]) for key in MEASURES if key in near[0]}
         made["neighbour"] = same_neighbour(*summaries).double().numpy()
-        made["flops"] = np.array([own.flops / other.flops for own, other in zip(views, whole, strict=True)])
+        made["flops"] = np.array(
+            [own.flops / other.flops for own, other in zip(views, whole, strict=True)]
+        )
         made["knob"] = np.array(knob)
         _write(place, about, made)
         return made
@@ -225,11 +273,17 @@ class FeaturesRun:
 
 
 def _with_gaps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with means and intervals over pictures, and differences from the reference row at the same share."""
+    """Rows with means and intervals over pictures, and differences from the reference row at the
+    same share.
+    """
     for row in rows:
         keys = {str(place): str(place) for place in range(len(row["values"]["class"]))}
-        other = next((one for one in rows if (one["row"], one["share"]) == (REFERENCE, row["share"])), None)
-        row["means"] = {name: mean_interval(_keyed(values), keys) for name, values in row["values"].items()}
+        other = next(
+            (one for one in rows if (one["row"], one["share"]) == (REFERENCE, row["share"])), None
+        )
+        row["means"] = {
+            name: mean_interval(_keyed(values), keys) for name, values in row["values"].items()
+        }
         if other is not None and other is not row:
             row["gaps"] = {
                 name: paired_difference(_keyed(values), _keyed(other["values"][name]), keys)
@@ -244,9 +298,16 @@ def _keyed(values: Sequence[float]) -> dict[str, float]:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """Markdown: a line for each row; differences are from a smaller image at the same share, with 95 % intervals."""
+    """Markdown: a line for each row; differences are from a smaller image at the same share, with
+    95 % intervals.
+    """
     measures = [name for name in MEASURES if name in results["rows"][0]["values"]]
-    heads = {"class": "class token", "patches": "patches", "patches_p5": "patches, 5th percentile", "map": "map"}
+    heads = {
+        "class": "class token",
+        "patches": "patches",
+        "patches_p5": "patches, 5th percentile",
+        "map": "map",
+    }
     names = [heads[name] for name in measures]
     gaps = [f"{heads[name]}, over smaller" for name in measures if name != "patches_p5"]
     lines = [f"| FLOPs | row | {' | '.join(names)} | same neighbour | {' | '.join(gaps)} |"]
@@ -282,7 +343,9 @@ def _read(place: Path, about: Mapping[str, Any]) -> dict[str, np.ndarray] | None
                 return None
             return {name: found[name] for name in found.files if name != "about"}
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{place}: expected a row of features, got another file ({error}); delete it") from None
+        raise UserError(
+            f"{place}: expected a row of features, got another file ({error}); delete it"
+        ) from None
 
 
 def _write(place: Path, about: Mapping[str, Any], made: Mapping[str, Any]) -> None:

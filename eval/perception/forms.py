@@ -1,4 +1,5 @@
-"""The forms in which `scripts/train_vit.py` trains its vision transformer, and the suite `trained` finds it.
+"""The forms in which `scripts/train_vit.py` trains its vision transformer, and the suite `trained`
+finds it.
 
 DIR/models/<form>-<seed>     a model of transformers with its image processor
 DIR/pictures                 held-out pictures in class folders
@@ -13,7 +14,11 @@ from typing import Any
 from mame_sd.errors import UserError
 
 PLAIN = "plain"
-HALVED: dict[str, Any] = {"preset": "plain", "keep": 0.5, "blocks": (3, 6, 9)}  # the paper's, counted from 0
+HALVED: dict[str, Any] = {
+    "preset": "plain",
+    "keep": 0.5,
+    "blocks": (3, 6, 9),
+}  # the paper's, counted from 0
 LAST: dict[str, Any] = {"preset": "plain", "keep": 0.5, "blocks": (-1,)}
 
 
@@ -68,7 +73,10 @@ class TrainedModels:
 
 
 def find_models(folder: Path) -> TrainedModels:
-    """The models in the folder of a training. Raises UserError where there is no unmerged one, or no seed that all forms have."""
+    """The models in the folder of a training.
+
+    Raises UserError where there is no unmerged one, or no seed that all forms have.
+    """
     seeds: dict[str, set[int]] = {}
     for path in (folder / "models").glob("*-*"):
         form, _, seed = path.name.rpartition("-")
@@ -76,9 +84,14 @@ def find_models(folder: Path) -> TrainedModels:
             seeds.setdefault(form, set()).add(int(seed))
     common = set.intersection(*seeds.values()) if seeds else set()
     if PLAIN not in seeds or not common:
-        found = ", ".join(sorted(f"{form}-{seed}" for form, own in seeds.items() for seed in own)) or "none"
-        raise UserError(
-            f"--trained {folder}: expected models/{PLAIN}-SEED, and a seed that all its forms have, found {found}; train with "
-            "scripts/train_vit.py first"
+        found = (
+            ", ".join(sorted(f"{form}-{seed}" for form, own in seeds.items() for seed in own))
+            or "none"
         )
-    return TrainedModels(folder, tuple(sorted(common)), tuple(form for form in FORMS if form in seeds))
+        raise UserError(
+            f"--trained {folder}: expected models/{PLAIN}-SEED, and a seed that all its forms have,"
+            f" found {found}; train with scripts/train_vit.py first"
+        )
+    return TrainedModels(
+        folder, tuple(sorted(common)), tuple(form for form in FORMS if form in seeds)
+    )

@@ -1,4 +1,6 @@
-"""From a model's output to answers: its classifier's, or the class whose prompts are nearest (zero-shot)."""
+"""From a model's output to answers: its classifier's, or the class whose prompts are nearest
+(zero-shot).
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,17 @@ class Head:
 
 
 def unit(features: Any) -> Tensor:
-    """Rows of length 1 of what `get_*_features` gave: a tensor or, from transformers 5 on, an output with one inside."""
+    """Rows of length 1 of what `get_*_features` gave: a tensor or, from transformers 5 on, an
+    output with one inside.
+    """
     rows = features if isinstance(features, Tensor) else features.pooler_output
     return F.normalize(rows.float(), dim=-1)
 
 
 @torch.no_grad()
 def text_head(encoder: LoadedEncoder, names: Sequence[str], templates: Sequence[str]) -> Head:
-    """The zero-shot head: for each class the mean of its prompts' unit vectors, of length 1 again (CLIP, section 3.1.4).
+    """The zero-shot head: for each class the mean of its prompts' unit vectors, of length 1 again
+    (CLIP, section 3.1.4).
 
     Args:
         encoder: with a text half.
@@ -68,7 +73,9 @@ def text_head(encoder: LoadedEncoder, names: Sequence[str], templates: Sequence[
             return_tensors="pt",
         )
         given = {
-            name: value.to(encoder.device) for name, value in chunk.items() if name in ("input_ids", "attention_mask")
+            name: value.to(encoder.device)
+            for name, value in chunk.items()
+            if name in ("input_ids", "attention_mask")
         }
         if padding == "max_length":
             given.pop("attention_mask", None)
@@ -81,8 +88,8 @@ def class_names(file: Path | None, folders: Sequence[str]) -> list[str]:
     """Names of the classes, in the order of their folders.
 
     Args:
-        file: a line for each class in the order of the folders, or lines of folder, tab, name; None: the folders' names, with
-            spaces for underscores.
+        file: a line for each class in the order of the folders, or lines of folder, tab, name;
+            None: the folders' names, with spaces for underscores.
         folders: of the classes; empty where images have no labels, which needs a file.
 
     Raises:
@@ -91,7 +98,8 @@ def class_names(file: Path | None, folders: Sequence[str]) -> list[str]:
     if file is None:
         if not folders:
             raise UserError(
-                "--classes: expected a file of class names for images without class folders, got none; give it"
+                "--classes: expected a file of class names for images without class folders, got"
+                " none; give it"
             )
         return [folder.replace("_", " ") for folder in folders]
     lines = read_lines(file, "--classes")
@@ -100,37 +108,47 @@ def class_names(file: Path | None, folders: Sequence[str]) -> list[str]:
         missing = [folder for folder in folders if folder not in named]
         if missing:
             raise UserError(
-                f"--classes {file}: expected a name for each class folder, got none for {missing[0]!r}; add it"
+                f"--classes {file}: expected a name for each class folder, got none for"
+                f" {missing[0]!r}; add it"
             )
         return [named[folder] for folder in folders] if folders else list(named.values())
     if folders and len(lines) != len(folders):
         raise UserError(
-            f"--classes {file}: expected a line for each of {len(folders)} class folders, got {len(lines)}; write folder, tab, "
-            "name in each line, or as many lines"
+            f"--classes {file}: expected a line for each of {len(folders)} class folders, got"
+            f" {len(lines)}; write folder, tab, name in each line, or as many lines"
         )
     return lines
 
 
 def prompt_templates(file: Path | None, encoder: LoadedEncoder) -> list[str]:
-    """Prompt templates of `file`, one a line; None: the captions that the embedded model was trained on, CLIP's plain one elsewhere.
+    """Prompt templates of `file`, one a line; None: the captions that the embedded model was
+    trained on, CLIP's plain one elsewhere.
 
     Raises UserError for a file that can't be read, or a line without {}.
     """
     if file is None:
-        return [caption("{}", color) for color in BACKGROUNDS] if encoder.embedded else list(TEMPLATES)
+        return (
+            [caption("{}", color) for color in BACKGROUNDS] if encoder.embedded else list(TEMPLATES)
+        )
     lines = read_lines(file, "--templates")
     for line in lines:
         if line.count("{}") != 1 or line.count("{") != 1 or line.count("}") != 1:
             raise UserError(
-                f"--templates {file}: expected {{}} once in each line, got {line!r}; write where the name goes"
+                f"--templates {file}: expected {{}} once in each line, got {line!r}; write where"
+                " the name goes"
             )
     return lines
 
 
 def read_lines(file: Path, flag: str) -> list[str]:
-    """The lines of a text file that are not empty. Raises UserError, naming `flag`, where there are none."""
+    """The lines of a text file that are not empty.
+
+    Raises UserError, naming `flag`, where there are none.
+    """
     try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [
+            line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()
+        ]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{flag} {file}: expected a text file, but it can't be read ({error}); check the path"

@@ -1,6 +1,8 @@
-"""What a row of a classification benchmark does to a model: nothing, merging, a rival's rule, smaller images.
+"""What a row of a classification benchmark does to a model: nothing, merging, a rival's rule,
+smaller images.
 
-A method at a knob can be brought to the FLOPs of another one: `at_flops` finds the knob by counting.
+A method at a knob can be brought to the FLOPs of another one: `at_flops` finds the knob by
+counting.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from .rivals import counted, on_smaller_images, rival_on
 from .rules import EViT, Pool, RandomDrop, Rule, ToMe, quarters
 
 HALVINGS = 16  # of the knob's range
-BLOCKS: dict[str, Callable[[int], tuple[int, ...]]] = {  # names of sets of blocks: which they are, of so many
+BLOCKS: dict[
+    str, Callable[[int], tuple[int, ...]]
+] = {  # names of sets of blocks: which they are, of so many
     "third": lambda depth: tuple(range(max(1, round(depth / 3)))),
     "first": lambda depth: tuple(range(max(1, round(depth * 2 / 3)))),  # the paper's first 8 of 12
     "all": lambda depth: tuple(range(depth)),
@@ -35,7 +39,9 @@ BLOCKS: dict[str, Callable[[int], tuple[int, ...]]] = {  # names of sets of bloc
 
 def _listed(fields: Mapping[str, Any]) -> dict[str, Any]:
     """With lists in place of tuples, as JSON gives them back."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()
+    }
 
 
 class Method(Protocol):
@@ -67,7 +73,10 @@ class Unmerged:
 
 @dataclass(frozen=True)
 class Merged:
-    """Merging. `blocks`: as `apply_encoder` takes them, or a name of `BLOCKS`; `fields`: its other arguments."""
+    """Merging.
+
+    `blocks`: as `apply_encoder` takes them, or a name of `BLOCKS`; `fields`: its other arguments.
+    """
 
     blocks: int | tuple[int, ...] | str | None = "first"
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -76,7 +85,9 @@ class Merged:
         given = {**self.fields, "blocks": self.blocks}
         if "preset" not in given:
             every = {"every": EVERY} if self.blocks is None else {}
-            given["defaults"] = _listed({**DEFAULTS, "left": LEFT, "schedule": SCHEDULES[0], **every})
+            given["defaults"] = _listed(
+                {**DEFAULTS, "left": LEFT, "schedule": SCHEDULES[0], **every}
+            )
         return {"mame": _listed(given)}
 
     @contextmanager
@@ -150,8 +161,11 @@ def flops_of(model: nn.Module, method: Method, call: Callable[[], Any]) -> float
         return handle.report().flops
 
 
-def at_flops(model: nn.Module, name: str, flops: float, call: Callable[[], Any], side: int) -> tuple[float, float]:
-    """The value of the knob of the rival `name` whose counted FLOPs are nearest to `flops`, and these.
+def at_flops(
+    model: nn.Module, name: str, flops: float, call: Callable[[], Any], side: int
+) -> tuple[float, float]:
+    """The value of the knob of the rival `name` whose counted FLOPs are nearest to `flops`, and
+    these.
 
     Args:
         model: what `call` calls.
@@ -195,7 +209,9 @@ def _range(
             return -handle.report().blocks[0].tokens_in / 2, 0.0, lambda r: -r
     if name == "smaller":
         encoder = find_encoder(model)[0]
-        patch = next((part.kernel_size[0] for part in encoder.modules() if isinstance(part, nn.Conv2d)), 1)
+        patch = next(
+            (part.kernel_size[0] for part in encoder.modules() if isinstance(part, nn.Conv2d)), 1
+        )
         most = side // patch
         return 0.5, most + 0.5, lambda count: float(patch * max(1, min(most, round(count))))
     return 0.0, 1.0, lambda keep: max(keep, 1e-6)

@@ -1,6 +1,8 @@
-"""What merging has to beat in vision transformers, on the library's own path: its hooks and blocks, with a rival's rule in them.
+"""What merging has to beat in vision transformers, on the library's own path: its hooks and blocks,
+with a rival's rule in them.
 
-So every rival meets the same models, calls and counting as ours and differs in nothing but what becomes of the tokens.
+So every rival meets the same models, calls and counting as ours and differs in nothing but what
+becomes of the tokens.
 
     with rival_on(model, ToMe(r=8)) as handle:
         logits = model(pixel_values).logits
@@ -32,7 +34,11 @@ from mame_sd.runs.methods import NotApplicable
 
 from .rules import Given, Reduced, Rule, Unchanged
 
-_QUERIES = {"k_proj": "q_proj", "key": "query", "qkv": "qkv"}  # name of the projection to keys: of that to queries
+_QUERIES = {
+    "k_proj": "q_proj",
+    "key": "query",
+    "qkv": "qkv",
+}  # name of the projection to keys: of that to queries
 
 
 class RivalBlock(MergedBlock):
@@ -82,7 +88,8 @@ class RivalBlock(MergedBlock):
 
 
 class Trace:
-    """What the blocks of one rival know of where tokens came from, so that features can be put back at their places.
+    """What the blocks of one rival know of where tokens came from, so that features can be put back
+    at their places.
 
     Attributes:
         coords: [B, patches, 2] of the tokens that are left, of rules that only drop some.
@@ -96,7 +103,10 @@ class Trace:
         if reduced.rows is not None:
             return Traced(reduced.rows)
         if given.grid is None:
-            raise NotApplicable("expected tokens that can be traced to patches, got a rule that tells nothing of them")
+            raise NotApplicable(
+                "expected tokens that can be traced to patches, got a rule that tells nothing of"
+                " them"
+            )
         return Grown(given.grid, given.special, first=given.place == 0)
 
 
@@ -113,7 +123,9 @@ class Traced:
 
 @dataclass(frozen=True)
 class Grown:
-    """Puts pooled patches back: the first block's interpolates to the whole grid, the others' leave it to that one."""
+    """Puts pooled patches back: the first block's interpolates to the whole grid, the others' leave
+    it to that one.
+    """
 
     grid: tuple[int, int]
     special: int
@@ -124,8 +136,12 @@ class Grown:
         return grown(y, self.special, self.grid) if self.first else y
 
 
-def grown(y: Tensor, special: int, grid: tuple[int, int], small: tuple[int, int] | None = None) -> Tensor:
-    """Tokens [B, special + h' w', C] of a smaller grid `small` at the patches of `grid`, by bilinear interpolation."""
+def grown(
+    y: Tensor, special: int, grid: tuple[int, int], small: tuple[int, int] | None = None
+) -> Tensor:
+    """Tokens [B, special + h' w', C] of a smaller grid `small` at the patches of `grid`, by
+    bilinear interpolation.
+    """
     body = y[:, special:]
     small = small or grid_of(body.shape[1], grid)
     image = body.transpose(1, 2).unflatten(2, small)
@@ -147,12 +163,14 @@ def grid_of(cells: int, grid: tuple[int, int]) -> tuple[int, int]:
 def rival_on(
     model: nn.Module, rule: Rule, blocks_of: Callable[[int], tuple[int, ...]] | None = None
 ) -> Iterator[EncoderHandle]:
-    """The vision transformer in `model` with a rival's rule in its blocks for a `with` block; merging that was on it is back after.
+    """The vision transformer in `model` with a rival's rule in its blocks for a `with` block;
+    merging that was on it is back after.
 
     Args:
         model: with a vision transformer in it.
         rule: the rival's.
-        blocks_of: which blocks of so many reduce the tokens; None: those of the rule as it was published.
+        blocks_of: which blocks of so many reduce the tokens; None: those of the rule as it was
+            published.
 
     Raises:
         ValueError: no vision transformer that is known.
@@ -161,16 +179,21 @@ def rival_on(
     encoder, blocks, known = find_encoder(model)
     if rule.class_token and known.special_of(encoder) == 0:
         raise NotApplicable(
-            f"expected a class token to prune by, but {type(encoder).__name__} has none; choose another method"
+            f"expected a class token to prune by, but {type(encoder).__name__} has none; choose"
+            " another method"
         )
-    if rule.grid and not (known.grid and any(isinstance(part, nn.Conv2d) for part in encoder.modules())):
+    if rule.grid and not (
+        known.grid and any(isinstance(part, nn.Conv2d) for part in encoder.modules())
+    ):
         raise NotApplicable(
-            f"expected patches of a grid, but those of {type(encoder).__name__} come as a list; choose another method"
+            f"expected patches of a grid, but those of {type(encoder).__name__} come as a list;"
+            " choose another method"
         )
     for what in rule.hears:
         if projection_of(known, what) not in dict(blocks[0].named_modules()):
             raise NotApplicable(
-                f"expected attention with known {what}, but those of kind {known.name!r} are not; choose another method"
+                f"expected attention with known {what}, but those of kind {known.name!r} are not;"
+                " choose another method"
             )
     with encoder_restored(model):
         handle = EncoderHandle(
@@ -203,28 +226,32 @@ def counted(model: nn.Module) -> Iterator[EncoderHandle]:
 
 @contextmanager
 def on_smaller_images(model: nn.Module, side: int | tuple[int, int]) -> Iterator[None]:
-    """The vision transformer in `model` sees its images at `side` x `side` or (h, w) pixels for a `with` block.
+    """The vision transformer in `model` sees its images at `side` x `side` or (h, w) pixels for a
+    `with` block.
 
     Positions are interpolated.
 
     Raises:
-        NotApplicable: a model whose positions can't be interpolated or whose images come cut into patches, or a `side` that
-            is no multiple of the patch's.
+        NotApplicable: a model whose positions can't be interpolated or whose images come cut into
+            patches, or a `side` that is no multiple of the patch's.
     """
     encoder = find_encoder(model)[0]
     embed = next((part for part in encoder.modules() if isinstance(part, nn.Conv2d)), None)
     takes = "interpolate_pos_encoding" in inspect.signature(type(encoder).forward).parameters
-    by_itself = type(encoder).__name__.startswith("Dinov2") or getattr(encoder, "dynamic_img_size", False)
+    by_itself = type(encoder).__name__.startswith("Dinov2") or getattr(
+        encoder, "dynamic_img_size", False
+    )
     if embed is None or not (takes or by_itself):
         raise NotApplicable(
-            f"expected a model whose positions can be interpolated, but {type(encoder).__name__} takes images of one size; "
-            "choose another method"
+            f"expected a model whose positions can be interpolated, but {type(encoder).__name__}"
+            " takes images of one size; choose another method"
         )
     patch = embed.kernel_size[0]
     size = (side, side) if isinstance(side, int) else side
     if min(size) < patch or any(one % patch for one in size):
         raise NotApplicable(
-            f"expected images whose side is a multiple of the patch's {patch} pixels, got {side}; change it"
+            f"expected images whose side is a multiple of the patch's {patch} pixels, got {side};"
+            " change it"
         )
 
     def shrink(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -3,13 +3,13 @@
 baseline          the model as it is
 mame-default      what `apply_mame(model)` does
 default-0.8       the same at another share: keep in every second block
-mame-0.8          the paper's form (preset="plain") by tau in the first two thirds of the blocks (the paper's first 8 of 12)
-mame-keep-0.5     the paper's form by keep in blocks 3, 6 and 9 of 12
-tome-8            ToMe, 8 tokens fewer in each block
-evit-0.7          EViT's pruning, random-0.7 random dropping, pool-0.7 pooling: what stays in blocks 3, 6 and 9 of 12
-random-all-0.9    the same in every block; evit-all-0.9, pool-all-0.9
-smaller-160       the unmerged model on images of 160 x 160 pixels
-tome@mame-0.8     a rival at the FLOPs of another row; default@..., random-all@..., smaller@... and so on
+mame-0.8          the paper's form (preset="plain") by tau in the first two thirds of the blocks
+(the paper's first 8 of 12) mame-keep-0.5     the paper's form by keep in blocks 3, 6 and 9 of 12
+tome-8            ToMe, 8 tokens fewer in each block evit-0.7          EViT's pruning, random-0.7
+random dropping, pool-0.7 pooling: what stays in blocks 3, 6 and 9 of 12 random-all-0.9    the same
+in every block; evit-all-0.9, pool-all-0.9 smaller-160       the unmerged model on images of 160 x
+160 pixels tome@mame-0.8     a rival at the FLOPs of another row; default@..., random-all@...,
+smaller@... and so on
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ _SHORT = {
     "smaller": "smaller images",
 }
 _PAPER = {"preset": "plain"}
-_ABLATED: tuple[tuple[str, dict[str, Any]], ...] = (  # at equal tokens, keep=0.5: all but what is named as the paper's
+_ABLATED: tuple[
+    tuple[str, dict[str, Any]], ...
+] = (  # at equal tokens, keep=0.5: all but what is named as the paper's
     ("feature-k", {"feature": "k"}),
     ("feature-k-mean", {"feature": "k-mean"}),
     ("metric-dot", {"metric": "dot"}),
@@ -61,7 +63,9 @@ _ABLATED: tuple[tuple[str, dict[str, Any]], ...] = (  # at equal tokens, keep=0.
     ("sizes", {"prop_attn": True}),
     ("restored", {"restore": True}),
 )
-_VARIED: tuple[tuple[str, dict[str, Any]], ...] = (  # keep=0.65: all but what is named as in our default
+_VARIED: tuple[
+    tuple[str, dict[str, Any]], ...
+] = (  # keep=0.65: all but what is named as in our default
     ("no-sizes", {"prop_attn": False}),
     ("average", {"weights": "average"}),
     ("feature-k-mean", {"feature": "k-mean"}),
@@ -80,7 +84,11 @@ _SPREAD: tuple[
     ("third-one", "in every third block", (0.695, 0.57)),
 )
 _TAUS = (0.6, 0.7, 0.8, 0.9)
-_DEPTHS = {"third": "first third of the blocks", "first": "first two thirds of the blocks", "all": "all blocks"}
+_DEPTHS = {
+    "third": "first third of the blocks",
+    "first": "first two thirds of the blocks",
+    "all": "all blocks",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +146,9 @@ def row_named(name: str) -> Row:
         keep = text.startswith("keep-")
         value = _number(text.removeprefix("keep-"), 1.0)
         if value is not None and keep:
-            return _mame(name, f"MaMe keep {value:g} (paper)", "quarters", {"keep": value, **_PAPER})
+            return _mame(
+                name, f"MaMe keep {value:g} (paper)", "quarters", {"keep": value, **_PAPER}
+            )
         if value is not None:
             return _mame(name, f"MaMe τ {value:g} (paper)", "first", {"tau": value, **_PAPER})
     kind, _, text = name.rpartition("-")
@@ -147,11 +157,16 @@ def row_named(name: str) -> Row:
         value = _number(text, float("inf") if whole else 1.0)
         if value is not None and (kind != "smaller" or value == int(value)):
             return Row(
-                name=name, label=RIVAL_LABELS[kind].format(f"{value:g}"), family=_family(kind), knob=value, rival=kind
+                name=name,
+                label=RIVAL_LABELS[kind].format(f"{value:g}"),
+                family=_family(kind),
+                knob=value,
+                rival=kind,
             )
     raise UserError(
-        f"--rows: expected names such as baseline, mame-default, default-0.8, mame-0.8, mame-keep-0.5, tome-8, evit-0.7, "
-        f"random-0.7, pool-0.7, random-all-0.9, smaller-160 or tome@mame-0.8, got {name!r}; correct it"
+        "--rows: expected names such as baseline, mame-default, default-0.8, mame-0.8,"
+        " mame-keep-0.5, tome-8, evit-0.7, random-0.7, pool-0.7, random-all-0.9, smaller-160 or"
+        f" tome@mame-0.8, got {name!r}; correct it"
     )
 
 
@@ -163,7 +178,11 @@ def beside_rivals(*names: str) -> list[Row]:
         ours = row.default or row.rival == "default"
         rows += [
             row,
-            *(row_named(f"{rival}@{name}") for rival in RIVAL_LABELS if not (ours and rival == "default")),
+            *(
+                row_named(f"{rival}@{name}")
+                for rival in RIVAL_LABELS
+                if not (ours and rival == "default")
+            ),
         ]
     return rows
 
@@ -173,9 +192,14 @@ def ablation() -> list[Row]:
     rows = [row_named(BASELINE), row_named("mame-keep-0.5")]
     for name, fields in _ABLATED:
         label = f"keep 0.5, {name.replace('-', ' ', 1)}"
-        rows.append(_mame(f"mame-keep-0.5-{name}", label, "quarters", {"keep": 0.5, **_PAPER, **fields}))
+        rows.append(
+            _mame(f"mame-keep-0.5-{name}", label, "quarters", {"keep": 0.5, **_PAPER, **fields})
+        )
     for where, words in _DEPTHS.items():
-        rows += [_mame(f"mame-{where}-{tau:g}", f"τ {tau:g}, {words}", where, {"tau": tau, **_PAPER}) for tau in _TAUS]
+        rows += [
+            _mame(f"mame-{where}-{tau:g}", f"τ {tau:g}, {words}", where, {"tau": tau, **_PAPER})
+            for tau in _TAUS
+        ]
     rows += [row_named(f"mame-keep-{keep:g}") for keep in (0.6, 0.7, 0.8)]
     rows += [row_named(f"default-{keep:g}") for keep in (0.9, 0.8, 0.7, 0.65, 0.6, 0.55)]
     for where, words, keeps in _SPREAD:
@@ -195,7 +219,9 @@ def ablation() -> list[Row]:
 
 
 def trained() -> list[Row]:
-    """The unmerged model, merging that it was not trained with, with and without sizes counted, and every other form of training."""
+    """The unmerged model, merging that it was not trained with, with and without sizes counted, and
+    every other form of training.
+    """
     rows = [row_named(BASELINE)]
     default: dict[str, Any] = {"blocks": None}
     free = (
@@ -203,19 +229,31 @@ def trained() -> list[Row]:
         ("free-restored", "MaMe, not trained with it, restored", {**HALVED, "restore": True}),
         ("free-sizes", "MaMe, not trained with it, sizes counted", {**HALVED, "prop_attn": True}),
         ("default-free", "MaMe default, not trained with it", default),
-        ("default-free-restored", "MaMe default, not trained with it, restored", {**default, "restore": True}),
+        (
+            "default-free-restored",
+            "MaMe default, not trained with it, restored",
+            {**default, "restore": True},
+        ),
         (
             "default-free-no-sizes",
             "MaMe default, not trained with it, sizes not counted",
             {**default, "prop_attn": False},
         ),
         ("last-free", "MaMe in the last block, not trained with it", LAST),
-        ("last-free-restored", "MaMe in the last block, not trained with it, restored", {**LAST, "restore": True}),
+        (
+            "last-free-restored",
+            "MaMe in the last block, not trained with it, restored",
+            {**LAST, "restore": True},
+        ),
     )
     rows += [_merged(name, label, PLAIN, merging) for name, label, merging in free]
     return [
         *rows,
-        *(_merged(form.name, form.label, form.name, form.merging) for form in FORMS.values() if form.name != PLAIN),
+        *(
+            _merged(form.name, form.label, form.name, form.merging)
+            for form in FORMS.values()
+            if form.name != PLAIN
+        ),
     ]
 
 
@@ -224,12 +262,18 @@ def _merged(name: str, label: str, weights: str, merging: dict[str, Any]) -> Row
         return Row(name=name, label=label, family="rival", weights=weights)
     fields = {key: value for key, value in merging.items() if key != "blocks"}
     return Row(
-        name=f"mame-{name}", label=label, family="mame", blocks=merging["blocks"], fields=fields, weights=weights
+        name=f"mame-{name}",
+        label=label,
+        family="mame",
+        blocks=merging["blocks"],
+        fields=fields,
+        weights=weights,
     )
 
 
 def chosen_rows(suite: str, names: str | None) -> list[Row]:
-    """The rows of these names, with commas between, the baseline first and each rival after the row whose FLOPs it takes.
+    """The rows of these names, with commas between, the baseline first and each rival after the row
+    whose FLOPs it takes.
 
     Args:
         suite: one of SUITES; its rows are known by their names, and are what None means.
@@ -239,7 +283,9 @@ def chosen_rows(suite: str, names: str | None) -> list[Row]:
         UserError: an unknown suite or name.
     """
     if suite not in SUITES:
-        raise UserError(f"--suite: expected one of {', '.join(SUITES)}, got {suite!r}; give one of these")
+        raise UserError(
+            f"--suite: expected one of {', '.join(SUITES)}, got {suite!r}; give one of these"
+        )
     own = {row.name: row for row in SUITES[suite][1]}
     if names is None:
         return list(own.values())
@@ -271,19 +317,36 @@ def _number(text: str, most: float) -> float | None:
 
 SUITES: dict[str, tuple[str, list[Row]]] = {
     "vit": (
-        "Training-free: our default, keep .6 in its place, and the paper's tau .7, .8 and .9 in the first two thirds of the blocks, beside rivals at equal FLOPs.",
+        (
+            "Training-free: our default, keep .6 in its place, and the paper's tau .7, .8 and .9 in"
+            " the first two thirds of the blocks, beside rivals at equal FLOPs."
+        ),
         beside_rivals(DEFAULT, "default-0.6", "mame-0.7", "mame-0.8", "mame-0.9"),
     ),
     "zero-shot": (
-        "Zero-shot: our default, and the paper's tau for CLIP (.8), SigLIP (.9) and SigLIP 2 (.95), beside our default and rivals at equal FLOPs.",
-        [row_named(BASELINE), row_named(DEFAULT), *beside_rivals("mame-0.8", "mame-0.9", "mame-0.95")[1:]],
+        (
+            "Zero-shot: our default, and the paper's tau for CLIP (.8), SigLIP (.9) and SigLIP 2"
+            " (.95), beside our default and rivals at equal FLOPs."
+        ),
+        [
+            row_named(BASELINE),
+            row_named(DEFAULT),
+            *beside_rivals("mame-0.8", "mame-0.9", "mame-0.95")[1:],
+        ],
     ),
     "ablation": (
-        "Ablations at equal tokens (keep .5 in blocks 3, 6 and 9 of 12), tau times number of blocks, and our default at equal tokens (keep .65), equal shares in more or fewer blocks at equal FLOPs.",
+        (
+            "Ablations at equal tokens (keep .5 in blocks 3, 6 and 9 of 12), tau times number of"
+            " blocks, and our default at equal tokens (keep .65), equal shares in more or fewer"
+            " blocks at equal FLOPs."
+        ),
         ablation(),
     ),
     "trained": (
-        "Trained without merging and with it, keep .5 in blocks 3, 6 and 9 or in the last one; intervals are over seeds.",
+        (
+            "Trained without merging and with it, keep .5 in blocks 3, 6 and 9 or in the last one;"
+            " intervals are over seeds."
+        ),
         trained(),
     ),
 }

@@ -1,8 +1,9 @@
 """What rivals do to the tokens of one block, between attention and MLP: pure functions of tensors.
 
-* `ToMe` (Bolya et al., arXiv 2210.09461): bipartite soft matching on the keys' mean over heads, r tokens fewer in every block,
-  means weighted by size, proportional attention;
-* `EViT` (Liang et al., arXiv 2202.07800), without its training: the tokens that the class token attends to least become one;
+* `ToMe` (Bolya et al., arXiv 2210.09461): bipartite soft matching on the keys' mean over heads, r
+  tokens fewer in every block, means weighted by size, proportional attention;
+* `EViT` (Liang et al., arXiv 2202.07800), without its training: the tokens that the class token
+  attends to least become one;
 * `RandomDrop`: a random share stays; `Pool`: means of cells of the grid.
 
 Special tokens stand first, take no part and stay first.
@@ -78,7 +79,9 @@ class Rule:
     grid: ClassVar[bool] = False
 
     def blocks(self, depth: int) -> tuple[int, ...]:
-        """The blocks of `depth` in which it reduces the tokens, counted from 0: a quarter, half and three quarters of the way."""
+        """The blocks of `depth` in which it reduces the tokens, counted from 0: a quarter, half and
+        three quarters of the way.
+        """
         return quarters(depth)
 
     def __call__(self, given: Given) -> Reduced:
@@ -107,7 +110,10 @@ class Unchanged(Rule):
 
 @dataclass(frozen=True)
 class ToMe(Rule):
-    """Token merging: `r` tokens fewer in every block, at most half of the patches. A fraction of `r` is spread over the blocks."""
+    """Token merging: `r` tokens fewer in every block, at most half of the patches.
+
+    A fraction of `r` is spread over the blocks.
+    """
 
     r: float
     prop_attn: bool = True
@@ -141,13 +147,17 @@ class ToMe(Rule):
 
 
 def matched_sets(tokens: int, special: int) -> tuple[range, range]:
-    """Positions of sets A and B: every other token, the first one in A; without special tokens, which nothing merges with."""
+    """Positions of sets A and B: every other token, the first one in A; without special tokens,
+    which nothing merges with.
+    """
     return range(special + special % 2, tokens, 2), range(special + (special + 1) % 2, tokens, 2)
 
 
 @dataclass(frozen=True)
 class DecreasingToMe(ToMe):
-    """ToMe with its decreasing schedule (section 4): from 2 `r` fewer in the first of `depth` blocks down to 0 in the last."""
+    """ToMe with its decreasing schedule (section 4): from 2 `r` fewer in the first of `depth`
+    blocks down to 0 in the last.
+    """
 
     depth: int = 12
 
@@ -165,14 +175,26 @@ class Matching:
 
     Args:
         sets: positions of A and B.
-        merging, rest, target: [B, r], [B, |A| - r] rows of A that merge and that stay, [B, r] rows of B that they join.
+        merging, rest, target: [B, r], [B, |A| - r] rows of A that merge and that stay, [B, r] rows
+            of B that they join.
         special: leading tokens that take no part.
     """
 
     def __init__(
-        self, sets: tuple[Tensor, Tensor], merging: Tensor, rest: Tensor, target: Tensor, special: int
+        self,
+        sets: tuple[Tensor, Tensor],
+        merging: Tensor,
+        rest: Tensor,
+        target: Tensor,
+        special: int,
     ) -> None:
-        self.sets, self.merging, self.rest, self.target, self.special = sets, merging, rest, target, special
+        self.sets, self.merging, self.rest, self.target, self.special = (
+            sets,
+            merging,
+            rest,
+            target,
+            special,
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Tokens [B, L, C] with those that merge summed up, [B, L - r, C]."""
@@ -190,7 +212,9 @@ class Matching:
         a, b = self.sets
         count = len(self.merging)
         first = self.special + self.rest.shape[1]  # where B stands after merging
-        found = torch.zeros(count, self.special + len(a) + len(b), dtype=torch.long, device=a.device)
+        found = torch.zeros(
+            count, self.special + len(a) + len(b), dtype=torch.long, device=a.device
+        )
         found[:, : self.special] = torch.arange(self.special, device=a.device)
         found[:, b] = torch.arange(first, first + len(b), device=a.device)
         stays = torch.arange(self.special, first, device=a.device).expand(count, -1)
@@ -201,7 +225,8 @@ class Matching:
 
 
 def bipartite_soft_matching(metric: Tensor, r: int, special: int) -> Matching:
-    """Bipartite soft matching (ToMe, section 3): each token of A has one edge, to the most similar of B; the r most similar edges merge.
+    """Bipartite soft matching (ToMe, section 3): each token of A has one edge, to the most similar
+    of B; the r most similar edges merge.
 
     Args:
         metric: [B, L, d], compared by cosine.
@@ -209,11 +234,13 @@ def bipartite_soft_matching(metric: Tensor, r: int, special: int) -> Matching:
         special: leading tokens that take no part.
 
     Returns:
-        what sums up merging tokens of [B, L, C] and gives [B, L - r, C]: special tokens, the rest of A
-        (in their order where there are special tokens, most similar first elsewhere, as published), B.
+        what sums up merging tokens of [B, L, C] and gives [B, L - r, C]: special tokens, the rest
+        of A (in their order where there are special tokens, most similar first elsewhere, as
+        published), B.
     """
     a, b = (
-        torch.arange(one.start, one.stop, 2, device=metric.device) for one in matched_sets(metric.shape[1], special)
+        torch.arange(one.start, one.stop, 2, device=metric.device)
+        for one in matched_sets(metric.shape[1], special)
     )
     metric = F.normalize(metric, dim=-1)
     best, target = (metric[:, a] @ metric[:, b].transpose(1, 2)).max(-1)  # [B, |A|]
@@ -228,9 +255,11 @@ def bipartite_soft_matching(metric: Tensor, r: int, special: int) -> Matching:
 
 @dataclass(frozen=True)
 class EViT(Rule):
-    """The share `keep` of the tokens stays to which the class token attends most (mean over heads), in three blocks as published.
+    """The share `keep` of the tokens stays to which the class token attends most (mean over heads),
+    in three blocks as published.
 
-    The others become one token, the sum of them weighted by that attention, as published (`fuse`), or are dropped.
+    The others become one token, the sum of them weighted by that attention, as published (`fuse`),
+    or are dropped.
     """
 
     keep: float
@@ -265,7 +294,9 @@ class EViT(Rule):
 
 @dataclass(frozen=True)
 class RandomDrop(Rule):
-    """A random share `keep` of the patches stays, others for each sample of a batch, in three blocks unless others are named."""
+    """A random share `keep` of the patches stays, others for each sample of a batch, in three
+    blocks unless others are named.
+    """
 
     keep: float
     seed: int = 0
@@ -278,7 +309,9 @@ class RandomDrop(Rule):
         at = drawn.topk(max(1, round(self.keep * patches)), dim=-1).indices.sort(dim=-1).values
         body = x[:, special:].gather(1, at.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
         rows = None
-        if given.coords is not None:  # what is dropped is seen again as the patch that is nearest in the image
+        if (
+            given.coords is not None
+        ):  # what is dropped is seen again as the patch that is nearest in the image
             kept = given.coords.gather(1, at.unsqueeze(-1).expand(-1, -1, 2))
             nearest = torch.cdist(given.coords.float(), kept.float()).argmin(-1) + special
             first = torch.arange(special, device=x.device).expand(len(x), -1)
@@ -288,8 +321,10 @@ class RandomDrop(Rule):
 
 @dataclass(frozen=True)
 class Pool(Rule):
-    """The grid of patches becomes a smaller one of the share `keep` of them, by means over its cells, in three blocks unless others are
-    named. Cells overlap where the share is no square's: in many blocks that blurs."""
+    """The grid of patches becomes a smaller one of the share `keep` of them, by means over its
+    cells, in three blocks unless others are named. Cells overlap where the share is no square's: in
+    many blocks that blurs.
+    """
 
     keep: float
     grid: ClassVar[bool] = True
@@ -297,19 +332,31 @@ class Pool(Rule):
     def __call__(self, given: Given) -> Reduced:
         assert given.grid is not None
         x, special = given.x, given.special
-        before, after = (smaller_grid(given.grid, self.keep**times) for times in (given.place, given.place + 1))
+        before, after = (
+            smaller_grid(given.grid, self.keep**times) for times in (given.place, given.place + 1)
+        )
         image = x[:, special:].transpose(1, 2).unflatten(2, before)
         body = F.adaptive_avg_pool2d(image, after).flatten(2).transpose(1, 2)
         return Reduced(torch.cat([x[:, :special], body], 1))
 
 
 def smaller_grid(grid: Grid, share: float) -> Grid:
-    """The grid of about the same proportions whose cells are nearest to the share `share` of those of `grid`, at least one.
+    """The grid of about the same proportions whose cells are nearest to the share `share` of those
+    of `grid`, at least one.
 
-    >>> smaller_grid((14, 14), 0.5), smaller_grid((14, 14), 0.25), smaller_grid((8, 16), 0.5), smaller_grid((6, 6), 1.0)
-    ((10, 10), (7, 7), (6, 11), (6, 6))
+    >>> smaller_grid((14, 14), 0.5), smaller_grid((14, 14), 0.25)
+    ((10, 10), (7, 7))
+    >>> smaller_grid((8, 16), 0.5), smaller_grid((6, 6), 1.0)
+    ((6, 11), (6, 6))
     """
     sides = [{max(1, math.floor(n * share**0.5)), min(n, math.ceil(n * share**0.5))} for n in grid]
     made = [(rows, columns) for rows in sides[0] for columns in sides[1]]
     cells = share * grid[0] * grid[1]
-    return min(made, key=lambda one: (abs(one[0] * one[1] - cells), abs(one[0] / grid[0] - one[1] / grid[1]), one))
+    return min(
+        made,
+        key=lambda one: (
+            abs(one[0] * one[1] - cells),
+            abs(one[0] / grid[0] - one[1] / grid[1]),
+            one,
+        ),
+    )

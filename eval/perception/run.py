@@ -1,4 +1,5 @@
-"""A classification benchmark from images to results: answers of every row, speed, checks, and all of it written down.
+"""A classification benchmark from images to results: answers of every row, speed, checks, and all
+of it written down.
 
     OUT/answers/<row>.<rank>.jsonl     the answer to every image
     OUT/bench.jsonl                    every timing
@@ -52,7 +53,8 @@ class Classification:
         head: the model and how it answers.
         images: what it answers.
         numbers: the model's number of each class folder; None: no labels.
-        head_about: how it answers, as JSON values: class names and templates, or where labels come from.
+        head_about: how it answers, as JSON values: class names and templates, or where labels come
+            from.
         rows: the first is the baseline, and each rival comes after the row whose FLOPs it takes.
         size: of a batch.
         rounds: of timing.
@@ -100,7 +102,9 @@ class Classification:
     @property
     def columns(self) -> dict[str, Metric]:
         """Those of the table."""
-        return {name: metric for name, metric in COLUMNS.items() if name != "ahead" or self._meets_tome}
+        return {
+            name: metric for name, metric in COLUMNS.items() if name != "ahead" or self._meets_tome
+        }
 
     @property
     def labels(self) -> Sequence[int] | None:
@@ -145,16 +149,20 @@ class Classification:
                 "environment": {
                     **environment_on(self.head.encoder.device),
                     "processes": self.process.count,
-                    "attention": getattr(self.head.encoder.model.config, "_attn_implementation", None),
+                    "attention": getattr(
+                        self.head.encoder.model.config, "_attn_implementation", None
+                    ),
                 },
             },
             "metrics": {name: metric.column() for name, metric in self.columns.items()},
             "rows": rows,
             "images": {},
             "gates": [],
-            "reference": None
-            if self.numbers is None
-            else {"name": f"the labels of {about['name']}", "n": about["images"]},
+            "reference": (
+                None
+                if self.numbers is None
+                else {"name": f"the labels of {about['name']}", "n": about["images"]}
+            ),
             "notes": [f"Suite {self.suite}. {SUITES[self.suite][0]}"],
         }
 
@@ -173,7 +181,9 @@ class Classification:
         entry.update(status="measured", reason=None)
         return batches
 
-    def _batches(self, row: Row, method: Method, on_progress: Callable[[int, int], object]) -> Batches:
+    def _batches(
+        self, row: Row, method: Method, on_progress: Callable[[int, int], object]
+    ) -> Batches:
         return answers_of(
             self.head,
             method,
@@ -190,7 +200,9 @@ class Classification:
         assert row.rival is not None
         other = next((one for one in self._measured() if one["name"] == row.at), None)
         if other is None:
-            raise NotApplicable(f"expected the FLOPs of {row.at}, which was not measured; measure it first")
+            raise NotApplicable(
+                f"expected the FLOPs of {row.at}, which was not measured; measure it first"
+            )
         target = other["values"]["flops"]["mean"] * 1e9
         solved = entry.get("solved")
         if solved is None or solved["target"] != target:
@@ -200,7 +212,10 @@ class Classification:
                 knob, flops = at_flops(model, row.rival, target, call, side_of(inputs))
             solved = entry["solved"] = {"target": target, "knob": knob, "flops": flops}
         if abs(solved["flops"] / target - 1) > NEAR:
-            note = f"{row.label}: {solved['flops'] / 1e9:.3g} GFLOPs is the nearest it can come to {target / 1e9:.3g}."
+            note = (
+                f"{row.label}: {solved['flops'] / 1e9:.3g} GFLOPs is the nearest it can come to"
+                f" {target / 1e9:.3g}."
+            )
             self.results["notes"] += [note] if note not in self.results["notes"] else []
         return RIVALS[row.rival](solved["knob"])
 
@@ -232,7 +247,9 @@ class Classification:
             return UNLABELLED
         value = self._share(right)
         if name != BASELINE:
-            value.update(p=share_difference(right, self._right(found[BASELINE]) or [])["p"], against=BASELINE)
+            value.update(
+                p=share_difference(right, self._right(found[BASELINE]) or [])["p"], against=BASELINE
+            )
         return value
 
     def _compare(self, found: Mapping[str, Batches]) -> None:
@@ -241,7 +258,9 @@ class Classification:
             return
         for row in self.rows:
             if row.name in found:
-                self._entry(row.name)["values"]["ahead"] = self._ahead(row, f"{TOME}@{row.at or row.name}", found)
+                self._entry(row.name)["values"]["ahead"] = self._ahead(
+                    row, f"{TOME}@{row.at or row.name}", found
+                )
         self._save()
 
     def _ahead(self, row: Row, other: str, found: Mapping[str, Batches]) -> dict[str, Any]:
@@ -249,12 +268,17 @@ class Classification:
         if right is None:
             return UNLABELLED
         if row.name == other or other not in found:
-            return {"mean": None, "withheld": "ToMe itself" if row.rival == TOME else "no ToMe at its FLOPs"}
+            return {
+                "mean": None,
+                "withheld": "ToMe itself" if row.rival == TOME else "no ToMe at its FLOPs",
+            }
         value = {**share_difference(right, self._right(found[other]) or []), "against": other}
         mine, its = (self._entry(name) for name in (row.name, other))
         flops = [entry["values"]["flops"]["mean"] for entry in (mine, its)]
         if abs(flops[1] / flops[0] - 1) > NEAR:
-            value["note"] = f"{mine['label']} at {flops[0]:.3g} GFLOPs, {its['label']} at {flops[1]:.3g}"
+            value["note"] = (
+                f"{mine['label']} at {flops[0]:.3g} GFLOPs, {its['label']} at {flops[1]:.3g}"
+            )
         return value
 
     @property
@@ -267,7 +291,10 @@ class Classification:
         labels, numbers = self.labels, self.numbers
         if labels is None or numbers is None:
             return None
-        return [answer == numbers[label] for answer, label in zip(_answers(batches), labels, strict=True)]
+        return [
+            answer == numbers[label]
+            for answer, label in zip(_answers(batches), labels, strict=True)
+        ]
 
     def _time(self) -> None:
         """Speed and memory, on the main process while the others wait."""
@@ -278,7 +305,14 @@ class Classification:
         }
         with self.stage("speed and memory") as on_progress:
             timings = measure(
-                self.head, self._methods, self.images, self.size, self.rounds, self.out / TIMINGS, about, on_progress
+                self.head,
+                self._methods,
+                self.images,
+                self.size,
+                self.rounds,
+                self.out / TIMINGS,
+                about,
+                on_progress,
             )
         for name, found in timings.items():
             values = self._entry(name)["values"]
@@ -288,8 +322,13 @@ class Classification:
 
     @torch.no_grad()
     def _check(self) -> None:
-        """The sanity gates: rows leave the model as it was, and merging that is switched off changes nothing."""
-        inputs, model = inputs_of(self.head, self.images, self.images.batches(self.size)[0]), self.head.encoder.model
+        """The sanity gates: rows leave the model as it was, and merging that is switched off
+        changes nothing.
+        """
+        inputs, model = (
+            inputs_of(self.head, self.images, self.images.batches(self.size)[0]),
+            self.head.encoder.model,
+        )
         plain = self.head.logits(inputs)
         gates = []
         for name, method in self._methods.items():
@@ -297,14 +336,22 @@ class Classification:
                 handle.active = not isinstance(method, Merged)
                 merged = self.head.logits(inputs)
             if isinstance(method, Merged) or name == BASELINE:
-                gates.append(_equal(f"{name}, {'counted' if name == BASELINE else 'switched off'}", merged, plain))
+                gates.append(
+                    _equal(
+                        f"{name}, {'counted' if name == BASELINE else 'switched off'}",
+                        merged,
+                        plain,
+                    )
+                )
         gates.append(_equal("the model after all rows", self.head.logits(inputs), plain))
         self.results["gates"] = gates
         self._save()
 
     def _entry(self, name: str) -> dict[str, Any]:
         """What the results say of a row."""
-        found: dict[str, Any] = next(entry for entry in self.results["rows"] if entry["name"] == name)
+        found: dict[str, Any] = next(
+            entry for entry in self.results["rows"] if entry["name"] == name
+        )
         return found
 
     def _measured(self) -> list[dict[str, Any]]:
@@ -326,4 +373,9 @@ def _answers(batches: Batches) -> list[int]:
 
 def _equal(name: str, got: torch.Tensor, wanted: torch.Tensor) -> dict[str, Any]:
     largest = (got - wanted).abs().max().item()
-    return {"name": name, "expected": "logits equal to the bit", "got": f"{largest:g} apart", "passed": largest == 0}
+    return {
+        "name": name,
+        "expected": "logits equal to the bit",
+        "got": f"{largest:g} apart",
+        "passed": largest == 0,
+    }

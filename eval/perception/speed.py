@@ -1,4 +1,6 @@
-"""Images per second and peak memory of several methods on one model, timed interleaved: each round on the next batch of images."""
+"""Images per second and peak memory of several methods on one model, timed interleaved: each round
+on the next batch of images.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,9 @@ def measure(
 ) -> dict[str, list[Timing]]:
     """Time one batch with every method, `rounds` times over; by name, in order of rounds.
 
-    What is timed is the model from prepared images to logits, on batches of one size. Rounds are kept in `record` as
-    `mame_sd.eval.benchmark.bench.bench` keeps them, so that a stopped call continues.
+    What is timed is the model from prepared images to logits, on batches of one size. Rounds are
+    kept in `record` as `mame_sd.eval.benchmark.bench.bench` keeps them, so that a stopped call
+    continues.
 
     Args:
         about: all that timings depend on, as JSON values; "methods" by name.
@@ -81,4 +84,10 @@ def measure(
 def throughput(timings: Sequence[Timing]) -> dict[str, Any]:
     """Images per second: median and quartiles over rounds."""
     low, median, high = quartiles([1 / timing.seconds for timing in timings])
-    return {"mean": median, "low": low, "high": high, "n": len(timings), "statistic": "median, quartiles"}
+    return {
+        "mean": median,
+        "low": low,
+        "high": high,
+        "n": len(timings),
+        "statistic": "median, quartiles",
+    }

@@ -1,6 +1,8 @@
-"""The suite `trained`: one vision transformer trained without merging and with it, several seeds of each.
+"""The suite `trained`: one vision transformer trained without merging and with it, several seeds of
+each.
 
-Answers of all seeds stand one after the other, as if each picture were there once a seed; shares are taken seed by seed.
+Answers of all seeds stand one after the other, as if each picture were there once a seed; shares
+are taken seed by seed.
 """
 
 from __future__ import annotations
@@ -22,18 +24,32 @@ from .run import UNLABELLED, Classification, settings_of
 
 _OVER = "Mean over seeds with Student's 95 % interval over trainings, all on the same pictures."
 _OWN = {
-    "agreement": replace(COLUMNS["agreement"], about=f"Share of images whose answer is the unmerged model's of that seed. {_OVER}"),
+    "agreement": replace(
+        COLUMNS["agreement"],
+        about=f"Share of images whose answer is the unmerged model's of that seed. {_OVER}",
+    ),
     "top1": replace(COLUMNS["top1"], about=f"Share of images whose answer is their label. {_OVER}"),
     "gain": Metric(
-        name="gain", label="Gain", unit="points", digits=2, better="higher", block="quality", needs="image",
-        about=f"Top-1 minus that of the unmerged model of the same seed. {_OVER} An interval above 0 is better than no merging.",
+        name="gain",
+        label="Gain",
+        unit="points",
+        digits=2,
+        better="higher",
+        block="quality",
+        needs="image",
+        about=(
+            f"Top-1 minus that of the unmerged model of the same seed. {_OVER} An interval above 0"
+            " is better than no merging."
+        ),
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(kw_only=True)
 class Trained(Classification):
-    """`Classification` of models that were trained in several forms. `head` is the unmerged model of the first seed.
+    """`Classification` of models that were trained in several forms.
+
+    `head` is the unmerged model of the first seed.
 
     Attributes:
         models: where they lie.
@@ -52,9 +68,13 @@ class Trained(Classification):
         own = super().labels
         return None if own is None else [*own] * len(self.models.seeds)
 
-    def _batches(self, row: Row, method: Method, on_progress: Callable[[int, int], object]) -> Batches:
+    def _batches(
+        self, row: Row, method: Method, on_progress: Callable[[int, int], object]
+    ) -> Batches:
         if row.weights not in self.models.forms:
-            raise NotApplicable(f"expected models of the form {row.weights!r}, found none; train them first")
+            raise NotApplicable(
+                f"expected models of the form {row.weights!r}, found none; train them first"
+            )
         found: Batches = {}
         count, total = len(self.images.files), len(self.images.files) * len(self.models.seeds)
         for place, seed in enumerate(self.models.seeds):
@@ -64,11 +84,17 @@ class Trained(Classification):
                 self.images,
                 self.size,
                 self.out / "answers" / f"{row.name}-{seed}.jsonl",
-                {**settings_of(self.results["manifest"]), "method": method.describe(), "weights": [row.weights, seed]},
+                {
+                    **settings_of(self.results["manifest"]),
+                    "method": method.describe(),
+                    "weights": [row.weights, seed],
+                },
                 self.process,
                 lambda done, _, before=place * count: on_progress(before + done, total),  # type: ignore[misc]
             )
-            found.update({place * len(batches) + number: batch for number, batch in batches.items()})
+            found.update(
+                {place * len(batches) + number: batch for number, batch in batches.items()}
+            )
         return found
 
     def _share(self, flags: Sequence[bool]) -> dict[str, Any]:
@@ -101,4 +127,6 @@ class Trained(Classification):
     def _by_seed(self, flags: Sequence[bool]) -> list[float]:
         """The share of each seed, in per cent."""
         count = len(flags) // len(self.models.seeds)
-        return [100 * sum(flags[start : start + count]) / count for start in range(0, len(flags), count)]
+        return [
+            100 * sum(flags[start : start + count]) / count for start in range(0, len(flags), count)
+        ]

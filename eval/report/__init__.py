@@ -1,4 +1,5 @@
-"""The report of a benchmark: results.json and the images beside it become pages and tables to look at.
+"""The report of a benchmark: results.json and the images beside it become pages and tables to look
+at.
 
 - report.html: one self-contained file: headline, pictures, tables, plots, gates, manifest
 - report.md: the same in Markdown, without plots

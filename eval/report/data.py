@@ -16,12 +16,19 @@ from .words import WORDS, Words
 BLOCKS = ("cost", "fidelity", "quality")
 AGAIN = "run the benchmark again"
 FAMILIES = ("baseline", "tomesd", "mame", "tome", "rival", "floor")
-PEERS = {"tomesd": "ToMeSD", "tome": "ToMe"}  # families of the rows that the headline's is compared with
+PEERS = {
+    "tomesd": "ToMeSD",
+    "tome": "ToMe",
+}  # families of the rows that the headline's is compared with
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One column. `better` is "lower" or "higher"; `block` one of `BLOCKS`; `digits` those after the decimal point."""
+    """One column.
+
+    `better` is "lower" or "higher"; `block` one of `BLOCKS`; `digits` those after the decimal
+    point.
+    """
 
     key: str
     label: str
@@ -38,7 +45,9 @@ class Metric:
 
 @dataclass(frozen=True)
 class Value:
-    """One measured value with its interval, or the reason why it is withheld. `p` compares it with row `against`.
+    """One measured value with its interval, or the reason why it is withheld.
+
+    `p` compares it with row `against`.
 
     `std` is over subsets of images or over splits, as the remark says; `equal` counts
     images that are the baseline's, left out of `mean`; `remark` is what must be said beside it.
@@ -106,7 +115,10 @@ class Picture:
 
 @dataclass(frozen=True)
 class Gate:
-    """One sanity check of the benchmark itself. `withholds`: where it fails, what it is about is left out."""
+    """One sanity check of the benchmark itself.
+
+    `withholds`: where it fails, what it is about is left out.
+    """
 
     name: str
     expected: str
@@ -158,8 +170,8 @@ class Results:
         found = []
         if "FAILS" in self.sensitivity:
             found.append(
-                "This model and these prompts can't tell methods apart, so distances in this report rank no method. "
-                + self.sensitivity.partition(". ")[2]
+                "This model and these prompts can't tell methods apart, so distances in this report"
+                " rank no method. " + self.sensitivity.partition(". ")[2]
             )
         if any(gate.withholds and not gate.passed for gate in self.gates):
             found.append(
@@ -186,9 +198,16 @@ def parse(results: Mapping[str, Any]) -> Results:
         created=_get(results, "created", str, top, ""),
         manifest=_get(results, "manifest", dict, top),
         metrics=[_metric(key, entry) for key, entry in _get(results, "metrics", dict, top).items()],
-        rows=[_row(entry, f"rows[{n}]") for n, entry in enumerate(_get(results, "rows", list, top))],
-        pictures=[_picture(key, entry) for key, entry in _get(results, "images", dict, top, {}).items()],
-        gates=[_gate(entry, f"gates[{n}]") for n, entry in enumerate(_get(results, "gates", list, top, []))],
+        rows=[
+            _row(entry, f"rows[{n}]") for n, entry in enumerate(_get(results, "rows", list, top))
+        ],
+        pictures=[
+            _picture(key, entry) for key, entry in _get(results, "images", dict, top, {}).items()
+        ],
+        gates=[
+            _gate(entry, f"gates[{n}]")
+            for n, entry in enumerate(_get(results, "gates", list, top, []))
+        ],
         reference=_get(reference, "name", str, "reference", None),
         reference_n=_get(reference, "n", int, "reference", None),
         notes=[str(note) for note in _get(results, "notes", list, top, [])],
@@ -220,13 +239,21 @@ def _metric(key: str, entry: Any) -> Metric:
 def _row(entry: Any, where: str) -> Row:
     name = _get(entry, "name", str, where)
     where = f"row {name!r}"
-    status = _one_of(_get(entry, "status", str, where), ("measured", "not measured"), f"{where}: status")
+    status = _one_of(
+        _get(entry, "status", str, where), ("measured", "not measured"), f"{where}: status"
+    )
     run = _get(entry, "run", str, where, None)
     if run is not None and (PurePosixPath(run).is_absolute() or ".." in Path(run).parts):
-        raise UserError(f"results.json, {where}: expected run to be a folder inside, got {run!r}; {AGAIN}")
-    values = {key: _value(value, f"{where}: {key}") for key, value in _get(entry, "values", dict, where, {}).items()}
+        raise UserError(
+            f"results.json, {where}: expected run to be a folder inside, got {run!r}; {AGAIN}"
+        )
+    values = {
+        key: _value(value, f"{where}: {key}")
+        for key, value in _get(entry, "values", dict, where, {}).items()
+    }
     per_image = {
-        key: _numbers(found, f"{where}: {key}") for key, found in _get(entry, "per_image", dict, where, {}).items()
+        key: _numbers(found, f"{where}: {key}")
+        for key, found in _get(entry, "per_image", dict, where, {}).items()
     }
     kept = [_kept(step, f"{where}: kept") for step in _get(entry, "kept", list, where, [])]
     return Row(
@@ -249,25 +276,41 @@ def _value(entry: Any, where: str) -> Value:
     kinds |= dict.fromkeys(("against", "withheld", "warning", "note"), str)
     kinds |= {"difference": dict}
     found = {name: _get(entry, name, kind, where, None) for name, kind in kinds.items()}
-    return Value(**{name: found[name] for name in found if name in Value.__dataclass_fields__}, remark=remark(found))
+    return Value(
+        **{name: found[name] for name in found if name in Value.__dataclass_fields__},
+        remark=remark(found),
+    )
 
 
 def _kept(entry: Any, where: str) -> Kept:
-    step = Kept(*(_get(entry, name, (int, float), where) for name in ("step", "level", "tokens", "kept")))
+    step = Kept(
+        *(_get(entry, name, (int, float), where) for name in ("step", "level", "tokens", "kept"))
+    )
     if not 0 < step.kept <= step.tokens < math.inf:
-        raise UserError(f"results.json, {where}: expected 0 < kept <= tokens, got {entry!r}; {AGAIN}")
+        raise UserError(
+            f"results.json, {where}: expected 0 < kept <= tokens, got {entry!r}; {AGAIN}"
+        )
     return step
 
 
 def _gate(entry: Any, where: str) -> Gate:
-    name, expected, got = (str(_get(entry, field, str, where)) for field in ("name", "expected", "got"))
-    passed, withholds = _get(entry, "passed", bool, where), _get(entry, "withholds", bool, where, False)
+    name, expected, got = (
+        str(_get(entry, field, str, where)) for field in ("name", "expected", "got")
+    )
+    passed, withholds = (
+        _get(entry, "passed", bool, where),
+        _get(entry, "withholds", bool, where, False),
+    )
     return Gate(name, expected, got, passed, withholds)
 
 
 def _numbers(entry: Any, where: str) -> dict[str, float]:
-    if not isinstance(entry, dict) or any(not _is(number, (int, float)) for number in entry.values()):
-        raise UserError(f"results.json, {where}: expected one number for each image, got {entry!r}; {AGAIN}")
+    if not isinstance(entry, dict) or any(
+        not _is(number, (int, float)) for number in entry.values()
+    ):
+        raise UserError(
+            f"results.json, {where}: expected one number for each image, got {entry!r}; {AGAIN}"
+        )
     return {key: float(number) for key, number in entry.items()}
 
 
@@ -275,7 +318,9 @@ _NEEDED = object()
 
 
 def _get(entry: Any, name: str, kind: Any, where: str, default: Any = _NEEDED) -> Any:
-    """`entry[name]`, which must be of `kind`; `default`, where one is given, if it is missing or null."""
+    """`entry[name]`, which must be of `kind`; `default`, where one is given, if it is missing or
+    null.
+    """
     if isinstance(entry, Mapping):
         found = entry.get(name)
         if found is None and default is not _NEEDED:
@@ -296,5 +341,7 @@ def _is(value: Any, kind: Any) -> bool:
 
 def _one_of(value: str, allowed: Sequence[str], where: str) -> str:
     if value not in allowed:
-        raise UserError(f"results.json, {where}: expected one of {', '.join(allowed)}, got {value!r}; {AGAIN}")
+        raise UserError(
+            f"results.json, {where}: expected one of {', '.join(allowed)}, got {value!r}; {AGAIN}"
+        )
     return value

@@ -1,7 +1,7 @@
 """Matplotlib figures as SVG elements that take their colours and font from the page.
 
-A figure is drawn with stand-in colours, one for each CSS variable of the page, which are then replaced by the variables:
-so one drawing serves the light and the dark scheme.
+A figure is drawn with stand-in colours, one for each CSS variable of the page, which are then
+replaced by the variables: so one drawing serves the light and the dark scheme.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from matplotlib.figure import Figure
 
 COLORS = {
     name: f"#{n:02x}{n:02x}{n:02x}"
-    for n, name in enumerate(("ink", "muted", "line", "paper", "baseline", "tomesd", "mame", "second", "third"), 1)
+    for n, name in enumerate(
+        ("ink", "muted", "line", "paper", "baseline", "tomesd", "mame", "second", "third"), 1
+    )
 }
 FAMILY_COLORS = {**COLORS, "tome": COLORS["tomesd"], "rival": COLORS["second"]}
 MARKERS = {"baseline": "D", "tomesd": "s", "mame": "o", "tome": "s", "rival": "^"}
@@ -54,13 +56,24 @@ def new_figure(width: int, height: int) -> Figure:
 
 
 def to_svg(figure: Figure, name: str, description: str) -> Markup:
-    """The figure as an inline <svg>; `name` keeps its ids apart from other figures', `description` is read aloud."""
+    """The figure as an inline <svg>; `name` keeps its ids apart from other figures', `description`
+    is read aloud.
+    """
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(
+            buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
     svg = buffer.getvalue()
-    svg = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>", "", svg[svg.index("<svg") :], flags=re.S)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same in every figure, and nothing refers to them
+    svg = re.sub(
+        r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>",
+        "",
+        svg[svg.index("<svg") :],
+        flags=re.S,
+    )
+    svg = re.sub(
+        r'<g id="[^"]*"', "<g", svg
+    )  # the same in every figure, and nothing refers to them
     svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2)
     for variable, color in COLORS.items():
         svg = svg.replace(color, f"var(--{variable})")

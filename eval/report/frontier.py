@@ -1,4 +1,6 @@
-"""Speed against closeness to the baseline: one point for each row, and the frontier of those that none surpasses."""
+"""Speed against closeness to the baseline: one point for each row, and the frontier of those that
+none surpasses.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _HIDDEN = 0.05  # of a name's own area that it may hide of others
 
 @dataclass(frozen=True)
 class Point:
-    """A row at (times as fast as the baseline, closeness), with its intervals (low, high) where it has them."""
+    """A row at (times as fast as the baseline, closeness), with its intervals (low, high) where it
+    has them.
+    """
 
     row: Row
     speed: float
@@ -34,7 +38,9 @@ class Point:
 
 
 def points(results: Results, chosen: Focus) -> list[Point]:
-    """The rows with a known speed and a finite closeness. The baseline is at speed 1 and, for a distance, closeness 0.
+    """The rows with a known speed and a finite closeness.
+
+    The baseline is at speed 1 and, for a distance, closeness 0.
 
     Not the floor, beside which all others would look alike.
     """
@@ -43,17 +49,25 @@ def points(results: Results, chosen: Focus) -> list[Point]:
         if row.family == "floor":
             continue
         speed, value = chosen.speedup(row), row.value(chosen.closeness)
-        if row is chosen.baseline and chosen.closeness is not None and chosen.closeness.better == "lower":
+        if (
+            row is chosen.baseline
+            and chosen.closeness is not None
+            and chosen.closeness.better == "lower"
+        ):
             value = Value(mean=0.0)
         if speed is None or value is None or value.mean is None or not math.isfinite(value.mean):
             continue
         latency = row.value(chosen.latency) if row is not chosen.baseline else None
-        found.append(Point(row, speed, value.mean, speed_interval(latency, speed, chosen), _pair(value)))
+        found.append(
+            Point(row, speed, value.mean, speed_interval(latency, speed, chosen), _pair(value))
+        )
     return found
 
 
 def frontier(found: Sequence[Point], lower: bool) -> list[Point]:
-    """Those that no other point surpasses in speed and closeness at once, slowest first; `lower` closeness is better."""
+    """Those that no other point surpasses in speed and closeness at once, slowest first; `lower`
+    closeness is better.
+    """
     sign = 1 if lower else -1
     ordered = sorted(found, key=lambda point: (-point.speed, sign * point.closeness))
     best = math.inf
@@ -83,7 +97,8 @@ def plot(results: Results, chosen: Focus, width: int) -> Markup | None:
         figure.draw_without_rendering()
         _label(axes, found, best)
         words = [
-            f"{p.row.label} {times(p.speed)} times as fast at {number(p.closeness, chosen.closeness.digits)}"
+            f"{p.row.label} {times(p.speed)} times as fast at"
+            f" {number(p.closeness, chosen.closeness.digits)}"
             for p in found
         ]
         description = f"Speed against {chosen.closeness.label}: " + "; ".join(words)
@@ -94,12 +109,20 @@ def _draw(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
     axes.grid(True)
     axes.set_axisbelow(True)
     axes.axvline(1, color=COLORS["muted"], linewidth=1, linestyle=(0, (2, 3)))
-    axes.plot([p.speed for p in best], [p.closeness for p in best], color=COLORS["muted"], linewidth=7, alpha=0.2)
+    axes.plot(
+        [p.speed for p in best],
+        [p.closeness for p in best],
+        color=COLORS["muted"],
+        linewidth=7,
+        alpha=0.2,
+    )
     for point in found:
         color = FAMILY_COLORS[point.row.family]
         for pair, where in ((point.speed_interval, "x"), (point.closeness_interval, "y")):
             if pair is not None:
-                across = ([point.speed] * 2, pair) if where == "y" else (pair, [point.closeness] * 2)
+                across = (
+                    ([point.speed] * 2, pair) if where == "y" else (pair, [point.closeness] * 2)
+                )
                 axes.plot(*across, color=color, linewidth=1.4, alpha=0.55, solid_capstyle="butt")
         axes.plot(
             point.speed,
@@ -115,8 +138,12 @@ def _draw(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
     _limit(axes, [p.closeness for p in found], [p.closeness_interval for p in found], "y")
 
 
-def _limit(axes: Axes, values: Sequence[float], intervals: Sequence[tuple[float, float] | None], axis: str) -> None:
-    """Show every value with room for its name; intervals may widen that by half, and run out of the frame beyond."""
+def _limit(
+    axes: Axes, values: Sequence[float], intervals: Sequence[tuple[float, float] | None], axis: str
+) -> None:
+    """Show every value with room for its name; intervals may widen that by half, and run out of the
+    frame beyond.
+    """
     low, high = min(values), max(values)
     room = (high - low) or abs(high) or 1.0
     ends = [end for pair in intervals if pair is not None for end in pair]
@@ -126,11 +153,15 @@ def _limit(axes: Axes, values: Sequence[float], intervals: Sequence[tuple[float,
 
 
 def _label(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
-    """Each row's name beside its point, at the first of eight places where it hides nothing; none where it would hide others."""
+    """Each row's name beside its point, at the first of eight places where it hides nothing; none
+    where it would hide others.
+    """
     inside = axes.get_window_extent()
     marks = [_around(axes, point) for point in found]
     names: list[Bbox] = []
-    for n, point in sorted(enumerate(found), key=lambda pair: (not pair[1].row.default, pair[1] not in best)):
+    for n, point in sorted(
+        enumerate(found), key=lambda pair: (not pair[1].row.default, pair[1] not in best)
+    ):
         options = [_annotate(axes, point, *place) for place in _PLACES]
         boxes = [option.get_window_extent() for option in options]
         others = [*names, *(box for m, around in enumerate(marks) if m != n for box in around)]
@@ -184,7 +215,9 @@ def _pair(value: Value) -> tuple[float, float] | None:
     return None if value.low is None or value.high is None else (value.low, value.high)
 
 
-def speed_interval(latency: Value | None, speed: float, chosen: Focus) -> tuple[float, float] | None:
+def speed_interval(
+    latency: Value | None, speed: float, chosen: Focus
+) -> tuple[float, float] | None:
     """The interval of the metric of speed as times the baseline's, which is taken as exact."""
     if latency is None or not latency.mean or not latency.low or not latency.high:
         return None

@@ -1,4 +1,7 @@
-"""The report in one sentence, and the second one that compares with ToMeSD. Plain words, also for bad news."""
+"""The report in one sentence, and the second one that compares with ToMeSD.
+
+Plain words, also for bad news.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,27 @@ def headline(chosen: Focus) -> str:
     closeness = _closeness(chosen, chosen.mame)
     ratio = chosen.speedup(chosen.mame)
     if ratio is None:
-        return f"{name}: speed was not measured; {closeness or 'neither was its distance from the baseline'}."
+        return (
+            f"{name}: speed was not measured;"
+            f" {closeness or 'neither was its distance from the baseline'}."
+        )
     speed = f"{name} {_speed(chosen, chosen.mame, ratio)}"
-    return f"{speed}, {closeness}." if closeness else f"{speed}; how close it stays was not measured."
+    return (
+        f"{speed}, {closeness}." if closeness else f"{speed}; how close it stays was not measured."
+    )
 
 
 def comparison(results: Results, chosen: Focus) -> str:
-    """ToMeSD, ToMe or another rival at the nearest speed, or why it is missing, and who is both faster and closer; empty where there is nothing to say."""
+    """ToMeSD, ToMe or another rival at the nearest speed, or why it is missing, and who is both
+    faster and closer; empty where there is nothing to say.
+    """
     rows = [row for row in results.rows if row.family in PEERS]
     if chosen.peer is None:
-        reason = f"{PEERS[rows[0].family]} was not measured: {rows[0].reason or 'no reason given'}." if rows else ""
+        reason = (
+            f"{PEERS[rows[0].family]} was not measured: {rows[0].reason or 'no reason given'}."
+            if rows
+            else ""
+        )
         return " ".join([reason, _surpassed(results, chosen)]).strip()
     ratio = chosen.speedup(chosen.peer)
     closeness = _closeness(chosen, chosen.peer)
@@ -40,7 +54,9 @@ def comparison(results: Results, chosen: Focus) -> str:
 
 
 def _surpassed(results: Results, chosen: Focus) -> str:
-    """The rows of others that are both faster and closer than the headline's, by intervals that lie apart; empty where there are none."""
+    """The rows of others that are both faster and closer than the headline's, by intervals that lie
+    apart; empty where there are none.
+    """
     found = points(results, chosen)
     ours = next((point for point in found if point.row is chosen.mame), None)
     if ours is None or chosen.closeness is None:
@@ -51,7 +67,12 @@ def _surpassed(results: Results, chosen: Focus) -> str:
         for point in found
         if point.row.family not in ("mame", "baseline")
         and _apart(ours.speed, ours.speed_interval, point.speed, point.speed_interval)
-        and _apart(-sign * ours.closeness, ours.closeness_interval, -sign * point.closeness, point.closeness_interval)
+        and _apart(
+            -sign * ours.closeness,
+            ours.closeness_interval,
+            -sign * point.closeness,
+            point.closeness_interval,
+        )
         and not any((row.value(chosen.closeness) or Value()).equal for row in (ours.row, point.row))
     ]
     return f"Both faster and closer: {', '.join(names)}." if names else ""
@@ -59,7 +80,11 @@ def _surpassed(results: Results, chosen: Focus) -> str:
 
 def _apart(low: float, below: Interval, high: float, above: Interval) -> bool:
     """Whether `high` is above `low`, and their intervals, where both have one, do not meet."""
-    meet = below is not None and above is not None and max(below[0], above[0]) <= min(below[1], above[1])
+    meet = (
+        below is not None
+        and above is not None
+        and max(below[0], above[0]) <= min(below[1], above[1])
+    )
     return high > low and not meet
 
 
@@ -70,7 +95,10 @@ def _closeness(chosen: Focus, row: Row) -> str:
     label = chosen.closeness.label.split(" (")[0]
     if label.istitle():
         label = label.lower()
-    return f"at {'an' if label[0] in 'AEFHILMNORSXa' else 'a'} {label} {phrase(value.mean, chosen.closeness)}"
+    return (
+        f"at {'an' if label[0] in 'AEFHILMNORSXa' else 'a'} {label}"
+        f" {phrase(value.mean, chosen.closeness)}"
+    )
 
 
 def _speed(chosen: Focus, row: Row, ratio: float) -> str:
@@ -78,17 +106,25 @@ def _speed(chosen: Focus, row: Row, ratio: float) -> str:
     between = speed_interval(row.value(chosen.latency), ratio, chosen)
     apart = "" if between is None else f", {times(between[0])} to {times(between[1])}"
     if not _differs(chosen, row):
-        return f"is not measurably faster or slower than the baseline{by} ({times(ratio)} times as fast{apart})"
+        return (
+            f"is not measurably faster or slower than the baseline{by} ({times(ratio)} times as"
+            f" fast{apart})"
+        )
     if ratio < 1:
         return f"is slower than the baseline{by} ({times(ratio)} times as fast{apart})"
-    return f"is {times(ratio)} times as fast as the baseline{by}" + (f" ({apart[2:]})" if apart else "")
+    return f"is {times(ratio)} times as fast as the baseline{by}" + (
+        f" ({apart[2:]})" if apart else ""
+    )
 
 
 def _differs(chosen: Focus, row: Row) -> bool:
-    """Whether the row's latency differs from the baseline's: by a paired test of the two where there is one, else by
-    intervals that do not overlap.
+    """Whether the row's latency differs from the baseline's: by a paired test of the two where
+    there is one, else by intervals that do not overlap.
     """
-    one, other = row.value(chosen.latency), chosen.baseline.value(chosen.latency) if chosen.baseline else None
+    one, other = (
+        row.value(chosen.latency),
+        chosen.baseline.value(chosen.latency) if chosen.baseline else None,
+    )
     if one is None or other is None or chosen.baseline is None:
         return False
     if one.p is not None and one.against == chosen.baseline.name:

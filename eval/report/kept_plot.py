@@ -21,7 +21,9 @@ def kept_by_level(row: Row) -> dict[int, tuple[float, dict[int, float]]]:
     """Level -> (tokens, {step: mean share kept}), levels with the most tokens first."""
     levels: dict[int, tuple[float, dict[int, list[float]]]] = {}
     for entry in row.kept:
-        levels.setdefault(entry.level, (entry.tokens, {}))[1].setdefault(entry.step, []).append(entry.share)
+        levels.setdefault(entry.level, (entry.tokens, {}))[1].setdefault(entry.step, []).append(
+            entry.share
+        )
     return {
         level: (tokens, {step: sum(shares) / len(shares) for step, shares in sorted(steps.items())})
         for level, (tokens, steps) in sorted(levels.items())
@@ -30,7 +32,9 @@ def kept_by_level(row: Row) -> dict[int, tuple[float, dict[int, float]]]:
 
 def merging_levels(row: Row) -> dict[int, tuple[float, dict[int, float]]]:
     """`kept_by_level` without the levels at which nothing ever merged."""
-    return {level: found for level, found in kept_by_level(row).items() if min(found[1].values()) < 1}
+    return {
+        level: found for level, found in kept_by_level(row).items() if min(found[1].values()) < 1
+    }
 
 
 def plot(results: Results, width: int) -> Markup | None:
@@ -54,22 +58,40 @@ def plot(results: Results, width: int) -> Markup | None:
                 axes.set_xlabel(results.words.step)
         figure.axes[0].set_ylabel("tokens kept")
         lines = {str(line.get_label()): line for axes in figure.axes for line in axes.lines}
-        figure.legend(lines.values(), lines.keys(), loc="outside upper left", ncols=4, frameon=False, handlelength=1.2)
+        figure.legend(
+            lines.values(),
+            lines.keys(),
+            loc="outside upper left",
+            ncols=4,
+            frameon=False,
+            handlelength=1.2,
+        )
         description = f"Share of tokens kept per {results.words.step}. " + " ".join(
             describe(row.label, levels, results.kind) for row, levels in rows
         )
         return to_svg(figure, f"kept-{width}", description)
 
 
-def describe(label: str, levels: Mapping[int, tuple[float, Mapping[int, float]]], kind: str = "generation") -> str:
-    """One sentence: each level's range; of classification, whose blocks are of one level, the last share."""
+def describe(
+    label: str, levels: Mapping[int, tuple[float, Mapping[int, float]]], kind: str = "generation"
+) -> str:
+    """One sentence: each level's range; of classification, whose blocks are of one level, the last
+    share.
+    """
     parts = []
     if kind == "classification":
         ((tokens, blocks),) = levels.values()
-        return f"{label} leaves {blocks[max(blocks)] * 100:.0f} % of {tokens:,.0f} after the last block."
+        return (
+            f"{label} leaves {blocks[max(blocks)] * 100:.0f} % of {tokens:,.0f} after the last"
+            " block."
+        )
     for level, (tokens, steps) in levels.items():
         low, high = min(steps.values()), max(steps.values())
-        share = f"{low * 100:.0f}" if round(low, 2) == round(high, 2) else f"{low * 100:.0f} to {high * 100:.0f}"
+        share = (
+            f"{low * 100:.0f}"
+            if round(low, 2) == round(high, 2)
+            else f"{low * 100:.0f} to {high * 100:.0f}"
+        )
         parts.append(f"{share} % of {tokens:,.0f} at level {level}")
     return f"{label} keeps {', '.join(parts)}."
 
@@ -82,4 +104,12 @@ def _draw(axes: Axes, title: str, levels: Mapping[int, tuple[float, Mapping[int,
     axes.set_title(title, color=COLORS["ink"], fontsize=SIZE, fontweight="bold")
     for color, (tokens, steps) in zip(_COLORS, levels.values(), strict=False):
         x, y = [step + 1 for step in steps], list(steps.values())
-        axes.plot(x, y, color=COLORS[color], linewidth=2, marker="o", markersize=3.5, label=f"{tokens:,.0f} tokens")
+        axes.plot(
+            x,
+            y,
+            color=COLORS[color],
+            linewidth=2,
+            marker="o",
+            markersize=3.5,
+            label=f"{tokens:,.0f} tokens",
+        )

@@ -1,4 +1,6 @@
-"""The table of the paper in LaTeX, with intervals, the best values bold, and the two blocks kept apart."""
+"""The table of the paper in LaTeX, with intervals, the best values bold, and the two blocks kept
+apart.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,12 @@ _ARROWS = {"lower": r"$\downarrow$", "higher": r"$\uparrow$"}
 
 
 def render(results: Results, chosen: Focus) -> str:
-    """A `table*` for booktabs, xcolor and graphicx: speed, fidelity to the baseline, quality against the reference.
+    """A `table*` for booktabs, xcolor and graphicx: speed, fidelity to the baseline, quality
+    against the reference.
 
-    Intervals stand in a second line. What is withheld or not measured is a dash, or a column left out, explained under the
-    table. Rows with MaMe are shaded as in the paper, and of the costs only speed and FLOPs are shown, as there.
+    Intervals stand in a second line. What is withheld or not measured is a dash, or a column left
+    out, explained under the table. Rows with MaMe are shaded as in the paper, and of the costs only
+    speed and FLOPs are shown, as there.
     """
     whole = [fidelity_table(results, chosen), quality_table(results, chosen)]
     shown = {"flops", SPEEDUP.key, chosen.latency.key if chosen.latency else ""}
@@ -36,7 +40,10 @@ def render(results: Results, chosen: Focus) -> str:
     tables = [table.columns(table.used - left_out) for table in whole]
     groups = [group for table in tables for group in table.groups]
     metrics = [metric for _, group in groups for metric in group]
-    body = [_line(row, [cell for table in tables for cell in _cells(table, n)]) for n, row in enumerate(results.rows)]
+    body = [
+        _line(row, [cell for table in tables for cell in _cells(table, n)])
+        for n, row in enumerate(results.rows)
+    ]
     lines = [
         "% needs \\usepackage{booktabs,graphicx} and \\usepackage[table]{xcolor}",
         r"\begin{table*}[t]",
@@ -47,7 +54,10 @@ def render(results: Results, chosen: Focus) -> str:
         r"\resizebox{\textwidth}{!}{%",
         rf"\begin{{tabular}}{{@{{}}l{'c' * len(metrics)}@{{}}}}",
         r"\toprule",
-        "".join(rf" & \multicolumn{{{len(group)}}}{{c}}{{{escape(title)}}}" for title, group in groups) + r" \\",
+        "".join(
+            rf" & \multicolumn{{{len(group)}}}{{c}}{{{escape(title)}}}" for title, group in groups
+        )
+        + r" \\",
         " ".join(_rules([len(group) for _, group in groups])),
         "".join(f" & {_head(metric)}" for metric in metrics) + r" \\",
         r"\midrule",
@@ -74,7 +84,10 @@ def _line(row: Row, cells: list[Cell]) -> str:
     """The row, and under it its intervals and counts of equal images, if it has any."""
     shade = "\\rowcolor[gray]{0.9}\n" if row.family == "mame" else ""
     lines = [" & ".join([escape(row.label), *(_cell(cell) for cell in cells)]) + r" \\"]
-    under = [", ".join(filter(None, (cell.interval, cell.note))) if cell.kind == "value" else "" for cell in cells]
+    under = [
+        ", ".join(filter(None, (cell.interval, cell.note))) if cell.kind == "value" else ""
+        for cell in cells
+    ]
     if any(under):
         below = (rf"{{\scriptsize {escape(text)}}}" if text else "" for text in under)
         lines = [lines[0] + "[-3pt]", " & ".join(["", *below]) + r" \\"]
@@ -102,13 +115,18 @@ def _rules(widths: list[int]) -> list[str]:
 
 def _caption(results: Results) -> str:
     reference = f" Quality is against {results.reference}." if results.reference else ""
-    return f"Suite {results.suite}, {results.images} images per row. {results.words.fidelity_short}{reference} Below a value: its interval; bold: best."
+    return (
+        f"Suite {results.suite}, {results.images} images per row."
+        f" {results.words.fidelity_short}{reference} Below a value: its interval; bold: best."
+    )
 
 
 def _notes(results: Results, tables: list[Table]) -> list[str]:
     """Why cells hold a dash, and what to know of the values: each once."""
     missing = [
-        f"{row.label}: not measured ({row.reason or 'no reason given'})." for row in results.rows if not row.measured
+        f"{row.label}: not measured ({row.reason or 'no reason given'})."
+        for row in results.rows
+        if not row.measured
     ]
     withheld = (
         f"{metric.label}: {cell.text} ({cell.note or cell.footnote})."

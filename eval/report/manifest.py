@@ -1,4 +1,6 @@
-"""The manifest as a reader sees it: flat names, and the few settings that belong beside the headline."""
+"""The manifest as a reader sees it: flat names, and the few settings that belong beside the
+headline.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def flat(manifest: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]
         if isinstance(value, Mapping) and value:
             found += flat(value, f"{name}.")
         else:
-            found.append((name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)))
+            found.append(
+                (name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+            )
     return found
 
 

@@ -8,7 +8,9 @@ from .data import Metric, Value
 
 
 def number(value: float, digits: int) -> str:
-    """`value` with `digits` after the point: ``∞`` for infinity, ``<0.001`` for what would read as 0.000."""
+    """`value` with `digits` after the point: ``∞`` for infinity, ``<0.001`` for what would read as
+    0.000.
+    """
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
     text = f"{abs(value):.{digits}f}"

@@ -1,7 +1,8 @@
-"""Images for the page: baseline, ToMeSD and MaMe side by side, maps of what differs, and a gallery of all prompts.
+"""Images for the page: baseline, ToMeSD and MaMe side by side, maps of what differs, and a gallery
+of all prompts.
 
-Everything is embedded as WebP of bounded size, lossless where that fits, so the page's size is bounded too: 12 prompts
-of 768 x 768 stay below 8 MB. Differences are computed from the PNG files.
+Everything is embedded as WebP of bounded size, lossless where that fits, so the page's size is
+bounded too: 12 prompts of 768 x 768 stay below 8 MB. Differences are computed from the PNG files.
 """
 
 from __future__ import annotations
@@ -25,14 +26,21 @@ LARGE_BYTES, THUMB_BYTES = 240_000, 22_000  # of one embedded image
 THUMB_SIDE = 256
 GALLERY_PROMPTS, GALLERY_IMAGES = 12, 84
 SCALES = (8, 16, 32, 64, 128, 255)  # of difference maps, in levels of 255
-_COLORS = (matplotlib.colormaps["inferno"](np.linspace(0, 1, 256))[:, :3] * 255).round().astype(np.uint8)  # [256, 3]
-_CASE_TITLES = dict(zip(CASES, ("Closest", "Median", "Furthest"), strict=True)) | {"only": "The image", "": "Image"}
+_COLORS = (
+    (matplotlib.colormaps["inferno"](np.linspace(0, 1, 256))[:, :3] * 255).round().astype(np.uint8)
+)  # [256, 3]
+_CASE_TITLES = dict(zip(CASES, ("Closest", "Median", "Furthest"), strict=True)) | {
+    "only": "The image",
+    "": "Image",
+}
 
 
 @dataclass(frozen=True)
 class Shot:
-    """One embedded image as a data URI. `caption` stands under it, `label` beside its enlargement; `area` is a family,
-    with "map-" before it for a map of differences.
+    """One embedded image as a data URI.
+
+    `caption` stands under it, `label` beside its enlargement; `area` is a family, with "map-"
+    before it for a map of differences.
     """
 
     src: str
@@ -47,7 +55,9 @@ class Shot:
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt's images: baseline, ToMeSD, MaMe, then the differences of the latter two from the baseline."""
+    """One prompt's images: baseline, ToMeSD, MaMe, then the differences of the latter two from the
+    baseline.
+    """
 
     title: str
     picture: Picture
@@ -63,7 +73,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Everything shown; `scale` is the difference, in levels of 255, at which the maps are brightest."""
+    """Everything shown; `scale` is the difference, in levels of 255, at which the maps are
+    brightest.
+    """
 
     cases: Sequence[Case]
     gallery: Sequence[Case]
@@ -72,12 +84,16 @@ class Pictures:
 
 
 def load_pictures(results: Results, chosen: Focus, folder: Path) -> Pictures:
-    """The images of `results`, whose runs lie in `folder`. What can't be read is left out and named in `missing`."""
+    """The images of `results`, whose runs lie in `folder`.
+
+    What can't be read is left out and named in `missing`.
+    """
     reader = _Reader(folder)
     by_key = {picture.key: picture for picture in results.pictures}
     columns = [row for row in (chosen.baseline, chosen.peer, chosen.mame) if row is not None]
     found = [
-        (case, by_key[key], [(row, reader.read(row, key)) for row in columns]) for case, key in cases(results, chosen)
+        (case, by_key[key], [(row, reader.read(row, key)) for row in columns])
+        for case, key in cases(results, chosen)
     ]
     scale = _scale([difference for _, _, images in found for difference in _differences(images)])
     shown = [
@@ -90,12 +106,19 @@ def load_pictures(results: Results, chosen: Focus, folder: Path) -> Pictures:
         Case(
             picture.prompt,
             picture,
-            [_thumb(row, image, picture) for row in rows if (image := reader.read(row, picture.key))],
+            [
+                _thumb(row, image, picture)
+                for row in rows
+                if (image := reader.read(row, picture.key))
+            ],
         )
         for picture in results.pictures[:count]
     ]
     return Pictures(
-        [case for case in shown if case.shots], [c for c in gallery if c.shots], scale, sorted(reader.missing)
+        [case for case in shown if case.shots],
+        [c for c in gallery if c.shots],
+        scale,
+        sorted(reader.missing),
     )
 
 
@@ -135,7 +158,9 @@ def gradient() -> str:
 
 
 def webp_uri(image: Image.Image, limit: int) -> str:
-    """The image as a data URI of at most `limit` bytes before encoding: lossless if that fits, else as good as fits."""
+    """The image as a data URI of at most `limit` bytes before encoding: lossless if that fits, else
+    as good as fits.
+    """
     options: list[dict[str, Any]] = [
         {"lossless": True},
         *({"quality": quality} for quality in (92, 82, 70, 55, 40, 20)),
@@ -146,7 +171,9 @@ def webp_uri(image: Image.Image, limit: int) -> str:
             image.save(buffer, "WEBP", method=4, **option)
             if buffer.tell() <= limit:
                 return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
-        image = image.resize((max(1, image.width // 2), max(1, image.height // 2)), Image.Resampling.LANCZOS)
+        image = image.resize(
+            (max(1, image.width // 2), max(1, image.height // 2)), Image.Resampling.LANCZOS
+        )
 
 
 def _differences(images: Sequence[tuple[Row, Image.Image | None]]) -> list[np.ndarray]:
@@ -154,7 +181,11 @@ def _differences(images: Sequence[tuple[Row, Image.Image | None]]) -> list[np.nd
     base = images[0][1] if images and images[0][0].family == "baseline" else None
     if base is None:
         return []
-    return [difference(base, image) for _, image in images[1:] if image is not None and image.size == base.size]
+    return [
+        difference(base, image)
+        for _, image in images[1:]
+        if image is not None and image.size == base.size
+    ]
 
 
 def _scale(differences: Sequence[np.ndarray]) -> int:
@@ -165,7 +196,9 @@ def _scale(differences: Sequence[np.ndarray]) -> int:
     return next((scale for scale in SCALES if scale >= most), SCALES[-1])
 
 
-def _shots(picture: Picture, images: Sequence[tuple[Row, Image.Image | None]], chosen: Focus, scale: int) -> list[Shot]:
+def _shots(
+    picture: Picture, images: Sequence[tuple[Row, Image.Image | None]], chosen: Focus, scale: int
+) -> list[Shot]:
     base = next((image for row, image in images if row.family == "baseline"), None)
     shots, maps = [], []
     for row, image in images:
@@ -185,14 +218,18 @@ def _thumb(row: Row, image: Image.Image, picture: Picture) -> Shot:
 def _image_shot(row: Row, image: Image.Image, picture: Picture, score: str, limit: int) -> Shot:
     words = " · ".join(part for part in (row.label, score) if part)
     alt = f"{picture.prompt}, generated with {row.label}"
-    return Shot(webp_uri(image, limit), row.label, words, score, alt, row.family, image.width, image.height)
+    return Shot(
+        webp_uri(image, limit), row.label, words, score, alt, row.family, image.width, image.height
+    )
 
 
 def _map_shot(row: Row, image: Image.Image, picture: Picture) -> Shot:
     label = f"Difference of {row.label} from the baseline"
     alt = f"{label}: {picture.prompt}"
     area = f"map-{row.family}"
-    return Shot(webp_uri(image, LARGE_BYTES), "Difference", label, "", alt, area, image.width, image.height)
+    return Shot(
+        webp_uri(image, LARGE_BYTES), "Difference", label, "", alt, area, image.width, image.height
+    )
 
 
 def _score(row: Row, picture: Picture, chosen: Focus) -> str:

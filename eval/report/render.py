@@ -23,15 +23,21 @@ from .select import Focus, focus
 from .tables import Table, cost_metrics, cost_table, fidelity_table, quality_table
 
 HTML, MARKDOWN, CSV, TEX = "report.html", "report.md", "table.csv", "table.tex"
-PAPER = "MaMe & MaRe: Matrix-Based Token Merging and Restoration for Efficient Visual Perception and Synthesis"
+PAPER = (
+    "MaMe & MaRe: Matrix-Based Token Merging and Restoration for Efficient Visual Perception and"
+    " Synthesis"
+)
 
 
 def render(results: Mapping[str, Any], out: Path) -> Path:
-    """Write report.html, report.md, table.csv and table.tex into the folder `out`, each whole or not at all.
+    """Write report.html, report.md, table.csv and table.tex into the folder `out`, each whole or
+    not at all.
 
     Args:
-        results: the content of results.json. Rows may be missing or not measured; the report says so.
-        out: the folder that holds the runs which the rows name. An image that can't be read is named in the report.
+        results: the content of results.json. Rows may be missing or not measured; the report says
+            so.
+        out: the folder that holds the runs which the rows name. An image that can't be read is
+            named in the report.
 
     Returns:
         The path of report.html.
@@ -50,17 +56,34 @@ def render(results: Mapping[str, Any], out: Path) -> Path:
         TEX: latex.render(parsed, chosen),
     }
     for name, text in files.items():
-        write_atomically(out / name, text.encode(errors="replace"))  # half a surrogate pair is no UTF-8
+        write_atomically(
+            out / name, text.encode(errors="replace")
+        )  # half a surrogate pair is no UTF-8
     return out / HTML
 
 
 def table_csv(results: Results, chosen: Focus) -> str:
-    """One line for each row; for each metric m the columns m, m_low, m_high, m_n, m_p, m_withheld and m_remark."""
-    metrics = [*cost_metrics(results, chosen), *results.block("fidelity"), *results.block("quality")]
+    """One line for each row; for each metric m the columns m, m_low, m_high, m_n, m_p, m_withheld
+    and m_remark.
+    """
+    metrics = [
+        *cost_metrics(results, chosen),
+        *results.block("fidelity"),
+        *results.block("quality"),
+    ]
     parts = ("", "_low", "_high", "_n", "_p", "_withheld", "_remark")
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(["name", "label", "family", "status", "reason", *(m.key + part for m in metrics for part in parts)])
+    writer.writerow(
+        [
+            "name",
+            "label",
+            "family",
+            "status",
+            "reason",
+            *(m.key + part for m in metrics for part in parts),
+        ]
+    )
     for row in results.rows:
         status = "measured" if row.measured else "not measured"
         cells = [cell for metric in metrics for cell in _csv_cells(row, metric.key, chosen)]
@@ -75,7 +98,15 @@ def _csv_cells(row: Row, key: str, chosen: Focus) -> list[Any]:
         return ["" if ratio is None else ratio, *[""] * 6]
     equal = f"{value.equal} of {value.n} equal" if value.equal else ""
     remarks = "; ".join(filter(None, (equal, value.remark)))
-    cells = [value.mean if value.known else None, value.low, value.high, value.n, value.p, value.withheld, remarks]
+    cells = [
+        value.mean if value.known else None,
+        value.low,
+        value.high,
+        value.n,
+        value.p,
+        value.withheld,
+        remarks,
+    ]
     return ["" if cell is None else cell for cell in cells]
 
 
@@ -99,7 +130,9 @@ def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:
         "gradient": gradient(),
         "frontier": [(name, frontier.plot(results, chosen, width)) for name, width in _WIDTHS],
         "kept": [(name, kept_plot.plot(results, width)) for name, width in _WIDTHS],
-        "kept_words": [kept_plot.describe(row.label, levels, results.kind) for row, levels in kept if levels],
+        "kept_words": [
+            kept_plot.describe(row.label, levels, results.kind) for row, levels in kept if levels
+        ],
         "failed": results.failed,
         "warnings": results.warnings,
         "manifest": flat(results.manifest),
@@ -126,5 +159,7 @@ def environment(autoescape: bool) -> Environment:
 def _html(page: Mapping[str, Any]) -> str:
     loader = environment(autoescape=True)
     assert loader.loader is not None
-    style, script = (Markup(loader.loader.get_source(loader, name)[0]) for name in ("report.css", "report.js"))
+    style, script = (
+        Markup(loader.loader.get_source(loader, name)[0]) for name in ("report.css", "report.js")
+    )
     return loader.get_template("report.html.j2").render(page, style=style, script=script)

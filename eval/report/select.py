@@ -1,4 +1,6 @@
-"""What the report puts in front: the row of the headline, its peer, the metrics of speed and closeness, the cases."""
+"""What the report puts in front: the row of the headline, its peer, the metrics of speed and
+closeness, the cases.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ CASES = ("best", "median", "worst")
 
 @dataclass(frozen=True)
 class Focus:
-    """The choices that headline, plot and pictures share; None where the results have nothing of the kind.
+    """The choices that headline, plot and pictures share; None where the results have nothing of
+    the kind.
 
-    `latency` is the cost metric of speed: in seconds, or per second; `closeness` the fidelity metric that orders the images: LPIPS, or the first
-    one that was measured where LPIPS was not.
+    `latency` is the cost metric of speed: in seconds, or per second; `closeness` the fidelity
+    metric that orders the images: LPIPS, or the first one that was measured where LPIPS was not.
     """
 
     baseline: Row | None
@@ -25,7 +28,9 @@ class Focus:
     closeness: Metric | None
 
     def speedup(self, row: Row | None) -> float | None:
-        """How many times as fast as the baseline `row` is, by mean or median; None where not measured."""
+        """How many times as fast as the baseline `row` is, by mean or median; None where not
+        measured.
+        """
         if row is None or self.baseline is None or self.latency is None:
             return None
         ours, base = row.value(self.latency), self.baseline.value(self.latency)
@@ -35,13 +40,17 @@ class Focus:
 
 
 def focus(results: Results) -> Focus:
-    """The default MaMe row where it was measured, else the first; the row nearest to it in speed of ToMeSD or ToMe, else of another rival."""
+    """The default MaMe row where it was measured, else the first; the row nearest to it in speed of
+    ToMeSD or ToMe, else of another rival.
+    """
     rows = results.measured
     baseline = next((row for row in rows if row.family == "baseline"), None)
     ours = [row for row in rows if row.family == "mame"]
     mame = next((row for row in ours if row.default), ours[0] if ours else None)
     latency = _latency(results)
-    peers = [row for row in rows if row.family in PEERS] or [row for row in rows if row.family == "rival"]
+    peers = [row for row in rows if row.family in PEERS] or [
+        row for row in rows if row.family == "rival"
+    ]
     target = mame.value(latency) if mame else None
     if target is not None and target.mean is not None:
         peers.sort(key=lambda row: abs(_mean(row.value(latency)) - _mean(target)))
@@ -49,11 +58,15 @@ def focus(results: Results) -> Focus:
 
 
 def cases(results: Results, chosen: Focus) -> list[tuple[str, str]]:
-    """(case, image key) of the best, median and worst image of the headline's row by closeness, no image twice."""
+    """(case, image key) of the best, median and worst image of the headline's row by closeness, no
+    image twice.
+    """
     if chosen.mame is None:
         return []
     keys = {picture.key for picture in results.pictures}
-    scores: Mapping[str, float] = chosen.mame.per_image.get(chosen.closeness.key, {}) if chosen.closeness else {}
+    scores: Mapping[str, float] = (
+        chosen.mame.per_image.get(chosen.closeness.key, {}) if chosen.closeness else {}
+    )
     ranked = sorted((key for key in scores if key in keys), key=lambda key: (scores[key], key))
     if chosen.closeness is not None and chosen.closeness.better == "higher":
         ranked.reverse()
@@ -62,16 +75,24 @@ def cases(results: Results, chosen: Focus) -> list[tuple[str, str]]:
     picks = {ranked[0]: CASES[0], ranked[-1]: CASES[2], ranked[len(ranked) // 2]: CASES[1]}
     if len(ranked) < 3:
         picks = dict(zip(ranked, ("only",) if len(ranked) == 1 else ("best", "worst"), strict=True))
-    return sorted(((case, key) for key, case in picks.items()), key=lambda pick: ranked.index(pick[1]))
+    return sorted(
+        ((case, key) for key, case in picks.items()), key=lambda pick: ranked.index(pick[1])
+    )
 
 
 def _latency(results: Results) -> Metric | None:
     """The metric of speed: latency, or CPU time where latency was withheld."""
-    found = [metric for metric in results.block("cost") if metric.unit.startswith("s") or metric.unit.endswith("/s")]
+    found = [
+        metric
+        for metric in results.block("cost")
+        if metric.unit.startswith("s") or metric.unit.endswith("/s")
+    ]
     base = next((row for row in results.measured if row.family == "baseline"), None)
     latency = next((metric for metric in found if metric.key == "latency"), None)
     if latency is not None and base is not None and base.values.get("latency", Value()).withheld:
-        latency = next((metric for metric in found if metric.key == "cpu" and base.value(metric)), latency)
+        latency = next(
+            (metric for metric in found if metric.key == "cpu" and base.value(metric)), latency
+        )
     return latency or (found[0] if found else None)
 
 

@@ -1,7 +1,7 @@
 """The tables as rows of cells, for every format: which cell is best, which is withheld and why.
 
-Tables that never mix: speed with fidelity to the baseline (paired, image by image), quality against the named
-reference set, and the other costs.
+Tables that never mix: speed with fidelity to the baseline (paired, image by image), quality against
+the named reference set, and the other costs.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SHORT = 32  # characters of a reason that a cell holds
 class Cell:
     """`kind` is "value", "withheld", "self" (the baseline against itself) or "absent".
 
-    `note` says why a value is missing, or how many equal images (`partial`) it leaves out; `footnote` what is too long for
-    a cell.
+    `note` says why a value is missing, or how many equal images (`partial`) it leaves out;
+    `footnote` what is too long for a cell.
     """
 
     kind: str
@@ -73,21 +73,32 @@ class Table:
     def used(self) -> set[str]:
         """Keys of the metrics that have a value in some row."""
         cells = (
-            (metric.key, cell) for line in self.lines for metric, cell in zip(self.metrics, line.cells, strict=False)
+            (metric.key, cell)
+            for line in self.lines
+            for metric, cell in zip(self.metrics, line.cells, strict=False)
         )
         return {key for key, cell in cells if cell.kind == "value"}
 
     def columns(self, keys: Collection[str]) -> Table:
         """The table with the columns of these metrics alone."""
         at = [n for n, metric in enumerate(self.metrics) if metric.key in keys]
-        groups = [(title, [metric for metric in group if metric.key in keys]) for title, group in self.groups]
-        lines = [Line(line.row, [line.cells[n] for n in at] if line.cells else ()) for line in self.lines]
-        return dataclasses.replace(self, groups=[group for group in groups if group[1]], lines=lines)
+        groups = [
+            (title, [metric for metric in group if metric.key in keys])
+            for title, group in self.groups
+        ]
+        lines = [
+            Line(line.row, [line.cells[n] for n in at] if line.cells else ()) for line in self.lines
+        ]
+        return dataclasses.replace(
+            self, groups=[group for group in groups if group[1]], lines=lines
+        )
 
     @property
     def against(self) -> list[str]:
         """Labels of the rows that the p-values compare with."""
-        names = {cell.against for line in self.lines for cell in line.cells if cell.p and cell.against}
+        names = {
+            cell.against for line in self.lines for cell in line.cells if cell.p and cell.against
+        }
         return [line.row.label for line in self.lines if line.row.name in names]
 
     @property
@@ -122,38 +133,60 @@ def _is_speed(metric: Metric, chosen: Focus) -> bool:
 
 def quality_table(results: Results, chosen: Focus) -> Table:
     """Quality against the reference set, which its title names."""
-    title = f"Quality against {results.reference}" if results.reference else "Quality (no reference set was given)"
+    title = (
+        f"Quality against {results.reference}"
+        if results.reference
+        else "Quality (no reference set was given)"
+    )
     return _table("quality", title, [(title, results.block("quality"))], results, chosen)
 
 
 def cost_metrics(results: Results, chosen: Focus) -> list[Metric]:
     """The cost metrics, with the speed-up after the latency it is made of."""
     metrics = results.block("cost")
-    if chosen.latency is None or chosen.baseline is None or any(metric.key == SPEEDUP.key for metric in metrics):
+    if (
+        chosen.latency is None
+        or chosen.baseline is None
+        or any(metric.key == SPEEDUP.key for metric in metrics)
+    ):
         return metrics
     at = metrics.index(chosen.latency) + 1
     return [*metrics[:at], SPEEDUP, *metrics[at:]]
 
 
 def _table(
-    name: str, title: str, groups: Sequence[tuple[str, Sequence[Metric]]], results: Results, chosen: Focus
+    name: str,
+    title: str,
+    groups: Sequence[tuple[str, Sequence[Metric]]],
+    results: Results,
+    chosen: Focus,
 ) -> Table:
     filled = [(head, metrics) for head, metrics in groups if metrics]
     columns = [metric for _, metrics in filled for metric in metrics]
-    lines = [Line(row, [_cell(row, m, chosen) for m in columns] if row.measured else ()) for row in results.rows]
+    lines = [
+        Line(row, [_cell(row, m, chosen) for m in columns] if row.measured else ())
+        for row in results.rows
+    ]
     marked = [_mark_best(column, index, lines) for index, column in enumerate(columns)]
     return Table(
         name,
         title,
         filled,
-        [Line(line.row, [column[n] for column in marked] if line.cells else ()) for n, line in enumerate(lines)],
+        [
+            Line(line.row, [column[n] for column in marked] if line.cells else ())
+            for n, line in enumerate(lines)
+        ],
     )
 
 
 def _cell(row: Row, metric: Metric, chosen: Focus) -> Cell:
     if metric.key == SPEEDUP.key and metric.key not in row.values:
         ratio = chosen.speedup(row)
-        return Cell("absent", NOT_MEASURED) if ratio is None else Cell("value", number(ratio, metric.digits), ratio)
+        return (
+            Cell("absent", NOT_MEASURED)
+            if ratio is None
+            else Cell("value", number(ratio, metric.digits), ratio)
+        )
     if metric.block == "fidelity" and row.family == "baseline":
         return Cell("self", "–", note="the baseline itself")
     value = row.values.get(metric.key)
@@ -185,13 +218,22 @@ def _without_value(reason: str) -> Cell:
 
 
 def _mark_best(metric: Metric, index: int, lines: Sequence[Line]) -> list[Cell]:
-    """The column's cells, those that read as the best of at least two marked; lines without cells give an empty one.
+    """The column's cells, those that read as the best of at least two marked; lines without cells
+    give an empty one.
 
-    None is marked where a mean leaves out equal images, which would have made it better, and never the floor.
+    None is marked where a mean leaves out equal images, which would have made it better, and never
+    the floor.
     """
     cells = [line.cells[index] if line.cells else Cell("absent", "") for line in lines]
-    scores = {n: cell.mean for n, cell in enumerate(cells) if cell.mean is not None and lines[n].row.family != "floor"}
+    scores = {
+        n: cell.mean
+        for n, cell in enumerate(cells)
+        if cell.mean is not None and lines[n].row.family != "floor"
+    }
     if len({cells[n].text for n in scores}) < 2 or any(cell.partial for cell in cells):
         return cells
     best = cells[(min if metric.better == "lower" else max)(scores, key=lambda n: scores[n])].text
-    return [dataclasses.replace(cell, best=n in scores and cell.text == best) for n, cell in enumerate(cells)]
+    return [
+        dataclasses.replace(cell, best=n in scores and cell.text == best)
+        for n, cell in enumerate(cells)
+    ]

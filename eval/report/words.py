@@ -1,4 +1,6 @@
-"""What the report says in words that depend on what was measured: images that were made, or answers that were given."""
+"""What the report says in words that depend on what was measured: images that were made, or answers
+that were given.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,13 @@ class Words:
 WORDS = {
     "generation": Words(
         frontier="Further right is faster, further down is closer to the baseline's images.",
-        fidelity="Each merged image is compared with the baseline's image of the same prompt, seed and noise. Fidelity says how "
-        "little merging changes, not how good an image is.",
-        fidelity_short="Fidelity compares each image with the baseline's of the same prompt and noise.",
+        fidelity=(
+            "Each merged image is compared with the baseline's image of the same prompt, seed and"
+            " noise. Fidelity says how little merging changes, not how good an image is."
+        ),
+        fidelity_short=(
+            "Fidelity compares each image with the baseline's of the same prompt and noise."
+        ),
         quality="How good the images are by themselves",
         test="paired sign-flip test",
         step="step",
@@ -49,9 +55,13 @@ WORDS = {
     ),
     "classification": Words(
         frontier="Further right is faster, further down is closer to the unmerged model's answers.",
-        fidelity="Each answer is compared with the unmerged model's for the same image. Fidelity says how little merging changes, "
-        "not how often an answer is right.",
-        fidelity_short="Fidelity compares each answer with the unmerged model's for the same image.",
+        fidelity=(
+            "Each answer is compared with the unmerged model's for the same image. Fidelity says"
+            " how little merging changes, not how often an answer is right."
+        ),
+        fidelity_short=(
+            "Fidelity compares each answer with the unmerged model's for the same image."
+        ),
         quality="How often the answers are right",
         test="McNemar's exact test",
         step="block",

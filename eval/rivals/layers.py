@@ -1,8 +1,9 @@
-"""What merging has to beat, on the library's own path: its hooks and layers, with a rival's plan instead of ours.
+"""What merging has to beat, on the library's own path: its hooks and layers, with a rival's plan
+instead of ours.
 
-So every rival meets the same calls, the same checks and the same counting, and differs in nothing but what merges. `rival_on`
-does that for any `Plan`: keys and values (`merge="kv"`), or whole tokens that it restores ("qkv"). Their plans stand in
-`plans.py` and `toma.py`.
+So every rival meets the same calls, the same checks and the same counting, and differs in nothing
+but what merges. `rival_on` does that for any `Plan`: keys and values (`merge="kv"`), or whole
+tokens that it restores ("qkv"). Their plans stand in `plans.py` and `toma.py`.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from mame_sd.diffusion.tokens import Tokens
 
 
 class Run:
-    """What the layers of one model share while a rival is on it: the step of the image, and generators of random numbers.
+    """What the layers of one model share while a rival is on it: the step of the image, and
+    generators of random numbers.
 
-    A step is a change of the timestep; they are counted from 0 since it last went against its direction.
+    A step is a change of the timestep; they are counted from 0 since it last went against its
+    direction.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -42,7 +45,9 @@ class Run:
         self._timestep: Any = None
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward pre-hook for the model; it does not wait for a GPU, only who asks for `step` does."""
+        """A forward pre-hook for the model; it does not wait for a GPU, only who asks for `step`
+        does.
+        """
         self._timestep = kwargs.get("timestep", args[1] if len(args) > 1 else None)
 
     def generator(self, device: torch.device) -> torch.Generator:
@@ -57,7 +62,9 @@ class Run:
         if self._timestep is not None:
             now, self._timestep = float(torch.as_tensor(self._timestep).float().max()), None
             up = None if self._last in (None, now) else now > (self._last or 0)
-            if self._step < 0 or (up is not None and self._up not in (None, up)):  # the first one, or back to the first
+            if self._step < 0 or (
+                up is not None and self._up not in (None, up)
+            ):  # the first one, or back to the first
                 self._step, self._up = 0, None
             elif up is not None:
                 self._step, self._up = self._step + 1, up
@@ -77,13 +84,19 @@ class RivalLayer(Layer):
         self.inner, self.make, self.run = inner, make, run
 
     def call(
-        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> LayerCall:
         """As `inner`."""
         return self.inner.call(module, forward, args, kwargs)
 
     def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
-        """What `inner` says; a reason where height and width are unknown, or samples that keep tokens of their own can't run together."""
+        """What `inner` says; a reason where height and width are unknown, or samples that keep
+        tokens of their own can't run together.
+        """
         route = self.inner.route(call, known, config)
         if isinstance(route, str):
             return route
@@ -92,7 +105,10 @@ class RivalLayer(Layer):
         family = getattr(self.inner, "family", None)
         rotary = config.merge == "qkv" and family is not None and family.select is not None
         if rotary and getattr(self.make, "own_tokens", False) and route.feature.shape[0] > 1:
-            return "each sample keeps tokens of its own, and their positions are given once for all samples"
+            return (
+                "each sample keeps tokens of its own, and their positions are given once for all"
+                " samples"
+            )
         return route
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
@@ -139,8 +155,8 @@ def rival_on(
                 if isinstance(hook, MergeHook):
                     if plain_only and not isinstance(hook.layer, PlainAttention):
                         raise ValueError(
-                            f"expected self-attention of image tokens alone, got {type(module).__name__}, whose calls "
-                            "hold text too; use a UNet"
+                            "expected self-attention of image tokens alone, got"
+                            f" {type(module).__name__}, whose calls hold text too; use a UNet"
                         )
                     hook.layer = RivalLayer(hook.layer, make(), run)
             yield handle

@@ -36,8 +36,18 @@ class Rival:
     min_tokens: int = 1024
 
     def describe(self) -> dict[str, Any]:
-        settings = {name: list(value) if isinstance(value, tuple) else value for name, value in self.settings.items()}
-        return {"rival": {"name": self.name, "merge": self.merge, "min_tokens": self.min_tokens, **settings}}
+        settings = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in self.settings.items()
+        }
+        return {
+            "rival": {
+                "name": self.name,
+                "merge": self.merge,
+                "min_tokens": self.min_tokens,
+                **settings,
+            }
+        }
 
     def install(self, model: LoadedModel) -> InstalledMethod:
         """Raises NotApplicable for a model in which nothing can merge."""
@@ -45,7 +55,9 @@ class Rival:
 
 
 class _Installed:
-    """A rival on a model, put on anew for each batch: what it drew or kept for one never meets another."""
+    """A rival on a model, put on anew for each batch: what it drew or kept for one never meets
+    another.
+    """
 
     def __init__(self, rival: Rival, model: LoadedModel) -> None:
         self._rival, self._model = rival, model
@@ -57,7 +69,11 @@ class _Installed:
         try:
             return self._on.enter_context(
                 rival_on(
-                    self._model.pipe, lambda: rival.make(**rival.settings), rival.merge, rival.min_tokens, seed=seed
+                    self._model.pipe,
+                    lambda: rival.make(**rival.settings),
+                    rival.merge,
+                    rival.min_tokens,
+                    seed=seed,
                 )
             )
         except (TypeError, ValueError) as error:

@@ -1,10 +1,15 @@
-"""Rivals that look at no token: keys at fixed or random places, means of cells, independent tiles; and no attention at all.
+"""Rivals that look at no token: keys at fixed or random places, means of cells, independent tiles;
+and no attention at all.
 
-* `strided`: every n-th row and column (of keys and values this is ToDo, arXiv 2402.13573: nearest neighbour downsampling);
-* `random_keys`, `random_cells`: a share of all tokens, or one of each cell, drawn anew at each call or once;
+* `strided`: every n-th row and column (of keys and values this is ToDo, arXiv 2402.13573: nearest
+  neighbour downsampling);
+* `random_keys`, `random_cells`: a share of all tokens, or one of each cell, drawn anew at each call
+  or once;
 * `means`: the mean of each cell;
-* `tiles`: HyperTile (github.com/tfernd/HyperTile): tokens cut into tiles, self-attention within each;
-* `constant`: each layer's output replaced by its mean over all tokens, or by zero: what an instrument must be able to see.
+* `tiles`: HyperTile (github.com/tfernd/HyperTile): tokens cut into tiles, self-attention within
+  each;
+* `constant`: each layer's output replaced by its mean over all tokens, or by zero: what an
+  instrument must be able to see.
 
 Each function gives a maker of plans for one layer, see `layers.rival_on`.
 """
@@ -49,11 +54,16 @@ class RivalPlan(Plan):
     @property
     def sizes(self) -> Tensor:
         """See `Plan`; all stand for equally many."""
-        return torch.full((self.tokens_kept,), self.tokens_in / self.tokens_kept, device=self._rows.device)
+        return torch.full(
+            (self.tokens_kept,), self.tokens_in / self.tokens_kept, device=self._rows.device
+        )
 
 
 class Rows(RivalPlan):
-    """Tokens at `kept` alone. Restored, each token takes the output of entry `owner` [L] of them."""
+    """Tokens at `kept` alone.
+
+    Restored, each token takes the output of entry `owner` [L] of them.
+    """
 
     def __init__(self, x: Tensor, kept: Tensor, owner: Tensor | None = None) -> None:
         super().__init__(x, kept)
@@ -64,7 +74,9 @@ class Rows(RivalPlan):
 
     def restore(self, y: Tensor, detail: Detail | None = None) -> Tensor:
         if self._owner is None:
-            raise ValueError("restore: expected keys and values, which nobody restores; take merge='kv'")
+            raise ValueError(
+                "restore: expected keys and values, which nobody restores; take merge='kv'"
+            )
         return y.index_select(1, self._owner)
 
 
@@ -77,7 +89,11 @@ class Means(Rows):
 
     def merge(self, t: Tensor) -> Tensor:
         image = t.transpose(1, 2).unflatten(2, self._size)  # [B, C, h, w]
-        return F.avg_pool2d(image, self._cell, ceil_mode=True, count_include_pad=False).flatten(2).transpose(1, 2)
+        return (
+            F.avg_pool2d(image, self._cell, ceil_mode=True, count_include_pad=False)
+            .flatten(2)
+            .transpose(1, 2)
+        )
 
 
 class Tiles(RivalPlan):
@@ -111,14 +127,17 @@ class Constant(RivalPlan):
 
 
 def todo(factor: int, first_factor: int | None = None, first_tokens: int = 4096) -> MakePlan:
-    """ToDo: keys and values by nearest-neighbour downsampling by `factor` (by `first_factor` from `first_tokens` tokens on).
+    """ToDo: keys and values by nearest-neighbour downsampling by `factor` (by `first_factor` from
+    `first_tokens` tokens on).
 
     As torch.nn.functional.interpolate to h // factor x w // factor with mode "nearest".
     """
 
     def make(x: Tensor, size: Size, run: Run) -> Plan:
         by = first_factor if first_factor is not None and x.shape[1] >= first_tokens else factor
-        rows, columns = (torch.arange(max(n // by, 1), device=x.device) * n // max(n // by, 1) for n in size)
+        rows, columns = (
+            torch.arange(max(n // by, 1), device=x.device) * n // max(n // by, 1) for n in size
+        )
         return Rows(x, (rows.unsqueeze(1) * size[1] + columns).flatten())
 
     return make
@@ -151,17 +170,24 @@ def random_cells(cell: Size, redraw: bool) -> MakePlan:
         corners, _ = _corners(size, cell, x.device)
         rows = (size[0] - corners // size[1]).clamp(max=cell[0])  # the border cuts cells
         columns = (size[1] - corners % size[1]).clamp(max=cell[1])
-        place = (_numbers(len(corners), x.device, run, redraw) * rows * columns).long().minimum(rows * columns - 1)
+        place = (
+            (_numbers(len(corners), x.device, run, redraw) * rows * columns)
+            .long()
+            .minimum(rows * columns - 1)
+        )
         return Rows(x, corners + place // columns * size[1] + place % columns)
 
     return make
 
 
 def tiles(side: int, options: int = 1) -> MakePlan:
-    """HyperTile with tiles of at least `side` tokens, the same in each layer that merges, whatever its level.
+    """HyperTile with tiles of at least `side` tokens, the same in each layer that merges, whatever
+    its level.
 
-    Tiles divide rows and columns evenly: their side is one of the smallest `options` divisors from `side` on. 1 takes the
-    smallest always; with more each call draws one, as web interfaces do. A length without such a divisor is not cut.
+    Tiles divide rows and columns evenly: their side is one of the smallest `options` divisors from
+        `side` on. 1 takes the
+    smallest always; with more each call draws one, as web interfaces do. A length without such a
+    divisor is not cut.
     """
 
     def make(x: Tensor, size: Size, run: Run) -> Plan:
@@ -195,6 +221,8 @@ def _corners(size: Size, cell: Size, device: torch.device) -> tuple[Tensor, Tens
     """Positions of the first token of each cell [cells], and the cell of each position [h * w]."""
     (h, w), (rows, columns) = size, cell
     across = math.ceil(w / columns)
-    corners = torch.arange(0, h, rows, device=device).unsqueeze(1) * w + torch.arange(0, w, columns, device=device)
+    corners = torch.arange(0, h, rows, device=device).unsqueeze(1) * w + torch.arange(
+        0, w, columns, device=device
+    )
     row, column = torch.arange(h, device=device) // rows, torch.arange(w, device=device) // columns
     return corners.flatten(), (row.unsqueeze(1) * across + column).flatten()

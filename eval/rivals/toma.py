@@ -1,9 +1,11 @@
-"""ToMA's form of merging (arXiv 2509.10918): destinations by facility location, soft assignment as a linear map, both reused.
+"""ToMA's form of merging (arXiv 2509.10918): destinations by facility location, soft assignment as
+a linear map, both reused.
 
-Written from the paper's description, no code of it. In each tile, k destinations D are chosen greedily so that
-sum_i max_{j in D} cos(x_i, x_j) grows most. Each token is shared out over them by softmax(cos / temperature): a matrix A~
-[k, s] whose columns sum to 1. Merging is A x with A the rows of A~ normalised to sum 1, restoring is A~^T y. Destinations and
-assignments are kept for some steps.
+Written from the paper's description, no code of it. In each tile, k destinations D are chosen
+greedily so that sum_i max_{j in D} cos(x_i, x_j) grows most. Each token is shared out over them by
+softmax(cos / temperature): a matrix A~ [k, s] whose columns sum to 1. Merging is A x with A the
+rows of A~ normalised to sum 1, restoring is A~^T y. Destinations and assignments are kept for some
+steps.
 """
 
 from __future__ import annotations
@@ -64,7 +66,12 @@ class ToMA:
     own_tokens = True  # each sample keeps its own
 
     def __init__(
-        self, share: float, side: int = 8, temperature: float = 0.1, choose_every: int = 10, assign_every: int = 5
+        self,
+        share: float,
+        side: int = 8,
+        temperature: float = 0.1,
+        choose_every: int = 10,
+        assign_every: int = 5,
     ) -> None:
         self._share, self._side, self._temperature = share, side, temperature
         self._choose_every, self._assign_every = choose_every, assign_every
@@ -81,7 +88,9 @@ class ToMA:
         tiles = _tiles(size, self._side, x.device)
         unit = F.normalize(_tiled(x.float(), tiles), dim=-1)  # [B, T, s, C]
         if self._chosen is None or fresh or step % self._choose_every == 0:
-            self._chosen = facilities(unit @ unit.transpose(2, 3), max(1, round(self._share * tiles.shape[1])))
+            self._chosen = facilities(
+                unit @ unit.transpose(2, 3), max(1, round(self._share * tiles.shape[1]))
+            )
         destinations = unit.gather(2, self._chosen.unsqueeze(-1).expand(-1, -1, -1, unit.shape[-1]))
         shares = torch.softmax(destinations @ unit.transpose(2, 3) / self._temperature, 2)
         self._plan = SoftPlan(x, tiles, self._chosen, shares)
@@ -90,15 +99,22 @@ class ToMA:
 
 
 def facilities(similarity: Tensor, count: int) -> Tensor:
-    """`count` tokens [.., count] of S [.., s, s], each in turn the one that adds most to sum_i max_{j chosen} S_ij."""
-    best = torch.full_like(similarity[..., 0], -1.0)  # [.., s], what each token has already; -1: the least cosine
+    """`count` tokens [.., count] of S [.., s, s], each in turn the one that adds most to sum_i
+    max_{j chosen} S_ij.
+    """
+    best = torch.full_like(
+        similarity[..., 0], -1.0
+    )  # [.., s], what each token has already; -1: the least cosine
     taken = torch.zeros_like(best, dtype=torch.bool)
     chosen = []
     for _ in range(count):
         gain = (similarity - best.unsqueeze(-1)).relu().sum(-2).masked_fill(taken, -1)  # [.., s]
         pick = gain.argmax(-1, keepdim=True)
         taken = taken.scatter(-1, pick, True)
-        best = torch.maximum(best, similarity.gather(-1, pick.unsqueeze(-2).expand_as(similarity[..., :1])).squeeze(-1))
+        best = torch.maximum(
+            best,
+            similarity.gather(-1, pick.unsqueeze(-2).expand_as(similarity[..., :1])).squeeze(-1),
+        )
         chosen.append(pick)
     return torch.cat(chosen, -1)
 
@@ -106,7 +122,9 @@ def facilities(similarity: Tensor, count: int) -> Tensor:
 def _tiles(size: Size, side: int, device: torch.device) -> Tensor:
     """Positions of the tokens of each tile [T, s]."""
     rows, columns = (side if n % side == 0 else n for n in size)
-    places = torch.arange(size[0] * size[1], device=device).view(size[0] // rows, rows, size[1] // columns, columns)
+    places = torch.arange(size[0] * size[1], device=device).view(
+        size[0] // rows, rows, size[1] // columns, columns
+    )
     return places.transpose(1, 2).flatten(2).flatten(0, 1)
 
 

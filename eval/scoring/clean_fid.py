@@ -1,4 +1,6 @@
-"""FID and KID by the code of the clean-fid package itself (Parmar et al., CVPR 2022, arXiv 2104.11222), for ``--fid-backend``."""
+"""FID and KID by the code of the clean-fid package itself (Parmar et al., CVPR 2022, arXiv
+2104.11222), for ``--fid-backend``.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _WEIGHTS = Path("/tmp/inception-2015-12-05.pt")  # where the package keeps Incep
 
 @dataclass
 class CleanFid:
-    """The package's Inception and its two distances; ``extract`` maps a batch of images to features [n, 2048]."""
+    """The package's Inception and its two distances; ``extract`` maps a batch of images to features
+    [n, 2048].
+    """
 
     extract: Any
     device: torch.device
@@ -35,7 +39,13 @@ class CleanFid:
 
         paths = [str(path) for path in files]
         return fid.get_files_features(
-            paths, self.extract, num_workers=0, batch_size=_BATCH, device=self.device, mode="clean", verbose=False
+            paths,
+            self.extract,
+            num_workers=0,
+            batch_size=_BATCH,
+            device=self.device,
+            mode="clean",
+            verbose=False,
         )
 
     def distance(self, metric: str, run: Any, other: Any) -> float:
@@ -59,25 +69,32 @@ def load_clean_fid(device: torch.device, offline: bool = False) -> CleanFid:
         UserError: the package is missing, or torchvision doesn't fit torch.
         MachineError: its weights are not there and can't be fetched.
     """
-    wanted = "--fid-backend clean-fid: expected the package clean-fid and a torchvision that fits torch"
+    wanted = (
+        "--fid-backend clean-fid: expected the package clean-fid and a torchvision that fits torch"
+    )
     try:
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch
         raise UserError(
-            f"{wanted} {torch.__version__}, but {first_line(error)}; install torchvision from where torch came from, or "
-            "leave --fid-backend out"
+            f"{wanted} {torch.__version__}, but {first_line(error)}; install torchvision from where"
+            " torch came from, or leave --fid-backend out"
         ) from error
     try:
         from cleanfid.features import build_feature_extractor
     except ImportError as error:
-        raise UserError(f"{wanted}, but {first_line(error)}; pip install mame-sd[clean-fid]") from error
+        raise UserError(
+            f"{wanted}, but {first_line(error)}; pip install mame-sd[clean-fid]"
+        ) from error
     if offline and not _WEIGHTS.is_file():
-        raise UserError(f"--fid-backend clean-fid: expected its Inception at {_WEIGHTS}, got --offline; put it there")
+        raise UserError(
+            f"--fid-backend clean-fid: expected its Inception at {_WEIGHTS}, got --offline; put it"
+            " there"
+        )
     try:
         extract = build_feature_extractor("clean", device, use_dataparallel=False)
     except Exception as error:  # urllib's, OSError, a file that is no TorchScript
         raise MachineError(
-            f"--fid-backend clean-fid: expected to load its Inception, but {first_line(error)}; check the network, or put "
-            f"inception-2015-12-05.pt into {_WEIGHTS.parent}"
+            f"--fid-backend clean-fid: expected to load its Inception, but {first_line(error)};"
+            f" check the network, or put inception-2015-12-05.pt into {_WEIGHTS.parent}"
         ) from error
     return CleanFid(extract, device, f"clean-fid {version('clean-fid')}", file_sha256(_WEIGHTS))

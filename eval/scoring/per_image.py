@@ -1,7 +1,7 @@
 """Values of single images: fidelity of pairs, and quality of images with their prompts, by key.
 
-Images are shared over processes by ``index[rank::count]``; what they found is gathered in the order of the run, so the number
-of processes changes nothing.
+Images are shared over processes by ``index[rank::count]``; what they found is gathered in the order
+of the run, so the number of processes changes nothing.
 """
 
 from __future__ import annotations
@@ -22,15 +22,23 @@ from .runs import Pair, Run
 from .tools import Tools
 
 Values = dict[str, float]
-PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"psnr": psnr, "ssim": ssim, "ms_ssim": ms_ssim}
+PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "psnr": psnr,
+    "ssim": ssim,
+    "ms_ssim": ms_ssim,
+}
 TRUTH = ("retrieval", "background")
 
 
-def pair_values(metrics: Sequence[Metric], pairs: Sequence[Pair], tools: Tools) -> dict[str, Values]:
-    """Each of `metrics` (needs "pair") for each pair, by metric and key; all of them on the main process only.
+def pair_values(
+    metrics: Sequence[Metric], pairs: Sequence[Pair], tools: Tools
+) -> dict[str, Values]:
+    """Each of `metrics` (needs "pair") for each pair, by metric and key; all of them on the main
+    process only.
 
     Raises:
-        UserError: a broken image, sizes that differ within a pair or are too small for a metric; the file is named.
+        UserError: a broken image, sizes that differ within a pair or are too small for a metric;
+            the file is named.
     """
     functions = {metric.name: _pairwise(metric, tools) for metric in metrics}
     mine = pairs[tools.process.rank :: tools.process.count]
@@ -41,20 +49,25 @@ def pair_values(metrics: Sequence[Metric], pairs: Sequence[Pair], tools: Tools) 
         if a.shape != b.shape:
             sizes = [f"{image.shape[1]} x {image.shape[0]}" for image in (a, b)]
             raise UserError(
-                f"{pair.b}: expected the size of {pair.a}, {sizes[0]}, got {sizes[1]}; compare runs of one size"
+                f"{pair.b}: expected the size of {pair.a}, {sizes[0]}, got {sizes[1]}; compare runs"
+                " of one size"
             )
         one, other = (to_float([image]).to(tools.device) for image in (a, b))
         for name, function in functions.items():
             try:
                 found[name][pair.key] = function(one, other).item()
             except ValueError as error:
-                raise UserError(f"{name} of {pair.b}: {error}; leave it out, or use other images") from None
+                raise UserError(
+                    f"{name} of {pair.b}: {error}; leave it out, or use other images"
+                ) from None
         tools.on_progress(number, len(mine))
     return _in_order(found, [pair.key for pair in pairs], tools)
 
 
 def image_values(metric: Metric, run: Run, tools: Tools) -> Values:
-    """`metric` (needs "image") for each image of the run, by key; all of them on the main process only."""
+    """`metric` (needs "image") for each image of the run, by key; all of them on the main process
+    only.
+    """
     items = list(run.items.values())
     function = _imagewise(metric, run, tools)
     mine = items[tools.process.rank :: tools.process.count]
@@ -95,9 +108,13 @@ def _imagewise(metric: Metric, run: Run, tools: Tools) -> Callable[[Sample], flo
 
 
 def _in_order(found: Mapping[str, Values], keys: Sequence[str], tools: Tools) -> dict[str, Values]:
-    """Values of all processes, by name and in the order of `keys`; on other than the main process empty."""
+    """Values of all processes, by name and in the order of `keys`; on other than the main process
+    empty.
+    """
     parts = tools.process.gather(dict(found))
     if not parts:
         return {name: {} for name in found}
-    merged = {name: {key: value for part in parts for key, value in part[name].items()} for name in found}
+    merged = {
+        name: {key: value for part in parts for key, value in part[name].items()} for name in found
+    }
     return {name: {key: values[key] for key in keys} for name, values in merged.items()}

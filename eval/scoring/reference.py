@@ -1,4 +1,6 @@
-"""The reference set that quality is measured against: a folder, a run, a file of statistics, or the rendered glyphs."""
+"""The reference set that quality is measured against: a folder, a run, a file of statistics, or the
+rendered glyphs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class Reference:
 
     Attributes:
         count: images in it; 0 where statistics do not say.
-        digest: sha256 of what it holds, in whatever order: the files' bytes, or what the glyphs are rendered from.
+        digest: sha256 of what it holds, in whatever order: the files' bytes, or what the glyphs are
+            rendered from.
         load: pixels [H, W, 3] of the image at an index.
         hashes: sha256 of each image file.
         files: the image files; none of rendered glyphs or statistics.
@@ -47,12 +50,16 @@ class Reference:
     def images(self, metric: str) -> Callable[[int], Pixels]:
         """`load`. Raises UserError when there are only statistics, which `metric` can't do with."""
         if self.load is None:
-            raise UserError(f"--reference {self.name}: expected images for {metric}, got statistics; give a folder")
+            raise UserError(
+                f"--reference {self.name}: expected images for {metric}, got statistics; give a"
+                " folder"
+            )
         return self.load
 
 
 def open_reference(path: Path) -> Reference:
-    """The reference at `path`: an .npz of statistics, a run folder, or any folder of images (nothing below it).
+    """The reference at `path`: an .npz of statistics, a run folder, or any folder of images
+    (nothing below it).
 
     Raises UserError for anything else.
     """
@@ -67,7 +74,12 @@ def open_reference(path: Path) -> Reference:
     digest = hashlib.sha256("".join(hashes).encode()).hexdigest()
     name = path.resolve().name
     return Reference(
-        name, len(files), digest, lambda index: load_image(files[index]), hashes=frozenset(hashes), files=tuple(files)
+        name,
+        len(files),
+        digest,
+        lambda index: load_image(files[index]),
+        hashes=frozenset(hashes),
+        files=tuple(files),
     )
 
 
@@ -76,28 +88,32 @@ def check_reference(metrics: Sequence[Metric], reference: Reference | None) -> N
     needing = [metric.name for metric in metrics if metric.needs == "set"]
     if needing and reference is None:
         raise UserError(
-            f"--metrics {','.join(needing)}: expected a --reference to measure quality against, got none; give a folder "
-            "of images or an .npz of statistics, or ask for fid_to_baseline"
+            f"--metrics {','.join(needing)}: expected a --reference to measure quality against, got"
+            " none; give a folder of images or an .npz of statistics, or ask for fid_to_baseline"
         )
 
 
 def check_foreign(reference: Reference | None, *runs: Run) -> None:
-    """Raise UserError when images of the reference are those of a run: a distance to these is fidelity, not quality."""
+    """Raise UserError when images of the reference are those of a run: a distance to these is
+    fidelity, not quality.
+    """
     if reference is None or not reference.hashes:
         return
     for run in runs:
         own = [key for key, item in run.items.items() if file_sha256(item.path) in reference.hashes]
         if own:
             raise UserError(
-                f"--reference {reference.name}: expected images of another origin, got {len(own)} that are also in "
-                f"{run.folder} ({own[0]}); ask for fid_to_baseline to compare with the baseline, or give other images"
+                f"--reference {reference.name}: expected images of another origin, got {len(own)}"
+                f" that are also in {run.folder} ({own[0]}); ask for fid_to_baseline to compare"
+                " with the baseline, or give other images"
             )
 
 
 def rendered_glyphs() -> Reference:
     """Every glyph of the embedded model on every background."""
     made_of = (
-        json.dumps([*subjects_by_caption(), embedded_model.BACKGROUNDS]).encode() + embedded_model.glyphs().tobytes()
+        json.dumps([*subjects_by_caption(), embedded_model.BACKGROUNDS]).encode()
+        + embedded_model.glyphs().tobytes()
     )
     digest = hashlib.sha256(made_of).hexdigest()
     return Reference("rendered glyphs", len(subjects_by_caption()), digest, load=rendered)

@@ -1,4 +1,6 @@
-"""The embedded models' ground truth: what each of their prompts should look like, and how near an image comes."""
+"""The embedded models' ground truth: what each of their prompts should look like, and how near an
+image comes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ Captions = Mapping[str, tuple[str, str]]
 @cache
 def subjects_by_caption() -> dict[str, tuple[str, str]]:
     """(glyph, background) of every prompt that the embedded UNet was made for."""
-    pairs = ((name, background) for name in subjects.glyph_names() for background in subjects.BACKGROUNDS)
+    pairs = (
+        (name, background) for name in subjects.glyph_names() for background in subjects.BACKGROUNDS
+    )
     return {subjects.caption(*pair): pair for pair in pairs}
 
 
@@ -40,7 +44,10 @@ class Truth:
     nearest: Callable[[Image.Image, str], str]
 
     def of(self, prompt: str) -> tuple[str, str]:
-        """(subject, background) that `prompt` asks for. Raises UserError for a prompt of another kind."""
+        """(subject, background) that `prompt` asks for.
+
+        Raises UserError for a prompt of another kind.
+        """
         found = self.captions().get(prompt)
         if found is None:
             raise UserError(
@@ -50,33 +57,45 @@ class Truth:
         return found
 
     def retrieved(self, image: Pixels, prompt: str) -> float:
-        """1.0 when the subject nearest to `image` [H, W, 3], of all on the prompted background, is the prompted one."""
+        """1.0 when the subject nearest to `image` [H, W, 3], of all on the prompted background, is
+        the prompted one.
+        """
         name, background = self.of(prompt)
         return float(self.nearest(Image.fromarray(image), background) == name)
 
     def background_right(self, image: Pixels, prompt: str) -> float:
         """1.0 when the frame of `image` [H, W, 3] is nearest to the prompted colour."""
-        return float(subjects.nearest_background(Image.fromarray(image)) == color_of(self.of(prompt)[1]))
+        return float(
+            subjects.nearest_background(Image.fromarray(image)) == color_of(self.of(prompt)[1])
+        )
 
     def draw(self, count: int, seed: int = 0, without: Collection[str] = ()) -> list[Prompt]:
-        """`count` prompts other than those of `without`, half of them pairs that training never saw.
+        """`count` prompts other than those of `without`, half of them pairs that training never
+        saw.
 
         Raises UserError for more than there are: twice as many as it was not trained on.
         """
         rng = random.Random(seed)
-        left = {caption: pair for caption, pair in self.captions().items() if caption not in without}
+        left = {
+            caption: pair for caption, pair in self.captions().items() if caption not in without
+        }
         held = [caption for caption, pair in left.items() if subjects.is_held_out(*pair)]
         seen = [caption for caption, pair in left.items() if not subjects.is_held_out(*pair)]
         if count // 2 > len(held):
             raise UserError(
-                f"--num: expected at most {2 * len(held) + 1} drawn prompts, got {count}; lower it, or give --prompts"
+                f"--num: expected at most {2 * len(held) + 1} drawn prompts, got {count}; lower it,"
+                " or give --prompts"
             )
         chosen = rng.sample(held, count // 2) + rng.sample(seen, count - count // 2)
         return [
             Prompt(
                 id=f"{number:03}",
                 text=text,
-                extra={"glyph": left[text][0], "background": left[text][1], "held_out": number < count // 2},
+                extra={
+                    "glyph": left[text][0],
+                    "background": left[text][1],
+                    "held_out": number < count // 2,
+                },
             )
             for number, text in enumerate(chosen)
         ]
@@ -89,7 +108,9 @@ TRUTHS = {
 
 
 def truth_of(identity: Mapping[str, object]) -> Truth:
-    """The truth for images of the model that a run's settings name: the transformer's, or else the UNet's."""
+    """The truth for images of the model that a run's settings name: the transformer's, or else the
+    UNet's.
+    """
     return TRUTHS["transformer" if identity.get("name") == "embedded-transformer" else "unet"]
 
 

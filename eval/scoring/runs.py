@@ -1,4 +1,6 @@
-"""Finished runs of ``mame-sd generate`` and their pairing, always by key ``<id>_<repeat>``, never by file order."""
+"""Finished runs of ``mame-sd generate`` and their pairing, always by key ``<id>_<repeat>``, never
+by file order.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,17 @@ class Run:
 
         Raises UserError for anything else.
         """
-        if not folder.is_dir() or any((folder / name).exists() for name in ("manifest.json", "samples.jsonl")):
+        if not folder.is_dir() or any(
+            (folder / name).exists() for name in ("manifest.json", "samples.jsonl")
+        ):
             return cls.open(folder)
         files = image_files(folder)
         items = {path.stem: Sample(path.stem, path.stem, "", 0, None, path, {}) for path in files}
         if len(items) < len(files):
-            raise UserError(f"{folder}: expected names that differ without their endings, got some twice; rename them")
+            raise UserError(
+                f"{folder}: expected names that differ without their endings, got some twice;"
+                " rename them"
+            )
         return cls(folder, {}, {}, items, plain=True)
 
     @classmethod
@@ -51,13 +58,15 @@ class Run:
         """Read a run folder.
 
         Raises:
-            UserError: no run, an unfinished one, or one whose images and samples.jsonl do not agree.
+            UserError: no run, an unfinished one, or one whose images and samples.jsonl do not
+                agree.
         """
         if not folder.is_dir():
             raise UserError(f"{folder}: expected the folder of a run, found none; check the path")
         if not (folder / "manifest.json").exists():
             raise UserError(
-                f"{folder}: expected a folder that `mame-sd generate` wrote, found no manifest.json; run generate first"
+                f"{folder}: expected a folder that `mame-sd generate` wrote, found no"
+                " manifest.json; run generate first"
             )
         manifest = read_manifest(folder / "manifest.json", AGAIN)
         settings = manifest["settings"]
@@ -70,7 +79,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two images of one prompt, seed and repeat: of the baseline (`a`) and of what is compared with it (`b`)."""
+    """Two images of one prompt, seed and repeat: of the baseline (`a`) and of what is compared with
+    it (`b`).
+    """
 
     key: str
     prompt_id: str
@@ -82,7 +93,8 @@ def pair(a: Run, b: Run) -> list[Pair]:
     """Every image of `a` beside that of `b` with its key, in the order of `a`.
 
     Raises:
-        UserError: an image that only one run has, another prompt, negative prompt or seed; the first one is named.
+        UserError: an image that only one run has, another prompt, negative prompt or seed; the
+            first one is named.
     """
     for one, other in ((a, b), (b, a)):
         lacking = [key for key in one.items if key not in other.items]
@@ -97,14 +109,18 @@ def pair(a: Run, b: Run) -> list[Pair]:
             there, here = getattr(first, name), getattr(second, name)
             if there != here:
                 raise UserError(
-                    f"{b.folder}: expected the {name.replace('_', ' ')} of {key} to be {there!r} as in {a.folder}, "
-                    f"got {here!r}; compare runs of the same prompts and seeds"
+                    f"{b.folder}: expected the {name.replace('_', ' ')} of {key} to be {there!r} as"
+                    f" in {a.folder}, got {here!r}; compare runs of the same prompts and seeds"
                 )
-    return [Pair(key, item.prompt_id, item.path, b.items[key].path) for key, item in a.items.items()]
+    return [
+        Pair(key, item.prompt_id, item.path, b.items[key].path) for key, item in a.items.items()
+    ]
 
 
 def differing_settings(a: Run, b: Run) -> list[str]:
-    """Names of settings other than the method itself in which two runs differ, such as ``steps: 20, 10``."""
+    """Names of settings other than the method itself in which two runs differ, such as ``steps: 20,
+    10``.
+    """
     found: list[str] = []
     if a.plain or b.plain:
         return found
@@ -116,25 +132,33 @@ def differing_settings(a: Run, b: Run) -> list[str]:
 
 
 def _check_complete(folder: Path, settings: Mapping[str, Any], items: Mapping[str, Sample]) -> None:
-    """Raise UserError unless the images are those of samples.jsonl, and as many as the settings promise."""
+    """Raise UserError unless the images are those of samples.jsonl, and as many as the settings
+    promise.
+    """
     try:
         present = {path.name for path in (folder / "images").iterdir()}
     except OSError:
         present = set()
     lacking = [item.path.name for item in items.values() if item.path.name not in present]
     if lacking:
-        raise UserError(f"{folder}: expected the image {lacking[0]}, found none ({len(lacking)} missing); {AGAIN}")
+        raise UserError(
+            f"{folder}: expected the image {lacking[0]}, found none ({len(lacking)} missing);"
+            f" {AGAIN}"
+        )
     extra = sorted(present - {item.path.name for item in items.values()})
     if extra:
         raise UserError(
-            f"{folder}: expected only images of samples.jsonl, got {extra[0]!r} ({len(extra)} too many); "
-            "move it away, or finish the run first"
+            f"{folder}: expected only images of samples.jsonl, got {extra[0]!r} ({len(extra)} too"
+            " many); move it away, or finish the run first"
         )
     try:
         promised = settings["prompts"]["count"] * settings["images_per_prompt"]
     except (KeyError, TypeError):
-        raise UserError(f"{folder}/manifest.json: expected the number of prompts, found none; {AGAIN}") from None
+        raise UserError(
+            f"{folder}/manifest.json: expected the number of prompts, found none; {AGAIN}"
+        ) from None
     if len(items) != promised:
         raise UserError(
-            f"{folder}: expected {promised} images, found {len(items)}; finish that run first (the same command continues)"
+            f"{folder}: expected {promised} images, found {len(items)}; finish that run first (the"
+            " same command continues)"
         )

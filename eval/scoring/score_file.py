@@ -1,4 +1,6 @@
-"""Per-image scores of one row on disk, valid for exactly the images and the network that they were computed with."""
+"""Per-image scores of one row on disk, valid for exactly the images and the network that they were
+computed with.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ FORMAT = "mame-sd scores 1"  # another one, and all is computed again
 
 @dataclass
 class ScoreFile:
-    """Scores by metric and image key. All processes hold the same names; the values are the main process's."""
+    """Scores by metric and image key.
+
+    All processes hold the same names; the values are the main process's.
+    """
 
     path: Path
     digest: str
@@ -31,13 +36,16 @@ class ScoreFile:
 
     @classmethod
     def open(cls, path: Path, pairs: Sequence[Pair], process: Process) -> ScoreFile:
-        """What is at `path`, if it is of this version and of these images; else empty, to be filled."""
+        """What is at `path`, if it is of this version and of these images; else empty, to be
+        filled.
+        """
         file = cls(path, digest_of(pairs), process)
         try:
             values: Any = json.loads(path.read_text(encoding="utf-8"))
             if (values["format"], values["images"]) == (FORMAT, file.digest):
                 file.found = {
-                    name: {key: it[key] for key in ("network", "values")} for name, it in values["metrics"].items()
+                    name: {key: it[key] for key in ("network", "values")}
+                    for name, it in values["metrics"].items()
                 }
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass

@@ -1,7 +1,8 @@
-"""Values of whole sets of images: distances to the baseline's or the reference's images, and inception scores.
+"""Values of whole sets of images: distances to the baseline's or the reference's images, and
+inception scores.
 
-Images are shared over processes by ``index[rank::count]``; their features are gathered in the order of the run and computed with
-on the main process, so the number of processes changes nothing.
+Images are shared over processes by ``index[rank::count]``; their features are gathered in the order
+of the run and computed with on the main process, so the number of processes changes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _CHUNK = 64  # images decoded at once
 def set_value(
     metric: Metric, run: Run, baseline: Run | None, reference: Reference | None, tools: Tools
 ) -> dict[str, Any]:
-    """A set-wide metric of the run's images, on the main process only: mean, n, and what belongs to it.
+    """A set-wide metric of the run's images, on the main process only: mean, n, and what belongs to
+    it.
 
     Args:
         baseline: what "sets" compares with; reference: what "set" compares with.
@@ -59,14 +61,22 @@ def set_value(
         if metric.name.startswith("kid") and isinstance(other, Tensor):
             return {**value, **_kernel_distance(metric, own["features"], other)}
         few = min(count, _count(metric, baseline, reference) or count)
-        warning = {"warning": f"N = {few}, below {FEW_IMAGES:,}: biased upward"} if few < FEW_IMAGES else {}
+        warning = (
+            {"warning": f"N = {few}, below {FEW_IMAGES:,}: biased upward"}
+            if few < FEW_IMAGES
+            else {}
+        )
         mean = frechet_distance(statistics(own["features"], _source(metric, tools)), other)
         return {**value, "mean": mean, **warning}
     except ValueError as error:
-        raise UserError(f"{metric.name}: {error}; give another --reference, or leave it out") from None
+        raise UserError(
+            f"{metric.name}: {error}; give another --reference, or leave it out"
+        ) from None
 
 
-def _other_side(metric: Metric, baseline: Run | None, reference: Reference | None, tools: Tools) -> Tensor | Statistics:
+def _other_side(
+    metric: Metric, baseline: Run | None, reference: Reference | None, tools: Tools
+) -> Tensor | Statistics:
     """Features or statistics of what the run is compared with; features on the main process only."""
     if metric.needs == "sets":
         if baseline is None:
@@ -77,9 +87,9 @@ def _other_side(metric: Metric, baseline: Run | None, reference: Reference | Non
     if reference.statistics is not None and not metric.name.startswith("kid"):
         return reference.statistics
     load = reference.images(metric.name)
-    return tools.remember((metric.extractor, reference), lambda: _features(metric, load, reference.count, tools))[
-        "features"
-    ]
+    return tools.remember(
+        (metric.extractor, reference), lambda: _features(metric, load, reference.count, tools)
+    )["features"]
 
 
 def _by_clean_fid(
@@ -93,7 +103,8 @@ def _by_clean_fid(
         other, key = reference.files, reference.digest
         if not other:
             raise UserError(
-                f"--reference {reference.name}: expected a folder of images for clean-fid, got another kind; give a folder"
+                f"--reference {reference.name}: expected a folder of images for clean-fid, got"
+                " another kind; give a folder"
             )
     else:
         assert baseline is not None
@@ -102,7 +113,9 @@ def _by_clean_fid(
         return {}
     own = tools.remember(("clean-fid", str(run.folder)), lambda: network.features(_files(run)))
     return {
-        "mean": network.distance(metric.name, own, tools.remember(("clean-fid", key), lambda: network.features(other)))
+        "mean": network.distance(
+            metric.name, own, tools.remember(("clean-fid", key), lambda: network.features(other))
+        )
     }
 
 
@@ -125,8 +138,12 @@ def _run_features(metric: Metric, run: Run, tools: Tools) -> dict[str, Tensor]:
     )
 
 
-def _features(metric: Metric, load: Callable[[int], Any], count: int, tools: Tools) -> dict[str, Tensor]:
-    """`features` [N, D] and `logits` [N, K] of images 0 to count - 1; on other than the main process empty."""
+def _features(
+    metric: Metric, load: Callable[[int], Any], count: int, tools: Tools
+) -> dict[str, Tensor]:
+    """`features` [N, D] and `logits` [N, K] of images 0 to count - 1; on other than the main
+    process empty.
+    """
     extractor = tools.network(metric)
     mine = range(count)[tools.process.rank :: tools.process.count]
     found: dict[str, list[Tensor]] = {"features": [], "logits": []}
@@ -137,14 +154,18 @@ def _features(metric: Metric, load: Callable[[int], Any], count: int, tools: Too
         found["features"].append(result.features.cpu())
         found["logits"].append(result.logits.cpu())
         tools.on_progress(start + len(chunk), len(mine))
-    parts = tools.process.gather({name: torch.cat(rows) if rows else None for name, rows in found.items()})
+    parts = tools.process.gather(
+        {name: torch.cat(rows) if rows else None for name, rows in found.items()}
+    )
     if not parts:
         return {"features": torch.empty(0), "logits": torch.empty(0)}
     return {name: interleave([part[name] for part in parts], count) for name in found}
 
 
 def interleave(parts: Sequence[Tensor | None], count: int) -> Tensor:
-    """Rows of the processes' parts, put back into the order that ``index[rank::count]`` took them from."""
+    """Rows of the processes' parts, put back into the order that ``index[rank::count]`` took them
+    from.
+    """
     first = next(part for part in parts if part is not None)
     whole = first.new_empty((count, first.shape[1]))
     for rank, part in enumerate(parts):
@@ -160,11 +181,19 @@ def _inception_score(features: Mapping[str, Tensor], splits: int) -> dict[str, A
 
 
 def _kernel_distance(metric: Metric, own: Tensor, other: Tensor) -> dict[str, Any]:
-    """To the baseline's images, row by row of the same key: without the pairs. To others: over subsets."""
+    """To the baseline's images, row by row of the same key: without the pairs.
+
+    To others: over subsets.
+    """
     if metric.needs == "sets":
         return {"mean": kid_exact(own, other, paired=True)}
     result = kid(own, other)
-    return {"mean": result.mean, "std": result.std, "subsets": result.subsets, "subset_size": result.subset_size}
+    return {
+        "mean": result.mean,
+        "std": result.std,
+        "subsets": result.subsets,
+        "subset_size": result.subset_size,
+    }
 
 
 def _source(metric: Metric, tools: Tools) -> str:

@@ -1,4 +1,6 @@
-"""What scores are computed with: networks, loaded once and only when asked for, on one device, shared by processes."""
+"""What scores are computed with: networks, loaded once and only when asked for, on one device,
+shared by processes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from ..metric_list import EMBEDDED_CLIP, FID_BACKENDS, LPIPS_NETS, Metric
 from ..weights.registry import REGISTRY
 from . import clean_fid
 
-REMEMBERED = 4  # sets of features kept in memory: a run's, the baseline's and the reference's, with one to spare
+# sets of features kept in memory: a run's, the baseline's and the reference's, with one to spare
+REMEMBERED = 4
 CLIPS = (*(name for name in REGISTRY if name.startswith("clip-")), EMBEDDED_CLIP)
 T = TypeVar("T")
 
@@ -52,10 +55,14 @@ class Tools:
     def __post_init__(self) -> None:
         """Raises UserError for a CLIP that is neither known nor a folder, or an unknown backend."""
         if self.clip not in CLIPS and not Path(self.clip).is_dir():
-            raise UserError(f"--clip: expected {', '.join(CLIPS)} or a folder, got {self.clip!r}; give one of these")
+            raise UserError(
+                f"--clip: expected {', '.join(CLIPS)} or a folder, got {self.clip!r}; give one of"
+                " these"
+            )
         if self.fid_backend not in FID_BACKENDS:
             raise UserError(
-                f"--fid-backend: expected {' or '.join(FID_BACKENDS)}, got {self.fid_backend!r}; give one of these"
+                f"--fid-backend: expected {' or '.join(FID_BACKENDS)}, got {self.fid_backend!r};"
+                " give one of these"
             )
 
     def by_clean_fid(self, metric: Metric) -> bool:
@@ -63,9 +70,12 @@ class Tools:
         return self.fid_backend == "clean-fid" and metric.name in clean_fid.METRICS
 
     def network(self, metric: Metric) -> Any:
-        """The network behind `metric`; None where it needs none. All processes must ask together the first time.
+        """The network behind `metric`; None where it needs none.
 
-        Raises UserError or MachineError when its weights can't be had by every process, each time at once.
+        All processes must ask together the first time.
+
+        Raises UserError or MachineError when its weights can't be had by every process, each time
+        at once.
         """
         name = "clean-fid" if self.by_clean_fid(metric) else network_name(metric)
         if name is None:
@@ -74,7 +84,11 @@ class Tools:
             own = self._try(name) if self.process.is_main else None
             self.process.wait()  # what the main process fetched need not be fetched again
             own = self._try(name) if own is None else own
-            failed = [error for error in self.process.all_gather(own if isinstance(own, Exception) else None) if error]
+            failed = [
+                error
+                for error in self.process.all_gather(own if isinstance(own, Exception) else None)
+                if error
+            ]
             self.networks[name] = failed[0] if failed else own
         if isinstance(self.networks[name], Exception):
             raise self.networks[name]
@@ -94,7 +108,11 @@ class Tools:
 
     def about(self) -> dict[str, dict[str, str]]:
         """Name, weights' hash and resizing of every network loaded so far."""
-        found = {name: network for name, network in self.networks.items() if not isinstance(network, Exception)}
+        found = {
+            name: network
+            for name, network in self.networks.items()
+            if not isinstance(network, Exception)
+        }
         return {
             name: {
                 "name": network.name,
@@ -116,7 +134,11 @@ class Tools:
         from ..networks.extractors import load_extractor
 
         offline = self.offline or (self.fetch is not None and name not in self.fetch)
-        place: dict[str, Any] = {"weights_dir": self.weights_dir, "offline": offline, "device": self.device}
+        place: dict[str, Any] = {
+            "weights_dir": self.weights_dir,
+            "offline": offline,
+            "device": self.device,
+        }
         if name == "clean-fid":
             return clean_fid.load_clean_fid(self.device, offline)
         if name == "clip":

@@ -1,4 +1,6 @@
-"""Why a benchmark gives no value of a metric: what these images or this reference can't be measured with."""
+"""Why a benchmark gives no value of a metric: what these images or this reference can't be measured
+with.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ MIN_SIDES = {"ssim": WINDOW, "ms_ssim": MS_SSIM_MIN_SIDE, **dict.fromkeys(LPIPS_
 
 def withheld(metric: Metric, run: Run, reference: Reference | None) -> str | None:
     """The reason that shows without the metric's network, or None."""
-    reason = withheld_for_size(metric, len(run.items), None if reference is None else reference.count)
+    reason = withheld_for_size(
+        metric, len(run.items), None if reference is None else reference.count
+    )
     if reason is not None:
         return reason
     if metric.needs == "set":
@@ -24,13 +28,22 @@ def withheld(metric: Metric, run: Run, reference: Reference | None) -> str | Non
         if reference.load is None and metric.name.startswith("kid"):
             return "the reference is statistics, needs images"
     needed = MIN_SIDES.get(metric.name, 0)
-    sizes = [(item.row.get("width", needed), item.row.get("height", needed)) for item in run.items.values()]
+    sizes = [
+        (item.row.get("width", needed), item.row.get("height", needed))
+        for item in run.items.values()
+    ]
     width, height = min(sizes, key=min)
-    return f"images of {width} x {height}, needs {needed} x {needed}" if min(width, height) < needed else None
+    return (
+        f"images of {width} x {height}, needs {needed} x {needed}"
+        if min(width, height) < needed
+        else None
+    )
 
 
 def withheld_by(metric: Metric, network: Any, reference: Reference | None) -> str | None:
-    """The reason why the reference's statistics can't be compared with features of `network`, an `Extractor`, or None."""
+    """The reason why the reference's statistics can't be compared with features of `network`, an
+    `Extractor`, or None.
+    """
     statistics = None if reference is None else reference.statistics
     if metric.needs != "set" or statistics is None:
         return None

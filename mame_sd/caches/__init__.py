@@ -1,4 +1,6 @@
-"""Shorter KV caches of language models: methods that choose which keys stay, and what becomes of the rest."""
+"""Shorter KV caches of language models: methods that choose which keys stay, and what becomes of
+the rest.
+"""
 
 from mame_sd.caches.apply import CacheHandle, merge_cache
 from mame_sd.caches.kept import Kept

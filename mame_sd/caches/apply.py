@@ -4,9 +4,10 @@
         model.generate(**inputs, max_new_tokens=64)
     print(handle.report())
 
-After each forward of several tokens (a prompt, or a chunk of one) the cache is cut to a share of the tokens seen; with `every`
-also after so many single ones. Later tokens keep the positions of the full sequence. Works by hooks on the attention layers:
-weights, configs and generation stay as they are, and leaving the block takes all of it back.
+After each forward of several tokens (a prompt, or a chunk of one) the cache is cut to a share of
+the tokens seen; with `every` also after so many single ones. Later tokens keep the positions of the
+full sequence. Works by hooks on the attention layers: weights, configs and generation stay as they
+are, and leaving the block takes all of it back.
 """
 
 from __future__ import annotations
@@ -42,10 +43,12 @@ class CacheHandle:
 
     Attributes:
         keep: share of the tokens that stays.
-        compressing: set it to False, and caches stay as they are, as when a text is scored after a prompt.
+        compressing: set it to False, and caches stay as they are, as when a text is scored after a
+            prompt.
         layers: numbers of the layers that are compressed.
         passed_by: numbers of those that see a window alone and are left as they are.
-        tokens: of each compressed layer, tokens seen and keys that stayed on average over heads, at the last compression.
+        tokens: of each compressed layer, tokens seen and keys that stayed on average over heads, at
+            the last compression.
         bytes: of each compressed layer, before and after the last compression.
     """
 
@@ -65,11 +68,13 @@ class CacheHandle:
             kept = sum(k for _, k in self.tokens.values()) / len(self.tokens)
             before, after = (sum(b[i] for b in self.bytes.values()) for i in (0, 1))
             lines = [
-                f"{len(self.tokens)} layers: {kept:.0f} of {seen} keys stay, {after / 2**20:.1f} of {before / 2**20:.1f} MiB"
+                f"{len(self.tokens)} layers: {kept:.0f} of {seen} keys stay, {after / 2**20:.1f} of"
+                f" {before / 2**20:.1f} MiB"
             ]
         if self.passed_by:
             lines.append(
-                f"passed by, for they see a window alone: layers {', '.join(map(str, self.passed_by))}"
+                "passed by, for they see a window alone: layers"
+                f" {', '.join(map(str, self.passed_by))}"
             )
         return "\n".join(lines)
 
@@ -83,15 +88,19 @@ def merge_cache(
     Caches that were made inside can be used inside alone.
 
     Args:
-        model: a causal language model with rotary positions, attention `sdpa` or `eager`, and a dynamic cache.
-        keep: share of the tokens seen that stays, above 0, at most 1; with 1 nothing is touched. Lower saves more memory
-            and time, and moves the model's answers further from those of the full cache.
-        method: a name (`mame_sd.caches.METHODS`), or an object with `score` (`mame_sd.caches.scores`) or `compress`.
+        model: a causal language model with rotary positions, attention `sdpa` or `eager`, and a
+            dynamic cache.
+        keep: share of the tokens seen that stays, above 0, at most 1; with 1 nothing is touched.
+            Lower saves more memory and time, and moves the model's answers further from those of
+            the full cache.
+        method: a name (`mame_sd.caches.METHODS`), or an object with `score`
+            (`mame_sd.caches.scores`) or `compress`.
         every: compress also after so many single tokens. None: prompts and chunks alone.
 
     Raises:
         TypeError: no transformers model, or no method.
-        ValueError: `keep` or `every` out of range, an unknown method, or a model, attention or cache that can't be merged.
+        ValueError: `keep` or `every` out of range, an unknown method, or a model, attention or
+            cache that can't be merged.
     """
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise ValueError(f"keep: expected a share above 0 and at most 1, got {keep!r}")
@@ -193,7 +202,9 @@ class _Work:
     def _gathered(
         self, cache: Cache, layer: DynamicLayer, index: int, hidden: Tensor
     ) -> Tensor | None:
-        """The inputs [B, n, C] of the single tokens since the last compression, when there are `every` of them."""
+        """The inputs [B, n, C] of the single tokens since the last compression, when there are
+        `every` of them.
+        """
         if self.every is None:
             return None
         if not isinstance(layer, MergedLayer):
@@ -284,7 +295,7 @@ def _checked(cache: Cache, index: int) -> DynamicLayer:
     layer = _layer_of(cache, index)
     if type(layer) not in (DynamicLayer, MergedLayer):
         raise ValueError(
-            f"past_key_values: expected a DynamicCache, got {type(cache).__name__} with a {type(layer).__name__}; "
-            "leave cache_implementation out"
+            f"past_key_values: expected a DynamicCache, got {type(cache).__name__} with a"
+            f" {type(layer).__name__}; leave cache_implementation out"
         )
     return layer

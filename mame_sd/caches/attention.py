@@ -1,4 +1,6 @@
-"""What is read off a transformers model: its attention layers, their queries, and its rotary positions."""
+"""What is read off a transformers model: its attention layers, their queries, and its rotary
+positions.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ def attention_layers(model: nn.Module) -> list[Any]:
 
     Raises:
         TypeError: no transformers model.
-        ValueError: no layer with a KV cache, an attention that isn't known, or an implementation that takes no mask.
+        ValueError: no layer with a KV cache, an attention that isn't known, or an implementation
+            that takes no mask.
     """
     config = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or config is None:
@@ -34,17 +37,19 @@ def attention_layers(model: nn.Module) -> list[Any]:
     unknown = {type(m).__name__ for m in model.modules() if _attends(m) and not _known(m)}
     if unknown:
         raise ValueError(
-            f"model: unknown attention {', '.join(sorted(unknown))} in {name}; expected q_proj, k_proj, v_proj and rotary "
-            "positions, as in Llama, Qwen, Mistral and Gemma"
+            f"model: unknown attention {', '.join(sorted(unknown))} in {name}; expected q_proj,"
+            " k_proj, v_proj and rotary positions, as in Llama, Qwen, Mistral and Gemma"
         )
     if not known:
         raise ValueError(
-            f"model: expected a decoder with a KV cache, found no attention layer that has one in {name}"
+            "model: expected a decoder with a KV cache, found no attention layer that has one in"
+            f" {name}"
         )
     used = known[0].config._attn_implementation
     if used not in IMPLEMENTATIONS:
         raise ValueError(
-            f"attn_implementation: expected {' or '.join(IMPLEMENTATIONS)}, whose masks can weigh keys, got {used!r}"
+            f"attn_implementation: expected {' or '.join(IMPLEMENTATIONS)}, whose masks can weigh"
+            f" keys, got {used!r}"
         )
     return known
 

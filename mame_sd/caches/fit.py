@@ -1,7 +1,9 @@
-"""Values and a bias for each key that stays, fitted so that attention gives what it gave over all keys.
+"""Values and a bias for each key that stays, fitted so that attention gives what it gave over all
+keys.
 
-Attention Matching (arXiv 2602.16284): first the mass, then the values, both by least squares over reference queries. Ours are
-the prompt's own, moved to positions to come; both fits are ridges towards what the keys had.
+Attention Matching (arXiv 2602.16284): first the mass, then the values, both by least squares over
+reference queries. Ours are the prompt's own, moved to positions to come; both fits are ridges
+towards what the keys had.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def fitted(
 
     Args:
         place: LongTensor [B, h, K], where each kept key lies in `view`.
-        reference: rotated queries [B, H, N, D], and which of them count, bool [B, N]; None: the prompt's own.
+        reference: rotated queries [B, H, N, D], and which of them count, bool [B, N]; None: the
+            prompt's own.
     """
     queries, counts = view.to_come(COUNT, AHEAD) if reference is None else reference
     parts = [_one(view, kept, place, queries, counts, head) for head in range(place.shape[1])]
@@ -65,7 +68,8 @@ def _one(
 
 
 def _ridge(a: Tensor, b: Tensor, strength: float, count: Tensor) -> Tensor:
-    """x [B, K, D] that minimises |a x - b|^2 + strength * mean diagonal * |x|^2, of a [B, N, K] and b [B, N, D].
+    """x [B, K, D] that minimises |a x - b|^2 + strength * mean diagonal * |x|^2, of a [B, N, K] and
+    b [B, N, D].
 
     The mean is that of the `count` [B] keys that aren't padding, whose columns are 0.
     """

@@ -1,4 +1,6 @@
-"""What a method makes of one layer's cache: keys and values that stay, where they stand, and what each one weighs."""
+"""What a method makes of one layer's cache: keys and values that stay, where they stand, and what
+each one weighs.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from torch import Tensor
 class Kept:
     """A shorter cache of one attention layer.
 
-    Heads may keep different numbers of keys: they are padded to the largest one, and `real` says which slots hold a key.
+    Heads may keep different numbers of keys: they are padded to the largest one, and `real` says
+        which slots hold a key.
     """
 
     keys: Tensor  # [B, H, K, D], rotated, H heads of keys
@@ -28,5 +31,6 @@ class Kept:
         for name, part in parts.items():
             if part is not None and part.shape[:3] != shape:
                 raise ValueError(
-                    f"{name}: expected [B, H, K] = {list(shape)} as keys have, got {list(part.shape[:3])}"
+                    f"{name}: expected [B, H, K] = {list(shape)} as keys have, got"
+                    f" {list(part.shape[:3])}"
                 )

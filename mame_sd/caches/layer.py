@@ -1,4 +1,6 @@
-"""One layer of a transformers cache that has been compressed: it counts every token and stores fewer."""
+"""One layer of a transformers cache that has been compressed: it counts every token and stores
+fewer.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,12 @@ _BY_SAMPLE = ("keys", "values", "slots", "bias", "real", "pending")
 
 
 class MergedLayer(DynamicLayer):
-    """A `DynamicLayer` whose first keys are those that a method kept; the tokens that came later follow them whole.
+    """A `DynamicLayer` whose first keys are those that a method kept; the tokens that came later
+    follow them whole.
 
-    `get_seq_length` counts the tokens that were seen, so that later ones take the positions of the full sequence.
-    Masks are made by the model as if nothing were missing; `mask` picks from them what is still there.
+    `get_seq_length` counts the tokens that were seen, so that later ones take the positions of the
+    full sequence. Masks are made by the model as if nothing were missing; `mask` picks from them
+    what is still there.
 
     Args:
         kept: what stays of the first `seen` tokens.
@@ -58,15 +62,19 @@ class MergedLayer(DynamicLayer):
         return self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """The size of a mask over every token seen (transformers 5.0 gives positions instead of their number)."""
+        """The size of a mask over every token seen (transformers 5.0 gives positions instead of
+        their number).
+        """
         new = query_length if isinstance(query_length, int) else query_length.shape[0]
         return self.seen + new, 0
 
     def mask(self, full: Tensor | None, new: int, heads: int, dtype: torch.dtype) -> Tensor | None:
-        """The additive mask [B, heads, new, K + n] of `new` tokens that are about to come, or None where none is needed.
+        """The additive mask [B, heads, new, K + n] of `new` tokens that are about to come, or None
+        where none is needed.
 
         Args:
-            full: the model's own, bool or additive, over all tokens [B, 1, new, seen + new]; None: causal.
+            full: the model's own, bool or additive, over all tokens [B, 1, new, seen + new]; None:
+                causal.
             heads: of queries.
         """
         self.masked = True
@@ -123,8 +131,9 @@ class MergedLayer(DynamicLayer):
         count = -tokens_to_remove if tokens_to_remove <= 0 else self.seen - tokens_to_remove
         if not 0 <= count <= self.seen - self.compressed:
             raise ValueError(
-                f"crop: expected at most the {self.seen - self.compressed} tokens that came after the compression, "
-                f"got {count}; assisted generation needs merge_cache outside of it"
+                f"crop: expected at most the {self.seen - self.compressed} tokens that came after"
+                f" the compression, got {count}; assisted generation needs merge_cache outside"
+                " of it"
             )
         if count:
             self.keys, self.values = self.keys[:, :, :-count], self.values[:, :, :-count]

@@ -1,8 +1,10 @@
-"""Merging as the paper sketches it for caches: destinations at odd positions, sources at even ones, a triangular mask.
+"""Merging as the paper sketches it for caches: destinations at odd positions, sources at even ones,
+a triangular mask.
 
-Paper, "Future Work": W^F is multiplied by M, M_ij = 1 where source j is not later than destination i. To the letter W^F still
-sums each source's column over *all* destinations, so a later token changes the weights of an earlier one. `causal="strict"`
-sums only up to the destination itself, and changes nothing earlier.
+Paper, "Future Work": W^F is multiplied by M, M_ij = 1 where source j is not later than destination
+i. To the letter W^F still sums each source's column over *all* destinations, so a later token
+changes the weights of an earlier one. `causal="strict"` sums only up to the destination itself, and
+changes nothing earlier.
 """
 
 from __future__ import annotations
@@ -25,14 +27,17 @@ CAUSAL = ("mask", "strict", "none")
 
 @dataclass(frozen=True)
 class CausalMaMe:
-    """The paper's causal merging of a cache, in rounds that halve it at most, until the share is reached.
+    """The paper's causal merging of a cache, in rounds that halve it at most, until the share is
+    reached.
 
     Attributes:
-        config: `tau`, `metric`, `feature` ("x": the layer's input, "k": its keys), `refine`, `variant`, `eps` and `weights`
-            ("best": each source whole to its most similar destination) mean what they mean elsewhere. With `tau` there is one
-            round, and `keep` is not read. None: the paper's settings.
+        config: `tau`, `metric`, `feature` ("x": the layer's input, "k": its keys), `refine`,
+            `variant`, `eps` and `weights` ("best": each source whole to its most similar
+            destination) mean what they mean elsewhere. With `tau` there is one round, and `keep` is
+            not read. None: the paper's settings.
         causal: "mask" (the paper's), "strict" or "none".
-        counted: a merged key counts for all that it stands for: the log of their number is its bias.
+        counted: a merged key counts for all that it stands for: the log of their number is its
+            bias.
         sinks, recent: first and newest tokens that take no part.
     """
 
@@ -48,7 +53,9 @@ class CausalMaMe:
             raise ValueError(f"causal: expected one of {', '.join(CAUSAL)}, got {self.causal!r}")
 
     def compress(self, view: CacheView, keep: float) -> Kept:
-        """The merged cache, at most round(keep * tokens) keys in each head (with `tau`: those that it leaves)."""
+        """The merged cache, at most round(keep * tokens) keys in each head (with `tau`: those that
+        it leaves).
+        """
         parts = [self._sample(view, b, int(count)) for b, count in enumerate(budget(view, keep))]
         most = max(part.keys.shape[2] for part in parts)
         keys, values, slots, bias = (
@@ -101,7 +108,10 @@ class CausalMaMe:
         )
 
     def _feature(self, view: CacheView, b: int, keys: Tensor, slots: Tensor) -> Tensor:
-        """What is compared [n, C]. Of tokens that were merged before the layer's input is gone: their keys stand for it."""
+        """What is compared [n, C].
+
+        Of tokens that were merged before the layer's input is gone: their keys stand for it.
+        """
         if self._settings.feature == "x" and view.hidden_states.shape[1] == view.seen:
             return view.hidden_states[b][slots]
         return keys.transpose(0, 1).flatten(1)
@@ -162,13 +172,15 @@ class _Tokens:
 def _weights(
     x: Tensor, config: MaMeConfig, causal: str, merges: int | None
 ) -> tuple[Tensor, Tensor]:
-    """W^F [n / 2, n / 2] of tokens x [n, C], destinations at odd positions; and which sources stay, bool [n / 2].
+    """W^F [n / 2, n / 2] of tokens x [n, C], destinations at odd positions; and which sources stay,
+    bool [n / 2].
 
     Args:
         merges: how many sources merge at most, the most similar ones; None: those above tau.
     """
     m = x.shape[0] // 2
-    # The core's destinations are at even positions. Of an even number of tokens in reverse order those are the odd ones.
+    # The core's destinations are at even positions. Of an even number of tokens in reverse order
+    # those are the odd ones.
     flat = replace_given(config, keep=None, tau=-1.0 if merges is not None else config.tau)
     pos = positions(2 * m, flat, device=x.device)
     s = similarity_of(x.flip(0).unsqueeze(0), pos, config.metric)
@@ -200,7 +212,8 @@ def _weights(
 def strict_weights(s: Tensor, tau: float, refine: bool) -> Tensor:
     """W^F [M, N] of which row i follows from tokens up to destination i alone.
 
-    The sums of a source's column, and the mean that refines it, run from the source to the destination itself.
+    The sums of a source's column, and the mean that refines it, run from the source to the
+    destination itself.
 
     Args:
         s: S [M, N], destination i at position 2 i + 1, source j at 2 j.

@@ -30,8 +30,8 @@ class Method(Protocol):
 
 
 METHODS: dict[str, Method] = {
-    # What measurement chose (docs/kv-cache.md): keys by the attention of the prompt's queries at positions to come,
-    # budgets by layer and head, values and biases fitted.
+    # What measurement chose (docs/kv-cache.md): keys by the attention of the prompt's queries at
+    # positions to come, budgets by layer and head, values and biases fitted.
     "default": Selection(FutureAttention(), share="all", dropped="fit"),
     "paper": CausalMaMe(),  # the paper's "Future Work", to the letter
     "paper-strict": CausalMaMe(causal="strict"),
@@ -69,6 +69,7 @@ def method_of(method: Any) -> Method:
         return METHODS[method]
     if isinstance(method, type):
         raise TypeError(
-            f"method: expected an object, got the class {method.__name__}; write {method.__name__}()"
+            f"method: expected an object, got the class {method.__name__}; write"
+            f" {method.__name__}()"
         )
     return method if callable(getattr(method, "compress", None)) else Selection(method)

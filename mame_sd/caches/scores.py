@@ -1,4 +1,6 @@
-"""Methods that score keys, one class each: the highest scores stay. A method of your own needs `score` alone.
+"""Methods that score keys, one class each: the highest scores stay.
+
+A method of your own needs `score` alone.
 
     class Newest:
         def score(self, keys, values, queries, view):
@@ -6,7 +8,8 @@
 
     with merge_cache(model, keep=0.5, method=Newest()): ...
 
-`window`, where a class has it, is how many of the newest queries it reads; without it, it gets all of them.
+`window`, where a class has it, is how many of the newest queries it reads; without it, it gets all
+of them.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ class Scores(Protocol):
     """A number for each key."""
 
     def score(self, keys: Tensor, values: Tensor, queries: Tensor, view: CacheView) -> Tensor:
-        """[B, h, L] of keys and values [B, h, L, D] and the newest queries [B, H, Q, D]; `view` holds the rest."""
+        """[B, h, L] of keys and values [B, h, L, D] and the newest queries [B, H, Q, D]; `view`
+        holds the rest.
+        """
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,9 @@ class SnapKV:
     kernel: int = 5
 
     def score(self, keys: Tensor, values: Tensor, queries: Tensor, view: CacheView) -> Tensor:
-        """Mean attention over queries and grouped heads; the window's own keys score above all others."""
+        """Mean attention over queries and grouped heads; the window's own keys score above all
+        others.
+        """
         n = min(self.window, queries.shape[2], max(1, keys.shape[2] - 1))
         received = (view.received(n) / n)[..., :-n]
         b, h, g, left = received.shape
@@ -102,7 +109,8 @@ class H2O:
 
 @dataclass(frozen=True)
 class ExpectedAttention:
-    """Attention that queries to come are expected to pay, from the mean and covariance of the prompt's (arXiv 2510.00636).
+    """Attention that queries to come are expected to pay, from the mean and covariance of the
+    prompt's (arXiv 2510.00636).
 
     Attributes:
         ahead: positions to come over which the rotation is averaged.
@@ -113,7 +121,9 @@ class ExpectedAttention:
     sinks: int = 4
 
     def score(self, keys: Tensor, values: Tensor, queries: Tensor, view: CacheView) -> Tensor:
-        """softmax(k . mean + k cov k / 2), averaged over grouped heads, times the norm of the value."""
+        """softmax(k . mean + k cov k / 2), averaged over grouped heads, times the norm of the
+        value.
+        """
         wide = torch.promote_types(keys.dtype, torch.float32)
         plain = view.plain_queries.to(wide)
         real = (view.query_slots >= view.pads.unsqueeze(1) + self.sinks).to(wide)[:, None, :, None]
@@ -163,7 +173,8 @@ class KeyDiff:
 
 @dataclass(frozen=True)
 class ChunkKV:
-    """Whole chunks of neighbouring tokens, by the sum of another method's scores (arXiv 2502.00299).
+    """Whole chunks of neighbouring tokens, by the sum of another method's scores (arXiv
+    2502.00299).
 
     Attributes:
         of: the method that scores tokens.
@@ -179,7 +190,9 @@ class ChunkKV:
         return getattr(self.of, "window", None)
 
     def score(self, keys: Tensor, values: Tensor, queries: Tensor, view: CacheView) -> Tensor:
-        """Each token has its chunk's mean over tokens and heads; earlier tokens first within a chunk."""
+        """Each token has its chunk's mean over tokens and heads; earlier tokens first within a
+        chunk.
+        """
         scores = self.of.score(keys, values, queries, view).mean(1, keepdim=True)
         length = scores.shape[-1]
         chunk = torch.arange(length, device=scores.device) // self.length
@@ -192,7 +205,8 @@ class ChunkKV:
 
 @dataclass(frozen=True)
 class FutureAttention:
-    """Attention of the prompt's own queries, moved to positions to come, as a root mean square, times the value's norm.
+    """Attention of the prompt's own queries, moved to positions to come, as a root mean square,
+    times the value's norm.
 
     Attributes:
         count: how many of the queries at hand are moved, evenly spaced.

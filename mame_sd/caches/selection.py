@@ -1,4 +1,6 @@
-"""From scores to a shorter cache: which keys stay in which head, and what becomes of those that don't."""
+"""From scores to a shorter cache: which keys stay in which head, and what becomes of those that
+don't.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,17 @@ class Selection:
 
     Attributes:
         method: scores the keys.
-        share: what shares a budget by its scores. "none": each head keeps as many. "heads": those of a layer share (AdaKV,
-            arXiv 2407.11550). "layers": the layers share, and the heads of one keep equally many. "all": all heads of all
-            layers share. Heads of a layer that keep different numbers are padded to its largest. None keeps less than
-            `floor` of an equal share.
-        dropped: what becomes of the other keys. "drop": nothing. "fit": values of those that stay, and a bias for each,
-            by least squares, so that attention gives what it gave (Attention Matching, arXiv 2602.16284).
-            "nearest": each joins the most similar one that stays, weighed by the attention it received.
-            "d2o": the same, weighed by similarity and norm (kvpress' MergingPress, D2O, arXiv 2406.13035).
-            "cam": values are dealt to the next tokens that stay (CaM, ICML 2024).
+        share: what shares a budget by its scores. "none": each head keeps as many. "heads": those
+            of a layer share (AdaKV, arXiv 2407.11550). "layers": the layers share, and the heads of
+            one keep equally many. "all": all heads of all layers share. Heads of a layer that keep
+            different numbers are padded to its largest. None keeps less than `floor` of an equal
+            share.
+        dropped: what becomes of the other keys. "drop": nothing. "fit": values of those that stay,
+            and a bias for each, by least squares, so that attention gives what it gave (Attention
+            Matching, arXiv 2602.16284). "nearest": each joins the most similar one that stays,
+            weighed by the attention it received. "d2o": the same, weighed by similarity and norm
+            (kvpress' MergingPress, D2O, arXiv 2406.13035). "cam": values are dealt to the next
+            tokens that stay (CaM, ICML 2024).
         sinks: first tokens that stay in every head.
         recent: newest tokens that stay in every head.
         floor: see `share`.
@@ -52,7 +56,8 @@ class Selection:
     def __post_init__(self) -> None:
         if not callable(getattr(self.method, "score", None)):
             raise TypeError(
-                f"method: expected an object with score(keys, values, queries, view), got {type(self.method).__name__}"
+                "method: expected an object with score(keys, values, queries, view), got"
+                f" {type(self.method).__name__}"
             )
         for name, known in (("dropped", DROPPED), ("share", SHARES)):
             if getattr(self, name) not in known:
@@ -97,8 +102,8 @@ class Selection:
         scores = self.method.score(view.keys, view.values, view.queries, view)
         if scores.shape != view.slots.shape:
             raise ValueError(
-                f"{type(self.method).__name__}.score: expected a number for each key, {list(view.slots.shape)}, "
-                f"got {list(scores.shape)}"
+                f"{type(self.method).__name__}.score: expected a number for each key,"
+                f" {list(view.slots.shape)}, got {list(scores.shape)}"
             )
         return scores
 
@@ -181,7 +186,9 @@ def _ranks(scores: Tensor) -> Tensor:
 
 
 def gathered(view: CacheView, stays: Tensor) -> tuple[Kept, Tensor]:
-    """The keys that stay, padded to the head that keeps most, and where each lies in `view` [B, h, K]."""
+    """The keys that stay, padded to the head that keeps most, and where each lies in `view` [B, h,
+    K].
+    """
     count = stays.sum(-1, keepdim=True)
     most = int(count.max())
     place = (~stays).to(torch.uint8).argsort(dim=-1, stable=True)[..., :most]

@@ -20,7 +20,9 @@ LARGEST = 100.0  # how many times its own weight a key may count for
 
 
 def nearest(view: CacheView, kept: Kept, place: Tensor, stays: Tensor) -> Kept:
-    """Each dropped key joins the most similar one that stays; values are means by attention received, and so is the bias."""
+    """Each dropped key joins the most similar one that stays; values are means by attention
+    received, and so is the bias.
+    """
     mass = view.received(OBSERVED).sum(2) + 1e-6  # [B, h, L]
     target, _ = _targets(view, kept, place)
     gone = (~stays & view.real_keys).to(mass.dtype)
@@ -39,7 +41,9 @@ def nearest(view: CacheView, kept: Kept, place: Tensor, stays: Tensor) -> Kept:
 
 
 def by_similarity(view: CacheView, kept: Kept, place: Tensor, stays: Tensor) -> Kept:
-    """The same without bias, weighed by similarity and |v| / (|v| + |v of the target|), as kvpress' MergingPress does."""
+    """The same without bias, weighed by similarity and |v| / (|v| + |v of the target|), as kvpress'
+    MergingPress does.
+    """
     target, similarity = _targets(view, kept, place)
     wide = view.values.float()
     norm = wide.norm(dim=-1)
@@ -53,9 +57,11 @@ def by_similarity(view: CacheView, kept: Kept, place: Tensor, stays: Tensor) -> 
 
 
 def to_neighbours(view: CacheView, kept: Kept, place: Tensor, stays: Tensor) -> Kept:
-    """CaM's rule: a dropped value is dealt evenly to the next `WINDOW` keys that stay, or not, by a draw.
+    """CaM's rule: a dropped value is dealt evenly to the next `WINDOW` keys that stay, or not, by a
+    draw.
 
-    The chance is the attention that it received over the mean of those that it is dealt to, 1 at most.
+    The chance is the attention that it received over the mean of those that it is dealt to, 1 at
+    most.
     """
     mass = view.received(OBSERVED).sum(2)
     most = place.shape[2]

@@ -1,4 +1,6 @@
-"""What a method sees of one attention layer: its cache, the newest queries, and how attention weighs keys."""
+"""What a method sees of one attention layer: its cache, the newest queries, and how attention
+weighs keys.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from torch import Tensor
 class CacheView:
     """One attention layer's cache when it is compressed.
 
-    B samples, H heads of queries, h heads of keys, L keys, Q queries, D features of a head. Nothing here may be
-    written to. Tokens count from the start of the sequence, padding included ("slots"); rotary positions don't
-    count left padding.
+    B samples, H heads of queries, h heads of keys, L keys, Q queries, D features of a head. Nothing
+    here may be written to. Tokens count from the start of the sequence, padding included ("slots");
+    rotary positions don't count left padding.
     """
 
     keys: Tensor  # [B, h, L, D], rotated
@@ -61,10 +63,12 @@ class CacheView:
         return queries.reshape(b, heads // self.groups, self.groups, n, d)
 
     def logits(self, queries: Tensor, slots: Tensor | None = None) -> Tensor:
-        """Attention logits in fp32 [B, h, G, Q, L] of rotated queries [B, H, Q, D]; -inf where a key isn't seen.
+        """Attention logits in fp32 [B, h, G, Q, L] of rotated queries [B, H, Q, D]; -inf where a
+        key isn't seen.
 
         Args:
-            slots: LongTensor [Q], the token of each query, which sees no later key; None: queries to come, which see all.
+            slots: LongTensor [Q], the token of each query, which sees no later key; None: queries
+                to come, which see all.
         """
         keys = self.keys.to(_wide(self.keys)).unsqueeze(2)
         x = self.grouped(queries).to(keys.dtype) @ keys.transpose(-1, -2) * self.scale
@@ -90,7 +94,9 @@ class CacheView:
         return max(1, 2**24 // (self.slots.shape[0] * self.slots.shape[2] * self.queries.shape[1]))
 
     def received(self, count: int | None = None) -> Tensor:
-        """Attention that each key received from the newest `count` queries (None: all), summed: [B, h, G, L]."""
+        """Attention that each key received from the newest `count` queries (None: all), summed: [B,
+        h, G, L].
+        """
         n = self.queries.shape[2] if count is None else min(count, self.queries.shape[2])
         queries, slots = self.queries[:, :, -n:], self.query_slots[-n:]
         total = self.keys.new_zeros(

@@ -1,6 +1,7 @@
 """The command line, ``mame-sd``: thin commands over the modules beside it.
 
-torch and diffusers are imported inside the commands, after cheap checks, so that help and usage errors come at once.
+torch and diffusers are imported inside the commands, after cheap checks, so that help and usage
+errors come at once.
 """
 
 from __future__ import annotations
@@ -38,9 +39,24 @@ app = typer.Typer(
     no_args_is_help=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-TUNED = FieldOptions(GenerateSettings, "Sampling", without=("batch_size", "images_per_prompt", "height", "width"))
-IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif", ".heic")
-PromptArgument = Annotated[str, typer.Argument(help="The prompt.", metavar="PROMPT", show_default=False)]
+TUNED = FieldOptions(
+    GenerateSettings, "Sampling", without=("batch_size", "images_per_prompt", "height", "width")
+)
+IMAGE_ENDINGS = (
+    ".png",
+    ".jpg",
+    ".jpeg",
+    ".webp",
+    ".bmp",
+    ".gif",
+    ".tif",
+    ".tiff",
+    ".avif",
+    ".heic",
+)
+PromptArgument = Annotated[
+    str, typer.Argument(help="The prompt.", metavar="PROMPT", show_default=False)
+]
 SheetOption = Annotated[Path, typer.Option(help="The sheet, a .png file.", metavar="FILE")]
 
 
@@ -55,10 +71,15 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def about(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and end.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version", help="Print the version and end.", callback=_print_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
-    """Faster diffusion without training: merge tokens before self-attention (MaMe), restore them after it (MaRe)."""
+    """Faster diffusion without training: merge tokens before self-attention (MaMe), restore them
+    after it (MaRe).
+    """
 
 
 @app.command("generate")
@@ -71,7 +92,10 @@ def generate_command(
     sampling: GenerateSettings,
     merging: MaMeConfig | None,
 ) -> None:
-    """Generate images from prompts, with merging on. Run again to continue; launch with accelerate to share out."""
+    """Generate images from prompts, with merging on.
+
+    Run again to continue; launch with accelerate to share out.
+    """
     from mame_sd.cli.generate import run_generate
 
     run_generate(out, prompts, model, sampling, merging)
@@ -86,7 +110,9 @@ def compare_command(
     keep: Annotated[
         str | None,
         typer.Option(
-            help="Shares to keep to show, with commas between. Default: the model's own, 0.5, 0.125."
+            help=(
+                "Shares to keep to show, with commas between. Default: the model's own, 0.5, 0.125."
+            )
         ),
     ] = None,
     out: SheetOption = Path("compare.png"),
@@ -109,10 +135,19 @@ def compare_command(
     with progress("images") as on_progress:
         first = [("as given" if merging.given else "default", merging)] if neither and keeps else []
         panels = compare(
-            loaded, prompt, sampling, first + variants_of(merging, taus, keeps), on_progress, on_progress.step
+            loaded,
+            prompt,
+            sampling,
+            first + variants_of(merging, taus, keeps),
+            on_progress,
+            on_progress.step,
         )
     about = [{"label": p.label, "seconds": p.seconds, "levels": p.levels} for p in panels]
-    write_sheet(out, compare_sheet(prompt, panels), {"prompt": prompt, "model": loaded.identity, "panels": about})
+    write_sheet(
+        out,
+        compare_sheet(prompt, panels),
+        {"prompt": prompt, "model": loaded.identity, "panels": about},
+    )
     for panel in panels:
         print("  ".join(panel.lines(panels[0])))
     print(out)
@@ -125,7 +160,9 @@ def show_merge_command(
     prompt: Annotated[
         str,
         typer.Argument(
-            help="The prompt, an image file, or demo for a packaged image.", metavar="PROMPT|IMAGE", show_default=False
+            help="The prompt, an image file, or demo for a packaged image.",
+            metavar="PROMPT|IMAGE",
+            show_default=False,
         ),
     ],
     blocks: Annotated[
@@ -136,19 +173,27 @@ def show_merge_command(
     ] = None,
     colors: Annotated[
         str | None,
-        typer.Option(help="Paint groups in their mean colours (default) or in distinct ones.", metavar="mean|distinct"),
+        typer.Option(
+            help="Paint groups in their mean colours (default) or in distinct ones.",
+            metavar="mean|distinct",
+        ),
     ] = None,
     step: Annotated[int, typer.Option(help="Denoising step to draw, from 1.")] = 1,
     level: Annotated[int, typer.Option(help="Attention level to draw; 0 has the most tokens.")] = 0,
-    layer: Annotated[str | None, typer.Option(help="A layer's name, or a part of it, instead of --level.")] = None,
-    out: Annotated[Path, typer.Option(help="The drawing, a .png file.", metavar="FILE")] = Path("show-merge.png"),
+    layer: Annotated[
+        str | None, typer.Option(help="A layer's name, or a part of it, instead of --level.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The drawing, a .png file.", metavar="FILE")] = Path(
+        "show-merge.png"
+    ),
     model: ModelChoice,
     sampling: GenerateSettings,
     merging: MaMeConfig,
 ) -> None:
     """Draw which tokens were merged into which, over the image, for one level and step.
 
-    Given an image file, draw how a vision transformer (--model, or embedded-clip) merges it, block by block.
+    Given an image file, draw how a vision transformer (--model, or embedded-clip) merges it, block
+    by block.
     """
     file = image_file(prompt)
     if file is not None:
@@ -156,12 +201,16 @@ def show_merge_command(
 
         if (step, level, layer, sampling) != (1, 0, None, GenerateSettings()):
             raise UserError(
-                f"show-merge {prompt}: expected no options of sampling beside an image, got some; leave them out"
+                f"show-merge {prompt}: expected no options of sampling beside an image, got some;"
+                " leave them out"
             )
         show_image(file, blocks, colors, out, model, merging)
         return
     if blocks is not None:
-        raise UserError("--blocks: expected an image file beside it, got a prompt; leave it out, or check the path")
+        raise UserError(
+            "--blocks: expected an image file beside it, got a prompt; leave it out, or check the"
+            " path"
+        )
     from mame_sd.cli.generate import load_to_merge
     from mame_sd.cli.sheet import check_sheet_path, write_sheet
     from mame_sd.cli.show_merge import capture_merge, check_colors, draw_merge
@@ -171,7 +220,13 @@ def show_merge_command(
     loaded, merging = load_to_merge(model, merging)
     found = capture_merge(loaded, prompt, sampling, merging, step, level, layer)
     merging = loaded.suited(merging)
-    about = {"prompt": prompt, "model": loaded.identity, "mame": merging.to_dict(), "layer": found.layer, "step": step}
+    about = {
+        "prompt": prompt,
+        "model": loaded.identity,
+        "mame": merging.to_dict(),
+        "layer": found.layer,
+        "step": step,
+    }
     write_sheet(out, draw_merge(found, prompt, colors or "mean"), about)
     print(f"{found.layer}, step {step}: {found.tokens_kept} of {found.owners.size} tokens kept")
     print(out)
@@ -187,26 +242,41 @@ def show_merge_command(
 def tune_command(
     *,
     max_lpips: Annotated[
-        float | None, typer.Option(help="Choose the fastest setting whose mean LPIPS is at most this.")
+        float | None,
+        typer.Option(help="Choose the fastest setting whose mean LPIPS is at most this."),
     ] = None,
     speed: Annotated[
-        float | None, typer.Option(help="Choose the setting of least LPIPS that is at least this many times faster.")
+        float | None,
+        typer.Option(
+            help="Choose the setting of least LPIPS that is at least this many times faster."
+        ),
     ] = None,
     pixels: Annotated[
-        str | None, typer.Option("--size", help="Image size in pixels. Without it, the model's own.", metavar="S|HxW")
+        str | None,
+        typer.Option(
+            "--size", help="Image size in pixels. Without it, the model's own.", metavar="S|HxW"
+        ),
     ] = None,
-    weights_dir: Annotated[Path | None, typer.Option(help="Folder of LPIPS weights.", metavar="DIR")] = None,
+    weights_dir: Annotated[
+        Path | None, typer.Option(help="Folder of LPIPS weights.", metavar="DIR")
+    ] = None,
     out: Annotated[
-        Path, typer.Option(help="Folder for config.json and the measurements; run again to continue.", metavar="DIR")
+        Path,
+        typer.Option(
+            help="Folder for config.json and the measurements; run again to continue.",
+            metavar="DIR",
+        ),
     ] = Path("out/tune"),
     prompts: PromptOptions,
     model: ModelChoice,
     sampling: GenerateSettings,
     merging: MaMeConfig,
 ) -> None:
-    """Find which layers of your model should merge, and how much; write it as a file that --config takes.
+    """Find which layers of your model should merge, and how much; write it as a file that --config
+    takes.
 
-    A few prompts calibrate: in each layer, what every form of merging changes and costs. The others check what was found.
+    A few prompts calibrate: in each layer, what every form of merging changes and costs. The others
+        check what was found.
     """
     from mame_sd.cli.console import note, progress
     from mame_sd.cli.generate import load_to_merge
@@ -238,7 +308,15 @@ def tune_command(
         note("one prompt calibrates and checks, which flatters the choice; give more")
         checked = chosen
     with progress("images") as on_progress:
-        trials = tune(loaded, checked, sampling, settings_to_check(found, merging, speed), distance, out, on_progress)
+        trials = tune(
+            loaded,
+            checked,
+            sampling,
+            settings_to_check(found, merging, speed),
+            distance,
+            out,
+            on_progress,
+        )
     try:
         best = choose(trials, max_lpips, speed)
     except UserError:
@@ -252,14 +330,19 @@ def tune_command(
     about = {"found_by": "mame-sd tune", "wish": wish, **found.about}
     about |= {"checked_on_prompts": len(checked), "measured": measured(trials, best)}
     file = out / "config.json"
-    write_atomically(file, (json.dumps({**whole(best.config), "about": about}, indent=1) + "\n").encode())
+    write_atomically(
+        file, (json.dumps({**whole(best.config), "about": about}, indent=1) + "\n").encode()
+    )
     print(f"{file}: mame-sd generate --config {file}, or apply_mame(pipe, {str(file)!r})")
 
 
 @app.command("sheet")
 def sheet_command(
     folders: Annotated[
-        list[Path], typer.Argument(help="Run folders, such as a baseline and a merged one.", show_default=False)
+        list[Path],
+        typer.Argument(
+            help="Run folders, such as a baseline and a merged one.", show_default=False
+        ),
     ],
     out: SheetOption = Path("sheet.png"),
     num: Annotated[int, typer.Option(help="Show the first NUM images.", metavar="NUM")] = 12,
@@ -279,17 +362,22 @@ def sheet_command(
 @takes(model=MODEL, merging=MergingOptions(without=("tau", "keep")))
 def ui_command(
     *,
-    prompt: Annotated[str, typer.Option(help="What stands in the prompt's field at first.", metavar="TEXT")] = (
-        "rocket on a light blue background"
-    ),
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    prompt: Annotated[
+        str, typer.Option(help="What stands in the prompt's field at first.", metavar="TEXT")
+    ] = "rocket on a light blue background",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")
+    ] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(help="Port to listen on, 0 to 65535; 0 takes a free one.", metavar="PORT")
     ] = 7860,
     model: ModelChoice,
     merging: MaMeConfig,
 ) -> None:
-    """Serve a page that generates with and without merging, side by side. Ctrl-C ends it. Needs the package gradio."""
+    """Serve a page that generates with and without merging, side by side.
+
+    Ctrl-C ends it. Needs the package gradio.
+    """
     from mame_sd.cli.generate import load_to_merge
     from mame_sd.cli.ui import SideBySide, load_gradio, serve
 
@@ -306,7 +394,9 @@ def ui_command(
 @app.command("doctor")
 @takes(model=MODEL)
 def doctor_command(*, model: ModelChoice) -> None:
-    """Say what this machine can do: versions, device, fused attention, the model, and what would fail."""
+    """Say what this machine can do: versions, device, fused attention, the model, and what would
+    fail.
+    """
     from mame_sd.cli.doctor import examine, print_checks
 
     print_checks(examine(model))
@@ -319,8 +409,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def invoke(arguments: Sequence[str] | None = None) -> Any:
     """Run one command line (that of the process by default), failures as exceptions."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its import-time notices are not about our users' input
-    return app(list(sys.argv[1:] if arguments is None else arguments), "mame-sd", standalone_mode=False)
+    os.environ.setdefault(
+        "TRANSFORMERS_VERBOSITY", "error"
+    )  # its import-time notices are not about our users' input
+    return app(
+        list(sys.argv[1:] if arguments is None else arguments), "mame-sd", standalone_mode=False
+    )
 
 
 def image_file(text: str) -> Path | None:
@@ -337,7 +431,8 @@ def image_file(text: str) -> Path | None:
     words = text.split()
     if Path(text).suffix.lower() in IMAGE_ENDINGS or (len(words) == 1 and "/" in text):
         raise UserError(
-            f"show-merge {text}: expected an image file or a prompt, found no such file; check the path, or give demo"
+            f"show-merge {text}: expected an image file or a prompt, found no such file; check the"
+            " path, or give demo"
         )
     return None
 
@@ -348,5 +443,6 @@ def _numbers(flag: str, text: str | None) -> list[float]:
         return [] if text is None else [float(part) for part in text.split(",")]
     except ValueError:
         raise UserError(
-            f"{flag}: expected numbers with commas between, such as 0.6,0.8, got {text!r}; correct it"
+            f"{flag}: expected numbers with commas between, such as 0.6,0.8, got {text!r};"
+            " correct it"
         ) from None

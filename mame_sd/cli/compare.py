@@ -1,4 +1,6 @@
-"""One labelled sheet of a prompt at several settings, beside the baseline: what merging costs and what it saves."""
+"""One labelled sheet of a prompt at several settings, beside the baseline: what merging costs and
+what it saves.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,22 @@ class Panel:
         """What stands under the image."""
         if self is baseline:
             return (self.label, f"{self.seconds:.2f} s", "all tokens")
-        kept = [f"level {v['level']}: {v['tokens_kept']:.0f} of {v['tokens_in']:.0f} kept" for v in self.levels]
+        kept = [
+            f"level {v['level']}: {v['tokens_kept']:.0f} of {v['tokens_in']:.0f} kept"
+            for v in self.levels
+        ]
         speed = baseline.seconds / max(self.seconds, 1e-9)
         near = nearness(baseline.image, self.image)
         return (self.label, f"{self.seconds:.2f} s ({speed:.2f} x as fast)", near, *kept)
 
 
-def variants_of(config: MaMeConfig, taus: Sequence[float], keeps: Sequence[float]) -> list[tuple[str, MaMeConfig]]:
-    """A labelled config for each tau and keep, all else as in `config`. Raises UserError for a bad number."""
+def variants_of(
+    config: MaMeConfig, taus: Sequence[float], keeps: Sequence[float]
+) -> list[tuple[str, MaMeConfig]]:
+    """A labelled config for each tau and keep, all else as in `config`.
+
+    Raises UserError for a bad number.
+    """
     try:
         by_tau = [(f"tau {tau:g}", config.replace(tau=tau)) for tau in taus]
         return by_tau + [(f"keep {keep:g}", config.replace(keep=keep)) for keep in keeps]
@@ -60,7 +70,9 @@ def compare(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_step: Callable[[int, int], None] | None = None,
 ) -> list[Panel]:
-    """The baseline and then each variant, from the same noise. A one-step call first keeps warm-up out of the seconds.
+    """The baseline and then each variant, from the same noise.
+
+    A one-step call first keeps warm-up out of the seconds.
 
     Raises:
         UserError: a variant in which nothing could merge, or that the model refuses.
@@ -85,9 +97,14 @@ def compare(
 
 
 def compare_sheet(prompt: str, panels: Sequence[Panel]) -> Image.Image:
-    """The panels, `COLUMNS` side by side, labelled; below each what differs from the first, the baseline."""
+    """The panels, `COLUMNS` side by side, labelled; below each what differs from the first, the
+    baseline.
+    """
     cells = [Cell(enlarge(panel.image, PANEL_SIDE), panel.lines(panels[0])) for panel in panels]
-    below = [Cell(enlarge(difference(panels[0].image, panel.image), PANEL_SIDE), (DIFFERENCE,)) for panel in panels[1:]]
+    below = [
+        Cell(enlarge(difference(panels[0].image, panel.image), PANEL_SIDE), (DIFFERENCE,))
+        for panel in panels[1:]
+    ]
     empty = Cell(Image.new("RGB", cells[0].image.size, "white"))
     rows = []
     for start in range(0, len(cells), COLUMNS):
@@ -110,7 +127,8 @@ def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
         for folder, samples in zip(folders, runs, strict=True):
             if name not in samples:
                 raise UserError(
-                    f"{folder}: expected the image {name}, which {folders[0]} has, found none; finish that run first"
+                    f"{folder}: expected the image {name}, which {folders[0]} has, found none;"
+                    " finish that run first"
                 )
             image = _open(samples[name].path)
             lines = _sample_lines(folder, samples[name].row)
@@ -120,7 +138,11 @@ def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
         if len(folders) == 2 and column[0].image.size == column[1].image.size:
             column.append(Cell(difference(column[0].image, column[1].image), (DIFFERENCE,)))
         columns.append(column)
-    rows = [row for i in range(0, len(columns), COLUMNS) for row in zip(*columns[i : i + COLUMNS], strict=True)]
+    rows = [
+        row
+        for i in range(0, len(columns), COLUMNS)
+        for row in zip(*columns[i : i + COLUMNS], strict=True)
+    ]
     if not rows:
         raise UserError(f"{folders[0]}: expected a run with images, found none; run generate first")
     return draw_sheet(rows)
@@ -129,14 +151,18 @@ def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
 def _sample_lines(folder: Path, row: Mapping[str, Any]) -> tuple[str, ...]:
     seconds = row.get("seconds")
     kept = [
-        f"{v['tokens_kept'] / v['tokens_in']:.0%} of {v['tokens_in']:.0f} tokens" for v in row.get("levels", [])[:1]
+        f"{v['tokens_kept'] / v['tokens_in']:.0%} of {v['tokens_in']:.0f} tokens"
+        for v in row.get("levels", [])[:1]
     ]
     return (", ".join([folder.name, *([f"{seconds:.2f} s"] if seconds else []), *kept]),)
 
 
 def _samples(folder: Path) -> dict[str, Sample]:
     if not (folder / "samples.jsonl").is_file():
-        raise UserError(f"{folder}: expected the folder of a finished run, found no samples.jsonl; run generate first")
+        raise UserError(
+            f"{folder}: expected the folder of a finished run, found no samples.jsonl; run generate"
+            " first"
+        )
     return read_samples(folder, "run generate into a new folder")
 
 
@@ -145,4 +171,6 @@ def _open(path: Path) -> Image.Image:
         with Image.open(path) as image:
             return enlarge(image.convert("RGB"), PANEL_SIDE // 2)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path}: can't be read as an image ({error}); run generate again") from None
+        raise UserError(
+            f"{path}: can't be read as an image ({error}); run generate again"
+        ) from None

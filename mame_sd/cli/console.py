@@ -26,18 +26,28 @@ class Bar:
 
     def step(self, step: int, steps: int) -> None:
         """`step` of `steps` of the image under way is done."""
-        self._bar.update(self._task, completed=self._done + step / steps, step=f"step {step} of {steps}")
+        self._bar.update(
+            self._task, completed=self._done + step / steps, step=f"step {step} of {steps}"
+        )
 
 
 @contextmanager
 def progress(unit: str, shown: bool = True) -> Iterator[Bar]:
     """A bar on stderr, where that is a terminal; gives what to tell of images and steps."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     fields = (TextColumn("{task.fields[step]}"), TextColumn("{task.fields[rate]}"))
     columns = (BarColumn(), MofNCompleteColumn(), *fields, TimeRemainingColumn())
     console = _stderr()
-    with Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as bar:
+    with Progress(
+        *columns, console=console, disable=not (shown and console.is_terminal), transient=True
+    ) as bar:
         yield Bar(bar, bar.add_task(unit, total=None, rate="", step=""), unit)
 
 
@@ -59,8 +69,9 @@ def _stderr() -> Any:
 
 
 def say(message: str) -> None:
-    """One line on stderr: line ends and control characters in a message (file names, prompts) are escaped, its
-    middle is left out where it is long."""
+    """One line on stderr: line ends and control characters in a message (file names, prompts) are
+    escaped, its middle is left out where it is long.
+    """
     if len(message) > _LONGEST_LINE:
         message = f"{message[: _LONGEST_LINE // 2]} ... {message[-_LONGEST_LINE // 2 :]}"
     line = " ".join(message.split("\n"))

@@ -21,6 +21,8 @@ def nearness(one: Image.Image, other: Image.Image) -> str:
 
 
 def difference(one: Image.Image, other: Image.Image) -> Image.Image:
-    """The largest difference of the channels of two RGB images of one size, enlarged `GAIN` times, dark on white."""
+    """The largest difference of the channels of two RGB images of one size, enlarged `GAIN` times,
+    dark on white.
+    """
     apart = np.abs(np.asarray(one, np.int16) - np.asarray(other, np.int16)).max(-1)
     return Image.fromarray(255 - np.clip(GAIN * apart, 0, 255).astype(np.uint8)).convert("RGB")

@@ -20,7 +20,17 @@ from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.runs.devices import pick_device
 from mame_sd.runs.model_files import ModelChoice, find_model
 
-NEEDED = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy", "pillow", "typer", "rich")
+NEEDED = (
+    "torch",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "safetensors",
+    "numpy",
+    "pillow",
+    "typer",
+    "rich",
+)
 FUSED_KERNELS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
 FREE_DISK = 1 << 30  # bytes below which a run may not have room
 
@@ -41,10 +51,21 @@ class Check:
 def examine(choice: ModelChoice) -> list[Check]:
     """Run every check. Nothing is downloaded unless `choice` names a hub model."""
     checks = [*_versions(), _device(choice)]
-    for name, check in (("fused attention", fused_attention), ("merging", _merging), ("float16", _half)):
+    for name, check in (
+        ("fused attention", fused_attention),
+        ("merging", _merging),
+        ("float16", _half),
+    ):
         checks.append(_guarded(name, check, choice))
     usable = next(check for check in checks if check.name == "device").state != "fail"
-    return [*checks, _model(choice, choice.device if usable else "cpu"), _lora(), *_extras(), _threads(), _disk()]
+    return [
+        *checks,
+        _model(choice, choice.device if usable else "cpu"),
+        _lora(),
+        *_extras(),
+        _threads(),
+        _disk(),
+    ]
 
 
 def print_checks(checks: Sequence[Check]) -> None:
@@ -57,7 +78,9 @@ def print_checks(checks: Sequence[Check]) -> None:
             raise UserError(check.detail)
     failed = [check.name for check in checks if check.state == "fail"]
     if failed:
-        raise MachineError(f"some checks failed ({', '.join(failed)}); the lines above say what to do")
+        raise MachineError(
+            f"some checks failed ({', '.join(failed)}); the lines above say what to do"
+        )
 
 
 def _guarded(name: str, check: Callable[[torch.device], str | Check], choice: ModelChoice) -> Check:
@@ -76,7 +99,11 @@ def _versions() -> Iterator[Check]:
         try:
             yield Check(name, "ok", importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            missing = "running from a folder, not installed" if name == "mame-sd" else f"missing; pip install {name}"
+            missing = (
+                "running from a folder, not installed"
+                if name == "mame-sd"
+                else f"missing; pip install {name}"
+            )
             yield Check(name, "note" if name == "mame-sd" else "fail", missing)
 
 
@@ -88,11 +115,16 @@ def _device(choice: ModelChoice) -> Check:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return Check(
-            "device", "ok", f"{device}, {torch.cuda.get_device_name(device)}, {free >> 20} of {total >> 20} MiB free"
+            "device",
+            "ok",
+            f"{device}, {torch.cuda.get_device_name(device)}, {free >> 20} of {total >> 20} MiB"
+            " free",
         )
     slow = device.type == "cpu"
     return Check(
-        "device", "note" if slow else "ok", f"{device}{', no GPU found: large models will be slow' if slow else ''}"
+        "device",
+        "note" if slow else "ok",
+        f"{device}{', no GPU found: large models will be slow' if slow else ''}",
     )
 
 
@@ -111,7 +143,9 @@ def fused_attention(device: torch.device, kernels: Sequence[str] = FUSED_KERNELS
         except RuntimeError:
             continue
     if not names:
-        return Check("fused attention", "note", "none: attention runs unfused, slower and with more memory")
+        return Check(
+            "fused attention", "note", "none: attention runs unfused, slower and with more memory"
+        )
     return Check("fused attention", "ok", ", ".join(names))
 
 
@@ -142,7 +176,8 @@ def _model(choice: ModelChoice, device: str) -> Check:
         bad = _not_finite(model.pipe)
         if bad is not None:
             raise UserError(
-                f"--model {name}: expected weights that are finite numbers, got others in {bad}; get the model again"
+                f"--model {name}: expected weights that are finite numbers, got others in {bad};"
+                " get the model again"
             )
         layers = len(build_handle(model.pipe, MaMeConfig()).report().layers)
     except MachineError as error:
@@ -152,7 +187,9 @@ def _model(choice: ModelChoice, device: str) -> Check:
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files) / 2**20
     return Check(
-        "model", "ok", f"{name}, {type(model.pipe).__name__}, {size:.0f} MiB, {layers} self-attentions may merge"
+        "model",
+        "ok",
+        f"{name}, {type(model.pipe).__name__}, {size:.0f} MiB, {layers} self-attentions may merge",
     )
 
 
@@ -161,7 +198,9 @@ def _not_finite(pipe: Any) -> str | None:
     for part, component in pipe.components.items():
         if isinstance(component, torch.nn.Module):
             for name, weight in component.named_parameters():
-                if weight.element_size() > 1 and not torch.isfinite(weight).all():  # 8-bit types have no such test
+                if (
+                    weight.element_size() > 1 and not torch.isfinite(weight).all()
+                ):  # 8-bit types have no such test
                     return f"{part}.{name}"
     return None
 
@@ -176,7 +215,11 @@ def _lora() -> Check:
 def _extras() -> Iterator[Check]:
     """Commands that a plain installation lacks packages for."""
     for name, command, packages in (
-        ("mame-sd-eval", "mame-sd-eval benchmark, classify and report", ("matplotlib", "jinja2", "torchmetrics")),
+        (
+            "mame-sd-eval",
+            "mame-sd-eval benchmark, classify and report",
+            ("matplotlib", "jinja2", "torchmetrics"),
+        ),
         ("mame-sd ui", "mame-sd ui", ("gradio",)),
     ):
         missing = [package for package in packages if importlib.util.find_spec(package) is None]
@@ -186,12 +229,18 @@ def _extras() -> Iterator[Check]:
 
 
 def _threads() -> Check:
-    return Check("threads", "ok", f"{torch.get_num_threads()} of {os.cpu_count()} cores (OMP_NUM_THREADS sets them)")
+    return Check(
+        "threads",
+        "ok",
+        f"{torch.get_num_threads()} of {os.cpu_count()} cores (OMP_NUM_THREADS sets them)",
+    )
 
 
 def _disk() -> Check:
     free = shutil.disk_usage(Path.cwd()).free
     state: Literal["ok", "note"] = "ok" if free >= FREE_DISK else "note"
     return Check(
-        "disk", state, f"{free / 2**30:.1f} GiB free here{'' if state == 'ok' else ', a run may not have room'}"
+        "disk",
+        state,
+        f"{free / 2**30:.1f} GiB free here{'' if state == 'ok' else ', a run may not have room'}",
     )

@@ -62,37 +62,67 @@ def describe(error: BaseException) -> tuple[int, str]:
     if isinstance(error, MachineError):
         return MACHINE, str(error)
     format_message = getattr(error, "format_message", None)
-    if format_message is not None and hasattr(error, "exit_code"):  # typer's and click's usage errors
+    if format_message is not None and hasattr(
+        error, "exit_code"
+    ):  # typer's and click's usage errors
         return USAGE, _usage_message(error, format_message())
     if _is_out_of_memory(error):
-        return MACHINE, (
-            f"there is not enough memory ({_one_line(error)}); lower --batch-size, --height and --width, or use --dtype float16"
+        return (
+            MACHINE,
+            (
+                f"there is not enough memory ({_one_line(error)}); lower --batch-size, --height and"
+                " --width, or use --dtype float16"
+            ),
         )
     if isinstance(error, BrokenPipeError):
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (nothing reads it any more)
         return (
             MACHINE,
-            "the program that was reading the output ended before all of it was written; nothing else is wrong",
+            (
+                "the program that was reading the output ended before all of it was written;"
+                " nothing else is wrong"
+            ),
         )
-    extra = EXTRAS.get(getattr(error, "name", None) or "") if isinstance(error, ImportError) else None
+    extra = (
+        EXTRAS.get(getattr(error, "name", None) or "") if isinstance(error, ImportError) else None
+    )
     if extra is not None:
-        return MACHINE, f"expected the package {error.name}, found none; pip install 'mame-sd[{extra}]'"  # type: ignore[attr-defined]
+        return (
+            MACHINE,
+            f"expected the package {error.name}, found none; pip install 'mame-sd[{extra}]'",
+        )  # type: ignore[attr-defined]
     if isinstance(error, ImportError):
-        return MACHINE, (
-            f"a package that mame-sd needs does not load ({_one_line(error)}); install mame-sd again with pip, in a fresh "
-            "environment if need be"
+        return (
+            MACHINE,
+            (
+                f"a package that mame-sd needs does not load ({_one_line(error)}); install mame-sd"
+                " again with pip, in a fresh environment if need be"
+            ),
         )
     if isinstance(error, OSError):
-        return MACHINE, f"a file could not be read or written ({_one_line(error)}); mend that and run the command again"
-    return MACHINE, (
-        f"unexpected {type(error).__name__}: {_one_line(error)}; this is a bug, MAME_SD_TRACEBACK=1 shows where it is"
+        return (
+            MACHINE,
+            (
+                f"a file could not be read or written ({_one_line(error)}); mend that and run the"
+                " command again"
+            ),
+        )
+    return (
+        MACHINE,
+        (
+            f"unexpected {type(error).__name__}: {_one_line(error)}; this is a bug,"
+            " MAME_SD_TRACEBACK=1 shows where it is"
+        ),
     )
 
 
 @contextmanager
 def _interrupts() -> Iterator[Callable[[], bool]]:
     """Gives a function that tells whether Ctrl-C came during the block."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):
         yield lambda: False
         return
     came: list[int] = []
@@ -123,7 +153,9 @@ def _usage_message(error: BaseException, message: str) -> str:
 def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _MEMORY_MESSAGES)
+    return isinstance(error, RuntimeError) and any(
+        text in str(error).lower() for text in _MEMORY_MESSAGES
+    )
 
 
 def _one_line(error: BaseException) -> str:

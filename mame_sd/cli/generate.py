@@ -37,7 +37,10 @@ def run_generate(
     on_note = note if process.is_main else lambda text: None
     cut = cut_prompts(model.pipe, chosen)
     if cut:
-        on_note(f"{len(cut)} of {len(chosen)} prompts are longer than the model reads and are cut ({cut[0].id} first)")
+        on_note(
+            f"{len(cut)} of {len(chosen)} prompts are longer than the model reads and are cut"
+            f" ({cut[0].id} first)"
+        )
     if isinstance(method, MaMeConfig):
         merging = settings_in_force(model, method, on_note)
         saved = model.saved_merging
@@ -57,18 +60,27 @@ def run_generate(
         )
     if process.is_main:
         seconds = summary.seconds_per_image
-        print(f"{summary.images} images in {out}" + (f", {seconds:.2f} s per image" if seconds is not None else ""))
+        print(
+            f"{summary.images} images in {out}"
+            + (f", {seconds:.2f} s per image" if seconds is not None else "")
+        )
         _print_levels(summary.levels, method)
 
 
 def cut_prompts(pipe: Any, prompts: Sequence[Prompt]) -> list[Prompt]:
     """The prompts that have more tokens than the model's longest text encoder reads."""
-    tokenizers = [part for name, part in pipe.components.items() if name.startswith("tokenizer") and part is not None]
+    tokenizers = [
+        part
+        for name, part in pipe.components.items()
+        if name.startswith("tokenizer") and part is not None
+    ]
     longest = max(tokenizers, key=lambda tokenizer: tokenizer.model_max_length, default=None)
     if longest is None or longest.model_max_length > 1000:
         return []
     ids = longest([prompt.text for prompt in prompts], verbose=False)["input_ids"]
-    return [p for p, found in zip(prompts, ids, strict=True) if len(found) > longest.model_max_length]
+    return [
+        p for p, found in zip(prompts, ids, strict=True) if len(found) > longest.model_max_length
+    ]
 
 
 def load_to_merge(choice: ModelChoice, given: MaMeConfig) -> tuple[LoadedModel, MaMeConfig]:
@@ -78,15 +90,21 @@ def load_to_merge(choice: ModelChoice, given: MaMeConfig) -> tuple[LoadedModel, 
     return model, settings_in_force(model, given)
 
 
-def settings_in_force(model: LoadedModel, given: MaMeConfig, on_note: Callable[[str], None] = note) -> MaMeConfig:
-    """The merging saved with the model, where there is some, under the fields of `given`; `given` itself elsewhere.
+def settings_in_force(
+    model: LoadedModel, given: MaMeConfig, on_note: Callable[[str], None] = note
+) -> MaMeConfig:
+    """The merging saved with the model, where there is some, under the fields of `given`; `given`
+    itself elsewhere.
 
     Raises UserError where the two do not go together.
     """
     saved = model.saved_merging
     if saved is None:
         return given
-    on_note(f"merging as saved with the model ({saved}); options such as --tau, --keep and --baseline override it")
+    on_note(
+        f"merging as saved with the model ({saved}); options such as --tau, --keep and --baseline"
+        " override it"
+    )
     try:
         return saved.overridden(given)
     except ValueError as error:

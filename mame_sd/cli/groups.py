@@ -25,24 +25,37 @@ RunFolderOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """Which prompts: those of a file, then those of the command line, and the first `num` of them all."""
+    """Which prompts: those of a file, then those of the command line, and the first `num` of them
+    all.
+    """
 
-    file: str | None = option(None, "Prompt file: .txt, .csv, .tsv, .jsonl, or demo.", "--prompts", metavar="FILE")
-    texts: tuple[str, ...] = option((), "A prompt. Repeatable, also beside --prompts.", "--prompt", metavar="TEXT")
+    file: str | None = option(
+        None, "Prompt file: .txt, .csv, .tsv, .jsonl, or demo.", "--prompts", metavar="FILE"
+    )
+    texts: tuple[str, ...] = option(
+        (), "A prompt. Repeatable, also beside --prompts.", "--prompt", metavar="TEXT"
+    )
     num: int | None = option(None, "Take the first NUM prompts only.", metavar="NUM")
 
     def __post_init__(self) -> None:
         if self.num is not None and self.num < 1:
-            raise UserError(f"--num: expected at least 1, got {self.num}; raise it, or leave it out for all")
+            raise UserError(
+                f"--num: expected at least 1, got {self.num}; raise it, or leave it out for all"
+            )
 
     def or_demo(self) -> PromptOptions:
         """These, or where none are given those of the demo."""
         return self if self.file is not None or self.texts else replace(self, file="demo")
 
     def read(self) -> list[Prompt]:
-        """The prompts. Raises UserError when there are none, PromptError for a file that can't be used."""
+        """The prompts.
+
+        Raises UserError when there are none, PromptError for a file that can't be used.
+        """
         if self.file is None and not self.texts:
-            raise UserError("expected prompts, got none; give --prompts FILE (or demo), or --prompt TEXT")
+            raise UserError(
+                "expected prompts, got none; give --prompts FILE (or demo), or --prompt TEXT"
+            )
         from_file = [] if self.file is None else load_prompts(self.file)
         return [*from_file, *prompts_from_texts(self.texts)][: self.num]
 
@@ -60,7 +73,14 @@ class MergingOptions(GivenOptions):
         super().__init__(MaMeConfig, self.PANEL, without)
 
     def parameters(self) -> list[inspect.Parameter]:
-        file = keyword("config", Path, None, "File of settings, JSON or TOML.", panel=self.PANEL, metavar="FILE")
+        file = keyword(
+            "config",
+            Path,
+            None,
+            "File of settings, JSON or TOML.",
+            panel=self.PANEL,
+            metavar="FILE",
+        )
         help = "A setting of the paper's ablations; docs/settings.md lists them. Repeatable."
         study = keyword("study", tuple[str, ...], (), help, panel=self.PANEL, metavar="NAME=VALUE")
         return [*super().parameters(), file, study]
@@ -68,7 +88,9 @@ class MergingOptions(GivenOptions):
     def build(self, values: Mapping[str, Any]) -> Any:
         """The config. Raises UserError for a bad value or file."""
         try:
-            base = MaMeConfig() if values["config"] is None else MaMeConfig.from_file(values["config"])
+            base = (
+                MaMeConfig() if values["config"] is None else MaMeConfig.from_file(values["config"])
+            )
             return base.replace(**super().build(values), **read_study(values["study"]))
         except (TypeError, ValueError) as error:
             raise UserError(f"merging: {error}") from None
@@ -87,7 +109,9 @@ class MergingOptions(GivenOptions):
 
 
 def read_study(given: Sequence[str]) -> dict[str, Any]:
-    """`weights=pick`, `stride=2x3`, `refine=false` as fields of `Study`. Raises UserError for anything else.
+    """`weights=pick`, `stride=2x3`, `refine=false` as fields of `Study`.
+
+    Raises UserError for anything else.
 
     >>> read_study(["weights=pick", "stride=2x3", "refine=false", "eps=1e-5"])
     {'weights': 'pick', 'stride': (2, 3), 'refine': False, 'eps': 1e-05}
@@ -97,18 +121,24 @@ def read_study(given: Sequence[str]) -> dict[str, Any]:
     for text in given:
         name, _, value = text.partition("=")
         if name not in kinds or not value:
-            raise UserError(f"--study: expected NAME=VALUE of {', '.join(kinds)}, got {text!r}; correct it")
+            raise UserError(
+                f"--study: expected NAME=VALUE of {', '.join(kinds)}, got {text!r}; correct it"
+            )
         if kinds[name].startswith("tuple"):
             found[name] = pair(f"--study {name}", value)
         elif kinds[name] == "bool":
             if value.lower() not in ("true", "false"):
-                raise UserError(f"--study {name}: expected true or false, got {value!r}; correct it")
+                raise UserError(
+                    f"--study {name}: expected true or false, got {value!r}; correct it"
+                )
             found[name] = value.lower() == "true"
         elif kinds[name].startswith("float"):
             try:
                 found[name] = float(value)
             except ValueError:
-                raise UserError(f"--study {name}: expected a number, got {value!r}; correct it") from None
+                raise UserError(
+                    f"--study {name}: expected a number, got {value!r}; correct it"
+                ) from None
         else:
             found[name] = value
     return found
@@ -118,7 +148,9 @@ class OptionalMerging(MergingOptions):
     """As `MergingOptions`, with --baseline: no merging at all, the config is None."""
 
     def parameters(self) -> list[inspect.Parameter]:
-        baseline = keyword("baseline", bool, False, "No merging: the unchanged model.", panel=self.PANEL)
+        baseline = keyword(
+            "baseline", bool, False, "No merging: the unchanged model.", panel=self.PANEL
+        )
         return [baseline, *super().parameters()]
 
     def build(self, values: Mapping[str, Any]) -> Any:
@@ -127,7 +159,8 @@ class OptionalMerging(MergingOptions):
         given = self.given(values)
         if given:
             raise UserError(
-                f"--baseline: expected no merging options beside it, got {', '.join(given)}; drop one of them"
+                f"--baseline: expected no merging options beside it, got {', '.join(given)}; drop"
+                " one of them"
             )
         return None
 
@@ -136,7 +169,9 @@ class EncoderOptions(FieldOptions):
     """The options of a ModelChoice that count for a vision transformer."""
 
     def __init__(self) -> None:
-        super().__init__(ModelChoice, "Model", without=("scheduler", "loras", "variant", "single_file_config"))
+        super().__init__(
+            ModelChoice, "Model", without=("scheduler", "loras", "variant", "single_file_config")
+        )
 
     def help(self, f: Field[Any]) -> str:
         if f.name == "model":

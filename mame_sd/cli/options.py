@@ -1,6 +1,8 @@
-"""Options of commands made from dataclasses: a field is written once, with its type, default, help and check.
+"""Options of commands made from dataclasses: a field is written once, with its type, default, help
+and check.
 
-A command takes whole groups of options as keyword-only parameters; `takes` puts the options of each in their place:
+A command takes whole groups of options as keyword-only parameters; `takes` puts the options of each
+in their place:
 
     MODEL = FieldOptions(ModelChoice, "Model")
 
@@ -36,19 +38,26 @@ class Group(Protocol):
 
 
 def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace the parameters named in `groups` by the options of their groups, `<group>_<option>` each."""
+    """Replace the parameters named in `groups` by the options of their groups, `<group>_<option>`
+    each.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
         own = [p for p in signature.parameters.values() if p.name not in groups]
         options = {name: group.parameters() for name, group in groups.items()}
-        expanded = [*own, *(p.replace(name=f"{name}_{p.name}") for name, found in options.items() for p in found)]
+        expanded = [
+            *own,
+            *(p.replace(name=f"{name}_{p.name}") for name, found in options.items() for p in found),
+        ]
 
         @functools.wraps(command)
         def with_options(**values: Any) -> None:
             arguments = {p.name: values[p.name] for p in own}
             for name, group in groups.items():
-                arguments[name] = group.build({p.name: values[f"{name}_{p.name}"] for p in options[name]})
+                arguments[name] = group.build(
+                    {p.name: values[f"{name}_{p.name}"] for p in options[name]}
+                )
             command(**arguments)
 
         with_options.__signature__ = signature.replace(parameters=expanded)  # type: ignore[attr-defined]
@@ -60,17 +69,21 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
 
 
 class FieldOptions:
-    """The options of a dataclass, one for each field that has a help text; `build` gives an instance.
+    """The options of a dataclass, one for each field that has a help text; `build` gives an
+    instance.
 
     Args:
         panel: heading of these options in the help text.
-        without: names of fields that are no options here; those whose metadata say `option` False are none anywhere.
+        without: names of fields that are no options here; those whose metadata say `option` False
+            are none anywhere.
     """
 
     def __init__(self, kind: type, panel: str | None = None, without: Iterable[str] = ()) -> None:
         self._kind = kind
         self._panel = panel
-        options = [f for f in fields(kind) if "help" in f.metadata and f.metadata.get("option", True)]
+        options = [
+            f for f in fields(kind) if "help" in f.metadata and f.metadata.get("option", True)
+        ]
         self._fields = [f for f in options if f.name not in set(without)]
 
     def parameters(self) -> list[inspect.Parameter]:
@@ -78,7 +91,9 @@ class FieldOptions:
         return [self._parameter(f, hints[f.name]) for f in self._fields]
 
     def build(self, values: Mapping[str, Any]) -> Any:
-        return self._kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+        return self._kind(
+            **{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        )
 
     def flag(self, name: str) -> str:
         """The option of the field `name`."""
@@ -95,17 +110,22 @@ class FieldOptions:
     def _parameter(self, f: Field[Any], kind: Any) -> inspect.Parameter:
         flags = f.metadata.get("flags") or (self.flag(f.name),)
         metavar = f.metadata.get("metavar")
-        return keyword(f.name, kind, self.default(f), self.help(f), *flags, panel=self._panel, metavar=metavar)
+        return keyword(
+            f.name, kind, self.default(f), self.help(f), *flags, panel=self._panel, metavar=metavar
+        )
 
 
 class GivenOptions(FieldOptions):
-    """As `FieldOptions`, none of them with a default: `build` gives a dict of those that were given.
+    """As `FieldOptions`, none of them with a default: `build` gives a dict of those that were
+    given.
 
     Args:
         otherwise: whose value a field has that is not given, for the help text.
     """
 
-    def __init__(self, kind: type, panel: str | None, without: Iterable[str] = (), otherwise: str = "") -> None:
+    def __init__(
+        self, kind: type, panel: str | None, without: Iterable[str] = (), otherwise: str = ""
+    ) -> None:
         super().__init__(kind, panel, without)
         self._otherwise = otherwise
 
@@ -120,12 +140,19 @@ class GivenOptions(FieldOptions):
 
 
 def keyword(
-    name: str, kind: Any, default: Any, help: str, *flags: str, panel: str | None = None, metavar: str | None = None
+    name: str,
+    kind: Any,
+    default: Any,
+    help: str,
+    *flags: str,
+    panel: str | None = None,
+    metavar: str | None = None,
 ) -> inspect.Parameter:
-    """A parameter that typer makes an option of, whose type is the annotation `kind` of a dataclass's field.
+    """A parameter that typer makes an option of, whose type is the annotation `kind` of a
+    dataclass's field.
 
-    `Literal` shows its values, `tuple[str, ...]` may be given again and again, `tuple[int, int]` is written 2x3, and a bool
-    without a default has a --no- form.
+    `Literal` shows its values, `tuple[str, ...]` may be given again and again, `tuple[int, int]` is
+    written 2x3, and a bool without a default has a --no- form.
     """
     if get_origin(kind) in (Union, UnionType):
         (kind,) = (member for member in get_args(kind) if member is not NoneType)
@@ -141,7 +168,9 @@ def keyword(
         flags = (f"{flags[0]}/--no-{flags[0].removeprefix('--')}",)
     made = typer.Option(*flags, help=help, metavar=metavar, rich_help_panel=panel, parser=parser)
     annotation: Any = Annotated[kind if default is not None else kind | None, made]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
 
 
 def flag_of(name: str) -> str:
@@ -154,4 +183,6 @@ def pair(flag: str, text: str) -> tuple[int, int]:
     try:
         return int(first), int(second)
     except ValueError:
-        raise UserError(f"{flag}: expected two whole numbers such as 2x2, got {text!r}; give HEIGHTxWIDTH") from None
+        raise UserError(
+            f"{flag}: expected two whole numbers such as 2x2, got {text!r}; give HEIGHTxWIDTH"
+        ) from None

@@ -54,12 +54,16 @@ def draw_sheet(rows: Sequence[Sequence[Cell]], title: str = "") -> Image.Image:
     """
     columns = max(len(row) for row in rows)
     widths = [max(row[i].image.width for row in rows if i < len(row)) for i in range(columns)]
-    heights = [max(cell.image.height for cell in row) + LINE * max(len(cell.lines) for cell in row) for row in rows]
+    heights = [
+        max(cell.image.height for cell in row) + LINE * max(len(cell.lines) for cell in row)
+        for row in rows
+    ]
     top = MARGIN + (LINE + MARGIN // 2 if title else 0)
     size = sum(widths) + MARGIN * (columns + 1), top + sum(heights) + MARGIN * len(rows)
     if size[0] > MAX_WIDTH or size[1] > MAX_SIDE:
         raise UserError(
-            f"expected a sheet of at most {MAX_WIDTH} x {MAX_SIDE} pixels, got {size[0]} x {size[1]}; show fewer images"
+            f"expected a sheet of at most {MAX_WIDTH} x {MAX_SIDE} pixels, got {size[0]} x"
+            f" {size[1]}; show fewer images"
         )
     sheet = Image.new("RGB", size, _PAPER)
     draw = ImageDraw.Draw(sheet)
@@ -80,21 +84,32 @@ def draw_sheet(rows: Sequence[Sequence[Cell]], title: str = "") -> Image.Image:
 
 
 def enlarge(image: Image.Image, side: int) -> Image.Image:
-    """The image, times the whole number that brings its longer side nearest to `side` without passing it."""
+    """The image, times the whole number that brings its longer side nearest to `side` without
+    passing it.
+    """
     factor = max(1, side // max(image.size))
     return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
 
 
 def check_sheet_path(path: Path) -> None:
-    """Raise UserError when a sheet can't be written to `path`, or something else is there. Nothing is created."""
+    """Raise UserError when a sheet can't be written to `path`, or something else is there.
+
+    Nothing is created.
+    """
     if path.suffix.lower() != ".png":
-        raise UserError(f"--out {path}: expected a file ending in .png, got {path.suffix or 'no ending'}; rename it")
+        raise UserError(
+            f"--out {path}: expected a file ending in .png, got {path.suffix or 'no ending'};"
+            " rename it"
+        )
     with writing(path):
         there = nearest(path) == path
     if there and path.is_dir():
         raise UserError(f"--out {path}: expected a file, got a folder; name a file in it")
     if there and not _is_ours(path):
-        raise UserError(f"--out {path}: expected a new file or an earlier sheet, got another file; choose another name")
+        raise UserError(
+            f"--out {path}: expected a new file or an earlier sheet, got another file; choose"
+            " another name"
+        )
     check_place(path.parent, path)
 
 

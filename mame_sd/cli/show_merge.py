@@ -1,7 +1,8 @@
 """Draw which tokens were merged into which, over the image.
 
-A group is a destination and the sources that mainly went to it. It is painted in its mean colour, with an outline, or
-in a colour of its own as in the paper's figures, where a dot marks each destination that others joined.
+A group is a destination and the sources that mainly went to it. It is painted in its mean colour,
+with an outline, or in a colour of its own as in the paper's figures, where a dot marks each
+destination that others joined.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class MergeMap:
 
     Attributes:
         image: the finished image.
-        owners: [h, w], for each token the position (row * w + column) that it mainly went to, its own if it was kept.
+        owners: [h, w], for each token the position (row * w + column) that it mainly went to, its
+            own if it was kept.
         layer: name of the layer.
         step: counted from 1.
         tokens_kept: in this layer and step.
@@ -62,7 +64,8 @@ def capture_merge(
     """Generate one image and keep how a layer merged at `step`.
 
     Args:
-        step: a step of the scheduler, from 1; where it evaluates the model more than once (Heun), the first of them.
+        step: a step of the scheduler, from 1; where it evaluates the model more than once (Heun),
+            the first of them.
         level: 0 is the level with the most tokens; its first layer that merged is taken.
         layer: a layer's name, or a part of it that only one layer has, instead of `level`.
 
@@ -73,17 +76,22 @@ def capture_merge(
     from mame_sd.diffusion.layer import nothing_to_win
 
     if not 1 <= step <= settings.steps:
-        raise UserError(f"--step: expected 1 to {settings.steps} (--steps), got {step}; give one of these")
+        raise UserError(
+            f"--step: expected 1 to {settings.steps} (--steps), got {step}; give one of these"
+        )
     if "callback_on_step_end" not in model.arguments:
         raise UserError(
-            f"expected a pipeline that reports its steps, but {type(model.pipe).__name__} does not; use another model"
+            f"expected a pipeline that reports its steps, but {type(model.pipe).__name__} does not;"
+            " use another model"
         )
     (job,) = jobs_of([prompt_to_draw(prompt)], settings)
     handle = merge_in(model, config)
     plans: dict[str, Any] = {}
 
     def keep_plans(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        if index == first_evaluation(step, settings.steps, len(pipe.scheduler.timesteps), pipe.scheduler.order):
+        if index == first_evaluation(
+            step, settings.steps, len(pipe.scheduler.timesteps), pipe.scheduler.order
+        ):
             plans.update(handle.plans())
         return tensors
 
@@ -104,16 +112,21 @@ def capture_merge(
 
 
 def prompt_to_draw(text: str) -> Prompt:
-    """The prompt of `capture_merge`, whose id decides the noise. Raises UserError for an empty one."""
+    """The prompt of `capture_merge`, whose id decides the noise.
+
+    Raises UserError for an empty one.
+    """
     (prompt,) = prompts_from_texts([text])
     return replace(prompt, id="show-merge")
 
 
 def first_evaluation(step: int, steps: int, evaluations: int, order: int) -> int:
-    """The place, from 0, among all `evaluations` of the model where `step` (from 1) of `steps` begins.
+    """The place, from 0, among all `evaluations` of the model where `step` (from 1) of `steps`
+    begins.
 
-    `order` evaluations make a step, the last step may have fewer (Heun: 2 steps are 3 evaluations); those beyond steps * order
-    belong to the first step (PNDM warms up: 2 steps are 3 evaluations as well).
+    `order` evaluations make a step, the last step may have fewer (Heun: 2 steps are 3 evaluations);
+    those beyond steps * order belong to the first step (PNDM warms up: 2 steps are 3 evaluations as
+    well).
 
     >>> [first_evaluation(step, 3, 5, order=2) for step in (1, 2, 3)]
     [0, 2, 4]
@@ -126,7 +139,9 @@ def first_evaluation(step: int, steps: int, evaluations: int, order: int) -> int
 def check_colors(colors: str | None) -> None:
     """Raise UserError for colours that there are none of."""
     if colors is not None and colors not in COLORS:
-        raise UserError(f"--colors: expected {' or '.join(COLORS)}, got {colors!r}; give one of these")
+        raise UserError(
+            f"--colors: expected {' or '.join(COLORS)}, got {colors!r}; give one of these"
+        )
 
 
 def draw_merge(found: MergeMap, prompt: str, colors: str = "mean") -> Image.Image:
@@ -140,17 +155,26 @@ def draw_merge(found: MergeMap, prompt: str, colors: str = "mean") -> Image.Imag
         f"{found.tokens_kept} of {total} tokens kept; {LEGENDS[colors]}"
         + (", dark ones dropped" if (found.owners < 0).any() else ""),
     )
-    return draw_sheet([[Cell(plain, (prompt,)), Cell(PAINTERS[colors](plain, found.owners), legend)]])
+    return draw_sheet(
+        [[Cell(plain, (prompt,)), Cell(PAINTERS[colors](plain, found.owners), legend)]]
+    )
 
 
 def mean_colors(image: Image.Image, owners: np.ndarray) -> Image.Image:
-    """Every group in the mean colour of its pixels, borders between groups darker, dropped tokens black."""
+    """Every group in the mean colour of its pixels, borders between groups darker, dropped tokens
+    black.
+    """
     positions = np.where(owners < 0, owners.size, owners)
     size = image.width, image.height
-    groups = np.asarray(Image.fromarray(positions.astype(np.int32)).resize(size, Image.Resampling.NEAREST))
+    groups = np.asarray(
+        Image.fromarray(positions.astype(np.int32)).resize(size, Image.Resampling.NEAREST)
+    )
     values = np.asarray(image, np.float64)
     counts = np.bincount(groups.ravel(), minlength=owners.size + 1)
-    sums = [np.bincount(groups.ravel(), values[..., channel].ravel(), owners.size + 1) for channel in range(3)]
+    sums = [
+        np.bincount(groups.ravel(), values[..., channel].ravel(), owners.size + 1)
+        for channel in range(3)
+    ]
     means = np.stack(sums, -1) / np.maximum(counts, 1)[:, None]
     means[-1] = 0
     drawn = means[groups]
@@ -162,18 +186,24 @@ def mean_colors(image: Image.Image, owners: np.ndarray) -> Image.Image:
 
 
 def overlay(image: Image.Image, owners: np.ndarray) -> Image.Image:
-    """`image` with every group of two or more tokens in a colour of its own, and dropped tokens dark."""
+    """`image` with every group of two or more tokens in a colour of its own, and dropped tokens
+    dark.
+    """
     rows, columns = owners.shape
     dropped = owners.reshape(-1) < 0
     flat = np.where(dropped, np.arange(dropped.size), owners.reshape(-1))
-    sizes = np.bincount(flat, minlength=flat.size)  # [L], tokens of each group, at its owner's position
+    sizes = np.bincount(
+        flat, minlength=flat.size
+    )  # [L], tokens of each group, at its owner's position
     colours = np.array([_colour(position) for position in range(flat.size)], np.uint8)  # [L, 3]
     grouped = sizes[flat] > 1
     colours[dropped] = 0
     cells = colours[flat].reshape(rows, columns, 3)
     alpha = ((grouped | dropped).reshape(rows, columns) * round(255 * _OPACITY)).astype(np.uint8)
     colour_layer = Image.fromarray(cells).resize(image.size, Image.Resampling.NEAREST)
-    result = Image.composite(colour_layer, image, Image.fromarray(alpha).resize(image.size, Image.Resampling.NEAREST))
+    result = Image.composite(
+        colour_layer, image, Image.fromarray(alpha).resize(image.size, Image.Resampling.NEAREST)
+    )
     draw = ImageDraw.Draw(result)
     cell_width, cell_height = image.width / columns, image.height / rows
     radius = max(1.0, min(cell_width, cell_height) / 6)
@@ -194,18 +224,22 @@ def _choose(layers: Any, plans: dict[str, Any], level: int, name: str | None) ->
     """The report of the layer to draw."""
     merged = [layer for layer in layers if layer.name in plans]
     if name is not None:
-        found = [layer for layer in merged if layer.name == name] or [layer for layer in merged if name in layer.name]
+        found = [layer for layer in merged if layer.name == name] or [
+            layer for layer in merged if name in layer.name
+        ]
         if len(found) != 1:
             raise UserError(
-                f"--layer: expected a part of one layer's name, but {name!r} fits {len(found)} of those that merge "
-                f"({', '.join(layer.name for layer in merged)}); give one of these"
+                f"--layer: expected a part of one layer's name, but {name!r} fits {len(found)} of"
+                f" those that merge ({', '.join(layer.name for layer in merged)}); give one of"
+                " these"
             )
         return found[0]
     found = [layer for layer in merged if layer.level == level]
     if not found:
         there = sorted({layer.level for layer in merged})
         raise UserError(
-            f"--level: expected a level that merges ({', '.join(map(str, there))}), got {level}; lower --min-tokens for more"
+            f"--level: expected a level that merges ({', '.join(map(str, there))}), got {level};"
+            " lower --min-tokens for more"
         )
     return found[0]
 
@@ -215,7 +249,8 @@ def grid_like(image: Image.Image, tokens: int) -> tuple[int, int]:
     height = round((tokens * image.height / image.width) ** 0.5)
     if height < 1 or tokens % height:
         raise UserError(
-            f"expected tokens that lie on a grid, got {tokens} for {image.width} x {image.height} pixels; choose another layer or model"
+            f"expected tokens that lie on a grid, got {tokens} for {image.width} x {image.height}"
+            " pixels; choose another layer or model"
         )
     return height, tokens // height
 

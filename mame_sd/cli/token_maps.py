@@ -1,4 +1,6 @@
-"""Draw how a vision transformer merges one image, block by block: each merged group one colour, as in the paper's figures."""
+"""Draw how a vision transformer merges one image, block by block: each merged group one colour, as
+in the paper's figures.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class TokenMap:
 
     Attributes:
         block: counted from 0.
-        owners: [h, w], for each patch the one (row * w + column) that it went to over all blocks so far, its own if it was kept.
+        owners: [h, w], for each patch the one (row * w + column) that it went to over all blocks so
+            far, its own if it was kept.
     """
 
     block: int
@@ -41,7 +44,12 @@ class TokenMap:
 
 
 def show_image(
-    file: Path, blocks: str | None, colors: str | None, out: Path, choice: ModelChoice, merging: MaMeConfig
+    file: Path,
+    blocks: str | None,
+    colors: str | None,
+    out: Path,
+    choice: ModelChoice,
+    merging: MaMeConfig,
 ) -> None:
     """The body of ``show-merge IMAGE``: write the drawing and print how many patches are left.
 
@@ -53,7 +61,12 @@ def show_image(
     picture = read_image(file)
     encoder = load_encoder(choice)
     seen, maps = token_maps(encoder, picture, merging, chosen)
-    about = {"image": file.name, "model": encoder.identity, "mame": dict(merging.given) or "default", "blocks": blocks}
+    about = {
+        "image": file.name,
+        "model": encoder.identity,
+        "mame": dict(merging.given) or "default",
+        "blocks": blocks,
+    }
     write_sheet(out, draw_maps(seen, maps, colors or COLORS[0], file.name), about)
     for one in maps:
         print(f"block {one.block}: {one.kept} of {one.owners.size} patches left")
@@ -73,7 +86,10 @@ def blocks_of(text: str | None) -> int | tuple[int, ...] | None:
     except ValueError:
         numbers = ()
     if not numbers:
-        raise UserError(f"--blocks: expected a number such as 8, or blocks such as 3,6,9, got {text!r}; correct it")
+        raise UserError(
+            f"--blocks: expected a number such as 8, or blocks such as 3,6,9, got {text!r};"
+            " correct it"
+        )
     return numbers if "," in text else numbers[0]
 
 
@@ -83,12 +99,17 @@ def read_image(file: Path) -> Image.Image:
         with Image.open(file) as image:
             return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"show-merge {file}: expected an image, but it can't be read ({error}); give another") from None
+        raise UserError(
+            f"show-merge {file}: expected an image, but it can't be read ({error}); give another"
+        ) from None
 
 
 @torch.no_grad()
 def token_maps(
-    encoder: LoadedEncoder, picture: Image.Image, merging: MaMeConfig, blocks: int | tuple[int, ...] | None
+    encoder: LoadedEncoder,
+    picture: Image.Image,
+    merging: MaMeConfig,
+    blocks: int | tuple[int, ...] | None,
 ) -> tuple[Image.Image, list[TokenMap]]:
     """The image as the model sees it, and its patches after each block that merges.
 
@@ -99,7 +120,8 @@ def token_maps(
     pixels = inputs["pixel_values"]
     if pixels.dim() != 4 or not known.grid:
         raise UserError(
-            f"--model: expected a model that cuts the image into a grid, got {type(model).__name__}; give another"
+            "--model: expected a model that cuts the image into a grid, got"
+            f" {type(model).__name__}; give another"
         )
     try:
         handle = apply_encoder(model, merging, blocks=blocks)
@@ -116,7 +138,9 @@ def token_maps(
     finally:
         handle.remove()
     if not maps:
-        raise UserError("expected blocks that merge, but none had enough patches; lower --min-tokens")
+        raise UserError(
+            "expected blocks that merge, but none had enough patches; lower --min-tokens"
+        )
     return seen, maps
 
 
@@ -135,5 +159,9 @@ def draw_maps(seen: Image.Image, maps: list[TokenMap], colors: str, name: str) -
     draw = PAINTERS[colors]
     cells = [Cell(large, (name, f"{maps[0].owners.size} patches"))]
     for one in maps:
-        cells.append(Cell(draw(large, one.owners), (f"block {one.block}", f"{one.kept} patches left")))
-    return draw_sheet([cells[start : start + PANELS_ACROSS] for start in range(0, len(cells), PANELS_ACROSS)])
+        cells.append(
+            Cell(draw(large, one.owners), (f"block {one.block}", f"{one.kept} patches left"))
+        )
+    return draw_sheet(
+        [cells[start : start + PANELS_ACROSS] for start in range(0, len(cells), PANELS_ACROSS)]
+    )

@@ -1,7 +1,8 @@
-"""``mame-sd ui``: a page in the browser that shows a prompt's image with and without merging, side by side.
+"""``mame-sd ui``: a page in the browser that shows a prompt's image with and without merging, side
+by side.
 
-Built with gradio, an optional extra. The page is served on this machine, fetches nothing from elsewhere, and one image is
-computed at a time.
+Built with gradio, an optional extra. The page is served on this machine, fetches nothing from
+elsewhere, and one image is computed at a time.
 """
 
 from __future__ import annotations
@@ -23,11 +24,16 @@ from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.sampling import sample
 
 SIDE = 512  # pixels of a shown image
-FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # no web fonts
+FONTS = {
+    "font": ["system-ui", "sans-serif"],
+    "font_mono": ["ui-monospace", "monospace"],
+}  # no web fonts
 
 
 class SideBySide:
-    """A prompt's image without merging and with it. Keeps the latest baseline, so that moving a slider costs one image, not two.
+    """A prompt's image without merging and with it.
+
+    Keeps the latest baseline, so that moving a slider costs one image, not two.
 
     Args:
         model: the model to generate with.
@@ -50,7 +56,8 @@ class SideBySide:
         guidance = "" if self._model.guidance is None else f", guidance {self._model.guidance:g}"
         identity = self._model.identity
         return (
-            f"{identity['name']} ({identity['pipeline']}){size}{guidance}, {identity['dtype']} on {identity['device']}"
+            f"{identity['name']} ({identity['pipeline']}){size}{guidance}, {identity['dtype']} on"
+            f" {identity['device']}"
         )
 
     def warm_up(self) -> None:
@@ -58,7 +65,14 @@ class SideBySide:
         self._plain("warm-up", GenerateSettings(steps=1))
 
     def generate(
-        self, prompt: str, by: str, keep: float, tau: float, steps: float, seed: float | None, step: float
+        self,
+        prompt: str,
+        by: str,
+        keep: float,
+        tau: float,
+        steps: float,
+        seed: float | None,
+        step: float,
     ) -> tuple[Image.Image, Image.Image, Image.Image, str]:
         """Baseline, merged image, merge map at `step`, and a table of seconds and tokens.
 
@@ -69,9 +83,13 @@ class SideBySide:
             UserError, MachineError: what the command line would say.
         """
         if seed is None:
-            raise UserError("Seed: expected a whole number, got an empty field; give one, such as 0")
+            raise UserError(
+                "Seed: expected a whole number, got an empty field; give one, such as 0"
+            )
         if seed != int(seed):
-            raise UserError(f"Seed: expected a whole number, got {seed:g}; give one, such as {int(seed)}")
+            raise UserError(
+                f"Seed: expected a whole number, got {seed:g}; give one, such as {int(seed)}"
+            )
         settings = GenerateSettings(steps=int(steps), seed=int(seed))
         try:
             config = self._base.replace(**{by: {"keep": keep, "tau": tau}[by]})
@@ -84,12 +102,13 @@ class SideBySide:
         total = found.owners.size
         shown = enlarge(found.image, SIDE)
         table = (
-            "| | baseline | merged |\n|---|---|---|\n"
-            f"| seconds | {plain_seconds:.2f} | {seconds:.2f} ({plain_seconds / seconds:.2f} x as fast) |\n"
-            f"| {'keys' if config.merge == 'kv' else 'tokens'} kept, largest level, step {found.step} | {total} of {total} "
-            f"| {found.tokens_kept} of {total} ({found.tokens_kept / total:.0%}) |\n"
-            f"| nearness to the baseline | | {nearness(plain, found.image)} |\n\n"
-            "The merge map paints each group of tokens in its mean colour and outlines it.\n"
+            f"| | baseline | merged |\n|---|---|---|\n| seconds | {plain_seconds:.2f} |"
+            f" {seconds:.2f} ({plain_seconds / seconds:.2f} x as fast) |\n|"
+            f" {'keys' if config.merge == 'kv' else 'tokens'} kept, largest level, step"
+            f" {found.step} | {total} of {total} | {found.tokens_kept} of {total}"
+            f" ({found.tokens_kept / total:.0%}) |\n| nearness to the baseline | |"
+            f" {nearness(plain, found.image)} |\n\nThe merge map paints each group of tokens in its"
+            " mean colour and outlines it.\n"
         )
         return enlarge(plain, SIDE), shown, mean_colors(shown, found.owners), table
 
@@ -112,19 +131,26 @@ def build_page(both: SideBySide, prompt: str = "") -> Any:
         try:
             return both.generate(*values)
         except (UserError, MachineError) as error:
-            return *[None] * len(shown), f"**{error}**"  # no image of another setting beside an error
+            return (
+                *[None] * len(shown),
+                f"**{error}**",
+            )  # no image of another setting beside an error
         except Exception as error:  # shown on the page, and in one line where the page is served
             _, message = describe(error)
             say(f"error: {message}")
             return *[None] * len(shown), f"**{message}**"
 
     with gradio.Blocks(title="mame-sd", analytics_enabled=False) as page:
-        gradio.Markdown(f"# mame-sd\nThe same noise, denoised without merging and with it.\n\n{both.about}")
+        gradio.Markdown(
+            f"# mame-sd\nThe same noise, denoised without merging and with it.\n\n{both.about}"
+        )
         with gradio.Row():
             text = gradio.Textbox(prompt, label="Prompt", scale=4, autofocus=True)
             button = gradio.Button("Generate", variant="primary", scale=1)
         with gradio.Row():
-            by = gradio.Radio(["keep", "tau"], value="keep", label="Merge by", info="share to keep, or similarity")
+            by = gradio.Radio(
+                ["keep", "tau"], value="keep", label="Merge by", info="share to keep, or similarity"
+            )
             keep = gradio.Slider(0.05, 1, MaMeConfig().keep, step=0.005, label="keep")
             tau = gradio.Slider(0, 1, 0.8, step=0.01, label="tau", visible=False)
             steps = gradio.Slider(1, 50, 20, step=1, label="Steps")
@@ -132,22 +158,35 @@ def build_page(both: SideBySide, prompt: str = "") -> Any:
             step = gradio.Slider(1, 50, 10, step=1, label="Step of the merge map")
         with gradio.Row():
             shown = [
-                gradio.Image(label=label, interactive=False, format="png", buttons=["download", "fullscreen"])
+                gradio.Image(
+                    label=label, interactive=False, format="png", buttons=["download", "fullscreen"]
+                )
                 for label in ("Baseline", "Merged", "Merge map")
             ]
         table = gradio.Markdown()
         by.change(
-            lambda chosen: (gradio.update(visible=chosen == "keep"), gradio.update(visible=chosen == "tau")),
+            lambda chosen: (
+                gradio.update(visible=chosen == "keep"),
+                gradio.update(visible=chosen == "tau"),
+            ),
             by,
             [keep, tau],
         )
         inputs, outputs = [text, by, keep, tau, steps, seed, step], [*shown, table]
-        gradio.on([button.click, text.submit], generate, inputs, outputs, concurrency_limit=1, api_name="generate")
+        gradio.on(
+            [button.click, text.submit],
+            generate,
+            inputs,
+            outputs,
+            concurrency_limit=1,
+            api_name="generate",
+        )
     return page
 
 
 def serve(both: SideBySide, host: str, port: int, prompt: str = "") -> Any:
-    """Serve the page in the background and return it; its `local_url` is its address, `close()` ends it.
+    """Serve the page in the background and return it; its `local_url` is its address, `close()`
+    ends it.
 
     Args:
         host: address to listen on; 127.0.0.1 is this machine alone.
@@ -170,7 +209,8 @@ def serve(both: SideBySide, host: str, port: int, prompt: str = "") -> Any:
         )
     except OSError as error:
         raise UserError(
-            f"--port {port}: expected a port that is free on {host}, but {error}; choose another, or 0 for any"
+            f"--port {port}: expected a port that is free on {host}, but {error}; choose another,"
+            " or 0 for any"
         ) from error
     return page
 

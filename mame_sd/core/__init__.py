@@ -1,1 +1,4 @@
-"""The mathematics: partition, similarity, weights, plans that merge and restore. PyTorch alone, no model library."""
+"""The mathematics: partition, similarity, weights, plans that merge and restore.
+
+PyTorch alone, no model library.
+"""

@@ -1,7 +1,8 @@
 """What graphics cards do in a second, and how long a kernel takes on one: reckoned, not measured.
 
-A kernel takes the longest of three times: that of the smallest kernel, its bytes at the memory's speed, its products at
-the speed of the units that do them. Cards are told by their name, or by their processors, clocks and memory.
+A kernel takes the longest of three times: that of the smallest kernel, its bytes at the memory's
+speed, its products at the speed of the units that do them. Cards are told by their name, or by
+their processors, clocks and memory.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Card:
-    """What one kind of card does in a second, as its maker prints it, and the shares of it that are reached.
+    """What one kind of card does in a second, as its maker prints it, and the shares of it that are
+    reached.
 
     Attributes:
         name: as PyTorch names the card.
@@ -78,7 +80,8 @@ class Card:
         return sum(map(self.seconds, work))
 
     def eager(self, work: Iterable[Work], launch: float = LAUNCH) -> float:
-        """How long they take where each kernel is launched from Python, which may run ahead of the card.
+        """How long they take where each kernel is launched from Python, which may run ahead of the
+        card.
 
         Args:
             launch: seconds for each kernel.
@@ -96,15 +99,19 @@ class Card:
             # PyTorch lets cuDNN round fp32 to TF32, and other products not.
             full = self.tf32 if work.kind == "convolution" and self.tf32 else self.single
             return self.products * self.half if halves else SINGLE * full
-        # Attention of fp32 is three products in TF32 (`OpMultiplyAddFastF32` in PyTorch's mem_eff_attention).
-        full = self.attention * self.half if halves else THIRDS * self.tf32 / 3 or SINGLE * self.single
+        # Attention of fp32 is three products in TF32 (`OpMultiplyAddFastF32` in PyTorch's
+        # mem_eff_attention).
+        full = (
+            self.attention * self.half if halves else THIRDS * self.tf32 / 3 or SINGLE * self.single
+        )
         used = work.width / (-(-work.width // 32) * 32)  # heads are padded to multiples of 32
         return full * used * (MASKED if work.kind == "masked attention" else 1)
 
 
-# Peaks are their makers', for sums in fp32. Shares of them are assumed so that reckoned times of Stable Diffusion 1.5 are
-# those that diffusers' documentation measured on the 3090, the 4090 and the A100, and those of SDXL lie between what NVIDIA
-# measured of PyTorch and of TensorRT on the H100; a 3060 is taken for a smaller 3090. `benchmarks.gpu` prints how far off.
+# Peaks are their makers', for sums in fp32. Shares of them are assumed so that reckoned times of
+# Stable Diffusion 1.5 are those that diffusers' documentation measured on the 3090, the 4090 and
+# the A100, and those of SDXL lie between what NVIDIA measured of PyTorch and of TensorRT on the
+# H100; a 3060 is taken for a smaller 3090. `benchmarks.gpu` prints how far off.
 _GEFORCE = {"products": 0.77, "attention": 0.8}
 CARDS = {
     card.name: card
@@ -116,8 +123,9 @@ CARDS = {
         Card("H100", 3.35e12, 989e12, 494e12, 67e12, products=0.3, attention=0.4),
     )
 }
-# Products of fp16 with sums in fp32, and of fp32, that one multiprocessor does in a clock, FLOPs, by compute capability.
-# GeForce cards from 8.6 on do half of what other cards of the same generation do; they are taken for these.
+# Products of fp16 with sums in fp32, and of fp32, that one multiprocessor does in a clock, FLOPs,
+# by compute capability. GeForce cards from 8.6 on do half of what other cards of the same
+# generation do; they are taken for these.
 _OF_A_CLOCK = {
     (7, 0): (1024, 128),
     (7, 5): (512, 128),
@@ -133,7 +141,8 @@ _found: dict[str, Card | None] = {}
 
 
 def card_of(device: str) -> Card | None:
-    """The card that a CUDA device is, by name or by what it says of itself; None: nothing is known of it. Looked at once.
+    """The card that a CUDA device is, by name or by what it says of itself; None: nothing is known
+    of it. Looked at once.
 
     Figures that were measured on a card of that name (`measured_file`) come first.
     """
@@ -177,7 +186,14 @@ def _named(name: str) -> Card | None:
     """The known card of a name: all of its words, and none that makes it another one."""
     words = set(name.replace("-", " ").replace("_", " ").split())
     for card in CARDS.values():
-        if set(card.name.split()) <= words and not words & {"Ti", "SUPER", "Laptop", "PCIe", "NVL", "MIG"}:
+        if set(card.name.split()) <= words and not words & {
+            "Ti",
+            "SUPER",
+            "Laptop",
+            "PCIe",
+            "NVL",
+            "MIG",
+        }:
             return card
     return None
 
@@ -185,11 +201,19 @@ def _named(name: str) -> Card | None:
 def _by_properties(seen: Any) -> Card | None:
     """A card from what its driver says of it."""
     half, single = _OF_A_CLOCK.get((seen.major, seen.minor), (0, 0))
-    clock = 1e3 * getattr(seen, "clock_rate", 0) * seen.multi_processor_count  # clocks of all of them in a second
+    clock = (
+        1e3 * getattr(seen, "clock_rate", 0) * seen.multi_processor_count
+    )  # clocks of all of them in a second
     bits = 2 * 1e3 * getattr(seen, "memory_clock_rate", 0) * getattr(seen, "memory_bus_width", 0)
     if not half or not clock or not bits:
         return None
-    like = CARDS["H100"] if seen.major in (9, 10) else CARDS["A100"] if (seen.major, seen.minor) == (8, 0) else None
+    like = (
+        CARDS["H100"]
+        if seen.major in (9, 10)
+        else CARDS["A100"]
+        if (seen.major, seen.minor) == (8, 0)
+        else None
+    )
     shares = _GEFORCE if like is None else {"products": like.products, "attention": like.attention}
     tf32 = 0.0 if seen.major < 8 else half * clock / 2
     return Card(seen.name, bits / 8, half * clock, tf32, single * clock, **shares)

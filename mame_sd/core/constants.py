@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 def constant(make: Callable[..., Tensor], *args: Any) -> Tensor:
     """What `make` gives for these arguments, numbers and a device; nobody may change it.
 
-    A graph that is compiled or captured makes its own: it can't be trusted with one that others read.
+    A graph that is compiled or captured makes its own: it can't be trusted with one that others
+        read.
     """
     if torch.compiler.is_compiling() or is_captured():
         return make(*args)
@@ -28,7 +29,11 @@ def is_captured() -> bool:
 
 @lru_cache(maxsize=512)
 def _made(make: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():  # autograd refuses inference tensors
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        _disable_current_modes(),
+    ):  # autograd refuses inference tensors
         return make(*args)
 
 

@@ -1,12 +1,15 @@
 """What attention loses with fewer keys, given back to first order in the logits.
 
-Expanded around equal weights, attention over N keys is o(q) = mean(v) + scale * Cov(v, k) q + ..., mean and covariance taken over
-the keys. Fewer keys have another mean and covariance: means of groups lack what varies within the groups, picked ones are off by
-chance. Both are linear in q, and the difference costs two products of [D, N] by [N, D], as little as D more keys would: a control
-variate (linear attention of what is missing), exact to first order whatever stands for the dropped keys.
+Expanded around equal weights, attention over N keys is o(q) = mean(v) + scale * Cov(v, k) q + ...,
+mean and covariance taken over the keys. Fewer keys have another mean and covariance: means of
+groups lack what varies within the groups, picked ones are off by chance. Both are linear in q, and
+the difference costs two products of [D, N] by [N, D], as little as D more keys would: a control
+variate (linear attention of what is missing), exact to first order whatever stands for the dropped
+keys.
 
-Where the dropped tokens have no keys and values yet, a few of them tell nearly as much: of groups that stand as their means
-everything is known but how tokens vary within them, and that is estimated from a random sample.
+Where the dropped tokens have no keys and values yet, a few of them tell nearly as much: of groups
+that stand as their means everything is known but how tokens vary within them, and that is estimated
+from a random sample.
 """
 
 from __future__ import annotations
@@ -30,23 +33,31 @@ class Moments(NamedTuple):
 
 
 def moments(key: Tensor, value: Tensor, sizes: Tensor | None = None) -> Moments:
-    """The moments of keys and values [..., N, D], each counted `sizes` times ([..., N], broadcast); None: all alike."""
+    """The moments of keys and values [..., N, D], each counted `sizes` times ([..., N], broadcast);
+    None: all alike.
+    """
     if sizes is None:
         share: Tensor | float = 1 / key.shape[-2]
         middle_key, middle_value = key.mean(-2, keepdim=True), value.mean(-2, keepdim=True)
     else:
         exact = sizes.to(torch.promote_types(key.dtype, torch.float32))
         share = (exact / exact.sum(-1, keepdim=True)).unsqueeze(-1)
-        middle_key, middle_value = ((share * t).sum(-2, keepdim=True).to(t.dtype) for t in (key, value))
+        middle_key, middle_value = (
+            (share * t).sum(-2, keepdim=True).to(t.dtype) for t in (key, value)
+        )
     return Moments(middle_key, middle_value, _outer(key - middle_key, value - middle_value, share))
 
 
-def within_groups(kept_key: Tensor, kept_value: Tensor, key: Tensor, value: Tensor, rows: Tensor) -> Tensor:
-    """Cov(v, k) [..., D, D] within groups of tokens that are kept as their means, estimated from a sample, in at least fp32.
+def within_groups(
+    kept_key: Tensor, kept_value: Tensor, key: Tensor, value: Tensor, rows: Tensor
+) -> Tensor:
+    """Cov(v, k) [..., D, D] within groups of tokens that are kept as their means, estimated from a
+    sample, in at least fp32.
 
-    With the covariance between the means, each counted as often as it stands for tokens, it is that of all tokens. What the
-    sample shows is shrunk by how little its two halves agree, <A, B> / |(A + B) / 2|^2 of each head: by nothing where much
-    varies alike, to nothing where the estimate is noise.
+    With the covariance between the means, each counted as often as it stands for tokens, it is that
+    of all tokens. What the sample shows is shrunk by how little its two halves agree, <A, B> / |(A
+    + B) / 2|^2 of each head: by nothing where much varies alike, to nothing where the estimate is
+    noise.
 
     Args:
         kept_key, kept_value: the means' [..., N', D].
@@ -54,7 +65,10 @@ def within_groups(kept_key: Tensor, kept_value: Tensor, key: Tensor, value: Tens
         rows: which of the means each drawn token went to, [..., n] (broadcast).
     """
     rows = rows.unsqueeze(-1)  # values may be of another width than keys
-    key, value = (t - means.gather(-2, rows.expand(t.shape)) for t, means in ((key, kept_key), (value, kept_value)))
+    key, value = (
+        t - means.gather(-2, rows.expand(t.shape))
+        for t, means in ((key, kept_key), (value, kept_value))
+    )
     half = max(1, key.shape[-2] // 2)
     a, b = (_outer(key[..., first::2, :], value[..., first::2, :], 1 / half) for first in (0, 1))
     within = (a + b) / 2
@@ -65,7 +79,8 @@ def within_groups(kept_key: Tensor, kept_value: Tensor, key: Tensor, value: Tens
 class Lacking(NamedTuple):
     """What attention over the kept keys lacks: scale * `covariance` q + `shift` is to be added.
 
-    Weights of attention sum to 1, so `shift` may be added to the kept values instead; None: nothing.
+    Weights of attention sum to 1, so `shift` may be added to the kept values instead; None:
+    nothing.
     """
 
     covariance: Tensor  # [..., D, D] of Cov(v, k)
@@ -73,12 +88,18 @@ class Lacking(NamedTuple):
 
 
 def first_order(every: Moments, kept: Moments) -> Lacking:
-    """What keys lack whose moments are `kept`, each counted as its logit counts it, where those of all are `every`."""
+    """What keys lack whose moments are `kept`, each counted as its logit counts it, where those of
+    all are `every`.
+    """
     return Lacking(every.covariance - kept.covariance, every.value - kept.value)
 
 
 def first_order_of_means(
-    kept: tuple[Tensor, Tensor], drawn: tuple[Tensor, Tensor], rows: Tensor, sizes: Tensor, weighed: bool
+    kept: tuple[Tensor, Tensor],
+    drawn: tuple[Tensor, Tensor],
+    rows: Tensor,
+    sizes: Tensor,
+    weighed: bool,
 ) -> Lacking:
     """What the means of groups lack, from a sample of the tokens (`within_groups`).
 
@@ -87,12 +108,14 @@ def first_order_of_means(
         drawn: the sample's [..., n, D].
         rows: which of the means each drawn token went to, [..., n] (broadcast).
         sizes: how many tokens each of the means stands for, [..., N'] (broadcast).
-        weighed: the logits count each key as often as that. Then nothing is lacking but what varies within groups.
+        weighed: the logits count each key as often as that. Then nothing is lacking but what varies
+            within groups.
     """
     within = within_groups(*kept, *drawn, rows)
     if weighed:
         return Lacking(within, None)
-    # The difference of two means in one product: each rounded by itself would leave little of it in half precision.
+    # The difference of two means in one product: each rounded by itself would leave little of it in
+    # half precision.
     apart = sizes / sizes.sum(-1, keepdim=True) - 1 / sizes.shape[-1]
     with no_autocast(kept[1]):
         shift = apart.to(kept[1].dtype).unsqueeze(-2) @ kept[1]
@@ -109,8 +132,9 @@ def _outer(key: Tensor, value: Tensor, share: Tensor | float) -> Tensor:
 
 
 class Added(NamedTuple):
-    """What attention lacks as kernels make it, both in fp32: `product` [B * H, D, D'], by which queries are multiplied, and `shift`
-    [B * H, D'] (or none, [0, D']), to be added to its output."""
+    """What attention lacks as kernels make it, both in fp32: `product` [B * H, D, D'], by which
+    queries are multiplied, and `shift` [B * H, D'] (or none, [0, D']), to be added to its output.
+    """
 
     product: Tensor
     shift: Tensor
@@ -134,13 +158,21 @@ class Drawn(NamedTuple):
 
 
 def added_by_kernels(
-    plan: Plan, kept: tuple[Tensor, Tensor], first: int, drawn: Drawn, sizes: Tensor, scale: float, weighed: bool
+    plan: Plan,
+    kept: tuple[Tensor, Tensor],
+    first: int,
+    drawn: Drawn,
+    sizes: Tensor,
+    scale: float,
+    weighed: bool,
 ) -> Added | None:
-    """`first_order_of_means` times the logits' scale by kernels; None where PyTorch's operations have to do it.
+    """`first_order_of_means` times the logits' scale by kernels; None where PyTorch's operations
+    have to do it.
 
     Args:
         plan: of the tokens, without special ones.
-        kept: keys and values [B, H, n, D] and [B, H, n, D'], among which the means begin at `first`.
+        kept: keys and values [B, H, n, D] and [B, H, n, D'], among which the means begin at
+            `first`.
         drawn: the sample.
         sizes: how many tokens each of the keys stands for, [B, n] fp32.
         scale: of the logits, and of the covariance.
@@ -181,7 +213,9 @@ def added_by_kernels(
 
 
 def add_by_kernel(output: Tensor, query: Tensor, lacks: Added, in_place: bool = True) -> Tensor:
-    """Attention's output [B, H, Q, D'] with query @ product + shift added, in its place unless others may read it."""
+    """Attention's output [B, H, Q, D'] with query @ product + shift added, in its place unless
+    others may read it.
+    """
     output = output if in_place else output.clone()
     if fused.on(output, query) and output.stride(-1) == 1:
         from mame_sd.core import triton_moments as kernels

@@ -1,8 +1,9 @@
-"""What a layer costs on a graphics card with and without merging: reckoned before anything is computed.
+"""What a layer costs on a graphics card with and without merging: reckoned before anything is
+computed.
 
-The layer's products, and its attention over all tokens or over those that stay, are known from its sizes. What merging
-adds, choosing tokens and giving back what they lose, is `ADDED`: read off the library's own kernels, and a test holds the
-two together.
+The layer's products, and its attention over all tokens or over those that stay, are known from its
+sizes. What merging adds, choosing tokens and giving back what they lose, is `ADDED`: read off the
+library's own kernels, and a test holds the two together.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class Form(NamedTuple):
         weights: "best" or "pick", as in the settings.
         correct: what merged keys lack is given back, or whole tokens are counted.
         kernels: our own run (`mame_sd.core.fused`); else PyTorch's operations.
-        masked: merged tokens count as often as they stand for tokens, which takes a mask. Text beside them needs that
-            too, where keys merge late.
+        masked: merged tokens count as often as they stand for tokens, which takes a mask. Text
+            beside them needs that too, where keys merge late.
     """
 
     whole: bool
@@ -79,7 +80,8 @@ class Added(NamedTuple):
     launches: int = 0
 
 
-# Norms, rotary positions and copies in a layer that merges nothing, by whether keys merge early (UNets) or late.
+# Norms, rotary positions and copies in a layer that merges nothing, by whether keys merge early
+# (UNets) or late.
 BESIDE: dict[bool, Added] = {True: Added(0, 3.7, launches=2), False: Added(0, 66.0, launches=33)}
 # What merging adds. `python -m benchmarks.gpu_added` counts both.
 ADDED: dict[Form, Added] = {
@@ -93,17 +95,23 @@ ADDED: dict[Form, Added] = {
     Form(whole=True, early=False): Added(8, 13.4, launches=38),
     Form(whole=False, early=True, kernels=False): Added(90, 29.5, launches=111),
     Form(whole=False, early=True, correct=False, kernels=False): Added(30, 9.9, launches=43),
-    Form(whole=False, early=True, weights="pick", correct=False, kernels=False): Added(1, 0.3, launches=1),
+    Form(whole=False, early=True, weights="pick", correct=False, kernels=False): Added(
+        1, 0.3, launches=1
+    ),
     Form(whole=True, early=True, kernels=False): Added(134, 76.2, launches=172),
     Form(whole=False, early=False, kernels=False): Added(78, 27.7, launches=148),
     Form(whole=False, early=False, correct=False, kernels=False): Added(50, 16.4, launches=79),
-    Form(whole=False, early=False, weights="pick", correct=False, kernels=False): Added(3, 0.0, launches=24),
+    Form(whole=False, early=False, weights="pick", correct=False, kernels=False): Added(
+        3, 0.0, launches=24
+    ),
     Form(whole=True, early=False, kernels=False): Added(116, 38.8, launches=162),
 }
 
 
 def work_of(call: Call, share: float = 1.0, form: Form | None = None) -> list[Work]:
-    """The kernels of a layer that attends over all of its tokens, or over a `share` of them, without what merging adds."""
+    """The kernels of a layer that attends over all of its tokens, or over a `share` of them,
+    without what merging adds.
+    """
     kept, others = round(share * call.tokens), call.beside
     queries = kept if form and form.whole else call.tokens
     keys = kept if form else call.tokens
@@ -117,8 +125,11 @@ def work_of(call: Call, share: float = 1.0, form: Form | None = None) -> list[Wo
 
 
 @lru_cache(maxsize=4096)
-def times_as_fast(card: Card, call: Call, share: float, form: Form, eager: bool = False) -> float | None:
-    """How many times as fast the layer is that merges to a `share` of its tokens; None: it is not known what that adds.
+def times_as_fast(
+    card: Card, call: Call, share: float, form: Form, eager: bool = False
+) -> float | None:
+    """How many times as fast the layer is that merges to a `share` of its tokens; None: it is not
+    known what that adds.
 
     Args:
         card: where it runs.
@@ -132,7 +143,9 @@ def times_as_fast(card: Card, call: Call, share: float, form: Form, eager: bool 
         return None
     plain = card.busy(work_of(call)) + spent(card, call, beside)
     fewer = beside._replace(moved=share * beside.moved) if form.whole else beside
-    merged = card.busy(work_of(call, share, form)) + spent(card, call, fewer) + spent(card, call, added)
+    merged = (
+        card.busy(work_of(call, share, form)) + spent(card, call, fewer) + spent(card, call, added)
+    )
     if eager:
         least = (len(work_of(call)) + beside.launches) * LAUNCH
         return max(plain, least) / max(merged, least + added.launches * LAUNCH)

@@ -1,9 +1,10 @@
 """What varies within groups of merged tokens, given back when they are restored.
 
-Every token of a group would get the same copy. Two things say how outputs vary within groups, and neither needs training.
-One is the copies of the groups around a token (their blur). The other is the inputs, which are known of every token.
-How outputs follow inputs is read off the merged tokens themselves. It is a ridge regression of RANK directions on what the
-blur leaves unexplained, and it is given as far as it is right on the merged tokens.
+Every token of a group would get the same copy. Two things say how outputs vary within groups, and
+neither needs training. One is the copies of the groups around a token (their blur). The other is
+the inputs, which are known of every token. How outputs follow inputs is read off the merged tokens
+themselves. It is a ridge regression of RANK directions on what the blur leaves unexplained, and it
+is given as far as it is right on the merged tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Detail(NamedTuple):
     """By what restored tokens of one group differ.
 
     Attributes:
-        feature: the inputs [B, L, d] of all tokens but the special ones, in floating point; outputs vary as they do.
+        feature: the inputs [B, L, d] of all tokens but the special ones, in floating point; outputs
+            vary as they do.
         plane: (h, w) of these tokens, h * w = L.
     """
 
@@ -33,9 +35,11 @@ class Detail(NamedTuple):
 
 
 def blurred(x: Tensor, plane: tuple[int, int]) -> Tensor:
-    """Tokens x [B, h * w, C] blurred by [1, 2, 1] / 4 along rows and columns of their plane (h, w), whose border is repeated.
+    """Tokens x [B, h * w, C] blurred by [1, 2, 1] / 4 along rows and columns of their plane (h, w),
+    whose border is repeated.
 
-    Twice the means of 2 x 2, where they reach over the border of what lies within: the same kernel, without a copy of the tokens.
+    Twice the means of 2 x 2, where they reach over the border of what lies within: the same kernel,
+    without a copy of the tokens.
     """
     image = x.unflatten(1, plane).permute(0, 3, 1, 2)
     corners = F.avg_pool2d(image, 2, stride=1, padding=1, count_include_pad=False)
@@ -43,25 +47,39 @@ def blurred(x: Tensor, plane: tuple[int, int]) -> Tensor:
 
 
 def directions(channels: int, count: int, device: torch.device) -> Tensor:
-    """Directions [channels, count] in which tokens are looked at, fp32: cosines of as many frequencies, alike on every device."""
-    phases = torch.arange(channels, device=device).unsqueeze(1) * torch.arange(1, count + 1, device=device)
+    """Directions [channels, count] in which tokens are looked at, fp32: cosines of as many
+    frequencies, alike on every device.
+    """
+    phases = torch.arange(channels, device=device).unsqueeze(1) * torch.arange(
+        1, count + 1, device=device
+    )
     return (phases * 40503 % 65536 * (2 * math.pi / 65536)).float().cos()
 
 
 def slope(given: Tensor, wanted: Tensor, sizes: Tensor) -> Tensor:
-    """The ridge regression [B, r, C] of `wanted` [B, N, C] on `given` [B, N, r] (fp32 or fp64), of groups of `sizes` [B, N] tokens.
+    """The ridge regression [B, r, C] of `wanted` [B, N, C] on `given` [B, N, r] (fp32 or fp64), of
+    groups of `sizes` [B, N] tokens.
 
-    Times the square of the share of `wanted` that it explains: where outputs follow inputs that is nearly all, and elsewhere little
-    that holds within groups.
+    Times the square of the share of `wanted` that it explains: where outputs follow inputs that is
+    nearly all, and elsewhere little that holds within groups.
     """
     share = (sizes / sizes.sum(1, keepdim=True)).unsqueeze(-1)
     weighed = (share * given).transpose(1, 2)
-    wanted = wanted.float() if wanted.dtype == torch.float16 else wanted  # whose range a sum may leave
+    wanted = (
+        wanted.float() if wanted.dtype == torch.float16 else wanted
+    )  # whose range a sum may leave
     covariance, follows = weighed @ given, (weighed.to(wanted.dtype) @ wanted).to(given.dtype)
-    ridge = RIDGE * covariance.diagonal(dim1=1, dim2=2).mean(-1) + torch.finfo(covariance.dtype).tiny ** 0.5
-    lower, _ = torch.linalg.cholesky_ex(covariance + torch.diag_embed(ridge.unsqueeze(-1).expand(given.shape[::2])))
+    ridge = (
+        RIDGE * covariance.diagonal(dim1=1, dim2=2).mean(-1)
+        + torch.finfo(covariance.dtype).tiny ** 0.5
+    )
+    lower, _ = torch.linalg.cholesky_ex(
+        covariance + torch.diag_embed(ridge.unsqueeze(-1).expand(given.shape[::2]))
+    )
     half = torch.linalg.solve_triangular(lower, follows, upper=False)
     found = torch.linalg.solve_triangular(lower.transpose(1, 2), half, upper=True)
     power = torch.linalg.vector_norm(wanted, dim=2, keepdim=True, dtype=given.dtype).square()
-    explained = (found * follows).sum((1, 2)) / (share * power).sum((1, 2)).clamp(min=torch.finfo(power.dtype).tiny)
+    explained = (found * follows).sum((1, 2)) / (share * power).sum((1, 2)).clamp(
+        min=torch.finfo(power.dtype).tiny
+    )
     return found * explained.clamp(0, 1).square().view(-1, 1, 1)

@@ -1,4 +1,6 @@
-"""A small run through all that our kernels do: what a device is asked before they run on it (`mame_sd.core.fused`)."""
+"""A small run through all that our kernels do: what a device is asked before they run on it
+(`mame_sd.core.fused`).
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,21 @@ _PLANE, _WIDTH, _HEADS = (6, 18), 24, 2  # tiles are cut
 
 
 def results(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What merging, restoring and correcting give of the same tokens each time, by kernels where `fused.on` says so."""
+    """What merging, restoring and correcting give of the same tokens each time, by kernels where
+    `fused.on` says so.
+    """
     generator = torch.Generator().manual_seed(0)
     length = _PLANE[0] * _PLANE[1]
     drawn = [torch.randn(2, length, _WIDTH, generator=generator) for _ in range(4)]
-    # Groups of tokens that are far more alike than others: rounding decides nowhere who merges with whom.
+    # Groups of tokens that are far more alike than others: rounding decides nowhere who merges with
+    # whom.
     feature = torch.nn.functional.one_hot(torch.arange(length) % 3 * 6, _WIDTH) * 8.0 + drawn[0] / 4
     x, query, key, value = (t.to(device, dtype) for t in (feature, *drawn[1:]))
     found: dict[str, Tensor] = {}
-    settings = {"kv": MaMeConfig(keep=0.25), "qkv": MaMeConfig(keep=0.625, stride=(2, 2), merge="qkv", detail=True)}
+    settings = {
+        "kv": MaMeConfig(keep=0.25),
+        "qkv": MaMeConfig(keep=0.625, stride=(2, 2), merge="qkv", detail=True),
+    }
     for name, config in settings.items():
         plan = plan_merge(x, config, _PLANE)
         assert isinstance(plan, RowPlan)
@@ -39,7 +47,8 @@ def _corrected(plan: RowPlan, query: Tensor, key: Tensor, value: Tensor, weighed
     """What is added to an output of ones, [B, H, L, D]."""
     query, key, value = (t.unflatten(2, (_HEADS, -1)).transpose(1, 2) for t in (query, key, value))
     kept_key, kept_value = (
-        plan.merge(t.transpose(1, 2).flatten(2)).unflatten(2, (_HEADS, -1)).transpose(1, 2) for t in (key, value)
+        plan.merge(t.transpose(1, 2).flatten(2)).unflatten(2, (_HEADS, -1)).transpose(1, 2)
+        for t in (key, value)
     )
     output, scale = torch.ones_like(query), query.shape[-1] ** -0.5
     drawn = Drawn(key, value, 0, apart=False)
@@ -48,7 +57,11 @@ def _corrected(plan: RowPlan, query: Tensor, key: Tensor, value: Tensor, weighed
         return add_by_kernel(output, query, lacks)
     sample = plan.positions.sample
     rows = plan.rows.index_select(1, sample).unsqueeze(1)
-    given = (kept_key, kept_value), (key.index_select(2, sample), value.index_select(2, sample)), rows
+    given = (
+        (kept_key, kept_value),
+        (key.index_select(2, sample), value.index_select(2, sample)),
+        rows,
+    )
     covariance, shift = first_order_of_means(*given, plan.sizes.unsqueeze(1), weighed)
     added = query @ (scale * covariance).transpose(-1, -2).to(query.dtype)
     return output + added if shift is None else output + added + shift

@@ -1,8 +1,10 @@
-"""Whether our Triton kernels run: on CUDA devices where they were found to be right, for tensors of which no gradient is needed.
+"""Whether our Triton kernels run: on CUDA devices where they were found to be right, for tensors of
+which no gradient is needed.
 
-A device is asked once for each dtype: all kernels run on a small example there, beside PyTorch's operations. Where one does not
-compile, or gives other numbers, PyTorch's operations run from then on, and one warning says so. Never on ROCm, whose
-Triton (3.9) does not compile them in fp32, and never on other devices.
+A device is asked once for each dtype: all kernels run on a small example there, beside PyTorch's
+operations. Where one does not compile, or gives other numbers, PyTorch's operations run from then
+on, and one warning says so. Never on ROCm, whose Triton (3.9) does not compile them in fp32, and
+never on other devices.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from mame_sd.core.buffers import in_place
 from mame_sd.core.constants import is_captured
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter: the kernels run on the CPU
+INTERPRETED = (
+    os.environ.get("TRITON_INTERPRET") == "1"
+)  # Triton's interpreter: the kernels run on the CPU
 LARGEST_TILE = 128  # destinations of one tile that the kernels hold on the chip
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _found: dict[tuple[str, torch.dtype], bool] = {}
@@ -34,7 +38,9 @@ def on(*tensors: Tensor) -> bool:
     first = tensors[0]
     if not first.is_cuda and not (INTERPRETED and first.device.type == "cpu"):
         return False
-    if not all(t.dtype in DTYPES and in_place(t) for t in tensors) or (_TRITON_MISSING and not _forced):
+    if not all(t.dtype in DTYPES and in_place(t) for t in tensors) or (
+        _TRITON_MISSING and not _forced
+    ):
         return False
     return _forced[-1] if _forced else _ready(str(first.device), str(first.dtype))
 
@@ -50,7 +56,9 @@ def only(kernels: bool) -> Iterator[None]:
 
 
 def launched(operator: Callable[..., Any], *args: Any) -> Any:
-    """What one of our operators gives (True of nothing); None where it failed, and PyTorch's operations have to do it from now on."""
+    """What one of our operators gives (True of nothing); None where it failed, and PyTorch's
+    operations have to do it from now on.
+    """
     if torch.compiler.is_compiling() or _forced:
         found = operator(*args)
         return True if found is None else found
@@ -67,7 +75,10 @@ def launched(operator: Callable[..., Any], *args: Any) -> Any:
 
 def state() -> dict[str, bool]:
     """Whether the kernels run, by device and dtype, as far as that was asked for."""
-    return {f"{device} {str(dtype).removeprefix('torch.')}": right for (device, dtype), right in _found.items()}
+    return {
+        f"{device} {str(dtype).removeprefix('torch.')}": right
+        for (device, dtype), right in _found.items()
+    }
 
 
 _TRITON_MISSING = find_spec("triton") is None or torch.version.hip is not None
@@ -75,7 +86,10 @@ _TRITON_MISSING = find_spec("triton") is None or torch.version.hip is not None
 
 @torch.compiler.assume_constant_result
 def _ready(device: str, dtype: str) -> bool:
-    """Whether the kernels are right on a device; found out where it was not asked before. Nothing below is traced."""
+    """Whether the kernels are right on a device; found out where it was not asked before.
+
+    Nothing below is traced.
+    """
     key = device, getattr(torch, dtype.removeprefix("torch."))
     if key not in _found:
         if is_captured():  # no check can run then
@@ -95,14 +109,23 @@ def _right(device: str, dtype: torch.dtype) -> bool:
         if dtype == torch.bfloat16 and torch.cuda.get_device_capability(index) < (8, 0):
             return False
     try:
-        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # where warnings are errors, one is no reason against a kernel
+        with (
+            _disable_current_modes(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter(
+                "ignore"
+            )  # where warnings are errors, one is no reason against a kernel
             with only(True):
                 found = example.results(device, dtype)
             with only(False):
                 expected = example.results(device, dtype)
         for name, value in expected.items():
-            apart = (found[name].double() - value.double()).abs().max() / value.double().abs().max().clamp(min=1e-3)
+            apart = (
+                found[name].double() - value.double()
+            ).abs().max() / value.double().abs().max().clamp(min=1e-3)
             if not apart <= example.TOLERANCE[dtype]:
                 raise ArithmeticError(f"{name} is {apart:.1e} of its largest value off")
     except torch.OutOfMemoryError:
@@ -117,8 +140,8 @@ def _turn_off(device: str, dtype: torch.dtype, error: Exception) -> None:
     _found[device, dtype] = False
     reason = str(error).strip().splitlines() or [""]
     warnings.warn(
-        f"merging runs by PyTorch's operations on {device} for {dtype}, and not by its Triton kernels: "
-        f"{type(error).__name__}: {reason[-1][:200]}",
+        f"merging runs by PyTorch's operations on {device} for {dtype}, and not by its Triton"
+        f" kernels: {type(error).__name__}: {reason[-1][:200]}",
         RuntimeWarning,
         stacklevel=2,
     )

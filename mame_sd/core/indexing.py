@@ -14,7 +14,9 @@ def blocks_of(t: Tensor, slots: Tensor) -> Tensor:
 
 
 def rows_of(t: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rows of t [B, L, C] at `index`, [k] for every sample or [B, k] for each its own, as [B, k, C]; into `out`, contiguous, where given."""
+    """Rows of t [B, L, C] at `index`, [k] for every sample or [B, k] for each its own, as [B, k,
+    C]; into `out`, contiguous, where given.
+    """
     if index.dim() == 1:
         return torch.index_select(t, 1, index, out=out)
     b, length, c = t.shape
@@ -25,6 +27,8 @@ def rows_of(t: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def flat_rows(index: Tensor, length: int) -> Tensor:
-    """Rows [B * k] of a [B * length, C] tensor, of each sample's rows `index` [B, k]: the faster way to take them."""
+    """Rows [B * k] of a [B * length, C] tensor, of each sample's rows `index` [B, k]: the faster
+    way to take them.
+    """
     first = torch.arange(0, index.shape[0] * length, length, device=index.device)
     return (index + first.unsqueeze(-1)).flatten()

@@ -19,7 +19,8 @@ class Groups(NamedTuple):
 
 
 def groups_of(rows: Tensor, count: int) -> Groups:
-    """The groups of tokens [B * L, C], `count` of each sample, of which token l of sample b belongs to number rows[b, l].
+    """The groups of tokens [B * L, C], `count` of each sample, of which token l of sample b belongs
+    to number rows[b, l].
 
     Without waiting for a device. Every group has a token.
     """
@@ -31,19 +32,25 @@ def groups_of(rows: Tensor, count: int) -> Groups:
 
 
 def of_heads(groups: Groups, samples: int, heads: int) -> Groups:
-    """The groups of tokens [B * H * L, D], alike in all heads of a sample, from those of [B * L, C]."""
+    """The groups of tokens [B * H * L, D], alike in all heads of a sample, from those of [B * L,
+    C].
+    """
 
     def spread(t: Tensor) -> Tensor:
         sample = torch.arange(samples, device=t.device).view(-1, 1, 1)
         head = torch.arange(heads, device=t.device).view(1, -1, 1)
-        return (t.view(samples, 1, t.shape[0] // samples) + (sample * (heads - 1) + head) * length).flatten()
+        return (
+            t.view(samples, 1, t.shape[0] // samples) + (sample * (heads - 1) + head) * length
+        ).flatten()
 
     length = groups.order.shape[0] // samples
     return Groups(spread(groups.order), spread(groups.starts))
 
 
 def can_group(t: Tensor) -> bool:
-    """Whether `means` takes tokens like `t`: no gradient is needed, and the device has the operation."""
+    """Whether `means` takes tokens like `t`: no gradient is needed, and the device has the
+    operation.
+    """
     return in_place(t) and t.device.type in ("cpu", "cuda", "mps")
 
 

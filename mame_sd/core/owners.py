@@ -10,7 +10,9 @@ from mame_sd.core.plan import Plan
 
 
 def owners_of(plan: Plan) -> Tensor:
-    """LongTensor [*, L]: the position that each token mainly went to, its own where it is kept, -1 where it is dropped."""
+    """LongTensor [*, L]: the position that each token mainly went to, its own where it is kept, -1
+    where it is dropped.
+    """
     rows = plan.rows
     kept = plan.kept.expand(rows.shape[0], -1)
     owner = kept.gather(1, rows)

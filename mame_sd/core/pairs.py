@@ -1,7 +1,8 @@
 """Samples that merge alike: of a prompt the guided and the unguided one.
 
-Guidance adds a multiple of their difference, and with it a multiple of what merging does to one and not to the other. Where both merge
-the same tokens most of that cancels (docs/experiments.md, "The two halves of guidance").
+Guidance adds a multiple of their difference, and with it a multiple of what merging does to one and
+not to the other. Where both merge the same tokens most of that cancels (docs/experiments.md, "The
+two halves of guidance").
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from torch import Tensor
 
 
 def leaders(inputs: Tensor, prompt_first: bool = False) -> Tensor:
-    """Of each sample of a model's input [B, ...] the one whose tokens decide what merges, LongTensor [B].
+    """Of each sample of a model's input [B, ...] the one whose tokens decide what merges,
+    LongTensor [B].
 
-    Where both halves of the batch are equal, as pipelines repeat latents for guidance, the half with the prompt leads; else each sample
-    its own. What is found stays on the device: nothing waits for it.
+    Where both halves of the batch are equal, as pipelines repeat latents for guidance, the half
+    with the prompt leads; else each sample its own. What is found stays on the device: nothing
+    waits for it.
 
     Args:
         inputs: latents, with what pipelines put beside them.
-        prompt_first: the prompt's half is the first; the second, after that of the negative prompt, in nearly all pipelines.
+        prompt_first: the prompt's half is the first; the second, after that of the negative prompt,
+            in nearly all pipelines.
     """
     batch = inputs.shape[0]
     own = torch.arange(batch, device=inputs.device)
@@ -30,7 +34,8 @@ def leaders(inputs: Tensor, prompt_first: bool = False) -> Tensor:
 
 
 def leaders_of_chunks(inputs: Tensor, unguided: list[bool]) -> Tensor:
-    """The same where it is known which samples are unguided: those of the chunks [B / n, ...] of the batch that `unguided` [n] names.
+    """The same where it is known which samples are unguided: those of the chunks [B / n, ...] of
+    the batch that `unguided` [n] names.
 
     An unguided chunk is led by the first guided one, where their inputs are equal.
     """
@@ -47,8 +52,9 @@ def leaders_of_chunks(inputs: Tensor, unguided: list[bool]) -> Tensor:
 
 
 def leaders_in(leader: Tensor | None, feature: Tensor) -> Tensor | None:
-    """`leaders` for tokens [B', L, d] of a layer in the model; None where they are not those of the model's samples (frames of a
-    video, a part of the batch)."""
+    """`leaders` for tokens [B', L, d] of a layer in the model; None where they are not those of the
+    model's samples (frames of a video, a part of the batch).
+    """
     if leader is None or leader.shape[0] != feature.shape[0]:
         return None
     return leader.to(feature.device)

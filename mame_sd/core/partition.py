@@ -1,8 +1,9 @@
-"""Which positions are destinations and which are sources (paper, "Token Partitioning"): looked up, or made the first time.
+"""Which positions are destinations and which are sources (paper, "Token Partitioning"): looked up,
+or made the first time.
 
-With `redraw` a random partition is drawn many times; `draw_at` says which draw a timestep takes. All draws of one size have
-equally many destinations and sources in each block, so a draw is one row of a table, picked on the device: no host sync, no
-other graph.
+With `redraw` a random partition is drawn many times; `draw_at` says which draw a timestep takes.
+All draws of one size have equally many destinations and sources in each block, so a draw is one row
+of a table, picked on the device: no host sync, no other graph.
 """
 
 from __future__ import annotations
@@ -23,14 +24,19 @@ from mame_sd.core.tables import DRAWS, Positions, partitioned
 
 GRIDS = ("grid", "random-grid")  # partitions of one destination per stride cell
 DRAWN = ("random", "random-grid")  # partitions with a seed
-FEWEST, TABLE = 8, 2**18  # draws of large planes: as many as this number of positions holds, but not fewer
+FEWEST, TABLE = (
+    8,
+    2**18,
+)  # draws of large planes: as many as this number of positions holds, but not fewer
 
 
 def draw_at(timestep: Tensor | float) -> Tensor:
-    """Which of the drawn partitions a step takes, a LongTensor [1] below DRAWS; it follows from the (largest) timestep.
+    """Which of the drawn partitions a step takes, a LongTensor [1] below DRAWS; it follows from the
+    (largest) timestep.
 
-    Largest, because video models give tokens that are known already (a first frame) the timestep 0 throughout. The multiples
-    of a constant choose, one by which few draws come twice over the timesteps of usual schedulers.
+    Largest, because video models give tokens that are known already (a first frame) the timestep 0
+    throughout. The multiples of a constant choose, one by which few draws come twice over the
+    timesteps of usual schedulers.
     """
     times = timestep if isinstance(timestep, Tensor) else torch.tensor([timestep])
     thousandths = (times.float().amax().reshape(1) * 1000).long()
@@ -49,10 +55,11 @@ def positions(
     Args:
         tokens: L, at least 1.
         config: `partition`, `stride`, `seed`, `redraw` and `tiles` are read.
-        size: (h, w) in tokens with h * w = L. Needed by the grid partition and by tiles; a square is assumed when
-            it is left out and L is a perfect square.
+        size: (h, w) in tokens with h * w = L. Needed by the grid partition and by tiles; a square
+            is assumed when it is left out and L is a perfect square.
         device: where the index tensors live.
-        draw: with `redraw`, which of the drawn partitions, a LongTensor [1] that counts in circles; None: the first.
+        draw: with `redraw`, which of the drawn partitions, a LongTensor [1] that counts in circles;
+            None: the first.
 
     Raises:
         ValueError: no tokens, a size that does not fit, or none where one is needed.
@@ -65,8 +72,9 @@ def positions(
         size = size or square(tokens)
         if size is None:
             raise ValueError(
-                f"size: partition {config.partition!r} with tiles={config.tiles} needs the (h, w) of {tokens} tokens, "
-                "which are no square; give size=(h, w), or take partition='alternating' without tiles"
+                f"size: partition {config.partition!r} with tiles={config.tiles} needs the (h, w)"
+                f" of {tokens} tokens, which are no square; give size=(h, w), or take"
+                " partition='alternating' without tiles"
             )
     else:
         size = (1, tokens)  # rows do not matter: one key of the cache for all of them
@@ -82,7 +90,8 @@ def positions(
 
 
 def _known(count: int) -> int:
-    """`count` as a plain number: a graph that is compiled for it, where torch.compile has taken it for one of many.
+    """`count` as a plain number: a graph that is compiled for it, where torch.compile has taken it
+    for one of many.
 
     A list so long makes dynamo look at the number itself, where `int` alone does not.
     """
@@ -96,7 +105,8 @@ def square(tokens: int) -> tuple[int, int] | None:
 
 
 class _Compiled:
-    """Tables that compiled graphs read, as attributes: a tensor with a name of its own can be read at any number of sizes.
+    """Tables that compiled graphs read, as attributes: a tensor with a name of its own can be read
+    at any number of sizes.
 
     As constants they would all be called alike, which AOTAutograd's backends (inductor) refuse.
     """
@@ -144,6 +154,8 @@ def _first_draw(*key: Any) -> Positions:
 
 @contextmanager
 def _cacheable() -> Iterator[None]:
-    """Tensors made in here are on the CPU, no inference tensors (which autograd refuses later) and none that export traces."""
+    """Tensors made in here are on the CPU, no inference tensors (which autograd refuses later) and
+    none that export traces.
+    """
     with torch.inference_mode(False), _disable_current_modes(), torch.device("cpu"):
         yield

@@ -1,7 +1,9 @@
-"""Picking instead of merging (`weights="pick"`): destinations and preserved sources are taken as they are, the others dropped.
+"""Picking instead of merging (`weights="pick"`): destinations and preserved sources are taken as
+they are, the others dropped.
 
-To first order attention reads how keys and values vary together over the tokens. Means take away what varies inside a
-group; a pick keeps it in expectation, and other picks at each step let the errors cancel.
+To first order attention reads how keys and values vary together over the tokens. Means take away
+what varies inside a group; a pick keeps it in expectation, and other picks at each step let the
+errors cancel.
 """
 
 from __future__ import annotations
@@ -20,9 +22,14 @@ from mame_sd.core.weights import merged_by_keep, preserved_by_keep, preserved_by
 
 
 class PickPlan(Plan):
-    """A plan that takes rows; all weights are 0, all counts 1. Arguments as `Plan`, and whether a tau chose the rows."""
+    """A plan that takes rows; all weights are 0, all counts 1.
 
-    def __init__(self, pos: Positions, preserved: Tensor, special: int, lead: torch.Size, by_tau: bool) -> None:
+    Arguments as `Plan`, and whether a tau chose the rows.
+    """
+
+    def __init__(
+        self, pos: Positions, preserved: Tensor, special: int, lead: torch.Size, by_tau: bool
+    ) -> None:
         super().__init__(pos, preserved, special, lead)
         self._by_tau = by_tau
 
@@ -46,7 +53,8 @@ class PickPlan(Plan):
         return constant(_sizes, self.special, pos.M, pos.N, stay, pos.table.device)
 
     def merge(self, t: Tensor) -> Tensor:
-        """The rows of t [*, L, C] that stay, as [*, L', C]: special tokens, destinations, preserved sources.
+        """The rows of t [*, L, C] that stay, as [*, L', C]: special tokens, destinations, preserved
+        sources.
 
         Raises ValueError when `t` has not the leading dimensions and tokens that were planned for.
         """
@@ -56,24 +64,31 @@ class PickPlan(Plan):
     def summed(self, t: Tensor) -> Tensor:
         """Raises ValueError: what was dropped is in no sum."""
         raise ValueError(
-            "summed: expected a plan that merges, got one of weights='pick', which dropped the other tokens"
+            "summed: expected a plan that merges, got one of weights='pick', which dropped the"
+            " other tokens"
         )
 
     def restore(self, y: Tensor, detail: Detail | None = None) -> Tensor:
         """Raises ValueError: a dropped token has nothing to be restored from."""
         raise ValueError(
-            "restore: expected a plan that merges, got one of weights='pick', which dropped the other tokens; "
-            "give it keys and values alone, or plan with weights 'best' or 'average'"
+            "restore: expected a plan that merges, got one of weights='pick', which dropped the"
+            " other tokens; give it keys and values alone, or plan with weights 'best' or 'average'"
         )
 
 
 @torch.no_grad()
 def pick_plan(
-    x: Tensor, pos: Positions, config: MaMeConfig, special: int, lead: torch.Size, leader: Tensor | None = None
+    x: Tensor,
+    pos: Positions,
+    config: MaMeConfig,
+    special: int,
+    lead: torch.Size,
+    leader: Tensor | None = None,
 ) -> PickPlan:
     """The plan of feature x [B, L, d] without special tokens; `leader` as in `plan_merge`.
 
-    Where `keep` leaves the destinations alone, or all tokens, nothing is compared: all samples take the same rows.
+    Where `keep` leaves the destinations alone, or all tokens, nothing is compared: all samples take
+    the same rows.
     """
 
     def best() -> Tensor:
@@ -94,7 +109,9 @@ def pick_plan(
 
 
 def _sizes(special: int, M: int, N: int, stay: int, device: torch.device) -> Tensor:
-    """How many tokens special ones, M destinations, and `stay` of N sources stand for, where the others are dropped."""
+    """How many tokens special ones, M destinations, and `stay` of N sources stand for, where the
+    others are dropped.
+    """
     sizes = torch.ones(special + M + stay, device=device)
     sizes[special : special + M] = (M + N - stay) / M
     return sizes

@@ -1,7 +1,8 @@
-"""A plan of merging: `merge` (MaMe) and `restore` (MaRe) of any tensor, by the fusion weights W^F that it holds.
+"""A plan of merging: `merge` (MaMe) and `restore` (MaRe) of any tensor, by the fusion weights W^F
+that it holds.
 
-NaN and infinity are never hidden: where a token holds one, it comes back (through the products it may spread to other
-tokens of the same sample, never to another sample).
+NaN and infinity are never hidden: where a token holds one, it comes back (through the products it
+may spread to other tokens of the same sample, never to another sample).
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from mame_sd.core.weights import Fusion
 
 
 class Plan:
-    """Which tokens merge, with which weights: a value, made by `mame_sd.plan_merge`, that holds no tokens.
+    """Which tokens merge, with which weights: a value, made by `mame_sd.plan_merge`, that holds no
+    tokens.
 
-    Below, `*` are the leading dimensions of the planned tensor, T is the number of tiles (1 without tiles), m and n
-    destinations and sources of one tile (padded to the largest tile), M and N those of all tiles, r the preserved sources.
+    Below, `*` are the leading dimensions of the planned tensor, T is the number of tiles (1 without
+    tiles), m and n destinations and sources of one tile (padded to the largest tile), M and N those
+    of all tiles, r the preserved sources.
 
     Args:
         pos: where destinations and sources are.
-        preserved: the sources that are preserved, as indices into `pos.src`: [r], or [B, r] where samples have their own.
+        preserved: the sources that are preserved, as indices into `pos.src`: [r], or [B, r] where
+            samples have their own.
         special: leading tokens that take no part.
         lead: the leading dimensions *, B in all.
 
@@ -49,7 +53,9 @@ class Plan:
 
     @property
     def weights(self) -> Tensor:
-        """W^F [*, T, m, n] fp32 (fp64 when planned from fp64): a column sums to 1 where its source merges, else it is all 0."""
+        """W^F [*, T, m, n] fp32 (fp64 when planned from fp64): a column sums to 1 where its source
+        merges, else it is all 0.
+        """
         raise NotImplementedError
 
     @property
@@ -61,13 +67,16 @@ class Plan:
 
     @property
     def uneven(self) -> bool:
-        """Whether some of the tokens that `merge` gives may stand for themselves where others stand for groups: always with
-        tau, for a graph does not know how many are preserved."""
+        """Whether some of the tokens that `merge` gives may stand for themselves where others stand
+        for groups: always with tau, for a graph does not know how many are preserved.
+        """
         return self._preserved.dim() == 1 or self._preserved.shape[-1] > 0
 
     @property
     def sizes(self) -> Tensor:
-        """How many tokens each of those that `merge` gives stands for, in its order: [L'], or [B, L']; L in all."""
+        """How many tokens each of those that `merge` gives stands for, in its order: [L'], or [B,
+        L']; L in all.
+        """
         counts = self.counts
         counts = counts.flatten(0, -2) if counts.dim() > 1 else counts
         ones = (
@@ -77,7 +86,8 @@ class Plan:
         return torch.cat([ones[0], counts, ones[1]], -1)
 
     def summed(self, t: Tensor) -> Tensor:
-        """What each of the tokens that `merge` gives holds of t [*, L] in all, as [*, L'] in its order: shared out by the weights, summed up.
+        """What each of the tokens that `merge` gives holds of t [*, L] in all, as [*, L'] in its
+        order: shared out by the weights, summed up.
 
         Raises ValueError as `merge`.
         """
@@ -87,12 +97,18 @@ class Plan:
     @property
     def preserved(self) -> Tensor:
         """bool [*, N], True where a source is preserved, in the order of `positions.src`."""
-        mask = torch.zeros(math.prod(self._lead), self.positions.N, dtype=torch.bool, device=self._preserved.device)
-        return mask.scatter_(1, self._preserved.expand(len(mask), -1), True).view(*self._lead, self.positions.N)
+        mask = torch.zeros(
+            math.prod(self._lead), self.positions.N, dtype=torch.bool, device=self._preserved.device
+        )
+        return mask.scatter_(1, self._preserved.expand(len(mask), -1), True).view(
+            *self._lead, self.positions.N
+        )
 
     @property
     def kept(self) -> Tensor:
-        """Positions of the tokens that `merge` gives, in its order: [L'], or [B, L'] where samples keep their own."""
+        """Positions of the tokens that `merge` gives, in its order: [L'], or [B, L'] where samples
+        keep their own.
+        """
         kept = self._body_kept()
         if not self.special:
             return kept
@@ -101,7 +117,9 @@ class Plan:
 
     @property
     def rows(self) -> Tensor:
-        """Which of the tokens that `merge` gives each token mainly went to, [B, L]: its index among them."""
+        """Which of the tokens that `merge` gives each token mainly went to, [B, L]: its index among
+        them.
+        """
         return self._found_rows()
 
     def _found_rows(self) -> Tensor:
@@ -112,26 +130,32 @@ class Plan:
         ranks = torch.arange(pos.M, pos.M + preserved.shape[1], device=src.device).expand(b, -1)
         src = src.scatter(1, pos.src_real[preserved], ranks)
         first = torch.arange(self.special, device=src.device).expand(b, -1)
-        body = torch.cat([torch.arange(pos.M, device=src.device).expand(b, -1), src], 1)[:, pos.gather]
+        body = torch.cat([torch.arange(pos.M, device=src.device).expand(b, -1), src], 1)[
+            :, pos.gather
+        ]
         return torch.cat([first, body + self.special], 1)
 
     def merge(self, t: Tensor) -> Tensor:
-        """X' = concat(X_spec, X''_dst, X_pres) of t [*, L, C], as [*, L', C] in its dtype (Algorithm 1).
+        """X' = concat(X_spec, X''_dst, X_pres) of t [*, L, C], as [*, L', C] in its dtype
+        (Algorithm 1).
 
         Raises ValueError when `t` has not the leading dimensions and tokens that were planned for.
         """
         raise NotImplementedError
 
     def restore(self, y: Tensor, detail: Detail | None = None) -> Tensor:
-        """X^rec: all tokens from y [*, L', C], at their original positions, as [*, L, C] (Algorithm 2).
+        """X^rec: all tokens from y [*, L', C], at their original positions, as [*, L, C] (Algorithm
+        2).
 
         Args:
             y: merged tokens.
-            detail: by what tokens of one group are to differ (`mame_sd.core.detail`), where each token went to one group
-                whole (weights "best"); other plans do not read it. None: they are equal copies.
+            detail: by what tokens of one group are to differ (`mame_sd.core.detail`), where each
+                token went to one group whole (weights "best"); other plans do not read it. None:
+                they are equal copies.
 
         Raises:
-            ValueError: `y` has not the leading dimensions and tokens that `merge` gives, or `detail` is of other tokens.
+            ValueError: `y` has not the leading dimensions and tokens that `merge` gives, or
+                `detail` is of other tokens.
         """
         raise NotImplementedError
 
@@ -148,7 +172,9 @@ class Plan:
         """`kept` without special tokens, which are not counted either: [M + r] or [B, M + r]."""
         pos, stay = self.positions, self._preserved
         dst = pos.dst.expand(*stay.shape[:-1], -1)
-        if not torch.compiler.is_compiling() and not stay.shape[-1]:  # with tau a graph does not know how many
+        if (
+            not torch.compiler.is_compiling() and not stay.shape[-1]
+        ):  # with tau a graph does not know how many
             return dst
         return torch.cat([dst, pos.src[stay]], -1)
 
@@ -156,8 +182,8 @@ class Plan:
         """`t` as [B, tokens, C]."""
         if t.dim() < 2 or t.shape[:-2] != self._lead or t.shape[-2] != tokens:
             raise ValueError(
-                f"{call}: expected a tensor of shape {[*self._lead, tokens, 'C']} as planned, got {list(t.shape)}; "
-                "plan again for another shape"
+                f"{call}: expected a tensor of shape {[*self._lead, tokens, 'C']} as planned, got"
+                f" {list(t.shape)}; plan again for another shape"
             )
         return t.reshape(math.prod(self._lead), tokens, t.shape[-1])
 
@@ -171,7 +197,9 @@ class MergePlan(Plan):
         paper: restore as printed, by y_dst,i / R_i.
     """
 
-    def __init__(self, fusion: Fusion, pos: Positions, special: int, lead: torch.Size, paper: bool = False) -> None:
+    def __init__(
+        self, fusion: Fusion, pos: Positions, special: int, lead: torch.Size, paper: bool = False
+    ) -> None:
         super().__init__(pos, fusion.preserved, special, lead)
         self._weights = _Casts(fusion.weights.flatten(0, 1))  # [B * T, m, n]
         self._R = 1 + fusion.weights.sum(-1).flatten(0, 1).unsqueeze(-1)  # [B * T, m, 1]
@@ -189,7 +217,9 @@ class MergePlan(Plan):
         body = t[:, self.special :]
         with no_autocast(t):
             parts = [self._aggregated(body)]
-            if torch.compiler.is_compiling() or self._preserved.shape[-1]:  # with tau a graph does not know how many
+            if (
+                torch.compiler.is_compiling() or self._preserved.shape[-1]
+            ):  # with tau a graph does not know how many
                 parts.append(rows_of(body, self.positions.src[self._preserved]))
             if self.special:
                 parts.insert(0, t[:, : self.special])
@@ -209,15 +239,18 @@ class MergePlan(Plan):
         return self._R.view(*self._lead, self.positions.blocks * self.positions.m)
 
     def _aggregated(self, body: Tensor) -> Tensor:
-        """x''_dst,i = (x_dst,i + sum_j W^F_ij x_src,j) / R_i (paper, "Token Aggregation and Preservation").
+        """x''_dst,i = (x_dst,i + sum_j W^F_ij x_src,j) / R_i (paper, "Token Aggregation and
+        Preservation").
 
-        A mean is within the range of its tile's tokens; rounding that takes it out is undone, so that constant tiles are unchanged.
-        The gradients are those of the products alone.
+        A mean is within the range of its tile's tokens; rounding that takes it out is undone, so
+        that constant tiles are unchanged. The gradients are those of the products alone.
         """
         pos = self.positions
         blocks = blocks_of(body, pos.slots)  # [B * T, m + n, C]
         dst, src = blocks[:, : pos.m], blocks[:, pos.m :]
-        if body.dtype == torch.float16:  # a sum of many tokens leaves fp16's range, their mean does not
+        if (
+            body.dtype == torch.float16
+        ):  # a sum of many tokens leaves fp16's range, their mean does not
             share = (self._weights.original / self._R).half()
             fused = torch.baddbmm((dst / self._R).half(), share, src)
         else:
@@ -228,7 +261,9 @@ class MergePlan(Plan):
         return self._destinations(fused)
 
     def _reconstructed(self, body: Tensor) -> Tensor:
-        """x_src,j = sum_i W^F_ij y_dst,i and x_dst,i = y_dst,i (paper, "Restoration Process"; there y_dst,i / R_i)."""
+        """x_src,j = sum_i W^F_ij y_dst,i and x_dst,i = y_dst,i (paper, "Restoration Process"; there
+        y_dst,i / R_i).
+        """
         pos, (b, _, c) = self.positions, body.shape
         dst = body[:, : pos.M]
         if self._paper:
@@ -239,7 +274,9 @@ class MergePlan(Plan):
             if pos.dst_real is not None:  # padding: any destination of the tile, its weights are 0
                 dst = dst.index_select(1, pos.gather[pos.dst_slots.flatten()])
             blocks = dst.reshape(b * pos.blocks, pos.m, c)
-            src = torch.bmm(self._weights.to(body.dtype).transpose(1, 2), blocks).view(b, pos.blocks * pos.n, c)
+            src = torch.bmm(self._weights.to(body.dtype).transpose(1, 2), blocks).view(
+                b, pos.blocks * pos.n, c
+            )
         x = rows_of(src, pos.source.expand(b, -1)).view(b * pos.L, c)
         del src
         kept = flat_rows(self._body_kept().expand(b, -1), pos.L)

@@ -1,9 +1,11 @@
-"""MaMe and MaRe as slow, plain float64 loops: what every fast path is tested against, outputs and gradients.
+"""MaMe and MaRe as slow, plain float64 loops: what every fast path is tested against, outputs and
+gradients.
 
 Three forms of the same method stand side by side:
 
-* `algorithm_1` and `algorithm_2` follow the paper's pseudo-code line by line, for one sample and a fixed tau, its last
-  line `W / Mask` included (columns then sum to more than 1; nothing outside this file uses that line).
+* `algorithm_1` and `algorithm_2` follow the paper's pseudo-code line by line, for one sample and a
+  fixed tau, its last line `W / Mask` included (columns then sum to more than 1; nothing outside
+  this file uses that line).
 * `paper_column` follows the paper's equations, as `variant="paper"` does.
 * `settled_column` is our default: exact columns, and refining that never empties a column.
 
@@ -31,7 +33,9 @@ class ReferencePlan:
     """The loop version of `MergePlan`, for x [B, L, d] (special tokens included)."""
 
     weights: Tensor  # [B, M, N] W^F, rows and columns in the order of dst and src
-    preserved: list[list[int]]  # for each sample, the preserved sources as indices into src, ascending
+    preserved: list[
+        list[int]
+    ]  # for each sample, the preserved sources as indices into src, ascending
     dst: list[int]  # positions, special tokens not counted
     src: list[int]
     special: int
@@ -71,7 +75,10 @@ class ReferencePlan:
                     rows[self.special + q] = sample[row]
                 else:
                     rows[self.special + q] = sum(
-                        (self.weights[b, i, j] * rows[self.special + p] for i, p in enumerate(self.dst)),
+                        (
+                            self.weights[b, i, j] * rows[self.special + p]
+                            for i, p in enumerate(self.dst)
+                        ),
                         torch.zeros_like(sample[0]),
                     )
             out.append(torch.stack([rows[p] for p in range(len(rows))]))
@@ -81,7 +88,9 @@ class ReferencePlan:
         return torch.stack([self._detailed(b, x, detail) for b, x in enumerate(restored)])
 
     def _detailed(self, b: int, x: Tensor, detail: Detail) -> Tensor:
-        """Copies x [L, C] of sample b, the detail that their blur has, and that which follows the input."""
+        """Copies x [L, C] of sample b, the detail that their blur has, and that which follows the
+        input.
+        """
         feature, plane = detail
         groups = self._groups(b)
         varying, unexplained = self._beyond_blur(x, groups, plane)
@@ -89,7 +98,9 @@ class ReferencePlan:
         count = min(RANK, (self.special + len(self.dst)) // GROUPS)
         if not count:
             return x
-        seen = feature[b].double() @ directions(feature.shape[2], count, torch.device("cpu")).double()
+        seen = (
+            feature[b].double() @ directions(feature.shape[2], count, torch.device("cpu")).double()
+        )
         seen = torch.cat([seen.new_zeros(self.special, count), seen])
         middles = seen.clone()
         for group in groups:
@@ -98,7 +109,9 @@ class ReferencePlan:
         within = seen - middles - varying
         share = torch.tensor([len(group) / len(x) for group in groups], dtype=x.dtype)
         covariance = sum(s * torch.outer(g, g) for s, g in zip(share, between, strict=True))
-        follows = sum(s * torch.outer(g, u) for s, g, u in zip(share, between, unexplained, strict=True))
+        follows = sum(
+            s * torch.outer(g, u) for s, g, u in zip(share, between, unexplained, strict=True)
+        )
         ridge = RIDGE * covariance.trace() / count + torch.finfo(x.dtype).tiny ** 0.5
         slope = torch.linalg.solve(covariance + ridge * torch.eye(count, dtype=x.dtype), follows)
         power = sum(s * (u * u).sum() for s, u in zip(share, unexplained, strict=True))
@@ -109,12 +122,20 @@ class ReferencePlan:
         """The tokens of each of those that `merge` gives, in its order."""
         groups = [[s] for s in range(self.special)]
         for i, p in enumerate(self.dst):
-            merged = [q for j, q in enumerate(self.src) if j not in self.preserved[b] and self.weights[b, i, j] > 0]
+            merged = [
+                q
+                for j, q in enumerate(self.src)
+                if j not in self.preserved[b] and self.weights[b, i, j] > 0
+            ]
             groups.append([self.special + q for q in (p, *merged)])
         return groups + [[self.special + self.src[j]] for j in self.preserved[b]]
 
-    def _beyond_blur(self, x: Tensor, groups: list[list[int]], plane: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Of copies x [L, C] how their blur varies around its mean in each group [L, C], and what of each group's is not that mean [L', C]."""
+    def _beyond_blur(
+        self, x: Tensor, groups: list[list[int]], plane: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        """Of copies x [L, C] how their blur varies around its mean in each group [L, C], and what
+        of each group's is not that mean [L', C].
+        """
         h, w = plane
         blur = [x[s] for s in range(self.special)]
         for p in range(h * w):
@@ -164,13 +185,19 @@ def reference_plan(
     for columns, out in zip(weights, preserved, strict=True):
         for j in range(len(src)) if config.weights == "pick" else out:
             columns[j] = torch.zeros_like(columns[j])
-    stacked = [torch.stack(columns, 1) if columns else x.new_zeros(len(dst), 0) for columns in weights]
+    stacked = [
+        torch.stack(columns, 1) if columns else x.new_zeros(len(dst), 0) for columns in weights
+    ]
     lost = [sorted(out) for out in preserved]
     return ReferencePlan(torch.stack(stacked), lost, dst, src, special, config.variant == "paper")
 
 
-def similarity(x: Tensor, dst: list[int], src: list[int], tile: list[int], metric: str) -> list[Tensor]:
-    """For each source of x [L, d] its column of S [M]; -inf where the destination is in another tile."""
+def similarity(
+    x: Tensor, dst: list[int], src: list[int], tile: list[int], metric: str
+) -> list[Tensor]:
+    """For each source of x [L, d] its column of S [M]; -inf where the destination is in another
+    tile.
+    """
     d = x.shape[1]
     columns = []
     for q in src:
@@ -219,7 +246,9 @@ def paper_column(s: Tensor, refine: bool, eps: float) -> Tensor:
 def algorithm_1(
     x: Tensor, tau: float, dst: list[int], src: list[int], eps: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 1 as printed, for x [L, d] without special tokens: X' [L', d], W^F [M, N] and Mask [N]."""
+    """Algorithm 1 as printed, for x [L, d] without special tokens: X' [L', d], W^F [M, N] and Mask
+    [N].
+    """
     x = x.double()
     m, n = len(dst), len(src)
     s = similarity(x, dst, src, [0] * len(x), "cosine")
@@ -244,9 +273,11 @@ def algorithm_1(
 
 
 def algorithm_2(y: Tensor, final: Tensor, mask: Tensor, dst: list[int], src: list[int]) -> Tensor:
-    """Algorithm 2 as printed, for y [L', C] without special tokens, to the original positions [L, C].
+    """Algorithm 2 as printed, for y [L', C] without special tokens, to the original positions [L,
+    C].
 
-    `mask` is Algorithm 1's: a source is preserved where it is 0 (Algorithm 2 writes that condition the other way round).
+    `mask` is Algorithm 1's: a source is preserved where it is 0 (Algorithm 2 writes that condition
+    the other way round).
     """
     m, n = len(dst), len(src)
     rows: dict[int, Tensor] = {}
@@ -257,12 +288,16 @@ def algorithm_2(y: Tensor, final: Tensor, mask: Tensor, dst: list[int], src: lis
         if mask[j] == 0:
             rows[src[j]] = y[next(preserved)]
         else:
-            rows[src[j]] = sum((final[i, j] * rows[dst[i]] for i in range(m)), torch.zeros_like(y[0]))
+            rows[src[j]] = sum(
+                (final[i, j] * rows[dst[i]] for i in range(m)), torch.zeros_like(y[0])
+            )
     return torch.stack([rows[p] for p in range(m + n)])
 
 
 def best_column(s: Tensor) -> Tensor:
-    """W^F of one source from its column of S [M]: all to the most similar destination, the first of equals."""
+    """W^F of one source from its column of S [M]: all to the most similar destination, the first of
+    equals.
+    """
     return torch.nn.functional.one_hot(s.argmax(), len(s)).to(s.dtype)
 
 
@@ -276,7 +311,9 @@ def _column(s: Tensor, tau: float | Tensor, config: MaMeConfig) -> Tensor:
 
 
 def _by_rank(s: list[Tensor], merged: int, config: MaMeConfig) -> tuple[list[Tensor], set[int]]:
-    """Columns of W^F and the preserved sources when `merged` sources are to merge: those most similar to any."""
+    """Columns of W^F and the preserved sources when `merged` sources are to merge: those most
+    similar to any.
+    """
     best = [float(column.detach().max()) for column in s]
     order = sorted(range(len(s)), key=lambda j: (-best[j], j))
     columns = [torch.zeros_like(column) for column in s]

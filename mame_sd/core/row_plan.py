@@ -1,6 +1,8 @@
-"""A plan in which each source goes whole to its most similar destination (`weights="best"`): who went where, and no matrix.
+"""A plan in which each source goes whole to its most similar destination (`weights="best"`): who
+went where, and no matrix.
 
-Merging takes means of groups, restoring takes rows. What is not finite stays within its group (with detail, its sample).
+Merging takes means of groups, restoring takes rows. What is not finite stays within its group (with
+detail, its sample).
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ class RowPlan(Plan):
     """
 
     def __init__(
-        self, rows: Tensor, pos: Positions, preserved: Tensor, special: int, lead: torch.Size, dtype: torch.dtype
+        self,
+        rows: Tensor,
+        pos: Positions,
+        preserved: Tensor,
+        special: int,
+        lead: torch.Size,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__(pos, preserved, special, lead)
         self._rows, self._dtype = rows, dtype
@@ -43,8 +51,12 @@ class RowPlan(Plan):
         pos = self.positions
         group = self._rows[:, self.special + pos.src_slots] - self.special  # [B, T, n]
         row = group - pos.gather[pos.slots[:, :1]]
-        row = row.masked_fill(group >= pos.M if pos.src_pad is None else (group >= pos.M) | pos.src_pad, -1)
-        weights = (row.unsqueeze(-2) == torch.arange(pos.m, device=row.device).unsqueeze(-1)).to(self._dtype)
+        row = row.masked_fill(
+            group >= pos.M if pos.src_pad is None else (group >= pos.M) | pos.src_pad, -1
+        )
+        weights = (row.unsqueeze(-2) == torch.arange(pos.m, device=row.device).unsqueeze(-1)).to(
+            self._dtype
+        )
         return weights.view(*self._lead, *weights.shape[1:])
 
     @property
@@ -57,13 +69,17 @@ class RowPlan(Plan):
         """See `Plan`; [B, L']."""
         sizes = self._sizes
         apart = not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
-        if sizes is None or (apart and sizes.is_inference()):  # autograd refuses tensors of inference mode
+        if sizes is None or (
+            apart and sizes.is_inference()
+        ):  # autograd refuses tensors of inference mode
             sizes = self._sizes = self._sums(torch.ones_like(self._rows, dtype=self._dtype))
         return sizes
 
     def summed(self, t: Tensor) -> Tensor:
         """See `Plan`."""
-        return self._sums(self._checked(t.unsqueeze(-1), self.tokens_in, "summed").squeeze(-1)).view(*self._lead, -1)
+        return self._sums(
+            self._checked(t.unsqueeze(-1), self.tokens_in, "summed").squeeze(-1)
+        ).view(*self._lead, -1)
 
     @property
     def counts(self) -> Tensor:
@@ -78,11 +94,16 @@ class RowPlan(Plan):
         return y.reshape(*self._lead, *y.shape[1:])
 
     def restore(self, y: Tensor, detail: Detail | None = None) -> Tensor:
-        """See `Plan`; without a product: each token takes the row of `y` that it went to, or is. With detail it varies around it."""
+        """See `Plan`; without a product: each token takes the row of `y` that it went to, or is.
+
+        With detail it varies around it.
+        """
         y = self._checked(y, self.tokens_kept, "restore")
         if detail is not None:
             self._check_detail(detail)
-        unmerged = not torch.compiler.is_compiling() and self.tokens_kept == self.tokens_in  # a graph may not know it
+        unmerged = (
+            not torch.compiler.is_compiling() and self.tokens_kept == self.tokens_in
+        )  # a graph may not know it
         if detail is None or unmerged:
             x = rows_of(y, self._rows)
         else:
@@ -98,15 +119,21 @@ class RowPlan(Plan):
         if means.can_group(t):
             if self._groups is None:
                 self._groups = means.groups_of(self._rows, self.tokens_kept)
-            return means.means(t.flatten(0, 1), self._groups).view(t.shape[0], self.tokens_kept, t.shape[2])
+            return means.means(t.flatten(0, 1), self._groups).view(
+                t.shape[0], self.tokens_kept, t.shape[2]
+            )
         return means.means_with_gradients(t, self._rows, self.sizes)
 
     def with_sample(self, t: Tensor) -> Tensor:
-        """Tokens [B, L, C] merged, and after them the tokens of the partition's sample, as they are: [B, L' + samples, C]."""
+        """Tokens [B, L, C] merged, and after them the tokens of the partition's sample, as they
+        are: [B, L' + samples, C].
+        """
         found = self.fused_means(t.unsqueeze(1), sampled=True) if fused.on(t) else None
         if found is not None:
             return found[0].squeeze(1)
-        return torch.cat([self.merge(t), t.index_select(1, self.positions.sample + self.special)], 1)
+        return torch.cat(
+            [self.merge(t), t.index_select(1, self.positions.sample + self.special)], 1
+        )
 
     def fused_means(
         self,
@@ -116,7 +143,9 @@ class RowPlan(Plan):
         sampled: bool = False,
         weighed: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """See `mame_sd.core.triton_groups.group_means`, of tokens [B, H, .., D]; None where PyTorch has to do it."""
+        """See `mame_sd.core.triton_groups.group_means`, of tokens [B, H, .., D]; None where PyTorch
+        has to do it.
+        """
         pos = self.positions
         if pos.m > fused.LARGEST_TILE:
             return None
@@ -127,7 +156,16 @@ class RowPlan(Plan):
         beside = (self.special, 0) if around is None else around
         groups, drawn = self.tokens_kept - self.special, pos.samples if sampled else 0
         found: tuple[Tensor, Tensor, Tensor] | None = fused.launched(
-            group_means, t, self._rows, *table_of(pos), plane, self.special, beside, groups, drawn, weighed
+            group_means,
+            t,
+            self._rows,
+            *table_of(pos),
+            plane,
+            self.special,
+            beside,
+            groups,
+            drawn,
+            weighed,
         )
         if found is not None and around is None:
             self._sizes = found[1]
@@ -137,8 +175,9 @@ class RowPlan(Plan):
         (h, w), shape = detail.plane, detail.feature.shape
         if h * w != self.positions.L or shape[:-1] != (self._rows.shape[0], self.positions.L):
             raise ValueError(
-                f"detail: expected the feature [{self._rows.shape[0]}, {self.positions.L}, d] that was planned by and its (h, w), "
-                f"got {list(shape)} and {(h, w)}; give Detail(feature, (h, w)) without special tokens, or no detail"
+                f"detail: expected the feature [{self._rows.shape[0]}, {self.positions.L}, d] that"
+                f" was planned by and its (h, w), got {list(shape)} and {(h, w)}; give"
+                " Detail(feature, (h, w)) without special tokens, or no detail"
             )
 
     def _detailed(self, y: Tensor, detail: Detail) -> Tensor:
@@ -155,8 +194,12 @@ class RowPlan(Plan):
         x, unexplained = self._by_surroundings(y, plane)
         if not count:
             return x
-        feature = feature.float() if feature.dtype == torch.float16 else feature  # whose range a sum may leave
-        seen = feature @ constant(directions, feature.shape[2], count, feature.device).to(feature.dtype)
+        feature = (
+            feature.float() if feature.dtype == torch.float16 else feature
+        )  # whose range a sum may leave
+        seen = feature @ constant(directions, feature.shape[2], count, feature.device).to(
+            feature.dtype
+        )
         seen = F.pad(seen, (0, 0, self.special, 0)) if self.special else seen
         seen = seen.to(torch.promote_types(self._dtype, y.dtype))
         surroundings, between = self._by_surroundings(self.means(seen), plane)
@@ -175,31 +218,55 @@ class RowPlan(Plan):
         from mame_sd.core.triton_common import table_of
 
         feature, plane = detail
-        seen = fused.launched(kernels.seen, feature, constant(directions, feature.shape[2], count, feature.device))
+        seen = fused.launched(
+            kernels.seen, feature, constant(directions, feature.shape[2], count, feature.device)
+        )
         merged = None if seen is None else self.fused_means(seen.unsqueeze(1))
         if merged is None:
             return None
         of_inputs, sizes = merged[0].squeeze(1), merged[1]
         found = fused.launched(
-            kernels.unexplained, y, of_inputs, self._rows, sizes, *table_of(self.positions), list(plane)
+            kernels.unexplained,
+            y,
+            of_inputs,
+            self._rows,
+            sizes,
+            *table_of(self.positions),
+            list(plane),
         )
-        follow = None if found is None else fused.launched(kernels.follows, *found, sizes, self.positions.L)
+        follow = (
+            None
+            if found is None
+            else fused.launched(kernels.follows, *found, sizes, self.positions.L)
+        )
         if found is None or follow is None:
             return None
         x: Tensor | None = fused.launched(
-            kernels.restored, y, found[0], of_inputs, found[1], seen, *follow, self._rows, list(plane)
+            kernels.restored,
+            y,
+            found[0],
+            of_inputs,
+            found[1],
+            seen,
+            *follow,
+            self._rows,
+            list(plane),
         )
         return x
 
     def _by_surroundings(self, y: Tensor, plane: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Merged tokens y [B, L', C] as [B, L, C], varying as the blur of their copies does, and what of `y` is not that blur's mean."""
+        """Merged tokens y [B, L', C] as [B, L, C], varying as the blur of their copies does, and
+        what of `y` is not that blur's mean.
+        """
         copies = rows_of(y, self._rows)
         blur = blurred(copies[:, self.special :], plane)
         blur = torch.cat([copies[:, : self.special], blur], 1) if self.special else blur
         unexplained = y - self.means(blur)
         if not in_place(y):
             return blur + rows_of(unexplained, self._rows), unexplained
-        rows_of(unexplained, self._rows, out=copies)  # the blur's mean in each group gives way to the group's own
+        rows_of(
+            unexplained, self._rows, out=copies
+        )  # the blur's mean in each group gives way to the group's own
         return blur.add_(copies), unexplained
 
     def _sums(self, t: Tensor) -> Tensor:
@@ -207,8 +274,12 @@ class RowPlan(Plan):
         return t.new_zeros(t.shape[0], self.tokens_kept).scatter_add_(1, self._rows, t)
 
 
-def row_plan(best: Tensor, row: Tensor, pos: Positions, config: MaMeConfig, special: int, lead: torch.Size) -> RowPlan:
-    """The plan of sources whose largest similarity is `best` [B, T, n], that of destination `row` [B, T, n] of their tile."""
+def row_plan(
+    best: Tensor, row: Tensor, pos: Positions, config: MaMeConfig, special: int, lead: torch.Size
+) -> RowPlan:
+    """The plan of sources whose largest similarity is `best` [B, T, n], that of destination `row`
+    [B, T, n] of their tile.
+    """
     if config.keep is None:
         assert config.tau is not None
         preserved = preserved_by_tau(~(best > config.tau).all(0), pos)
@@ -220,9 +291,12 @@ def row_plan(best: Tensor, row: Tensor, pos: Positions, config: MaMeConfig, spec
 def _rows(row: Tensor, pos: Positions, preserved: Tensor, special: int) -> Tensor:
     """Which of the merged tokens each one goes to, or is, [B, special + L]."""
     b = row.shape[0]
-    # Destinations of a tile are neighbours among the groups, so that a source's is so many behind the first.
+    # Destinations of a tile are neighbours among the groups, so that a source's is so many behind
+    # the first.
     src = (row + pos.gather[pos.slots[:, :1]]).flatten(1)
-    if torch.compiler.is_compiling() or preserved.shape[-1]:  # with tau a graph does not know how many
+    if (
+        torch.compiler.is_compiling() or preserved.shape[-1]
+    ):  # with tau a graph does not know how many
         preserved = preserved.expand(b, -1)
         ranks = torch.arange(pos.M, pos.M + preserved.shape[1], device=src.device).expand(b, -1)
         src = src.scatter(1, pos.src_real[preserved], ranks)
@@ -234,10 +308,22 @@ def _rows(row: Tensor, pos: Positions, preserved: Tensor, special: int) -> Tenso
 
 
 def fused_plan(
-    x: Tensor, pos: Positions, config: MaMeConfig, special: int, lead: torch.Size, leader: Tensor | None
+    x: Tensor,
+    pos: Positions,
+    config: MaMeConfig,
+    special: int,
+    lead: torch.Size,
+    leader: Tensor | None,
 ) -> RowPlan | None:
-    """The plan of feature x [B, L, d] without special tokens by kernels; None where PyTorch's operations have to make it."""
-    if config.keep is None or config.metric != "cosine" or pos.m > fused.LARGEST_TILE or not fused.on(x):
+    """The plan of feature x [B, L, d] without special tokens by kernels; None where PyTorch's
+    operations have to make it.
+    """
+    if (
+        config.keep is None
+        or config.metric != "cosine"
+        or pos.m > fused.LARGEST_TILE
+        or not fused.on(x)
+    ):
         return None
     from mame_sd.core import triton_groups as kernels
     from mame_sd.core.triton_common import table_of

@@ -1,4 +1,6 @@
-"""How alike tokens are: S of destinations and sources (paper, "Similarity-Based Fusion Matrix"), tile by tile."""
+"""How alike tokens are: S of destinations and sources (paper, "Similarity-Based Fusion Matrix"),
+tile by tile.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,13 @@ from mame_sd.core.partition import Positions
 
 
 def similarity_of(x: Tensor, pos: Positions, metric: str) -> Tensor:
-    """S [B, T, m, n] of tokens x [B, L, d], in fp32 (fp64 of fp64); padded destinations are -inf: nothing merges into them."""
+    """S [B, T, m, n] of tokens x [B, L, d], in fp32 (fp64 of fp64); padded destinations are -inf:
+    nothing merges into them.
+    """
     b, _, d = x.shape
-    blocks = blocks_of(x, pos.slots)  # [B * T, m + n, d], a buffer of our own: what follows may overwrite it
+    blocks = blocks_of(
+        x, pos.slots
+    )  # [B * T, m + n, d], a buffer of our own: what follows may overwrite it
     if metric == "cosine":
         s = _cosine(blocks, pos.m)
     else:
@@ -31,13 +37,18 @@ def similarity_of(x: Tensor, pos: Positions, metric: str) -> Tensor:
 
 
 def nearest(x: Tensor, pos: Positions, metric: str, ranked: bool = True) -> tuple[Tensor, Tensor]:
-    """Of each source of x [B, L, d] the largest S and its destination, both [B, T, n]; the first where several are as near.
+    """Of each source of x [B, L, d] the largest S and its destination, both [B, T, n]; the first
+    where several are as near.
 
     Args:
-        ranked: sources are to be compared with one another too. If not, only the destination counts, and of cosine's two norms
-            that of the source may be left out, whose tokens are then taken as they are (below 1e37).
+        ranked: sources are to be compared with one another too. If not, only the destination
+            counts, and of cosine's two norms that of the source may be left out, whose tokens are
+            then taken as they are (below 1e37).
     """
-    halves = x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)  # whose products are faster as they are
+    halves = x.is_cuda and x.dtype in (
+        torch.float16,
+        torch.bfloat16,
+    )  # whose products are faster as they are
     if metric != "cosine" or ranked or halves or pos.dst_pad is not None:
         best, row = similarity_of(x, pos, metric).max(-2)
         return best, row
@@ -65,25 +76,33 @@ def _full(t: Tensor) -> Tensor:
 
 
 def _product(dst: Tensor, src: Tensor) -> Tensor:
-    """dst src^T [B * T, m, n] in full precision, also where the user lets CUDA's fp32 products run in TF32.
+    """dst src^T [B * T, m, n] in full precision, also where the user lets CUDA's fp32 products run
+    in TF32.
 
-    TF32's spacing near 0.8 is that of fp16: rounding would decide what merges. So both factors are split instead, and the
-    user's setting stays as it is.
+    TF32's spacing near 0.8 is that of fp16: rounding would decide what merges. So both factors are
+    split instead, and the user's setting stays as it is.
     """
-    if dst.is_cuda and dst.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+    if (
+        dst.is_cuda
+        and dst.dtype == torch.float32
+        and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    ):
         dst, src = split_for_tf32(dst, src)
     return torch.bmm(dst, src.transpose(1, 2))
 
 
 def split_for_tf32(dst: Tensor, src: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors [.., 3 d] whose product, rounded to TF32 on the way, is that of dst and src [.., d] to 2 ** -21.
+    """Factors [.., 3 d] whose product, rounded to TF32 on the way, is that of dst and src [.., d]
+    to 2 ** -21.
 
-    Each is the sum of a TF32 number and a rest; of the four products only rest by rest is left out. Gradients are
-    TF32's, for the first parts are constants to them.
+    Each is the sum of a TF32 number and a rest; of the four products only rest by rest is left out.
+    Gradients are TF32's, for the first parts are constants to them.
     """
     dst_high, src_high = to_tf32(dst), to_tf32(src)
     dst_low, src_low = dst - dst_high, src - src_high
-    return torch.cat([dst_high, dst_high, dst_low], -1), torch.cat([src_high, src_low, src_high], -1)
+    return torch.cat([dst_high, dst_high, dst_low], -1), torch.cat(
+        [src_high, src_low, src_high], -1
+    )
 
 
 def to_tf32(x: Tensor) -> Tensor:
@@ -92,7 +111,9 @@ def to_tf32(x: Tensor) -> Tensor:
 
 
 def _cosine_of_halves(blocks: Tensor, m: int) -> Tensor:
-    """Cosine [B * T, m, n] in fp32 of 16-bit tokens on CUDA: exact products, no 16-bit rounding, no copy in fp32."""
+    """Cosine [B * T, m, n] in fp32 of 16-bit tokens on CUDA: exact products, no 16-bit rounding, no
+    copy in fp32.
+    """
     if blocks.dtype == torch.bfloat16:  # products of fp16 are never out of the range of fp32
         blocks = _in_range(blocks)
     inverse = _inverse_norm(blocks.float())
@@ -101,21 +122,26 @@ def _cosine_of_halves(blocks: Tensor, m: int) -> Tensor:
 
 
 def _in_range(x: Tensor) -> Tensor:
-    """Tokens x [B, L, d] divided by the power of two at their largest entry (exact), so that squares stay in range.
+    """Tokens x [B, L, d] divided by the power of two at their largest entry (exact), so that
+    squares stay in range.
 
-    Cosine does not depend on a token's scale: the divisor counts as a constant for gradients too. Overwrites `x` where
-    no gradient is needed.
+    Cosine does not depend on a token's scale: the divisor counts as a constant for gradients too.
+    Overwrites `x` where no gradient is needed.
     """
     with torch.no_grad():
         largest = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
         largest = _full(largest)
-        top = 1022 if x.dtype == torch.float64 else 126  # 2 ** +-top and their inverses are normal numbers
+        top = (
+            1022 if x.dtype == torch.float64 else 126
+        )  # 2 ** +-top and their inverses are normal numbers
         factor = torch.exp2(-largest.log2().floor().clamp(-top, top)).to(x.dtype)
     return torch.mul(x, factor, out=reuse(x))
 
 
 def _inverse_norm(x: Tensor) -> Tensor:
-    """1 / |x| [B, L, 1] of tokens [B, L, d] whose squares are in range, and 0 for a zero token (with gradient 0)."""
+    """1 / |x| [B, L, 1] of tokens [B, L, d] whose squares are in range, and 0 for a zero token
+    (with gradient 0).
+    """
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     zero = norm == 0
     return norm.masked_fill(zero, 1.0).reciprocal().masked_fill(zero, 0.0)

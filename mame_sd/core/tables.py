@@ -1,7 +1,9 @@
-"""The index tensors of one partition of an image into destinations and sources, made by tensor operations.
+"""The index tensors of one partition of an image into destinations and sources, made by tensor
+operations.
 
-Without tiles there is one block, the whole sequence; else every square tile is a block with a partition of its own, in which
-positions count in row-major order. Blocks of unequal size are padded to the largest and carry masks.
+Without tiles there is one block, the whole sequence; else every square tile is a block with a
+partition of its own, in which positions count in row-major order. Blocks of unequal size are padded
+to the largest and carry masks.
 """
 
 from __future__ import annotations
@@ -12,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DRAWS = 64  # partitions that steps and layers choose from: a draw that comes again brings its error again
+# partitions that steps and layers choose from: a draw that comes again brings its error again
+DRAWS = 64
 SPREAD = 13  # between neighbouring draws, where several share a row of the table
-SAMPLED = 8  # one of so many tokens is looked at where a part tells enough (`mame_sd.core.correction.within_groups`)
+# one of so many tokens is looked at where a part tells enough
+# (`mame_sd.core.correction.within_groups`)
+SAMPLED = 8
 
 
 # The index tensors of a draw, in the order in which they stand side by side in a row of the table.
@@ -25,13 +30,16 @@ PER_DRAW = ("dst", "src", "slots", "src_real", "gather", "source", "sample")
 class Positions:
     """A partition of L positions into T blocks of at most m destinations and n sources each.
 
-    M and N count the real destinations and sources of all blocks, so M + N = L. Slots are the entries of a
-    block-shaped tensor, T * m or T * n of them, read row by row; a padded slot repeats a real position of its block.
-    All draws of one size have equally many of each, so a draw is one row of `table`. On CUDA, where kernels read the
-    table by themselves, it is looked up where one of its tensors is first asked for.
+    M and N count the real destinations and sources of all blocks, so M + N = L. Slots are the
+    entries of a block-shaped tensor, T * m or T * n of them, read row by row; a padded slot repeats
+    a real position of its block. All draws of one size have equally many of each, so a draw is one
+    row of `table`. On CUDA, where kernels read the table by themselves, it is looked up where one
+    of its tensors is first asked for.
     """
 
-    table: Tensor  # [draws, K] LongTensor: the tensors of PER_DRAW side by side, a row for each draw
+    table: (
+        Tensor  # [draws, K] LongTensor: the tensors of PER_DRAW side by side, a row for each draw
+    )
     dst_real: Tensor | None  # [M] the slots that are not padding; None: all of them
     dst_pad: Tensor | None  # [T, m] True at padding; None: there is none
     src_pad: Tensor | None  # [T, n] True at padding; None: there is none
@@ -43,12 +51,20 @@ class Positions:
     draw: Tensor | None = None  # LongTensor [1], which draw, counted in circles; None: the first
     L: int = field(init=False)
     dst: Tensor = field(init=False)  # [M] positions of the destinations, block by block
-    src: Tensor = field(init=False)  # [N] positions of the sources, ascending over the whole sequence
-    slots: Tensor = field(init=False)  # [T, m + n] position of every slot of a block, destinations first
+    src: Tensor = field(
+        init=False
+    )  # [N] positions of the sources, ascending over the whole sequence
+    slots: Tensor = field(
+        init=False
+    )  # [T, m + n] position of every slot of a block, destinations first
     src_real: Tensor = field(init=False)  # [N] the slot of each source, in the order of `src`
-    gather: Tensor = field(init=False)  # [L] row of each position in concat(destinations [M], source slots [T * n])
+    gather: Tensor = field(
+        init=False
+    )  # [L] row of each position in concat(destinations [M], source slots [T * n])
     source: Tensor = field(init=False)  # [L] source slot of each position; 0 at destinations
-    sample: Tensor = field(init=False)  # [samples] positions at random, one of each run of SAMPLED in a tile's rows
+    sample: Tensor = field(
+        init=False
+    )  # [samples] positions at random, one of each run of SAMPLED in a tile's rows
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "L", self.M + self.N)
@@ -72,7 +88,9 @@ class Positions:
         each = self.M, self.N, self.blocks * width, self.N, self.L, self.L
         parts = row.split([*each, row.shape[0] - sum(each)])
         for name, part in zip(PER_DRAW, parts, strict=True):
-            object.__setattr__(self, name, part.view(self.blocks, width) if name == "slots" else part)
+            object.__setattr__(
+                self, name, part.view(self.blocks, width) if name == "slots" else part
+            )
 
     @property
     def samples(self) -> int:
@@ -104,11 +122,14 @@ def row_of(draw: Tensor, draws: int) -> Tensor:
     return draw % DRAWS if draws == DRAWS else draw * SPREAD % DRAWS * draws // DRAWS
 
 
-def partitioned(draw: int, h: int, w: int, partition: str, sh: int, sw: int, seed: int, tile_side: int) -> Positions:
+def partitioned(
+    draw: int, h: int, w: int, partition: str, sh: int, sw: int, seed: int, tile_side: int
+) -> Positions:
     """The partition of h x w positions, on PyTorch's default device, which has to be the CPU.
 
     Args:
-        draw: which of the partitions that `seed` gives; read by the random ones alone, as `seed` is.
+        draw: which of the partitions that `seed` gives; read by the random ones alone, as `seed`
+            is.
         partition: its name in MaMeConfig.
         sh, sw: rows and columns of a cell, read by the grids alone.
         tile_side: side of a tile; 0: all positions are one block.
@@ -126,13 +147,18 @@ def partitioned(draw: int, h: int, w: int, partition: str, sh: int, sw: int, see
         is_dst = place < (height.unsqueeze(1) * width).flatten().add(1) // 2
     elif partition == "random":
         blocks = order.split(tile.bincount().tolist())
-        half = [b.index_select(0, torch.randperm(len(b), generator=generator)[: (len(b) + 1) // 2]) for b in blocks]
+        half = [
+            b.index_select(0, torch.randperm(len(b), generator=generator)[: (len(b) + 1) // 2])
+            for b in blocks
+        ]
         is_dst = _mask(h * w, torch.cat(half))
     else:
         is_dst = ((row % sh == 0).unsqueeze(1) & (column % sw == 0)).flatten()
     if partition == "random-grid":
         corner = order.masked_select(is_dst.index_select(0, order))
-        rows = (height - row).clamp(max=sh).index_select(0, corner // w)  # of each cell: a tile's border cuts it
+        rows = (
+            (height - row).clamp(max=sh).index_select(0, corner // w)
+        )  # of each cell: a tile's border cuts it
         columns = (width - column).clamp(max=sw).index_select(0, corner % w)
         y, x = torch.rand(len(corner), 2, generator=generator).double().unbind(1)
         is_dst = _mask(h * w, corner + (y * rows).long() * w + (x * columns).long())
@@ -145,11 +171,15 @@ def _sample(order: Tensor, generator: torch.Generator) -> Tensor:
     length = len(order) // runs
     place = torch.randint(length, (runs,), generator=generator)
     sample = order.index_select(0, torch.arange(runs) * length + place)
-    return sample.index_select(0, torch.randperm(runs, generator=generator))  # every second one lies anywhere
+    return sample.index_select(
+        0, torch.randperm(runs, generator=generator)
+    )  # every second one lies anywhere
 
 
 def _cut(length: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each of `length` rows (or columns): the number of its tile, its place in it, and how many the tile has."""
+    """Of each of `length` rows (or columns): the number of its tile, its place in it, and how many
+    the tile has.
+    """
     at, side = torch.arange(length), side or length
     return at // side, at % side, (length - at + at % side).clamp(max=side)
 
@@ -159,14 +189,17 @@ def _mask(length: int, at: Tensor) -> Tensor:
 
 
 def _layout(tile: Tensor, order: Tensor, is_dst: Tensor, sample: Tensor) -> Positions:
-    """The index tensors, from the tile of each position [L], all positions tile by tile [L], which are destinations [L], and
-    the sample of them."""
+    """The index tensors, from the tile of each position [L], all positions tile by tile [L], which
+    are destinations [L], and the sample of them.
+    """
     # index_select, for t[index] of a few thousand entries starts threads.
     is_dst = is_dst.index_select(0, order)
     dst, src = order.masked_select(is_dst), order.masked_select(~is_dst)
 
     def placed(which: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each position its tile and its number among those of the tile, and how many every tile has [T]."""
+        """Of each position its tile and its number among those of the tile, and how many every tile
+        has [T].
+        """
         its_tile = tile.index_select(0, which)
         count = its_tile.bincount(minlength=int(tile[-1]) + 1)
         first = (count.cumsum(0) - count).index_select(0, its_tile)
@@ -175,7 +208,9 @@ def _layout(tile: Tensor, order: Tensor, is_dst: Tensor, sample: Tensor) -> Posi
     dst_tile, dst_rank, dst_count = placed(dst)
     src_tile, src_rank, src_count = placed(src)
     m, n = int(dst_count.max()), int(src_count.max())
-    slots = dst.masked_select(dst_rank == 0).repeat_interleave(m + n)  # padding: the first destination of the tile
+    slots = dst.masked_select(dst_rank == 0).repeat_interleave(
+        m + n
+    )  # padding: the first destination of the tile
     slots.index_copy_(0, dst_tile * (m + n) + dst_rank, dst)
     slots.index_copy_(0, src_tile * (m + n) + m + src_rank, src)
     dst_pad = torch.arange(m) >= dst_count.unsqueeze(1)

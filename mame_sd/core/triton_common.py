@@ -1,7 +1,9 @@
-"""What the Triton kernels share: how they become operators of PyTorch, and how they read a partition.
+"""What the Triton kernels share: how they become operators of PyTorch, and how they read a
+partition.
 
-Each operator is one launch. It has a fake implementation, so that torch.compile takes it as it is and a count on tensors
-without values sees it. The kernels run on CUDA, and on the CPU in Triton's interpreter (TRITON_INTERPRET=1).
+Each operator is one launch. It has a fake implementation, so that torch.compile takes it as it is
+and a count on tensors without values sees it. The kernels run on CUDA, and on the CPU in Triton's
+interpreter (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ _DRAWS, _SPREAD = tl.constexpr(DRAWS), tl.constexpr(SPREAD)
 
 
 def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Makes the decorated function the operator of `schema`, and gives it back; `fake` makes its results without values.
+    """Makes the decorated function the operator of `schema`, and gives it back; `fake` makes its
+    results without values.
 
-    Not `torch.library.custom_op`, which costs tens of microseconds in each call for gradients that are never asked for.
+    Not `torch.library.custom_op`, which costs tens of microseconds in each call for gradients that
+    are never asked for.
     """
 
     def register(launch: Callable[..., Any]) -> Any:
@@ -49,7 +53,8 @@ class Table(NamedTuple):
     """A partition as kernels read it, for operators take numbers and tensors alone.
 
     Attributes:
-        table: [draws, K], the index tensors of each draw side by side, as `Positions.table` has them.
+        table: [draws, K], the index tensors of each draw side by side, as `Positions.table` has
+            them.
         draw: LongTensor [1], which draw; None: the first.
         sizes: [m, n, tiles, M, N, L].
     """
@@ -77,8 +82,12 @@ def read_by(table: Tensor, draw: Tensor | None, sizes: list[int]) -> dict[str, A
 
 
 def precision_of(t: Tensor) -> str:
-    """How tl.dot multiplies factors in fp32: in three products of TF32 where the device has them, which is as exact as needed."""
-    return "ieee" if INTERPRETED or torch.cuda.get_device_capability(t.device) < (8, 0) else "tf32x3"
+    """How tl.dot multiplies factors in fp32: in three products of TF32 where the device has them,
+    which is as exact as needed.
+    """
+    return (
+        "ieee" if INTERPRETED or torch.cuda.get_device_capability(t.device) < (8, 0) else "tf32x3"
+    )
 
 
 def rounded_precision_of(t: Tensor) -> str:
@@ -88,7 +97,9 @@ def rounded_precision_of(t: Tensor) -> str:
 
 
 def widened(t: Tensor) -> bool:
-    """Whether tl.dot is to be given fp32 in place of the tensor's dtype: the interpreter can't multiply bf16."""
+    """Whether tl.dot is to be given fp32 in place of the tensor's dtype: the interpreter can't
+    multiply bf16.
+    """
     return INTERPRETED and t.dtype == torch.bfloat16
 
 
@@ -111,7 +122,9 @@ def row_of(
 
 
 @triton.jit
-def destinations(slots: tl.tensor, m: tl.tensor, BLOCK_M: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def destinations(
+    slots: tl.tensor, m: tl.tensor, BLOCK_M: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
     """Positions of the tile's destinations, and which are real: padding repeats the first."""
     i = tl.arange(0, BLOCK_M)
     position = tl.load(slots + i, mask=i < m, other=0).to(tl.int64)
@@ -122,7 +135,9 @@ def destinations(slots: tl.tensor, m: tl.tensor, BLOCK_M: tl.constexpr) -> tuple
 def sources(
     slots: tl.tensor, m: tl.tensor, n: tl.tensor, first: tl.tensor, BLOCK_N: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Positions of the tile's sources from the `first` on, and which are real: padding repeats the first destination."""
+    """Positions of the tile's sources from the `first` on, and which are real: padding repeats the
+    first destination.
+    """
     j = first + tl.arange(0, BLOCK_N)
     position = tl.load(slots + m + j, mask=j < n, other=0).to(tl.int64)
     return position, (j < n) & (position != tl.load(slots))
@@ -130,15 +145,28 @@ def sources(
 
 @triton.jit
 def block(
-    t: tl.tensor, rows: tl.tensor, real: tl.tensor, start: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr
+    t: tl.tensor,
+    rows: tl.tensor,
+    real: tl.tensor,
+    start: tl.tensor,
+    width: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Columns `start` to start + BLOCK of what lies at the offsets `rows`, 0 where there is nothing."""
+    """Columns `start` to start + BLOCK of what lies at the offsets `rows`, 0 where there is
+    nothing.
+    """
     column = start + tl.arange(0, BLOCK)
-    return tl.load(t + rows[:, None] + column[None, :], mask=real[:, None] & (column < width)[None, :], other=0.0)
+    return tl.load(
+        t + rows[:, None] + column[None, :],
+        mask=real[:, None] & (column < width)[None, :],
+        other=0.0,
+    )
 
 
 @triton.jit
 def placed(position: tl.tensor, times: tl.tensor, height: tl.tensor, width: tl.tensor) -> tl.tensor:
-    """Where tokens at positions of the plane are in their sequence: a video's frames, interleaved on the plane, follow one another."""
+    """Where tokens at positions of the plane are in their sequence: a video's frames, interleaved
+    on the plane, follow one another.
+    """
     row = position // width
     return (row % times * height + row // times) * width + position % width

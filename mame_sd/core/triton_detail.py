@@ -1,4 +1,6 @@
-"""Restoring with detail (`detail.py`) in Triton, in four launches beside the means of what is seen of the inputs."""
+"""Restoring with detail (`detail.py`) in Triton, in four launches beside the means of what is seen
+of the inputs.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def _fake_seen(feature: Tensor, directions: Tensor) -> Tensor:
 
 @operator("seen(Tensor feature, Tensor directions) -> Tensor", _fake_seen)
 def seen(feature: Tensor, directions: Tensor) -> Tensor:
-    """Inputs [B, L, d] in the directions [d, r], fp32: [B, L, r] in fp32, whatever the inputs' dtype."""
+    """Inputs [B, L, d] in the directions [d, r], fp32: [B, L, r] in fp32, whatever the inputs'
+    dtype.
+    """
     feature = feature if feature.stride(2) == 1 else feature.contiguous()
     out = _fake_seen(feature, directions)
     batch, length, width = feature.shape
@@ -73,7 +77,9 @@ def seen_kernel(
     r = tl.arange(0, RANK)
     found = tl.zeros([BLOCK, RANK], tl.float32)
     for start in range(0, width, STEP):
-        x = block(feature + sample * stride_b, i * stride_l, i < length, start, width, STEP).to(tl.float32)
+        x = block(feature + sample * stride_b, i * stride_l, i < length, start, width, STEP).to(
+            tl.float32
+        )
         k = start + tl.arange(0, STEP)
         at = directions + k[:, None] * rank + r[None, :]
         towards = tl.load(at, mask=(k < width)[:, None] & (r < rank)[None, :], other=0.0)
@@ -96,8 +102,8 @@ def _fake_unexplained(
 
 
 @operator(
-    "unexplained(Tensor y, Tensor merged, Tensor rows, Tensor counts, Tensor table, Tensor? draw, int[] sizes, int[] plane)"
-    " -> (Tensor, Tensor)",
+    "unexplained(Tensor y, Tensor merged, Tensor rows, Tensor counts, Tensor table, Tensor? draw,"
+    " int[] sizes, int[] plane) -> (Tensor, Tensor)",
     _fake_unexplained,
 )
 def unexplained(
@@ -165,7 +171,9 @@ def _blur(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> tl.tensor:
-    """At the positions, the blur of all tokens' copies by [1, 2, 1] / 4 along rows and columns, whose border is repeated."""
+    """At the positions, the blur of all tokens' copies by [1, 2, 1] / 4 along rows and columns,
+    whose border is repeated.
+    """
     r, c = position // plane_w, position % plane_w
     found = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     for k in range(9):
@@ -209,7 +217,9 @@ def _unexplained(
         src, src_real = sources(slots, m, n, first, BLOCK_N)
         group = tl.load(rows + src, mask=src_real, other=0)
         alone = src_real & (group >= M)
-        blur = _blur(y, stride, rows, src, src_real, start, width, plane_h, plane_w, BLOCK_N, BLOCK_D)
+        blur = _blur(
+            y, stride, rows, src, src_real, start, width, plane_h, plane_w, BLOCK_N, BLOCK_D
+        )
         its = (group[None, :] - base == i[:, None]) & (src_real & (group < M))[None, :]
         sums = tl.dot(its.to(tl.float32), blur, sums, input_precision=PRECISION)
         own = block(y, group * stride, alone, start, width, BLOCK_D).to(tl.float32)
@@ -218,7 +228,9 @@ def _unexplained(
     count = tl.load(counts + base + i, mask=dst_real, other=1.0)
     own = block(y, (base + i) * stride, dst_real, start, width, BLOCK_D).to(tl.float32)
     to = out + (base + i)[:, None] * out_stride + column[None, :]
-    tl.store(to, (own - sums / count[:, None]).to(out.dtype.element_ty), mask=dst_real[:, None] & inside)
+    tl.store(
+        to, (own - sums / count[:, None]).to(out.dtype.element_ty), mask=dst_real[:, None] & inside
+    )
 
 
 @triton.jit
@@ -262,27 +274,65 @@ def unexplained_kernel(
         y += sample * stride_b
         of_y += sample * groups * width
         _unexplained(
-            y, of_y, stride_l, width, rows, counts, slots, m, n, M, start, width, plane_h, plane_w,
-            PRECISION, BLOCK_M, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
+            y,
+            of_y,
+            stride_l,
+            width,
+            rows,
+            counts,
+            slots,
+            m,
+            n,
+            M,
+            start,
+            width,
+            plane_h,
+            plane_w,
+            PRECISION,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_D,
+        )
     else:
         merged += sample * groups * rank
         of_merged += sample * groups * rank
         _unexplained(
-            merged, of_merged, rank, rank, rows, counts, slots, m, n, M, 0, rank, plane_h, plane_w,
-            EXACT, BLOCK_M, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
+            merged,
+            of_merged,
+            rank,
+            rank,
+            rows,
+            counts,
+            slots,
+            m,
+            n,
+            M,
+            0,
+            rank,
+            plane_h,
+            plane_w,
+            EXACT,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_D,
+        )
 
 
-def _fake_follows(of_y: Tensor, of_merged: Tensor, counts: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def _fake_follows(
+    of_y: Tensor, of_merged: Tensor, counts: Tensor, length: int
+) -> tuple[Tensor, Tensor]:
     (batch, _, width), rank = of_y.shape, of_merged.shape[2]
     chunks = triton.cdiv(width, 64)
     return of_merged.new_empty((batch, rank, width)), of_merged.new_empty((batch, chunks, 2))
 
 
-@operator("follows(Tensor of_y, Tensor of_merged, Tensor counts, int length) -> (Tensor, Tensor)", _fake_follows)
+@operator(
+    "follows(Tensor of_y, Tensor of_merged, Tensor counts, int length) -> (Tensor, Tensor)",
+    _fake_follows,
+)
 def follows(of_y: Tensor, of_merged: Tensor, counts: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The ridge regression [B, r, C] of what is unexplained of merged tokens on what is of their inputs, in fp32.
+    """The ridge regression [B, r, C] of what is unexplained of merged tokens on what is of their
+    inputs, in fp32.
 
     Args:
         of_y, of_merged: as `unexplained` gives them.
@@ -381,8 +431,8 @@ def _fake_restored(
 
 
 @operator(
-    "restored(Tensor y, Tensor of_y, Tensor merged, Tensor of_merged, Tensor seen, Tensor found, Tensor power, Tensor rows,"
-    " int[] plane) -> Tensor",
+    "restored(Tensor y, Tensor of_y, Tensor merged, Tensor of_merged, Tensor seen, Tensor found,"
+    " Tensor power, Tensor rows, int[] plane) -> Tensor",
     _fake_restored,
 )
 def restored(
@@ -396,8 +446,10 @@ def restored(
     rows: Tensor,
     plane: list[int],
 ) -> Tensor:
-    """All tokens [B, L, C] of merged ones y [B, L', C]: the blur of copies, what it leaves of their group, and what follows
-    from the inputs within it. Arguments as the operators above take and give them."""
+    """All tokens [B, L, C] of merged ones y [B, L', C]: the blur of copies, what it leaves of their
+    group, and what follows from the inputs within it. Arguments as the operators above take and
+    give them.
+    """
     y = y if y.stride(2) == 1 else y.contiguous()
     out = _fake_restored(y, of_y, merged, of_merged, seen, found, power, rows, plane)
     batch, length, rank = seen.shape
@@ -474,9 +526,25 @@ def restored_kernel(
     share = tl.where(share != share, share, tl.minimum(tl.maximum(share, 0.0), 1.0))
     r, column = tl.arange(0, RANK), start + tl.arange(0, BLOCK_D)
     at = found + sample * rank * width + r[:, None] * width + column[None, :]
-    slope = tl.load(at, mask=(r < rank)[:, None] & (column < width)[None, :], other=0.0) * (share * share)
-    x = _blur(y + sample * stride_b, stride_l, rows, i, real, start, width, plane_h, plane_w, BLOCK, BLOCK_D)
-    x += block(of_y + sample * groups * width, group * width, real, start, width, BLOCK_D).to(tl.float32)
+    slope = tl.load(at, mask=(r < rank)[:, None] & (column < width)[None, :], other=0.0) * (
+        share * share
+    )
+    x = _blur(
+        y + sample * stride_b,
+        stride_l,
+        rows,
+        i,
+        real,
+        start,
+        width,
+        plane_h,
+        plane_w,
+        BLOCK,
+        BLOCK_D,
+    )
+    x += block(of_y + sample * groups * width, group * width, real, start, width, BLOCK_D).to(
+        tl.float32
+    )
     x = tl.dot(within, slope, x, input_precision=PRECISION)
     at = out + (sample * length + i)[:, None] * width + column[None, :]
     tl.store(at, x.to(out.dtype.element_ty), mask=real[:, None] & (column < width)[None, :])

@@ -1,7 +1,8 @@
-"""Who merges with whom, and the means of groups, in Triton: no matrix of similarities is ever written.
+"""Who merges with whom, and the means of groups, in Triton: no matrix of similarities is ever
+written.
 
-Programs work on one tile of one sample. Blocks are padded to powers of two and masked, so that any width of tokens and any tile
-of at most 16 x 16 tokens will do, cut at an image's border too.
+Programs work on one tile of one sample. Blocks are padded to powers of two and masked, so that any
+width of tokens and any tile of at most 16 x 16 tokens will do, cut at an image's border too.
 """
 
 from __future__ import annotations
@@ -28,22 +29,36 @@ LARGEST_RANKING = 2**14  # sources: ranks are found by comparing each with each
 
 
 def _fake_nearest(
-    x: Tensor, table: Tensor, draw: Tensor | None, sizes: list[int], leader: Tensor | None, special: int, ranked: bool
+    x: Tensor,
+    table: Tensor,
+    draw: Tensor | None,
+    sizes: list[int],
+    leader: Tensor | None,
+    special: int,
+    ranked: bool,
 ) -> tuple[Tensor, Tensor]:
     _, n, tiles, _, _, length = sizes
     if ranked:
         shape = x.shape[0], tiles, n
         return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int64)
-    return x.new_empty(0, dtype=torch.float32), x.new_empty((x.shape[0], special + length), dtype=torch.int64)
+    return x.new_empty(0, dtype=torch.float32), x.new_empty(
+        (x.shape[0], special + length), dtype=torch.int64
+    )
 
 
 @operator(
-    "nearest(Tensor x, Tensor table, Tensor? draw, int[] sizes, Tensor? leader, int special, bool ranked)"
-    " -> (Tensor, Tensor)",
+    "nearest(Tensor x, Tensor table, Tensor? draw, int[] sizes, Tensor? leader, int special, bool"
+    " ranked) -> (Tensor, Tensor)",
     _fake_nearest,
 )
 def nearest(
-    x: Tensor, table: Tensor, draw: Tensor | None, sizes: list[int], leader: Tensor | None, special: int, ranked: bool
+    x: Tensor,
+    table: Tensor,
+    draw: Tensor | None,
+    sizes: list[int],
+    leader: Tensor | None,
+    special: int,
+    ranked: bool,
 ) -> tuple[Tensor, Tensor]:
     """The most similar destination of each source, by cosine.
 
@@ -55,14 +70,20 @@ def nearest(
         ranked: sources are still to be ranked.
 
     Returns:
-        Ranked: the largest cosine of each source slot [B, T, n] fp32, and the group it would go to, [B, T, n]. Else nothing, and
+        Ranked: the largest cosine of each source slot [B, T, n] fp32, and the group it would go to,
+            [B, T, n]. Else nothing, and
         the group of every token, special ones too [B, special + L].
     """
     x = x if x.stride(2) == 1 else x.contiguous()
     m, n, tiles, *_ = sizes
     best, rows = _fake_nearest(x, table, draw, sizes, leader, special, ranked)
     side = power_of_2(m, 16, 128)
-    launch = {"BLOCK_M": side, "BLOCK_N": power_of_2(n, 16, 64), "BLOCK_D": 32, "num_warps": 4 if side <= 32 else 8}
+    launch = {
+        "BLOCK_M": side,
+        "BLOCK_N": power_of_2(n, 16, 64),
+        "BLOCK_D": 32,
+        "num_warps": 4 if side <= 32 else 8,
+    }
     grid = tiles, max(1, triton.cdiv(n, launch["BLOCK_N"])), x.shape[0]
     nearest_kernel[grid](
         x,
@@ -85,7 +106,9 @@ def nearest(
 
 @triton.jit
 def _in_range(largest: tl.tensor) -> tl.tensor:
-    """2 ** -floor(log2(largest)), at most 2 ** 126 and at least 2 ** -126: with it, squares stay in range."""
+    """2 ** -floor(log2(largest)), at most 2 ** 126 and at least 2 ** -126: with it, squares stay in
+    range.
+    """
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
     exponent = tl.minimum(tl.maximum(exponent, 1), 253)
     return ((254 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -166,9 +189,13 @@ def nearest_kernel(
         src_squares += tl.sum(b.to(tl.float32) * b.to(tl.float32), 1)
         s = tl.dot(a, tl.trans(b), s, input_precision=PRECISION)
     s *= _inverse_norm(dst_squares)[:, None] * _inverse_norm(src_squares)[None, :]
-    s = tl.where(s != s, 2.0, tl.minimum(tl.maximum(s, -1.0), 1.0))  # NaN is the largest, as in torch.max
+    s = tl.where(
+        s != s, 2.0, tl.minimum(tl.maximum(s, -1.0), 1.0)
+    )  # NaN is the largest, as in torch.max
     s = tl.where(dst_real[:, None], s, -2.0)
-    base = tl.load(gather + tl.load(slots)).to(tl.int64)  # destinations of a tile are neighbours among the groups
+    base = tl.load(gather + tl.load(slots)).to(
+        tl.int64
+    )  # destinations of a tile are neighbours among the groups
     group = base + tl.argmax(s, 0)
     if RANKED:
         top = tl.max(s, 0)
@@ -187,13 +214,22 @@ def nearest_kernel(
                     tl.store(rows + start + i, (start + i).to(tl.int64), mask=start + i < special)
 
 
-def _fake_merging(best: Tensor, table: Tensor, draw: Tensor | None, sizes: list[int], merged: int) -> Tensor:
+def _fake_merging(
+    best: Tensor, table: Tensor, draw: Tensor | None, sizes: list[int], merged: int
+) -> Tensor:
     return best.new_empty((best.shape[0], sizes[4]), dtype=torch.int8)
 
 
-@operator("merging(Tensor best, Tensor table, Tensor? draw, int[] sizes, int merged) -> Tensor", _fake_merging)
-def merging(best: Tensor, table: Tensor, draw: Tensor | None, sizes: list[int], merged: int) -> Tensor:
-    """1 for the `merged` most similar of the sources, ties by position, NaN last, else 0: int8 [B, N], by `best` [B, T, n]."""
+@operator(
+    "merging(Tensor best, Tensor table, Tensor? draw, int[] sizes, int merged) -> Tensor",
+    _fake_merging,
+)
+def merging(
+    best: Tensor, table: Tensor, draw: Tensor | None, sizes: list[int], merged: int
+) -> Tensor:
+    """1 for the `merged` most similar of the sources, ties by position, NaN last, else 0: int8 [B,
+    N], by `best` [B, T, n].
+    """
     out = _fake_merging(best, table, draw, sizes, merged)
     grid = triton.cdiv(sizes[4], 64), best.shape[0]
     merging_kernel[grid](best, out, merged, **read_by(table, draw, sizes), BLOCK=64, num_warps=4)
@@ -234,25 +270,39 @@ def merging_kernel(
     for start in range(0, N, BLOCK):
         j = start + tl.arange(0, BLOCK)
         other = _ranked(best, real, j, N)
-        ahead = (other[None, :] > own[:, None]) | ((other[None, :] == own[:, None]) & (j[None, :] < i[:, None]))
+        ahead = (other[None, :] > own[:, None]) | (
+            (other[None, :] == own[:, None]) & (j[None, :] < i[:, None])
+        )
         before += tl.sum(ahead.to(tl.int32), 1)
     tl.store(out + sample * N + i, (before < merged).to(tl.int8), mask=i < N)
 
 
 def _fake_ranked_rows(
-    merges: Tensor, group: Tensor, table: Tensor, draw: Tensor | None, sizes: list[int], special: int, stay: int
+    merges: Tensor,
+    group: Tensor,
+    table: Tensor,
+    draw: Tensor | None,
+    sizes: list[int],
+    special: int,
+    stay: int,
 ) -> tuple[Tensor, Tensor]:
     batch, length = merges.shape[0], sizes[5]
     return group.new_empty((batch, special + length)), group.new_empty((batch, stay))
 
 
 @operator(
-    "ranked_rows(Tensor merges, Tensor group, Tensor table, Tensor? draw, int[] sizes, int special, int stay)"
-    " -> (Tensor, Tensor)",
+    "ranked_rows(Tensor merges, Tensor group, Tensor table, Tensor? draw, int[] sizes, int special,"
+    " int stay) -> (Tensor, Tensor)",
     _fake_ranked_rows,
 )
 def ranked_rows(
-    merges: Tensor, group: Tensor, table: Tensor, draw: Tensor | None, sizes: list[int], special: int, stay: int
+    merges: Tensor,
+    group: Tensor,
+    table: Tensor,
+    draw: Tensor | None,
+    sizes: list[int],
+    special: int,
+    stay: int,
 ) -> tuple[Tensor, Tensor]:
     """The group of every token [B, special + L], and the preserved sources [B, stay], ascending.
 
@@ -265,7 +315,15 @@ def ranked_rows(
     *_, M, N, _ = sizes
     grid = triton.cdiv(max(M, N, special), 128), merges.shape[0]
     ranked_rows_kernel[grid](
-        merges, group, rows, preserved, special, stay, **read_by(table, draw, sizes), BLOCK=128, num_warps=4
+        merges,
+        group,
+        rows,
+        preserved,
+        special,
+        stay,
+        **read_by(table, draw, sizes),
+        BLOCK=128,
+        num_warps=4,
     )
     return rows, preserved
 
@@ -307,7 +365,11 @@ def ranked_rows_kernel(
     rank = before + tl.cumsum(stays, 0) - stays
     nearest_group = tl.load(group + tl.load(real + i, mask=i < N, other=0), mask=i < N, other=0)
     at = tl.load(src + i, mask=i < N, other=0).to(tl.int64)
-    tl.store(rows + special + at, special + tl.where(stays == 1, M + rank.to(tl.int64), nearest_group), mask=i < N)
+    tl.store(
+        rows + special + at,
+        special + tl.where(stays == 1, M + rank.to(tl.int64), nearest_group),
+        mask=i < N,
+    )
     tl.store(preserved + sample * stay + rank, i.to(tl.int64), mask=(i < N) & (stays == 1))
     at = tl.load(dst + i, mask=i < M, other=0).to(tl.int64)
     tl.store(rows + special + at, special + i.to(tl.int64), mask=i < M)
@@ -336,8 +398,8 @@ def _fake_means(
 
 
 @operator(
-    "group_means(Tensor t, Tensor rows, Tensor table, Tensor? draw, int[] sizes, int[] size, int special, int[] around,"
-    " int groups, int sample, bool weighed) -> (Tensor, Tensor, Tensor)",
+    "group_means(Tensor t, Tensor rows, Tensor table, Tensor? draw, int[] sizes, int[] size, int"
+    " special, int[] around, int groups, int sample, bool weighed) -> (Tensor, Tensor, Tensor)",
     _fake_means,
 )
 def group_means(
@@ -356,10 +418,12 @@ def group_means(
     """The mean of each group of tokens, and beside them what stands for itself.
 
     Args:
-        t: [B, H, before + L + after, D], any strides: the tokens that were planned, with others before and after them.
+        t: [B, H, before + L + after, D], any strides: the tokens that were planned, with others
+            before and after them.
         rows: the group of each token [B, special + L], counted from `special` on.
         table, draw, sizes: see `Table`.
-        size: (times, height, width) of the tokens that were planned, see `placed`; (1, 1, L) where they lie as planned.
+        size: (times, height, width) of the tokens that were planned, see `placed`; (1, 1, L) where
+            they lie as planned.
         special: special tokens that the plan counts.
         around: (before, after).
         groups: M and the preserved sources.
@@ -367,11 +431,14 @@ def group_means(
         weighed: logarithms are wanted.
 
     Returns:
-        [B, H, before + groups + after + sample, D]; how many tokens each but the sampled stands for [B, before + groups +
-        after] fp32; the logarithms of these in the dtype of `t`, where they are wanted.
+        [B, H, before + groups + after + sample, D]; how many tokens each but the sampled stands for
+        [B, before + groups + after] fp32; the logarithms of these in the dtype of `t`, where they
+        are wanted.
     """
     t = t if t.stride(3) == 1 else t.contiguous()
-    out, counts, logs = _fake_means(t, rows, table, draw, sizes, size, special, around, groups, sample, weighed)
+    out, counts, logs = _fake_means(
+        t, rows, table, draw, sizes, size, special, around, groups, sample, weighed
+    )
     m, n, tiles, *_ = sizes
     batch, heads, _, width = t.shape
     side, step = power_of_2(m, 16, 128), power_of_2(n, 16, 64)
@@ -484,7 +551,9 @@ def means_kernel(
                 clean = clean.to(tl.float32)
             sums = tl.dot(its.to(clean.dtype), clean, sums, input_precision=PRECISION)
             count += tl.sum(its.to(tl.float32), 1)
-            if tl.min(finite.to(tl.int32)) == 0:  # what is not finite stays within its group: 0 times it is NaN
+            if (
+                tl.min(finite.to(tl.int32)) == 0
+            ):  # what is not finite stays within its group: 0 times it is NaN
                 for k in range(first, tl.minimum(first + BLOCK_N, n)):
                     position = tl.load(slots + m + k).to(tl.int64)
                     goes = tl.load(rows + position) - special - base
@@ -499,19 +568,25 @@ def means_kernel(
         if counting:
             tl.store(counts + ahead + base + i, count, mask=dst_real)
             if WEIGHED:
-                tl.store(logs + ahead + base + i, tl.log(count).to(logs.dtype.element_ty), mask=dst_real)
+                tl.store(
+                    logs + ahead + base + i, tl.log(count).to(logs.dtype.element_ty), mask=dst_real
+                )
     else:
         e = (tile - tiles) * BLOCK_ALONE + tl.arange(0, BLOCK_ALONE)
         nth = e - ahead - after
         its_sample = (nth >= 0) & (nth < sampled)
-        place = tl.load(row + 2 * L + tiles * (m + n) + N + L + nth, mask=its_sample, other=0).to(tl.int64)
+        place = tl.load(row + 2 * L + tiles * (m + n) + N + L + nth, mask=its_sample, other=0).to(
+            tl.int64
+        )
         alone_at = tl.where(e < ahead, e, e + L)
         alone_at = tl.where(its_sample, ahead + placed(place, times, plane_h, plane_w), alone_at)
         alone_to = tl.where(e < ahead, e, e + groups)
         alone_real = e < ahead + after + sampled
         alone_values = block(t, alone_at * stride_l, alone_real, start, width, BLOCK_D)
         tl.store(
-            out + alone_to[:, None] * out_l + column[None, :], alone_values, mask=alone_real[:, None] & inside[None, :]
+            out + alone_to[:, None] * out_l + column[None, :],
+            alone_values,
+            mask=alone_real[:, None] & inside[None, :],
         )
         if counting:
             tl.store(counts + alone_to, 1.0, mask=e < ahead + after)

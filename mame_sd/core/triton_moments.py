@@ -1,7 +1,8 @@
-"""The first-order correction of attention (`correction.py`) in Triton: its moments in two launches, the sum in one.
+"""The first-order correction of attention (`correction.py`) in Triton: its moments in two launches,
+the sum in one.
 
-Sums over keys are cut into chunks, so that there are programs enough for a card; the chunks are added in a fixed order, so
-that the same call gives the same result.
+Sums over keys are cut into chunks, so that there are programs enough for a card; the chunks are
+added in a fixed order, so that the same call gives the same result.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ def _fake_partial_moments(
 
 
 @operator(
-    "partial_moments(Tensor key, Tensor value, Tensor drawn_key, Tensor drawn_value, Tensor rows, Tensor counts, Tensor table,"
-    " Tensor? draw, int[] sizes, int[] size, int sample, int[] first, int kept, bool weighed) -> (Tensor, Tensor)",
+    "partial_moments(Tensor key, Tensor value, Tensor drawn_key, Tensor drawn_value, Tensor rows,"
+    " Tensor counts, Tensor table, Tensor? draw, int[] sizes, int[] size, int sample, int[] first,"
+    " int kept, bool weighed) -> (Tensor, Tensor)",
     _fake_partial_moments,
 )
 def partial_moments(
@@ -70,7 +72,8 @@ def partial_moments(
     kept: int,
     weighed: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Sums over chunks of the kept keys and of the sample, from which `lacking` makes what attention lacks.
+    """Sums over chunks of the kept keys and of the sample, from which `lacking` makes what
+    attention lacks.
 
     Args:
         key, value: the means [B, H, n, D] and [B, H, n, D'], any strides.
@@ -80,27 +83,43 @@ def partial_moments(
         table, draw, sizes: see `Table`.
         size: (times, height, width) of the tokens, see `placed`.
         sample: how many of the partition's sampled tokens are looked at.
-        first: where the groups' keys begin in `key`; where tokens begin in `drawn_key`; and 1 where the sampled ones stand there
-            by themselves, one after the other, else 0.
+        first: where the groups' keys begin in `key`; where tokens begin in `drawn_key`; and 1 where
+            the sampled ones stand there by themselves, one after the other, else 0.
         kept: how many groups there are.
         weighed: logits count keys: only what varies within groups is lacking.
 
     Returns:
-        Of each head and chunk sums of products [B * H, chunks, 3, D', D]: of the sample's differences from their means, the even ones
-        and the odd ones; of the means, each times its share less 1 / kept. And sums [B * H, chunks, 2, D + D'] of the means, so
-        weighed, and by themselves. Means are counted from about their middle.
+        Of each head and chunk sums of products [B * H, chunks, 3, D', D]: of the sample's
+        differences from their means, the even ones and the odd ones; of the means, each times its
+        share less 1 / kept. And sums [B * H, chunks, 2, D + D'] of the means, so weighed, and by
+        themselves. Means are counted from about their middle.
     """
     key, value, drawn_key, drawn_value = (
         t if t.stride(3) == 1 else t.contiguous() for t in (key, value, drawn_key, drawn_value)
     )
     covariances, sums = _fake_partial_moments(
-        key, value, drawn_key, drawn_value, rows, counts, table, draw, sizes, size, sample, first, kept, weighed
+        key,
+        value,
+        drawn_key,
+        drawn_value,
+        rows,
+        counts,
+        table,
+        draw,
+        sizes,
+        size,
+        sample,
+        first,
+        kept,
+        weighed,
     )
     (batch, heads, _, width), wide = key.shape, value.shape[3]
     chunks = covariances.shape[1]
     side_k, side_v = power_of_2(width, 16, _SIDE), power_of_2(wide, 16, _SIDE)
     parts = triton.cdiv(width, side_k)
-    step = 32 if key.dtype == torch.float32 else 64  # keys of one step: more of fp32 would not fit on the chip
+    step = (
+        32 if key.dtype == torch.float32 else 64
+    )  # keys of one step: more of fp32 would not fit on the chip
     partial_moments_kernel[(chunks, batch * heads, parts * triton.cdiv(wide, side_v))](
         key,
         value,
@@ -142,7 +161,12 @@ def partial_moments(
 
 @triton.jit
 def _middle(
-    t: tl.tensor, stride: tl.tensor, column: tl.tensor, inside: tl.tensor, kept: tl.tensor, BLOCK: tl.constexpr
+    t: tl.tensor,
+    stride: tl.tensor,
+    column: tl.tensor,
+    inside: tl.tensor,
+    kept: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """The mean of the first rows: about where all of them lie, alike for each chunk."""
     i = tl.arange(0, BLOCK).to(tl.int64)
@@ -221,7 +245,9 @@ def partial_moments_kernel(
 
     even = tl.zeros([SIDE_V, SIDE_K], tl.float32)
     odd = tl.zeros([SIDE_V, SIDE_K], tl.float32)
-    for start in range(chunk * pairs_each, tl.minimum((chunk + 1) * pairs_each, (sampled + 1) // 2), BLOCK):
+    for start in range(
+        chunk * pairs_each, tl.minimum((chunk + 1) * pairs_each, (sampled + 1) // 2), BLOCK
+    ):
         pair = start + tl.arange(0, BLOCK)
         for half in tl.static_range(2):
             s = 2 * pair + half
@@ -231,15 +257,24 @@ def partial_moments_kernel(
             at = placed(place, times, plane_h, plane_w)
             if APART:
                 at = s.to(tl.int64)
-            k = block(drawn_key, at * drawn_key_l, real, part_k * SIDE_K, width, SIDE_K).to(tl.float32)
-            v = block(drawn_value, at * drawn_value_l, real, part_v * SIDE_V, wide, SIDE_V).to(tl.float32)
+            k = block(drawn_key, at * drawn_key_l, real, part_k * SIDE_K, width, SIDE_K).to(
+                tl.float32
+            )
+            v = block(drawn_value, at * drawn_value_l, real, part_v * SIDE_V, wide, SIDE_V).to(
+                tl.float32
+            )
             k -= block(key, mean * key_l, real, part_k * SIDE_K, width, SIDE_K).to(tl.float32)
             v -= block(value, mean * value_l, real, part_v * SIDE_V, wide, SIDE_V).to(tl.float32)
             if half == 0:
                 even = tl.dot(tl.trans(v), k, even, input_precision=PRECISION)
             else:
                 odd = tl.dot(tl.trans(v), k, odd, input_precision=PRECISION)
-    out = covariances + (both * tl.num_programs(0) + chunk) * 3 * wide * width + at_v[:, None] * width + at_k[None, :]
+    out = (
+        covariances
+        + (both * tl.num_programs(0) + chunk) * 3 * wide * width
+        + at_v[:, None] * width
+        + at_k[None, :]
+    )
     tl.store(out, even, mask=in_v[:, None] & in_k[None, :])
     tl.store(out + wide * width, odd, mask=in_v[:, None] & in_k[None, :])
     if not WEIGHED:
@@ -277,18 +312,23 @@ def _fake_lacking(
     covariances: Tensor, sums: Tensor, kept: int, sample: int, factor: float, weighed: bool
 ) -> tuple[Tensor, Tensor]:
     both, _, _, wide, width = covariances.shape
-    return covariances.new_empty((both, width, wide)), covariances.new_empty((0 if weighed else both, wide))
+    return covariances.new_empty((both, width, wide)), covariances.new_empty(
+        (0 if weighed else both, wide)
+    )
 
 
 @operator(
-    "lacking(Tensor covariances, Tensor sums, int kept, int sample, float factor, bool weighed) -> (Tensor, Tensor)",
+    "lacking(Tensor covariances, Tensor sums, int kept, int sample, float factor, bool weighed) ->"
+    " (Tensor, Tensor)",
     _fake_lacking,
 )
 def lacking(
     covariances: Tensor, sums: Tensor, kept: int, sample: int, factor: float, weighed: bool
 ) -> tuple[Tensor, Tensor]:
-    """What attention over means lacks, from `partial_moments`: `factor` times the covariance, transposed, [B * H, D, D'], and the
-    shift [B * H, D'] (none where logits count the keys), in fp32."""
+    """What attention over means lacks, from `partial_moments`: `factor` times the covariance,
+    transposed, [B * H, D, D'], and the shift [B * H, D'] (none where logits count the keys), in
+    fp32.
+    """
     product, shift = _fake_lacking(covariances, sums, kept, sample, factor, weighed)
     both, chunks, _, wide, width = covariances.shape
     lacking_kernel[(both,)](
@@ -311,7 +351,9 @@ def lacking(
 
 
 @triton.jit
-def _added_up(t: tl.tensor, at: tl.tensor, real: tl.tensor, chunks: tl.tensor, stride: tl.tensor) -> tl.tensor:
+def _added_up(
+    t: tl.tensor, at: tl.tensor, real: tl.tensor, chunks: tl.tensor, stride: tl.tensor
+) -> tl.tensor:
     """What lies at the offsets `at` of each chunk, added up in order."""
     found = tl.load(t + at, mask=real, other=0.0)
     for chunk in range(1, chunks):
@@ -366,14 +408,17 @@ def lacking_kernel(
             b = _added_up(covariances + area, at, real, chunks, 3 * area) / half
             found = share * (a + b) / 2
             if not WEIGHED:
-                # Cov_sizes - Cov_alike of the means: the sum weighed by the difference of the shares, less what their
-                # means are apart.
+                # Cov_sizes - Cov_alike of the means: the sum weighed by the difference of the
+                # shares, less what their means are apart.
                 found += _added_up(covariances + 2 * area, at, real, chunks, 3 * area)
                 apart_k = _added_up(sums, at_k, in_k, chunks, 2 * line)
                 apart_v = _added_up(sums + width, at_v, in_v, chunks, 2 * line)
                 mean_k = _added_up(sums + line, at_k, in_k, chunks, 2 * line) / kept
                 mean_v = _added_up(sums + line + width, at_v, in_v, chunks, 2 * line) / kept
-                found -= mean_v[:, None] * apart_k[None, :] + apart_v[:, None] * (mean_k + apart_k)[None, :]
+                found -= (
+                    mean_v[:, None] * apart_k[None, :]
+                    + apart_v[:, None] * (mean_k + apart_k)[None, :]
+                )
                 if start_k == 0:
                     tl.store(shift + both * wide + at_v, apart_v, mask=in_v)
             to = product + both * area + at_k[None, :] * wide + at_v[:, None]
@@ -384,7 +429,10 @@ def _fake_add_lacking(output: Tensor, query: Tensor, product: Tensor, shift: Ten
     return None
 
 
-@operator("add_lacking(Tensor(a!) output, Tensor query, Tensor product, Tensor shift) -> ()", _fake_add_lacking)
+@operator(
+    "add_lacking(Tensor(a!) output, Tensor query, Tensor product, Tensor shift) -> ()",
+    _fake_add_lacking,
+)
 def add_lacking(output: Tensor, query: Tensor, product: Tensor, shift: Tensor) -> None:
     """Adds query @ product + shift to attention's output, in its place.
 
@@ -452,7 +500,9 @@ def add_lacking_kernel(
         q = block(query, i * query_l, real, start, width, STEP).to(tl.float32)
         k = start + tl.arange(0, STEP)
         p = tl.load(
-            product + k[:, None] * wide + column[None, :], mask=(k < width)[:, None] & inside[None, :], other=0.0
+            product + k[:, None] * wide + column[None, :],
+            mask=(k < width)[:, None] & inside[None, :],
+            other=0.0,
         )
         added = tl.dot(q, p, added, input_precision=PRECISION)
     if SHIFTED:

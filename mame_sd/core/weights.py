@@ -1,7 +1,8 @@
-"""From similarities S to fusion weights W^F, and which sources are preserved (paper, "Adaptive Weight Refining").
+"""From similarities S to fusion weights W^F, and which sources are preserved (paper, "Adaptive
+Weight Refining").
 
-Where no gradient is needed each result takes the place of what it is made from: at most two buffers of M x N are alive at once.
-Each column (dimension -2) holds one source.
+Where no gradient is needed each result takes the place of what it is made from: at most two buffers
+of M x N are alive at once. Each column (dimension -2) holds one source.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core.buffers import in_place, masked_fill, relu, reuse
 from mame_sd.core.tables import Positions
 
-# Refining keeps what exceeds a column's mean. Where that leaves at most this share of the column (a tie, up to
-# rounding), the unrefined weights are taken: below it, fp32 decides by rounding alone.
+# Refining keeps what exceeds a column's mean. Where that leaves at most this share of the column (a
+# tie, up to rounding), the unrefined weights are taken: below it, fp32 decides by rounding alone.
 REFINE_FLOOR = 1e-5
 
 
 class Fusion(NamedTuple):
-    """W^F [B, T, m, n]; and the preserved sources as indices into `pos.src`, ascending, [r] with tau, [B, r] with keep."""
+    """W^F [B, T, m, n]; and the preserved sources as indices into `pos.src`, ascending, [r] with
+    tau, [B, r] with keep.
+    """
 
     weights: Tensor
     preserved: Tensor
@@ -36,11 +39,15 @@ def fusion_weights(s: Tensor, pos: Positions, config: MaMeConfig) -> Fusion:
         pos: the partition.
         config: `tau` or `keep`, `refine`, `variant` and `eps` are read.
     """
-    return _weights_by_tau(s, pos, config) if config.keep is None else _weights_by_keep(s, pos, config)
+    return (
+        _weights_by_tau(s, pos, config) if config.keep is None else _weights_by_keep(s, pos, config)
+    )
 
 
 def _weights_by_tau(s: Tensor, pos: Positions, config: MaMeConfig) -> Fusion:
-    """For a fixed threshold: a source is preserved where any sample has no destination above tau for it."""
+    """For a fixed threshold: a source is preserved where any sample has no destination above tau
+    for it.
+    """
     assert config.tau is not None
     if config.variant == "paper":
         weights = _printed_weights(_above(s, config.tau), config.refine, config.eps)
@@ -65,7 +72,9 @@ def preserved_by_tau(stays: Tensor, pos: Positions) -> Tensor:
 
 
 def _weights_by_keep(s: Tensor, pos: Positions, config: MaMeConfig) -> Fusion:
-    """For a share of the tokens that is to remain: the most similar sources merge, each sample's own."""
+    """For a share of the tokens that is to remain: the most similar sources merge, each sample's
+    own.
+    """
     assert config.keep is not None
     best, row = s.max(-2)  # [B, T, n]
     preserved = preserved_by_keep(best, pos, config.keep)
@@ -76,10 +85,14 @@ def _weights_by_keep(s: Tensor, pos: Positions, config: MaMeConfig) -> Fusion:
     tau = best.masked_fill(unmerged | best.isnan(), math.inf).flatten(1).min(1).values
     above = _above(s, tau.view(-1, 1, 1, 1))
     total = above.sum(-2)
-    single = ~(total > 0) & ~unmerged  # nothing strictly above the found tau: the best one takes it all
+    single = (
+        ~(total > 0) & ~unmerged
+    )  # nothing strictly above the found tau: the best one takes it all
     weights = masked_fill(_settled_weights(above, total, config.refine), unmerged.unsqueeze(-2), 0)
     one = single.unsqueeze(-2).to(weights.dtype)
-    return Fusion(torch.scatter_add(weights, -2, row.unsqueeze(-2), one, out=reuse(weights)), preserved)
+    return Fusion(
+        torch.scatter_add(weights, -2, row.unsqueeze(-2), one, out=reuse(weights)), preserved
+    )
 
 
 def merged_by_keep(pos: Positions, keep: float) -> int:
@@ -91,7 +104,8 @@ def preserved_by_keep(best: Tensor, pos: Positions, keep: float) -> Tensor:
     """The preserved sources [B, r], ascending.
 
     Args:
-        best: [B, T, n], the largest similarity of every source slot. The highest merge, ties by position, NaN ranks last.
+        best: [B, T, n], the largest similarity of every source slot. The highest merge, ties by
+            position, NaN ranks last.
         keep: share of the tokens to keep; all destinations are kept in any case.
     """
     b, merged = best.shape[0], merged_by_keep(pos, keep)
@@ -101,12 +115,16 @@ def preserved_by_keep(best: Tensor, pos: Positions, keep: float) -> Tensor:
         return torch.arange(pos.N, device=best.device).expand(b, -1)
     last = torch.finfo(best.dtype).min
     best = torch.nan_to_num(best.detach(), nan=last, posinf=math.inf, neginf=-math.inf)
-    order = best.flatten(1).index_select(1, pos.src_real).argsort(dim=1, descending=True, stable=True)
+    order = (
+        best.flatten(1).index_select(1, pos.src_real).argsort(dim=1, descending=True, stable=True)
+    )
     return order[:, merged:].sort(dim=1).values
 
 
 def unmerged_slots(preserved: Tensor, pos: Positions) -> Tensor:
-    """The source slots that don't merge, or are padding, bool [B, T, n], of the preserved sources [B, r]."""
+    """The source slots that don't merge, or are padding, bool [B, T, n], of the preserved sources
+    [B, r].
+    """
     b = preserved.shape[0]
     unmerged = torch.zeros(b, pos.blocks * pos.n, dtype=torch.bool, device=preserved.device)
     unmerged = unmerged.scatter_(1, pos.src_real[preserved], True).view(b, pos.blocks, pos.n)
@@ -119,9 +137,11 @@ def _above(s: Tensor, tau: Tensor | float) -> Tensor:
 
 
 def _settled_weights(above: Tensor, total: Tensor, refine: bool) -> Tensor:
-    """W^F from S~ and its columns' sums [B, T, n], exactly: without eps, and never a column that refining empties.
+    """W^F from S~ and its columns' sums [B, T, n], exactly: without eps, and never a column that
+    refining empties.
 
-    W~ = ReLU(W - zeta) is proportional to ReLU(S~ - mean of the positive S~ of the column), so W itself is not made.
+    W~ = ReLU(W - zeta) is proportional to ReLU(S~ - mean of the positive S~ of the column), so W
+    itself is not made.
     """
     if not refine:
         return torch.div(above, _no_zero(total).unsqueeze(-2), out=reuse(above))
@@ -131,16 +151,21 @@ def _settled_weights(above: Tensor, total: Tensor, refine: bool) -> Tensor:
     mass = refined.sum(-2)
     tie = mass <= REFINE_FLOOR * total
     weights = torch.where(tie.unsqueeze(-2), above, refined, out=reuse(refined))
-    return torch.div(weights, _no_zero(torch.where(tie, total, mass)).unsqueeze(-2), out=reuse(weights))
+    return torch.div(
+        weights, _no_zero(torch.where(tie, total, mass)).unsqueeze(-2), out=reuse(weights)
+    )
 
 
 def _printed_weights(above: Tensor, refine: bool, eps: float) -> Tensor:
-    """W^F from S~ by the printed equations for W, zeta, W~ and W^F, with C_j counted as in Algorithm 1."""
+    """W^F from S~ by the printed equations for W, zeta, W~ and W^F, with C_j counted as in
+    Algorithm 1.
+    """
     W = torch.div(above, above.sum(-2, keepdim=True) + eps, out=reuse(above))
     if not refine:
         return W
     C = _positive(W, torch.empty_like(W)).unsqueeze(-2)
-    # W - zeta, zeta = sum W / (C + eps), in two steps: in fp32, C + eps is C, and eps decides over a source of one candidate.
+    # W - zeta, zeta = sum W / (C + eps), in two steps: in fp32, C + eps is C, and eps decides over
+    # a source of one candidate.
     mean = W.sum(-2, keepdim=True) / C.clamp(min=1)
     pruned = torch.sub(W, mean, out=reuse(W))
     pruned = relu(torch.add(pruned, mean * (eps / (C + eps)), out=reuse(pruned)))  # W~

@@ -1,10 +1,13 @@
-"""What merging would cost and change in each layer of a model, and the choice for each layer that follows.
+"""What merging would cost and change in each layer of a model, and the choice for each layer that
+follows.
 
-`measure` replays a few calls of the denoiser that were recorded without merging. In each self-attention that could merge
-it computes every form (fields of `MaMeConfig`) beside the whole attention: the relative squared error of the output, and
-the seconds that it takes on this device. How much a layer's error matters is seen at the denoiser's output, where one form
-merges in that layer alone. `choose` then gives each layer one form: of all choices that save enough seconds, the one whose
-errors at the output have the least sum. That is a knapsack, solved by dynamic programming, exact on a grid of seconds.
+`measure` replays a few calls of the denoiser that were recorded without merging. In each
+self-attention that could merge it computes every form (fields of `MaMeConfig`) beside the whole
+attention: the relative squared error of the output, and the seconds that it takes on this device.
+How much a layer's error matters is seen at the denoiser's output, where one form merges in that
+layer alone. `choose` then gives each layer one form: of all choices that save enough seconds, the
+one whose errors at the output have the least sum. That is a knapsack, solved by dynamic
+programming, exact on a grid of seconds.
 """
 
 from __future__ import annotations
@@ -33,14 +36,24 @@ from mame_sd.report import LayerStats, device_of
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a denoiser
 Name = TypeVar("Name", bound=Hashable)  # of a layer, or of a layer in one of several steps
 Clock = Callable[[], float]
-# What a layer may be given beside nothing, in the words of `layers`: keys and values alone, picks, or whole tokens.
+# What a layer may be given beside nothing, in the words of `layers`: keys and values alone, picks,
+# or whole tokens.
 FORMS: tuple[dict[str, Any], ...] = (
     *({"keep": keep, "merge": "kv"} for keep in (0.5, 0.375, 0.25, 0.19, 0.125, 0.0625)),
-    *({"keep": keep, "merge": "qkv"} for keep in (0.75, 0.625, 0.5, 0.375, 0.25, 0.19, 0.125, 0.0625)),
+    *(
+        {"keep": keep, "merge": "qkv"}
+        for keep in (0.75, 0.625, 0.5, 0.375, 0.25, 0.19, 0.125, 0.0625)
+    ),
     *({"keep": keep, "merge": "kv", "weights": "pick"} for keep in (0.5, 0.25)),
 )
-REFERENCE = FORMS.index({"keep": 0.375, "merge": "qkv"})  # the form that tells how much a layer matters
-AT = (0.15, 0.45, 0.8)  # where in an image's calls of the denoiser is measured: 0 the first, 1 the last
+REFERENCE = FORMS.index(
+    {"keep": 0.375, "merge": "qkv"}
+)  # the form that tells how much a layer matters
+AT = (
+    0.15,
+    0.45,
+    0.8,
+)  # where in an image's calls of the denoiser is measured: 0 the first, 1 the last
 GRID = 2000  # steps of the grid of seconds
 
 
@@ -66,9 +79,11 @@ class Merging(Protocol):
 
 @dataclass
 class Measured:
-    """One layer: seconds of the whole attention, and by number of the form errors and seconds; one entry for each call.
+    """One layer: seconds of the whole attention, and by number of the form errors and seconds; one
+    entry for each call.
 
-    `effect`: the error of the denoiser's output where the form REFERENCE merges in this layer alone.
+    `effect`: the error of the denoiser's output where the form REFERENCE merges in this layer
+    alone.
     """
 
     whole: list[float] = field(default_factory=list)
@@ -79,7 +94,9 @@ class Measured:
 
 @dataclass
 class Measurement:
-    """What calls of a denoiser took without merging, in seconds, and what was measured in each of its layers."""
+    """What calls of a denoiser took without merging, in seconds, and what was measured in each of
+    its layers.
+    """
 
     forward: list[float] = field(default_factory=list)
     layers: dict[str, Measured] = field(default_factory=dict)
@@ -93,7 +110,9 @@ class Measurement:
         """What `to_dict` gave, also after JSON has made texts of its numbers."""
         layers = {}
         for name, found in values["layers"].items():
-            by_form = [{int(n): list(v) for n, v in found[what].items()} for what in ("seconds", "errors")]
+            by_form = [
+                {int(n): list(v) for n, v in found[what].items()} for what in ("seconds", "errors")
+            ]
             layers[name] = Measured(list(found["whole"]), list(found["effect"]), *by_form)
         return cls(list(values["forward"]), layers)
 
@@ -111,8 +130,9 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Option:
-    """What a layer may do: `rule` of `layers`, the relative squared error of the denoiser's output that it is reckoned to make, its
-    seconds in a call of the denoiser."""
+    """What a layer may do: `rule` of `layers`, the relative squared error of the denoiser's output
+    that it is reckoned to make, its seconds in a call of the denoiser.
+    """
 
     rule: Any  # fields of MaMeConfig, or False: unmerged
     error: float
@@ -139,12 +159,16 @@ class Calibration:
 
     @property
     def fastest(self) -> float:
-        """How many times as fast as unmerged the denoiser is reckoned to be with each layer's fastest option."""
-        return self.reckoned({name: min(found, key=lambda o: o.seconds) for name, found in self.options.items()})
+        """How many times as fast as unmerged the denoiser is reckoned to be with each layer's
+        fastest option.
+        """
+        return self.reckoned(
+            {name: min(found, key=lambda o: o.seconds) for name, found in self.options.items()}
+        )
 
     def choose(self, speed: float) -> dict[str, Option]:
-        """The option for each layer of the least sum of errors, with which the denoiser is reckoned to be `speed` times as fast as
-        unmerged.
+        """The option for each layer of the least sum of errors, with which the denoiser is reckoned
+        to be `speed` times as fast as unmerged.
 
         Raises:
             ValueError: `speed` is no number above 1, or more than these options give.
@@ -153,7 +177,8 @@ class Calibration:
         chosen = choose(self.options, self.forward * (1 - 1 / speed))
         if chosen is None:
             raise ValueError(
-                f"speed: expected at most {self.fastest:.2f}, which merging is reckoned to give this model here, got {speed:g}"
+                f"speed: expected at most {self.fastest:.2f}, which merging is reckoned to give"
+                f" this model here, got {speed:g}"
             )
         return chosen
 
@@ -163,7 +188,8 @@ class Calibration:
         return self.base.replace(layers=rules, made_for=self.described)
 
     def save(self, path: str | PathLike[str], speed: float, **about: Any) -> None:
-        """Writes the settings for `speed` as a file that `apply_mame` and `--config` take; `about` says more of them.
+        """Writes the settings for `speed` as a file that `apply_mame` and `--config` take; `about`
+        says more of them.
 
         Raises ValueError as `choose`.
         """
@@ -179,14 +205,17 @@ class Calibration:
         for name, option in chosen.items():
             whole = self.options[name][0].seconds
             lines.append(
-                f"{name:<{width}}  {in_words(option.rule):<20} {option.error:8.1e} {1e3 * option.seconds:6.1f}  {1e3 * whole:8.1f}"
+                f"{name:<{width}}  {in_words(option.rule):<20} {option.error:8.1e}"
+                f" {1e3 * option.seconds:6.1f}  {1e3 * whole:8.1f}"
             )
         lines.append(f"reckoned {self.reckoned(chosen):.2f} times as fast as unmerged")
         return "\n".join(lines)
 
     def reckoned(self, chosen: Mapping[str, Option]) -> float:
         """How many times as fast as unmerged a call of the denoiser is with these options."""
-        saved = sum(self.options[name][0].seconds - option.seconds for name, option in chosen.items())
+        saved = sum(
+            self.options[name][0].seconds - option.seconds for name, option in chosen.items()
+        )
         return self.forward / max(self.forward - saved, 1e-12)
 
 
@@ -194,7 +223,9 @@ class Single(MergeHook):
     """Merges a layer by one form, whatever the settings are, and counts nothing."""
 
     def __init__(self, hook: MergeHook, form: MaMeConfig) -> None:
-        super().__init__(hook.shared, LayerStats(hook.stats.name), hook.layer, hook.image, int(hook.number))
+        super().__init__(
+            hook.shared, LayerStats(hook.stats.name), hook.layer, hook.image, int(hook.number)
+        )
         self._form = form
 
     def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -211,7 +242,9 @@ class Single(MergeHook):
 class Probe(Single):
     """Computes the whole attention, whose output goes on, and every form beside it."""
 
-    def __init__(self, hook: MergeHook, forms: Sequence[MaMeConfig], measured: Measured, clock: Clock) -> None:
+    def __init__(
+        self, hook: MergeHook, forms: Sequence[MaMeConfig], measured: Measured, clock: Clock
+    ) -> None:
         super().__init__(hook, forms[0])
         self._forms, self._measured, self._clock = forms, measured, clock
 
@@ -231,7 +264,8 @@ class Probe(Single):
 
 @torch.no_grad()
 def measure(handle: Merging, calls: Sequence[Call], clock: Clock | None = None) -> Measurement:
-    """Replay `calls` of the handle's denoiser; gives what each form changes and costs in each layer.
+    """Replay `calls` of the handle's denoiser; gives what each form changes and costs in each
+    layer.
 
     Args:
         handle: of `apply_mame`; its settings decide on what forms leave open.
@@ -266,13 +300,16 @@ def measure(handle: Merging, calls: Sequence[Call], clock: Clock | None = None) 
     found.layers = {name: layer for name, layer in found.layers.items() if layer.seconds}
     if not found.layers:
         raise ValueError(
-            "calibrate: expected a layer that could merge, found none; lower min_tokens, or make larger images"
+            "calibrate: expected a layer that could merge, found none; lower min_tokens, or make"
+            " larger images"
         )
     return found
 
 
 def calls_of(handle: Merging, run: Callable[[], object]) -> list[Call]:
-    """The calls of the handle's denoiser at which is measured, of an image that `run` makes, without merging."""
+    """The calls of the handle's denoiser at which is measured, of an image that `run` makes,
+    without merging.
+    """
     with _in_place(handle, lambda hook: None), recorded(handle.root) as calls:
         run()
     return some(calls)
@@ -280,14 +317,21 @@ def calls_of(handle: Merging, run: Callable[[], object]) -> list[Call]:
 
 def calibration_of(handle: Merging, found: Measurement, about: Mapping[str, Any]) -> Calibration:
     """What follows from a measurement of the handle's model."""
-    said = {"device": _device_name(device_of(handle.root)), "forward_s": round(median(found.forward), 4), **about}
+    said = {
+        "device": _device_name(device_of(handle.root)),
+        "forward_s": round(median(found.forward), 4),
+        **about,
+    }
     base = handle.config.replace(layers=None, made_for=None)
     return Calibration(base, handle.described, median(found.forward), options(found.layers), said)
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Seconds for what runs on `device`. On a CPU they are the CPU's, which other programs leave nearly alone; else of the
-    wall, when the device has done all that it was given."""
+    """Seconds for what runs on `device`.
+
+    On a CPU they are the CPU's, which other programs leave nearly alone; else of the wall, when the
+    device has done all that it was given.
+    """
     if device.type == "cpu":
         return time.process_time
     backend: Any = getattr(torch, device.type)
@@ -307,7 +351,9 @@ def check_speed(speed: Any) -> None:
 
 def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `values` that JSON holds as they are."""
-    return {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str))}
+    return {
+        name: value for name, value in values.items() if isinstance(value, (bool, int, float, str))
+    }
 
 
 def _device_name(device: torch.device) -> str:
@@ -318,7 +364,9 @@ def _device_name(device: torch.device) -> str:
 def recorded(model: nn.Module) -> Iterator[list[Call]]:
     """Keeps the calls of `model` in the block."""
     calls: list[Call] = []
-    latest: dict[int, tuple[Any, int, Tensor]] = {}  # the same prompt's embeddings come in every call
+    latest: dict[
+        int, tuple[Any, int, Tensor]
+    ] = {}  # the same prompt's embeddings come in every call
 
     def kept(value: Any) -> Any:
         """A tensor as it is now: schedulers change theirs in place."""
@@ -334,7 +382,9 @@ def recorded(model: nn.Module) -> Iterator[list[Call]]:
     now: dict[int, tuple[Any, int, Tensor]] = {}
 
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
-        calls.append((tuple(map(kept, args)), {name: kept(value) for name, value in kwargs.items()}))
+        calls.append(
+            (tuple(map(kept, args)), {name: kept(value) for name, value in kwargs.items()})
+        )
         latest.clear()
         latest.update(now)
         now.clear()
@@ -352,8 +402,11 @@ def some(calls: Sequence[Call]) -> list[Call]:
 
 
 def options(measured: Mapping[str, Measured]) -> dict[str, list[Option]]:
-    """What each layer may do: stay unmerged, or take a form that saves seconds. Medians of seconds; means of errors, as many times as
-    the layer's error was found to matter for the denoiser's output."""
+    """What each layer may do: stay unmerged, or take a form that saves seconds.
+
+    Medians of seconds; means of errors, as many times as the layer's error was found to matter for
+    the denoiser's output.
+    """
     result: dict[str, list[Option]] = {}
     for name, layer in measured.items():
         whole = median(layer.whole)
@@ -361,14 +414,18 @@ def options(measured: Mapping[str, Measured]) -> dict[str, list[Option]]:
         matters = float(np.mean(layer.effect)) / max(own, 1e-30)
         result[name] = [Option(False, 0.0, whole)]
         for number, seconds in layer.seconds.items():
-            option = Option(dict(FORMS[number]), matters * float(np.mean(layer.errors[number])), median(seconds))
+            option = Option(
+                dict(FORMS[number]), matters * float(np.mean(layer.errors[number])), median(seconds)
+            )
             if option.seconds < whole:
                 result[name].append(option)
     return result
 
 
 def _reference(layer: Measured) -> int:
-    """The number of the form that tells how much a layer matters: REFERENCE, or the first where that can't be."""
+    """The number of the form that tells how much a layer matters: REFERENCE, or the first where
+    that can't be.
+    """
     return REFERENCE if REFERENCE in layer.seconds else min(layer.seconds)
 
 
@@ -377,14 +434,20 @@ def _alone(hook: MergeHook, name: str, form: MaMeConfig) -> MergeHook | None:
 
 
 def choose(options: Mapping[Name, Sequence[Option]], saved: float) -> dict[Name, Option] | None:
-    """The option for each layer whose errors have the least sum of all that save at least `saved` seconds; None: none do."""
+    """The option for each layer whose errors have the least sum of all that save at least `saved`
+    seconds; None: none do.
+    """
     names = list(options)
-    most = sum(max(o.seconds for o in found) - min(o.seconds for o in found) for found in options.values())
+    most = sum(
+        max(o.seconds for o in found) - min(o.seconds for o in found) for found in options.values()
+    )
     unit = max(most, 1e-12) / GRID
     need = max(0, int(np.ceil(saved / unit - 1e-9)))
     if need > GRID:
         return None
-    best = np.full(need + 1, np.inf)  # least sum of errors by units saved; the last entry: all that is needed, or more
+    best = np.full(
+        need + 1, np.inf
+    )  # least sum of errors by units saved; the last entry: all that is needed, or more
     best[0] = 0.0
     steps: list[
         tuple[np.ndarray, np.ndarray]
@@ -398,7 +461,9 @@ def choose(options: Mapping[Name, Sequence[Option]], saved: float) -> dict[Name,
             reached = np.full(need + 1, np.inf)
             reached[gain:] = best[: need + 1 - gain] + option.error
             sources = np.arange(need + 1) - gain
-            last = need - gain + int(np.argmin(best[need - gain :]))  # all that reach the end or pass it
+            last = (
+                need - gain + int(np.argmin(best[need - gain :]))
+            )  # all that reach the end or pass it
             reached[need], sources[need] = best[last] + option.error, last
             better = reached < after
             after[better], taken[better], origin[better] = reached[better], number, sources[better]
@@ -415,10 +480,14 @@ def choose(options: Mapping[Name, Sequence[Option]], saved: float) -> dict[Name,
 
 
 def relative_error(merged: Any, whole: Any) -> float:
-    """Squared error over squared norm, of all tensors of an output together: a tensor, a tuple or diffusers' output class."""
+    """Squared error over squared norm, of all tensors of an output together: a tensor, a tuple or
+    diffusers' output class.
+    """
     pairs = list(zip(_tensors(merged), _tensors(whole), strict=True))
     if not pairs:
-        raise TypeError(f"expected a tensor or a tuple or dict of tensors, got {type(whole).__name__}")
+        raise TypeError(
+            f"expected a tensor or a tuple or dict of tensors, got {type(whole).__name__}"
+        )
     apart = sum(float((a.float() - b.float()).square().sum()) for a, b in pairs)
     return apart / max(sum(float(b.float().square().sum()) for _, b in pairs), 1e-30)
 
@@ -446,7 +515,9 @@ def _timed(call: Callable[[], Any], clock: Clock) -> tuple[Any, float]:
 
 @contextmanager
 def _in_place(handle: Merging, make: Callable[[MergeHook], MergeHook | None]) -> Iterator[None]:
-    """In the block what `make` makes of each self-attention's hook stands in its place; None: nothing does."""
+    """In the block what `make` makes of each self-attention's hook stands in its place; None:
+    nothing does.
+    """
     hooks = [
         (module, hook)
         for module, hook in handle.layers

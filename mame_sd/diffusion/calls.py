@@ -1,7 +1,9 @@
-"""Guidance in two calls: the second, of the same latents at the same timestep, merges by the plans of the first.
+"""Guidance in two calls: the second, of the same latents at the same timestep, merges by the plans
+of the first.
 
-What a batch of both is to `mame_sd.core.pairs`. Pipelines of Qwen-Image, Wan, Chroma and Flux call the model with the prompt and then, with the
-very same tensor, with the negative prompt. A call with all the same tensors is none of these: it is repeated, with other weights perhaps.
+What a batch of both is to `mame_sd.core.pairs`. Pipelines of Qwen-Image, Wan, Chroma and Flux call
+the model with the prompt and then, with the very same tensor, with the negative prompt. A call with
+all the same tensors is none of these: it is repeated, with other weights perhaps.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Plans:
         self._of = self._now = _noted(None)  # the timesteps of the plans and of the call under way
 
     def go_for(self, latents: Tensor, others: list[Tensor]) -> bool:
-        """Whether they go for a call with this very tensor, unchanged since as PyTorch counts it, and other tensors than the latest call's."""
+        """Whether they go for a call with this very tensor, unchanged since as PyTorch counts it,
+        and other tensors than the latest call's.
+        """
         same = len(others) == len(self._others) and all(
             known() is other for known, other in zip(self._others, others, strict=True)
         )
@@ -49,9 +53,12 @@ class Plans:
         self._others = [weakref.ref(other) for other in others]
         return self
 
-    def plan(self, layer: str, config: MaMeConfig, shape: tuple[int, ...], make: Callable[[], Plan]) -> Plan:
-        """What merges in the next call of a layer: the plan that its call of the same number made in an earlier call of the model, else a new
-        one. It is kept, unless it is a matrix, which all layers together have no memory for.
+    def plan(
+        self, layer: str, config: MaMeConfig, shape: tuple[int, ...], make: Callable[[], Plan]
+    ) -> Plan:
+        """What merges in the next call of a layer: the plan that its call of the same number made
+        in an earlier call of the model, else a new one. It is kept, unless it is a matrix, which
+        all layers together have no memory for.
 
         Args:
             layer: its name.
@@ -59,7 +66,9 @@ class Plans:
             shape: of the tokens that may merge.
             make: gives a new plan.
         """
-        if self._latents() is None:  # a call of the model that was interrupted, of which no hook is told
+        if (
+            self._latents() is None
+        ):  # a call of the model that was interrupted, of which no hook is told
             return make()
         if self._found and self._of is not self._now and not _same(self._of, self._now):
             self._found.clear()
@@ -73,23 +82,28 @@ class Plans:
 
 
 class LatestCall:
-    """A denoiser's latest call in each thread, as far as it tells whether the next one is of the same input."""
+    """A denoiser's latest call in each thread, as far as it tells whether the next one is of the
+    same input.
+    """
 
     def __init__(self) -> None:
         self._latest = PerThread()
 
     def plans(self, latents: Tensor, timestep: Any, others: list[Tensor]) -> Plans | None:
-        """The plans that a call shares with those before it; None where it can't be told which these are.
+        """The plans that a call shares with those before it; None where it can't be told which
+        these are.
 
-        The latents are the same where they are the same tensor, unchanged: nothing is compared. Of timesteps that are other tensors the values
-        are, which waits for the device, where a second call has plans to share.
+        The latents are the same where they are the same tensor, unchanged: nothing is compared. Of
+        timesteps that are other tensors the values are, which waits for the device, where a second
+        call has plans to share.
 
         Args:
             latents: the call's first input.
             timestep: its timestep.
             others: its other tensors, such as the prompt's embeddings.
         """
-        # changes of tensors of inference mode, and of subclasses, are not counted, or have no values
+        # changes of tensors of inference mode, and of subclasses, are not counted, or have no
+        # values
         if type(latents) is not Tensor or latents.is_inference() or _is_recorded(latents):
             self.forget()
             return None
@@ -104,7 +118,9 @@ class LatestCall:
 
 
 def _is_recorded(t: Tensor) -> bool:
-    """Whether a CUDA graph is being captured: a replay has other values, and must look for what merges."""
+    """Whether a CUDA graph is being captured: a replay has other values, and must look for what
+    merges.
+    """
     return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

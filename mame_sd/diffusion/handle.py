@@ -35,17 +35,22 @@ Placed = tuple[nn.Module, AroundHook | PreHook]  # a hook and the module it goes
 class MaMeHandle:
     """Merging as applied to one model: settings, counters, removal. Made by `apply_mame`.
 
-    A handle whose merging was removed or replaced does not keep the model alive: its memory is free when nothing else holds it.
+    A handle whose merging was removed or replaced does not keep the model alive: its memory is free
+    when nothing else holds it.
     """
 
-    def __init__(self, root: nn.Module, shared: Shared, hooks: list[Placed], pipe: Any = None) -> None:
+    def __init__(
+        self, root: nn.Module, shared: Shared, hooks: list[Placed], pipe: Any = None
+    ) -> None:
         self._root, self._pipe = _reference(root), _held_weakly(pipe)  # whose denoiser `root` is
         self._held: Any = None  # both, while merging is on the model
         self._shared = shared
         self._placed = [(weakref.ref(module), hook) for module, hook in hooks]
         self._layers = [hook for _, hook in hooks if isinstance(hook, MergeHook)]
         self._check(shared.setting.config)
-        shared.setting = self._setting(shared.setting.asked, shared.setting.active)  # now that the layers have names
+        shared.setting = self._setting(
+            shared.setting.asked, shared.setting.active
+        )  # now that the layers have names
         shared.applied = _Applied(self)
 
     @property
@@ -54,7 +59,8 @@ class MaMeHandle:
         root = self._root()
         if root is None:
             raise RuntimeError(
-                "expected the model that merging was applied to, but it is gone: call apply_mame on another"
+                "expected the model that merging was applied to, but it is gone: call apply_mame on"
+                " another"
             )
         return root
 
@@ -83,7 +89,9 @@ class MaMeHandle:
 
     @property
     def installed(self) -> bool:
-        """Whether this handle's hooks are (all) on the model: not removed, not replaced by a later `apply_mame`."""
+        """Whether this handle's hooks are (all) on the model: not removed, not replaced by a later
+        `apply_mame`.
+        """
         placed = self._hooks
         on = all(hook_on(module, hook.name) is hook for module, hook in placed if self._is_on(hook))
         return on and len(placed) == len(self._placed)
@@ -92,7 +100,8 @@ class MaMeHandle:
     def active(self) -> bool:
         """Whether the hooks merge; False makes every call bit-equal to an unhooked model.
 
-        Setting it raises RuntimeError where merging was removed or replaced, or another thread makes an image with the model.
+        Setting it raises RuntimeError where merging was removed or replaced, or another thread
+        makes an image with the model.
         """
         return self._shared.now.active
 
@@ -107,18 +116,23 @@ class MaMeHandle:
 
     @property
     def described(self) -> str:
-        """The model in words that tell it from those that settings by layer do not go for, as `made_for` has them."""
-        model = type(getattr(self.root, "_orig_mod", self.root)).__name__  # not torch.compile's wrapper
+        """The model in words that tell it from those that settings by layer do not go for, as
+        `made_for` has them.
+        """
+        model = type(
+            getattr(self.root, "_orig_mod", self.root)
+        ).__name__  # not torch.compile's wrapper
         return f"{model} with {len(self._names)} self-attentions"
 
     def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
-        """Changes live settings from the next forward on: `handle.set(tau=0.9)`; `config` replaces all of them.
+        """Changes live settings from the next forward on: `handle.set(tau=0.9)`; `config` replaces
+        all of them.
 
         Raises:
-            RuntimeError: merging was removed or replaced, so the change would have no effect; or another thread makes an image
-                with the model.
-            ValueError: a field is unknown or out of its range, or the model lacks what it merges; nothing has changed
-                then.
+            RuntimeError: merging was removed or replaced, so the change would have no effect; or
+                another thread makes an image with the model.
+            ValueError: a field is unknown or out of its range, or the model lacks what it merges;
+                nothing has changed then.
         """
         with CHANGES:
             self._check_installed()
@@ -137,17 +151,20 @@ class MaMeHandle:
 
     @contextmanager
     def using(self, config: MaMeConfig | None = None, **fields: Any) -> Iterator[None]:
-        """Settings of this thread alone for a `with` block, whatever others set: several threads may generate at once, each
-        with its own. Merging is on in the block, also where `active` is False.
+        """Settings of this thread alone for a `with` block, whatever others set: several threads
+        may generate at once, each with its own. Merging is on in the block, also where `active` is
+        False.
 
             with handle.using(keep=0.25):
                 image = pipe("a red key").images[0]
 
-        A backward pass that computes blocks again (checkpointing) may run in another thread: there `set` is the way.
+        A backward pass that computes blocks again (checkpointing) may run in another thread: there
+        `set` is the way.
 
         Raises:
             RuntimeError: merging was removed or replaced.
-            ValueError: as `set`, and for a part of blocks (`mlp`) that is off in the settings of all.
+            ValueError: as `set`, and for a part of blocks (`mlp`) that is off in the settings of
+                all.
         """
         self._check_installed()
         asked = make_config(self._shared.now.asked if config is None else config, fields)
@@ -155,7 +172,8 @@ class MaMeHandle:
         for name in PARTS:
             if getattr(new.config, name) is not None and self._shared.setting.of_part[name] is None:
                 raise ValueError(
-                    f"{name}: expected it on for all threads first, it is off; give it to apply_mame or set"
+                    f"{name}: expected it on for all threads first, it is off; give it to"
+                    " apply_mame or set"
                 )
         before, self._shared.own.value = self._shared.own.value, new
         try:
@@ -163,38 +181,50 @@ class MaMeHandle:
         finally:
             self._shared.own.value = before
 
-    def calibrate(self, prompts: Sequence[str], *, speed: float, seed: int = 0, **call: Any) -> Calibration:
-        """Finds which layers should merge and how much, and puts that in force: where merging changes a layer's output
-        least, it merges most.
+    def calibrate(
+        self, prompts: Sequence[str], *, speed: float, seed: int = 0, **call: Any
+    ) -> Calibration:
+        """Finds which layers should merge and how much, and puts that in force: where merging
+        changes a layer's output least, it merges most.
 
             handle = apply_mame(pipe)
             found = handle.calibrate(["a red key", "an owl"], speed=1.2, num_inference_steps=20)
             found.save("settings.json", speed=1.2)
             print(found.table(speed=1.2))
 
-        The pipeline makes an image of each prompt without merging. At three of its steps each layer computes what every
-        form of merging would give beside its own output, and is timed (`mame_sd.diffusion.calibration`).
+        The pipeline makes an image of each prompt without merging. At three of its steps each layer
+        computes what every form of merging would give beside its own output, and is timed
+        (`mame_sd.diffusion.calibration`).
 
         Args:
             prompts: a few, like those that will be asked for.
-            speed: how many times as fast as without merging a call of the denoiser is to be, on this device.
+            speed: how many times as fast as without merging a call of the denoiser is to be, on
+                this device.
             seed: of the first image; each further one takes the next.
             call: further arguments of the pipeline's call.
 
         Raises:
-            RuntimeError: merging was removed or replaced, or another thread makes an image with the model.
-            ValueError: no pipeline or no prompts, nothing that could merge, or more speed than merging gives; the settings
-                are as before then.
+            RuntimeError: merging was removed or replaced, or another thread makes an image with the
+                model.
+            ValueError: no pipeline or no prompts, nothing that could merge, or more speed than
+                merging gives; the settings are as before then.
         """
         self._check_installed()
         check_speed(speed)
         if self.pipe is None or not prompts:
-            came = "no prompts" if self.pipe is not None else f"a {type(self.root).__name__} by itself"
-            raise ValueError(f"calibrate: expected a pipeline and a few prompts, got {came}; see apply_mame(pipe)")
+            came = (
+                "no prompts" if self.pipe is not None else f"a {type(self.root).__name__} by itself"
+            )
+            raise ValueError(
+                f"calibrate: expected a pipeline and a few prompts, got {came}; see"
+                " apply_mame(pipe)"
+            )
         found = Measurement()
         for number, prompt in enumerate(prompts):
             generator = torch.Generator().manual_seed(seed + number)
-            run = partial(self.pipe, prompt, generator=generator, **{"output_type": "latent", **call})
+            run = partial(
+                self.pipe, prompt, generator=generator, **{"output_type": "latent", **call}
+            )
             found.add(measure(self, calls_of(self, run)))
         calibration = calibration_of(self, found, {"prompts": len(prompts), **plain_values(call)})
         self.set(calibration.config(speed))
@@ -209,7 +239,9 @@ class MaMeHandle:
         return make_report(hook.stats for hook in self._layers if hook.on)
 
     def reset(self) -> None:
-        """Sets all counters to zero and drops captured plans, and those of this thread that wait for a second call of the same input."""
+        """Sets all counters to zero and drops captured plans, and those of this thread that wait
+        for a second call of the same input.
+        """
         for found, hook in self._placed:
             module = found()
             if isinstance(hook, MergeHook):
@@ -218,13 +250,17 @@ class MaMeHandle:
                 hook.forget()
 
     def capture(self, on: bool = True) -> None:
-        """Keeps the latest plan of every layer for `plans`, without the inputs that restore detail (memory: one plan a layer; not under torch.compile)."""
+        """Keeps the latest plan of every layer for `plans`, without the inputs that restore detail
+        (memory: one plan a layer; not under torch.compile).
+        """
         for hook in self._layers:
             hook.stats.capture = on
             hook.stats.plan = hook.stats.plan if on else None
 
     def plans(self) -> dict[str, Plan]:
-        """The latest plan of every layer that merged since `capture`, or was left whole by it, by layer name; sizes stand in `report`."""
+        """The latest plan of every layer that merged since `capture`, or was left whole by it, by
+        layer name; sizes stand in `report`.
+        """
         found = (hook.stats for hook in self._layers if hook.on)
         return {stats.name: stats.plan for stats in found if stats.plan is not None}
 
@@ -234,19 +270,25 @@ class MaMeHandle:
         Raises RuntimeError where another thread makes an image with the model.
         """
         with CHANGES:
-            ours = [(module, hook) for module, hook in self._hooks if hook_on(module, hook.name) is hook]
+            ours = [
+                (module, hook) for module, hook in self._hooks if hook_on(module, hook.name) is hook
+            ]
             if ours:
                 check_idle(self.root, "remove")
             for module, hook in ours:
                 take_hook(module, hook.name)
 
     def install(self) -> None:
-        """Puts the hooks back (after `remove`, or instead of a later `apply_mame`); those of parts that are off stay off.
+        """Puts the hooks back (after `remove`, or instead of a later `apply_mame`); those of parts
+        that are off stay off.
 
         Raises RuntimeError where another thread makes an image with the model.
         """
         with CHANGES:
-            wanted = [(module, hook.name, hook if self._is_on(hook) else None) for module, hook in self._hooks]
+            wanted = [
+                (module, hook.name, hook if self._is_on(hook) else None)
+                for module, hook in self._hooks
+            ]
             changes = [change for change in wanted if hook_on(*change[:2]) is not change[2]]
             if changes:
                 check_idle(self.root, "install")
@@ -258,7 +300,10 @@ class MaMeHandle:
 
     def _is_on(self, hook: Any) -> bool:
         """Whether the settings of all need this hook."""
-        return not isinstance(hook, MergeHook) or self._shared.setting.of_part[hook.stats.part] is not None
+        return (
+            not isinstance(hook, MergeHook)
+            or self._shared.setting.of_part[hook.stats.part] is not None
+        )
 
     def _setting(self, asked: MaMeConfig, active: bool) -> Setting:
         return Setting(suited(self.root, asked), active, asked, self._names)
@@ -275,28 +320,33 @@ class MaMeHandle:
 
     def _check_installed(self) -> None:
         if not self.installed:
-            raise RuntimeError("expected merging to be applied, but it was removed or replaced: call apply_mame again")
+            raise RuntimeError(
+                "expected merging to be applied, but it was removed or replaced: call apply_mame"
+                " again"
+            )
 
     def _check(self, config: MaMeConfig) -> None:
-        """Raises ValueError where `config` asks for layers or a part of blocks that the model lacks, or is for another."""
+        """Raises ValueError where `config` asks for layers or a part of blocks that the model
+        lacks, or is for another.
+        """
         model = type(getattr(self.root, "_orig_mod", self.root)).__name__
         if config.made_for not in (None, self.described):
             raise ValueError(
-                f"made_for: expected settings that were found for {self.described}, got ones for {config.made_for}; "
-                "calibrate this model, or take another file"
+                f"made_for: expected settings that were found for {self.described}, got ones for"
+                f" {config.made_for}; calibrate this model, or take another file"
             )
         unknown = [] if config.layers is None else config.layers.unknown(self._names)
         if unknown:
             raise ValueError(
-                f"layers: expected patterns of layers of {model} such as {self._names[0]!r}, got {unknown[0]!r}, which "
-                "is none of them; handle.report() names them all"
+                f"layers: expected patterns of layers of {model} such as {self._names[0]!r}, got"
+                f" {unknown[0]!r}, which is none of them; handle.report() names them all"
             )
         there = {hook.stats.part for hook in self._layers}
         for name in PARTS:
             if getattr(config, name) is not None and name not in there:
                 raise ValueError(
-                    f"{name}: expected blocks of a UNet, DiT or PixArt (BasicTransformerBlock) that have such a part, "
-                    f"found none in {type(self.root).__name__}; leave {name} out"
+                    f"{name}: expected blocks of a UNet, DiT or PixArt (BasicTransformerBlock) that"
+                    f" have such a part, found none in {type(self.root).__name__}; leave {name} out"
                 )
 
 
@@ -309,7 +359,9 @@ def _held_weakly(target: Any) -> Callable[[], Any]:
 
 
 def _reference(root: nn.Module) -> Callable[[], nn.Module | None]:
-    """A weak reference to a model, or to each denoiser of a pipeline that has several: what puts them together is nobody's."""
+    """A weak reference to a model, or to each denoiser of a pipeline that has several: what puts
+    them together is nobody's.
+    """
     if not isinstance(root, nn.ModuleDict):
         return weakref.ref(root)
     parts = {name: weakref.ref(model) for name, model in root.items()}

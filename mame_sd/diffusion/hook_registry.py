@@ -1,4 +1,6 @@
-"""What diffusers' registry of hooks lacks: hooks that live in copies, putting one back, taking one out from under another."""
+"""What diffusers' registry of hooks lacks: hooks that live in copies, putting one back, taking one
+out from under another.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from torch import nn
 
 
 class AroundHook(ModelHook):
-    """Runs around a module's own forward, in deepcopies of the module too. The registry keeps `fn_ref.forward`, what is inside."""
+    """Runs around a module's own forward, in deepcopies of the module too.
+
+    The registry keeps `fn_ref.forward`, what is inside.
+    """
 
     name: str
     fn_ref: Any
@@ -30,8 +35,10 @@ class AroundHook(ModelHook):
 class Entry:
     """The `forward` of a module that carries an AroundHook, instead of the registry's own.
 
-    diffusers binds a function of its own to each module: a deepcopy would run the original's weights, and `torch.compile` would
-    compile blocks that differ in nothing else (`compile_repeated_blocks`) each anew. A method is one function for all of them.
+    diffusers binds a function of its own to each module: a deepcopy would run the original's
+        weights, and `torch.compile` would
+    compile blocks that differ in nothing else (`compile_repeated_blocks`) each anew. A method is
+    one function for all of them.
     """
 
     def __init__(self, module: nn.Module, hook: AroundHook) -> None:
@@ -55,19 +62,24 @@ class Entry:
 class PreHook:
     """A plain forward pre-hook: it reads a module's arguments and changes nothing.
 
-    Other tools (DeepCache, offloading) put functions of their own instead of a module's forward, which wrapping it would
-    get lost under or undo.
+    Other tools (DeepCache, offloading) put functions of their own instead of a module's forward,
+    which wrapping it would get lost under or undo.
     """
 
     name: str
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Reads the call. A method of each class: one that classes share, `torch.compile` would compile for each anew."""
+        """Reads the call.
+
+        A method of each class: one that classes share, `torch.compile` would compile for each anew.
+        """
         raise NotImplementedError
 
 
 class CallHook(PreHook):
-    """A PreHook that is told too when the call is over: returned, or raised an Exception (PyTorch tells of no KeyboardInterrupt)."""
+    """A PreHook that is told too when the call is over: returned, or raised an Exception (PyTorch
+    tells of no KeyboardInterrupt).
+    """
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Changes nothing of the call's either."""
@@ -88,10 +100,11 @@ def hook_on(module: nn.Module, name: str) -> Any:
 
 
 def put_hook(module: nn.Module, hook: AroundHook | PreHook) -> None:
-    """Makes `hook` the one of its name on `module`, inside of all other hooks of its registry, whichever came first.
+    """Makes `hook` the one of its name on `module`, inside of all other hooks of its registry,
+    whichever came first.
 
-    A cache (diffusers' PyramidAttentionBroadcast and its like) stands in for a forward in some steps: around it we would be
-    given what another step merged.
+    A cache (diffusers' PyramidAttentionBroadcast and its like) stands in for a forward in some
+    steps: around it we would be given what another step merged.
     """
     if hook_on(module, hook.name) is hook:
         return
@@ -112,16 +125,19 @@ def put_hook(module: nn.Module, hook: AroundHook | PreHook) -> None:
     setattr(module, "forward", hook.entry)  # noqa: B010
     if first is not None:
         setattr(module, "forward", outermost)  # noqa: B010
-        setattr(first, "forward" if first.original_forward is None else "original_forward", hook.entry)
+        setattr(
+            first, "forward" if first.original_forward is None else "original_forward", hook.entry
+        )
         for order in (registry._hook_order, registry._fn_refs):
             order.insert(0, order.pop())
 
 
 def take_hook(module: nn.Module, name: str) -> None:
-    """Takes the hook of that name off `module`, if there is one; what was put around it since then stays in force.
+    """Takes the hook of that name off `module`, if there is one; what was put around it since then
+    stays in force.
 
-    diffusers' own removal gives the next hook the freed forward instead of its `new_forward`, which is then lost, and
-    drops a function that somebody has put around `module.forward` by hand.
+    diffusers' own removal gives the next hook the freed forward instead of its `new_forward`, which
+    is then lost, and drops a function that somebody has put around `module.forward` by hand.
     """
     hook = hook_on(module, name)
     if hook is None:

@@ -1,4 +1,6 @@
-"""The three hooks that `apply_mame` puts on a model: one merges around a layer, one reads how the tokens lie, one the step."""
+"""The three hooks that `apply_mame` puts on a model: one merges around a layer, one reads how the
+tokens lie, one the step.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ _PROMPT_FIRST = {"DiTTransformer2DModel", "LuminaNextDiT2DModel"}
 
 
 TokensOf = Callable[[Any, Call], Tokens | str | None]
-_TIMESTEP = ("timestep", "timesteps", "t", "timestep_ratio", "vision_timesteps")  # what models call it
+_TIMESTEP = (
+    "timestep",
+    "timesteps",
+    "t",
+    "timestep_ratio",
+    "vision_timesteps",
+)  # what models call it
 
 
 class Setting:
@@ -40,22 +48,30 @@ class Setting:
         asked: as they were given, before the model's family decided on what they leave open.
         active: whether they merge.
         of_part: the settings for "attention" and "mlp"; None where that is off.
-        of_layer: by name those of self-attentions that have their own; None where one is left alone.
+        of_layer: by name those of self-attentions that have their own; None where one is left
+            alone.
     """
 
     def __init__(
-        self, config: MaMeConfig, active: bool, asked: MaMeConfig | None = None, layers: Iterable[str] = ()
+        self,
+        config: MaMeConfig,
+        active: bool,
+        asked: MaMeConfig | None = None,
+        layers: Iterable[str] = (),
     ) -> None:
         self.config = config
         self.asked = config if asked is None else asked
         self.active = active
         self.may_leave = leaves_open(self.asked)
         self.of_part = {"attention": config, **{name: config.of_part(name) for name in PARTS}}
-        self.of_layer = {} if config.layers is None else {name: config.of_layer(name) for name in layers}
+        self.of_layer = (
+            {} if config.layers is None else {name: config.of_layer(name) for name in layers}
+        )
 
 
 class Shared:
-    """What a handle and its hooks share: the live settings, whether merging is on, and what the model's call says of merging.
+    """What a handle and its hooks share: the live settings, whether merging is on, and what the
+    model's call says of merging.
 
     Attributes:
         setting: every thread's, but for those that have one of their own.
@@ -81,17 +97,25 @@ class Shared:
 class MergeHook(AroundHook):
     """Merges around one layer, while the settings in force merge what it computes (`stats.part`).
 
-    `number` counts a model's layers from 0: in one step neighbours take different draws, so that their errors do not add up.
+    `number` counts a model's layers from 0: in one step neighbours take different draws, so that
+    their errors do not add up.
     """
 
     name = "mame"
 
     def __init__(
-        self, shared: Shared, stats: LayerStats, layer: Layer, image: SizeHook | None, number: int = 0
+        self,
+        shared: Shared,
+        stats: LayerStats,
+        layer: Layer,
+        image: SizeHook | None,
+        number: int = 0,
     ) -> None:
         super().__init__()
         self.place = number % DRAWS
-        self.number = torch.tensor(number)  # of no dimension: for any device, and no constant of a compiled graph
+        self.number = torch.tensor(
+            number
+        )  # of no dimension: for any device, and no constant of a compiled graph
         self.shared = shared
         self.stats = stats
         self.layer = layer
@@ -132,14 +156,18 @@ class MergeHook(AroundHook):
     def told(self) -> tuple[Tokens | None, Step]:
         """What this thread's latest call of the model says: how the tokens lie, and of the step.
 
-        Nothing of the step where gradients are on: a block that is computed again for them (checkpointing) merges as before,
-        whatever has run since, and no sample's timestep decides on its neighbours in a training batch.
+        Nothing of the step where gradients are on: a block that is computed again for them
+            (checkpointing) merges as before,
+        whatever has run since, and no sample's timestep decides on its neighbours in a training
+        batch.
         """
         known = None if self.image is None else self.image.tokens.value
         step: Step = (None if torch.is_grad_enabled() else self.shared.step.value) or NO_STEP
         if step is NO_STEP:
             return known, step
-        if torch.compiler.is_compiling():  # a number would be a constant of the graph, which holds no plans
+        if (
+            torch.compiler.is_compiling()
+        ):  # a number would be a constant of the graph, which holds no plans
             draw = None if step.draw is None else step.draw + self.number
             return known, Step(draw, leader=step.leader)
         draw = None if step.draws is None else step.draws[self.place : self.place + 1]
@@ -175,8 +203,10 @@ class SizeHook(PreHook):
 
 
 class EagerSizeHook(SizeHook):
-    """A SizeHook that runs outside of compiled graphs, since it reads values of tensors. In an export, whose tensors have none, tokens
-    lie as in the latest forward."""
+    """A SizeHook that runs outside of compiled graphs, since it reads values of tensors.
+
+    In an export, whose tensors have none, tokens lie as in the latest forward.
+    """
 
     __call__ = torch.compiler.disable(SizeHook.__call__)
 
@@ -186,22 +216,27 @@ class EagerSizeHook(SizeHook):
 
     def read(self, module: nn.Module, call: Call) -> None:
         """Raises ValueError in an export of other shapes than the latest forward's."""
-        shapes = {name: tuple(value.shape) for name, value in call.items() if isinstance(value, Tensor)}
+        shapes = {
+            name: tuple(value.shape) for name, value in call.items() if isinstance(value, Tensor)
+        }
         if not torch.compiler.is_exporting():
             super().read(module, call)
             self._shapes.value = shapes
         elif shapes != self._shapes.value:
             raise ValueError(
-                f"expected a forward of {type(module).__name__} with the same shapes before the export, which can't read how its tokens "
-                f"lie, got {self._shapes.value}: run the model once on what you export it with"
+                f"expected a forward of {type(module).__name__} with the same shapes before the"
+                f" export, which can't read how its tokens lie, got {self._shapes.value}: run the"
+                " model once on what you export it with"
             )
 
 
 class StepHook(CallHook):
-    """Notes what the latest forward of a denoiser says: its timestep, which draw of the random partitions it takes; its first
-    input, the latents, whether guided and unguided samples stand in it, or it is the second call of two of the same input.
+    """Notes what the latest forward of a denoiser says: its timestep, which draw of the random
+    partitions it takes; its first input, the latents, whether guided and unguided samples stand in
+    it, or it is the second call of two of the same input.
 
-    So the same call gives the same result, whatever ran before it with other latents, and neither sampler nor pipeline needs to be known.
+    So the same call gives the same result, whatever ran before it with other latents, and neither
+    sampler nor pipeline needs to be known.
     """
 
     name = "mame_step"
@@ -223,8 +258,14 @@ class StepHook(CallHook):
         parts = call.get(self.names[0])
         if isinstance(parts, list) and all(isinstance(part, Tensor) for part in parts):
             alike = len({part.shape for part in parts}) == 1
-            call[self.names[0]] = torch.stack(parts) if alike else parts  # Z-Image: a latent for each sample
-        inputs = [value for name in self.names if isinstance(value := call.get(name), Tensor) and value.dim() > 1]
+            call[self.names[0]] = (
+                torch.stack(parts) if alike else parts
+            )  # Z-Image: a latent for each sample
+        inputs = [
+            value
+            for name in self.names
+            if isinstance(value := call.get(name), Tensor) and value.dim() > 1
+        ]
         draw = draw_at(timestep) if timestep is not None and setting.config.redraw else None
         if inputs and draw is not None:
             draw = draw.to(inputs[0].device)
@@ -239,13 +280,20 @@ class StepHook(CallHook):
             begin(module, self.name, inputs[0])
         if pairs and self.calls_pair:
             apart = {self.names[0], *_TIMESTEP}
-            others = [value for name, value in call.items() if isinstance(value, Tensor) and name not in apart]
+            others = [
+                value
+                for name, value in call.items()
+                if isinstance(value, Tensor) and name not in apart
+            ]
             self.shared.plans.value = self.latest.plans(inputs[0], timestep, others)
         else:
             self.latest.forget()
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Blocks that are called by themselves share nothing. Warns once where the first forward merges nothing."""
+        """Blocks that are called by themselves share nothing.
+
+        Warns once where the first forward merges nothing.
+        """
         if not torch.compiler.is_compiling():
             end(module, self.name)
             self.shared.plans.value = None
@@ -254,8 +302,9 @@ class StepHook(CallHook):
             if called and self.shared.now.active and all(stats.last_reason for stats in called):
                 largest = max(stats.tokens_in // stats.calls for stats in called)
                 warnings.warn(
-                    f"{NOTHING_MERGES}: each of {len(called)} was left alone, and the largest has {largest} tokens; "
-                    "report() says why. Lower min_tokens or generate larger images",
+                    f"{NOTHING_MERGES}: each of {len(called)} was left alone, and the largest has"
+                    f" {largest} tokens; report() says why. Lower min_tokens or generate larger"
+                    " images",
                     stacklevel=2,
                 )
 

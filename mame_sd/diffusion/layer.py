@@ -1,8 +1,9 @@
 """The way of a call through a merging layer: decide, plan, merge, call, restore.
 
-`merged_call` is that way for every layer and for both ways into diffusers (hooks and the processor), so they give the same
-numbers. A call is looked at once, by `Layer.route`: it gives the `Route` that all else takes, or says why the call is left
-alone. What differs between layers is said by a `Layer`: a UNet's self-attention (`families/unet.py`), a transformer's
+`merged_call` is that way for every layer and for both ways into diffusers (hooks and the
+processor), so they give the same numbers. A call is looked at once, by `Layer.route`: it gives the
+`Route` that all else takes, or says why the call is left alone. What differs between layers is said
+by a `Layer`: a UNet's self-attention (`families/unet.py`), a transformer's
 (`families/sequence.py`), feed-forward networks and cross-attention (`families/parts.py`).
 """
 
@@ -30,9 +31,13 @@ from mame_sd.report import LayerStats
 if TYPE_CHECKING:  # it needs diffusers, which ComfyUI's node does without
     from mame_sd.diffusion.calls import Plans
 
-WORTHWHILE = 0.85  # share of tokens kept above which merging saves less than it costs; with tau it is known only now
+# share of tokens kept above which merging saves less than it costs; with tau it is known only now
+WORTHWHILE = 0.85
 NOTHING_TO_WIN = f"tau keeps more than {WORTHWHILE:.0%} of the tokens: left whole"
-NO_SIZE = "height and width unknown: merged with partition 'alternating' and without tiles; give size=(h, w)"
+NO_SIZE = (
+    "height and width unknown: merged with partition 'alternating' and without tiles; give"
+    " size=(h, w)"
+)
 NO_DETAIL = "height and width unknown: restored as copies, without detail; give size=(h, w)"
 
 
@@ -70,8 +75,10 @@ class Step(NamedTuple):
     Attributes:
         draw: which of the drawn partitions it takes, see `plan_merge`.
         draws: those of DRAWS layers that follow one another, [DRAWS]; None in a compiled graph.
-        leader: of each sample of the batch the one whose tokens decide what merges (`mame_sd.core.pairs`); None: each its own.
-        plans: what merged in an earlier call of the same input, and merges again in this one; None: this call stands alone.
+        leader: of each sample of the batch the one whose tokens decide what merges
+            (`mame_sd.core.pairs`); None: each its own.
+        plans: what merged in an earlier call of the same input, and merges again in this one; None:
+            this call stands alone.
     """
 
     draw: Tensor | None = None
@@ -92,7 +99,8 @@ class Route:
         form: computes its output by a plan: what merges (keys and values, or whole tokens) and how.
         config: the settings that hold for these tokens.
         tokens: how they lie.
-        feature: what similarity compares, [B, n, d] of the n tokens that may merge, in the order of their plane.
+        feature: what similarity compares, [B, n, d] of the n tokens that may merge, in the order of
+            their plane.
         note: what a report says where another way than the settings' is taken.
         first: where the tokens begin in the sequence that holds them.
         before, after: tokens beside them that attention sees too, before and after them.
@@ -117,7 +125,9 @@ class Route:
 
 
 class Output(NamedTuple):
-    """What a form computed, and a note for the report where it is not all that the settings ask for."""
+    """What a form computed, and a note for the report where it is not all that the settings ask
+    for.
+    """
 
     value: Any
     note: str = ""
@@ -127,18 +137,30 @@ class Layer(ABC):
     """What one kind of module's calls look like to merging.
 
     Args:
-        module: a module of that kind, whose forward names the arguments; the calls may come from copies of it.
+        module: a module of that kind, whose forward names the arguments; the calls may come from
+            copies of it.
     """
 
     hidden = "hidden_states"  # the argument that holds the tokens [B, L, C]
-    early: bool | None = None  # whether keys that merge alone are made of merged tokens; None: its cost isn't reckoned
+    early: bool | None = (
+        # whether keys that merge alone are made of merged tokens; None: its cost isn't reckoned
+        None
+    )
 
     def __init__(self, module: nn.Module | None = None) -> None:
-        parameters = [] if module is None else list(inspect.signature(type(module).forward).parameters.values())[1:]
+        parameters = (
+            []
+            if module is None
+            else list(inspect.signature(type(module).forward).parameters.values())[1:]
+        )
         self._names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
     def call(
-        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> LayerCall:
         """A call of `module`, whose own forward is `forward`."""
         names, processor = self._names[: len(args)], getattr(module, "processor", None)
@@ -222,7 +244,9 @@ def nothing_to_win(config: MaMeConfig, plan: Plan) -> bool:
 
 
 def settings_for(config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
-    """The settings that hold for these tokens, and what a report says where they are not the given ones."""
+    """The settings that hold for these tokens, and what a report says where they are not the given
+    ones.
+    """
     without = config.without_plane
     if tokens.plane is not None or without is config:
         return config, ""
@@ -232,7 +256,9 @@ def settings_for(config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
 
 
 def compared(attn: Any, hidden_states: Tensor, kind: str) -> Tensor:
-    """What similarity compares of tokens [B, L, C]: them ("x"), their keys ("k"), or keys averaged over heads ("k-mean")."""
+    """What similarity compares of tokens [B, L, C]: them ("x"), their keys ("k"), or keys averaged
+    over heads ("k-mean").
+    """
     if kind == "x":
         return hidden_states
     keys: Tensor = attn.to_k(hidden_states)

@@ -2,11 +2,12 @@
 
     pipe.unet.set_attn_processor(MaMeAttnProcessor(tau=0.8))
 
-It runs on every Attention of a model and merges only where that is sound: cross-attention, masks, added keys and values
-and small layers pass through untouched. It sees tokens [B, L, C] and not their height and width: give `size` for images
-that are not square. Nor does it see what the tokens are: in a video model attention over frames merges too where there
-are at least `min_tokens` frames, so keep `min_tokens` above their number. Slicing, `fuse_qkv_projections`,
-`load_ip_adapter` and PAG replace processors, this one included, and `load_ip_adapter` makes new ones without arguments;
+It runs on every Attention of a model and merges only where that is sound: cross-attention, masks,
+added keys and values and small layers pass through untouched. It sees tokens [B, L, C] and not
+their height and width: give `size` for images that are not square. Nor does it see what the tokens
+are: in a video model attention over frames merges too where there are at least `min_tokens` frames,
+so keep `min_tokens` above their number. Slicing, `fuse_qkv_projections`, `load_ip_adapter` and PAG
+replace processors, this one included, and `load_ip_adapter` makes new ones without arguments;
 `apply_mame` survives all of these, knows the true size and leaves attention over frames alone.
 """
 
@@ -22,7 +23,12 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
 from mame_sd.config import PARTS, MaMeConfig, say_moved
-from mame_sd.diffusion.families.unet import PlainAttention, default_processor, processed, skip_reason
+from mame_sd.diffusion.families.unet import (
+    PlainAttention,
+    default_processor,
+    processed,
+    skip_reason,
+)
 from mame_sd.diffusion.layer import NO_DETAIL, NO_SIZE, LayerCall, merged_call
 from mame_sd.diffusion.worth import leaves_open
 from mame_sd.report import LayerStats, MaMeReport, NothingMergedError, make_report
@@ -31,8 +37,11 @@ _UNCOUNTED = LayerStats("compiled")
 _LAYER = PlainAttention()
 
 
-def make_config(config: MaMeConfig | str | PathLike[str] | None, fields: dict[str, Any]) -> MaMeConfig:
-    """`config` (the measured default if None; a file's where it is a path) with the given `fields` over it.
+def make_config(
+    config: MaMeConfig | str | PathLike[str] | None, fields: dict[str, Any]
+) -> MaMeConfig:
+    """`config` (the measured default if None; a file's where it is a path) with the given `fields`
+    over it.
 
     Raises:
         TypeError: `config` is no MaMeConfig.
@@ -44,7 +53,8 @@ def make_config(config: MaMeConfig | str | PathLike[str] | None, fields: dict[st
         config = MaMeConfig.from_file(config)
     if not isinstance(config, MaMeConfig):
         raise TypeError(
-            f"config: expected a MaMeConfig or a file of settings, got {config!r}; write MaMeConfig(tau=0.8) or tau=0.8"
+            f"config: expected a MaMeConfig or a file of settings, got {config!r}; write"
+            " MaMeConfig(tau=0.8) or tau=0.8"
         )
     return config.replace(**fields) if fields else config
 
@@ -54,9 +64,11 @@ class MaMeAttnProcessor:
 
     Args:
         config: a MaMeConfig; None is the measured default.
-        tau: similarity above which a token may merge. Lower merges more: faster, further from the unmerged image.
+        tau: similarity above which a token may merge. Lower merges more: faster, further from the
+            unmerged image.
         keep: share of tokens to keep, instead of `tau`.
-        inner: the processor that computes attention; None is what diffusers would install on each module.
+        inner: the processor that computes attention; None is what diffusers would install on each
+            module.
         fields: any other field of MaMeConfig but `mlp`, over those of `config`.
 
     Raises:
@@ -72,21 +84,30 @@ class MaMeAttnProcessor:
         inner: Any = None,
         **fields: Any,
     ) -> None:
-        given = {name: value for name, value in {"tau": tau, "keep": keep, **fields}.items() if value is not None}
+        given = {
+            name: value
+            for name, value in {"tau": tau, "keep": keep, **fields}.items()
+            if value is not None
+        }
         say_moved(given, stacklevel=3)
         self.config = make_config(config, given)
         for name in PARTS:
             share = getattr(self.config, name)
             if share is not None:
                 raise ValueError(
-                    f"{name}: expected none, got {share!r}: a processor merges self-attention alone; use apply_mame"
+                    f"{name}: expected none, got {share!r}: a processor merges self-attention"
+                    " alone; use apply_mame"
                 )
         if self.config.layers is not None:
-            raise ValueError("layers: a processor does not know the names of layers; use apply_mame")
+            raise ValueError(
+                "layers: a processor does not know the names of layers; use apply_mame"
+            )
         self.inner = inner
         self._may_leave = leaves_open(self.config)
         self._stats: dict[Attention, LayerStats] = {}
-        self._passed: Counter[str] = Counter()  # calls that were no self-attention over tokens, by reason
+        self._passed: Counter[str] = (
+            Counter()
+        )  # calls that were no self-attention over tokens, by reason
         self._warned = False
 
     def __call__(
@@ -104,10 +125,15 @@ class MaMeAttnProcessor:
         ip_adapter_masks: Any = None,
         ip_hidden_states: Any = None,
     ) -> Tensor:
-        """The attention's output [B, L, C]. Keywords are those that diffusers' processors know: it passes on no others."""
+        """The attention's output [B, L, C].
+
+        Keywords are those that diffusers' processors know: it passes on no others.
+        """
         if self.inner is None:
             rotary = image_rotary_emb, query_rotary_emb, key_rotary_emb, rotary_emb
-            _check_replaceable(attn, hidden_states, encoder_hidden_states, any(part is not None for part in rotary))
+            _check_replaceable(
+                attn, hidden_states, encoder_hidden_states, any(part is not None for part in rotary)
+            )
         inner = default_processor(attn) if self.inner is None else self.inner
         arguments = {
             "hidden_states": hidden_states,
@@ -123,7 +149,11 @@ class MaMeAttnProcessor:
             "ip_hidden_states": ip_hidden_states,
         }
         call = LayerCall(
-            attn, lambda **given: processed(inner, attn, given), arguments, processor=inner, kind=type(inner).__name__
+            attn,
+            lambda **given: processed(inner, attn, given),
+            arguments,
+            processor=inner,
+            kind=type(inner).__name__,
         )
         reason = skip_reason(call, self.config)
         if reason == "cross-attention" or (reason is not None and hidden_states.dim() != 3):
@@ -136,11 +166,14 @@ class MaMeAttnProcessor:
         without_size = NO_SIZE in stats.note or NO_DETAIL in stats.note
         if without_size and not self._warned and not torch.compiler.is_compiling():
             self._warned = True
-            warnings.warn(f"{stats.note}, or use apply_mame, which reads it", UserWarning, stacklevel=2)
+            warnings.warn(
+                f"{stats.note}, or use apply_mame, which reads it", UserWarning, stacklevel=2
+            )
         return output
 
     def report(self) -> MaMeReport:
-        """Tokens in and kept per self-attention layer since the last `reset`, in the order of the first calls.
+        """Tokens in and kept per self-attention layer since the last `reset`, in the order of the
+        first calls.
 
         Calls inside `torch.compile` are not counted here; `apply_mame` counts them.
 
@@ -148,10 +181,12 @@ class MaMeAttnProcessor:
             NothingMergedError: a forward has run and no layer could merge.
         """
         if self._passed and not self._stats:
-            calls = ", ".join(f"{reason} ({count} calls)" for reason, count in sorted(self._passed.items()))
+            calls = ", ".join(
+                f"{reason} ({count} calls)" for reason, count in sorted(self._passed.items())
+            )
             raise NothingMergedError(
-                f"expected self-attention over tokens [B, L, C], but every call was something else: {calls}. Set the "
-                "processor on a UNet's self-attention, or remove it"
+                "expected self-attention over tokens [B, L, C], but every call was something else:"
+                f" {calls}. Set the processor on a UNet's self-attention, or remove it"
             )
         return make_report(self._stats.values())
 
@@ -164,7 +199,9 @@ class MaMeAttnProcessor:
         if torch.compiler.is_compiling():
             return _UNCOUNTED
         if attn not in self._stats:
-            self._stats[attn] = LayerStats(f"self-attention {len(self._stats)} ({attn.query_dim} channels)")
+            self._stats[attn] = LayerStats(
+                f"self-attention {len(self._stats)} ({attn.query_dim} channels)"
+            )
         return self._stats[attn]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -176,8 +213,12 @@ class MaMeAttnProcessor:
         return f"MaMeAttnProcessor({given})"
 
 
-def _check_replaceable(attn: Any, hidden_states: Tensor, encoder_hidden_states: Any, rotary: bool) -> None:
-    """Raises ValueError where diffusers' default processor can't stand in for the one that was replaced."""
+def _check_replaceable(
+    attn: Any, hidden_states: Tensor, encoder_hidden_states: Any, rotary: bool
+) -> None:
+    """Raises ValueError where diffusers' default processor can't stand in for the one that was
+    replaced.
+    """
     lost = ""
     if isinstance(encoder_hidden_states, tuple):
         lost = "an IP-Adapter's processors (its image states came with the text)"
@@ -189,8 +230,9 @@ def _check_replaceable(attn: Any, hidden_states: Tensor, encoder_hidden_states: 
         lost = "a processor of joint attention over text and image, as transformers have it"
     if lost:
         raise ValueError(
-            f"expected the plain attention of a UNet, DiT or PixArt, but set_attn_processor replaced {lost}: load the "
-            "model (or the IP-Adapter) anew and use apply_mame, which replaces nothing"
+            "expected the plain attention of a UNet, DiT or PixArt, but set_attn_processor"
+            f" replaced {lost}: load the model (or the IP-Adapter) anew and use apply_mame, which"
+            " replaces nothing"
         )
 
 

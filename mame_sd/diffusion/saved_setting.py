@@ -1,7 +1,8 @@
-"""The merging that is saved with a StableDiffusionMaMePipeline: what (tau, keep, further fields) mean, and reading it.
+"""The merging that is saved with a StableDiffusionMaMePipeline: what (tau, keep, further fields)
+mean, and reading it.
 
-model_index.json names StableDiffusionPipeline, so that diffusers alone can load the folder, and holds the merging in an
-entry that diffusers passes over.
+model_index.json names StableDiffusionPipeline, so that diffusers alone can load the folder, and
+holds the merging in an entry that diffusers passes over.
 """
 
 from __future__ import annotations
@@ -19,13 +20,18 @@ ENTRY = "_mame"  # of model_index.json: diffusers passes over names with a leadi
 
 @dataclass(frozen=True)
 class SavedMerging:
-    """Merging as saved with a pipeline: `config` and whether it is on (off: what further fields give when turned on)."""
+    """Merging as saved with a pipeline: `config` and whether it is on (off: what further fields
+    give when turned on).
+    """
 
     config: MaMeConfig
     on: bool
 
     def overridden(self, given: MaMeConfig) -> MaMeConfig:
-        """The saved settings with all fields that were given to `given` in their place. Raises ValueError."""
+        """The saved settings with all fields that were given to `given` in their place.
+
+        Raises ValueError.
+        """
         return self.config.replace(**given.given)
 
     def __str__(self) -> str:
@@ -33,7 +39,9 @@ class SavedMerging:
         return (given or "the default") if self.on else "off"
 
 
-def resolve_setting(tau: float | str | None, keep: float | None, fields: dict[str, Any] | None) -> MaMeConfig | None:
+def resolve_setting(
+    tau: float | str | None, keep: float | None, fields: dict[str, Any] | None
+) -> MaMeConfig | None:
     """The settings that (tau, keep, further fields) mean; None is off.
 
     Raises:
@@ -45,10 +53,12 @@ def resolve_setting(tau: float | str | None, keep: float | None, fields: dict[st
         raise ValueError(f"tau: expected a number, None (off) or {DEFAULT!r}, got {tau!r}")
     if tau is not None and keep is not None:
         raise ValueError(
-            f"expected tau or keep, got both (tau={tau!r}, keep={keep!r}). Drop one; where one of them was saved with the "
-            "pipeline, give it as None"
+            f"expected tau or keep, got both (tau={tau!r}, keep={keep!r}). Drop one; where one of"
+            " them was saved with the pipeline, give it as None"
         )
-    if tau is None and keep is None:  # off: what the fields need of tau or keep is not there to be checked
+    if (
+        tau is None and keep is None
+    ):  # off: what the fields need of tau or keep is not there to be checked
         check_names(fields or {})
         return None
     return MaMeConfig.from_dict({**(fields or {}), "tau": tau, "keep": keep})
@@ -65,4 +75,6 @@ def read_saved_merging(folder: Path) -> SavedMerging | None:
         return None
     fields = saved.get("mame_config") or {}
     config = resolve_setting(saved.get("tau", DEFAULT), saved.get("keep"), fields)
-    return SavedMerging(MaMeConfig.from_dict(fields) if config is None else config, config is not None)
+    return SavedMerging(
+        MaMeConfig.from_dict(fields) if config is None else config, config is not None
+    )

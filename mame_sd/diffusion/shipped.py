@@ -1,6 +1,7 @@
 """Settings that lie beside a model's weights, which merging takes where nothing else is given.
 
-A pipeline's folder may hold `mame.json` (`config.BESIDE`), a file of settings such as calibration writes. The embedded models have one.
+A pipeline's folder may hold `mame.json` (`config.BESIDE`), a file of settings such as calibration
+writes. The embedded models have one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from mame_sd.config import BESIDE, MaMeConfig
 
 
 def shipped_with(model: nn.Module) -> MaMeConfig | None:
-    """The settings beside the weights that `model`, or a part of it, was loaded from; None: there are none.
+    """The settings beside the weights that `model`, or a part of it, was loaded from; None: there
+    are none.
 
     Raises:
         ValueError: a file that can't be used.

@@ -1,8 +1,10 @@
-"""Several threads that generate with one model: what each call keeps for itself, and changes to the model only between calls.
+"""Several threads that generate with one model: what each call keeps for itself, and changes to the
+model only between calls.
 
-What a forward leaves for the layers in it (the step, how tokens lie) belongs to its thread. What is on the model (hooks, the
-settings of all) changes only while no other thread is in a forward of it, or in a call of a StableDiffusionMaMePipeline with it.
-Between two forwards of another pipeline nobody tells of an image under way: a change then holds from its next step on.
+What a forward leaves for the layers in it (the step, how tokens lie) belongs to its thread. What is
+on the model (hooks, the settings of all) changes only while no other thread is in a forward of it,
+or in a call of a StableDiffusionMaMePipeline with it. Between two forwards of another pipeline
+nobody tells of an image under way: a change then holds from its next step on.
 """
 
 from __future__ import annotations
@@ -14,16 +16,19 @@ from typing import Any
 from torch import nn
 
 CHANGES = threading.RLock()  # held while hooks or settings of a model change
-# Of each model what the calls under way hold, by thread and kind of call. A call that an interrupt ended lets go of it too.
-_UNDER_WAY: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, str], weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+# Of each model what the calls under way hold, by thread and kind of call. A call that an interrupt
+# ended lets go of it too.
+_UNDER_WAY: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, str], weakref.ref[Any]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class PerThread:
     """A value that each thread has its own of; None before it has set one.
 
     Args:
-        latest: a thread that has set none reads what any thread has set last: a backward pass, which may run in a thread of its
-            own, sees what its forward left.
+        latest: a thread that has set none reads what any thread has set last: a backward pass,
+            which may run in a thread of its own, sees what its forward left.
 
     Copies start without values.
     """
@@ -49,7 +54,8 @@ class PerThread:
 
 
 def begin(model: nn.Module, call: str, held: Any) -> None:
-    """Notes that a call of `model` is under way in this thread, until `end`, or until nothing holds `held` any more.
+    """Notes that a call of `model` is under way in this thread, until `end`, or until nothing holds
+    `held` any more.
 
     Args:
         call: what kind of call it is; a thread has one of each kind at most.
@@ -63,17 +69,23 @@ def end(model: nn.Module, call: str) -> None:
 
 
 def check_idle(root: nn.Module, what: str) -> None:
-    """Raise RuntimeError where a call of `root`, or of a model that `root` is part of, is under way in another thread.
+    """Raise RuntimeError where a call of `root`, or of a model that `root` is part of, is under way
+    in another thread.
 
     Args:
         what: is to be done, as "set", for the message.
     """
-    roots = list(root.values()) if isinstance(root, nn.ModuleDict) else [root]  # a pipeline's denoisers
+    roots = (
+        list(root.values()) if isinstance(root, nn.ModuleDict) else [root]
+    )  # a pipeline's denoisers
     for model, calls in list(_UNDER_WAY.items()):
-        other = any(thread != threading.get_ident() and held() is not None for (thread, _), held in list(calls.items()))
+        other = any(
+            thread != threading.get_ident() and held() is not None
+            for (thread, _), held in list(calls.items())
+        )
         if other and any(module is known for module in model.modules() for known in roots):
             raise RuntimeError(
-                f"{what}: expected no image under way in another thread, but one is being made there by "
-                f"{type(model).__name__}, with two settings then: wait for it, or give each thread settings of its own "
-                "(with handle.using(tau=0.9): ...)"
+                f"{what}: expected no image under way in another thread, but one is being made"
+                f" there by {type(model).__name__}, with two settings then: wait for it, or give"
+                " each thread settings of its own (with handle.using(tau=0.9): ...)"
             )

@@ -1,7 +1,9 @@
-"""Whether merging pays in a layer on the card that it runs on: reckoned from sizes alone, so nothing waits for the card.
+"""Whether merging pays in a layer on the card that it runs on: reckoned from sizes alone, so
+nothing waits for the card.
 
-By default a layer is left whole where merging would not gain 3 %. Settings that were given are obeyed, and the report says
-what was reckoned. On other devices, and on cards of which nothing is known, layers merge as they are told to.
+By default a layer is left whole where merging would not gain 3 %. Settings that were given are
+obeyed, and the report says what was reckoned. On other devices, and on cards of which nothing is
+known, layers merge as they are told to.
 """
 
 from __future__ import annotations
@@ -45,7 +47,14 @@ def no_gain(module: Any, config: MaMeConfig, feature: Tensor, beside: int, early
     batch, tokens, channels, beside = map(index, (*feature.shape, beside))
     destinations, whole = 1 / math.prod(config.stride), config.merge == "qkv"
     masked = keep > destinations + 1e-6 or (beside > 0 and not early)
-    form = whole, early, config.weights, config.correct, fused.on(feature), masked and (config.correct or not whole)
+    form = (
+        whole,
+        early,
+        config.weights,
+        config.correct,
+        fused.on(feature),
+        masked and (config.correct or not whole),
+    )
     sizes = batch, tokens, beside, channels, int(getattr(module, "inner_dim", channels)), heads
     question = sizes, feature.dtype, max(keep, destinations), form, launched_from_python()
     return _reckoned(str(feature.device), *question)
@@ -58,15 +67,29 @@ def launched_from_python() -> bool:
 
 @torch.compiler.assume_constant_result
 def _reckoned(
-    device: str, sizes: tuple[int, ...], dtype: torch.dtype, share: float, form: tuple[Any, ...], eager: bool
+    device: str,
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    share: float,
+    form: tuple[Any, ...],
+    eager: bool,
 ) -> str:
     """`no_gain` of a call; a compiled graph holds what it says and traces nothing of it."""
     card = card_of(device)
-    return "" if card is None or gains(card, sizes, dtype, share, form, eager) else NO_GAIN.format(card.name)
+    return (
+        ""
+        if card is None or gains(card, sizes, dtype, share, form, eager)
+        else NO_GAIN.format(card.name)
+    )
 
 
 def gains(
-    card: Card, sizes: tuple[int, ...], dtype: torch.dtype, share: float, form: tuple[Any, ...], eager: bool
+    card: Card,
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    share: float,
+    form: tuple[Any, ...],
+    eager: bool,
 ) -> bool:
     """Whether merging gains enough on a card, or nothing is known of this form."""
     batch, tokens, beside, channels, inner, heads = sizes

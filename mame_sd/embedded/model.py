@@ -1,7 +1,8 @@
-"""The models that ship with mame-sd, one folder each, and the ground truth they were trained on: emoji on plain backgrounds.
+"""The models that ship with mame-sd, one folder each, and the ground truth they were trained on:
+emoji on plain backgrounds.
 
-Every picture that they learned is a known glyph on a known colour, so that what they generate can be scored against the truth
-(`render`, `nearest_glyph`).
+Every picture that they learned is a known glyph on a known colour, so that what they generate can
+be scored against the truth (`render`, `nearest_glyph`).
 """
 
 import hashlib
@@ -17,14 +18,26 @@ from PIL import Image
 MODELS = "mame_sd_models"  # the package of the distribution mame-sd-models
 GET_THEM = "pip install 'mame-sd[models]', or in a checkout: pip install ./mame_sd/embedded"
 BACKGROUNDS = {  # sRGB
-    "white": (255, 255, 255), "black": (0, 0, 0), "gray": (128, 128, 128), "red": (214, 40, 40),
-    "orange": (247, 140, 30), "yellow": (250, 220, 60), "green": (46, 160, 67), "blue": (37, 78, 219),
-    "light blue": (150, 205, 250), "purple": (128, 50, 170), "pink": (255, 170, 200), "brown": (121, 72, 40),
-}  # fmt: skip
+    "white": (255, 255, 255),
+    "black": (0, 0, 0),
+    "gray": (128, 128, 128),
+    "red": (214, 40, 40),
+    "orange": (247, 140, 30),
+    "yellow": (250, 220, 60),
+    "green": (46, 160, 67),
+    "blue": (37, 78, 219),
+    "light blue": (150, 205, 250),
+    "purple": (128, 50, 170),
+    "pink": (255, 170, 200),
+    "brown": (121, 72, 40),
+}
 HELD_OUT_SHARE = 0.15
 DEFAULT_GUIDANCE = {"unet": 1.25, "transformer": 2.5}  # what an embedded model is sampled with
 DEFAULT_STEPS = 20
-_INDEXES = ("model_index.json", "config.json")  # of a diffusers pipeline; of a model that transformers saved
+_INDEXES = (
+    "model_index.json",
+    "config.json",
+)  # of a diffusers pipeline; of a model that transformers saved
 
 
 @cache
@@ -40,16 +53,21 @@ def models_folder() -> Path:
 
 def _named(folder: Path) -> list[str]:
     """Names of the models in `folder`: a folder in it that a library can load is one."""
-    return sorted(path.name for path in folder.iterdir() if any((path / name).is_file() for name in _INDEXES))
+    return sorted(
+        path.name for path in folder.iterdir() if any((path / name).is_file() for name in _INDEXES)
+    )
 
 
 def embedded_models() -> list[str]:
-    """Names of the embedded models of this installation; none without the distribution mame-sd-models."""
+    """Names of the embedded models of this installation; none without the distribution
+    mame-sd-models.
+    """
     return _named(models_folder())
 
 
 def embedded_model_path(name: str = "unet") -> Path:
-    """Folder of an embedded model, for ``from_pretrained``; "unet" is a plain ``StableDiffusionPipeline``.
+    """Folder of an embedded model, for ``from_pretrained``; "unet" is a plain
+    ``StableDiffusionPipeline``.
 
     Raises:
         FileNotFoundError: this installation has none of that name; the message lists those it has.
@@ -59,7 +77,8 @@ def embedded_model_path(name: str = "unet") -> Path:
         raise FileNotFoundError(f"expected the embedded models, found none; {GET_THEM}")
     if name not in there:
         raise FileNotFoundError(
-            f"expected the name of an embedded model ({', '.join(there)}), got {name!r}; give one of these"
+            f"expected the name of an embedded model ({', '.join(there)}), got {name!r}; give one"
+            " of these"
         )
     return models_folder() / name
 
@@ -71,7 +90,9 @@ def caption(name: str, background: str) -> str:
 
 
 def is_held_out(name: str, background: str) -> bool:
-    """Whether the pair was kept out of training (15 % of all pairs, chosen by a hash of the caption)."""
+    """Whether the pair was kept out of training (15 % of all pairs, chosen by a hash of the
+    caption).
+    """
     digest = hashlib.sha256(caption(name, background).encode()).digest()
     return int.from_bytes(digest[:4], "big") < HELD_OUT_SHARE * 2**32
 
@@ -84,7 +105,9 @@ def _glyphs_folder() -> Path:
 @cache
 def _index() -> dict[str, Any]:
     """What stands on the glyph sheet: names, columns, source."""
-    index: dict[str, Any] = json.loads((_glyphs_folder() / "glyphs.json").read_text(encoding="utf-8"))
+    index: dict[str, Any] = json.loads(
+        (_glyphs_folder() / "glyphs.json").read_text(encoding="utf-8")
+    )
     return index
 
 
@@ -101,12 +124,18 @@ def glyphs() -> np.ndarray:
     sheet = np.asarray(Image.open(_glyphs_folder() / "glyphs.webp").convert("RGBA"))
     side = sheet.shape[1] // columns
     rows = sheet.shape[0] // side
-    cells = sheet.reshape(rows, side, columns, side, 4).transpose(0, 2, 1, 3, 4).reshape(-1, side, side, 4)
+    cells = (
+        sheet.reshape(rows, side, columns, side, 4)
+        .transpose(0, 2, 1, 3, 4)
+        .reshape(-1, side, side, 4)
+    )
     return cells[: len(glyph_names())]
 
 
 def composite(rgba: np.ndarray, background: str) -> np.ndarray:
-    """Lay straight-alpha glyphs [..., H, W, 4] (uint8) over a named background: uint8 [..., H, W, 3]."""
+    """Lay straight-alpha glyphs [..., H, W, 4] (uint8) over a named background: uint8 [..., H, W,
+    3].
+    """
     alpha = rgba[..., 3:].astype(np.float32) / 255
     color = np.array(BACKGROUNDS[background], np.float32)
     return np.rint(rgba[..., :3] * alpha + color * (1 - alpha)).astype(np.uint8)
@@ -120,20 +149,28 @@ def render(name: str, background: str) -> Image.Image:
     """
     if name not in glyph_names() or background not in BACKGROUNDS:
         raise ValueError(
-            f"expected a glyph of glyph_names() and one of {list(BACKGROUNDS)}, got {name!r} on {background!r}"
+            f"expected a glyph of glyph_names() and one of {list(BACKGROUNDS)}, got {name!r} on"
+            f" {background!r}"
         )
     return Image.fromarray(composite(glyphs()[glyph_names().index(name)], background))
 
 
 def nearest_glyph(image: Image.Image, background: str) -> str:
     """Name of the glyph whose rendering on ``background`` has the lowest pixel MSE to ``image``."""
-    target = np.asarray(image.convert("RGB").resize((256, 256), Image.Resampling.LANCZOS), np.float32)
-    errors = [np.mean((composite(glyph, background).astype(np.float32) - target) ** 2) for glyph in glyphs()]
+    target = np.asarray(
+        image.convert("RGB").resize((256, 256), Image.Resampling.LANCZOS), np.float32
+    )
+    errors = [
+        np.mean((composite(glyph, background).astype(np.float32) - target) ** 2)
+        for glyph in glyphs()
+    ]
     return glyph_names()[int(np.argmin(errors))]
 
 
 def nearest_background(image: Image.Image) -> str:
-    """Name of the background colour nearest to the median colour of the image's outer frame (8 pixels)."""
+    """Name of the background colour nearest to the median colour of the image's outer frame (8
+    pixels).
+    """
     pixels = np.asarray(image.convert("RGB").resize((256, 256)), np.float32)
     frame = np.concatenate(
         [
@@ -144,4 +181,6 @@ def nearest_background(image: Image.Image) -> str:
         ]
     )
     color = np.median(frame, axis=0)
-    return min(BACKGROUNDS, key=lambda name: float(np.sum((color - np.array(BACKGROUNDS[name])) ** 2)))
+    return min(
+        BACKGROUNDS, key=lambda name: float(np.sum((color - np.array(BACKGROUNDS[name])) ** 2))
+    )

@@ -10,9 +10,11 @@ from mame_sd.embedded.model import DEFAULT_GUIDANCE, DEFAULT_STEPS, embedded_mod
 
 
 def embedded_pipeline(name: str = "unet", kind: Any = None, **options: Any) -> Any:
-    """The embedded model `name` as a pipeline, whose calls default to the model's own steps and guidance.
+    """The embedded model `name` as a pipeline, whose calls default to the model's own steps and
+    guidance.
 
-    diffusers' defaults (50 steps, guidance 7.5) burn its images. A call that gives either keeps what it gives.
+    diffusers' defaults (50 steps, guidance 7.5) burn its images. A call that gives either keeps
+    what it gives.
 
     Args:
         name: "unet" or "transformer".
@@ -24,7 +26,9 @@ def embedded_pipeline(name: str = "unet", kind: Any = None, **options: Any) -> A
     """
     from diffusers import DiffusionPipeline
 
-    pipe = (DiffusionPipeline if kind is None else kind).from_pretrained(embedded_model_path(name), **options)
+    pipe = (DiffusionPipeline if kind is None else kind).from_pretrained(
+        embedded_model_path(name), **options
+    )
     own = {"num_inference_steps": DEFAULT_STEPS, "guidance_scale": DEFAULT_GUIDANCE[name]}
     pipe.__class__ = _with_defaults(type(pipe), tuple(own.items()))
     return pipe
@@ -39,8 +43,14 @@ def _with_defaults(base: type[Any], own: tuple[tuple[str, Any], ...]) -> type[An
     @functools.wraps(call)
     def with_defaults(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = list(signature.parameters)[1 : len(args) + 1]
-        return call(self, *args, **{**{name: v for name, v in values.items() if name not in given}, **kwargs})
+        return call(
+            self,
+            *args,
+            **{**{name: v for name, v in values.items() if name not in given}, **kwargs},
+        )
 
-    parameters = [p.replace(default=values.get(p.name, p.default)) for p in signature.parameters.values()]
+    parameters = [
+        p.replace(default=values.get(p.name, p.default)) for p in signature.parameters.values()
+    ]
     with_defaults.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return type(base.__name__, (base,), {"__call__": with_defaults, "__module__": base.__module__})

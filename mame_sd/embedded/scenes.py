@@ -1,7 +1,9 @@
-"""What the embedded transformer was trained to draw: a subject at a free place, size and angle, on a ground with a free pattern.
+"""What the embedded transformer was trained to draw: a subject at a free place, size and angle, on
+a ground with a free pattern.
 
-The prompt names subject, colour and texture (``rocket on a red brick background``). Place, size, angle and the pattern's
-period and phase stand nowhere, so that no single picture is the truth; `nearest_subject` looks for the subject everywhere.
+The prompt names subject, colour and texture (``rocket on a red brick background``). Place, size,
+angle and the pattern's period and phase stand nowhere, so that no single picture is the truth;
+`nearest_subject` looks for the subject everywhere.
 """
 
 from functools import cache
@@ -13,11 +15,47 @@ from PIL import Image
 from . import model
 
 SUBJECTS = (
-    "rocket", "red apple", "cat face", "star", "red heart", "pizza", "tree", "balloon", "basketball", "soccer ball",
-    "teddy bear", "butterfly", "cactus", "crab", "elephant", "fish", "fox", "frog", "honeybee", "lion", "owl", "panda",
-    "penguin", "pig face", "sunflower", "whale", "banana", "birthday cake", "carrot", "hamburger", "ice cream",
-    "pineapple", "strawberry", "watermelon", "car", "sailboat", "umbrella", "full moon", "t-shirt", "house",
-)  # fmt: skip
+    "rocket",
+    "red apple",
+    "cat face",
+    "star",
+    "red heart",
+    "pizza",
+    "tree",
+    "balloon",
+    "basketball",
+    "soccer ball",
+    "teddy bear",
+    "butterfly",
+    "cactus",
+    "crab",
+    "elephant",
+    "fish",
+    "fox",
+    "frog",
+    "honeybee",
+    "lion",
+    "owl",
+    "panda",
+    "penguin",
+    "pig face",
+    "sunflower",
+    "whale",
+    "banana",
+    "birthday cake",
+    "carrot",
+    "hamburger",
+    "ice cream",
+    "pineapple",
+    "strawberry",
+    "watermelon",
+    "car",
+    "sailboat",
+    "umbrella",
+    "full moon",
+    "t-shirt",
+    "house",
+)
 TEXTURES = ("", "striped", "checked", "brick")
 SMALLEST, LARGEST = 0.5, 0.9  # side of the subject's cell, in shares of the picture's
 
@@ -49,16 +87,22 @@ def color_of(ground: str) -> str:
 
 
 @cache
-def _templates() -> tuple[NDArray[np.complex64], NDArray[np.float32], NDArray[np.float32], NDArray[np.bool_]]:
-    """Of every subject, size and angle: spectra of alpha * red, green, blue and of alpha alone [n, 4, ...], the sums of
-    alpha * colour^2 [n] and of alpha [n], and where its corner may lie [n, side, side]."""
+def _templates() -> tuple[
+    NDArray[np.complex64], NDArray[np.float32], NDArray[np.float32], NDArray[np.bool_]
+]:
+    """Of every subject, size and angle: spectra of alpha * red, green, blue and of alpha alone [n,
+    4, ...], the sums of alpha * colour^2 [n] and of alpha [n], and where its corner may lie [n,
+    side, side].
+    """
     glyphs = model.glyphs()
     laid, inside = [], []
     for name in SUBJECTS:
         glyph = Image.fromarray(glyphs[model.glyph_names().index(name)], "RGBA")
         for size in _SIZES:
             for angle in _ANGLES:
-                cell = glyph.resize((size, size), Image.Resampling.LANCZOS).rotate(-angle, Image.Resampling.BICUBIC)
+                cell = glyph.resize((size, size), Image.Resampling.LANCZOS).rotate(
+                    -angle, Image.Resampling.BICUBIC
+                )
                 canvas = np.zeros((_SIDE, _SIDE, 4), np.float32)
                 canvas[:size, :size] = np.asarray(cell, np.float32) / 255
                 laid.append(canvas)
@@ -73,16 +117,21 @@ def _templates() -> tuple[NDArray[np.complex64], NDArray[np.float32], NDArray[np
 
 
 def nearest_subject(image: Image.Image, ground: str) -> str:
-    """Name of the subject that explains most of ``image`` on a plain ground of that colour, wherever and however large it is.
+    """Name of the subject that explains most of ``image`` on a plain ground of that colour,
+    wherever and however large it is.
 
-    That is the one whose best placing, laid over the ground's colour, has the lowest squared error to the image.
+    That is the one whose best placing, laid over the ground's colour, has the lowest squared error
+    to the image.
     """
     spectra, squares, areas, inside = _templates()
     small = image.convert("RGB").resize((_SIDE, _SIDE), Image.Resampling.BOX)
     pixels = np.asarray(small, np.float32).transpose(2, 0, 1) / 255
     color = np.array(model.BACKGROUNDS[color_of(ground)], np.float32) / 255
-    # sum of alpha ((image - glyph)^2 - (image - ground)^2): what the glyph explains better than the ground does
-    seen = np.fft.rfft2(np.concatenate([pixels, -(color[:, None, None] * pixels).sum(0, keepdims=True)]))
+    # sum of alpha ((image - glyph)^2 - (image - ground)^2): what the glyph explains better than the
+    # ground does
+    seen = np.fft.rfft2(
+        np.concatenate([pixels, -(color[:, None, None] * pixels).sum(0, keepdims=True)])
+    )
     gain = np.fft.irfft2((spectra * seen.astype(np.complex64)).sum(1), (_SIDE, _SIDE))
     error = (squares - (color**2).sum() * areas)[:, None, None] - 2 * gain
     best = int(np.where(inside, error, np.inf).min((1, 2)).argmin())

@@ -1,8 +1,9 @@
-"""One block of a vision transformer, merged: x' = MSA(LN(x)) + x, x'' = MaMe(x'), MLP(LN(x'')) + x'' (paper,
-"Integration for Visual Perception").
+"""One block of a vision transformer, merged: x' = MSA(LN(x)) + x, x'' = MaMe(x'), MLP(LN(x'')) +
+x'' (paper, "Integration for Visual Perception").
 
-A `MergedBlock` stands in place of its block's forward and runs the block's own modules, so that hooks on these, their
-weights and what is saved stay as they are. It checkpoints where its block would.
+A `MergedBlock` stands in place of its block's forward and runs the block's own modules, so that
+hooks on these, their weights and what is saved stay as they are. It checkpoints where its block
+would.
 """
 
 from __future__ import annotations
@@ -25,19 +26,28 @@ from mame_sd.perception.families import Encoder
 from mame_sd.perception.settings import DEFAULTS
 from mame_sd.perception.shared import Pass
 
-LATER = "the tokens of a block after the first that merges are no grid: partition 'alternating', without tiles"
+LATER = (
+    "the tokens of a block after the first that merges are no grid: partition 'alternating',"
+    " without tiles"
+)
 UNKNOWN = "height and width unknown: merged with partition 'alternating' and without tiles"
 
 
 def weighted(plan: Plan, x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens x [B, L, C] that stand for sizes [B, L] of tokens, merged: means over all of these [B, L', C], and their sizes [B, L']."""
+    """Tokens x [B, L, C] that stand for sizes [B, L] of tokens, merged: means over all of these [B,
+    L', C], and their sizes [B, L'].
+    """
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     held, summed = plan.sizes, plan.summed(sizes)
-    if isinstance(plan, RowPlan):  # weights of mean 1 in each group: a token that merges with none stays to the bit
+    if isinstance(
+        plan, RowPlan
+    ):  # weights of mean 1 in each group: a token that merges with none stays to the bit
         weight = sizes * held.gather(1, plan.rows) / summed.gather(1, plan.rows)
         y = plan.merge(exact * weight.unsqueeze(-1).to(exact.dtype))
     else:
-        y = plan.merge(exact * sizes.unsqueeze(-1).to(exact.dtype)) / (summed / held).unsqueeze(-1).to(exact.dtype)
+        y = plan.merge(exact * sizes.unsqueeze(-1).to(exact.dtype)) / (summed / held).unsqueeze(
+            -1
+        ).to(exact.dtype)
     return y.to(x.dtype), summed
 
 
@@ -50,7 +60,8 @@ class MergedBlock:
         number: which one it is, counted from 0.
         shared: of all blocks of the model.
         config: how its tokens merge; None: not at all (with `prop_attn`, later blocks read sizes).
-        counts: counters of the blocks that merge, by number. In the first of them tokens are the image's patches.
+        counts: counters of the blocks that merge, by number. In the first of them tokens are the
+            image's patches.
     """
 
     def __init__(
@@ -70,7 +81,9 @@ class MergedBlock:
         self.first = number == min(counts)
         self.alone = len(counts) == 1
         self._counts_calls = False  # not where a checkpoint computes again
-        self.heard: Tensor | None = None  # [B, L, d] what the attention's projection to keys gave in this call
+        self.heard: Tensor | None = (
+            None  # [B, L, d] what the attention's projection to keys gave in this call
+        )
         parameters = inspect.signature(type(block).forward).parameters.values()
         self._names = [one.name for one in parameters if one.kind != one.VAR_KEYWORD][1:]
         self.set(config)
@@ -80,9 +93,13 @@ class MergedBlock:
         self.config = config
         self._needs_grid = config is not None and (config.partition in GRIDS or bool(config.tiles))
         if config is not None:
-            chosen = all(config.given.get(name) == DEFAULTS[name] for name in ("partition", "stride"))
+            chosen = all(
+                config.given.get(name) == DEFAULTS[name] for name in ("partition", "stride")
+            )
             self._asked = not chosen or bool(config.tiles)  # for a grid, other than by default
-            self._plain = config.replace(partition="alternating", tiles=0) if self._needs_grid else config
+            self._plain = (
+                config.replace(partition="alternating", tiles=0) if self._needs_grid else config
+            )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The block's output [B, L', C], of tokens [B, L, C]."""
@@ -93,18 +110,24 @@ class MergedBlock:
         x = call.pop(self._names[0])
         if call.pop(self.encoder.mask, None) is not None or call.get("is_causal"):
             raise ValueError(
-                "expected images without an attention mask (no padding, one resolution), got one: merged tokens have no "
-                "place in it. Leave the mask out, or call remove_mame first"
+                "expected images without an attention mask (no padding, one resolution), got one:"
+                " merged tokens have no place in it. Leave the mask out, or call remove_mame first"
             )
         run: Any = partial(self._run, **call)
         checkpoints = getattr(block, "gradient_checkpointing", False) and block.training
-        if checkpoints and type(block).__call__ is nn.Module.__call__:  # else around this call, as in transformers 5.0
+        if (
+            checkpoints and type(block).__call__ is nn.Module.__call__
+        ):  # else around this call, as in transformers 5.0
             run = partial(block._gradient_checkpointing_func, run)
         if self.first:
             shared.begin()
         self._counts_calls = True
-        y, sizes = run(x, shared.sizes, None if shared.again else shared.grid)  # as arguments, which checkpoints keep
-        shared.sizes = sizes if self.number < shared.last else None  # a graph of gradients hangs on them
+        y, sizes = run(
+            x, shared.sizes, None if shared.again else shared.grid
+        )  # as arguments, which checkpoints keep
+        shared.sizes = (
+            sizes if self.number < shared.last else None
+        )  # a graph of gradients hangs on them
         shared.note(y)
         self._counts_calls = False
         return y
@@ -115,7 +138,11 @@ class MergedBlock:
         normed = self._module(self.encoder.attention[0])(x)
         x = x + self._attend(normed, sizes, call)
         if self.config is not None:
-            merge = self._between_graphs if torch.compiler.is_compiling() and self._breaks() else self._merge
+            merge = (
+                self._between_graphs
+                if torch.compiler.is_compiling() and self._breaks()
+                else self._merge
+            )
             x, sizes = merge(x, normed, sizes, grid)
         y = x
         for part in self.encoder.mlp:
@@ -125,11 +152,15 @@ class MergedBlock:
     def _attend(self, normed: Tensor, sizes: Tensor | None, call: dict[str, Any]) -> Tensor:
         """The attention branch after its norm, [B, L, C]."""
         attention, *rest = self.encoder.attention[1:]
-        mask = None if sizes is None else sizes.log().to(normed.dtype)[:, None, None]  # [B, 1, 1, L]
+        mask = (
+            None if sizes is None else sizes.log().to(normed.dtype)[:, None, None]
+        )  # [B, 1, 1, L]
         if mask is not None and self.encoder.attend is not None:
             y = self.encoder.attend(self._module(attention), normed, mask)
         else:
-            y = self._module(attention)(normed, **(call if mask is None else {**call, self.encoder.mask: mask}))
+            y = self._module(attention)(
+                normed, **(call if mask is None else {**call, self.encoder.mask: mask})
+            )
         y = y[0] if isinstance(y, tuple) else y
         for part in rest:
             y = self._module(part)(y)
@@ -138,7 +169,10 @@ class MergedBlock:
     def _merge(
         self, x: Tensor, normed: Tensor, sizes: Tensor | None, grid: tuple[int, int] | None
     ) -> tuple[Tensor, Tensor | None]:
-        """x'' [B, L', C] of x' [B, L, C], and how many tokens each stands for where that counts. `grid`: (h, w) of the image's patches."""
+        """x'' [B, L', C] of x' [B, L, C], and how many tokens each stands for where that counts.
+
+        `grid`: (h, w) of the image's patches.
+        """
         assert self.config is not None
         assert self.counts is not None
         tokens, least = x.shape[1], self.config.min_tokens
@@ -159,8 +193,9 @@ class MergedBlock:
         return self.shared.sized and self.number < self.shared.last
 
     def _breaks(self) -> bool:
-        """Whether merging splits a compiled graph: by tau the number of tokens depends on data, and partitions are made for
-        numbers that are known, so that each would be compiled anew. A single one stays inside where shapes may depend on data.
+        """Whether merging splits a compiled graph: by tau the number of tokens depends on data, and
+        partitions are made for numbers that are known, so that each would be compiled anew. A
+        single one stays inside where shapes may depend on data.
         """
         assert self.config is not None
         inside = self.alone and torch._dynamo.config.capture_dynamic_output_shape_ops
@@ -172,7 +207,9 @@ class MergedBlock:
     ) -> tuple[Tensor, Tensor | None]:
         return self._merge(x, normed, sizes, grid)
 
-    def _plan(self, x: Tensor, normed: Tensor, sizes: Tensor | None, grid: tuple[int, int] | None) -> Plan:
+    def _plan(
+        self, x: Tensor, normed: Tensor, sizes: Tensor | None, grid: tuple[int, int] | None
+    ) -> Plan:
         """The plan for x' [B, L, C] that stand for `sizes`, counted."""
         size, note, config = None, "", self.config
         assert config is not None
@@ -185,7 +222,13 @@ class MergedBlock:
         feature = self._feature(x, normed, config.feature)
         plan = plan_merge(feature, config, size, self.shared.special)
         if self._counts_calls:
-            self._count(plan, x.shape, feature.shape[2], sizes is not None, note or self._fewer_merge(plan, config))
+            self._count(
+                plan,
+                x.shape,
+                feature.shape[2],
+                sizes is not None,
+                note or self._fewer_merge(plan, config),
+            )
         return plan
 
     def _fewer_merge(self, plan: Plan, config: MaMeConfig) -> str:
@@ -194,14 +237,20 @@ class MergedBlock:
             return ""
         if config.keep is None:
             samples = plan.sizes.shape[0] if plan.sizes.dim() > 1 else 1
-            return f"by tau in a batch of {samples}: a token stays where any sample keeps it" if samples > 1 else ""
+            return (
+                f"by tau in a batch of {samples}: a token stays where any sample keeps it"
+                if samples > 1
+                else ""
+            )
         pos = plan.positions
         if round(config.keep * pos.L) >= pos.M:
             return ""
         return f"keep {config.keep:.2f} asked, {pos.M / pos.L:.2f} kept: destinations stay"
 
     def _count(self, plan: Plan, shape: torch.Size, dim: int, sized: bool, note: str) -> None:
-        """Counts a call that merged tokens [B, L, C] by a feature of `dim` channels, and summed up their sizes where they have any."""
+        """Counts a call that merged tokens [B, L, C] by a feature of `dim` channels, and summed up
+        their sizes where they have any.
+        """
         assert self.counts is not None
         _, tokens, channels = shape
         pairs = plan.positions.blocks * plan.positions.m * plan.positions.n
@@ -210,7 +259,9 @@ class MergedBlock:
         self.counts.add(tokens, plan.tokens_kept, merging, note)
 
     def _feature(self, x: Tensor, normed: Tensor, kind: str) -> Tensor:
-        """What similarity compares [B, L, d]: x', the block's keys, or these averaged over the heads."""
+        """What similarity compares [B, L, d]: x', the block's keys, or these averaged over the
+        heads.
+        """
         if kind == "x":
             return x
         width = width_of(self.block, self.encoder)

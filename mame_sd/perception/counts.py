@@ -1,7 +1,8 @@
 """How many tokens blocks saw, and the multiply-adds that follow: counted, not guessed.
 
-A block's linear layers cost their weights' sizes for each token, its attention two products of all tokens by all, merging one
-product of destinations by sources, and with weights "average" a second one. Tokens are counted as they pass, and their squares, so that sums over calls are exact.
+A block's linear layers cost their weights' sizes for each token, its attention two products of all
+tokens by all, merging one product of destinations by sources, and with weights "average" a second
+one. Tokens are counted as they pass, and their squares, so that sums over calls are exact.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ class BlockCounts:
     """Sums over the calls of one merging block since the last `reset`.
 
     Attributes:
-        eager: sums outside of compiled regions, in the order of FIELDS: calls, tokens in, their squares, tokens kept,
-            their squares, and multiply-adds of merging itself for one image.
-        compiled: the same in them, a tensor: a number that changed in every call would recompile every call.
+        eager: sums outside of compiled regions, in the order of FIELDS: calls, tokens in, their
+            squares, tokens kept, their squares, and multiply-adds of merging itself for one image.
+        compiled: the same in them, a tensor: a number that changed in every call would recompile
+            every call.
         note: of the latest call, why it merged otherwise than the settings say.
     """
 
@@ -63,7 +65,9 @@ class BlockCost:
         self._width = width_of(block, encoder)
 
     def of(self, tokens: int, squares: int, kept: int) -> int:
-        """Multiply-adds of calls whose tokens, their squares, and tokens left for the MLP sum up to these."""
+        """Multiply-adds of calls whose tokens, their squares, and tokens left for the MLP sum up to
+        these.
+        """
         return self._attention * tokens + 2 * self._width * squares + self._mlp * kept
 
 
@@ -78,9 +82,14 @@ def width_of(block: nn.Module, encoder: Encoder) -> int:
 
 
 def around_blocks(
-    model: nn.Module, blocks: list[nn.Module], grid: tuple[int, int] | None, before: float, after: float
+    model: nn.Module,
+    blocks: list[nn.Module],
+    grid: tuple[int, int] | None,
+    before: float,
+    after: float,
 ) -> float:
-    """Multiply-adds of what a model does to one image besides its blocks: embedding patches, pooling, its own head.
+    """Multiply-adds of what a model does to one image besides its blocks: embedding patches,
+    pooling, its own head.
 
     Args:
         model: the vision transformer.

@@ -31,13 +31,22 @@ from mame_sd.perception.hooks import (
     take_all,
 )
 from mame_sd.perception.report import EncoderReport, make_blocks
-from mame_sd.perception.settings import EVERY, changed, chosen_blocks, configs_of, is_plain, schedule_of
+from mame_sd.perception.settings import (
+    EVERY,
+    changed,
+    chosen_blocks,
+    configs_of,
+    is_plain,
+    schedule_of,
+)
 from mame_sd.perception.shared import Pass
 from mame_sd.report import device_of
 
 
 class EncoderHandle:
-    """Merging as applied to one vision transformer: settings, counters, restoring, removal. Made by `apply_encoder`.
+    """Merging as applied to one vision transformer: settings, counters, restoring, removal.
+
+    Made by `apply_encoder`.
 
     Attributes:
         root: what merging was applied to.
@@ -68,12 +77,15 @@ class EncoderHandle:
         self._schedule = schedule_of(schedule, config, fields)
         self._has_keys = known.keys in dict(modules[0].named_modules())
         self.configs = configs_of(config, fields, chosen, self._schedule, self._has_keys)
-        if prop_attn is None and (self._plain or not known.adds_mask or not has_mask(known, modules[0])):
+        if prop_attn is None and (
+            self._plain or not known.adds_mask or not has_mask(known, modules[0])
+        ):
             prop_attn = False
         dense = known.stages is not None
         if restore is False and dense:
             raise ValueError(
-                f"restore: expected True for {type(self.encoder).__name__}, whose heads read every token, got False; leave it out"
+                f"restore: expected True for {type(self.encoder).__name__}, whose heads read every"
+                " token, got False; leave it out"
             )
         if restore is None:
             restore = dense or (takes_mean(root) and not self._plain)
@@ -84,22 +96,34 @@ class EncoderHandle:
         sized = prop_attn is not False  # attention of later blocks counts sizes
         last = len(modules) if sized else chosen[-1] + 1
         self._merged = {
-            number: make_block(modules[number], known, number, self._shared, self.configs.get(number), self._counts)
+            number: make_block(
+                modules[number], known, number, self._shared, self.configs.get(number), self._counts
+            )
             for number in range(chosen[0], last)
             if number in chosen or sized
         }
-        self._ours: list[tuple[nn.Module, Ours]] = [(modules[number], one) for number, one in self._merged.items()]
+        self._ours: list[tuple[nn.Module, Ours]] = [
+            (modules[number], one) for number, one in self._merged.items()
+        ]
         if self._has_keys:
-            hears = ((modules[n].get_submodule(known.keys or ""), KeysHook(self._merged[n])) for n in chosen)
+            hears = (
+                (modules[n].get_submodule(known.keys or ""), KeysHook(self._merged[n]))
+                for n in chosen
+            )
             self._ours.extend(hears)
         self._ours.append((self.encoder, CheckHook(self._shared)))
-        patches = next((part for part in self.encoder.modules() if isinstance(part, nn.Conv2d | nn.Conv3d)), None)
+        patches = next(
+            (part for part in self.encoder.modules() if isinstance(part, nn.Conv2d | nn.Conv3d)),
+            None,
+        )
         if patches is not None:
             self._ours.append((patches, GridHook(self._shared)))
         output = self.encoder.get_submodule(known.output) if known.output else modules[-1]
         self._ours.append((output, NoteHook(self._shared)))
         if known.stages is not None:
-            self._ours.append((self.encoder.get_submodule(known.stages), StagesHook(self._shared, len(modules))))
+            self._ours.append(
+                (self.encoder.get_submodule(known.stages), StagesHook(self._shared, len(modules)))
+            )
         elif self._shared.restore:
             self._ours.append((output, RestoreHook(self._shared)))
 
@@ -110,12 +134,16 @@ class EncoderHandle:
 
     @property
     def prop_attn(self) -> bool:
-        """Whether attention counts how many tokens each one stands for, with the model as it is now."""
+        """Whether attention counts how many tokens each one stands for, with the model as it is
+        now.
+        """
         return counts_sizes(self.encoder, self._shared)
 
     @property
     def installed(self) -> bool:
-        """Whether merging is on the model as this handle put it: not removed, not replaced by a later `apply_encoder`."""
+        """Whether merging is on the model as this handle put it: not removed, not replaced by a
+        later `apply_encoder`.
+        """
         return all(one in ours_on(module) for module, one in self._ours)
 
     @property
@@ -128,19 +156,23 @@ class EncoderHandle:
         self._shared.active = value
 
     def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
-        """Changes live settings from the next forward on: `handle.set(tau=0.9)`, or one tau for each block that merges;
-        `config` replaces all of them.
+        """Changes live settings from the next forward on: `handle.set(tau=0.9)`, or one tau for
+        each block that merges; `config` replaces all of them.
 
         Raises:
             RuntimeError: merging was removed or replaced, so the change would have no effect.
-            ValueError: a field is unknown, out of its range or without meaning here, or another preset, which decides on sizes
-                too; nothing has changed then.
+            ValueError: a field is unknown, out of its range or without meaning here, or another
+                preset, which decides on sizes too; nothing has changed then.
         """
         if not self.installed:
-            raise RuntimeError("expected merging to be applied, but it was removed or replaced: call apply_mame again")
+            raise RuntimeError(
+                "expected merging to be applied, but it was removed or replaced: call apply_mame"
+                " again"
+            )
         if "preset" in fields or (config is not None and is_plain(config, fields) != self._plain):
             raise ValueError(
-                "preset: expected the one that merging was applied with, got another; call apply_mame again"
+                "preset: expected the one that merging was applied with, got another; call"
+                " apply_mame again"
             )
         if config is None:
             new = changed(self.configs, fields, self._schedule)
@@ -156,11 +188,17 @@ class EncoderHandle:
         blocks, calls = make_blocks(self._names, self._costs, self._counts)
         before, after = blocks[0].tokens_in, blocks[-1].tokens_kept
         around = [
-            around_blocks(self.encoder, self._blocks, self._shared.grid, before, tokens) if calls else 0.0
+            (
+                around_blocks(self.encoder, self._blocks, self._shared.grid, before, tokens)
+                if calls
+                else 0.0
+            )
             for tokens in (before, before if self._shared.restore else after)
         ]
         whole = around[0] + sum(block.flops_before for block in blocks)
-        return EncoderReport(blocks, calls, whole, around[1] + sum(block.flops for block in blocks), self.prop_attn)
+        return EncoderReport(
+            blocks, calls, whole, around[1] + sum(block.flops for block in blocks), self.prop_attn
+        )
 
     def reset(self) -> None:
         """Sets all counters to zero and drops captured plans."""
@@ -169,8 +207,9 @@ class EncoderHandle:
         self._shared.plans = {}
 
     def capture(self, on: bool = True) -> None:
-        """Keeps the plans of the latest forward for `plans`, `owners` and `restore` (memory: one plan a block; not under
-        torch.compile)."""
+        """Keeps the plans of the latest forward for `plans`, `owners` and `restore` (memory: one
+        plan a block; not under torch.compile).
+        """
         self._shared.capture = on
         if not on:
             self._shared.plans = {}
@@ -180,7 +219,8 @@ class EncoderHandle:
         return dict(self._shared.plans)
 
     def owners(self, block: int | None = None) -> Tensor:
-        """LongTensor [B, L]: the input token that each one mainly went to, itself where it is kept; over all blocks.
+        """LongTensor [B, L]: the input token that each one mainly went to, itself where it is kept;
+        over all blocks.
 
         Args:
             block: only up to this block, counted from 0.
@@ -190,18 +230,26 @@ class EncoderHandle:
         """
         plans = [plan for number, plan in self._captured() if block is None or number <= block]
         first = self._captured()[0][1]
-        here = torch.arange(first.tokens_in, device=first.counts.device).expand(first.counts.shape[0], -1)
-        holder, place = here, here  # [B, L] present row of each token's holder; [B, L'] input position of each row
+        here = torch.arange(first.tokens_in, device=first.counts.device).expand(
+            first.counts.shape[0], -1
+        )
+        holder, place = (
+            here,
+            here,
+        )  # [B, L] present row of each token's holder; [B, L'] input position of each row
         for plan in plans:
             kept = plan.kept.expand(len(here), -1)
             rows = torch.arange(plan.tokens_kept, device=kept.device).expand(len(here), -1)
             owners = owners_of(plan)
-            holder = torch.zeros_like(owners).scatter(1, kept, rows).gather(1, owners.gather(1, holder))
+            holder = (
+                torch.zeros_like(owners).scatter(1, kept, rows).gather(1, owners.gather(1, holder))
+            )
             place = place.gather(1, kept)
         return place.gather(1, holder)
 
     def restore(self, features: Tensor, block: int | None = None) -> Tensor:
-        """All tokens [B, L, C] of the latest forward's features [B, L', C], each at its place (MaRe, last block first).
+        """All tokens [B, L, C] of the latest forward's features [B, L', C], each at its place
+        (MaRe, last block first).
 
         Special tokens stand first in both.
 
@@ -216,16 +264,19 @@ class EncoderHandle:
         plans = self._captured()
         if self._shared.is_earlier(features):
             raise ValueError(
-                "restore: expected features of the latest forward, got those of an earlier one, whose tokens merged otherwise; "
-                "restore them before the next forward"
+                "restore: expected features of the latest forward, got those of an earlier one,"
+                " whose tokens merged otherwise; restore them before the next forward"
             )
         if block is None:
-            kept = {number: getattr(plan, "tokens_kept", features.shape[1]) for number, plan in plans}
+            kept = {
+                number: getattr(plan, "tokens_kept", features.shape[1]) for number, plan in plans
+            }
             fit = [number for number, tokens in kept.items() if tokens == features.shape[1]]
             if not fit:
                 raise ValueError(
-                    f"restore: expected a tensor of shape [B, L', C] with one of {sorted({*kept.values()})} tokens, as blocks left "
-                    f"them in the latest forward, got {list(features.shape)}"
+                    "restore: expected a tensor of shape [B, L', C] with one of"
+                    f" {sorted({*kept.values()})} tokens, as blocks left them in the latest"
+                    f" forward, got {list(features.shape)}"
                 )
             block = fit[-1]
         return self._shared.restored(features, block + 1)
@@ -251,21 +302,26 @@ class EncoderHandle:
     def _captured(self) -> list[tuple[int, Plan]]:
         if not self._shared.plans:
             raise RuntimeError(
-                "expected the plans of a forward, but none were kept: call handle.capture() before it (outside of "
-                "torch.compile)"
+                "expected the plans of a forward, but none were kept: call handle.capture() before"
+                " it (outside of torch.compile)"
             )
         return sorted(self._shared.plans.items())
 
 
-def _check_parts(configs: dict[int, MaMeConfig], prop_attn: bool | None, known: Encoder, block: nn.Module) -> None:
+def _check_parts(
+    configs: dict[int, MaMeConfig], prop_attn: bool | None, known: Encoder, block: nn.Module
+) -> None:
     """Raises ValueError for settings that the model's blocks lack the parts for."""
-    if any(config.feature != "x" for config in configs.values()) and known.keys not in dict(block.named_modules()):
+    if any(config.feature != "x" for config in configs.values()) and known.keys not in dict(
+        block.named_modules()
+    ):
         raise ValueError(
-            f"feature: expected 'x' for a model of kind {known.name!r}, whose keys are not known, got another; leave it out"
+            f"feature: expected 'x' for a model of kind {known.name!r}, whose keys are not known,"
+            " got another; leave it out"
         )
     if prop_attn and not has_mask(known, block):
         attention = type(block.get_submodule(known.attention[1])).__name__
         raise ValueError(
-            f"prop_attn: expected attention that takes an argument {known.mask!r}, which {attention} does not; "
-            "leave it out, or update the library that the model is of"
+            f"prop_attn: expected attention that takes an argument {known.mask!r}, which"
+            f" {attention} does not; leave it out, or update the library that the model is of"
         )

@@ -1,6 +1,8 @@
-"""What goes on a model's modules: merged blocks in place of their forward, and hooks around the model's own.
+"""What goes on a model's modules: merged blocks in place of their forward, and hooks around the
+model's own.
 
-Everything is kept in the module's own dictionaries, so that a deepcopy has its own, and is found there by its type.
+Everything is kept in the module's own dictionaries, so that a deepcopy has its own, and is found
+there by its type.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ _ATTENTION = (None, "eager", "sdpa")  # implementations that add a mask of numbe
 
 
 class CheckHook:
-    """Before the model's forward: raises where its call can't be merged, and notes whether attention counts sizes."""
+    """Before the model's forward: raises where its call can't be merged, and notes whether
+    attention counts sizes.
+    """
 
     def __init__(self, shared: Pass) -> None:
         self.shared = shared
@@ -29,8 +33,8 @@ class CheckHook:
             return
         if kwargs.get("pixel_attention_mask") is not None:
             raise ValueError(
-                "pixel_attention_mask: expected none, got one: tokens of images that are padded can't merge. Leave it out "
-                "for images of one resolution that fill all patches"
+                "pixel_attention_mask: expected none, got one: tokens of images that are padded"
+                " can't merge. Leave it out for images of one resolution that fill all patches"
             )
         self.shared.again = module.training and _checkpoints_around(module)
         reason = "" if self.shared.prop_attn is False else _no_sizes(module)
@@ -40,7 +44,9 @@ class CheckHook:
 
 
 class GridHook:
-    """Notes how the patches lie: as the module gives them that cuts images, [B, C, h, w], or videos, [B, C, t, h, w]."""
+    """Notes how the patches lie: as the module gives them that cuts images, [B, C, h, w], or
+    videos, [B, C, t, h, w].
+    """
 
     def __init__(self, shared: Pass) -> None:
         self.shared = shared
@@ -50,7 +56,9 @@ class GridHook:
 
 
 class RestoreHook:
-    """Gives the tokens [B, L', C] of the module that heads read all of their places again [B, L, C]."""
+    """Gives the tokens [B, L', C] of the module that heads read all of their places again [B, L,
+    C].
+    """
 
     def __init__(self, shared: Pass) -> None:
         self.shared = shared
@@ -65,7 +73,8 @@ class RestoreHook:
 
 
 class StagesHook:
-    """Gives the hidden states that dense heads read all of their places again: each by the plans of the blocks before it.
+    """Gives the hidden states that dense heads read all of their places again: each by the plans of
+    the blocks before it.
 
     Args:
         shared: of all blocks.
@@ -127,8 +136,8 @@ def check_free(module: nn.Module, one: Ours) -> None:
     """Raises ValueError where a function of somebody else's is in the place that is to be taken."""
     if isinstance(one, MergedBlock) and "forward" in module.__dict__ and not ours_on(module):
         raise ValueError(
-            f"expected a {type(module).__name__} with its own forward, found another tool's in its place "
-            f"({module.__dict__['forward']!r}); apply merging before that tool"
+            f"expected a {type(module).__name__} with its own forward, found another tool's in its"
+            f" place ({module.__dict__['forward']!r}); apply merging before that tool"
         )
 
 
@@ -166,7 +175,8 @@ def has_mask(known: Encoder, block: nn.Module) -> bool:
     """Whether the attention of `block` takes a mask, or is known to us with one."""
     return (
         known.attend is not None
-        or known.mask in inspect.signature(type(block.get_submodule(known.attention[1])).forward).parameters
+        or known.mask
+        in inspect.signature(type(block.get_submodule(known.attention[1])).forward).parameters
     )
 
 
@@ -180,13 +190,14 @@ def _no_sizes(model: Any) -> str:
     kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if kind not in _ATTENTION:
         return (
-            f"prop_attn: expected attention implementation 'eager' or 'sdpa', got {kind!r}; set one of these, or leave "
-            "sizes out by prop_attn=False"
+            f"prop_attn: expected attention implementation 'eager' or 'sdpa', got {kind!r}; set one"
+            " of these, or leave sizes out by prop_attn=False"
         )
     if model.training and _checkpoints_around(model):
         return (
-            "prop_attn: expected no checkpointing around blocks (timm, transformers 5.0), which computes them again without "
-            "the sizes of their tokens, got it; switch one of both off (prop_attn=False)"
+            "prop_attn: expected no checkpointing around blocks (timm, transformers 5.0), which"
+            " computes them again without the sizes of their tokens, got it; switch one of both off"
+            " (prop_attn=False)"
         )
     return ""
 
@@ -194,6 +205,7 @@ def _no_sizes(model: Any) -> str:
 def _checkpoints_around(model: Any) -> bool:
     """Whether gradient checkpointing stands around whole blocks, not inside their calls."""
     return getattr(model, "grad_checkpointing", False) or any(  # timm; transformers 5.0
-        getattr(block, "gradient_checkpointing", False) and type(block).__call__ is not nn.Module.__call__
+        getattr(block, "gradient_checkpointing", False)
+        and type(block).__call__ is not nn.Module.__call__
         for block in model.modules()
     )

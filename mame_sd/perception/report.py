@@ -1,4 +1,6 @@
-"""What merging did in a vision transformer: tokens of each block, multiply-adds with and without merging."""
+"""What merging did in a vision transformer: tokens of each block, multiply-adds with and without
+merging.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,17 @@ from typing import Any
 
 from mame_sd.perception.counts import BlockCost, BlockCounts
 
-NEARER = 0.37  # share of the FLOPs below which a smaller image is nearer, on photographs (docs/perception.md)
+# share of the FLOPs below which a smaller image is nearer, on photographs (docs/perception.md)
+NEARER = 0.37
 
 
 @dataclass(frozen=True)
 class BlockReport:
     """One block: means over its calls since the last reset, for one image.
 
-    Special tokens are counted. `flops` and `flops_before` are multiply-adds with and without merging, `merging` (part of
-    `flops`) those of merging itself. `merged` says whether the settings merge here, `note` how otherwise than they say.
+    Special tokens are counted. `flops` and `flops_before` are multiply-adds with and without
+    merging, `merging` (part of `flops`) those of merging itself. `merged` says whether the settings
+    merge here, `note` how otherwise than they say.
     """
 
     name: str
@@ -38,9 +42,11 @@ class BlockReport:
 class EncoderReport:
     """Every block of a vision transformer; `str(report)` is a table.
 
-    FLOPs are multiply-adds of matrix products and convolutions, as papers count them, for one image: embedding of its patches,
-    blocks, and the model's own pooling and head. `calls` are forwards since the last reset (twice as many where a checkpoint around
-    blocks computes them again, as timm's). `prop_attn` says whether attention counts how many tokens each one stands for.
+    FLOPs are multiply-adds of matrix products and convolutions, as papers count them, for one
+    image: embedding of its patches, blocks, and the model's own pooling and head. `calls` are
+    forwards since the last reset (twice as many where a checkpoint around blocks computes them
+    again, as timm's). `prop_attn` says whether attention counts how many tokens each one stands
+    for.
     """
 
     blocks: tuple[BlockReport, ...]
@@ -56,24 +62,31 @@ class EncoderReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values."""
-        return {**asdict(self), "share": self.share, "blocks": [{**asdict(b), "share": b.share} for b in self.blocks]}
+        return {
+            **asdict(self),
+            "share": self.share,
+            "blocks": [{**asdict(b), "share": b.share} for b in self.blocks],
+        }
 
     def __str__(self) -> str:
         width = max(len(block.name) for block in self.blocks)
         lines = [f"{'block':<{width}}  tokens    kept   share  GFLOPs before  GFLOPs after  note"]
         for block in self.blocks:
             lines.append(
-                f"{block.name:<{width}}  {block.tokens_in:>6.0f}  {block.tokens_kept:>6.0f}  {block.share:>5.0%}"
-                f"  {block.flops_before / 1e9:>13.3f}  {block.flops / 1e9:>12.3f}  {block.note}".rstrip()
+                f"{block.name:<{width}}  {block.tokens_in:>6.0f}  {block.tokens_kept:>6.0f} "
+                f" {block.share:>5.0%}  {block.flops_before / 1e9:>13.3f} "
+                f" {block.flops / 1e9:>12.3f}  {block.note}".rstrip()
             )
         lines.append(
-            f"{self.flops_before / 1e9:.2f} -> {self.flops / 1e9:.2f} GFLOPs (multiply-adds) an image ({self.share:.0%}); "
-            f"attention {'counts' if self.prop_attn else 'does not count'} how many tokens each one stands for"
+            f"{self.flops_before / 1e9:.2f} -> {self.flops / 1e9:.2f} GFLOPs (multiply-adds) an"
+            f" image ({self.share:.0%}); attention"
+            f" {'counts' if self.prop_attn else 'does not count'} how many tokens each one"
+            " stands for"
         )
         if self.calls and self.share < NEARER:
             lines.append(
-                f"below {NEARER:.0%} of the FLOPs a smaller image that merges less is nearer to the unmerged model "
-                "(docs/perception.md)"
+                f"below {NEARER:.0%} of the FLOPs a smaller image that merges less is nearer to the"
+                " unmerged model (docs/perception.md)"
             )
         return "\n".join(lines)
 
@@ -95,7 +108,9 @@ def make_blocks(
     for number, (name, cost) in enumerate(zip(names, costs, strict=True)):
         before, kept, kept_squares, merging = tokens, tokens, squares, 0
         if number in sums:
-            kept, kept_squares, merging = (sums[number][key] for key in ("kept", "kept_squares", "merging"))
+            kept, kept_squares, merging = (
+                sums[number][key] for key in ("kept", "kept_squares", "merging")
+            )
         flops = cost.of(before, squares, kept) + merging
         rows.append(
             BlockReport(

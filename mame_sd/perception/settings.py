@@ -1,4 +1,6 @@
-"""Which block merges how: `blocks`, one tau or keep for all or one for each, and the defaults of perception."""
+"""Which block merges how: `blocks`, one tau or keep for all or one for each, and the defaults of
+perception.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,10 @@ from typing import Any
 
 from mame_sd.config import MaMeConfig, study_given
 
-# Under what was given; chosen in docs/perception.md. Similarity is the paper's; each source joins its nearest destination, destinations are one
-# of 2 x 2 patches where these are a grid yet, and the blocks that merge keep equal shares. MaMeConfig's own presets are images' synthesis's, so
-# that each field is named.
+# Under what was given; chosen in docs/perception.md. Similarity is the paper's; each source joins
+# its nearest destination, destinations are one of 2 x 2 patches where these are a grid yet, and the
+# blocks that merge keep equal shares. MaMeConfig's own presets are images' synthesis's, so that
+# each field is named.
 PLAIN: dict[str, Any] = {"preset": "plain", "min_tokens": 2}
 DEFAULTS: dict[str, Any] = {
     "partition": "grid",
@@ -27,7 +30,9 @@ DEFAULTS: dict[str, Any] = {
 }
 LEFT = 0.25  # share of the patches that the last block leaves, where there are blocks enough
 SCHEDULES = ("decreasing", "constant")
-EVERY = 2  # which blocks merge, from the first: every second one keeps as much as all do, for half of the merges
+# which blocks merge, from the first: every second one keeps as much as all do, for half of the
+# merges
+EVERY = 2
 FEWEST = 0.01  # share that a schedule asks of a block at least
 LEAST = 0.5  # of the tokens of one block: its destinations, where they are no grid
 _NO_MEANING = {
@@ -42,8 +47,11 @@ _NO_MEANING = {
 }
 
 
-def chosen_blocks(blocks: int | Iterable[int] | None, depth: int, every: int = 1) -> tuple[int, ...]:
-    """The blocks that merge, ascending, counted from 0: of `depth` every `every`-th, the first ones, or those that are named.
+def chosen_blocks(
+    blocks: int | Iterable[int] | None, depth: int, every: int = 1
+) -> tuple[int, ...]:
+    """The blocks that merge, ascending, counted from 0: of `depth` every `every`-th, the first
+    ones, or those that are named.
 
     Raises:
         ValueError: none, one twice, or one that is not there (negative ones count from the end).
@@ -52,15 +60,22 @@ def chosen_blocks(blocks: int | Iterable[int] | None, depth: int, every: int = 1
         return tuple(range(0, depth, every))
     if isinstance(blocks, int) and not isinstance(blocks, bool):
         if not 1 <= blocks <= depth:
-            raise ValueError(f"blocks: expected how many of the {depth} blocks merge, from 1 to {depth}, got {blocks}")
+            raise ValueError(
+                f"blocks: expected how many of the {depth} blocks merge, from 1 to {depth}, got"
+                f" {blocks}"
+            )
         return tuple(range(blocks))
     try:
         named = [index(block) for block in blocks]  # type: ignore[union-attr]
     except TypeError:
-        raise ValueError(f"blocks: expected a number or numbers of blocks counted from 0, got {blocks!r}") from None
+        raise ValueError(
+            f"blocks: expected a number or numbers of blocks counted from 0, got {blocks!r}"
+        ) from None
     found = sorted({block % depth for block in named if -depth <= block < depth})
     if not found or len(found) < len(named):
-        raise ValueError(f"blocks: expected different ones from 0 to {depth - 1}, got {tuple(named)}")
+        raise ValueError(
+            f"blocks: expected different ones from 0 to {depth - 1}, got {tuple(named)}"
+        )
     return tuple(found)
 
 
@@ -84,7 +99,8 @@ def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
 def shares(keep: float, count: int, schedule: str) -> list[float]:
     """The shares of their tokens that `count` blocks keep, `keep` in the mean, by `schedule`.
 
-    In a decreasing one the share that merges falls as the square root of how many blocks are still to merge.
+    In a decreasing one the share that merges falls as the square root of how many blocks are still
+    to merge.
 
     >>> [round(share, 2) for share in shares(0.8, 6, "decreasing")], shares(0.8, 2, "constant")
     ([0.73, 0.75, 0.78, 0.81, 0.84, 0.89], [0.8, 0.8])
@@ -97,19 +113,23 @@ def shares(keep: float, count: int, schedule: str) -> list[float]:
 
 
 def mean_share(count: int, schedule: str) -> float:
-    """The mean share of their tokens that `count` blocks keep by default: so that the last one leaves `LEFT` of the patches.
+    """The mean share of their tokens that `count` blocks keep by default: so that the last one
+    leaves `LEFT` of the patches.
 
     It is at least `LEAST`.
     """
     low, high = LEAST, 1.0
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (low, middle) if math.prod(shares(middle, count, schedule)) > LEFT else (middle, high)
+        low, high = (
+            (low, middle) if math.prod(shares(middle, count, schedule)) > LEFT else (middle, high)
+        )
     return low
 
 
 def schedule_of(schedule: str | None, config: MaMeConfig | None, fields: Mapping[str, Any]) -> str:
-    """The schedule in force: `schedule` where it is given, else constant in the paper's form and decreasing in ours.
+    """The schedule in force: `schedule` where it is given, else constant in the paper's form and
+    decreasing in ours.
 
     Raises:
         ValueError: one that is not known, or one beside shares that say it already or a threshold.
@@ -120,7 +140,9 @@ def schedule_of(schedule: str | None, config: MaMeConfig | None, fields: Mapping
         raise ValueError(f"schedule: expected 'decreasing' or 'constant', got {schedule!r}")
     given = {**({} if config is None else config.given), **_said(fields)}
     if given.get("tau") is not None or _one_each(given.get("keep")):
-        raise ValueError("schedule: expected keep as one number, or none, beside it; leave the schedule out")
+        raise ValueError(
+            "schedule: expected keep as one number, or none, beside it; leave the schedule out"
+        )
     return schedule
 
 
@@ -131,7 +153,8 @@ def configs_of(
     schedule: str = "decreasing",
     keys: bool = True,
 ) -> dict[int, MaMeConfig]:
-    """The settings of each block: those of `config` that were given, over the defaults of perception, with `fields` over both.
+    """The settings of each block: those of `config` that were given, over the defaults of
+    perception, with `fields` over both.
 
     Where neither `tau` nor `keep` is given, the blocks keep `mean_share`.
 
@@ -147,12 +170,16 @@ def configs_of(
         ValueError: as `changed`.
     """
     if config is not None and not isinstance(config, MaMeConfig):
-        raise TypeError(f"config: expected a MaMeConfig, got {config!r}; write MaMeConfig(tau=0.8) or tau=0.8")
+        raise TypeError(
+            f"config: expected a MaMeConfig, got {config!r}; write MaMeConfig(tau=0.8) or tau=0.8"
+        )
     blocks = [*blocks]
     fields = _said(fields)
     given = {} if config is None else {**config.given}
     if is_plain(config, fields):
-        return changed(dict.fromkeys(blocks, MaMeConfig.from_dict({**PLAIN, **given})), fields, schedule)
+        return changed(
+            dict.fromkeys(blocks, MaMeConfig.from_dict({**PLAIN, **given})), fields, schedule
+        )
     for settings in (given, fields):
         if settings.get("preset") == "default":
             del settings["preset"]
@@ -163,36 +190,50 @@ def configs_of(
     defaults = {**DEFAULTS, "feature": DEFAULTS["feature"] if keys else "x"}
     if "partition" in {*given, *fields}:
         del defaults["stride"]  # with another grid than ours, that of MaMeConfig
-    return changed(dict.fromkeys(blocks, MaMeConfig.from_dict({**defaults, **given})), fields, schedule)
+    return changed(
+        dict.fromkeys(blocks, MaMeConfig.from_dict({**defaults, **given})), fields, schedule
+    )
 
 
-def changed(configs: Mapping[int, MaMeConfig], fields: Mapping[str, Any], schedule: str) -> dict[int, MaMeConfig]:
-    """The settings of each block with `fields` over them; `tau` and `keep` may be one number for each block.
+def changed(
+    configs: Mapping[int, MaMeConfig], fields: Mapping[str, Any], schedule: str
+) -> dict[int, MaMeConfig]:
+    """The settings of each block with `fields` over them; `tau` and `keep` may be one number for
+    each block.
 
     One `keep` is shared out over the blocks by `schedule`.
 
     Raises:
-        ValueError: a field is unknown, out of its range or without meaning here, or not one for each block.
+        ValueError: a field is unknown, out of its range or without meaning here, or not one for
+            each block.
     """
     rows: list[dict[str, Any]] = [{} for _ in configs]
     for name, value in fields.items():
-        if name == "keep" and isinstance(value, float | int) and 0 < value <= 1:  # else refused below
+        if (
+            name == "keep" and isinstance(value, float | int) and 0 < value <= 1
+        ):  # else refused below
             value = shares(value, len(rows), schedule)
         each = name in ("tau", "keep") and _one_each(value)
         if each and len(value) != len(rows):
             raise ValueError(
-                f"{name}: expected one number, or one for each of {len(rows)} blocks, got {len(value)}: {value!r}"
+                f"{name}: expected one number, or one for each of {len(rows)} blocks, got"
+                f" {len(value)}: {value!r}"
             )
         for row, one in zip(rows, value if each else [value] * len(rows), strict=True):
             row[name] = one
-    made = {block: old.replace(**row) for (block, old), row in zip(configs.items(), rows, strict=True)}
+    made = {
+        block: old.replace(**row) for (block, old), row in zip(configs.items(), rows, strict=True)
+    }
     for new in made.values():
         if new.weights == "pick":
             raise ValueError(
-                "weights: expected 'average' or 'best' for a vision transformer, got 'pick': later blocks would lack what "
-                "is dropped, and nothing could be restored"
+                "weights: expected 'average' or 'best' for a vision transformer, got 'pick': later"
+                " blocks would lack what is dropped, and nothing could be restored"
             )
         for name, reason in _NO_MEANING.items():
             if new.given.get(name, False) not in (False, "qkv"):
-                raise ValueError(f"{name}: expected none for a vision transformer, got {new.given[name]!r}: {reason}")
+                raise ValueError(
+                    f"{name}: expected none for a vision transformer, got {new.given[name]!r}:"
+                    f" {reason}"
+                )
     return made

@@ -17,14 +17,18 @@ class Pass:
     Attributes:
         special: tokens before the patches.
         restore: the blocks' output has every token again.
-        prop_attn: the log of a token's size is added to its attention logits, and means count it; None: where that can be, which each forward finds out.
+        prop_attn: the log of a token's size is added to its attention logits, and means count it;
+            None: where that can be, which each forward finds out.
         sized: whether it is, in the forward that runs.
-        again: blocks may be computed again, whole, after another forward's images (checkpoints around them).
+        again: blocks may be computed again, whole, after another forward's images (checkpoints
+            around them).
         last: number of the model's last block.
         active: False makes every call bit-equal to a model without merging.
         capture: plans are kept after the forward.
-        grid: (h, w) of the latest images' patches, of a video's frames one under the other; None where unknown.
-        sizes: [B, L'] how many tokens each token stands for, in the forward that runs; None: 1 each.
+        grid: (h, w) of the latest images' patches, of a video's frames one under the other; None
+            where unknown.
+        sizes: [B, L'] how many tokens each token stands for, in the forward that runs; None: 1
+            each.
         plans: those of the latest forward by number of block, while it runs or with `capture`.
     """
 
@@ -66,7 +70,9 @@ class Pass:
         return tokens
 
     def note(self, output: Tensor) -> None:
-        """Remembers an output of the forward that runs, so that one of an earlier forward is known again; with `capture` alone."""
+        """Remembers an output of the forward that runs, so that one of an earlier forward is known
+        again; with `capture` alone.
+        """
         if self.capture and not torch.compiler.is_compiling():
             self._seen = [(call, seen) for call, seen in self._seen if seen() is not None]
             self._seen.append((self._calls, weakref.ref(output)))

@@ -1,4 +1,5 @@
-"""Load a vision transformer in transformers' format, ready to see images: a folder, a hub id, or the embedded CLIP.
+"""Load a vision transformer in transformers' format, ready to see images: a folder, a hub id, or
+the embedded CLIP.
 
 Whatever goes wrong becomes a UserError that says what was expected, what came and what to do.
 """
@@ -31,10 +32,12 @@ class LoadedEncoder:
     """A model with a vision transformer, in eval mode on its device, and what makes its inputs.
 
     Attributes:
-        model: of transformers: with a classifier, with a text half (CLIP, SigLIP), or the vision transformer alone.
+        model: of transformers: with a classifier, with a text half (CLIP, SigLIP), or the vision
+            transformer alone.
         processor: its image processor.
         tokenizer: of its text half; None where there is none.
-        identity: JSON values that tell this model from others: name, class, a digest of its files, dtype, device type.
+        identity: JSON values that tell this model from others: name, class, a digest of its files,
+            dtype, device type.
         embedded: whether it is the embedded one.
     """
 
@@ -63,14 +66,27 @@ class LoadedEncoder:
     @property
     def compares_text(self) -> bool:
         """Whether it has a text half to compare images with."""
-        return hasattr(self.model, "get_text_features") and hasattr(self.model, "get_image_features")
+        return hasattr(self.model, "get_text_features") and hasattr(
+            self.model, "get_image_features"
+        )
 
     def inputs(self, images: Sequence[np.ndarray]) -> dict[str, Tensor]:
-        """What the model is called with for uint8 images [H, W, 3], as its own processor makes it, on its device."""
-        made = self.processor(images=list(images), return_tensors="pt", input_data_format="channels_last")
-        found = {name: value.to(self.device) for name, value in made.items() if name != "pixel_attention_mask"}
+        """What the model is called with for uint8 images [H, W, 3], as its own processor makes it,
+        on its device.
+        """
+        made = self.processor(
+            images=list(images), return_tensors="pt", input_data_format="channels_last"
+        )
+        found = {
+            name: value.to(self.device)
+            for name, value in made.items()
+            if name != "pixel_attention_mask"
+        }
         dtype = next(iter(self.model.parameters())).dtype
-        return {name: value.to(dtype) if value.is_floating_point() else value for name, value in found.items()}
+        return {
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in found.items()
+        }
 
 
 def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
@@ -78,10 +94,12 @@ def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
 
     Args:
         choice: of it model, dtype, device, revision and offline count.
-        local_rank: which CUDA device "auto" and "cuda" mean, among several processes on this machine.
+        local_rank: which CUDA device "auto" and "cuda" mean, among several processes on this
+            machine.
 
     Raises:
-        UserError: no such model or device, files that can't be read, or no vision transformer that can merge.
+        UserError: no such model or device, files that can't be read, or no vision transformer that
+            can merge.
     """
     import transformers
 
@@ -91,14 +109,23 @@ def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
     kind = _class_named(folder, transformers)
     transformers.utils.logging.disable_progress_bar()
     try:
-        model: nn.Module = kind.from_pretrained(folder, local_files_only=True, dtype=dtype).eval().requires_grad_(False)
+        model: nn.Module = (
+            kind.from_pretrained(folder, local_files_only=True, dtype=dtype)
+            .eval()
+            .requires_grad_(False)
+        )
         processor = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
         text = hasattr(model, "get_text_features")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True) if text else None
+        tokenizer = (
+            transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            if text
+            else None
+        )
     except Exception as error:  # a missing file raises OSError, a broken one nearly anything
         raise UserError(
-            f"--model {name}: expected a model of transformers with preprocessor_config.json (and a tokenizer where it has "
-            f"a text half), but {first_line(error)}; copy the whole folder from the hub"
+            f"--model {name}: expected a model of transformers with preprocessor_config.json (and a"
+            f" tokenizer where it has a text half), but {first_line(error)}; copy the whole folder"
+            " from the hub"
         ) from error
     try:
         find_encoder(model)
@@ -113,12 +140,17 @@ def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
     }
     embedded = name == EMBEDDED + EMBEDDED_ENCODER
     return LoadedEncoder(
-        model=model.to(device), processor=processor, tokenizer=tokenizer, identity=identity, embedded=embedded
+        model=model.to(device),
+        processor=processor,
+        tokenizer=tokenizer,
+        identity=identity,
+        embedded=embedded,
     )
 
 
 def find_encoder_folder(choice: ModelChoice) -> tuple[Path, str]:
-    """The folder that `choice.model` means, downloaded if need be, and a name for it without its place.
+    """The folder that `choice.model` means, downloaded if need be, and a name for it without its
+    place.
 
     Raises UserError when there is none.
     """
@@ -132,19 +164,24 @@ def find_encoder_folder(choice: ModelChoice) -> tuple[Path, str]:
             raise UserError(f"--model {given}: {error}") from None
     if not HUB_ID.fullmatch(given):
         raise UserError(
-            f"--model {given}: expected the folder of a model of transformers or a hub id (owner/name), found no such "
-            "folder; check the path"
+            f"--model {given}: expected the folder of a model of transformers or a hub id"
+            " (owner/name), found no such folder; check the path"
         )
     from huggingface_hub import snapshot_download
 
     try:
         place = snapshot_download(
-            given, revision=choice.revision, local_files_only=choice.offline, allow_patterns=list(_FILES)
+            given,
+            revision=choice.revision,
+            local_files_only=choice.offline,
+            allow_patterns=list(_FILES),
         )
-    except Exception as error:  # offline, unknown id, gated, no such revision: all mean that it can't be had
+    except (
+        Exception
+    ) as error:  # offline, unknown id, gated, no such revision: all mean that it can't be had
         raise UserError(
-            f"--model {given}: expected a folder or a model of the hub that can be reached or is cached, but "
-            f"{first_line(error)}; check the name and the network, or give a folder"
+            f"--model {given}: expected a folder or a model of the hub that can be reached or is"
+            f" cached, but {first_line(error)}; check the name and the network, or give a folder"
         ) from error
     return Path(place), given
 
@@ -156,6 +193,7 @@ def _class_named(folder: Path, transformers: Any) -> Any:
         return getattr(transformers, name)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise UserError(
-            f"--model {folder}: expected config.json of a model of transformers that names its class in architectures, got "
-            f"{type(error).__name__}: {first_line(error)}; give the folder of a vision transformer, CLIP or SigLIP"
+            f"--model {folder}: expected config.json of a model of transformers that names its"
+            f" class in architectures, got {type(error).__name__}: {first_line(error)}; give the"
+            " folder of a vision transformer, CLIP or SigLIP"
         ) from None

@@ -1,4 +1,6 @@
-"""Writing files so that a kill at any moment leaves the whole new one or the old one, and saying why one can't be written."""
+"""Writing files so that a kill at any moment leaves the whole new one or the old one, and saying
+why one can't be written.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +15,43 @@ from mame_sd.errors import MachineError, UserError
 
 _MACHINE_ERRNOS = {
     getattr(errno, name)
-    for name in ("ENOSPC", "EDQUOT", "EFBIG", "EIO", "ENOMEM", "EMFILE", "ENFILE", "ESTALE", "EBUSY")
+    for name in (
+        "ENOSPC",
+        "EDQUOT",
+        "EFBIG",
+        "EIO",
+        "ENOMEM",
+        "EMFILE",
+        "ENFILE",
+        "ESTALE",
+        "EBUSY",
+    )
     if hasattr(errno, name)
 }
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError from writing `path` into MachineError (disk full and the like) or UserError (not allowed)."""
+    """Turn an OSError from writing `path` into MachineError (disk full and the like) or UserError
+    (not allowed).
+    """
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
         if error.errno in _MACHINE_ERRNOS:
             raise MachineError(
-                f"{path}: could not be written ({reason}); free some space there and run the same command again"
+                f"{path}: could not be written ({reason}); free some space there and run the same"
+                " command again"
             ) from error
         raise UserError(f"{path}: can't be written ({reason}); choose another place") from error
 
 
 def nearest(path: Path) -> Path:
-    """`path`, or the nearest thing above it that exists. Raises OSError for what can't be reached or is too long."""
+    """`path`, or the nearest thing above it that exists.
+
+    Raises OSError for what can't be reached or is too long.
+    """
     while True:
         try:
             os.stat(path)
@@ -46,21 +64,29 @@ def nearest(path: Path) -> Path:
 
 
 def check_place(folder: Path, out: Path) -> Path:
-    """The nearest existing folder to `folder`. Raises UserError, naming `out`, when nothing could be written there."""
+    """The nearest existing folder to `folder`.
+
+    Raises UserError, naming `out`, when nothing could be written there.
+    """
     with writing(out):
         place = nearest(folder)
     if not place.is_dir():
         raise UserError(f"--out {out}: expected a folder, got the file {place}; choose another")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"--out {out}: expected a folder that can be written, but {place} can't be; choose another")
+        raise UserError(
+            f"--out {out}: expected a folder that can be written, but {place} can't be; choose"
+            " another"
+        )
     return place
 
 
 @contextlib.contextmanager
 def written_whole(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
-    """A file to write to in the block: after it `path` holds all of it, or what it held before, whatever happens meanwhile.
+    """A file to write to in the block: after it `path` holds all of it, or what it held before,
+    whatever happens meanwhile.
 
-    Folders above `path` are made. `temporary` must lie on the same file system; left out, it is a hidden neighbour.
+    Folders above `path` are made. `temporary` must lie on the same file system; left out, it is a
+    hidden neighbour.
 
     Raises UserError or MachineError as `writing` does.
     """

@@ -1,8 +1,9 @@
-"""Generate images from a list of prompts into a run folder, which several processes may share and a later call continues.
+"""Generate images from a list of prompts into a run folder, which several processes may share and a
+later call continues.
 
-The starting latent of an image depends on (seed, prompt id, repeat) alone. Its pixels also depend on the batch it is
-computed in, so batches are cut from the whole list before finished images are skipped: a batch with one image missing
-is computed whole, and only what is missing is written.
+The starting latent of an image depends on (seed, prompt id, repeat) alone. Its pixels also depend
+on the batch it is computed in, so batches are cut from the whole list before finished images are
+skipped: a batch with one image missing is computed whole, and only what is missing is written.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ NOT_MERGED = "made without merging, for no layer has enough tokens (--min-tokens
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended: images in all and made by this process now; means over all of the folder's images."""
+    """How a run ended: images in all and made by this process now; means over all of the folder's
+    images.
+    """
 
     images: int
     made: int
@@ -56,9 +59,12 @@ def generate(
     """Make every image that the run folder `out` lacks.
 
     Args:
-        method: a config merges; None is the baseline; a `Method` is anything else that is compared with merging.
-        prompt_file: name and digest of the file the prompts came from, for the manifest; nothing is compared with it.
-        process: this process among several, which must have joined one another (`mame_sd.runs.processes.joined`).
+        method: a config merges; None is the baseline; a `Method` is anything else that is compared
+            with merging.
+        prompt_file: name and digest of the file the prompts came from, for the manifest; nothing is
+            compared with it.
+        process: this process among several, which must have joined one another
+            (`mame_sd.runs.processes.joined`).
         on_progress: told (images done, images of this process) at the start and after each batch.
         on_step: told (steps done, steps) of the batch under way, where the pipeline tells them.
         on_note: told of what the user should know.
@@ -73,14 +79,23 @@ def generate(
     known = {job.name: job.known for job in jobs}
     folder = RunFolder(out, process.rank)
     described = describe_settings(model, prompts, settings, method)
-    run = _Run(model, settings, method, jobs, described, folder, process, on_progress, on_step, on_note)
+    run = _Run(
+        model, settings, method, jobs, described, folder, process, on_progress, on_step, on_note
+    )
     rows: list[dict[str, Any]] = []
     complete = False
     try:
         if process.is_main:
-            manifest = {"settings": described, "environment": environment(model), "prompt_file": prompt_file}
+            manifest = {
+                "settings": described,
+                "environment": environment(model),
+                "prompt_file": prompt_file,
+            }
             for difference in folder.prepare(manifest):
-                on_note(f"the folder was begun in another environment, so pixels may differ a little ({difference})")
+                on_note(
+                    "the folder was begun in another environment, so pixels may differ a little"
+                    f" ({difference})"
+                )
             folder.collect(known)
         process.wait()
         done = folder.finished(list(known))
@@ -94,8 +109,9 @@ def generate(
         folder.close(complete and process.is_main)
     if method is not None and rows and all(row.get("levels") == [] for row in rows):
         raise UserError(
-            f"expected tokens to merge in at least one image, but they merged in none of {len(rows)}; lower --min-tokens, "
-            "raise --height and --width, or use --baseline in another --out"
+            "expected tokens to merge in at least one image, but they merged in none of"
+            f" {len(rows)}; lower --min-tokens, raise --height and --width, or use --baseline in"
+            " another --out"
         )
     return _summary(rows, len(jobs), made)
 
@@ -114,12 +130,17 @@ class _Run:
     on_progress: Callable[[int, int], None]
     on_step: Callable[[int, int], None]
     on_note: Callable[[str], None]
-    unmerged: set[tuple[int | None, int | None]] = field(default_factory=set)  # sizes at which nothing could merge
+    unmerged: set[tuple[int | None, int | None]] = field(
+        default_factory=set
+    )  # sizes at which nothing could merge
 
     def make_all_but(self, done: set[str]) -> int:
-        """Compute this process's batches and write the images that are not `done`. Returns how many were written.
+        """Compute this process's batches and write the images that are not `done`.
 
-        What is wrong with the method or the model shows in the first batch, and is then raised on every process.
+        Returns how many were written.
+
+        What is wrong with the method or the model shows in the first batch, and is then raised on
+        every process.
         """
         batches = cut_batches(self.jobs, self.settings.batch_size)
         batches = [batch for batch in batches if any(job.name not in done for job in batch)]
@@ -158,15 +179,25 @@ class _Run:
         seconds = (time.perf_counter() - start) / len(batch)
         levels = [] if installed is None else self._levels(installed, batch[0])
         note = {"note": NOT_MERGED} if installed is not None and not levels else {}
-        missing = [(job, image) for job, image in zip(batch, images, strict=True) if job.name not in done]
+        missing = [
+            (job, image) for job, image in zip(batch, images, strict=True) if job.name not in done
+        ]
         for job, image in missing:
             size = {"width": image.width, "height": image.height}
-            record = {**job.known, **size, "seconds": seconds, "batch": len(batch), "levels": levels, **note}
+            record = {
+                **job.known,
+                **size,
+                "seconds": seconds,
+                "batch": len(batch),
+                "levels": levels,
+                **note,
+            }
             self.folder.write_image(job.name, to_png(image, job, self.described), record)
         return len(missing)
 
     def _levels(self, installed: InstalledMethod, job: Job) -> list[dict[str, Any]]:
-        """Levels of the batch that `job` is of; empty, with a note for each size, where nothing can merge at its size.
+        """Levels of the batch that `job` is of; empty, with a note for each size, where nothing can
+        merge at its size.
 
         Raises UserError when that is so for all sizes of the run.
         """
@@ -185,7 +216,9 @@ class _Run:
 def describe_settings(
     model: LoadedModel, prompts: Sequence[Prompt], settings: GenerateSettings, method: Method | None
 ) -> dict[str, Any]:
-    """All that decides the pixels, as JSON values: what a run folder is begun with and must be continued with."""
+    """All that decides the pixels, as JSON values: what a run folder is begun with and must be
+    continued with.
+    """
     return {
         **asdict(settings),
         "guidance": model.guidance if settings.guidance is None else settings.guidance,
@@ -197,7 +230,9 @@ def describe_settings(
 
 
 def environment(model: LoadedModel) -> dict[str, Any]:
-    """What may change the last bit of a pixel without being a setting: versions, threads, the device's name."""
+    """What may change the last bit of a pixel without being a setting: versions, threads, the
+    device's name.
+    """
     return environment_on(model.pipe.device)
 
 
@@ -229,6 +264,15 @@ def _summary(rows: Sequence[dict[str, Any]], images: int, made: int) -> Summary:
             by_level.setdefault(level["level"], []).append(level)
     levels = []
     for number, found in sorted(by_level.items()):
-        tokens_in, kept = (sum(level[key] for level in found) / len(found) for key in ("tokens_in", "tokens_kept"))
-        levels.append({"level": number, "tokens_in": tokens_in, "tokens_kept": kept, "share": kept / tokens_in})
+        tokens_in, kept = (
+            sum(level[key] for level in found) / len(found) for key in ("tokens_in", "tokens_kept")
+        )
+        levels.append(
+            {
+                "level": number,
+                "tokens_in": tokens_in,
+                "tokens_kept": kept,
+                "share": kept / tokens_in,
+            }
+        )
     return Summary(images, made, sum(seconds) / len(seconds) if seconds else None, levels)

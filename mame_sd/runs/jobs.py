@@ -1,4 +1,6 @@
-"""What a run has to make: settings, one job for each image, batches, and the noise that each image starts from."""
+"""What a run has to make: settings, one job for each image, batches, and the noise that each image
+starts from.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,31 @@ class GenerateSettings:
     """
 
     steps: int = option(20, "Denoising steps, at least 1. More is slower and finer.")
-    guidance: float | None = option(None, "Classifier-free guidance scale. Without it, the model's own.")
-    seed: int = option(0, "Seed of the run. An image's noise depends on seed, prompt id and repeat alone.")
-    height: int | None = option(None, "Height in pixels, a multiple of 8. Without it, the model's own.")
-    width: int | None = option(None, "Width in pixels, a multiple of 8. Without it, the model's own.")
+    guidance: float | None = option(
+        None, "Classifier-free guidance scale. Without it, the model's own."
+    )
+    seed: int = option(
+        0, "Seed of the run. An image's noise depends on seed, prompt id and repeat alone."
+    )
+    height: int | None = option(
+        None, "Height in pixels, a multiple of 8. Without it, the model's own."
+    )
+    width: int | None = option(
+        None, "Width in pixels, a multiple of 8. Without it, the model's own."
+    )
     negative_prompt: str | None = option(None, "What to steer away from.")
-    batch_size: int = option(1, "Images computed together. Faster on a GPU; pixels depend on it a little.")
+    batch_size: int = option(
+        1, "Images computed together. Faster on a GPU; pixels depend on it a little."
+    )
     images_per_prompt: int = option(1, "Images of each prompt, from different noise.")
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "images_per_prompt"):
             if getattr(self, name) < 1:
-                raise UserError(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(self, name)}; raise it")
+                raise UserError(
+                    f"--{name.replace('_', '-')}: expected at least 1, got {getattr(self, name)};"
+                    " raise it"
+                )
         for name in ("height", "width"):
             side = getattr(self, name)
             if side is not None and (side % 8 or not 8 <= side <= MAX_SIDE):
@@ -50,14 +65,21 @@ class GenerateSettings:
                     f"try {min(max(8, side - side % 8), MAX_SIDE)}"
                 )
         if not 0 <= self.seed < 2**63:
-            raise UserError(f"--seed: expected a whole number from 0 to 2^63 - 1, got {self.seed}; choose another")
+            raise UserError(
+                f"--seed: expected a whole number from 0 to 2^63 - 1, got {self.seed}; choose"
+                " another"
+            )
         if self.guidance is not None and not math.isfinite(self.guidance):
-            raise UserError(f"--guidance: expected a finite number, got {self.guidance}; give one such as 7.5")
+            raise UserError(
+                f"--guidance: expected a finite number, got {self.guidance}; give one such as 7.5"
+            )
 
 
 @dataclass(frozen=True)
 class Job:
-    """One image to make: `prompt`, the `repeat`-th time, with its final seed and size (None: the model's own)."""
+    """One image to make: `prompt`, the `repeat`-th time, with its final seed and size (None: the
+    model's own).
+    """
 
     prompt: Prompt
     repeat: int
@@ -93,7 +115,11 @@ def jobs_of(prompts: Sequence[Prompt], settings: GenerateSettings) -> list[Job]:
             prompt=prompt,
             repeat=repeat,
             seed=settings.seed if prompt.seed is None else prompt.seed,
-            negative_prompt=settings.negative_prompt if prompt.negative_prompt is None else prompt.negative_prompt,
+            negative_prompt=(
+                settings.negative_prompt
+                if prompt.negative_prompt is None
+                else prompt.negative_prompt
+            ),
             height=prompt.height or settings.height,
             width=prompt.width or settings.width,
         )
@@ -105,7 +131,8 @@ def jobs_of(prompts: Sequence[Prompt], settings: GenerateSettings) -> list[Job]:
 def cut_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:
     """Neighbours of one size, at most `batch_size` together. Depends on the whole list alone.
 
-    All of a batch have a negative prompt or none has: some models (SDXL) take none to mean zeros, not an empty text.
+    All of a batch have a negative prompt or none has: some models (SDXL) take none to mean zeros,
+        not an empty text.
     """
     batches: list[list[Job]] = []
     for job in jobs:
@@ -123,8 +150,13 @@ def call_of(job: Job) -> tuple[int | None, int | None, bool]:
 
 
 def generator_of(job: Job) -> torch.Generator:
-    """The CPU generator of an image's noise, seeded by a hash of (seed, prompt id, repeat) and nothing else."""
-    import torch  # here, since the command line's options come from this module and should be there at once
+    """The CPU generator of an image's noise, seeded by a hash of (seed, prompt id, repeat) and
+    nothing else.
+    """
+    # here, since the command line's options come from this module and should be there at once
+    import torch
 
     key = json.dumps([job.seed, job.prompt.id, job.repeat]).encode()
-    return torch.Generator("cpu").manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1)
+    return torch.Generator("cpu").manual_seed(
+        int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1
+    )

@@ -1,7 +1,8 @@
-"""Load any text-to-image pipeline: the embedded one, a folder, a hub id or a single .safetensors file.
+"""Load any text-to-image pipeline: the embedded one, a folder, a hub id or a single .safetensors
+file.
 
-Whatever goes wrong becomes a UserError that says what was expected, what came and what to do, or a MachineError when
-memory runs out.
+Whatever goes wrong becomes a UserError that says what was expected, what came and what to do, or a
+MachineError when memory runs out.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ class LoadedModel:
 
     Attributes:
         pipe: the pipeline, on its device, without progress bars.
-        identity: JSON values that tell this model from others: name, pipeline class, a digest of its files, variant,
-            single-file configuration, scheduler, LoRAs, dtype and device type.
-        guidance: the guidance scale that the model is called with when none is given; None: it takes none.
-        saved_merging: the setting saved with a StableDiffusionMaMePipeline, which is loaded as the plain pipeline.
+        identity: JSON values that tell this model from others: name, pipeline class, a digest of
+            its files, variant, single-file configuration, scheduler, LoRAs, dtype and device type.
+        guidance: the guidance scale that the model is called with when none is given; None: it
+            takes none.
+        saved_merging: the setting saved with a StableDiffusionMaMePipeline, which is loaded as the
+            plain pipeline.
     """
 
     pipe: Any
@@ -79,7 +82,8 @@ class LoadedModel:
         factor = getattr(self.pipe, "vae_scale_factor", None)
         if not side or not factor:
             raise UserError(
-                f"expected both --height and --width, got one, and {type(self.pipe).__name__} tells no size of its own; give both"
+                f"expected both --height and --width, got one, and {type(self.pipe).__name__} tells"
+                " no size of its own; give both"
             )
         height, width = (side, side) if isinstance(side, int) else side
         return height * factor, width * factor
@@ -89,10 +93,12 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     """Load a text-to-image pipeline.
 
     Args:
-        local_rank: which CUDA device "auto" and "cuda" mean, among several processes on this machine.
+        local_rank: which CUDA device "auto" and "cuda" mean, among several processes on this
+            machine.
 
     Raises:
-        UserError: nothing there, no such pipeline, hub not reachable, unknown device, scheduler or LoRA that does not fit.
+        UserError: nothing there, no such pipeline, hub not reachable, unknown device, scheduler or
+            LoRA that does not fit.
         MachineError: out of memory.
     """
     device = pick_device(choice.device, local_rank)
@@ -100,7 +106,11 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     _be_quiet()
     source, name = find_model(choice)
     with _loading(name):
-        pipe = _load_file(source, choice, dtype) if source.is_file() else _load_folder(source, choice, dtype)
+        pipe = (
+            _load_file(source, choice, dtype)
+            if source.is_file()
+            else _load_folder(source, choice, dtype)
+        )
         saved = None if source.is_file() else read_saved_merging(source)
     check_text_to_image(pipe, name)
     if choice.scheduler is not None:
@@ -115,7 +125,9 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
         "name": name,
         "pipeline": type(pipe).__name__,
         **files,
-        "scheduler": type(pipe.scheduler).__name__ if choice.scheduler is None else choice.scheduler,
+        "scheduler": (
+            type(pipe.scheduler).__name__ if choice.scheduler is None else choice.scheduler
+        ),
         "loras": [lora_identity(lora) for lora in choice.loras],
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
@@ -125,7 +137,9 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
 
 
 def options_of(source: Path, choice: ModelChoice) -> dict[str, Any]:
-    """The loading options that decide which weights and parts a model has, as far as `source` makes use of them."""
+    """The loading options that decide which weights and parts a model has, as far as `source` makes
+    use of them.
+    """
     config = choice.single_file_config if source.is_file() else None
     return {
         "variant": None if source.is_file() else choice.variant,
@@ -141,19 +155,23 @@ def _loading(name: str) -> Iterator[None]:
         raise
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise MachineError(
-            f"--model {name}: it does not fit into memory ({first_line(error)}); use --dtype float16, or a smaller model"
+            f"--model {name}: it does not fit into memory ({first_line(error)}); use --dtype"
+            " float16, or a smaller model"
         ) from error
     except Exception as error:  # diffusers, transformers and safetensors raise dozens of kinds here
-        if isinstance(error, ImportError) or str(error).startswith("Failed to import"):  # the latter: lazy imports
+        if isinstance(error, ImportError) or str(error).startswith(
+            "Failed to import"
+        ):  # the latter: lazy imports
             cause: BaseException = error
             while cause.__cause__ is not None:
                 cause = cause.__cause__
             raise MachineError(
-                f"--model {name}: a package that it needs does not load ({first_line(cause)}); install it with pip"
+                f"--model {name}: a package that it needs does not load ({first_line(cause)});"
+                " install it with pip"
             ) from error
         raise UserError(
-            f"--model {name}: expected a text-to-image pipeline that diffusers can load, but {first_line(error)}; "
-            "check its files, --variant and --revision"
+            f"--model {name}: expected a text-to-image pipeline that diffusers can load, but"
+            f" {first_line(error)}; check its files, --variant and --revision"
         ) from error
 
 
@@ -177,24 +195,33 @@ def _load_folder(folder: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
     kind = getattr(diffusers, str(name), None)
     _check_tokenizers(folder)
     if kind is None:
-        raise UserError(f"--model {folder}: expected a pipeline class of diffusers, got {name!r}; convert the model")
-    pipe = kind.from_pretrained(str(folder), dtype=dtype, variant=choice.variant, local_files_only=choice.offline)
+        raise UserError(
+            f"--model {folder}: expected a pipeline class of diffusers, got {name!r}; convert the"
+            " model"
+        )
+    pipe = kind.from_pretrained(
+        str(folder), dtype=dtype, variant=choice.variant, local_files_only=choice.offline
+    )
     _check_weights(pipe, folder.name)
     # Merging comes from outside, by `saved_merging` and the options.
     return pipe if type(pipe) is kind else kind.from_pipe(pipe, dtype=dtype)
 
 
 def _check_tokenizers(folder: Path) -> None:
-    """Raise UserError for a tokenizer without a vocabulary, which transformers would load as an empty one."""
+    """Raise UserError for a tokenizer without a vocabulary, which transformers would load as an
+    empty one.
+    """
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     for name, entry in index.items():
         if not name.startswith("tokenizer") or not isinstance(entry, list) or entry[-1] is None:
             continue
         there = [file.name for file in (folder / name).glob("*") if file.is_file()]
-        if all(file.endswith("_config.json") or file == "special_tokens_map.json" for file in there):
+        if all(
+            file.endswith("_config.json") or file == "special_tokens_map.json" for file in there
+        ):
             raise UserError(
-                f"--model {folder}: expected the vocabulary of {name}, found {'no such folder' if not there else 'none'}; "
-                "copy the whole model again"
+                f"--model {folder}: expected the vocabulary of {name}, found"
+                f" {'no such folder' if not there else 'none'}; copy the whole model again"
             )
 
 
@@ -205,7 +232,8 @@ def _check_weights(pipe: Any, name: str) -> None:
             lacking = next((n for n, p in component.named_parameters() if p.is_meta), None)
             if lacking is not None:
                 raise UserError(
-                    f"--model {name}: expected the tensor {lacking} in {part}, found none; get the file again"
+                    f"--model {name}: expected the tensor {lacking} in {part}, found none; get the"
+                    " file again"
                 )
 
 
@@ -215,13 +243,16 @@ def _load_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
     from safetensors import safe_open
 
     with safe_open(str(path), framework="pt") as file:
-        shapes = {key: torch.empty(file.get_slice(key).get_shape(), device="meta") for key in file.keys()}  # noqa: SIM118
+        shapes = {
+            key: torch.empty(file.get_slice(key).get_shape(), device="meta") for key in file.keys()
+        }  # noqa: SIM118
     kind = infer_diffusers_model_type(shapes)
     has_unet = any(key.startswith("model.diffusion_model.input_blocks.") for key in shapes)
     if kind not in _SINGLE_FILE_CLASSES or not has_unet:
         raise UserError(
-            f"--model {path}: expected a checkpoint of Stable Diffusion 1, 2 or XL in its original layout, got "
-            f"{kind if has_unet else 'something else'}; give a diffusers folder instead"
+            f"--model {path}: expected a checkpoint of Stable Diffusion 1, 2 or XL in its original"
+            f" layout, got {kind if has_unet else 'something else'}; give a diffusers folder"
+            " instead"
         )
     config = choice.single_file_config
     try:
@@ -231,12 +262,13 @@ def _load_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
     except Exception as error:
         if config is not None:
             raise UserError(
-                f"--single-file-config {config}: expected the folder or hub id of a pipeline of the same architecture, but "
-                f"{first_line(error)}; give another"
+                f"--single-file-config {config}: expected the folder or hub id of a pipeline of the"
+                f" same architecture, but {first_line(error)}; give another"
             ) from error
         raise UserError(
-            f"--model {path}: the hub gave no configuration for this architecture ({first_line(error)}); "
-            "give a pipeline folder of the same architecture as --single-file-config"
+            f"--model {path}: the hub gave no configuration for this architecture"
+            f" ({first_line(error)}); give a pipeline folder of the same architecture as"
+            " --single-file-config"
         ) from error
 
 
@@ -251,12 +283,13 @@ def check_text_to_image(pipe: Any, name: str) -> None:
         )
     if any(length in parameters for length in _LENGTHS):
         raise UserError(
-            f"--model {name}: expected a pipeline that makes images, got {type(pipe).__name__}, which makes video or "
-            "audio; give another model"
+            f"--model {name}: expected a pipeline that makes images, got {type(pipe).__name__},"
+            " which makes video or audio; give another model"
         )
     if not (hasattr(pipe, "unet") or hasattr(pipe, "transformer")):
         raise UserError(
-            f"--model {name}: expected a pipeline with a unet or transformer, got {type(pipe).__name__}; give another model"
+            f"--model {name}: expected a pipeline with a unet or transformer, got"
+            f" {type(pipe).__name__}; give another model"
         )
 
 

@@ -21,7 +21,10 @@ def _lora_scale(lora: str) -> tuple[str, float]:
     except ValueError:
         return lora, 1.0
     if value != value or value in (float("inf"), float("-inf")):
-        raise UserError(f"--lora {lora}: expected a finite scale after the colon, got {scale}; give one such as 0.8")
+        raise UserError(
+            f"--lora {lora}: expected a finite scale after the colon, got {scale}; give one such"
+            " as 0.8"
+        )
     return source, value
 
 
@@ -34,7 +37,9 @@ def add_loras(pipe: Any, loras: Sequence[str], offline: bool = False) -> None:
     for index, lora in enumerate(loras):
         _add_lora(pipe, lora, index, offline)
     if len(loras) > 1:
-        pipe.set_adapters([f"lora{i}" for i in range(len(loras))], [_lora_scale(lora)[1] for lora in loras])
+        pipe.set_adapters(
+            [f"lora{i}" for i in range(len(loras))], [_lora_scale(lora)[1] for lora in loras]
+        )
 
 
 def lora_identity(lora: str) -> dict[str, Any]:
@@ -52,12 +57,14 @@ def _add_lora(pipe: Any, lora: str, index: int, offline: bool) -> None:
     source, scale = _lora_scale(lora)
     if not hasattr(pipe, "load_lora_weights"):
         raise UserError(
-            f"--lora {source}: expected a pipeline that takes LoRAs, got {type(pipe).__name__}; leave it out"
+            f"--lora {source}: expected a pipeline that takes LoRAs, got {type(pipe).__name__};"
+            " leave it out"
         )
     path = Path(source)
     if not source or (not os.path.exists(path) and not HUB_ID.fullmatch(source)):
         raise UserError(
-            f"--lora {source}: expected a .safetensors file, a folder or a hub id, found nothing; check the path"
+            f"--lora {source}: expected a .safetensors file, a folder or a hub id, found nothing;"
+            " check the path"
         )
     where: dict[str, Any] = {"weight_name": path.name} if path.is_file() else {}
     try:
@@ -69,7 +76,10 @@ def _add_lora(pipe: Any, lora: str, index: int, offline: bool) -> None:
         )
         pipe.set_adapters(f"lora{index}", scale)
     except Exception as error:  # PEFT missing, foreign keys, wrong shapes, unreachable hub
-        hint = "pip install peft" if "PEFT" in str(error) else "check that it was made for this model"
+        hint = (
+            "pip install peft" if "PEFT" in str(error) else "check that it was made for this model"
+        )
         raise UserError(
-            f"--lora {source}: expected a LoRA for {type(pipe).__name__}, but {first_line(error)}; {hint}"
+            f"--lora {source}: expected a LoRA for {type(pipe).__name__}, but {first_line(error)};"
+            f" {hint}"
         ) from error

@@ -1,4 +1,6 @@
-"""The method of a run: merging, or another one that is installed on the loaded model and removed again."""
+"""The method of a run: merging, or another one that is installed on the loaded model and removed
+again.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,15 @@ class InstalledMethod(Protocol):
     """A method on one model."""
 
     def begin(self, jobs: Sequence[Job]) -> None:
-        """Called before each batch: sets counters to zero, and any random state to one that depends on `jobs` alone."""
+        """Called before each batch: sets counters to zero, and any random state to one that depends
+        on `jobs` alone.
+        """
 
     def levels(self) -> list[dict[str, Any]]:
-        """Tokens in and kept per level since `begin` (fields of LevelReport). Raises UserError when nothing could merge."""
+        """Tokens in and kept per level since `begin` (fields of LevelReport).
+
+        Raises UserError when nothing could merge.
+        """
 
     def remove(self) -> None:
         """Leave the model as it was."""

@@ -1,4 +1,6 @@
-"""Where a model's files are: which folder or file a name means, hub downloads, a digest that tells models apart."""
+"""Where a model's files are: which folder or file a name means, hub downloads, a digest that tells
+models apart.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,13 @@ class ModelChoice:
         metavar="PATH_OR_ID",
     )
     scheduler: str | None = option(
-        None, "Sampler to use instead of the model's own; an unknown name lists them.", metavar="NAME"
+        None,
+        "Sampler to use instead of the model's own; an unknown name lists them.",
+        metavar="NAME",
     )
-    dtype: str = option("auto", f"{', '.join(DTYPES)}, or auto: float16 on CUDA, float32 elsewhere.")
+    dtype: str = option(
+        "auto", f"{', '.join(DTYPES)}, or auto: float16 on CUDA, float32 elsewhere."
+    )
     device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
     loras: tuple[str, ...] = option(
         (),
@@ -49,12 +55,15 @@ class ModelChoice:
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     offline: bool = option(False, "Never ask the hub; take what is cached.")
     single_file_config: str | None = option(
-        None, "Pipeline folder or hub id of the same architecture, for a .safetensors file.", metavar="PATH_OR_ID"
+        None,
+        "Pipeline folder or hub id of the same architecture, for a .safetensors file.",
+        metavar="PATH_OR_ID",
     )
 
     @property
     def embedded(self) -> str | None:
-        """Name of the embedded model that is meant, by no `model` ("unet") or by embedded-NAME; None: another model.
+        """Name of the embedded model that is meant, by no `model` ("unet") or by embedded-NAME;
+        None: another model.
 
         A folder or file of that name goes before an embedded model.
         """
@@ -66,11 +75,15 @@ class ModelChoice:
     def __post_init__(self) -> None:
         check_scheduler(self.scheduler)
         if self.dtype not in ("auto", *DTYPES):
-            raise UserError(f"--dtype: expected auto, {', '.join(DTYPES)}, got {self.dtype!r}; give one of these")
+            raise UserError(
+                f"--dtype: expected auto, {', '.join(DTYPES)}, got {self.dtype!r}; give one of"
+                " these"
+            )
 
 
 def find_model(choice: ModelChoice) -> tuple[Path, str]:
-    """The file or folder that `choice.model` means, downloaded if need be, and a name for it without its place.
+    """The file or folder that `choice.model` means, downloaded if need be, and a name for it
+    without its place.
 
     Raises UserError when there is none.
     """
@@ -85,12 +98,15 @@ def find_model(choice: ModelChoice) -> tuple[Path, str]:
         return _pipeline_folder(folder), "embedded" if choice.embedded == "unet" else name
     name = choice.model or ""
     path = Path(name)
-    if os.path.isdir(path):  # unlike Path.is_dir, False also for names that are too long or out of reach
+    if os.path.isdir(
+        path
+    ):  # unlike Path.is_dir, False also for names that are too long or out of reach
         return _pipeline_folder(path), path.resolve().name
     if os.path.isfile(path):
         if path.suffix.lower() != ".safetensors":
             raise UserError(
-                f"--model {path}: expected a folder, a hub id or a .safetensors file, got another file; convert it"
+                f"--model {path}: expected a folder, a hub id or a .safetensors file, got another"
+                " file; convert it"
             )
         return path, path.name
     if not HUB_ID.fullmatch(name):
@@ -104,8 +120,8 @@ def find_model(choice: ModelChoice) -> tuple[Path, str]:
 def _pipeline_folder(path: Path) -> Path:
     if not os.path.isfile(path / "model_index.json"):
         raise UserError(
-            f"--model {path}: expected the folder of a diffusers pipeline, got one without model_index.json; "
-            "give the folder that holds it"
+            f"--model {path}: expected the folder of a diffusers pipeline, got one without"
+            " model_index.json; give the folder that holds it"
         )
     return path
 
@@ -116,19 +132,26 @@ def _download(choice: ModelChoice) -> Path:
 
     try:
         folder = DiffusionPipeline.download(
-            choice.model, variant=choice.variant, revision=choice.revision, local_files_only=choice.offline
+            choice.model,
+            variant=choice.variant,
+            revision=choice.revision,
+            local_files_only=choice.offline,
         )
-    except Exception as error:  # offline, unknown id, gated, no such revision: all mean that it can't be had
+    except (
+        Exception
+    ) as error:  # offline, unknown id, gated, no such revision: all mean that it can't be had
         reason = first_line(error).partition(" (")[0]
         raise UserError(
-            f"--model {choice.model}: expected a folder, a .safetensors file, or a model of the hub that can be reached "
-            f"or is cached, but {reason}; check the name and the network, or give a folder"
+            f"--model {choice.model}: expected a folder, a .safetensors file, or a model of the hub"
+            f" that can be reached or is cached, but {reason}; check the name and the network, or"
+            " give a folder"
         ) from error
     return Path(folder)
 
 
 def digest_of(source: Path) -> str:
-    """A digest of names, sizes and whole contents of the files that decide pixels: no hidden files, model cards or Python's files.
+    """A digest of names, sizes and whole contents of the files that decide pixels: no hidden files,
+    model cards or Python's files.
 
     Nor settings of merging, which a run tells by themselves.
     """
@@ -137,7 +160,9 @@ def digest_of(source: Path) -> str:
         [source]
         if source.is_file()
         else sorted(
-            p for p in source.rglob("*") if p.is_file() and p.suffix not in (".md", ".py", ".pyc") and p.name != BESIDE
+            p
+            for p in source.rglob("*")
+            if p.is_file() and p.suffix not in (".md", ".py", ".pyc") and p.name != BESIDE
         )
     )
     for path in files:
@@ -153,7 +178,9 @@ def digest_of(source: Path) -> str:
 
 
 def name_and_digest(source: str) -> dict[str, str | None]:
-    """JSON values for a path or a hub id: a name without its place, and a digest of what lies there (None: a hub id)."""
+    """JSON values for a path or a hub id: a name without its place, and a digest of what lies there
+    (None: a hub id).
+    """
     path = Path(source)
     return (
         {"name": path.resolve().name, "sha256": digest_of(path)}

@@ -1,4 +1,6 @@
-"""Fields of dataclasses that the command line offers as options: each is written once, with its type, default and help."""
+"""Fields of dataclasses that the command line offers as options: each is written once, with its
+type, default and help.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from typing import Any
 
 
 def option(default: Any, help: str, *flags: str, metavar: str | None = None) -> Any:
-    """A dataclass field that is an option, too: `mame_sd.cli.options` makes it from the field's annotation and this.
+    """A dataclass field that is an option, too: `mame_sd.cli.options` makes it from the field's
+    annotation and this.
 
     Args:
         flags: those of the option; its flag is the field's name unless given.

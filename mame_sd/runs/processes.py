@@ -1,7 +1,9 @@
-"""Several processes sharing one run: who this process is, and how it waits for the others and hears from them.
+"""Several processes sharing one run: who this process is, and how it waits for the others and hears
+from them.
 
-Launchers (``accelerate launch``, ``torchrun``) tell in the environment. Only barriers and small objects are exchanged, so gloo
-serves on every device. Its timeout is 30 days, for processes may have unequal amounts of work.
+Launchers (``accelerate launch``, ``torchrun``) tell in the environment. Only barriers and small
+objects are exchanged, so gloo serves on every device. Its timeout is 30 days, for processes may
+have unequal amounts of work.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ T = TypeVar("T")
 class Process:
     """This process among those of the run: `rank` of `count`; `local_rank` counts on this machine.
 
-    `wait`, `gather` and `all_gather` must be called by every process, and raise MachineError when one of them is gone.
+    `wait`, `gather` and `all_gather` must be called by every process, and raise MachineError when
+    one of them is gone.
     """
 
     rank: int = 0
@@ -42,7 +45,9 @@ class Process:
                 torch.distributed.barrier()
 
     def gather(self, value: T) -> list[T]:
-        """On the main process the `value` of every process, in order of rank; on the others an empty list."""
+        """On the main process the `value` of every process, in order of rank; on the others an
+        empty list.
+        """
         if self.count == 1:
             return [value]
         import torch.distributed
@@ -69,24 +74,27 @@ class Process:
             yield
         except RuntimeError as error:
             raise MachineError(
-                f"expected {self.count} processes, but one of the others ended early; its own error says why, and the same "
-                "command continues the run"
+                f"expected {self.count} processes, but one of the others ended early; its own error"
+                " says why, and the same command continues the run"
             ) from error
 
 
 def this_process() -> Process:
-    """What the launcher says in RANK, WORLD_SIZE and LOCAL_RANK; a single process when there is no launcher.
+    """What the launcher says in RANK, WORLD_SIZE and LOCAL_RANK; a single process when there is no
+    launcher.
 
     Raises UserError for values that are no whole numbers.
     """
     values = [
-        os.environ.get(name, str(default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+        os.environ.get(name, str(default))
+        for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
     ]
     try:
         rank, count, local_rank = (int(value) for value in values)
     except ValueError:
         raise UserError(
-            f"expected whole numbers in RANK, WORLD_SIZE and LOCAL_RANK, got {', '.join(values)}; unset them"
+            f"expected whole numbers in RANK, WORLD_SIZE and LOCAL_RANK, got {', '.join(values)};"
+            " unset them"
         ) from None
     return Process(rank, count, local_rank)
 

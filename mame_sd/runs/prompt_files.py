@@ -1,8 +1,10 @@
-"""Prompt files: one prompt a line (.txt), a table (.csv, .tsv) or JSON objects (.jsonl), and the errors they can have.
+"""Prompt files: one prompt a line (.txt), a table (.csv, .tsv) or JSON objects (.jsonl), and the
+errors they can have.
 
-Every prompt ends up with an id that is unique, fit to be a file name, and stable, for the starting latent is drawn
-from (seed, id, repeat). Where a file gives no id, the prompt's number does: the first prompt is ``00001``.
-Control characters in a prompt are data: lines end at ``\\n`` (or ``\\r\\n``) and nowhere else.
+Every prompt ends up with an id that is unique, fit to be a file name, and stable, for the starting
+latent is drawn from (seed, id, repeat). Where a file gives no id, the prompt's number does: the
+first prompt is ``00001``. Control characters in a prompt are data: lines end at ``\\n`` (or
+``\\r\\n``) and nowhere else.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def packaged_file(name: str) -> Path:
     for folder in (beside / "prompts", beside.parent / "prompts"):  # a wheel; a checkout
         if (folder / name).is_file():
             return folder / name
-    raise PromptError(f"expected the packaged file {beside / 'prompts' / name}, found none; reinstall mame-sd")
+    raise PromptError(
+        f"expected the packaged file {beside / 'prompts' / name}, found none; reinstall mame-sd"
+    )
 
 
 def demo_file() -> Path:
@@ -65,8 +69,8 @@ def load_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:
         limit: at least 1.
 
     Raises:
-        PromptError: the file is missing, empty, binary, badly encoded or malformed; all of it is checked, also
-            what lies beyond `limit`.
+        PromptError: the file is missing, empty, binary, badly encoded or malformed; all of it is
+            checked, also what lies beyond `limit`.
     """
     path = demo_file() if str(source) == "demo" else Path(source)
     reader = READERS.get(path.suffix.lower())
@@ -81,20 +85,25 @@ def load_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:
         prompts.append(_prompt(path, line, len(prompts) + 1, values))
         lines.append(line)
     if not prompts:
-        raise PromptError(f"{path}: expected at least one prompt, found none; write one prompt a line")
+        raise PromptError(
+            f"{path}: expected at least one prompt, found none; write one prompt a line"
+        )
     check_unique(prompts, [f"{path}:{line}: " for line in lines])
     return prompts[:limit]
 
 
 def prompts_from_texts(texts: Sequence[str]) -> list[Prompt]:
-    """Prompts of the command line, with the ids ``p00001``, ``p00002``, ... (a file's ids are plain numbers)."""
+    """Prompts of the command line, with the ids ``p00001``, ``p00002``, ... (a file's ids are plain
+    numbers).
+    """
     for text in texts:
         _check_text("--prompt: ", text)
     return [Prompt(id=f"p{number:05d}", text=text) for number, text in enumerate(texts, 1)]
 
 
 def check_unique(prompts: Sequence[Prompt], places: Sequence[str] | None = None) -> None:
-    """Raise PromptError when two ids would name the same file, on file systems that ignore case too.
+    """Raise PromptError when two ids would name the same file, on file systems that ignore case
+    too.
 
     `places`, one for each prompt, say where it stands and open the message.
     """
@@ -111,7 +120,9 @@ def check_unique(prompts: Sequence[Prompt], places: Sequence[str] | None = None)
 
 
 def prompt_file_identity(source: str | Path) -> dict[str, str | None]:
-    """Name and SHA-256 of a file that `load_prompts` takes, as JSON values (None for what is no plain file)."""
+    """Name and SHA-256 of a file that `load_prompts` takes, as JSON values (None for what is no
+    plain file).
+    """
     path = demo_file() if str(source) == "demo" else Path(source)
     digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
     return {"name": path.name, "sha256": digest}
@@ -154,7 +165,9 @@ def _prompt(path: Path, line: int, number: int, values: dict[str, Any]) -> Promp
         negative_prompt=values.get("negative_prompt"),
         width=_check_number(place, "width", values.get("width"), 8, 65536, 8),
         height=_check_number(place, "height", values.get("height"), 8, 65536, 8),
-        extra={key: value for key, value in values.items() if key not in ("prompt", *KNOWN_COLUMNS)},
+        extra={
+            key: value for key, value in values.items() if key not in ("prompt", *KNOWN_COLUMNS)
+        },
     )
 
 
@@ -164,28 +177,42 @@ def _check_text(place: str, text: str, empty: bool = False) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise PromptError(f"{place}expected text, got half of a surrogate pair in {text[:40]!r}; remove it") from None
+        raise PromptError(
+            f"{place}expected text, got half of a surrogate pair in {text[:40]!r}; remove it"
+        ) from None
 
 
 def _check_id(place: str, identity: Any) -> str:
     """`identity`, when it can name a file inside the run's folder on any system."""
     if not isinstance(identity, str):
-        raise PromptError(f"{place}id: expected text or a whole number, got {identity!r}; put it in quotes")
+        raise PromptError(
+            f"{place}id: expected text or a whole number, got {identity!r}; put it in quotes"
+        )
     bad = any(char in _FORBIDDEN_IN_ID or not char.isprintable() for char in identity)
     if bad or not identity or identity != identity.strip() or identity.startswith("."):
         raise PromptError(
-            f'{place}id: expected a plain file name (no slash, colon, * ? " < > | or leading dot), got {identity!r}; '
-            "rename it"
+            f'{place}id: expected a plain file name (no slash, colon, * ? " < > | or leading dot),'
+            f" got {identity!r}; rename it"
         )
     if len(identity.encode()) > MAX_ID_BYTES:
-        raise PromptError(f"{place}id: expected at most {MAX_ID_BYTES} bytes, got {len(identity.encode())}; shorten it")
+        raise PromptError(
+            f"{place}id: expected at most {MAX_ID_BYTES} bytes, got {len(identity.encode())};"
+            " shorten it"
+        )
     return identity
 
 
 def _check_number(place: str, name: str, value: Any, low: int, high: int, step: int) -> int | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high or value % step:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or not low <= value <= high
+        or value % step
+    ):
         multiple = f"a multiple of {step}" if step > 1 else "a whole number"
-        raise PromptError(f"{place}{name}: expected {multiple} from {low} to {high}, got {value!r}; correct it")
+        raise PromptError(
+            f"{place}{name}: expected {multiple} from {low} to {high}, got {value!r}; correct it"
+        )
     return value

@@ -1,4 +1,6 @@
-"""The formats of prompt files: text in, one record of raw values a prompt out, each with its line number."""
+"""The formats of prompt files: text in, one record of raw values a prompt out, each with its line
+number.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,22 @@ Record = tuple[int, dict[str, Any]]  # line number, values by column
 
 
 class PromptError(UserError, ValueError):
-    """A prompt file that can't be used; the message names the file and, where there is one, the line."""
+    """A prompt file that can't be used; the message names the file and, where there is one, the
+    line.
+    """
 
 
 def read_text(path: Path) -> str:
-    """The file's text: UTF-8 with or without a byte order mark. Raises PromptError for anything else."""
+    """The file's text: UTF-8 with or without a byte order mark.
+
+    Raises PromptError for anything else.
+    """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise PromptError(f"{path}: expected a prompt file, found nothing there; check the path") from None
+        raise PromptError(
+            f"{path}: expected a prompt file, found nothing there; check the path"
+        ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise PromptError(
@@ -38,13 +47,17 @@ def read_text(path: Path) -> str:
         raise PromptError(f"{path}: expected UTF-8, got UTF-16; save it as UTF-8")
     if b"\0" in data:
         line = data[: data.index(b"\0")].count(b"\n") + 1
-        raise PromptError(f"{path}:{line}: expected text, got a binary file (it holds a zero byte); give a text file")
+        raise PromptError(
+            f"{path}:{line}: expected text, got a binary file (it holds a zero byte); give a text"
+            " file"
+        )
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise PromptError(
-            f"{path}:{line}: expected UTF-8, got the byte 0x{data[error.start]:02x}; save it as UTF-8"
+            f"{path}:{line}: expected UTF-8, got the byte 0x{data[error.start]:02x}; save it as"
+            " UTF-8"
         ) from None
 
 
@@ -68,15 +81,16 @@ def _table_records(delimiter: str) -> Callable[[Path, str], Iterator[Record]]:
                     header = _header(path, line, row)
                 elif len(row) != len(header):
                     raise PromptError(
-                        f"{path}:{line}: expected {len(header)} columns as in the header, got {len(row)}; "
-                        "quote a cell that holds the delimiter"
+                        f"{path}:{line}: expected {len(header)} columns as in the header, got"
+                        f" {len(row)}; quote a cell that holds the delimiter"
                     )
                 else:
                     yield line, _table_row(path, line, header, row)
                 line = rows.line_num + 1
         except csv.Error as error:
             raise PromptError(
-                f"{path}:{max(rows.line_num, 1)}: expected a table, but {error}; write a quote inside a cell twice"
+                f"{path}:{max(rows.line_num, 1)}: expected a table, but {error}; write a quote"
+                " inside a cell twice"
             ) from None
 
     return read
@@ -88,19 +102,24 @@ def _header(path: Path, line: int, row: list[str]) -> list[str]:
     chosen = next((name for name in PROMPT_COLUMNS if name in lower), None)
     if chosen is None:
         raise PromptError(
-            f"{path}:{line}: expected a column named prompt or caption, got {', '.join(row)}; name one so"
+            f"{path}:{line}: expected a column named prompt or caption, got {', '.join(row)}; name"
+            " one so"
         )
     names = []
     for name, low in zip(row, lower, strict=True):
         names.append("prompt" if low == chosen else low if low in KNOWN_COLUMNS else name.strip())
     for name in names:
         if names.count(name) > 1:
-            raise PromptError(f"{path}:{line}: expected columns that differ, got {name!r} twice; rename one")
+            raise PromptError(
+                f"{path}:{line}: expected columns that differ, got {name!r} twice; rename one"
+            )
     return names
 
 
 def _table_row(path: Path, line: int, header: list[str], row: list[str]) -> dict[str, Any]:
-    """Values by column; an empty cell of a known column counts as not given, numbers are read as such."""
+    """Values by column; an empty cell of a known column counts as not given, numbers are read as
+    such.
+    """
     values: dict[str, Any] = dict(zip(header, row, strict=True))
     for name in KNOWN_COLUMNS:
         if name in values and values[name] == "":
@@ -110,7 +129,8 @@ def _table_row(path: Path, line: int, header: list[str], row: list[str]) -> dict
                 values[name] = int(values[name])
             except ValueError:
                 raise PromptError(
-                    f"{path}:{line}: {name}: expected a whole number, got {values[name]!r}; correct it"
+                    f"{path}:{line}: {name}: expected a whole number, got {values[name]!r};"
+                    " correct it"
                 ) from None
     return values
 
@@ -122,17 +142,27 @@ def _jsonl_records(path: Path, text: str) -> Iterator[Record]:
         try:
             values = json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=once_each)
         except (ValueError, RecursionError) as error:
-            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+            reason = (
+                f"{error.msg} at column {error.colno}"
+                if isinstance(error, json.JSONDecodeError)
+                else str(error)
+            )
             raise PromptError(
                 f"{path}:{number}: expected a JSON object, but {reason}; write one object a line"
             ) from None
         if not isinstance(values, dict) or not any(name in values for name in PROMPT_COLUMNS):
             raise PromptError(
-                f'{path}:{number}: expected an object such as {{"prompt": "..."}}, got {line.strip()[:60]!r}; '
-                "write one object a line"
+                f'{path}:{number}: expected an object such as {{"prompt": "..."}}, got'
+                f" {line.strip()[:60]!r}; write one object a line"
             )
         name = next(name for name in PROMPT_COLUMNS if name in values)
-        yield number, {**{key: value for key, value in values.items() if key != name}, "prompt": values[name]}
+        yield (
+            number,
+            {
+                **{key: value for key, value in values.items() if key != name},
+                "prompt": values[name],
+            },
+        )
 
 
 def _refuse_constant(name: str) -> Any:

@@ -42,33 +42,44 @@ def read_manifest(path: Path, advice: str) -> dict[str, Any]:
         and isinstance(values.get("settings"), dict)
         and isinstance(values.get("environment", {}), dict)
     ):
-        raise UserError(f"{path}: expected the manifest of a run ({FORMAT!r}), got another file; {advice}")
+        raise UserError(
+            f"{path}: expected the manifest of a run ({FORMAT!r}), got another file; {advice}"
+        )
     return values
 
 
 def read_samples(folder: Path, advice: str) -> dict[str, Sample]:
-    """What samples.jsonl of the run in `folder` says of its images, by key, in its order; the images are not looked at.
+    """What samples.jsonl of the run in `folder` says of its images, by key, in its order; the
+    images are not looked at.
 
-    Raises UserError, which ends in `advice`, for a file that is missing, broken, or names an image twice.
+    Raises UserError, which ends in `advice`, for a file that is missing, broken, or names an image
+    twice.
     """
     path = folder / "samples.jsonl"
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
-        raise UserError(f"{folder}: expected samples.jsonl of a run, found none; {advice}") from None
+        raise UserError(
+            f"{folder}: expected samples.jsonl of a run, found none; {advice}"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: can't be read ({error}); {advice}") from None
-    samples = [_sample(path, number, line, advice) for number, line in enumerate(lines, 1) if line.strip()]
+    samples = [
+        _sample(path, number, line, advice) for number, line in enumerate(lines, 1) if line.strip()
+    ]
     found = {sample.key: sample for sample in samples}
     if len(found) < len(samples):
         keys = [sample.key for sample in samples]
         key = next(key for key in keys if keys.count(key) > 1)
-        raise UserError(f"{path}: expected one record an image, got {keys.count(key)} of {key}; {advice}")
+        raise UserError(
+            f"{path}: expected one record an image, got {keys.count(key)} of {key}; {advice}"
+        )
     return found
 
 
 def check_measured(row: Mapping[str, Any]) -> None:
-    """Raise ValueError where what a record says was measured is of another kind than `generate` writes.
+    """Raise ValueError where what a record says was measured is of another kind than `generate`
+    writes.
 
     `seconds` and each level's tokens are finite numbers, a level has tokens; either may be missing.
     """
@@ -79,7 +90,11 @@ def check_measured(row: Mapping[str, Any]) -> None:
         numbers += [level.get(name) for name in ("level", "tokens_in", "tokens_kept")]
         if not level.get("tokens_in"):
             raise ValueError("a level without tokens")
-    wrong = [n for n in numbers if isinstance(n, bool) or not isinstance(n, int | float) or not math.isfinite(n)]
+    wrong = [
+        n
+        for n in numbers
+        if isinstance(n, bool) or not isinstance(n, int | float) or not math.isfinite(n)
+    ]
     if wrong:
         raise ValueError(f"{str(wrong[0])[:40]} for a number")
 
@@ -89,14 +104,21 @@ def _sample(path: Path, number: int, line: str, advice: str) -> Sample:
     try:
         row = json.loads(line)
         key = f"{row['id']}_{row['repeat']}"
-        if row["file"] != f"images/{key}.png" or not isinstance(row["prompt"], str) or not isinstance(row["seed"], int):
+        if (
+            row["file"] != f"images/{key}.png"
+            or not isinstance(row["prompt"], str)
+            or not isinstance(row["seed"], int)
+        ):
             raise ValueError(f"file {row['file']!r} for the image {key!r}")
         if "/" in key or "\\" in key:
             raise ValueError(f"an image outside of its folder, {key!r}")
         check_measured(row)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UserError(
-            f"{path}:{number}: expected the record of an image, got {type(error).__name__}: {error}; {advice}"
+            f"{path}:{number}: expected the record of an image, got {type(error).__name__}:"
+            f" {error}; {advice}"
         ) from None
     image = path.parent / "images" / f"{key}.png"
-    return Sample(key, str(row["id"]), row["prompt"], row["seed"], row.get("negative_prompt"), image, row)
+    return Sample(
+        key, str(row["id"]), row["prompt"], row["seed"], row.get("negative_prompt"), image, row
+    )

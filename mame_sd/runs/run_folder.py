@@ -1,12 +1,15 @@
-"""The folder of a run: what is in it, how it is written so that a kill at any moment loses nothing, how it goes on.
+"""The folder of a run: what is in it, how it is written so that a kill at any moment loses nothing,
+how it goes on.
 
     images/<id>_<repeat>.png   each appears whole or not at all
     samples.jsonl              one object an image: seconds, tokens kept, prompt, ...
     manifest.json              settings, model and versions; written first, never changed
-    .mame-sd/                  temporary files and records of images under way; gone when the run is complete
+    .mame-sd/                  temporary files and records of images under way; gone when the run is
+    complete
 
-An image's record is written before the image, so a finished image always has one. Both `manifest.json` and the images
-depend on the settings alone, so a run that was killed and continued ends with the same bytes as an undisturbed one.
+An image's record is written before the image, so a finished image always has one. Both
+`manifest.json` and the images depend on the settings alone, so a run that was killed and continued
+ends with the same bytes as an undisturbed one.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ _PNG_END = b"IEND\xaeB`\x82"
 
 
 class RunFolder:
-    """One run's folder. The main process calls `prepare` and `complete`; every process calls the rest.
+    """One run's folder.
+
+    The main process calls `prepare` and `complete`; every process calls the rest.
 
     Args:
         path: the folder; created by `prepare`.
@@ -46,34 +51,41 @@ class RunFolder:
         self._lock: BinaryIO | None = None
 
     def check(self) -> None:
-        """Raise UserError when no run could go into the folder; nothing is created. Cheap, before a model is loaded."""
+        """Raise UserError when no run could go into the folder; nothing is created.
+
+        Cheap, before a model is loaded.
+        """
         if check_place(self.path, self.path) != self.path:
             return
         for own in (self.images, self.work):
             if own.is_symlink():
                 raise UserError(
-                    f"--out {self.path}: expected {own.name} to be a folder of its own, got a link to {os.readlink(own)!r}; "
-                    "put the folder itself there, or make --out a link"
+                    f"--out {self.path}: expected {own.name} to be a folder of its own, got a link"
+                    f" to {os.readlink(own)!r}; put the folder itself there, or make --out a link"
                 )
         with writing(self.path):
             foreign = sorted(entry for entry in os.listdir(self.path) if entry != self.work.name)
         if foreign and self.manifest.name not in foreign:
             raise UserError(
-                f"--out {self.path}: expected a new or empty folder, or one begun by this command, got one "
-                f"with other things in it ({', '.join(map(repr, foreign[:3]))}); choose another"
+                f"--out {self.path}: expected a new or empty folder, or one begun by this command,"
+                f" got one with other things in it ({', '.join(map(repr, foreign[:3]))}); choose"
+                " another"
             )
         if foreign:
             read_manifest(self.manifest, OTHER_OUT)
 
     def prepare(self, manifest: Mapping[str, Any]) -> list[str]:
-        """Create or take up the folder and clear what a kill left behind. Returns notes about another environment.
+        """Create or take up the folder and clear what a kill left behind.
+
+        Returns notes about another environment.
 
         Args:
-            manifest: with "settings", which must agree with those the folder was begun with, "environment", and what
-                else is good to know of the run, which is not compared.
+            manifest: with "settings", which must agree with those the folder was begun with,
+                "environment", and what else is good to know of the run, which is not compared.
 
         Raises:
-            UserError: foreign or unwritable folder, other settings (the differences are named), a run under way.
+            UserError: foreign or unwritable folder, other settings (the differences are named), a
+                run under way.
         """
         self.check()
         with writing(self.path):
@@ -92,7 +104,9 @@ class RunFolder:
         return notes
 
     def _has_images(self) -> bool:
-        """Whether anything was made here: a folder without images may be begun again with other settings."""
+        """Whether anything was made here: a folder without images may be begun again with other
+        settings.
+        """
         try:
             return any(name.endswith(".png") for name in os.listdir(self.images))
         except OSError:
@@ -127,7 +141,8 @@ class RunFolder:
         write_atomically(self.images / f"{name}.png", png, self.work / f"image-{self._rank}.tmp")
 
     def collect(self, known: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Write samples.jsonl from all records so far, in the order of `known`, and return its rows.
+        """Write samples.jsonl from all records so far, in the order of `known`, and return its
+        rows.
 
         Args:
             known: for every image of the run its name and what is known of it without making it.
@@ -137,7 +152,11 @@ class RunFolder:
         for name in known.keys() - done:  # cut short, or put there by others: made again
             with writing(self.images):
                 (self.images / f"{name}.png").unlink(missing_ok=True)
-        rows = [{**records.get(name, {}), "name": name, **fixed} for name, fixed in known.items() if name in done]
+        rows = [
+            {**records.get(name, {}), "name": name, **fixed}
+            for name, fixed in known.items()
+            if name in done
+        ]
         text = "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows)
         write_atomically(self.samples, text.encode(), self.work / "samples.tmp")
         for part in self.work.glob("samples-*.jsonl"):
@@ -154,7 +173,10 @@ class RunFolder:
             self._lock = None
 
     def _take_lock(self) -> None:
-        """Keep a second run out. The lock dies with the process; systems without `fcntl` go without."""
+        """Keep a second run out.
+
+        The lock dies with the process; systems without `fcntl` go without.
+        """
         try:
             import fcntl
         except ImportError:
@@ -167,7 +189,8 @@ class RunFolder:
             self._lock.close()
             self._lock = None
             raise UserError(
-                f"--out {self.path}: another run is writing to this folder; wait for it, or choose another"
+                f"--out {self.path}: another run is writing to this folder; wait for it, or choose"
+                " another"
             ) from None
         except OSError:  # a file system without locks
             pass
@@ -178,8 +201,8 @@ class RunFolder:
         different = differences(there["settings"], normal["settings"])
         if different:
             raise UserError(
-                f"--out {self.path}: the folder was begun with other settings ({'; '.join(different)}); "
-                "choose another, or give the same settings"
+                f"--out {self.path}: the folder was begun with other settings"
+                f" ({'; '.join(different)}); choose another, or give the same settings"
             )
         return differences(there.get("environment", {}), normal.get("environment", {}))
 

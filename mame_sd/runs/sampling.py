@@ -69,19 +69,24 @@ def sample(
         result = model.pipe(**call)
     except ValueError as error:  # the pipeline's own checks of its inputs
         raise UserError(
-            f"{type(model.pipe).__name__} does not take these settings ({first_line(error)}); change them"
+            f"{type(model.pipe).__name__} does not take these settings ({first_line(error)});"
+            " change them"
         ) from error
     if not hasattr(result, "images"):
         raise UserError(
-            f"--model {model.identity['name']}: expected a pipeline that makes images, got {type(model.pipe).__name__}, "
-            f"which makes a {type(result).__name__}; give another model"
+            f"--model {model.identity['name']}: expected a pipeline that makes images, got"
+            f" {type(model.pipe).__name__}, which makes a {type(result).__name__}; give another"
+            " model"
         )
     images = np.asarray(result.images)  # [B, H, W, 3] in [0, 1]
     if not np.isfinite(images).all():
         dtype = model.identity["dtype"]
-        hint = "check the model's weights" if dtype == "float32" else "use --dtype float32 or bfloat16"
+        hint = (
+            "check the model's weights" if dtype == "float32" else "use --dtype float32 or bfloat16"
+        )
         raise MachineError(
-            f"prompt {jobs[0].prompt.id!r}: expected finite numbers for pixels, got others in {dtype}; {hint}"
+            f"prompt {jobs[0].prompt.id!r}: expected finite numbers for pixels, got others in"
+            f" {dtype}; {hint}"
         )
     return [Image.fromarray(pixels) for pixels in (images * 255).round().astype(np.uint8)]
 
@@ -97,17 +102,25 @@ def _teller(on_step: Callable[[int, int], None]) -> Callable[..., dict[str, Any]
 
 
 def merge_in(model: LoadedModel, config: MaMeConfig) -> MaMeHandle:
-    """`apply_mame` on a loaded model. Raises UserError for a model that merging does not support."""
+    """`apply_mame` on a loaded model.
+
+    Raises UserError for a model that merging does not support.
+    """
     from mame_sd.diffusion.apply import apply_mame
 
     try:
         return apply_mame(model.pipe, config)
     except (TypeError, ValueError) as error:
-        raise UserError(f"--model {model.identity['name']}: {error}; choose another model, or --baseline") from error
+        raise UserError(
+            f"--model {model.identity['name']}: {error}; choose another model, or --baseline"
+        ) from error
 
 
 def levels_of(handle: MaMeHandle) -> list[dict[str, Any]]:
-    """Tokens in and kept per level since the last reset. Raises UserError when nothing could merge."""
+    """Tokens in and kept per level since the last reset.
+
+    Raises UserError when nothing could merge.
+    """
     from mame_sd.report import NothingMergedError
 
     try:
@@ -119,9 +132,11 @@ def levels_of(handle: MaMeHandle) -> list[dict[str, Any]]:
 
 
 def to_png(image: Image.Image, job: Job, described: dict[str, Any]) -> bytes:
-    """The image as PNG, with text chunks ``prompt`` (plain) and ``mame_sd`` (JSON: settings, id, repeat, seed).
+    """The image as PNG, with text chunks ``prompt`` (plain) and ``mame_sd`` (JSON: settings, id,
+    repeat, seed).
 
-    Nothing in it depends on time, place or batch neighbours. A zero byte, which PNG text can't hold, becomes U+2400.
+    Nothing in it depends on time, place or batch neighbours. A zero byte, which PNG text can't
+    hold, becomes U+2400.
     """
     text = PngInfo()
     text.add_itxt("prompt", job.prompt.text.replace("\0", "\u2400"))

@@ -26,7 +26,8 @@ def check_scheduler(name: str | None) -> None:
     """Raise UserError for a scheduler that is none of `SCHEDULERS`."""
     if name is not None and name not in SCHEDULERS:
         raise UserError(
-            f"--scheduler: expected one of {', '.join(SCHEDULERS)}, got {name!r}; leave it out for the model's own"
+            f"--scheduler: expected one of {', '.join(SCHEDULERS)}, got {name!r}; leave it out for"
+            " the model's own"
         )
 
 
@@ -35,14 +36,17 @@ def set_scheduler(pipe: Any, name: str) -> None:
     import diffusers
 
     class_name, extra = SCHEDULERS[name]
-    if class_name not in {kind.__name__ for kind in [*pipe.scheduler.compatibles, type(pipe.scheduler)]}:
+    if class_name not in {
+        kind.__name__ for kind in [*pipe.scheduler.compatibles, type(pipe.scheduler)]
+    }:
         raise UserError(
-            f"--scheduler {name}: expected a scheduler that fits the model's {type(pipe.scheduler).__name__}, "
-            f"got {class_name}; leave it out"
+            f"--scheduler {name}: expected a scheduler that fits the model's"
+            f" {type(pipe.scheduler).__name__}, got {class_name}; leave it out"
         )
     try:
         pipe.scheduler = getattr(diffusers, class_name).from_config(pipe.scheduler.config, **extra)
     except (ImportError, NotImplementedError, ValueError) as error:
         raise UserError(
-            f"--scheduler {name}: it does not fit this model ({first_line(error)}); choose another, or leave it out"
+            f"--scheduler {name}: it does not fit this model ({first_line(error)}); choose another,"
+            " or leave it out"
         ) from error

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 UNCORRECTED = (
-    "compares with a model switched to diffusers' processor without fused attention, in which merging goes uncorrected, as "
-    "`report()` says; equal to rounding with `correct=False` (tried with SDXL img2img)"
+    "compares with a model switched to diffusers' processor without fused attention, in which"
+    " merging goes uncorrected, as `report()` says; equal to rounding with `correct=False` (tried"
+    " with SDXL img2img)"
 )
 SIZES = (
-    "asks for one graph of all sizes (`dynamic=True`, an error at the next one), and merging makes one for each size"
+    "asks for one graph of all sizes (`dynamic=True`, an error at the next one), and merging makes"
+    " one for each size"
 )
 REPLACED = (
-    "asks that an image prompt of scale 0 changes nothing; `load_ip_adapter` makes processors of its own instead of the one-liner's "
-    "(`apply_mame` stays)"
+    "asks that an image prompt of scale 0 changes nothing; `load_ip_adapter` makes processors of"
+    " its own instead of the one-liner's (`apply_mame` stays)"
 )
-TAKEN_OFF = "compares with the same model with other processors set, which takes the one-liner off (`apply_mame` stays)"
+TAKEN_OFF = (
+    "compares with the same model with other processors set, which takes the one-liner off"
+    " (`apply_mame` stays)"
+)
 RECORDED = "compares pixels with recorded ones, made without merging"
 DRAWN = (
-    "asks two schedules whose timesteps differ by fractions for the same image: another timestep takes another draw (.024 apart, .0018 with "
-    "`redraw=False`, where .001 is asked for)"
+    "asks two schedules whose timesteps differ by fractions for the same image: another timestep"
+    " takes another draw (.024 apart, .0018 with `redraw=False`, where .001 is asked for)"
 )
 ONE_SEED = (
-    "gives the samples of a batch one seed, so that they merge the same tokens at their first step, and one alone its own (`pairs`): .0042 apart where "
-    ".003 is allowed; passes with `pairs=False`"
+    "gives the samples of a batch one seed, so that they merge the same tokens at their first step,"
+    " and one alone its own (`pairs`): .0042 apart where .003 is allowed; passes with `pairs=False`"
 )
 NEAREST = (
-    "asks two schedules whose timesteps differ by fractions for the same image: another timestep takes another draw, and inputs that differ other nearest "
-    'destinations (.0021 apart, where .001 is asked for; above it with `redraw=False` too, passes with `weights="average"` as well)'
+    "asks two schedules whose timesteps differ by fractions for the same image: another timestep"
+    " takes another draw, and inputs that differ other nearest destinations (.0021 apart, where"
+    ' .001 is asked for; above it with `redraw=False` too, passes with `weights="average"` as well)'
 )
-# (end of the test's name without its parameters, mode): the reason. Kept in docs/compatibility.md with the counts.
+# (end of the test's name without its parameters, mode): the reason. Kept in docs/compatibility.md
+# with the counts.
 KNOWN: dict[tuple[str, str], str] = {
     **{
         (test, mode): UNCORRECTED
@@ -39,7 +46,8 @@ KNOWN: dict[tuple[str, str], str] = {
     },
     **{
         (f"TestUNet2DConditionCustomDiffusion::test_custom_diffusion_{name}", mode): (
-            "compares with custom diffusion's processors, whose layers merging leaves alone, as `report()` says"
+            "compares with custom diffusion's processors, whose layers merging leaves alone, as"
+            " `report()` says"
         )
         for name in ("processors", "save_load")
         for mode in ("on", "scaled")
@@ -59,7 +67,10 @@ KNOWN: dict[tuple[str, str], str] = {
     },
     ("TestStableDiffusionPipeline::test_stable_diffusion_ays", "scaled"): DRAWN,
     ("StableDiffusionXLPipelineFastTests::test_stable_diffusion_ays", "scaled"): NEAREST,
-    ("StableDiffusion2PipelineFastTests::test_inference_batch_single_identical", "scaled"): ONE_SEED,
+    (
+        "StableDiffusion2PipelineFastTests::test_inference_batch_single_identical",
+        "scaled",
+    ): ONE_SEED,
     **{
         (f"::{test}", "processor"): TAKEN_OFF
         for test in (
@@ -79,27 +90,31 @@ KNOWN: dict[tuple[str, str], str] = {
     },
     ("TransformerCompile::test_compile_on_different_shapes", "on"): SIZES,
     ("TransformerCompile::test_compile_works_with_aot", "on"): (
-        "exports Flux or Chroma before any forward, whose sizes stand in values that an export can't read: refused with that sentence"
+        "exports Flux or Chroma before any forward, whose sizes stand in values that an export"
+        " can't read: refused with that sentence"
     ),
     **{(f"::test_ip_adapter{kind}", "processor"): REPLACED for kind in ("", "_masks", "_faceid")},
-    ("::test_encode_prompt_works_in_isolation", "pipeline"): (
-        "reads the source of a pipeline of diffusers' own package, found there by its name"
-    ),
+    (
+        "::test_encode_prompt_works_in_isolation",
+        "pipeline",
+    ): "reads the source of a pipeline of diffusers' own package, found there by its name",
 }
 
 
 # (start of the error, mode): the reason, whichever test it is.
 REFUSED: dict[tuple[str, str], str] = {
     ("ValueError: Cannot call `set_default_attn_processor`", "processor"): (
-        "calls `set_default_attn_processor`, which refuses every processor that is not diffusers' own; "
-        "`set_attn_processor(AttnProcessor2_0())` takes the one-liner off"
+        "calls `set_default_attn_processor`, which refuses every processor that is not diffusers'"
+        " own; `set_attn_processor(AttnProcessor2_0())` takes the one-liner off"
     ),
 }
 
 
 def reason(test: str, mode: str, error: str) -> str:
     """The reason for a failing test; empty where there is none."""
-    refused = (why for (start, where), why in REFUSED.items() if error.startswith(start) and where == mode)
+    refused = (
+        why for (start, where), why in REFUSED.items() if error.startswith(start) and where == mode
+    )
     name = test.partition("[")[0]
     known = (why for (end, where), why in KNOWN.items() if name.endswith(end) and where == mode)
     return next(refused, next(known, ""))

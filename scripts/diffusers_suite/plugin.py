@@ -1,8 +1,9 @@
 """A pytest plugin for diffusers' own tests: models merge from the moment that they are made.
 
-`MAME_MODE` says how (`suites.MODES`), `MAME_BACKEND` what `torch.compile` compiles with. `MAME_RESULTS` is a file of outcomes, one JSON line
-a test; tests that it has already are left out, so that a run can be stopped and resumed.
-The plugin loads before diffusers' models, whose classes it changes as they are defined. Tests know nothing of it.
+`MAME_MODE` says how (`suites.MODES`), `MAME_BACKEND` what `torch.compile` compiles with.
+`MAME_RESULTS` is a file of outcomes, one JSON line a test; tests that it has already are left out,
+so that a run can be stopped and resumed. The plugin loads before diffusers' models, whose classes
+it changes as they are defined. Tests know nothing of it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import torch
 from diffusers.models.modeling_utils import ModelMixin
 
 SETTINGS: dict[str, Any] = {"keep": 0.5, "min_tokens": 1}
-SCALE = 4.0  # of the weights of queries and of keys: scores of 16 times the size, so that tiny random models attend
+# of the weights of queries and of keys: scores of 16 times the size, so that tiny random models
+# attend
+SCALE = 4.0
 MODE, RESULTS = os.environ["MAME_MODE"], Path(os.environ["MAME_RESULTS"])
 _handles: list[Any] = []
 _tests: dict[str, dict[str, Any]] = {}
@@ -27,7 +30,9 @@ _models: list[str] = []
 
 
 def install(model: Any) -> None:
-    """Puts on what the mode asks for; models that have nothing to merge, or are refused, stay as they are."""
+    """Puts on what the mode asks for; models that have nothing to merge, or are refused, stay as
+    they are.
+    """
     from mame_sd import MaMeAttnProcessor, apply_mame
 
     try:
@@ -100,8 +105,14 @@ def patch_pipeline() -> None:
 
     init: Any = StableDiffusionMaMePipeline.__init__
     names = list(inspect.signature(init).parameters)[-len(init.__defaults__) :]
-    ours = {"tau": None, "keep": SETTINGS["keep"], "mame_config": {"min_tokens": SETTINGS["min_tokens"]}}
-    init.__defaults__ = tuple(ours.get(name, value) for name, value in zip(names, init.__defaults__, strict=True))
+    ours = {
+        "tau": None,
+        "keep": SETTINGS["keep"],
+        "mame_config": {"min_tokens": SETTINGS["min_tokens"]},
+    }
+    init.__defaults__ = tuple(
+        ours.get(name, value) for name, value in zip(names, init.__defaults__, strict=True)
+    )
     diffusers.StableDiffusionPipeline = StableDiffusionMaMePipeline
 
 
@@ -116,14 +127,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Compile tests run on a CPU too: what they ask for is a device that diffusers' own CI compiles on."""
-    done = {json.loads(line)["test"] for line in RESULTS.open(encoding="utf-8")} if RESULTS.is_file() else set()
+    """Compile tests run on a CPU too: what they ask for is a device that diffusers' own CI compiles
+    on.
+    """
+    done = (
+        {json.loads(line)["test"] for line in RESULTS.open(encoding="utf-8")}
+        if RESULTS.is_file()
+        else set()
+    )
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
     items[:] = [item for item in items if item.nodeid not in done]
     for item in items:
         if os.environ.get("MAME_BACKEND") and item.get_closest_marker("compile"):
             for node in item.listchain():
-                node.own_markers = [m for m in node.own_markers if "accelerator" not in str(m.kwargs.get("reason"))]
+                node.own_markers = [
+                    m for m in node.own_markers if "accelerator" not in str(m.kwargs.get("reason"))
+                ]
 
 
 def merged_tokens() -> int:
@@ -134,7 +153,10 @@ def merged_tokens() -> int:
             try:
                 _, tokens_in, kept = hook.stats.totals()
                 total += tokens_in - kept
-            except (RuntimeError, NotImplementedError):  # counters of a model that lies on no device
+            except (
+                RuntimeError,
+                NotImplementedError,
+            ):  # counters of a model that lies on no device
                 continue
     return total
 
@@ -143,8 +165,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     test = _tests.setdefault(report.nodeid, {"test": report.nodeid, "outcome": "passed"})
     if report.failed or report.skipped:
         test["outcome"] = "skipped" if report.skipped else "failed"
-        text = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else str(report.longrepr)
-        errors = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")] or text.splitlines()[-1:]
+        text = (
+            report.longrepr[2]
+            if report.skipped and isinstance(report.longrepr, tuple)
+            else str(report.longrepr)
+        )
+        errors = [
+            line[1:].strip() for line in text.splitlines() if line.startswith("E ")
+        ] or text.splitlines()[-1:]
         test["error"] = " ".join(errors[:3])[:300]
     if report.when == "call":
         test["merged"], test["models"] = merged_tokens(), sorted(set(_models))

@@ -1,7 +1,8 @@
-"""Local stand-ins for the tiny models that diffusers' tests load from the hub: same names, same sizes, random weights.
+"""Local stand-ins for the tiny models that diffusers' tests load from the hub: same names, same
+sizes, random weights.
 
-`from_pretrained("hf-internal-testing/tiny-random-clip")` takes a folder of that name where there is one, so the stand-ins
-lie below the folder that the tests run in.
+`from_pretrained("hf-internal-testing/tiny-random-clip")` takes a folder of that name where there is
+one, so the stand-ins lie below the folder that the tests run in.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-SMALL = {"hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 5, "num_attention_heads": 4}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 37,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+}
 T5 = {
     "d_model": 32,
     "d_ff": 37,
@@ -39,7 +45,8 @@ T5 = {
     "num_heads": 4,
     "vocab_size": 1103,
     "decoder_start_token_id": 0,
-    "dropout_rate": 0.0,  # a test makes its text encoder in training mode, and would see another prompt in every call
+    # a test makes its text encoder in training mode, and would see another prompt in every call
+    "dropout_rate": 0.0,
 }
 
 
@@ -71,7 +78,9 @@ def t5_tokenizer() -> PreTrainedTokenizerFast:
 def save_clip(folder: Path) -> None:
     clip_tokenizer().save_pretrained(folder)
     ends = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "vocab_size": 1000}
-    CLIPModel(CLIPConfig(text_config={**SMALL, **ends}, vision_config=SMALL, projection_dim=32)).save_pretrained(folder)
+    CLIPModel(
+        CLIPConfig(text_config={**SMALL, **ends}, vision_config=SMALL, projection_dim=32)
+    ).save_pretrained(folder)
 
 
 def save_clip_text(folder: Path) -> None:
@@ -94,13 +103,17 @@ def save_umt5(folder: Path) -> None:
 def save_bert(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(chr, range(33, 127))]
-    (folder / "vocab.txt").write_text("\n".join([*words, *("##" + word for word in words[5:])]), encoding="utf-8")
+    (folder / "vocab.txt").write_text(
+        "\n".join([*words, *("##" + word for word in words[5:])]), encoding="utf-8"
+    )
     BertTokenizer(str(folder / "vocab.txt"), model_max_length=512).save_pretrained(folder)
     BertModel(BertConfig(**SMALL, vocab_size=1124)).save_pretrained(folder)
 
 
 def save_qwen(folder: Path) -> None:
-    Qwen2Tokenizer(vocab={c: i for i, c in enumerate(byte_characters())}, merges=[]).save_pretrained(folder)
+    Qwen2Tokenizer(
+        vocab={c: i for i, c in enumerate(byte_characters())}, merges=[]
+    ).save_pretrained(folder)
     text = {
         "hidden_size": 16,
         "intermediate_size": 16,
@@ -111,8 +124,19 @@ def save_qwen(folder: Path) -> None:
         "rope_theta": 1e6,
         "vocab_size": 1000,
     }
-    image = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
-    ends = {"image_token_id": 995, "video_token_id": 996, "vision_start_token_id": 997, "vision_end_token_id": 998}
+    image = {
+        "depth": 2,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 16,
+    }
+    ends = {
+        "image_token_id": 995,
+        "video_token_id": 996,
+        "vision_start_token_id": 997,
+        "vision_end_token_id": 998,
+    }
     config = Qwen2_5_VLConfig(text_config=text, vision_config=image, **ends)
     Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-# What is counted is what passes in the mode's ground: a test that fails there says nothing about merging.
-GROUND = {"off": "without", "on": "without", "processor": "without", "pipeline": "without", "scaled": "scaled-without"}
+# What is counted is what passes in the mode's ground: a test that fails there says nothing about
+# merging.
+GROUND = {
+    "off": "without",
+    "on": "without",
+    "processor": "without",
+    "pipeline": "without",
+    "scaled": "scaled-without",
+}
 MODES = {
     "without": "diffusers alone",
     "off": "`apply_mame` on every model, `active = False`",
@@ -22,7 +29,10 @@ PIPELINES = {
         "stable_diffusion/test_stable_diffusion_img2img.py",
         "stable_diffusion/test_stable_diffusion_inpaint.py",
     ),
-    "SD 2": ("stable_diffusion_2/test_stable_diffusion.py", "stable_diffusion_2/test_stable_diffusion_inpaint.py"),
+    "SD 2": (
+        "stable_diffusion_2/test_stable_diffusion.py",
+        "stable_diffusion_2/test_stable_diffusion_inpaint.py",
+    ),
     "SDXL, inpaint": (
         "stable_diffusion_xl/test_stable_diffusion_xl.py",
         "stable_diffusion_xl/test_stable_diffusion_xl_inpaint.py",
@@ -31,10 +41,18 @@ PIPELINES = {
         "stable_diffusion_3/test_pipeline_stable_diffusion_3_img2img.py",
         "stable_diffusion_3/test_pipeline_stable_diffusion_3_inpaint.py",
     ),
-    "Flux img2img, Kontext": ("flux/test_pipeline_flux_img2img.py", "flux/test_pipeline_flux_kontext.py"),
+    "Flux img2img, Kontext": (
+        "flux/test_pipeline_flux_img2img.py",
+        "flux/test_pipeline_flux_kontext.py",
+    ),
     "ControlNet": ("controlnet/test_controlnet.py", "controlnet/test_controlnet_sdxl.py"),
     "T2I-Adapter": ("stable_diffusion_adapter",),
-    "PAG": ("pag/test_pag_sd.py", "pag/test_pag_sdxl.py", "pag/test_pag_sd3.py", "pag/test_pag_pixart_sigma.py"),
+    "PAG": (
+        "pag/test_pag_sd.py",
+        "pag/test_pag_sdxl.py",
+        "pag/test_pag_sd3.py",
+        "pag/test_pag_pixart_sigma.py",
+    ),
     "PixArt": ("pixart_alpha", "pixart_sigma"),
     "DiT": ("dit",),
     "HunyuanDiT": ("hunyuandit",),
@@ -72,7 +90,10 @@ MODELS = {
 }
 LORAS = ["sd", "sdxl", "sd3", "flux", "auraflow", "cogvideox", "ltx_video", "qwenimage", "wan"]
 SUITES: dict[str, tuple[str, ...]] = {
-    **{name: tuple(f"tests/pipelines/{path}" for path in paths) for name, paths in PIPELINES.items()},
+    **{
+        name: tuple(f"tests/pipelines/{path}" for path in paths)
+        for name, paths in PIPELINES.items()
+    },
     "hooks": ("tests/hooks",),
     **{name: tuple(f"tests/models/{path}" for path in paths) for name, paths in MODELS.items()},
     "LoRA": tuple(f"tests/lora/test_lora_layers_{name}.py" for name in LORAS),

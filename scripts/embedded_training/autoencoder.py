@@ -1,4 +1,6 @@
-"""The autoencoder: trained on crops of glyphs on random colours, then used once to encode every picture."""
+"""The autoencoder: trained on crops of glyphs on random colours, then used once to encode every
+picture.
+"""
 
 from pathlib import Path
 
@@ -14,33 +16,52 @@ from .loop import atomic_save, cosine, fit, generator
 
 def new_autoencoder() -> AutoencoderTiny:
     return AutoencoderTiny(
-        encoder_block_out_channels=(48, 48, 48), decoder_block_out_channels=(48, 48, 48),
-        num_encoder_blocks=(1, 2, 2), num_decoder_blocks=(2, 2, 1),
-    )  # fmt: skip
+        encoder_block_out_channels=(48, 48, 48),
+        decoder_block_out_channels=(48, 48, 48),
+        num_encoder_blocks=(1, 2, 2),
+        num_decoder_blocks=(2, 2, 1),
+    )
 
 
-def crops(rgba: torch.Tensor, colors: torch.Tensor, size: int, batch: int, g: torch.Generator) -> torch.Tensor:
-    """Random crops of random glyphs [n, 4, 256, 256] on random colours: [batch, 3, size, size] in [-1, 1]."""
+def crops(
+    rgba: torch.Tensor, colors: torch.Tensor, size: int, batch: int, g: torch.Generator
+) -> torch.Tensor:
+    """Random crops of random glyphs [n, 4, 256, 256] on random colours: [batch, 3, size, size] in
+    [-1, 1].
+    """
     glyph = torch.randint(len(rgba), (batch,), generator=g).tolist()
     color = colors[torch.randint(len(colors), (batch,), generator=g)]
     noise = torch.rand(batch, 3, generator=g)
     color = torch.where(torch.rand(batch, 1, generator=g) < 0.5, color, noise)[:, :, None, None]
     corner = torch.randint(rgba.shape[-1] - size + 1, (batch, 2), generator=g).tolist()
     cut = (
-        torch.stack([rgba[i, :, y : y + size, x : x + size] for i, (y, x) in zip(glyph, corner, strict=True)]).float()
+        torch.stack(
+            [
+                rgba[i, :, y : y + size, x : x + size]
+                for i, (y, x) in zip(glyph, corner, strict=True)
+            ]
+        ).float()
         / 255
     )
     return (cut[:, :3] * cut[:, 3:] + color * (1 - cut[:, 3:])) * 2 - 1
 
 
-def autoencoder_loss(vae: AutoencoderTiny, images: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-    """L1 + gradient loss of the reconstruction from slightly noisy latents, plus a leash on the latents' size."""
+def autoencoder_loss(
+    vae: AutoencoderTiny, images: torch.Tensor, g: torch.Generator
+) -> torch.Tensor:
+    """L1 + gradient loss of the reconstruction from slightly noisy latents, plus a leash on the
+    latents' size.
+    """
     latents = vae.encode(images).latents
     noise = 0.05 * torch.randn(latents.shape, generator=g)
     output = vae.decode(latents + noise.to(latents)).sample.float()
     edges = sum(F.l1_loss(output.diff(dim=d), images.diff(dim=d)) for d in (2, 3))
     center = latents.float().mean((0, 2, 3)).square().mean()
-    return F.l1_loss(output, images) + edges + 0.02 * (F.relu(latents.float().abs() - 2).square().mean() + center)
+    return (
+        F.l1_loss(output, images)
+        + edges
+        + 0.02 * (F.relu(latents.float().abs() - 2).square().mean() + center)
+    )
 
 
 def train_autoencoder(work: Path, rgba: torch.Tensor, seed: int, steps: int) -> AutoencoderTiny:
@@ -56,7 +77,15 @@ def train_autoencoder(work: Path, rgba: torch.Tensor, seed: int, steps: int) -> 
             return autoencoder_loss(vae, images, g)
 
     path = work / "autoencoder.pt"
-    fit(path, "autoencoder", vae, optimizer, steps, loss, lambda s: cosine(s, steps, 2e-3, 1e-5, 100))
+    fit(
+        path,
+        "autoencoder",
+        vae,
+        optimizer,
+        steps,
+        loss,
+        lambda s: cosine(s, steps, 2e-3, 1e-5, 100),
+    )
     return vae
 
 
@@ -68,17 +97,24 @@ def pictures(rgba: torch.Tensor, background: str) -> torch.Tensor:
 
 @torch.no_grad()
 def all_latents(work: Path, vae: AutoencoderTiny, rgba: torch.Tensor) -> torch.Tensor:
-    """Latents of every glyph on every background, [glyphs, backgrounds, 4, h, w], scaled to mean square 1."""
+    """Latents of every glyph on every background, [glyphs, backgrounds, 4, h, w], scaled to mean
+    square 1.
+    """
     path = work / "latents.pt"
     if not path.exists():
         rows = []
         for background in subjects.BACKGROUNDS:
             images = pictures(rgba, background).to(memory_format=torch.channels_last)
             with torch.autocast("cpu", torch.bfloat16):
-                rows.append(torch.cat([vae.encode(chunk).latents.float() for chunk in images.split(16)]))
+                rows.append(
+                    torch.cat([vae.encode(chunk).latents.float() for chunk in images.split(16)])
+                )
         latents = torch.stack(rows, 1)
         scale = 1 / latents.square().mean().sqrt().item()
-        print(f"latents: scale {scale:.3f}, channel means {[round(v, 2) for v in latents.mean((0, 1, 3, 4)).tolist()]}")
+        print(
+            f"latents: scale {scale:.3f}, channel means"
+            f" {[round(v, 2) for v in latents.mean((0, 1, 3, 4)).tolist()]}"
+        )
         atomic_save({"latents": latents * scale, "scale": scale}, path)
     return torch.load(path, weights_only=True)["latents"]
 
@@ -89,16 +125,25 @@ def check_grid(work: Path, vae: AutoencoderTiny, rgba: torch.Tensor) -> float:
         images = torch.cat(
             [
                 pictures(rgba[i : i + 4], b)
-                for i, b in zip(range(0, 16, 4), ("white", "black", "light blue", "red"), strict=False)
+                for i, b in zip(
+                    range(0, 16, 4), ("white", "black", "light blue", "red"), strict=False
+                )
             ]
         )
         output = vae.decode(vae.encode(images).latents).sample.float().clamp(-1, 1)
     psnr = -10 * torch.log10(((output - images) / 2).square().mean((1, 2, 3)))
     grid = (
-        torch.stack([images, output], 1).flatten(0, 1)[:16].add(1).mul(127.5).round().byte().permute(0, 2, 3, 1).numpy()
+        torch.stack([images, output], 1)
+        .flatten(0, 1)[:16]
+        .add(1)
+        .mul(127.5)
+        .round()
+        .byte()
+        .permute(0, 2, 3, 1)
+        .numpy()
     )
     side = grid.shape[1]
-    Image.fromarray(grid.reshape(4, 4, side, side, 3).transpose(0, 2, 1, 3, 4).reshape(4 * side, -1, 3)).save(
-        work / "reconstruction.png"
-    )
+    Image.fromarray(
+        grid.reshape(4, 4, side, side, 3).transpose(0, 2, 1, 3, 4).reshape(4 * side, -1, 3)
+    ).save(work / "reconstruction.png")
     return psnr.mean().item()

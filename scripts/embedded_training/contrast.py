@@ -1,4 +1,6 @@
-"""The small CLIP: its parts, the contrastive loss, how it grows from coarse to fine tokens, how well it recognises."""
+"""The small CLIP: its parts, the contrastive loss, how it grows from coarse to fine tokens, how
+well it recognises.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,22 +43,34 @@ class Stage:
     ema: float = 0.998
     crowd: int = 0  # pieces of other glyphs in a picture, at most
     ramp: int = 500  # steps over which they become that many
-    locked: bool = False  # the text half stays, and every glyph on the batch's grounds is a further caption
+    locked: bool = (
+        False  # the text half stays, and every glyph on the batch's grounds is a further caption
+    )
 
     def crowd_at(self, step: int) -> tuple[int, int] | None:
         return (0, round(self.crowd * min(1.0, (step + 1) / self.ramp))) if self.crowd else None
 
 
 def new_model(stage: Stage, tokenizer: CLIPTokenizer) -> CLIPModel:
-    """A CLIP whose text half starts as the embedded model's text encoder, for pictures of the stage's side."""
+    """A CLIP whose text half starts as the embedded model's text encoder, for pictures of the
+    stage's side.
+    """
     text, _ = joint.new_text_encoders(tokenizer)
     vision = {
-        "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": BLOCKS, "num_attention_heads": HEADS,
-        "image_size": stage.side, "patch_size": PATCH,
-    }  # fmt: skip
-    config = CLIPConfig(text_config=text.config.to_dict(), vision_config=vision, projection_dim=PROJECTION)
+        "hidden_size": WIDTH,
+        "intermediate_size": 4 * WIDTH,
+        "num_hidden_layers": BLOCKS,
+        "num_attention_heads": HEADS,
+        "image_size": stage.side,
+        "patch_size": PATCH,
+    }
+    config = CLIPConfig(
+        text_config=text.config.to_dict(), vision_config=vision, projection_dim=PROJECTION
+    )
     model = CLIPModel(config)
-    model.set_attn_implementation("eager")  # at these lengths it trains 1.4 to 1.6 times as fast as SDPA on a CPU
+    model.set_attn_implementation(
+        "eager"
+    )  # at these lengths it trains 1.4 to 1.6 times as fast as SDPA on a CPU
     inner = getattr(text, "text_model", text)
     model.text_model.load_state_dict(inner.state_dict())
     with torch.no_grad():
@@ -71,9 +85,15 @@ def grow(old: CLIPModel, new: CLIPModel) -> None:
     table = state[key]
     sides = [round((len(rows) - 1) ** 0.5) for rows in (table, fresh[key])]
     grid = table[1:].T.unflatten(1, (sides[0], sides[0]))[None]
-    grid = F.interpolate(grid, (sides[1], sides[1]), mode="bilinear", align_corners=False)[0].flatten(1).T
+    grid = (
+        F.interpolate(grid, (sides[1], sides[1]), mode="bilinear", align_corners=False)[0]
+        .flatten(1)
+        .T
+    )
     state[key] = torch.cat([table[:1], grid])
-    new.load_state_dict({k: v for k, v in state.items() if k in fresh and v.shape == fresh[k].shape}, strict=False)
+    new.load_state_dict(
+        {k: v for k, v in state.items() if k in fresh and v.shape == fresh[k].shape}, strict=False
+    )
 
 
 def prepared(images: Sequence[np.ndarray], side: int) -> torch.Tensor:
@@ -83,7 +103,9 @@ def prepared(images: Sequence[np.ndarray], side: int) -> torch.Tensor:
 
 
 def unit(features: object) -> torch.Tensor:
-    """Rows of length 1 of what ``get_*_features`` gives: a tensor, or from transformers 5 on an output with one inside."""
+    """Rows of length 1 of what ``get_*_features`` gives: a tensor, or from transformers 5 on an
+    output with one inside.
+    """
     rows = features if isinstance(features, torch.Tensor) else features.pooler_output
     return F.normalize(rows.float(), dim=-1)
 
@@ -91,22 +113,29 @@ def unit(features: object) -> torch.Tensor:
 def draw_batch(names: Sequence[str], stage: Stage, seed: int, step: int) -> Batch:
     """Pictures, their captions, and further captions: other glyphs on grounds of the batch.
 
-    A batch has few grounds: captions on other ones are told apart by the ground, and teach nothing about glyphs.
+    A batch has few grounds: captions on other ones are told apart by the ground, and teach nothing
+        about glyphs.
     """
     rng = pictures.rng_of(seed, f"{stage.name} captions", step)
     grounds = [str(phrase) for phrase in rng.choice(ground_phrases(), stage.grounds, replace=False)]
     made = [
         pictures.draw(
-            pictures.rng_of(seed, stage.name, step * stage.batch + n), names, grounds=grounds,
+            pictures.rng_of(seed, stage.name, step * stage.batch + n),
+            names,
+            grounds=grounds,
             crowd=stage.crowd_at(step) if n % PLAIN else None,
         )
         for n in range(stage.batch)
-    ]  # fmt: skip
+    ]
     captions, others = [scene.caption for _, scene in made], list[str]()
     if stage.locked:
         pairs = [(name, ground) for ground in grounds for name in names]
         others = [subjects.caption(*pair) for pair in pairs if not subjects.is_held_out(*pair)]
-        return [pixels for pixels, _ in made], captions, [text for text in others if text not in captions]
+        return (
+            [pixels for pixels, _ in made],
+            captions,
+            [text for text in others if text not in captions],
+        )
     while len(others) < stage.negatives:
         pair = str(rng.choice(list(names))), str(rng.choice(grounds))
         if not subjects.is_held_out(*pair):
@@ -115,8 +144,12 @@ def draw_batch(names: Sequence[str], stage: Stage, seed: int, step: int) -> Batc
 
 
 @contextmanager
-def drawn_ahead(draw: Callable[[int], Batch], steps: int, ahead: int = 3) -> Iterator[Callable[[int], Batch]]:
-    """``draw`` for steps in a row up to ``steps``, the next ``ahead`` of them drawn by a thread beside the training."""
+def drawn_ahead(
+    draw: Callable[[int], Batch], steps: int, ahead: int = 3
+) -> Iterator[Callable[[int], Batch]]:
+    """``draw`` for steps in a row up to ``steps``, the next ``ahead`` of them drawn by a thread
+    beside the training.
+    """
     waiting = dict[int, Future[Batch]]()
     with ThreadPoolExecutor(1) as thread:
 
@@ -129,8 +162,12 @@ def drawn_ahead(draw: Callable[[int], Batch], steps: int, ahead: int = 3) -> Ite
         yield batch
 
 
-def contrastive_loss(model: CLIPModel, tokens: dict[str, torch.Tensor], stage: Stage, batch: Batch) -> torch.Tensor:
-    """CLIP's symmetric loss; equal captions all count as right, and further captions are wrong for every other picture."""
+def contrastive_loss(
+    model: CLIPModel, tokens: dict[str, torch.Tensor], stage: Stage, batch: Batch
+) -> torch.Tensor:
+    """CLIP's symmetric loss; equal captions all count as right, and further captions are wrong for
+    every other picture.
+    """
     images, captions, others = batch
     texts = [*captions, *others]
     with torch.autocast("cpu", torch.bfloat16):
@@ -143,12 +180,18 @@ def contrastive_loss(model: CLIPModel, tokens: dict[str, torch.Tensor], stage: S
     right = torch.tensor([[float(a == b) for b in texts] for a in captions])
     by_image = -(logits.log_softmax(1) * right / right.sum(1, keepdim=True)).sum(1).mean()
     square = right[:, : len(captions)]
-    by_text = -(logits[:, : len(captions)].log_softmax(0) * square / square.sum(0, keepdim=True)).sum(0).mean()
+    by_text = (
+        -(logits[:, : len(captions)].log_softmax(0) * square / square.sum(0, keepdim=True))
+        .sum(0)
+        .mean()
+    )
     return (by_image + by_text) / 2
 
 
 @torch.no_grad()
-def class_vectors(model: CLIPModel, tokens: dict[str, torch.Tensor], names: Sequence[str]) -> torch.Tensor:
+def class_vectors(
+    model: CLIPModel, tokens: dict[str, torch.Tensor], names: Sequence[str]
+) -> torch.Tensor:
     """[names, d]: the mean over all grounds of each name's captions, of length 1."""
     rows = []
     for name in names:
@@ -159,33 +202,55 @@ def class_vectors(model: CLIPModel, tokens: dict[str, torch.Tensor], names: Sequ
 
 @torch.no_grad()
 def top1(
-    model: CLIPModel, tokens: dict[str, torch.Tensor], names: Sequence[str], side: int, seed: int, count: int,
+    model: CLIPModel,
+    tokens: dict[str, torch.Tensor],
+    names: Sequence[str],
+    side: int,
+    seed: int,
+    count: int,
     crowd: tuple[int, int] | None = None,
-) -> float:  # fmt: skip
-    """Share of ``count`` held-out pictures, crowded ones where ``crowd`` is given, whose nearest class is the right one."""
+) -> float:
+    """Share of ``count`` held-out pictures, crowded ones where ``crowd`` is given, whose nearest
+    class is the right one.
+    """
     vectors, right = class_vectors(model, tokens, names), 0
     for start in range(0, count, 32):
         made = [
             pictures.draw(pictures.rng_of(seed, "held-out", n), names, held_out=True, crowd=crowd)
             for n in range(start, min(start + 32, count))
         ]
-        seen = unit(model.get_image_features(pixel_values=prepared([pixels for pixels, _ in made], side)))
+        seen = unit(
+            model.get_image_features(pixel_values=prepared([pixels for pixels, _ in made], side))
+        )
         all_names = subjects.glyph_names()
         wanted = [list(names).index(all_names[scene.placed[0].glyph]) for _, scene in made]
-        right += sum(a == b for a, b in zip((seen @ vectors.T).argmax(1).tolist(), wanted, strict=True))
+        right += sum(
+            a == b for a, b in zip((seen @ vectors.T).argmax(1).tolist(), wanted, strict=True)
+        )
     return right / count
 
 
-def export(out: Path, model: CLIPModel, tokenizer: CLIPTokenizer, provenance: dict[str, str]) -> None:
-    """Write the model in half precision with tokenizer and image processor, provenance in the safetensors metadata."""
+def export(
+    out: Path, model: CLIPModel, tokenizer: CLIPTokenizer, provenance: dict[str, str]
+) -> None:
+    """Write the model in half precision with tokenizer and image processor, provenance in the
+    safetensors metadata.
+    """
     side = model.config.vision_config.image_size
     model.half().save_pretrained(out)
     tokenizer.save_pretrained(out)
     CLIPImageProcessorPil(
-        size={"height": side, "width": side}, do_center_crop=False, image_mean=[MEAN] * 3, image_std=[STD] * 3
+        size={"height": side, "width": side},
+        do_center_crop=False,
+        image_mean=[MEAN] * 3,
+        image_std=[STD] * 3,
     ).save_pretrained(out)
     config = out / "config.json"  # transformers loads in the dtype that stands here
     text = config.read_text(encoding="utf-8").replace('"dtype": "float16"', '"dtype": "float32"')
     config.write_text(text, encoding="utf-8")
     path = out / "model.safetensors"
-    save_file({k: v.contiguous() for k, v in load_file(path).items()}, path, metadata={"format": "pt", **provenance})
+    save_file(
+        {k: v.contiguous() for k, v in load_file(path).items()},
+        path,
+        metadata={"format": "pt", **provenance},
+    )

@@ -1,4 +1,6 @@
-"""The diffusion stages: a small UNet on large patches first, then one level more around it at each stage."""
+"""The diffusion stages: a small UNet on large patches first, then one level more around it at each
+stage.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,27 +33,41 @@ class Stage:
     lr: float  # of Muon; AdamW's is a tenth
     lr_end: float
     warmup: int = 50
-    frozen: int = 0  # steps during which only the new outer level learns: it would spoil what the inner levels know
-    decided: float = 0.5  # share of the timesteps drawn from the last 30 % of the noise, where a picture is decided
+    # steps during which only the new outer level learns: it would spoil what the inner levels know
+    frozen: int = 0
+    # share of the timesteps drawn from the last 30 % of the noise, where a picture is decided
+    decided: float = 0.5
 
 
 def new_scheduler() -> DPMSolverMultistepScheduler:
-    """Almost no signal at the last step (sqrt of alpha-bar: 0.003), so that plain backgrounds come out in any colour."""
+    """Almost no signal at the last step (sqrt of alpha-bar: 0.003), so that plain backgrounds come
+    out in any colour.
+    """
     return DPMSolverMultistepScheduler(
-        beta_start=0.00085, beta_end=0.03, beta_schedule="scaled_linear", prediction_type="v_prediction",
-        timestep_spacing="trailing", final_sigmas_type="zero",
-    )  # fmt: skip
+        beta_start=0.00085,
+        beta_end=0.03,
+        beta_schedule="scaled_linear",
+        prediction_type="v_prediction",
+        timestep_spacing="trailing",
+        final_sigmas_type="zero",
+    )
 
 
 def new_unet(stage: Stage) -> UNet2DConditionModel:
     inner = len(stage.channels) - 1
     return UNet2DConditionModel(
-        sample_size=LATENTS // stage.patch, in_channels=4 * stage.patch**2, out_channels=4 * stage.patch**2,
-        block_out_channels=stage.channels, layers_per_block=1, attention_head_dim=stage.heads, norm_num_groups=16,
+        sample_size=LATENTS // stage.patch,
+        in_channels=4 * stage.patch**2,
+        out_channels=4 * stage.patch**2,
+        block_out_channels=stage.channels,
+        layers_per_block=1,
+        attention_head_dim=stage.heads,
+        norm_num_groups=16,
         down_block_types=("CrossAttnDownBlock2D",) * inner + ("DownBlock2D",),
         up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * inner,
-        cross_attention_dim=TEXT_WIDTH, time_embedding_dim=256,
-    )  # fmt: skip
+        cross_attention_dim=TEXT_WIDTH,
+        time_embedding_dim=256,
+    )
 
 
 @dataclass
@@ -78,8 +94,12 @@ def grow(small: UNet2DConditionModel, large: UNet2DConditionModel) -> None:
         if target.shape == value.shape:
             target.copy_(value)
         elif parts[0] == "up_blocks" and value.ndim == 4 and target.shape[0] == value.shape[0]:
-            target[:, : small.config.block_out_channels[0]].copy_(value[:, : small.config.block_out_channels[0]])
-    t = torch.arange(1000)  # the sinusoids have another width: give nearly the same embedding of t, by small weights
+            target[:, : small.config.block_out_channels[0]].copy_(
+                value[:, : small.config.block_out_channels[0]]
+            )
+    t = torch.arange(
+        1000
+    )  # the sinusoids have another width: give nearly the same embedding of t, by small weights
     wanted = small.time_embedding.linear_1(small.time_proj(t)).double()
     basis = torch.cat([large.time_proj(t).double(), torch.ones(1000, 1, dtype=torch.float64)], 1)
     ridge = 10 * torch.eye(basis.shape[1], dtype=torch.float64)
@@ -92,9 +112,13 @@ def freeze_inner(model: "Denoiser", frozen: bool) -> None:
     """Let only the outermost level and the edges of the UNet learn, or everything."""
     last = len(model.unet.up_blocks) - 1
     outer = (
-        "unet.conv_", "unet.down_blocks.0.", "unet.down_blocks.1.resnets.0.", f"unet.up_blocks.{last}.",
-        f"unet.up_blocks.{last - 1}.resnets.1.", f"unet.up_blocks.{last - 1}.upsamplers.",
-    )  # fmt: skip
+        "unet.conv_",
+        "unet.down_blocks.0.",
+        "unet.down_blocks.1.resnets.0.",
+        f"unet.up_blocks.{last}.",
+        f"unet.up_blocks.{last - 1}.resnets.1.",
+        f"unet.up_blocks.{last - 1}.upsamplers.",
+    )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen or name.startswith(outer))
 
@@ -107,7 +131,12 @@ class Denoiser(torch.nn.Module):
 
 def training_pairs(glyph_count: int) -> torch.Tensor:
     names, backgrounds = subjects.glyph_names()[:glyph_count], list(subjects.BACKGROUNDS)
-    pairs = [(i, j) for i, n in enumerate(names) for j, b in enumerate(backgrounds) if not subjects.is_held_out(n, b)]
+    pairs = [
+        (i, j)
+        for i, n in enumerate(names)
+        for j, b in enumerate(backgrounds)
+        if not subjects.is_held_out(n, b)
+    ]
     return torch.tensor(pairs)
 
 
@@ -137,15 +166,25 @@ def diffusion_loss(model: Denoiser, stage: Stage, data: Data, seed: int, step: i
 
 
 def optimizer_for(model: Denoiser) -> Muon:
-    """Muon for the weight matrices of the UNet's and the text encoder's layers, AdamW for everything else."""
+    """Muon for the weight matrices of the UNet's and the text encoder's layers, AdamW for
+    everything else.
+    """
     hidden, rest = [], []
     for name, p in model.named_parameters():
         edge = "conv_in" in name or "conv_out" in name or "embedding" in name
         (rest if p.ndim < 2 or edge else hidden).append(p)
-    return Muon([
-        {"params": hidden, "use_muon": True, "weight_decay": 0.0, "use_adjusted_lr": False, "ns_steps": 4},
-        {"params": rest, "use_muon": False, "betas": (0.9, 0.98), "eps": 1e-8},
-    ])  # fmt: skip
+    return Muon(
+        [
+            {
+                "params": hidden,
+                "use_muon": True,
+                "weight_decay": 0.0,
+                "use_adjusted_lr": False,
+                "ns_steps": 4,
+            },
+            {"params": rest, "use_muon": False, "betas": (0.9, 0.98), "eps": 1e-8},
+        ]
+    )
 
 
 def train_stage(
@@ -157,7 +196,9 @@ def train_stage(
     seed: int,
 ) -> Denoiser:
     torch.manual_seed(seed)
-    model = Denoiser(new_unet(stage), new_text_encoder(tokenizer)).to(memory_format=torch.channels_last)
+    model = Denoiser(new_unet(stage), new_text_encoder(tokenizer)).to(
+        memory_format=torch.channels_last
+    )
     if previous:
         state = torch.load(work / f"{previous.name}.pt", weights_only=True)["ema"]
         small = Denoiser(new_unet(previous), new_text_encoder(tokenizer))
@@ -170,9 +211,14 @@ def train_stage(
         return diffusion_loss(model, stage, data, seed, step)
 
     fit(
-        work / f"{stage.name}.pt", stage.name, model, optimizer_for(model), stage.steps,
+        work / f"{stage.name}.pt",
+        stage.name,
+        model,
+        optimizer_for(model),
+        stage.steps,
         loss,
-        lambda step: cosine(step, stage.steps, stage.lr, stage.lr_end, stage.warmup), ema=EMA_DECAY,
-    )  # fmt: skip
+        lambda step: cosine(step, stage.steps, stage.lr, stage.lr_end, stage.warmup),
+        ema=EMA_DECAY,
+    )
     model.load_state_dict(torch.load(work / f"{stage.name}.pt", weights_only=True)["ema"])
     return model

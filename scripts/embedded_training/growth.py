@@ -1,12 +1,15 @@
 """From one stage to the next, whose tokens are finer: what was learnt stays as valid as it can.
 
-The layers are taken as they are, and the position embedding is a function of the place in the picture at every grid. Three
-things change meaning and are fitted anew by least squares:
+The layers are taken as they are, and the position embedding is a function of the place in the
+picture at every grid. Three things change meaning and are fitted anew by least squares:
 
-- the time embedding, when the side of the latents grows by n: averaging over n x n latents divides the noise by n, so that
-  what the layers know of noise level a belongs to n a / (1 + (n - 1) a) now;
-- the patch embedding, when the patch shrinks: each fine token shall enter the layers as nearly as the coarse one around it;
-- the output projection: the best linear reading of what the layers now say, held near the old one where data say nothing.
+- the time embedding, when the side of the latents grows by n: averaging over n x n latents divides
+  the noise by n, so that what the layers know of noise level a belongs to n a / (1 + (n - 1) a)
+  now;
+- the patch embedding, when the patch shrinks: each fine token shall enter the layers as nearly as
+  the coarse one around it;
+- the output projection: the best linear reading of what the layers now say, held near the old one
+  where data say nothing.
 """
 
 import torch
@@ -21,7 +24,9 @@ RIDGE = 1e-3  # of the mean square of the inputs
 
 
 def least_squares(inputs: torch.Tensor, targets: torch.Tensor, prior: torch.Tensor) -> torch.Tensor:
-    """[outputs, inputs + 1]: weights and bias that lead from the one to the other, near ``prior`` where it matters little."""
+    """[outputs, inputs + 1]: weights and bias that lead from the one to the other, near ``prior``
+    where it matters little.
+    """
     x = torch.cat([inputs, torch.ones(len(inputs), 1)], 1).double()
     gram = x.T @ x
     ridge = RIDGE * gram.diagonal().mean() * torch.eye(x.shape[1], dtype=torch.float64)
@@ -29,7 +34,9 @@ def least_squares(inputs: torch.Tensor, targets: torch.Tensor, prior: torch.Tens
     return solution.T.float()
 
 
-def refit(layer: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor, prior: torch.Tensor) -> None:
+def refit(
+    layer: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor, prior: torch.Tensor
+) -> None:
     """Give a linear layer, or a convolution over whole patches, the weights of `least_squares`."""
     solution = least_squares(inputs, targets, prior)
     layer.weight.copy_(solution[:, :-1].reshape(layer.weight.shape))
@@ -60,7 +67,8 @@ def map_time(small: Denoiser, large: Denoiser, ratio: int) -> float:
     inputs = new.time_proj(now * 1000)
     layer = new.timestep_embedder.linear_1
     solution = torch.linalg.solve(
-        (x := torch.cat([inputs, torch.ones(len(inputs), 1)], 1).double()).T @ x + torch.eye(x.shape[1]).double(),
+        (x := torch.cat([inputs, torch.ones(len(inputs), 1)], 1).double()).T @ x
+        + torch.eye(x.shape[1]).double(),
         x.T @ wanted.double(),
     ).float()
     layer.weight.copy_(solution[:-1].T)
@@ -70,13 +78,21 @@ def map_time(small: Denoiser, large: Denoiser, ratio: int) -> float:
 
 @torch.no_grad()
 def grow(
-    small: Denoiser, before: Stage, large: Denoiser, after: Stage, pools: dict[str, Pool],
-    tokens: dict[str, torch.Tensor], seed: int,
-) -> None:  # fmt: skip
+    small: Denoiser,
+    before: Stage,
+    large: Denoiser,
+    after: Stage,
+    pools: dict[str, Pool],
+    tokens: dict[str, torch.Tensor],
+    seed: int,
+) -> None:
     kept = {k: v for k, v in small.state_dict().items() if large.state_dict()[k].shape == v.shape}
     large.load_state_dict(kept, strict=False)
     if before.side != after.side:
-        print(f"{after.name}: time embedding, relative error {map_time(small, large, after.side // before.side):.4f}")
+        print(
+            f"{after.name}: time embedding, relative error"
+            f" {map_time(small, large, after.side // before.side):.4f}"
+        )
     batches = []
     for step in range(BATCHES):
         g = generator(seed, f"grow {after.name}", step)
@@ -90,24 +106,47 @@ def grow(
         ratio = before.patch // after.patch
         noisy = torch.cat([b[0] for b in batches])
         coarse = old.pos_embed.proj(noisy).repeat_interleave(ratio, 2).repeat_interleave(ratio, 3)
-        spread = F.avg_pool2d(old.pos_embed.proj.weight, ratio) * ratio**2  # as if the patch were drawn at double size
+        spread = (
+            F.avg_pool2d(old.pos_embed.proj.weight, ratio) * ratio**2
+        )  # as if the patch were drawn at double size
         prior = torch.cat([spread.flatten(1), old.pos_embed.proj.bias[:, None]], 1)
-        refit(new.pos_embed.proj, patches(noisy, after.patch), coarse.flatten(2).transpose(1, 2).flatten(0, 1), prior)
-        rows = old.proj_out.weight.unflatten(0, (after.patch, ratio, after.patch, ratio, -1)).mean((1, 3)).flatten(0, 2)
-        bias = old.proj_out.bias.unflatten(0, (after.patch, ratio, after.patch, ratio, -1)).mean((1, 3)).flatten()
+        refit(
+            new.pos_embed.proj,
+            patches(noisy, after.patch),
+            coarse.flatten(2).transpose(1, 2).flatten(0, 1),
+            prior,
+        )
+        rows = (
+            old.proj_out.weight.unflatten(0, (after.patch, ratio, after.patch, ratio, -1))
+            .mean((1, 3))
+            .flatten(0, 2)
+        )
+        bias = (
+            old.proj_out.bias.unflatten(0, (after.patch, ratio, after.patch, ratio, -1))
+            .mean((1, 3))
+            .flatten()
+        )
         new.proj_out.weight.copy_(rows)
         new.proj_out.bias.copy_(bias)
     features: list[torch.Tensor] = []
-    handle = new.proj_out.register_forward_pre_hook(lambda _, args: features.append(args[0].float().flatten(0, 1)))
+    handle = new.proj_out.register_forward_pre_hook(
+        lambda _, args: features.append(args[0].float().flatten(0, 1))
+    )
     with torch.autocast("cpu", torch.bfloat16):
         for noisy, sigma, words, _ in batches:
             large(noisy, sigma, words)
     handle.remove()
-    inputs, targets = torch.cat(features), torch.cat([output_patches(b[3], after.patch) for b in batches])
+    inputs, targets = (
+        torch.cat(features),
+        torch.cat([output_patches(b[3], after.patch) for b in batches]),
+    )
 
     def error() -> float:
         return (new.proj_out(inputs) - targets).square().mean().item()
 
     first = error()
     refit(new.proj_out, inputs, targets, affine(new.proj_out))
-    print(f"{after.name}: loss {first:.4f} with the old output projection, {error():.4f} with the fitted one")
+    print(
+        f"{after.name}: loss {first:.4f} with the old output projection, {error():.4f} with the"
+        " fitted one"
+    )

@@ -1,4 +1,6 @@
-"""The transformer with joint attention: its parts, what it learns from, and how it grows from coarse to fine tokens."""
+"""The transformer with joint attention: its parts, what it learns from, and how it grows from
+coarse to fine tokens.
+"""
 
 import json
 import math
@@ -21,9 +23,9 @@ WIDTH, HEADS, BLOCKS = 256, 4, 6
 WORDS_WIDTH = 64  # of the second text encoder
 TEXT_LENGTH = 20  # tokens of a prompt
 IDLE = 256  # zero tokens that StableDiffusion3Pipeline puts after the prompt's when it has no T5
-WRITTEN_OUT = (
-    512  # tokens below which attention in three operations trains 2 to 4 times as fast as the fused one on a CPU
-)
+# tokens below which attention in three operations trains 2 to 4 times as fast as the fused one on a
+# CPU
+WRITTEN_OUT = 512
 POSITIONS = 16.0  # side of the picture in the units of the position embedding, at every grid
 SHIFT = 6.0  # of the scheduler: 64 x 64 latents are decided in high noise
 
@@ -40,7 +42,9 @@ class Stage:
     lr: float  # of Muon; AdamW's is a tenth
     shift: float  # of the noise levels it learns at: more is noisier
     pool: tuple[int, float]  # scenes at the first step, and more per step
-    decay: float = 0.2  # the last share of the steps, over which the learning rate falls to a hundredth
+    decay: float = (
+        0.2  # the last share of the steps, over which the learning rate falls to a hundredth
+    )
     warmup: int = 100
     ema: float = 0.998
     pairs: float = 0.0  # share of pictures with two glyphs
@@ -56,11 +60,21 @@ class Denoiser(torch.nn.Module):
         text_encoder_2: CLIPTextModelWithProjection,
     ) -> None:
         super().__init__()
-        self.transformer, self.text_encoder, self.text_encoder_2 = transformer, text_encoder, text_encoder_2
+        self.transformer, self.text_encoder, self.text_encoder_2 = (
+            transformer,
+            text_encoder,
+            text_encoder_2,
+        )
 
-    def forward(self, noisy: torch.Tensor, sigma: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """As the pipeline calls it, the ``IDLE`` zero tokens counted instead of repeated (`counted_attention`)."""
-        one, two = (e(tokens, output_hidden_states=True) for e in (self.text_encoder, self.text_encoder_2))
+    def forward(
+        self, noisy: torch.Tensor, sigma: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """As the pipeline calls it, the ``IDLE`` zero tokens counted instead of repeated
+        (`counted_attention`).
+        """
+        one, two = (
+            e(tokens, output_hidden_states=True) for e in (self.text_encoder, self.text_encoder_2)
+        )
         words = torch.cat([one.hidden_states[-2], two.hidden_states[-2]], -1)
         words = F.pad(words, (0, 0, 0, 1))
         pooled = torch.cat([one.text_embeds, two.text_embeds], -1)
@@ -68,9 +82,11 @@ class Denoiser(torch.nn.Module):
 
 
 class CountedAttention:
-    """Joint attention in which the last token stands for ``IDLE`` equal ones: the same output, at a fifth of the cost.
+    """Joint attention in which the last token stands for ``IDLE`` equal ones: the same output, at a
+    fifth of the cost.
 
-    Equal tokens stay equal in every layer, and n equal keys weigh as much as one whose logit is greater by log n.
+    Equal tokens stay equal in every layer, and n equal keys weigh as much as one whose logit is
+    greater by log n.
     """
 
     def __call__(
@@ -85,10 +101,18 @@ class CountedAttention:
 
         text = encoder_hidden_states
         query = torch.cat(
-            [attn.norm_q(heads(attn.to_q(hidden_states))), attn.norm_added_q(heads(attn.add_q_proj(text)))], 2
+            [
+                attn.norm_q(heads(attn.to_q(hidden_states))),
+                attn.norm_added_q(heads(attn.add_q_proj(text))),
+            ],
+            2,
         )
         key = torch.cat(
-            [attn.norm_k(heads(attn.to_k(hidden_states))), attn.norm_added_k(heads(attn.add_k_proj(text)))], 2
+            [
+                attn.norm_k(heads(attn.to_k(hidden_states))),
+                attn.norm_added_k(heads(attn.add_k_proj(text))),
+            ],
+            2,
         )
         value = torch.cat([heads(attn.to_v(hidden_states)), heads(attn.add_v_proj(text))], 2)
         count = torch.zeros(key.shape[2], dtype=value.dtype)
@@ -98,7 +122,9 @@ class CountedAttention:
             scores = query @ key.transpose(2, 3) / math.sqrt(key.shape[3]) + count
             out = scores.softmax(-1) @ value
         else:
-            out = F.scaled_dot_product_attention(query, key, value, attn_mask=count.expand(1, 1, key.shape[2], -1))
+            out = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=count.expand(1, 1, key.shape[2], -1)
+            )
         out = out.transpose(1, 2).flatten(2)
         image, words = out[:, : hidden_states.shape[1]], out[:, hidden_states.shape[1] :]
         image = attn.to_out[0](image)
@@ -106,7 +132,9 @@ class CountedAttention:
 
 
 def position_embedding(grid: int) -> torch.Tensor:
-    """[1, grid * grid, WIDTH]: sines and cosines of the tokens' centres, in units that do not depend on the grid."""
+    """[1, grid * grid, WIDTH]: sines and cosines of the tokens' centres, in units that do not
+    depend on the grid.
+    """
     at = (torch.arange(grid, dtype=torch.float64) + 0.5) * POSITIONS / grid
     rate = 1 / 10000 ** (torch.arange(WIDTH // 4, dtype=torch.float64) / (WIDTH // 4))
     waves = torch.cat([(at[:, None] * rate).sin(), (at[:, None] * rate).cos()], 1)
@@ -116,11 +144,19 @@ def position_embedding(grid: int) -> torch.Tensor:
 
 def new_transformer(side: int, patch: int) -> SD3Transformer2DModel:
     model = SD3Transformer2DModel(
-        sample_size=side, patch_size=patch, in_channels=4, out_channels=4, num_layers=BLOCKS,
-        attention_head_dim=WIDTH // HEADS, num_attention_heads=HEADS, joint_attention_dim=TEXT_WIDTH + WORDS_WIDTH,
-        caption_projection_dim=WIDTH, pooled_projection_dim=TEXT_WIDTH + WORDS_WIDTH, pos_embed_max_size=side // patch,
+        sample_size=side,
+        patch_size=patch,
+        in_channels=4,
+        out_channels=4,
+        num_layers=BLOCKS,
+        attention_head_dim=WIDTH // HEADS,
+        num_attention_heads=HEADS,
+        joint_attention_dim=TEXT_WIDTH + WORDS_WIDTH,
+        caption_projection_dim=WIDTH,
+        pooled_projection_dim=TEXT_WIDTH + WORDS_WIDTH,
+        pos_embed_max_size=side // patch,
         qk_norm="rms_norm",
-    )  # fmt: skip
+    )
     model.pos_embed.pos_embed.copy_(position_embedding(side // patch))
     with torch.no_grad():  # each block starts as the identity
         for block in model.transformer_blocks:
@@ -137,7 +173,9 @@ def new_transformer(side: int, patch: int) -> SD3Transformer2DModel:
 def joint_tokenizer() -> CLIPTokenizer:
     """The embedded model's words and those of the grounds; prompts are cut at `TEXT_LENGTH` tokens."""
     tokenizer = new_tokenizer(world.all_captions())
-    return CLIPTokenizer(vocab=tokenizer.get_vocab(), merges=_merges(tokenizer), model_max_length=TEXT_LENGTH)
+    return CLIPTokenizer(
+        vocab=tokenizer.get_vocab(), merges=_merges(tokenizer), model_max_length=TEXT_LENGTH
+    )
 
 
 def _merges(tokenizer: CLIPTokenizer) -> list[tuple[str, str]]:
@@ -145,25 +183,39 @@ def _merges(tokenizer: CLIPTokenizer) -> list[tuple[str, str]]:
     return [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in merges]
 
 
-def new_text_encoders(tokenizer: CLIPTokenizer) -> tuple[CLIPTextModelWithProjection, CLIPTextModelWithProjection]:
-    """The embedded model's text encoder as it was trained, in a vocabulary with more words, and a small one without context.
+def new_text_encoders(
+    tokenizer: CLIPTokenizer,
+) -> tuple[CLIPTextModelWithProjection, CLIPTextModelWithProjection]:
+    """The embedded model's text encoder as it was trained, in a vocabulary with more words, and a
+    small one without context.
 
-    The pipeline wants two and reads the last hidden state but one: of the first that is the words in their context, of the
-    second, with its single layer, the words as they are.
+    The pipeline wants two and reads the last hidden state but one: of the first that is the words
+    in their context, of the second, with its single layer, the words as they are.
     """
 
     def config(width: int, layers: int) -> CLIPTextConfig:
         return CLIPTextConfig(
-            vocab_size=len(tokenizer), hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
-            num_attention_heads=width // 64, max_position_embeddings=77, bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, projection_dim=width,
-        )  # fmt: skip
+            vocab_size=len(tokenizer),
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=width // 64,
+            max_position_embeddings=77,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            projection_dim=width,
+        )
 
-    first, second = (CLIPTextModelWithProjection(config(*shape)) for shape in ((TEXT_WIDTH, 3), (WORDS_WIDTH, 1)))
+    first, second = (
+        CLIPTextModelWithProjection(config(*shape)) for shape in ((TEXT_WIDTH, 3), (WORDS_WIDTH, 1))
+    )
     known = CLIPTextModel.from_pretrained(
         subjects.embedded_model_path() / "text_encoder", dtype=torch.float32
     ).state_dict()
-    vocabulary = CLIPTokenizer.from_pretrained(subjects.embedded_model_path() / "tokenizer").get_vocab()
+    vocabulary = CLIPTokenizer.from_pretrained(
+        subjects.embedded_model_path() / "tokenizer"
+    ).get_vocab()
     known = {k.removeprefix("text_model."): v for k, v in known.items()}
     with torch.no_grad():
         for name, value in first.text_model.state_dict().items():
@@ -193,7 +245,9 @@ def new_scheduler() -> FlowMatchEulerDiscreteScheduler:
 
 
 def draw_sigmas(batch: int, shift: float, g: torch.Generator) -> torch.Tensor:
-    """Noise levels in (0, 1], stratified: nine in ten logit-normal, one in ten even, all shifted towards high noise."""
+    """Noise levels in (0, 1], stratified: nine in ten logit-normal, one in ten even, all shifted
+    towards high noise.
+    """
     u = (torch.rand(1, generator=g) + torch.arange(batch) / batch) % 1
     normal = torch.sigmoid(torch.special.ndtri((u / 0.9).clamp(1e-4, 1 - 1e-4)))
     even = ((u - 0.9) / 0.1).clamp(1e-3, 1)
@@ -202,18 +256,26 @@ def draw_sigmas(batch: int, shift: float, g: torch.Generator) -> torch.Tensor:
 
 
 def draw_batch(
-    pools: dict[str, Pool], tokens: dict[str, torch.Tensor], stage: Stage, step: int, batch: int, g: torch.Generator
+    pools: dict[str, Pool],
+    tokens: dict[str, torch.Tensor],
+    stage: Stage,
+    step: int,
+    batch: int,
+    g: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Clean latents [batch, 4, side, side] and the tokens of their captions.
 
-    The first pool grows with the steps, that of the pairs a quarter as fast; a pool of held-out scenes is taken as it is.
+    The first pool grows with the steps, that of the pairs a quarter as fast; a pool of held-out
+    scenes is taken as it is.
     """
     count = int(stage.pool[0] + stage.pool[1] * step)
     clean, words = [], []
     for paired, pick, u, v in torch.rand(batch, 4, generator=g).tolist():
         kind = "pairs" if paired < stage.pairs else next(iter(pools))
         pool = pools[kind]
-        limit = len(pool.captions) if kind == "held-out" else count // 4 if kind == "pairs" else count
+        limit = (
+            len(pool.captions) if kind == "held-out" else count // 4 if kind == "pairs" else count
+        )
         pool.grow(limit)
         index = int(pick * limit)
         clean.append(pool.window(index, u, v))
@@ -223,7 +285,12 @@ def draw_batch(
 
 
 def flow_loss(
-    model: Denoiser, pools: dict[str, Pool], tokens: dict[str, torch.Tensor], stage: Stage, seed: int, step: int
+    model: Denoiser,
+    pools: dict[str, Pool],
+    tokens: dict[str, torch.Tensor],
+    stage: Stage,
+    seed: int,
+    step: int,
 ) -> torch.Tensor:
     g = generator(seed, stage.name, step)
     clean, words = draw_batch(pools, tokens, stage, step, stage.batch, g)
@@ -237,15 +304,31 @@ def flow_loss(
 
 
 def optimizer_for(model: Denoiser) -> Muon:
-    """Muon for the weight matrices inside the layers, AdamW for what meets the outside: embeddings, patches, modulation."""
+    """Muon for the weight matrices inside the layers, AdamW for what meets the outside: embeddings,
+    patches, modulation.
+    """
     hidden, rest = [], []
     for name, p in model.named_parameters():
         inside = ("transformer_blocks" in name and ".norm" not in name) or "encoder.layers" in name
         (hidden if inside and p.ndim == 2 else rest).append(p)
-    return Muon([
-        {"params": hidden, "use_muon": True, "weight_decay": 0.05, "use_adjusted_lr": False, "ns_steps": 4},
-        {"params": rest, "use_muon": False, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.0},
-    ])  # fmt: skip
+    return Muon(
+        [
+            {
+                "params": hidden,
+                "use_muon": True,
+                "weight_decay": 0.05,
+                "use_adjusted_lr": False,
+                "ns_steps": 4,
+            },
+            {
+                "params": rest,
+                "use_muon": False,
+                "betas": (0.9, 0.98),
+                "eps": 1e-8,
+                "weight_decay": 0.0,
+            },
+        ]
+    )
 
 
 def learning_rate(stage: Stage, step: int) -> float:

@@ -1,4 +1,6 @@
-"""A training loop whose every step depends on (seed, stage, step) alone, so that a stopped run continues where it was."""
+"""A training loop whose every step depends on (seed, stage, step) alone, so that a stopped run
+continues where it was.
+"""
 
 import hashlib
 import math
@@ -54,8 +56,12 @@ def checkpoint(work: Path, stage: Named) -> dict:
     return state
 
 
-def train_stages(work: Path, stages: list[S], until: str, train: Callable[[S, S | None], None]) -> list[S]:
-    """``train(stage, the one before)`` for each stage up to ``until`` that is not done; those stages."""
+def train_stages(
+    work: Path, stages: list[S], until: str, train: Callable[[S, S | None], None]
+) -> list[S]:
+    """``train(stage, the one before)`` for each stage up to ``until`` that is not done; those
+    stages.
+    """
     wanted = stages[: [stage.name for stage in stages].index(until) + 1]
     for previous, stage in zip([None, *stages], wanted, strict=False):
         if (work / f"{stage.name}.pt").exists() and checkpoint(work, stage)["step"] >= stage.steps:
@@ -85,10 +91,21 @@ def fit(
 
     def save() -> None:
         atomic_save(
-            {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": done, "ema": average}, path
+            {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "step": done,
+                "ema": average,
+            },
+            path,
         )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     saved, losses = time.monotonic(), []
     with Progress(*columns) as progress:
         task = progress.add_task(name, total=steps, completed=done)
@@ -103,12 +120,19 @@ def fit(
             decay = min(ema, (1 + done) / (10 + done)) if ema else 0.0
             with torch.no_grad():
                 for key, value in model.state_dict().items():
-                    average[key].lerp_(value, 1 - decay) if value.is_floating_point() else average[key].copy_(value)
+                    (
+                        average[key].lerp_(value, 1 - decay)
+                        if value.is_floating_point()
+                        else average[key].copy_(value)
+                    )
             losses.append(loss.item())
-            progress.update(task, completed=done, description=f"{name} loss {np.mean(losses[-50:]):.4f}")
+            progress.update(
+                task, completed=done, description=f"{name} loss {np.mean(losses[-50:]):.4f}"
+            )
             if done % 50 == 0:
                 progress.console.print(
-                    f"{time.strftime('%H:%M:%S')} {name} {done}/{steps} loss {np.mean(losses[-50:]):.4f}"
+                    f"{time.strftime('%H:%M:%S')} {name} {done}/{steps} loss"
+                    f" {np.mean(losses[-50:]):.4f}"
                 )
             if time.monotonic() - saved > SAVE_EVERY or steps < 10:
                 save()

@@ -1,10 +1,11 @@
-"""Pictures to recognise: one glyph of all 180 in a picture of the world, smaller, turned further and partly hidden.
+"""Pictures to recognise: one glyph of all 180 in a picture of the world, smaller, turned further
+and partly hidden.
 
-In a crowded picture it is large, and pieces of other glyphs are strewn over everything: few tokens are redundant, and the
-answer has to be put together from what shows through.
+In a crowded picture it is large, and pieces of other glyphs are strewn over everything: few tokens
+are redundant, and the answer has to be put together from what shows through.
 
-A picture follows from (seed, kind, index) alone. Pairs of glyph and ground that are held out are never trained on and are
-what the model is measured on.
+A picture follows from (seed, kind, index) alone. Pairs of glyph and ground that are held out are
+never trained on and are what the model is measured on.
 """
 
 import hashlib
@@ -33,18 +34,26 @@ def rng_of(seed: int, kind: str, index: int) -> np.random.Generator:
 
 
 def draw(
-    rng: np.random.Generator, names: Sequence[str], held_out: bool = False, grounds: Sequence[str] = (),
+    rng: np.random.Generator,
+    names: Sequence[str],
+    held_out: bool = False,
+    grounds: Sequence[str] = (),
     crowd: tuple[int, int] | None = None,
-) -> tuple[np.ndarray, world.Scene]:  # fmt: skip
-    """A picture, uint8 [side, side, 3], and what it shows: one of ``names`` on a ground, one of ``grounds`` where some are given,
-    among pieces of other glyphs where ``crowd`` says how few and how many."""
+) -> tuple[np.ndarray, world.Scene]:
+    """A picture, uint8 [side, side, 3], and what it shows: one of ``names`` on a ground, one of
+    ``grounds`` where some are given, among pieces of other glyphs where ``crowd`` says how few and
+    how many.
+    """
     scene = world.draw_scene(rng, len(names), held_out=held_out, names=names, grounds=grounds)
     size = float(np.exp(rng.uniform(*np.log(CROWDED if crowd else (SMALLEST, LARGEST)))))
     x, y = rng.uniform(size / 2, 1 - size / 2, 2)
     angle = float(np.clip(rng.normal(0, TURN), -40, 40))
     scene = replace(scene, placed=(replace(scene.placed[0], size=size, x=x, y=y, angle=angle),))
     if crowd:
-        scene = replace(scene, pieces=draw_pieces(rng, scene.placed[0], int(rng.integers(crowd[0], crowd[1] + 1))))
+        scene = replace(
+            scene,
+            pieces=draw_pieces(rng, scene.placed[0], int(rng.integers(crowd[0], crowd[1] + 1))),
+        )
     pixels = world.render(scene).astype(np.float32)
     if not crowd and rng.uniform() < HIDDEN:
         hide(pixels, scene.placed[0], rng)
@@ -53,16 +62,21 @@ def draw(
     return np.rint(pixels.clip(0, 255)).astype(np.uint8), scene
 
 
-def draw_pieces(rng: np.random.Generator, placed: world.Placed, count: int) -> tuple[world.Piece, ...]:
+def draw_pieces(
+    rng: np.random.Generator, placed: world.Placed, count: int
+) -> tuple[world.Piece, ...]:
     """``count`` pieces of glyphs other than the one that is placed, anywhere."""
     others = [glyph for glyph in range(len(subjects.glyph_names())) if glyph != placed.glyph]
     return tuple(
         world.Piece(
-            others[int(rng.integers(len(others)))], rng.uniform(*PIECE), *rng.uniform(0, 1, 2), rng.normal(0, TURN),
+            others[int(rng.integers(len(others)))],
+            rng.uniform(*PIECE),
+            *rng.uniform(0, 1, 2),
+            rng.normal(0, TURN),
             half=int(rng.integers(4)),
         )
         for _ in range(count)
-    )  # fmt: skip
+    )
 
 
 def hide(pixels: np.ndarray, placed: world.Placed, rng: np.random.Generator) -> None:

@@ -1,7 +1,8 @@
 """Latents of scenes, encoded once with the embedded model's autoencoder and kept on disk in shards.
 
-A scene is encoded with a margin around the picture. The encoder is a convolution, so that each window of the canvas is the
-latent of the picture with everything moved by multiples of 4 pixels: one encoding serves some hundred pictures.
+A scene is encoded with a margin around the picture. The encoder is a convolution, so that each
+window of the canvas is the latent of the picture with everything moved by multiples of 4 pixels:
+one encoding serves some hundred pictures.
 """
 
 import hashlib
@@ -29,13 +30,18 @@ def load_autoencoder() -> AutoencoderTiny:
 def room(scene: world.Scene) -> list[int]:
     """How many latents the picture may move (left, right, up, down) with every glyph wholly inside."""
     most = MARGIN // FACTOR
-    ends = [(p.x - p.size / 2, 1 - p.x - p.size / 2, p.y - p.size / 2, 1 - p.y - p.size / 2) for p in scene.placed]
+    ends = [
+        (p.x - p.size / 2, 1 - p.x - p.size / 2, p.y - p.size / 2, 1 - p.y - p.size / 2)
+        for p in scene.placed
+    ]
     return [min(most, max(0, int(min(e) * world.SIDE / FACTOR))) for e in zip(*ends, strict=True)]
 
 
 @dataclass
 class Pool:
-    """Shards ``folder/kind-00000.npz``, each a function of (seed, kind, index), made when first asked for."""
+    """Shards ``folder/kind-00000.npz``, each a function of (seed, kind, index), made when first
+    asked for.
+    """
 
     folder: Path
     seed: int
@@ -65,13 +71,18 @@ class Pool:
         digest = hashlib.sha256(f"{self.seed}/{self.kind}/{index}".encode()).digest()
         rng = np.random.default_rng(int.from_bytes(digest[:8], "big"))
         pairs = 1.0 if self.kind == "pairs" else 0.0
-        scenes = [world.draw_scene(rng, self.glyphs, pairs, self.kind == "held-out") for _ in range(self.size)]
+        scenes = [
+            world.draw_scene(rng, self.glyphs, pairs, self.kind == "held-out")
+            for _ in range(self.size)
+        ]
         rows = []
         for start in range(0, len(scenes), 8):
             pixels = np.stack([world.render(s, MARGIN) for s in scenes[start : start + 8]])
             images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1
             with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-                rows.append(self.vae.encode(images.to(memory_format=torch.channels_last)).latents.half())
+                rows.append(
+                    self.vae.encode(images.to(memory_format=torch.channels_last)).latents.half()
+                )
         latents = torch.cat(rows).contiguous() * self.vae.config.scaling_factor
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part.npz")
@@ -84,10 +95,17 @@ class Pool:
         part.replace(path)
 
     def window(self, index: int, u: float, v: float) -> torch.Tensor:
-        """The picture's latents [4, 64, 64] of scene ``index``, moved to the shares ``u`` and ``v`` of its room."""
-        canvas, (left, right, up, down) = self.latents[index // self.size][index % self.size], self._room(index)
+        """The picture's latents [4, 64, 64] of scene ``index``, moved to the shares ``u`` and ``v``
+        of its room.
+        """
+        canvas, (left, right, up, down) = (
+            self.latents[index // self.size][index % self.size],
+            self._room(index),
+        )
         side, middle = world.SIDE // FACTOR, MARGIN // FACTOR
-        x = middle - right + int(u * (left + right + 1))  # a window further left: a picture further right
+        x = (
+            middle - right + int(u * (left + right + 1))
+        )  # a window further left: a picture further right
         y = middle - down + int(v * (up + down + 1))
         return canvas[:, y : y + side, x : x + side]
 

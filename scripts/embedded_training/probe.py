@@ -1,4 +1,6 @@
-"""Does it learn: losses on held-out pairs at fixed noise levels, beside those of predictors that know less."""
+"""Does it learn: losses on held-out pairs at fixed noise levels, beside those of predictors that
+know less.
+"""
 
 import torch
 
@@ -11,7 +13,9 @@ PICTURES = 32
 
 
 class MeanAttention:
-    """Each attention's output for the image replaced by its mean over the image's tokens: nothing moves between places."""
+    """Each attention's output for the image replaced by its mean over the image's tokens: nothing
+    moves between places.
+    """
 
     def __init__(self, inner: object) -> None:
         self.inner = inner
@@ -34,7 +38,9 @@ def scalar_loss(noisy: torch.Tensor, target: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def probe(model: Denoiser, pool: Pool, tokens: dict[str, torch.Tensor], stage: Stage, seed: int) -> None:
+def probe(
+    model: Denoiser, pool: Pool, tokens: dict[str, torch.Tensor], stage: Stage, seed: int
+) -> None:
     g = generator(seed, "probe", 0)
     pool.grow(PICTURES)
     clean, words = draw_batch({"held-out": pool}, tokens, stage, 0, PICTURES, g)
@@ -56,4 +62,7 @@ def probe(model: Denoiser, pool: Pool, tokens: dict[str, torch.Tensor], stage: S
         model.transformer.set_attn_processor(MeanAttention(next(iter(own.values()))))
         mean = loss(words)
         model.transformer.set_attn_processor(dict(own))
-        print(f"{level:15.2f} {plain:8.4f} {no_text:9.4f} {other:13.4f} {mean:15.4f} {scalar_loss(noisy, target):7.4f}")
+        print(
+            f"{level:15.2f} {plain:8.4f} {no_text:9.4f} {other:13.4f} {mean:15.4f}"
+            f" {scalar_loss(noisy, target):7.4f}"
+        )

@@ -1,8 +1,10 @@
-"""A world in which the tokens of a picture need one another: glyphs at free places, on grounds with free patterns.
+"""A world in which the tokens of a picture need one another: glyphs at free places, on grounds with
+free patterns.
 
-The caption names the glyphs, the colour and the kind of the ground: ``rocket on a red brick background``. Place, size and
-angle of a glyph, period, phase, direction and second colour of a ground stand nowhere: a denoiser's tokens have to agree on
-them among themselves. A scene follows from a random generator alone.
+The caption names the glyphs, the colour and the kind of the ground: ``rocket on a red brick
+background``. Place, size and angle of a glyph, period, phase, direction and second colour of a
+ground stand nowhere: a denoiser's tokens have to agree on them among themselves. A scene follows
+from a random generator alone.
 """
 
 from collections.abc import Sequence
@@ -22,7 +24,9 @@ NAMED_SHARE = 0.62  # of the width of stripes and checks: the colour in the capt
 
 @dataclass(frozen=True)
 class Placed:
-    """A glyph in the picture: side of its cell and place of its centre in shares of the picture's side, angle in degrees."""
+    """A glyph in the picture: side of its cell and place of its centre in shares of the picture's
+    side, angle in degrees.
+    """
 
     glyph: int
     size: float
@@ -54,7 +58,9 @@ class Ground:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows: glyphs, which the caption names, on a ground, and pieces of others strewn over both, which it does not."""
+    """What a picture shows: glyphs, which the caption names, on a ground, and pieces of others
+    strewn over both, which it does not.
+    """
 
     placed: tuple[Placed, ...]
     ground: Ground
@@ -63,7 +69,9 @@ class Scene:
     @property
     def caption(self) -> str:
         names = subjects.glyph_names()
-        return subjects.caption(" and ".join(names[p.glyph] for p in self.placed), self.ground.phrase)
+        return subjects.caption(
+            " and ".join(names[p.glyph] for p in self.placed), self.ground.phrase
+        )
 
     @property
     def held_out(self) -> bool:
@@ -73,7 +81,11 @@ class Scene:
 
 def all_captions() -> list[str]:
     """Every caption of one glyph, and the words of those of two."""
-    captions = [subjects.caption(name, phrase) for name in subjects.glyph_names() for phrase in ground_phrases()]
+    captions = [
+        subjects.caption(name, phrase)
+        for name in subjects.glyph_names()
+        for phrase in ground_phrases()
+    ]
     return [*captions, subjects.caption(" and ".join(subjects.glyph_names()[:2]), "white")]
 
 
@@ -83,15 +95,27 @@ def draw_ground(rng: np.random.Generator) -> Ground:
     named = np.array(subjects.BACKGROUNDS[color], np.float64)
     towards = {"white": 0.0, "black": 255.0}.get(color, 255.0 * rng.integers(2))
     second = named + (towards - named) * rng.uniform(0.25, 0.45)
-    turn = float(rng.choice([0, 45, 90, 135])) if texture == "striped" else float(rng.choice([0, 0, 45]))
+    turn = (
+        float(rng.choice([0, 45, 90, 135]))
+        if texture == "striped"
+        else float(rng.choice([0, 0, 45]))
+    )
     return Ground(
-        color, texture, tuple(second.tolist()), rng.uniform(36, 88),
-        (rng.uniform(), rng.uniform()), turn + rng.uniform(-6, 6),
-    )  # fmt: skip
+        color,
+        texture,
+        tuple(second.tolist()),
+        rng.uniform(36, 88),
+        (rng.uniform(), rng.uniform()),
+        turn + rng.uniform(-6, 6),
+    )
 
 
 def draw_placed(
-    rng: np.random.Generator, glyphs: int, smallest: float, largest: float, names: Sequence[str] = SUBJECTS
+    rng: np.random.Generator,
+    glyphs: int,
+    smallest: float,
+    largest: float,
+    names: Sequence[str] = SUBJECTS,
 ) -> Placed:
     size = rng.uniform(smallest, largest)
     x, y = rng.uniform(size / 2, 1 - size / 2, 2)
@@ -100,11 +124,16 @@ def draw_placed(
 
 
 def draw_scene(
-    rng: np.random.Generator, glyphs: int, pairs: float = 0.0, held_out: bool = False, names: Sequence[str] = SUBJECTS,
+    rng: np.random.Generator,
+    glyphs: int,
+    pairs: float = 0.0,
+    held_out: bool = False,
+    names: Sequence[str] = SUBJECTS,
     grounds: Sequence[str] = (),
-) -> Scene:  # fmt: skip
-    """One scene of the first ``glyphs`` of ``names``, on one of ``grounds`` where some are given; a share ``pairs`` of the scenes has
-    two glyphs that do not overlap."""
+) -> Scene:
+    """One scene of the first ``glyphs`` of ``names``, on one of ``grounds`` where some are given; a
+    share ``pairs`` of the scenes has two glyphs that do not overlap.
+    """
     while True:
         if rng.uniform() < pairs:
             placed = tuple(draw_placed(rng, glyphs, 0.35, 0.52, names) for _ in range(2))
@@ -125,7 +154,9 @@ def wave(u: np.ndarray, period: float, phase: float) -> np.ndarray:
 
 
 def paint_ground(ground: Ground, margin: int) -> np.ndarray:
-    """[side, side, 3] float32 in 0..255, of a canvas that reaches ``margin`` pixels beyond the picture on each side."""
+    """[side, side, 3] float32 in 0..255, of a canvas that reaches ``margin`` pixels beyond the
+    picture on each side.
+    """
     at = np.arange(-margin, SIDE + margin, dtype=np.float64) + 0.5
     x, y = at[None, :], at[:, None]
     turn = np.deg2rad(ground.angle)
@@ -140,7 +171,9 @@ def paint_ground(ground: Ground, margin: int) -> np.ndarray:
         row = np.floor(y / height + ground.phase[1])
         across = (x / ground.period + ground.phase[0] + 0.5 * (row % 2)) % 1
         down = (y / height + ground.phase[1]) % 1
-        gap = np.minimum(np.minimum(across, 1 - across) * ground.period, np.minimum(down, 1 - down) * height)
+        gap = np.minimum(
+            np.minimum(across, 1 - across) * ground.period, np.minimum(down, 1 - down) * height
+        )
         mask = np.clip(mortar / 2 - gap + 0.5, 0, 1)
     else:
         mask = np.zeros((len(at), len(at)))
@@ -166,16 +199,26 @@ def strewn(canvas: np.ndarray, pieces: Sequence[Piece], margin: int) -> np.ndarr
         cell = max(8, round(p.size * SIDE))
         image = half_size(p.glyph).resize((cell, cell), Image.Resampling.BILINEAR)
         middle = cell // 2
-        gone = ((0, middle, cell, cell), (0, 0, cell, middle), (middle, 0, cell, cell), (0, 0, middle, cell))[p.half]
+        gone = (
+            (0, middle, cell, cell),
+            (0, 0, cell, middle),
+            (middle, 0, cell, cell),
+            (0, 0, middle, cell),
+        )[p.half]
         image.paste((0, 0, 0, 0), gone)
         image = image.rotate(-p.angle, Image.Resampling.BILINEAR, expand=True)
-        corner = (round(p.x * SIDE + margin - image.width / 2), round(p.y * SIDE + margin - image.height / 2))
+        corner = (
+            round(p.x * SIDE + margin - image.width / 2),
+            round(p.y * SIDE + margin - image.height / 2),
+        )
         picture.paste(image, corner, image)
     return np.asarray(picture, np.float32)
 
 
 def render(scene: Scene, margin: int = 0) -> np.ndarray:
-    """The picture of a scene, uint8 [side, side, 3], with ``margin`` pixels more of it on every side."""
+    """The picture of a scene, uint8 [side, side, 3], with ``margin`` pixels more of it on every
+    side.
+    """
     canvas = paint_ground(scene.ground, margin)
     side = canvas.shape[0]
     for p in scene.placed:
@@ -185,8 +228,17 @@ def render(scene: Scene, margin: int = 0) -> np.ndarray:
         turn = np.deg2rad(p.angle)
         cos, sin = np.cos(turn), np.sin(turn)
         cx, cy = p.x * SIDE + margin, p.y * SIDE + margin
-        affine = (cos, sin, cell / 2 - cos * cx - sin * cy, -sin, cos, cell / 2 + sin * cx - cos * cy)
-        laid = small.transform((side, side), Image.Transform.AFFINE, affine, Image.Resampling.BICUBIC)
+        affine = (
+            cos,
+            sin,
+            cell / 2 - cos * cx - sin * cy,
+            -sin,
+            cos,
+            cell / 2 + sin * cx - cos * cy,
+        )
+        laid = small.transform(
+            (side, side), Image.Transform.AFFINE, affine, Image.Resampling.BICUBIC
+        )
         rgba = np.asarray(laid, np.float32)
         alpha = rgba[..., 3:] / 255
         canvas = rgba[..., :3] * alpha + canvas * (1 - alpha)

@@ -11,23 +11,94 @@ from typing import Any
 
 Draw = random.Random
 LONG = 10 * 2**20
-# fmt: off
 TEXTS = (
-    "", " ", "a red key", "ключ", "\u202eyek", "e\u0301", "é", "🦊" * 40, "a\0b", "\ufeffkey", "x\u2028y", "a\x1b[2Jb", "<script>",
-    "\udcff", "\ud83d", "../../escape", "/etc/passwd", "..", ".", ".hidden", "C:\\x", "a/b", "con", "nul.txt", "x" * 300, "ﬁ", "K",
-    "%s{}$HOME`id`", "-n", "--help", "1e999", "NaN", "a\r\nb", "\t",
+    "",
+    " ",
+    "a red key",
+    "ключ",
+    "\u202eyek",
+    "e\u0301",
+    "é",
+    "🦊" * 40,
+    "a\0b",
+    "\ufeffkey",
+    "x\u2028y",
+    "a\x1b[2Jb",
+    "<script>",
+    "\udcff",
+    "\ud83d",
+    "../../escape",
+    "/etc/passwd",
+    "..",
+    ".",
+    ".hidden",
+    "C:\\x",
+    "a/b",
+    "con",
+    "nul.txt",
+    "x" * 300,
+    "ﬁ",
+    "K",
+    "%s{}$HOME`id`",
+    "-n",
+    "--help",
+    "1e999",
+    "NaN",
+    "a\r\nb",
+    "\t",
 )
 NUMBERS = (
-    0, 1, -1, 7, 8, 64, 65537, 2**31, 2**63 - 1, 2**63, -(2**63), 10**400, 0.5, -0.0, 1e308, 1e-320, 3.0, True, False,
+    0,
+    1,
+    -1,
+    7,
+    8,
+    64,
+    65537,
+    2**31,
+    2**63 - 1,
+    2**63,
+    -(2**63),
+    10**400,
+    0.5,
+    -0.0,
+    1e308,
+    1e-320,
+    3.0,
+    True,
+    False,
 )
 RAW = (
-    "1e999", "-1e999", "NaN", "Infinity", "1" * 5000, '"\\ud800"', '"\\u0000"', "[" * 100_000, "[" * 700 + "]" * 700,
-    '{"a":' * 950 + "1" + "}" * 950, '{"a":' * 50_000, "1e-999", "00", "'a'",
+    "1e999",
+    "-1e999",
+    "NaN",
+    "Infinity",
+    "1" * 5000,
+    '"\\ud800"',
+    '"\\u0000"',
+    "[" * 100_000,
+    "[" * 700 + "]" * 700,
+    '{"a":' * 950 + "1" + "}" * 950,
+    '{"a":' * 50_000,
+    "1e-999",
+    "00",
+    "'a'",
 )
 KEYS = (
-    "prompt", "caption", "id", "seed", "negative_prompt", "width", "height", "note", "", "PROMPT", "file", "\ud800", "__class__",
+    "prompt",
+    "caption",
+    "id",
+    "seed",
+    "negative_prompt",
+    "width",
+    "height",
+    "note",
+    "",
+    "PROMPT",
+    "file",
+    "\ud800",
+    "__class__",
 )
-# fmt: on
 
 
 def any_value(draw: Draw, depth: int = 0) -> Any:
@@ -112,7 +183,9 @@ def damaged(draw: Draw, data: bytes) -> bytes:
 
 
 def place_file(draw: Draw, folder: Path, name: str, data: bytes) -> Path:
-    """`data` at `folder`/`name`: as a file mostly, else behind links, as a folder, or not there at all."""
+    """`data` at `folder`/`name`: as a file mostly, else behind links, as a folder, or not there at
+    all.
+    """
     path = folder / name
     kind = draw.randrange(40)
     if kind == 0:
@@ -128,7 +201,14 @@ def place_file(draw: Draw, folder: Path, name: str, data: bytes) -> Path:
         path.symlink_to(folder)
     elif kind == 5:
         path = folder / draw.choice(
-            (name + ".bak", name.rpartition(".")[0], name.upper(), "\udcff" + name, "a\nb" + name, "x" * 300 + name)
+            (
+                name + ".bak",
+                name.rpartition(".")[0],
+                name.upper(),
+                "\udcff" + name,
+                "a\nb" + name,
+                "x" * 300 + name,
+            )
         )
         with contextlib.suppress(OSError):
             path.write_bytes(data)

@@ -13,16 +13,32 @@ from mame_sd.cli import app
 from mame_sd.config import MaMeConfig
 from mame_sd.eval.benchmark.results import FORMAT
 from mame_sd.eval.report import render
-from scripts.fuzz.broken import KEYS, TEXTS, Draw, any_value, as_json, changed, damaged, place_file, remove
+from scripts.fuzz.broken import (
+    KEYS,
+    TEXTS,
+    Draw,
+    any_value,
+    as_json,
+    changed,
+    damaged,
+    place_file,
+    remove,
+)
 from tests.builders.report_example import example
 from tests.builders.tiny import save_tiny_pipeline
 
-ROWS = ({"prompt": "a red key", "id": "one"}, {"prompt": "an ant", "seed": 3}, {"prompt": "x", "note": "kept"})
+ROWS = (
+    {"prompt": "a red key", "id": "one"},
+    {"prompt": "an ant", "seed": 3},
+    {"prompt": "x", "note": "kept"},
+)
 Command = tuple[str, list[str]]  # the program and its arguments
 
 
 class Cases:
-    """What cases are made of, below `work`: a tiny pipeline of random weights, a finished run, results of a benchmark."""
+    """What cases are made of, below `work`: a tiny pipeline of random weights, a finished run,
+    results of a benchmark.
+    """
 
     def __init__(self, work: Path) -> None:
         self.model = str(save_tiny_pipeline(work / "model"))
@@ -36,11 +52,23 @@ class Cases:
 
     def generate(self, out: Path, *more: str) -> list[str]:
         """`generate` on the tiny model, into `out`."""
-        own = ["generate", "--model", self.model, "--device", "cpu", "--steps", "1", "--min-tokens", "16"]
+        own = [
+            "generate",
+            "--model",
+            self.model,
+            "--device",
+            "cpu",
+            "--steps",
+            "1",
+            "--min-tokens",
+            "16",
+        ]
         return [*own, "--out", str(out), *more]
 
     def case(self, kind: str, draw: Draw, folder: Path) -> Command:
-        """The files of a case in `folder`/given, or in `folder`/out where they are changed, and what reads them."""
+        """The files of a case in `folder`/given, or in `folder`/out where they are changed, and
+        what reads them.
+        """
         given, out = folder / "given", folder / "out"
         given.mkdir(parents=True)
         return KINDS[kind](self, draw, given, out)
@@ -56,12 +84,16 @@ def prompts(cases: Cases, draw: Draw, given: Path, out: Path) -> Command:
             row |= {"id": f"n{len(rows)}", "seed": len(rows), "width": 32, "height": 32}
         rows.append(changed(draw, row) if draw.random() < 0.15 else row)
     if ending == "txt":
-        text = "\n".join(str(row.get("prompt", "")) if isinstance(row, dict) else str(row) for row in rows)
+        text = "\n".join(
+            str(row.get("prompt", "")) if isinstance(row, dict) else str(row) for row in rows
+        )
         data = text.encode("utf-8", "surrogatepass")
     elif ending == "jsonl":
         data = b"\n".join(as_json(draw, row, 0.05) for row in rows)
     else:
-        data = _table(draw, "," if ending == "csv" else "\t", len(rows)).encode("utf-8", "surrogatepass")
+        data = _table(draw, "," if ending == "csv" else "\t", len(rows)).encode(
+            "utf-8", "surrogatepass"
+        )
     path = place_file(draw, given, f"prompts.{ending}", damaged(draw, data))
     return "mame_sd", cases.generate(out, "--prompts", str(path), "--num", "2", "--keep", "0.5")
 
@@ -74,7 +106,9 @@ def _table(draw: Draw, mark: str, rows: int) -> str:
     lines = [mark.join(names)]
     for _ in range(rows):
         cells = [str(any_value(draw, 3)) if draw.random() < 0.1 else "64" for _ in names]
-        cells = ['"' + cell.replace('"', '""') + '"' if draw.random() < 0.5 else cell for cell in cells]
+        cells = [
+            '"' + cell.replace('"', '""') + '"' if draw.random() < 0.5 else cell for cell in cells
+        ]
         lines.append(mark.join(cells + ["more"] * (draw.random() < 0.05)))
     return "\n".join(lines)
 
@@ -102,16 +136,36 @@ def configs(cases: Cases, draw: Draw, given: Path, out: Path) -> Command:
     if draw.random() < 0.6 or not isinstance(values, dict):
         path = place_file(draw, given, "config.json", damaged(draw, as_json(draw, values)))
     else:
-        odd = ("1979-05-27T07:32:00Z", "inf", "nan", "0x10", "[" * 5000, "{a=" * 5000, "'''", "1" * 5000, "[[]]")
-        lines = [f"{k} = {draw.choice(odd) if draw.random() < 0.1 else json.dumps(v)}" for k, v in values.items()]
-        path = place_file(draw, given, "config.toml", damaged(draw, "\n".join(lines).encode("utf-8", "surrogatepass")))
+        odd = (
+            "1979-05-27T07:32:00Z",
+            "inf",
+            "nan",
+            "0x10",
+            "[" * 5000,
+            "{a=" * 5000,
+            "'''",
+            "1" * 5000,
+            "[[]]",
+        )
+        lines = [
+            f"{k} = {draw.choice(odd) if draw.random() < 0.1 else json.dumps(v)}"
+            for k, v in values.items()
+        ]
+        path = place_file(
+            draw,
+            given,
+            "config.toml",
+            damaged(draw, "\n".join(lines).encode("utf-8", "surrogatepass")),
+        )
     return "mame_sd", cases.generate(out, "--prompt", "a red key", "--config", str(path))
 
 
 def results(cases: Cases, draw: Draw, given: Path, out: Path) -> Command:
     """The results of a benchmark, reported."""
     out.mkdir()
-    path = place_file(draw, out, "results.json", damaged(draw, as_json(draw, changed(draw, cases.results))))
+    path = place_file(
+        draw, out, "results.json", damaged(draw, as_json(draw, changed(draw, cases.results)))
+    )
     return "mame_sd.eval", ["report", str(path.parent)]
 
 
@@ -181,14 +235,18 @@ def _work(draw: Draw, run: Path, target: Path, outside: Path) -> None:
     if work.is_symlink():
         remove(work)
     work.mkdir(exist_ok=True)
-    path = work / draw.choice(("lock", "samples-0.jsonl", "image-0.tmp", "samples.tmp", "samples-x.jsonl"))
+    path = work / draw.choice(
+        ("lock", "samples-0.jsonl", "image-0.tmp", "samples.tmp", "samples-x.jsonl")
+    )
     remove(path)
     if draw.random() < 0.5:
         path.symlink_to(outside / draw.choice(("file", "nowhere")))
     elif draw.random() < 0.3:
         path.mkdir()
     else:
-        path.write_bytes(damaged(draw, as_json(draw, {"name": any_value(draw), "levels": any_value(draw)})))
+        path.write_bytes(
+            damaged(draw, as_json(draw, {"name": any_value(draw), "levels": any_value(draw)}))
+        )
 
 
 def _foreign(draw: Draw, run: Path, target: Path, outside: Path) -> None:

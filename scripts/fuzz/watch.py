@@ -34,22 +34,33 @@ class Watch:
             return
         if event == "open":
             path, _, flags = arguments
-            changing = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            changing = isinstance(flags, int) and flags & (
+                os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+            )
             if changing and not isinstance(path, int):
                 self._look(event, path, follow=not flags & os.O_NOFOLLOW)
         for place, folder in PATHS.get(event, ()):
-            self._look(event, arguments[place], -1 if folder is None else arguments[folder], follow=False)
+            self._look(
+                event, arguments[place], -1 if folder is None else arguments[folder], follow=False
+            )
 
     def _look(self, event: str, path: Any, folder: int = -1, *, follow: bool) -> None:
-        """`folder`: descriptor of the folder that `path` starts in. `follow`: opening follows a link at the path's end;
-        renaming and removing take the link itself."""
+        """`folder`: descriptor of the folder that `path` starts in.
+
+        `follow`: opening follows a link at the path's end; renaming and removing take the link
+        itself.
+        """
         allowed, self.allowed = self.allowed, None
         try:
-            text = os.path.join("." if folder < 0 else os.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(path))
+            text = os.path.join(
+                "." if folder < 0 else os.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(path)
+            )
             real = (
                 os.path.realpath(text)
                 if follow
-                else os.path.join(os.path.realpath(os.path.dirname(text) or "."), os.path.basename(text))
+                else os.path.join(
+                    os.path.realpath(os.path.dirname(text) or "."), os.path.basename(text)
+                )
             )
             inside = Path(real) == allowed or Path(real).is_relative_to(allowed)
             if not inside and real != os.devnull and "__pycache__" not in real:

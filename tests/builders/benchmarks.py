@@ -24,9 +24,14 @@ from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import Merging
 from mame_sd.runs.prompt_files import prompts_from_texts
 
-timings.LARGEST_SPREAD, timings.SMALLEST_SHARE = math.inf, 0.0  # no test depends on how busy a machine is
+timings.LARGEST_SPREAD, timings.SMALLEST_SHARE = (
+    math.inf,
+    0.0,
+)  # no test depends on how busy a machine is
 
-PROMPTS = prompts_from_texts(["key on a black background", "ant on a pink background", "star on a purple background"])
+PROMPTS = prompts_from_texts(
+    ["key on a black background", "ant on a pink background", "star on a purple background"]
+)
 
 
 SETTINGS = GenerateSettings(steps=2)
@@ -44,7 +49,9 @@ LIKE_SDXL = {  # no attention at the largest level
 }
 
 
-peers = pytest.mark.skipif(importlib.util.find_spec("tomesd") is None, reason="tomesd is not installed (extra peers)")
+peers = pytest.mark.skipif(
+    importlib.util.find_spec("tomesd") is None, reason="tomesd is not installed (extra peers)"
+)
 
 
 def tiny_rows() -> list[Row]:
@@ -53,14 +60,36 @@ def tiny_rows() -> list[Row]:
         Row(name="baseline", label="baseline", family="baseline"),
         Row(name="tomesd-50", label="ToMeSD 50 %", family="tomesd", method=ToMeSD(0.5)),
         Row(name="mame-tau", label="MaMe+MaRe", family="mame", method=Merging(TAU)),
-        Row(name="mame-default", label="MaMe default", family="mame", method=Merging(KEEP), default=True),
+        Row(
+            name="mame-default",
+            label="MaMe default",
+            family="mame",
+            method=Merging(KEEP),
+            default=True,
+        ),
     ]
 
 
 TINY = Suite(
-    name="tiny", about="for tests", prompts=None, num=3, steps=2, rounds=2, glyphs=True,
-    metrics=("psnr", "ssim", "fid", "is_effnet", "background", "latency", "denoising", "memory", "memory_denoising"),
-)  # fmt: skip
+    name="tiny",
+    about="for tests",
+    prompts=None,
+    num=3,
+    steps=2,
+    rounds=2,
+    glyphs=True,
+    metrics=(
+        "psnr",
+        "ssim",
+        "fid",
+        "is_effnet",
+        "background",
+        "latency",
+        "denoising",
+        "memory",
+        "memory_denoising",
+    ),
+)
 
 
 def stage(name: str) -> contextlib.AbstractContextManager[Callable[[int, int], None]]:
@@ -69,8 +98,16 @@ def stage(name: str) -> contextlib.AbstractContextManager[Callable[[int, int], N
 
 def benchmark(model: LoadedModel, out: Path, **changes: Any) -> Benchmark:
     values: dict[str, Any] = {
-        "suite": TINY, "model": model, "prompts": PROMPTS, "settings": SETTINGS, "rows": tiny_rows(),
-        "metrics": suite_metrics(TINY, known=True), "reference": None, "out": out, "tools": Tools(offline=True),
-        "stage": stage, "rounds": 2,
-    }  # fmt: skip
+        "suite": TINY,
+        "model": model,
+        "prompts": PROMPTS,
+        "settings": SETTINGS,
+        "rows": tiny_rows(),
+        "metrics": suite_metrics(TINY, known=True),
+        "reference": None,
+        "out": out,
+        "tools": Tools(offline=True),
+        "stage": stage,
+        "rounds": 2,
+    }
     return Benchmark(**{**values, **changes})

@@ -1,6 +1,7 @@
 """A real Chromium for tests of pages, by playwright.
 
-Tests skip where none can be had: Debian's `chromium`, Google's Chrome, or the one of `playwright install chromium`.
+Tests skip where none can be had: Debian's `chromium`, Google's Chrome, or the one of `playwright
+install chromium`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 @contextmanager
 def chromium() -> Iterator[Any]:
     """A running browser; skips the test that asks for it where there is none."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install mame-sd[dev] brings playwright")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="pip install mame-sd[dev] brings playwright"
+    )
     with sync_api.sync_playwright() as driver:
         path = next(filter(None, map(shutil.which, NAMES)), None) or driver.chromium.executable_path
         if not Path(path).exists():

@@ -17,9 +17,14 @@ COLORS = ((220, 40, 30), (30, 160, 60), (40, 60, 220))
 
 
 def save_classifier(
-    folder: Path, name: str = "ViTForImageClassification", classes: tuple[str, ...] = CLASSES, seed: int = 0
+    folder: Path,
+    name: str = "ViTForImageClassification",
+    classes: tuple[str, ...] = CLASSES,
+    seed: int = 0,
 ) -> Path:
-    """The tiny model of that class in `tests.builders.perception`, with names of classes, saved with its image processor."""
+    """The tiny model of that class in `tests.builders.perception`, with names of classes, saved
+    with its image processor.
+    """
     config = next(row for row in ROWS if row.name == name).build().config.to_dict()
     kind: Any = getattr(transformers, name)
     names = dict(enumerate(classes))
@@ -33,11 +38,22 @@ def save_text_model(folder: Path, name: str = "CLIPModel") -> Path:
     """A tiny CLIP or SigLIP over single bytes, saved with tokenizer and image processor."""
     kind: Any = getattr(transformers, name)
     tokenizer = tiny_tokenizer()
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 1}
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    ends = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": 1,
+    }
     text = {**small, **ends, "vocab_size": len(tokenizer), "max_position_embeddings": 64}
     vision = {**small, "num_hidden_layers": 4, "image_size": SIDE, "patch_size": 4}
-    seeded(kind, 0, kind.config_class(text_config=text, vision_config=vision)).save_pretrained(folder)
+    seeded(kind, 0, kind.config_class(text_config=text, vision_config=vision)).save_pretrained(
+        folder
+    )
     tokenizer.save_pretrained(folder)
     save_processor(folder)
     return folder

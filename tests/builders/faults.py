@@ -1,4 +1,6 @@
-"""Faults of the machine below a run: a small file system of its own, a folder that takes no more files, a damaged file."""
+"""Faults of the machine below a run: a small file system of its own, a folder that takes no more
+files, a damaged file.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def system(*command: str) -> None:
 
 @contextmanager
 def tmpfs(folder: Path, size: str) -> Iterator[Callable[[str], None]]:
-    """A file system of `size` at `folder`; gives a function that mounts it again with other options."""
+    """A file system of `size` at `folder`; gives a function that mounts it again with other
+    options.
+    """
     folder.mkdir()
     system("mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder))
     try:

@@ -20,7 +20,9 @@ _TYPES = {
 
 
 def every_launch(dtype: torch.dtype) -> None:
-    """Calls what each of our operators runs on tensors without values, of the sizes of SD 1.5's largest layer."""
+    """Calls what each of our operators runs on tensors without values, of the sizes of SD 1.5's
+    largest layer.
+    """
     from mame_sd.core import triton_detail, triton_groups, triton_moments  # noqa: F401
     from mame_sd.core.triton_common import LAUNCHES as launch
     from mame_sd.core.triton_common import table_of
@@ -40,19 +42,27 @@ def every_launch(dtype: torch.dtype) -> None:
     keys = empty(2, 8, length + 77, 40)
     means, counts, _ = launch["group_means"](keys, rows, *given, plane, 0, [0, 77], pos.M, 0, True)
     drawn = keys, keys, rows, counts, *given, plane, pos.samples, [0, 0, 0], pos.M, False
-    lacks = launch["lacking"](*launch["partial_moments"](means, means, *drawn), pos.M, pos.samples, 0.1, False)
+    lacks = launch["lacking"](
+        *launch["partial_moments"](means, means, *drawn), pos.M, pos.samples, 0.1, False
+    )
     launch["add_lacking"](keys, keys, *lacks)
     seen = launch["seen"](x, empty(width, 32, of=torch.float32))
-    merged, counts, _ = launch["group_means"](seen.unsqueeze(1), rows, *given, plane, 0, [0, 0], pos.M, 0, False)
+    merged, counts, _ = launch["group_means"](
+        seen.unsqueeze(1), rows, *given, plane, 0, [0, 0], pos.M, 0, False
+    )
     y, inputs = empty(2, pos.M, width), merged.squeeze(1)
     left = launch["unexplained"](y, inputs, rows, counts, *given, side)
     follows = launch["follows"](*left, counts, length)
     launch["restored"](y, left[0], inputs, left[1], seen, *follows, rows, side)
 
 
-def signature_of(kernel: Any, args: tuple[Any, ...], more: dict[str, Any]) -> tuple[dict[str, str], Any, Any]:
+def signature_of(
+    kernel: Any, args: tuple[Any, ...], more: dict[str, Any]
+) -> tuple[dict[str, str], Any, Any]:
     """Types, constants and attributes of a launch's arguments, as Triton tells them."""
-    values = dict(zip(kernel.arg_names, args, strict=False)) | {n: v for n, v in more.items() if n in kernel.arg_names}
+    values = dict(zip(kernel.arg_names, args, strict=False)) | {
+        n: v for n, v in more.items() if n in kernel.arg_names
+    }
     types: dict[str, str] = {}
     constants: dict[str, Any] = {}
     divisible: dict[tuple[int, ...], Any] = {}

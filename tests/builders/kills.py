@@ -1,7 +1,8 @@
 """Kill a run of `generate` with SIGKILL at a chosen moment, to the system call.
 
-A run is a forked child of a process that has loaded the model. Its n-th file operation below the run folder (open for
-writing, rename, mkdir, unlink) is preceded by SIGKILL. Run as a script it tries every n and prints JSON lines:
+A run is a forked child of a process that has loaded the model. Its n-th file operation below the
+run folder (open for writing, rename, mkdir, unlink) is preceded by SIGKILL. Run as a script it
+tries every n and prints JSON lines:
 
     python -m tests.builders.kills MODEL_FOLDER WORK_FOLDER
 """
@@ -20,14 +21,18 @@ EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 
 
 def kill_at(number: int, folder: Path) -> None:
-    """From now on, SIGKILL this process just before its `number`-th operation that changes something in `folder`."""
+    """From now on, SIGKILL this process just before its `number`-th operation that changes
+    something in `folder`.
+    """
     seen = 0
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal seen
         if event not in EVENTS or not str(arguments[0]).startswith(str(folder)):
             return
-        if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)):
+        if event == "open" and not (
+            isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        ):
             return
         seen += 1
         if seen == number:
@@ -63,7 +68,9 @@ def snapshot(folder: Path) -> dict[str, str]:
 
 
 def main(model_folder: str, work_folder: str) -> None:
-    """Kill at the first, second, ... operation until a run gets through, and continue each killed run."""
+    """Kill at the first, second, ... operation until a run gets through, and continue each killed
+    run.
+    """
     import torch
 
     from mame_sd.config import MaMeConfig
@@ -93,7 +100,16 @@ def main(model_folder: str, work_folder: str) -> None:
         status = in_child(lambda: run(folder, number))  # noqa: B023 (called at once)
         again = in_child(lambda: run(folder))  # noqa: B023
         same = again == 0 and snapshot(folder) == expected
-        print(json.dumps({"operation": number, "killed": status == -signal.SIGKILL, "again": again, "same": same}))
+        print(
+            json.dumps(
+                {
+                    "operation": number,
+                    "killed": status == -signal.SIGKILL,
+                    "again": again,
+                    "same": same,
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

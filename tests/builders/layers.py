@@ -1,4 +1,6 @@
-"""Single attention modules, their tokens, and the settings that tests of hooks and of the processor share."""
+"""Single attention modules, their tokens, and the settings that tests of hooks and of the processor
+share.
+"""
 
 from __future__ import annotations
 

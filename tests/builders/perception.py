@@ -1,4 +1,6 @@
-"""Tiny real vision transformers, of transformers and, where it can be imported, of timm: random weights, no downloads."""
+"""Tiny real vision transformers, of transformers and, where it can be imported, of timm: random
+weights, no downloads.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.builders.tiny import seeded
 
 SIDE, PATCH, DEPTH, WIDTH = 24, 4, 4, 32
 PATCHES = (SIDE // PATCH) ** 2
-FRAMES = 8  # of a video with half of the side: 4 tubelets of 2 frames with 9 patches, as many tokens as an image
+# of a video with half of the side: 4 tubelets of 2 frames with 9 patches, as many tokens as an
+# image
+FRAMES = 8
 _SIZES: dict[str, Any] = {
     "hidden_size": WIDTH,
     "num_hidden_layers": DEPTH,
@@ -91,13 +95,20 @@ def noise(size: int, generator: torch.Generator) -> dict[str, Any]:
 
 
 def with_text(size: int, generator: torch.Generator) -> dict[str, Any]:
-    return {**pixels(size, generator), "input_ids": torch.randint(2, 50, (size, 8), generator=generator)}
+    return {
+        **pixels(size, generator),
+        "input_ids": torch.randint(2, 50, (size, 8), generator=generator),
+    }
 
 
 def patches(size: int, generator: torch.Generator) -> dict[str, Any]:
     values = torch.randn(size, PATCHES, 3 * PATCH * PATCH, generator=generator)
     side = SIDE // PATCH
-    return {"pixel_values": values, "pixel_attention_mask": None, "spatial_shapes": torch.tensor([[side, side]] * size)}
+    return {
+        "pixel_values": values,
+        "pixel_attention_mask": None,
+        "spatial_shapes": torch.tensor([[side, side]] * size),
+    }
 
 
 def _of(name: str, *args: Any, **overrides: Any) -> nn.Module:
@@ -149,9 +160,21 @@ ROWS = [
     _clip("SiglipForImageClassification", 0, **_BOTH, num_labels=5),
     _clip("SiglipModel", 0, with_text, **_BOTH),
     _clip("Siglip2VisionModel", 0, patches, **_NAFLEX),
-    _clip("Siglip2ForImageClassification", 0, patches, **{**_BOTH, "vision_config": _NAFLEX}, num_labels=5),
+    _clip(
+        "Siglip2ForImageClassification",
+        0,
+        patches,
+        **{**_BOTH, "vision_config": _NAFLEX},
+        num_labels=5,
+    ),
     _vit("VideoMAEForVideoClassification", 0, frames, **_VIDEO, num_labels=5),
-    _vit("VivitForVideoClassification", 1, frames, **{**_VIDEO, "tubelet_size": [2, PATCH, PATCH]}, num_labels=5),
+    _vit(
+        "VivitForVideoClassification",
+        1,
+        frames,
+        **{**_VIDEO, "tubelet_size": [2, PATCH, PATCH]},
+        num_labels=5,
+    ),
 ]
 _DEPTH: dict[str, Any] = {
     "neck_hidden_sizes": [8, 8, 8, 8],
@@ -178,12 +201,21 @@ DENSE = [  # every hidden state is read, each token at its place
     _dino("Dinov2Backbone", 1, out_features=STAGES),
     Row("DepthAnythingForDepthEstimation", _depth_anything, 1, "norm2", "attention", pixels),
     _vit("DPTForDepthEstimation", 1, is_hybrid=False, backbone_out_indices=[0, 1, 2, 3], **_DEPTH),
-    _vit("DPTForSemanticSegmentation", 1, is_hybrid=False, backbone_out_indices=[0, 1, 2, 3], **_DEPTH, num_labels=3),
+    _vit(
+        "DPTForSemanticSegmentation",
+        1,
+        is_hybrid=False,
+        backbone_out_indices=[0, 1, 2, 3],
+        **_DEPTH,
+        num_labels=3,
+    ),
 ]
 
 
 def _timm_module() -> Any:
-    """timm, or None where it is missing or its torchvision does not fit torch (that one fails with a RuntimeError)."""
+    """timm, or None where it is missing or its torchvision does not fit torch (that one fails with
+    a RuntimeError).
+    """
     try:
         import timm.models
     except (ImportError, RuntimeError):
@@ -204,7 +236,9 @@ def _timm(note: str, special: int, kind: str = "VisionTransformer", **overrides:
     row = Row(
         f"timm {note}",
         lambda: seeded(
-            getattr(models.deit if kind.endswith("Distilled") else models, kind), 0, **{**sizes, **overrides}
+            getattr(models.deit if kind.endswith("Distilled") else models, kind),
+            0,
+            **{**sizes, **overrides},
         ),
         special,
         "norm2",
@@ -212,7 +246,9 @@ def _timm(note: str, special: int, kind: str = "VisionTransformer", **overrides:
         pixels,
         positional=True,
     )
-    return pytest.param(row, id=row.name, marks=pytest.mark.skipif(models is None, reason="timm can't be imported"))
+    return pytest.param(
+        row, id=row.name, marks=pytest.mark.skipif(models is None, reason="timm can't be imported")
+    )
 
 
 TIMM = [

@@ -46,25 +46,33 @@ def quiet(pipe: Any) -> Any:
 
 
 def sd(name: str, **changes: Any) -> Any:
-    """diffusers' pipeline class of that name around the parts of the tiny Stable Diffusion, `changes` over them."""
+    """diffusers' pipeline class of that name around the parts of the tiny Stable Diffusion,
+    `changes` over them.
+    """
     parts = {**tiny_components(), **changes}
     return quiet(getattr(diffusers, name)(**parts))
 
 
 def tiny_text_encoder_2(tokenizer: Any) -> CLIPTextModelWithProjection:
     """SDXL's second text encoder, projecting to TEXT_DIM."""
-    config = CLIPTextConfig(**{**tiny_text_encoder(tokenizer).config.to_dict(), "projection_dim": TEXT_DIM})
+    config = CLIPTextConfig(
+        **{**tiny_text_encoder(tokenizer).config.to_dict(), "projection_dim": TEXT_DIM}
+    )
     return seeded(CLIPTextModelWithProjection, 4, config)
 
 
 def sdxl(name: str, refiner: bool = False, **changes: Any) -> Any:
-    """The SDXL pipeline class of that name; the refiner has only the second text encoder and an aesthetic score."""
+    """The SDXL pipeline class of that name; the refiner has only the second text encoder and an
+    aesthetic score.
+    """
     tokenizer = tiny_tokenizer()
     text = {} if refiner else {"text_encoder": tiny_text_encoder(tokenizer), "tokenizer": tokenizer}
     width = TEXT_DIM if refiner else 2 * TEXT_DIM
     ids = 5 if refiner else 6
     unet = tiny_sdxl_unet(
-        cross_attention_dim=width, projection_class_embeddings_input_dim=ids * 4 + TEXT_DIM, **changes.pop("unet", {})
+        cross_attention_dim=width,
+        projection_class_embeddings_input_dim=ids * 4 + TEXT_DIM,
+        **changes.pop("unet", {}),
     )
     extra = {"requires_aesthetics_score": refiner} if "Img2Img" in name or "Inpaint" in name else {}
     return quiet(
@@ -95,20 +103,31 @@ def inpaint(pipe: Any) -> Tensor:
 
 
 def controlnet() -> ControlNetModel:
-    net = seeded(ControlNetModel.from_unet, 6, tiny_unet(), conditioning_channels=3, load_weights_from_unet=True)
+    net = seeded(
+        ControlNetModel.from_unet,
+        6,
+        tiny_unet(),
+        conditioning_channels=3,
+        load_weights_from_unet=True,
+    )
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(6)
         for block in (*net.controlnet_down_blocks, net.controlnet_mid_block):
             block.weight.normal_(std=0.1)  # zero when made, so that it would add nothing
     net.controlnet_cond_embedding = seeded(
-        diffusers.models.controlnets.controlnet.ControlNetConditioningEmbedding, 6, 16, block_out_channels=(4, 8)
+        diffusers.models.controlnets.controlnet.ControlNetConditioningEmbedding,
+        6,
+        16,
+        block_out_channels=(4, 8),
     )
     net.register_to_config(conditioning_embedding_out_channels=(4, 8))
     return net
 
 
 def t2i_adapter() -> T2IAdapter:
-    return seeded(T2IAdapter, 6, in_channels=3, channels=[16, 32], num_res_blocks=1, downscale_factor=2)
+    return seeded(
+        T2IAdapter, 6, in_channels=3, channels=[16, 32], num_res_blocks=1, downscale_factor=2
+    )
 
 
 def kandinsky() -> Any:
@@ -151,12 +170,22 @@ def run_kandinsky(pipe: Any) -> Tensor:
 
 
 def animatediff() -> Any:
-    parts = {k: v for k, v in tiny_components().items() if k not in ("safety_checker", "requires_safety_checker")}
+    parts = {
+        k: v
+        for k, v in tiny_components().items()
+        if k not in ("safety_checker", "requires_safety_checker")
+    }
     return quiet(diffusers.AnimateDiffPipeline(**parts, motion_adapter=tiny_motion_adapter()))
 
 
 def run_animatediff(pipe: Any) -> Tensor:
-    call = {"num_frames": 4, "num_inference_steps": 1, "output_type": "pt", "height": SIDE, "width": SIDE}
+    call = {
+        "num_frames": 4,
+        "num_inference_steps": 1,
+        "output_type": "pt",
+        "height": SIDE,
+        "width": SIDE,
+    }
     return pipe("a red key", generator=torch.Generator().manual_seed(0), **call).frames
 
 
@@ -211,5 +240,11 @@ def stable_video() -> Any:
 
 
 def run_stable_video(pipe: Any) -> Tensor:
-    call = {"height": SIDE, "width": SIDE, "num_frames": 4, "num_inference_steps": 1, "output_type": "pt"}
+    call = {
+        "height": SIDE,
+        "width": SIDE,
+        "num_frames": 4,
+        "num_inference_steps": 1,
+        "output_type": "pt",
+    }
     return pipe(noise(1, 3, SIDE, SIDE), generator=torch.Generator().manual_seed(0), **call).frames

@@ -16,13 +16,42 @@ PROMPTS = (
     "blue key",
     '"><img src=x onerror=alert(2)>',
 )
-NOISE = {"tomesd-50": 9.0, "mame-tau-0.8": 6.0, "mame-default": 3.0}  # levels of 255 by which a row's images differ
+NOISE = {
+    "tomesd-50": 9.0,
+    "mame-tau-0.8": 6.0,
+    "mame-default": 3.0,
+}  # levels of 255 by which a row's images differ
 METRICS: dict[str, dict[str, Any]] = {
-    "latency": {"label": "Latency", "unit": "s", "better": "lower", "block": "cost", "digits": 2, "about": "Median."},
-    "memory": {"label": "Peak memory", "unit": "MiB", "better": "lower", "block": "cost", "digits": 0},
-    "lpips": {"label": "LPIPS (alex)", "unit": "", "better": "lower", "block": "fidelity", "digits": 3},
+    "latency": {
+        "label": "Latency",
+        "unit": "s",
+        "better": "lower",
+        "block": "cost",
+        "digits": 2,
+        "about": "Median.",
+    },
+    "memory": {
+        "label": "Peak memory",
+        "unit": "MiB",
+        "better": "lower",
+        "block": "cost",
+        "digits": 0,
+    },
+    "lpips": {
+        "label": "LPIPS (alex)",
+        "unit": "",
+        "better": "lower",
+        "block": "fidelity",
+        "digits": 3,
+    },
     "psnr": {"label": "PSNR", "unit": "dB", "better": "higher", "block": "fidelity", "digits": 1},
-    "retrieval": {"label": "Retrieval", "unit": "", "better": "higher", "block": "quality", "digits": 2},
+    "retrieval": {
+        "label": "Retrieval",
+        "unit": "",
+        "better": "higher",
+        "block": "quality",
+        "digits": 2,
+    },
     "fid": {
         "label": "FID",
         "unit": "",
@@ -48,7 +77,10 @@ ROWS = (
 
 
 def example(folder: Path, side: int = SIDE, prompts: tuple[str, ...] = PROMPTS) -> dict[str, Any]:
-    """results.json's content; draws the images of its runs into `folder`. Row tomesd-25 is not measured."""
+    """results.json's content; draws the images of its runs into `folder`.
+
+    Row tomesd-25 is not measured.
+    """
     keys = {f"{n:05d}_0": text for n, text in enumerate(prompts, 1)}
     images = {
         name: _draw(folder / "runs" / name / "images", list(keys), side, name)
@@ -58,11 +90,16 @@ def example(folder: Path, side: int = SIDE, prompts: tuple[str, ...] = PROMPTS) 
     return {
         "suite": "quick",
         "created": "2026-01-02T03:04:05+00:00",
-        "manifest": {"sampling": {"steps": 3, "guidance": 1.25}, "model": {"device": "cpu", "dtype": "float32"}},
+        "manifest": {
+            "sampling": {"steps": 3, "guidance": 1.25},
+            "model": {"device": "cpu", "dtype": "float32"},
+        },
         "metrics": copy.deepcopy(METRICS),
         "rows": [_row(name, label, family, images) for name, label, family in ROWS],
         "images": {key: {"prompt": text, "seed": 42} for key, text in keys.items()},
-        "gates": [{"name": "baseline against itself", "expected": "equal", "got": "equal", "passed": True}],
+        "gates": [
+            {"name": "baseline against itself", "expected": "equal", "got": "equal", "passed": True}
+        ],
         "reference": {"name": "drawn glyphs", "n": 2160},
         "notes": ["A note <b>that is</b> text."],
     }
@@ -74,7 +111,10 @@ def row(results: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _draw(folder: Path, keys: list[str], side: int, name: str) -> dict[str, np.ndarray]:
-    """Write one image per key; rows differ from the baseline by `NOISE`, later keys by more. Returns the pixels."""
+    """Write one image per key; rows differ from the baseline by `NOISE`, later keys by more.
+
+    Returns the pixels.
+    """
     folder.mkdir(parents=True)
     pixels = {}
     for n, key in enumerate(keys):
@@ -86,9 +126,23 @@ def _draw(folder: Path, keys: list[str], side: int, name: str) -> dict[str, np.n
     return pixels
 
 
-def _row(name: str, label: str, family: str, images: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
-    entry: dict[str, Any] = {"name": name, "label": label, "family": family, "default": name == "mame-default"}
-    entry |= {"config": {}, "run": f"runs/{name}", "status": "measured", "reason": None, "per_image": {}, "kept": []}
+def _row(
+    name: str, label: str, family: str, images: dict[str, dict[str, np.ndarray]]
+) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "name": name,
+        "label": label,
+        "family": family,
+        "default": name == "mame-default",
+    }
+    entry |= {
+        "config": {},
+        "run": f"runs/{name}",
+        "status": "measured",
+        "reason": None,
+        "per_image": {},
+        "kept": [],
+    }
     if name not in images:
         return entry | {
             "status": "not measured",
@@ -98,7 +152,12 @@ def _row(name: str, label: str, family: str, images: dict[str, dict[str, np.ndar
     count = len(images[name])
     mean, low, high = LATENCY[name]
     values: dict[str, Any] = {"latency": {"mean": mean, "low": low, "high": high, "n": 3}}
-    values["retrieval"] = {"mean": 0.25 + 0.25 * (family == "mame"), "low": 0.0, "high": 0.75, "n": count}
+    values["retrieval"] = {
+        "mean": 0.25 + 0.25 * (family == "mame"),
+        "low": 0.0,
+        "high": 0.75,
+        "n": count,
+    }
     values["fid"] = {"mean": None, "n": count, "withheld": f"N = {count}, needs 100"}
     if family != "baseline":
         errors = {
@@ -111,7 +170,12 @@ def _row(name: str, label: str, family: str, images: dict[str, dict[str, np.ndar
         }
         for metric, found in entry["per_image"].items():
             numbers = list(found.values())
-            values[metric] = {"mean": float(np.mean(numbers)), "low": min(numbers), "high": max(numbers), "n": count}
+            values[metric] = {
+                "mean": float(np.mean(numbers)),
+                "low": min(numbers),
+                "high": max(numbers),
+                "n": count,
+            }
     if family == "mame":
         values["lpips"] |= {"p": 0.031, "against": "tomesd-50"}
         entry["kept"] = [

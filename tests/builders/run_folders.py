@@ -13,7 +13,10 @@ from mame_sd.runs.records import FORMAT
 
 
 def write_run(
-    folder: Path, images: dict[str, np.ndarray], prompts: dict[str, str] | None = None, **settings: Any
+    folder: Path,
+    images: dict[str, np.ndarray],
+    prompts: dict[str, str] | None = None,
+    **settings: Any,
 ) -> Path:
     """A run folder as `generate` leaves it, of given pixels by key `<id>_<repeat>`."""
     (folder / "images").mkdir(parents=True)
@@ -21,19 +24,42 @@ def write_run(
     for key, pixels in images.items():
         identity, _, repeat = key.rpartition("_")
         Image.fromarray(pixels).save(folder / "images" / f"{key}.png")
-        row = {"name": key, "id": identity, "repeat": int(repeat), "file": f"images/{key}.png", "seed": 0}
+        row = {
+            "name": key,
+            "id": identity,
+            "repeat": int(repeat),
+            "file": f"images/{key}.png",
+            "seed": 0,
+        }
         size = {"width": pixels.shape[1], "height": pixels.shape[0]}
         rows.append(
-            {**row, **size, "prompt": (prompts or {}).get(key, f"prompt {identity}"), "seconds": 1.0, "levels": []}
+            {
+                **row,
+                **size,
+                "prompt": (prompts or {}).get(key, f"prompt {identity}"),
+                "seconds": 1.0,
+                "levels": [],
+            }
         )
     (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    known = {"prompts": {"count": len(images), "sha256": "x"}, "images_per_prompt": 1, "mame": None, **settings}
-    (folder / "manifest.json").write_text(json.dumps({"format": FORMAT, "settings": known, "environment": {}}))
+    known = {
+        "prompts": {"count": len(images), "sha256": "x"},
+        "images_per_prompt": 1,
+        "mame": None,
+        **settings,
+    }
+    (folder / "manifest.json").write_text(
+        json.dumps({"format": FORMAT, "settings": known, "environment": {}})
+    )
     return folder
 
 
 def forget_hashes(folder: Path) -> None:
-    """Take the hashes of images out of a run's records, so that a changed image passes for the run's own."""
+    """Take the hashes of images out of a run's records, so that a changed image passes for the
+    run's own.
+    """
     path = folder / "samples.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "sha256"}) + "\n" for row in rows))
+    path.write_text(
+        "".join(json.dumps({k: v for k, v in row.items() if k != "sha256"}) + "\n" for row in rows)
+    )

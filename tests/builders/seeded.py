@@ -1,4 +1,6 @@
-"""Weights and pictures that are the same on every machine, so that an oracle's answers can be recorded beside a test."""
+"""Weights and pictures that are the same on every machine, so that an oracle's answers can be
+recorded beside a test.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,21 @@ from torch import Tensor
 
 
 def uniform(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Float32 in [-1, 1), decided by `name` alone: NumPy's PCG64, whose stream does not change between versions."""
+    """Float32 in [-1, 1), decided by `name` alone: NumPy's PCG64, whose stream does not change
+    between versions.
+    """
     bits = np.random.PCG64(zlib.crc32(name.encode())).random_raw(math.prod(shape))
-    return torch.from_numpy((bits >> np.uint64(40)).astype(np.float64) / 2**23 - 1).float().reshape(shape)
+    return (
+        torch.from_numpy((bits >> np.uint64(40)).astype(np.float64) / 2**23 - 1)
+        .float()
+        .reshape(shape)
+    )
 
 
 def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """A state dict that keeps activations near 1: convolutions scaled by their inputs, norms near the identity."""
+    """A state dict that keeps activations near 1: convolutions scaled by their inputs, norms near
+    the identity.
+    """
     tensors = {}
     for name, shape in shapes.items():
         values = uniform(name, shape)
@@ -25,9 +35,9 @@ def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
             values = torch.tensor(0)
         elif len(shape) > 1:
             values *= math.sqrt(6 / math.prod(shape[1:]))
-        elif name.endswith(("running_var", "bn.weight", "bn0.weight", "bn1.weight", "bn2.weight")) or name.startswith(
-            ("head", "lin")
-        ):
+        elif name.endswith(
+            ("running_var", "bn.weight", "bn0.weight", "bn1.weight", "bn2.weight")
+        ) or name.startswith(("head", "lin")):
             values = 1 + values / 4
         else:
             values /= 4
@@ -40,14 +50,23 @@ def inception_weights(convolutions: dict[str, list[int]]) -> dict[str, Tensor]:
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (1008, 2048), "fc.bias": (1008,)}
     for name, shape in convolutions.items():
         shapes[f"{name}.conv.weight"] = tuple(shape)
-        shapes |= {f"{name}.bn.{kind}": (shape[0],) for kind in ("weight", "bias", "running_mean", "running_var")}
+        shapes |= {
+            f"{name}.bn.{kind}": (shape[0],)
+            for kind in ("weight", "bias", "running_mean", "running_var")
+        }
     tensors = weights(shapes)
     return tensors | {f"{name}.bn.num_batches_tracked": torch.tensor(0) for name in convolutions}
 
 
 def picture(name: str, height: int, width: int) -> np.ndarray:
-    """uint8 [height, width, 3], smooth with fine noise. Plain float64 arithmetic: no pixel rounds otherwise elsewhere."""
-    smooth = _stretched(_stretched(uniform(name, (5, 7, 3)).numpy().astype(np.float64), height).swapaxes(0, 1), width)
+    """uint8 [height, width, 3], smooth with fine noise.
+
+    Plain float64 arithmetic: no pixel rounds otherwise elsewhere.
+    """
+    smooth = _stretched(
+        _stretched(uniform(name, (5, 7, 3)).numpy().astype(np.float64), height).swapaxes(0, 1),
+        width,
+    )
     noise = uniform(f"{name} noise", (height, width, 3)).numpy()
     mixed = np.clip(smooth.swapaxes(0, 1) + 0.2 * noise, -1, 1)
     return np.rint((mixed + 1) * 127.5).astype(np.uint8)

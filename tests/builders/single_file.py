@@ -1,4 +1,6 @@
-"""A tiny pipeline's UNet, VAE and text encoder as one file in the original Stable Diffusion layout, for `from_single_file`."""
+"""A tiny pipeline's UNet, VAE and text encoder as one file in the original Stable Diffusion layout,
+for `from_single_file`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ UNET_ENDS = {
     "conv_norm_out": "out.0",
     "conv_out": "out.2",
 }
-VAE_ATTENTION = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
+VAE_ATTENTION = {
+    "group_norm": "norm",
+    "to_q": "q",
+    "to_k": "k",
+    "to_v": "v",
+    "to_out.0": "proj_out",
+}
 
 
 def unet_key(key: str, layers: int) -> str:
@@ -33,7 +41,8 @@ def unet_key(key: str, layers: int) -> str:
         if key.startswith(ours + "."):
             return theirs + key[len(ours) :]
     match = re.match(
-        r"(down|mid|up)_blocks?\.(?:(\d+)\.)?(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.*)", key
+        r"(down|mid|up)_blocks?\.(?:(\d+)\.)?(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.*)",
+        key,
     )
     assert match, key
     side, level, kind, index, rest = match[1], int(match[2] or 0), match[3], int(match[4]), match[5]
@@ -58,7 +67,9 @@ def vae_key(key: str, levels: int) -> str:
     key = re.sub(r"down_blocks\.(\d+)\.", r"down.\1.", key)
     key = re.sub(r"up_blocks\.(\d+)\.", lambda m: f"up.{levels - 1 - int(m[1])}.", key)
     key = re.sub(r"mid_block\.resnets\.(\d)", lambda m: f"mid.block_{int(m[1]) + 1}", key)
-    key = key.replace("mid_block.attentions.0", "mid.attn_1").replace("downsamplers.0", "downsample")
+    key = key.replace("mid_block.attentions.0", "mid.attn_1").replace(
+        "downsamplers.0", "downsample"
+    )
     key = key.replace("upsamplers.0", "upsample").replace("resnets.", "block.")
     for ours, theirs in VAE_ATTENTION.items():
         key = key.replace(f"attn_1.{ours}.", f"attn_1.{theirs}.")
@@ -66,7 +77,9 @@ def vae_key(key: str, levels: int) -> str:
 
 
 def save_single_file(pipe: Any, path: Path) -> Path:
-    """Writes UNet, VAE and text encoder of `pipe` into one .safetensors file in the original layout; returns its path."""
+    """Writes UNet, VAE and text encoder of `pipe` into one .safetensors file in the original
+    layout; returns its path.
+    """
     layers, levels = pipe.unet.config.layers_per_block, len(pipe.vae.config.block_out_channels)
     weights: dict[str, torch.Tensor] = {}
     for key, value in pipe.unet.state_dict().items():
@@ -75,7 +88,12 @@ def save_single_file(pipe: Any, path: Path) -> Path:
         name = vae_key(key, levels)
         square = "attn_1" in name and value.dim() == 2
         weights["first_stage_model." + name] = value[:, :, None, None] if square else value
-    for key, value in pipe.text_encoder.state_dict().items():  # its text_model went with transformers 5.6
-        weights["cond_stage_model.transformer.text_model." + key.removeprefix("text_model.")] = value
+    for (
+        key,
+        value,
+    ) in pipe.text_encoder.state_dict().items():  # its text_model went with transformers 5.6
+        weights["cond_stage_model.transformer.text_model." + key.removeprefix("text_model.")] = (
+            value
+        )
     save_file({name: value.contiguous() for name, value in weights.items()}, path)
     return path

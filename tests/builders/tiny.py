@@ -1,8 +1,8 @@
 """Tiny real diffusers models, shared by all tests: nothing is downloaded and nothing is mocked.
 
-Weights are random (seeded, without touching the global generator), so images mean nothing; shapes, hooks, schedulers,
-saving and loading are the real thing. Random weights have far fewer similar tokens than trained ones, so tests lower
-`tau` and `min_tokens` where something should merge.
+Weights are random (seeded, without touching the global generator), so images mean nothing; shapes,
+hooks, schedulers, saving and loading are the real thing. Random weights have far fewer similar
+tokens than trained ones, so tests lower `tau` and `min_tokens` where something should merge.
 """
 
 from __future__ import annotations
@@ -35,14 +35,18 @@ TEXT_DIM = 16
 
 
 def seeded(build: Any, seed: int, *args: Any, **kwargs: Any) -> Any:
-    """`build(*args, **kwargs)` in eval mode, its weights drawn from `seed`; the global generator is left alone."""
+    """`build(*args, **kwargs)` in eval mode, its weights drawn from `seed`; the global generator is
+    left alone.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build(*args, **kwargs).eval()
 
 
 def tiny_unet(seed: int = 0, **overrides: Any) -> UNet2DConditionModel:
-    """A UNet like SD 1.x cut to two levels, both with self- and cross-attention (10 Attention modules)."""
+    """A UNet like SD 1.x cut to two levels, both with self- and cross-attention (10 Attention
+    modules).
+    """
     config: dict[str, Any] = {
         "sample_size": LATENT,
         "in_channels": 4,
@@ -60,7 +64,9 @@ def tiny_unet(seed: int = 0, **overrides: Any) -> UNet2DConditionModel:
 
 
 def tiny_sdxl_unet(seed: int = 0, **overrides: Any) -> UNet2DConditionModel:
-    """A UNet like SDXL: no attention at full resolution, two blocks at the second level, added time and text."""
+    """A UNet like SDXL: no attention at full resolution, two blocks at the second level, added time
+    and text.
+    """
     config: dict[str, Any] = {
         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
         "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
@@ -86,7 +92,9 @@ def tiny_motion_adapter(seed: int = 5) -> MotionAdapter:
 
 
 def tiny_vae(seed: int = 1) -> AutoencoderKL:
-    """An autoencoder of factor 2 (`FACTOR`); its middle block has a 4-D attention that must never be merged."""
+    """An autoencoder of factor 2 (`FACTOR`); its middle block has a 4-D attention that must never
+    be merged.
+    """
     return seeded(
         AutoencoderKL,
         seed,
@@ -125,7 +133,9 @@ def tiny_text_encoder(tokenizer: CLIPTokenizer, seed: int = 2) -> CLIPTextModel:
 def tiny_scheduler(name: str = "ddim") -> Any:
     """One of `SCHEDULERS` with Stable Diffusion's noise schedule."""
     extra = {"clip_sample": False, "set_alpha_to_one": False} if name == "ddim" else {}
-    return SCHEDULERS[name](beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1, **extra)
+    return SCHEDULERS[name](
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1, **extra
+    )
 
 
 def tiny_components(scheduler: str = "ddim", **unet: Any) -> dict[str, Any]:
@@ -144,29 +154,42 @@ def tiny_components(scheduler: str = "ddim", **unet: Any) -> dict[str, Any]:
 
 
 def tiny_pipeline(scheduler: str = "ddim", **unet: Any) -> StableDiffusionPipeline:
-    """A real StableDiffusionPipeline: 32 x 32 pixels, two levels of 256 and 64 tokens. `unet` overrides its config."""
+    """A real StableDiffusionPipeline: 32 x 32 pixels, two levels of 256 and 64 tokens.
+
+    `unet` overrides its config.
+    """
     pipe = StableDiffusionPipeline(**tiny_components(scheduler, **unet))
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
 def save_tiny_pipeline(folder: Path, scheduler: str = "ddim", **unet: Any) -> Path:
-    """`tiny_pipeline` saved as a model folder, for `from_pretrained` and `--model`; returns the folder."""
+    """`tiny_pipeline` saved as a model folder, for `from_pretrained` and `--model`; returns the
+    folder.
+    """
     tiny_pipeline(scheduler, **unet).save_pretrained(folder)
     return folder
 
 
 def generate(pipe: Any, prompt: str | list[str] = "a red key", **kwargs: Any) -> torch.Tensor:
-    """Images [B, 3, H, W] in [0, 1] from a pipeline, seeded with `seed=` (0), two steps unless told otherwise."""
+    """Images [B, 3, H, W] in [0, 1] from a pipeline, seeded with `seed=` (0), two steps unless told
+    otherwise.
+    """
     call: dict[str, Any] = {"num_inference_steps": 2, "output_type": "pt"}
     generator = torch.Generator().manual_seed(kwargs.pop("seed", 0))
     return pipe(prompt, generator=generator, **{**call, **kwargs}).images
 
 
 def unet_inputs(
-    unet: UNet2DConditionModel, batch: int = 2, height: int = LATENT, width: int = LATENT, seed: int = 3
+    unet: UNet2DConditionModel,
+    batch: int = 2,
+    height: int = LATENT,
+    width: int = LATENT,
+    seed: int = 3,
 ) -> dict[str, Any]:
-    """Keyword arguments for one call of `unet` (SDXL's added conditions included where its config asks for them)."""
+    """Keyword arguments for one call of `unet` (SDXL's added conditions included where its config
+    asks for them).
+    """
     generator = torch.Generator().manual_seed(seed)
     inputs: dict[str, Any] = {
         "sample": torch.randn(batch, 4, height, width, generator=generator),
@@ -188,20 +211,35 @@ def run_unet(unet: UNet2DConditionModel, **kwargs: Any) -> torch.Tensor:
 
 
 def save_tiny_clip(folder: Path) -> Path:
-    """A small CLIP with random weights, saved as the hub holds OpenAI's: pytorch_model.bin, tokenizer, image processor."""
+    """A small CLIP with random weights, saved as the hub holds OpenAI's: pytorch_model.bin,
+    tokenizer, image processor.
+    """
     from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
 
     tokenizer = tiny_tokenizer()
-    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 1}
+    small = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    ends = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": 1,
+    }
     text = {**small, **ends, "vocab_size": len(tokenizer), "max_position_embeddings": 77}
     vision = {**small, "image_size": 32, "patch_size": 8}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval()
+        model = CLIPModel(
+            CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+        ).eval()
     model.save_pretrained(folder)
     (folder / "model.safetensors").unlink()
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     tokenizer.save_pretrained(folder)
-    CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}).save_pretrained(folder)
+    CLIPImageProcessorPil(
+        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+    ).save_pretrained(folder)
     return folder

@@ -26,7 +26,8 @@ class Trace:
     """What one call entered of the library, in order.
 
     Attributes:
-        calls: (file, function) of every call of a function of ours, properties among them; comprehensions are none.
+        calls: (file, function) of every call of a function of ours, properties among them;
+            comprehensions are none.
     """
 
     calls: list[tuple[str, str]] = field(default_factory=list)
@@ -38,7 +39,9 @@ class Trace:
 
     @property
     def returns(self) -> int:
-        """How often a call is in another file than the one before it, and that file was left before."""
+        """How often a call is in another file than the one before it, and that file was left
+        before.
+        """
         left: set[str] = set()
         count, now = 0, None
         for file, _ in self.calls:
@@ -56,7 +59,10 @@ class Trace:
     def __str__(self) -> str:
         """The counts, and every function by how often it was called."""
         lines = ["{} files, {} calls, {} returns".format(*self.counts)]
-        lines += [f"{count:4}  {file}: {name}" for (file, name), count in Counter(self.calls).most_common()]
+        lines += [
+            f"{count:4}  {file}: {name}"
+            for (file, name), count in Counter(self.calls).most_common()
+        ]
         return "\n".join(lines)
 
 

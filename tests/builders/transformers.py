@@ -20,14 +20,18 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def model(name: str, **config: Any) -> Callable[[], nn.Module]:
-    """Builds diffusers' class of that name; parameters that are made as zero or empty are drawn too."""
+    """Builds diffusers' class of that name; parameters that are made as zero or empty are drawn
+    too.
+    """
 
     def build() -> nn.Module:
         module = seeded(getattr(diffusers, name), 0, **config)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for key, parameter in module.named_parameters():
-                blank = key.endswith(("gate", "pad_token", "register_tokens")) or not parameter.any()
+                blank = (
+                    key.endswith(("gate", "pad_token", "register_tokens")) or not parameter.any()
+                )
                 if parameter.dim() > 0 and blank and not key.endswith("bias"):
                     parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
         return module
@@ -55,7 +59,9 @@ def flux_inputs() -> dict[str, Any]:
 def reference_image() -> dict[str, Any]:
     """Flux Kontext: the tokens of a second image, 4 x 5, behind those of the generated one."""
     inputs = flux_inputs()
-    second = torch.stack([torch.ones(20), torch.arange(4.0).repeat_interleave(5), torch.arange(5.0).repeat(4)], 1)
+    second = torch.stack(
+        [torch.ones(20), torch.arange(4.0).repeat_interleave(5), torch.arange(5.0).repeat(4)], 1
+    )
     inputs["img_ids"] = torch.cat([inputs["img_ids"], second])
     inputs["hidden_states"] = normal(2, H * W + 20, 4)
     return inputs
@@ -75,13 +81,19 @@ FLUX: dict[str, Any] = {
 
 
 def halves(inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of two samples of one input: what the guided one's call, and then the unguided one's, would be given."""
+    """Of two samples of one input: what the guided one's call, and then the unguided one's, would
+    be given.
+    """
     alike = {"hidden_states", "sample"} & inputs.keys()
-    whole = {key: value for key, value in inputs.items() if key.endswith("ids") and key != "class_labels"}
+    whole = {
+        key: value for key, value in inputs.items() if key.endswith("ids") and key != "class_labels"
+    }
     parts = []
     for i in (1, 0):
         part = {
-            key: value[i : i + 1] if isinstance(value, (Tensor, list)) and len(value) == 2 else value
+            key: value[i : i + 1]
+            if isinstance(value, (Tensor, list)) and len(value) == 2
+            else value
             for key, value in inputs.items()
         }
         parts.append({**part, **whole})

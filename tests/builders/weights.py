@@ -1,4 +1,5 @@
-"""`mame-sd-eval` that trusts the weights in a folder, whatever their sha256: a test can't monkeypatch what a launcher starts.
+"""`mame-sd-eval` that trusts the weights in a folder, whatever their sha256: a test can't
+monkeypatch what a launcher starts.
 
 python -m tests.builders.weights WEIGHTS score ...
 """
@@ -23,9 +24,14 @@ ORACLES = Path(__file__).parents[1] / "oracles" / "eval.json"
 
 
 def save_seeded_weights(folder: Path) -> Path:
-    """LPIPS (alex) and EfficientNet-Lite0 at their true sizes and a small CLIP, with weights that mean nothing."""
+    """LPIPS (alex) and EfficientNet-Lite0 at their true sizes and a small CLIP, with weights that
+    mean nothing.
+    """
     shapes = json.loads(ORACLES.read_text())["lpips"]["alex"]["shapes"]
-    save_file(seeded.weights({name: tuple(shape) for name, shape in shapes.items()}), folder / "lpips-alex.safetensors")
+    save_file(
+        seeded.weights({name: tuple(shape) for name, shape in shapes.items()}),
+        folder / "lpips-alex.safetensors",
+    )
     network = EfficientNetLite0().state_dict()
     tensors = seeded.weights({name: tuple(value.shape) for name, value in network.items()})
     save_file(tensors, folder / "effnet-lite0.safetensors")
@@ -39,7 +45,9 @@ def trusted(folder: Path) -> dict[str, Weights]:
     for name, entry in REGISTRY.items():
         here = [source for source in entry.sources if (folder / source.file).is_file()]
         if here:
-            sources = tuple(replace(source, sha256=file_sha256(folder / source.file)) for source in here)
+            sources = tuple(
+                replace(source, sha256=file_sha256(folder / source.file)) for source in here
+            )
             found[name] = replace(entry, sources=sources)
     return found
 

@@ -11,7 +11,9 @@ from torch import Tensor
 def attended(
     queries: Tensor, keys: Tensor, values: Tensor, scale: float, bias: Tensor | None = None
 ) -> Tensor:
-    """softmax(q k + bias) v of queries [N, D] over keys and values [K, D], a query and a key at a time."""
+    """softmax(q k + bias) v of queries [N, D] over keys and values [K, D], a query and a key at a
+    time.
+    """
     out = []
     for q in queries.double():
         weights = [
@@ -23,7 +25,9 @@ def attended(
 
 
 def causal_weights(x: Tensor, tau: float) -> Tensor:
-    """W^F by the paper's equations, masked: x [n, C], destinations at 1, 3, ..., sources at 0, 2, ...; [n / 2, n / 2]."""
+    """W^F by the paper's equations, masked: x [n, C], destinations at 1, 3, ..., sources at 0, 2,
+    ...; [n / 2, n / 2].
+    """
     m = len(x) // 2
     x = x.double()
     found = torch.zeros(m, m, dtype=torch.float64)
@@ -67,7 +71,9 @@ def strict_weights(s: Tensor, tau: float) -> Tensor:
 
 
 def merged(x: Tensor, weights: Tensor) -> list[Tensor]:
-    """x''_dst of tokens x [n, ...] by W^F [n / 2, n / 2], (x_i + sum_j W_ij x_j) / (1 + sum_j W_ij)."""
+    """x''_dst of tokens x [n, ...] by W^F [n / 2, n / 2], (x_i + sum_j W_ij x_j) / (1 + sum_j
+    W_ij).
+    """
     out = []
     for i in range(len(weights)):
         total, value = 1.0, x[2 * i + 1].double()

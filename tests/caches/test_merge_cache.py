@@ -32,7 +32,9 @@ METHODS_PAD = ("snapkv", "expected-attention", "default", "paper-counted")
 
 
 class Everything:
-    """Keeps every key, so that what comes after runs over a compressed layer and must give what it gave."""
+    """Keeps every key, so that what comes after runs over a compressed layer and must give what it
+    gave.
+    """
 
     def compress(self, view: CacheView, keep: float) -> Kept:
         return Kept(view.keys, view.values, view.slots, view.bias, view.real)
@@ -300,7 +302,10 @@ def _other(cls: str, config: str, **fields: Any) -> nn.Module:
             lambda: _other(
                 "MambaForCausalLM", "MambaConfig", hidden_size=16, num_hidden_layers=1, vocab_size=8
             ),
-            "expected a decoder with a KV cache, found no attention layer that has one in MambaForCausalLM",
+            (
+                "expected a decoder with a KV cache, found no attention layer that has one in"
+                " MambaForCausalLM"
+            ),
         ),
         (
             lambda: _other(

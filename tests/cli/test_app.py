@@ -29,11 +29,17 @@ PLAIN_NAMES = {"seed": "--mame-seed", "variant": "--mame-variant"}
 
 @pytest.fixture
 def run_cli(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run in an empty folder; `generate` gets the tiny model and one quick prompt unless told otherwise."""
+    """Run in an empty folder; `generate` gets the tiny model and one quick prompt unless told
+    otherwise.
+    """
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str, quick: bool = False) -> int:
-        extra = ["--model", str(model_folder), "--device", "cpu", "--steps", "1", "--min-tokens", "16"] if quick else []
+        extra = (
+            ["--model", str(model_folder), "--device", "cpu", "--steps", "1", "--min-tokens", "16"]
+            if quick
+            else []
+        )
         return cli.run([*arguments, *extra])
 
     return run
@@ -47,47 +53,128 @@ BAD = {
     "no-number": (["generate", "--steps", "many"], "Invalid value for '--steps'"),
     "no-prompts": (["generate"], "expected prompts, got none; give --prompts FILE"),
     "steps": (["generate", "--prompt", "x", "--steps", "0"], "--steps: expected at least 1, got 0"),
-    "batch-size": (["generate", "--prompt", "x", "--batch-size", "0"], "--batch-size: expected at least 1, got 0"),
-    "images": (["generate", "--prompt", "x", "--images-per-prompt", "-1"], "--images-per-prompt: expected at least 1"),
+    "batch-size": (
+        ["generate", "--prompt", "x", "--batch-size", "0"],
+        "--batch-size: expected at least 1, got 0",
+    ),
+    "images": (
+        ["generate", "--prompt", "x", "--images-per-prompt", "-1"],
+        "--images-per-prompt: expected at least 1",
+    ),
     "num": (["generate", "--prompt", "x", "--num", "0"], "--num: expected at least 1, got 0"),
-    "height": (["generate", "--prompt", "x", "--height", "100"], "multiple of 8 pixels from 8 to 65536, got 100; try 96"),
+    "height": (
+        ["generate", "--prompt", "x", "--height", "100"],
+        "multiple of 8 pixels from 8 to 65536, got 100; try 96",
+    ),
     "width": (["generate", "--prompt", "x", "--width", "0"], "--width: expected a multiple of 8"),
-    "seed": (["generate", "--prompt", "x", "--seed", "-1"], "--seed: expected a whole number from 0"),
-    "guidance": (["generate", "--prompt", "x", "--guidance", "nan"], "--guidance: expected a finite number, got nan"),
+    "seed": (
+        ["generate", "--prompt", "x", "--seed", "-1"],
+        "--seed: expected a whole number from 0",
+    ),
+    "guidance": (
+        ["generate", "--prompt", "x", "--guidance", "nan"],
+        "--guidance: expected a finite number, got nan",
+    ),
     "tau-nan": (["generate", "--prompt", "x", "--tau", "nan"], "tau: expected a number, got nan"),
-    "tau-range": (["generate", "--prompt", "x", "--tau", "1.5"], "tau: expected a finite number from -1 to 1"),
-    "tau-and-keep": (["generate", "--prompt", "x", "--tau", "0.8", "--keep", "0.5"], "expected tau or keep, got both"),
+    "tau-range": (
+        ["generate", "--prompt", "x", "--tau", "1.5"],
+        "tau: expected a finite number from -1 to 1",
+    ),
+    "tau-and-keep": (
+        ["generate", "--prompt", "x", "--tau", "0.8", "--keep", "0.5"],
+        "expected tau or keep, got both",
+    ),
     "keep": (["generate", "--prompt", "x", "--keep", "0"], "keep: expected a share above 0"),
-    "partition": (["generate", "--prompt", "x", "--partition", "odd"], "partition: expected one of alternating"),
-    "stride": (["generate", "--prompt", "x", "--stride", "two"], "--stride: expected two whole numbers such as 2x2, got 'two'"),
-    "baseline": (["generate", "--prompt", "x", "--baseline", "--mame-seed", "1"], "--baseline: expected no merging options beside it, got --mame-seed"),
-    "config-kind": (["generate", "--prompt", "x", "--config", "a.yaml"], "a.yaml: expected a .json or .toml file of settings, got .yaml"),
+    "partition": (
+        ["generate", "--prompt", "x", "--partition", "odd"],
+        "partition: expected one of alternating",
+    ),
+    "stride": (
+        ["generate", "--prompt", "x", "--stride", "two"],
+        "--stride: expected two whole numbers such as 2x2, got 'two'",
+    ),
+    "baseline": (
+        ["generate", "--prompt", "x", "--baseline", "--mame-seed", "1"],
+        "--baseline: expected no merging options beside it, got --mame-seed",
+    ),
+    "config-kind": (
+        ["generate", "--prompt", "x", "--config", "a.yaml"],
+        "a.yaml: expected a .json or .toml file of settings, got .yaml",
+    ),
     "compare-empty": (["compare", "x", "--tau", ""], "--tau: expected numbers with commas between"),
     "lora-empty": (["generate", "--prompt", "x", "--lora", ""], "found nothing; check the path"),
-    "config": (["generate", "--prompt", "x", "--config", "none.json"], "none.json: expected a .json or .toml file"),
-    "scheduler": (["generate", "--prompt", "x", "--scheduler", "magic"], "--scheduler: expected one of ddim, ddpm"),
+    "config": (
+        ["generate", "--prompt", "x", "--config", "none.json"],
+        "none.json: expected a .json or .toml file",
+    ),
+    "scheduler": (
+        ["generate", "--prompt", "x", "--scheduler", "magic"],
+        "--scheduler: expected one of ddim, ddpm",
+    ),
     "dtype": (["generate", "--prompt", "x", "--dtype", "int8"], "--dtype: expected auto, float32"),
-    "device": (["generate", "--prompt", "x", "--device", "abacus"], "--device abacus: expected auto, cpu, cuda"),
-    "device-number": (["generate", "--prompt", "x", "--device", "cuda:99"], "--device cuda:99: expected a CUDA device of this machine, which has"),
+    "device": (
+        ["generate", "--prompt", "x", "--device", "abacus"],
+        "--device abacus: expected auto, cpu, cuda",
+    ),
+    "device-number": (
+        ["generate", "--prompt", "x", "--device", "cuda:99"],
+        "--device cuda:99: expected a CUDA device of this machine, which has",
+    ),
     "empty-prompt": (["generate", "--prompt", ""], "--prompt: expected a prompt, got an empty one"),
-    "prompt-file": (["generate", "--prompts", "none.txt"], "none.txt: expected a prompt file, found nothing there"),
-    "model-path": (["generate", "--prompt", "x", "--model", "./none"], "--model ./none: expected a folder"),
-    "model-id": (["generate", "--prompt", "x", "--model", "nobody/nothing"], "--model nobody/nothing: expected a folder, a .safetensors file, or a model of the hub"),
-    "model-empty": (["generate", "--prompt", "x", "--model", "."], "got one without model_index.json"),
-    "compare-tau": (["compare", "x", "--tau", "0.6,high"], "--tau: expected numbers with commas between"),
-    "compare-range": (["compare", "x", "--tau", "0.6,7"], "tau: expected a finite number from -1 to 1"),
+    "prompt-file": (
+        ["generate", "--prompts", "none.txt"],
+        "none.txt: expected a prompt file, found nothing there",
+    ),
+    "model-path": (
+        ["generate", "--prompt", "x", "--model", "./none"],
+        "--model ./none: expected a folder",
+    ),
+    "model-id": (
+        ["generate", "--prompt", "x", "--model", "nobody/nothing"],
+        "--model nobody/nothing: expected a folder, a .safetensors file, or a model of the hub",
+    ),
+    "model-empty": (
+        ["generate", "--prompt", "x", "--model", "."],
+        "got one without model_index.json",
+    ),
+    "compare-tau": (
+        ["compare", "x", "--tau", "0.6,high"],
+        "--tau: expected numbers with commas between",
+    ),
+    "compare-range": (
+        ["compare", "x", "--tau", "0.6,7"],
+        "tau: expected a finite number from -1 to 1",
+    ),
     "compare-no-prompt": (["compare"], "PROMPT"),
-    "sheet-ending": (["compare", "x", "--out", "a.jpg"], "--out a.jpg: expected a file ending in .png"),
+    "sheet-ending": (
+        ["compare", "x", "--out", "a.jpg"],
+        "--out a.jpg: expected a file ending in .png",
+    ),
     "sheet-folder": (["sheet", "none"], "none: expected the folder of a finished run"),
-    "out-long": (["generate", "--prompt", "x", "--out", LONG], "can't be written (File name too long)"),
-    "prompts-long": (["generate", "--prompts", LONG + ".txt"], "the prompt file can't be read (File name too long)"),
-    "model-long": (["generate", "--prompt", "x", "--model", LONG], "found no such file; check the path"),
+    "out-long": (
+        ["generate", "--prompt", "x", "--out", LONG],
+        "can't be written (File name too long)",
+    ),
+    "prompts-long": (
+        ["generate", "--prompts", LONG + ".txt"],
+        "the prompt file can't be read (File name too long)",
+    ),
+    "model-long": (
+        ["generate", "--prompt", "x", "--model", LONG],
+        "found no such file; check the path",
+    ),
     "lora-long": (["generate", "--prompt", "x", "--lora", LONG], "found nothing; check the path"),
     "config-long": (["generate", "--prompt", "x", "--config", LONG + ".json"], LONG),
-    "sheet-long": (["compare", "x", "--out", LONG + ".png"], "can't be written (File name too long)"),
-    "sheet-place": (["show-merge", "x", "--out", "/dev/null/a.png"], "expected a folder, got the file /dev/null"),
+    "sheet-long": (
+        ["compare", "x", "--out", LONG + ".png"],
+        "can't be written (File name too long)",
+    ),
+    "sheet-place": (
+        ["show-merge", "x", "--out", "/dev/null/a.png"],
+        "expected a folder, got the file /dev/null",
+    ),
     "doctor": (["doctor", "--scheduler", "magic"], "--scheduler: expected one of"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -100,7 +187,9 @@ def test_bad_input_is_one_line_and_status_2(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_broken_models_are_one_line(run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_broken_models_are_one_line(
+    run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     save_file({"x": torch.zeros(1)}, tmp_path / "lone.safetensors")
     (tmp_path / "noise.safetensors").write_bytes(b"\xff" * 64)
     (tmp_path / "model.ckpt").write_bytes(b"x")
@@ -109,7 +198,9 @@ def test_broken_models_are_one_line(run_cli: Any, capsys: pytest.CaptureFixture[
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut" / "model_index.json").write_text("{")
     for model, message in {
-        "lone.safetensors": "expected a checkpoint of Stable Diffusion 1, 2 or XL in its original layout",
+        "lone.safetensors": (
+            "expected a checkpoint of Stable Diffusion 1, 2 or XL in its original layout"
+        ),
         "noise.safetensors": "expected a text-to-image pipeline that diffusers can load",
         "model.ckpt": "expected a folder, a hub id or a .safetensors file",
         "foreign": "expected a pipeline class of diffusers, got 'MagicPipeline'",
@@ -122,50 +213,88 @@ def test_broken_models_are_one_line(run_cli: Any, capsys: pytest.CaptureFixture[
     assert not (tmp_path / "out").exists()
 
 
-def test_damaged_weights_are_one_line(run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_damaged_weights_are_one_line(
+    run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     weights = save_tiny_pipeline(tmp_path / "tiny") / "unet" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     assert run_cli("generate", "--prompt", "x", "--model", "tiny") == 2
-    assert "--model tiny: expected a text-to-image pipeline that diffusers can load" in error_of(capsys)
+    assert "--model tiny: expected a text-to-image pipeline that diffusers can load" in error_of(
+        capsys
+    )
 
 
-def test_control_characters_stay_out_of_the_error_line(run_cli: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_stay_out_of_the_error_line(
+    run_cli: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_cli("generate", "--prompts", "no\nsuch\x1b[31m.txt") == 2
     line = error_of(capsys)
     assert "\x1b" not in line
     assert "\\x1b[31m.txt: expected a prompt file" in line
 
 
-def test_generate_says_what_it_did(run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_generate_says_what_it_did(
+    run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert run_cli("generate", "--prompt", "a [red] key", "--out", "run", quick=True) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[0].startswith("1 images in run, ")
     assert f"level 0: {256 * (MaMeConfig().keep or 0):.0f} of 256 keys kept" in out
     assert err == ""
-    assert run_cli("generate", "--prompt", "a [red] key", "--out", "run", "--tau", "0.9", quick=True) == 2
+    assert (
+        run_cli("generate", "--prompt", "a [red] key", "--out", "run", "--tau", "0.9", quick=True)
+        == 2
+    )
     assert "mame.tau: null there, 0.9 here" in error_of(capsys)
 
 
 def test_prompts_of_a_file_and_of_the_command_go_together(run_cli: Any, tmp_path: Path) -> None:
-    arguments = ["generate", "--prompts", "demo", "--num", "13", "--prompt", "\x07key", "--baseline", "--steps", "1"]
-    assert run_cli(*arguments, "--out", "run", "--model", str(save_tiny_pipeline(tmp_path / "tiny"))) == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    arguments = [
+        "generate",
+        "--prompts",
+        "demo",
+        "--num",
+        "13",
+        "--prompt",
+        "\x07key",
+        "--baseline",
+        "--steps",
+        "1",
+    ]
+    assert (
+        run_cli(*arguments, "--out", "run", "--model", str(save_tiny_pipeline(tmp_path / "tiny")))
+        == 0
+    )
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    ]
     assert len(rows) == 13
     assert rows[-1]["prompt"] == "\x07key"
 
 
-def test_the_manifest_names_the_prompt_file_and_does_not_compare_it(run_cli: Any, tmp_path: Path) -> None:
+def test_the_manifest_names_the_prompt_file_and_does_not_compare_it(
+    run_cli: Any, tmp_path: Path
+) -> None:
     for name, text in (("a.txt", "key\n"), ("b.txt", "# the same\nkey\n")):
         (tmp_path / name).write_text(text)
         assert run_cli("generate", "--prompts", name, "--out", "run", quick=True) == 0
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
-    assert manifest["prompt_file"] == {"name": "a.txt", "sha256": hashlib.sha256(b"key\n").hexdigest()}
+    assert manifest["prompt_file"] == {
+        "name": "a.txt",
+        "sha256": hashlib.sha256(b"key\n").hexdigest(),
+    }
 
 
 @pytest.mark.parametrize("scheduler", ["dpm++", "euler-a", "heun", "unipc"])
 def test_schedulers(run_cli: Any, tmp_path: Path, scheduler: str) -> None:
-    assert run_cli("generate", "--prompt", "key", "--scheduler", scheduler, "--out", "run", quick=True) == 0
-    assert json.loads((tmp_path / "run/manifest.json").read_text())["settings"]["model"]["scheduler"] == scheduler
+    assert (
+        run_cli("generate", "--prompt", "key", "--scheduler", scheduler, "--out", "run", quick=True)
+        == 0
+    )
+    assert (
+        json.loads((tmp_path / "run/manifest.json").read_text())["settings"]["model"]["scheduler"]
+        == scheduler
+    )
 
 
 def test_every_field_of_the_config_is_an_option(run_cli: Any, tmp_path: Path) -> None:
@@ -175,21 +304,45 @@ def test_every_field_of_the_config_is_an_option(run_cli: Any, tmp_path: Path) ->
     expected = {PLAIN_NAMES.get(name, "--" + name.replace("_", "-")) for name in options}
     assert expected <= flags
     values = {
-        "preset": "plain", "tau": "0.1", "merge": "qkv", "tiles": "0", "size": "16x16", "mame-seed": "3",
-    }  # fmt: skip
-    study = ["partition=random", "metric=dot", "feature=k", "variant=paper", "eps=1e-5", "stride=2x3"]
+        "preset": "plain",
+        "tau": "0.1",
+        "merge": "qkv",
+        "tiles": "0",
+        "size": "16x16",
+        "mame-seed": "3",
+    }
+    study = [
+        "partition=random",
+        "metric=dot",
+        "feature=k",
+        "variant=paper",
+        "eps=1e-5",
+        "stride=2x3",
+    ]
     study += ["refine=false", "redraw=true"]
     options = [part for name, value in values.items() for part in (f"--{name}", value)]
     options += [part for text in study for part in ("--study", text)]
     assert run_cli("generate", "--prompt", "key", "--out", "run", *options, quick=True) == 0
     mame = json.loads((tmp_path / "run/manifest.json").read_text())["settings"]["mame"]
     assert MaMeConfig.from_dict(mame) == MaMeConfig(
-        preset="plain", tau=0.1, merge="qkv", tiles=0, size=(16, 16), seed=3, min_tokens=16,
+        preset="plain",
+        tau=0.1,
+        merge="qkv",
+        tiles=0,
+        size=(16, 16),
+        seed=3,
+        min_tokens=16,
         study=Study(
-            partition="random", metric="dot", feature="k", variant="paper", eps=1e-5, stride=(2, 3),
-            refine=False, redraw=True,
+            partition="random",
+            metric="dot",
+            feature="k",
+            variant="paper",
+            eps=1e-5,
+            stride=(2, 3),
+            refine=False,
+            redraw=True,
         ),
-    )  # fmt: skip
+    )
 
 
 def test_an_option_that_moved_says_where(run_cli: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,12 +358,17 @@ def test_options_override_the_config_file(run_cli: Any, tmp_path: Path) -> None:
     arguments = ["generate", "--prompt", "key", "--config", "mame.toml", "--out"]
     assert run_cli(*arguments, "a", quick=True) == 0
     assert run_cli(*arguments, "b", "--tau", "0.5", quick=True) == 0
-    a, b = (json.loads((tmp_path / name / "manifest.json").read_text())["settings"]["mame"] for name in "ab")
+    a, b = (
+        json.loads((tmp_path / name / "manifest.json").read_text())["settings"]["mame"]
+        for name in "ab"
+    )
     assert (a["keep"], a["tau"], a["study"]["feature"]) == (0.6, None, "k")
     assert (b["keep"], b["tau"], b["study"]["feature"]) == (None, 0.5, "k")
 
 
-def test_ids_can_not_leave_the_folder(run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_ids_can_not_leave_the_folder(
+    run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "key", "id": "../../key"}')
     assert run_cli("generate", "--prompts", "p.jsonl", quick=True) == 2
     assert "p.jsonl:1: id: expected a plain file name" in error_of(capsys)
@@ -225,17 +383,33 @@ def test_version_and_help(run_cli: Any, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_help_and_usage_errors_wait_for_no_library() -> None:
-    code = "import sys; from mame_sd.cli import app; app.run(['generate', '--help']); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from mame_sd.cli import app; app.run(['generate', '--help']); sys.exit('torch'"
+        " in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
-def test_what_the_model_decides_is_said(run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    given = ("--prompt", "owl on a red brick background", "--model", "embedded-transformer", "--steps", "1")
+def test_what_the_model_decides_is_said(
+    run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = (
+        "--prompt",
+        "owl on a red brick background",
+        "--model",
+        "embedded-transformer",
+        "--steps",
+        "1",
+    )
     assert run_cli("generate", *given, "--out", "run") == 0
     assert "of 1024 tokens kept" in capsys.readouterr().out
-    settings = json.loads((tmp_path / "run" / "manifest.json").read_text(encoding="utf-8"))["settings"]["mame"]
+    settings = json.loads((tmp_path / "run" / "manifest.json").read_text(encoding="utf-8"))[
+        "settings"
+    ]["mame"]
     beside = MaMeConfig.from_file(embedded_model_path("transformer") / "mame.json")
-    assert settings["layers"] == beside.to_dict()["layers"], "what was calibrated lies beside the weights"
+    assert settings["layers"] == beside.to_dict()["layers"], (
+        "what was calibrated lies beside the weights"
+    )
     assert run_cli("show-merge", given[1], *given[2:], "--out", "merge.png") == 0
     with Image.open(tmp_path / "merge.png") as image:
         drawn = json.loads(image.text["mame_sd"])["mame"]  # type: ignore[attr-defined]

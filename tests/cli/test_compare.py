@@ -72,8 +72,16 @@ def test_the_chosen_step_level_and_layer_are_drawn(model: LoadedModel) -> None:
     assert (first.owners != second.owners).any()
     assert capture_merge(model, "key", TWO_STEPS, SMALL, step=1, level=1).owners.shape == (8, 8)
     name = "up_blocks.1.attentions.1.transformer_blocks.0.attn1"
-    assert capture_merge(model, "key", TWO_STEPS, SMALL, step=1, layer="up_blocks.1.attentions.1").layer == name
-    for wrong, message in (({"step": 3}, "--step: expected 1 to 2"), ({"level": 7}, "--level: expected a level")):
+    assert (
+        capture_merge(
+            model, "key", TWO_STEPS, SMALL, step=1, layer="up_blocks.1.attentions.1"
+        ).layer
+        == name
+    )
+    for wrong, message in (
+        ({"step": 3}, "--step: expected 1 to 2"),
+        ({"level": 7}, "--level: expected a level"),
+    ):
         with pytest.raises(UserError, match=message):
             capture_merge(model, "key", TWO_STEPS, SMALL, **{"step": 1, **wrong})
     with pytest.raises(UserError, match="'up_blocks' fits 4"):
@@ -109,13 +117,21 @@ def test_groups_are_coloured_and_lone_tokens_are_clear() -> None:
     owners[0, 1] = owners[0, 0]
     image = Image.new("RGB", (64, 64), (255, 255, 255))
     drawn = np.asarray(draw_merge(MergeMap(image, owners, "layer", 1, 15), "key", "distinct"))
-    panel = drawn[12:780, 12 + 768 + 12 :][:768, :768].reshape(4, 192, 4, 192, 3)[:, 10, :, 10]  # a pixel of each cell
+    panel = drawn[12:780, 12 + 768 + 12 :][:768, :768].reshape(4, 192, 4, 192, 3)[
+        :, 10, :, 10
+    ]  # a pixel of each cell
     assert (panel[0, 0] == panel[0, 1]).all()
     assert (panel[0, 0] != 255).any()
     assert (panel.reshape(16, 3)[2:] == 255).all()
     owners[3, 3] = -1
-    with_dropped = np.asarray(draw_merge(MergeMap(image, owners, "layer", 1, 14), "key", "distinct"))
-    cells = with_dropped[12:780, 12 + 768 + 12 :][:768, :768].reshape(4, 192, 4, 192, 3)[:, 10, :, 10].reshape(16, 3)
+    with_dropped = np.asarray(
+        draw_merge(MergeMap(image, owners, "layer", 1, 14), "key", "distinct")
+    )
+    cells = (
+        with_dropped[12:780, 12 + 768 + 12 :][:768, :768]
+        .reshape(4, 192, 4, 192, 3)[:, 10, :, 10]
+        .reshape(16, 3)
+    )
     assert (cells[15] < 200).all(), "a dropped token is dark"
     assert (cells[2:15] == 255).all()
 
@@ -127,19 +143,27 @@ def test_finished_runs_side_by_side(model: LoadedModel, tmp_path: Path) -> None:
     generate(model, prompts[:1], TWO_STEPS, SMALL, tmp_path / "short")
     sheet = folders_sheet([tmp_path / "baseline", tmp_path / "merged"], limit=2)
     assert folders_sheet([tmp_path / "baseline"], limit=1).height < sheet.height
-    with pytest.raises(UserError, match=r"expected the image p00002_0, which .*baseline has, found none"):
+    with pytest.raises(
+        UserError, match=r"expected the image p00002_0, which .*baseline has, found none"
+    ):
         folders_sheet([tmp_path / "baseline", tmp_path / "short"], limit=2)
 
 
 def test_sheets_replace_sheets_and_nothing_else(tmp_path: Path) -> None:
-    sheet = draw_sheet([[Cell(Image.new("RGB", (20, 20)), ("a line that is longer than its image",))]], "title")
+    sheet = draw_sheet(
+        [[Cell(Image.new("RGB", (20, 20)), ("a line that is longer than its image",))]], "title"
+    )
     write_sheet(tmp_path / "new" / "a.png", sheet, {"prompt": "x"})
     write_sheet(tmp_path / "new" / "a.png", sheet, {"prompt": "y"})
     with Image.open(tmp_path / "new" / "a.png") as image:
         assert json.loads(image.info["mame_sd"]) == {"prompt": "y"}
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.png"]
     Image.new("RGB", (2, 2)).save(tmp_path / "photo.png")
-    for name, message in (("photo.png", "got another file"), ("new", "ending in .png"), ("a.gif", "ending in .png")):
+    for name, message in (
+        ("photo.png", "got another file"),
+        ("new", "ending in .png"),
+        ("a.gif", "ending in .png"),
+    ):
         with pytest.raises(UserError, match=message):
             write_sheet(tmp_path / name, sheet, {})
     with pytest.raises(UserError, match="show fewer"):
@@ -147,10 +171,22 @@ def test_sheets_replace_sheets_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_the_commands(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = ["--model", str(model_folder), "--device", "cpu", "--steps", "2", "--min-tokens", "16"]
+    options = [
+        "--model",
+        str(model_folder),
+        "--device",
+        "cpu",
+        "--steps",
+        "2",
+        "--min-tokens",
+        "16",
+    ]
     assert cli.run(["compare", "key", "--tau", "0.2,0.9", *options]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "compare.png"
     assert cli.run(["compare", "key", *options]) == 0
@@ -170,18 +206,28 @@ def test_a_file_that_is_a_bomb_is_refused_in_one_line(
     for name in ("a", "b"):
         write_run(tmp_path / name, {"p_0": np.zeros((8, 8, 3), np.uint8)})
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4)
-    assert cli.run(["sheet", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "s.png")]) == 2
+    assert (
+        cli.run(
+            ["sheet", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "s.png")]
+        )
+        == 2
+    )
     assert "can't be read as an image" in capsys.readouterr().err
 
 
 def test_sheets_say_how_near_images_are_and_what_differs() -> None:
-    grey, other = Image.new("RGB", (4, 4), (100, 100, 100)), Image.new("RGB", (4, 4), (101, 100, 98))
+    grey, other = (
+        Image.new("RGB", (4, 4), (100, 100, 100)),
+        Image.new("RGB", (4, 4), (101, 100, 98)),
+    )
     assert nearness(grey, grey) == "equal to the baseline"
     assert nearness(grey, other) == "PSNR 45.9 dB"
     assert difference(grey, other).getpixel((0, 0)) == (239, 239, 239)
 
 
-def test_a_character_that_no_font_has_is_written_as_its_code_point(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_character_that_no_font_has_is_written_as_its_code_point(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sheet, "FONTS", ())
     sheet._fonts.cache_clear()
     assert sheet._fit("a \u732b", 500)[0] == "a <U+732B>"

@@ -14,7 +14,9 @@ from mame_sd.cli.doctor import fused_attention
 from tests.builders.console import error_of
 
 
-def test_doctor_says_what_would_fail(capsys: pytest.CaptureFixture[str], model_folder: Path) -> None:
+def test_doctor_says_what_would_fail(
+    capsys: pytest.CaptureFixture[str], model_folder: Path
+) -> None:
     assert cli.run(["doctor", "--device", "cpu", "--model", str(model_folder)]) == 0
     out = capsys.readouterr().out
     for name in ("torch", "device", "fused attention", "merging", "model", "disk"):

@@ -1,4 +1,6 @@
-"""The edge of the command line: exit statuses, one error line, Ctrl-C and broken libraries at any time."""
+"""The edge of the command line: exit statuses, one error line, Ctrl-C and broken libraries at any
+time.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def test_an_interrupt_has_its_own_status(capsys: pytest.CaptureFixture[str]) -> 
         except KeyboardInterrupt:
             raise RuntimeError from None
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs ignore it
     try:
         for interrupted in (lambda: signal.raise_signal(signal.SIGINT), swallow):
             assert exit_status(interrupted) == 130
@@ -81,7 +85,9 @@ def test_a_long_error_is_shortened(capsys: pytest.CaptureFixture[str]) -> None:
     assert line.endswith("bbb; do c")
 
 
-def test_a_note_is_one_line_and_shortened_as_an_error_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_note_is_one_line_and_shortened_as_an_error_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """It may hold what a run folder's manifest holds."""
     note(f"a\x1b[2J\n{'b' * 10_000_000} there")
     captured = capsys.readouterr()
@@ -94,9 +100,12 @@ def test_a_note_is_one_line_and_shortened_as_an_error_is(capsys: pytest.CaptureF
 
 def test_as_a_module_from_another_folder(tmp_path: Path) -> None:
     code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import runpy; runpy.run_module('mame_sd', run_name='__main__')"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import runpy; runpy.run_module('mame_sd',"
+        " run_name='__main__')"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
     assert result.returncode == 2
     assert result.stderr == "error: Missing command; mame-sd --help shows what can be given\n"
 
@@ -123,7 +132,12 @@ def test_a_library_that_does_not_load_is_the_machines_fault(tmp_path: Path, modu
     assert f"No module named {module}" in last
 
 
-@pytest.mark.parametrize(("package", "extra"), [("matplotlib", "eval"), ("gradio", "ui"), ("tomesd", "peers")])
+@pytest.mark.parametrize(
+    ("package", "extra"), [("matplotlib", "eval"), ("gradio", "ui"), ("tomesd", "peers")]
+)
 def test_a_missing_package_names_the_extra_that_brings_it(package: str, extra: str) -> None:
     status, message = describe(ModuleNotFoundError(f"No module named '{package}'", name=package))
-    assert (status, message) == (MACHINE, f"expected the package {package}, found none; pip install 'mame-sd[{extra}]'")
+    assert (status, message) == (
+        MACHINE,
+        f"expected the package {package}, found none; pip install 'mame-sd[{extra}]'",
+    )

@@ -42,7 +42,9 @@ def test_every_kind_of_field_is_an_option() -> None:
     assert call("", first=group)["first"] == Fields()
     given = "--number 3 --words x --kind b --size 2x3 --name u --name v --on"
     assert call(given, first=group)["first"] == Fields(3, "x", "b", (2, 3), ("u", "v"), True)
-    with pytest.raises(UserError, match="--size: expected two whole numbers such as 2x2, got 'two'"):
+    with pytest.raises(
+        UserError, match="--size: expected two whole numbers such as 2x2, got 'two'"
+    ):
         call("--size two", first=group)
 
 

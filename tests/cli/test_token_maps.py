@@ -1,4 +1,6 @@
-"""`show-merge IMAGE`: the groups are those that merging made, drawn over the image as the model sees it."""
+"""`show-merge IMAGE`: the groups are those that merging made, drawn over the image as the model
+sees it.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,10 @@ def test_a_group_has_the_mean_colour_of_its_pixels() -> None:
     owners = np.array([[0, 0, 2], [3, 0, 2], [3, 3, 2]])
     drawn = np.asarray(mean_colors(Image.fromarray(pixels), owners))
     for group in (0, 2, 3):
-        cells = [pixels[4 * r : 4 * r + 4, 4 * c : 4 * c + 4].reshape(-1, 3) for r, c in np.argwhere(owners == group)]
+        cells = [
+            pixels[4 * r : 4 * r + 4, 4 * c : 4 * c + 4].reshape(-1, 3)
+            for r, c in np.argwhere(owners == group)
+        ]
         mean = np.concatenate(cells).mean(0)
         for r, c in np.argwhere(owners == group):
             assert np.array_equal(drawn[4 * r + 2, 4 * c + 2], np.rint(mean).astype(np.uint8))
@@ -79,12 +84,26 @@ def test_the_image_is_shown_as_the_model_sees_it(place: Path) -> None:
 
 
 @pytest.mark.parametrize("colors", ["mean", "distinct"])
-def test_on_the_command_line(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], colors: str) -> None:
+def test_on_the_command_line(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], colors: str
+) -> None:
     out = tmp_path / "maps.png"
-    words = ["show-merge", str(place / "image.png"), "--model", str(place / "vit"), "--device", "cpu", "--keep", "0.5"]
+    words = [
+        "show-merge",
+        str(place / "image.png"),
+        "--model",
+        str(place / "vit"),
+        "--device",
+        "cpu",
+        "--keep",
+        "0.5",
+    ]
     assert cli.run([*words, "--blocks", "3", "--colors", colors, "--out", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines == [*(f"block {n}: {left} of 36 patches left" for n, left in ((0, 13), (1, 7), (2, 4))), str(out)]
+    assert lines == [
+        *(f"block {n}: {left} of 36 patches left" for n, left in ((0, 13), (1, 7), (2, 4))),
+        str(out),
+    ]
     with Image.open(out) as image:
         assert image.width == 4 * 432 + 5 * 12
         about = json.loads(image.info["mame_sd"])
@@ -95,7 +114,10 @@ def test_on_the_command_line(place: Path, tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--blocks", "x"], "--blocks: expected a number such as 8, or blocks such as 3,6,9, got 'x'"),
+        (
+            ["--blocks", "x"],
+            "--blocks: expected a number such as 8, or blocks such as 3,6,9, got 'x'",
+        ),
         (["--blocks", "9"], "merging: blocks: expected how many of the 4 blocks merge"),
         (["--colors", "red"], "--colors: expected mean or distinct, got 'red'"),
         (["--steps", "3"], "expected no options of sampling beside an image"),
@@ -107,19 +129,33 @@ def test_on_the_command_line(place: Path, tmp_path: Path, capsys: pytest.Capture
 def test_bad_options_are_one_line(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], message: str
 ) -> None:
-    words = ["show-merge", str(place / "image.png"), "--model", str(place / "vit"), "--device", "cpu"]
+    words = [
+        "show-merge",
+        str(place / "image.png"),
+        "--model",
+        str(place / "vit"),
+        "--device",
+        "cpu",
+    ]
     assert cli.run([*words, "--out", str(tmp_path / "a.png"), *given]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "a.png").exists()
 
 
-def test_options_of_images_need_an_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_images_need_an_image(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(["show-merge", "owl", "--blocks", "3", "--out", str(tmp_path / "a.png")]) == 2
     assert "--blocks: expected an image file beside it, got a prompt" in capsys.readouterr().err
     assert cli.run(["show-merge", "cat.png", "--out", str(tmp_path / "a.png")]) == 2
-    assert "show-merge cat.png: expected an image file or a prompt, found no such file" in capsys.readouterr().err
+    assert (
+        "show-merge cat.png: expected an image file or a prompt, found no such file"
+        in capsys.readouterr().err
+    )
     (tmp_path / "broken.png").write_bytes(b"no image")
-    assert cli.run(["show-merge", str(tmp_path / "broken.png"), "--out", str(tmp_path / "a.png")]) == 2
+    assert (
+        cli.run(["show-merge", str(tmp_path / "broken.png"), "--out", str(tmp_path / "a.png")]) == 2
+    )
     assert "expected an image, but it can't be read" in capsys.readouterr().err
     with pytest.raises(UserError, match="it can't be read"):
         read_image(tmp_path / "nothing.png")

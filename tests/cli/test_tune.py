@@ -1,4 +1,6 @@
-"""Tuning: a (tiny) pipeline is calibrated, what was found is measured, resumed, chosen and written as a config."""
+"""Tuning: a (tiny) pipeline is calibrated, what was found is measured, resumed, chosen and written
+as a config.
+"""
 
 from __future__ import annotations
 
@@ -53,14 +55,18 @@ def distance(a: Image.Image, b: Image.Image) -> float:
     return float(np.abs(np.asarray(a, float) - np.asarray(b, float)).mean())
 
 
-def test_every_setting_is_measured_and_a_second_call_measures_nothing(model: LoadedModel, tmp_path: Path) -> None:
+def test_every_setting_is_measured_and_a_second_call_measures_nothing(
+    model: LoadedModel, tmp_path: Path
+) -> None:
     seen: list[tuple[int, int]] = []
     trials = tune(model, PROMPTS, ONE_STEP, ROWS, distance, tmp_path, lambda *n: seen.append(n))
     assert [(t.label, t.config) for t in trials] == [(BASELINE, None), *ROWS, (FLOOR, None)]
     assert seen[-1] == (len(PROMPTS) * (2 + len(ROWS)),) * 2
     found = {t.label: t for t in trials}
     assert [found[label].kept for label, _ in ROWS] == [0.75, 0.25, 0.0625]
-    assert 0 == found[BASELINE].lpips < found["mild"].lpips < found["strong"].lpips, "keeping fewer keys costs more"
+    assert 0 == found[BASELINE].lpips < found["mild"].lpips < found["strong"].lpips, (
+        "keeping fewer keys costs more"
+    )
     assert found[FLOOR].lpips > found["mild"].lpips
     low, high = found["mild"].interval or (0, 0)
     assert low <= found["mild"].lpips <= high
@@ -73,7 +79,9 @@ def test_every_setting_is_measured_and_a_second_call_measures_nothing(model: Loa
         tune(model, PROMPTS, GenerateSettings(steps=1, seed=1), ROWS, refuse, tmp_path)
 
 
-def test_a_stopped_call_continues_with_the_prompt_it_was_in(model: LoadedModel, tmp_path: Path) -> None:
+def test_a_stopped_call_continues_with_the_prompt_it_was_in(
+    model: LoadedModel, tmp_path: Path
+) -> None:
     calls: list[int] = []
 
     def stop_in_the_second_prompt(a: Image.Image, b: Image.Image) -> float:
@@ -90,7 +98,9 @@ def test_a_stopped_call_continues_with_the_prompt_it_was_in(model: LoadedModel, 
     assert len(calls) == 3 + 2 + 3
 
 
-def test_a_calibration_that_was_stopped_goes_on_with_the_next_prompt(model: LoadedModel, tmp_path: Path) -> None:
+def test_a_calibration_that_was_stopped_goes_on_with_the_next_prompt(
+    model: LoadedModel, tmp_path: Path
+) -> None:
     def stop(done: int, total: int) -> None:
         if done == 1:
             raise KeyboardInterrupt
@@ -107,7 +117,11 @@ def test_a_calibration_that_was_stopped_goes_on_with_the_next_prompt(model: Load
 
 
 def test_what_is_checked_are_uniform_shares_and_settings_of_many_speeds() -> None:
-    options = [Option(False, 0.0, 1.0), Option({"keep": 0.5}, 0.1, 0.6), Option({"keep": 0.25}, 0.3, 0.4)]
+    options = [
+        Option(False, 0.0, 1.0),
+        Option({"keep": 0.5}, 0.1, 0.6),
+        Option({"keep": 0.25}, 0.3, 0.4),
+    ]
     found = Calibration(SMALL, "a model", 3.0, {"one": options, "two": options})
     rows = settings_to_check(found, SMALL, None)
     assert rows[0] == ("default", SMALL)
@@ -115,18 +129,31 @@ def test_what_is_checked_are_uniform_shares_and_settings_of_many_speeds() -> Non
     speeds = [float(label.removeprefix("by layer, ")) for label, _ in rows[1:]]
     assert speeds == sorted(speeds)
     assert speeds[-1] <= found.fastest
-    assert [label for label, _ in settings_to_check(found, SMALL, 1.2)][:2] == ["default", "by layer, 1.20"]
-    assert len(settings_to_check(found, SMALL, 9.0)) == 2, "the fastest there is, for a wish beyond it"
+    assert [label for label, _ in settings_to_check(found, SMALL, 1.2)][:2] == [
+        "default",
+        "by layer, 1.20",
+    ]
+    assert len(settings_to_check(found, SMALL, 9.0)) == 2, (
+        "the fastest there is, for a wish beyond it"
+    )
 
 
-def trial(label: str, times_faster: float, lpips: float, config: MaMeConfig | None = SMALL) -> Trial:
-    return Trial(label, config, 1.0, times_faster, lpips, 0.5, (lpips, lpips), (times_faster, times_faster))
+def trial(
+    label: str, times_faster: float, lpips: float, config: MaMeConfig | None = SMALL
+) -> Trial:
+    return Trial(
+        label, config, 1.0, times_faster, lpips, 0.5, (lpips, lpips), (times_faster, times_faster)
+    )
 
 
 TRIALS = [
-    trial(BASELINE, 1.0, 0.0, None), trial("mild", 1.1, 0.01), trial("middle", 1.3, 0.03), trial("strong", 1.6, 0.09),
-    trial("slow", 0.9, 0.001), trial(FLOOR, 1.2, 0.3, None),
-]  # fmt: skip
+    trial(BASELINE, 1.0, 0.0, None),
+    trial("mild", 1.1, 0.01),
+    trial("middle", 1.3, 0.03),
+    trial("strong", 1.6, 0.09),
+    trial("slow", 0.9, 0.001),
+    trial(FLOOR, 1.2, 0.3, None),
+]
 
 
 def test_the_choice_is_the_fastest_within_the_distance_or_the_nearest_within_the_speed() -> None:
@@ -140,7 +167,8 @@ def test_the_choice_is_the_fastest_within_the_distance_or_the_nearest_within_the
     with pytest.raises(UserError, match=r"got an LPIPS of .0000 in every row"):
         choose([trial("one", 1.5, 0.0), trial("two", 1.2, 0.00004), TRIALS[-1]], 0.05, None)
     with pytest.raises(
-        UserError, match=r"faster than no merging, got none: the fastest, slow, is 0.90 .*leave merging off"
+        UserError,
+        match=r"faster than no merging, got none: the fastest, slow, is 0.90 .*leave merging off",
     ):
         choose([TRIALS[0], TRIALS[4], TRIALS[-1]], 0.05, None)
     told = measured(TRIALS, TRIALS[2])
@@ -150,13 +178,18 @@ def test_the_choice_is_the_fastest_within_the_distance_or_the_nearest_within_the
 
 def test_remarks_say_what_the_choice_rests_on() -> None:
     (told,) = remarks(TRIALS, TRIALS[2])
-    assert told == "without any attention (mean attention) LPIPS is 0.3000: these prompts can tell settings apart"
+    assert (
+        told
+        == "without any attention (mean attention) LPIPS is 0.3000: these prompts can tell settings"
+        " apart"
+    )
     blind = [*TRIALS[:-1], trial(FLOOR, 1.2, 0.02, None)]
     assert "hardly tell settings apart" in remarks(blind, TRIALS[2])[0]
     alone = Trial("alone", SMALL, 1.0, 1.1, 0.01, 0.5, None, (0.8, 1.4))
     assert [text.split(";")[0] for text in remarks(TRIALS, alone)[1:]] == [
-        "one prompt gives no interval", "times spread by 0.60, more than is gained",
-    ]  # fmt: skip
+        "one prompt gives no interval",
+        "times spread by 0.60, more than is gained",
+    ]
 
 
 def test_table_and_plot_show_every_setting() -> None:
@@ -169,12 +202,27 @@ def test_table_and_plot_show_every_setting() -> None:
 
 
 def test_the_command_writes_a_config_that_generate_takes(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("mame_sd.eval.tuning.measure.lpips_distance", lambda weights_dir, offline: distance)
+    monkeypatch.setattr(
+        "mame_sd.eval.tuning.measure.lpips_distance", lambda weights_dir, offline: distance
+    )
     # a model so small gains no time: what it takes is given, as if measured on a larger one
     monkeypatch.setattr("mame_sd.eval.tuning.measure._trial", with_speed)
-    command = ["tune", "--model", str(folder), "--prompt", "a red key", "--prompt", "an owl", "--steps", "1"]
+    command = [
+        "tune",
+        "--model",
+        str(folder),
+        "--prompt",
+        "a red key",
+        "--prompt",
+        "an owl",
+        "--steps",
+        "1",
+    ]
     command += ["--min-tokens", "16", "--size", "32"]
     assert cli.run([*command, "--speed", "1.01", "--out", str(tmp_path)]) == 0
     written = json.loads((tmp_path / "config.json").read_text())
@@ -185,7 +233,9 @@ def test_the_command_writes_a_config_that_generate_takes(
     assert {"chosen", "uniform"} == set(about["measured"])
     config = MaMeConfig.from_file(tmp_path / "config.json")
     assert config.min_tokens == 16
-    assert written["study"]["weights"] == config.weights, "written whole: a later version's defaults change nothing"
+    assert written["study"]["weights"] == config.weights, (
+        "written whole: a later version's defaults change nothing"
+    )
     assert MaMeConfig.from_dict(written) == config
     out = capsys.readouterr()
     assert "->" in out.out
@@ -194,16 +244,24 @@ def test_the_command_writes_a_config_that_generate_takes(
     generate = ["generate", "--model", str(folder), "--prompt", "key", "--steps", "1", "--config"]
     assert cli.run([*generate, str(tmp_path / "config.json"), "--out", str(tmp_path / "run")]) == 0
     assert cli.run([*command, "--speed", "1000", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: expected a setting with at least 1000 times")
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("error: expected a setting with at least 1000 times")
+    )
     merging = StableDiffusionMaMePipeline.from_pretrained(folder, mame_config={"min_tokens": 16})
     merging.save_pretrained(tmp_path / "saved")
-    command[2] = str(tmp_path / "saved")  # its own min_tokens holds: with the default's nothing could merge here
+    command[2] = str(
+        tmp_path / "saved"
+    )  # its own min_tokens holds: with the default's nothing could merge here
     del command[command.index("--min-tokens") : command.index("--min-tokens") + 2]
     assert cli.run([*command, "--speed", "1.01", "--out", str(tmp_path / "tuned")]) == 0
     assert MaMeConfig.from_file(tmp_path / "tuned" / "config.json").min_tokens == 16
 
 
-def with_speed(label: str, config: MaMeConfig | None, rows: dict[str, dict[str, dict[str, float]]]) -> Trial:
+def with_speed(
+    label: str, config: MaMeConfig | None, rows: dict[str, dict[str, dict[str, float]]]
+) -> Trial:
     lpips = float(np.mean([row[label]["lpips"] for row in rows.values()]))
     return Trial(label, config, 1.0, 1.0 if config is None else 1.3, lpips, 0.5)
 
@@ -225,19 +283,28 @@ def with_speed(label: str, config: MaMeConfig | None, rows: dict[str, dict[str, 
 def test_a_bad_wish_is_refused_before_anything_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
-    assert cli.run(["tune", "--model", str(tmp_path / "none"), *options, "--out", str(tmp_path)]) == 2
+    assert (
+        cli.run(["tune", "--model", str(tmp_path / "none"), *options, "--out", str(tmp_path)]) == 2
+    )
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
 
 
 def test_a_tuned_file_merges_transformers_as_tuning_did() -> None:
     model = seeded(FluxTransformer2DModel, 0, **FLUX, pooled_projection_dim=8)
-    inputs = {**flux_inputs(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])}
+    inputs = {
+        **flux_inputs(),
+        "pooled_projections": normal(2, 8),
+        "timestep": torch.tensor([0.5, 0.5]),
+    }
     for label, config in ROWS:
         with mame(model, MaMeConfig.from_dict(json.loads(json.dumps(whole(config))))) as handle:
             model(**inputs)
             assert handle.report().layers[0].merged, label
-    assert resolve_setting(0.8, None, {n: v for n, v in whole(SMALL).items() if n != "keep"}) is not None
+    assert (
+        resolve_setting(0.8, None, {n: v for n, v in whole(SMALL).items() if n != "keep"})
+        is not None
+    )
 
 
 def test_a_prompt_of_another_size_is_measured_anew(model: LoadedModel, tmp_path: Path) -> None:

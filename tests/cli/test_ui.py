@@ -49,7 +49,9 @@ def test_both_images_are_of_the_same_noise(model: LoadedModel) -> None:
     both = SideBySide(model, SMALL)
     plain, merged, drawn, table = both.generate("key", "tau", 0.5, 1.0, 2, 0, 9)
     assert plain.size == merged.size == drawn.size == (512, 512)
-    assert np.abs(np.asarray(plain, int) - np.asarray(merged, int)).max() <= 1  # tau 1 merges nothing
+    assert (
+        np.abs(np.asarray(plain, int) - np.asarray(merged, int)).max() <= 1
+    )  # tau 1 merges nothing
     assert "256 of 256 (100%)" in table
     again, merged, drawn, table = both.generate("key", "keep", 0.5, 1.0, 2, 0, 9)
     assert np.array_equal(again, plain)
@@ -63,10 +65,16 @@ def test_the_button_says_what_the_command_line_says(model: LoadedModel) -> None:
     both = SideBySide(model, SMALL.replace(metric="euclidean"))
     for values, message in (
         (("", "keep", 0.5, 0.8, 2, 0, 1), "expected a prompt, got an empty one"),
-        (("key", "tau", 0.5, 0.8, 2, 0, 1), "tau: expected a finite number from -inf to 0 for metric 'euclidean'"),
+        (
+            ("key", "tau", 0.5, 0.8, 2, 0, 1),
+            "tau: expected a finite number from -inf to 0 for metric 'euclidean'",
+        ),
         (("key", "keep", 0.5, 0.8, 0, 0, 1), "--steps: expected at least 1"),
         (("key", "keep", 0.5, 0.8, 2, -1, 1), "--seed: expected"),
-        (("key", "keep", 0.5, 0.8, 2, None, 1), "Seed: expected a whole number, got an empty field"),
+        (
+            ("key", "keep", 0.5, 0.8, 2, None, 1),
+            "Seed: expected a whole number, got an empty field",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             both.generate(*values)
@@ -76,7 +84,10 @@ def test_the_page_in_a_browser(address: str, browser: Any) -> None:
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     trouble: list[str] = []
     page.on("pageerror", lambda error: trouble.append(str(error)))
-    page.on("request", lambda r: None if r.url.startswith((address, "data:", "blob:")) else trouble.append(r.url))
+    page.on(
+        "request",
+        lambda r: None if r.url.startswith((address, "data:", "blob:")) else trouble.append(r.url),
+    )
     page.goto(address)
     page.get_by_label("Prompt").fill("a blue star")
     page.get_by_label("number input for Steps").fill("2")
@@ -84,7 +95,9 @@ def test_the_page_in_a_browser(address: str, browser: Any) -> None:
     page.get_by_text(f"{256 * (MaMeConfig().keep or 0):.0f} of 256").wait_for()
     pictures = page.locator("img[src*='file=']")
     assert pictures.count() == 3
-    page.wait_for_function("[...document.querySelectorAll('img[src*=\"file=\"]')].every(image => image.complete)")
+    page.wait_for_function(
+        "[...document.querySelectorAll('img[src*=\"file=\"]')].every(image => image.complete)"
+    )
     assert pictures.evaluate_all("images => images.map(image => image.naturalWidth)") == [512] * 3
     page.get_by_label("tau", exact=True).first.check()
     page.get_by_label("number input for tau").fill("1")
@@ -97,7 +110,9 @@ def test_the_page_in_a_browser(address: str, browser: Any) -> None:
     assert trouble == []
 
 
-def answer(address: str, path: str, method: str = "GET", body: bytes | None = None) -> tuple[int, bytes]:
+def answer(
+    address: str, path: str, method: str = "GET", body: bytes | None = None
+) -> tuple[int, bytes]:
     """Status and body of one request, its path sent as it is written."""
     place = urlsplit(address)
     connection = HTTPConnection(place.hostname or "", place.port, timeout=60)
@@ -115,7 +130,9 @@ def test_it_listens_on_this_machine_alone(address: str) -> None:
     listening = [
         place.rpartition(":")[0]
         for table in ("tcp", "tcp6")
-        for place, state in (line.split()[1:4:2] for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:])
+        for place, state in (
+            line.split()[1:4:2] for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        )
         if place.endswith(f":{port}") and state == "0A"
     ]
     assert listening == ["0100007F"]  # 127.0.0.1
@@ -125,7 +142,9 @@ def test_this_machine_alone_is_the_default() -> None:
     assert inspect.signature(ui_command).parameters["host"].default == "127.0.0.1"
 
 
-def test_files_outside_are_refused(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_outside_are_refused(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     secret = b"the secret of this file"
     (tmp_path / "secret.txt").write_bytes(secret)
     monkeypatch.chdir(tmp_path)
@@ -139,8 +158,22 @@ def test_files_outside_are_refused(address: str, tmp_path: Path, monkeypatch: py
         f"file://{here}",
         here + "%00.png",
     ]
-    for way in [*ways, "/etc/passwd", "../../../../etc/passwd", "%2e%2e/%2e%2e/etc/passwd", "....//....//etc/passwd"]:
-        for route in ("file=", "file/", "static/", "assets/", "custom_component/", "proxy=", "stream/x/"):
+    for way in [
+        *ways,
+        "/etc/passwd",
+        "../../../../etc/passwd",
+        "%2e%2e/%2e%2e/etc/passwd",
+        "....//....//etc/passwd",
+    ]:
+        for route in (
+            "file=",
+            "file/",
+            "static/",
+            "assets/",
+            "custom_component/",
+            "proxy=",
+            "stream/x/",
+        ):
             for start in ("/gradio_api/", "/"):
                 status, body = answer(address, f"{start}{route}{way}")
                 assert status >= 400, f"{start}{route}{way}"
@@ -153,16 +186,27 @@ def test_a_forged_call_ends_in_an_error_or_words(address: str) -> None:
     good = ["key", "keep", 0.5, 0.8, 2, 0, 1]
     wrong = [None, [], {}, "x", -1, 1e400, "nan", "<script>", {"path": "/etc/passwd"}, "\ud800"]
     forged: list[list[Any]] = [[], good[:3], good + good]
-    forged += [[*good[:n], wrong[(2 * n + m) % len(wrong)], *good[n + 1 :]] for n in range(len(good)) for m in (0, 1)]
+    forged += [
+        [*good[:n], wrong[(2 * n + m) % len(wrong)], *good[n + 1 :]]
+        for n in range(len(good))
+        for m in (0, 1)
+    ]
     for data in forged:
-        status, body = answer(address, "/gradio_api/call/generate", "POST", json.dumps({"data": data}).encode())
+        status, body = answer(
+            address, "/gradio_api/call/generate", "POST", json.dumps({"data": data}).encode()
+        )
         if status == 200:
             event = json.loads(body)["event_id"]
             status, body = answer(address, f"/gradio_api/call/generate/{event}")
         assert b"Traceback" not in body
         assert b"root:" not in body
-    status, body = answer(address, "/gradio_api/call/generate", "POST", json.dumps({"data": good}).encode())
-    assert b"complete" in answer(address, f"/gradio_api/call/generate/{json.loads(body)['event_id']}")[1]
+    status, body = answer(
+        address, "/gradio_api/call/generate", "POST", json.dumps({"data": good}).encode()
+    )
+    assert (
+        b"complete"
+        in answer(address, f"/gradio_api/call/generate/{json.loads(body)['event_id']}")[1]
+    )
 
 
 def test_nothing_is_asked_of_other_machines(model: LoadedModel, tmp_path: Path) -> None:
@@ -199,7 +243,9 @@ def test_a_port_that_is_taken_is_one_line(
     pytest.importorskip("gradio", reason="pip install mame-sd[ui] brings it")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"--port {port}: expected a port that is free on 127.0.0.1"):
+        with pytest.raises(
+            UserError, match=f"--port {port}: expected a port that is free on 127.0.0.1"
+        ):
             serve(SideBySide(model, SMALL), "127.0.0.1", port)
     assert cli.run(["ui", "--port", "70000"]) == 2
     assert "--port: expected a number from 0 to 65535, got 70000" in error_of(capsys)

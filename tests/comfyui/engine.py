@@ -1,4 +1,6 @@
-"""The real engine, where MAME_COMFYUI names a checkout of ComfyUI and its requirements are installed; tiny models of its own classes."""
+"""The real engine, where MAME_COMFYUI names a checkout of ComfyUI and its requirements are
+installed; tiny models of its own classes.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def engine() -> Any:
 
 @dataclass(frozen=True)
 class Tiny:
-    """A tiny model: its names in `comfy.supported_models` and `comfy.model_base`, its size, and what a call of it takes."""
+    """A tiny model: its names in `comfy.supported_models` and `comfy.model_base`, its size, and
+    what a call of it takes.
+    """
 
     config: str
     base: str
@@ -49,8 +53,21 @@ class Tiny:
     constants: dict[str, Any] = field(default_factory=dict)
 
 
-HEADS = {"hidden_size": 64, "num_heads": 2, "mlp_ratio": 2.0, "depth": 1, "depth_single_blocks": 1, "theta": 10000}
-FLUX = HEADS | {"in_channels": 16, "out_channels": 16, "context_in_dim": 24, "axes_dim": [8, 12, 12], "qkv_bias": True}
+HEADS = {
+    "hidden_size": 64,
+    "num_heads": 2,
+    "mlp_ratio": 2.0,
+    "depth": 1,
+    "depth_single_blocks": 1,
+    "theta": 10000,
+}
+FLUX = HEADS | {
+    "in_channels": 16,
+    "out_channels": 16,
+    "context_in_dim": 24,
+    "axes_dim": [8, 12, 12],
+    "qkv_bias": True,
+}
 UNET = {
     "image_size": 32,
     "in_channels": 4,
@@ -65,7 +82,9 @@ UNET = {
     "legacy": False,
 }
 TINY = {
-    "SD 1.5": Tiny("SD15", "BaseModel", UNET | {"context_dim": 24, "num_heads": 2}, (4, 16, 24), (7, 24)),
+    "SD 1.5": Tiny(
+        "SD15", "BaseModel", UNET | {"context_dim": 24, "num_heads": 2}, (4, 16, 24), (7, 24)
+    ),
     "SDXL": Tiny(
         "SDXL",
         "SDXL",
@@ -87,7 +106,12 @@ TINY = {
             "num_patches": 144,
             "input_size": None,
         }
-        | {"context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 24, "out_features": 128}}}
+        | {
+            "context_embedder_config": {
+                "target": "torch.nn.Linear",
+                "params": {"in_features": 24, "out_features": 128},
+            }
+        }
         | {"pos_embed_max_size": 12, "x_block_self_attn_layers": [0], "qk_norm": "rms"},
         (16, 16, 24),
         (7, 24),
@@ -105,7 +129,13 @@ TINY = {
         "Chroma",
         "Chroma",
         FLUX
-        | {"in_channels": 64, "out_channels": 64, "vec_in_dim": 48, "patch_size": 2, "txt_ids_dims": []}
+        | {
+            "in_channels": 64,
+            "out_channels": 64,
+            "vec_in_dim": 48,
+            "patch_size": 2,
+            "txt_ids_dims": [],
+        }
         | {"in_dim": 64, "out_dim": 64, "hidden_dim": 32, "n_layers": 1},
         (16, 16, 24),
         (7, 24),
@@ -114,7 +144,12 @@ TINY = {
     "Qwen-Image": Tiny(
         "QwenImage",
         "QwenImage",
-        {"num_layers": 2, "attention_head_dim": 32, "num_attention_heads": 2, "joint_attention_dim": 24}
+        {
+            "num_layers": 2,
+            "attention_head_dim": 32,
+            "num_attention_heads": 2,
+            "joint_attention_dim": 24,
+        }
         | {"pooled_projection_dim": 24, "axes_dims_rope": (8, 12, 12)},
         (16, 1, 16, 24),
         (7, 24),
@@ -139,7 +174,14 @@ TINY = {
     "AuraFlow": Tiny(
         "AuraFlow",
         "AuraFlow",
-        {"dim": 64, "n_layers": 2, "n_double_layers": 1, "n_heads": 2, "global_conddim": 64, "cond_seq_dim": 24}
+        {
+            "dim": 64,
+            "n_layers": 2,
+            "n_double_layers": 1,
+            "n_heads": 2,
+            "global_conddim": 64,
+            "cond_seq_dim": 24,
+        }
         | {"max_seq": 144},
         (4, 16, 24),
         (7, 24),
@@ -148,7 +190,13 @@ TINY = {
         "HunyuanVideo",
         "HunyuanVideo",
         FLUX
-        | {"vec_in_dim": 48, "patch_size": [1, 2, 2], "guidance_embed": False, "byt5": False, "meanflow": False}
+        | {
+            "vec_in_dim": 48,
+            "patch_size": [1, 2, 2],
+            "guidance_embed": False,
+            "byt5": False,
+            "meanflow": False,
+        }
         | {"use_cond_type_embedding": False, "vision_in_dim": None, "meanflow_sum": False},
         (16, 3, 16, 24),
         (7, 24),
@@ -164,7 +212,12 @@ TINY = {
     "LTX-Video": Tiny(
         "LTXV",
         "LTXV",
-        {"in_channels": 16, "cross_attention_dim": 64, "attention_head_dim": 32, "num_attention_heads": 2}
+        {
+            "in_channels": 16,
+            "cross_attention_dim": 64,
+            "attention_head_dim": 32,
+            "num_attention_heads": 2,
+        }
         | {"caption_channels": 24, "num_layers": 2},
         (16, 3, 8, 12),
         (7, 24),
@@ -206,7 +259,9 @@ def inputs(name: str, batch: int = 2, seed: int = 1) -> dict[str, Any]:
         "t": torch.full((batch,), 0.7),
         "c_crossattn": torch.randn(batch, *tiny.context, generator=generator),
     }
-    extra = {key: torch.randn(batch, *shape, generator=generator) for key, shape in tiny.extra.items()}
+    extra = {
+        key: torch.randn(batch, *shape, generator=generator) for key, shape in tiny.extra.items()
+    }
     if "attention_mask" in extra:
         extra["attention_mask"] = None
     return values | extra | tiny.constants
@@ -216,15 +271,24 @@ def inputs(name: str, batch: int = 2, seed: int = 1) -> dict[str, Any]:
 def call(model: Any, name: str, options: dict[str, Any] | None = None, **changes: Any) -> Tensor:
     """One call of the model with the options and wrappers that a sampler would give it."""
     comfy = engine()
-    wrappers = {kind: {key: list(found) for key, found in keys.items()} for kind, keys in model.wrappers.items()}
-    given = comfy.model_patcher.create_model_options_clone(model.model_options)["transformer_options"]
+    wrappers = {
+        kind: {key: list(found) for key, found in keys.items()}
+        for kind, keys in model.wrappers.items()
+    }
+    given = comfy.model_patcher.create_model_options_clone(model.model_options)[
+        "transformer_options"
+    ]
     values = inputs(name) | changes
-    given |= {"sigmas": values["t"], "cond_or_uncond": [0, 1], "wrappers": wrappers} | (options or {})
+    given |= {"sigmas": values["t"], "cond_or_uncond": [0, 1], "wrappers": wrappers} | (
+        options or {}
+    )
     result: Tensor = model.model.apply_model(**values, transformer_options=given)
     return result
 
 
-def sampled(model: Any, name: str = "SD 1.5", steps: int = 3, cfg: float = 7.0, latent: tuple[int, ...] = ()) -> Tensor:
+def sampled(
+    model: Any, name: str = "SD 1.5", steps: int = 3, cfg: float = 7.0, latent: tuple[int, ...] = ()
+) -> Tensor:
     """A run of the engine's own sampler on seeded noise."""
     comfy, tiny = engine(), TINY[name]
     noise = torch.randn(1, *(latent or tiny.latent), generator=torch.Generator().manual_seed(2))
@@ -233,16 +297,35 @@ def sampled(model: Any, name: str = "SD 1.5", steps: int = 3, cfg: float = 7.0, 
     positive, negative = ([[one, dict(pooled)]] for one in text)
     with torch.no_grad():
         result: Tensor = comfy.sample.sample(
-            model, noise, steps, cfg, "euler", "normal", positive, negative, torch.zeros_like(noise), seed=0
+            model,
+            noise,
+            steps,
+            cfg,
+            "euler",
+            "normal",
+            positive,
+            negative,
+            torch.zeros_like(noise),
+            seed=0,
         )
     return result
 
 
 def embedded_unet() -> Any:
-    """ComfyUI's UNet with the embedded model's weights, which have other groups, heads and time embedding than it would make."""
+    """ComfyUI's UNet with the embedded model's weights, which have other groups, heads and time
+    embedding than it would make.
+    """
     comfy, path = engine(), Path(embedded_model_path()) / "unet"
-    levels = {"num_res_blocks": [1] * 5, "channel_mult": [1, 2, 4, 6, 7], "transformer_depth": [1, 1, 1, 1, 0]}
-    depth = {"transformer_depth_output": [1, 1] * 4 + [0, 0], "transformer_depth_middle": 1, "context_dim": 192}
+    levels = {
+        "num_res_blocks": [1] * 5,
+        "channel_mult": [1, 2, 4, 6, 7],
+        "transformer_depth": [1, 1, 1, 1, 0],
+    }
+    depth = {
+        "transformer_depth_output": [1, 1] * 4 + [0, 0],
+        "transformer_depth_middle": 1,
+        "context_dim": 192,
+    }
     model = patcher("SD 1.5", **levels, **depth)
     network = model.model.diffusion_model
     weights = comfy.utils.load_torch_file(str(path / "diffusion_pytorch_model.safetensors"))

@@ -1,6 +1,8 @@
-"""The part of ComfyUI's interface that the node meets, around real attention: what calls what, in which order, with which names.
+"""The part of ComfyUI's interface that the node meets, around real attention: what calls what, in
+which order, with which names.
 
-Written down from calls of ComfyUI 0.33.0 (commit 783545f6) and 0.3.64; `test_engine.py` holds it against the engine itself.
+Written down from calls of ComfyUI 0.33.0 (commit 783545f6) and 0.3.64; `test_engine.py` holds it
+against the engine itself.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ class SpatialTransformer(nn.Module):
 
 
 class UNetModel(nn.Module):
-    """A UNet's blocks, of which one self-attention is called, with patches, as the engine's transformer block calls it.
+    """A UNet's blocks, of which one self-attention is called, with patches, as the engine's
+    transformer block calls it.
 
     Args:
         block: what holds that attention, where there are no `blocks`.
         where: the block of that attention.
-        blocks: transformer layers by the block that they stand in, the middle's among them; other blocks have none.
+        blocks: transformer layers by the block that they stand in, the middle's among them; other
+            blocks have none.
     """
 
     middle_block: nn.Module | None
@@ -45,17 +49,27 @@ class UNetModel(nn.Module):
         self.where = where
         count = 1 + max(place for _, place in blocks)
         made = {
-            name: [SpatialTransformer(blocks[name, i]) if (name, i) in blocks else nn.Identity() for i in range(count)]
+            name: [
+                SpatialTransformer(blocks[name, i]) if (name, i) in blocks else nn.Identity()
+                for i in range(count)
+            ]
             for name in ("input", "output", "middle")
         }
-        self.input_blocks, self.output_blocks = nn.ModuleList(made["input"]), nn.ModuleList(made["output"])
+        self.input_blocks, self.output_blocks = (
+            nn.ModuleList(made["input"]),
+            nn.ModuleList(made["output"]),
+        )
         self.middle_block = made["middle"][0] if ("middle", 0) in blocks else None
         self.attn: Any = blocks[where].attn1
 
     def forward(self, n: Tensor, size: tuple[int, int], options: dict[str, Any]) -> Tensor:
         """n [B, h * w, C]"""
         patches = options.get("patches", {})
-        extra = {key: value for key, value in options.items() if key not in ("patches", "patches_replace")}
+        extra = {
+            key: value
+            for key, value in options.items()
+            if key not in ("patches", "patches_replace")
+        }
         extra |= {"block": self.where, "block_index": 0, "n_heads": self.attn.heads}
         extra |= {"activations_shape": [n.shape[0], n.shape[2], *size]}
         context = value = n
@@ -63,17 +77,27 @@ class UNetModel(nn.Module):
             n, context, value = patch(n, context, value, extra)
         q, k, v = self.attn.to_q(n), self.attn.to_k(context), self.attn.to_v(value)
         replace = options.get("patches_replace", {}).get("attn1", {}).get((*self.where, 0))
-        n = self.attn.to_out[0](self.attend(q, k, v, options) if replace is None else replace(q, k, v, extra))
+        n = self.attn.to_out[0](
+            self.attend(q, k, v, options) if replace is None else replace(q, k, v, extra)
+        )
         for patch in patches.get("attn1_output_patch", []):
             n = patch(n, extra)
         return n
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         """As the engine's `optimized_attention` does it."""
-        named = {"attn_precision": None, "transformer_options": options, "_inside_attn_wrapper": True}
+        named = {
+            "attn_precision": None,
+            "transformer_options": options,
+            "_inside_attn_wrapper": True,
+        }
         override = options.get("optimized_attention_override")
         heads = self.attn.heads
-        return attention(q, k, v, heads) if override is None else override(attention, q, k, v, heads, **named)
+        return (
+            attention(q, k, v, heads)
+            if override is None
+            else override(attention, q, k, v, heads, **named)
+        )
 
 
 def attention(
@@ -87,9 +111,14 @@ def attention(
     scale: float | None = None,
     **_: Any,
 ) -> Tensor:
-    """The engine's attention function: [B, L, H * D], or [B, H, L, D] with `skip_reshape`, to [B, L, H * D]."""
+    """The engine's attention function: [B, L, H * D], or [B, H, L, D] with `skip_reshape`, to [B,
+    L, H * D].
+    """
     if not skip_reshape:
-        q, k, v = (t.reshape(q.shape[0], -1, heads, q.shape[-1] // heads).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (
+            t.reshape(q.shape[0], -1, heads, q.shape[-1] // heads).transpose(1, 2)
+            for t in (q, k, v)
+        )
     if mask is not None:
         mask = mask.unsqueeze(0) if mask.dim() == 2 else mask
         mask = mask.unsqueeze(1) if mask.dim() == 3 else mask
@@ -118,7 +147,9 @@ class Executor:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.wrappers:
             return self.call(*args, **kwargs)
-        return self.wrappers[0](Executor(self.call, self.class_obj, self.wrappers[1:]), *args, **kwargs)
+        return self.wrappers[0](
+            Executor(self.call, self.class_obj, self.wrappers[1:]), *args, **kwargs
+        )
 
 
 class Model:
@@ -133,7 +164,8 @@ class Model:
     def clone(self) -> Model:
         twin = Model(self.network)
         twin.wrappers = {
-            kind: {key: list(value) for key, value in keys.items()} for kind, keys in self.wrappers.items()
+            kind: {key: list(value) for key, value in keys.items()}
+            for kind, keys in self.wrappers.items()
         }
         options = self.model_options["transformer_options"]
         twin.model_options = {"transformer_options": dict(options)}
@@ -150,23 +182,35 @@ class Model:
         self.wrappers.get(kind, {}).pop(key, None)
 
     def _through(self, kind: str, call: Wrapper) -> Executor:
-        return Executor(call, self, [wrapper for found in self.wrappers.get(kind, {}).values() for wrapper in found])
+        return Executor(
+            call,
+            self,
+            [wrapper for found in self.wrappers.get(kind, {}).values() for wrapper in found],
+        )
 
-    def apply_model(self, latent: Tensor, sigma: float, call: Callable[[dict[str, Any]], Tensor], **kwargs: Any) -> Any:
+    def apply_model(
+        self, latent: Tensor, sigma: float, call: Callable[[dict[str, Any]], Tensor], **kwargs: Any
+    ) -> Any:
         """A call of the model, which is `call` of the options that arrive there."""
 
-        def last(x: Tensor, t: Tensor, c_concat: Any, context: Any, control: Any, options: Any, **_: Any) -> Any:
+        def last(
+            x: Tensor, t: Tensor, c_concat: Any, context: Any, control: Any, options: Any, **_: Any
+        ) -> Any:
             return call(options)
 
         options = dict(self.model_options["transformer_options"])
         times = torch.full((latent.shape[0],), sigma)
         context = kwargs.pop("context", None)
-        return self._through("apply_model", last)(latent, times, None, context, None, options, **kwargs)
+        return self._through("apply_model", last)(
+            latent, times, None, context, None, options, **kwargs
+        )
 
     def self_attention(self, n: Tensor, size: tuple[int, int], sigma: float = 0.5) -> Tensor:
         """One call whose only layer is this UNet's, on n [B, h * w, C]."""
         latent = torch.zeros(n.shape[0], 4, *size)
-        result: Tensor = self.apply_model(latent, sigma, lambda options: self.network(n, size, options))
+        result: Tensor = self.apply_model(
+            latent, sigma, lambda options: self.network(n, size, options)
+        )
         return result
 
     def sample(self, call: Wrapper) -> Any:

@@ -1,8 +1,9 @@
-"""Calls of `optimized_attention` by each model family, as ComfyUI hands them to an override: what was seen, written down.
+"""Calls of `optimized_attention` by each model family, as ComfyUI hands them to an override: what
+was seen, written down.
 
-Seen with models of ComfyUI's own classes at tiny size, in ComfyUI 0.33.0 (commit 783545f6) and 0.3.64 (63722199); the same in both
-where one is given. A prompt of 7 tokens, latents of 16 x 24 (8 x 12 for LTX-Video) in patches of 2 x 2, 3 frames for videos.
-`test_engine.py` records them again.
+Seen with models of ComfyUI's own classes at tiny size, in ComfyUI 0.33.0 (commit 783545f6) and
+0.3.64 (63722199); the same in both where one is given. A prompt of 7 tokens, latents of 16 x 24 (8
+x 12 for LTX-Video) in patches of 2 x 2, 3 frames for videos. `test_engine.py` records them again.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Recorded:
 def joint(model: str, length: int, start: int | None, *args: Any, **kwargs: Any) -> Recorded:
     """Heads first, an image of 8 x 12 tokens."""
     shape = (2, 2, length, 32)
-    return Recorded(model, shape, shape, shape, (2, *args), HEADS_FIRST | kwargs, (2, 16, 16, 24), start)
+    return Recorded(
+        model, shape, shape, shape, (2, *args), HEADS_FIRST | kwargs, (2, 16, 16, 24), start
+    )
 
 
 def video(model: str, keys: int, start: int | None, *args: Any, **kwargs: Any) -> Recorded:
@@ -86,7 +89,13 @@ CALLS = {
     "Wan": video("WanModel", 288, 0, heads=2),
     "Wan, prompt": video("WanModel", 7, None, heads=2),
     "LTX-Video": Recorded(
-        "LTXVModel", *((2, 288, 64),) * 3, (2,), {"attn_precision": None}, (2, 16, 3, 8, 12), 0, PATCHIFIER
+        "LTXVModel",
+        *((2, 288, 64),) * 3,
+        (2,),
+        {"attn_precision": None},
+        (2, 16, 3, 8, 12),
+        0,
+        PATCHIFIER,
     ),
     "LTX-Video, prompt": Recorded(
         "LTXVModel",
@@ -99,9 +108,21 @@ CALLS = {
         PATCHIFIER,
     ),
     "HunyuanVideo": Recorded(
-        "HunyuanVideo", *((2, 2, 295, 32),) * 3, (2,), HEADS_FIRST | {"mask": None}, (2, 16, 3, 16, 24), 7, HUNYUAN
+        "HunyuanVideo",
+        *((2, 2, 295, 32),) * 3,
+        (2,),
+        HEADS_FIRST | {"mask": None},
+        (2, 16, 3, 16, 24),
+        7,
+        HUNYUAN,
     ),
     "HunyuanVideo, prompt": Recorded(
-        "HunyuanVideo", *((2, 2, 7, 32),) * 3, (2,), HEADS_FIRST | {"mask": None}, (2, 16, 3, 16, 24), None, HUNYUAN
+        "HunyuanVideo",
+        *((2, 2, 7, 32),) * 3,
+        (2,),
+        HEADS_FIRST | {"mask": None},
+        (2, 16, 3, 16, 24),
+        None,
+        HUNYUAN,
     ),
 }

@@ -1,4 +1,6 @@
-"""The node in ComfyUI itself, where MAME_COMFYUI names a checkout: tiny models of its own classes, its own sampler and nodes."""
+"""The node in ComfyUI itself, where MAME_COMFYUI names a checkout: tiny models of its own classes,
+its own sampler and nodes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def applied(node: Any, model: Any, merge: str = KEYS, **changes: Any) -> Any:
 
 def of_engine(name: str) -> Any:
     model = patcher(name)
-    if any(getattr(b, "flipped_img_txt", False) for b in getattr(model.model.diffusion_model, "double_blocks", ())):
+    if any(
+        getattr(b, "flipped_img_txt", False)
+        for b in getattr(model.model.diffusion_model, "double_blocks", ())
+    ):
         pytest.skip(f"this engine's {name} is refused")
     return model
 
@@ -42,20 +47,26 @@ def test_the_engine_calls_attention_as_recorded(name: str) -> None:
     seen = []
 
     def override(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        named = {key: shape_of(value) for key, value in kwargs.items() if key != "transformer_options"}
+        named = {
+            key: shape_of(value) for key, value in kwargs.items() if key != "transformer_options"
+        }
         assert named.pop("_inside_attn_wrapper")
         seen.append((*map(shape_of, args[:3]), tuple(map(shape_of, args[3:])), named))
         return function(*args, **kwargs)
 
     call(model, name, {"optimized_attention_override": override})
     kinds = [base.__name__ for base in type(model.model.diffusion_model).__mro__]
-    known = [(one.q, one.k, one.v, one.args, one.kwargs) for one in CALLS.values() if one.model in kinds]
+    known = [
+        (one.q, one.k, one.v, one.args, one.kwargs) for one in CALLS.values() if one.model in kinds
+    ]
     assert seen
     assert [one for one in seen if one not in known] == []
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_every_family_merges_and_leaves_its_model_as_it_is(node: Any, name: str, caplog: Any) -> None:
+def test_every_family_merges_and_leaves_its_model_as_it_is(
+    node: Any, name: str, caplog: Any
+) -> None:
     model = of_engine(name)
     before = call(model, name)
     merged, plain = (call(applied(node, model, correct=correct), name) for correct in (True, False))
@@ -72,7 +83,9 @@ def test_reference_images_stay_whole(node: Any, name: str) -> None:
     """Kontext and Qwen-Image-Edit append them to the image's tokens."""
     model, lengths = patcher(name), []
 
-    def override(function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def override(
+        function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
         lengths.append((q, k))
         return function(q, k, v, *args, **kwargs)
 
@@ -99,16 +112,23 @@ def test_reference_images_stay_whole(node: Any, name: str) -> None:
     ],
     ids=str,
 )
-def test_the_embedded_unet_is_that_of_apply_mame(node: Any, fields: dict[str, Any], inputs: dict[str, Any]) -> None:
+def test_the_embedded_unet_is_that_of_apply_mame(
+    node: Any, fields: dict[str, Any], inputs: dict[str, Any]
+) -> None:
     """Bit by bit, drawn anew at each step: the library's uniform default first."""
     unet = UNet2DConditionModel.from_pretrained(embedded_model_path(), subfolder="unet")
     apply_mame(unet, **fields)
     model = embedded_unet()
     patched = applied(node, model, min_tokens=1024, **inputs)
     seen: list[Any] = []
-    model.model.diffusion_model.register_forward_hook(lambda _, args, output: seen.extend([*args, output]))
+    model.model.diffusion_model.register_forward_hook(
+        lambda _, args, output: seen.extend([*args, output])
+    )
     generator = torch.Generator().manual_seed(0)
-    x, text = torch.randn(2, 4, 64, 64, generator=generator), torch.randn(2, 5, 192, generator=generator)
+    x, text = (
+        torch.randn(2, 4, 64, 64, generator=generator),
+        torch.randn(2, 5, 192, generator=generator),
+    )
     for timestep in (900, 500):
         seen.clear()
         sigmas = model.model.model_sampling.sigma(torch.tensor([timestep, timestep]))
@@ -125,7 +145,9 @@ def extras(name: str, node: str) -> Any:
     engine()
     found = getattr(importlib.import_module(f"comfy_extras.{name}"), node)
     if hasattr(found, "execute"):
-        return lambda *args: found.execute(*args).args[0] if node != "HyperTile" else found.execute(*args)[0]
+        return lambda *args: (
+            found.execute(*args).args[0] if node != "HyperTile" else found.execute(*args)[0]
+        )
     return lambda *args: getattr(found(), found.FUNCTION)(*args)[0]
 
 
@@ -140,7 +162,9 @@ OTHERS = {
 @pytest.mark.parametrize("merge", [KEYS, QUERIES])
 @pytest.mark.parametrize("keep", [0.25, 0.75])
 @pytest.mark.parametrize("name", OTHERS)
-def test_beside_the_engines_own_nodes_in_both_orders(node: Any, name: str, keep: float, merge: str) -> None:
+def test_beside_the_engines_own_nodes_in_both_orders(
+    node: Any, name: str, keep: float, merge: str
+) -> None:
     module, kind, values = OTHERS[name]
     other = extras(module, kind)
 
@@ -169,7 +193,10 @@ def test_a_run_tells_what_merged_or_why_nothing_did(node: Any, caplog: Any) -> N
     ours = [record.getMessage() for record in caplog.records if record.name == "mame-sd"]
     assert ours == [
         "MaMe merged 384 -> 96 tokens at 16 x 24, 96 -> 24 tokens at 8 x 12",
-        "MaMe merged nothing: 384 tokens are fewer than min_tokens=4096; 96 tokens are fewer than min_tokens=4096",
+        (
+            "MaMe merged nothing: 384 tokens are fewer than min_tokens=4096; 96 tokens are fewer"
+            " than min_tokens=4096"
+        ),
     ]
 
 
@@ -183,11 +210,17 @@ def test_start_and_end_percent(node: Any, caplog: Any) -> None:
 
 
 def compiled(model: Any) -> Any:
-    """As TorchCompileModel does it (whose backend is inductor, which needs a C++ compiler and minutes)."""
+    """As TorchCompileModel does it (whose backend is inductor, which needs a C++ compiler and
+    minutes).
+    """
     from comfy_api.torch_helpers import set_torch_compile_wrapper
 
     model = model.clone()
-    options = {"guard_filter_fn": lambda entries: ["transformer_options" not in entry.name for entry in entries]}
+    options = {
+        "guard_filter_fn": lambda entries: [
+            "transformer_options" not in entry.name for entry in entries
+        ]
+    }
     set_torch_compile_wrapper(model=model, backend="aot_eager", options=options)
     return model
 
@@ -197,7 +230,11 @@ def test_compiled_it_adds_no_graph_and_no_break(node: Any, name: str) -> None:
     from torch._dynamo.utils import counters
 
     model, counts = patcher(name), []
-    orders = [compiled, lambda one: compiled(applied(node, one)), lambda one: applied(node, compiled(one))]
+    orders = [
+        compiled,
+        lambda one: compiled(applied(node, one)),
+        lambda one: applied(node, compiled(one)),
+    ]
     eager = [sampled(model, name), *[sampled(applied(node, model), name)] * 2]
     for order, expected in zip(orders, eager, strict=True):
         torch._dynamo.reset()
@@ -209,7 +246,9 @@ def test_compiled_it_adds_no_graph_and_no_break(node: Any, name: str) -> None:
 
 def test_compiled_it_merges_at_every_step_or_says_so(node: Any) -> None:
     model = applied(node, compiled(patcher("SD 1.5")), start_percent=0.5)
-    with pytest.raises(ValueError, match=r"expected 0 and 1 beside TorchCompileModel.*, got 0.5 and 1.0"):
+    with pytest.raises(
+        ValueError, match=r"expected 0 and 1 beside TorchCompileModel.*, got 0.5 and 1.0"
+    ):
         sampled(model)
 
 
@@ -235,7 +274,9 @@ def test_threads_share_a_node(node: Any) -> None:
 
 def test_a_model_that_does_not_merge_is_refused(node: Any) -> None:
     comfy = engine()
-    config = comfy.supported_models.Stable_Cascade_C({"c_cond": 32, "c_r": 16, "c_hidden": [32, 32], "nhead": [2, 2]})
+    config = comfy.supported_models.Stable_Cascade_C(
+        {"c_cond": 32, "c_r": 16, "c_hidden": [32, 32], "nhead": [2, 2]}
+    )
     config.custom_operations = comfy.ops.disable_weight_init
     model = comfy.model_base.StableCascade_C(config, device="cpu")
     cascade = comfy.model_patcher.ModelPatcher(model, torch.device("cpu"), torch.device("cpu"))

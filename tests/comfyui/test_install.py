@@ -1,4 +1,6 @@
-"""What a user installs: a clone in custom_nodes, with PyTorch alone; what the registry reads; the example workflow."""
+"""What a user installs: a clone in custom_nodes, with PyTorch alone; what the registry reads; the
+example workflow.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / "comfyui" / "example_workflows").glob("*.json"))
-# As ComfyUI loads a folder of custom_nodes, in a process where only PyTorch and the standard library can be imported.
+# As ComfyUI loads a folder of custom_nodes, in a process where only PyTorch and the standard
+# library can be imported.
 LOAD = """
 import importlib.util, sys
 folder = sys.argv[1]
@@ -43,7 +46,9 @@ print(plan.tokens_kept, node.CATEGORY)
 def clone(folder: Path, *parts: str) -> Path:
     for part in parts:
         if (ROOT / part).is_dir():
-            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "embedded"))
+            shutil.copytree(
+                ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "embedded")
+            )
         else:
             folder.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / part, folder / part)
@@ -77,7 +82,15 @@ def test_a_checkout_may_be_called_as_a_package_is(tmp_path: Path) -> None:
     for name in ("mame_sd", "mame-sd"):
         folder = clone(tmp_path / name, "__init__.py", "pyproject.toml", "comfyui", "mame_sd")
         (folder / "tests").mkdir()
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "mame_sd/config.py"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "mame_sd/config.py",
+        ]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
 
@@ -99,6 +112,12 @@ def test_the_example_workflow_has_todays_inputs(node: Any, path: Path) -> None:
     nodes = json.loads(path.read_text(encoding="utf-8"))["nodes"]
     ours = next(one for one in nodes if one["type"] == "MaMeModelPatch")
     every = node.INPUT_TYPES()
-    inputs = {key: value for key, value in {**every["required"], **every["optional"]}.items() if key != "model"}
-    expected = [options["default"] if "default" in options else kind[0] for kind, options in inputs.values()]
+    inputs = {
+        key: value
+        for key, value in {**every["required"], **every["optional"]}.items()
+        if key != "model"
+    }
+    expected = [
+        options["default"] if "default" in options else kind[0] for kind, options in inputs.values()
+    ]
     assert ours["widgets_values"] == expected

@@ -23,7 +23,14 @@ KEYS, QUERIES = "keys and values", "queries too"
 
 @pytest.fixture(scope="module")
 def block() -> BasicTransformerBlock:
-    return seeded(BasicTransformerBlock, 0, dim=16, num_attention_heads=2, attention_head_dim=8, cross_attention_dim=16)
+    return seeded(
+        BasicTransformerBlock,
+        0,
+        dim=16,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        cross_attention_dim=16,
+    )
 
 
 @pytest.fixture
@@ -47,7 +54,9 @@ def tokens(length: int = H * W, seed: int = 1) -> Tensor:
 def test_node_is_apply_mame(
     node: Any, model: Model, block: Any, value: dict[str, float], merge: str, correct: bool
 ) -> None:
-    """Where all keys stand for equally many tokens, where not (a share that is no cell's), and by tau."""
+    """Where all keys stand for equally many tokens, where not (a share that is no cell's), and by
+    tau.
+    """
     before = model.self_attention(tokens(), (H, W))
     (mode,) = value
     patched = applied(node, model, merge, mode=mode, correct=correct, **value)
@@ -59,13 +68,17 @@ def test_node_is_apply_mame(
     got = patched.self_attention(tokens(), (H, W), sigma)
     assert torch.equal(got, attn(tokens()))
     assert not torch.equal(got, before)
-    assert torch.equal(model.self_attention(tokens(), (H, W)), before)  # the model that came is left as it is
+    assert torch.equal(
+        model.self_attention(tokens(), (H, W)), before
+    )  # the model that came is left as it is
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("chunks", [[1, 0], [0, 1]], ids=str)
 @pytest.mark.parametrize("merge", [KEYS, QUERIES])
-def test_a_guided_pair_merges_by_the_guided_tokens(node: Any, model: Model, merge: str, chunks: list[int]) -> None:
+def test_a_guided_pair_merges_by_the_guided_tokens(
+    node: Any, model: Model, merge: str, chunks: list[int]
+) -> None:
     """Its output is that without the pair, the unguided one's is not."""
     patched = applied(node, model, merge, keep=0.25)
     apart = patched.self_attention(tokens(), (H, W))  # nothing says which is which
@@ -87,7 +100,9 @@ def sigma_of_the_first_draw() -> float:
 
 @torch.no_grad()
 def test_steps_and_layers_draw_as_those_of_apply_mame(node: Any) -> None:
-    """On the embedded UNet's layers of 1024 tokens and more, and its middle as the engine counts it: after the outputs."""
+    """On the embedded UNet's layers of 1024 tokens and more, and its middle as the engine counts
+    it: after the outputs.
+    """
     unet = UNet2DConditionModel.from_pretrained(embedded_model_path(), subfolder="unet")
     ups = unet.up_blocks
     blocks = {
@@ -95,13 +110,24 @@ def test_steps_and_layers_draw_as_those_of_apply_mame(node: Any) -> None:
         for level, down in enumerate(unet.down_blocks)
         if hasattr(down, "attentions")
     }
-    every = [attention.transformer_blocks[0] for up in ups for attention in getattr(up, "attentions", ())]
+    every = [
+        attention.transformer_blocks[0] for up in ups for attention in getattr(up, "attentions", ())
+    ]
     first = sum(len(up.resnets) for up in ups) - len(every)
     blocks |= {("output", first + i): block for i, block in enumerate(every)}
     blocks["middle", 0] = unet.mid_block.attentions[0].transformer_blocks[0]
-    large = [("input", 1), ("input", 3), *(("output", first + len(every) - i) for i in (4, 3, 2, 1))]
+    large = [
+        ("input", 1),
+        ("input", 3),
+        *(("output", first + len(every) - i) for i in (4, 3, 2, 1)),
+    ]
     patched = {
-        where: applied(node, Model(UNetModel(where=where, blocks=copy.deepcopy(blocks))), keep=0.25, min_tokens=1024)
+        where: applied(
+            node,
+            Model(UNetModel(where=where, blocks=copy.deepcopy(blocks))),
+            keep=0.25,
+            min_tokens=1024,
+        )
         for where in large
     }
     apply_mame(unet, merge="kv")  # uniform, without the settings beside its weights
@@ -116,14 +142,18 @@ def test_steps_and_layers_draw_as_those_of_apply_mame(node: Any) -> None:
     for where in large:
         blocks[where].attn1.register_forward_hook(note(where), with_kwargs=True)
     latent = torch.randn(1, 4, 64, 64, generator=torch.Generator().manual_seed(0))
-    text = torch.randn(1, 4, unet.config.cross_attention_dim, generator=torch.Generator().manual_seed(1))
+    text = torch.randn(
+        1, 4, unet.config.cross_attention_dim, generator=torch.Generator().manual_seed(1)
+    )
     for timestep in (900, 500):
         unet(latent, timestep, text)
         for where, model in patched.items():
             n, expected = seen[where]
             side = math.isqrt(n.shape[1])
             assert side >= 32
-            assert torch.equal(model.self_attention(n, (side, side), timestep / 1000), expected), where
+            assert torch.equal(model.self_attention(n, (side, side), timestep / 1000), expected), (
+                where
+            )
     assert not torch.equal(model.self_attention(n, (side, side), 0.9), expected)
 
 
@@ -131,21 +161,29 @@ def test_steps_and_layers_draw_as_those_of_apply_mame(node: Any) -> None:
 def test_a_lower_level_of_an_odd_latent(node: Any, model: Model, block: Any) -> None:
     attn = copy.deepcopy(block.attn1)
     apply_mame(attn, keep=0.25, min_tokens=16, size=(5, 8), redraw=False)
-    got = applied(node, model, keep=0.25).self_attention(tokens(40), (5, 8), sigma_of_the_first_draw())
+    got = applied(node, model, keep=0.25).self_attention(
+        tokens(40), (5, 8), sigma_of_the_first_draw()
+    )
     assert torch.equal(got, attn(tokens(40)))
 
 
 @torch.no_grad()
 def test_nothing_above_tau_is_the_unpatched_model(node: Any, model: Model) -> None:
     patched = applied(node, model, QUERIES, mode="tau", tau=1.0)
-    torch.testing.assert_close(patched.self_attention(tokens(), (H, W)), model.self_attention(tokens(), (H, W)))
+    torch.testing.assert_close(
+        patched.self_attention(tokens(), (H, W)), model.self_attention(tokens(), (H, W))
+    )
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("merge", [KEYS, QUERIES])
 @pytest.mark.parametrize("first", ["ours", "theirs"])
-def test_patches_that_merge_queries_may_come_before_or_after(node: Any, model: Model, merge: str, first: str) -> None:
-    """As "Patch model (ToMe)" does: a third fewer queries before the attention, all of them after it."""
+def test_patches_that_merge_queries_may_come_before_or_after(
+    node: Any, model: Model, merge: str, first: str
+) -> None:
+    """As "Patch model (ToMe)" does: a third fewer queries before the attention, all of them after
+    it.
+    """
     patched = applied(node, model, merge) if first == "ours" else model
     patched = patched.clone()
     patched.model_options["transformer_options"]["patches"] = {
@@ -173,13 +211,16 @@ def test_queries_cut_into_more_samples_are_left_alone(node: Any, model: Model, c
     expected = model.self_attention(tokens(), (H, W))
     assert torch.equal(patched.sample(lambda run: run.self_attention(tokens(), (H, W))), expected)
     assert caplog.messages == [
-        "MaMe merged nothing: another node has merged or cut the queries (such as ToMe or HyperTile)"
+        "MaMe merged nothing: another node has merged or cut the queries (such as ToMe or"
+        " HyperTile)"
     ]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", [("input", 1), ("input", 1, 0)])
-def test_a_block_with_a_replacement_gets_whole_keys(node: Any, model: Model, name: tuple[Any, ...]) -> None:
+def test_a_block_with_a_replacement_gets_whole_keys(
+    node: Any, model: Model, name: tuple[Any, ...]
+) -> None:
     """PAG's replacement returns the values as the output; SAG's reads its scores as a grid."""
     shapes = []
 
@@ -200,7 +241,9 @@ def test_applied_twice_is_the_last_one(node: Any, model: Model) -> None:
     for merge in (KEYS, QUERIES):
         twice = applied(node, applied(node, model, merge, keep=0.25), merge)
         once = applied(node, model, merge)
-        assert torch.equal(twice.self_attention(tokens(), (H, W)), once.self_attention(tokens(), (H, W)))
+        assert torch.equal(
+            twice.self_attention(tokens(), (H, W)), once.self_attention(tokens(), (H, W))
+        )
 
 
 @torch.no_grad()
@@ -228,7 +271,10 @@ def test_threads_share_a_node(node: Any, model: Model) -> None:
 def test_start_and_end_percent(node: Any, model: Model) -> None:
     patched = applied(node, model, start_percent=0.2, end_percent=0.6)
     plain = model.self_attention(tokens(), (H, W))
-    merges = [not torch.equal(patched.self_attention(tokens(), (H, W), 1 - share), plain) for share in (0.1, 0.4, 0.8)]
+    merges = [
+        not torch.equal(patched.self_attention(tokens(), (H, W), 1 - share), plain)
+        for share in (0.1, 0.4, 0.8)
+    ]
     assert merges == [False, True, False]
 
 
@@ -263,23 +309,40 @@ def test_a_run_says_once_what_merged(node: Any, model: Model, caplog: Any) -> No
         ),
         (
             {},
-            {"patches": {"attn1_patch": [lambda q, k, v, extra: (q, torch.cat([k, k], 1), torch.cat([v, v], 1))]}},
+            {
+                "patches": {
+                    "attn1_patch": [
+                        lambda q, k, v, extra: (q, torch.cat([k, k], 1), torch.cat([v, v], 1))
+                    ]
+                }
+            },
             "attention over 192 tokens is not the image's 8 x 12",
         ),
     ],
 )
 def test_a_run_in_which_nothing_merged_warns_why(
-    node: Any, model: Model, caplog: Any, changes: dict[str, Any], options: dict[str, Any], reason: str
+    node: Any,
+    model: Model,
+    caplog: Any,
+    changes: dict[str, Any],
+    options: dict[str, Any],
+    reason: str,
 ) -> None:
     patched = applied(node, model, **changes)
     patched.model_options["transformer_options"] |= options
     patched.sample(lambda run: run.self_attention(tokens(), (H, W)))
-    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [("WARNING", f"MaMe merged nothing: {reason}")]
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("WARNING", f"MaMe merged nothing: {reason}")
+    ]
 
 
-def test_an_engine_that_never_calls_the_node_is_a_warning(node: Any, model: Model, caplog: Any) -> None:
+def test_an_engine_that_never_calls_the_node_is_a_warning(
+    node: Any, model: Model, caplog: Any
+) -> None:
     applied(node, model).sample(lambda run: None)
-    assert caplog.messages == ["MaMe merged nothing: the engine never handed its attention to the node; update ComfyUI"]
+    assert caplog.messages == [
+        "MaMe merged nothing: the engine never handed its attention to the node; update ComfyUI"
+    ]
 
 
 class Bypassed(UNetModel):
@@ -294,19 +357,28 @@ def test_attention_that_does_not_reach_the_node_is_left_uncorrected_with_a_warni
     node: Any, block: Any, caplog: Any
 ) -> None:
     model = Model(Bypassed(block))
-    outputs = applied(node, model).sample(lambda run: [run.self_attention(tokens(), (H, W)) for _ in range(2)])
+    outputs = applied(node, model).sample(
+        lambda run: [run.self_attention(tokens(), (H, W)) for _ in range(2)]
+    )
     assert caplog.messages == [
-        "MaMe neither corrects nor weighs merged keys: another node has put its attention in place of the engine's"
+        "MaMe neither corrects nor weighs merged keys: another node has put its attention in place"
+        " of the engine's"
     ]
-    plain = applied(node, model, correct=False).sample(lambda run: run.self_attention(tokens(), (H, W)))
+    plain = applied(node, model, correct=False).sample(
+        lambda run: run.self_attention(tokens(), (H, W))
+    )
     assert torch.equal(outputs[1], plain)
     assert len(caplog.messages) == 1
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("keep", [0.25, 0.4])
-def test_another_nodes_attention_is_called_with_merged_keys_alone(node: Any, model: Model, keep: float) -> None:
-    """And where they stand for unequally many tokens, with a mask; cross-attention passes through as it is."""
+def test_another_nodes_attention_is_called_with_merged_keys_alone(
+    node: Any, model: Model, keep: float
+) -> None:
+    """And where they stand for unequally many tokens, with a mask; cross-attention passes through
+    as it is.
+    """
     shapes: list[Any] = []
 
     def other(function: Any, q: Tensor, k: Tensor, v: Tensor, heads: int, **kwargs: Any) -> Tensor:
@@ -358,7 +430,9 @@ def test_a_compiled_model_is_one_graph_for_every_step(node: Any, block: Any, mer
         ({"end_percent": 1.5}, "got 0.0 and 1.5"),
     ],
 )
-def test_bad_values_say_what_was_expected(node: Any, model: Model, changes: dict[str, Any], message: str) -> None:
+def test_bad_values_say_what_was_expected(
+    node: Any, model: Model, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         applied(node, model, **changes)
 
@@ -392,13 +466,26 @@ class HunyuanVideo(nn.Module):
 @pytest.mark.parametrize(
     ("network", "merge", "message"),
     [
-        (HunYuanDiT(), KEYS, r"expected one of UNets .*Flux.*, got HunYuanDiT; take the node out of this model's path"),
+        (
+            HunYuanDiT(),
+            KEYS,
+            (
+                r"expected one of UNets .*Flux.*, got HunYuanDiT; take the node out of this model's"
+                r" path"
+            ),
+        ),
         (LTXAVModel(), KEYS, "got LTXAVModel"),
-        (HunyuanVideo(), KEYS, "expected HunyuanVideo with its text before its image, got the older order; update"),
+        (
+            HunyuanVideo(),
+            KEYS,
+            "expected HunyuanVideo with its text before its image, got the older order; update",
+        ),
         (Flux(), QUERIES, "expected 'keys and values' for Flux, got 'queries too'"),
     ],
 )
-def test_models_that_cannot_merge_are_refused_when_applied(node: Any, network: Any, merge: str, message: str) -> None:
+def test_models_that_cannot_merge_are_refused_when_applied(
+    node: Any, network: Any, merge: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         applied(node, Model(network), merge)
 

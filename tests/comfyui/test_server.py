@@ -1,4 +1,6 @@
-"""ComfyUI's server with a clone of the repository in custom_nodes: the example workflow runs over HTTP, and bad values are refused."""
+"""ComfyUI's server with a clone of the repository in custom_nodes: the example workflow runs over
+HTTP, and bad values are refused.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,15 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        options = ["--cpu", "--base-directory", str(base), "--listen", "127.0.0.1", "--port", str(self.port)]
+        options = [
+            "--cpu",
+            "--base-directory",
+            str(base),
+            "--listen",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+        ]
         command = [sys.executable, "-u", "main.py", *options, "--disable-auto-launch"]
         self.process = subprocess.Popen(
             command, cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -74,7 +84,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def prompt_of(workflow: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:
-    """What the frontend sends for a workflow: inputs by name, from links and, in the order of the node's inputs, widgets."""
+    """What the frontend sends for a workflow: inputs by name, from links and, in the order of the
+    node's inputs, widgets.
+    """
     sources = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
     prompt = {}
     for node in workflow["nodes"]:
@@ -109,12 +121,15 @@ def test_the_node_is_listed(server: Server) -> None:
     assert found["python_module"] == "custom_nodes.mame-sd"
 
 
-def test_the_example_workflow_runs_and_says_what_merged(server: Server, prompt: dict[str, Any]) -> None:
+def test_the_example_workflow_runs_and_says_what_merged(
+    server: Server, prompt: dict[str, Any]
+) -> None:
     answer = server.ask("/prompt", {"prompt": prompt})
     assert answer["node_errors"] == {}
     lines = server.until("Prompt executed in")
     assert any(
-        line.endswith("MaMe merged 1024 -> 256 tokens at 32 x 32, 4096 -> 1024 tokens at 64 x 64") for line in lines
+        line.endswith("MaMe merged 1024 -> 256 tokens at 32 x 32, 4096 -> 1024 tokens at 64 x 64")
+        for line in lines
     )
     done = server.ask(f"/history/{answer['prompt_id']}")[answer["prompt_id"]]
     assert done["status"]["status_str"] == "success"

@@ -1,4 +1,6 @@
-"""Calls of each transformer family's attention, as recorded: the image's keys and values merge, everything else is as it was."""
+"""Calls of each transformer family's attention, as recorded: the image's keys and values merge,
+everything else is as it was.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,24 @@ def mask_of(shape: Any) -> Any:
 
 
 def run(
-    node: Any, call: Recorded, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any] | None = None, **values: Any
+    node: Any,
+    call: Recorded,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: dict[str, Any] | None = None,
+    **values: Any,
 ) -> Tensor:
     """The call in the engine, with the node applied (or not, with `node` None)."""
     model = Model(network(call))
     model.model_options["transformer_options"] |= options or {}
-    values = {"mode": "keep", "keep": 0.25, "tau": 0.8, "merge": "keys and values", "min_tokens": 64} | values
+    values = {
+        "mode": "keep",
+        "keep": 0.25,
+        "tau": 0.8,
+        "merge": "keys and values",
+        "min_tokens": 64,
+    } | values
     model = model if node is None else node.patch(model, **values)[0]
     args = tuple(mask_of(value) for value in call.args)
     kwargs = {name: mask_of(value) for name, value in call.kwargs.items()}
@@ -54,18 +68,35 @@ def run(
         override = given.get("optimized_attention_override")
         if override is None:
             return attention(q, k, v, *args, **kwargs)
-        return override(attention, q, k, v, *args, **kwargs, transformer_options=given, _inside_attn_wrapper=True)
+        return override(
+            attention,
+            q,
+            k,
+            v,
+            *args,
+            **kwargs,
+            transformer_options=given,
+            _inside_attn_wrapper=True,
+        )
 
     references = [torch.zeros(shape) for shape in call.references]
     result: Tensor = model.apply_model(
-        torch.zeros(call.latent), 0.5, attend, context=torch.zeros(2, 7, 24), ref_latents=references or None
+        torch.zeros(call.latent),
+        0.5,
+        attend,
+        context=torch.zeros(2, 7, 24),
+        ref_latents=references or None,
     )
     return result
 
 
-def loops(call: Recorded, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **fields: Any) -> Tensor:
-    """The same attention in float64, sample by sample and head by head: the image's keys and values merged, each counted as often
-    as it stands for keys, and what they lack of the mean and covariance of all, by a sample, added where there is no mask."""
+def loops(
+    call: Recorded, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **fields: Any
+) -> Tensor:
+    """The same attention in float64, sample by sample and head by head: the image's keys and values
+    merged, each counted as often as it stands for keys, and what they lack of the mean and
+    covariance of all, by a sample, added where there is no mask.
+    """
     heads_first = call.kwargs.get("skip_reshape", False)
     heads = call.kwargs.get("heads") or call.args[0]
     q, k, v = ((x.transpose(1, 2) if heads_first else x).flatten(2) for x in (q, k, v))
@@ -81,7 +112,14 @@ def loops(call: Recorded, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None =
     plan = plan_merge(k[:, image], config, (rows * t, columns), draw=draw_at(500.0))
     q, k, v = (x.double().unflatten(2, (heads, -1)) for x in (q, k, v))
     fewer_k, fewer_v = (
-        torch.cat([x[:, before], plan.merge(x[:, image].flatten(2)).unflatten(2, (heads, -1)), x[:, after]], 1)
+        torch.cat(
+            [
+                x[:, before],
+                plan.merge(x[:, image].flatten(2)).unflatten(2, (heads, -1)),
+                x[:, after],
+            ],
+            1,
+        )
         for x in (k, v)
     )
     weighed = length > n or plan.uneven
@@ -92,20 +130,40 @@ def loops(call: Recorded, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None =
         if weighed:
             sizes[call.start : call.start + plan.tokens_kept] = plan.sizes.expand(len(q), -1)[b]
         for h in range(heads):
-            whole_k, whole_v, few_k, few_v = k[b, :, h], v[b, :, h], fewer_k[b, :, h], fewer_v[b, :, h]
+            whole_k, whole_v, few_k, few_v = (
+                k[b, :, h],
+                v[b, :, h],
+                fewer_k[b, :, h],
+                fewer_v[b, :, h],
+            )
             logits = scale * q[b, :, h] @ few_k.T + sizes.log()
             if mask is not None:
-                seen = mask.view(*(1,) * (4 - mask.dim()), *mask.shape) if mask.dim() != 3 else mask.unsqueeze(1)
-                seen = seen.expand(len(q), heads, -1, -1)[b, h][:, torch.cat([before, image[stands], after])]
-                logits = logits.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else logits + seen
+                seen = (
+                    mask.view(*(1,) * (4 - mask.dim()), *mask.shape)
+                    if mask.dim() != 3
+                    else mask.unsqueeze(1)
+                )
+                seen = seen.expand(len(q), heads, -1, -1)[b, h][
+                    :, torch.cat([before, image[stands], after])
+                ]
+                logits = (
+                    logits.masked_fill(~seen, -torch.inf)
+                    if seen.dtype == torch.bool
+                    else logits + seen
+                )
             output[b, :, h] = logits.softmax(1) @ few_v
             if mask is None and config.correct:
                 places = slice(call.start, call.start + plan.tokens_kept)
-                drawn, rows = plan.positions.sample, plan.rows[b, plan.positions.sample] + call.start
+                drawn, rows = (
+                    plan.positions.sample,
+                    plan.rows[b, plan.positions.sample] + call.start,
+                )
                 varies = whole_v[image[drawn]] - few_v[rows], whole_k[image[drawn]] - few_k[rows]
                 lacking = within_groups(*varies) * n / length
                 if not weighed:
-                    mean, covariance = moments(few_k[places], few_v[places], plan.sizes.expand(len(q), -1)[b])
+                    mean, covariance = moments(
+                        few_k[places], few_v[places], plan.sizes.expand(len(q), -1)[b]
+                    )
                     alike, covariance_alike = moments(few_k, few_v, sizes)
                     lacking += covariance - covariance_alike
                     output[b, :, h] += mean - alike
@@ -124,8 +182,12 @@ def within_groups(value: Tensor, key: Tensor) -> Tensor:
 
 def moments(key: Tensor, value: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
     """The mean of values, and the covariance of values and keys, each counted `sizes` times."""
-    mean_key, mean = (sum(w * x for w, x in zip(sizes, t, strict=True)) / sizes.sum() for t in (key, value))
-    outer = sum(w * torch.outer(y - mean, x - mean_key) for w, x, y in zip(sizes, key, value, strict=True))
+    mean_key, mean = (
+        sum(w * x for w, x in zip(sizes, t, strict=True)) / sizes.sum() for t in (key, value)
+    )
+    outer = sum(
+        w * torch.outer(y - mean, x - mean_key) for w, x, y in zip(sizes, key, value, strict=True)
+    )
     return mean, outer / sizes.sum()
 
 
@@ -134,7 +196,9 @@ ALONE = {name: call for name, call in CALLS.items() if call.start is None}
 
 
 def mask_in(call: Recorded) -> Tensor | None:
-    shape = next((value for value in (*call.args, *call.kwargs.values()) if isinstance(value, tuple)), None)
+    shape = next(
+        (value for value in (*call.args, *call.kwargs.values()) if isinstance(value, tuple)), None
+    )
     return None if shape is None else mask_of(shape)
 
 
@@ -143,11 +207,15 @@ def mask_in(call: Recorded) -> Tensor | None:
 def test_equals_float64_loops(node: Any, call: Recorded, fields: dict[str, Any]) -> None:
     q, k, v = tensors(call)
     got = run(node, call, q, k, v, mode="tau" if "tau" in fields else "keep", **fields)
-    torch.testing.assert_close(got, loops(call, q, k, v, mask_in(call), **fields), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        got, loops(call, q, k, v, mask_in(call), **fields), rtol=1e-4, atol=1e-5
+    )
     assert not torch.equal(got, run(None, call, q, k, v))
 
 
-@pytest.mark.parametrize("shape", [(103, 103), (2, 103, 103), (2, 1, 1, 103), (2, 2, 103, 103)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(103, 103), (2, 103, 103), (2, 1, 1, 103), (2, 2, 103, 103)], ids=str
+)
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
 def test_any_mask_follows_the_keys(node: Any, shape: tuple[int, ...], kind: torch.dtype) -> None:
     """A merged key is masked as the token is that it was made into."""
@@ -155,17 +223,23 @@ def test_any_mask_follows_the_keys(node: Any, shape: tuple[int, ...], kind: torc
     mask = mask > -1 if kind == torch.bool else mask
     call = replace(CALLS["Flux, a mask"], kwargs={"skip_reshape": True, "mask": mask})
     q, k, v = tensors(call)
-    torch.testing.assert_close(run(node, call, q, k, v), loops(call, q, k, v, mask), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        run(node, call, q, k, v), loops(call, q, k, v, mask), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("scale", [0.05, 0.5])
 def test_another_scale_and_heads_apart(node: Any, scale: float) -> None:
-    """As newer engines may ask for; the correction is of logits of that scale, and the output [B, H, L, D]."""
+    """As newer engines may ask for; the correction is of logits of that scale, and the output [B,
+    H, L, D].
+    """
     call = CALLS["Flux"]
     q, k, v = tensors(call)
     expected = loops(call, q * scale * 32**0.5, k, v)
     call = replace(call, kwargs=call.kwargs | {"scale": scale, "skip_output_reshape": True})
-    torch.testing.assert_close(run(node, call, q, k, v).transpose(1, 2).flatten(2), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        run(node, call, q, k, v).transpose(1, 2).flatten(2), expected, rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("call", MERGING.values(), ids=MERGING.keys())
@@ -174,7 +248,9 @@ def test_merged_keys_weigh_as_many_as_they_stand_for(node: Any, call: Recorded) 
     q, k, v = tensors(call)
     tokens = 2 if call.kwargs.get("skip_reshape") else 1
     for x in (k, v):
-        image = x.movedim(tokens, 0)[call.start :][: x.shape[tokens] - sum(r[-1] * r[-2] // 4 for r in call.references)]
+        image = x.movedim(tokens, 0)[call.start :][
+            : x.shape[tokens] - sum(r[-1] * r[-2] // 4 for r in call.references)
+        ]
         image[:] = image[:1].clone()
     torch.testing.assert_close(run(node, call, q, k, v), run(None, call, q, k, v))
 
@@ -191,7 +267,9 @@ def test_each_layer_of_a_step_draws_anew(node: Any) -> None:
 
     def attend(given: dict[str, Any]) -> Tensor:
         for _ in range(3):
-            given["optimized_attention_override"](noted, q, k, v, 2, skip_reshape=True, transformer_options=given)
+            given["optimized_attention_override"](
+                noted, q, k, v, 2, skip_reshape=True, transformer_options=given
+            )
         return q
 
     model = node.patch(Model(network(call)), "keep", 0.25, 0.8, "keys and values", 64)[0]
@@ -207,7 +285,9 @@ def test_each_layer_of_a_step_draws_anew(node: Any) -> None:
 @pytest.mark.parametrize("call", MERGING.values(), ids=MERGING.keys())
 def test_nothing_above_tau_is_the_unmerged_call(node: Any, call: Recorded) -> None:
     q, k, v = tensors(call)
-    torch.testing.assert_close(run(node, call, q, k, v, mode="tau", tau=1.0), run(None, call, q, k, v))
+    torch.testing.assert_close(
+        run(node, call, q, k, v, mode="tau", tau=1.0), run(None, call, q, k, v)
+    )
 
 
 @pytest.mark.parametrize("call", ALONE.values(), ids=ALONE.keys())
@@ -232,7 +312,9 @@ def test_the_text_is_handed_on_as_it_is(node: Any, call: Recorded) -> None:
     tokens = 2 if call.kwargs.get("skip_reshape") else 1
     assert call.start is not None
     assert torch.equal(seen[0], q)
-    text = [x.narrow(tokens, 0, call.start) for x in (k, v if tokens == 2 else v.flatten(2), *seen[1:])]
+    text = [
+        x.narrow(tokens, 0, call.start) for x in (k, v if tokens == 2 else v.flatten(2), *seen[1:])
+    ]
     assert torch.equal(text[2], text[0])
     assert seen[1].shape[tokens] == seen[2].shape[tokens] < k.shape[tokens]
     assert torch.equal(text[3], text[1])
@@ -251,16 +333,32 @@ def test_a_prompt_as_long_as_the_image_leaves_it_alone(node: Any, caplog: Any) -
         return result
 
     got = model.sample(
-        lambda run: run.apply_model(torch.zeros(call.latent), 0.5, attend, context=torch.zeros(2, 100, 24))
+        lambda run: run.apply_model(
+            torch.zeros(call.latent), 0.5, attend, context=torch.zeros(2, 100, 24)
+        )
     )
     assert torch.equal(got, attention(q, k, v, 2, skip_reshape=True))
-    assert caplog.messages == ["MaMe merged nothing: the prompt's 100 tokens are not fewer than the image's 96"]
+    assert caplog.messages == [
+        "MaMe merged nothing: the prompt's 100 tokens are not fewer than the image's 96"
+    ]
 
 
 def test_a_padded_image_ends_before_its_padding(node: Any) -> None:
-    """Z-Image pads prompt and image to multiples of 32 tokens: here 32, and 117 of the image to 128."""
+    """Z-Image pads prompt and image to multiples of 32 tokens: here 32, and 117 of the image to
+    128.
+    """
     attributes = {"patch_size": 2, "pad_tokens_multiple": 32}
     shape = (2, 2, 160, 32)
-    call = Recorded("NextDiT", shape, shape, shape, (2, None), {"skip_reshape": True}, (2, 16, 18, 26), 32, attributes)
+    call = Recorded(
+        "NextDiT",
+        shape,
+        shape,
+        shape,
+        (2, None),
+        {"skip_reshape": True},
+        (2, 16, 18, 26),
+        32,
+        attributes,
+    )
     q, k, v = tensors(call)
     torch.testing.assert_close(run(node, call, q, k, v), loops(call, q, k, v), rtol=1e-4, atol=1e-5)

@@ -1,6 +1,8 @@
-"""A custom node of the server that the tests start: teaches the engine a tiny SD 1.5, and writes `tiny.safetensors` of it.
+"""A custom node of the server that the tests start: teaches the engine a tiny SD 1.5, and writes
+`tiny.safetensors` of it.
 
-The engine recognises checkpoints by the shapes of known models, so a tiny one has to be added to its list.
+The engine recognises checkpoints by the shapes of known models, so a tiny one has to be added to
+its list.
 """
 
 import functools
@@ -51,7 +53,9 @@ TEXT = {
 
 class TinyClip(comfy.sd1_clip.SDClipModel):
     def __init__(self, **kwargs):
-        super().__init__(**{**kwargs, "textmodel_json_config": TEXT, "layer": "last", "layer_idx": None})
+        super().__init__(
+            **{**kwargs, "textmodel_json_config": TEXT, "layer": "last", "layer_idx": None}
+        )
 
 
 TextModel = functools.partial(comfy.sd1_clip.SD1ClipModel, clip_model=TinyClip)
@@ -87,7 +91,9 @@ def write(path):
     for prefix, module in parts.items():
         for name, tensor in module.state_dict().items():
             scale = 0.1 if tensor.dim() > 1 else 0.02
-            weights[prefix + name] = torch.randn(tensor.shape) * scale if tensor.is_floating_point() else tensor
+            weights[prefix + name] = (
+                torch.randn(tensor.shape) * scale if tensor.is_floating_point() else tensor
+            )
     comfy.utils.save_torch_file(weights, path)
 
 

@@ -13,7 +13,9 @@ import torch
 from mame_sd.core import cards
 from mame_sd.core.cards import CARDS, LAUNCH, MEMORY, SINGLE, SMALLEST, THIRDS, Card, Work
 
-CARD = Card("test", bandwidth=1e12, half=100e12, tf32=30e12, single=20e12, products=0.5, attention=0.4)
+CARD = Card(
+    "test", bandwidth=1e12, half=100e12, tf32=30e12, single=20e12, products=0.5, attention=0.4
+)
 HALF, FULL = torch.float16, torch.float32
 
 

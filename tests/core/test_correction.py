@@ -1,4 +1,6 @@
-"""The first-order correction: against plain loops, exact where logits are small, nothing where nothing is missing."""
+"""The first-order correction: against plain loops, exact where logits are small, nothing where
+nothing is missing.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ def means(t: Tensor) -> Tensor:
 
 
 def correction(
-    query: Tensor, key: Tensor, value: Tensor, kept_key: Tensor, kept_value: Tensor, sizes: Tensor, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kept_key: Tensor,
+    kept_value: Tensor,
+    sizes: Tensor,
+    scale: float,
 ) -> Tensor:
     lacking, shift = first_order(moments(key, value), moments(kept_key, kept_value, sizes))
     assert shift is not None
@@ -43,8 +51,12 @@ def test_equals_plain_loops() -> None:
 
     def mean_and_covariance(h: int, rows: list[int], weights: list[float]) -> tuple[Tensor, Tensor]:
         total = sum(weights)
-        mean_k = sum((w / total * key[0, h, r] for r, w in zip(rows, weights, strict=True)), torch.zeros(8))
-        mean_v = sum((w / total * value[0, h, r] for r, w in zip(rows, weights, strict=True)), torch.zeros(8))
+        mean_k = sum(
+            (w / total * key[0, h, r] for r, w in zip(rows, weights, strict=True)), torch.zeros(8)
+        )
+        mean_v = sum(
+            (w / total * value[0, h, r] for r, w in zip(rows, weights, strict=True)), torch.zeros(8)
+        )
         covariance = torch.zeros(8, 8, dtype=torch.float64)
         for r, w in zip(rows, weights, strict=True):
             covariance += w / total * torch.outer(value[0, h, r] - mean_v, key[0, h, r] - mean_k)
@@ -60,9 +72,13 @@ def test_equals_plain_loops() -> None:
 
 @pytest.mark.parametrize("form", ["means", "picks"])
 def test_is_exact_to_first_order(form: str) -> None:
-    """Halving the logits quarters the error that is left, and halves it at most without the correction."""
+    """Halving the logits quarters the error that is left, and halves it at most without the
+    correction.
+    """
     query, key, value = parts()
-    kept_key, kept_value = (means(key), means(value)) if form == "means" else (key[:, :, ::4], value[:, :, ::4])
+    kept_key, kept_value = (
+        (means(key), means(value)) if form == "means" else (key[:, :, ::4], value[:, :, ::4])
+    )
     sizes = torch.full((16,), 4.0, dtype=torch.float64)
     errors = []
     for scale in (1e-2, 5e-3):
@@ -116,11 +132,15 @@ def test_sizes_of_a_plan_count_every_token_once(weights: str, keep: float) -> No
 
 @pytest.mark.parametrize("weights", ["average", "best"])
 @pytest.mark.parametrize("chosen", [{"keep": 0.25}, {"keep": 0.6}, {"tau": 0.3}])
-@pytest.mark.parametrize(("lead", "size", "tiles"), [((), (16, 16), 0), ((2,), (10, 13), 4), ((2, 3), (16, 16), 4)])
+@pytest.mark.parametrize(
+    ("lead", "size", "tiles"), [((), (16, 16), 0), ((2,), (10, 13), 4), ((2, 3), (16, 16), 4)]
+)
 def test_what_merged_tokens_hold_in_all_is_what_went_in(
     weights: str, chosen: dict[str, float], lead: tuple[int, ...], size: tuple[int, int], tiles: int
 ) -> None:
-    config = MaMeConfig.from_dict({**chosen, "stride": (2, 2), "weights": weights, "redraw": False, "tiles": tiles})
+    config = MaMeConfig.from_dict(
+        {**chosen, "stride": (2, 2), "weights": weights, "redraw": False, "tiles": tiles}
+    )
     generator = torch.Generator().manual_seed(1)
     length = 1 + size[0] * size[1]
     plan = plan_merge(torch.randn(*lead, length, 4, generator=generator), config, size, special=1)
@@ -140,7 +160,9 @@ def test_what_merged_tokens_hold_in_all_is_what_went_in(
 @pytest.mark.parametrize("special", [0, 1])
 @pytest.mark.parametrize("keep", [0.25, 0.4])
 def test_moments_drawn_from_every_token_are_the_moments(keep: float, special: int) -> None:
-    """Groups' means, sizes and what varies within them hold all there is; so rows and sizes are right too."""
+    """Groups' means, sizes and what varies within them hold all there is; so rows and sizes are
+    right too.
+    """
     config = MaMeConfig(keep=keep, stride=(2, 2), weights="best", merge="kv", redraw=False, tiles=8)
     x = drawn(2, special + 256, 16)
     plan = plan_merge(x, config, (16, 16), special=special)
@@ -150,20 +172,29 @@ def test_moments_drawn_from_every_token_are_the_moments(keep: float, special: in
     # every token twice, so that both halves of the sample see all of them
     twice = torch.arange(special + 256).repeat_interleave(2)
     between = moments(kept_key, kept_value, plan.sizes)
-    given = (kept_key, kept_value), (key[:, twice], value[:, twice]), plan.rows[:, twice], plan.sizes
+    given = (
+        (kept_key, kept_value),
+        (key[:, twice], value[:, twice]),
+        plan.rows[:, twice],
+        plan.sizes,
+    )
     every = moments(key, value)
     for weighed, kept in ((True, between), (False, moments(kept_key, kept_value))):
         found, expected = first_order_of_means(*given, weighed), first_order(every, kept)
         torch.testing.assert_close(found.covariance, expected.covariance, rtol=1e-9, atol=1e-9)
         shift = torch.zeros(()).double() if found.shift is None else found.shift
-        torch.testing.assert_close(shift.expand_as(expected.shift), expected.shift, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            shift.expand_as(expected.shift), expected.shift, rtol=1e-9, atol=1e-9
+        )
     owners = plan.kept.expand(2, -1).gather(1, plan.rows)
     assert torch.equal(owners, owners_of(plan))
 
 
 @pytest.mark.parametrize("alike", [True, False], ids=["values follow keys", "values are noise"])
 def test_a_sample_tells_what_the_means_lack_and_adds_little_noise(alike: bool) -> None:
-    config = MaMeConfig(keep=0.25, stride=(2, 2), weights="best", merge="kv", redraw=False, tiles=16)
+    config = MaMeConfig(
+        keep=0.25, stride=(2, 2), weights="best", merge="kv", redraw=False, tiles=16
+    )
     key, noise = drawn(1, 1024, 16), drawn(1, 1024, 16, seed=1)
     value = key + noise if alike else noise
     plan = plan_merge(key, config, (32, 32))
@@ -191,7 +222,9 @@ def test_half_precision_of_many_large_tokens_stays_in_range(dtype: torch.dtype) 
     key, value = drawn(1, 4096, 8) * 20, drawn(1, 4096, 8, seed=1) * 20
     found = moments(key.to(dtype), value.to(dtype)).covariance
     assert found.dtype == torch.float32
-    assert (found - moments(key, value).covariance).norm() < 0.02 * moments(key, key).covariance.norm()
+    assert (found - moments(key, value).covariance).norm() < 0.02 * moments(
+        key, key
+    ).covariance.norm()
 
 
 def test_a_covariance_beyond_half_precisions_range_stays_finite() -> None:
@@ -200,4 +233,6 @@ def test_a_covariance_beyond_half_precisions_range_stays_finite() -> None:
     lacks = first_order(moments(tall, tall), moments(few, few))
     assert not lacks.covariance.half().isfinite().all()
     call = {"query": few, "scale": 1e-6}
-    assert corrected(F.scaled_dot_product_attention, call, lacks, key=few, value=few).isfinite().all()
+    assert (
+        corrected(F.scaled_dot_product_attention, call, lacks, key=few, value=few).isfinite().all()
+    )

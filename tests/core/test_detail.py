@@ -1,4 +1,6 @@
-"""Groups restored with detail: their means stay, and what follows their surroundings and inputs comes back."""
+"""Groups restored with detail: their means stay, and what follows their surroundings and inputs
+comes back.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def test_a_plan_restores_again_with_gradients_and_in_a_wider_dtype() -> None:
     with torch.no_grad():
         before = plan.restore(plan.merge(x), detail)
     for _ in range(2):
-        (gradient,) = torch.autograd.grad(plan.restore(plan.merge(x.detach()), detail).square().sum(), x)
+        (gradient,) = torch.autograd.grad(
+            plan.restore(plan.merge(x.detach()), detail).square().sum(), x
+        )
         assert gradient.norm() > 0
     again = plan.restore(plan.merge(x.double()), detail)
     assert again.dtype == torch.float64

@@ -9,23 +9,38 @@ from torch import Tensor
 from mame_sd import MaMeConfig, plan_merge
 from mame_sd.core import means
 
-ROWS = torch.tensor([[0, 2, 1, 0, 2, 2, 1], [1, 1, 0, 2, 1, 0, 1]])  # of two samples of seven tokens, three groups each
+ROWS = torch.tensor(
+    [[0, 2, 1, 0, 2, 2, 1], [1, 1, 0, 2, 1, 0, 1]]
+)  # of two samples of seven tokens, three groups each
 SIZES = torch.tensor([[2, 2, 3], [2, 4, 1]])
 
 
 def tokens(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
+        dtype
+    )
 
 
 def loops(t: Tensor) -> Tensor:
     """[B, 3, C] of t [B, L, C]."""
-    return torch.stack([
-        torch.stack([torch.stack([x for x, row in zip(sample, rows, strict=True) if row == i]).mean(0) for i in range(3)])
-        for sample, rows in zip(t.double(), ROWS, strict=True)
-    ])  # fmt: skip
+    return torch.stack(
+        [
+            torch.stack(
+                [
+                    torch.stack([x for x, row in zip(sample, rows, strict=True) if row == i]).mean(
+                        0
+                    )
+                    for i in range(3)
+                ]
+            )
+            for sample, rows in zip(t.double(), ROWS, strict=True)
+        ]
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 def test_means_are_those_of_loops(dtype: torch.dtype) -> None:
     t = tokens(2, 7, 5, dtype=dtype)
     with torch.no_grad():
@@ -33,7 +48,9 @@ def test_means_are_those_of_loops(dtype: torch.dtype) -> None:
     assert got.dtype == dtype
     close = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(got.double(), loops(t), rtol=close, atol=close)
-    torch.testing.assert_close(means.means_with_gradients(t, ROWS, SIZES).double(), loops(t), rtol=close, atol=close)
+    torch.testing.assert_close(
+        means.means_with_gradients(t, ROWS, SIZES).double(), loops(t), rtol=close, atol=close
+    )
     assert torch.equal(got[1, 2], t[1, 3]), "a group of one is as it was"
 
 
@@ -103,7 +120,9 @@ KEPT = MaMeConfig(keep=0.4, merge="qkv")
 @torch.no_grad()
 def test_an_export_takes_any_number_of_samples() -> None:
     x = tokens(3, 64, 4)
-    made = torch.export.export(Merged(), (x,), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=False).module()
+    made = torch.export.export(
+        Merged(), (x,), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=False
+    ).module()
     for samples in (3, 2, 5):
         some = tokens(samples, 64, 4)
         torch.testing.assert_close(made(some), Merged()(some))

@@ -1,4 +1,6 @@
-"""The fast path against the float64 loops, values and gradients, and the properties that hold for any input."""
+"""The fast path against the float64 loops, values and gradients, and the properties that hold for
+any input.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,16 @@ from mame_sd.core.reference import ReferencePlan, reference_plan
 from tests.builders.tokens import detail_of, tokens
 
 PARTITIONS = ("alternating", "sequential", "random", "grid")
-SIZES = {1: (1, 1), 2: (1, 2), 3: (3, 1), 5: (1, 5), 7: (7, 1), 50: (5, 10), 197: (1, 197), 256: (16, 16)}
+SIZES = {
+    1: (1, 1),
+    2: (1, 2),
+    3: (3, 1),
+    5: (1, 5),
+    7: (7, 1),
+    50: (5, 10),
+    197: (1, 197),
+    256: (16, 16),
+}
 SETTINGS: list[dict[str, Any]] = [
     {"tau": 0.2},
     {"tau": 0.2, "refine": False},
@@ -58,7 +69,9 @@ def dense(plan: Plan) -> Tensor:
     return full[:, pos.dst][:, :, pos.src]
 
 
-def restored(plan: Plan, slow: ReferencePlan, y: torch.Tensor, detail: Detail | None) -> tuple[torch.Tensor, ...]:
+def restored(
+    plan: Plan, slow: ReferencePlan, y: torch.Tensor, detail: Detail | None
+) -> tuple[torch.Tensor, ...]:
     return plan.restore(y, detail).double(), slow.restore(y, detail)
 
 
@@ -84,11 +97,15 @@ def test_values_equal_the_loops(length: int, partition: str, fields: dict[str, A
     assert_same(plan, slow, 2e-5)
     y = plan.merge(t)
     torch.testing.assert_close(y.double(), slow.merge(t), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(*restored(plan, slow, y, detail_of(x, cfg, size, special)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        *restored(plan, slow, y, detail_of(x, cfg, size, special)), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"tiles": 4}, {"tiles": 2, "keep": 0.25}, {"merge": "qkv", "partition": "random"}], ids=str
+    "fields",
+    [{}, {"tiles": 4}, {"tiles": 2, "keep": 0.25}, {"merge": "qkv", "partition": "random"}],
+    ids=str,
 )
 @pytest.mark.parametrize("draw", [0, 1, 5])
 def test_values_of_each_draw_equal_the_loops(draw: int, fields: dict[str, Any]) -> None:
@@ -122,7 +139,10 @@ def test_gradients_equal_the_loops(length: int, partition: str, fields: dict[str
     x = tokens(2, length + 1, 5, dtype=torch.float64)
     grads = []
     for make in (plan_merge, reference_plan):
-        feature, t = x.clone().requires_grad_(), tokens(2, length + 1, 3, seed=2).double().requires_grad_()
+        feature, t = (
+            x.clone().requires_grad_(),
+            tokens(2, length + 1, 3, seed=2).double().requires_grad_(),
+        )
         plan = make(feature, cfg, size, 1)
         y = plan.merge(t)
         z = plan.restore(y * y, detail_of(feature, cfg, size, 1))
@@ -142,7 +162,9 @@ def test_working_in_place_changes_nothing(fields: dict[str, Any]) -> None:
     assert torch.equal(x, tokens(2, 35, 5)), "the input was written to"
 
 
-@pytest.mark.parametrize("fields", [{"tau": 0.3}, {"keep": 0.5}, {"keep": 0.5, "tiles": 4}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"tau": 0.3}, {"keep": 0.5}, {"keep": 0.5, "tiles": 4}], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sixteen_bits_decide_as_fp64_does(dtype: torch.dtype, fields: dict[str, Any]) -> None:
     x, cfg = tokens(2, 50, 8, dtype=dtype), config(partition="grid", **fields)
@@ -176,7 +198,9 @@ def test_fp16_sums_of_many_large_tokens_stay_in_range() -> None:
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
-@pytest.mark.parametrize("fields", [{"tau": 1.0}, {"keep": 1.0}, {"keep": 1.0, "tiles": 2}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"tau": 1.0}, {"keep": 1.0}, {"keep": 1.0, "tiles": 2}], ids=str
+)
 def test_tau_one_and_keep_one_merge_nothing(partition: str, fields: dict[str, Any]) -> None:
     x = torch.cat([tokens(1, 15, 3), torch.ones(1, 15, 3)], 1).repeat(2, 1, 1)
     plan = plan_merge(x, config(partition=partition, **fields), (5, 6))
@@ -197,13 +221,19 @@ def test_columns_sum_to_one_or_are_zero(fields: dict[str, Any], seed: int) -> No
     merged = (~plan.preserved).double()
     torch.testing.assert_close(dense(plan).double().sum(1), merged, rtol=0, atol=1e-6)
     assert bool((plan.weights >= 0).all())
-    assert not dense(plan).transpose(1, 2)[plan.preserved].any(), "a preserved column is not exactly 0"
+    assert not dense(plan).transpose(1, 2)[plan.preserved].any(), (
+        "a preserved column is not exactly 0"
+    )
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("fields", [{"tau": 0.8}, {"keep": 0.5}, {"keep": 0.5, "tiles": 4}, {"keep": 0.3}], ids=str)
-def test_a_constant_field_survives(partition: str, dtype: torch.dtype, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "fields", [{"tau": 0.8}, {"keep": 0.5}, {"keep": 0.5, "tiles": 4}, {"keep": 0.3}], ids=str
+)
+def test_a_constant_field_survives(
+    partition: str, dtype: torch.dtype, fields: dict[str, Any]
+) -> None:
     x = torch.tensor([0.5, -2.0, 0.0, 4.0]).to(dtype).expand(2, 64, 4)
     cfg = config(partition=partition, **fields)
     plan = plan_merge(x, cfg)
@@ -221,15 +251,21 @@ def test_keep_counts_hold_for_every_sample_and_half_stays_half() -> None:
         plan = plan_merge(x, config(keep=share, partition="grid"))
         assert plan.tokens_kept == round(share * 64)
         assert bool(((~plan.preserved).sum(1) == 64 - plan.tokens_kept).all())
-    assert plan_merge(x, config(keep=0.01, partition="grid", stride=(2, 2))).tokens_kept == 16  # the destinations
+    assert (
+        plan_merge(x, config(keep=0.01, partition="grid", stride=(2, 2))).tokens_kept == 16
+    )  # the destinations
 
 
 def test_ties_are_broken_by_position() -> None:
     x = torch.ones(1, 8, 2)
-    plan = plan_merge(x, config(keep=0.75, partition="alternating"))  # sources 1, 3, 5, 7: two merge
+    plan = plan_merge(
+        x, config(keep=0.75, partition="alternating")
+    )  # sources 1, 3, 5, 7: two merge
     assert plan.preserved.tolist() == [[False, False, True, True]]
     assert owners_of(plan).tolist() == [[0, 0, 2, 0, 4, 5, 6, 7]]
-    tiled = plan_merge(torch.ones(1, 16, 2), config(keep=0.875, partition="alternating", tiles=2), (4, 4))
+    tiled = plan_merge(
+        torch.ones(1, 16, 2), config(keep=0.875, partition="alternating", tiles=2), (4, 4)
+    )
     assert owners_of(tiled)[0].tolist() == [0, 0, 2, 2, *range(4, 16)]
 
 
@@ -241,7 +277,9 @@ def test_a_single_candidate_takes_the_source_whole() -> None:
     torch.testing.assert_close(plan.merge(x)[0, 0], torch.tensor([1.0, 0.025]))
 
 
-@pytest.mark.parametrize("fields", [{"tau": 0.4}, {"keep": 0.4, "tiles": 4}, {"keep": 0.25}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"tau": 0.4}, {"keep": 0.4, "tiles": 4}, {"keep": 0.25}], ids=str
+)
 def test_best_weights_give_each_source_to_one_destination(fields: dict[str, Any]) -> None:
     x = tokens(2, 64, 6)
     plan = plan_merge(x, config(weights="best", partition="grid", **fields), (8, 8))
@@ -249,7 +287,9 @@ def test_best_weights_give_each_source_to_one_destination(fields: dict[str, Any]
     assert set(w.unique().tolist()) == {0.0, 1.0}
     assert torch.equal(w.sum(1).bool(), ~plan.preserved)
     average = plan_merge(x, config(partition="grid", **fields), (8, 8))
-    assert torch.equal(plan.preserved, average.preserved), "how weights are shared decides nothing on who merges"
+    assert torch.equal(plan.preserved, average.preserved), (
+        "how weights are shared decides nothing on who merges"
+    )
 
 
 def test_near_ties_agree_with_fp64_and_keep_gradients_small() -> None:
@@ -258,7 +298,9 @@ def test_near_ties_agree_with_fp64_and_keep_gradients_small() -> None:
     plan = plan_merge(feature, config(tau=0.8, partition="alternating"))
     slow = reference_plan(x.float(), config(tau=0.8, partition="alternating"))
     torch.testing.assert_close(plan.weights[:, 0].double(), slow.weights, rtol=0, atol=1e-5)
-    plan.restore(plan.merge(torch.ones_like(x).float() * torch.arange(20)[:, None])).square().sum().backward()
+    plan.restore(
+        plan.merge(torch.ones_like(x).float() * torch.arange(20)[:, None])
+    ).square().sum().backward()
     assert feature.grad is not None
     assert feature.grad.abs().max() < 100
 
@@ -291,11 +333,14 @@ def test_tiny_and_huge_tokens_have_their_cosine(scale: float, dtype: torch.dtype
         assert feature.grad is not None
         plans.append(plan)
         grads.append(feature.grad.double())
-    # Rounding by the scale itself is at most one unit of the dtype; gradients of a token grow as it shrinks.
+    # Rounding by the scale itself is at most one unit of the dtype; gradients of a token grow as it
+    # shrinks.
     tol = 0.02 if dtype == torch.bfloat16 else 1e-4
     torch.testing.assert_close(plans[1].weights.double(), plans[0].weights, atol=tol, rtol=tol)
     torch.testing.assert_close(plan_merge(x * scales, cfg).weights, plans[1].weights)
-    assert bool((plans[1].weights[0, 0, :, 3] > 0).all())  # zero token: cosine 0 is above tau everywhere
+    assert bool(
+        (plans[1].weights[0, 0, :, 3] > 0).all()
+    )  # zero token: cosine 0 is above tau everywhere
     if scale > 1e-37 or dtype == torch.float64:
         torch.testing.assert_close(grads[1] * scales.double(), grads[0], atol=2 * tol, rtol=2 * tol)
 
@@ -315,7 +360,9 @@ def test_preserved_tokens_come_back_bit_equal_and_special_ones_too() -> None:
 def test_permuting_samples_permutes_results(fields: dict[str, Any]) -> None:
     x, order = tokens(4, 64, 6), torch.tensor([2, 0, 3, 1])
     plan, moved = plan_merge(x, config(**fields)), plan_merge(x[order], config(**fields))
-    torch.testing.assert_close(moved.restore(moved.merge(x[order])), plan.restore(plan.merge(x))[order])
+    torch.testing.assert_close(
+        moved.restore(moved.merge(x[order])), plan.restore(plan.merge(x))[order]
+    )
     assert torch.equal(moved.preserved, plan.preserved[order])
 
 
@@ -335,19 +382,30 @@ def test_any_leading_dimensions() -> None:
     assert y.shape == (2, 3, 8, 5)
     assert torch.equal(y.flatten(0, 1), flat.merge(x.flatten(0, 1)))
     assert plan.restore(y).shape == x.shape
-    assert (plan.counts.shape, plan.preserved.shape) == ((2, 3, plan.positions.M), (2, 3, plan.positions.N))
+    assert (plan.counts.shape, plan.preserved.shape) == (
+        (2, 3, plan.positions.M),
+        (2, 3, plan.positions.N),
+    )
     assert owners_of(plan).shape == (2, 3, 16)
     assert plan.weights.shape[:3] == (2, 3, 1)
     one = plan_merge(x[0, 0], cfg)
     assert torch.equal(one.restore(one.merge(x[0, 0])), plan.restore(y)[0, 0])
 
 
-def test_tiles_of_one_destination_are_means_that_compare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_one_destination_are_means_that_compare_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("mame_sd.core.merge._nearest", None)
     x, t = tokens(2, 6 * 10, 4), tokens(2, 6 * 10, 3, seed=1)
     for draw in (torch.tensor([0]), torch.tensor([3])):
-        plan = plan_merge(x, MaMeConfig(keep=0.25, tiles=2), (6, 10), draw=draw, leader=torch.tensor([1, 1]))
-        cells = torch.nn.functional.avg_pool2d(t.transpose(1, 2).unflatten(2, (6, 10)), 2).flatten(2).transpose(1, 2)
+        plan = plan_merge(
+            x, MaMeConfig(keep=0.25, tiles=2), (6, 10), draw=draw, leader=torch.tensor([1, 1])
+        )
+        cells = (
+            torch.nn.functional.avg_pool2d(t.transpose(1, 2).unflatten(2, (6, 10)), 2)
+            .flatten(2)
+            .transpose(1, 2)
+        )
         torch.testing.assert_close(plan.merge(t), cells)
 
 
@@ -361,10 +419,14 @@ def test_tiles_keep_merging_inside_a_tile() -> None:
     assert plan.tokens_kept == plan.positions.M == 15
 
 
-@pytest.mark.parametrize("fields", [{"tau": 0.8}, {"keep": 0.5}, {"keep": 0.5, "tiles": 4}, {"tau": -1.0}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"tau": 0.8}, {"keep": 0.5}, {"keep": 0.5, "tiles": 4}, {"tau": -1.0}], ids=str
+)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", [0, 1])
-def test_nan_is_never_hidden_and_never_leaves_its_sample(where: int, bad: float, fields: dict[str, Any]) -> None:
+def test_nan_is_never_hidden_and_never_leaves_its_sample(
+    where: int, bad: float, fields: dict[str, Any]
+) -> None:
     x = tokens(2, 64, 4)
     x[0, where, 2] = bad
     plan = plan_merge(x, config(**fields))
@@ -389,7 +451,9 @@ def test_a_plans_gradient_is_the_same_at_every_image(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("metric", ["cosine", "euclidean", "dot", "softmax"])
-def test_a_source_of_nan_is_preserved_with_tau_and_the_last_to_merge_with_keep(metric: str, grad: bool) -> None:
+def test_a_source_of_nan_is_preserved_with_tau_and_the_last_to_merge_with_keep(
+    metric: str, grad: bool
+) -> None:
     x = tokens(1, 32, 4).requires_grad_(grad)
     bad = torch.zeros(1, 32, 4)
     bad[0, [1, 9], 2] = float("nan")  # sources 0 and 4 of 16
@@ -399,7 +463,8 @@ def test_a_source_of_nan_is_preserved_with_tau_and_the_last_to_merge_with_keep(m
         assert bool(plan.weights.isfinite().all())
         z = plan.restore(plan.merge(x + bad))
         assert bool(z[0, [1, 9], 2].isnan().all())
-    # With a budget that needs every source the others merge by the lowest of their own, and NaN is seen where it went.
+    # With a budget that needs every source the others merge by the lowest of their own, and NaN is
+    # seen where it went.
     plan = plan_merge(x + bad, config(partition="alternating", metric=metric, keep=0.5))
     assert not bool(plan.preserved.any())
     others = [j for j in range(16) if j not in (0, 4)]
@@ -427,7 +492,9 @@ def test_the_global_random_state_is_left_alone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's own, while it traces
-@pytest.mark.parametrize("fields", [{"keep": 0.5, "tiles": 4}, {"keep": 0.5, "partition": "random"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"keep": 0.5, "tiles": 4}, {"keep": 0.5, "partition": "random"}], ids=str
+)
 def test_a_budget_compiles_into_one_graph(fields: dict[str, Any]) -> None:
     def through(x: Tensor) -> Tensor:
         plan = plan_merge(x, cfg, (12, 10))
@@ -440,7 +507,9 @@ def test_a_budget_compiles_into_one_graph(fields: dict[str, Any]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("fields", [{"tau": 0.3}, {"keep": 0.5}, {"keep": 0.5, "tiles": 4}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"tau": 0.3}, {"keep": 0.5}, {"keep": 0.5, "tiles": 4}], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_gpu_decides_as_the_loops_do(dtype: torch.dtype, fields: dict[str, Any]) -> None:
     x, cfg = tokens(2, 50, 8, dtype=dtype), config(partition="grid", **fields)
@@ -450,7 +519,9 @@ def test_a_gpu_decides_as_the_loops_do(dtype: torch.dtype, fields: dict[str, Any
     tol = 1e-5 if dtype == torch.float32 else 16 * torch.finfo(dtype).eps
     y = plan.merge(x.cuda())
     torch.testing.assert_close(y.cpu().double(), slow.merge(x), rtol=tol, atol=tol)
-    torch.testing.assert_close(plan.restore(y).cpu().double(), slow.restore(y.cpu()), rtol=tol, atol=tol)
+    torch.testing.assert_close(
+        plan.restore(y).cpu().double(), slow.restore(y.cpu()), rtol=tol, atol=tol
+    )
 
 
 def test_wrong_shapes_are_named() -> None:
@@ -472,11 +543,14 @@ def test_wrong_shapes_are_named() -> None:
 def test_made_up_input_equals_the_loops(data: st.DataObject) -> None:
     h, w = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
     b, special = data.draw(st.integers(1, 2)), data.draw(st.integers(0, 2))
-    # Small integers and d = 4: dot products and their division by 2 are exact, so ties are ties in both.
+    # Small integers and d = 4: dot products and their division by 2 are exact, so ties are ties in
+    # both.
     count = b * (special + h * w) * 4
     values = data.draw(st.lists(st.integers(-2, 2), min_size=count, max_size=count))
     x = torch.tensor(values, dtype=torch.float32).view(b, special + h * w, 4)
-    limit = data.draw(st.sampled_from([{"tau": -1.0}, {"tau": 0.0}, {"tau": 1.5}, {"keep": 0.3}, {"keep": 0.7}]))
+    limit = data.draw(
+        st.sampled_from([{"tau": -1.0}, {"tau": 0.0}, {"tau": 1.5}, {"keep": 0.3}, {"keep": 0.7}])
+    )
     cfg = config(
         metric="dot",
         partition=data.draw(st.sampled_from(PARTITIONS)),
@@ -490,7 +564,9 @@ def test_made_up_input_equals_the_loops(data: st.DataObject) -> None:
     assert_same(plan, slow, 1e-5)
     y = plan.merge(x)
     torch.testing.assert_close(y.double(), slow.merge(x), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(*restored(plan, slow, y, detail_of(x, cfg, (h, w), special)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        *restored(plan, slow, y, detail_of(x, cfg, (h, w), special)), rtol=1e-5, atol=1e-5
+    )
     owners = owners_of(plan)
     assert torch.equal(owners.gather(1, owners), owners)
 
@@ -501,6 +577,6 @@ def test_made_up_thresholds_leave_columns_whole(seed: int, tau: float, length: i
     x = tokens(2, length, 3, seed=seed)
     plan = plan_merge(x, config(tau=tau, partition="alternating"))
     torch.testing.assert_close(plan.weights[:, 0].sum(1), (~plan.preserved).float())
-    assert plan.tokens_kept == positions(length, plan_config := config(tau=tau, partition="alternating")).M + int(
-        plan.preserved[0].sum()
-    ), plan_config
+    assert plan.tokens_kept == positions(
+        length, plan_config := config(tau=tau, partition="alternating")
+    ).M + int(plan.preserved[0].sum()), plan_config

@@ -1,4 +1,7 @@
-"""MPS can't be had in tests; PyTorch's own table says which operations it has. Every one that merging calls is there."""
+"""MPS can't be had in tests; PyTorch's own table says which operations it has.
+
+Every one that merging calls is there.
+"""
 
 from __future__ import annotations
 
@@ -39,25 +42,39 @@ class Recorded(TorchDispatchMode):
         super().__init__()
         self.names: set[str] = set()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.names.add(str(function).removeprefix("aten.").removesuffix(".default"))
         return function(*args, **(kwargs or {}))
 
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, set[str]]:
-    """By operation, the dispatch keys that have a kernel; "Composite" alone for one that is built from others."""
-    entries = {entry["func"].partition("(")[0]: entry for entry in yaml.safe_load(TABLE.read_text(encoding="utf-8"))}
+    """By operation, the dispatch keys that have a kernel; "Composite" alone for one that is built
+    from others.
+    """
+    entries = {
+        entry["func"].partition("(")[0]: entry
+        for entry in yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    }
     found = {}
     for name, entry in entries.items():
-        table = {**entry.get("dispatch", {}), **entries.get(entry.get("structured_delegate"), {}).get("dispatch", {})}
-        found[name] = {key.strip() for keys in table for key in keys.split(",")} or {"CompositeImplicitAutograd"}
+        table = {
+            **entry.get("dispatch", {}),
+            **entries.get(entry.get("structured_delegate"), {}).get("dispatch", {}),
+        }
+        found[name] = {key.strip() for keys in table for key in keys.split(",")} or {
+            "CompositeImplicitAutograd"
+        }
     return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fields", SETTINGS, ids=lambda fields: "-".join(map(str, fields.values())))
-def test_every_operation_is_there(fields: dict[str, Any], dtype: torch.dtype, kernels: dict[str, set[str]]) -> None:
+def test_every_operation_is_there(
+    fields: dict[str, Any], dtype: torch.dtype, kernels: dict[str, set[str]]
+) -> None:
     config = MaMeConfig(**fields)
     x = torch.randn(2, 256, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     with torch.no_grad(), Recorded() as recorded:
@@ -67,5 +84,9 @@ def test_every_operation_is_there(fields: dict[str, Any], dtype: torch.dtype, ke
         if config.weights != "pick":
             plan.restore(merged, detail_of(x, config, (16, 16)))
     assert recorded.names
-    lacking = [n for n in recorded.names if not any(k == "MPS" or k.startswith("Composite") for k in kernels[n])]
+    lacking = [
+        n
+        for n in recorded.names
+        if not any(k == "MPS" or k.startswith("Composite") for k in kernels[n])
+    ]
     assert not lacking

@@ -62,15 +62,27 @@ def test_each_of_an_odd_batch_leads_itself() -> None:
     ],
     ids=str,
 )
-def test_unguided_chunks_follow_the_first_guided_one(unguided: list[bool], expected: list[int]) -> None:
+def test_unguided_chunks_follow_the_first_guided_one(
+    unguided: list[bool], expected: list[int]
+) -> None:
     assert leaders_of_chunks(torch.ones(4, 4, 8, 8), unguided).tolist() == expected
 
 
 def test_a_chunk_of_another_input_leads_itself() -> None:
     """Of three prompts' areas and a negative one, that covers the second prompt's."""
     x = tokens(3, 4, 8, 8)
-    assert leaders_of_chunks(torch.cat([x[1:2], x]), [True, False, False, False]).tolist() == [0, 1, 2, 3]
-    assert leaders_of_chunks(torch.cat([x[:1], x]), [True, False, False, False]).tolist() == [1, 1, 2, 3]
+    assert leaders_of_chunks(torch.cat([x[1:2], x]), [True, False, False, False]).tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    assert leaders_of_chunks(torch.cat([x[:1], x]), [True, False, False, False]).tolist() == [
+        1,
+        1,
+        2,
+        3,
+    ]
 
 
 @pytest.mark.parametrize("samples", [1, 4, 6], ids=str)
@@ -100,14 +112,20 @@ def test_plans_equal_the_loops(
     detail = detail_of(x, config, size)
     if config.weights != "pick":
         torch.testing.assert_close(
-            plan.restore(merged, detail).double(), slow.restore(merged, detail), rtol=1e-5, atol=1e-5
+            plan.restore(merged, detail).double(),
+            slow.restore(merged, detail),
+            rtol=1e-5,
+            atol=1e-5,
         )
 
 
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
 def test_a_sample_that_leads_merges_as_by_itself(fields: dict[str, Any]) -> None:
     config, x = MaMeConfig(**fields), tokens(2, 54, 6)
-    both, alone = plan_merge(x, config, (6, 9), leader=torch.tensor([1, 1])), plan_merge(x[1:], config, (6, 9))
+    both, alone = (
+        plan_merge(x, config, (6, 9), leader=torch.tensor([1, 1])),
+        plan_merge(x[1:], config, (6, 9)),
+    )
     for sample in range(2):
         t = tokens(2, 54, 3, seed=1)
         torch.testing.assert_close(both.merge(t)[sample], alone.merge(t[sample : sample + 1])[0])

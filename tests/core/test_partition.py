@@ -13,27 +13,51 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core.partition import DRAWS, Positions, draw_at, positions, square
 
 PARTITIONS = ("alternating", "sequential", "random", "grid", "random-grid")
-SIZES = [(1, 1), (1, 2), (3, 1), (1, 5), (7, 1), (5, 10), (1, 197), (16, 16), (7, 11), (2, 2), (9, 8)]
+SIZES = [
+    (1, 1),
+    (1, 2),
+    (3, 1),
+    (1, 5),
+    (7, 1),
+    (5, 10),
+    (1, 197),
+    (16, 16),
+    (7, 11),
+    (2, 2),
+    (9, 8),
+]
 
 
 def config(partition: str = "alternating", **fields: object) -> MaMeConfig:
-    return MaMeConfig.from_dict({"tau": 0.8, "partition": partition, "tiles": 0, "redraw": False, **fields})
+    return MaMeConfig.from_dict(
+        {"tau": 0.8, "partition": partition, "tiles": 0, "redraw": False, **fields}
+    )
 
 
 @pytest.mark.parametrize("tiles", [0, 2, 3, 4, 8])
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("size", SIZES, ids=lambda s: f"{s[0]}x{s[1]}")
-def test_every_position_is_a_destination_or_a_source_once(size: tuple[int, int], partition: str, tiles: int) -> None:
+def test_every_position_is_a_destination_or_a_source_once(
+    size: tuple[int, int], partition: str, tiles: int
+) -> None:
     tokens = size[0] * size[1]
     pos = positions(tokens, config(partition, tiles=tiles), size)
     check(pos, tokens)
     if "random" in partition:
         anew = config(partition, tiles=tiles, redraw=True)
-        drawn = [positions(tokens, anew, size, draw=torch.tensor([i])) for i in (0, 1, 2, DRAWS - 1)]
+        drawn = [
+            positions(tokens, anew, size, draw=torch.tensor([i])) for i in (0, 1, 2, DRAWS - 1)
+        ]
         assert torch.equal(drawn[0].slots, pos.slots), "the first draw is the one without draws"
         for other in drawn:
             check(other, tokens)
-            assert (other.M, other.N, other.blocks, other.m, other.n) == (pos.M, pos.N, pos.blocks, pos.m, pos.n)
+            assert (other.M, other.N, other.blocks, other.m, other.n) == (
+                pos.M,
+                pos.N,
+                pos.blocks,
+                pos.m,
+                pos.n,
+            )
             for mask in ("dst_pad", "src_pad", "dst_real"):
                 assert getattr(other, mask) is getattr(pos, mask)
 
@@ -45,7 +69,9 @@ def check(pos: Positions, tokens: int) -> None:
     assert pos.src.tolist() == sorted(pos.src.tolist())
     assert pos.dst_slots.numel() == pos.blocks * pos.m
     assert pos.src_slots.numel() == pos.blocks * pos.n
-    real = pos.dst_slots.flatten() if pos.dst_real is None else pos.dst_slots.flatten()[pos.dst_real]
+    real = (
+        pos.dst_slots.flatten() if pos.dst_real is None else pos.dst_slots.flatten()[pos.dst_real]
+    )
     assert real.tolist() == pos.dst.tolist()
     assert pos.src_slots.flatten()[pos.src_real].tolist() == pos.src.tolist()
     rows = torch.cat([pos.dst, pos.src_slots.flatten()])
@@ -74,9 +100,14 @@ def destinations_by_loops(h: int, w: int, cfg: MaMeConfig, generator: torch.Gene
 @pytest.mark.parametrize("tiles", [0, 2, 3, 8])
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("size", SIZES, ids=lambda s: f"{s[0]}x{s[1]}")
-def test_every_tensor_is_that_of_plain_loops(size: tuple[int, int], partition: str, tiles: int) -> None:
+def test_every_tensor_is_that_of_plain_loops(
+    size: tuple[int, int], partition: str, tiles: int
+) -> None:
     (h, w), stride = size, (3, 2) if tiles == 3 else (2, 2)
-    cfg, generator = config(partition, tiles=tiles, seed=5, stride=stride), torch.Generator().manual_seed(5)
+    cfg, generator = (
+        config(partition, tiles=tiles, seed=5, stride=stride),
+        torch.Generator().manual_seed(5),
+    )
     dst, src = [], []  # positions, tile by tile
     for top, left in itertools.product(range(0, h, tiles or h), range(0, w, tiles or w)):
         th, tw = min(tiles or h, h - top), min(tiles or w, w - left)
@@ -90,14 +121,20 @@ def test_every_tensor_is_that_of_plain_loops(size: tuple[int, int], partition: s
     pos = positions(h * w, cfg, size)
     assert pos.dst.tolist() == flat
     assert pos.src.tolist() == sorted(slot)
-    padded = [d + d[:1] * (m - len(d)) + s + d[:1] * (n - len(s)) for d, s in zip(dst, src, strict=True)]
+    padded = [
+        d + d[:1] * (m - len(d)) + s + d[:1] * (n - len(s)) for d, s in zip(dst, src, strict=True)
+    ]
     assert pos.slots.tolist() == padded
     assert pos.src_real.tolist() == [slot[p] for p in sorted(slot)]
     assert pos.source.tolist() == [slot.get(p, 0) for p in range(h * w)]
-    assert pos.gather.tolist() == [flat.index(p) if p in flat else len(flat) + slot[p] for p in range(h * w)]
+    assert pos.gather.tolist() == [
+        flat.index(p) if p in flat else len(flat) + slot[p] for p in range(h * w)
+    ]
     for blocks, width, mask in ((dst, m, pos.dst_pad), (src, n, pos.src_pad)):
         pad = [[i >= len(block) for i in range(width)] for block in blocks]
-        assert (mask is not None and mask.tolist() == pad) or (mask is None and not any(map(any, pad)))
+        assert (mask is not None and mask.tolist() == pad) or (
+            mask is None and not any(map(any, pad))
+        )
     assert (pos.dst_real is None) == (pos.dst_pad is None)
 
 
@@ -119,7 +156,9 @@ def test_random_grid_draws_one_of_each_cell_cut_cells_too() -> None:
     found = set()
     for seed in range(20):
         dst = positions(35, config("random-grid", seed=seed, stride=(2, 3)), (5, 7)).dst.tolist()
-        assert sorted((p // 7 // 2, p % 7 // 3) for p in dst) == [(i, j) for i in range(3) for j in range(3)]
+        assert sorted((p // 7 // 2, p % 7 // 3) for p in dst) == [
+            (i, j) for i in range(3) for j in range(3)
+        ]
         found.update(dst)
     assert found == set(range(35))
     assert (
@@ -140,7 +179,12 @@ def test_random_has_its_own_seed_and_leaves_the_global_one_alone() -> None:
 def test_draws_differ_follow_the_seed_and_need_redraw() -> None:
     draw = [torch.tensor([i]) for i in range(DRAWS)]
     seeds = [
-        [tuple(positions(256, config("random-grid", seed=seed, redraw=True), draw=i).dst.tolist()) for i in draw]
+        [
+            tuple(
+                positions(256, config("random-grid", seed=seed, redraw=True), draw=i).dst.tolist()
+            )
+            for i in draw
+        ]
         for seed in (0, 1)
     ]
     assert len({*seeds[0], *seeds[1]}) == 2 * DRAWS
@@ -156,17 +200,30 @@ def test_a_timestep_says_which_draw_and_few_come_twice() -> None:
             assert len(set(found)) >= 0.7 * count, "few draws come twice"
             assert sum(a == b for a, b in itertools.pairwise(found)) <= count / 5
             assert set(found) <= set(range(DRAWS))
-    of_tokens = [torch.tensor([[0, 0, 500]]), torch.tensor([500, 20])]  # the largest: a known first frame has none
-    forms = [torch.tensor(500), torch.tensor([[500.0]]), torch.tensor(500, dtype=torch.half), 500, *of_tokens]
+    of_tokens = [
+        torch.tensor([[0, 0, 500]]),
+        torch.tensor([500, 20]),
+    ]  # the largest: a known first frame has none
+    forms = [
+        torch.tensor(500),
+        torch.tensor([[500.0]]),
+        torch.tensor(500, dtype=torch.half),
+        500,
+        *of_tokens,
+    ]
     assert {int(draw_at(form)) for form in forms} == {int(draw_at(500.0))}
     assert draw_at(500).shape == (1,)
 
 
 def test_large_planes_have_fewer_draws() -> None:
     drawn = config("random-grid", redraw=True, stride=(4, 4))
-    found = [tuple(positions(2**16, drawn, draw=torch.tensor([i])).dst.tolist()) for i in range(DRAWS)]
+    found = [
+        tuple(positions(2**16, drawn, draw=torch.tensor([i])).dst.tolist()) for i in range(DRAWS)
+    ]
     assert len(set(found)) == 8
-    assert all(a != b for a, b in itertools.pairwise([*found, found[0]])), "neighbouring layers differ"
+    assert all(a != b for a, b in itertools.pairwise([*found, found[0]])), (
+        "neighbouring layers differ"
+    )
 
 
 def test_tables_of_an_export_are_real() -> None:
@@ -219,7 +276,9 @@ def test_size_is_asked_for_where_it_is_needed() -> None:
 
 
 def test_a_graph_that_autograd_compiles_reads_tables_of_several_sizes() -> None:
-    """Inductor takes graphs as aot_eager does; a backend that only runs them accepts what these refuse."""
+    """Inductor takes graphs as aot_eager does; a backend that only runs them accepts what these
+    refuse.
+    """
     config = MaMeConfig(keep=0.25)
 
     class Levels(torch.nn.Module):
@@ -229,7 +288,9 @@ def test_a_graph_that_autograd_compiles_reads_tables_of_several_sizes() -> None:
 
         def forward(self, draw: Tensor) -> list[Tensor]:
             sizes = (16, 24), (8, 12), (16, 24)
-            return [positions(h * w, config, (h, w), draw=draw).gather * self.scale for h, w in sizes]
+            return [
+                positions(h * w, config, (h, w), draw=draw).gather * self.scale for h, w in sizes
+            ]
 
     levels = Levels()
     compiled = torch.compile(levels, backend="aot_eager", fullgraph=True)

@@ -1,4 +1,6 @@
-"""Picked keys and values: the rows that the loops keep, unchanged, and nothing compared where the draw decides alone."""
+"""Picked keys and values: the rows that the loops keep, unchanged, and nothing compared where the
+draw decides alone.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,14 @@ def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
 @each
 @pytest.mark.parametrize("draw", [None, 0, 3], ids=str)
 @pytest.mark.parametrize("size", [(1, 1), (3, 1), (6, 10), (5, 7)], ids=str)
-def test_rows_equal_the_loops(size: tuple[int, int], draw: int | None, fields: dict[str, Any]) -> None:
+def test_rows_equal_the_loops(
+    size: tuple[int, int], draw: int | None, fields: dict[str, Any]
+) -> None:
     special, config = size[0] % 3, picking(**fields)
-    x, t = tokens(2, special + size[0] * size[1], 6), tokens(2, special + size[0] * size[1], 3, seed=1)
+    x, t = (
+        tokens(2, special + size[0] * size[1], 6),
+        tokens(2, special + size[0] * size[1], 3, seed=1),
+    )
     row = None if draw is None else torch.tensor([draw])
     plan = plan_merge(x, config, size, special, row)
     slow = reference_plan(x, config, size, special, row)
@@ -54,7 +61,9 @@ def test_rows_equal_the_loops(size: tuple[int, int], draw: int | None, fields: d
     assert [sorted(o[o >= 0].tolist()) for o in owners] == [sorted(k.tolist()) for k in kept]
 
 
-def test_destinations_alone_are_taken_without_comparing_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_destinations_alone_are_taken_without_comparing_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("similarity was computed")
 
@@ -68,7 +77,9 @@ def test_destinations_alone_are_taken_without_comparing_anything(monkeypatch: py
 
 @each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_dtype_and_gradients_to_the_kept_tokens_alone(dtype: torch.dtype, fields: dict[str, Any]) -> None:
+def test_every_dtype_and_gradients_to_the_kept_tokens_alone(
+    dtype: torch.dtype, fields: dict[str, Any]
+) -> None:
     x = tokens(2, 60, 4).to(dtype).requires_grad_()
     plan = plan_merge(x, picking(**fields), (6, 10))
     y = plan.merge(x)
@@ -81,7 +92,9 @@ def test_every_dtype_and_gradients_to_the_kept_tokens_alone(dtype: torch.dtype, 
 
 def test_restoring_says_what_to_do() -> None:
     plan = plan_merge(tokens(1, 64, 4), picking())
-    with pytest.raises(ValueError, match="restore: expected a plan that merges, got one of weights='pick'"):
+    with pytest.raises(
+        ValueError, match="restore: expected a plan that merges, got one of weights='pick'"
+    ):
         plan.restore(tokens(1, 16, 4))
 
 

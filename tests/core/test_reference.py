@@ -1,4 +1,6 @@
-"""The loops themselves: the printed algorithms against their own equations, and what we measured wrong with them."""
+"""The loops themselves: the printed algorithms against their own equations, and what we measured
+wrong with them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,13 @@ import pytest
 import torch
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.reference import algorithm_1, algorithm_2, paper_column, reference_plan, settled_column
+from mame_sd.core.reference import (
+    algorithm_1,
+    algorithm_2,
+    paper_column,
+    reference_plan,
+    settled_column,
+)
 
 DST, SRC = [0, 2, 4, 6], [1, 3, 5, 7]
 
@@ -36,7 +44,9 @@ def test_printed_restore_divides_as_the_variant_paper_does(seed: int) -> None:
     plan = reference_plan(x[None], MaMeConfig(tau=0.1, variant="paper", partition="alternating"))
     mask = torch.tensor([0.0 if j in plan.preserved[0] else 1.0 for j in range(4)])
     y = plan.merge(x[None])
-    torch.testing.assert_close(algorithm_2(y[0], plan.weights[0], mask, DST, SRC), plan.restore(y)[0])
+    torch.testing.assert_close(
+        algorithm_2(y[0], plan.weights[0], mask, DST, SRC), plan.restore(y)[0]
+    )
 
 
 def test_a_single_candidate_blows_up_as_printed_and_never_merges_by_the_equations() -> None:
@@ -46,7 +56,9 @@ def test_a_single_candidate_blows_up_as_printed_and_never_merges_by_the_equation
     assert final[:, 0].sum() > 1e5
     column = torch.tensor([0.2, 0.0], dtype=torch.float64)
     assert paper_column(column, True, 1e-6).sum() < 1  # amplitude lost
-    torch.testing.assert_close(settled_column(column, True), torch.tensor([1.0, 0.0], dtype=torch.float64))
+    torch.testing.assert_close(
+        settled_column(column, True), torch.tensor([1.0, 0.0], dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("refine", [True, False])
@@ -61,8 +73,12 @@ def test_a_constant_image_survives_ours_and_shrinks_as_printed() -> None:
     ours = reference_plan(x, MaMeConfig(preset="plain", tau=0.8))
     assert ours.merge(x).shape[1] == 4
     torch.testing.assert_close(ours.restore(ours.merge(x)), x.double())
-    printed = reference_plan(x, MaMeConfig(tau=0.8, partition="alternating", variant="paper", refine=False))
-    torch.testing.assert_close(printed.restore(printed.merge(x)).mean(), torch.tensor(0.5).double(), rtol=0, atol=1e-5)
+    printed = reference_plan(
+        x, MaMeConfig(tau=0.8, partition="alternating", variant="paper", refine=False)
+    )
+    torch.testing.assert_close(
+        printed.restore(printed.merge(x)).mean(), torch.tensor(0.5).double(), rtol=0, atol=1e-5
+    )
 
 
 def test_gradients_of_the_loops_pass_gradcheck() -> None:

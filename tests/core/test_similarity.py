@@ -13,7 +13,9 @@ from mame_sd.core.similarity import similarity_of, split_for_tf32, to_tf32
 def unit_tokens() -> torch.Tensor:
     """[2, 96, 320] tokens of length 1, near one another as trained features are."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 1, 320, generator=generator) + 0.5 * torch.randn(2, 96, 320, generator=generator)
+    x = torch.randn(2, 1, 320, generator=generator) + 0.5 * torch.randn(
+        2, 96, 320, generator=generator
+    )
     return x / x.norm(dim=-1, keepdim=True)
 
 
@@ -22,7 +24,9 @@ def test_split_factors_survive_roundingto_tf32() -> None:
     exact = dst.double() @ src.double().transpose(1, 2)
 
     def error(a: torch.Tensor, b: torch.Tensor) -> float:
-        product = to_tf32(a).double() @ to_tf32(b).double().transpose(1, 2)  # as tensor cores see them
+        product = to_tf32(a).double() @ to_tf32(b).double().transpose(
+            1, 2
+        )  # as tensor cores see them
         return float((product - exact).abs().max())
 
     assert error(dst, src) > 1e-4

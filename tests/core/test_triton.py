@@ -1,7 +1,9 @@
-"""The Triton kernels against PyTorch's operations and the float64 loops, through the very entry that a card takes.
+"""The Triton kernels against PyTorch's operations and the float64 loops, through the very entry
+that a card takes.
 
-They run on a CUDA device where there is one, and in Triton's interpreter on any machine: it must be chosen before Triton is
-imported, so the cases run again in a process of their own (`test_in_the_interpreter`). The interpreter is slow: few tokens.
+They run on a CUDA device where there is one, and in Triton's interpreter on any machine: it must be
+chosen before Triton is imported, so the cases run again in a process of their own
+(`test_in_the_interpreter`). The interpreter is slow: few tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-runs = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device")
+runs = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device"
+)
 CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "cut tiles": ((9, 20), {}),
     "cut tiles, some sources preserved": ((11, 13), {"tiles": 8, "keep": 0.6, "merge": "qkv"}),
@@ -46,13 +50,21 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
-def tokens(size: tuple[int, int], width: int = 20, dtype: torch.dtype = torch.float32, seed: int = 3) -> Tensor:
-    """[2, h * w, width], the halves of whose channels a kernel must not read: another stride than their width."""
+def tokens(
+    size: tuple[int, int], width: int = 20, dtype: torch.dtype = torch.float32, seed: int = 3
+) -> Tensor:
+    """[2, h * w, width], the halves of whose channels a kernel must not read: another stride than
+    their width.
+    """
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(2, size[0] * size[1], 2 * width, generator=generator).to(DEVICE, dtype)[..., :width]
+    return torch.randn(2, size[0] * size[1], 2 * width, generator=generator).to(DEVICE, dtype)[
+        ..., :width
+    ]
 
 
-def both(x: Tensor, config: MaMeConfig, size: tuple[int, int], **more: Any) -> tuple[RowPlan, RowPlan]:
+def both(
+    x: Tensor, config: MaMeConfig, size: tuple[int, int], **more: Any
+) -> tuple[RowPlan, RowPlan]:
     """The plan by kernels, and by PyTorch's operations."""
     made = []
     for kernels in (True, False):
@@ -75,7 +87,9 @@ def _kernels() -> Any:
 def test_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert " passed" in done.stdout
 
@@ -126,12 +140,17 @@ def test_constant_images_stay_as_they_are(dtype: torch.dtype, value: float) -> N
 
 
 @runs
-@pytest.mark.parametrize(("scale", "dtype"), [(1e-30, torch.bfloat16), (1e30, torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    ("scale", "dtype"), [(1e-30, torch.bfloat16), (1e30, torch.float32)], ids=str
+)
 def test_scale_does_not_matter(scale: float, dtype: torch.dtype) -> None:
     x, config = tokens((8, 8), dtype=dtype), MaMeConfig()
     power = 2.0 ** round(math.log2(scale))  # exact
     with fused.only(True):
-        assert torch.equal(owners_of(plan_merge(x * power, config, (8, 8))), owners_of(plan_merge(x, config, (8, 8))))
+        assert torch.equal(
+            owners_of(plan_merge(x * power, config, (8, 8))),
+            owners_of(plan_merge(x, config, (8, 8))),
+        )
 
 
 @runs
@@ -163,7 +182,9 @@ def test_special_tokens_leading_dimensions_and_leaders() -> None:
 
 
 @runs
-@pytest.mark.parametrize(("keep", "dtype"), [(0.25, torch.float32), (0.6, torch.float16), (0.25, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("keep", "dtype"), [(0.25, torch.float32), (0.6, torch.float16), (0.25, torch.bfloat16)]
+)
 def test_detail_is_that_of_the_loops(keep: float, dtype: torch.dtype) -> None:
     size = 6, 18
     x, config = tokens(size, 24, dtype), MaMeConfig(keep=keep, merge="qkv", stride=(2, 2))
@@ -174,14 +195,23 @@ def test_detail_is_that_of_the_loops(keep: float, dtype: torch.dtype) -> None:
     wide = x.cpu().double()
     exact = reference_plan(wide, config, size).restore(y.cpu().double(), Detail(wide, size))
     torch.testing.assert_close(found.cpu().double(), exact, rtol=0, atol=20 * TOLERANCE[dtype])
-    assert (found - plain.restore(y)).abs().max() > 20 * (found.cpu().double() - exact).abs().max()  # it is no copy
+    assert (found - plain.restore(y)).abs().max() > 20 * (
+        found.cpu().double() - exact
+    ).abs().max()  # it is no copy
 
 
-def calls(size: tuple[int, ...], dtype: torch.dtype, width: int = 12, text: int = 0) -> dict[str, Any]:
-    """The arguments of attention over an image's or video's tokens and text after them; values are wider than keys."""
+def calls(
+    size: tuple[int, ...], dtype: torch.dtype, width: int = 12, text: int = 0
+) -> dict[str, Any]:
+    """The arguments of attention over an image's or video's tokens and text after them; values are
+    wider than keys.
+    """
     generator = torch.Generator().manual_seed(1)
     shape = 2, 2, math.prod(size) + text
-    made = [torch.randn(*shape, w, generator=generator).to(DEVICE, dtype) for w in (width, width, width + 5)]
+    made = [
+        torch.randn(*shape, w, generator=generator).to(DEVICE, dtype)
+        for w in (width, width, width + 5)
+    ]
     return dict(zip(("query", "key", "value"), made, strict=True))
 
 
@@ -243,11 +273,17 @@ def test_a_device_is_asked_once_and_then_runs_the_kernels(dtype: torch.dtype) ->
 
 
 @runs
-def test_wrong_numbers_turn_the_kernels_off_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_numbers_turn_the_kernels_off_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from mame_sd.core import triton_moments
 
-    monkeypatch.setattr(triton_moments, "lacking", lambda *args: (torch.zeros(4, 24, 24), torch.zeros(4, 24)))
-    with pytest.warns(RuntimeWarning, match="merging runs by PyTorch's operations on .*correction is .* off"):
+    monkeypatch.setattr(
+        triton_moments, "lacking", lambda *args: (torch.zeros(4, 24, 24), torch.zeros(4, 24))
+    )
+    with pytest.warns(
+        RuntimeWarning, match="merging runs by PyTorch's operations on .*correction is .* off"
+    ):
         assert not fused.on(tokens((4, 4)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -255,7 +291,9 @@ def test_wrong_numbers_turn_the_kernels_off_with_one_warning(monkeypatch: pytest
 
 
 @runs
-def test_a_kernel_that_fails_in_an_image_gives_way_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_fails_in_an_image_gives_way_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from mame_sd.core import triton_groups
 
     def broken(*args: Any) -> Any:
@@ -265,7 +303,9 @@ def test_a_kernel_that_fails_in_an_image_gives_way_with_one_warning(monkeypatch:
     fused._found[str(DEVICE), x.dtype] = True
     monkeypatch.setattr(triton_groups, "group_means", broken)
     plan = plan_merge(x, config, (8, 8))
-    with pytest.warns(RuntimeWarning, match="RuntimeError: out of resource: shared memory") as warned:
+    with pytest.warns(
+        RuntimeWarning, match="RuntimeError: out of resource: shared memory"
+    ) as warned:
         merged = [plan.merge(x) for _ in range(2)]
     assert len(warned) == 1
     torch.testing.assert_close(merged[0], both(x, config, (8, 8))[1].merge(x))
@@ -308,9 +348,12 @@ def test_a_compiled_layer_is_one_graph_with_the_kernels_in_it() -> None:
     compiled = torch.compile(attn, backend=backend, fullgraph=True)
     torch.testing.assert_close(compiled(x), expected, rtol=1e-4, atol=1e-4)
     (graph,) = graphs
-    ours = [str(node.target) for node in graph.graph.nodes if str(node.target).startswith("mame_sd")]
+    ours = [
+        str(node.target) for node in graph.graph.nodes if str(node.target).startswith("mame_sd")
+    ]
     assert ours == [
-        f"mame_sd.{name}.default" for name in ("nearest", "group_means", "partial_moments", "lacking", "add_lacking")
+        f"mame_sd.{name}.default"
+        for name in ("nearest", "group_means", "partial_moments", "lacking", "add_lacking")
     ]
 
 
@@ -327,7 +370,9 @@ def test_the_kernels_compile_for_a_card_without_one(monkeypatch: pytest.MonkeyPa
     capability = 86  # of RTX 3060 to 3090, whose programs have the least room of all that know TF32
     launched: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     monkeypatch.setattr(
-        JITFunction, "run", lambda kernel, *args, grid, warmup, **more: launched.append((kernel, args, more))
+        JITFunction,
+        "run",
+        lambda kernel, *args, grid, warmup, **more: launched.append((kernel, args, more)),
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(capability, 10))
     every_launch(torch.float32)

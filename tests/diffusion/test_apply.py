@@ -1,4 +1,6 @@
-"""apply_mame on real models: bit-equal to the one-liner and, after removal, to before; live settings; bookkeeping."""
+"""apply_mame on real models: bit-equal to the one-liner and, after removal, to before; live
+settings; bookkeeping.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def test_neighbouring_layers_take_different_draws() -> None:
         layers = list(handle.report().layers)
         for number, layer in enumerate(layers):
             plan = handle.plans()[layer.name]
-            want = positions(plan.tokens_in, handle.config, layer.size, draw=draw_at(timestep) + number)
+            want = positions(
+                plan.tokens_in, handle.config, layer.size, draw=draw_at(timestep) + number
+            )
             assert torch.equal(plan.positions.dst, want.dst)
     assert len({tuple(plan.positions.dst.tolist()) for plan in plans}) > 1
 
@@ -139,7 +143,9 @@ def test_each_sample_of_a_batch_is_its_own_with_keep(batch: int) -> None:
     text = torch.randn(batch, 7, 16, generator=torch.Generator().manual_seed(4)).double()
     with torch.no_grad():
         together = unet(inputs, torch.tensor(500), text).sample
-        alone = [unet(inputs[i : i + 1], torch.tensor(500), text[i : i + 1]).sample for i in range(batch)]
+        alone = [
+            unet(inputs[i : i + 1], torch.tensor(500), text[i : i + 1]).sample for i in range(batch)
+        ]
     assert together.shape == (batch, 4, 8, 12)
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-9, atol=1e-9)
 
@@ -166,13 +172,17 @@ def test_default_levels(overrides: dict[str, Any], latent: int, expected: list[i
         )
     else:
         unet = tiny_unet(
-            down_block_types=(cross, cross, cross, "DownBlock2D"), up_block_types=("UpBlock2D", up, up, up), **config
+            down_block_types=(cross, cross, cross, "DownBlock2D"),
+            up_block_types=("UpBlock2D", up, up, up),
+            **config,
         )
     handle = apply_mame(unet)
     run_unet(unet, batch=1, height=latent, width=latent)
     levels = handle.report().levels()
     assert [level.tokens_in for level in levels if level.layers_merged == level.layers] == expected
-    assert all(level.share == pytest.approx(0.25, abs=0.01) for level in levels if level.layers_merged)
+    assert all(
+        level.share == pytest.approx(0.25, abs=0.01) for level in levels if level.layers_merged
+    )
     assert all(level.tokens_in < 1024 for level in levels if not level.layers_merged)
 
 
@@ -355,7 +365,11 @@ def test_capture_keeps_the_latest_plans() -> None:
     ("build", "error", "message"),
     [
         (tiny_vae, ValueError, "AutoencoderKL is not supported yet"),
-        (lambda: tiny_text_encoder(tiny_tokenizer()), ValueError, "CLIPTextModel is not supported yet"),
+        (
+            lambda: tiny_text_encoder(tiny_tokenizer()),
+            ValueError,
+            "CLIPTextModel is not supported yet",
+        ),
         (lambda: 3, TypeError, "got int"),
     ],
     ids=["vae", "text-encoder", "int"],
@@ -397,7 +411,9 @@ def test_hooks_of_others_stay_in_force() -> None:
 
 
 def guided(unet: Any, apart: float = 0.0, **fields: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs of an unguided and a guided sample: a pair of the same latents, `apart` of them added to one."""
+    """Outputs of an unguided and a guided sample: a pair of the same latents, `apart` of them added
+    to one.
+    """
     inputs = unet_inputs(unet)
     latents = inputs["sample"][:1]
     inputs["sample"] = torch.cat([latents, latents + apart])
@@ -406,12 +422,16 @@ def guided(unet: Any, apart: float = 0.0, **fields: Any) -> tuple[torch.Tensor, 
     return output[0], output[1]
 
 
-@pytest.mark.parametrize("fields", [{}, {"tau": 0.5}, {"merge": "qkv", "keep": 0.5}, {"weights": "pick"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"tau": 0.5}, {"merge": "qkv", "keep": 0.5}, {"weights": "pick"}], ids=str
+)
 def test_a_guided_pair_merges_by_the_guided_sample_alone(fields: dict[str, Any]) -> None:
     unet = tiny_unet()
     first, second = guided(unet, **fields)
     _, alone = guided(unet, pairs=False, **fields)
-    if "tau" not in fields:  # by tau alone the unguided sample has a say too: what one preserves both do
+    if (
+        "tau" not in fields
+    ):  # by tau alone the unguided sample has a say too: what one preserves both do
         torch.testing.assert_close(second, alone)
     other = guided(unet, pairs=False, **fields)[0]
     draws_alone = fields.get("weights") == "pick"
@@ -420,7 +440,9 @@ def test_a_guided_pair_merges_by_the_guided_sample_alone(fields: dict[str, Any])
 
 def test_samples_of_other_latents_merge_by_themselves() -> None:
     unet = tiny_unet()
-    for got, expected in zip(guided(unet, apart=1e-3), guided(unet, apart=1e-3, pairs=False), strict=True):
+    for got, expected in zip(
+        guided(unet, apart=1e-3), guided(unet, apart=1e-3, pairs=False), strict=True
+    ):
         assert torch.equal(got, expected)
 
 
@@ -428,8 +450,14 @@ def test_two_prompts_and_their_guidance() -> None:
     """Each unguided sample goes by its own prompt's guided one."""
     unet = tiny_unet()
     inputs = {**unet_inputs(unet), "timestep": torch.tensor(500)}
-    four = {name: value.repeat(2, *[1] * (value.dim() - 1)) for name, value in inputs.items() if value.dim() > 1}
-    four["encoder_hidden_states"] = four["encoder_hidden_states"] * torch.arange(1.0, 5).view(4, 1, 1)
+    four = {
+        name: value.repeat(2, *[1] * (value.dim() - 1))
+        for name, value in inputs.items()
+        if value.dim() > 1
+    }
+    four["encoder_hidden_states"] = four["encoder_hidden_states"] * torch.arange(1.0, 5).view(
+        4, 1, 1
+    )
     with torch.no_grad(), mame(unet, min_tokens=40):
         together = unet(**inputs | four).sample
         for i in range(2):
@@ -468,7 +496,9 @@ def test_a_handle_that_is_off_the_model_says_so_when_it_is_switched() -> None:
     remove_mame(unet)
     for handle in (first, second):
         for value in (True, False):
-            with pytest.raises(RuntimeError, match="expected merging to be applied, but it was removed or replaced"):
+            with pytest.raises(
+                RuntimeError, match="expected merging to be applied, but it was removed or replaced"
+            ):
                 handle.active = value
     second.install()
     second.active = False
@@ -494,5 +524,7 @@ def test_a_handle_that_is_off_the_model_does_not_keep_it_alive(way: str) -> None
     handle.reset()
     handle.remove()
     assert not handle.installed
-    with pytest.raises(RuntimeError, match="expected the model that merging was applied to, but it is gone"):
+    with pytest.raises(
+        RuntimeError, match="expected the model that merging was applied to, but it is gone"
+    ):
         handle.root

@@ -1,4 +1,6 @@
-"""Calibration: errors are those of the merged outputs, the choice is the best there is, and it comes back from a file."""
+"""Calibration: errors are those of the merged outputs, the choice is the best there is, and it
+comes back from a file.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from torch.overrides import TorchFunctionMode
 
 from mame_sd import MaMeConfig, apply_mame, mame
 from mame_sd.diffusion import calibration as cal
-from mame_sd.diffusion.calibration import FORMS, GRID, Measurement, Option, choose, measure, recorded
+from mame_sd.diffusion.calibration import (
+    FORMS,
+    GRID,
+    Measurement,
+    Option,
+    choose,
+    measure,
+    recorded,
+)
 from tests.builders.tiny import generate, run_unet, tiny_pipeline, tiny_unet, unet_inputs
 
 SMALL: dict[str, Any] = {"min_tokens": 16}
@@ -48,7 +58,10 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
     options = {}
     for layer in range(4):
         found = [Option(False, 0.0, 1.0)]
-        found += [Option({"keep": k}, float(e), float(s)) for k, (e, s) in enumerate(rng.uniform(0, 1, (4, 2)))]
+        found += [
+            Option({"keep": k}, float(e), float(s))
+            for k, (e, s) in enumerate(rng.uniform(0, 1, (4, 2)))
+        ]
         options[f"layer {layer}"] = found
     combinations = [
         (sum(1 - o.seconds for o in picked), sum(o.error for o in picked))
@@ -58,7 +71,9 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
     for share in (0.1, 0.4, 0.7, 0.95):
         chosen = choose(options, share * most)
         assert chosen is not None
-        assert sum(1 - o.seconds for o in chosen.values()) >= share * most, "what is asked for is saved"
+        assert sum(1 - o.seconds for o in chosen.values()) >= share * most, (
+            "what is asked for is saved"
+        )
         slack = len(options) * most / GRID
         best = min(error for saved, error in combinations if saved >= share * most + slack)
         assert sum(o.error for o in chosen.values()) <= best + 1e-12
@@ -92,13 +107,17 @@ def test_errors_are_those_of_the_layers_own_merged_outputs() -> None:
             with mame(unet, **SMALL, layers={**dict.fromkeys(names, False), name: rule}):
                 made.append(run_unet(unet))
         assert found.layers[name].errors[number] == [pytest.approx(apart(outputs), rel=1e-4)]
-    assert found.layers[name].effect == [pytest.approx(apart(made), rel=1e-4)], "of the model's output"
-    option = next(o for o in cal.options(found.layers)[name] if o.rule == FORMS[cal.REFERENCE])
-    assert option.error == pytest.approx(apart(made), rel=1e-4), "what counts is what the model's output loses"
-    shares = [FORMS[number]["keep"] for number in range(6)]
-    assert [found.layers[name].seconds[n][0] / found.layers[name].whole[0] for n in range(6)] == pytest.approx(
-        shares, abs=0.07
+    assert found.layers[name].effect == [pytest.approx(apart(made), rel=1e-4)], (
+        "of the model's output"
     )
+    option = next(o for o in cal.options(found.layers)[name] if o.rule == FORMS[cal.REFERENCE])
+    assert option.error == pytest.approx(apart(made), rel=1e-4), (
+        "what counts is what the model's output loses"
+    )
+    shares = [FORMS[number]["keep"] for number in range(6)]
+    assert [
+        found.layers[name].seconds[n][0] / found.layers[name].whole[0] for n in range(6)
+    ] == pytest.approx(shares, abs=0.07)
 
 
 def test_a_call_is_kept_as_it_was() -> None:
@@ -137,7 +156,12 @@ def test_a_pipeline_is_calibrated_and_its_file_gives_the_same_images(
     file = tmp_path / "settings.json"
     found.save(file, speed=1.2)
     about = json.loads(file.read_text())["about"]
-    assert (about["speed"], about["prompts"], about["num_inference_steps"], about["device"]) == (1.2, 2, 3, "cpu")
+    assert (about["speed"], about["prompts"], about["num_inference_steps"], about["device"]) == (
+        1.2,
+        2,
+        3,
+        "cpu",
+    )
     handle.remove()
     apply_mame(pipe, file)
     assert torch.equal(generate(pipe), expected)
@@ -152,7 +176,9 @@ def test_a_pipeline_is_calibrated_and_its_file_gives_the_same_images(
         ([], 1.2, "expected a pipeline and a few prompts, got no prompts"),
     ],
 )
-def test_what_can_not_be_calibrated_is_refused_before_anything_runs(prompts: Any, speed: Any, message: str) -> None:
+def test_what_can_not_be_calibrated_is_refused_before_anything_runs(
+    prompts: Any, speed: Any, message: str
+) -> None:
     handle = apply_mame(tiny_pipeline(), **SMALL)
     with pytest.raises(ValueError, match=message):
         handle.calibrate(prompts, speed=speed)

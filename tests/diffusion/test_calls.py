@@ -32,8 +32,12 @@ def with_another_text(inputs: dict[str, Any]) -> dict[str, Any]:
     return {**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"].neg()}
 
 
-def called_twice(between: Callable[[Any, dict[str, Any]], Any], planned: list[Plan], **fields: Any) -> bool:
-    """Whether the second of two calls of a model, for another text, merges by the first one's plans, with something done in between."""
+def called_twice(
+    between: Callable[[Any, dict[str, Any]], Any], planned: list[Plan], **fields: Any
+) -> bool:
+    """Whether the second of two calls of a model, for another text, merges by the first one's
+    plans, with something done in between.
+    """
     model = tiny_unet()
     inputs = {**unet_inputs(model), "timestep": torch.tensor(500)}
     handle = apply_mame(model, **{"min_tokens": 40, **fields})
@@ -98,12 +102,24 @@ def test_another_thread_plans_for_itself(planned: list[Plan]) -> None:
         (other("sample", lambda t: t.mul_(2)), False),
         (lambda handle, inputs: handle.set(keep=0.5), False),
         (lambda handle, inputs: handle.set(pairs=False), False),
-        (lambda handle, inputs: (handle.set(pairs=False), handle.root(**inputs), handle.set(pairs=True)), False),
+        (
+            lambda handle, inputs: (
+                handle.set(pairs=False),
+                handle.root(**inputs),
+                handle.set(pairs=True),
+            ),
+            False,
+        ),
         (lambda handle, inputs: handle.reset(), False),
         (lambda handle, inputs: in_thread(handle.reset), True),
         (lambda handle, inputs: (handle.remove(), handle.install()), False),
         (lambda handle, inputs: (remove_mame(handle.root), handle.install()), False),
-        (lambda handle, inputs: handle.root(**{**inputs, "sample": inputs["sample"].as_subclass(nn.Buffer)}), False),
+        (
+            lambda handle, inputs: handle.root(
+                **{**inputs, "sample": inputs["sample"].as_subclass(nn.Buffer)}
+            ),
+            False,
+        ),
         (elsewhere, True),
     ],
     ids=[
@@ -144,7 +160,9 @@ def test_calls_stand_alone_in_inference_mode_and_with_gradients(planned: list[Pl
     apply_mame(model, min_tokens=40)
     for mode in (torch.inference_mode, torch.enable_grad):
         with mode():
-            inputs = {key: torch.as_tensor(value).clone() for key, value in unet_inputs(model).items()}
+            inputs = {
+                key: torch.as_tensor(value).clone() for key, value in unet_inputs(model).items()
+            }
             planned.clear()
             model(**inputs)
             made = len(planned)
@@ -153,7 +171,9 @@ def test_calls_stand_alone_in_inference_mode_and_with_gradients(planned: list[Pl
 
 
 def test_each_chunk_of_a_network_has_its_plan(planned: list[Plan]) -> None:
-    """A feed-forward network that runs in chunks is called more than once in each call of the model."""
+    """A feed-forward network that runs in chunks is called more than once in each call of the
+    model.
+    """
     model = tiny_unet()
     for block in model.modules():
         if isinstance(block, BasicTransformerBlock):
@@ -163,10 +183,14 @@ def test_each_chunk_of_a_network_has_its_plan(planned: list[Plan]) -> None:
     with torch.no_grad():
         first = model(**inputs).sample
         made = len(planned)
-        second = model(**{**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"].clone()}).sample
+        second = model(
+            **{**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"].clone()}
+        ).sample
     assert torch.equal(first, second)
     assert len(planned) == made
-    chunks = [entry.calls for entry in handle.report().layers if entry.part == "mlp" and entry.merged]
+    chunks = [
+        entry.calls for entry in handle.report().layers if entry.part == "mlp" and entry.merged
+    ]
     assert chunks
     assert set(chunks) == {4}
 
@@ -182,7 +206,9 @@ def call_alone(layer: Any, **given: Tensor) -> None:
 
 
 def kept_for(planned: list[Plan]) -> list[weakref.ref[Any]]:
-    """What still knows, after this call, which of the plans that were made are kept somewhere, or who went where in them."""
+    """What still knows, after this call, which of the plans that were made are kept somewhere, or
+    who went where in them.
+    """
     references = [weakref.ref(plan.rows if isinstance(plan, RowPlan) else plan) for plan in planned]
     planned.clear()
     return references
@@ -202,7 +228,9 @@ def test_blocks_called_by_themselves_plan_for_themselves(planned: list[Plan]) ->
         hook = block.register_forward_hook(lambda *args: in_thread(lambda: call_alone(block.attn1)))
         model(**with_another_text(inputs))
         hook.remove()
-        assert len(planned) == once + 2, "a call beside the model's makes its own, the model's second none"
+        assert len(planned) == once + 2, (
+            "a call beside the model's makes its own, the model's second none"
+        )
     call_alone(block, **text)
     assert len(planned) == once + 3
 
@@ -260,7 +288,9 @@ def test_a_compiled_model_and_its_calls_stand_alone() -> None:
 
 
 @pytest.mark.parametrize("end", ["latents", "turned off"])
-def test_plans_go_with_the_latents_the_thread_and_the_setting(end: str, planned: list[Plan]) -> None:
+def test_plans_go_with_the_latents_the_thread_and_the_setting(
+    end: str, planned: list[Plan]
+) -> None:
     model = tiny_unet()
     handle = apply_mame(model, min_tokens=40)
     inputs = unet_inputs(model)
@@ -280,9 +310,13 @@ def test_plans_go_with_the_latents_the_thread_and_the_setting(end: str, planned:
 
 
 def first_input_has_no_tensor(model: Any, inputs: dict[str, Any]) -> None:
-    """The latents come in a list, as Z-Image has them; what comes as a tensor after it may be the same for many."""
+    """The latents come in a list, as Z-Image has them; what comes as a tensor after it may be the
+    same for many.
+    """
     own = model.forward
-    model.forward = lambda sample, timestep, encoder_hidden_states: own(sample[0], timestep, encoder_hidden_states)
+    model.forward = lambda sample, timestep, encoder_hidden_states: own(
+        sample[0], timestep, encoder_hidden_states
+    )
     inputs["sample"] = [inputs["sample"]]
 
 
@@ -324,7 +358,8 @@ def test_plans_are_of_one_shape_each(planned: list[Plan]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "compared"), [({}, True), ({"weights": "average", "keep": 0.5}, False), ({"min_tokens": 10000}, False)]
+    ("fields", "compared"),
+    [({}, True), ({"weights": "average", "keep": 0.5}, False), ({"min_tokens": 10000}, False)],
 )
 def test_timesteps_are_compared_where_plans_are_kept_alone(
     fields: dict[str, Any], compared: bool, monkeypatch: pytest.MonkeyPatch
@@ -347,7 +382,9 @@ def test_timesteps_are_compared_where_plans_are_kept_alone(
     assert len(seen) == compared
 
 
-def test_a_layer_that_has_settings_of_its_own_in_one_call_plans_by_them(planned: list[Plan]) -> None:
+def test_a_layer_that_has_settings_of_its_own_in_one_call_plans_by_them(
+    planned: list[Plan],
+) -> None:
     model = tiny_unet()
     handle = apply_mame(model, min_tokens=40)
     inputs, block = unet_inputs(model), block_of(model)
@@ -355,7 +392,9 @@ def test_a_layer_that_has_settings_of_its_own_in_one_call_plans_by_them(planned:
         model(**inputs)
         once = len(planned)
         with contextlib.ExitStack() as stack:
-            block.register_forward_pre_hook(lambda *args: stack.enter_context(handle.using(keep=0.75)) and None)
+            block.register_forward_pre_hook(
+                lambda *args: stack.enter_context(handle.using(keep=0.75)) and None
+            )
             block.register_forward_hook(lambda *args: stack.close())
             model(**with_another_text(inputs))
         assert len(planned) == once + 1

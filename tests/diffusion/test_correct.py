@@ -1,4 +1,6 @@
-"""The first-order correction in a UNet's self-attention: what it computes, where it can't, and what it is good for."""
+"""The first-order correction in a UNet's self-attention: what it computes, where it can't, and what
+it is good for.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from torch import Tensor
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, plan_merge
 
-CONFIG = MaMeConfig(keep=0.25, stride=(2, 2), weights="pick", merge="kv", correct=True, redraw=False, min_tokens=1)
+CONFIG = MaMeConfig(
+    keep=0.25, stride=(2, 2), weights="pick", merge="kv", correct=True, redraw=False, min_tokens=1
+)
 
 
 def attention() -> Attention:
@@ -25,11 +29,15 @@ def attention() -> Attention:
 
 
 def tokens(seed: int = 1, count: int = 64) -> Tensor:
-    return torch.randn(2, count, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        2, count, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def loops(attn: Attention, x: Tensor, config: MaMeConfig) -> Tensor:
-    """Attention over kept keys, and what they lack of the mean and covariance of all, sample by sample and head by head."""
+    """Attention over kept keys, and what they lack of the mean and covariance of all, sample by
+    sample and head by head.
+    """
     plan = plan_merge(x, config, (8, 8))
     assert plan.tokens_kept < 64
     q, k, v = (linear(x) for linear in (attn.to_q, attn.to_k, attn.to_v))
@@ -43,18 +51,29 @@ def loops(attn: Attention, x: Tensor, config: MaMeConfig) -> Tensor:
         if plan.uneven:
             share, weight = plan.sizes[b] / 64, plan.sizes[b].log()
         for h in (slice(0, 8), slice(8, 16)):
-            keys, values, kept_k, kept_v = k[b, :, h], v[b, :, h], fewer_k[b, :, h], fewer_v[b, :, h]
+            keys, values, kept_k, kept_v = (
+                k[b, :, h],
+                v[b, :, h],
+                fewer_k[b, :, h],
+                fewer_v[b, :, h],
+            )
             mean, mean_kept = values.mean(0), share @ kept_v
-            covariance = sum(torch.outer(values[i], keys[i]) for i in range(64)) / 64 - torch.outer(mean, keys.mean(0))
+            covariance = sum(torch.outer(values[i], keys[i]) for i in range(64)) / 64 - torch.outer(
+                mean, keys.mean(0)
+            )
             if config.weights == "best":  # what varies within the groups is estimated
                 sizes = plan.sizes[b] / 64
-                covariance = sum(sizes[i] * torch.outer(kept_v[i], kept_k[i]) for i in range(len(sizes)))
+                covariance = sum(
+                    sizes[i] * torch.outer(kept_v[i], kept_k[i]) for i in range(len(sizes))
+                )
                 covariance = covariance - torch.outer(mean, keys.mean(0))
                 drawn = plan.positions.sample.tolist()
                 halves = [torch.zeros(8, 8, dtype=torch.float64) for _ in range(2)]
                 for n, i in enumerate(drawn):
                     row = int(plan.rows[b, i])
-                    halves[n % 2] += torch.outer(values[i] - kept_v[row], keys[i] - kept_k[row]) / (len(drawn) / 2)
+                    halves[n % 2] += torch.outer(values[i] - kept_v[row], keys[i] - kept_k[row]) / (
+                        len(drawn) / 2
+                    )
                 within = (halves[0] + halves[1]) / 2
                 agree = (halves[0] * halves[1]).sum() / within.square().sum()
                 covariance = covariance + within * agree.clamp(0, 1)
@@ -67,14 +86,23 @@ def loops(attn: Attention, x: Tensor, config: MaMeConfig) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"weights": "best"}, {"weights": "best", "keep": 0.4}, {"weights": "average", "keep": 0.4}], ids=str
+    "fields",
+    [
+        {},
+        {"weights": "best"},
+        {"weights": "best", "keep": 0.4},
+        {"weights": "average", "keep": 0.4},
+    ],
+    ids=str,
 )
 def test_equals_loops(fields: dict[str, object]) -> None:
     attn, x, config = attention(), tokens(), CONFIG.replace(**fields)
     with torch.no_grad():
         found = MaMeAttnProcessor(config, inner=AttnProcessor2_0())(attn, x)
         torch.testing.assert_close(found, loops(attn, x, config), rtol=1e-9, atol=1e-9)
-        assert not torch.allclose(found, MaMeAttnProcessor(config.replace(correct=False))(attn, x), atol=1e-4)
+        assert not torch.allclose(
+            found, MaMeAttnProcessor(config.replace(correct=False))(attn, x), atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("weights", ["best", "pick"])
@@ -83,10 +111,14 @@ def test_fused_projections_give_the_same(weights: str) -> None:
     with torch.no_grad():
         apart = MaMeAttnProcessor(config)(attn, x)
         attn.fuse_projections()
-        torch.testing.assert_close(MaMeAttnProcessor(config, inner=FusedAttnProcessor2_0())(attn, x), apart)
+        torch.testing.assert_close(
+            MaMeAttnProcessor(config, inner=FusedAttnProcessor2_0())(attn, x), apart
+        )
 
 
-@pytest.mark.parametrize("inner", [AttnProcessor(), SlicedAttnProcessor(2)], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize(
+    "inner", [AttnProcessor(), SlicedAttnProcessor(2)], ids=lambda p: type(p).__name__
+)
 def test_processors_that_hide_their_keys_are_not_corrected_and_say_so(inner: object) -> None:
     attn, x = attention(), tokens()
     processor = MaMeAttnProcessor(CONFIG, inner=inner)
@@ -96,7 +128,8 @@ def test_processors_that_hide_their_keys_are_not_corrected_and_say_so(inner: obj
     (layer,) = processor.report().layers
     assert layer.merged
     assert (
-        f"not corrected: {type(inner).__name__} calls no scaled_dot_product_attention of PyTorch's own" in layer.reason
+        f"not corrected: {type(inner).__name__} calls no scaled_dot_product_attention of"
+        " PyTorch's own" in layer.reason
     )
 
 
@@ -106,7 +139,10 @@ def test_it_brings_mild_attention_much_nearer(weights: str, left: float) -> None
     with torch.no_grad():
         whole = attn(x)
         config = CONFIG.replace(weights=weights)
-        errors = [(MaMeAttnProcessor(config.replace(correct=c))(attn, x) - whole).norm() for c in (False, True)]
+        errors = [
+            (MaMeAttnProcessor(config.replace(correct=c))(attn, x) - whole).norm()
+            for c in (False, True)
+        ]
     assert errors[1] < left * errors[0]
 
 
@@ -117,7 +153,8 @@ def test_it_brings_whole_merged_tokens_nearer_too() -> None:
         config = CONFIG.replace(weights="best", merge="qkv")
         plan = plan_merge(x, config, (32, 32))
         errors = [
-            (plan.merge(MaMeAttnProcessor(config.replace(correct=c))(attn, x) - whole)).norm() for c in (False, True)
+            (plan.merge(MaMeAttnProcessor(config.replace(correct=c))(attn, x) - whole)).norm()
+            for c in (False, True)
         ]
     assert errors[1] < 0.5 * errors[0]
 
@@ -134,7 +171,11 @@ def test_gradients_flow_to_all_keys(weights: str) -> None:
 @pytest.mark.parametrize("weights", ["best", "pick"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(dtype: torch.dtype, weights: str) -> None:
-    attn, x, config = attention().to(dtype).double(), tokens().to(dtype).double(), CONFIG.replace(weights=weights)
+    attn, x, config = (
+        attention().to(dtype).double(),
+        tokens().to(dtype).double(),
+        CONFIG.replace(weights=weights),
+    )
     with torch.no_grad():
         whole = MaMeAttnProcessor(config)(attn, x)
         half = MaMeAttnProcessor(config)(attn.to(dtype), x.to(dtype))
@@ -155,33 +196,47 @@ def test_other_forms_of_attention_stay_as_they_are() -> None:
         other = F.scaled_dot_product_attention(q[:, :, :8], k, v)
         assert keys.seen
     kept = plan.kept
-    expected = F.scaled_dot_product_attention(q, k[:, :, kept], v[:, :, kept], attn_mask=mask[:, kept])
+    expected = F.scaled_dot_product_attention(
+        q, k[:, :, kept], v[:, :, kept], attn_mask=mask[:, kept]
+    )
     torch.testing.assert_close(masked, expected)
     assert torch.equal(other, F.scaled_dot_product_attention(q[:, :, :8], k, v))
 
 
 @pytest.mark.parametrize(
-    "inner", [AttnProcessor(), SlicedAttnProcessor(2), AttnProcessor2_0()], ids=lambda p: type(p).__name__
+    "inner",
+    [AttnProcessor(), SlicedAttnProcessor(2), AttnProcessor2_0()],
+    ids=lambda p: type(p).__name__,
 )
 def test_keys_of_groups_and_keys_of_their_own_are_weighed_everywhere(inner: object) -> None:
-    """Tokens of which many are alike: counted as often as they stand for tokens, keys give nearly what all of them give."""
+    """Tokens of which many are alike: counted as often as they stand for tokens, keys give nearly
+    what all of them give.
+    """
     attn, directions = attention(), tokens(2, 6)[:, :, :].repeat_interleave(1, 0)
-    x = directions[:, torch.randint(6, (64,), generator=torch.Generator().manual_seed(0)).sort().values]
+    x = directions[
+        :, torch.randint(6, (64,), generator=torch.Generator().manual_seed(0)).sort().values
+    ]
     config = MaMeConfig(tau=0.99, stride=(2, 2), redraw=False, min_tokens=1, correct=False)
     plan = plan_merge(x, config, (8, 8))
     assert plan.uneven or plan.sizes.unique().numel() > 1
     with torch.no_grad():
         whole, found = attn(x), MaMeAttnProcessor(config.replace(keep=0.4), inner=inner)(attn, x)
-        alike = attn(x, encoder_hidden_states=plan_merge(x, config.replace(keep=0.4), (8, 8)).merge(x))
+        alike = attn(
+            x, encoder_hidden_states=plan_merge(x, config.replace(keep=0.4), (8, 8)).merge(x)
+        )
     assert (found - whole).norm() < 0.2 * (alike - whole).norm()
 
 
-def test_an_attention_put_in_pytorchs_place_is_given_merged_keys_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attention_put_in_pytorchs_place_is_given_merged_keys_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     attn, x, config = attention(), tokens(), CONFIG.replace(weights="best")
     with torch.no_grad():
         expected = MaMeAttnProcessor(config.replace(correct=False))(attn, x)
         original = F.scaled_dot_product_attention
-        monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kwargs: original(*args, **kwargs))
+        monkeypatch.setattr(
+            F, "scaled_dot_product_attention", lambda *args, **kwargs: original(*args, **kwargs)
+        )
         processor = MaMeAttnProcessor(config)
         torch.testing.assert_close(processor(attn, x), expected)
     assert "not corrected" in processor.report().layers[0].reason
@@ -189,7 +244,9 @@ def test_an_attention_put_in_pytorchs_place_is_given_merged_keys_alone(monkeypat
 
 def test_another_call_within_the_processor_is_left_as_it_is() -> None:
     class Twice(AttnProcessor2_0):
-        def __call__(self, attn: Attention, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
+        def __call__(
+            self, attn: Attention, hidden_states: Tensor, *args: object, **kwargs: object
+        ) -> Tensor:
             few = hidden_states[:, :5].unflatten(2, (2, 8)).transpose(1, 2)
             assert F.scaled_dot_product_attention(few, few, few).shape == few.shape
             return super().__call__(attn, hidden_states, *args, **kwargs)  # type: ignore[arg-type]

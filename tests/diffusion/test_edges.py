@@ -1,4 +1,6 @@
-"""Bad input and edges that every setting must survive: sizes, ranges of 16 bits, constant images, single samples."""
+"""Bad input and edges that every setting must survive: sizes, ranges of 16 bits, constant images,
+single samples.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,14 @@ FORMS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("fields", FORMS, ids=str)
-def test_a_constant_image_keeps_its_share_and_comes_back(fields: dict[str, Any], dtype: torch.dtype) -> None:
-    x = torch.randn(3, 1, 40, generator=torch.Generator().manual_seed(0)).to(dtype).expand(3, 256, 40)
+def test_a_constant_image_keeps_its_share_and_comes_back(
+    fields: dict[str, Any], dtype: torch.dtype
+) -> None:
+    x = (
+        torch.randn(3, 1, 40, generator=torch.Generator().manual_seed(0))
+        .to(dtype)
+        .expand(3, 256, 40)
+    )
     plan = plan_merge(x, MaMeConfig.from_dict(fields), (16, 16))
     assert plan.tokens_kept == fields["keep"] * 256 if fields.get("partition") is None else 128
     rtol = max(1e-5, torch.finfo(dtype).eps)  # of a sum of 129 equal tokens
@@ -41,14 +49,22 @@ def test_a_mean_stays_between_what_it_is_a_mean_of() -> None:
 
 @pytest.mark.parametrize("fields", FORMS, ids=str)
 def test_large_half_precision_features_stay_finite(fields: dict[str, Any]) -> None:
-    x = (1e4 * torch.randn(2, 256, 16, generator=torch.Generator().manual_seed(1))).clamp(-6e4, 6e4).half()
+    x = (
+        (1e4 * torch.randn(2, 256, 16, generator=torch.Generator().manual_seed(1)))
+        .clamp(-6e4, 6e4)
+        .half()
+    )
     plan = plan_merge(x, MaMeConfig.from_dict(fields), (16, 16))
     y = plan.merge(x)
     assert bool(plan.weights.isfinite().all())
     assert bool(y.isfinite().all())
-    assert bool(plan.restore(y, detail_of(x, MaMeConfig.from_dict(fields), (16, 16))).isfinite().all())
+    assert bool(
+        plan.restore(y, detail_of(x, MaMeConfig.from_dict(fields), (16, 16))).isfinite().all()
+    )
     same = plan_merge((x.float() * 1e-4).half(), MaMeConfig.from_dict(fields), (16, 16))
-    assert (plan.preserved == same.preserved).float().mean() > 0.95, "cosine does not depend on the scale"
+    assert (plan.preserved == same.preserved).float().mean() > 0.95, (
+        "cosine does not depend on the scale"
+    )
 
 
 @pytest.mark.parametrize("fields", FORMS, ids=str)
@@ -65,7 +81,9 @@ def test_an_image_of_one_token_is_left_as_it_is(fields: dict[str, Any]) -> None:
     x = torch.randn(2, 1, 8)
     plan = plan_merge(x, MaMeConfig.from_dict(fields), (1, 1))
     assert plan.tokens_kept == 1
-    assert torch.equal(plan.restore(plan.merge(x), detail_of(x, MaMeConfig.from_dict(fields), (1, 1))), x)
+    assert torch.equal(
+        plan.restore(plan.merge(x), detail_of(x, MaMeConfig.from_dict(fields), (1, 1))), x
+    )
 
 
 def test_a_budget_below_the_destinations_keeps_the_destinations() -> None:
@@ -81,7 +99,9 @@ def test_a_sample_alone_and_among_others_gives_the_same(fields: dict[str, Any]) 
     with torch.no_grad():
         both = run_unet(unet, batch=2)
         inputs = unet_inputs(unet, batch=2)
-        alone = unet(inputs["sample"][:1], inputs["timestep"], inputs["encoder_hidden_states"][:1]).sample
+        alone = unet(
+            inputs["sample"][:1], inputs["timestep"], inputs["encoder_hidden_states"][:1]
+        ).sample
     torch.testing.assert_close(alone, both[:1], rtol=1e-4, atol=1e-5)
 
 

@@ -1,4 +1,6 @@
-"""Attention families: each merged call is what merging by hand gives; users can describe models of their own."""
+"""Attention families: each merged call is what merging by hand gives; users can describe models of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import FluxControlNetModel, FluxTransformer2DModel, LTXVideoTransformer3DModel, WanTransformer3DModel
+from diffusers import (
+    FluxControlNetModel,
+    FluxTransformer2DModel,
+    LTXVideoTransformer3DModel,
+    WanTransformer3DModel,
+)
 from diffusers.models.attention_processor import (
     Attention,
     HunyuanAttnProcessor2_0,
@@ -47,10 +54,15 @@ def counted(
     module: nn.Module, family: Family, tokens: Tokens, config: MaMeConfig, **call: Any
 ) -> tuple[Any, LayerStats]:
     layer, stats = SequenceAttention(module, family), LayerStats("here")
-    return merged_call(layer, layer.call(module, module.forward, (), call), tokens, config, stats), stats
+    return (
+        merged_call(layer, layer.call(module, module.forward, (), call), tokens, config, stats),
+        stats,
+    )
 
 
-def merged(module: nn.Module, family: Family, tokens: Tokens, config: MaMeConfig, **call: Any) -> Any:
+def merged(
+    module: nn.Module, family: Family, tokens: Tokens, config: MaMeConfig, **call: Any
+) -> Any:
     output, stats = counted(module, family, tokens, config, **call)
     assert stats.last_reason is None
     return output
@@ -60,13 +72,22 @@ def merged(module: nn.Module, family: Family, tokens: Tokens, config: MaMeConfig
 @pytest.mark.parametrize("text", [0, TEXT], ids=["image", "text-and-image"])
 def test_flux_single_attention_by_hand(text: int, fields: dict[str, Any]) -> None:
     attn = seeded(FluxAttention, 0, query_dim=32, heads=2, dim_head=16, out_dim=32, pre_only=True)
-    hidden, cos, sin = normal(3, text + N, 32), normal(text + N, 16, seed=1), normal(text + N, 16, seed=2)
+    hidden, cos, sin = (
+        normal(3, text + N, 32),
+        normal(text + N, 16, seed=1),
+        normal(text + N, 16, seed=2),
+    )
     config = MaMeConfig(min_tokens=1, **fields)
     family = family_of(FluxTransformer2DModel(**FLUX, pooled_projection_dim=8))
     assert family is not None
     with torch.no_grad():
         got = merged(
-            attn, family, Tokens((H, W), before=text), config, hidden_states=hidden, image_rotary_emb=(cos, sin)
+            attn,
+            family,
+            Tokens((H, W), before=text),
+            config,
+            hidden_states=hidden,
+            image_rotary_emb=(cos, sin),
         )
         plan = plan_merge(hidden[:, text:], config, (H, W))
         assert plan.tokens_kept < N
@@ -76,15 +97,23 @@ def test_flux_single_attention_by_hand(text: int, fields: dict[str, Any]) -> Non
             every = torch.cat([torch.arange(text), kept + text])
             states = torch.cat([hidden[i : i + 1, :text], image[i : i + 1]], 1)
             out = attn(states, image_rotary_emb=(cos[every], sin[every]))
-            alone = plan_merge(hidden[i : i + 1, text:], config, (H, W)) if plan.kept.dim() == 2 else None
+            alone = (
+                plan_merge(hidden[i : i + 1, text:], config, (H, W))
+                if plan.kept.dim() == 2
+                else None
+            )
             if alone is not None:
                 torch.testing.assert_close(
                     got[i : i + 1, text:],
-                    alone.restore(out[:, text:], detail_of(hidden[i : i + 1, text:], config, (H, W))),
+                    alone.restore(
+                        out[:, text:], detail_of(hidden[i : i + 1, text:], config, (H, W))
+                    ),
                 )
             torch.testing.assert_close(got[i : i + 1, :text], out[:, :text])
             if not config.detail:
-                torch.testing.assert_close(got[i : i + 1, text:][:, kept[:5]], out[:, text : text + 5])
+                torch.testing.assert_close(
+                    got[i : i + 1, text:][:, kept[:5]], out[:, text : text + 5]
+                )
 
 
 @pytest.mark.parametrize(
@@ -97,12 +126,21 @@ def test_whole_merged_tokens_beside_text_count_as_often_as_they_stand_for_tokens
 ) -> None:
     """As if every token were there, holding its group's mean at its destination's place."""
     attn = seeded(FluxAttention, 0, query_dim=32, heads=2, dim_head=16, out_dim=32, pre_only=True)
-    hidden, cos, sin = normal(3, text + N, 32), normal(text + N, 16, seed=1), normal(text + N, 16, seed=2)
+    hidden, cos, sin = (
+        normal(3, text + N, 32),
+        normal(text + N, 16, seed=1),
+        normal(text + N, 16, seed=2),
+    )
     config = MaMeConfig(min_tokens=1, detail=False, **fields)
     family = next(family for family in BUILT_IN if family.name == "Flux")
     with torch.no_grad():
         got = merged(
-            attn, family, Tokens((H, W), before=text), config, hidden_states=hidden, image_rotary_emb=(cos, sin)
+            attn,
+            family,
+            Tokens((H, W), before=text),
+            config,
+            hidden_states=hidden,
+            image_rotary_emb=(cos, sin),
         )
         plan = plan_merge(hidden[:, text:], config, (H, W))
         means = torch.cat([hidden[:, :text], plan.restore(plan.merge(hidden[:, text:]))], 1)
@@ -114,16 +152,28 @@ def test_whole_merged_tokens_beside_text_count_as_often_as_they_stand_for_tokens
 
 def test_whole_merged_tokens_of_joint_attention_count_as_often_as_they_stand_for_tokens() -> None:
     attn = seeded(
-        Attention, 0, query_dim=32, added_kv_proj_dim=32, heads=2, dim_head=16, out_dim=32, context_pre_only=False, processor=JointAttnProcessor2_0()
-    )  # fmt: skip
+        Attention,
+        0,
+        query_dim=32,
+        added_kv_proj_dim=32,
+        heads=2,
+        dim_head=16,
+        out_dim=32,
+        context_pre_only=False,
+        processor=JointAttnProcessor2_0(),
+    )
     hidden, text = normal(2, N, 32), normal(2, TEXT, 32, seed=1)
     config = MaMeConfig(keep=0.25, merge="qkv", min_tokens=1, detail=False)
     family = next(family for family in BUILT_IN if family.name == "Stable Diffusion 3")
     with torch.no_grad():
-        image, words = merged(attn, family, Tokens((H, W)), config, hidden_states=hidden, encoder_hidden_states=text)
+        image, words = merged(
+            attn, family, Tokens((H, W)), config, hidden_states=hidden, encoder_hidden_states=text
+        )
         plan = plan_merge(hidden, config, (H, W))
         means = plan.restore(plan.merge(hidden))
-        for got, expected in zip((image, words), attn(means, encoder_hidden_states=text), strict=True):
+        for got, expected in zip(
+            (image, words), attn(means, encoder_hidden_states=text), strict=True
+        ):
             torch.testing.assert_close(got, expected)
 
 
@@ -134,17 +184,23 @@ def test_wan_attention_by_hand(fields: dict[str, Any]) -> None:
     hidden = normal(2, times * N, 32)
     rotary = normal(1, times * N, 1, 16, seed=1), normal(1, times * N, 1, 16, seed=2)
     config = MaMeConfig(min_tokens=1, **fields)
-    family = family_of(seeded(WanTransformer3DModel, 0, num_layers=0, num_attention_heads=2, attention_head_dim=12))
+    family = family_of(
+        seeded(WanTransformer3DModel, 0, num_layers=0, num_attention_heads=2, attention_head_dim=12)
+    )
     assert family is not None
     # the plane by index: row y of frame t is row y * times + t
     order = torch.arange(times * N).view(times, H, W).permute(1, 0, 2).flatten()
     with torch.no_grad():
-        got = merged(attn, family, Tokens((times, H, W)), config, hidden_states=hidden, rotary_emb=rotary)
+        got = merged(
+            attn, family, Tokens((times, H, W)), config, hidden_states=hidden, rotary_emb=rotary
+        )
         for i in range(2) if config.keep else [slice(None)]:
             one = hidden[i : i + 1] if isinstance(i, int) else hidden
             plan = plan_merge(one[:, order], config, (H * times, W))
             kept = order[plan.kept.reshape(-1)]
-            out = attn(plan.merge(one[:, order]), rotary_emb=tuple(part[:, kept] for part in rotary))
+            out = attn(
+                plan.merge(one[:, order]), rotary_emb=tuple(part[:, kept] for part in rotary)
+            )
             expected = torch.empty_like(one)
             expected[:, order] = plan.restore(out, detail_of(one[:, order], config, (H * times, W)))
             torch.testing.assert_close(got[i : i + 1] if isinstance(i, int) else got, expected)
@@ -162,7 +218,11 @@ def test_a_tile_of_a_video_spans_frames() -> None:
 
 def flux() -> tuple[FluxTransformer2DModel, dict[str, Any]]:
     model = seeded(FluxTransformer2DModel, 0, **FLUX, pooled_projection_dim=8)
-    return model, {**flux_inputs(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])}
+    return model, {
+        **flux_inputs(),
+        "pooled_projections": normal(2, 8),
+        "timestep": torch.tensor([0.5, 0.5]),
+    }
 
 
 def test_text_of_flux_never_merges() -> None:
@@ -232,7 +292,9 @@ def test_positions_are_not_read_while_merging_is_off() -> None:
         reader(model, (), inputs)
 
 
-@pytest.mark.parametrize("fields", [{"keep": 0.25}, {"keep": 0.4}, {"tau": 0.3}], ids=["even", "uneven", "tau"])
+@pytest.mark.parametrize(
+    "fields", [{"keep": 0.25}, {"keep": 0.4}, {"tau": 0.3}], ids=["even", "uneven", "tau"]
+)
 @torch.no_grad()
 def test_whole_merged_tokens_are_counted_in_compiled_models(fields: dict[str, Any]) -> None:
     torch._dynamo.reset()
@@ -256,10 +318,19 @@ def test_steps_of_flux_have_destinations_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"keep": 0.25}, {"keep": 0.4}, {"keep": 0.4, "merge": "qkv"}, {"keep": 0.25, "weights": "pick"}], ids=str
+    "fields",
+    [
+        {"keep": 0.25},
+        {"keep": 0.4},
+        {"keep": 0.4, "merge": "qkv"},
+        {"keep": 0.25, "weights": "pick"},
+    ],
+    ids=str,
 )
 def test_a_guided_pair_of_flux_merges_by_the_guided_sample(fields: dict[str, Any]) -> None:
-    """Its output is that of no pair, in rotary attention too, where samples that keep tokens of their own run alone."""
+    """Its output is that of no pair, in rotary attention too, where samples that keep tokens of
+    their own run alone.
+    """
     model, inputs = flux()
     latents = inputs["hidden_states"][1:]
     inputs["hidden_states"] = latents.repeat(2, 1, 1)
@@ -287,8 +358,12 @@ def test_samples_that_keep_the_same_tokens_run_together() -> None:
 
 
 def test_each_sample_sees_its_own_image_prompt() -> None:
-    attn = seeded(FluxAttention, 0, query_dim=32, heads=2, dim_head=16, out_dim=32, added_kv_proj_dim=32)
-    attn.set_processor(seeded(FluxIPAdapterAttnProcessor, 1, hidden_size=32, cross_attention_dim=24))
+    attn = seeded(
+        FluxAttention, 0, query_dim=32, heads=2, dim_head=16, out_dim=32, added_kv_proj_dim=32
+    )
+    attn.set_processor(
+        seeded(FluxIPAdapterAttnProcessor, 1, hidden_size=32, cross_attention_dim=24)
+    )
     family = family_of(FluxTransformer2DModel(**FLUX, pooled_projection_dim=8))
     assert family is not None
     rotary = normal(TEXT + N, 16), normal(TEXT + N, 16, seed=1)
@@ -313,7 +388,9 @@ def test_each_sample_sees_its_own_image_prompt() -> None:
 
 
 def hunyuan(processor: Any) -> Attention:
-    return seeded(Attention, 0, query_dim=32, heads=2, dim_head=16, qk_norm="layer_norm", processor=processor)
+    return seeded(
+        Attention, 0, query_dim=32, heads=2, dim_head=16, qk_norm="layer_norm", processor=processor
+    )
 
 
 def hunyuan_family() -> Family:
@@ -322,23 +399,40 @@ def hunyuan_family() -> Family:
 
 def test_a_processor_that_cuts_the_batch_is_left_alone_where_samples_run_alone() -> None:
     attn = hunyuan(PAGCFGHunyuanAttnProcessor2_0())
-    call = {"hidden_states": normal(3, N, 32), "image_rotary_emb": (normal(N, 16), normal(N, 16, seed=1))}
-    half, same = (MaMeConfig(keep=keep, merge="qkv", stride=(2, 2), min_tokens=1) for keep in (0.5, 0.25))
+    call = {
+        "hidden_states": normal(3, N, 32),
+        "image_rotary_emb": (normal(N, 16), normal(N, 16, seed=1)),
+    }
+    half, same = (
+        MaMeConfig(keep=keep, merge="qkv", stride=(2, 2), min_tokens=1) for keep in (0.5, 0.25)
+    )
     with torch.no_grad():
         output, stats = counted(attn, hunyuan_family(), Tokens((H, W)), half, **call)
         assert torch.equal(output, attn(**call))
         assert stats.last_reason is not None
-        assert stats.last_reason.startswith("PAGCFGHunyuanAttnProcessor2_0, which cuts the batch into parts")
+        assert stats.last_reason.startswith(
+            "PAGCFGHunyuanAttnProcessor2_0, which cuts the batch into parts"
+        )
         _, stats = counted(attn, hunyuan_family(), Tokens((H, W)), same, **call)
         assert (stats.last_reason, stats.tokens_kept) == (None, N // 4)
 
 
 def test_stacked_rotary_positions_are_those_of_the_pair() -> None:
     attn, hidden = hunyuan(HunyuanAttnProcessor2_0()), normal(2, N, 32)
-    pair, config = (normal(N, 16), normal(N, 16, seed=1)), MaMeConfig(keep=0.5, merge="qkv", min_tokens=1)
+    pair, config = (
+        (normal(N, 16), normal(N, 16, seed=1)),
+        MaMeConfig(keep=0.5, merge="qkv", min_tokens=1),
+    )
     with torch.no_grad():
         outputs = [
-            merged(attn, hunyuan_family(), Tokens((H, W)), config, hidden_states=hidden, image_rotary_emb=rotary)
+            merged(
+                attn,
+                hunyuan_family(),
+                Tokens((H, W)),
+                config,
+                hidden_states=hidden,
+                image_rotary_emb=rotary,
+            )
             for rotary in (pair, torch.stack(pair))
         ]
     assert torch.equal(*outputs)
@@ -347,22 +441,46 @@ def test_stacked_rotary_positions_are_those_of_the_pair() -> None:
 @pytest.mark.parametrize(
     ("rows", "more", "reason"),
     [
-        (N + 1, {}, r"expected one position for each of 96 image tokens, got 97 along dimension 0 of \[97, 16\]"),
-        (N, {"ids": {1, 2}}, r"arguments of set can't be split into samples that keep their own tokens"),
+        (
+            N + 1,
+            {},
+            (
+                r"expected one position for each of 96 image tokens, got 97 along dimension 0 of"
+                r" \[97, 16\]"
+            ),
+        ),
+        (
+            N,
+            {"ids": {1, 2}},
+            r"arguments of set can't be split into samples that keep their own tokens",
+        ),
     ],
     ids=["rows", "arguments"],
 )
-def test_a_call_unlike_its_family_is_left_alone_and_the_report_says_why(rows: int, more: Any, reason: str) -> None:
+def test_a_call_unlike_its_family_is_left_alone_and_the_report_says_why(
+    rows: int, more: Any, reason: str
+) -> None:
     class Loose(MyAttention):
         def forward(self, x: Tensor, places: Tensor, ids: Any = None) -> Tensor:
             return super().forward(x, places[:N].repeat(1, 2)[:, :8])
 
     attn = seeded(Loose, 0)
-    family = Family("loose", ("L",), ("Loose",), lambda model, call: None, lambda call, rows: {"places": rows(call["places"], 0)}, ("x",))  # fmt: skip
+    family = Family(
+        "loose",
+        ("L",),
+        ("Loose",),
+        lambda model, call: None,
+        lambda call, rows: {"places": rows(call["places"], 0)},
+        ("x",),
+    )
     call = {"x": normal(2, N, 8), "places": normal(rows, 16), **more}
     with torch.no_grad():
         output, stats = counted(
-            attn, family, Tokens((H, W)), MaMeConfig(keep=0.5, merge="qkv", stride=(2, 2), min_tokens=1), **call
+            attn,
+            family,
+            Tokens((H, W)),
+            MaMeConfig(keep=0.5, merge="qkv", stride=(2, 2), min_tokens=1),
+            **call,
         )
         assert torch.equal(output, attn(**call))
     assert re.fullmatch(reason, stats.last_reason or "")
@@ -378,16 +496,25 @@ def test_inputs_of_unequal_length_are_left_alone() -> None:
     family = Family("two", ("T",), ("Cross",), lambda model, call: None, None, ("x", "context"))
     call = {"x": normal(2, N, 8), "places": normal(N, 8), "context": normal(2, N - 3, 8)}
     with torch.no_grad():
-        output, stats = counted(attn, family, Tokens((H, W)), MaMeConfig(keep=0.5, min_tokens=1), **call)
+        output, stats = counted(
+            attn, family, Tokens((H, W)), MaMeConfig(keep=0.5, min_tokens=1), **call
+        )
         assert torch.equal(output, attn(**call))
     assert stats.last_reason == "93 tokens are not those of 8 x 12"
 
 
 def test_ltx_without_sides_is_left_alone() -> None:
     model = seeded(
-        LTXVideoTransformer3DModel, 0, in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16,
-        cross_attention_dim=32, num_layers=1, caption_channels=16,
-    )  # fmt: skip
+        LTXVideoTransformer3DModel,
+        0,
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        cross_attention_dim=32,
+        num_layers=1,
+        caption_channels=16,
+    )
     inputs = {
         "hidden_states": normal(1, 2 * N, 4),
         "encoder_hidden_states": normal(1, TEXT, 16),
@@ -413,11 +540,15 @@ def test_the_mode_of_a_controlnet_union_stands_before_the_text() -> None:
     }
     handle = apply_mame(model, keep=0.5, min_tokens=1)
     run(inputs, model)
-    assert {(layer.tokens_in, layer.tokens_kept) for layer in handle.report().layers} == {(N, N // 2)}
+    assert {(layer.tokens_in, layer.tokens_kept) for layer in handle.report().layers} == {
+        (N, N // 2)
+    }
 
 
 class MyAttention(nn.Module):
-    """Attention with one learned row per token added to queries and keys: positions must follow the tokens."""
+    """Attention with one learned row per token added to queries and keys: positions must follow the
+    tokens.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -440,11 +571,15 @@ class MyTransformer(nn.Module):
 
 def test_a_model_of_the_users_own() -> None:
     model = seeded(MyTransformer, 0)
-    with pytest.raises(ValueError, match=r"MyTransformer, which has 1 MyAttention.*register_family"):
+    with pytest.raises(
+        ValueError, match=r"MyTransformer, which has 1 MyAttention.*register_family"
+    ):
         apply_mame(model, keep=0.5)
 
     where, rows = pixels("image"), along(places=0)
-    register_family(Family("mine", ("MyTransformer",), ("MyAttention",), where, rows, inputs=("x",)))
+    register_family(
+        Family("mine", ("MyTransformer",), ("MyAttention",), where, rows, inputs=("x",))
+    )
     image = normal(2, 8, 8, 12)
     with torch.no_grad():
         before = model(image)
@@ -462,7 +597,10 @@ def test_a_family_of_ones_own_comes_before_a_built_in_one_whenever_it_is_registe
     """Also where it is registered before `apply_mame` has been imported at all."""
     lines = (
         "from mame_sd.families import Family, Tokens, register_family",
-        "mine = register_family(Family('mine', ('WanTransformer3DModel',), ('X',), lambda model, call: None))",
+        (
+            "mine = register_family(Family('mine', ('WanTransformer3DModel',), ('X',), lambda"
+            " model, call: None))"
+        ),
         "import mame_sd; mame_sd.apply_mame",
         "from mame_sd.diffusion.families.transformers import family_of",
         "from diffusers import WanTransformer3DModel",
@@ -470,7 +608,9 @@ def test_a_family_of_ones_own_comes_before_a_built_in_one_whenever_it_is_registe
         "with torch.device('meta'): model = WanTransformer3DModel(num_layers=0)",
         "assert family_of(model) is mine",
     )
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

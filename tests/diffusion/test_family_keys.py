@@ -1,4 +1,6 @@
-"""Keys and values in joint and rotary attention: each family against float64 loops, its text exact, in one graph."""
+"""Keys and values in joint and rotary attention: each family against float64 loops, its text exact,
+in one graph.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from mame_sd.families import Family, Tokens, register_family
 from tests.builders.tiny import seeded
 from tests.matrix.transformers import ROWS, TEXT, H, W, normal
 
-# Where the image's keys begin in each attention that merges (by the number of keys), and the frames of a video.
+# Where the image's keys begin in each attention that merges (by the number of keys), and the frames
+# of a video.
 FIRST: dict[str, dict[int, int]] = {
     "HunyuanDiT": {96: 0},
     "Lumina-Next": {96: 0},
@@ -64,20 +67,28 @@ class Record(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             key = kwargs["key"] if "key" in kwargs else args[1]
             query = kwargs["query"] if "query" in kwargs else args[0]
-            if query.shape[-2] in self.lengths and key.shape[-2] not in (TEXT, 2 * TEXT):  # cross-attention
+            if query.shape[-2] in self.lengths and key.shape[-2] not in (
+                TEXT,
+                2 * TEXT,
+            ):  # cross-attention
                 self.keys.append(key)
         return func(*args, **kwargs)
 
 
 class Loops(TorchFunctionMode):
-    """Attention over an image's tokens, its keys and values merged by plain loops; features come from the layers' inputs."""
+    """Attention over an image's tokens, its keys and values merged by plain loops; features come
+    from the layers' inputs.
+    """
 
     def __init__(self, first: dict[int, int], config: MaMeConfig) -> None:
         super().__init__()
         self.first, self.config, self.features = first, config, list[Tensor]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = {**dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)), **(kwargs or {})}
+        call = {
+            **dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)),
+            **(kwargs or {}),
+        }
         if func is not F.scaled_dot_product_attention or call["key"].shape[-2] not in self.first:
             return func(*args, **(kwargs or {}))
         query, key, value = (call[part].double() for part in ("query", "key", "value"))
@@ -85,10 +96,15 @@ class Loops(TorchFunctionMode):
         key, value = (part.repeat_interleave(heads // part.shape[1], 1) for part in (key, value))
         n = 288 if key.shape[-2] >= 288 else 96
         times, start = n // (H * W), self.first[key.shape[-2]]
-        order = torch.arange(n).view(times, H, W).permute(1, 0, 2).flatten()  # of the plane: rows of frames in turns
+        order = (
+            torch.arange(n).view(times, H, W).permute(1, 0, 2).flatten()
+        )  # of the plane: rows of frames in turns
         plan = reference_plan(self.features.pop(0)[:, order], self.config, (H * times, W))
         kept = [plan.dst + [plan.src[j] for j in plan.preserved[b]] for b in range(query.shape[0])]
-        whole = [[*range(start), *(order[k] + start).tolist(), *range(start + n, key.shape[-2])] for k in kept]
+        whole = [
+            [*range(start), *(order[k] + start).tolist(), *range(start + n, key.shape[-2])]
+            for k in kept
+        ]
         out = []
         for b, columns in enumerate(whole):
             merged = []
@@ -101,27 +117,48 @@ class Loops(TorchFunctionMode):
             sizes = torch.ones(len(columns)).double()
             stay = len(plan.preserved[b])
             picked = torch.full((len(plan.dst),), (n - stay) / len(plan.dst)).double()
-            sizes[start : start + len(plan.dst)] = picked if self.config.weights == "pick" else plan.counts[b]
+            sizes[start : start + len(plan.dst)] = (
+                picked if self.config.weights == "pick" else plan.counts[b]
+            )
             weighs = key.shape[-2] > n or stay > 0 or self.config.tau is not None
-            if weighs:  # beside text and beside keys of their own, merged keys weigh as much as the keys they stand for
+            # beside text and beside keys of their own, merged keys weigh as much as the keys they
+            # stand for
+            if weighs:
                 logits = logits + sizes.log()
             mask = call.get("attn_mask")
             if mask is not None:
                 mask = mask.expand(query.shape[0], *mask.shape[1:])[b][..., columns]
-                logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
-            out.append(torch.softmax(logits, -1).nan_to_num() @ merged[1])  # padding's rows are masked throughout
+                logits = (
+                    logits.masked_fill(~mask, -torch.inf)
+                    if mask.dtype == torch.bool
+                    else logits + mask
+                )
+            out.append(
+                torch.softmax(logits, -1).nan_to_num() @ merged[1]
+            )  # padding's rows are masked throughout
             if self.config.correct and mask is None:
                 shares = (sizes if weighs else torch.ones_like(sizes))[:, None]
                 shares = shares / shares.sum()
-                mean, mean_kept = value[b].mean(1, keepdim=True), (merged[1] * shares).sum(1, keepdim=True)
+                mean, mean_kept = (
+                    value[b].mean(1, keepdim=True),
+                    (merged[1] * shares).sum(1, keepdim=True),
+                )
                 whole_moment = value[b].transpose(1, 2) @ key[b] / key.shape[-2]
                 moment = whole_moment - (merged[1] * shares).transpose(1, 2) @ merged[0]
                 outer = mean.transpose(1, 2) @ key[b].mean(1, keepdim=True)
-                outer = outer - mean_kept.transpose(1, 2) @ (merged[0] * shares).sum(1, keepdim=True)
+                outer = outer - mean_kept.transpose(1, 2) @ (merged[0] * shares).sum(
+                    1, keepdim=True
+                )
                 lacking = moment - outer
-                if self.config.weights == "best":  # what varies within groups is estimated from a sample of the tokens
-                    lacking = lacking - self.within(plan, b, merged, key[b], value[b], start, order, every=True)
-                    lacking = lacking + self.within(plan, b, merged, key[b], value[b], start, order, every=False)
+                if (
+                    self.config.weights == "best"
+                ):  # what varies within groups is estimated from a sample of the tokens
+                    lacking = lacking - self.within(
+                        plan, b, merged, key[b], value[b], start, order, every=True
+                    )
+                    lacking = lacking + self.within(
+                        plan, b, merged, key[b], value[b], start, order, every=False
+                    )
                 out[-1] = out[-1] + scale * query[b] @ lacking.transpose(1, 2) + mean - mean_kept
         return torch.stack(out).to(call["query"].dtype)
 
@@ -136,15 +173,21 @@ class Loops(TorchFunctionMode):
         order: Tensor,
         every: bool,
     ) -> Tensor:
-        """Cov(v, k) [heads, D, D] within groups of the image's tokens, as a share of all keys: of every token, or as the sample tells."""
+        """Cov(v, k) [heads, D, D] within groups of the image's tokens, as a share of all keys: of
+        every token, or as the sample tells.
+        """
         rows = dict(zip(plan.dst, range(len(plan.dst)), strict=True))
         for j, position in enumerate(plan.src):
             stays = j in plan.preserved[b]
             rows[position] = (
-                len(plan.dst) + plan.preserved[b].index(j) if stays else int(plan.weights[b, :, j].argmax())
+                len(plan.dst) + plan.preserved[b].index(j)
+                if stays
+                else int(plan.weights[b, :, j].argmax())
             )
         size = (len(order) // W, W)
-        chosen = range(len(order)) if every else positions(len(order), self.config, size).sample.tolist()
+        chosen = (
+            range(len(order)) if every else positions(len(order), self.config, size).sample.tolist()
+        )
         parts = [torch.zeros(key.shape[0], key.shape[2], key.shape[2]).double() for _ in range(2)]
         for n, position in enumerate(chosen):
             apart = [
@@ -153,7 +196,9 @@ class Loops(TorchFunctionMode):
             ]
             parts[n % 2] += apart[1][:, :, None] * apart[0][:, None, :] / (len(chosen) / 2)
         found = (parts[0] + parts[1]) / 2
-        agree = (parts[0] * parts[1]).sum((1, 2), keepdim=True) / found.square().sum((1, 2), keepdim=True)
+        agree = (parts[0] * parts[1]).sum((1, 2), keepdim=True) / found.square().sum(
+            (1, 2), keepdim=True
+        )
         return found * (1.0 if every else agree.clamp(0, 1)) * len(order) / key.shape[1]
 
 
@@ -183,7 +228,10 @@ def test_equals_float64_loops(name: str, form: str) -> None:
     handle.remove()
     loops = Loops(FIRST[name], config)
     for module in layers_of(model, [layer.name for layer in report.layers]):
-        module.register_forward_pre_hook(lambda module, args, kwargs: loops.features.append(_image(args, kwargs)), with_kwargs=True)  # fmt: skip
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs: loops.features.append(_image(args, kwargs)),
+            with_kwargs=True,
+        )
     with torch.no_grad(), loops:
         expected = model(**inputs, return_dict=False)[0]
     tolerance = 1e-4 if name == "Lumina-Next" else 1e-9
@@ -192,7 +240,9 @@ def test_equals_float64_loops(name: str, form: str) -> None:
 
 
 def _image(args: Any, kwargs: Any) -> Tensor:
-    """The image's tokens of an attention's input: those behind the text where both share a sequence."""
+    """The image's tokens of an attention's input: those behind the text where both share a
+    sequence.
+    """
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
     n = 288 if hidden.shape[1] >= 288 else 96
     first = {96 + 20: 0, 96 + 20 + TEXT: TEXT}.get(hidden.shape[1], hidden.shape[1] - n)
@@ -208,7 +258,9 @@ def _double(value: Any, name: str) -> Any:
 
 @every_family
 def test_text_is_exact_and_samples_run_together(name: str) -> None:
-    """The first layer's text keys are bit-equal to those without merging, of the whole batch in one call."""
+    """The first layer's text keys are bit-equal to those without merging, of the whole batch in one
+    call.
+    """
     row = EVERY[name]
     model = row.build()
     keys = []
@@ -227,9 +279,13 @@ def test_text_is_exact_and_samples_run_together(name: str) -> None:
     assert torch.equal(merged[0][:, :, first + n // 2 :], plain[0][:, :, first + n :])
 
 
-@pytest.mark.parametrize(("name", "fields"), [*((name, {}) for name in EVERY), ("Flux", {"weights": "pick"})])
+@pytest.mark.parametrize(
+    ("name", "fields"), [*((name, {}) for name in EVERY), ("Flux", {"weights": "pick"})]
+)
 def test_one_graph(name: str, fields: dict[str, Any]) -> None:
-    """Merging breaks no graph, adds none but the small one of the hook that reads the step, and compiles once."""
+    """Merging breaks no graph, adds none but the small one of the hook that reads the step, and
+    compiles once.
+    """
     row = EVERY[name]
     model = row.build()
     handle = apply_mame(model, keep=0.5, stride=(2, 2), min_tokens=60, **fields)
@@ -257,9 +313,14 @@ def test_gradients_are_those_of_the_loops() -> None:
     handle.remove()
     loops = Loops(FIRST["Flux"], config)
     for module in layers_of(model, names):
-        module.register_forward_pre_hook(lambda module, args, kwargs: loops.features.append(_image(args, kwargs)), with_kwargs=True)  # fmt: skip
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs: loops.features.append(_image(args, kwargs)),
+            with_kwargs=True,
+        )
     with loops:
-        (expected,) = torch.autograd.grad(model(**inputs, return_dict=False)[0].square().sum(), image)
+        (expected,) = torch.autograd.grad(
+            model(**inputs, return_dict=False)[0].square().sum(), image
+        )
     torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-8)
 
 
@@ -269,9 +330,15 @@ def test_half_precision(dtype: torch.dtype) -> None:
     model = row.build()
     apply_mame(model, keep=0.5, stride=(2, 2), min_tokens=60)
     whole = row.run(model)
-    half = {key: value.to(dtype) if value.dim() == 3 else value for key, value in row.run.args[0].items()}
+    half = {
+        key: value.to(dtype) if value.dim() == 3 else value
+        for key, value in row.run.args[0].items()
+    }
     with torch.no_grad():
-        output = model.to(dtype)(**{**half, "pooled_projections": half["pooled_projections"].to(dtype)}, return_dict=False)[0]  # fmt: skip
+        output = model.to(dtype)(
+            **{**half, "pooled_projections": half["pooled_projections"].to(dtype)},
+            return_dict=False,
+        )[0]
     assert output.dtype == dtype
     assert (output.float() - whole).norm() / whole.norm() < 0.1
 
@@ -291,12 +358,19 @@ def test_a_processor_that_attends_to_parts_of_the_batch_merges_queries_too_and_s
     handle.reset()
     with torch.no_grad():
         model(**inputs, return_dict=False)
-    with pytest.raises(NothingMergedError, match="attends to parts of the batch, where picking would drop queries too"):
+    with pytest.raises(
+        NothingMergedError,
+        match="attends to parts of the batch, where picking would drop queries too",
+    ):
         handle.report()
 
 
 def _thrice(value: Any) -> Any:
-    return torch.cat([value, value[:1]]) if isinstance(value, Tensor) and value.shape[0] == 2 else value
+    return (
+        torch.cat([value, value[:1]])
+        if isinstance(value, Tensor) and value.shape[0] == 2
+        else value
+    )
 
 
 class Eager(nn.Module):
@@ -316,7 +390,11 @@ class EagerModel(nn.Module):
 
 
 def test_attention_that_hides_its_keys_counts_merged_tokens_once_and_says_so() -> None:
-    register_family(Family("eager", ("EagerModel",), ("Eager",), lambda model, call: Tokens((8, 8)), inputs=("x",)))
+    register_family(
+        Family(
+            "eager", ("EagerModel",), ("Eager",), lambda model, call: Tokens((8, 8)), inputs=("x",)
+        )
+    )
     model = seeded(EagerModel, 0)
     handle = apply_mame(model, keep=0.4, merge="qkv", min_tokens=1)
     model(normal(2, 64, 8))
@@ -324,11 +402,18 @@ def test_attention_that_hides_its_keys_counts_merged_tokens_once_and_says_so() -
 
 
 def test_attention_that_hides_its_keys_merges_queries_too_and_says_so() -> None:
-    register_family(Family("eager", ("EagerModel",), ("Eager",), lambda model, call: Tokens((8, 8)), inputs=("x",)))
+    register_family(
+        Family(
+            "eager", ("EagerModel",), ("Eager",), lambda model, call: Tokens((8, 8)), inputs=("x",)
+        )
+    )
     model, x = seeded(EagerModel, 0), normal(2, 64, 8)
     handle = apply_mame(model, keep=0.5, min_tokens=1, redraw=False)
     outputs = [model(x), model(x)]
-    reason = "queries merge too: Eager calls no scaled_dot_product_attention over all of the layer's tokens"
+    reason = (
+        "queries merge too: Eager calls no scaled_dot_product_attention over all of the layer's"
+        " tokens"
+    )
     assert [layer.reason for layer in handle.report().layers] == [reason]
     handle.set(merge="qkv")
     assert torch.equal(model(x), outputs[0])
@@ -336,7 +421,9 @@ def test_attention_that_hides_its_keys_merges_queries_too_and_says_so() -> None:
     assert not torch.equal(outputs[0], Eager()(x))
 
 
-def test_a_joint_family_that_does_not_tell_where_text_stands_merges_queries_too_and_says_so() -> None:
+def test_a_joint_family_that_does_not_tell_where_text_stands_merges_queries_too_and_says_so() -> (
+    None
+):
     row = EVERY["Stable Diffusion 3"]
     model, told = row.build(), row.build()
     known = family_of(model)
@@ -347,7 +434,14 @@ def test_a_joint_family_that_does_not_tell_where_text_stands_merges_queries_too_
         handle = apply_mame(one, keep=0.5, min_tokens=60)
         expected.append(row.run(one))
         reasons = {layer.reason for layer in handle.report().layers}
-        assert reasons == ({"queries merge too: the family Stable Diffusion 3 doesn't tell text_last, where the text's keys stand"} if one is model else {""})  # fmt: skip
+        assert reasons == (
+            {
+                "queries merge too: the family Stable Diffusion 3 doesn't tell text_last, where the"
+                " text's keys stand"
+            }
+            if one is model
+            else {""}
+        )
     assert not torch.equal(*expected)
 
 
@@ -373,7 +467,9 @@ def test_a_sequence_without_rows_and_columns_merges_without_them_and_says_so(
     model = row.build()
     known = family_of(model)
     assert known is not None
-    register_family(replace(known, tokens=lambda model, call: Tokens((96,), before=TEXT), eager=False))
+    register_family(
+        replace(known, tokens=lambda model, call: Tokens((96,), before=TEXT), eager=False)
+    )
     handle = apply_mame(model, min_tokens=60, **fields)
     row.run(model)
     register_family(known)

@@ -24,7 +24,10 @@ MERGING = {"tau": 0.2, "min_tokens": 40}
 def test_compiled_calls_are_counted_without_recompiling(fields: dict[str, Any]) -> None:
     torch._dynamo.reset()
     attn: Attention = attention()
-    inputs = [tokens(), *(tokens().roll(k, 0) * torch.linspace(0.1, k, 64)[:, None] + k for k in (1, 2, 3))]
+    inputs = [
+        tokens(),
+        *(tokens().roll(k, 0) * torch.linspace(0.1, k, 64)[:, None] + k for k in (1, 2, 3)),
+    ]
     handle = apply_mame(attn, min_tokens=1, **fields)
     with torch.no_grad():
         expected = [attn(x) for x in inputs]
@@ -57,9 +60,13 @@ def test_a_processor_that_was_never_called_before_compiles_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("forward", "fields"), [("model", {}), ("forward alone", {}), ("model", {"weights": "pick"})], ids=str
+    ("forward", "fields"),
+    [("model", {}), ("forward alone", {}), ("model", {"weights": "pick"})],
+    ids=str,
 )
-def test_steps_with_destinations_of_their_own_are_one_graph(forward: str, fields: dict[str, Any]) -> None:
+def test_steps_with_destinations_of_their_own_are_one_graph(
+    forward: str, fields: dict[str, Any]
+) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     unet = tiny_unet()
@@ -70,7 +77,10 @@ def test_steps_with_destinations_of_their_own_are_one_graph(forward: str, fields
         if forward == "model":
             compiled: Any = torch.compile(unet, backend="eager", fullgraph=True)
         else:  # what tools do that compile under the hooks of a model
-            compiled, unet.forward = unet, torch.compile(unet.forward, backend="eager", fullgraph=True)
+            compiled, unet.forward = (
+                unet,
+                torch.compile(unet.forward, backend="eager", fullgraph=True),
+            )
         torch.testing.assert_close(compiled(**steps[0]).sample, expected[0])
         with torch.compiler.set_stance("fail_on_recompile"):
             for step, want in zip(steps[1:], expected[1:], strict=True):
@@ -98,7 +108,9 @@ def test_timesteps_that_are_numbers_make_a_few_graphs(kind: Any) -> None:
     [(CONFIGS["keep"], False, 1), (CONFIGS["tau"], False, None), (CONFIGS["tau"], True, 1)],
     ids=["keep", "tau", "tau-captured"],
 )
-def test_graphs_of_a_compiled_layer(fields: dict[str, Any], capture: bool, graphs: int | None) -> None:
+def test_graphs_of_a_compiled_layer(
+    fields: dict[str, Any], capture: bool, graphs: int | None
+) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     attn = attention()
@@ -120,8 +132,12 @@ def test_works_in_inference_mode_and_out_of_it() -> None:
     handle.reset()
 
 
-def gradients(unet: Any, inputs: dict[str, Any], before_backward: Any = None) -> list[list[torch.Tensor]]:
-    """Those of all parameters, without and with checkpointing; `before_backward` is called with the UNet in between."""
+def gradients(
+    unet: Any, inputs: dict[str, Any], before_backward: Any = None
+) -> list[list[torch.Tensor]]:
+    """Those of all parameters, without and with checkpointing; `before_backward` is called with the
+    UNet in between.
+    """
     found = []
     for checkpointing in (False, True):
         if checkpointing:
@@ -192,12 +208,16 @@ def test_an_exported_model_merges_at_every_step_and_counts_nothing(
 ) -> None:
     unet = tiny_unet()
     handle = apply_mame(unet, keep=0.5, min_tokens=40)
-    steps = [{**unet_inputs(unet), "timestep": torch.tensor(t), "return_dict": False} for t in (999, 20)]
+    steps = [
+        {**unet_inputs(unet), "timestep": torch.tensor(t), "return_dict": False} for t in (999, 20)
+    ]
     expected = [unet(**inputs)[0] for inputs in steps]
     before = handle.report().to_dict()
     for tables in (partition._first_draw, partition._draws):
         tables.cache_clear()
-    monkeypatch.setattr(partition, "_Compiled", type("None", (), {}))  # as in a process that exports before it runs
+    monkeypatch.setattr(
+        partition, "_Compiled", type("None", (), {})
+    )  # as in a process that exports before it runs
     # As AOTInductor does: graphs that change a tensor are refused.
     exported = torch.export.export(unet, (), steps[0], strict=strict).run_decompositions({})
     for inputs, want in zip(steps, expected, strict=True):

@@ -1,4 +1,6 @@
-"""apply_mame beside what else changes a model (adapters, slicing, PAG, ...), and on video and transformers: which tokens merge."""
+"""apply_mame beside what else changes a model (adapters, slicing, PAG, ...), and on video and
+transformers: which tokens merge.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ VIDEO: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("fields", [{"tau": 0.2, "merge": "qkv"}, {"keep": 0.4, "correct": False}], ids=["qkv", "kv"])
+@pytest.mark.parametrize(
+    "fields", [{"tau": 0.2, "merge": "qkv"}, {"keep": 0.4, "correct": False}], ids=["qkv", "kv"]
+)
 def test_survives_fused_projections(fields: dict[str, Any]) -> None:
     unet = tiny_unet()
     handle = apply_mame(unet, min_tokens=40, **fields)
@@ -54,7 +58,9 @@ def test_survives_fused_projections(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"tau": 0.2, "merge": "qkv", "correct": False}, {"keep": 0.4, "correct": False}], ids=["qkv", "kv"]
+    "fields",
+    [{"tau": 0.2, "merge": "qkv", "correct": False}, {"keep": 0.4, "correct": False}],
+    ids=["qkv", "kv"],
 )
 def test_survives_slicing_and_default_processors(fields: dict[str, Any]) -> None:
     pipe = tiny_pipeline()
@@ -79,9 +85,13 @@ def test_survives_freeu_and_ip_adapter_and_leaves_cross_attention_alone() -> Non
     pipe.disable_freeu()
     generator = torch.Generator().manual_seed(0)
     adapter: dict[str, torch.Tensor] = {}
-    for i, (name, attn) in enumerate((n, m) for n, m in pipe.unet.named_modules() if n.endswith("attn2")):
+    for i, (name, attn) in enumerate(
+        (n, m) for n, m in pipe.unet.named_modules() if n.endswith("attn2")
+    ):
         for part in ("to_k_ip", "to_v_ip"):
-            adapter[f"{2 * i + 1}.{part}.weight"] = torch.randn(attn.inner_dim, 16, generator=generator)
+            adapter[f"{2 * i + 1}.{part}.weight"] = torch.randn(
+                attn.inner_dim, 16, generator=generator
+            )
         assert name
     projection = {
         "proj.weight": torch.randn(4 * 16, 16, generator=generator),
@@ -163,16 +173,29 @@ def test_stable_video_merges_pixels_and_never_frames() -> None:
 
 @pytest.mark.parametrize("kind", ["dit", "pixart"])
 def test_transformers_count_patches(kind: str) -> None:
-    shared: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "num_layers": 1}
+    shared: dict[str, Any] = {
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "in_channels": 4,
+        "num_layers": 1,
+    }
     shared |= {"sample_size": 16, "patch_size": 2, "norm_elementwise_affine": False}
     generator = torch.Generator().manual_seed(0)
     sample = torch.randn(2, 4, 16, 16, generator=generator)
     if kind == "dit":
         model = seeded(DiTTransformer2DModel, 0, out_channels=8, num_embeds_ada_norm=10, **shared)
-        inputs: dict[str, Any] = {"timestep": torch.tensor([5, 5]), "class_labels": torch.tensor([1, 2])}
+        inputs: dict[str, Any] = {
+            "timestep": torch.tensor([5, 5]),
+            "class_labels": torch.tensor([1, 2]),
+        }
     else:
         model = seeded(
-            PixArtTransformer2DModel, 0, out_channels=8, cross_attention_dim=16, caption_channels=16, **shared
+            PixArtTransformer2DModel,
+            0,
+            out_channels=8,
+            cross_attention_dim=16,
+            caption_channels=16,
+            **shared,
         )
         inputs = {
             "timestep": torch.tensor([5, 5]),
@@ -197,7 +220,10 @@ def test_autoencoder_and_text_encoder_of_a_pipeline_are_not_hooked() -> None:
 def test_video_unet_merges_pixels_and_never_frames() -> None:
     unet = seeded(UNet3DConditionModel, 0, **VIDEO)
     generator = torch.Generator().manual_seed(0)
-    video, text = torch.randn(1, 4, 3, 8, 12, generator=generator), torch.randn(1, 7, 16, generator=generator)
+    video, text = (
+        torch.randn(1, 4, 3, 8, 12, generator=generator),
+        torch.randn(1, 7, 16, generator=generator),
+    )
     handle = apply_mame(unet, tau=0.1, min_tokens=1)
     with torch.no_grad():
         unet(video, torch.tensor(500), text)
@@ -207,7 +233,8 @@ def test_video_unet_merges_pixels_and_never_frames() -> None:
 def test_i2vgen_is_hooked_on_pixels_and_never_on_frames() -> None:
     unet = seeded(I2VGenXLUNet, 0, **VIDEO)
     assert any(
-        "image_latents_temporal_encoder" in path and isinstance(m, Attention) for path, m in unet.named_modules()
+        "image_latents_temporal_encoder" in path and isinstance(m, Attention)
+        for path, m in unet.named_modules()
     )
     hooked = [layer.name for layer in apply_mame(unet, tau=0.1, min_tokens=1).report().layers]
     assert hooked

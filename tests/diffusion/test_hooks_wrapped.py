@@ -1,4 +1,6 @@
-"""Functions that somebody puts around a merged module's forward, outside diffusers' registry of hooks, stay."""
+"""Functions that somebody puts around a merged module's forward, outside diffusers' registry of
+hooks, stay.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def test_a_wrapper_between_two_hooks_stays() -> None:
 
 @pytest.mark.parametrize("merge", ["kv", "qkv"])
 @pytest.mark.parametrize("first", ["cache", "merging"])
-def test_what_stands_in_for_a_forward_is_around_merging_whichever_came_first(first: str, merge: str) -> None:
+def test_what_stands_in_for_a_forward_is_around_merging_whichever_came_first(
+    first: str, merge: str
+) -> None:
     class Every(DiffusersHook):
         """Like a cache: its second call repeats the first one's output."""
 
@@ -120,13 +124,17 @@ def test_copies_are_not_taken_for_wrapped() -> None:
 
 WRAPPERS: dict[str, Any] = {
     "lambda": lambda forward: lambda x, *args, **kwargs: forward(x, *args, **kwargs),
-    "HyperTile's way": lambda forward: lambda *args, **kwargs: forward(args[0], *args[1:], **kwargs),
+    "HyperTile's way": lambda forward: (
+        lambda *args, **kwargs: forward(args[0], *args[1:], **kwargs)
+    ),
 }
 
 
 @pytest.mark.parametrize("merge", ["kv", "qkv"])
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-def test_a_forward_that_was_wrapped_before_gets_its_arguments_as_they_came(wrap: Any, merge: str) -> None:
+def test_a_forward_that_was_wrapped_before_gets_its_arguments_as_they_came(
+    wrap: Any, merge: str
+) -> None:
     plain, wrapped = tiny_unet(), tiny_unet()
     for module in wrapped.modules():
         if isinstance(module, Attention):
@@ -138,12 +146,16 @@ def test_a_forward_that_was_wrapped_before_gets_its_arguments_as_they_came(wrap:
     assert torch.equal(*outputs)
 
 
-@pytest.mark.parametrize("wrap", [torch.nn.Sequential, torch.compile], ids=["Sequential", "compiled"])
+@pytest.mark.parametrize(
+    "wrap", [torch.nn.Sequential, torch.compile], ids=["Sequential", "compiled"]
+)
 def test_a_feed_forward_of_another_class_merges_too(wrap: Any) -> None:
     plain, wrapped = tiny_unet(), tiny_unet()
     for module in wrapped.modules():
         if isinstance(module, BasicTransformerBlock):
-            module.ff = wrap(module.ff) if wrap is torch.nn.Sequential else wrap(module.ff, backend="eager")
+            module.ff = (
+                wrap(module.ff) if wrap is torch.nn.Sequential else wrap(module.ff, backend="eager")
+            )
     outputs = []
     for unet in (plain, wrapped):
         handle = apply_mame(unet, keep=0.5, mlp=0.5, min_tokens=40)
@@ -153,7 +165,13 @@ def test_a_feed_forward_of_another_class_merges_too(wrap: Any) -> None:
 
 
 def test_layer_skip_of_attention_scores_leaves_keys_whole_and_the_report_says_why() -> None:
-    config = LayerSkipConfig([0], fqn="mid_block.attentions.0.transformer_blocks", skip_attention=False, skip_attention_scores=True, skip_ff=False)  # fmt: skip
+    config = LayerSkipConfig(
+        [0],
+        fqn="mid_block.attentions.0.transformer_blocks",
+        skip_attention=False,
+        skip_attention_scores=True,
+        skip_ff=False,
+    )
     plain, merged = tiny_unet(), tiny_unet()
     for unet in (plain, merged):
         apply_layer_skip(unet, config)

@@ -1,4 +1,5 @@
-"""What merging asks of a card: kernels launched and bytes moved by one layer, counted on tensors that have sizes alone.
+"""What merging asks of a card: kernels launched and bytes moved by one layer, counted on tensors
+that have sizes alone.
 
 The budgets are pinned. Where one is exceeded the message says which calls there are.
 """
@@ -98,7 +99,12 @@ def work_of(build: Callable[[], Any], fields: dict[str, Any] | None) -> list[Wor
     ids=["UNet", "UNet-qkv", "UNet-picks", "SD3-keys", "SD3", "SD3-picks"],
 )
 def test_launches_and_bytes_stay_within_their_budgets(
-    build: Any, fields: dict[str, Any], budget: int, without: int, kernels: bool, monkeypatch: pytest.MonkeyPatch
+    build: Any,
+    fields: dict[str, Any],
+    budget: int,
+    without: int,
+    kernels: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(fused, "_TRITON_MISSING", not kernels)

@@ -1,4 +1,6 @@
-"""Settings of single layers by pattern: each layer merges as its own rule says, and errors are one line that names the rule."""
+"""Settings of single layers by pattern: each layer merges as its own rule says, and errors are one
+line that names the rule.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,24 @@ def shares(handle: Any) -> dict[str, float]:
 
 def test_each_layer_merges_as_its_own_settings_do_alone() -> None:
     unet = tiny_unet()
-    with mame(unet, **SMALL, layers={UP: {"keep": 0.25}, "mid*": False, f"{DOWN}.*.attn1": False}) as handle:
+    with mame(
+        unet, **SMALL, layers={UP: {"keep": 0.25}, "mid*": False, f"{DOWN}.*.attn1": False}
+    ) as handle:
         mixed, found = run_unet(unet), shares(handle)
-        left = {layer.name for layer in handle.report().layers if layer.reason == "left unmerged by layers"}
+        left = {
+            layer.name
+            for layer in handle.report().layers
+            if layer.reason == "left unmerged by layers"
+        }
     assert {share for name, share in found.items() if name.startswith(UP)} == {0.25}
     assert {share for name, share in found.items() if name.startswith((DOWN, "mid"))} == {1.0}
     assert left == {name for name in found if name.startswith((DOWN, "mid"))}
     assert any(share == 0.5 for share in found.values())
-    with mame(unet, **SMALL, layers={name: {"keep": share} if share < 1 else False for name, share in found.items()}):
+    with mame(
+        unet,
+        **SMALL,
+        layers={name: {"keep": share} if share < 1 else False for name, share in found.items()},
+    ):
         assert torch.equal(run_unet(unet), mixed), "the same settings, one pattern for each layer"
     with mame(unet, **SMALL, layers={"*": {"keep": 0.25}}):
         every = run_unet(unet)
@@ -82,20 +94,34 @@ def test_settings_change_live_and_threads_have_their_own() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"layers": {"blocks.7": {"keep": 0.5}}}, r"layers: expected patterns of layers of UNet2DConditionModel .* got 'blocks.7'"),
+        (
+            {"layers": {"blocks.7": {"keep": 0.5}}},
+            r"layers: expected patterns of layers of UNet2DConditionModel .* got 'blocks.7'",
+        ),
         ({"layers": {UP: {"keep": 7}}}, r"layers: up_blocks.1: keep: expected a share"),
-        ({"layers": {UP: {"kep": 0.5}}}, r"layers: up_blocks.1: unknown setting 'kep'; did you mean 'keep'"),
+        (
+            {"layers": {UP: {"kep": 0.5}}},
+            r"layers: up_blocks.1: unknown setting 'kep'; did you mean 'keep'",
+        ),
         ({"layers": {UP: {"pairs": True}}}, r"layers: up_blocks.1: pairs holds for a whole model"),
-        ({"layers": {UP: {"study": {"redraw": True}}}}, r"layers: up_blocks.1: redraw holds for a whole model"),
+        (
+            {"layers": {UP: {"study": {"redraw": True}}}},
+            r"layers: up_blocks.1: redraw holds for a whole model",
+        ),
         ({"layers": {UP: 0.5}}, r"layers: up_blocks.1: expected settings such as .* got 0.5"),
         ({"layers": ["up"]}, r"layers: expected settings by pattern"),
         ({"layers": {"": False}}, r"layers: expected a pattern of a layer's name"),
-        ({"made_for": "Other with 3 self-attentions"}, r"made_for: expected settings that were found for UNet2D.* got ones for Other"),
+        (
+            {"made_for": "Other with 3 self-attentions"},
+            r"made_for: expected settings that were found for UNet2D.* got ones for Other",
+        ),
         ({"made_for": 3}, r"made_for: expected what calibration wrote"),
     ],
     ids=lambda value: str(value)[:40],
-)  # fmt: skip
-def test_what_can_not_be_is_refused_in_one_line_and_changes_nothing(fields: dict[str, Any], message: str) -> None:
+)
+def test_what_can_not_be_is_refused_in_one_line_and_changes_nothing(
+    fields: dict[str, Any], message: str
+) -> None:
     unet = tiny_unet()
     handle = apply_mame(unet, **SMALL)
     for call in (handle.set, lambda **given: apply_mame(unet, **SMALL, **given)):
@@ -118,7 +144,9 @@ def test_files_hold_rules_and_every_way_in_takes_them(tmp_path: Path) -> None:
     expected = run_unet(unet)
     file = tmp_path / "settings.json"
     about = {"model": "tiny", "steps": 2}
-    file.write_text(json.dumps({**SMALL, "layers": rules, "made_for": handle.described, "about": about}))
+    file.write_text(
+        json.dumps({**SMALL, "layers": rules, "made_for": handle.described, "about": about})
+    )
     with mame(unet, file):
         assert torch.equal(run_unet(unet), expected)
     with mame(unet, str(file), keep=0.75) as other:
@@ -136,6 +164,10 @@ def test_files_hold_rules_and_every_way_in_takes_them(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="expected a MaMeConfig or a file of settings, got 3"):
         apply_mame(unet, 3)  # type: ignore[arg-type]
     table = tmp_path / "settings.toml"
-    table.write_text(f'keep = 0.5\nmin_tokens = 16\n[layers]\n"{DOWN}" = false\n[layers."{UP}"]\nkeep = 0.25\n')
+    table.write_text(
+        f'keep = 0.5\nmin_tokens = 16\n[layers]\n"{DOWN}" = false\n[layers."{UP}"]\nkeep = 0.25\n'
+    )
     with mame(seeded(tiny_unet, 0), table) as handle:
-        assert handle.config.layers == config.replace(layers={DOWN: False, UP: {"keep": 0.25}}).layers
+        assert (
+            handle.config.layers == config.replace(layers={DOWN: False, UP: {"keep": 0.25}}).layers
+        )

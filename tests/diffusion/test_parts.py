@@ -18,7 +18,15 @@ from mame_sd.core.reference import reference_plan
 from mame_sd.diffusion.apply import has_hooks
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.layers import attention, motion_unet
-from tests.builders.tiny import generate, run_unet, seeded, tiny_components, tiny_pipeline, tiny_sdxl_unet, tiny_unet
+from tests.builders.tiny import (
+    generate,
+    run_unet,
+    seeded,
+    tiny_components,
+    tiny_pipeline,
+    tiny_sdxl_unet,
+    tiny_unet,
+)
 from tests.builders.tokens import detail_of
 from tests.builders.transformers import FLUX
 
@@ -39,7 +47,9 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def hooked(**fields: Any) -> tuple[Any, Any, Any]:
-    """A merged SDXL-like UNet in float64 after one forward, one of its blocks, and that block as it was before."""
+    """A merged SDXL-like UNet in float64 after one forward, one of its blocks, and that block as it
+    was before.
+    """
     unet = tiny_sdxl_unet().double()
     block = unet.mid_block.attentions[0].transformer_blocks[1]
     plain = copy.deepcopy(block)
@@ -52,7 +62,9 @@ def forward(unet: Any) -> torch.Tensor:
     dtype = unet.dtype
     added = {"text_embeds": normal(2, 16).to(dtype), "time_ids": torch.ones(2, 6)}
     text = normal(2, 7, 16).to(dtype)
-    return unet(normal(2, 4, 8, 12).to(dtype), torch.tensor(500), text, added_cond_kwargs=added).sample
+    return unet(
+        normal(2, 4, 8, 12).to(dtype), torch.tensor(500), text, added_cond_kwargs=added
+    ).sample
 
 
 @pytest.mark.parametrize("fields", FORMS.values(), ids=FORMS.keys())
@@ -71,7 +83,9 @@ def test_outputs_and_gradients_are_the_references(fields: dict[str, Any]) -> Non
     ]
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-11)
     down = normal(2, 24, 32, seed=3)
-    torch.testing.assert_close(*(torch.autograd.grad(y, x, down)[0] for y in results), rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(y, x, down)[0] for y in results), rtol=1e-7, atol=1e-9
+    )
 
 
 def test_parts_have_destinations_of_their_own_at_each_step() -> None:
@@ -119,7 +133,11 @@ def test_the_report_counts_parts_only_while_they_are_on() -> None:
     report = handle.report()
     assert {layer.part for layer in report.layers} == {"attention", "mlp"}
     assert all(layer.name.endswith("ff") == (layer.part == "mlp") for layer in report.layers)
-    assert {(layer.tokens_in, layer.tokens_kept, layer.size) for layer in report.layers if layer.part == "mlp"} == {
+    assert {
+        (layer.tokens_in, layer.tokens_kept, layer.size)
+        for layer in report.layers
+        if layer.part == "mlp"
+    } == {
         (96, 48, (8, 12)),
         (24, 12, (4, 6)),
     }
@@ -181,10 +199,16 @@ def test_patches_of_a_dit() -> None:
         "out_channels": 8,
         "num_layers": 1,
     }
-    model = seeded(DiTTransformer2DModel, 0, sample_size=16, patch_size=2, num_embeds_ada_norm=10, **kind)
+    model = seeded(
+        DiTTransformer2DModel, 0, sample_size=16, patch_size=2, num_embeds_ada_norm=10, **kind
+    )
     handle = apply_mame(model, mlp=0.5, min_tokens=1)
     with torch.no_grad():
-        model(normal(2, 4, 16, 16).float(), timestep=torch.tensor([5, 5]), class_labels=torch.tensor([1, 2]))
+        model(
+            normal(2, 4, 16, 16).float(),
+            timestep=torch.tensor([5, 5]),
+            class_labels=torch.tensor([1, 2]),
+        )
     (found,) = (layer for layer in handle.report().layers if layer.part == "mlp")
     assert (found.tokens_in, found.tokens_kept, found.size) == (64, 32, (8, 8))
 
@@ -199,7 +223,9 @@ def test_what_can_not_be_had_is_refused_in_one_line() -> None:
         MaMeAttnProcessor(**{name: 0.5})
     for build, kind in ((flux, "FluxTransformer2DModel"), (attention, "Attention")):
         model = build()
-        with pytest.raises(ValueError, match=f"^{name}: expected blocks .* found none in {kind}; leave {name} out$"):
+        with pytest.raises(
+            ValueError, match=f"^{name}: expected blocks .* found none in {kind}; leave {name} out$"
+        ):
             apply_mame(model, **{name: 0.5})
         assert not has_hooks(model)
         handle = apply_mame(model)
@@ -247,7 +273,9 @@ def test_one_graph_and_no_recompilation() -> None:
 
 def test_a_saved_pipeline_brings_its_setting_back(tmp_path: Path) -> None:
     fields: dict[str, Any] = {"mlp": 0.5, "min_tokens": 40}
-    pipe = StableDiffusionMaMePipeline(**tiny_components(), mame_config=MaMeConfig(keep=0.4, **fields))
+    pipe = StableDiffusionMaMePipeline(
+        **tiny_components(), mame_config=MaMeConfig(keep=0.4, **fields)
+    )
     pipe.save_pretrained(tmp_path / "model")
     again = StableDiffusionMaMePipeline.from_pretrained(tmp_path / "model")
     again.set_progress_bar_config(disable=True)
@@ -259,7 +287,16 @@ def test_a_saved_pipeline_brings_its_setting_back(tmp_path: Path) -> None:
     assert not torch.equal(generate(again), image)
     assert {layer.part for layer in again.mame.report().layers} == {"attention"}
     out = tmp_path / "run"
-    options = ["--model", str(tmp_path / "model"), "--device", "cpu", "--steps", "1", "--mlp", "0.75"]
+    options = [
+        "--model",
+        str(tmp_path / "model"),
+        "--device",
+        "cpu",
+        "--steps",
+        "1",
+        "--mlp",
+        "0.75",
+    ]
     assert cli.run(["generate", "--prompt", "key", "--out", str(out), *options]) == 0
     used = json.loads((out / "manifest.json").read_text())["settings"]["mame"]
     assert MaMeConfig.from_dict(used) == MaMeConfig(keep=0.4, **{**fields, "mlp": 0.75})
@@ -277,8 +314,16 @@ def test_the_free_bound_computes_the_kept_tokens_and_goes_again() -> None:
 
 
 def test_the_work_of_the_free_bound() -> None:
-    settings = {"all": (1.0, None), "keys": (0.25, None), "mlp .75": (0.25, 0.75), "mlp .5": (0.25, 0.5)}
-    configs = {name: MaMeConfig(min_tokens=40, keep=keep, mlp=mlp) for name, (keep, mlp) in settings.items()}
+    settings = {
+        "all": (1.0, None),
+        "keys": (0.25, None),
+        "mlp .75": (0.25, 0.75),
+        "mlp .5": (0.25, 0.5),
+    }
+    configs = {
+        name: MaMeConfig(min_tokens=40, keep=keep, mlp=mlp)
+        for name, (keep, mlp) in settings.items()
+    }
     share = work(tiny_unet(), 128, 1, configs)
     assert share["all"] == 1
     assert 1 > share["keys"] > share["mlp .75"] > 0

@@ -1,4 +1,6 @@
-"""StableDiffusionMaMePipeline: settings that are saved, last as long as they should, and stay off shared UNets."""
+"""StableDiffusionMaMePipeline: settings that are saved, last as long as they should, and stay off
+shared UNets.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +33,26 @@ def quiet(pipe: Any) -> Any:
 
 def mame_pipeline(scheduler: str = "ddim", **kwargs: Any) -> StableDiffusionMaMePipeline:
     return quiet(
-        StableDiffusionMaMePipeline(**tiny_components(scheduler), **{"tau": 0.2, "mame_config": FIELDS, **kwargs})
+        StableDiffusionMaMePipeline(
+            **tiny_components(scheduler), **{"tau": 0.2, "mame_config": FIELDS, **kwargs}
+        )
     )
 
 
 @pytest.mark.parametrize(
-    ("batch", "guidance"), [(1, 5.0), (2, 0.0), (3, 5.0), (4, 0.0)], ids=["B1-guided", "B2", "B3-guided", "B4"]
+    ("batch", "guidance"),
+    [(1, 5.0), (2, 0.0), (3, 5.0), (4, 0.0)],
+    ids=["B1-guided", "B2", "B3-guided", "B4"],
 )
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_schedulers_batches_guidance(scheduler: str, batch: int, guidance: float) -> None:
     pipe = mame_pipeline(scheduler)
-    call: dict[str, Any] = {"prompt": ["a red key"] * batch, "guidance_scale": guidance, "height": 24, "width": 40}
+    call: dict[str, Any] = {
+        "prompt": ["a red key"] * batch,
+        "guidance_scale": guidance,
+        "height": 24,
+        "width": 40,
+    }
     merged = generate(pipe, **call)
     plain = generate(tiny_pipeline(scheduler), **call)
     assert merged.shape == (batch, 3, 24, 40)
@@ -95,7 +106,9 @@ def test_settings_of_a_config_object() -> None:
     pipe = mame_pipeline(tau="default", mame_config=config)
     assert (pipe.tau, pipe.keep) == (None, 0.4)
     assert pipe.mame_config == config
-    assert mame_pipeline(tau=0.5, mame_config=config).mame_config == MaMeConfig(tau=0.5, min_tokens=40, stride=(2, 3))
+    assert mame_pipeline(tau=0.5, mame_config=config).mame_config == MaMeConfig(
+        tau=0.5, min_tokens=40, stride=(2, 3)
+    )
 
 
 def test_set_mame_lasts() -> None:
@@ -138,7 +151,11 @@ def test_saves_loads_and_overrides(tmp_path: Path) -> None:
     image = generate(pipe)
     pipe.save_pretrained(tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())
-    assert index["_mame"] == {"tau": 0.2, "keep": None, "mame_config": {"min_tokens": 40, "stride": [2, 3]}}
+    assert index["_mame"] == {
+        "tau": 0.2,
+        "keep": None,
+        "mame_config": {"min_tokens": 40, "stride": [2, 3]},
+    }
     load = StableDiffusionMaMePipeline.from_pretrained
     again = quiet(load(tmp_path))
     assert (again.tau, again.mame_config) == (0.2, pipe.mame_config)
@@ -165,7 +182,9 @@ torch.save((type(pipe).__name__, image, sorted(name for name in sys.modules if n
 
 
 @pytest.mark.parametrize("options", [{}, {"device_map": "cpu"}], ids=["plain", "device-map"])
-def test_diffusers_alone_loads_what_is_saved_as_a_plain_pipeline(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_diffusers_alone_loads_what_is_saved_as_a_plain_pipeline(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     want = generate(tiny_pipeline())
     mame_pipeline().save_pretrained(tmp_path)
     for loader in LOADERS:
@@ -177,7 +196,9 @@ def test_diffusers_alone_loads_what_is_saved_as_a_plain_pipeline(tmp_path: Path,
             "threads": torch.get_num_threads(),
             "out": out,
         }
-        done = subprocess.run([sys.executable, "-c", LOAD.format(**texts)], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", LOAD.format(**texts)], cwd=ROOT, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         assert "not expected" not in done.stderr
         name, image, modules = torch.load(out)
@@ -197,32 +218,51 @@ def test_importing_the_library_changes_nothing_of_diffusers(tmp_path: Path, load
     merging = quiet(StableDiffusionMaMePipeline.from_pretrained(tmp_path / "merging"))
     assert torch.equal(generate(merging), generate(pipe))
     merging.save_pretrained(tmp_path / "again")
-    assert torch.equal(generate(quiet(StableDiffusionMaMePipeline.from_pretrained(tmp_path / "again"))), generate(pipe))
+    assert torch.equal(
+        generate(quiet(StableDiffusionMaMePipeline.from_pretrained(tmp_path / "again"))),
+        generate(pipe),
+    )
     with pytest.raises((OSError, ValueError), match="nowhere"):
         StableDiffusionMaMePipeline.from_pretrained(str(tmp_path / "nowhere"))
-    assert type(StableDiffusionImg2ImgPipeline.from_pretrained(tmp_path / "merging")) is StableDiffusionImg2ImgPipeline
+    assert (
+        type(StableDiffusionImg2ImgPipeline.from_pretrained(tmp_path / "merging"))
+        is StableDiffusionImg2ImgPipeline
+    )
 
 
 def test_every_way_of_loading_takes_every_field(tmp_path: Path) -> None:
     mame_pipeline(mame_config={"seed": 3}).save_pretrained(tmp_path)
-    loaded = StableDiffusionMaMePipeline.from_pretrained(tmp_path, min_tokens=40, stride=(2, 3), variant="paper")
+    loaded = StableDiffusionMaMePipeline.from_pretrained(
+        tmp_path, min_tokens=40, stride=(2, 3), variant="paper"
+    )
     made = StableDiffusionMaMePipeline.from_pipe(loaded, refine=False)
     for pipe, refine in ((loaded, True), (made, False)):
         config = pipe.mame_config
         assert (config.tau, config.seed, config.min_tokens, config.stride) == (0.2, 3, 40, (2, 3))
         assert (config.variant, config.refine) == ("paper", refine)
     loaded.save_pretrained(tmp_path / "again")
-    assert StableDiffusionMaMePipeline.from_pretrained(tmp_path / "again").mame_config == loaded.mame_config
+    assert (
+        StableDiffusionMaMePipeline.from_pretrained(tmp_path / "again").mame_config
+        == loaded.mame_config
+    )
     with pytest.raises(ValueError, match="min_tokens: expected"):
         StableDiffusionMaMePipeline.from_pretrained(tmp_path, min_tokens=0)
     euclidean = StableDiffusionMaMePipeline.from_pretrained(tmp_path, tau=-2.0, metric="euclidean")
-    assert (euclidean.tau, euclidean.mame_config.metric, euclidean.mame_config.seed) == (-2.0, "euclidean", 3)
-    kept = StableDiffusionMaMePipeline.from_pretrained(tmp_path / "again", tau=None, keep=0.5, variant="settled")
+    assert (euclidean.tau, euclidean.mame_config.metric, euclidean.mame_config.seed) == (
+        -2.0,
+        "euclidean",
+        3,
+    )
+    kept = StableDiffusionMaMePipeline.from_pretrained(
+        tmp_path / "again", tau=None, keep=0.5, variant="settled"
+    )
     assert (kept.mame_config.keep, kept.mame_config.min_tokens) == (0.5, 40)
     plain = generate(quiet(kept), keep=1.0)
     assert torch.equal(generate(kept, min_tokens=4096), generate(kept, tau=None))
     assert not torch.equal(generate(kept), plain)
-    with pytest.raises((OSError, ValueError), match="fp16"):  # the weights' variant, which is not there
+    with pytest.raises(
+        (OSError, ValueError), match="fp16"
+    ):  # the weights' variant, which is not there
         StableDiffusionMaMePipeline.from_pretrained(tmp_path, variant="fp16")
 
 

@@ -1,4 +1,6 @@
-"""The one-liner: what merges, what passes through untouched, and that attention itself is delegated."""
+"""The one-liner: what merges, what passes through untouched, and that attention itself is
+delegated.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models import attention_processor as processors
-from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0, SlicedAttnProcessor
+from diffusers.models.attention_processor import (
+    Attention,
+    AttnProcessor,
+    AttnProcessor2_0,
+    SlicedAttnProcessor,
+)
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, plan_merge, remove_mame
 from mame_sd.diffusion.layer import compared
@@ -28,7 +35,9 @@ def with_processor(attn: Attention, **fields: Any) -> MaMeAttnProcessor:
 
 @pytest.mark.parametrize("build", [tiny_unet, tiny_sdxl_unet], ids=["sd", "sdxl"])
 @every_config
-def test_set_attn_processor_merges_and_removal_is_bit_equal(build: Any, fields: dict[str, Any]) -> None:
+def test_set_attn_processor_merges_and_removal_is_bit_equal(
+    build: Any, fields: dict[str, Any]
+) -> None:
     unet = build()
     before = run_unet(unet)
     processor = MaMeAttnProcessor(min_tokens=64, **fields)
@@ -46,13 +55,17 @@ def test_qkv_is_the_installed_attention_between_merge_and_restore() -> None:
     attn, x = attention(), tokens()
     processor = with_processor(attn, tau=0.3, merge="qkv", correct=False)
     plan = plan_merge(x, processor.config, (8, 8))
-    expected = plan.restore(AttnProcessor2_0()(attn, plan.merge(x)), detail_of(x, processor.config, (8, 8)))
+    expected = plan.restore(
+        AttnProcessor2_0()(attn, plan.merge(x)), detail_of(x, processor.config, (8, 8))
+    )
     assert plan.tokens_kept < 64
     assert torch.equal(attn(x), expected)
 
 
 @pytest.mark.parametrize("fields", [{"tau": 0.3}, {"keep": 0.4}], ids=["tau", "keep"])
-def test_whole_merged_tokens_count_as_often_as_they_stand_for_tokens(fields: dict[str, Any]) -> None:
+def test_whole_merged_tokens_count_as_often_as_they_stand_for_tokens(
+    fields: dict[str, Any],
+) -> None:
     attn, x = attention(), tokens()
     inner = AttnProcessor()  # in which nothing is corrected
     processor = with_processor(attn, merge="qkv", detail=False, inner=inner, **fields)
@@ -100,7 +113,10 @@ def test_similarity_of_keys(feature: str) -> None:
     processor = with_processor(attn, tau=0.3, feature=feature, merge="qkv", correct=False)
     keys = attn.to_k(x)
     keys = keys if feature == "k" else keys.view(2, 64, 2, 8).mean(2)
-    plan, detail = plan_merge(keys, processor.config, (8, 8)), detail_of(keys, processor.config, (8, 8))
+    plan, detail = (
+        plan_merge(keys, processor.config, (8, 8)),
+        detail_of(keys, processor.config, (8, 8)),
+    )
     assert torch.equal(attn(x), plan.restore(AttnProcessor2_0()(attn, plan.merge(x)), detail))
 
 
@@ -150,26 +166,40 @@ def test_inner_processor_computes_the_attention() -> None:
     before = run_unet(unet)
     unet.set_attn_processor(MaMeAttnProcessor(inner=SlicedAttnProcessor(1), min_tokens=10**6))
     assert torch.equal(run_unet(unet), before)
-    unet.set_attn_processor(MaMeAttnProcessor(inner=SlicedAttnProcessor(1), min_tokens=64, keep=0.4, correct=False))
+    unet.set_attn_processor(
+        MaMeAttnProcessor(inner=SlicedAttnProcessor(1), min_tokens=64, keep=0.4, correct=False)
+    )
     sliced = run_unet(unet)
     unet.set_attn_processor(MaMeAttnProcessor(min_tokens=64, keep=0.4, correct=False))
     torch.testing.assert_close(sliced, run_unet(unet))
 
 
 def test_names_every_keyword_that_diffusers_processors_take() -> None:
-    # Attention.forward passes only what the processor's signature names: a name missing here is lost in silence.
+    # Attention.forward passes only what the processor's signature names: a name missing here is
+    # lost in silence.
     ours = set(inspect.signature(MaMeAttnProcessor.__call__).parameters)
     theirs: set[str] = set()
     for name, kind in vars(processors).items():
-        if inspect.isclass(kind) and name.endswith(("Processor", "Processor2_0")) and "__call__" in vars(kind):
+        if (
+            inspect.isclass(kind)
+            and name.endswith(("Processor", "Processor2_0"))
+            and "__call__" in vars(kind)
+        ):
             theirs |= set(inspect.signature(kind.__call__).parameters)
     assert len(theirs) > 10
-    assert theirs - ours <= {"scale", "args", "kwargs", "encoder_attention_mask"}  # Mochi's own class; `scale` is gone
+    assert theirs - ours <= {
+        "scale",
+        "args",
+        "kwargs",
+        "encoder_attention_mask",
+    }  # Mochi's own class; `scale` is gone
 
 
 def test_rotary_positions_pass_through() -> None:
     class Rotary:
-        def __call__(self, attn: Any, hidden_states: torch.Tensor, image_rotary_emb: Any, **_: Any) -> torch.Tensor:
+        def __call__(
+            self, attn: Any, hidden_states: torch.Tensor, image_rotary_emb: Any, **_: Any
+        ) -> torch.Tensor:
             return hidden_states * image_rotary_emb
 
     attn, x = attention(), tokens()
@@ -193,7 +223,10 @@ def test_size_of_a_level(size: Any, length: int, expected: tuple[int, int]) -> N
     attn, x = attention(), tokens(length=length)
     processor = MaMeAttnProcessor(min_tokens=1, tau=0.3, size=size, merge="qkv", correct=False)
     attn.set_processor(processor)
-    plan, detail = plan_merge(x, processor.config, expected), detail_of(x, processor.config, expected)
+    plan, detail = (
+        plan_merge(x, processor.config, expected),
+        detail_of(x, processor.config, expected),
+    )
     assert torch.equal(attn(x), plan.restore(AttnProcessor2_0()(attn, plan.merge(x)), detail))
     assert processor.report().layers[0].size == expected
 
@@ -235,7 +268,13 @@ def test_report_counts_and_reset_forgets() -> None:
     attn(x)
     attn(x)
     (layer,) = processor.report().layers
-    assert (layer.tokens_in, layer.tokens_kept, layer.calls, layer.merged, layer.share) == (64, 32, 2, True, 0.5)
+    assert (layer.tokens_in, layer.tokens_kept, layer.calls, layer.merged, layer.share) == (
+        64,
+        32,
+        2,
+        True,
+        0.5,
+    )
     assert "64" in str(processor.report())
     processor.reset()
     assert processor.report().layers == ()
@@ -270,7 +309,11 @@ def test_report_raises_when_no_call_was_self_attention_over_tokens() -> None:
 def test_unknown_processor_is_not_given_merged_keys() -> None:
     class Own:
         def __call__(
-            self, attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: Any, attention_mask: Any
+            self,
+            attn: Any,
+            hidden_states: torch.Tensor,
+            encoder_hidden_states: Any,
+            attention_mask: Any,
         ) -> torch.Tensor:
             assert encoder_hidden_states is None
             return hidden_states
@@ -302,7 +345,9 @@ def test_is_built_without_arguments_copied_and_pickled() -> None:
 
 
 def test_fields_go_over_those_of_a_config() -> None:
-    assert MaMeAttnProcessor(MaMeConfig(tau=0.8), keep=0.5, stride=(3, 3)).config == MaMeConfig(keep=0.5, stride=(3, 3))
+    assert MaMeAttnProcessor(MaMeConfig(tau=0.8), keep=0.5, stride=(3, 3)).config == MaMeConfig(
+        keep=0.5, stride=(3, 3)
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""A setting saved with StableDiffusionMaMePipeline is what the command line merges with, unless an option says otherwise."""
+"""A setting saved with StableDiffusionMaMePipeline is what the command line merges with, unless an
+option says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,33 @@ FIELDS = {"min_tokens": 16, "stride": [2, 3], "tiles": 0}
 
 
 def saved(folder: Path, **settings: Any) -> Path:
-    StableDiffusionMaMePipeline(**tiny_components(), **settings, mame_config=FIELDS).save_pretrained(folder)
+    StableDiffusionMaMePipeline(
+        **tiny_components(), **settings, mame_config=FIELDS
+    ).save_pretrained(folder)
     return folder
 
 
 def run(out: Path, *options: str) -> Any:
-    """The merging that `generate` ended up with, from the manifest: a config, or None for no merging."""
-    assert cli.run(["generate", "--prompt", "key", "--steps", "1", "--device", "cpu", "--out", str(out), *options]) == 0
+    """The merging that `generate` ended up with, from the manifest: a config, or None for no
+    merging.
+    """
+    assert (
+        cli.run(
+            [
+                "generate",
+                "--prompt",
+                "key",
+                "--steps",
+                "1",
+                "--device",
+                "cpu",
+                "--out",
+                str(out),
+                *options,
+            ]
+        )
+        == 0
+    )
     mame = json.loads((out / "manifest.json").read_text())["settings"]["mame"]
     return None if mame is None else MaMeConfig.from_dict(mame)
 
@@ -38,11 +60,16 @@ def test_options_go_over_what_was_saved(tmp_path: Path, capsys: pytest.CaptureFi
     assert run(tmp_path / "c", *model, "--keep", "0.5") == base.replace(keep=0.5)
     assert run(tmp_path / "d", *model, "--baseline") is None
     refused = ["--study", "metric=euclidean"]  # whose tau is at most 0
-    assert cli.run(["generate", "--prompt", "key", *model, *refused, "--out", str(tmp_path / "e")]) == 2
+    assert (
+        cli.run(["generate", "--prompt", "key", *model, *refused, "--out", str(tmp_path / "e")])
+        == 2
+    )
     assert "the model was saved with tau 0.3" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_off_stays_off_until_an_option_asks_for_merging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_stays_off_until_an_option_asks_for_merging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     model = ["--model", str(saved(tmp_path / "model", tau=None))]
     assert run(tmp_path / "a", *model) is None
@@ -50,10 +77,27 @@ def test_off_stays_off_until_an_option_asks_for_merging(tmp_path: Path, monkeypa
         merge="qkv", min_tokens=16, stride=(2, 3), tiles=0
     )
     for command in ("compare", "show-merge"):  # which are about merging
-        assert cli.run([command, "key", *model, "--steps", "1", "--device", "cpu", "--out", f"{command}.png"]) == 0
+        assert (
+            cli.run(
+                [
+                    command,
+                    "key",
+                    *model,
+                    "--steps",
+                    "1",
+                    "--device",
+                    "cpu",
+                    "--out",
+                    f"{command}.png",
+                ]
+            )
+            == 0
+        )
 
 
-def test_only_our_pipeline_has_a_saved_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_our_pipeline_has_a_saved_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert read_saved_merging(save_tiny_pipeline(tmp_path / "plain")) is None
     found = read_saved_merging(saved(tmp_path / "default"))
     assert found is not None

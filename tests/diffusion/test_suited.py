@@ -1,4 +1,6 @@
-"""What merges where the settings leave it open: whole tokens in image transformers like the one that was measured, keys and values elsewhere."""
+"""What merges where the settings leave it open: whole tokens in image transformers like the one
+that was measured, keys and values elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +37,33 @@ def test_image_transformers_whose_tokens_carry_positions_merge_whole(name: str) 
     model = MODELS[name].build()
     handle = apply_mame(model, redraw=False, min_tokens=1)
     assert merges(handle.config) == (SHARE_BESIDE_TEXT, None, "qkv", "best")
-    assert (handle.config.redraw, handle.config.min_tokens, handle.config.detail) == (False, 1, True)
+    assert (handle.config.redraw, handle.config.min_tokens, handle.config.detail) == (
+        False,
+        1,
+        True,
+    )
     MODELS[name].run(model)
     merged = [entry for entry in handle.report().layers if entry.merged]
     assert merged
-    assert all(entry.tokens_kept / entry.tokens_in == pytest.approx(SHARE_BESIDE_TEXT, abs=0.05) for entry in merged)
+    assert all(
+        entry.tokens_kept / entry.tokens_in == pytest.approx(SHARE_BESIDE_TEXT, abs=0.05)
+        for entry in merged
+    )
 
 
 @pytest.mark.parametrize(
     "name",
-    ["Flux", "Qwen-Image", "Wan (video)", "LTX-Video", "CogVideoX", "PixArt", "DiT", "HunyuanDiT", "Lumina-Next"],
+    [
+        "Flux",
+        "Qwen-Image",
+        "Wan (video)",
+        "LTX-Video",
+        "CogVideoX",
+        "PixArt",
+        "DiT",
+        "HunyuanDiT",
+        "Lumina-Next",
+    ],
 )
 def test_others_merge_as_unets_do(name: str) -> None:
     assert suited(MODELS[name].build(), MaMeConfig()) == MaMeConfig()
@@ -128,5 +147,7 @@ def test_settings_beside_a_models_weights_are_its_default(tmp_path: Path) -> Non
         assert handle.config == MaMeConfig(min_tokens=16, merge="kv")
     other = save_tiny_pipeline(tmp_path / "other")
     (other / "mame.json").write_text('{"layers": {"no.such": false}}')
-    with pytest.raises(ValueError, match=r"layers: expected patterns of layers of UNet2D.* got 'no.such'"):
+    with pytest.raises(
+        ValueError, match=r"layers: expected patterns of layers of UNet2D.* got 'no.such'"
+    ):
         apply_mame(StableDiffusionPipeline.from_pretrained(other))

@@ -1,6 +1,8 @@
-"""Threads that generate with one model: none sees another's step, size or settings, and the model changes only between images.
+"""Threads that generate with one model: none sees another's step, size or settings, and the model
+changes only between images.
 
-The moments that matter are met by waiting for them: a thread stands still inside of a forward while another one acts.
+The moments that matter are met by waiting for them: a thread stands still inside of a forward while
+another one acts.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from torch import Tensor
 from mame_sd.diffusion.apply import apply_mame, mame, remove_mame
 from mame_sd.diffusion.threads import PerThread
 from mame_sd.pipelines import StableDiffusionMaMePipeline
-from tests.builders.tiny import generate, run_unet, tiny_components, tiny_pipeline, tiny_unet, unet_inputs
+from tests.builders.tiny import (
+    generate,
+    run_unet,
+    tiny_components,
+    tiny_pipeline,
+    tiny_unet,
+    unet_inputs,
+)
 
 MERGED = {"keep": 0.5, "min_tokens": 16}
 BUSY = "expected no image under way in another thread"
@@ -29,7 +38,9 @@ BUSY = "expected no image under way in another thread"
 
 @contextmanager
 def standing(module: Any, run: Any) -> Iterator[Any]:
-    """`run` in another thread, which stands still in the first call of `module` during the block; gives its future."""
+    """`run` in another thread, which stands still in the first call of `module` during the block;
+    gives its future.
+    """
     inside, go = threading.Event(), threading.Event()
     main = threading.get_ident()
 
@@ -57,13 +68,18 @@ def test_a_forward_keeps_its_step_and_size_while_another_one_runs() -> None:
     def run(timestep: int, height: int) -> Tensor:
         with torch.no_grad():
             return unet(
-                **{**unet_inputs(unet, height=height, width=64 // (height // 4)), "timestep": torch.tensor(timestep)}
+                **{
+                    **unet_inputs(unet, height=height, width=64 // (height // 4)),
+                    "timestep": torch.tensor(timestep),
+                }
             )[0]
 
     expected = run(900, 16)
     other = run(100, 8)
     assert not torch.equal(run(100, 16), expected)  # the step matters
-    with standing(unet.down_blocks[0].attentions[0].transformer_blocks[0], lambda: run(900, 16)) as future:
+    with standing(
+        unet.down_blocks[0].attentions[0].transformer_blocks[0], lambda: run(900, 16)
+    ) as future:
         assert torch.equal(run(100, 8), other)
     assert torch.equal(future.result(), expected)
 
@@ -90,7 +106,10 @@ def test_settings_of_a_thread_are_its_own() -> None:
 def test_settings_of_a_thread_are_refused_where_they_would_have_no_effect() -> None:
     unet = tiny_unet()
     handle = apply_mame(unet, **MERGED)
-    with pytest.raises(ValueError, match="mlp: expected it on for all threads first"), handle.using(mlp=0.5):
+    with (
+        pytest.raises(ValueError, match="mlp: expected it on for all threads first"),
+        handle.using(mlp=0.5),
+    ):
         pass
     with pytest.raises(ValueError, match="keep: expected a share"), handle.using(keep=7):
         pass
@@ -179,13 +198,19 @@ def test_a_forward_that_ended_by_an_error_is_not_under_way(error: type[BaseExcep
 def test_the_end_of_a_block_says_that_an_image_was_under_way() -> None:
     pipe = tiny_pipeline()
     other = ExitStack()
-    with other, pytest.raises(RuntimeError, match=f"the end of the block: {BUSY}"), mame(pipe, **MERGED):
+    with (
+        other,
+        pytest.raises(RuntimeError, match=f"the end of the block: {BUSY}"),
+        mame(pipe, **MERGED),
+    ):
         other.enter_context(standing(pipe.unet.mid_block, lambda: generate(pipe)))
     assert not any(module._forward_pre_hooks for module in pipe.unet.modules())
 
 
 def test_calls_of_one_pipeline_merge_each_by_itself() -> None:
-    pipe = StableDiffusionMaMePipeline(**tiny_components(), keep=0.5, mame_config={"min_tokens": 16})
+    pipe = StableDiffusionMaMePipeline(
+        **tiny_components(), keep=0.5, mame_config={"min_tokens": 16}
+    )
     pipe.set_progress_bar_config(disable=True)
     half, quarter, plain = generate(pipe), generate(pipe, keep=0.25), generate(pipe, tau=None)
     assert not torch.equal(half, quarter)
@@ -200,15 +225,23 @@ def test_calls_of_one_pipeline_merge_each_by_itself() -> None:
 
 
 def test_two_pipelines_of_one_unet_do_not_merge_at_once() -> None:
-    first = StableDiffusionMaMePipeline(**tiny_components(), keep=0.5, mame_config={"min_tokens": 16})
+    first = StableDiffusionMaMePipeline(
+        **tiny_components(), keep=0.5, mame_config={"min_tokens": 16}
+    )
     second = StableDiffusionMaMePipeline(
         **{**tiny_components(), "unet": first.unet}, keep=0.25, mame_config={"min_tokens": 16}
     )
     for pipe in (first, second):
         pipe.set_progress_bar_config(disable=True)
     half, quarter = generate(first), generate(second)
-    for module in (first.unet.mid_block, first.vae.decoder):  # in a forward of the UNet, and after it
-        with standing(module, lambda: generate(first)) as future, pytest.raises(RuntimeError, match=BUSY):
+    for module in (
+        first.unet.mid_block,
+        first.vae.decoder,
+    ):  # in a forward of the UNet, and after it
+        with (
+            standing(module, lambda: generate(first)) as future,
+            pytest.raises(RuntimeError, match=BUSY),
+        ):
             generate(second)
         assert torch.equal(future.result(), half)
     assert torch.equal(generate(second), quarter)

@@ -1,4 +1,6 @@
-"""One call of one merging layer asks each question once: few files, few calls, few returns to a file that was left."""
+"""One call of one merging layer asks each question once: few files, few calls, few returns to a
+file that was left.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ from tests.builders.transformers import model as transformer
 
 def unet() -> tuple[nn.Module, dict[str, Any], Callable[[nn.Module], nn.Module]]:
     model = tiny_unet()
-    return model, unet_inputs(model), lambda m: m.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    return (
+        model,
+        unet_inputs(model),
+        lambda m: m.down_blocks[0].attentions[0].transformer_blocks[0].attn1,
+    )
 
 
 def sd3() -> tuple[nn.Module, dict[str, Any], Callable[[nn.Module], nn.Module]]:
@@ -77,8 +83,9 @@ def way(build: Callable[[], Any], merge: Callable[[Any], None]) -> Trace:
     return found[0]
 
 
-# Of each way at most so many files of ours entered, calls of functions of ours, and returns to a file that was left before.
-# 35 of the calls of SD3's ways are PyTorch's: each operation of the attention processor asks the mode that stands in its attention.
+# Of each way at most so many files of ours entered, calls of functions of ours, and returns to a
+# file that was left before. 35 of the calls of SD3's ways are PyTorch's: each operation of the
+# attention processor asks the mode that stands in its attention.
 WAYS: dict[str, tuple[Any, Any, tuple[int, int, int]]] = {
     "unet": (unet, hooks, (22, 109, 50)),
     "one-liner": (unet, one_liner, (20, 103, 46)),
@@ -88,7 +95,9 @@ WAYS: dict[str, tuple[Any, Any, tuple[int, int, int]]] = {
 
 
 @pytest.mark.parametrize(("build", "merge", "most"), WAYS.values(), ids=WAYS)
-def test_a_call_of_a_layer_asks_each_question_once(build: Any, merge: Any, most: tuple[int, int, int]) -> None:
+def test_a_call_of_a_layer_asks_each_question_once(
+    build: Any, merge: Any, most: tuple[int, int, int]
+) -> None:
     trace = way(build, merge)
     assert trace.counts[1] > 10  # it merged
     assert all(count <= limit for count, limit in zip(trace.counts, most, strict=True)), str(trace)

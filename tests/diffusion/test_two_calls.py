@@ -1,4 +1,6 @@
-"""Guidance in two calls, of models and of the pipelines that call twice: both merge by the first one's tokens."""
+"""Guidance in two calls, of models and of the pipelines that call twice: both merge by the first
+one's tokens.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,12 @@ KEPT: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", KEPT, ids=str)
-@pytest.mark.parametrize("name", ["Flux", "Qwen-Image", "Wan (video)", "Stable Diffusion 3.5", "PixArt"])
-def test_two_calls_give_what_a_batch_of_both_gives(name: str, fields: dict[str, Any], planned: list[Plan]) -> None:
+@pytest.mark.parametrize(
+    "name", ["Flux", "Qwen-Image", "Wan (video)", "Stable Diffusion 3.5", "PixArt"]
+)
+def test_two_calls_give_what_a_batch_of_both_gives(
+    name: str, fields: dict[str, Any], planned: list[Plan]
+) -> None:
     row = MODELS[name]
     model, inputs = row.build(), dict(row.run.args[0])  # type: ignore[attr-defined]
     inputs["hidden_states"] = inputs["hidden_states"][1:].repeat_interleave(2, 0)
@@ -53,7 +59,9 @@ def test_two_calls_give_what_a_batch_of_both_gives(name: str, fields: dict[str, 
 
 
 def pipeline(name: str, row: str, **parts: Any) -> Any:
-    """diffusers' pipeline of that name around the tiny transformer of a row, without text encoders and autoencoder."""
+    """diffusers' pipeline of that name around the tiny transformer of a row, without text encoders
+    and autoencoder.
+    """
     kind = getattr(diffusers, name)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     return quiet(kind(transformer=MODELS[row].build(), vae=None, scheduler=scheduler, **parts))
@@ -61,11 +69,17 @@ def pipeline(name: str, row: str, **parts: Any) -> Any:
 
 def texts(shorter: int = 1) -> dict[str, Tensor]:
     """Of the prompt, and of the negative one with fewer tokens."""
-    return {"prompt_embeds": normal(1, TEXT, 16), "negative_prompt_embeds": normal(1, TEXT - shorter, 16, seed=1)}
+    return {
+        "prompt_embeds": normal(1, TEXT, 16),
+        "negative_prompt_embeds": normal(1, TEXT - shorter, 16, seed=1),
+    }
 
 
 def pooled() -> dict[str, Tensor]:
-    return {"pooled_prompt_embeds": normal(1, 8), "negative_pooled_prompt_embeds": normal(1, 8, seed=1)}
+    return {
+        "pooled_prompt_embeds": normal(1, 8),
+        "negative_pooled_prompt_embeds": normal(1, 8, seed=1),
+    }
 
 
 def masks(names: tuple[str, str], dtype: torch.dtype = torch.bool) -> dict[str, Tensor]:
@@ -91,7 +105,10 @@ PIPELINES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         partial(pipeline, "ChromaPipeline", "Chroma", **ONE_TEXT),
         {**texts(), **masks(("prompt_attention_mask", "negative_prompt_attention_mask"))},
     ),
-    "Wan": (partial(pipeline, "WanPipeline", "Wan (video)", **ONE_TEXT), {**texts(), "num_frames": 9}),
+    "Wan": (
+        partial(pipeline, "WanPipeline", "Wan (video)", **ONE_TEXT),
+        {**texts(), "num_frames": 9},
+    ),
 }
 
 
@@ -113,17 +130,26 @@ def test_pipelines_that_call_twice_plan_once(name: str, planned: list[Plan]) -> 
 
 
 def modular() -> tuple[Any, Callable[[], Any]]:
-    """The denoising of Qwen-Image's modular pipeline, whose guider calls the model for each prompt: three steps of it."""
+    """The denoising of Qwen-Image's modular pipeline, whose guider calls the model for each prompt:
+    three steps of it.
+    """
     pipe = QwenImageDenoiseStep().init_pipeline()
-    transformer, scheduler = MODELS["Qwen-Image"].build(), diffusers.FlowMatchEulerDiscreteScheduler()
-    pipe.update_components(transformer=transformer, scheduler=scheduler, guider=ClassifierFreeGuidance())
+    transformer, scheduler = (
+        MODELS["Qwen-Image"].build(),
+        diffusers.FlowMatchEulerDiscreteScheduler(),
+    )
+    pipe.update_components(
+        transformer=transformer, scheduler=scheduler, guider=ClassifierFreeGuidance()
+    )
     scheduler.set_timesteps(3)
     state = PipelineState()
     attended = {f"{name}_mask": torch.ones(1, TEXT, dtype=torch.long) for name in texts()}
     for name, value in {**texts(0), **attended, "img_shapes": [[(1, 8, 12)]]}.items():
         state.set(name, value, "denoiser_input_fields")
     latents = normal(1, 96, 16)
-    return pipe, lambda: pipe(state, latents=latents, timesteps=scheduler.timesteps, num_inference_steps=3)
+    return pipe, lambda: pipe(
+        state, latents=latents, timesteps=scheduler.timesteps, num_inference_steps=3
+    )
 
 
 def test_a_modular_pipeline_plans_once(planned: list[Plan]) -> None:

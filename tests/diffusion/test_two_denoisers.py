@@ -1,4 +1,6 @@
-"""A pipeline with two denoisers: both merge, the report names each, and removal leaves no trace on either."""
+"""A pipeline with two denoisers: both merge, the report names each, and removal leaves no trace on
+either.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,19 @@ FRAMES, SIDE = 5, 64
 def wan22() -> Any:
     """Wan 2.2: steps of much noise go to one transformer, steps of little noise to the other."""
     vae = seeded(
-        AutoencoderKLWan, 0, base_dim=3, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
-        temperal_downsample=[False, True, True], latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
-    )  # fmt: skip
-    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+        AutoencoderKLWan,
+        0,
+        base_dim=3,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
+    )
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
     pipe = WanPipeline(
         tokenizer=None,
         text_encoder=None,
@@ -59,7 +70,10 @@ def test_both_transformers_of_wan_22_merge() -> None:
     merged = once(pipe)
     assert not torch.equal(merged, before)
     report = handle.report()
-    assert {layer.name.partition(".")[0] for layer in report.layers if layer.merged} == {"transformer", "transformer_2"}
+    assert {layer.name.partition(".")[0] for layer in report.layers if layer.merged} == {
+        "transformer",
+        "transformer_2",
+    }
     assert {layer.calls for layer in report.layers} == {4}  # each has two steps, of two calls
     handle.active = False
     assert torch.equal(once(pipe), before)

@@ -1,4 +1,6 @@
-"""Layers that would win nothing on their card are left whole by default, and told of where settings were given."""
+"""Layers that would win nothing on their card are left whole by default, and told of where settings
+were given.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def layer(side: int, channels: int = 320, heads: int = 8) -> tuple[Attention, An
     with torch.device("meta"):
         attention = Attention(channels, heads=heads, dim_head=channels // heads)
     attention = on_card(attention.half())
-    return attention, lambda: attention(torch.empty(2, side * side, channels, dtype=torch.float16, device=CARD))
+    return attention, lambda: attention(
+        torch.empty(2, side * side, channels, dtype=torch.float16, device=CARD)
+    )
 
 
 @contextmanager
@@ -76,7 +80,9 @@ def test_the_one_liner_leaves_layers_whole_too() -> None:
     assert "left whole" in attention.processor.report().layers[0].reason
 
 
-@pytest.mark.parametrize("given", [{"keep": 0.5}, {"tau": 0.8}, {"preset": "plain"}, {"weights": "pick"}])
+@pytest.mark.parametrize(
+    "given", [{"keep": 0.5}, {"tau": 0.8}, {"preset": "plain"}, {"weights": "pick"}]
+)
 def test_what_merges_is_ours_to_say_where_nothing_of_it_is_given(given: dict[str, Any]) -> None:
     assert leaves_open(MaMeConfig(min_tokens=64, tiles=8))
     assert not leaves_open(MaMeConfig(**given))
@@ -86,7 +92,16 @@ def test_a_compiled_graph_holds_what_is_reckoned_whole() -> None:
     sizes = 2, 1024, 0, 320, 320, 8
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        return x + len(_reckoned(str(x.device), sizes, torch.float16, 0.25, (False, True, "best", True, False, False), False))
+        return x + len(
+            _reckoned(
+                str(x.device),
+                sizes,
+                torch.float16,
+                0.25,
+                (False, True, "best", True, False, False),
+                False,
+            )
+        )
 
     with taken_for("cpu", H100):
         compiled = torch.compile(call, backend="eager", fullgraph=True)

@@ -36,7 +36,9 @@ def head() -> Head:
 def seen() -> tuple[list[np.ndarray], np.ndarray]:
     """Held-out pictures and the numbers of their glyphs."""
     names = subjects.glyph_names()
-    made = [pictures.draw(pictures.rng_of(1, "test", n), names, held_out=True) for n in range(PICTURES)]
+    made = [
+        pictures.draw(pictures.rng_of(1, "test", n), names, held_out=True) for n in range(PICTURES)
+    ]
     return [pixels for pixels, _ in made], np.array([scene.placed[0].glyph for _, scene in made])
 
 
@@ -68,7 +70,10 @@ def test_it_tells_glyphs_apart_and_nothing_without_their_places(
 @torch.no_grad()
 def test_it_reads_crowded_pictures_and_few_random_patches_do_not_do(head: Head) -> None:
     names = subjects.glyph_names()
-    made = [pictures.draw(pictures.rng_of(2, "test", n), names, held_out=True, crowd=pictures.CROWD) for n in range(40)]
+    made = [
+        pictures.draw(pictures.rng_of(2, "test", n), names, held_out=True, crowd=pictures.CROWD)
+        for n in range(40)
+    ]
     inputs = head.encoder.inputs([pixels for pixels, _ in made])
     labels = np.array([scene.placed[0].glyph for _, scene in made])
     plain = head.logits(inputs).argmax(1).numpy()

@@ -13,7 +13,18 @@ from transformers import CLIPTextModel, CLIPTokenizer
 
 from mame_sd.embedded import model as subjects
 
-REQUIRED = ["rocket", "red apple", "dog face", "cat face", "ant", "key", "star", "red heart", "pizza", "tree"]
+REQUIRED = [
+    "rocket",
+    "red apple",
+    "dog face",
+    "cat face",
+    "ant",
+    "key",
+    "star",
+    "red heart",
+    "pizza",
+    "tree",
+]
 
 
 def test_there_are_enough_subjects_and_the_promised_ones() -> None:
@@ -39,7 +50,9 @@ def test_every_glyph_is_nearest_to_itself_and_to_a_noisy_copy(background: str) -
     rng = np.random.default_rng(0)
     for name in subjects.glyph_names()[::30]:
         pixels = np.asarray(subjects.render(name, background), np.float32)
-        noisy = Image.fromarray(np.clip(pixels + rng.normal(0, 40, pixels.shape), 0, 255).astype(np.uint8))
+        noisy = Image.fromarray(
+            np.clip(pixels + rng.normal(0, 40, pixels.shape), 0, 255).astype(np.uint8)
+        )
         assert subjects.nearest_glyph(noisy, background) == name
         assert subjects.nearest_background(noisy) == background
 
@@ -53,7 +66,9 @@ def test_a_model_of_another_name_is_told_which_there_are() -> None:
     assert subjects.embedded_model_path("unet") == subjects.embedded_model_path()
     assert "unet" in subjects.embedded_models()
     for name in ("unicorn", "", "..", "../runs"):
-        with pytest.raises(FileNotFoundError, match=r"an embedded model \((.*, )?unet.*, got '" + re.escape(name)):
+        with pytest.raises(
+            FileNotFoundError, match=r"an embedded model \((.*, )?unet.*, got '" + re.escape(name)
+        ):
             subjects.embedded_model_path(name)
 
 
@@ -63,7 +78,10 @@ def test_the_folder_is_a_plain_pipeline_of_at_most_40_mb() -> None:
     pipe = StableDiffusionPipeline.from_pretrained(folder)
     kinds = (UNet2DConditionModel, AutoencoderTiny, CLIPTextModel, CLIPTokenizer)
     assert all(
-        isinstance(p, k) for p, k in zip((pipe.unet, pipe.vae, pipe.text_encoder, pipe.tokenizer), kinds, strict=True)
+        isinstance(p, k)
+        for p, k in zip(
+            (pipe.unet, pipe.vae, pipe.text_encoder, pipe.tokenizer), kinds, strict=True
+        )
     )
     assert pipe.unet.config.sample_size == 64
     assert pipe.vae_scale_factor == 4
@@ -71,11 +89,21 @@ def test_the_folder_is_a_plain_pipeline_of_at_most_40_mb() -> None:
     for path in folder.rglob("*.safetensors"):
         with safe_open(path, "pt") as file:
             assert {"script_sha256", "seed", "steps"} <= set(file.metadata())
-            assert all(file.get_tensor(key).dtype in (torch.float16, torch.int64) for key in list(file.keys())[:20])
+            assert all(
+                file.get_tensor(key).dtype in (torch.float16, torch.int64)
+                for key in list(file.keys())[:20]
+            )
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a photograph of the Eiffel tower at night", "naïve café ☕ 日本語", "x" * 500, "tab\tand\x00null"]
+    "text",
+    [
+        "",
+        "a photograph of the Eiffel tower at night",
+        "naïve café ☕ 日本語",
+        "x" * 500,
+        "tab\tand\x00null",
+    ],
 )
 def test_the_tokenizer_takes_any_string(text: str) -> None:
     tokenizer = CLIPTokenizer.from_pretrained(subjects.embedded_model_path() / "tokenizer")
@@ -99,14 +127,25 @@ def test_the_transformer_generates_and_merges() -> None:
 
     pipe = StableDiffusion3Pipeline.from_pretrained(subjects.embedded_model_path("transformer"))
     pipe.set_progress_bar_config(disable=True)
-    call = {"prompt": "rocket on a red brick background", "num_inference_steps": 2, "guidance_scale": 2.5}
+    call = {
+        "prompt": "rocket on a red brick background",
+        "num_inference_steps": 2,
+        "guidance_scale": 2.5,
+    }
     images = []
-    for seed, merging in ((0, {}), (1, {}), (0, {"keep": 0.25, "correct": False}), (0, {"keep": 0.25})):
+    for seed, merging in (
+        (0, {}),
+        (1, {}),
+        (0, {"keep": 0.25, "correct": False}),
+        (0, {"keep": 0.25}),
+    ):
         handle = apply_mame(pipe, **merging) if merging else None
         generator = torch.Generator().manual_seed(seed)
         images.append(pipe(**call, generator=generator, output_type="pt").images)
         if handle is not None:
-            assert all(layer.merged and layer.tokens_kept == 256 for layer in handle.report().layers)
+            assert all(
+                layer.merged and layer.tokens_kept == 256 for layer in handle.report().layers
+            )
             handle.remove()
     assert images[0].shape == (1, 3, 256, 256)
     whole, other, merged, corrected = images

@@ -13,7 +13,9 @@ from mame_sd import embedded_pipeline
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 
 
-def test_calls_default_to_the_models_own_guidance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_calls_default_to_the_models_own_guidance(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(StableDiffusionPipeline, "encode_prompt", _stop(seen))
     pipe = embedded_pipeline()
@@ -24,7 +26,9 @@ def test_calls_default_to_the_models_own_guidance(monkeypatch: pytest.MonkeyPatc
     found = inspect.signature(pipe.__call__).parameters
     assert (found["num_inference_steps"].default, found["guidance_scale"].default) == (20, 1.25)
     pipe.save_pretrained(tmp_path / "saved")
-    assert type(StableDiffusionPipeline.from_pretrained(tmp_path / "saved")) is StableDiffusionPipeline
+    assert (
+        type(StableDiffusionPipeline.from_pretrained(tmp_path / "saved")) is StableDiffusionPipeline
+    )
 
 
 def test_a_pipeline_class_of_ours_has_them_too() -> None:

@@ -1,4 +1,5 @@
-"""The CLIP's training survives a kill, runs through, and writes what transformers and `classify` read.
+"""The CLIP's training survives a kill, runs through, and writes what transformers and `classify`
+read.
 
 That a resumed run gives the very weights of an undisturbed one is tested with the transformer's
 script: both train in `embedded_training.loop`.
@@ -64,12 +65,15 @@ def test_what_is_written_is_a_small_clip_that_merges_and_reads_the_pictures(whol
     assert [block.tokens_kept for block in handle.report().blocks][::3] == [257, 129, 65, 33]
     ids = contrast_tokens(["rocket on a white background"])
     torch.testing.assert_close(
-        head.text[list(images.classes).index("rocket")], unit(encoder.model.get_text_features(ids))[0]
+        head.text[list(images.classes).index("rocket")],
+        unit(encoder.model.get_text_features(ids))[0],
     )
 
 
 def contrast_tokens(texts: list[str]) -> torch.Tensor:
-    rows: torch.Tensor = joint.joint_tokenizer()(texts, padding="max_length", return_tensors="pt").input_ids
+    rows: torch.Tensor = joint.joint_tokenizer()(
+        texts, padding="max_length", return_tensors="pt"
+    ).input_ids
     return rows
 
 
@@ -77,7 +81,9 @@ def test_pictures_follow_from_their_number_and_keep_what_is_held_out() -> None:
     names = subjects.glyph_names()
     seen = set()
     for index in range(12):
-        (one, scene), (two, _) = (pictures.draw(pictures.rng_of(0, "x", index), names) for _ in range(2))
+        (one, scene), (two, _) = (
+            pictures.draw(pictures.rng_of(0, "x", index), names) for _ in range(2)
+        )
         assert np.array_equal(one, two)
         assert (one.shape, one.dtype) == ((256, 256, 3), np.uint8)
         assert not scene.held_out
@@ -91,12 +97,15 @@ def test_a_crowded_picture_has_pieces_of_others_strewn_over_a_large_glyph() -> N
     names, counts = subjects.glyph_names(), set()
     for index in range(8):
         (pixels, scene), (again, _) = (
-            pictures.draw(pictures.rng_of(0, "crowd", index), names, crowd=(80, 83)) for _ in range(2)
+            pictures.draw(pictures.rng_of(0, "crowd", index), names, crowd=(80, 83))
+            for _ in range(2)
         )
         assert np.array_equal(pixels, again)
         (placed,) = scene.placed
         assert placed.size >= 0.6
-        assert all(piece.glyph != placed.glyph and 0.1 <= piece.size <= 0.25 for piece in scene.pieces)
+        assert all(
+            piece.glyph != placed.glyph and 0.1 <= piece.size <= 0.25 for piece in scene.pieces
+        )
         assert scene.caption == subjects.caption(names[placed.glyph], scene.ground.phrase)
         counts.add(len(scene.pieces))
         bare, alone, among = (
@@ -117,7 +126,10 @@ def test_half_of_a_piece_is_missing() -> None:
     def seen(scene: world.Scene) -> np.ndarray:
         return (255 - world.render(scene)).max(-1) > 20
 
-    shown = [seen(world.Scene((), ground, (world.Piece(**asdict(whole), half=half),))) for half in range(4)]
+    shown = [
+        seen(world.Scene((), ground, (world.Piece(**asdict(whole), half=half),)))
+        for half in range(4)
+    ]
     apple = seen(world.Scene((whole,), ground))
     kept = np.zeros((4, 256, 256), bool)
     kept[0, :128], kept[1, 128:], kept[2, :, :128], kept[3, :, 128:] = True, True, True, True
@@ -132,12 +144,20 @@ def test_a_stage_that_leaves_the_text_as_it_is_names_every_glyph(whole: Path) ->
     assert [stage.crowd_at(step) for step in range(5)] == [(0, 2), (0, 4), (0, 7), (0, 9), (0, 9)]
     assert contrast.Stage("s", 256, 5, 4, 0, 0.0).crowd_at(3) is None
     _, captions, others = contrast.draw_batch(names, stage, 0, 0)
-    grounds = {text.split(" on a")[1].removeprefix("n").strip().removesuffix(" background") for text in others}
-    wanted = {subjects.caption(n, g) for n in names for g in grounds if not subjects.is_held_out(n, g)}
+    grounds = {
+        text.split(" on a")[1].removeprefix("n").strip().removesuffix(" background")
+        for text in others
+    }
+    wanted = {
+        subjects.caption(n, g) for n in names for g in grounds if not subjects.is_held_out(n, g)
+    }
     assert len(grounds) == 2
     assert {*captions, *others} == wanted
     assert not {*captions} & {*others}
-    before, after = (torch.load(whole / f"{name}.pt", weights_only=True)["ema"] for name in ("tokens256", "crowd256"))
+    before, after = (
+        torch.load(whole / f"{name}.pt", weights_only=True)["ema"]
+        for name in ("tokens256", "crowd256")
+    )
     same = {name: torch.equal(before[name], after[name]) for name in before}
     assert all(same[name] for name in same if name.startswith(("text_model", "text_projection")))
     assert not all(same.values())
@@ -156,16 +176,21 @@ def test_what_hides_a_glyph_covers_a_part_of_it() -> None:
 def test_a_finer_model_starts_as_the_coarse_one() -> None:
     tokenizer = joint.joint_tokenizer()
     coarse, fine = (
-        contrast.new_model(contrast.Stage("s", side, 1, 1, 0, 0.0), tokenizer).eval() for side in (128, 256)
+        contrast.new_model(contrast.Stage("s", side, 1, 1, 0, 0.0), tokenizer).eval()
+        for side in (128, 256)
     )
     contrast.grow(coarse, fine)
     one, two = coarse.state_dict(), fine.state_dict()
     key = "vision_model.embeddings.position_embedding.weight"
-    assert all(torch.equal(one[name], two[name]) for name in one if one[name].shape == two[name].shape)
+    assert all(
+        torch.equal(one[name], two[name]) for name in one if one[name].shape == two[name].shape
+    )
     assert torch.equal(one[key][0], two[key][0])
     grid = two[key][1:].unflatten(0, (16, 16))
     centre = grid[7:9, 7:9].mean((0, 1))
-    torch.testing.assert_close(centre, one[key][1:].unflatten(0, (8, 8))[3:5, 3:5].mean((0, 1)), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        centre, one[key][1:].unflatten(0, (8, 8))[3:5, 3:5].mean((0, 1)), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_batches_have_few_grounds_and_are_the_same_drawn_ahead() -> None:
@@ -185,10 +210,14 @@ def test_the_loss_is_clip_s_where_captions_differ() -> None:
     tokenizer = joint.joint_tokenizer()
     stage = contrast.Stage("s", 128, 1, 4, 0, 0.0)
     model, names = contrast.new_model(stage, tokenizer).eval(), subjects.glyph_names()
-    tokens = {text: contrast_tokens([text])[0] for text in contrast.draw_batch(names, stage, 0, 0)[1]}
+    tokens = {
+        text: contrast_tokens([text])[0] for text in contrast.draw_batch(names, stage, 0, 0)[1]
+    }
     assert len(tokens) == 4
     images, captions, _ = batch = contrast.draw_batch(names, stage, 0, 0)
     ids = torch.stack([tokens[text] for text in captions])
-    wanted = model(input_ids=ids, pixel_values=contrast.prepared(images, 128), return_loss=True).loss
+    wanted = model(
+        input_ids=ids, pixel_values=contrast.prepared(images, 128), return_loss=True
+    ).loss
     got = contrast.contrastive_loss(model, tokens, stage, batch)
     torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.02)  # bfloat16

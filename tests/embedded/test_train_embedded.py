@@ -38,7 +38,9 @@ def test_a_killed_training_resumes_and_writes_a_pipeline(tmp_path: Path) -> None
     assert start(tmp_path).wait() == 0
     assert len(weights(tmp_path / "model")) > 500
 
-    with safe_open(tmp_path / "model" / "unet" / "diffusion_pytorch_model.safetensors", "pt") as file:
+    with safe_open(
+        tmp_path / "model" / "unet" / "diffusion_pytorch_model.safetensors", "pt"
+    ) as file:
         assert {"script_sha256", "seed", "steps"} <= set(file.metadata())
         assert all(file.get_tensor(key).isfinite().all() for key in list(file.keys()))
     pipe = StableDiffusionPipeline.from_pretrained(tmp_path / "model")

@@ -1,4 +1,6 @@
-"""The transformer's training runs through, resumes to the very same weights, and trains what the pipeline computes."""
+"""The transformer's training runs through, resumes to the very same weights, and trains what the
+pipeline computes.
+"""
 
 import signal
 import subprocess
@@ -19,12 +21,22 @@ from embedded_training import growth, joint, joint_export, world  # noqa: E402
 
 
 def start(work: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(SCRIPTS / "train_transformer.py"), "--smoke", "--work", str(work)]
+    command = [
+        sys.executable,
+        str(SCRIPTS / "train_transformer.py"),
+        "--smoke",
+        "--work",
+        str(work),
+    ]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def weights(model: Path) -> dict[str, torch.Tensor]:
-    return {f"{f.parent.name}.{k}": v for f in sorted(model.rglob("*.safetensors")) for k, v in load_file(f).items()}
+    return {
+        f"{f.parent.name}.{k}": v
+        for f in sorted(model.rglob("*.safetensors"))
+        for k, v in load_file(f).items()
+    }
 
 
 def test_a_killed_and_resumed_training_gives_the_same_weights(tmp_path: Path) -> None:
@@ -42,14 +54,22 @@ def test_a_killed_and_resumed_training_gives_the_same_weights(tmp_path: Path) ->
     pipe = DiffusionPipeline.from_pretrained(tmp_path / "whole" / "model")
     assert type(pipe) is StableDiffusion3Pipeline
     pipe.set_progress_bar_config(disable=True)
-    assert pipe("rocket on a light blue background", num_inference_steps=1).images[0].size == (256, 256)
-    assert sum(f.stat().st_size for f in (tmp_path / "whole" / "model" / "transformer").iterdir()) < 30e6
+    assert pipe("rocket on a light blue background", num_inference_steps=1).images[0].size == (
+        256,
+        256,
+    )
+    assert (
+        sum(f.stat().st_size for f in (tmp_path / "whole" / "model" / "transformer").iterdir())
+        < 30e6
+    )
 
 
 def moved(seed: int) -> joint.Denoiser:
     """A denoiser in which nothing is zero."""
     torch.manual_seed(seed)
-    model = joint.new_denoiser(joint.Stage("s", 64, 4, 1, 1, 0.0, 1.0, (1, 0)), joint.joint_tokenizer()).eval()
+    model = joint.new_denoiser(
+        joint.Stage("s", 64, 4, 1, 1, 0.0, 1.0, (1, 0)), joint.joint_tokenizer()
+    ).eval()
     with torch.no_grad():
         for parameter in model.transformer.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -84,8 +104,12 @@ def test_patches_of_the_output_are_in_the_order_of_the_transformer() -> None:
     seen: list[torch.Tensor] = []
     wanted = torch.randn(1, 4, 16, 16)
     with torch.no_grad():
-        handle = transformer.proj_out.register_forward_hook(lambda *_: growth.output_patches(wanted, 4)[None])
-        seen.append(transformer(wanted, torch.zeros(1, 2, 256), torch.zeros(1, 256), torch.zeros(1)).sample)
+        handle = transformer.proj_out.register_forward_hook(
+            lambda *_: growth.output_patches(wanted, 4)[None]
+        )
+        seen.append(
+            transformer(wanted, torch.zeros(1, 2, 256), torch.zeros(1, 256), torch.zeros(1)).sample
+        )
         handle.remove()
     assert torch.equal(seen[0], wanted)
 

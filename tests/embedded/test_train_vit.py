@@ -1,4 +1,6 @@
-"""The trainings of the suite `trained` run through, resume to the very same weights, and write what the suite reads."""
+"""The trainings of the suite `trained` run through, resume to the very same weights, and write what
+the suite reads.
+"""
 
 import json
 import shutil
@@ -52,12 +54,25 @@ def test_a_stopped_and_resumed_training_gives_the_same_weights(whole: Path, tmp_
 
 def test_some_forms_bring_what_they_begin_with(tmp_path: Path) -> None:
     run(tmp_path, "--forms", "last")
-    assert {path.name for path in (tmp_path / "models").iterdir()} == {"plain-0", "last-0", "plain-1", "last-1"}
+    assert {path.name for path in (tmp_path / "models").iterdir()} == {
+        "plain-0",
+        "last-0",
+        "plain-1",
+        "last-1",
+    }
     assert find_models(tmp_path).forms == (PLAIN, "last")
 
 
 def test_another_head_is_refused_in_the_same_folder(whole: Path) -> None:
-    command = [sys.executable, str(SCRIPTS / "train_vit.py"), "--smoke", "--work", str(whole), "--head", "class"]
+    command = [
+        sys.executable,
+        str(SCRIPTS / "train_vit.py"),
+        "--smoke",
+        "--work",
+        str(whole),
+        "--head",
+        "class",
+    ]
     refused = subprocess.run(command, capture_output=True, text=True)
     assert refused.returncode == 2
     assert 'expected what it was begun with, {"head": "mean"' in refused.stderr
@@ -88,13 +103,21 @@ def test_forms_of_one_seed_differ_as_they_are_trained(whole: Path) -> None:
     other = weights(whole, "plain-1")["classifier.weight"]
     for form in FORMS.values():
         if form.begins == PLAIN:  # begun with the unmerged weights, and moved from them
-            assert 0 < (found[form.name] - found[PLAIN]).abs().max() < (other - found[PLAIN]).abs().max()
+            assert (
+                0
+                < (found[form.name] - found[PLAIN]).abs().max()
+                < (other - found[PLAIN]).abs().max()
+            )
     assert not any(torch.equal(found[name], found["continued"]) for name in ("last", "tuned"))
     assert not torch.equal(found["scratch"], found[PLAIN])
 
 
 def test_an_epoch_shows_every_picture_once_and_each_seed_in_its_own_order() -> None:
-    pixels = torch.arange(12, dtype=torch.uint8).view(12, 1, 1, 1).expand(-1, 3, train_vit.SIDE, train_vit.SIDE)
+    pixels = (
+        torch.arange(12, dtype=torch.uint8)
+        .view(12, 1, 1, 1)
+        .expand(-1, 3, train_vit.SIDE, train_vit.SIDE)
+    )
     orders = []
     for seed in (0, 1):
         stage = train_vit.Stage(FORMS[PLAIN], seed, 6, 4, 0.01)

@@ -10,7 +10,14 @@ import torch
 from PIL import Image
 
 from mame_sd.errors import UserError
-from mame_sd.eval.images import check_images, check_pair, image_files, image_hash, load_image, to_float
+from mame_sd.eval.images import (
+    check_images,
+    check_pair,
+    image_files,
+    image_hash,
+    load_image,
+    to_float,
+)
 
 
 def pixels(height: int = 20, width: int = 30, channels: int = 3) -> np.ndarray:
@@ -62,15 +69,21 @@ def rgb_16(path: Path) -> None:
     import zlib
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = struct.pack(">IIBBBBB", 1, 1, 16, 2, 0, 0, 0)
     data = zlib.compress(b"\0" + bytes(range(6)))
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b""))
+    path.write_bytes(
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+    )
 
 
 def animated(path: Path) -> None:
-    Image.fromarray(pixels()).save(path, save_all=True, append_images=[Image.fromarray(255 - pixels())])
+    Image.fromarray(pixels()).save(
+        path, save_all=True, append_images=[Image.fromarray(255 - pixels())]
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +157,9 @@ def test_to_float_keeps_channels_and_order() -> None:
     tensor = to_float(images)
     assert tensor.shape == (2, 3, 20, 30)
     assert tensor.dtype == torch.float32
-    assert torch.equal((tensor[1] * 255).round().to(torch.uint8).permute(1, 2, 0), torch.from_numpy(images[1]))
+    assert torch.equal(
+        (tensor[1] * 255).round().to(torch.uint8).permute(1, 2, 0), torch.from_numpy(images[1])
+    )
 
 
 def test_mixed_sizes_and_nothing_are_refused() -> None:

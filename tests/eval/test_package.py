@@ -20,7 +20,9 @@ def test_the_folder_is_the_package_itself() -> None:
     assert done.stdout == "True mame_sd.eval\n", done.stderr
 
 
-@pytest.mark.parametrize("code", ["import eval.stats", "from eval.stats import LEVEL", "from eval.scoring import runs"])
+@pytest.mark.parametrize(
+    "code", ["import eval.stats", "from eval.stats import LEVEL", "from eval.scoring import runs"]
+)
 def test_a_module_under_the_folders_name_is_refused_in_one_sentence(code: str) -> None:
     done = run(code)
     name = code.split()[1]

@@ -60,13 +60,17 @@ def test_repeats_of_a_prompt_are_no_new_evidence() -> None:
     values = np.random.default_rng(4).random(20)
     once = mean_interval(keyed(values), ONE_EACH)
     prompts = {f"{i}_{j}": str(i) for i in range(20) for j in range(5)}
-    often = mean_interval({key: float(values[int(prompt)]) for key, prompt in prompts.items()}, prompts)
+    often = mean_interval(
+        {key: float(values[int(prompt)]) for key, prompt in prompts.items()}, prompts
+    )
     assert often["n"] == 100
     assert (often["low"], often["high"]) == pytest.approx((once["low"], once["high"]))
 
 
 def test_the_mean_is_over_images_where_prompts_have_unequal_counts() -> None:
-    found = mean_interval({"a_0": 1.0, "a_1": 1.0, "b_0": 4.0}, {"a_0": "a", "a_1": "a", "b_0": "b"})
+    found = mean_interval(
+        {"a_0": 1.0, "a_1": 1.0, "b_0": 4.0}, {"a_0": "a", "a_1": "a", "b_0": "b"}
+    )
     assert found["mean"] == 2.0
 
 
@@ -144,10 +148,20 @@ def test_json_refuses_nan() -> None:
 # Newcombe 1998, table I, method 10: (both, better, worse, neither) and the limits
 @pytest.mark.parametrize(
     ("cells", "limits"),
-    [((36, 12, 2, 0), (5.69, 34.04)), ((54, 0, 0, 0), (-6.64, 6.64)), ((53, 0, 0, 1), (-7.29, 7.29))],
+    [
+        ((36, 12, 2, 0), (5.69, 34.04)),
+        ((54, 0, 0, 0), (-6.64, 6.64)),
+        ((53, 0, 0, 1), (-7.29, 7.29)),
+    ],
 )
-def test_paired_shares_have_newcombes_interval(cells: tuple[int, ...], limits: tuple[float, float]) -> None:
-    pairs = [pair for pair, count in zip(((1, 1), (1, 0), (0, 1), (0, 0)), cells, strict=True) for _ in range(count)]
+def test_paired_shares_have_newcombes_interval(
+    cells: tuple[int, ...], limits: tuple[float, float]
+) -> None:
+    pairs = [
+        pair
+        for pair, count in zip(((1, 1), (1, 0), (0, 1), (0, 0)), cells, strict=True)
+        for _ in range(count)
+    ]
     ours, others = ([bool(pair[side]) for pair in pairs] for side in (0, 1))
     found, turned = share_difference(ours, others), share_difference(others, ours)
     assert found["mean"] == pytest.approx(100 * (cells[1] - cells[2]) / sum(cells))
@@ -179,8 +193,15 @@ def test_seeds_have_students_interval() -> None:
     values = [71.0, 73.5, 72.1, 70.2]
     found = seed_interval(values)
     low, high = stats.t.interval(0.95, 3, np.mean(values), stats.sem(values))
-    assert (found["mean"], found["low"], found["high"], found["n"]) == pytest.approx((np.mean(values), low, high, 4))
+    assert (found["mean"], found["low"], found["high"], found["n"]) == pytest.approx(
+        (np.mean(values), low, high, 4)
+    )
     one = seed_interval([5.0])
-    assert (one["mean"], one["low"], one["n"], one["note"]) == (5.0, None, 1, "no interval: one seed, needs two")
+    assert (one["mean"], one["low"], one["n"], one["note"]) == (
+        5.0,
+        None,
+        1,
+        "no interval: one seed, needs two",
+    )
     with pytest.raises(ValueError, match="expected a value for each seed, got none"):
         seed_interval([])

@@ -23,16 +23,29 @@ def test_every_round_calls_every_row_and_the_order_turns_round() -> None:
         warm_up=lambda row: calls.append((row, "warm-up")),
         on_progress=lambda *done: progress.append(done),
     )
-    assert list(rounds) == [(0, {"a": "a0", "b": "b0", "c": "c0"}), (1, {"c": "c1", "b": "b1", "a": "a1"})]
+    assert list(rounds) == [
+        (0, {"a": "a0", "b": "b0", "c": "c0"}),
+        (1, {"c": "c1", "b": "b1", "a": "a1"}),
+    ]
     assert calls == [
-        ("a", "warm-up"), ("b", "warm-up"), ("c", "warm-up"), ("a", 0), ("b", 0), ("c", 0), ("c", 1), ("b", 1), ("a", 1),
-    ]  # fmt: skip
+        ("a", "warm-up"),
+        ("b", "warm-up"),
+        ("c", "warm-up"),
+        ("a", 0),
+        ("b", 0),
+        ("c", 0),
+        ("c", 1),
+        ("b", 1),
+        ("a", 1),
+    ]
     assert progress == [(done, 6) for done in range(7)]
 
 
 def test_rounds_that_are_done_are_left_out_and_nothing_to_do_warms_nothing_up() -> None:
     progress: list[tuple[int, int]] = []
-    rounds = interleaved("ab", 3, lambda row, number: number, done={0, 2}, on_progress=lambda *n: progress.append(n))
+    rounds = interleaved(
+        "ab", 3, lambda row, number: number, done={0, 2}, on_progress=lambda *n: progress.append(n)
+    )
     assert list(rounds) == [(1, {"b": 1, "a": 1})]
     assert progress == [(4, 6), (5, 6), (6, 6)]
 

@@ -1,4 +1,6 @@
-"""`python -m tests.matrix > docs/compatibility.md` prints the page; `--sweep` first runs every model and writes what happened."""
+"""`python -m tests.matrix > docs/compatibility.md` prints the page; `--sweep` first runs every
+model and writes what happened.
+"""
 
 import sys
 

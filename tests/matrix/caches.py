@@ -1,4 +1,6 @@
-"""Caches and merging on one model: each pair in either order of switching on and off, over runs of several steps."""
+"""Caches and merging on one model: each pair in either order of switching on and off, over runs of
+several steps.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.caching import AnyCache, DeepCache, faster, first_block, magnitude, one_run, pyramid, taylorseer
+from benchmarks.caching import (
+    AnyCache,
+    DeepCache,
+    faster,
+    first_block,
+    magnitude,
+    one_run,
+    pyramid,
+    taylorseer,
+)
 from mame_sd import MaMeHandle, apply_mame, remove_mame
 from mame_sd.core.partition import draw_at, positions
 from mame_sd.diffusion.apply import denoiser_of
@@ -26,7 +37,14 @@ from tests.matrix.unets import LEVELS
 
 TIMES = (900.0, 600.0, 500.0, 200.0)
 STEPS = len(TIMES)
-COLUMNS = ("DeepCache", "PyramidAttentionBroadcast", "FasterCache", "FirstBlockCache", "MagCache", "TaylorSeer")
+COLUMNS = (
+    "DeepCache",
+    "PyramidAttentionBroadcast",
+    "FasterCache",
+    "FirstBlockCache",
+    "MagCache",
+    "TaylorSeer",
+)
 FIELDS: dict[str, Any] = {"keep": 0.5, "min_tokens": 60}
 
 
@@ -52,7 +70,8 @@ class Pair:
     """One cache on one model.
 
     Attributes:
-        steps: how many layers that merge compute in how many of the run's steps; the cache answers in the others.
+        steps: how many layers that merge compute in how many of the run's steps; the cache answers
+            in the others.
     """
 
     model: Model
@@ -69,7 +88,8 @@ class Alone:
     """A cache that does not work on a model without any of our code.
 
     Attributes:
-        error: what it raises, its message matching `match`; None: nothing, and it caches nothing either.
+        error: what it raises, its message matching `match`; None: nothing, and it caches nothing
+            either.
         reason: for the table.
     """
 
@@ -92,7 +112,16 @@ def sampled(inputs: Mapping[str, Any], model: Any) -> Tensor:
             given = inputs["timestep"]
             unit = given.is_floating_point() and float(given.max()) <= 1
             timestep = torch.full_like(given, time / 1000 if unit else int(time))
-            outputs.append(transformers.run({**inputs, "hidden_states": inputs["hidden_states"] * (1 - i / 10), "timestep": timestep}, model))  # fmt: skip
+            outputs.append(
+                transformers.run(
+                    {
+                        **inputs,
+                        "hidden_states": inputs["hidden_states"] * (1 - i / 10),
+                        "timestep": timestep,
+                    },
+                    model,
+                )
+            )
     return torch.stack(outputs)
 
 
@@ -116,7 +145,14 @@ LAYERS = [r".*\.attn[12]?"]  # diffusers' own choice of layers misses attn1
 PYRAMID, FASTER, DISTILLED = pyramid(), faster(), faster(distilled=True)
 FIRST, MAGNITUDE = first_block(10.0), magnitude(STEPS, [1.0] * STEPS, skip=1, retention=0.25)
 TAYLOR = taylorseer(2, before=2, layers=LAYERS)
-HALVED = {"PixArt", "Stable Diffusion 3", "Stable Diffusion 3.5", "AuraFlow", "Wan (video)", "CogVideoX"}
+HALVED = {
+    "PixArt",
+    "Stable Diffusion 3",
+    "Stable Diffusion 3.5",
+    "AuraFlow",
+    "Wan (video)",
+    "CogVideoX",
+}
 UNKNOWN = "diffusers has not registered its blocks"
 
 
@@ -126,7 +162,9 @@ def unet_pairs() -> Iterator[Pair | Alone]:
         deep, pyramid_steps = counts[model.name]
         yield Pair(model, DeepCache(2), deep)
         yield Pair(model, PYRAMID, pyramid_steps)
-        yield Alone(model, FASTER, "can't halve a UNet's timestep", RuntimeError, "at least a 1-dimensional")
+        yield Alone(
+            model, FASTER, "can't halve a UNet's timestep", RuntimeError, "at least a 1-dimensional"
+        )
         yield Alone(model, FIRST, "finds no blocks", IndexError, "pop from empty list")
         yield Alone(model, MAGNITUDE, "finds no blocks")
         yield Pair(model, TAYLOR, {3: model.layers})
@@ -139,17 +177,35 @@ def transformer_pairs() -> Iterator[Pair | Alone]:
         if model.name == "Lumina-Next":
             yield Alone(model, DISTILLED, "looks for blocks of other names")
         else:
-            joint = model.name == "AuraFlow"  # whose joint blocks have a name that FasterCache does not look for
-            yield Pair(model, FASTER if model.name in HALVED else DISTILLED, {4: 1, 2: 1} if joint else {2: n})
+            joint = (
+                model.name == "AuraFlow"
+            )  # whose joint blocks have a name that FasterCache does not look for
+            yield Pair(
+                model,
+                FASTER if model.name in HALVED else DISTILLED,
+                {4: 1, 2: 1} if joint else {2: n},
+            )
         if model.name == "AuraFlow":
-            yield Alone(model, FIRST, "finds one block where it needs two", IndexError, "pop from empty list")
+            yield Alone(
+                model,
+                FIRST,
+                "finds one block where it needs two",
+                IndexError,
+                "pop from empty list",
+            )
             yield Alone(model, MAGNITUDE, UNKNOWN, ValueError, "not registered")
         elif model.name in ("HunyuanDiT", "Lumina-Next", "Chroma"):
             yield Alone(model, FIRST, UNKNOWN, ValueError, "not registered")
             yield Alone(model, MAGNITUDE, UNKNOWN, ValueError, "not registered")
         else:
             if model.name.startswith("Stable Diffusion 3"):
-                yield Alone(model, FIRST, "the last block returns no text", TypeError, "'NoneType' and 'Tensor'")
+                yield Alone(
+                    model,
+                    FIRST,
+                    "the last block returns no text",
+                    TypeError,
+                    "'NoneType' and 'Tensor'",
+                )
             else:
                 yield Pair(model, FIRST, {STEPS: 1, 1: n - 1})
             yield Pair(model, MAGNITUDE, {2: n})
@@ -162,7 +218,9 @@ ALONE = [pair for pair in EVERY if isinstance(pair, Alone)]
 
 
 def check_pair(pair: Pair) -> None:
-    """The two together, switched on in either order and off in either order, give one result, run after run."""
+    """The two together, switched on in either order and off in either order, give one result, run
+    after run.
+    """
     model, cache = pair.model, pair.cache
     first, second = model.build(), model.build()
     plain = model.run(first)
@@ -200,11 +258,15 @@ def check_pair(pair: Pair) -> None:
 
 
 def _merged_run(pair: Pair, subject: Any) -> Tensor:
-    """What `subject`, on which the cache is, makes merged; the report and the draws of its steps are right."""
+    """What `subject`, on which the cache is, makes merged; the report and the draws of its steps
+    are right.
+    """
     handle = apply_mame(subject, **FIELDS)
     with _drawn(handle, subject) as draws:
         made = pair.model.run(subject)
-    assert len({tuple(draw.tolist()) for draw in draws}) > 1, "all steps took one draw: choose other timesteps"
+    assert len({tuple(draw.tolist()) for draw in draws}) > 1, (
+        "all steps took one draw: choose other timesteps"
+    )
     _check_steps(pair, handle)
     return made
 
@@ -221,12 +283,16 @@ def _check_steps(pair: Pair, handle: MaMeHandle) -> None:
 
 @contextmanager
 def _drawn(handle: MaMeHandle, subject: Any) -> Iterator[list[Tensor]]:
-    """Asserts after every step that the layers that computed in it took its timestep's draw; gives the draws."""
+    """Asserts after every step that the layers that computed in it took its timestep's draw; gives
+    the draws.
+    """
     counts: dict[str, int] = {}
     draws: list[Tensor] = []
     handle.capture()
 
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def after(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         draws.append(draw_at(kwargs["timestep"] if "timestep" in kwargs else args[1]))
         plans = handle.plans()
         for number, layer in enumerate(handle.report().layers):
@@ -236,7 +302,9 @@ def _drawn(handle: MaMeHandle, subject: Any) -> Iterator[list[Tensor]]:
                 *times, h, w = layer.size or ()
                 plane = h * math.prod(times), w
                 want = positions(plan.tokens_in, handle.config, plane, draw=draws[-1] + number)
-                assert torch.equal(plan.positions.dst, want.dst), f"{layer.name}: not the draw of step {len(draws)}"
+                assert torch.equal(plan.positions.dst, want.dst), (
+                    f"{layer.name}: not the draw of step {len(draws)}"
+                )
 
     hook = denoiser_of(subject).register_forward_hook(after, with_kwargs=True)
     try:
@@ -252,7 +320,9 @@ def check_alone(alone: Alone) -> None:
     plain = alone.model.run(subject)
     if alone.error is None:
         alone.cache.enable(subject)
-        assert torch.equal(alone.model.run(subject), plain), "it caches something now: make it a Pair"
+        assert torch.equal(alone.model.run(subject), plain), (
+            "it caches something now: make it a Pair"
+        )
         alone.cache.disable(subject)
         return
     with pytest.raises(alone.error, match=alone.match):
@@ -279,4 +349,6 @@ def _cell(pair: Pair | Alone) -> str:
         return f"not even alone: {pair.reason}"
     if len(pair.steps) == 1:
         return str(*pair.steps)
-    return ", ".join(f"{steps} ({n} layer{'s' if n > 1 else ''})" for steps, n in pair.steps.items())
+    return ", ".join(
+        f"{steps} ({n} layer{'s' if n > 1 else ''})" for steps, n in pair.steps.items()
+    )

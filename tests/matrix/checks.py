@@ -1,4 +1,6 @@
-"""What every row of the matrix must pass: merging where it should and nowhere else, and leaving no trace."""
+"""What every row of the matrix must pass: merging where it should and nowhere else, and leaving no
+trace.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mame_sd import MaMeAttnProcessor, MaMeConfig, MaMeHandle, NothingMergedError, apply_mame, remove_mame
+from mame_sd import (
+    MaMeAttnProcessor,
+    MaMeConfig,
+    MaMeHandle,
+    NothingMergedError,
+    apply_mame,
+    remove_mame,
+)
 from mame_sd.diffusion.apply import denoiser_of, has_hooks
 from tests.matrix.rows import Absent, Row
 
@@ -20,7 +29,9 @@ Shapes = dict[str, list[Any]]
 
 
 def modules_of(subject: Any) -> dict[str, nn.Module]:
-    """Every module of a pipeline's components, or of a model, by a name that is the component's and the path."""
+    """Every module of a pipeline's components, or of a model, by a name that is the component's and
+    the path.
+    """
     parts = {"model": subject} if isinstance(subject, nn.Module) else subject.components
     return {
         f"{name}.{path}": module
@@ -32,7 +43,9 @@ def modules_of(subject: Any) -> dict[str, nn.Module]:
 
 @contextmanager
 def recorded(subject: Any, traced: bool = True) -> Iterator[Shapes]:
-    """Shapes of all tensors that each module is called with, in order; a module that never runs has no entry."""
+    """Shapes of all tensors that each module is called with, in order; a module that never runs has
+    no entry.
+    """
     shapes: Shapes = {}
 
     def note(name: str) -> Any:
@@ -57,15 +70,23 @@ def merged_names(subject: Any, handle: MaMeHandle) -> list[str]:
     """Names, as in `modules_of`, of the layers that merged."""
     names = {id(module): name for name, module in modules_of(subject).items()}
     root = handle.root
-    return [names[id(root.get_submodule(layer.name))] for layer in handle.report().layers if layer.merged]
+    return [
+        names[id(root.get_submodule(layer.name))]
+        for layer in handle.report().layers
+        if layer.merged
+    ]
 
 
 def check_merges(handle: MaMeHandle, row: Row) -> None:
     """The layers that merged are those of the row, and each kept half of its tokens."""
     layers = [layer for layer in handle.report().layers if layer.merged]
-    assert Counter(round(layer.tokens_in) for layer in layers) == Counter(row.merges), str(handle.report())
+    assert Counter(round(layer.tokens_in) for layer in layers) == Counter(row.merges), str(
+        handle.report()
+    )
     for layer in layers:
-        assert layer.tokens_kept == pytest.approx(layer.tokens_in / 2, abs=0.5), str(handle.report())
+        assert layer.tokens_kept == pytest.approx(layer.tokens_in / 2, abs=0.5), str(
+            handle.report()
+        )
 
 
 def check_row(row: Row, folder: Path) -> None:
@@ -90,7 +111,9 @@ def check_row(row: Row, folder: Path) -> None:
         strays = {name for name in changed(before, after) if not f"{name}.".startswith(merged)}
         assert not strays, f"{mode}: other inputs in {sorted(strays)}"
     handle = apply_mame(target, tau=1.0, min_tokens=row.min_tokens)
-    torch.testing.assert_close(row.run(subject), baseline, rtol=1e-4, atol=1e-4, msg="tau=1 is not the baseline")
+    torch.testing.assert_close(
+        row.run(subject), baseline, rtol=1e-4, atol=1e-4, msg="tau=1 is not the baseline"
+    )
     remove_mame(target)
     assert torch.equal(row.run(subject), baseline), "removal is not bit-exact"
     check_order(row, outputs)
@@ -100,7 +123,9 @@ def check_row(row: Row, folder: Path) -> None:
 
 
 def check_refused(row: Row, subject: Any, baseline: Tensor) -> None:
-    """`apply_mame` says why nothing can merge and leaves no hook; the one-liner passes and its report says so."""
+    """`apply_mame` says why nothing can merge and leaves no hook; the one-liner passes and its
+    report says so.
+    """
     with pytest.raises(ValueError, match=row.refused):
         apply_mame(row.target(subject), keep=0.5, min_tokens=1)
     assert not has_hooks(denoiser_of(row.target(subject)))
@@ -117,7 +142,9 @@ def check_refused(row: Row, subject: Any, baseline: Tensor) -> None:
 
 
 def check_order(row: Row, outputs: dict[str, Tensor]) -> None:
-    """A feature switched on after `apply_mame` gives what it gives before it; switched off again it leaves no trace."""
+    """A feature switched on after `apply_mame` gives what it gives before it; switched off again it
+    leaves no trace.
+    """
     if row.switch.__name__ == "nothing":
         return
     for mode, fields in row.modes.items():
@@ -134,7 +161,9 @@ def check_order(row: Row, outputs: dict[str, Tensor]) -> None:
 
 
 def check_saving(row: Row, folder: Path, baseline: Tensor, outputs: dict[str, Tensor]) -> None:
-    """A model saved while it merges loads without merging, bit-equal, and merges as before once asked to."""
+    """A model saved while it merges loads without merging, bit-equal, and merges as before once
+    asked to.
+    """
     subject = row.build()
     mode, fields = next(iter(row.modes.items()))
     apply_mame(row.target(subject), min_tokens=row.min_tokens, **fields)
@@ -149,7 +178,9 @@ def check_saving(row: Row, folder: Path, baseline: Tensor, outputs: dict[str, Te
 
 
 def check_one_liner(row: Row) -> None:
-    """The processor gives what `apply_mame` gives with `redraw=False, pairs=False` (it sees neither steps nor latents), or meets the fate that the row tells."""
+    """The processor gives what `apply_mame` gives with `redraw=False, pairs=False` (it sees neither
+    steps nor latents), or meets the fate that the row tells.
+    """
     if row.processor in ("passes", "set", "none"):
         return
     for mode, fields in row.modes.items():
@@ -173,7 +204,9 @@ def check_one_liner(row: Row) -> None:
             assert all(p.config == MaMeConfig() for p in left), "the one-liner kept its settings"
         else:
             hooked = row.build()
-            apply_mame(row.target(hooked), min_tokens=row.min_tokens, redraw=False, pairs=False, **fields)
+            apply_mame(
+                row.target(hooked), min_tokens=row.min_tokens, redraw=False, pairs=False, **fields
+            )
             row.switch(hooked)
             same(row, output, row.run(hooked), f"{mode}: the one-liner")
 

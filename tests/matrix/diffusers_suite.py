@@ -37,7 +37,11 @@ def section() -> list[str]:
     """Its lines."""
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     versions, suites = result["versions"], result["suites"]
-    lines = [HEAD, f"The tests of diffusers {versions['tests']}, on diffusers {versions['diffusers']}:", ""]
+    lines = [
+        HEAD,
+        f"The tests of diffusers {versions['tests']}, on diffusers {versions['diffusers']}:",
+        "",
+    ]
     modes = [mode for mode in MODES if any(mode in row["counts"] for row in suites)]
     lines += [f"| suite | {' | '.join(modes)} | merged |", "|---|" + "---|" * (len(modes) + 1)]
     for row in suites:
@@ -45,12 +49,20 @@ def section() -> list[str]:
         merged = row["counts"].get("on", {}).get("merged", "")
         lines.append(f"| {row['suite']} | {' | '.join(cells)} | {merged} |")
     if len(modes) < len(MODES):
-        lines += ["", f"Not run with today's version: {', '.join(mode for mode in MODES if mode not in modes)}."]
+        lines += [
+            "",
+            (
+                "Not run with today's version:"
+                f" {', '.join(mode for mode in MODES if mode not in modes)}."
+            ),
+        ]
     alike: dict[tuple[str, str, str], list[str]] = {}  # in the same test of several suites
     for row in suites:
         for item in row["differences"]:
             test = item["test"].rpartition("::")[2].partition("[")[0]
-            alike.setdefault((test, item["mode"], item["reason"] or "not explained yet"), []).append(row["suite"])
+            alike.setdefault(
+                (test, item["mode"], item["reason"] or "not explained yet"), []
+            ).append(row["suite"])
     if alike:
         lines += ["", "| fails with merging | mode | in | why |", "|---|---|---|---|"]
     for (test, mode, reason), names in alike.items():

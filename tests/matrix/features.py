@@ -27,12 +27,18 @@ def lora(seed: int) -> dict[str, Tensor]:
     unet = tiny_unet()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        unet.add_adapter(LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+        unet.add_adapter(
+            LoraConfig(
+                r=4, init_lora_weights=False, target_modules=["to_q", "to_k", "to_v", "to_out.0"]
+            )
+        )
     return {f"unet.{name}": value for name, value in get_peft_model_state_dict(unet).items()}
 
 
 def load_lora(pipe: Any, seed: int = 5, **kwargs: Any) -> None:
-    pipe.load_lora_weights({name: value.clone() for name, value in lora(seed).items()}, adapter_name="style", **kwargs)
+    pipe.load_lora_weights(
+        {name: value.clone() for name, value in lora(seed).items()}, adapter_name="style", **kwargs
+    )
 
 
 def scale_lora(pipe: Any) -> None:
@@ -63,7 +69,9 @@ def ip_adapter() -> dict[str, dict[str, Tensor]]:
     crosses = [module for name, module in tiny_unet().named_modules() if name.endswith("attn2")]
     for i, attn in enumerate(crosses):
         for part in ("to_k_ip", "to_v_ip"):
-            weights[f"{2 * i + 1}.{part}.weight"] = torch.randn(attn.inner_dim, TEXT_DIM, generator=generator)
+            weights[f"{2 * i + 1}.{part}.weight"] = torch.randn(
+                attn.inner_dim, TEXT_DIM, generator=generator
+            )
     projection = {
         "proj.weight": torch.randn(4 * TEXT_DIM, TEXT_DIM, generator=generator),
         "proj.bias": torch.zeros(4 * TEXT_DIM),
@@ -133,7 +141,11 @@ def gguf_pipeline() -> Any:
     kind = gguf.GGMLQuantizationType.Q8_0
     weights: dict[str, Any] = {}
     for name, module in pipe.unet.named_modules():
-        if isinstance(module, torch.nn.Linear) and module.in_features % 32 == 0 and ".attentions." in name:
+        if (
+            isinstance(module, torch.nn.Linear)
+            and module.in_features % 32 == 0
+            and ".attentions." in name
+        ):
             packed = torch.from_numpy(gguf.quantize(module.weight.detach().numpy(), kind))
             weights[f"{name}.weight"] = GGUFParameter(packed, quant_type=kind)
     state = pipe.unet.state_dict()
@@ -211,7 +223,13 @@ ROWS = [
     features("LoRA: load", switch=load_lora, undo=call("unload_lora_weights"), loads=False),
     features("LoRA: scale", switch=scale_lora, undo=call("unload_lora_weights"), loads=False),
     features("LoRA: fuse", switch=fuse_lora, loads=False),
-    features("LoRA: unfuse", switch=unfuse_lora, undo=call("unload_lora_weights"), loads=False, exact=False),
+    features(
+        "LoRA: unfuse",
+        switch=unfuse_lora,
+        undo=call("unload_lora_weights"),
+        loads=False,
+        exact=False,
+    ),
     features("LoRA: hot-swap", switch=swap_lora, undo=call("unload_lora_weights"), loads=False),
     features(
         "IP-Adapter: load",
@@ -221,8 +239,16 @@ ROWS = [
         processor="reset",
         loads=False,
     ),
-    features("IP-Adapter, then the one-liner", run=with_image, switch=load_ip_adapter, processor="error", loads=False),
-    features("IP-Adapter: scale", run=with_image, switch=scale_ip_adapter, processor="reset", loads=False),
+    features(
+        "IP-Adapter, then the one-liner",
+        run=with_image,
+        switch=load_ip_adapter,
+        processor="error",
+        loads=False,
+    ),
+    features(
+        "IP-Adapter: scale", run=with_image, switch=scale_ip_adapter, processor="reset", loads=False
+    ),
     features("IP-Adapter: unload", run=with_image, switch=reload_ip_adapter, processor="reset"),
     Row(
         "PAG",
@@ -233,9 +259,16 @@ ROWS = [
         loads=False,
         processor="set",
         one_liner="not on the perturbed layers, whose processor PAG replaces during a call",
-        note='with merge="qkv"; keys and values alone (the default) leave the perturbed layers as they are',
+        note=(
+            'with merge="qkv"; keys and values alone (the default) leave the perturbed layers as'
+            " they are"
+        ),
     ),
-    features("FreeU", switch=call("enable_freeu", s1=0.9, s2=0.2, b1=1.2, b2=1.4), undo=call("disable_freeu")),
+    features(
+        "FreeU",
+        switch=call("enable_freeu", s1=0.9, s2=0.2, b1=1.2, b2=1.4),
+        undo=call("disable_freeu"),
+    ),
     features(
         "attention slicing",
         switch=call("enable_attention_slicing", 1),
@@ -250,7 +283,11 @@ ROWS = [
         exact=False,
         processor="replaced",
     ),
-    features("xformers off", switch=call("disable_xformers_memory_efficient_attention"), processor="replaced"),
+    features(
+        "xformers off",
+        switch=call("disable_xformers_memory_efficient_attention"),
+        processor="replaced",
+    ),
     features(
         "VAE slicing and tiling",
         run=tall,
@@ -268,12 +305,21 @@ ROWS = [
     ),
     features(
         "layerwise casting (fp8)",
-        switch=call("unet.enable_layerwise_casting", storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32),
+        switch=call(
+            "unet.enable_layerwise_casting",
+            storage_dtype=torch.float8_e4m3fn,
+            compute_dtype=torch.float32,
+        ),
         loads=False,
     ),
     features(
         "group offload",
-        switch=call("unet.enable_group_offload", onload_device=CPU, offload_device=CPU, offload_type="leaf_level"),
+        switch=call(
+            "unet.enable_group_offload",
+            onload_device=CPU,
+            offload_device=CPU,
+            offload_type="leaf_level",
+        ),
         since="0.42",
         note="on a CPU alone diffusers needs 0.42 for it",
     ),
@@ -282,7 +328,12 @@ ROWS = [
     features("GGUF Q8_0", build=gguf_pipeline, loads=False),
     features("DeepCache", run=partial(once, num_inference_steps=3), switch=cached, undo=uncached),
     features("training step", run=trained),
-    features("gradient checkpointing", run=trained, switch=call("unet.enable_gradient_checkpointing"), exact=False),
+    features(
+        "gradient checkpointing",
+        run=trained,
+        switch=call("unet.enable_gradient_checkpointing"),
+        exact=False,
+    ),
     features("attention backend", switch=call("unet.set_attention_backend", "native")),
     Row("Modular Diffusers (SDXL)", modular, run_modular, {64: 8}, loads=False),
 ]
@@ -299,6 +350,7 @@ ABSENT = [
         sequential_offload,
         TypeError,
         "requires_grad",
-        "accelerate moves buffers to the meta device by `torch.Tensor(..., requires_grad=...)`, which fails on a CPU alone",
+        "accelerate moves buffers to the meta device by `torch.Tensor(..., requires_grad=...)`,"
+        " which fails on a CPU alone",
     ),
 ]

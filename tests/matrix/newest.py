@@ -52,7 +52,9 @@ ROWS = [_row(name) for name in NAMES]
 
 
 def compiled(name: str) -> None:
-    """The whole model in one graph, merging included; by its blocks where its own forward breaks a graph."""
+    """The whole model in one graph, merging included; by its blocks where its own forward breaks a
+    graph.
+    """
     torch.compiler.reset()
     case = _case(name)
     model, whole = case.build(), case.build()
@@ -84,27 +86,40 @@ def with_lora(name: str) -> None:
     assert torch.equal(*outputs)
     assert not torch.equal(outputs[0], plain)
     after.disable_adapters()
-    torch.testing.assert_close(run(case.inputs(), after), plain, rtol=1e-5, atol=1e-5)  # an idle LoRA rounds otherwise
+    torch.testing.assert_close(
+        run(case.inputs(), after), plain, rtol=1e-5, atol=1e-5
+    )  # an idle LoRA rounds otherwise
 
 
 def cached(name: str) -> None:
     """TaylorSeer in either order with merging, on and off."""
     case = _case(name)
     layers = sum(MERGES.get(name, {96: 2}).values())
-    check_pair(Pair(Model(name, case.build, partial(sampled, case.inputs()), layers), TAYLOR, {3: layers}))
+    check_pair(
+        Pair(Model(name, case.build, partial(sampled, case.inputs()), layers), TAYLOR, {3: layers})
+    )
 
 
 BY_BLOCKS = dict.fromkeys(
-    ("Z-Image", "Qwen-Image 2.1", "HunyuanVideo 1.5"), "by blocks: the model's own forward breaks a graph"
+    ("Z-Image", "Qwen-Image 2.1", "HunyuanVideo 1.5"),
+    "by blocks: the model's own forward breaks a graph",
 )
 CACHED = [name for name in NAMES if name != "Z-Image"]
 CHECKS = [
     *[
-        Check(f"torch.compile of {name}, fullgraph", partial(compiled, name), BY_BLOCKS.get(name, "one graph"))
+        Check(
+            f"torch.compile of {name}, fullgraph",
+            partial(compiled, name),
+            BY_BLOCKS.get(name, "one graph"),
+        )
         for name in NAMES
     ],
     *[
-        Check(f"LoRA on {name}", partial(with_lora, name), "before or after `apply_mame`, the same bits")
+        Check(
+            f"LoRA on {name}",
+            partial(with_lora, name),
+            "before or after `apply_mame`, the same bits",
+        )
         for name in NAMES
     ],
     *[

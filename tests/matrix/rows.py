@@ -23,18 +23,22 @@ class Row:
         name: as in the table.
         build: a pipeline or model that was never touched, the same each time.
         run: one call of it, seeded; the images or the model's output.
-        merges: how many layers merge, by their number of tokens. Empty: `apply_mame` refuses, naming `refused`.
-        switch: turns the feature on; must work before `apply_mame` and after it, with the same result.
+        merges: how many layers merge, by their number of tokens. Empty: `apply_mame` refuses,
+            naming `refused`.
+        switch: turns the feature on; must work before `apply_mame` and after it, with the same
+            result.
         undo: turns it off again; merging must go on as if it had never been on.
         target: what `apply_mame` is given, when that is not the pipeline or model itself.
         loads: `from_pretrained` gives back what `save_pretrained` was given, with the same output.
-        exact: output after a switch in either order, and after undoing it, is bit-equal; else equal to rounding.
+        exact: output after a switch in either order, and after undoing it, is bit-equal; else equal
+            to rounding.
         modes: settings to merge by; each keeps half of the tokens.
         traced: shapes are recorded with module hooks (which `torch.compile` would have to guard).
-        processor: what becomes of `set_attn_processor(MaMeAttnProcessor(...))`: "same" as `apply_mame`; "replaced" by
-            the feature, silently; "reset" to default settings by it; "error" that tells to use `apply_mame`;
-            "passes", where it changes nothing and its report raises; "set", where the processor exists but the row says in `one_liner` how it differs; "none", where there is no
-            `set_attn_processor`.
+        processor: what becomes of `set_attn_processor(MaMeAttnProcessor(...))`: "same" as
+            `apply_mame`; "replaced" by the feature, silently; "reset" to default settings by it;
+            "error" that tells to use `apply_mame`; "passes", where it changes nothing and its
+            report raises; "set", where the processor exists but the row says in `one_liner` how it
+            differs; "none", where there is no `set_attn_processor`.
         one_liner: the table's words where `processor` is "set".
         refused: part of the error when nothing can merge.
         since: the first version of diffusers in which this works here without our code.
@@ -68,7 +72,8 @@ class Absent:
 
     Attributes:
         name: as in the table.
-        reproduce: raises `error`, its message matching `match`. The day it no longer does, the row must become a Row.
+        reproduce: raises `error`, its message matching `match`. The day it no longer does, the row
+            must become a Row.
         reason: for the table.
     """
 

@@ -57,7 +57,11 @@ For each refusal a test shows the reason in the model's own code. These tables a
 
 
 def layers(row: Row) -> str:
-    return "none" if not row.merges else ", ".join(f"{n} of {tokens} tokens" for tokens, n in row.merges.items())
+    return (
+        "none"
+        if not row.merges
+        else ", ".join(f"{n} of {tokens} tokens" for tokens, n in row.merges.items())
+    )
 
 
 def rows_table(first: str, rows: Sequence[Row]) -> list[str]:
@@ -79,6 +83,16 @@ def page() -> str:
     parts += ["## Tools and errors", "", "| what | holds |", "|---|---|"]
     parts += [f"| {row.name} | {row.note} |" for row in (*tools.CHECKS, *newest.CHECKS)]
     parts += ["", *diffusers_suite.section()]
-    parts += ["## Not checked", "", "Each reason is tested too: it fails without any of our code.", ""]
-    parts += ["| what | reason |", "|---|---|", *(f"| {row.name} | {row.reason} |" for row in features.ABSENT), ""]
+    parts += [
+        "## Not checked",
+        "",
+        "Each reason is tested too: it fails without any of our code.",
+        "",
+    ]
+    parts += [
+        "| what | reason |",
+        "|---|---|",
+        *(f"| {row.name} | {row.reason} |" for row in features.ABSENT),
+        "",
+    ]
     return "\n".join(parts)

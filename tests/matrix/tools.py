@@ -1,4 +1,6 @@
-"""Rows of the matrix with checks of their own: compilation, other tools on the same pipeline, unknown models."""
+"""Rows of the matrix with checks of their own: compilation, other tools on the same pipeline,
+unknown models.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ HALF: dict[str, Any] = {"keep": 0.5, "min_tokens": 60}
 
 
 def compiled(whole: bool) -> None:
-    """`keep` compiles into one full graph for each size, which serves all later steps, also when the size returns."""
+    """`keep` compiles into one full graph for each size, which serves all later steps, also when
+    the size returns.
+    """
     torch.compiler.reset()
     unet, larger = tiny_unet(), 24
     steps = [(4, LATENT), (5, LATENT), (6, larger), (7, LATENT), (8, larger)]
@@ -52,7 +56,11 @@ def compiled_flux() -> None:
     """Flux compiles with its hooks by its blocks, and as a whole in one graph."""
     torch.compiler.reset()
     build = model("FluxTransformer2DModel", **FLUX, pooled_projection_dim=8)
-    inputs = {**flux_inputs(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])}
+    inputs = {
+        **flux_inputs(),
+        "pooled_projections": normal(2, 8),
+        "timestep": torch.tensor([0.5, 0.5]),
+    }
     blocks, whole = build(), build()
     handle = apply_mame(blocks, keep=0.5, min_tokens=60)
     expected = run(inputs, blocks)
@@ -82,7 +90,9 @@ def tomesd_first() -> None:
 
 
 def removed_under_deepcache() -> None:
-    """Merging removed while DeepCache is on, which is switched off afterwards, or the other way round."""
+    """Merging removed while DeepCache is on, which is switched off afterwards, or the other way
+    round.
+    """
     pipe = tiny_pipeline()
     before = once(pipe, num_inference_steps=3)
     cached(pipe)
@@ -104,7 +114,9 @@ def unknown_model() -> None:
             super().__init__()
             self.attention = nn.MultiheadAttention(8, 2)
 
-    with pytest.raises(ValueError, match=r"Mystery is not supported yet.*which has 1 MultiheadAttention"):
+    with pytest.raises(
+        ValueError, match=r"Mystery is not supported yet.*which has 1 MultiheadAttention"
+    ):
         apply_mame(Mystery())
 
 
@@ -128,8 +140,16 @@ CHECKS = [
         "one graph for all blocks of a size",
     ),
     Check("torch.compile of Flux, by blocks and whole, fullgraph", compiled_flux, "merges"),
-    Check("tomesd on the same pipe", tomesd_first, "one error that says which to remove, in either order"),
-    Check("DeepCache, merging removed while it is on", removed_under_deepcache, "bit-equal to DeepCache alone"),
+    Check(
+        "tomesd on the same pipe",
+        tomesd_first,
+        "one error that says which to remove, in either order",
+    ),
+    Check(
+        "DeepCache, merging removed while it is on",
+        removed_under_deepcache,
+        "bit-equal to DeepCache alone",
+    ),
     Check(
         "unknown model",
         unknown_model,

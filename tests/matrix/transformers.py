@@ -25,15 +25,31 @@ from tests.builders.transformers import (
 from tests.matrix.rows import Row
 
 BOTH = {"kv": {"keep": 0.5}, "qkv": {"keep": 0.5, "merge": "qkv"}}
-DEFAULT = {"default": {"keep": 0.5}, "tau": {"tau": -1.0, "stride": (1, 2)}}  # keys and values; queries too
+DEFAULT = {
+    "default": {"keep": 0.5},
+    "tau": {"tau": -1.0, "stride": (1, 2)},
+}  # keys and values; queries too
 
 
-def row(name: str, build: Any, inputs: dict[str, Any], merges: dict[int, int], **kwargs: Any) -> Row:
-    return Row(name, build, partial(run, inputs), merges, **{"modes": DEFAULT, "processor": "error", **kwargs})
+def row(
+    name: str, build: Any, inputs: dict[str, Any], merges: dict[int, int], **kwargs: Any
+) -> Row:
+    return Row(
+        name,
+        build,
+        partial(run, inputs),
+        merges,
+        **{"modes": DEFAULT, "processor": "error", **kwargs},
+    )
 
 
 PIXART = model(
-    "PixArtTransformer2DModel", **PATCHED, **HEADS, out_channels=8, cross_attention_dim=32, caption_channels=16
+    "PixArtTransformer2DModel",
+    **PATCHED,
+    **HEADS,
+    out_channels=8,
+    cross_attention_dim=32,
+    caption_channels=16,
 )
 PIXART_INPUTS = {
     "hidden_states": IMAGE,
@@ -55,7 +71,15 @@ WAN = model(
 )
 
 ROWS = [
-    row("PixArt", PIXART, PIXART_INPUTS, {96: 2}, modes=BOTH, processor="set", one_liner="needs `size`"),
+    row(
+        "PixArt",
+        PIXART,
+        PIXART_INPUTS,
+        {96: 2},
+        modes=BOTH,
+        processor="set",
+        one_liner="needs `size`",
+    ),
     row(
         "DiT",
         model(
@@ -66,7 +90,11 @@ ROWS = [
             num_embeds_ada_norm=10,
             norm_elementwise_affine=False,
         ),
-        {"hidden_states": normal(2, 4, 32, 32), "timestep": torch.tensor([5, 5]), "class_labels": torch.tensor([1, 2])},
+        {
+            "hidden_states": normal(2, 4, 32, 32),
+            "timestep": torch.tensor([5, 5]),
+            "class_labels": torch.tensor([1, 2]),
+        },
         {256: 2},
         modes=BOTH,
         processor="none",
@@ -177,7 +205,11 @@ ROWS = [
     row(
         "Flux Kontext",
         model("FluxTransformer2DModel", **FLUX, pooled_projection_dim=8),
-        {**reference_image(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])},
+        {
+            **reference_image(),
+            "pooled_projections": normal(2, 8),
+            "timestep": torch.tensor([0.5, 0.5]),
+        },
         {96: 4},
         note="the reference image's tokens never merge",
     ),
@@ -193,7 +225,11 @@ ROWS = [
         {
             **flux_inputs(),
             "attention_mask": torch.cat(
-                [torch.tensor([[True] * 5 + [False] * 2] * 2), torch.ones(2, H * W, dtype=torch.bool)], 1
+                [
+                    torch.tensor([[True] * 5 + [False] * 2] * 2),
+                    torch.ones(2, H * W, dtype=torch.bool),
+                ],
+                1,
             ),
             "timestep": torch.tensor([0.5, 0.5]),
         },
@@ -237,14 +273,22 @@ ROWS = [
             out_channels=4,
             pos_embed_max_size=256,
         ),
-        {"hidden_states": IMAGE, "encoder_hidden_states": normal(2, TEXT, 16), "timestep": torch.tensor([0.5, 0.5])},
+        {
+            "hidden_states": IMAGE,
+            "encoder_hidden_states": normal(2, TEXT, 16),
+            "timestep": torch.tensor([0.5, 0.5]),
+        },
         {96: 2},
         note="text and register tokens never merge",
     ),
     row(
         "Wan (video)",
         WAN,
-        {"hidden_states": normal(2, 4, 3, 2 * H, 2 * W), "encoder_hidden_states": normal(2, TEXT, 16), **STEP},
+        {
+            "hidden_states": normal(2, 4, 3, 2 * H, 2 * W),
+            "encoder_hidden_states": normal(2, TEXT, 16),
+            **STEP,
+        },
         {288: 2},
         note="tiles over time and space; keys merge after rotation",
     ),

@@ -66,9 +66,19 @@ ROWS = [
         LEVELS,
     ),
     Row("SDXL", partial(sdxl, "StableDiffusionXLPipeline"), once, {64: 8}),
-    Row("SDXL image to image", partial(sdxl, "StableDiffusionXLImg2ImgPipeline"), image_to_image, {64: 8}),
+    Row(
+        "SDXL image to image",
+        partial(sdxl, "StableDiffusionXLImg2ImgPipeline"),
+        image_to_image,
+        {64: 8},
+    ),
     Row("SDXL inpaint", partial(sdxl, "StableDiffusionXLInpaintPipeline"), inpaint, {64: 8}),
-    Row("SDXL refiner", partial(sdxl, "StableDiffusionXLImg2ImgPipeline", refiner=True), image_to_image, {64: 8}),
+    Row(
+        "SDXL refiner",
+        partial(sdxl, "StableDiffusionXLImg2ImgPipeline", refiner=True),
+        image_to_image,
+        {64: 8},
+    ),
     Row(
         "Kandinsky 2.2 decoder",
         kandinsky,
@@ -78,7 +88,13 @@ ROWS = [
         one_liner="changes nothing; `report()` raises",
         note="the text's keys stand before the image's (added keys); keys and values alone",
     ),
-    Row("AnimateDiff", animatediff, run_animatediff, LEVELS, note="attention over frames never merges"),
+    Row(
+        "AnimateDiff",
+        animatediff,
+        run_animatediff,
+        LEVELS,
+        note="attention over frames never merges",
+    ),
     Row(
         "Stable Video Diffusion",
         stable_video,

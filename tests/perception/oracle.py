@@ -1,7 +1,9 @@
-"""The paper's block in plain loops: x' = MSA(LN(x)) + x, x'' = MaMe(x'), MLP(LN(x'')) + x'', from the block's own forward.
+"""The paper's block in plain loops: x' = MSA(LN(x)) + x, x'' = MaMe(x'), MLP(LN(x'')) + x'', from
+the block's own forward.
 
-The first half is what the block's second norm is given, the second what the block gives with its attention silenced: nothing is
-assumed of the modules between. Merging is that of `mame_sd.core.reference`.
+The first half is what the block's second norm is given, the second what the block gives with its
+attention silenced: nothing is assumed of the modules between. Merging is that of
+`mame_sd.core.reference`.
 """
 
 from __future__ import annotations
@@ -19,11 +21,14 @@ from tests.builders.perception import FRAMES, Row, frames
 
 
 def blocks_of(model: nn.Module, row: Row) -> list[Any]:
-    """The blocks of the vision transformer: modules that have the row's norm and attention, of images' half."""
+    """The blocks of the vision transformer: modules that have the row's norm and attention, of
+    images' half.
+    """
     named = [
         (name, module)
         for name, module in model.named_modules()
-        if {row.norm, row.attention} <= {child for child, _ in module.named_children()} and "text" not in name
+        if {row.norm, row.attention} <= {child for child, _ in module.named_children()}
+        and "text" not in name
     ]
     return [module for _, module in named]
 
@@ -35,14 +40,20 @@ def merged_oracle(
     prop_attn: bool = False,
     size: tuple[int, int] | None = None,
 ) -> nn.Module:
-    """A copy of `model` in float64 in which the blocks `configs` merge; with `prop_attn` later attentions add the log of sizes.
+    """A copy of `model` in float64 in which the blocks `configs` merge; with `prop_attn` later
+    attentions add the log of sizes.
 
-    Only in the first of them, and only where a convolution says height and width and nothing shuffles, are tokens a grid, of `size` (a
-    square unless given, or a video's frames one under the other).
+    Only in the first of them, and only where a convolution says height and width and nothing
+    shuffles, are tokens a grid, of `size` (a square unless given, or a video's frames one under the
+    other).
     """
-    plane = "ViTMAE" not in row.name and any(isinstance(part, nn.Conv2d | nn.Conv3d) for part in model.modules())
+    plane = "ViTMAE" not in row.name and any(
+        isinstance(part, nn.Conv2d | nn.Conv3d) for part in model.modules()
+    )
     configs = {
-        number: config if plane and number == min(configs) else config.replace(partition="alternating")
+        number: config
+        if plane and number == min(configs)
+        else config.replace(partition="alternating")
         for number, config in configs.items()
     }
     if row.inputs is frames:
@@ -60,7 +71,12 @@ def merged_oracle(
                 attention.register_forward_pre_hook(_counting(sizes, attention), with_kwargs=True)
         if number in configs:
             block.forward = _forward(
-                block, row, configs[number], sizes, prop_attn, size if number == min(configs) else None
+                block,
+                row,
+                configs[number],
+                sizes,
+                prop_attn,
+                size if number == min(configs) else None,
             )
     return model
 
@@ -91,14 +107,23 @@ def _counting(sizes: list[Tensor], attention: nn.Module) -> Any:
 
 
 def _forward(
-    block: Any, row: Row, config: MaMeConfig, sizes: list[Tensor], prop_attn: bool, size: tuple[int, int] | None
+    block: Any,
+    row: Row,
+    config: MaMeConfig,
+    sizes: list[Tensor],
+    prop_attn: bool,
+    size: tuple[int, int] | None,
 ) -> Any:
     norm, attention = block.get_submodule(row.norm), block.get_submodule(row.attention)
     inside = dict(attention.named_modules())
     projection = next(inside[name] for name in ("k_proj", "attention.key", "qkv") if name in inside)
 
     def silenced(module: nn.Module, args: Any, output: Any) -> Any:
-        return (torch.zeros_like(output[0]), *output[1:]) if isinstance(output, tuple) else torch.zeros_like(output)
+        return (
+            (torch.zeros_like(output[0]), *output[1:])
+            if isinstance(output, tuple)
+            else torch.zeros_like(output)
+        )
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         seen: list[Tensor] = []

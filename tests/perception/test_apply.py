@@ -1,4 +1,6 @@
-"""Merging on a model: what stays in batches, restoring, compiling, models of one's own, and what is refused."""
+"""Merging on a model: what stays in batches, restoring, compiling, models of one's own, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,16 @@ MEAN = next(row for row in ROWS if row.name == "SiglipForImageClassification")
 @torch.no_grad()
 def test_few_tokens_are_left_alone() -> None:
     model = VIT.build()
-    handle = apply_encoder(model, keep=0.5, blocks=DEPTH, min_tokens=18, restore=True, schedule="constant")
+    handle = apply_encoder(
+        model, keep=0.5, blocks=DEPTH, min_tokens=18, restore=True, schedule="constant"
+    )
     assert model.vit(**VIT.batch()).last_hidden_state.shape[1] == PATCHES + 1
     assert tokens(handle) == [19, 10, 10, 10]
-    assert [block.note for block in handle.report().blocks] == ["", "", *["fewer than min_tokens=18"] * 2]
+    assert [block.note for block in handle.report().blocks] == [
+        "",
+        "",
+        *["fewer than min_tokens=18"] * 2,
+    ]
     register_encoder(MINE)
     model = MyViT(blocks=5)
     handle = apply_encoder(model, keep=0.5, blocks=5, schedule="constant")
@@ -44,7 +52,9 @@ def test_with_keep_a_sample_does_not_see_its_neighbours(row: Row) -> None:
     both = row.call(model, inputs)
     owners = handle.owners()
     for sample in range(3):
-        alone = row.call(model, {name: value[sample : sample + 1] for name, value in inputs.items()})
+        alone = row.call(
+            model, {name: value[sample : sample + 1] for name, value in inputs.items()}
+        )
         torch.testing.assert_close(alone["logits"][0], both["logits"][sample])
         assert torch.equal(handle.owners()[0], owners[sample])
 
@@ -61,7 +71,10 @@ def test_with_tau_a_token_stays_where_any_sample_keeps_it() -> None:
     VIT.call(model, inputs)
     plan = handle.plans()[0]
     assert torch.equal(plan.preserved, torch.stack(stays).any(0).expand(3, -1))
-    assert handle.report().blocks[0].note == "by tau in a batch of 3: a token stays where any sample keeps it"
+    assert (
+        handle.report().blocks[0].note
+        == "by tau in a batch of 3: a token stays where any sample keeps it"
+    )
     assert 0 < plan.preserved[0].sum() < plan.preserved.shape[1]
 
 
@@ -87,7 +100,9 @@ def test_restoring_puts_every_token_at_its_place(fields: dict[str, float]) -> No
         assert {tuple(row.tolist()) for row in whole[sample][holders]} == rows
     assert torch.equal(whole[:, 0], kept[:, 0])
     assert len(handle.owners(0)[0].unique()) == handle.plans()[0].tokens_kept
-    with pytest.raises(ValueError, match=r"restore: expected a tensor of shape .* got \[2, 37, 32\]"):
+    with pytest.raises(
+        ValueError, match=r"restore: expected a tensor of shape .* got \[2, 37, 32\]"
+    ):
         handle.restore(whole)
     handle.capture(False)
     with pytest.raises(RuntimeError, match="none were kept"):
@@ -160,17 +175,33 @@ def test_timm_checkpoints_and_gives_features_directly(row: Row) -> None:
     torch.testing.assert_close(grads[1], grads[0])
     assert math.isclose(handle.report().blocks[0].tokens_kept, 19)
     apply_encoder(model, keep=0.5, prop_attn=True)
-    with pytest.raises(ValueError, match=r"prop_attn: expected no checkpointing around blocks \(timm"):
+    with pytest.raises(
+        ValueError, match=r"prop_attn: expected no checkpointing around blocks \(timm"
+    ):
         model(image)
 
 
 def refused(name: str, **overrides: Any) -> nn.Module:
     kind = getattr(transformers, name)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     sizes |= {"image_size": SIDE, "patch_size": 4}
     if name.startswith("Segformer"):
-        sizes = {"hidden_sizes": [8] * 4, "depths": [1] * 4, "num_attention_heads": [1] * 4, "decoder_hidden_size": 8}
-    return seeded(kind, 0, kind.config_class(**(overrides if name.startswith("Swin") else {**sizes, **overrides})))
+        sizes = {
+            "hidden_sizes": [8] * 4,
+            "depths": [1] * 4,
+            "num_attention_heads": [1] * 4,
+            "decoder_hidden_size": 8,
+        }
+    return seeded(
+        kind,
+        0,
+        kind.config_class(**(overrides if name.startswith("Swin") else {**sizes, **overrides})),
+    )
 
 
 SWIN = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 3}
@@ -181,10 +212,26 @@ SWIN = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 3
     [
         ("SwinForImageClassification", SWIN, "SwinModel: its attention works in windows"),
         ("BeitForImageClassification", {}, "BeitModel: its attention adds a bias for each pair"),
-        ("DINOv3ViTModel", {}, "DINOv3ViTModel: positions turn its queries and keys inside attention"),
-        ("ViTMAEForPreTraining", {}, "ViTMAEForPreTraining: its decoder needs every token; apply to its encoder"),
-        ("ViTForMaskedImageModeling", {"encoder_stride": 4}, "its output puts every token at its place"),
-        ("SegformerForSemanticSegmentation", {}, "SegformerModel: its stages fold tokens by their places"),
+        (
+            "DINOv3ViTModel",
+            {},
+            "DINOv3ViTModel: positions turn its queries and keys inside attention",
+        ),
+        (
+            "ViTMAEForPreTraining",
+            {},
+            "ViTMAEForPreTraining: its decoder needs every token; apply to its encoder",
+        ),
+        (
+            "ViTForMaskedImageModeling",
+            {"encoder_stride": 4},
+            "its output puts every token at its place",
+        ),
+        (
+            "SegformerForSemanticSegmentation",
+            {},
+            "SegformerModel: its stages fold tokens by their places",
+        ),
         ("TimesformerModel", {"num_frames": 2}, "its attention takes frames and places apart"),
     ],
 )
@@ -202,7 +249,8 @@ def test_what_is_no_vision_transformer() -> None:
     assert not is_encoder(tiny_unet())
     assert not is_encoder("facebook/deit-base-patch16-224")
     with pytest.raises(
-        ValueError, match=r"expected one vision transformer \(.*ViTModel.*\), got Linear; give the model"
+        ValueError,
+        match=r"expected one vision transformer \(.*ViTModel.*\), got Linear; give the model",
     ):
         apply_encoder(nn.Linear(2, 2))
     both = nn.ModuleList([VIT.build(), VIT.build()])
@@ -214,7 +262,9 @@ def test_blocks_that_another_tool_has_wrapped_are_refused() -> None:
     model = VIT.build()
     block = blocks_of(model, VIT)[1]
     block.forward = block.forward
-    with pytest.raises(ValueError, match="expected a ViTLayer with its own forward, found another tool's"):
+    with pytest.raises(
+        ValueError, match="expected a ViTLayer with its own forward, found another tool's"
+    ):
         apply_encoder(model, keep=0.5)
     assert not has_encoder_hooks(model)
 
@@ -268,12 +318,14 @@ def test_a_model_of_one_s_own() -> None:
     with pytest.raises(ValueError, match="feature: expected 'x' for a model of kind 'mine'"):
         apply_encoder(model, keep=0.5, feature="k")
     with pytest.raises(
-        ValueError, match="prop_attn: expected attention that takes an argument 'attention_mask', which Lin"
+        ValueError,
+        match="prop_attn: expected attention that takes an argument 'attention_mask', which Lin",
     ):
         apply_encoder(model, keep=0.5, prop_attn=True)
     model.blocks[1].bias = nn.Parameter(torch.zeros(8))
     with pytest.raises(
-        ValueError, match=r"expected a MyViT with blocks .* got another kind .MyBlock: it also has bias"
+        ValueError,
+        match=r"expected a MyViT with blocks .* got another kind .MyBlock: it also has bias",
     ):
         apply_encoder(model, keep=0.5)
 

@@ -1,4 +1,6 @@
-"""The examples of docs/perception.md run, and its tables of arguments and models name what there is."""
+"""The examples of docs/perception.md run, and its tables of arguments and models name what there
+is.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ from tests.builders.perception import ROWS
 from tests.builders.tiny import seeded
 
 DOCS = Path(__file__).parents[2] / "docs"
-USAGE, CLASSIFY = ((DOCS / name).read_text(encoding="utf-8") for name in ("perception.md", "perception-classify.md"))
+USAGE, CLASSIFY = (
+    (DOCS / name).read_text(encoding="utf-8")
+    for name in ("perception.md", "perception-classify.md")
+)
 PAGE = USAGE + CLASSIFY
 EXAMPLES = re.findall(r"<!-- test: python -->\n```python\n(.*?)```", PAGE, re.S)
 
@@ -33,8 +38,16 @@ EXAMPLES = re.findall(r"<!-- test: python -->\n```python\n(.*?)```", PAGE, re.S)
 def test_examples_run(code: str) -> None:
     row = next(row for row in ROWS if row.name == "DeiTForImageClassification")
     tiny = row.build()
-    model = seeded(type(tiny), 0, type(tiny.config)(**{**tiny.config.to_dict(), "num_hidden_layers": 10}))
-    scope = {"model": model, "encoder": model.deit, **row.batch(), "apply_mame": apply_mame, "remove_mame": remove_mame}
+    model = seeded(
+        type(tiny), 0, type(tiny.config)(**{**tiny.config.to_dict(), "num_hidden_layers": 10})
+    )
+    scope = {
+        "model": model,
+        "encoder": model.deit,
+        **row.batch(),
+        "apply_mame": apply_mame,
+        "remove_mame": remove_mame,
+    }
     exec(compile(code, "perception.md", "exec"), scope)
 
 

@@ -1,4 +1,6 @@
-"""FLOPs of real architectures: the paper's baselines, and what halving their tokens three times leaves."""
+"""FLOPs of real architectures: the paper's baselines, and what halving their tokens three times
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,26 @@ DOCS = Path(__file__).parents[2] / "docs" / "perception-results.md"
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_unmerged_flops_are_the_paper_s(name: str) -> None:
     before = counted(name).flops_before / 1e9
-    norms = 5 * 2 * ARCHITECTURES[name].depth * ARCHITECTURES[name].width * (257 if name == "ViT-H" else 197) / 1e9
-    assert round(before + norms, 1) == ARCHITECTURES[name].printed  # it counts 5 an element of layer norms
+    norms = (
+        5
+        * 2
+        * ARCHITECTURES[name].depth
+        * ARCHITECTURES[name].width
+        * (257 if name == "ViT-H" else 197)
+        / 1e9
+    )
+    assert (
+        round(before + norms, 1) == ARCHITECTURES[name].printed
+    )  # it counts 5 an element of layer norms
     assert before == pytest.approx(ARCHITECTURES[name].printed, abs=0.11)
 
 
 @pytest.mark.parametrize(("name", "gflops"), [("ViT-Ti", 0.62), ("ViT-S", 2.28), ("ViT-B", 8.72)])
 def test_flops_halved_at_3_6_and_9_are_those_counted_by_hand(name: str, gflops: float) -> None:
     report = counted(name)
-    assert [block.tokens_kept for block in report.blocks] == [197] * 3 + [99] * 3 + [50] * 3 + [26] * 3
+    assert [block.tokens_kept for block in report.blocks] == [197] * 3 + [99] * 3 + [50] * 3 + [
+        26
+    ] * 3
     merging = sum(block.merging for block in report.blocks)
     assert report.flops - merging == pytest.approx(gflops * 1e9, abs=5e6)
     assert merging < 0.01 * report.flops
@@ -31,7 +44,9 @@ def test_flops_halved_at_3_6_and_9_are_those_counted_by_hand(name: str, gflops: 
 @pytest.mark.parametrize(("name", "gflops"), [("ViT-Ti", 0.53), ("ViT-S", 1.95), ("ViT-B", 7.45)])
 def test_counted_from_1_it_would_be_less(name: str, gflops: float) -> None:
     report = counted(name, (2, 5, 8))
-    assert report.flops - sum(block.merging for block in report.blocks) == pytest.approx(gflops * 1e9, abs=5e6)
+    assert report.flops - sum(block.merging for block in report.blocks) == pytest.approx(
+        gflops * 1e9, abs=5e6
+    )
 
 
 @pytest.mark.parametrize("name", ["ViT-Ti", "ViT-S", "ViT-B"])
@@ -46,4 +61,6 @@ def test_the_last_block_can_save_less_than_is_printed(name: str) -> None:
 
 
 def test_the_table_in_the_documentation_is_current() -> None:
-    assert flops_table() in DOCS.read_text(encoding="utf-8"), "run: python -m benchmarks.encoders --flops"
+    assert flops_table() in DOCS.read_text(encoding="utf-8"), (
+        "run: python -m benchmarks.encoders --flops"
+    )

@@ -20,7 +20,16 @@ def test_a_grid_is_one_in_the_first_block_alone() -> None:
     model(wide, interpolate_pos_encoding=True)
     first, second = handle.report().blocks[:2]
     assert (first.tokens_kept, first.note) == (1 + 18, "")
-    assert handle.plans()[0].positions.dst.tolist()[:8] == [0, 2, 4, 6, 8, 10, 24, 26]  # every other one of rows of 12
+    assert handle.plans()[0].positions.dst.tolist()[:8] == [
+        0,
+        2,
+        4,
+        6,
+        8,
+        10,
+        24,
+        26,
+    ]  # every other one of rows of 12
     assert second.tokens_kept == 1 + 9
     assert second.note == "keep 0.25 asked, 0.50 kept: destinations stay"
     handle = apply_encoder(model, keep=0.5, blocks=(0, 1), partition="random-grid")
@@ -55,9 +64,13 @@ def test_by_default_a_grid_of_any_sides_is_the_oracle_s() -> None:
     handle = apply_encoder(model)
     handle.capture()
     got = model(tall, interpolate_pos_encoding=True).logits
-    assert handle.plans()[0].positions.dst.tolist() == [10 * y + x for y in range(4) for x in (0, 2, 4)]
+    assert handle.plans()[0].positions.dst.tolist() == [
+        10 * y + x for y in range(4) for x in (0, 2, 4)
+    ]
     remove_encoder(model)
-    torch.testing.assert_close(got, want(tall, interpolate_pos_encoding=True).logits, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        got, want(tall, interpolate_pos_encoding=True).logits, rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -69,7 +82,10 @@ def test_a_checkpoint_computes_again_by_its_own_images_grid(reentrant: bool) -> 
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         apply_encoder(model, keep=0.6)
         images = torch.randn(2, 3, 9 * PATCH, 4 * PATCH, generator=torch.Generator().manual_seed(0))
-        both = [model(one, interpolate_pos_encoding=True).logits for one in (images, images.mT.contiguous())]
+        both = [
+            model(one, interpolate_pos_encoding=True).logits
+            for one in (images, images.mT.contiguous())
+        ]
         sum(logits.square().sum() for logits in both).backward()
         grads.append([part.grad for part in model.parameters() if part.grad is not None])
     for one, other in zip(*grads, strict=True):

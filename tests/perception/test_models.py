@@ -1,4 +1,6 @@
-"""Every class of vision transformers: merged as the paper says, counted, copied, saved, checkpointed, taken off again."""
+"""Every class of vision transformers: merged as the paper says, counted, copied, saved,
+checkpointed, taken off again.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ every = pytest.mark.parametrize("row", EVERY)
 
 
 def paired(settings: list[Any], each: int) -> list[Any]:
-    """Every class of models with `each` of the settings, dealt out in turn: each setting meets classes of several kinds."""
+    """Every class of models with `each` of the settings, dealt out in turn: each setting meets
+    classes of several kinds.
+    """
     return [
         pytest.param(
             *row.values,
@@ -40,7 +44,11 @@ TOKENS = {"ViTMAEModel": 27}  # a quarter is masked
 
 
 def doubled(inputs: dict[str, Any]) -> dict[str, Any]:
-    real = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()}
+    real = {
+        name: value
+        for name, value in inputs.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
     return {**inputs, **{name: value.double() for name, value in real.items()}}
 
 
@@ -60,7 +68,9 @@ SETTINGS: list[tuple[dict[str, Any], Any]] = [
 
 
 @pytest.mark.parametrize(("row", "setting"), paired(SETTINGS, 2))
-def test_output_and_gradients_are_the_oracle_s(row: Row, setting: tuple[dict[str, Any], Any]) -> None:
+def test_output_and_gradients_are_the_oracle_s(
+    row: Row, setting: tuple[dict[str, Any], Any]
+) -> None:
     fields, blocks = setting
     model, inputs = row.build().double(), doubled(row.batch())
     handle = apply_encoder(model, blocks=blocks, restore=False, **fields)
@@ -71,7 +81,9 @@ def test_output_and_gradients_are_the_oracle_s(row: Row, setting: tuple[dict[str
     for one in (model, slow):
         image = inputs["pixel_values"].clone().requires_grad_()
         output = row.call(one, {**inputs, "pixel_values": image})
-        sum(value.square().sum() for value in output.values() if value.is_floating_point()).backward()
+        sum(
+            value.square().sum() for value in output.values() if value.is_floating_point()
+        ).backward()
         grads = {name: part.grad for name, part in one.named_parameters() if part.grad is not None}
         results.append((output, {**grads, "image": image.grad}))
     same(results[0][0], results[1][0], rtol=1e-9, atol=1e-9)
@@ -84,13 +96,20 @@ def test_a_described_block_is_the_block_s_own_forward_to_the_bit(row: Row) -> No
     x = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(1))
     for block in blocks:
         merged = MergedBlock(block, known, 1, Pass(0, False, False, 3), None, {0: None})
-        more = () if row.name.startswith("VideoMAE") else (None,)  # the mask, where a block takes one
+        more = (
+            () if row.name.startswith("VideoMAE") else (None,)
+        )  # the mask, where a block takes one
         assert torch.equal(merged.forward(x, *more), block(x, *more))
 
 
 @pytest.mark.parametrize("name", ["ViTForImageClassification", "SiglipForImageClassification"])
-def test_merging_in_the_last_block_changes_no_answer_that_is_read_from_a_class_token(name: str) -> None:
-    """It takes no part in merging, and no attention is left in which it could meet what merged. A mean over tokens changes."""
+def test_merging_in_the_last_block_changes_no_answer_that_is_read_from_a_class_token(
+    name: str,
+) -> None:
+    """It takes no part in merging, and no attention is left in which it could meet what merged.
+
+    A mean over tokens changes.
+    """
     row = next(row for row in ROWS if row.name == name)
     model, inputs = row.build(), row.batch(2)
 
@@ -98,13 +117,19 @@ def test_merging_in_the_last_block_changes_no_answer_that_is_read_from_a_class_t
         model.zero_grad()
         logits = model(**inputs).logits
         logits.square().sum().backward()
-        return [logits.detach(), next(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        return [
+            logits.detach(),
+            next(p.grad.clone() for p in model.parameters() if p.grad is not None),
+        ]
 
     plain = logits_and_gradient()
     handle = apply_encoder(model, keep=0.5, blocks=(-1,))
     merged = logits_and_gradient()
     assert handle.report().blocks[-1].tokens_kept < row.special + PATCHES
-    same = [torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in zip(plain, merged, strict=True)]
+    same = [
+        torch.allclose(one, other, rtol=1e-4, atol=1e-4)
+        for one, other in zip(plain, merged, strict=True)
+    ]
     assert same == [row.special == 1] * 2
 
 
@@ -120,7 +145,10 @@ def test_reports_what_merged_and_leaves_no_trace(row: Row) -> None:
     report = handle.report()
     patches = TOKENS.get(row.name, PATCHES)
     half, quarter = -(-patches // 2), -(-patches // 2) // 2 + (-(-patches // 2) % 2)
-    assert [block.tokens_in for block in report.blocks] == [patches + row.special, *[half + row.special] * (DEPTH - 1)]
+    assert [block.tokens_in for block in report.blocks] == [
+        patches + row.special,
+        *[half + row.special] * (DEPTH - 1),
+    ]
     assert report.blocks[-1].tokens_kept == quarter + row.special
     assert [block.merged for block in report.blocks] == [True, False, False, True]
     assert report.calls == 1
@@ -152,8 +180,12 @@ def test_flops_are_those_of_the_operations_that_run(row: Row, options: dict) -> 
         handle.active = active
         counter = FlopCounterMode(display=False)
         hooks = [
-            encoder.register_forward_pre_hook(lambda *_, counter=counter: counter.__enter__() and None),
-            encoder.register_forward_hook(lambda *_, counter=counter: counter.__exit__(None, None, None)),
+            encoder.register_forward_pre_hook(
+                lambda *_, counter=counter: counter.__enter__() and None
+            ),
+            encoder.register_forward_hook(
+                lambda *_, counter=counter: counter.__exit__(None, None, None)
+            ),
         ]
         with sdpa_kernel(SDPBackend.MATH):  # the counter knows no kernel of the CPU
             row.call(model, inputs)
@@ -201,14 +233,20 @@ def test_trains_under_autocast(row: Row) -> None:
     apply_encoder(model, keep=0.5, blocks=2, prop_attn=True, restore=True)
     with torch.autocast("cpu", torch.bfloat16):
         output = row.call(model, inputs)
-    sum(value.float().square().mean() for value in output.values() if value.is_floating_point()).backward()
+    sum(
+        value.float().square().mean() for value in output.values() if value.is_floating_point()
+    ).backward()
     first = blocks_of(model, row)[0]
     assert all(part.grad is not None and part.grad.isfinite().all() for part in first.parameters())
 
 
 @pytest.mark.parametrize(
     ("row", "setting"),
-    [one for one in paired([(False, {"tau": 0.3}), (True, {"keep": 0.5})], 1) if "timm" not in one.id],
+    [
+        one
+        for one in paired([(False, {"tau": 0.3}), (True, {"keep": 0.5})], 1)
+        if "timm" not in one.id
+    ],
 )
 def test_checkpointing_changes_no_gradient(row: Row, setting: tuple[bool, dict[str, Any]]) -> None:
     reentrant, fields = setting
@@ -223,16 +261,23 @@ def test_checkpointing_changes_no_gradient(row: Row, setting: tuple[bool, dict[s
         with torch.random.fork_rng():
             torch.manual_seed(0)
             output = row.call(model, {**inputs, "pixel_values": image})
-            sum(value.square().sum() for value in output.values() if value.is_floating_point()).backward()
+            sum(
+                value.square().sum() for value in output.values() if value.is_floating_point()
+            ).backward()
         assert handle.report().calls == 1
-        grads.append({name: part.grad for name, part in model.named_parameters() if part.grad is not None})
+        grads.append(
+            {name: part.grad for name, part in model.named_parameters() if part.grad is not None}
+        )
     same(grads[1], grads[0])
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in EVERY if row.id in {"ViTForImageClassification", "SiglipModel", "timm ViT"}]
+    "row",
+    [row for row in EVERY if row.id in {"ViTForImageClassification", "SiglipModel", "timm ViT"}],
 )
-@pytest.mark.parametrize("options", [{}, {"prop_attn": False}, {"restore": True, "prop_attn": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"prop_attn": False}, {"restore": True, "prop_attn": True}], ids=str
+)
 @torch.no_grad()
 def test_keep_compiles_to_one_graph(row: Row, options: dict) -> None:
     torch._dynamo.reset()

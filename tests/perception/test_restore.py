@@ -1,4 +1,6 @@
-"""Tokens put back at their places: hidden states of every block, dense heads, heads that take a mean, and what can't be."""
+"""Tokens put back at their places: hidden states of every block, dense heads, heads that take a
+mean, and what can't be.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,19 @@ def test_features_of_an_earlier_forward_are_refused() -> None:
     first, second = (model.vit(**VIT.batch(seed=seed)).last_hidden_state for seed in (0, 1))
     handle.restore(second)
     for earlier in (first, first[:, :, :8]):
-        with pytest.raises(ValueError, match="expected features of the latest forward, got those of an earlier one"):
+        with pytest.raises(
+            ValueError, match="expected features of the latest forward, got those of an earlier one"
+        ):
             handle.restore(earlier)
 
 
 @dense
 @torch.no_grad()
 def test_dense_heads_find_every_token_at_its_place(row: Row) -> None:
-    model, inputs = row.build().double(), {name: value.double() for name, value in row.batch().items()}
+    model, inputs = (
+        row.build().double(),
+        {name: value.double() for name, value in row.batch().items()},
+    )
     before = row.call(model, inputs)
     exact = apply_encoder(model, tau=1.0)
     for name, value in row.call(model, inputs).items():
@@ -54,7 +61,9 @@ def test_dense_heads_find_every_token_at_its_place(row: Row) -> None:
     assert exact.report().share == pytest.approx(1, abs=0.1)
     handle = apply_encoder(model)
     merged = row.call(model, inputs)
-    assert {name: value.shape for name, value in merged.items()} == {name: v.shape for name, v in before.items()}
+    assert {name: value.shape for name, value in merged.items()} == {
+        name: v.shape for name, v in before.items()
+    }
     assert handle.report().blocks[-1].tokens_kept < PATCHES
     assert not all(torch.allclose(value, before[name]) for name, value in merged.items())
     assert not handle._shared.plans, "no plan outlives the forward"

@@ -32,19 +32,32 @@ def test_blocks_that_are_not_there(blocks: Any) -> None:
         apply_encoder(VIT.build(), blocks=blocks)
 
 
-def test_by_default_every_second_block_merges_the_first_ones_most_and_the_last_leaves_a_quarter() -> None:
+def test_by_default_every_second_block_merges_the_first_most_and_the_last_a_quarter() -> None:
     for given in ({}, {"preset": "default"}, {"config": MaMeConfig()}, {"tau": None, "keep": None}):
         handle = apply_encoder(VIT.build(), **given)
         keeps = [config.keep for config in handle.configs.values()]
         assert tuple(handle.configs) == (0, 2)
-        assert keeps == pytest.approx([0.4225, 0.5917], abs=1e-3), "as many merge as 1 to the root of a half"
+        assert keeps == pytest.approx([0.4225, 0.5917], abs=1e-3), (
+            "as many merge as 1 to the root of a half"
+        )
         config = handle.config
         assert (config.tau, config.partition, bool(config.tiles)) == (None, "grid", False)
-        assert (config.weights, config.min_tokens, config.feature, handle.prop_attn) == ("best", 2, "k", True)
-    assert apply_encoder(VIT.build(), blocks=1).config.keep == pytest.approx(0.5), "no less in one block"
+        assert (config.weights, config.min_tokens, config.feature, handle.prop_attn) == (
+            "best",
+            2,
+            "k",
+            True,
+        )
+    assert apply_encoder(VIT.build(), blocks=1).config.keep == pytest.approx(0.5), (
+        "no less in one block"
+    )
     handle = apply_encoder(VIT.build(), blocks=range(DEPTH), schedule="constant")
-    assert [config.keep for config in handle.configs.values()] == pytest.approx([LEFT**0.25] * DEPTH)
-    assert tuple(apply_encoder(VIT.build(), preset="plain").configs) == tuple(range(DEPTH)), "the paper's: all"
+    assert [config.keep for config in handle.configs.values()] == pytest.approx(
+        [LEFT**0.25] * DEPTH
+    )
+    assert tuple(apply_encoder(VIT.build(), preset="plain").configs) == tuple(range(DEPTH)), (
+        "the paper's: all"
+    )
     handle = apply_encoder(VIT.build(), MaMeConfig(keep=0.7))
     assert math.fsum(config.keep or 0 for config in handle.configs.values()) == pytest.approx(1.4)
 
@@ -59,7 +72,9 @@ def test_the_last_block_leaves_a_quarter_by_any_schedule(depth: int, schedule: s
     assert (keeps == sorted(keeps), len({*keeps}) == 1) == (True, schedule == "constant")
 
 
-@pytest.mark.parametrize("fields", [{"tau": 0.8}, {"keep": [0.5, 0.5]}, {"schedule": "falling"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"tau": 0.8}, {"keep": [0.5, 0.5]}, {"schedule": "falling"}], ids=str
+)
 def test_a_schedule_is_for_one_keep(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="schedule: expected"):
         apply_encoder(VIT.build(), **{"schedule": "decreasing", **fields})
@@ -81,7 +96,9 @@ def test_none_leaves_what_the_config_says() -> None:
     assert (len(handle.configs), handle.config.keep, handle.prop_attn) == (DEPTH, 0.8, False)
 
 
-@pytest.mark.parametrize("given", [{"preset": "plain"}, {"config": MaMeConfig(preset="plain")}, {"variant": "paper"}])
+@pytest.mark.parametrize(
+    "given", [{"preset": "plain"}, {"config": MaMeConfig(preset="plain")}, {"variant": "paper"}]
+)
 def test_the_paper_s_form_is_by_tau_and_counts_no_sizes(given: dict[str, Any]) -> None:
     handle = apply_encoder(VIT.build(), **given)
     assert (handle.config.tau, handle.config.keep, handle.prop_attn) == (0.8, None, False)
@@ -92,7 +109,9 @@ def test_the_paper_s_form_is_by_tau_and_counts_no_sizes(given: dict[str, Any]) -
 def test_a_handle_s_settings_are_those_of_another_model_too() -> None:
     first = apply_encoder(VIT.build())
     config, keeps = first.config, [one.keep for one in first.configs.values()]
-    again = apply_encoder(VIT.build(), MaMeConfig.from_dict(config.to_dict(given_only=True)), keep=keeps)
+    again = apply_encoder(
+        VIT.build(), MaMeConfig.from_dict(config.to_dict(given_only=True)), keep=keeps
+    )
     assert (again.configs, again.prop_attn) == (first.configs, True)
     assert apply_encoder(VIT.build(), tau=None, keep=None).configs == first.configs
 
@@ -101,7 +120,9 @@ def test_the_preset_is_chosen_when_merging_is_applied() -> None:
     handle = apply_encoder(VIT.build())
     before = handle.configs
     for change in ({"preset": "plain"}, {"config": MaMeConfig(preset="plain")}):
-        with pytest.raises(ValueError, match="preset: expected the one that merging was applied with"):
+        with pytest.raises(
+            ValueError, match="preset: expected the one that merging was applied with"
+        ):
             handle.set(**change)
     assert handle.configs == before
     with pytest.raises(ValueError, match="preset: expected"):
@@ -117,15 +138,26 @@ def test_one_number_for_each_block() -> None:
     assert [(config.tau, config.metric) for config in handle.configs.values()] == [(0.1, "dot")] * 2
     handle.set(MaMeConfig(keep=1.0))
     assert {config.keep for config in handle.configs.values()} == {1.0}
-    with pytest.raises(ValueError, match="tau: expected one number, or one for each of 2 blocks, got 3"):
+    with pytest.raises(
+        ValueError, match="tau: expected one number, or one for each of 2 blocks, got 3"
+    ):
         handle.set(tau=(0.1, 0.2, 0.3))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"weights": "pick"}, "weights: expected .average. or .best. for a vision transformer, got .pick."),
-        ({"merge": "kv"}, "merge: expected none for a vision transformer, got 'kv': an encoder's tokens merge once"),
+        (
+            {"weights": "pick"},
+            "weights: expected .average. or .best. for a vision transformer, got .pick.",
+        ),
+        (
+            {"merge": "kv"},
+            (
+                "merge: expected none for a vision transformer, got 'kv': an encoder's tokens merge"
+                " once"
+            ),
+        ),
         ({"size": (4, 4)}, "size: expected none"),
         ({"redraw": True}, "redraw: expected none"),
         ({"pairs": True}, "pairs: expected none"),

@@ -31,7 +31,9 @@ def test_sizes_count_unless_they_can_t() -> None:
     assert not torch.equal(VIT.call(model, inputs)["logits"], counted)
     handle = apply_encoder(model, keep=0.5)
     model.vit.config._attn_implementation = "flash_attention_2"
-    assert (handle.prop_attn, handle.report().prop_attn) == (False, False), "as the model is set now"
+    assert (handle.prop_attn, handle.report().prop_attn) == (False, False), (
+        "as the model is set now"
+    )
 
 
 def test_sizes_go_with_the_forward() -> None:
@@ -55,11 +57,15 @@ def test_a_restored_output_weighs_means_by_what_tokens_stand_for() -> None:
     assert whole.shape[1] == PATCHES
     assert order.sum(1).tolist() == [PATCHES] * 2
     torch.testing.assert_close(model(**inputs).logits, model.classifier(whole.mean(1)))
-    for b in range(2):  # each kept token's copies: as many rows of the restored output as it stands for
+    for b in range(
+        2
+    ):  # each kept token's copies: as many rows of the restored output as it stands for
         rows, counts = whole[b].unique(dim=0, return_counts=True)
         assert sorted(counts.tolist()) == sorted(order[b].tolist())
         assert {tuple(row.tolist()) for row in rows} == {tuple(row.tolist()) for row in tokens[b]}
-    assert restored.report().blocks[0].merging == merged.report().blocks[0].merging, "rows are taken without a product"
+    assert restored.report().blocks[0].merging == merged.report().blocks[0].merging, (
+        "rows are taken without a product"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -71,7 +77,9 @@ def test_means_of_tokens_that_stand_for_many_count_these(weights: Any, dtype: to
     sizes[:, 0] = 1
     plan = plan_merge(x.detach(), MaMeConfig(keep=0.6, weights=weights, preset="plain"), special=1)
     got, summed = weighted(plan, x, sizes)
-    shares = torch.zeros(2, plan.tokens_kept, 33, dtype=torch.float64)  # of each token that goes to each kept one
+    shares = torch.zeros(
+        2, plan.tokens_kept, 33, dtype=torch.float64
+    )  # of each token that goes to each kept one
     for column in range(33):
         one = torch.zeros(2, 33, 1, dtype=torch.float64)
         one[:, column] = 1
@@ -81,11 +89,19 @@ def test_means_of_tokens_that_stand_for_many_count_these(weights: Any, dtype: to
     wanted = shares * sizes.double().unsqueeze(1) @ x.double() / total.unsqueeze(-1)
     rough = {torch.bfloat16: 0.03, torch.float16: 0.004}.get(dtype, 1e-5)
     assert got.dtype == dtype
-    alone = ((shares > 0).sum(2) == 1) if weights == "best" else torch.zeros_like(total, dtype=torch.bool)
-    assert torch.equal(got[alone], torch.einsum("bkl,blc->bkc", shares.to(dtype), x)[alone]), "to the bit"
+    alone = (
+        ((shares > 0).sum(2) == 1)
+        if weights == "best"
+        else torch.zeros_like(total, dtype=torch.bool)
+    )
+    assert torch.equal(got[alone], torch.einsum("bkl,blc->bkc", shares.to(dtype), x)[alone]), (
+        "to the bit"
+    )
     assert weights == "average" or alone.sum() > 10
     torch.testing.assert_close(got.double(), wanted, rtol=rough, atol=rough)
-    gradients = (torch.autograd.grad(one.double().square().sum(), x)[0].double() for one in (got, wanted))
+    gradients = (
+        torch.autograd.grad(one.double().square().sum(), x)[0].double() for one in (got, wanted)
+    )
     torch.testing.assert_close(*gradients, rtol=2 * rough, atol=2 * rough)
 
 
@@ -115,7 +131,8 @@ def test_counting_sizes_makes_merging_of_equals_exact(row: Row) -> None:
     inputs = twins(row, model)
     key = "pooler_output" if row is POOLED else "logits"
     want = row.call(model, inputs)[key]
-    # half of the tokens: the class token takes no part, and a plain mean of what every pair became is the pairs' mean
+    # half of the tokens: the class token takes no part, and a plain mean of what every pair became
+    # is the pairs' mean
     pairs: dict[str, Any] = {"partition": "alternating", "prop_attn": True, "restore": True}
     handle = apply_encoder(model, keep=0.5, blocks=(0,), **pairs)
     torch.testing.assert_close(row.call(model, inputs)[key], want, rtol=1e-4, atol=1e-4)
@@ -131,7 +148,10 @@ def test_sizes_need_attention_that_adds_a_mask() -> None:
     model = VIT.build()
     apply_encoder(model, keep=0.5, prop_attn=True)
     model.config._attn_implementation = model.vit.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="prop_attn: expected attention implementation 'eager' or 'sdpa', got 'flash"):
+    with pytest.raises(
+        ValueError,
+        match="prop_attn: expected attention implementation 'eager' or 'sdpa', got 'flash",
+    ):
         VIT.call(model, VIT.batch())
 
 

@@ -1,4 +1,6 @@
-"""The table of speed of real architectures: equal tokens, rounds that are kept, figures from seconds."""
+"""The table of speed of real architectures: equal tokens, rounds that are kept, figures from
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,16 @@ def test_every_method_leaves_the_tokens_of_merging_and_tome_is_no_mere_dropping(
         if name not in UNEQUAL:
             assert kept == [17] * 3 + [9] * 3 + [5] * 3 + [3] * 3, name
     for name, logits in seen.items():
-        assert not any(torch.equal(logits, other) for rest, other in seen.items() if rest != name), name
+        assert not any(
+            torch.equal(logits, other) for rest, other in seen.items() if rest != name
+        ), name
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "side", "tokens"), [("CLIP-L", 28, 5), ("SigLIP-B", 32, 4)])
-def test_the_towers_of_zero_shot_models_are_timed_too(name: str, side: int, tokens: int, monkeypatch: Any) -> None:
+def test_the_towers_of_zero_shot_models_are_timed_too(
+    name: str, side: int, tokens: int, monkeypatch: Any
+) -> None:
     one, *kinds = TOWERS[name]
     monkeypatch.setitem(TOWERS, name, (replace(one, width=32, heads=2), *kinds))
     model = vit(name, side)
@@ -55,10 +61,14 @@ def test_rounds_are_kept_and_continued(tmp_path: Path, monkeypatch: pytest.Monke
     assert {name: seconds[:1] for name, seconds in both.items()} == first
     monkeypatch.setattr(encoders, "vit", lambda *args: pytest.fail("nothing is left to measure"))
     assert speed(SMALL, 2, tmp_path, CPU) == both
-    assert len(speed_row(SMALL, both).split(" | ")) == len(speed_head().splitlines()[0].split(" | "))
+    assert len(speed_row(SMALL, both).split(" | ")) == len(
+        speed_head().splitlines()[0].split(" | ")
+    )
 
 
-def test_other_numbers_of_tokens_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_numbers_of_tokens_are_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(encoders.METHODS, "fewer tokens", Rival(RandomDrop(0.25)))
     with pytest.raises(SystemExit, match="expected as many tokens from every method"):
         speed(SMALL, 1, tmp_path, CPU)
@@ -67,8 +77,26 @@ def test_other_numbers_of_tokens_are_not_timed(tmp_path: Path, monkeypatch: pyte
 
 def test_the_row_gives_medians_ratios_and_what_is_captured() -> None:
     best = [0.6] * 3
-    given = [1.0] * 3, [0.5, 0.4, 0.8], best, best, [1.0, 0.5, 0.8], [0.5] * 3, [0.25] * 3, [0.4] * 3
+    given = (
+        [1.0] * 3,
+        [0.5, 0.4, 0.8],
+        best,
+        best,
+        [1.0, 0.5, 0.8],
+        [0.5] * 3,
+        [0.25] * 3,
+        [0.4] * 3,
+    )
     seconds = dict(zip(METHODS, given, strict=True))
-    cells = [cell.strip(" |") for cell in speed_row(Cell("ViT-B", 512, "bfloat16", 8), seconds).split(" | ")]
+    cells = [
+        cell.strip(" |")
+        for cell in speed_row(Cell("ViT-B", 512, "bfloat16", 8), seconds).split(" | ")
+    ]
     assert cells[:5] == ["ViT-B at 512", "bfloat16", "8", "1 (1 to 1)", "2 (1.62 to 2.25)"]
-    assert cells[11:] == ["2.00 (1.62 to 2.25)", "1.25 (1.12 to 1.62)", "1.00 (0.81 to 1.12)", "2.50", "0.67"]
+    assert cells[11:] == [
+        "2.00 (1.62 to 2.25)",
+        "1.25 (1.12 to 1.62)",
+        "1.00 (0.81 to 1.12)",
+        "2.50",
+        "0.67",
+    ]

@@ -1,4 +1,7 @@
-"""File systems that fill up or turn read-only below a run. They are mounted, which takes root on Linux."""
+"""File systems that fill up or turn read-only below a run.
+
+They are mounted, which takes root on Linux.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +34,19 @@ def disk(tmp_path: Path) -> Iterator[tuple[Path, Remount]]:
 
 def run(model: LoadedModel, out: Path) -> Summary:
     prompts = prompts_from_texts([f"{number} keys" for number in range(8)])
-    return generate(model, prompts, GenerateSettings(steps=1), MaMeConfig(keep=0.5, min_tokens=16), out)
+    return generate(
+        model, prompts, GenerateSettings(steps=1), MaMeConfig(keep=0.5, min_tokens=16), out
+    )
 
 
-def test_a_disk_that_fills_up_loses_nothing(model: LoadedModel, disk: tuple[Path, Remount], tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_loses_nothing(
+    model: LoadedModel, disk: tuple[Path, Remount], tmp_path: Path
+) -> None:
     folder, remount = disk
-    with pytest.raises(MachineError, match=r"could not be written \(No space left on device\); free some space there"):
+    with pytest.raises(
+        MachineError,
+        match=r"could not be written \(No space left on device\); free some space there",
+    ):
         run(model, folder / "run")
     made = {path: path.stat().st_mtime_ns for path in (folder / "run" / "images").iterdir()}
     assert 0 < len(made) < 8
@@ -47,7 +57,9 @@ def test_a_disk_that_fills_up_loses_nothing(model: LoadedModel, disk: tuple[Path
     assert snapshot(folder / "run") == snapshot(tmp_path / "undisturbed")
 
 
-def test_a_disk_that_turns_read_only_is_one_error_and_goes_on(model: LoadedModel, disk: tuple[Path, Remount]) -> None:
+def test_a_disk_that_turns_read_only_is_one_error_and_goes_on(
+    model: LoadedModel, disk: tuple[Path, Remount]
+) -> None:
     folder, remount = disk
     remount("size=1m")
     run(model, folder / "run")

@@ -35,7 +35,11 @@ posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 
 
 def run(
-    model: LoadedModel, out: Path, settings: GenerateSettings = FAST, config: Any = MERGED, **kwargs: Any
+    model: LoadedModel,
+    out: Path,
+    settings: GenerateSettings = FAST,
+    config: Any = MERGED,
+    **kwargs: Any,
 ) -> Summary:
     return generate(model, kwargs.pop("prompts", PROMPTS), settings, config, out, **kwargs)
 
@@ -49,7 +53,11 @@ def test_a_run_leaves_images_samples_and_a_manifest(model: LoadedModel, tmp_path
     assert (summary.images, summary.made) == (6, 6)
     assert summary.levels[0] == {"level": 0, "tokens_in": 256.0, "tokens_kept": 128.0, "share": 0.5}
     folder = tmp_path / "deep" / "run"
-    assert sorted(path.name for path in folder.iterdir()) == ["images", "manifest.json", "samples.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "images",
+        "manifest.json",
+        "samples.jsonl",
+    ]
     names = [f"p{number:05d}_{repeat}" for number in (1, 2, 3) for repeat in (0, 1)]
     assert sorted(path.stem for path in (folder / "images").iterdir()) == names
     rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
@@ -71,7 +79,12 @@ def test_png_text_holds_prompt_and_settings(model: LoadedModel, tmp_path: Path) 
         about = json.loads(image.info["mame_sd"])
         assert image.info["prompt"] == odd.replace("\0", "\u2400")
     assert about["prompt"] == odd
-    assert (about["steps"], about["seed"], about["mame"]["keep"], about["guidance"]) == (1, 0, 0.5, 7.5)
+    assert (about["steps"], about["seed"], about["mame"]["keep"], about["guidance"]) == (
+        1,
+        0,
+        0.5,
+        7.5,
+    )
 
 
 def test_noise_depends_on_seed_id_and_repeat_alone() -> None:
@@ -84,7 +97,9 @@ def test_noise_depends_on_seed_id_and_repeat_alone() -> None:
     assert noise(GenerateSettings(seed=1), PROMPTS, 1) != base
     assert noise(FAST, [Prompt(id="x", text="ant")], 0) != base
     assert noise(GenerateSettings(images_per_prompt=2), PROMPTS[1:], 1) != base
-    assert noise(FAST, [Prompt(id="p00002", text="ant", seed=1)], 0) == noise(GenerateSettings(seed=1), PROMPTS, 1)
+    assert noise(FAST, [Prompt(id="p00002", text="ant", seed=1)], 0) == noise(
+        GenerateSettings(seed=1), PROMPTS, 1
+    )
 
 
 def test_batches_are_cut_from_the_whole_list_and_hold_one_size() -> None:
@@ -114,9 +129,13 @@ def test_running_again_makes_nothing_again(model: LoadedModel, tmp_path: Path) -
     assert snapshot(tmp_path) == before
 
 
-def test_a_batch_with_one_image_missing_writes_only_that_one(model: LoadedModel, tmp_path: Path) -> None:
+def test_a_batch_with_one_image_missing_writes_only_that_one(
+    model: LoadedModel, tmp_path: Path
+) -> None:
     settings = GenerateSettings(steps=1, batch_size=3)
-    run(model, tmp_path, settings, MaMeConfig(tau=0.3, min_tokens=16))  # shared rule: neighbours matter
+    run(
+        model, tmp_path, settings, MaMeConfig(tau=0.3, min_tokens=16)
+    )  # shared rule: neighbours matter
     before = snapshot(tmp_path)
     (tmp_path / "images" / "p00002_0.png").unlink()
     assert run(model, tmp_path, settings, MaMeConfig(tau=0.3, min_tokens=16)).made == 1
@@ -151,7 +170,9 @@ def test_other_settings_are_refused_and_named(
         run(model, tmp_path, settings, config)
     with pytest.raises(UserError, match=r"prompts\.count: 3 there, 2 here"):
         run(model, tmp_path, prompts=PROMPTS[:2])
-    assert {name: data for name, data in snapshot(tmp_path).items() if not name.startswith(".")} == before
+    assert {
+        name: data for name, data in snapshot(tmp_path).items() if not name.startswith(".")
+    } == before
 
 
 def test_another_environment_is_noted(model: LoadedModel, tmp_path: Path) -> None:
@@ -177,7 +198,9 @@ def test_foreign_folders_are_left_alone(model: LoadedModel, tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "thesis.tex"]
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that not even root can write to")
+@pytest.mark.skipif(
+    not Path("/proc/self").exists(), reason="needs a folder that not even root can write to"
+)
 def test_unwritable_folders_are_the_users_to_change(model: LoadedModel) -> None:
     with pytest.raises(UserError, match="can't be"):
         run(model, Path("/proc/mame-sd"))
@@ -193,14 +216,18 @@ def test_two_runs_do_not_share_a_folder(model: LoadedModel, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["images", ".mame-sd"])
-def test_a_link_in_the_folder_leads_nowhere_else(model: LoadedModel, tmp_path: Path, name: str) -> None:
+def test_a_link_in_the_folder_leads_nowhere_else(
+    model: LoadedModel, tmp_path: Path, name: str
+) -> None:
     run(model, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / name, ignore_errors=True)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "mine.tmp").write_text("x")
     (tmp_path / "run" / name).symlink_to(elsewhere)
-    with pytest.raises(UserError, match=f"expected {name} to be a folder of its own, got a link to"):
+    with pytest.raises(
+        UserError, match=f"expected {name} to be a folder of its own, got a link to"
+    ):
         run(model, tmp_path / "run")
     assert [path.name for path in elsewhere.iterdir()] == ["mine.tmp"]
 
@@ -224,7 +251,9 @@ STRANGE = [
 ]
 
 
-@pytest.mark.parametrize("strange", [json.dumps(row) for row in STRANGE] + ["[" * 100_000], ids=lambda text: text[:50])
+@pytest.mark.parametrize(
+    "strange", [json.dumps(row) for row in STRANGE] + ["[" * 100_000], ids=lambda text: text[:50]
+)
 def test_a_strange_record_is_dropped(model: LoadedModel, tmp_path: Path, strange: str) -> None:
     run(model, tmp_path)
     before = snapshot(tmp_path)
@@ -245,17 +274,23 @@ def test_a_record_does_not_change_what_is_known(model: LoadedModel, tmp_path: Pa
 
 def test_a_folder_in_place_of_the_records_is_named(model: LoadedModel, tmp_path: Path) -> None:
     (tmp_path / "run" / ".mame-sd" / "samples-0.jsonl").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"samples-0\.jsonl: can't be read \(Is a directory\); take it away"):
+    with pytest.raises(
+        UserError, match=r"samples-0\.jsonl: can't be read \(Is a directory\); take it away"
+    ):
         run(model, tmp_path / "run")
 
 
 @posix
-def test_a_full_disk_is_the_machines_fault_and_loses_nothing(model: LoadedModel, tmp_path: Path) -> None:
+def test_a_full_disk_is_the_machines_fault_and_loses_nothing(
+    model: LoadedModel, tmp_path: Path
+) -> None:
     run(model, tmp_path / "expected")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))  # the manifest fits, an image does not
     try:
-        with pytest.raises(MachineError, match=r"p00001_0\.png: could not be written \(File too large\)"):
+        with pytest.raises(
+            MachineError, match=r"p00001_0\.png: could not be written \(File too large\)"
+        ):
             run(model, tmp_path / "run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -269,12 +304,18 @@ def test_a_run_in_which_nothing_can_merge_is_refused(model: LoadedModel, tmp_pat
     assert run(model, tmp_path / "baseline", config=None).levels == []
 
 
-def test_a_size_at_which_nothing_merges_is_noted_and_the_run_goes_on(model: LoadedModel, tmp_path: Path) -> None:
+def test_a_size_at_which_nothing_merges_is_noted_and_the_run_goes_on(
+    model: LoadedModel, tmp_path: Path
+) -> None:
     prompts = [Prompt(id="small", text="key", width=16, height=16), Prompt(id="plain", text="key")]
     config = MaMeConfig(keep=0.5, min_tokens=128)
     notes: list[str] = []
-    assert run(model, tmp_path / "run", config=config, prompts=prompts, on_note=notes.append).made == 2
-    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert (
+        run(model, tmp_path / "run", config=config, prompts=prompts, on_note=notes.append).made == 2
+    )
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    ]
     assert [bool(row["levels"]) for row in rows] == [False, True]
     assert ["without merging" in row.get("note", "") for row in rows] == [True, False]
     assert len(notes) == 1
@@ -286,9 +327,18 @@ def test_a_size_at_which_nothing_merges_is_noted_and_the_run_goes_on(model: Load
             run(model, tmp_path / "none", config=config, prompts=none)
 
 
-def test_images_of_their_own_size_seed_and_negative_prompt(model: LoadedModel, tmp_path: Path) -> None:
+def test_images_of_their_own_size_seed_and_negative_prompt(
+    model: LoadedModel, tmp_path: Path
+) -> None:
     prompts = [
-        Prompt(id="wide", text="key", width=48, height=24, negative_prompt="red", extra={"challenge": "x"}),
+        Prompt(
+            id="wide",
+            text="key",
+            width=48,
+            height=24,
+            negative_prompt="red",
+            extra={"challenge": "x"},
+        ),
         Prompt(id="plain", text="key"),
     ]
     run(model, tmp_path, GenerateSettings(steps=1, batch_size=2), prompts=prompts)
@@ -306,9 +356,13 @@ def test_the_loaded_pipeline_is_unhooked_afterwards(model: LoadedModel, tmp_path
 
 
 @posix
-def test_killed_at_any_file_operation_the_next_run_ends_with_the_same_bytes(model_folder: Path, tmp_path: Path) -> None:
+def test_killed_at_any_file_operation_the_next_run_ends_with_the_same_bytes(
+    model_folder: Path, tmp_path: Path
+) -> None:
     command = [sys.executable, "-m", "tests.builders.kills", str(model_folder), str(tmp_path)]
-    result = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stderr
     outcomes = [json.loads(line) for line in result.stdout.splitlines()]
     assert sum(outcome["killed"] for outcome in outcomes) >= 15
@@ -319,7 +373,16 @@ def test_killed_at_any_file_operation_the_next_run_ends_with_the_same_bytes(mode
 def test_kills_and_an_interrupt_of_the_command(model_folder: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"key {number}\n" for number in range(40)))
-    options = ["--prompts", str(prompts), "--model", str(model_folder), "--steps", "2", "--min-tokens", "16"]
+    options = [
+        "--prompts",
+        str(prompts),
+        "--model",
+        str(model_folder),
+        "--steps",
+        "2",
+        "--min-tokens",
+        "16",
+    ]
     command = [sys.executable, "-m", "mame_sd", "generate", *options, "--device", "cpu", "--out"]
     images = tmp_path / "killed" / "images"
     for sign, after in ((signal.SIGKILL, 1), (signal.SIGINT, 6), (signal.SIGKILL, 12)):
@@ -331,9 +394,13 @@ def test_kills_and_an_interrupt_of_the_command(model_folder: Path, tmp_path: Pat
             stdout=pipe,
             stderr=pipe,
             text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job's children ignore it
+            preexec_fn=lambda: signal.signal(
+                signal.SIGINT, signal.SIG_DFL
+            ),  # a background job's children ignore it
         ) as process:
-            while process.poll() is None and (not images.exists() or len(list(images.iterdir())) < after):
+            while process.poll() is None and (
+                not images.exists() or len(list(images.iterdir())) < after
+            ):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(0.01)
             process.send_signal(sign)
@@ -346,12 +413,33 @@ def test_kills_and_an_interrupt_of_the_command(model_folder: Path, tmp_path: Pat
     assert snapshot(tmp_path / "killed") == snapshot(tmp_path / "undisturbed")
 
 
-def test_two_processes_share_a_run_and_make_the_same_bytes(model_folder: Path, tmp_path: Path) -> None:
-    options = ["generate", "--prompts", "demo", "--num", "5", "--model", str(model_folder), "--steps", "1"]
+def test_two_processes_share_a_run_and_make_the_same_bytes(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    options = [
+        "generate",
+        "--prompts",
+        "demo",
+        "--num",
+        "5",
+        "--model",
+        str(model_folder),
+        "--steps",
+        "1",
+    ]
     options += ["--batch-size", "2", "--min-tokens", "16", "--device", "cpu", "--out"]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+    ]
     launch += ["--main_process_port", "0", "-m", "mame_sd", *options, str(tmp_path / "two")]
-    result = subprocess.run(launch, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        launch, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("5 images in") == 1
     assert cli.run([*options, str(tmp_path / "one")]) == 0

@@ -40,7 +40,11 @@ def test_identity_follows_the_files_not_their_place(model_folder: Path, tmp_path
     assert load_model(choice(moved)).identity == first
     other = save_tiny_pipeline(tmp_path / "other" / "tiny", seed=9)
     assert load_model(choice(other)).identity["sha256"] != first["sha256"]
-    assert (first["name"], first["scheduler"], first["dtype"]) == ("tiny", "DDIMScheduler", "float32")
+    assert (first["name"], first["scheduler"], first["dtype"]) == (
+        "tiny",
+        "DDIMScheduler",
+        "float32",
+    )
 
 
 def test_the_digest_sees_every_byte(tmp_path: Path) -> None:
@@ -55,12 +59,16 @@ def test_the_digest_sees_every_byte(tmp_path: Path) -> None:
     assert len(digests) == 4
 
 
-def test_identity_tells_variants_and_single_file_configs_apart(model_folder: Path, tmp_path: Path) -> None:
+def test_identity_tells_variants_and_single_file_configs_apart(
+    model_folder: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"x")
     (tmp_path / "other").mkdir()
     first, second, hub = (
-        options_of(file, ModelChoice(model=str(file), single_file_config=config))["single_file_config"]
+        options_of(file, ModelChoice(model=str(file), single_file_config=config))[
+            "single_file_config"
+        ]
         for config in (str(model_folder), str(tmp_path / "other"), "owner/name")
     )
     assert (first["name"], second["name"]) == ("tiny", "other")
@@ -85,23 +93,42 @@ def test_loras_change_images_and_identity(model_folder: Path, tmp_path: Path) ->
     pipe = tiny_pipeline()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        pipe.unet.add_adapter(peft.LoraConfig(r=2, init_lora_weights="gaussian", target_modules=["to_q", "to_v"]))
+        pipe.unet.add_adapter(
+            peft.LoraConfig(r=2, init_lora_weights="gaussian", target_modules=["to_q", "to_v"])
+        )
         for name, parameter in pipe.unet.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter)
     layers = peft.get_peft_model_state_dict(pipe.unet)
-    StableDiffusionLoraLoaderMixin.save_lora_weights(tmp_path, unet_lora_layers=layers, weight_name="style.safetensors")
+    StableDiffusionLoraLoaderMixin.save_lora_weights(
+        tmp_path, unet_lora_layers=layers, weight_name="style.safetensors"
+    )
     file = str(tmp_path / "style.safetensors")
     images = []
     for number, loras in enumerate([(), (file,), (f"{file}:0.5",), (file, f"{file}:0")]):
         model = load_model(choice(model_folder, *loras))
-        generate(model, prompts_from_texts(["key"]), GenerateSettings(steps=1), None, tmp_path / str(number))
-        images.append((tmp_path / str(number) / "images" / "p00001_0.png").read_bytes().partition(b"IDAT")[2])
-        assert [lora["scale"] for lora in model.identity["loras"]] == [[], [1.0], [0.5], [1.0, 0.0]][number]
+        generate(
+            model,
+            prompts_from_texts(["key"]),
+            GenerateSettings(steps=1),
+            None,
+            tmp_path / str(number),
+        )
+        images.append(
+            (tmp_path / str(number) / "images" / "p00001_0.png").read_bytes().partition(b"IDAT")[2]
+        )
+        assert [lora["scale"] for lora in model.identity["loras"]] == [
+            [],
+            [1.0],
+            [0.5],
+            [1.0, 0.0],
+        ][number]
     assert len(set(images[:3])) == 3
     assert images[3] == images[1]
     (tmp_path / "bad.safetensors").write_bytes(b"x" * 99)
-    with pytest.raises(UserError, match=r"--lora .*bad\.safetensors: expected a LoRA for StableDiffusionPipeline"):
+    with pytest.raises(
+        UserError, match=r"--lora .*bad\.safetensors: expected a LoRA for StableDiffusionPipeline"
+    ):
         load_model(choice(model_folder, str(tmp_path / "bad.safetensors")))
     with pytest.raises(UserError, match="expected a finite scale"):
         load_model(choice(model_folder, f"{file}:nan"))
@@ -110,13 +137,17 @@ def test_loras_change_images_and_identity(model_folder: Path, tmp_path: Path) ->
 def test_one_side_is_filled_with_the_models_own(model_folder: Path, tmp_path: Path) -> None:
     model = load_model(choice(model_folder))
     assert model.default_size == (32, 32)
-    generate(model, prompts_from_texts(["key"]), GenerateSettings(steps=1, width=48), None, tmp_path)
+    generate(
+        model, prompts_from_texts(["key"]), GenerateSettings(steps=1, width=48), None, tmp_path
+    )
     assert '"height": 32' in (tmp_path / "samples.jsonl").read_text()
     assert '"width": 48' in (tmp_path / "samples.jsonl").read_text()
 
 
 def test_pipelines_that_are_no_text_to_image_are_refused(tmp_path: Path) -> None:
-    StableDiffusionInpaintPipeline(**tiny_components(in_channels=9)).save_pretrained(tmp_path / "inpaint")
+    StableDiffusionInpaintPipeline(**tiny_components(in_channels=9)).save_pretrained(
+        tmp_path / "inpaint"
+    )
     with pytest.raises(UserError, match="StableDiffusionInpaintPipeline, which wants image"):
         load_model(choice(tmp_path / "inpaint"))
     AutoencoderKL.from_config(tiny_components()["vae"].config).save_pretrained(tmp_path / "vae")
@@ -126,7 +157,9 @@ def test_pipelines_that_are_no_text_to_image_are_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", [TextToVideoSDPipeline, WanPipeline, StableAudioPipeline])
 def test_pipelines_that_make_video_or_audio_are_refused(kind: Any) -> None:
-    with pytest.raises(UserError, match="expected a pipeline that makes images, got " + kind.__name__):
+    with pytest.raises(
+        UserError, match="expected a pipeline that makes images, got " + kind.__name__
+    ):
         check_text_to_image(kind.__new__(kind), "x")  # its arguments alone decide
 
 
@@ -138,11 +171,20 @@ def test_our_own_pipeline_loads_without_its_class(tmp_path: Path) -> None:
     assert type(model.pipe).__name__ == "StableDiffusionPipeline"
 
 
-def test_a_single_file_gives_the_pipeline_that_it_was_made_of(model_folder: Path, tmp_path: Path) -> None:
+def test_a_single_file_gives_the_pipeline_that_it_was_made_of(
+    model_folder: Path, tmp_path: Path
+) -> None:
     file = save_single_file(tiny_pipeline(), tmp_path / "model.safetensors")
-    model = load_model(ModelChoice(model=str(file), single_file_config=str(model_folder), device="cpu", offline=True))
+    model = load_model(
+        ModelChoice(
+            model=str(file), single_file_config=str(model_folder), device="cpu", offline=True
+        )
+    )
     assert type(model.pipe).__name__ == model.identity["pipeline"] == "StableDiffusionPipeline"
-    assert (model.identity["name"], model.identity["single_file_config"]["name"]) == ("model.safetensors", "tiny")
+    assert (model.identity["name"], model.identity["single_file_config"]["name"]) == (
+        "model.safetensors",
+        "tiny",
+    )
     assert torch.equal(images_of(model.pipe), images_of(tiny_pipeline()))
     with pytest.raises(UserError, match="--single-file-config"):
         load_model(ModelChoice(model=str(file), device="cpu", offline=True))
@@ -150,7 +192,9 @@ def test_a_single_file_gives_the_pipeline_that_it_was_made_of(model_folder: Path
 
 def test_embedded_models_go_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_model(ModelChoice(model="embedded-unet")) == find_model(ModelChoice())
-    with pytest.raises(UserError, match=r"--model embedded-unicorn: expected the name of an embedded model"):
+    with pytest.raises(
+        UserError, match=r"--model embedded-unicorn: expected the name of an embedded model"
+    ):
         find_model(ModelChoice(model="embedded-unicorn"))
     monkeypatch.setattr(subjects, "models_folder", lambda: tmp_path / "embedded")
     save_tiny_pipeline(tmp_path / "embedded" / "tiny")
@@ -162,7 +206,9 @@ def test_embedded_models_go_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         find_model(ModelChoice(model="embedded-clip"))
 
 
-def test_a_folder_goes_before_an_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_goes_before_an_embedded_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     save_tiny_pipeline(tmp_path / "embedded-unet")
     model = load_model(ModelChoice(model="embedded-unet", device="cpu"))
@@ -175,16 +221,22 @@ def test_paths_are_not_taken_for_hub_ids(name: str) -> None:
         find_model(ModelChoice(model=name))
 
 
-def test_a_hub_model_that_is_not_cached_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_hub_model_that_is_not_cached_is_one_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match=r"--model nobody/nothing: expected a folder, .* give a folder"):
+    with pytest.raises(
+        UserError, match=r"--model nobody/nothing: expected a folder, .* give a folder"
+    ):
         find_model(ModelChoice(model="nobody/nothing", offline=True))
 
 
 def test_a_tokenizer_without_words_is_named(model_folder: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
     shutil.rmtree(folder / "tokenizer")
-    with pytest.raises(UserError, match="expected the vocabulary of tokenizer, found no such folder"):
+    with pytest.raises(
+        UserError, match="expected the vocabulary of tokenizer, found no such folder"
+    ):
         load_model(choice(folder))
 
 

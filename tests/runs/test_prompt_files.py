@@ -10,9 +10,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mame_sd.errors import UserError
-from mame_sd.runs.prompt_files import PromptError, check_unique, load_prompts, prompts_digest, prompts_from_texts
+from mame_sd.runs.prompt_files import (
+    PromptError,
+    check_unique,
+    load_prompts,
+    prompts_digest,
+    prompts_from_texts,
+)
 
-KEYS = st.sampled_from(["prompt", "caption", "id", "seed", "negative_prompt", "width", "height", "note"])
+KEYS = st.sampled_from(
+    ["prompt", "caption", "id", "seed", "negative_prompt", "width", "height", "note"]
+)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just("\ud800"),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),
@@ -39,7 +47,10 @@ def test_demo_is_packaged_and_names_what_the_embedded_model_knows() -> None:
 
 def test_txt_skips_comments_and_blank_lines_and_numbers_prompts(tmp_path: Path) -> None:
     path = write(tmp_path, "a.txt", "\ufeff# comment\r\n\r\n  a red apple \r\nkey\n")
-    assert [(p.id, p.text) for p in load_prompts(path)] == [("00001", "a red apple"), ("00002", "key")]
+    assert [(p.id, p.text) for p in load_prompts(path)] == [
+        ("00001", "a red apple"),
+        ("00002", "key"),
+    ]
 
 
 def test_control_characters_are_data(tmp_path: Path) -> None:
@@ -56,11 +67,19 @@ def test_tables_keep_extra_columns(tmp_path: Path, column: str, ending: str, mar
     body = mark.join(["x", f'"a ""big""{mark}\nkey"', "Arts", "7", ""])
     (prompt,) = load_prompts(write(tmp_path, "a" + ending, f"{head}\n{body}\n\n"))
     assert prompt.text == f'a "big"{mark}\nkey'
-    assert (prompt.id, prompt.seed, prompt.width, prompt.extra) == ("x", 7, None, {"Category": "Arts"})
+    assert (prompt.id, prompt.seed, prompt.width, prompt.extra) == (
+        "x",
+        7,
+        None,
+        {"Category": "Arts"},
+    )
 
 
 def test_jsonl_takes_every_field(tmp_path: Path) -> None:
-    line = '{"prompt": "key", "id": 3, "seed": 1, "negative_prompt": "", "width": 64, "height": 72, "challenge": [1]}'
+    line = (
+        '{"prompt": "key", "id": 3, "seed": 1, "negative_prompt": "", "width": 64, "height": 72,'
+        ' "challenge": [1]}'
+    )
     (prompt,) = load_prompts(write(tmp_path, "a.jsonl", line))
     assert (prompt.id, prompt.seed, prompt.negative_prompt) == ("3", 1, "")
     assert (prompt.width, prompt.height, prompt.extra) == (64, 72, {"challenge": [1]})
@@ -75,26 +94,65 @@ BAD = {
     "binary": ("a.txt", b"key\n\x89PNG\0\0", "a.txt:2: expected text, got a binary file"),
     "encoding": ("a.txt", b"key\nna\xefve\n", "a.txt:2: expected UTF-8, got the byte 0xef"),
     "utf-16": ("a.txt", "key".encode("utf-16"), "expected UTF-8, got UTF-16"),
-    "no-column": ("a.csv", "text,id\nkey,1\n", "a.csv:1: expected a column named prompt or caption, got text, id"),
-    "columns-twice": ("a.csv", "prompt,x,x\nkey,1,2\n", "a.csv:1: expected columns that differ, got 'x' twice"),
-    "columns-short": ("a.csv", "prompt,x\nkey,1\nkey\n", "a.csv:3: expected 2 columns as in the header, got 1"),
+    "no-column": (
+        "a.csv",
+        "text,id\nkey,1\n",
+        "a.csv:1: expected a column named prompt or caption, got text, id",
+    ),
+    "columns-twice": (
+        "a.csv",
+        "prompt,x,x\nkey,1,2\n",
+        "a.csv:1: expected columns that differ, got 'x' twice",
+    ),
+    "columns-short": (
+        "a.csv",
+        "prompt,x\nkey,1\nkey\n",
+        "a.csv:3: expected 2 columns as in the header, got 1",
+    ),
     "quote": ("a.csv", 'prompt\n"key\n', "a.csv:2: expected a table, but unexpected end of data"),
     "empty-cell": ("a.csv", "prompt,x\n,1\n", "a.csv:2: expected a prompt, got an empty one"),
-    "cell-number": ("a.csv", "prompt,seed\nkey,1.5\n", "a.csv:2: seed: expected a whole number, got '1.5'"),
-    "json": ("a.jsonl", '{"prompt": "key"}\n{"prompt": }\n', "a.jsonl:2: expected a JSON object, but Expecting value"),
+    "cell-number": (
+        "a.csv",
+        "prompt,seed\nkey,1.5\n",
+        "a.csv:2: seed: expected a whole number, got '1.5'",
+    ),
+    "json": (
+        "a.jsonl",
+        '{"prompt": "key"}\n{"prompt": }\n',
+        "a.jsonl:2: expected a JSON object, but Expecting value",
+    ),
     "json-deep": ("a.jsonl", "[" * 100_000, "a.jsonl:1: expected a JSON object"),
     "json-nan": ("a.jsonl", '{"prompt": "key", "x": NaN}', "NaN is no JSON value"),
     "json-array": ("a.jsonl", '["key"]', "a.jsonl:1: expected an object such as"),
     "json-no-prompt": ("a.jsonl", '{"text": "key"}', "a.jsonl:1: expected an object such as"),
     "json-type": ("a.jsonl", '{"prompt": 3}', "a.jsonl:1: prompt: expected text, got 3"),
     "surrogate": ("a.jsonl", '{"prompt": "\\ud800"}', "half of a surrogate pair"),
-    "duplicate": ("a.csv", "prompt,id\nkey,a\nant,b\nbat,A\n", "a.csv:4: expected ids that differ (also without case)"),
-    "duplicate-number": ("a.jsonl", '{"prompt": "a", "id": "00002"}\n{"caption": "b"}',
-                         "a.jsonl:2: expected ids that differ"),
-    "seed": ("a.jsonl", '{"prompt": "key", "seed": -1}', "a.jsonl:1: seed: expected a whole number from 0"),
-    "width": ("a.jsonl", '{"prompt": "key", "width": 60}', "a.jsonl:1: width: expected a multiple of 8"),
-    "height": ("a.jsonl", '{"prompt": "key", "height": true}', "a.jsonl:1: height: expected a multiple of 8"),
-}  # fmt: skip
+    "duplicate": (
+        "a.csv",
+        "prompt,id\nkey,a\nant,b\nbat,A\n",
+        "a.csv:4: expected ids that differ (also without case)",
+    ),
+    "duplicate-number": (
+        "a.jsonl",
+        '{"prompt": "a", "id": "00002"}\n{"caption": "b"}',
+        "a.jsonl:2: expected ids that differ",
+    ),
+    "seed": (
+        "a.jsonl",
+        '{"prompt": "key", "seed": -1}',
+        "a.jsonl:1: seed: expected a whole number from 0",
+    ),
+    "width": (
+        "a.jsonl",
+        '{"prompt": "key", "width": 60}',
+        "a.jsonl:1: width: expected a multiple of 8",
+    ),
+    "height": (
+        "a.jsonl",
+        '{"prompt": "key", "height": true}',
+        "a.jsonl:1: height: expected a multiple of 8",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -114,7 +172,9 @@ def test_a_folder_is_no_prompt_file(tmp_path: Path) -> None:
         load_prompts(tmp_path / "a.txt")
 
 
-@pytest.mark.parametrize("bad", ["../x", "a/b", "a\\\\b", "..", ".x", "", " a", "a\\u0000", "a\\nb", "c:x", "x" * 201])
+@pytest.mark.parametrize(
+    "bad", ["../x", "a/b", "a\\\\b", "..", ".x", "", " a", "a\\u0000", "a\\nb", "c:x", "x" * 201]
+)
 def test_ids_stay_in_the_folder(tmp_path: Path, bad: str) -> None:
     with pytest.raises(PromptError, match=r"a\.jsonl:1: id: expected"):
         load_prompts(write(tmp_path, "a.jsonl", f'{{"prompt": "key", "id": "{bad}"}}'))
@@ -138,10 +198,17 @@ def test_prompts_of_the_command_line_do_not_collide_with_a_files() -> None:
 
 def test_digest_sees_every_field() -> None:
     first, second = prompts_from_texts(["a"]), prompts_from_texts(["b"])
-    assert prompts_digest(first) == prompts_digest(prompts_from_texts(["a"])) != prompts_digest(second)
+    assert (
+        prompts_digest(first) == prompts_digest(prompts_from_texts(["a"])) != prompts_digest(second)
+    )
 
 
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\0"), min_size=1), min_size=1))
+@given(
+    st.lists(
+        st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\0"), min_size=1),
+        min_size=1,
+    )
+)
 def test_any_text_survives_txt(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
     kept = [text.strip(" \t\r") for text in texts]
     kept = [text for text in kept if text and not text.startswith("#")]
@@ -151,7 +218,9 @@ def test_any_text_survives_txt(tmp_path_factory: pytest.TempPathFactory, texts: 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(["txt", "csv", "tsv", "jsonl"]), st.binary() | JSON_LINES)
-def test_any_bytes_are_prompts_or_one_error(tmp_path_factory: pytest.TempPathFactory, ending: str, data: bytes) -> None:
+def test_any_bytes_are_prompts_or_one_error(
+    tmp_path_factory: pytest.TempPathFactory, ending: str, data: bytes
+) -> None:
     path = tmp_path_factory.getbasetemp() / f"any.{ending}"
     path.write_bytes(data)
     message = str(path)

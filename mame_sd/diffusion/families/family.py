@@ -1,13 +1,16 @@
-"""Attention families: where the image's tokens are in a transformer's attention calls, and what goes with them.
+"""Attention families: where the image's tokens are in a transformer's attention calls, and what
+goes with them.
 
-A UNet's self-attention is a function of its tokens alone. A transformer's is not: text tokens share the call or the
-sequence, rotary positions are given beside the tokens, a video's tokens lie in three dimensions. A `Family` says all of
-this for one kind of model, and `register_family` adds yours. For a model of class MyTransformer whose forward takes
-`hidden_states` [B, C, H, W], cut into patches of its config's `patch_size`, and whose `MyAttention` takes (cos, sin), each [L, D]:
+A UNet's self-attention is a function of its tokens alone. A transformer's is not: text tokens share
+the call or the sequence, rotary positions are given beside the tokens, a video's tokens lie in
+three dimensions. A `Family` says all of this for one kind of model, and `register_family` adds
+yours. For a model of class MyTransformer whose forward takes `hidden_states` [B, C, H, W], cut into
+patches of its config's `patch_size`, and whose `MyAttention` takes (cos, sin), each [L, D]:
 
     from mame_sd.families import Family, along, patches, register_family
 
-    register_family(Family("mine", ("MyTransformer",), ("MyAttention",), patches, along(("rotary", 0))))
+    register_family(Family("mine", ("MyTransformer",), ("MyAttention",), patches, along(("rotary",
+    0))))
 
 Where none of the layouts fits, `tokens` and `select` are functions of your own:
 
@@ -39,29 +42,41 @@ class Family:
     Attributes:
         name: for reports and errors.
         models: class names of models (or of parts of them) whose forward knows how the tokens lie.
-        attention: class names of the self-attention modules below such a model, each with the last part of its path
-            after a dot where others of that class are to be left alone: "WanAttention.attn1".
-        outside: names of parts of the model whose attention is not over the image's tokens, such as a text refiner: none of
-            theirs merges, whatever `attention` says.
-        tokens: (model, arguments of its forward) -> how the tokens lie; where that can't be known the reason, or None.
-        select: (arguments of an attention call, rows) -> the arguments that hold one row per token, such as rotary
-            positions, changed to those of the tokens that stay. `rows(tensor, dim)` picks them along `dim`, which may
-            count the image's tokens or all of the sequence. None: there are none. Used where queries merge too.
+        attention: class names of the self-attention modules below such a model, each with the last
+            part of its path after a dot where others of that class are to be left alone:
+            "WanAttention.attn1".
+        outside: names of parts of the model whose attention is not over the image's tokens, such as
+            a text refiner: none of theirs merges, whatever `attention` says.
+        tokens: (model, arguments of its forward) -> how the tokens lie; where that can't be known
+            the reason, or None.
+        select: (arguments of an attention call, rows) -> the arguments that hold one row per token,
+            such as rotary positions, changed to those of the tokens that stay. `rows(tensor, dim)`
+            picks them along `dim`, which may count the image's tokens or all of the sequence. None:
+            there are none. Used where queries merge too.
         leaves: arguments of the attention with which a call is left alone.
-        inputs: arguments of the attention that hold the tokens [B, L, C]. Where queries stay whole also [L, C] of one sample, or
-            an image [B, C, H, W], whose own rows and columns then hold.
-        keys: the argument that keys and values are made of, where that is another: it holds the image's tokens and text.
+        inputs: arguments of the attention that hold the tokens [B, L, C]. Where queries stay whole
+            also [L, C] of one sample, or an image [B, C, H, W], whose own rows and columns then
+            hold.
+        keys: the argument that keys and values are made of, where that is another: it holds the
+            image's tokens and text.
         text: the argument that holds the text of joint attention.
-        outputs: where the attention returns a tuple, the entries of it that hold the image's tokens.
+        outputs: where the attention returns a tuple, the entries of it that hold the image's
+            tokens.
         mask: `select` takes care of `attention_mask`; else a call with one is left alone.
-        cross: the attention's `text` may be there (joint attention); else such a call is left alone.
-        text_last: in joint attention, whether the text's keys stand behind the image's (True) or before
-            them (False). Unless it is told, queries merge too.
-        queries: whether queries can merge too; False: settings that ask for it merge keys and values alone.
-        cached: (arguments of the attention) -> whether keys of earlier calls stand before those of this one.
-        by_sample: the attention runs over one sample after another, each with as much text as it has.
-        whole: share of whole tokens to keep (merge qkv) where settings leave open what merges (`suited`); None: as UNets do.
-        eager: `tokens` reads values of tensors, not only shapes, and so runs outside of compiled graphs.
+        cross: the attention's `text` may be there (joint attention); else such a call is left
+            alone.
+        text_last: in joint attention, whether the text's keys stand behind the image's (True) or
+            before them (False). Unless it is told, queries merge too.
+        queries: whether queries can merge too; False: settings that ask for it merge keys and
+            values alone.
+        cached: (arguments of the attention) -> whether keys of earlier calls stand before those of
+            this one.
+        by_sample: the attention runs over one sample after another, each with as much text as it
+            has.
+        whole: share of whole tokens to keep (merge qkv) where settings leave open what merges
+            (`suited`); None: as UNets do.
+        eager: `tokens` reads values of tensors, not only shapes, and so runs outside of compiled
+            graphs.
     """
 
     name: str
@@ -93,11 +108,15 @@ class Family:
         return kind in self.attention or f"{kind}.{last}" in self.attention
 
 
-REGISTERED: dict[str, Family] = {}  # by class name of the model; these come before the built-in ones
+REGISTERED: dict[
+    str, Family
+] = {}  # by class name of the model; these come before the built-in ones
 
 
 def register_family(family: Family) -> Family:
-    """Makes `apply_mame` know the models that `family` names, instead of any family, built-in or not, that named them."""
+    """Makes `apply_mame` know the models that `family` names, instead of any family, built-in or
+    not, that named them.
+    """
     for model in family.models:
         REGISTERED[model] = family
     return family

@@ -1,8 +1,11 @@
-"""Keys and values of an image among those of a whole attention call: merged where they are attended to, queries left whole.
+"""Keys and values of an image among those of a whole attention call: merged where they are attended
+to, queries left whole.
 
-A transformer's processor projects, normalises and rotates queries, keys and values, puts text beside the image, and calls
-`torch.nn.functional.scaled_dot_product_attention`. `MergedKeys` stands in that call, so whatever came before it stays as it
-is: text is untouched, rotary positions are in the keys already, and a batch runs in one call though samples merge apart.
+A transformer's processor projects, normalises and rotates queries, keys and values, puts text
+beside the image, and calls `torch.nn.functional.scaled_dot_product_attention`. `MergedKeys` stands
+in that call, so whatever came before it stays as it
+is: text is untouched, rotary positions are in the keys already, and a batch runs in one call though
+samples merge apart.
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ class Attending(TorchFunctionMode, ABC):
 
     @abstractmethod
     def attend(self, attention: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
-        """The output of a call, whose arguments are given by name; `attention` is the function that was called."""
+        """The output of a call, whose arguments are given by name; `attention` is the function that
+        was called.
+        """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -68,18 +73,26 @@ def scale_of(call: Mapping[str, Any]) -> float:
 
 
 def _is_ours(attention: Any) -> bool:
-    """Whether what a function returns may be changed: another than PyTorch's may return the same tensor again."""
+    """Whether what a function returns may be changed: another than PyTorch's may return the same
+    tensor again.
+    """
     return attention is F.scaled_dot_product_attention
 
 
-def corrected(attention: Callable[..., Tensor], call: Mapping[str, Any], lacks: Lacking, **changes: Any) -> Tensor:
-    """The output of `call` with `changes`, key and value among them, and what those lack to first order."""
+def corrected(
+    attention: Callable[..., Tensor], call: Mapping[str, Any], lacks: Lacking, **changes: Any
+) -> Tensor:
+    """The output of `call` with `changes`, key and value among them, and what those lack to first
+    order.
+    """
     query, scale = call["query"], scale_of(call)
     lacking = (scale * lacks.covariance).transpose(-1, -2).to(changes["value"].dtype)
     if lacks.shift is not None:
         changes["value"] = changes["value"] + lacks.shift
     output = attended(attention, call, **changes)
-    alike = _is_ours(attention) and output.dim() == 4 and output.dtype == query.dtype == lacking.dtype
+    alike = (
+        _is_ours(attention) and output.dim() == 4 and output.dtype == query.dtype == lacking.dtype
+    )
     if not alike or not in_place(output) or torch.compiler.is_compiling():
         return output + (query @ lacking).to(output.dtype)
     # In the layout of both, [n, H, D]: all samples in one call would copy them.
@@ -95,20 +108,24 @@ def log_sizes(sizes: Tensor, like: Tensor) -> Tensor:
 
 
 def of_heads(t: Tensor, keys: Tensor) -> Tensor:
-    """[n] or [B, n] as it is beside `keys` [B, n, D]; [n] or [B, 1, n] beside those of heads, [B, H, n, D]."""
+    """[n] or [B, n] as it is beside `keys` [B, n, D]; [n] or [B, 1, n] beside those of heads, [B,
+    H, n, D].
+    """
     return t if t.dim() == 1 or keys.dim() == 3 else t.unsqueeze(1)
 
 
 def beside(sizes: Tensor, before: int, after: int, like: Tensor) -> Tensor:
-    """How many tokens each key stands for, [L'] or [B, 1, L'] (for `like` of three dimensions [B, L']): merged ones by their `sizes`, those
-    before and after them for themselves."""
+    """How many tokens each key stands for, [L'] or [B, 1, L'] (for `like` of three dimensions [B,
+    L']): merged ones by their `sizes`, those before and after them for themselves.
+    """
     return of_heads(F.pad(sizes.to(like.device), (before, after), value=1.0), like)
 
 
 def weighed(mask: Tensor | None, query: Tensor, sizes: Tensor | None) -> Tensor | None:
     """The mask, and the logarithm of how many keys each one stands for where `sizes` are given.
 
-    Merged keys would else weigh too little against text: n equal keys weigh as much as one whose logit is greater by log n.
+    Merged keys would else weigh too little against text: n equal keys weigh as much as one whose
+        logit is greater by log n.
     """
     if sizes is None:
         return mask
@@ -119,7 +136,8 @@ def weighed(mask: Tensor | None, query: Tensor, sizes: Tensor | None) -> Tensor 
 
 
 class CountedKeys(Attending):
-    """While entered, attention over merged tokens and what stands beside them counts each key as often as it stands for tokens.
+    """While entered, attention over merged tokens and what stands beside them counts each key as
+    often as it stands for tokens.
 
     Args:
         sizes: of the merged tokens, [L'] or [B, L'].
@@ -136,7 +154,9 @@ class CountedKeys(Attending):
         """See `Attending`."""
         query, key = call["query"], call["key"]
         length = self._before + self._sizes.shape[-1] + self._after
-        few = query.shape[-2] == self._sizes.shape[-1] and key.shape[-2] == length  # queries of the image alone
+        few = (
+            query.shape[-2] == self._sizes.shape[-1] and key.shape[-2] == length
+        )  # queries of the image alone
         if not (key.shape[-2] == length == query.shape[-2] or few) or key.shape[0] != self._batch:
             return attended(attention, call)  # not this layer's own
         self.seen = True
@@ -145,13 +165,15 @@ class CountedKeys(Attending):
 
 
 class GroupedKeys(Attending):
-    """While entered, attention whose keys and values are made of `keys_of` counts each key as often as it stands for tokens, and adds
-    what the merged keys lack to first order (`core/correction.py`).
+    """While entered, attention whose keys and values are made of `keys_of` counts each key as often
+    as it stands for tokens, and adds what the merged keys lack to first order
+    (`core/correction.py`).
 
     Args:
-        plan: of all tokens; every source went to one destination whole. Only where it is uneven keys are counted, which needs
-            a mask, without which some devices are faster.
-        correct: add what merged keys lack, estimated from the sample of the plan's positions, to which none attends.
+        plan: of all tokens; every source went to one destination whole. Only where it is uneven
+            keys are counted, which needs a mask, without which some devices are faster.
+        correct: add what merged keys lack, estimated from the sample of the plan's positions, to
+            which none attends.
     """
 
     def __init__(self, plan: Plan, correct: bool = True) -> None:
@@ -160,13 +182,17 @@ class GroupedKeys(Attending):
         self.correct = correct
 
     def keys_of(self, hidden: Tensor) -> Tensor:
-        """What keys and values are to be made of: of tokens [B, L, C] the merged ones, and after them the sample."""
+        """What keys and values are to be made of: of tokens [B, L, C] the merged ones, and after
+        them the sample.
+        """
         plan = self.plan
         if not self.correct:
             return plan.merge(hidden)
         if isinstance(plan, RowPlan):
             return plan.with_sample(hidden)
-        return torch.cat([plan.merge(hidden), hidden.index_select(1, plan.positions.sample)], 1)  # a rival's
+        return torch.cat(
+            [plan.merge(hidden), hidden.index_select(1, plan.positions.sample)], 1
+        )  # a rival's
 
     def attend(self, attention: Callable[..., Tensor], call: dict[str, Any]) -> Tensor:
         """See `Attending`; queries, keys and values [B, H, n, D]."""
@@ -174,31 +200,46 @@ class GroupedKeys(Attending):
         if call["key"].shape[-2] != plan.tokens_kept + drawn or call.get("attn_mask") is not None:
             return attended(attention, call)  # not this layer's own
         (key, drawn_key), (value, drawn_value) = (
-            (call[name][:, :, : plan.tokens_kept], call[name][:, :, plan.tokens_kept :]) for name in ("key", "value")
+            (call[name][:, :, : plan.tokens_kept], call[name][:, :, plan.tokens_kept :])
+            for name in ("key", "value")
         )
         sizes = of_heads(plan.sizes, key)
-        fewer = {"key": key, "value": value, "attn_mask": log_sizes(sizes, call["query"]) if plan.uneven else None}
+        fewer = {
+            "key": key,
+            "value": value,
+            "attn_mask": log_sizes(sizes, call["query"]) if plan.uneven else None,
+        }
         if not self.correct:
             return attended(attention, call, **fewer)
         sample = Drawn(call["key"], call["value"], plan.tokens_kept, apart=True)
-        lacking = added_by_kernels(plan, (key, value), 0, sample, plan.sizes, scale_of(call), plan.uneven)
+        lacking = added_by_kernels(
+            plan, (key, value), 0, sample, plan.sizes, scale_of(call), plan.uneven
+        )
         if lacking is not None:
-            return add_by_kernel(attended(attention, call, **fewer), call["query"], lacking, _is_ours(attention))
+            return add_by_kernel(
+                attended(attention, call, **fewer), call["query"], lacking, _is_ours(attention)
+            )
         rows = of_heads(plan.rows.index_select(1, plan.positions.sample), key)
-        lacks = first_order_of_means((key, value), (drawn_key, drawn_value), rows, sizes, plan.uneven)
+        lacks = first_order_of_means(
+            (key, value), (drawn_key, drawn_value), rows, sizes, plan.uneven
+        )
         return corrected(attention, call, lacks, **fewer)
 
 
 class MergedKeys(Attending):
-    """While entered, attention over all of a sequence by itself has the image's keys and values merged.
+    """While entered, attention over all of a sequence by itself has the image's keys and values
+    merged.
 
     Args:
         plan: of the image's tokens.
         tokens: how these lie.
-        shape: (samples, keys) of the call that is meant; attention over others (an image prompt's) runs as it is.
+        shape: (samples, keys) of the call that is meant; attention over others (an image prompt's)
+            runs as it is.
         first: where the image's keys begin.
-        correct: add what the merged keys lose to first order (`core/correction.py`), where there is no mask.
-        drawn: estimate that from the sample of the plan's positions; every source went to one destination whole.
+        correct: add what the merged keys lose to first order (`core/correction.py`), where there is
+            no mask.
+        drawn: estimate that from the sample of the plan's positions; every source went to one
+            destination whole.
         queries: how many queries the call that is meant may have beside as many as keys.
         prefixed: keys of earlier calls, of any number, stand before these.
     """
@@ -238,21 +279,42 @@ class MergedKeys(Attending):
             return attended(attention, call)
         self.seen = True
         alone = self.length == self.plan.tokens_in  # the image's keys are all there are
-        if mask is None and key.dim() == 4 and isinstance(self.plan, RowPlan) and fused.on(query, key, value):
-            output = self._attend_fused(attention, call, self.plan, weigh=self.plan.uneven or not alone)
+        if (
+            mask is None
+            and key.dim() == 4
+            and isinstance(self.plan, RowPlan)
+            and fused.on(query, key, value)
+        ):
+            output = self._attend_fused(
+                attention, call, self.plan, weigh=self.plan.uneven or not alone
+            )
             if output is not None:
                 return output
         sizes = None if alone and not self.plan.uneven else self.sizes(query)
         kept_key, kept_value = self.merged(key), self.merged(value)
-        fewer = {"key": kept_key, "value": kept_value, "attn_mask": weighed(self.columns(mask), query, sizes)}
-        if not self.correct or mask is not None or call.get("is_causal") or query.shape[:-2] != key.shape[:-2]:
+        fewer = {
+            "key": kept_key,
+            "value": kept_value,
+            "attn_mask": weighed(self.columns(mask), query, sizes),
+        }
+        if (
+            not self.correct
+            or mask is not None
+            or call.get("is_causal")
+            or query.shape[:-2] != key.shape[:-2]
+        ):
             return attended(attention, call, **fewer)
-        return corrected(attention, call, self.lacking((key, value), (kept_key, kept_value), sizes), **fewer)
+        return corrected(
+            attention, call, self.lacking((key, value), (kept_key, kept_value), sizes), **fewer
+        )
 
     def _attend_fused(
         self, attention: Callable[..., Tensor], call: dict[str, Any], plan: RowPlan, weigh: bool
     ) -> Tensor | None:
-        """`attend` by kernels; None where PyTorch's operations have to do it. `weigh`: logits count the keys."""
+        """`attend` by kernels; None where PyTorch's operations have to do it.
+
+        `weigh`: logits count the keys.
+        """
         query, key, value, size = call["query"], call["key"], call["value"], self.tokens.size
         around = self.first, self.length - self.first - plan.tokens_in
         kept = plan.fused_means(key, size, around, weighed=weigh)
@@ -264,24 +326,42 @@ class MergedKeys(Attending):
         if not self.correct or call.get("is_causal") or query.shape[:-2] != key.shape[:-2]:
             return attended(attention, call, **fewer)
         if not self.drawn:
-            lacks = self.lacking((key, value), (kept[0], kept_value[0]), kept[1].unsqueeze(1) if weigh else None)
+            lacks = self.lacking(
+                (key, value), (kept[0], kept_value[0]), kept[1].unsqueeze(1) if weigh else None
+            )
             return corrected(attention, call, lacks, **fewer)
-        drawn, scale = Drawn(key, value, self.first, False, size), scale_of(call) * (plan.tokens_in / self.length)
-        lacking = added_by_kernels(plan, (kept[0], kept_value[0]), self.first, drawn, kept[1], scale, weigh)
+        drawn, scale = (
+            Drawn(key, value, self.first, False, size),
+            scale_of(call) * (plan.tokens_in / self.length),
+        )
+        lacking = added_by_kernels(
+            plan, (kept[0], kept_value[0]), self.first, drawn, kept[1], scale, weigh
+        )
         if lacking is None:
             return None
-        return add_by_kernel(attended(attention, call, **fewer), query, lacking, _is_ours(attention))
+        return add_by_kernel(
+            attended(attention, call, **fewer), query, lacking, _is_ours(attention)
+        )
 
-    def lacking(self, every: tuple[Tensor, Tensor], kept: tuple[Tensor, Tensor], sizes: Tensor | None) -> Lacking:
+    def lacking(
+        self, every: tuple[Tensor, Tensor], kept: tuple[Tensor, Tensor], sizes: Tensor | None
+    ) -> Lacking:
         """What the `kept` keys and values lack, counted by `sizes`, of those of `every` token."""
         plan = self.plan
         if not self.drawn:
             return first_order(moments(*every), moments(*kept, sizes))
         at = self.tokens.places(plan.positions.sample) + self.first
-        means = kept[0].narrow(-2, self.first, plan.tokens_kept), kept[1].narrow(-2, self.first, plan.tokens_kept)
+        means = (
+            kept[0].narrow(-2, self.first, plan.tokens_kept),
+            kept[1].narrow(-2, self.first, plan.tokens_kept),
+        )
         drawn = every[0].index_select(-2, at), every[1].index_select(-2, at)
         rows = of_heads(plan.rows[:, plan.positions.sample], every[0])
-        counts = of_heads(plan.sizes, every[0]) if sizes is None else sizes.narrow(-1, self.first, plan.tokens_kept)
+        counts = (
+            of_heads(plan.sizes, every[0])
+            if sizes is None
+            else sizes.narrow(-1, self.first, plan.tokens_kept)
+        )
         found = first_order_of_means(means, drawn, rows, counts, weighed=sizes is not None)
         return found._replace(covariance=found.covariance * (plan.tokens_in / self.length))
 
@@ -291,8 +371,12 @@ class MergedKeys(Attending):
         return self.tokens.places(self.plan.kept)
 
     def sizes(self, like: Tensor) -> Tensor:
-        """How many keys each of the merged ones stands for, [L'] or [B, 1, L'] (for `like` of three dimensions [B, L'])."""
-        return beside(self.plan.sizes, self.first, self.length - self.first - self.plan.tokens_in, like)
+        """How many keys each of the merged ones stands for, [L'] or [B, 1, L'] (for `like` of three
+        dimensions [B, L']).
+        """
+        return beside(
+            self.plan.sizes, self.first, self.length - self.first - self.plan.tokens_in, like
+        )
 
     def merged(self, t: Tensor) -> Tensor:
         """Keys or values [B, H, L', D] of [B, H, L, D], or [B, L', D] of [B, L, D]."""
@@ -304,13 +388,17 @@ class MergedKeys(Attending):
             return t.index_select(2, self._every_kept())
         last = self.first + self.plan.tokens_in
         tokens = t.transpose(1, 2)  # [B, L, H, D], as they were projected
-        image = self._merged_image(tokens[:, self.first : last].flatten(2)).unflatten(2, t.shape[1::2])
+        image = self._merged_image(tokens[:, self.first : last].flatten(2)).unflatten(
+            2, t.shape[1::2]
+        )
         if self.length > self.plan.tokens_in:  # others stand beside it
             image = torch.cat([tokens[:, : self.first], image, tokens[:, last:]], 1)
         return image.transpose(1, 2)
 
     def _means(self, t: Tensor) -> Tensor:
-        """`merged` in one operation, from where the heads of t [B, H, L, D] lie and to there: each token of text is a group of its own."""
+        """`merged` in one operation, from where the heads of t [B, H, L, D] lie and to there: each
+        token of text is a group of its own.
+        """
         batch, heads, _, width = t.shape
         kept, apart = self.length - self.plan.tokens_in + self.plan.tokens_kept, t.is_contiguous()
         if apart not in self._groups:
@@ -319,7 +407,9 @@ class MergedKeys(Attending):
         if apart:
             return means.means(t.flatten(0, 2), self._groups[apart]).view(batch, heads, kept, width)
         tokens = t.transpose(1, 2).flatten(2).flatten(0, 1)
-        return means.means(tokens, self._groups[apart]).view(batch, kept, heads, width).transpose(1, 2)
+        return (
+            means.means(tokens, self._groups[apart]).view(batch, kept, heads, width).transpose(1, 2)
+        )
 
     def _rows(self) -> Tensor:
         """Which of the merged keys each one went to, [B, L]."""
@@ -338,18 +428,24 @@ class MergedKeys(Attending):
             self._picked = (
                 self.kept
                 if self.length == self.plan.tokens_in
-                else torch.cat([around[0], self.kept + self.first if self.first else self.kept, around[1]])
+                else torch.cat(
+                    [around[0], self.kept + self.first if self.first else self.kept, around[1]]
+                )
             )
         return self._picked
 
     def _merged_image(self, image: Tensor) -> Tensor:
         """[B, n', C] of the image's tokens [B, n, C]."""
-        if isinstance(self.plan, PickPlan):  # straight from where they stand: the plane's order would copy all of them
+        if isinstance(
+            self.plan, PickPlan
+        ):  # straight from where they stand: the plane's order would copy all of them
             return rows_of(image, self.kept)
         return self.plan.merge(self.tokens.to_plane(image))
 
     def columns(self, mask: Tensor | None) -> Tensor | None:
-        """The mask [..., Q, L'] of the merged keys, whose entries are those of the tokens that stay."""
+        """The mask [..., Q, L'] of the merged keys, whose entries are those of the tokens that
+        stay.
+        """
         if mask is None or mask.shape[-1] == 1:
             return mask
         every = torch.arange(self.length, device=mask.device)
@@ -357,7 +453,11 @@ class MergedKeys(Attending):
         kept = self.kept.to(mask.device) + self.first
         if kept.dim() == 1:
             return mask.index_select(-1, torch.cat([every[: self.first], kept, every[last:]]))
-        rows = [every[: self.first].expand(self.batch, -1), kept, every[last:].expand(self.batch, -1)]
+        rows = [
+            every[: self.first].expand(self.batch, -1),
+            kept,
+            every[last:].expand(self.batch, -1),
+        ]
         mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
         index = torch.cat(rows, 1)[:, None, None].expand(-1, mask.shape[1], mask.shape[2], -1)
         return mask.expand(self.batch, -1, -1, -1).gather(-1, index)

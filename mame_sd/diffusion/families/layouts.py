@@ -1,4 +1,5 @@
-"""Where a transformer's image lies among its tokens, read from the arguments of the model's forward, by kind of model.
+"""Where a transformer's image lies among its tokens, read from the arguments of the model's
+forward, by kind of model.
 
 Each function takes (model, arguments) and gives `Tokens`, or the reason why they can't be told.
 """
@@ -23,7 +24,9 @@ UNLIKE = "samples of a batch have their image's tokens at other positions"
 def patches(model: Any, call: Call) -> Tokens:
     """An image [B, C, H, W] in square patches."""
     side = model.config["patch_size"]
-    return Tokens((call["hidden_states"].shape[-2] // side, call["hidden_states"].shape[-1] // side))
+    return Tokens(
+        (call["hidden_states"].shape[-2] // side, call["hidden_states"].shape[-1] // side)
+    )
 
 
 def pixels(name: str, scale: int = 1) -> Layout:
@@ -36,12 +39,16 @@ def pixels(name: str, scale: int = 1) -> Layout:
 
 
 def of_levels(model: Any, call: Call) -> None:
-    """A UNet whose attention is called with images [B, C, H, W], which tell their own rows and columns."""
+    """A UNet whose attention is called with images [B, C, H, W], which tell their own rows and
+    columns.
+    """
     return
 
 
 def video_patches(model: Any, call: Call) -> Tokens:
-    """A video [B, C, T, H, W] in patches of (t, h, w), or of one side and one depth; an image [B, C, H, W] in patches of (h, w)."""
+    """A video [B, C, T, H, W] in patches of (t, h, w), or of one side and one depth; an image [B,
+    C, H, W] in patches of (h, w).
+    """
     video = next(call[name] for name in ("hidden_states", "controls_latents") if name in call)
     return Tokens(_cut(video.shape[2:], model.config))
 
@@ -63,7 +70,9 @@ def channels_last(model: Any, call: Call) -> Tokens:
 
 
 def codes(model: Any, call: Call) -> Tokens:
-    """Codes of an image [B, H, W], one token each, or one for four where the model halves sides first."""
+    """Codes of an image [B, H, W], one token each, or one for four where the model halves sides
+    first.
+    """
     side = 2 if model.config["downsample"] else 1
     return Tokens((call["input_ids"].shape[-2] // side, call["input_ids"].shape[-1] // side))
 
@@ -79,8 +88,9 @@ def beside(layout: Layout, before: int | None = 0, after: int | None = 0) -> Lay
 
 
 def packed(model: Any, call: Call) -> Tokens | str:
-    """Flux and its kin: tokens [B, L, C] with their (image, row, column) in `img_ids`; tokens of further images stay as they are. Rows and
-    columns are unknown where those of the first image are no grid, row after row.
+    """Flux and its kin: tokens [B, L, C] with their (image, row, column) in `img_ids`; tokens of
+    further images stay as they are. Rows and columns are unknown where those of the first image are
+    no grid, row after row.
 
     Reading the ids waits for the device once per forward of the model.
     """
@@ -90,17 +100,25 @@ def packed(model: Any, call: Call) -> Tokens | str:
     ids = (ids[0] if ids.dim() == 3 else ids).cpu().long()  # [L, 3], or more columns behind
     same = ids[:, 0] == ids[0, 0]
     size, grid = _grid(ids[: int(same.sum()), 1:3])
-    mode = int(getattr(model, "union", False))  # a ControlNet-Union puts a token of its mode before the text
+    mode = int(
+        getattr(model, "union", False)
+    )  # a ControlNet-Union puts a token of its mode before the text
     before = mode + call["encoder_hidden_states"].shape[1]
     conditions = call.get("image_cond_hidden_states")
     behind = 0 if conditions is None else conditions.shape[1]
     if not same[: math.prod(size)].all():
         return Tokens((ids.shape[0],), before=before, after=behind)
-    return Tokens(size if grid else (math.prod(size),), before=before, after=ids.shape[0] - math.prod(size) + behind)
+    return Tokens(
+        size if grid else (math.prod(size),),
+        before=before,
+        after=ids.shape[0] - math.prod(size) + behind,
+    )
 
 
 def shapes_given(model: Any, call: Call) -> Tokens:
-    """Qwen-Image: `img_shapes`, one (t, h, w) for each sample, or a list of them, the generated image's first."""
+    """Qwen-Image: `img_shapes`, one (t, h, w) for each sample, or a list of them, the generated
+    image's first.
+    """
     first = call["img_shapes"][0]
     t, h, w = first[0] if isinstance(first, list) else first
     text, image = call["encoder_hidden_states"].shape[1], call["hidden_states"].shape[1]
@@ -118,13 +136,17 @@ def text_behind(layout: Layout) -> Layout:
 
 
 def last_shape(model: Any, call: Call) -> Tokens:
-    """Qwen-Image 2.1: text and reference images first; `img_shapes` of the first sample ends with the generated image's (t, h, w)."""
+    """Qwen-Image 2.1: text and reference images first; `img_shapes` of the first sample ends with
+    the generated image's (t, h, w).
+    """
     t, h, w = call["img_shapes"][0][-1]
     return Tokens((t, h, w) if t > 1 else (h, w), before=None)
 
 
 def items(model: Any, call: Call) -> Tokens:
-    """JoyImage: a video, or items [B, N, C, T, H, W] of which the last is generated and stands first among the tokens."""
+    """JoyImage: a video, or items [B, N, C, T, H, W] of which the last is generated and stands
+    first among the tokens.
+    """
     shape = call["hidden_states"].shape
     size = _cut(shape[-3:], model.config)
     return Tokens(size, after=(shape[1] - 1) * math.prod(size) if len(shape) == 6 else 0)
@@ -154,15 +176,20 @@ def with_registers(model: Any, call: Call) -> Tokens:
 
 
 def placed(model: Any, call: Call) -> Tokens:
-    """Krea 2: text, then the image, with its rows and columns in `position_ids` [L, 3]. Reading them waits for the device."""
+    """Krea 2: text, then the image, with its rows and columns in `position_ids` [L, 3].
+
+    Reading them waits for the device.
+    """
     count = call["hidden_states"].shape[1]
     size, grid = _grid(call["position_ids"][-count:, 1:3].cpu().long())
     return Tokens(size if grid else (count,), before=None)
 
 
 def indicated(model: Any, call: Call) -> Tokens | str:
-    """Ideogram 4: padding, text and the image in one sequence; `indicator` [B, L] tells which tokens are the image's, `position_ids`
-    [B, L, 3] their rows and columns. Reading them waits for the device."""
+    """Ideogram 4: padding, text and the image in one sequence; `indicator` [B, L] tells which
+    tokens are the image's, `position_ids` [B, L, 3] their rows and columns. Reading them waits for
+    the device.
+    """
     image = (call["indicator"] == model_constant(model, "OUTPUT_IMAGE_INDICATOR")).cpu()
     if not (image == image[:1]).all():
         return UNLIKE
@@ -174,12 +201,18 @@ def indicated(model: Any, call: Call) -> Tokens | str:
 
 
 def indexed(model: Any, call: Call) -> Tokens | str:
-    """MiniMax H3: `video_indices` among text and sound, `position_ids` [L, 3] with the generated video's frames last. Reading them waits
-    for the device."""
+    """MiniMax H3: `video_indices` among text and sound, `position_ids` [L, 3] with the generated
+    video's frames last. Reading them waits for the device.
+    """
     at = call["video_indices"].cpu()
     ids = call["position_ids"].cpu()[at]
-    same = torch.cat([torch.ones(1, dtype=torch.bool), (ids[1:, 1:] == ids[0, 1:]).all(-1)])  # where a frame begins
-    area, total = len(at) if int(same.sum()) < 2 else int(same.nonzero()[1]), call["position_ids"].shape[0]
+    same = torch.cat(
+        [torch.ones(1, dtype=torch.bool), (ids[1:, 1:] == ids[0, 1:]).all(-1)]
+    )  # where a frame begins
+    area, total = (
+        len(at) if int(same.sum()) < 2 else int(same.nonzero()[1]),
+        call["position_ids"].shape[0],
+    )
     h = len(ids[:area, 1].unique())
     frames = len(at) // area
     while frames > 1 and not torch.equal(
@@ -189,41 +222,61 @@ def indexed(model: Any, call: Call) -> Tokens | str:
     if h * (area // h) * frames > len(at) or area % h:
         return "the frames are no grid"
     count = frames * area
-    return Tokens((frames, h, area // h), before=int(at[-1]) + 1 - count, after=total - int(at[-1]) - 1)
+    return Tokens(
+        (frames, h, area // h), before=int(at[-1]) + 1 - count, after=total - int(at[-1]) - 1
+    )
 
 
 def captioned(model: Any, call: Call) -> Tokens | str:
-    """Lumina 2: the caption, then the image; captions of unequal length put the image elsewhere. Reading the mask waits for the device."""
+    """Lumina 2: the caption, then the image; captions of unequal length put the image elsewhere.
+
+    Reading the mask waits for the device.
+    """
     lengths = {int(n) for n in call["encoder_attention_mask"].sum(1)}
     return Tokens(patches(model, call).size, before=lengths.pop()) if len(lengths) == 1 else UNLIKE
 
 
 def listed(model: Any, call: Call) -> Tokens | str:
-    """Z-Image: a list of images [C, T, H, W], each filled up to a multiple of 32 tokens, and behind it its caption."""
+    """Z-Image: a list of images [C, T, H, W], each filled up to a multiple of 32 tokens, and behind
+    it its caption.
+    """
     if isinstance(call["x"][0], list):
         return "with reference images the caption's length decides where each image's tokens are"
     shapes = {image.shape[1:] for image in call["x"]}
     if len(shapes) > 1:
         return UNLIKE
     (t, h, w), side, depth = shapes.pop(), call.get("patch_size", 2), call.get("f_patch_size", 1)
-    return Tokens((t // depth, h // side, w // side) if t > depth else (h // side, w // side), after=None)
+    return Tokens(
+        (t // depth, h // side, w // side) if t > depth else (h // side, w // side), after=None
+    )
 
 
 def with_gist(model: Any, call: Call) -> Tokens | str:
-    """Bria FIBO 2: tokens that stand for the text before the image, and references behind it; behind all where samples have unequal
-    numbers of them. Reading the mask waits for the device."""
+    """Bria FIBO 2: tokens that stand for the text before the image, and references behind it;
+    behind all where samples have unequal numbers of them. Reading the mask waits for the device.
+    """
     from diffusers.models.transformers.transformer_bria_fibo2 import compute_gist_count
 
     mask, get = call.get("encoder_attention_mask"), model.config
     batch, _, length = call["encoder_hidden_states"].shape[:3]
     lengths = [length] * batch if mask is None else mask.sum(1).tolist()
-    names = ("min_num_gist_tokens", "max_num_gist_tokens", "gist_step", "gist_min_text_len", "gist_max_text_len")
+    names = (
+        "min_num_gist_tokens",
+        "max_num_gist_tokens",
+        "gist_step",
+        "gist_min_text_len",
+        "gist_max_text_len",
+    )
     counts = compute_gist_count(lengths, *(get[name] for name in names))
-    return Tokens(patches(model, call).size, before=counts[0] if len(set(counts)) == 1 else 0, after=None)
+    return Tokens(
+        patches(model, call).size, before=counts[0] if len(set(counts)) == 1 else 0, after=None
+    )
 
 
 def sized(model: Any, call: Call) -> Tokens | str:
-    """HiDream: an image [B, C, H, W], or packed tokens with `img_sizes`; filled up to the largest size if it is no square."""
+    """HiDream: an image [B, C, H, W], or packed tokens with `img_sizes`; filled up to the largest
+    size if it is no square.
+    """
     if call["hidden_states"].dim() == 4:
         return beside(patches, after=None)(model, call) or UNLIKE
     if call.get("img_sizes") is None:
@@ -233,7 +286,9 @@ def sized(model: Any, call: Call) -> Tokens | str:
 
 
 def generated(model: Any, call: Call) -> Tokens | str:
-    """Cosmos 3: the vision tokens among those that are generated, behind which sound and actions may stand."""
+    """Cosmos 3: the vision tokens among those that are generated, behind which sound and actions
+    may stand.
+    """
     shapes = call["vision_token_shapes"]
     if len(shapes) != 1:
         return f"expected one video, got {len(shapes)}"
@@ -265,9 +320,11 @@ def _grid(places: Tensor) -> tuple[tuple[int, int], bool]:
     return (len(places), 1), False
 
 
-def along(pair: tuple[str, int] | None = None, **dims: int | tuple[int, ...]) -> Callable[[Call, Rows], dict[str, Any]]:
-    """A `select` of arguments that hold one row per token along these dimensions: a tensor, or tuples, lists and dicts of them. A dimension
-    of size 1 holds for all tokens.
+def along(
+    pair: tuple[str, int] | None = None, **dims: int | tuple[int, ...]
+) -> Callable[[Call, Rows], dict[str, Any]]:
+    """A `select` of arguments that hold one row per token along these dimensions: a tensor, or
+    tuples, lists and dicts of them. A dimension of size 1 holds for all tokens.
 
     Args:
         pair: one that holds (cos, sin), stacked or not, and the dimension of each.
@@ -295,7 +352,9 @@ def _picked(value: Any, rows: Rows, dims: int | tuple[int, ...]) -> Any:
 
 
 def first_of_two(name: str, dim: int, **others: int) -> Callable[[Call, Rows], dict[str, Any]]:
-    """A `select` where the argument of that name is (the image's rows, the text's); `others` as in `along`."""
+    """A `select` where the argument of that name is (the image's rows, the text's); `others` as in
+    `along`.
+    """
 
     def select(call: Call, rows: Rows) -> dict[str, Any]:
         changed = along(None, **others)(call, rows)

@@ -1,7 +1,8 @@
 """Merging the feed-forward network that follows self-attention in a block (`mlp`).
 
-It takes tokens one by one, so it runs on merged tokens, planned from its own input, and its output is restored. The
-block adds it to tokens that were never merged, which keeps what tokens of one group differ in.
+It takes tokens one by one, so it runs on merged tokens, planned from its own input, and its output
+is restored. The block adds it to tokens that were never merged, which keeps what tokens of one
+group differ in.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ class Part(Layer):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self._names = (self.hidden, *self._names[1:])  # blocks pass the tokens first, whatever a module calls them
+        self._names = (
+            self.hidden,
+            *self._names[1:],
+        )  # blocks pass the tokens first, whatever a module calls them
 
     def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
         """See `Layer`."""
@@ -42,7 +46,9 @@ def tokens_merged(route: Route, plan: Plan) -> Output:
 
 
 def parts_of(path: str, module: nn.Module) -> dict[str, str]:
-    """What can merge in a block at `path`: the setting by the module's path; nothing in other modules."""
+    """What can merge in a block at `path`: the setting by the module's path; nothing in other
+    modules.
+    """
     if not isinstance(module, BasicTransformerBlock):
         return {}
     prefix = f"{path}." if path else ""

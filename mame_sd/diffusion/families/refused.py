@@ -1,11 +1,16 @@
-"""Models of diffusers that do not merge, each with the reason; a test shows that reason in the model's own code."""
+"""Models of diffusers that do not merge, each with the reason; a test shows that reason in the
+model's own code.
+"""
 
 from __future__ import annotations
 
 import re
 
 _LINEAR = "its self-attention is linear in the tokens already, so merging has nothing to save"
-_SPARSE = "its attention goes by blocks of keys that the model picks (flex attention): no softmax over all of them"
+_SPARSE = (
+    "its attention goes by blocks of keys that the model picks (flex attention): no softmax over"
+    " all of them"
+)
 _SOUND = "its tokens are sound, in a row: there is no image"
 _NO_IMAGE = "its tokens are no image's"
 
@@ -14,7 +19,10 @@ EXCLUDED = {
     "SanaTransformer2DModel": _LINEAR,
     "SanaVideoTransformer3DModel": _LINEAR,
     "SanaControlNetModel": _LINEAR,
-    "SanaWMTransformer3DModel": "three of four of its layers are linear in the tokens, and the fourth takes no hidden states",
+    "SanaWMTransformer3DModel": (
+        "three of four of its layers are linear in the tokens, and the fourth takes no hidden"
+        " states"
+    ),
     "AnyFlowFARTransformer3DModel": _SPARSE,
     "Kandinsky6SRTransformer3DModel": _SPARSE,
     "WanAnimate2Transformer3DModel": _SPARSE,

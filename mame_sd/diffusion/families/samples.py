@@ -1,4 +1,6 @@
-"""Attention that runs over one sample after another (Mochi): each has as much text as it has, and merges by its own part of the plan."""
+"""Attention that runs over one sample after another (Mochi): each has as much text as it has, and
+merges by its own part of the plan.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ from mame_sd.diffusion.tokens import Tokens
 
 
 class KeysBySample(Attending):
-    """While entered, each call of one sample has the keys and values of the next sample's image merged.
+    """While entered, each call of one sample has the keys and values of the next sample's image
+    merged.
 
     Args:
-        plan, tokens, first, correct, drawn: as `MergedKeys`; behind the image any number of keys may stand.
+        plan, tokens, first, correct, drawn: as `MergedKeys`; behind the image any number of keys
+            may stand.
         batch: samples in all.
     """
 
@@ -45,12 +49,19 @@ class KeysBySample(Attending):
         """See `Attending`."""
         key = call["key"]
         length = key.shape[-2]
-        own = key.shape[0] == 1 and self._first + self._plan.tokens_in <= length == call["query"].shape[-2]
+        own = (
+            key.shape[0] == 1
+            and self._first + self._plan.tokens_in <= length == call["query"].shape[-2]
+        )
         if not own or self.seen:
             return attended(attention, call)
-        plan = self._plan if self._batch == 1 else _SamplePlan(self._plan, self._samples, self._batch)
+        plan = (
+            self._plan if self._batch == 1 else _SamplePlan(self._plan, self._samples, self._batch)
+        )
         self._samples += 1
-        return MergedKeys(plan, self._tokens, (1, length), self._first, *self._how).attend(attention, call)
+        return MergedKeys(plan, self._tokens, (1, length), self._first, *self._how).attend(
+            attention, call
+        )
 
 
 class _SamplePlan(Plan):

@@ -1,8 +1,10 @@
-"""A transformer's self-attention: the image's tokens merge, and what stands beside them in the call follows.
+"""A transformer's self-attention: the image's tokens merge, and what stands beside them in the call
+follows.
 
-Text tokens may share the sequence or the call, rotary positions come one for each token, a video has frames: a `Family`
-tells which. Text takes no part in merging. With `merge="kv"` the image's keys and values merge where they are attended to
-(`keys.py`); with "qkv" tokens merge before the call, and rotary positions of merged tokens are those of the ones that stay.
+Text tokens may share the sequence or the call, rotary positions come one for each token, a video
+has frames: a `Family` tells which. Text takes no part in merging. With `merge="kv"` the image's
+keys and values merge where they are attended to (`keys.py`); with "qkv" tokens merge before the
+call, and rotary positions of merged tokens are those of the ones that stay.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ from mame_sd.diffusion.tokens import Call, Tokens
 QUERIES_TOO = "queries merge too: {}"
 KEYS_ONLY = "queries stay whole: in {} only keys and values can merge"
 PICKED = "{}, where picking would drop queries too; take weights 'best' or 'average'"
-CUT = "{}, which cuts the batch into parts; samples that keep their own tokens run alone (tau lets them keep the same)"
+CUT = (
+    "{}, which cuts the batch into parts; samples that keep their own tokens run alone (tau lets"
+    " them keep the same)"
+)
 
 
 class SequenceAttention(Layer):
@@ -38,20 +43,27 @@ class SequenceAttention(Layer):
         super().__init__(module)
         self.family = family
         self.hidden = family.inputs[0]
-        self._unseen: set[str] = set()  # processors that were seen to attend otherwise than over all tokens at once
+        self._unseen: set[str] = (
+            set()
+        )  # processors that were seen to attend otherwise than over all tokens at once
 
     def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
         """See `Layer`."""
         family, given = self.family, call.given
         hidden = given.get(self.hidden)
-        if not isinstance(hidden, Tensor) or hidden.dim() not in ((3,) if family.queries else (2, 3, 4)):
+        if not isinstance(hidden, Tensor) or hidden.dim() not in (
+            (3,) if family.queries else (2, 3, 4)
+        ):
             return "input is no tokens [B, L, C]"
         if hidden.dim() == 4:
             known = Tokens((hidden.shape[-2], hidden.shape[-1]))
         if known is None or known.unknown:
             return "height and width unknown" if known is None else known.unknown
         if config.feature != "x" and not hasattr(call.module, "to_k"):
-            return f"feature={config.feature!r} asks for the layer's to_k, {type(call.module).__name__} has none"
+            return (
+                f"feature={config.feature!r} asks for the layer's to_k,"
+                f" {type(call.module).__name__} has none"
+            )
         hidden = _sequence(hidden)
         reason = _skip_reason(family, given, known, config)
         if reason is not None:
@@ -75,14 +87,18 @@ class SequenceAttention(Layer):
             form = self._samples_merged if alone else self._tokens_merged
             if config.merge == "kv":
                 note = ". ".join(filter(None, (note, QUERIES_TOO.format(because))))
-        feature = compared(call.module, known.to_plane(hidden[:, first : first + known.count]), config.feature)
+        feature = compared(
+            call.module, known.to_plane(hidden[:, first : first + known.count]), config.feature
+        )
         return Route(call, form, config, known, feature, note, first, before, after)
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
         """The image's tokens."""
         return 0 if known is None or known.unknown else known.count
 
-    def _queries_because(self, call: LayerCall, text: Tensor | None, config: MaMeConfig) -> str | None:
+    def _queries_because(
+        self, call: LayerCall, text: Tensor | None, config: MaMeConfig
+    ) -> str | None:
         """Why queries merge too; None where keys and values merge alone."""
         if config.merge == "qkv" and self.family.queries:
             return "merge='qkv'"
@@ -91,9 +107,13 @@ class SequenceAttention(Layer):
         if skips_scores(call.module):
             return LAYER_SKIP
         if call.kind in self._unseen:
-            return f"{call.kind} calls no scaled_dot_product_attention over all of the layer's tokens"
+            return (
+                f"{call.kind} calls no scaled_dot_product_attention over all of the layer's tokens"
+            )
         if text is not None and self.family.text_last is None:
-            return f"the family {self.family.name} doesn't tell text_last, where the text's keys stand"
+            return (
+                f"the family {self.family.name} doesn't tell text_last, where the text's keys stand"
+            )
         return None
 
     def _keys_merged(self, route: Route, plan: Plan) -> Output | None:
@@ -107,7 +127,9 @@ class SequenceAttention(Layer):
         else:
             cached = self.family.cached is not None and self.family.cached(route.call.given)
             queries = _sequence(route.call.given[self.hidden]).shape[1], plan.tokens_in, length
-            keys = MergedKeys(plan, route.tokens, shape, route.before, queries=queries, prefixed=cached, **how)
+            keys = MergedKeys(
+                plan, route.tokens, shape, route.before, queries=queries, prefixed=cached, **how
+            )
         with keys:  # Dynamo loses what `as` would name
             output = route.call.run()
         if keys.seen:
@@ -126,21 +148,30 @@ class SequenceAttention(Layer):
         return Output(self._restored(output, route, plan), "" if route.note else note or unseen)
 
     def _samples_merged(self, route: Route, plan: Plan) -> Output:
-        """The same sample by sample: they keep tokens of their own, and rotary positions are shared by a batch."""
+        """The same sample by sample: they keep tokens of their own, and rotary positions are shared
+        by a batch.
+        """
         assert self.family.select is not None
         changes, call = _with_merged_inputs(self.family, route, plan), route.call
         sizes, note = self._sizes(route, plan)
         kept, outputs = route.tokens.places(plan.kept), []
         for i in range(kept.shape[0]):
-            given = {**call.given, **changes, **self.family.select(call.given, _rows(route.tokens, kept[i]))}
+            given = {
+                **call.given,
+                **changes,
+                **self.family.select(call.given, _rows(route.tokens, kept[i])),
+            }
             sample = {name: _of_sample(value, kept.shape[0], i) for name, value in given.items()}
             output, unseen = self._run(route, sample, None if sizes is None else sizes[i : i + 1])
             outputs.append(output)
-        return Output(self._restored(_joined(outputs), route, plan), "" if route.note else note or unseen)
+        return Output(
+            self._restored(_joined(outputs), route, plan), "" if route.note else note or unseen
+        )
 
     def _sizes(self, route: Route, plan: Plan) -> tuple[Tensor | None, str]:
-        """How many tokens each merged one stands for, where attention is to count them: beside others that did not merge.
-        None: all count once, and why if they should not."""
+        """How many tokens each merged one stands for, where attention is to count them: beside
+        others that did not merge. None: all count once, and why if they should not.
+        """
         if not route.config.correct or not (plan.uneven or route.before or route.after):
             return None, ""
         nowhere = self.family.text_last is None and _text(self.family, route.call.given) is not None
@@ -149,7 +180,9 @@ class SequenceAttention(Layer):
         return plan.sizes, ""
 
     def _run(self, route: Route, changes: dict[str, Any], sizes: Tensor | None) -> tuple[Any, str]:
-        """The attention's output of merged tokens that count as `sizes` says, and a note where they were seen not to."""
+        """The attention's output of merged tokens that count as `sizes` says, and a note where they
+        were seen not to.
+        """
         if sizes is None:
             return route.call.run(**changes), ""
         counting = CountedKeys(sizes, route.before, route.after, changes[self.hidden].shape[0])
@@ -161,7 +194,8 @@ class SequenceAttention(Layer):
         if isinstance(output, Tensor):
             return _whole(output, route, plan)
         return tuple(
-            _whole(value, route, plan) if i in self.family.outputs else value for i, value in enumerate(output)
+            _whole(value, route, plan) if i in self.family.outputs else value
+            for i, value in enumerate(output)
         )
 
 
@@ -210,7 +244,10 @@ def _unable(
             return CUT.format(call.kind)
         unknown = next((v for v in call.given.values() if not _splits(v)), None)
         if unknown is not None:
-            return f"arguments of {type(unknown).__name__} can't be split into samples that keep their own tokens"
+            return (
+                f"arguments of {type(unknown).__name__} can't be split into samples that keep their"
+                " own tokens"
+            )
     return None
 
 
@@ -227,7 +264,9 @@ def _sequence(t: Tensor) -> Tensor:
 
 
 def _keeps_own_tokens(family: Family, batch: int, tokens: Tokens, config: MaMeConfig) -> bool:
-    """Whether samples run one by one: they keep tokens of their own, and rotary positions are shared by a batch."""
+    """Whether samples run one by one: they keep tokens of their own, and rotary positions are
+    shared by a batch.
+    """
     if family.select is None or config.keep is None or batch == 1:
         return False
     partition = positions(tokens.count, config, tokens.plane)
@@ -240,9 +279,17 @@ def _with_merged_inputs(family: Family, route: Route, plan: Plan) -> dict[str, A
     for value in (route.call.given[name] for name in family.inputs):
         if id(value) not in merged:
             start = tokens.start(value.shape[1]) or 0
-            parts = value[:, :start], value[:, start : start + tokens.count], value[:, start + tokens.count :]
+            parts = (
+                value[:, :start],
+                value[:, start : start + tokens.count],
+                value[:, start + tokens.count :],
+            )
             image = plan.merge(tokens.to_plane(parts[1]))
-            merged[id(value)] = image if value.shape[1] == tokens.count else torch.cat([parts[0], image, parts[2]], 1)
+            merged[id(value)] = (
+                image
+                if value.shape[1] == tokens.count
+                else torch.cat([parts[0], image, parts[2]], 1)
+            )
     return {name: merged[id(route.call.given[name])] for name in family.inputs}
 
 
@@ -257,7 +304,9 @@ def _whole(y: Tensor, route: Route, plan: Plan) -> Tensor:
 
 
 def _rows(tokens: Tokens, kept: Tensor) -> Rows:
-    """Picks the rows of the `kept` tokens along a dimension that counts the image's, or the whole sequence's."""
+    """Picks the rows of the `kept` tokens along a dimension that counts the image's, or the whole
+    sequence's.
+    """
 
     def pick(t: Tensor, dim: int) -> Tensor:
         start = tokens.start(t.shape[dim]) or 0
@@ -309,7 +358,9 @@ def _of_sample(value: Any, batch: int, i: int, least: int = 2) -> Any:
     """What sample `i` has of an argument that `_splits`."""
     if isinstance(value, Tensor):
         return value[i : i + 1] if value.dim() >= least and value.shape[0] == batch else value
-    if isinstance(value, (tuple, list)):  # of rotary positions: a first dimension of two counts tokens, never samples
+    if isinstance(
+        value, (tuple, list)
+    ):  # of rotary positions: a first dimension of two counts tokens, never samples
         return type(value)(_of_sample(part, batch, i, least=3) for part in value)
     if isinstance(value, dict):
         return {name: _of_sample(part, batch, i, least) for name, part in value.items()}

@@ -1,7 +1,9 @@
-"""The families of diffusers' transformers: which attention there is over an image's or a video's tokens, and where they stand.
+"""The families of diffusers' transformers: which attention there is over an image's or a video's
+tokens, and where they stand.
 
-UNets, DiT and PixArt need none: their self-attention has nothing beside its tokens (`unet.py`). One line of the table reads: name,
-classes of the model, classes of the attention (with the last part of their path), where the image lies, what holds a row per token.
+UNets, DiT and PixArt need none: their self-attention has nothing beside its tokens (`unet.py`). One
+line of the table reads: name, classes of the model, classes of the attention (with the last part of
+their path), where the image lies, what holds a row per token.
 """
 
 from __future__ import annotations
@@ -32,20 +34,29 @@ __all__ = [
     "uniform",
 ]
 
-# Of image transformers with text beside whose tokens carry their positions: nearer than a quarter of the keys, and as fast or faster
-# (docs/results.md). With rotary positions, which a merged query would have one of, that was not measured.
+# Of image transformers with text beside whose tokens carry their positions: nearer than a quarter
+# of the keys, and as fast or faster (docs/results.md). With rotary positions, which a merged query
+# would have one of, that was not measured.
 SHARE_BESIDE_TEXT = 0.625
 DECIDES = ("tau", "keep", "merge", "weights", "variant", "preset")
 # Of the arguments of a family.
-JOINT_FIRST: dict[str, Any] = {"cross": True, "text_last": False}  # joint attention, text before the image
+JOINT_FIRST: dict[str, Any] = {
+    "cross": True,
+    "text_last": False,
+}  # joint attention, text before the image
 JOINT_LAST: dict[str, Any] = {"cross": True, "text_last": True}
-TWICE = ("hidden_states", "encoder_hidden_states")  # processors that are given the same tokens for queries and keys
+TWICE = (
+    "hidden_states",
+    "encoder_hidden_states",
+)  # processors that are given the same tokens for queries and keys
 ROTARY = along(("image_rotary_emb", 0))
 MASKED = along(("image_rotary_emb", 0), attention_mask=(-2, -1))
 
 
 def _from_cache(call: Call) -> bool:
-    """Qwen-Image 2.1, Flux 2, Sana-WM: keys of the prompt and of reference images come from an earlier call."""
+    """Qwen-Image 2.1, Flux 2, Sana-WM: keys of the prompt and of reference images come from an
+    earlier call.
+    """
     return call.get("kv_cache_mode") in ("cached", "inject", "inject_and_capture_post_rope")
 
 
@@ -57,7 +68,11 @@ def _from_object(call: Call) -> bool:
 BUILT_IN = (
     # Text beside the image in the same call, or none.
     Family(
-        "HunyuanDiT", ("HunyuanDiT2DModel", "HunyuanDiT2DControlNetModel"), ("Attention.attn1",), at.patches, ROTARY
+        "HunyuanDiT",
+        ("HunyuanDiT2DModel", "HunyuanDiT2DControlNetModel"),
+        ("Attention.attn1",),
+        at.patches,
+        ROTARY,
     ),
     Family(
         "Lumina",
@@ -178,13 +193,27 @@ BUILT_IN = (
         ("QwenImageTransformer2DModel", "QwenImageControlNetModel"),
         ("Attention.attn",),
         at.shapes_given,
-        first_of_two("image_rotary_emb", 0, attention_mask=-1),  # the mask of text and image: diffusers before 0.38
+        first_of_two(
+            "image_rotary_emb", 0, attention_mask=-1
+        ),  # the mask of text and image: diffusers before 0.38
         mask=True,
         **JOINT_FIRST,
     ),
-    Family("CogView 3+", ("CogView3PlusTransformer2DModel",), ("Attention.attn1",), at.patches, **JOINT_FIRST),
     Family(
-        "CogView 4", ("CogView4Transformer2DModel",), ("Attention.attn1",), at.patches, ROTARY, mask=True, **JOINT_FIRST
+        "CogView 3+",
+        ("CogView3PlusTransformer2DModel",),
+        ("Attention.attn1",),
+        at.patches,
+        **JOINT_FIRST,
+    ),
+    Family(
+        "CogView 4",
+        ("CogView4Transformer2DModel",),
+        ("Attention.attn1",),
+        at.patches,
+        ROTARY,
+        mask=True,
+        **JOINT_FIRST,
     ),
     Family(
         "GLM-Image",
@@ -205,7 +234,12 @@ BUILT_IN = (
         **JOINT_FIRST,
     ),
     Family(
-        "EasyAnimate", ("EasyAnimateTransformer3DModel",), ("Attention.attn1",), at.video_patches, ROTARY, **JOINT_FIRST
+        "EasyAnimate",
+        ("EasyAnimateTransformer3DModel",),
+        ("Attention.attn1",),
+        at.video_patches,
+        ROTARY,
+        **JOINT_FIRST,
     ),
     Family(
         "PRX",
@@ -437,7 +471,11 @@ BUILT_IN = (
         ROTARY,
     ),
     Family(
-        "LTX", ("LTXVideoTransformer3DModel",), ("LTXAttention.attn1",), at.sides_given, along(("image_rotary_emb", 1))
+        "LTX",
+        ("LTXVideoTransformer3DModel",),
+        ("LTXAttention.attn1",),
+        at.sides_given,
+        along(("image_rotary_emb", 1)),
     ),
     Family(
         "LTX-2",
@@ -481,9 +519,26 @@ BUILT_IN = (
         outside=("temporal_transformer_blocks",),
     ),
     # UNets whose attention is not a Transformer2DModel's.
-    Family("Amused", ("UVit2DModel",), ("Attention.attn1",), at.codes, outside=("down_block", "up_block")),
-    Family("DreamLite", ("DreamLiteTransformer2DModel",), ("Attention.attn1",), at.pixels("hidden_states")),
-    Family("Kandinsky 3", ("Kandinsky3AttentionBlock",), ("Attention.attention",), at.pixels("x"), inputs=TWICE),
+    Family(
+        "Amused",
+        ("UVit2DModel",),
+        ("Attention.attn1",),
+        at.codes,
+        outside=("down_block", "up_block"),
+    ),
+    Family(
+        "DreamLite",
+        ("DreamLiteTransformer2DModel",),
+        ("Attention.attn1",),
+        at.pixels("hidden_states"),
+    ),
+    Family(
+        "Kandinsky 3",
+        ("Kandinsky3AttentionBlock",),
+        ("Attention.attention",),
+        at.pixels("x"),
+        inputs=TWICE,
+    ),
     Family("unconditional UNet", ("UNet2DModel",), ("Attention",), at.of_levels, queries=False),
     Family(
         "Stable Cascade",
@@ -495,7 +550,8 @@ BUILT_IN = (
         queries=False,
     ),
 )
-# UNets whose attention takes an image [B, C, H, W] and puts the text's keys before its own: Kandinsky 2, DeepFloyd IF, UnCLIP.
+# UNets whose attention takes an image [B, C, H, W] and puts the text's keys before its own:
+# Kandinsky 2, DeepFloyd IF, UnCLIP.
 ADDED_KEYS = Family("added keys", (), (), at.of_levels, queries=False, **JOINT_FIRST)
 _MODELS = {model: family for family in BUILT_IN for model in family.models}
 
@@ -507,7 +563,8 @@ def adds_keys(module: nn.Module) -> bool:
 
 
 def family_of(model: nn.Module) -> Family | None:
-    """The family of a model by its class name, or that of a class it derives from; None for an unknown one.
+    """The family of a model by its class name, or that of a class it derives from; None for an
+    unknown one.
 
     Families that users have registered come before the built-in ones.
     """
@@ -519,8 +576,9 @@ def family_of(model: nn.Module) -> Family | None:
 
 
 def suited(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
-    """`config`; where it leaves open what merges (`DECIDES`, none of them given), with the settings that lie beside the model's
-    weights, else with what its family merges best."""
+    """`config`; where it leaves open what merges (`DECIDES`, none of them given), with the settings
+    that lie beside the model's weights, else with what its family merges best.
+    """
     if config.layers is None and config.given.keys().isdisjoint(DECIDES):
         shipped = shipped_with(model)
         if shipped is not None:
@@ -529,7 +587,9 @@ def suited(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
 
 
 def uniform(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
-    """As `suited`, the same in all layers: without the settings that lie beside the model's weights."""
+    """As `suited`, the same in all layers: without the settings that lie beside the model's
+    weights.
+    """
     config = _of_family(model, config.replace(layers=None, made_for=None))
     return config.replace(merge=config.merge)  # given, so that nothing else decides
 

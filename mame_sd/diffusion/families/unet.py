@@ -1,7 +1,9 @@
-"""Self-attention with nothing beside its tokens: UNets, DiT, PixArt. Merged whole (`merge="qkv"`) or by its keys and values ("kv").
+"""Self-attention with nothing beside its tokens: UNets, DiT, PixArt.
 
-The installed processor computes the attention: merged tokens are given to it as `hidden_states`, or as
-`encoder_hidden_states`, from which diffusers' own processors take keys and values.
+Merged whole (`merge="qkv"`) or by its keys and values ("kv").
+
+The installed processor computes the attention: merged tokens are given to it as `hidden_states`, or
+as `encoder_hidden_states`, from which diffusers' own processors take keys and values.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from mame_sd.diffusion.families.keys import Attending, GroupedKeys, MergedKeys, 
 from mame_sd.diffusion.layer import Layer, LayerCall, Output, Route, compared, settings_for
 from mame_sd.diffusion.tokens import Call, Tokens
 
-# Modules whose first input is an image [B, C, H, W] and whose blocks see its pixels, or patches, as tokens.
+# Modules whose first input is an image [B, C, H, W] and whose blocks see its pixels, or patches, as
+# tokens.
 _UNET_TRANSFORMERS = {"Transformer2DModel", "TransformerSpatioTemporalModel"}
 IMAGE_MODULES = _UNET_TRANSFORMERS | {"DiTTransformer2DModel", "PixArtTransformer2DModel"}
-# Processors whose forward takes keys and values from encoder_hidden_states when they are given. Others may ignore them
-# (PAG) or take their presence for cross-attention (prompt-to-prompt), so merge="kv" leaves those layers alone.
+# Processors whose forward takes keys and values from encoder_hidden_states when they are given.
+# Others may ignore them (PAG) or take their presence for cross-attention (prompt-to-prompt), so
+# merge="kv" leaves those layers alone.
 _KV_NAMES = (
     "AttnProcessor",
     "AttnProcessor2_0",
@@ -61,10 +65,17 @@ _MASKED = (
 # Those that call scaled_dot_product_attention, in which keys and values can be corrected.
 _CORRECTED = (processors.AttnProcessor2_0, processors.FusedAttnProcessor2_0)
 _ROTARY = ("image_rotary_emb", "query_rotary_emb", "key_rotary_emb", "rotary_emb")
-_BUILT_IN = torch._C._nn.scaled_dot_product_attention  # anything put in its place can't be seen into
-NOT_COUNTED = "merged tokens count once: {} calls no scaled_dot_product_attention of its tokens that takes a mask"
+_BUILT_IN = (
+    torch._C._nn.scaled_dot_product_attention
+)  # anything put in its place can't be seen into
+NOT_COUNTED = (
+    "merged tokens count once: {} calls no scaled_dot_product_attention of its tokens that takes a"
+    " mask"
+)
 NOT_CORRECTED = "not corrected: {} calls no scaled_dot_product_attention of PyTorch's own"
-LAYER_SKIP = "diffusers' layer skip puts values instead of attention only where there are as many as queries"
+LAYER_SKIP = (
+    "diffusers' layer skip puts values instead of attention only where there are as many as queries"
+)
 _PLAIN = processors.AttnProcessor2_0()
 _ADDED_KV = processors.AttnAddedKVProcessor2_0()
 _UNSCALED = processors.AttnProcessor()
@@ -83,14 +94,20 @@ class PlainAttention(Layer):
             return tokens
         config, note = settings_for(config, tokens)
         form: Any = keys_merged if config.merge == "kv" else tokens_merged
-        if config.correct and isinstance(call.processor, _CORRECTED) and F.scaled_dot_product_attention is _BUILT_IN:
+        if (
+            config.correct
+            and isinstance(call.processor, _CORRECTED)
+            and F.scaled_dot_product_attention is _BUILT_IN
+        ):
             if config.merge == "kv":
                 form = keys_corrected
             elif config.weights == "best" and not skips_scores(call.module):
                 form = tokens_corrected
         elif config.correct and config.merge == "kv":
             note = ". ".join(filter(None, (note, NOT_CORRECTED.format(call.kind))))
-        return Route(call, form, config, tokens, compared(call.module, hidden, config.feature), note)
+        return Route(
+            call, form, config, tokens, compared(call.module, hidden, config.feature), note
+        )
 
 
 def keys_merged(route: Route, plan: Plan) -> Output:
@@ -98,7 +115,8 @@ def keys_merged(route: Route, plan: Plan) -> Output:
     call, hidden = route.call, route.call.given["hidden_states"]
     keys, mask = plan.merge(hidden), _counts(plan, call) if plan.uneven else None
     if isinstance(call.processor, processors.FusedAttnProcessor2_0):
-        # Its keys come from a projection that self-attention has for its own tokens only. The unfused ones are current.
+        # Its keys come from a projection that self-attention has for its own tokens only. The
+        # unfused ones are current.
         return Output(_attention(call.module, hidden, keys, mask))
     changes = {} if mask is None else {"attention_mask": mask}
     return Output(call.run(encoder_hidden_states=keys, **changes))
@@ -111,7 +129,11 @@ def keys_corrected(route: Route, plan: Plan) -> Output:
         grouped = GroupedKeys(plan)
         return Output(_attended(route.call, hidden, grouped.keys_of(hidden), grouped))
     # Tokens that didn't go to one group whole: all keys and values are needed.
-    return Output(_attended(route.call, hidden, None, MergedKeys(plan, route.tokens, hidden.shape, correct=True)))
+    return Output(
+        _attended(
+            route.call, hidden, None, MergedKeys(plan, route.tokens, hidden.shape, correct=True)
+        )
+    )
 
 
 def tokens_merged(route: Route, plan: Plan) -> Output:
@@ -136,10 +158,16 @@ def tokens_corrected(route: Route, plan: Plan) -> Output:
     return Output(plan.restore(output, route.detail))
 
 
-def _attended(call: LayerCall, queries: Tensor, keys: Tensor | None, attending: Attending) -> Tensor:
-    """The attention's output of `queries` over keys and values made of `keys` (None: of the queries), as `attending` has it."""
+def _attended(
+    call: LayerCall, queries: Tensor, keys: Tensor | None, attending: Attending
+) -> Tensor:
+    """The attention's output of `queries` over keys and values made of `keys` (None: of the
+    queries), as `attending` has it.
+    """
     if type(call.processor) in _CORRECTED:
-        return _attention(call.module, queries, queries if keys is None else keys, attending=attending)
+        return _attention(
+            call.module, queries, queries if keys is None else keys, attending=attending
+        )
     changes = {} if keys is None else {"encoder_hidden_states": keys}
     with attending:
         output: Tensor = call.run(hidden_states=queries, **changes)
@@ -147,11 +175,17 @@ def _attended(call: LayerCall, queries: Tensor, keys: Tensor | None, attending: 
 
 
 def _attention(
-    attn: Any, queries: Tensor, keys: Tensor, mask: Tensor | None = None, attending: Attending | None = None
+    attn: Any,
+    queries: Tensor,
+    keys: Tensor,
+    mask: Tensor | None = None,
+    attending: Attending | None = None,
 ) -> Tensor:
-    """What diffusers' own processor computes (`AttnProcessor2_0`) where nothing of `fixed_reason` holds.
+    """What diffusers' own processor computes (`AttnProcessor2_0`) where nothing of `fixed_reason`
+    holds.
 
-    Ours, because a processor does not show its keys, and a mode that watches for them is called for each operation.
+    Ours, because a processor does not show its keys, and a mode that watches for them is called for
+    each operation.
     """
     batch, heads, width = queries.shape[0], attn.heads, attn.inner_dim // attn.heads
     query, key, value = (
@@ -162,7 +196,12 @@ def _attention(
         query = attn.norm_q(query)
     if attn.norm_k is not None:
         key = attn.norm_k(key)
-    call = {"query": query, "key": key, "value": value, "attn_mask": None if mask is None else mask.unsqueeze(1)}
+    call = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "attn_mask": None if mask is None else mask.unsqueeze(1),
+    }
     attention = F.scaled_dot_product_attention
     output = attention(**call) if attending is None else attending.attend(attention, call)
     output = output.transpose(1, 2).reshape(batch, -1, heads * width).to(query.dtype)
@@ -171,37 +210,57 @@ def _attention(
 
 
 def _counts(plan: Plan, call: LayerCall) -> Tensor:
-    """A mask [B, 1, L'] that counts each merged token as often as it stands for tokens, in the dtype of the scores that it is added to."""
+    """A mask [B, 1, L'] that counts each merged token as often as it stands for tokens, in the
+    dtype of the scores that it is added to.
+    """
     hidden: Tensor = call.given["hidden_states"]
-    exact = call.module.upcast_attention and not isinstance(call.processor, _CORRECTED)  # scores in fp32
+    exact = call.module.upcast_attention and not isinstance(
+        call.processor, _CORRECTED
+    )  # scores in fp32
     return log_sizes(plan.sizes, hidden.float() if exact else hidden).expand(hidden.shape[0], 1, -1)
 
 
 def layout_of(hidden_states: Tensor, known: Tokens | None, config: MaMeConfig) -> Tokens | str:
-    """How tokens [B, L, C] of an image lie: as is `known`, else by `config.size`, else in a square, else unknown.
+    """How tokens [B, L, C] of an image lie: as is `known`, else by `config.size`, else in a square,
+    else unknown.
 
-    `config.size` is the latent's; the levels below it follow by ceil(/2). Gives a reason to leave the layer alone where the
-    size is known and the tokens are not its: attention over frames, or image tokens among others.
+    `config.size` is the latent's; the levels below it follow by ceil(/2). Gives a reason to leave
+    the layer alone where the size is known and the tokens are not its: attention over frames, or
+    image tokens among others.
     """
-    count = index(hidden_states.shape[1])  # a plain number under torch.compile too, where sizes may be symbols
+    count = index(
+        hidden_states.shape[1]
+    )  # a plain number under torch.compile too, where sizes may be symbols
     if known is not None:
-        return known if known.count == count else f"{count} tokens are not those of {' x '.join(map(str, known.size))}"
+        return (
+            known
+            if known.count == count
+            else f"{count} tokens are not those of {' x '.join(map(str, known.size))}"
+        )
     if config.size is not None:
         h, w = config.size
         while h * w > count and h * w > 1:
             h, w = math.ceil(h / 2), math.ceil(w / 2)
-        return Tokens((h, w)) if h * w == count else f"{count} tokens are no level of size={config.size}"
+        return (
+            Tokens((h, w))
+            if h * w == count
+            else f"{count} tokens are no level of size={config.size}"
+        )
     side = math.isqrt(count)
     return Tokens((side, side) if side * side == count else (count,))
 
 
 def image_tokens(module: Any, call: Call) -> Tokens | None:
-    """The tokens of an image [B, C, H, W]: its pixels in a UNet's Transformer2DModel, its patches in DiT and PixArt."""
+    """The tokens of an image [B, C, H, W]: its pixels in a UNet's Transformer2DModel, its patches
+    in DiT and PixArt.
+    """
     image = call.get("hidden_states")
     if not isinstance(image, Tensor) or image.dim() != 4:
         return None
     patch = 1
-    if type(module).__name__ not in _UNET_TRANSFORMERS or getattr(module, "is_input_patches", False):
+    if type(module).__name__ not in _UNET_TRANSFORMERS or getattr(
+        module, "is_input_patches", False
+    ):
         patch = int(module.config["patch_size"])
     return Tokens((index(image.shape[-2]) // patch, index(image.shape[-1]) // patch))
 
@@ -226,14 +285,23 @@ def fixed_reason(attn: Any) -> str | None:
 
 
 def processed(processor: Any, attn: Attention, arguments: Call) -> Any:
-    """What `processor` gives for a call of `attn`; like diffusers it is passed the arguments that its call names."""
+    """What `processor` gives for a call of `attn`; like diffusers it is passed the arguments that
+    its call names.
+    """
     names = _accepted(type(processor)) | {"encoder_hidden_states", "attention_mask"}
-    given = {name: value for name, value in arguments.items() if name in names and name != "hidden_states"}
+    given = {
+        name: value
+        for name, value in arguments.items()
+        if name in names and name != "hidden_states"
+    }
     return processor(attn, arguments["hidden_states"], **given)
 
 
 def default_processor(attn: Any) -> Any:
-    """What diffusers installs on `attn` by itself. On fused projections too: the separate ones stay and are current."""
+    """What diffusers installs on `attn` by itself.
+
+    On fused projections too: the separate ones stay and are current.
+    """
     if not isinstance(attn, Attention):
         return attn._default_processor_cls()
     if attn.added_kv_proj_dim is not None:
@@ -264,15 +332,21 @@ def skip_reason(call: LayerCall, config: MaMeConfig) -> str | None:
         return f"a {call.kind} on the module merges already"
     if config.merge == "kv" and skips_scores(call.module):
         return f"{LAYER_SKIP}; merge='qkv' goes with it"
-    if config.merge == "kv" and not isinstance(call.processor, (*_KV_PROCESSORS, processors.FusedAttnProcessor2_0)):
+    if config.merge == "kv" and not isinstance(
+        call.processor, (*_KV_PROCESSORS, processors.FusedAttnProcessor2_0)
+    ):
         return f"merge='kv' needs a diffusers default processor, {call.kind} is installed"
     return None
 
 
 def skips_scores(attn: Any) -> bool:
-    """Whether diffusers' layer skip puts values instead of attention, which it does where there are as many as queries."""
+    """Whether diffusers' layer skip puts values instead of attention, which it does where there are
+    as many as queries.
+    """
     registry = getattr(attn, "_diffusers_hook", None)
-    return registry is not None and any(getattr(h, "skip_attention_scores", False) for h in registry.hooks.values())
+    return registry is not None and any(
+        getattr(h, "skip_attention_scores", False) for h in registry.hooks.values()
+    )
 
 
 def _accepted(kind: type) -> frozenset[str]:
@@ -284,5 +358,6 @@ def _parameters(kind: type) -> frozenset[str]:
     return frozenset(inspect.signature(kind.__call__).parameters)
 
 
-# Of the processors that diffusers installs by itself. It never changes: a compiled graph would be made again.
+# Of the processors that diffusers installs by itself. It never changes: a compiled graph would be
+# made again.
 _KNOWN = {kind: _parameters(kind) for kind in (type(_PLAIN), type(_ADDED_KV), type(_UNSCALED))}

@@ -27,28 +27,49 @@ from tests.builders.benchmarks import LIKE_SDXL, PROMPTS, SETTINGS, peers, tiny_
 from tests.builders.tiny import save_tiny_pipeline
 
 
-def test_timings_continue_and_start_over_when_anything_else_is_timed(model: LoadedModel, tmp_path: Path) -> None:
+def test_timings_continue_and_start_over_when_anything_else_is_timed(
+    model: LoadedModel, tmp_path: Path
+) -> None:
     rows = [row for row in tiny_rows() if row.family != "tomesd"]
     batches = alike_batches(jobs_of(PROMPTS, SETTINGS), 1)
     record = tmp_path / "bench.jsonl"
     counts: list[int] = []
-    found = bench(model, SETTINGS, batches, rows, 2, record, lambda done, total: counts.append(done))
+    found = bench(
+        model, SETTINGS, batches, rows, 2, record, lambda done, total: counts.append(done)
+    )
     assert counts == list(range(7))
     assert {name: len(timings) for name, timings in found.items()} == {row.name: 2 for row in rows}
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     assert [(line["round"], line["method"]) for line in lines[1:]] == [
-        (0, "baseline"), (0, "mame-tau"), (0, "mame-default"), (1, "mame-default"), (1, "mame-tau"), (1, "baseline"),
-    ]  # fmt: skip
+        (0, "baseline"),
+        (0, "mame-tau"),
+        (0, "mame-default"),
+        (1, "mame-default"),
+        (1, "mame-tau"),
+        (1, "baseline"),
+    ]
     counts.clear()
-    again = bench(model, SETTINGS, batches, rows, 3, record, lambda done, total: counts.append(done))
+    again = bench(
+        model, SETTINGS, batches, rows, 3, record, lambda done, total: counts.append(done)
+    )
     assert counts == [6, 7, 8, 9]
     assert {name: timings[:2] for name, timings in again.items()} == found
-    record.write_text("".join(record.read_text().splitlines(keepends=True)[:9]))  # stopped within the third round
+    record.write_text(
+        "".join(record.read_text().splitlines(keepends=True)[:9])
+    )  # stopped within the third round
     counts.clear()
     bench(model, SETTINGS, batches, rows, 3, record, lambda done, total: counts.append(done))
     assert counts == [6, 7, 8, 9], "a round of which a part is missing is timed as a whole"
     counts.clear()
-    bench(model, GenerateSettings(steps=1), batches, rows, 1, record, lambda done, total: counts.append(done))
+    bench(
+        model,
+        GenerateSettings(steps=1),
+        batches,
+        rows,
+        1,
+        record,
+        lambda done, total: counts.append(done),
+    )
     assert counts == [0, 1, 2, 3]
 
 
@@ -68,7 +89,10 @@ def test_a_file_that_is_no_record_of_timings_is_refused_and_kept(tmp_path: Path,
     (tmp_path / "bench.jsonl").write_text(text)
     (tmp_path / "runs").mkdir()
     for check in (lambda: read_record(tmp_path / "bench.jsonl"), lambda: check_out(tmp_path)):
-        with pytest.raises(UserError, match=r"bench.jsonl: expected timings \('mame-sd timings 1'\), got another file"):
+        with pytest.raises(
+            UserError,
+            match=r"bench.jsonl: expected timings \('mame-sd timings 1'\), got another file",
+        ):
             check()
     assert (tmp_path / "bench.jsonl").read_text() == text
     assert read_record(tmp_path / "none.jsonl") == {}
@@ -87,7 +111,14 @@ def test_each_round_times_another_prompt_and_every_method_on_it(
 
     monkeypatch.setattr(module, "timed_call", watched)
     one_step, rows = GenerateSettings(steps=1), tiny_rows()[::3]
-    bench(model, one_step, alike_batches(jobs_of(PROMPTS, one_step), 1), rows, 4, tmp_path / "bench.jsonl")
+    bench(
+        model,
+        one_step,
+        alike_batches(jobs_of(PROMPTS, one_step), 1),
+        rows,
+        4,
+        tmp_path / "bench.jsonl",
+    )
     names = ["p00001_0", "p00002_0", "p00003_0", "p00001_0"]
     assert [name for name, _ in seen[::2]] == [name for name, _ in seen[1::2]] == names
     assert {method for _, method in seen[2:4]} == {"baseline", "mame-default"}
@@ -96,7 +127,8 @@ def test_each_round_times_another_prompt_and_every_method_on_it(
 def test_batches_that_are_timed_are_of_one_size_and_length() -> None:
     sizes = [64, 64, 64, 128, 64, 64]
     prompts = [
-        replace(prompt, id=str(n), width=size) for n, (prompt, size) in enumerate(zip(PROMPTS * 2, sizes, strict=True))
+        replace(prompt, id=str(n), width=size)
+        for n, (prompt, size) in enumerate(zip(PROMPTS * 2, sizes, strict=True))
     ]
     batches = alike_batches(jobs_of(prompts, SETTINGS), 2)
     assert [[job.prompt.id for job in batch] for batch in batches] == [["0", "1"], ["4", "5"]]
@@ -108,17 +140,40 @@ def test_bench_refuses_rows_that_do_nothing(tmp_path: Path) -> None:
     like_sdxl = load_model(ModelChoice(model=str(folder), device="cpu"))
     batches = alike_batches(jobs_of(PROMPTS, SETTINGS), 1)
     with pytest.raises(NotApplicable, match="only at the largest level"):
-        bench(like_sdxl, SETTINGS, batches, tiny_rows()[:2], 1, tmp_path / "bench.jsonl", must_merge=True)
+        bench(
+            like_sdxl,
+            SETTINGS,
+            batches,
+            tiny_rows()[:2],
+            1,
+            tmp_path / "bench.jsonl",
+            must_merge=True,
+        )
 
 
 def test_bench_times_alone(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = ["bench", "--model", str(model_folder), "--device", "cpu", "--steps", "1", "--rounds", "1"]
+    options = [
+        "bench",
+        "--model",
+        str(model_folder),
+        "--device",
+        "cpu",
+        "--steps",
+        "1",
+        "--rounds",
+        "1",
+    ]
     options += ["--rows", "baseline", "--height", "64", "--width", "64", "--format", "json"]
     assert cli.run([*options, "--batch-size", "13"]) == 2
-    assert "--batch-size: expected at most 12, as many prompts as there are" in capsys.readouterr().err
+    assert (
+        "--batch-size: expected at most 12, as many prompts as there are" in capsys.readouterr().err
+    )
     assert cli.run([*options, "--prompt", "key", "--prompt", "ant"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"]["baseline"]["latency"]["n"] == 1
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -129,7 +184,9 @@ def test_bench_times_alone(
 
 
 @pytest.mark.parametrize("other", ["prompt", "config", "rows"])
-def test_timings_of_other_work_are_not_taken_for_these(model: LoadedModel, tmp_path: Path, other: str) -> None:
+def test_timings_of_other_work_are_not_taken_for_these(
+    model: LoadedModel, tmp_path: Path, other: str
+) -> None:
     baseline, _, _, default = tiny_rows()
     one_step, record = GenerateSettings(steps=1), tmp_path / "bench.jsonl"
     batches = [jobs_of(prompts_from_texts(["key"]), one_step)]
@@ -151,8 +208,12 @@ def test_timed_calls_measure_denoising_apart(model: LoadedModel) -> None:
     assert 0 < timing.denoising < timing.seconds
     costs = summary([timing, timing, timing])
     assert costs["latency"] == {
-        "mean": timing.seconds, "low": timing.seconds, "high": timing.seconds, "n": 3, "statistic": "median, quartiles",
-    }  # fmt: skip
+        "mean": timing.seconds,
+        "low": timing.seconds,
+        "high": timing.seconds,
+        "n": 3,
+        "statistic": "median, quartiles",
+    }
     assert costs["cpu"]["mean"] == timing.cpu
     once = summary([timing])["latency"]
     assert (once["low"], once["high"]) == (None, None), "one round has no interval"
@@ -178,11 +239,18 @@ def test_seconds_of_a_busy_machine_are_withheld(monkeypatch: pytest.MonkeyPatch)
 
 def test_peak_memory_counts_weights_and_grows_with_the_batch(model: LoadedModel) -> None:
     one, two = (
-        peak_call(model, GenerateSettings(steps=1, batch_size=n), jobs_of(PROMPTS[:n], SETTINGS), tiny_rows()[0])
+        peak_call(
+            model,
+            GenerateSettings(steps=1, batch_size=n),
+            jobs_of(PROMPTS[:n], SETTINGS),
+            tiny_rows()[0],
+        )
         for n in (1, 3)
     )
     weights = sum(
-        p.numel() * 4 for part in (model.pipe.unet, model.pipe.vae, model.pipe.text_encoder) for p in part.parameters()
+        p.numel() * 4
+        for part in (model.pipe.unet, model.pipe.vae, model.pipe.text_encoder)
+        for p in part.parameters()
     )
     for peak in (one, two):
         assert peak.allocated is not None

@@ -55,7 +55,9 @@ def test_a_gate_fails_when_the_baseline_is_not_repeated(model: LoadedModel, tmp_
 
 
 def test_the_ceiling_gate_fails_when_any_method_is_as_far_as_another_prompt(tmp_path: Path) -> None:
-    shapes = json.loads((ROOT / "tests" / "oracles" / "eval.json").read_text())["lpips"]["alex"]["shapes"]
+    shapes = json.loads((ROOT / "tests" / "oracles" / "eval.json").read_text())["lpips"]["alex"][
+        "shapes"
+    ]
     network = Lpips("alex", seeded.weights({name: tuple(shape) for name, shape in shapes.items()}))
     pictures = {f"{n}_0": seeded.picture(f"ceiling {n}", 64, 64) for n in range(3)}
     baseline = Run.open(write_run(tmp_path / "run", pictures))
@@ -82,15 +84,32 @@ def test_the_ceiling_gate_fails_when_any_method_is_as_far_as_another_prompt(tmp_
 def test_every_gate_can_fail_and_then_the_exit_status_is_1(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["benchmark", "--offline", "--num", "2", "--steps", "1", "--rows", "mame-default", "--rounds", "1"]
+    options = [
+        "benchmark",
+        "--offline",
+        "--num",
+        "2",
+        "--steps",
+        "1",
+        "--rows",
+        "mame-default",
+        "--rounds",
+        "1",
+    ]
     options += ["--height", "64", "--width", "64", "--model", str(model_folder), "--device", "cpu"]
     assert cli.run([*options, "--out", str(tmp_path / "out")]) == 0, capsys.readouterr().err
-    assert (tmp_path / "out" / "bench-busy.jsonl").exists(), "one round tells nothing: the next start times anew"
+    assert (tmp_path / "out" / "bench-busy.jsonl").exists(), (
+        "one round tells nothing: the next start times anew"
+    )
     images = sorted((tmp_path / "out" / "runs" / "baseline" / "images").iterdir())
     forget_hashes(tmp_path / "out" / "runs" / "baseline")
-    images[0].write_bytes(images[1].read_bytes())  # not what the baseline makes, and no other prompt's image differs
+    images[0].write_bytes(
+        images[1].read_bytes()
+    )  # not what the baseline makes, and no other prompt's image differs
     assert cli.run([*options, "--out", str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert "sanity gates failed (baseline against itself, inactive merging" in error
     assert "unrelated pairing" in error
-    assert "3 of 4 sanity gates failed" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "3 of 4 sanity gates failed" in (tmp_path / "out" / "report.html").read_text(
+        encoding="utf-8"
+    )

@@ -1,4 +1,6 @@
-"""Rivals as methods of a run: each leaves no trace, gives the same pixels when resumed, and stands in the report."""
+"""Rivals as methods of a run: each leaves no trace, gives the same pixels when resumed, and stands
+in the report.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def tiny(name: str) -> Row:
 
 
 @pytest.mark.parametrize("name", SHARES)
-def test_a_rival_leaves_no_trace_and_resumes_to_the_same_pixels(name: str, model: LoadedModel, tmp_path: Path) -> None:
+def test_a_rival_leaves_no_trace_and_resumes_to_the_same_pixels(
+    name: str, model: LoadedModel, tmp_path: Path
+) -> None:
     method = tiny(name).method
     generate(model, PROMPTS, SETTINGS, None, tmp_path / "before")
     summary = generate(model, PROMPTS, SETTINGS, method, tmp_path / "rival")
@@ -45,39 +49,65 @@ def test_a_rival_leaves_no_trace_and_resumes_to_the_same_pixels(name: str, model
     assert snapshot(tmp_path / "rival") == whole
 
 
-def test_one_step_images_do_not_take_what_was_kept_for_the_one_before(model: LoadedModel, tmp_path: Path) -> None:
+def test_one_step_images_do_not_take_what_was_kept_for_the_one_before(
+    model: LoadedModel, tmp_path: Path
+) -> None:
     one = replace(SETTINGS, steps=1)
     generate(model, PROMPTS, one, tiny("toma-50").method, tmp_path / "all")
     generate(model, PROMPTS[2:], one, tiny("toma-50").method, tmp_path / "last")
-    assert (tmp_path / "all/images/p00003_0.png").read_bytes() == (tmp_path / "last/images/p00003_0.png").read_bytes()
+    assert (tmp_path / "all/images/p00003_0.png").read_bytes() == (
+        tmp_path / "last/images/p00003_0.png"
+    ).read_bytes()
 
 
 def test_a_rival_that_can_do_nothing_leaves_its_row_out(model: LoadedModel, tmp_path: Path) -> None:
     too_small = replace(tiny("todo-2"), method=replace(tiny("todo-2").method, min_tokens=1024))  # type: ignore[type-var]
     rows = [tiny_rows()[0], too_small, tiny_rows()[-1]]
-    results = benchmark(model, tmp_path / "out", rows=rows, metrics=[METRICS["psnr"]], rounds=1).run()
+    results = benchmark(
+        model, tmp_path / "out", rows=rows, metrics=[METRICS["psnr"]], rounds=1
+    ).run()
     assert [row["status"] for row in results["rows"]] == ["measured", "not measured", "measured"]
     assert results["rows"][1]["reason"].startswith("todo: expected at least one layer to merge")
     with pytest.raises(UserError, match="expected at least one layer to merge") as caught:
-        generate(model, PROMPTS, SETTINGS, replace(tiny("todo-2").method, min_tokens=1024), tmp_path / "run")  # type: ignore[type-var]
+        generate(
+            model,
+            PROMPTS,
+            SETTINGS,
+            replace(tiny("todo-2").method, min_tokens=1024),
+            tmp_path / "run",
+        )  # type: ignore[type-var]
     assert "\n" not in str(caught.value)
 
 
-def test_a_report_says_whether_the_model_can_tell_methods_apart(model: LoadedModel, tmp_path: Path) -> None:
-    rows = [*(row for row in tiny_rows() if row.family != "tomesd"), tiny("random-2x2"), tiny(FLOOR)]
+def test_a_report_says_whether_the_model_can_tell_methods_apart(
+    model: LoadedModel, tmp_path: Path
+) -> None:
+    rows = [
+        *(row for row in tiny_rows() if row.family != "tomesd"),
+        tiny("random-2x2"),
+        tiny(FLOOR),
+    ]
     metrics = [METRICS[name] for name in ("psnr", "latency")]
     made = benchmark(model, tmp_path / "out", rows=rows, metrics=metrics, rounds=1)
     results = made.run()
-    assert results["sensitivity"] == "Sensitivity of this instrument: not measured (needs mean-attention)."
+    assert (
+        results["sensitivity"]
+        == "Sensitivity of this instrument: not measured (needs mean-attention)."
+    )
     assert all(gate["passed"] for gate in results["gates"])
     floor = next(row for row in results["rows"] if row["name"] == FLOOR)
-    floor["values"]["lpips"] = {"mean": 0.002, "low": 0.001, "high": 0.003, "n": 3}  # as with the metric's weights
+    floor["values"]["lpips"] = {
+        "mean": 0.002,
+        "low": 0.001,
+        "high": 0.003,
+        "n": 3,
+    }  # as with the metric's weights
     made.judge()
     render(read_results(tmp_path / "out"), tmp_path / "out")
     for name in ("report.html", "report.md"):
         text = (tmp_path / "out" / name).read_text(encoding="utf-8")
         assert (
-            "FAILS: it can't tell these methods apart. mean-attention: LPIPS 0.0020 (at least 0.10), MISSED"
-            in text.replace("&#39;", "'")
+            "FAILS: it can't tell these methods apart. mean-attention: LPIPS 0.0020 (at least"
+            " 0.10), MISSED" in text.replace("&#39;", "'")
         )
         assert "one random key of 2 × 2" in text

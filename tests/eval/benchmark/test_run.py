@@ -28,7 +28,15 @@ from mame_sd.eval.scoring.retrieval import subjects_by_caption
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import Prompt
-from tests.builders.benchmarks import LIKE_SDXL, PROMPTS, SETTINGS, TINY, benchmark, peers, tiny_rows
+from tests.builders.benchmarks import (
+    LIKE_SDXL,
+    PROMPTS,
+    SETTINGS,
+    TINY,
+    benchmark,
+    peers,
+    tiny_rows,
+)
 from tests.builders.kills import snapshot
 from tests.builders.run_folders import forget_hashes
 from tests.builders.tiny import save_tiny_pipeline
@@ -69,7 +77,10 @@ def test_kept_tokens_are_counted_step_by_step(finished: Path) -> None:
     kept = {(entry["step"], entry["level"]): entry for entry in rows["mame-default"]["kept"]}
     assert set(kept) == {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert (kept[1, 0]["tokens"], kept[1, 0]["kept"]) == (256, 128)
-    assert [entry["kept"] for entry in rows["tomesd-50"]["kept"] if entry["level"] == 0] == [128, 128]
+    assert [entry["kept"] for entry in rows["tomesd-50"]["kept"] if entry["level"] == 0] == [
+        128,
+        128,
+    ]
 
 
 @peers
@@ -81,10 +92,15 @@ def test_a_report_is_made_of_it(finished: Path) -> None:
 
 
 @peers
-def test_running_again_computes_nothing_again(model: LoadedModel, finished: Path, tmp_path: Path) -> None:
+def test_running_again_computes_nothing_again(
+    model: LoadedModel, finished: Path, tmp_path: Path
+) -> None:
     out = Path(shutil.copytree(finished, tmp_path / "out"))
     times = {path: path.stat().st_mtime_ns for path in out.rglob("*.png")}
-    bench_before, scores = (out / "bench.jsonl").read_bytes(), (out / "scores" / "mame-tau.json").read_bytes()
+    bench_before, scores = (
+        (out / "bench.jsonl").read_bytes(),
+        (out / "scores" / "mame-tau.json").read_bytes(),
+    )
     benchmark(model, out).run()
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*.png")} == times
     assert (out / "bench.jsonl").read_bytes() == bench_before
@@ -94,7 +110,9 @@ def test_running_again_computes_nothing_again(model: LoadedModel, finished: Path
 
 
 @peers
-def test_a_resumed_benchmark_mixes_no_figures_of_before(model: LoadedModel, finished: Path, tmp_path: Path) -> None:
+def test_a_resumed_benchmark_mixes_no_figures_of_before(
+    model: LoadedModel, finished: Path, tmp_path: Path
+) -> None:
     out = Path(shutil.copytree(finished, tmp_path / "out"))
 
     @contextlib.contextmanager
@@ -113,7 +131,9 @@ def test_a_resumed_benchmark_mixes_no_figures_of_before(model: LoadedModel, fini
 
 
 @peers
-def test_a_changed_image_is_scored_again(model: LoadedModel, finished: Path, tmp_path: Path) -> None:
+def test_a_changed_image_is_scored_again(
+    model: LoadedModel, finished: Path, tmp_path: Path
+) -> None:
     out = Path(shutil.copytree(finished, tmp_path / "out"))
     forget_hashes(out / "runs" / "mame-tau")
     images = out / "runs" / "mame-tau" / "images"
@@ -162,8 +182,12 @@ def test_other_settings_and_foreign_folders_are_refused(model: LoadedModel, tmp_
     check_out(tmp_path / "killed")
     results = tmp_path / "out" / "results.json"
     whole = results.read_text()
-    results.write_text(json.dumps({"format": json.loads(whole)["format"], "rows": [{"name": "baseline"}]}))
-    with pytest.raises(UserError, match=r"got some without 'manifest'; delete results\.json and run again"):
+    results.write_text(
+        json.dumps({"format": json.loads(whole)["format"], "rows": [{"name": "baseline"}]})
+    )
+    with pytest.raises(
+        UserError, match=r"got some without 'manifest'; delete results\.json and run again"
+    ):
         benchmark(model, tmp_path / "out", rows=only).run()
     results.write_text(whole[:-100])
     with pytest.raises(UserError, match="delete it and run benchmark again, nothing else is lost"):
@@ -190,7 +214,10 @@ def test_missing_peers_and_weights_leave_a_reason(
     assert results["rows"][1]["status"] == "not measured"
     assert results["rows"][1]["reason"] == "tomesd is not installed: pip install mame-sd[peers]"
     results = benchmark(model, tmp_path / "other", rows=tiny_rows()[::3], metrics=metrics).run()
-    assert results["rows"][1]["values"]["lpips"]["withheld"] == "not measured: no weights of lpips-alex"
+    assert (
+        results["rows"][1]["values"]["lpips"]["withheld"]
+        == "not measured: no weights of lpips-alex"
+    )
     assert results["rows"][1]["values"]["psnr"]["mean"] > 0
     assert any("mame-sd-eval weights" in note for note in results["notes"])
 
@@ -207,7 +234,8 @@ def test_results_as_deep_as_no_benchmark_writes_them_are_refused(
         assert read_results(tmp_path)["format"] == "mame-sd benchmark 1"
     else:
         with pytest.raises(
-            UserError, match=r"expected the results of a benchmark, got: (more than 100 levels|maximum)"
+            UserError,
+            match=r"expected the results of a benchmark, got: (more than 100 levels|maximum)",
         ):
             read_results(tmp_path)
 
@@ -220,8 +248,29 @@ def test_the_report_names_its_command_and_another_model_has_no_ground_truth(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "two words"
-    options = ["benchmark", "--offline", "--num", "2", "--steps", "1", "--rows", "mame-default", "--rounds", "1"]
-    given = [*options, "--height", "64", "--width", "64", "--model", str(model_folder), "--device", "cpu"]
+    options = [
+        "benchmark",
+        "--offline",
+        "--num",
+        "2",
+        "--steps",
+        "1",
+        "--rows",
+        "mame-default",
+        "--rounds",
+        "1",
+    ]
+    given = [
+        *options,
+        "--height",
+        "64",
+        "--width",
+        "64",
+        "--model",
+        str(model_folder),
+        "--device",
+        "cpu",
+    ]
     assert cli.run([*given, "--out", str(out)]) == 0, capsys.readouterr().err
     results = read_results(out)
     assert all(prompt["prompt"] in subjects_by_caption() for prompt in results["images"].values())
@@ -231,14 +280,30 @@ def test_the_report_names_its_command_and_another_model_has_no_ground_truth(
     assert results["manifest"]["command"] == command
     assert command in (out / "report.md").read_text(encoding="utf-8")
     assert "2 prompts (drawn with seed 0), 1 step, seed 0, model tiny" in results["notes"][0]
-    assert command_again(["benchmark", "--out=x", "--prompts", "a b"]) == "mame-sd-eval benchmark --prompts 'a b'"
+    assert (
+        command_again(["benchmark", "--out=x", "--prompts", "a b"])
+        == "mame-sd-eval benchmark --prompts 'a b'"
+    )
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs several processes on one machine")
-def test_two_processes_make_the_same_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_make_the_same_benchmark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "prompts.txt").write_text("key\nant\nstar\n")
-    model_folder = save_tiny_pipeline(tmp_path / "like-sdxl", **LIKE_SDXL)  # tomesd can do nothing with it
-    options = ["benchmark", "--model", str(model_folder), "--device", "cpu", "--offline", "--steps", "1"]
+    model_folder = save_tiny_pipeline(
+        tmp_path / "like-sdxl", **LIKE_SDXL
+    )  # tomesd can do nothing with it
+    options = [
+        "benchmark",
+        "--model",
+        str(model_folder),
+        "--device",
+        "cpu",
+        "--offline",
+        "--steps",
+        "1",
+    ]
     options += [
         "--prompts",
         str(tmp_path / "prompts.txt"),
@@ -252,16 +317,27 @@ def test_two_processes_make_the_same_benchmark(tmp_path: Path, capsys: pytest.Ca
         "1",
     ]
     options += ["--weights-dir", str(tmp_path), "--out"]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+    ]
     launch += ["--main_process_port", "0", "-m", "mame_sd.eval", *options, str(tmp_path / "two")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(launch, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        launch, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("report.html") == 1
     assert cli.run([*options, str(tmp_path / "one")]) == 0
     one, two = rows_of(tmp_path / "one"), rows_of(tmp_path / "two")
     for name in ("baseline", "mame-default"):
-        assert snapshot(tmp_path / "one" / "runs" / name) == snapshot(tmp_path / "two" / "runs" / name)
+        assert snapshot(tmp_path / "one" / "runs" / name) == snapshot(
+            tmp_path / "two" / "runs" / name
+        )
         assert one[name]["per_image"] == two[name]["per_image"]
     assert [row["status"] for row in two.values()] == ["measured", "not measured", "measured"]
     assert one["tomesd-50"]["reason"] == two["tomesd-50"]["reason"] != ""
@@ -274,6 +350,8 @@ def test_prompt_ids_need_not_be_in_order_and_small_images_lack_what_they_are_too
 ) -> None:
     metrics = [METRICS["psnr"], METRICS["ms_ssim"]]
     prompts = [Prompt(id=name, text=text.text) for name, text in zip("zay", PROMPTS, strict=True)]
-    results = benchmark(model, tmp_path, prompts=prompts, rows=tiny_rows()[::3], metrics=metrics, rounds=1).run()
+    results = benchmark(
+        model, tmp_path, prompts=prompts, rows=tiny_rows()[::3], metrics=metrics, rounds=1
+    ).run()
     assert list(results["rows"][1]["per_image"]["psnr"]) == ["z_0", "a_0", "y_0"]
     assert "needs 176 x 176" in results["rows"][1]["values"]["ms_ssim"]["withheld"]

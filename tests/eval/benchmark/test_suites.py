@@ -17,7 +17,14 @@ from mame_sd.runs.jobs import GenerateSettings
 
 def test_the_papers_rows_are_there_and_rows_can_be_chosen() -> None:
     labels = [row.label for row in paper_rows()]
-    assert labels == ["baseline", "ToMeSD 25 %", "ToMeSD 50 %", "MaMe+MaRe τ 0.7", "MaMe+MaRe τ 0.8", "MaMe default"]
+    assert labels == [
+        "baseline",
+        "ToMeSD 25 %",
+        "ToMeSD 50 %",
+        "MaMe+MaRe τ 0.7",
+        "MaMe+MaRe τ 0.8",
+        "MaMe default",
+    ]
     config = paper_rows()[3].config["mame"]
     assert (config["tau"], config["preset"], config["merge"]) == (0.7, "plain", "qkv")
     assert [row.name for row in chosen_rows("mame-default")] == ["baseline", "mame-default"]
@@ -25,10 +32,15 @@ def test_the_papers_rows_are_there_and_rows_can_be_chosen() -> None:
     assert default == [*labels, "means of 2 × 2 keys", "one random key of 2 × 2", "mean attention"]
     rows = chosen_rows("todo-2,default-0.5,toma-50")
     assert [(row.name, row.family) for row in rows[1:]] == [
-        ("todo-2", "rival"), ("toma-50", "rival"), ("default-0.5", "mame"),
-    ]  # fmt: skip
+        ("todo-2", "rival"),
+        ("toma-50", "rival"),
+        ("default-0.5", "mame"),
+    ]
     assert rows[3].config["mame"]["keep"] == 0.5
-    assert [row.name for row in chosen_rows("default-.5, default-5e-1,default-0.50")] == ["baseline", "default-0.5"]
+    assert [row.name for row in chosen_rows("default-.5, default-5e-1,default-0.50")] == [
+        "baseline",
+        "default-0.5",
+    ]
     for name in ("default-x", "default-0", "default-2"):
         with pytest.raises(UserError, match=f"--rows {name}: expected a share"):
             chosen_rows(name)
@@ -38,7 +50,13 @@ def test_the_papers_rows_are_there_and_rows_can_be_chosen() -> None:
 
 def test_suites_hold_what_the_paper_and_the_issue_say() -> None:
     paper = SUITES["paper"]
-    assert (paper.steps, paper.guidance, paper.seed, paper.height, paper.width) == (50, 7.5, 42, 768, 768)
+    assert (paper.steps, paper.guidance, paper.seed, paper.height, paper.width) == (
+        50,
+        7.5,
+        42,
+        768,
+        768,
+    )
     assert (paper.dtype, paper.scheduler, paper.num) == ("float32", "dpm++", 2000)
     for suite in SUITES.values():
         assert set(suite.metrics) <= set(METRICS)
@@ -57,7 +75,10 @@ def test_suites_find_their_prompts(tmp_path: Path) -> None:
     assert len(drawn) == 128
     assert all(prompt.text in subjects_by_caption() for prompt in [*quick, *drawn])
     (tmp_path / "own.txt").write_text("a\nb\nc\n")
-    assert [p.text for p in suite_prompts(SUITES["paper"], str(tmp_path / "own.txt"), 2)[0]] == ["a", "b"]
+    assert [p.text for p in suite_prompts(SUITES["paper"], str(tmp_path / "own.txt"), 2)[0]] == [
+        "a",
+        "b",
+    ]
     with pytest.raises(UserError, match="--suite paper: expected --prompts FILE, got none"):
         suite_prompts(SUITES["paper"], None, None)
     with pytest.raises(UserError, match="--num: expected at least 1"):

@@ -23,10 +23,17 @@ from tests.builders.tiny import save_tiny_pipeline
 
 
 @peers
-def test_tomesd_merges_leaves_no_trace_and_resumes_to_the_same_pixels(model: LoadedModel, tmp_path: Path) -> None:
+def test_tomesd_merges_leaves_no_trace_and_resumes_to_the_same_pixels(
+    model: LoadedModel, tmp_path: Path
+) -> None:
     generate(model, PROMPTS, SETTINGS, None, tmp_path / "before")
     summary_of_run = generate(model, PROMPTS, SETTINGS, ToMeSD(0.5), tmp_path / "tomesd")
-    assert summary_of_run.levels[0] == {"level": 0, "tokens_in": 256, "tokens_kept": 128, "share": 0.5}
+    assert summary_of_run.levels[0] == {
+        "level": 0,
+        "tokens_in": 256,
+        "tokens_kept": 128,
+        "share": 0.5,
+    }
     assert summary_of_run.levels[1]["share"] == 1
     generate(model, PROMPTS, SETTINGS, None, tmp_path / "after")
     assert snapshot(tmp_path / "before") == snapshot(tmp_path / "after")
@@ -49,7 +56,9 @@ def test_tomesd_says_where_it_can_do_nothing(tmp_path: Path) -> None:
         generate(like_sdxl, PROMPTS, SETTINGS, ToMeSD(0.5), tmp_path / "run")
     config = MaMeConfig(keep=0.5, min_tokens=16)
     rows = [*tiny_rows()[:2], Row(name="mame", label="MaMe", family="mame", method=Merging(config))]
-    results = benchmark(like_sdxl, tmp_path / "out", rows=rows, metrics=[METRICS["psnr"]], rounds=1).run()
+    results = benchmark(
+        like_sdxl, tmp_path / "out", rows=rows, metrics=[METRICS["psnr"]], rounds=1
+    ).run()
     assert [row["status"] for row in results["rows"]] == ["measured", "not measured", "measured"]
     assert "largest level" in results["rows"][1]["reason"]
 

@@ -1,4 +1,6 @@
-"""mame-sd-eval cache: texts, prompts, one passage measured, and the command from end to end on a tiny model."""
+"""mame-sd-eval cache: texts, prompts, one passage measured, and the command from end to end on a
+tiny model.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The command line of the evaluation: commands, options, exit statuses, one error line for whatever goes wrong."""
+"""The command line of the evaluation: commands, options, exit statuses, one error line for whatever
+goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -51,18 +53,39 @@ def error_of(capsys: pytest.CaptureFixture[str]) -> str:
 BAD: dict[str, tuple[list[str], str]] = {
     "no-command": ([], "Missing command; mame-sd-eval --help"),
     "unknown-command": (["paint"], "No such command 'paint'"),
-    "method": (["generate", "--prompt", "x", "--method", "magic"], "--method: expected one of baseline, mame, tomesd, got 'magic'"),
-    "method-tau": (["generate", "--prompt", "x", "--method", "baseline", "--tau", "0.8"], "--method baseline: expected no --tau beside it"),
-    "method-ratio": (["generate", "--prompt", "x", "--ratio", "0.5"], "--method mame: expected no --ratio beside it"),
-    "ratio": (["generate", "--prompt", "x", "--method", "tomesd", "--ratio", "0.9"], "--ratio: expected a share above 0"),
+    "method": (
+        ["generate", "--prompt", "x", "--method", "magic"],
+        "--method: expected one of baseline, mame, tomesd, got 'magic'",
+    ),
+    "method-tau": (
+        ["generate", "--prompt", "x", "--method", "baseline", "--tau", "0.8"],
+        "--method baseline: expected no --tau beside it",
+    ),
+    "method-ratio": (
+        ["generate", "--prompt", "x", "--ratio", "0.5"],
+        "--method mame: expected no --ratio beside it",
+    ),
+    "ratio": (
+        ["generate", "--prompt", "x", "--method", "tomesd", "--ratio", "0.9"],
+        "--ratio: expected a share above 0",
+    ),
     "no-prompts": (["generate", "--method", "tomesd"], "expected prompts, got none"),
-    "suite": (["benchmark", "--suite", "huge"], "--suite: expected one of quick, embedded, paper, got 'huge'"),
-    "paper-prompts": (["benchmark", "--suite", "paper"], "--suite paper: expected --prompts FILE, got none"),
+    "suite": (
+        ["benchmark", "--suite", "huge"],
+        "--suite: expected one of quick, embedded, paper, got 'huge'",
+    ),
+    "paper-prompts": (
+        ["benchmark", "--suite", "paper"],
+        "--suite paper: expected --prompts FILE, got none",
+    ),
     "rows": (["benchmark", "--rows", "mame-9"], "--rows: expected names of baseline, tomesd-25"),
     "rounds": (["benchmark", "--rounds", "0"], "--rounds: expected at least 1, got 0"),
     "benchmark-num": (["benchmark", "--num", "0"], "--num: expected at least 1, got 0"),
     "benchmark-steps": (["benchmark", "--steps", "0"], "--steps: expected at least 1, got 0"),
-    "benchmark-prompts": (["benchmark", "--prompts", "none.txt"], "none.txt: expected a prompt file"),
+    "benchmark-prompts": (
+        ["benchmark", "--prompts", "none.txt"],
+        "none.txt: expected a prompt file",
+    ),
     "benchmark-reference": (["benchmark", "--reference", "none"], "none"),
     "benchmark-model": (["benchmark", "--model", "./none"], "--model ./none: expected a folder"),
     "bench-rounds": (["bench", "--rounds", "0"], "--rounds: expected at least 1, got 0"),
@@ -71,18 +94,26 @@ BAD: dict[str, tuple[list[str], str]] = {
     "cache-texts": (["cache", "--texts", "none", "--model", "./none"], "--model: expected smollm2"),
     "cache-rows": (["cache", "--rows", "snap"], "--rows: expected some of random"),
     "cache-shares": (["cache", "--shares", "half"], "--shares: expected numbers with commas"),
-    "cache-share": (["cache", "--shares", "1.5"], "--shares: expected shares above 0 and below 1, got 1.5"),
+    "cache-share": (
+        ["cache", "--shares", "1.5"],
+        "--shares: expected shares above 0 and below 1, got 1.5",
+    ),
     "cache-tasks": (["cache", "--tasks", "sums"], "--tasks: expected some of needles"),
     "cache-half": (["cache", "--half", "all"], "--half: expected development or report"),
     "cache-cost": (["cache-cost", "--lengths", "4k"], "--lengths: expected numbers with commas"),
-    "report": (["report", "none"], "none: expected the folder of a benchmark, found no results.json"),
+    "report": (
+        ["report", "none"],
+        "none: expected the folder of a benchmark, found no results.json",
+    ),
     "weights": (["weights", "magic"], "weights: expected names of lpips-alex"),
     "doctor": (["doctor", "--scheduler", "magic"], "--scheduler: expected one of"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_status_2(here: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+def test_bad_input_is_one_line_and_status_2(
+    here: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
     arguments, message = BAD[case]
     assert cli.run(arguments) == 2
     assert message in error_of(capsys)
@@ -90,7 +121,17 @@ def test_bad_input_is_one_line_and_status_2(here: Path, capsys: pytest.CaptureFi
 
 
 def test_generate_is_that_of_mame_sd(model_folder: Path, here: Path) -> None:
-    options = ["generate", "--prompt", "key", "--model", str(model_folder), "--device", "cpu", "--steps", "1"]
+    options = [
+        "generate",
+        "--prompt",
+        "key",
+        "--model",
+        str(model_folder),
+        "--device",
+        "cpu",
+        "--steps",
+        "1",
+    ]
     pairs = {
         "baseline": (["--method", "baseline"], ["--baseline"]),
         "mame": (["--keep", "0.5", "--min-tokens", "16"],) * 2,
@@ -101,7 +142,9 @@ def test_generate_is_that_of_mame_sd(model_folder: Path, here: Path) -> None:
         assert snapshot(here / name) == snapshot(here / f"{name}-eval")
 
 
-def test_bench_prints_every_row(model_folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_prints_every_row(
+    model_folder: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = [
         "bench",
         "--model",
@@ -119,21 +162,37 @@ def test_bench_prints_every_row(model_folder: Path, here: Path, capsys: pytest.C
     assert cli.run([*options, "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     rows, manifest = found["rows"], found["manifest"]
-    assert {*manifest["methods"], *manifest["environment"]} >= {"mame-default", "torch", "threads", "device"}
-    assert (manifest["rounds"], manifest["prompts"]["count"], manifest["sampling"]["steps"]) == (2, 12, 1)
+    assert {*manifest["methods"], *manifest["environment"]} >= {
+        "mame-default",
+        "torch",
+        "threads",
+        "device",
+    }
+    assert (manifest["rounds"], manifest["prompts"]["count"], manifest["sampling"]["steps"]) == (
+        2,
+        12,
+        1,
+    )
     assert list(rows) == ["baseline", "mame-default"]
     assert set(rows["baseline"]) == {"latency", "denoising", "cpu", "memory", "memory_denoising"}
     assert cli.run([*options, "--format", "csv"]) == 0
     lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert [(line["row"], line["metric"]) for line in lines][:2] == [("baseline", "latency"), ("baseline", "denoising")]
-    assert float(lines[0]["mean"]) == rows["baseline"]["latency"]["mean"]  # taken once, kept in bench.jsonl
+    assert [(line["row"], line["metric"]) for line in lines][:2] == [
+        ("baseline", "latency"),
+        ("baseline", "denoising"),
+    ]
+    assert (
+        float(lines[0]["mean"]) == rows["baseline"]["latency"]["mean"]
+    )  # taken once, kept in bench.jsonl
     assert cli.run(options) == 0
     table = capsys.readouterr().out
     assert "times faster" in table
     assert table.count("\n") == 3
 
 
-def test_weights_are_listed_without_a_network(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_are_listed_without_a_network(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(["weights", "lpips-alex", "--weights-dir", str(here)]) == 0
     out = capsys.readouterr().out
     assert "missing" in out
@@ -166,7 +225,9 @@ def test_documented_commands_parse(line: str) -> None:
     words = shlex.split(line)[1:]
     command = get_command(cli.app)
     assert isinstance(command, typer.core.TyperGroup)
-    sub = command.get_command(command.make_context("mame-sd-eval", words[:1], resilient_parsing=True), words[0])
+    sub = command.get_command(
+        command.make_context("mame-sd-eval", words[:1], resilient_parsing=True), words[0]
+    )
     assert sub is not None, f"no command {words[0]}"
     sub.make_context(words[0], words[1:])
 
@@ -202,12 +263,17 @@ def test_every_option_has_help() -> None:
 
 @pytest.mark.parametrize("module", ["eval", "mame_sd.eval"])
 def test_as_a_module(module: str) -> None:
-    result: Any = subprocess.run([sys.executable, "-m", module], cwd=ROOT, capture_output=True, text=True)
+    result: Any = subprocess.run(
+        [sys.executable, "-m", module], cwd=ROOT, capture_output=True, text=True
+    )
     assert result.returncode == 2
     assert result.stderr == "error: Missing command; mame-sd-eval --help shows what can be given\n"
 
 
 def test_help_and_usage_errors_import_no_torch() -> None:
-    code = "import sys; from mame_sd.eval.cli import app; app.run(['benchmark', '--suite', 'x']); print('torch' in sys.modules)"
+    code = (
+        "import sys; from mame_sd.eval.cli import app; app.run(['benchmark', '--suite', 'x']);"
+        " print('torch' in sys.modules)"
+    )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.stdout == "False\n"

@@ -42,14 +42,18 @@ def test_the_embedded_clip_goes_by_name(
     clip: Clip, clip_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subjects, "models_folder", lambda: tmp_path)
-    with pytest.raises(UserError, match=r"--clip embedded-clip: this installation has no embedded CLIP"):
+    with pytest.raises(
+        UserError, match=r"--clip embedded-clip: this installation has no embedded CLIP"
+    ):
         load_clip("embedded-clip")
     shutil.copytree(clip_folder, tmp_path / "clip")
     found = load_clip("embedded-clip")
     assert (found.name, found.weights_hash) == ("CLIP embedded-clip", clip.weights_hash)
 
 
-def test_clip_score_is_the_models_own_logit_without_its_scale(clip: Clip, clip_folder: Path) -> None:
+def test_clip_score_is_the_models_own_logit_without_its_scale(
+    clip: Clip, clip_folder: Path
+) -> None:
     from PIL import Image
     from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
@@ -60,7 +64,9 @@ def test_clip_score_is_the_models_own_logit_without_its_scale(clip: Clip, clip_f
     )
     tokens = CLIPTokenizer.from_pretrained(clip_folder)(PROMPTS, padding=True, return_tensors="pt")
     with torch.no_grad():
-        expected = (model(**tokens, **pixels).logits_per_image / model.logit_scale.exp()).diagonal() * 100
+        expected = (
+            model(**tokens, **pixels).logits_per_image / model.logit_scale.exp()
+        ).diagonal() * 100
     images = torch.stack([torch.from_numpy(x).permute(2, 0, 1).float() / 255 for x in pictures])
     result = clip_score(clip, images, PROMPTS)
     assert result.scores.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
@@ -77,20 +83,32 @@ def test_long_prompts_are_cut_counted_and_still_differ(clip: Clip) -> None:
     assert clip_score(clip, image[:1], ["a" * 75]).cut == 0
 
 
-def test_cut_prompts_are_counted_once_and_also_when_nothing_is_scored_again(clip: Clip, tmp_path: Path) -> None:
-    images = {f"{key}_{repeat}": seeded.picture(f"cut {key}", 40, 40) for key in "abc" for repeat in (0, 1)}
-    prompts = {key: "a" * 80 if key < "c" else "an owl" for key in images}  # a and b: one text under two ids
+def test_cut_prompts_are_counted_once_and_also_when_nothing_is_scored_again(
+    clip: Clip, tmp_path: Path
+) -> None:
+    images = {
+        f"{key}_{repeat}": seeded.picture(f"cut {key}", 40, 40)
+        for key in "abc"
+        for repeat in (0, 1)
+    }
+    prompts = {
+        key: "a" * 80 if key < "c" else "an owl" for key in images
+    }  # a and b: one text under two ids
     run = Run.open(write_run(tmp_path / "run", images, prompts))
     tools = Tools(networks={"clip": clip})
     assert cut_prompts([METRICS["clip_score"]], run, tools) == (1, 2)
     assert cut_prompts([METRICS["clip_image"]], run, tools) == (0, 2)
-    assert cut_prompts([METRICS["clip_score"]], run, Tools(networks={"clip": UserError("no weights")})) == (0, 2)
+    assert cut_prompts(
+        [METRICS["clip_score"]], run, Tools(networks={"clip": UserError("no weights")})
+    ) == (0, 2)
 
 
 def test_clip_image_cosine_laws(clip: Clip) -> None:
     a, b = seeded.picture_pairs()
     assert clip_image_cosine(clip, a, a).tolist() == pytest.approx([1, 1], abs=1e-9)
-    assert clip_image_cosine(clip, a, b).tolist() == pytest.approx(clip_image_cosine(clip, b, a).tolist(), abs=1e-9)
+    assert clip_image_cosine(clip, a, b).tolist() == pytest.approx(
+        clip_image_cosine(clip, b, a).tolist(), abs=1e-9
+    )
     assert (clip_image_cosine(clip, a, b) < 0.9999).all()
 
 
@@ -118,11 +136,16 @@ def test_clip_comes_from_weights_dir_checked(
     assert (loaded.name, loaded.weights_hash) == ("CLIP clip-vit-b-32", clip.weights_hash)
     both = tmp_path / clip_folder.name
     shutil.copytree(clip_folder, both)
-    save_file({name: value + 1 for name, value in clip.model.state_dict().items()}, both / "model.safetensors")
+    save_file(
+        {name: value + 1 for name, value in clip.model.state_dict().items()},
+        both / "model.safetensors",
+    )
     loaded = load_clip("clip-vit-b-32", weights_dir=tmp_path, offline=True)
     assert loaded.weights_hash == clip.weights_hash, "what was checked is what is read"
 
 
 def test_a_folder_that_is_no_clip_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"expected a CLIP model, its tokenizer and preprocessor_config.json in "):
+    with pytest.raises(
+        UserError, match=r"expected a CLIP model, its tokenizer and preprocessor_config.json in "
+    ):
         load_clip(tmp_path)

@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mame_sd.errors import UserError
-from mame_sd.eval.metrics.frechet import Statistics, frechet_distance, load_statistics, save_statistics, statistics
+from mame_sd.eval.metrics.frechet import (
+    Statistics,
+    frechet_distance,
+    load_statistics,
+    save_statistics,
+    statistics,
+)
 from tests.builders.metrics import features, generator
 
 
@@ -50,7 +56,10 @@ def test_frechet_is_torchmetrics() -> None:
 
 def test_frechet_of_fewer_images_than_dims_and_of_their_covariances_agree() -> None:
     a, b = statistics(features(20, 50, 1)), statistics(features(30, 50, 2))
-    full = [Statistics(s.mean, torch.linalg.cholesky(s.covariance + 1e-13 * torch.eye(50)).T, s.n) for s in (a, b)]
+    full = [
+        Statistics(s.mean, torch.linalg.cholesky(s.covariance + 1e-13 * torch.eye(50)).T, s.n)
+        for s in (a, b)
+    ]
     assert frechet_distance(a, b) == pytest.approx(frechet_distance(*full), rel=1e-4)
 
 
@@ -59,7 +68,9 @@ def test_frechet_laws() -> None:
     rotation = torch.linalg.qr(torch.randn(8, 8, generator=generator(3))).Q
     assert frechet_distance(a, a) == pytest.approx(0, abs=1e-9)
     assert frechet_distance(a, b) == pytest.approx(frechet_distance(b, a), rel=1e-9)
-    assert frechet_distance(a @ rotation + 5, b @ rotation + 5) == pytest.approx(frechet_distance(a, b), rel=1e-4)
+    assert frechet_distance(a @ rotation + 5, b @ rotation + 5) == pytest.approx(
+        frechet_distance(a, b), rel=1e-4
+    )
     assert frechet_distance(a, a + 2) == pytest.approx(8 * 4, rel=1e-5)
 
 
@@ -91,7 +102,9 @@ def test_a_published_statistics_file_needs_mu_and_sigma_only(tmp_path: Path) -> 
         ({"mu": np.array([None] * 3), "sigma": np.eye(3)}, "allow_pickle"),
     ],
 )
-def test_bad_statistics_are_refused(tmp_path: Path, arrays: dict[str, np.ndarray], why: str) -> None:
+def test_bad_statistics_are_refused(
+    tmp_path: Path, arrays: dict[str, np.ndarray], why: str
+) -> None:
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(UserError, match=why):
         load_statistics(tmp_path / "a.npz")

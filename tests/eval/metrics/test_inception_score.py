@@ -1,4 +1,6 @@
-"""The inception score against closed forms and other implementations, and all distances on the same features."""
+"""The inception score against closed forms and other implementations, and all distances on the same
+features.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def test_inception_score_is_torchmetrics() -> None:
     logits = 5 * seeded.uniform("logits", (40, 12))
     metric = InceptionScore(feature=torch.nn.Identity(), splits=1)
     metric.update(logits)
-    assert inception_score(logits, splits=1).mean == pytest.approx(metric.compute()[0].item(), rel=1e-5)
+    assert inception_score(logits, splits=1).mean == pytest.approx(
+        metric.compute()[0].item(), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
@@ -49,6 +53,10 @@ def test_inception_score_draws_from_its_own_generator_and_refuses_nan() -> None:
     assert inception_score(logits) == inception_score(logits)
     assert inception_score(logits, seed=1) != inception_score(logits, seed=2)
     assert torch.equal(state, torch.get_rng_state())
-    for wrong, why in ((logits[:9], "at least 10 images"), (logits / 0, "finite"), (logits[0], "logits")):
+    for wrong, why in (
+        (logits[:9], "at least 10 images"),
+        (logits / 0, "finite"),
+        (logits[0], "logits"),
+    ):
         with pytest.raises(ValueError, match=why):
             inception_score(wrong)

@@ -40,7 +40,9 @@ def test_kid_in_chunks_is_kid_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pairs_are_unbiased_only_without_their_cross_terms() -> None:
-    """The mean over many draws of two same-prompt sets of ONE distribution must be 0; left in, cross terms pull it below."""
+    """The mean over many draws of two same-prompt sets of ONE distribution must be 0; left in,
+    cross terms pull it below.
+    """
     with_cross, without = [], []
     for seed in range(200):
         a = features(20, 8, seed)
@@ -64,7 +66,11 @@ def test_kid_draws_from_its_own_generator() -> None:
 
 def test_kid_refuses_what_it_cannot_compare() -> None:
     a = features(10, 4, 1)
-    for other, why in ((a[:1], "at least 2"), (features(10, 5, 1), "at least 2"), (a * float("nan"), "finite")):
+    for other, why in (
+        (a[:1], "at least 2"),
+        (features(10, 5, 1), "at least 2"),
+        (a * float("nan"), "finite"),
+    ):
         with pytest.raises(ValueError, match=why):
             kid(a, other)
     with pytest.raises(ValueError, match="expected pairs, got 10 and 9"):

@@ -13,7 +13,12 @@ from tests.builders.metrics import oracle
 
 
 def seeded_lpips(net: str) -> Lpips:
-    return Lpips(net, seeded.weights({name: tuple(shape) for name, shape in oracle("lpips")[net]["shapes"].items()}))
+    return Lpips(
+        net,
+        seeded.weights(
+            {name: tuple(shape) for name, shape in oracle("lpips")[net]["shapes"].items()}
+        ),
+    )
 
 
 @pytest.mark.parametrize("net", ["alex", "vgg", "squeeze"])
@@ -29,8 +34,12 @@ def test_lpips_is_its_authors_on_the_published_weights(net: str) -> None:
         lpips = load_lpips(net, offline=True)
     except UserError as error:
         pytest.skip(str(error))
-    assert lpips(*seeded.picture_pairs()).tolist() == pytest.approx(oracle("lpips")[net]["published"], rel=1e-4)
-    heads = read_state_dict(torchmetrics_heads(net))  # another package's copy of the authors' weights
+    assert lpips(*seeded.picture_pairs()).tolist() == pytest.approx(
+        oracle("lpips")[net]["published"], rel=1e-4
+    )
+    heads = read_state_dict(
+        torchmetrics_heads(net)
+    )  # another package's copy of the authors' weights
     for index, head in enumerate(heads.values()):
         assert torch.equal(lpips.tensors[f"head{index}"], head.flatten())
 

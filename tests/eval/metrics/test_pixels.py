@@ -29,7 +29,8 @@ def test_psnr_of_each_pair_is_scikit_images() -> None:
     a = pictures(4, 33, 50)
     b = noisy(a, 0.2)
     expected = [
-        peak_signal_noise_ratio(x.double().numpy(), y.double().numpy(), data_range=1) for x, y in zip(a, b, strict=True)
+        peak_signal_noise_ratio(x.double().numpy(), y.double().numpy(), data_range=1)
+        for x, y in zip(a, b, strict=True)
     ]
     assert psnr(a, b).tolist() == pytest.approx(expected, rel=1e-9)
 
@@ -48,7 +49,8 @@ def test_ssim_is_scikit_images_inside_the_border(size: tuple[int, int]) -> None:
         "data_range": 1,
     }
     expected = [
-        structural_similarity(x.double().numpy(), y.double().numpy(), **options) for x, y in zip(a, b, strict=True)
+        structural_similarity(x.double().numpy(), y.double().numpy(), **options)
+        for x, y in zip(a, b, strict=True)
     ]
     assert ssim(a, b).tolist() == pytest.approx(expected, abs=1e-9)
 
@@ -59,7 +61,9 @@ def test_ssim_is_torchmetrics_without_its_padded_border() -> None:
     a = pictures(3, 40, 33)
     b = noisy(a, 0.3)
     _, full = _ssim_update(a.double(), b.double(), data_range=1.0, return_full_image=True)
-    assert ssim(a, b).tolist() == pytest.approx(full[..., 5:-5, 5:-5].mean((1, 2, 3)).tolist(), abs=1e-9)
+    assert ssim(a, b).tolist() == pytest.approx(
+        full[..., 5:-5, 5:-5].mean((1, 2, 3)).tolist(), abs=1e-9
+    )
 
 
 @pytest.mark.parametrize("size", [(176, 176), (176, 208)])
@@ -69,7 +73,9 @@ def test_ms_ssim_is_pytorch_msssims(size: tuple[int, int]) -> None:
     a = pictures(2, *size)
     b = noisy(a, 0.3)
     expected = theirs(a.double(), b.double(), data_range=1, size_average=False)
-    assert ms_ssim(a, b).tolist() == pytest.approx(expected.tolist(), abs=1e-6)  # its window is rounded to float32
+    assert ms_ssim(a, b).tolist() == pytest.approx(
+        expected.tolist(), abs=1e-6
+    )  # its window is rounded to float32
 
 
 def test_a_picture_is_wholly_like_itself_and_its_negative_is_not() -> None:

@@ -1,4 +1,6 @@
-"""The networks behind the distances against their authors' code, their resizing against clean-fid's, and the cache of features."""
+"""The networks behind the distances against their authors' code, their resizing against
+clean-fid's, and the cache of features.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,16 @@ def oracle(part: str) -> Any:
 
 @pytest.fixture(scope="module")
 def inception_state() -> dict[str, Tensor]:
-    return seeded.inception_weights(json.loads((ORACLES / "inception_convolutions.json").read_text()))
+    return seeded.inception_weights(
+        json.loads((ORACLES / "inception_convolutions.json").read_text())
+    )
 
 
 @pytest.fixture(scope="module")
 def effnet_state() -> dict[str, Tensor]:
-    return seeded.weights({name: tuple(value.shape) for name, value in EfficientNetLite0().state_dict().items()})
+    return seeded.weights(
+        {name: tuple(value.shape) for name, value in EfficientNetLite0().state_dict().items()}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +77,19 @@ def test_inception_is_torch_fidelitys(inception_state: dict[str, Tensor]) -> Non
     assert (extractor.dims, extractor.resize) == (2048, "clean-fid bicubic 299")
 
 
-def test_fid_kid_and_is_from_pictures_are_torch_fidelitys(inception_state: dict[str, Tensor]) -> None:
+def test_fid_kid_and_is_from_pictures_are_torch_fidelitys(
+    inception_state: dict[str, Tensor],
+) -> None:
     extractor = inception_extractor(inception_state)
     a, b = (extractor(seeded.inception_set(side)) for side in "ab")
     expected = oracle("whole_path")
     score = inception_score(a.logits, splits=2, seed=None)
-    assert frechet_distance(a.features, b.features) == pytest.approx(expected["frechet_inception_distance"], rel=1e-4)
-    assert kid_exact(a.features, b.features) == pytest.approx(expected["kernel_inception_distance_mean"], rel=1e-3)
+    assert frechet_distance(a.features, b.features) == pytest.approx(
+        expected["frechet_inception_distance"], rel=1e-4
+    )
+    assert kid_exact(a.features, b.features) == pytest.approx(
+        expected["kernel_inception_distance_mean"], rel=1e-3
+    )
     assert score.mean == pytest.approx(expected["inception_score_mean"], rel=1e-5)
     assert score.std == pytest.approx(expected["inception_score_std"], rel=1e-2)
 
@@ -91,7 +103,9 @@ def test_inceptions_published_files_work_from_weights_dir(
         load_extractor("inception", tmp_path, offline=True)
     entry = REGISTRY["inception-fid"]
     digest = file_sha256(tmp_path / file)
-    trusted = replace(entry, sources=tuple(replace(source, sha256=digest) for source in entry.sources))
+    trusted = replace(
+        entry, sources=tuple(replace(source, sha256=digest) for source in entry.sources)
+    )
     monkeypatch.setitem(REGISTRY, "inception-fid", trusted)
     extractor = load_extractor("inception", tmp_path, offline=True)
     assert extractor.weights_hash == inception_extractor(inception_state).weights_hash
@@ -123,7 +137,11 @@ def test_resizing_is_clean_fids(side: int) -> None:
 
 def test_what_is_not_the_standard_network_is_never_called_fid() -> None:
     labels = {metric.label for metric in METRICS.values() if metric.extractor == "effnet-lite0"}
-    assert {label.split()[0] for label in labels} == {"FD-EffNetLite0", "KID-EffNetLite0", "IS-EffNetLite0"}
+    assert {label.split()[0] for label in labels} == {
+        "FD-EffNetLite0",
+        "KID-EffNetLite0",
+        "IS-EffNetLite0",
+    }
 
 
 def test_order_neighbours_files_and_sizes_do_not_matter(effnet: Extractor, tmp_path: Path) -> None:
@@ -141,11 +159,18 @@ def no_network(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cached(effnet: Extractor, folder: Path, run: Any = no_network, **changes: Any) -> Extractor:
-    facts = {"name": effnet.name, "side": 224, "dims": effnet.dims, "weights_hash": effnet.weights_hash} | changes
+    facts = {
+        "name": effnet.name,
+        "side": 224,
+        "dims": effnet.dims,
+        "weights_hash": effnet.weights_hash,
+    } | changes
     return Extractor(run=run, cache=FeatureCache(folder), **facts)
 
 
-def test_features_are_kept_per_image(effnet: Extractor, effnet_state: dict[str, Tensor], tmp_path: Path) -> None:
+def test_features_are_kept_per_image(
+    effnet: Extractor, effnet_state: dict[str, Tensor], tmp_path: Path
+) -> None:
     pictures = [seeded.picture(f"cache {i}", 40, 40) for i in range(3)]
     first = effnet_lite0_extractor(effnet_state, cache=FeatureCache(tmp_path))(pictures[:2])
     again = cached(effnet, tmp_path)(pictures[:2])
@@ -220,8 +245,14 @@ def test_the_documented_example_makes_statistics_that_reference_takes(
     text = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
     torch.save(inception_state, tmp_path / "net.pth")
-    source = replace(REGISTRY["inception-fid"].sources[0], file="net.pth", sha256=file_sha256(tmp_path / "net.pth"))
-    monkeypatch.setitem(REGISTRY, "inception-fid", replace(REGISTRY["inception-fid"], sources=(source,)))
+    source = replace(
+        REGISTRY["inception-fid"].sources[0],
+        file="net.pth",
+        sha256=file_sha256(tmp_path / "net.pth"),
+    )
+    monkeypatch.setitem(
+        REGISTRY, "inception-fid", replace(REGISTRY["inception-fid"], sources=(source,))
+    )
     monkeypatch.setenv("MAME_SD_WEIGHTS", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     Path("photos").mkdir()

@@ -12,7 +12,9 @@ from mame_sd.eval.networks import full_precision
 
 
 def precisions() -> list[Any]:
-    """What the user has allowed, by the new settings and, where it does not contradict these, by the old one."""
+    """What the user has allowed, by the new settings and, where it does not contradict these, by
+    the old one.
+    """
     backends = torch.backends
     places = (
         backends.cuda.matmul,
@@ -25,7 +27,12 @@ def precisions() -> list[Any]:
         old = torch.get_float32_matmul_precision()
     except RuntimeError:
         old = "contradicts"
-    return [*(place.fp32_precision for place in places), backends.cudnn.deterministic, backends.cudnn.benchmark, old]
+    return [
+        *(place.fp32_precision for place in places),
+        backends.cudnn.deterministic,
+        backends.cudnn.benchmark,
+        old,
+    ]
 
 
 USERS_CHOICES: dict[str, Callable[[], None]] = {
@@ -58,11 +65,17 @@ def test_networks_run_in_whole_precision_whatever_the_user_allows(choice: str) -
     USERS_CHOICES[choice]()
     before = precisions()
     with full_precision():
-        places = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
+        places = (
+            backends.cuda.matmul,
+            backends.cudnn.conv,
+            backends.mkldnn.matmul,
+            backends.mkldnn.conv,
+        )
         assert [place.fp32_precision for place in places] == ["ieee"] * 4
         assert (backends.cudnn.deterministic, backends.cudnn.benchmark) == (True, False)
         assert not torch.is_grad_enabled()
         assert torch.isfinite(
-            torch.nn.functional.conv2d(torch.ones(1, 3, 8, 8), torch.ones(2, 3, 3, 3)) @ torch.ones(6, 2)
+            torch.nn.functional.conv2d(torch.ones(1, 3, 8, 8), torch.ones(2, 3, 3, 3))
+            @ torch.ones(6, 2)
         ).all()
     assert precisions() == before

@@ -1,4 +1,6 @@
-"""The DINOv2-S with a saliency head: published names load, whatever transformers calls them, and the head maps every pixel."""
+"""The DINOv2-S with a saliency head: published names load, whatever transformers calls them, and
+the head maps every pixel.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,15 @@ def published(name: str) -> str:
     return name.replace("attention.o_proj.", "attention.output.dense.")
 
 
-def test_published_names_load_and_the_head_maps_every_pixel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_names_load_and_the_head_maps_every_pixel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
     made = pretrained.DinoSaliency().eval()
     tensors = {
-        published(k): v for k, v in made.state_dict().items() if "num_batches" not in k and "mask_token" not in k
+        published(k): v
+        for k, v in made.state_dict().items()
+        if "num_batches" not in k and "mask_token" not in k
     }
     monkeypatch.setattr(pretrained, "load", lambda *_: tensors)
     loaded = pretrained.load_dinov2_saliency()

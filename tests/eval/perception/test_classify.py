@@ -1,4 +1,6 @@
-"""`mame-sd-eval classify` on tiny models: every value, resumed and shared runs, images without labels, named errors."""
+"""`mame-sd-eval classify` on tiny models: every value, resumed and shared runs, images without
+labels, named errors.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,26 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def words(place: Path, out: Path, model: str = "vit", data: str = "data", rows: str = ROWS) -> list[str]:
+def words(
+    place: Path, out: Path, model: str = "vit", data: str = "data", rows: str = ROWS
+) -> list[str]:
     return [
-        "classify", "--model", str(place / model), "--data", str(place / data), "--batch-size", "5", "--rounds", "2",
-        "--rows", rows, "--device", "cpu", "--out", str(out),
-    ]  # fmt: skip
+        "classify",
+        "--model",
+        str(place / model),
+        "--data",
+        str(place / data),
+        "--batch-size",
+        "5",
+        "--rounds",
+        "2",
+        "--rows",
+        rows,
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +80,9 @@ def answers_in(out: Path) -> dict[str, dict[int, Any]]:
     found: dict[str, dict[int, Any]] = {}
     for path in sorted((out / "answers").iterdir()):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        found.setdefault(path.name.rsplit(".", 2)[0], {}).update({line["batch"]: line for line in lines[1:]})
+        found.setdefault(path.name.rsplit(".", 2)[0], {}).update(
+            {line["batch"]: line for line in lines[1:]}
+        )
     return found
 
 
@@ -83,7 +102,9 @@ def test_every_row_has_every_value(finished: Path) -> None:
     assert all(gate["passed"] for gate in results["gates"])
     assert [gate["name"] for gate in results["gates"]][-1] == "the model after all rows"
     assert rows["baseline"]["values"]["tokens"]["mean"] == 37
-    assert rows["evit-0.5"]["values"]["tokens"]["mean"] < rows["baseline"]["values"]["tokens"]["mean"]
+    assert (
+        rows["evit-0.5"]["values"]["tokens"]["mean"] < rows["baseline"]["values"]["tokens"]["mean"]
+    )
     near = [rows[name]["values"]["flops"]["mean"] for name in ("mame-0.3", "tome@mame-0.3")]
     assert near[1] == pytest.approx(near[0], rel=0.05)
     assert [entry["step"] for entry in rows["evit-0.5"]["kept"]] == [0, 1, 2, 3]
@@ -95,7 +116,9 @@ def test_every_row_has_every_value(finished: Path) -> None:
 
 
 @torch.no_grad()
-def test_answers_flops_and_accuracy_are_those_of_the_model_called_by_hand(place: Path, finished: Path) -> None:
+def test_answers_flops_and_accuracy_are_those_of_the_model_called_by_hand(
+    place: Path, finished: Path
+) -> None:
     encoder = load_encoder(ModelChoice(model=str(place / "vit"), device="cpu"))
     images = open_images(place / "data")
     right, same, flops, plain = 0, 0, [], []
@@ -104,14 +127,18 @@ def test_answers_flops_and_accuracy_are_those_of_the_model_called_by_hand(place:
         found: list[int] = []
         for batch in images.batches(5):
             pixels = [np.asarray(load_image(place / "data" / images.files[n])) for n in batch]
-            made = encoder.processor(images=pixels, return_tensors="pt", input_data_format="channels_last")
+            made = encoder.processor(
+                images=pixels, return_tensors="pt", input_data_format="channels_last"
+            )
             if handle is not None:
                 handle.reset()
             found += encoder.model(**made).logits.argmax(-1).tolist()
             if handle is not None:
                 flops += [handle.report().flops] * len(batch)
         assert images.labels is not None
-        right = sum(a == label for a, label in zip(found, images.labels, strict=True))  # named in sorted order
+        right = sum(
+            a == label for a, label in zip(found, images.labels, strict=True)
+        )  # named in sorted order
         same, plain = sum(a == b for a, b in zip(found, plain, strict=False)), plain or found
     values = rows_of(finished)["mame-0.3"]["values"]
     assert values["flops"]["mean"] == pytest.approx(sum(flops) / 12 / 1e9)
@@ -128,21 +155,31 @@ def test_rows_are_compared_with_tome_at_their_flops(
         name: [answer for number in sorted(batches) for answer in batches[number]["answers"]]
         for name, batches in answers_in(finished).items()
     }
-    right = {name: [a == label for a, label in zip(one, labels, strict=True)] for name, one in found.items()}
+    right = {
+        name: [a == label for a, label in zip(one, labels, strict=True)]
+        for name, one in found.items()
+    }
     ahead = {name: row["values"]["ahead"] for name, row in rows_of(finished).items()}
     for name in ("mame-0.3", "smaller@mame-0.3"):
         value = ahead[name]
-        assert value["mean"] == pytest.approx(100 * (sum(right[name]) - sum(right["tome@mame-0.3"])) / 12)
+        assert value["mean"] == pytest.approx(
+            100 * (sum(right[name]) - sum(right["tome@mame-0.3"])) / 12
+        )
         assert value["low"] <= value["mean"] <= value["high"]
         assert value["against"] == "tome@mame-0.3"
         assert "note" not in value
-    assert {ahead[name]["withheld"] for name in ("baseline", "evit-0.5")} == {"no ToMe at its FLOPs"}
+    assert {ahead[name]["withheld"] for name in ("baseline", "evit-0.5")} == {
+        "no ToMe at its FLOPs"
+    }
     assert ahead["tome@mame-0.3"]["withheld"] == "ToMe itself"
     assert "Ahead of ToMe" in (finished / "report.md").read_text(encoding="utf-8")
     shutil.copytree(finished, tmp_path / "out")
     monkeypatch.setattr(run, "NEAR", 0.01)  # the smaller images' FLOPs are 1.8 % below ToMe's
     assert cli.run(words(place, tmp_path / "out")) == 0
-    assert "0.000656 GFLOPs" in rows_of(tmp_path / "out")["smaller@mame-0.3"]["values"]["ahead"]["note"]
+    assert (
+        "0.000656 GFLOPs"
+        in rows_of(tmp_path / "out")["smaller@mame-0.3"]["values"]["ahead"]["note"]
+    )
 
 
 def test_a_stopped_run_continues_to_the_same_results(
@@ -161,7 +198,10 @@ def test_a_stopped_run_continues_to_the_same_results(
     monkeypatch.setattr(answers, "inputs_of", stops)
     assert cli.run(words(place, tmp_path / "out")) == 2
     kept = answers_in(tmp_path / "out")
-    assert {name: sorted(found) for name, found in kept.items()} == {"baseline": [0, 1, 2], "mame-0.3": [0]}
+    assert {name: sorted(found) for name, found in kept.items()} == {
+        "baseline": [0, 1, 2],
+        "mame-0.3": [0],
+    }
     calls = -100
     assert cli.run(words(place, tmp_path / "out")) == 0
     resumed = calls + 100
@@ -182,24 +222,41 @@ def test_other_settings_are_refused(
     shutil.copytree(finished, tmp_path / "out")
     other = [word if word != "5" else "4" for word in words(place, tmp_path / "out")]
     assert cli.run(other) == 2
-    assert "expected the settings it was begun with, got batch: 5 there, 4 here" in capsys.readouterr().err
+    assert (
+        "expected the settings it was begun with, got batch: 5 there, 4 here"
+        in capsys.readouterr().err
+    )
 
 
 def test_processes_share_the_batches(place: Path, finished: Path, tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "eval"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "eval",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*launcher, *words(place, tmp_path / "out", rows="mame-0.3,tome@mame-0.3")],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     names = {path.name for path in (tmp_path / "out" / "answers").iterdir()}
     assert {"mame-0.3.0.jsonl", "mame-0.3.1.jsonl"} <= names
     want = answers_in(finished)
-    assert answers_in(tmp_path / "out") == {name: want[name] for name in ("baseline", "mame-0.3", "tome@mame-0.3")}
+    assert answers_in(tmp_path / "out") == {
+        name: want[name] for name in ("baseline", "mame-0.3", "tome@mame-0.3")
+    }
     for column in ("flops", "top1"):
         assert (
-            rows_of(tmp_path / "out")["mame-0.3"]["values"][column] == rows_of(finished)["mame-0.3"]["values"][column]
+            rows_of(tmp_path / "out")["mame-0.3"]["values"][column]
+            == rows_of(finished)["mame-0.3"]["values"][column]
         )
 
 
@@ -216,9 +273,19 @@ def test_images_without_labels_give_speed_and_agreement(place: Path, tmp_path: P
 def test_zero_shot(place: Path, tmp_path: Path, model: str) -> None:
     (tmp_path / "names.txt").write_text("".join(f"{name}\tpicture of {name}\n" for name in CLASSES))
     (tmp_path / "templates.txt").write_text("a {}.\nthe {}.\n")
-    given = ["--classes", str(tmp_path / "names.txt"), "--templates", str(tmp_path / "templates.txt")]
+    given = [
+        "--classes",
+        str(tmp_path / "names.txt"),
+        "--templates",
+        str(tmp_path / "templates.txt"),
+    ]
     out = tmp_path / "out"
-    assert cli.run([*words(place, out, model, rows="mame-0.9,evit-0.5"), "--suite", "zero-shot", *given]) == 0
+    assert (
+        cli.run(
+            [*words(place, out, model, rows="mame-0.9,evit-0.5"), "--suite", "zero-shot", *given]
+        )
+        == 0
+    )
     rows, manifest = rows_of(out), read_results(out)["manifest"]
     assert manifest["answers"]["templates"] == ["a {}.", "the {}."]
     assert rows["mame-0.9"]["values"]["top1"]["n"] == 12
@@ -230,20 +297,45 @@ def test_zero_shot(place: Path, tmp_path: Path, model: str) -> None:
 
 BAD = {
     "no-data": (["--rows", "mame-0.8"], "--data: expected a folder of class folders"),
-    "folder": (["--data", "{}/nothing"], "expected a folder of class folders or of images, found none"),
-    "batch": (["--data", "{}/data", "--batch-size", "0"], "--batch-size: expected at least 1, got 0"),
+    "folder": (
+        ["--data", "{}/nothing"],
+        "expected a folder of class folders or of images, found none",
+    ),
+    "batch": (
+        ["--data", "{}/data", "--batch-size", "0"],
+        "--batch-size: expected at least 1, got 0",
+    ),
     "rounds": (["--data", "{}/data", "--rounds", "0"], "--rounds: expected at least 1, got 0"),
-    "suite": (["--data", "{}/data", "--suite", "x"], "--suite: expected one of vit, zero-shot, ablation, trained"),
+    "suite": (
+        ["--data", "{}/data", "--suite", "x"],
+        "--suite: expected one of vit, zero-shot, ablation, trained",
+    ),
     "rows": (["--data", "{}/data", "--rows", "magic"], "--rows: expected names such as"),
-    "classes": (["--data", "{}/data", "--classes", "x"], "--classes: expected none for ViTForImageClassification"),
-    "model": (["--data", "{}/data", "--model", "nothing"], "expected the folder of a model of transformers"),
+    "classes": (
+        ["--data", "{}/data", "--classes", "x"],
+        "--classes: expected none for ViTForImageClassification",
+    ),
+    "model": (
+        ["--data", "{}/data", "--model", "nothing"],
+        "expected the folder of a model of transformers",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_options_are_one_line(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_bad_options_are_one_line(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     given, message = BAD[name]
-    words = ["classify", "--model", str(place / "vit"), "--device", "cpu", "--out", str(tmp_path / "out")]
+    words = [
+        "classify",
+        "--model",
+        str(place / "vit"),
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert cli.run([*words, *(word.replace("{}", str(place)) for word in given)]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")

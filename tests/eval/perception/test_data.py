@@ -1,4 +1,6 @@
-"""Class folders, labels, class names and prompt templates: what is taken, and what is refused by name."""
+"""Class folders, labels, class names and prompt templates: what is taken, and what is refused by
+name.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ def test_class_folders_are_read_as_torchvision_reads_them(folder: Path) -> None:
     assert images.classes == CLASSES
     assert images.labels is not None
     assert sorted(images.files) == sorted(f"{name}/{n}.png" for name in CLASSES for n in range(4))
-    assert all(CLASSES[label] == file.split("/")[0] for file, label in zip(images.files, images.labels, strict=True))
+    assert all(
+        CLASSES[label] == file.split("/")[0]
+        for file, label in zip(images.files, images.labels, strict=True)
+    )
     assert images.files != tuple(sorted(images.files))  # classes mix in batches
     assert open_images(folder) == images
     assert open_images(folder, 5).files == images.files[:5]
@@ -50,23 +55,36 @@ def test_images_without_labels(folder: Path) -> None:
 
 
 def test_bad_folders_are_named(folder: Path) -> None:
-    with pytest.raises(UserError, match="expected a folder of class folders or of images, found none"):
+    with pytest.raises(
+        UserError, match="expected a folder of class folders or of images, found none"
+    ):
         open_images(folder / "nothing")
     shutil.copy(folder / "ant" / "0.png", folder / "loose.png")
     with pytest.raises(UserError, match=r"got both \('ant' beside 'loose.png'\)"):
         open_images(folder)
     (folder / "loose.png").unlink()
     (folder / "empty").mkdir()
-    with pytest.raises(UserError, match=r"expected images .* in each class folder, found none in .*empty"):
+    with pytest.raises(
+        UserError, match=r"expected images .* in each class folder, found none in .*empty"
+    ):
         open_images(folder)
 
 
 def test_labels_go_by_name_or_else_by_order(folder: Path) -> None:
     images = open_images(folder)
-    assert class_numbers(images, {"cat": 0, "ant": 1, "bee_fly": 2, "dog": 3}) == ((1, 2, 0), "class folders by name")
-    assert class_numbers(images, {"x": 0, "y": 1, "z": 2}) == ((0, 1, 2), "class folders in sorted order")
+    assert class_numbers(images, {"cat": 0, "ant": 1, "bee_fly": 2, "dog": 3}) == (
+        (1, 2, 0),
+        "class folders by name",
+    )
+    assert class_numbers(images, {"x": 0, "y": 1, "z": 2}) == (
+        (0, 1, 2),
+        "class folders in sorted order",
+    )
     for labels in ({"x": 0, "y": 1}, {"ant": 0, "y": 1, "z": 2}):
-        with pytest.raises(UserError, match=r"expected class folders named as the model's . classes, or just as many"):
+        with pytest.raises(
+            UserError,
+            match=r"expected class folders named as the model's . classes, or just as many",
+        ):
             class_numbers(images, labels)
 
 
@@ -81,7 +99,10 @@ def test_class_names_and_templates(tmp_path: Path) -> None:
     assert class_names(file, CLASSES) == ["ant man", "fly", "tom"]
     with pytest.raises(UserError, match="got none for 'dog'"):
         class_names(file, ["dog"])
-    for given, match in ((None, "expected a file of class names"), (tmp_path / "no", "can't be read")):
+    for given, match in (
+        (None, "expected a file of class names"),
+        (tmp_path / "no", "can't be read"),
+    ):
         with pytest.raises(UserError, match=match):
             class_names(given, [])
     plain: Any = type("Plain", (), {"embedded": False})
@@ -119,8 +140,12 @@ def test_zero_shot_is_that_of_one_prompt_at_a_time(tmp_path: Path, folder: Path,
 
     inputs = inputs_of(head, images, range(3))
     got, text = head.logits(inputs), head.text
-    both = encoder.model(**inputs, input_ids=encoder.tokenizer(["x"], return_tensors="pt", **padding)["input_ids"])
-    torch.testing.assert_close(got, both.image_embeds / both.image_embeds.norm(dim=-1, keepdim=True) @ text.T)
+    both = encoder.model(
+        **inputs, input_ids=encoder.tokenizer(["x"], return_tensors="pt", **padding)["input_ids"]
+    )
+    torch.testing.assert_close(
+        got, both.image_embeds / both.image_embeds.norm(dim=-1, keepdim=True) @ text.T
+    )
 
 
 def test_models_that_cannot_be_loaded_are_refused_in_one_line(tmp_path: Path) -> None:
@@ -133,13 +158,23 @@ def test_models_that_cannot_be_loaded_are_refused_in_one_line(tmp_path: Path) ->
             lambda: (folder / "preprocessor_config.json").unlink(),
             "expected a model of transformers with preprocessor_config",
         ),
-        (lambda: (folder / "config.json").write_text("{}"), "that names its class in architectures, got KeyError"),
-        (lambda: (folder / "config.json").unlink(), "that names its class in architectures, got FileNotFoundError"),
+        (
+            lambda: (folder / "config.json").write_text("{}"),
+            "that names its class in architectures, got KeyError",
+        ),
+        (
+            lambda: (folder / "config.json").unlink(),
+            "that names its class in architectures, got FileNotFoundError",
+        ),
     ):
         change()
         with pytest.raises(UserError, match=match):
             loaded(folder)
-    with pytest.raises(UserError, match="expected the folder of a model of transformers or a hub id"):
+    with pytest.raises(
+        UserError, match="expected the folder of a model of transformers or a hub id"
+    ):
         loaded(tmp_path / "nothing")
-    with pytest.raises(UserError, match="--model embedded-none: expected the name of an embedded model"):
+    with pytest.raises(
+        UserError, match="--model embedded-none: expected the name of an embedded model"
+    ):
         load_encoder(ModelChoice(model="embedded-none"))

@@ -1,4 +1,6 @@
-"""Features beside rivals: what is traced comes back at its place, unmerged rows are exact, a destroyed model loses, runs resume."""
+"""Features beside rivals: what is traced comes back at its place, unmerged rows are exact, a
+destroyed model loses, runs resume.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,18 @@ def folder(tmp_path: Path) -> Path:
 
 def made(folder: Path, **fields: Any) -> run.FeaturesRun:
     images = open_images(folder)
-    given = {"source": Tiny(), "identity": {"name": "tiny"}, "images": images, "files": run.half_of(images, 2)}
-    given |= {"size": (SIDE, SIDE), "shares": [0.6], "rows": ["default", "smaller"], "out": folder.parent / "out"}
+    given = {
+        "source": Tiny(),
+        "identity": {"name": "tiny"},
+        "images": images,
+        "files": run.half_of(images, 2),
+    }
+    given |= {
+        "size": (SIDE, SIDE),
+        "shares": [0.6],
+        "rows": ["default", "smaller"],
+        "out": folder.parent / "out",
+    }
     return run.FeaturesRun(**{**given, **fields})
 
 
@@ -131,7 +143,9 @@ def test_bad_input_is_one_line(call: Any, message: str) -> None:
 
 
 def test_sizes_and_pictures_that_do_not_fit(folder: Path) -> None:
-    with pytest.raises(UserError, match="multiples of the patches' 4 pixels, two patches at least, got 1x1"):
+    with pytest.raises(
+        UserError, match="multiples of the patches' 4 pixels, two patches at least, got 1x1"
+    ):
         made(folder, size=(1, 1)).run()
     with pytest.raises(UserError, match="expected 3 pictures or more"):
         made(folder, files=run.half_of(open_images(folder), 1)[:2]).run()

@@ -1,4 +1,6 @@
-"""Rivals do what their papers say, by plain loops in float64, on every class of models; and count what they run."""
+"""Rivals do what their papers say, by plain loops in float64, on every class of models; and count
+what they run.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from mame_sd.eval.benchmark.tomesd import NotApplicable
 from mame_sd.eval.perception.methods import RIVALS
 from mame_sd.eval.perception.rivals import counted, on_smaller_images, rival_on
-from mame_sd.eval.perception.rules import EViT, Given, Pool, RandomDrop, Rule, ToMe, bipartite_soft_matching, quarters
+from mame_sd.eval.perception.rules import (
+    EViT,
+    Given,
+    Pool,
+    RandomDrop,
+    Rule,
+    ToMe,
+    bipartite_soft_matching,
+    quarters,
+)
 from mame_sd.perception.apply import apply_encoder, has_encoder_hooks
 from mame_sd.perception.families import find_encoder
 from tests.builders.perception import DEPTH, EVERY, PATCH, PATCHES, ROWS, SIDE, Row
@@ -23,20 +34,33 @@ every = pytest.mark.parametrize("row", EVERY)
 VIT = next(row for row in ROWS if row.name == "ViTModel")
 DEIT = next(row for row in ROWS if row.name == "DeiTForImageClassification")
 SIGLIP = next(row for row in ROWS if row.name == "SiglipVisionModel")
-RULES = [ToMe(5), ToMe(3.5, prop_attn=False), EViT(0.7), EViT(0.6, fuse=False), RandomDrop(0.5), Pool(0.5)]
+RULES = [
+    ToMe(5),
+    ToMe(3.5, prop_attn=False),
+    EViT(0.7),
+    EViT(0.6, fuse=False),
+    RandomDrop(0.5),
+    Pool(0.5),
+]
 rules = pytest.mark.parametrize("rule", RULES, ids=str)
 
 
-def tome_by_loops(x: Tensor, metric: Tensor, sizes: Tensor, r: int, special: int) -> tuple[Tensor, Tensor]:
-    """Section 3 of the paper for one sample: alternating sets, one edge each, the r most similar merge, means by size.
+def tome_by_loops(
+    x: Tensor, metric: Tensor, sizes: Tensor, r: int, special: int
+) -> tuple[Tensor, Tensor]:
+    """Section 3 of the paper for one sample: alternating sets, one edge each, the r most similar
+    merge, means by size.
 
-    x [L, C], metric [L, d], sizes [L]. Special tokens stay; the rest of A follows in its order, then B.
+    x [L, C], metric [L, d], sizes [L]. Special tokens stay; the rest of A follows in its order,
+    then B.
     """
     tokens = range(special, len(x))
     a, b = [n for n in tokens if n % 2 == 0], [n for n in tokens if n % 2 == 1]
     edges = []
     for source in a:
-        cosine = [(metric[source] @ metric[n]) / (metric[source].norm() * metric[n].norm()) for n in b]
+        cosine = [
+            (metric[source] @ metric[n]) / (metric[source].norm() * metric[n].norm()) for n in b
+        ]
         best = max(range(len(b)), key=lambda n: float(cosine[n]))
         edges.append((float(cosine[best]), source, b[best]))
     edges.sort(key=lambda edge: -edge[0])
@@ -44,12 +68,16 @@ def tome_by_loops(x: Tensor, metric: Tensor, sizes: Tensor, r: int, special: int
     rest = sorted(rest) if special else rest
     groups = [[n] for n in [*range(special), *rest]]
     groups += [[n, *(source for _, source, target in merging if target == n)] for n in b]
-    merged = [sum(sizes[n] * x[n] for n in group) / sum(sizes[n] for n in group) for group in groups]
+    merged = [
+        sum(sizes[n] * x[n] for n in group) / sum(sizes[n] for n in group) for group in groups
+    ]
     return torch.stack(merged), torch.stack([sum(sizes[n] for n in group) for group in groups])
 
 
 def vit_by_loops(model: Any, pixels: Tensor, r: int, prop_attn: bool) -> Tensor:
-    """The last hidden state of a transformers ViT under ToMe, a sample at a time, attention written out."""
+    """The last hidden state of a transformers ViT under ToMe, a sample at a time, attention written
+    out.
+    """
     rows = []
     for image in pixels:
         x = model.embeddings(image[None])[0]
@@ -79,7 +107,9 @@ def vit_by_loops(model: Any, pixels: Tensor, r: int, prop_attn: bool) -> Tensor:
 @pytest.mark.parametrize("r", [0, 1, 4, 6])
 def test_matching_is_that_of_plain_loops(special: int, r: int) -> None:
     generator = torch.Generator().manual_seed(special * 10 + r)
-    x, metric, sizes = (torch.randn(3, special + 13, n, generator=generator).double() for n in (8, 4, 1))
+    x, metric, sizes = (
+        torch.randn(3, special + 13, n, generator=generator).double() for n in (8, 4, 1)
+    )
     sizes = sizes.abs() + 1
     merge = bipartite_soft_matching(metric, r, special)
     summed, size = merge(x * sizes), merge(sizes)
@@ -99,17 +129,23 @@ def test_tome_in_a_vit_is_that_of_plain_loops(r: int, prop_attn: bool) -> None:
     with rival_on(model, ToMe(r, prop_attn)) as handle:
         got = model(pixels).last_hidden_state
         kept = [block.tokens_kept for block in handle.report().blocks]
-    assert kept == ([32, 27, 22, 17] if r == 5 else [25, 13, 7, 4])  # 37 tokens, never more than half of the patches
+    assert kept == (
+        [32, 27, 22, 17] if r == 5 else [25, 13, 7, 4]
+    )  # 37 tokens, never more than half of the patches
     torch.testing.assert_close(got, vit_by_loops(model, pixels, r, prop_attn))
 
 
 @torch.no_grad()
 def test_proportional_attention_counts_what_merged() -> None:
-    """Pairs of equal tokens: with sizes in attention and all pairs merged, outputs are those of all tokens."""
+    """Pairs of equal tokens: with sizes in attention and all pairs merged, outputs are those of all
+    tokens.
+    """
     model = VIT.build()
     model.embeddings.position_embeddings.zero_()
     pixels = VIT.batch(1)["pixel_values"]
-    pixels = pixels.unflatten(3, (3, 2, PATCH))[:, :, :, :, :1].expand(-1, -1, -1, -1, 2, -1).flatten(3)
+    pixels = (
+        pixels.unflatten(3, (3, 2, PATCH))[:, :, :, :, :1].expand(-1, -1, -1, -1, 2, -1).flatten(3)
+    )
     want = model(pixels).last_hidden_state[:, 0]
 
     class First(ToMe):
@@ -126,7 +162,9 @@ def test_proportional_attention_counts_what_merged() -> None:
 
 @pytest.mark.parametrize("special", [1, 2])
 @pytest.mark.parametrize("fuse", [True, False])
-def test_pruning_by_the_class_tokens_attention_is_that_of_plain_loops(special: int, fuse: bool) -> None:
+def test_pruning_by_the_class_tokens_attention_is_that_of_plain_loops(
+    special: int, fuse: bool
+) -> None:
     generator = torch.Generator().manual_seed(special)
     x = torch.randn(2, special + 9, 8, generator=generator).double()
     queries, keys = torch.randn(2, 2, 2, special + 9, 4, generator=generator).double()
@@ -136,7 +174,10 @@ def test_pruning_by_the_class_tokens_attention_is_that_of_plain_loops(special: i
         for head in range(2):
             logits = [float(queries[sample, head, 0] @ key) / 2 for key in keys[sample, head]]
             total = sum(math.exp(logit) for logit in logits)
-            weight = [w + math.exp(logit) / total / 2 for w, logit in zip(weight, logits[special:], strict=True)]
+            weight = [
+                w + math.exp(logit) / total / 2
+                for w, logit in zip(weight, logits[special:], strict=True)
+            ]
         order = sorted(range(9), key=lambda n: -weight[n])
         want = [*x[sample, :special], *(x[sample, special + n] for n in order[:6])]  # ceil(5.4)
         want += [sum(weight[n] * x[sample, special + n] for n in order[6:])] if fuse else []
@@ -186,13 +227,17 @@ def test_random_dropping_keeps_other_patches_for_each_sample_and_the_same_ones_a
 def applicable(row: Row, rule: Rule) -> bool:
     if isinstance(rule, EViT) and row.special == 0:
         return False
-    return not (isinstance(rule, Pool) and row.name.startswith(("Siglip2", "ViTMAE", "Video", "Vivit")))
+    return not (
+        isinstance(rule, Pool) and row.name.startswith(("Siglip2", "ViTMAE", "Video", "Vivit"))
+    )
 
 
 @every
 @rules
 @torch.no_grad()
-def test_flops_are_those_of_the_operations_that_run_and_the_model_is_left_as_it_was(row: Row, rule: Rule) -> None:
+def test_flops_are_those_of_the_operations_that_run_and_the_model_is_left_as_it_was(
+    row: Row, rule: Rule
+) -> None:
     model, inputs = row.build().requires_grad_(False), row.batch(1)
     before = row.call(model, inputs)
     if not applicable(row, rule):
@@ -240,7 +285,10 @@ def test_the_unmerged_model_is_counted_as_merging_counts_it(row: Row) -> None:
 def test_smaller_images(row: Row) -> None:
     model, inputs = row.build(), row.batch(2)
     if row.name.startswith(("Siglip2", "timm", "Video", "Vivit")):
-        with pytest.raises(NotApplicable, match="images of one size"), on_smaller_images(model, SIDE // 2):
+        with (
+            pytest.raises(NotApplicable, match="images of one size"),
+            on_smaller_images(model, SIDE // 2),
+        ):
             pass
         return
     before = row.call(model, inputs)
@@ -248,7 +296,9 @@ def test_smaller_images(row: Row) -> None:
         inputs["noise"] = inputs["noise"][:, : PATCHES // 4]
     with on_smaller_images(model, SIDE // 2), counted(model) as handle:
         row.call(model, inputs)
-        assert handle.report().blocks[0].tokens_in == row.special + (6 if "noise" in inputs else PATCHES // 4)
+        assert handle.report().blocks[0].tokens_in == row.special + (
+            6 if "noise" in inputs else PATCHES // 4
+        )
     if "noise" not in inputs:
         with on_smaller_images(model, SIDE):
             same = row.call(model, inputs)
@@ -277,7 +327,10 @@ def test_without_fewer_tokens_outputs_are_the_models_own() -> None:
 
 def test_what_a_rule_works_by_must_be_there() -> None:
     with (
-        pytest.raises(NotApplicable, match="expected a class token to prune by, but SiglipVisionModel has none"),
+        pytest.raises(
+            NotApplicable,
+            match="expected a class token to prune by, but SiglipVisionModel has none",
+        ),
         rival_on(SIGLIP.build(), EViT(0.5)),
     ):
         pass
@@ -291,4 +344,6 @@ def test_a_rival_reduces_in_its_own_blocks_or_in_all(name: str) -> None:
         with RIVALS[name + suffix](0.7).counted(model) as handle:
             DEIT.call(model, inputs)
             blocks = handle.report().blocks
-        assert [n for n, block in enumerate(blocks) if block.tokens_kept < block.tokens_in] == [*expected]
+        assert [n for n, block in enumerate(blocks) if block.tokens_kept < block.tokens_in] == [
+            *expected
+        ]

@@ -33,7 +33,11 @@ OURS = {**DEFAULTS, "stride": [2, 2], "left": LEFT, "schedule": "decreasing", "e
         ("evit-0.7", "rival", {"rival": {"name": "EViT", "keep": 0.7, "fuse": True}}),
         ("random-0.7", "rival", {"rival": {"name": "RandomDrop", "keep": 0.7, "seed": 0}}),
         ("pool-0.7", "rival", {"rival": {"name": "Pool", "keep": 0.7}}),
-        ("random-all-0.9", "rival", {"rival": {"name": "RandomDrop", "keep": 0.9, "seed": 0, "blocks": "all"}}),
+        (
+            "random-all-0.9",
+            "rival",
+            {"rival": {"name": "RandomDrop", "keep": 0.9, "seed": 0, "blocks": "all"}},
+        ),
         ("smaller-160", "rival", {"side": 160}),
     ],
 )
@@ -44,9 +48,28 @@ def test_a_name_says_what_runs(name: str, family: str, config: dict[str, Any]) -
 
 @pytest.mark.parametrize(
     "name",
-    ["", "mame", "mame-2", "mame-0", "mame-keep-x", "tome", "tome-0", "tome-inf", "evit-1.5", "smaller-10.5", "magic-1",
-     "random-all", "random-all-2", "tome@baseline", "tome@tome@mame-0.8", "tome@", "mame@tome-8", "default", "default-1.5"],
-)  # fmt: skip
+    [
+        "",
+        "mame",
+        "mame-2",
+        "mame-0",
+        "mame-keep-x",
+        "tome",
+        "tome-0",
+        "tome-inf",
+        "evit-1.5",
+        "smaller-10.5",
+        "magic-1",
+        "random-all",
+        "random-all-2",
+        "tome@baseline",
+        "tome@tome@mame-0.8",
+        "tome@",
+        "mame@tome-8",
+        "default",
+        "default-1.5",
+    ],
+)
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(UserError, match="--rows: expected names such as baseline"):
         chosen_rows("vit", name)
@@ -54,9 +77,14 @@ def test_other_names_are_refused(name: str) -> None:
 
 def test_a_rival_comes_after_the_row_whose_flops_it_takes() -> None:
     assert [row.name for row in chosen_rows("vit", "evit@mame-0.5,mame-0.5,tome-4")] == [
-        "baseline", "mame-0.5", "evit@mame-0.5", "tome-4",
-    ]  # fmt: skip
-    with pytest.raises(UserError, match="--suite: expected one of vit, zero-shot, ablation, trained, got 'x'"):
+        "baseline",
+        "mame-0.5",
+        "evit@mame-0.5",
+        "tome-4",
+    ]
+    with pytest.raises(
+        UserError, match="--suite: expected one of vit, zero-shot, ablation, trained, got 'x'"
+    ):
         chosen_rows("x", None)
 
 
@@ -79,10 +107,15 @@ def test_every_ablation_runs_on_a_vit_and_does_something_of_its_own() -> None:
         with method.counted(model) as handle:
             logits = model(**inputs).logits
             kept = [block.tokens_kept for block in handle.report().blocks]
-        halved, even = row.name.startswith("mame-keep-0.5"), f"{row.name}-".startswith("default-0.65-")
+        halved, even = (
+            row.name.startswith("mame-keep-0.5"),
+            f"{row.name}-".startswith("default-0.65-"),
+        )
         if halved or even:
             constant = row.name.endswith("-constant")
-            assert kept == ([37, 19, 10, 6] if halved else [24, 24, 16, 16] if constant else [22, 22, 16, 16])
+            assert kept == (
+                [37, 19, 10, 6] if halved else [24, 24, 16, 16] if constant else [22, 22, 16, 16]
+            )
             if "restored" not in row.name:  # a class token alone is read
                 seen.append(logits)
     for number, one in enumerate(seen):
@@ -105,7 +138,10 @@ def test_a_rival_comes_as_near_to_the_flops_as_its_knob_allows(name: str, share:
         "tome": [n / 2 for n in range(PATCHES)],
         "smaller": [4.0 * n for n in range(1, 7)],
     }.get(name, [n / PATCHES for n in range(1, PATCHES + 1)])
-    nearest = min(abs(flops_of(model, RIVALS[name](other), call_of(model, inputs)) - share * whole) for other in others)
+    nearest = min(
+        abs(flops_of(model, RIVALS[name](other), call_of(model, inputs)) - share * whole)
+        for other in others
+    )
     assert abs(flops - share * whole) <= nearest + 1e-9
 
 
@@ -120,7 +156,11 @@ def test_flops_beyond_reach_take_the_end_of_the_range() -> None:
 
 def test_what_a_rival_lacks_is_said() -> None:
     model, inputs = SIGLIP.build(), SIGLIP.batch(1)
-    for name, reason in (("evit", "class token"), ("pool", "as a list"), ("smaller", "images of one size")):
+    for name, reason in (
+        ("evit", "class token"),
+        ("pool", "as a list"),
+        ("smaller", "images of one size"),
+    ):
         with pytest.raises(NotApplicable, match=reason):
             at_flops(model, name, 1e5, call_of(model, inputs), 0)
     assert at_flops(model, "tome", 1e5, call_of(model, inputs), 0)[0] > 0

@@ -26,7 +26,9 @@ def save_form(folder: Path, form: str, seed: int, weights: int) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two seeds of the unmerged model and of two other forms, all weights different; pictures."""
     place = tmp_path_factory.mktemp("trained")
-    for number, (form, seed) in enumerate((form, seed) for form in (PLAIN, "last", "continued") for seed in (0, 3)):
+    for number, (form, seed) in enumerate(
+        (form, seed) for form in (PLAIN, "last", "continued") for seed in (0, 3)
+    ):
         save_form(place, form, seed, number)
     draw_classes(place / "pictures")
     return place
@@ -34,9 +36,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words(folder: Path, out: Path) -> list[str]:
     return [
-        "classify", "--suite", "trained", "--trained", str(folder), "--batch-size", "5", "--rounds", "1",
-        "--device", "cpu", "--rows", "mame-last,continued,mame-scratch", "--out", str(out),
-    ]  # fmt: skip
+        "classify",
+        "--suite",
+        "trained",
+        "--trained",
+        str(folder),
+        "--batch-size",
+        "5",
+        "--rounds",
+        "1",
+        "--device",
+        "cpu",
+        "--rows",
+        "mame-last,continued,mame-scratch",
+        "--out",
+        str(out),
+    ]
 
 
 def test_models_are_those_of_seeds_that_all_forms_have(folder: Path, tmp_path: Path) -> None:
@@ -50,7 +65,10 @@ def test_models_are_those_of_seeds_that_all_forms_have(folder: Path, tmp_path: P
     assert find_models(tmp_path / "fewer").forms == (PLAIN, "continued")
     for seed in (0, 3):
         shutil.rmtree(tmp_path / "fewer" / "models" / f"{PLAIN}-{seed}")
-    with pytest.raises(UserError, match=r"expected models/plain-SEED, .* found continued-0, continued-3; train with"):
+    with pytest.raises(
+        UserError,
+        match=r"expected models/plain-SEED, .* found continued-0, continued-3; train with",
+    ):
         find_models(tmp_path / "fewer")
     with pytest.raises(UserError, match="found none"):
         find_models(tmp_path)
@@ -70,7 +88,10 @@ def test_figures_are_those_of_each_seeds_answers(folder: Path, tmp_path: Path) -
         return [answer for batch in batches for answer in batch["answers"]]
 
     def shares(row: str) -> list[float]:
-        return [100 * sum(a == b for a, b in zip(answers(row, seed), labels, strict=True)) / 12 for seed in (0, 3)]
+        return [
+            100 * sum(a == b for a, b in zip(answers(row, seed), labels, strict=True)) / 12
+            for seed in (0, 3)
+        ]
 
     assert len({tuple(shares(row)) for row in rows}) > 1  # else nothing is told apart
     for name, values in rows.items():
@@ -82,16 +103,28 @@ def test_figures_are_those_of_each_seeds_answers(folder: Path, tmp_path: Path) -
             continue
         gains = [ours - plain for ours, plain in zip(shares(name), shares("baseline"), strict=True)]
         low, high = stats.t.interval(0.95, 1, sum(gains) / 2, abs(gains[0] - gains[1]) / 2 or 1e-12)
-        assert (values["gain"]["low"], values["gain"]["high"]) == pytest.approx((low, high), abs=1e-6)
+        assert (values["gain"]["low"], values["gain"]["high"]) == pytest.approx(
+            (low, high), abs=1e-6
+        )
         same = [
-            100 * sum(a == b for a, b in zip(answers(name, seed), answers("baseline", seed), strict=True)) / 12
+            100
+            * sum(
+                a == b for a, b in zip(answers(name, seed), answers("baseline", seed), strict=True)
+            )
+            / 12
             for seed in (0, 3)
         ]
         assert values["agreement"]["seeds"] == pytest.approx(same)
     assert rows["mame-last"]["tokens"]["mean"] == 19
-    assert rows["mame-last"]["flops"]["mean"] < rows["continued"]["flops"]["mean"] == rows["baseline"]["flops"]["mean"]
+    assert (
+        rows["mame-last"]["flops"]["mean"]
+        < rows["continued"]["flops"]["mean"]
+        == rows["baseline"]["flops"]["mean"]
+    )
     missing = next(row for row in results["rows"] if row["name"] == "mame-scratch")
-    assert missing["reason"] == "expected models of the form 'scratch', found none; train them first"
+    assert (
+        missing["reason"] == "expected models of the form 'scratch', found none; train them first"
+    )
     assert "interval over trainings" in (out / "report.html").read_text(encoding="utf-8")
     assert "Gain" in (out / "report.md").read_text(encoding="utf-8")
     assert cli.run(words(folder, out)) == 0  # continued: nothing is answered again
@@ -104,16 +137,29 @@ BAD = {
         ["--suite", "trained"],
         "--trained: expected the folder that scripts/train_vit.py trained in, got none",
     ),
-    "other suite": (["--suite", "vit", "--trained", "{}"], "--trained: expected it with --suite trained alone"),
-    "a model": (["--suite", "trained", "--trained", "{}", "--model", "x"], "--model x: expected none beside --trained"),
+    "other suite": (
+        ["--suite", "vit", "--trained", "{}"],
+        "--trained: expected it with --suite trained alone",
+    ),
+    "a model": (
+        ["--suite", "trained", "--trained", "{}", "--model", "x"],
+        "--model x: expected none beside --trained",
+    ),
     "nothing": (["--suite", "trained", "--trained", "{}/pictures"], "expected models/plain-SEED"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_options_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_bad_options_are_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     given, message = BAD[name]
-    line = ["classify", *(word.replace("{}", str(folder)) for word in given), "--out", str(tmp_path / "out")]
+    line = [
+        "classify",
+        *(word.replace("{}", str(folder)) for word in given),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert cli.run(line) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
@@ -123,4 +169,7 @@ def test_bad_options_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.C
 
 def test_every_form_begins_with_one_that_is_trained_before() -> None:
     names = list(FORMS)
-    assert all(form.begins is None or names.index(form.begins) < names.index(form.name) for form in FORMS.values())
+    assert all(
+        form.begins is None or names.index(form.begins) < names.index(form.name)
+        for form in FORMS.values()
+    )

@@ -1,6 +1,8 @@
-"""The report in a real Chromium: it fits the screen, fetches nothing, and its pictures enlarge by mouse and by keyboard.
+"""The report in a real Chromium: it fits the screen, fetches nothing, and its pictures enlarge by
+mouse and by keyboard.
 
-Skipped where no Chromium can be had: Debian's `chromium`, Google's Chrome, or the one of `playwright install chromium`.
+Skipped where no Chromium can be had: Debian's `chromium`, Google's Chrome, or the one of
+`playwright install chromium`.
 """
 
 from __future__ import annotations
@@ -44,12 +46,17 @@ def trouble() -> list[str]:
     return []
 
 
-def opened(browser: Any, report: str, trouble: list[str], width: int = 1280, scheme: str = "light") -> Any:
+def opened(
+    browser: Any, report: str, trouble: list[str], width: int = 1280, scheme: str = "light"
+) -> Any:
     page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     page.on("console", lambda message: trouble.append(message.text))
     page.on("pageerror", lambda error: trouble.append(str(error)))
     page.on("dialog", lambda dialog: (trouble.append(dialog.message), dialog.dismiss()))
-    page.on("request", lambda request: trouble.append(request.url) if not _own(request.url, report) else None)
+    page.on(
+        "request",
+        lambda request: trouble.append(request.url) if not _own(request.url, report) else None,
+    )
     page.goto(report)
     return page
 
@@ -60,14 +67,20 @@ def _own(url: str, report: str) -> bool:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
-def test_nothing_overflows(browser: Any, report: str, trouble: list[str], width: int, scheme: str) -> None:
+def test_nothing_overflows(
+    browser: Any, report: str, trouble: list[str], width: int, scheme: str
+) -> None:
     page = opened(browser, report, trouble, width, scheme)
     for summary in page.locator("summary").all():
         summary.click()
     assert page.evaluate(OVERFLOW) == 0
     assert page.evaluate(OUTSIDE) == []
-    boxes = page.locator(".scroll").evaluate_all("nodes => nodes.map(n => [n.scrollWidth, n.clientWidth])")
-    assert all(inner > outer for inner, outer in boxes) or width > 360  # wide tables scroll in their own box
+    boxes = page.locator(".scroll").evaluate_all(
+        "nodes => nodes.map(n => [n.scrollWidth, n.clientWidth])"
+    )
+    assert (
+        all(inner > outer for inner, outer in boxes) or width > 360
+    )  # wide tables scroll in their own box
     plots = page.locator(".plot svg:visible")
     assert plots.count() == 2
     assert all(box["width"] <= width for box in (plot.bounding_box() for plot in plots.all()))
@@ -91,14 +104,20 @@ def test_colors_follow_the_scheme(browser: Any, report: str, trouble: list[str])
 def test_every_picture_is_drawn(browser: Any, report: str, trouble: list[str]) -> None:
     page = opened(browser, report, trouble)
     page.locator(".gallery summary").click()
-    page.wait_for_function("[...document.querySelectorAll('main img')].every((image) => image.complete)")
-    widths = page.locator("main img").evaluate_all("images => images.map((image) => image.naturalWidth)")
+    page.wait_for_function(
+        "[...document.querySelectorAll('main img')].every((image) => image.complete)"
+    )
+    widths = page.locator("main img").evaluate_all(
+        "images => images.map((image) => image.naturalWidth)"
+    )
     assert len(widths) == 3 * 5 + 5 * 4
     assert min(widths) > 0
     page.close()
 
 
-def test_a_click_enlarges_and_arrows_swap_in_place(browser: Any, report: str, trouble: list[str]) -> None:
+def test_a_click_enlarges_and_arrows_swap_in_place(
+    browser: Any, report: str, trouble: list[str]
+) -> None:
     page = opened(browser, report, trouble)
     shots = page.locator(".case").first.locator(".shot")
     small = shots.first.bounding_box()["width"]
@@ -125,7 +144,9 @@ def test_a_click_enlarges_and_arrows_swap_in_place(browser: Any, report: str, tr
     page.close()
 
 
-def test_the_keyboard_alone_opens_enlarges_and_closes(browser: Any, report: str, trouble: list[str]) -> None:
+def test_the_keyboard_alone_opens_enlarges_and_closes(
+    browser: Any, report: str, trouble: list[str]
+) -> None:
     page = opened(browser, report, trouble)
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "shot"
@@ -143,7 +164,8 @@ def test_the_keyboard_alone_opens_enlarges_and_closes(browser: Any, report: str,
     for _ in range(6):  # Tab never leaves the open dialog for the page behind it
         page.keyboard.press("Tab")
         assert page.evaluate(
-            "document.activeElement === document.body || document.activeElement.closest('dialog') !== null"
+            "document.activeElement === document.body || document.activeElement.closest('dialog')"
+            " !== null"
         )
     page.keyboard.press("Escape")
     assert not dialog.is_visible()
@@ -171,4 +193,6 @@ def test_the_main_table_is_whole_on_a_desktop(browser: Any, report: str) -> None
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.goto(report)
     hidden = "document.querySelector('.scroll:has(#table-fidelity)')"
-    assert page.evaluate(f"{hidden}.scrollWidth - {hidden}.clientWidth") == 0, "columns are out of sight"
+    assert page.evaluate(f"{hidden}.scrollWidth - {hidden}.clientWidth") == 0, (
+        "columns are out of sight"
+    )

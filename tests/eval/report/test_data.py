@@ -31,24 +31,49 @@ from tests.builders.report_page import Results
             "bigger",
             "metrics['psnr'].better: expected one of lower, higher, got 'bigger'",
         ),
-        (["metrics", "psnr", "block"], "looks", "expected one of cost, fidelity, quality, got 'looks'"),
+        (
+            ["metrics", "psnr", "block"],
+            "looks",
+            "expected one of cost, fidelity, quality, got 'looks'",
+        ),
         (
             ["rows", 0, "family"],
             "other",
-            "row 'baseline': family: expected one of baseline, tomesd, mame, tome, rival, floor, got 'other'",
+            (
+                "row 'baseline': family: expected one of baseline, tomesd, mame, tome, rival,"
+                " floor, got 'other'"
+            ),
         ),
-        (["rows", 0, "status"], "done", "row 'baseline': status: expected one of measured, not measured, got 'done'"),
+        (
+            ["rows", 0, "status"],
+            "done",
+            "row 'baseline': status: expected one of measured, not measured, got 'done'",
+        ),
         (["rows", 0, "run"], "../other", "expected run to be a folder inside, got '../other'"),
         (["rows", 0, "run"], "/other", "expected run to be a folder inside, got '/other'"),
-        (["rows", 0, "values", "latency"], 3.0, "row 'baseline': latency: expected mean (int or float), got 3.0"),
-        (["rows", 4, "per_image", "lpips"], {"00001_0": "far"}, "lpips: expected one number for each image"),
-        (["rows", 4, "kept"], [{"step": 0, "level": 0, "tokens": 4, "kept": 5}], "kept: expected 0 < kept <= tokens"),
+        (
+            ["rows", 0, "values", "latency"],
+            3.0,
+            "row 'baseline': latency: expected mean (int or float), got 3.0",
+        ),
+        (
+            ["rows", 4, "per_image", "lpips"],
+            {"00001_0": "far"},
+            "lpips: expected one number for each image",
+        ),
+        (
+            ["rows", 4, "kept"],
+            [{"step": 0, "level": 0, "tokens": 4, "kept": 5}],
+            "kept: expected 0 < kept <= tokens",
+        ),
         (["rows"], [3], "rows[0]: expected name (str), got 3"),
         (["images", "00001_0"], {}, "images['00001_0']: expected prompt (str), got None"),
         (["gates", 0, "passed"], "yes", "gates[0]: expected passed (bool), got 'yes'"),
     ],
 )
-def test_bad_results_are_named(tmp_path: Path, results: Results, path: list[Any], value: Any, message: str) -> None:
+def test_bad_results_are_named(
+    tmp_path: Path, results: Results, path: list[Any], value: Any, message: str
+) -> None:
     target: Any = results
     for part in path[:-1]:
         target = target[part]
@@ -60,7 +85,13 @@ def test_bad_results_are_named(tmp_path: Path, results: Results, path: list[Any]
 
 def places(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The path of everything inside `value`."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inside = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [path for key, item in inside for path in ((*here, key), *places(item, (*here, key)))]
 
 
@@ -70,7 +101,24 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 JUNK = st.sampled_from(
-    [None, True, -1, 0, 7, 1.5, -2.5, math.inf, math.nan, "", "lower", "x" * 99, [], [1], {}, {"a": 1}]
+    [
+        None,
+        True,
+        -1,
+        0,
+        7,
+        1.5,
+        -2.5,
+        math.inf,
+        math.nan,
+        "",
+        "lower",
+        "x" * 99,
+        [],
+        [1],
+        {},
+        {"a": 1},
+    ]
 )
 
 

@@ -20,11 +20,14 @@ def says(results: Results) -> str:
 
 def test_headline_of_a_faster_row(results: Results) -> None:
     assert re.fullmatch(
-        r"MaMe \(default\) is 1\.60 times as fast as the baseline \(1\.\d\d to 1\.\d\d\), at an LPIPS of 0\.\d{3}\.",
+        r"MaMe \(default\) is 1\.60 times as fast as the baseline \(1\.\d\d to 1\.\d\d\), at an"
+        r" LPIPS of 0\.\d{3}\.",
         says(results),
     )
     parsed = parse(results)
-    assert comparison(parsed, focus(parsed)).startswith("ToMeSD 50 % is 1.25 times as fast as the baseline (")
+    assert comparison(parsed, focus(parsed)).startswith(
+        "ToMeSD 50 % is 1.25 times as fast as the baseline ("
+    )
 
 
 def test_headline_of_a_value_too_small_to_print(results: Results) -> None:
@@ -34,15 +37,21 @@ def test_headline_of_a_value_too_small_to_print(results: Results) -> None:
 
 def test_headline_of_a_slower_row(results: Results) -> None:
     row(results, "mame-default")["values"]["latency"] = {"mean": 8.0, "low": 7.9, "high": 8.1}
-    assert "is slower than the baseline (0.50 times as fast, 0.49 to 0.51), at an LPIPS" in says(results)
+    assert "is slower than the baseline (0.50 times as fast, 0.49 to 0.51), at an LPIPS" in says(
+        results
+    )
 
 
 def test_headline_claims_nothing_within_the_noise(results: Results) -> None:
     row(results, "mame-default")["values"]["latency"] = {"mean": 3.8, "low": 3.0, "high": 4.5}
-    assert "is not measurably faster or slower than the baseline (1.05 times as fast," in says(results)
+    assert "is not measurably faster or slower than the baseline (1.05 times as fast," in says(
+        results
+    )
     row(results, "mame-default")["values"]["latency"] |= {"p": 0.01, "against": "baseline"}
     assert "is 1.05 times as fast" in says(results)
-    row(results, "mame-default")["values"]["latency"] |= {"against": "tomesd-50"}  # says nothing about the baseline
+    row(results, "mame-default")["values"]["latency"] |= {
+        "against": "tomesd-50"
+    }  # says nothing about the baseline
     assert "is not measurably faster" in says(results)
 
 
@@ -51,7 +60,9 @@ def test_a_rival_stands_in_where_no_peer_was_measured(results: Results) -> None:
         if entry["family"] == "tomesd":
             entry |= {"family": "rival", "label": "means of " + entry["label"]}
     parsed = parse(results)
-    assert comparison(parsed, focus(parsed)).startswith("Means of ToMeSD 50 % is 1.25 times as fast as the baseline")
+    assert comparison(parsed, focus(parsed)).startswith(
+        "Means of ToMeSD 50 % is 1.25 times as fast as the baseline"
+    )
 
 
 def test_a_row_that_is_faster_and_closer_is_named_where_that_is_no_noise(results: Results) -> None:
@@ -87,7 +98,9 @@ def test_headline_without_speed_without_lpips_and_without_mame(results: Results)
 
 
 def test_tomesd_that_was_not_measured_is_named(tmp_path: Path, results: Results) -> None:
-    row(results, "tomesd-50").update(status="not measured", values={}, per_image={}, reason="no <tomesd>")
+    row(results, "tomesd-50").update(
+        status="not measured", values={}, per_image={}, reason="no <tomesd>"
+    )
     text = render(results, tmp_path).read_text(encoding="utf-8")
     assert "ToMeSD was not measured: tomesd is not installed: pip install mame-sd[peers]." in text
     assert text.count("not measured: no &lt;tomesd&gt;") == 3  # in every table
@@ -102,11 +115,18 @@ def test_withheld_seconds_leave_cpu_time_to_speak(results: Results) -> None:
             entry["values"]["cpu"] = entry["values"]["latency"]
             entry["values"]["latency"] = {"mean": None, "n": 3, "withheld": "the machine was busy"}
     assert "1.60 times as fast as the baseline by CPU time (1." in says(results)
-    results["gates"].append({"name": "timing", "expected": "quiet", "got": "busy", "passed": False, "withholds": True})
-    results["sensitivity"] = "Sensitivity of this instrument: FAILS: it can't tell these methods apart."
+    results["gates"].append(
+        {"name": "timing", "expected": "quiet", "got": "busy", "passed": False, "withholds": True}
+    )
+    results["sensitivity"] = (
+        "Sensitivity of this instrument: FAILS: it can't tell these methods apart."
+    )
     parsed = parse(results)
     assert parsed.failed == []
-    assert ["can't tell" in text or "Seconds are withheld" in text for text in parsed.warnings] == [True, True]
+    assert ["can't tell" in text or "Seconds are withheld" in text for text in parsed.warnings] == [
+        True,
+        True,
+    ]
 
 
 def test_one_round_tells_no_speed(results: Results) -> None:

@@ -13,19 +13,28 @@ from mame_sd.eval.report import render
 from tests.builders.report_example import PROMPTS, example
 from tests.builders.report_page import Elements, Results
 
-CSS = (Path(__file__).parents[3] / "eval" / "report" / "templates" / "report.css").read_text(encoding="utf-8")
+CSS = (Path(__file__).parents[3] / "eval" / "report" / "templates" / "report.css").read_text(
+    encoding="utf-8"
+)
 
 
 def test_nothing_is_fetched(page: str) -> None:
     elements = Elements(page)
     addresses = [
-        value for _, attrs in elements.tags for name, value in attrs.items() if name in ("src", "href") and value
+        value
+        for _, attrs in elements.tags
+        for name, value in attrs.items()
+        if name in ("src", "href") and value
     ]
     outside = [a for a in addresses if not a.startswith(("data:", "#"))]
     assert outside == []
     assert "url(" not in CSS
     assert "@import" not in CSS
-    policy = next(a["content"] for a in elements.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        a["content"]
+        for a in elements.all("meta")
+        if a.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy is not None
     assert policy.startswith("default-src 'none'; img-src data:;")
 
@@ -80,7 +89,9 @@ def harmless(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, list[s
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_no_text_makes_elements(tmp_path: Path, harmless: list[tuple[str, list[str]]], attack: str) -> None:
+def test_no_text_makes_elements(
+    tmp_path: Path, harmless: list[tuple[str, list[str]]], attack: str
+) -> None:
     assert shape(tmp_path, attack) == harmless
 
 
@@ -91,13 +102,20 @@ def test_the_direction_of_a_prompt_ends_with_it(page: str) -> None:
 def test_every_picture_and_plot_has_words(page: str) -> None:
     elements = Elements(page)
     shots = [attrs for attrs in elements.all("button") if attrs.get("class") == "shot"]
-    assert len(shots) == 3 * 5 + 4 * 4  # three cases with two maps each, and the gallery of four prompts and four rows
+    assert (
+        len(shots) == 3 * 5 + 4 * 4
+    )  # three cases with two maps each, and the gallery of four prompts and four rows
     assert all((attrs["aria-label"] or "").startswith("Enlarge: ") for attrs in shots)
-    assert all(image["alt"] for image in elements.all("img")[:-1])  # the last is the dialog's, filled by the script
+    assert all(
+        image["alt"] for image in elements.all("img")[:-1]
+    )  # the last is the dialog's, filled by the script
     plots = [attrs["aria-label"] or "" for attrs in elements.all("svg")]
     assert len(plots) == 4  # frontier and tokens kept, for wide and narrow screens
     assert "MaMe (default) 1.60 times as fast" in plots[0]
-    assert "MaMe (default) keeps 30 to 70 % of 4,096 at level 0, 30 to 70 % of 1,024 at level 1." in plots[2]
+    assert (
+        "MaMe (default) keeps 30 to 70 % of 4,096 at level 0, 30 to 70 % of 1,024 at level 1."
+        in plots[2]
+    )
 
 
 def test_ids_are_unique_and_plots_take_the_colors_of_the_page(page: str) -> None:
@@ -115,12 +133,24 @@ def test_ids_are_unique_and_plots_take_the_colors_of_the_page(page: str) -> None
 
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
 def test_text_stands_out_from_its_ground(scheme: int) -> None:
-    colors = dict(re.findall(r"--([a-z]+): (#[0-9a-f]{6})", CSS.split("@media (prefers-color-scheme: dark)")[scheme]))
-    pairs = [(ink, ground) for ink in ("ink", "muted") for ground in ("paper", "raised", "wash", "best")]
-    pairs += [(ink, ground) for ink in ("mame", "tomesd", "baseline", "good", "bad") for ground in ("paper", "raised")]
+    colors = dict(
+        re.findall(
+            r"--([a-z]+): (#[0-9a-f]{6})", CSS.split("@media (prefers-color-scheme: dark)")[scheme]
+        )
+    )
+    pairs = [
+        (ink, ground) for ink in ("ink", "muted") for ground in ("paper", "raised", "wash", "best")
+    ]
+    pairs += [
+        (ink, ground)
+        for ink in ("mame", "tomesd", "baseline", "good", "bad")
+        for ground in ("paper", "raised")
+    ]
     pairs += [("mame", "best")]
     assert {
-        pair: contrast(*(colors[name] for name in pair)) for pair in pairs if contrast(*(colors[n] for n in pair)) < 4.5
+        pair: contrast(*(colors[name] for name in pair))
+        for pair in pairs
+        if contrast(*(colors[n] for n in pair)) < 4.5
     } == {}
 
 
@@ -154,11 +184,16 @@ def test_a_benchmark_that_has_just_begun_has_a_report(tmp_path: Path, results: R
 
 
 def test_failed_gates_come_first(tmp_path: Path, results: Results) -> None:
-    results["gates"].append({"name": "unrelated <pairing>", "expected": "far", "got": "near", "passed": False})
+    results["gates"].append(
+        {"name": "unrelated <pairing>", "expected": "far", "got": "near", "passed": False}
+    )
     text = render(results, tmp_path).read_text(encoding="utf-8")
     assert "<strong>1 of 2 sanity gates failed:</strong> unrelated &lt;pairing&gt;" in text
     assert text.index("sanity gates failed") < text.index('id="pictures"')
-    assert "**1 of 2 sanity gates failed: unrelated &lt;pairing&gt;.**" in (tmp_path / "report.md").read_text()
+    assert (
+        "**1 of 2 sanity gates failed: unrelated &lt;pairing&gt;.**"
+        in (tmp_path / "report.md").read_text()
+    )
 
 
 def test_a_place_that_is_a_file_is_an_error(tmp_path: Path, results: Results) -> None:

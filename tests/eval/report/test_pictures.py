@@ -39,14 +39,18 @@ def test_difference_maps() -> None:
     values = pictures.difference(one, other)
     assert values.shape == (2, 4)
     assert np.unique(values).tolist() == [3.0]
-    black, bright = (np.asarray(pictures.difference_map(np.full((1, 1), level), 8))[0, 0] for level in (0.0, 8.0))
+    black, bright = (
+        np.asarray(pictures.difference_map(np.full((1, 1), level), 8))[0, 0] for level in (0.0, 8.0)
+    )
     assert black.sum() < 5
     assert bright.sum() > 600
     assert (np.asarray(pictures.difference_map(np.full((1, 1), 99.0), 8))[0, 0] == bright).all()
 
 
 def test_embedded_images_are_bounded() -> None:
-    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (256, 256, 3), dtype=np.uint8))
+    noise = Image.fromarray(
+        np.random.default_rng(0).integers(0, 256, (256, 256, 3), dtype=np.uint8)
+    )
     flat = Image.new("RGB", (64, 64), (3, 2, 1))
     for limit in (20_000, 4_000):
         assert len(pictures.webp_uri(noise, limit)) <= limit * 4 / 3 + 60
@@ -55,12 +59,18 @@ def test_embedded_images_are_bounded() -> None:
     assert most * 4 / 3 < 7.5e6  # of twelve prompts; text and plots are well below the rest to 8 MB
 
 
-def test_missing_and_broken_images_are_named_and_the_rest_is_shown(tmp_path: Path, results: Results) -> None:
+def test_missing_and_broken_images_are_named_and_the_rest_is_shown(
+    tmp_path: Path, results: Results
+) -> None:
     (tmp_path / "runs/mame-default/images/00001_0.png").unlink()
     (tmp_path / "runs/baseline/images/00002_0.png").write_bytes(b"\x89PNG\r\n")
     whole = (tmp_path / "runs/baseline/images/00003_0.png").read_bytes()
     (tmp_path / "runs/baseline/images/00003_0.png").write_bytes(whole[: len(whole) // 2])
     text = render(results, tmp_path).read_text(encoding="utf-8")
-    for name in ("mame-default/images/00001_0.png", "baseline/images/00002_0.png", "baseline/images/00003_0.png"):
+    for name in (
+        "mame-default/images/00001_0.png",
+        "baseline/images/00002_0.png",
+        "baseline/images/00003_0.png",
+    ):
         assert f"runs/{name}" in text
     assert text.count('class="shot"') > 10

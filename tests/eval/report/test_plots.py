@@ -26,7 +26,10 @@ def points(pairs: list[tuple[float, float]]) -> list[frontier.Point]:
     return [frontier.Point(empty, speed, distance) for speed, distance in pairs]
 
 
-@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=12), st.booleans())
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=12),
+    st.booleans(),
+)
 def test_nothing_surpasses_the_frontier(pairs: list[tuple[float, float]], lower: bool) -> None:
     found = points(pairs)
     best = frontier.frontier(found, lower)
@@ -37,7 +40,9 @@ def test_nothing_surpasses_the_frontier(pairs: list[tuple[float, float]], lower:
         return at_least and (a.speed, a.closeness) != (b.speed, b.closeness)
 
     kept = {(p.speed, p.closeness) for p in best}
-    assert kept == {(p.speed, p.closeness) for p in found if not any(surpasses(other, p) for other in found)}
+    assert kept == {
+        (p.speed, p.closeness) for p in found if not any(surpasses(other, p) for other in found)
+    }
     assert [p.speed for p in best] == sorted({p.speed for p in best})
 
 
@@ -53,7 +58,10 @@ def test_points_are_rows_with_both_figures(results: Results) -> None:
 
 
 def test_names_that_would_hide_others_are_left_out() -> None:
-    rows = [Row(f"r{n}", f"a row of many, number {n}", "mame", n == 7, None, None, True) for n in range(12)]
+    rows = [
+        Row(f"r{n}", f"a row of many, number {n}", "mame", n == 7, None, None, True)
+        for n in range(12)
+    ]
     found = [frontier.Point(one, 2 + 0.001 * n, 0.5) for n, one in enumerate(rows)]
     found.append(frontier.Point(replace(rows[0], label="alone"), 1, 0.1))
     with matplotlib.rc_context(STYLE):
@@ -74,7 +82,9 @@ def test_names_that_would_hide_others_are_left_out() -> None:
 def test_titles_of_many_panels_wrap(results: Results, width: int) -> None:
     words = "random dropping in all blocks, FLOPs of MaMe default, keep 0.6"
     merging = row(results, "mame-default")
-    results["rows"] += [{**merging, "name": f"more-{n}", "label": words, "default": False} for n in range(20)]
+    results["rows"] += [
+        {**merging, "name": f"more-{n}", "label": words, "default": False} for n in range(20)
+    ]
     svg = plot(parse(results), width) or ""
     assert f">{words}</text>" not in svg
     assert svg.count(">random dropping") == 20

@@ -42,7 +42,9 @@ def best_rows(results: Results, key: str) -> set[str]:
     for table in (fidelity_table(parsed, focus(parsed)), quality_table(parsed, focus(parsed))):
         for line in table.lines:
             found |= {
-                line.row.name for m, cell in zip(table.metrics, line.cells, strict=False) if m.key == key and cell.best
+                line.row.name
+                for m, cell in zip(table.metrics, line.cells, strict=False)
+                if m.key == key and cell.best
             }
     return found
 
@@ -56,7 +58,9 @@ def test_best_values_follow_the_direction(results: Results) -> None:
     assert best_rows(results, "psnr") == {"tomesd-50"}
 
 
-def test_values_that_read_the_same_are_best_together_and_a_column_of_one_value_has_no_best(results: Results) -> None:
+def test_values_that_read_the_same_are_best_together_and_a_column_of_one_value_has_no_best(
+    results: Results,
+) -> None:
     row(results, "tomesd-50")["values"]["latency"]["mean"] = 2.5001
     assert best_rows(results, "latency") == {"tomesd-50", "mame-default"}
     for entry in results["rows"]:
@@ -66,18 +70,25 @@ def test_values_that_read_the_same_are_best_together_and_a_column_of_one_value_h
 
 
 def test_a_long_reason_stands_below_the_table_once(tmp_path: Path, results: Results) -> None:
-    reason = "not measured: expected the weights of a network somewhere, found none; get them with some command"
+    reason = (
+        "not measured: expected the weights of a network somewhere, found none; get them with some"
+        " command"
+    )
     for entry in results["rows"]:
         entry["values"]["fid"] = {"mean": None, "withheld": reason}
     text = render(results, tmp_path).read_text(encoding="utf-8")
     assert text.count("FID: expected the weights of a network somewhere") == 1
     assert "needs 100" not in text
     assert "withheld" not in Elements(text).tables["table-quality"]
-    assert (tmp_path / "table.tex").read_text().count("FID: not measured (expected the weights") == 1
+    assert (tmp_path / "table.tex").read_text().count(
+        "FID: not measured (expected the weights"
+    ) == 1
     assert (tmp_path / "report.md").read_text().count("FID: expected the weights") == 1
 
 
-def test_set_wide_values_say_how_they_mislead_in_every_format(tmp_path: Path, results: Results) -> None:
+def test_set_wide_values_say_how_they_mislead_in_every_format(
+    tmp_path: Path, results: Results
+) -> None:
     warning = "N = 128, below 2,048: biased upward"
     for n, entry in enumerate(results["rows"]):
         if entry["status"] == "measured":
@@ -90,40 +101,61 @@ def test_set_wide_values_say_how_they_mislead_in_every_format(tmp_path: Path, re
     assert text.count("Retrieval: 1 split; at most 128") == 1
     assert "± 0.50" in Elements(text).tables["table-quality"]
     for name in ("report.md", "table.tex", "table.csv"):
-        assert (tmp_path / name).read_text(encoding="utf-8").count(warning) == (4 if name == "table.csv" else 1)
+        assert (tmp_path / name).read_text(encoding="utf-8").count(warning) == (
+            4 if name == "table.csv" else 1
+        )
         assert "1 split; at most 128" in (tmp_path / name).read_text(encoding="utf-8")
     assert r"{\scriptsize $\pm$ 0.50}" in (tmp_path / "table.tex").read_text(encoding="utf-8")
 
 
-def test_why_an_interval_or_a_p_value_is_missing_is_said_in_every_format(tmp_path: Path, results: Results) -> None:
+def test_why_an_interval_or_a_p_value_is_missing_is_said_in_every_format(
+    tmp_path: Path, results: Results
+) -> None:
     for entry in results["rows"]:
         if entry["values"] and entry["family"] != "baseline":
             entry["values"]["lpips"]["note"] = "no interval: one prompt, needs two"
-            entry["values"]["psnr"]["difference"] = {"mean": None, "p": None, "note": "no p-value: infinite values"}
+            entry["values"]["psnr"]["difference"] = {
+                "mean": None,
+                "p": None,
+                "note": "no p-value: infinite values",
+            }
     render(results, tmp_path)
     for name in ("report.html", "report.md", "table.tex", "table.csv"):
         text = (tmp_path / name).read_text(encoding="utf-8")
-        assert text.count("no interval: one prompt, needs two") == (3 if name == "table.csv" else 1), name
+        assert text.count("no interval: one prompt, needs two") == (
+            3 if name == "table.csv" else 1
+        ), name
         assert text.count("no p-value: infinite values") == (3 if name == "table.csv" else 1), name
 
 
 def test_tokens_kept_say_what_they_were_counted_on(tmp_path: Path, results: Results) -> None:
     for entry in results["rows"]:
         if entry["family"] == "mame":
-            entry["kept"] = [{"step": step, "level": 0, "tokens": 64, "kept": 32 + step} for step in range(3)]
+            entry["kept"] = [
+                {"step": step, "level": 0, "tokens": 64, "kept": 32 + step} for step in range(3)
+            ]
     render(results, tmp_path)
     for name in ("report.html", "report.md"):
-        assert "Counted on one image, that of the first prompt." in (tmp_path / name).read_text(encoding="utf-8")
+        assert "Counted on one image, that of the first prompt." in (tmp_path / name).read_text(
+            encoding="utf-8"
+        )
 
 
-def test_a_mean_without_the_equal_images_says_so_and_beats_nothing(tmp_path: Path, results: Results) -> None:
+def test_a_mean_without_the_equal_images_says_so_and_beats_nothing(
+    tmp_path: Path, results: Results
+) -> None:
     row(results, "mame-tau-0.8")["values"]["psnr"] |= {"mean": 99.0, "n": 4, "equal": 1}
     assert best_rows(results, "psnr") == set()
     text = render(results, tmp_path).read_text(encoding="utf-8")
     assert "1 of 4 equal" in Elements(text).tables["table-fidelity"]
     for name in ("report.md", "table.tex", "table.csv"):
         assert "1 of 4 equal" in (tmp_path / name).read_text(encoding="utf-8")
-    row(results, "mame-tau-0.8")["values"]["psnr"] |= {"mean": math.inf, "low": None, "high": None, "equal": 4}
+    row(results, "mame-tau-0.8")["values"]["psnr"] |= {
+        "mean": math.inf,
+        "low": None,
+        "high": None,
+        "equal": 4,
+    }
     assert best_rows(results, "psnr") == {"mame-tau-0.8"}
 
 
@@ -151,7 +183,12 @@ def test_numbers(value: float, digits: int, text: str) -> None:
 def test_intervals_and_p_values() -> None:
     assert interval(Value(1, 0.5, 2), 1) == "0.5 – 2.0"
     assert interval(Value(1), 1) == ""
-    assert [p_value(Value(p=p)) for p in (None, 0.0001, 0.031, 0.5)] == ["", "p < 0.001", "p 0.031", "p 0.50"]
+    assert [p_value(Value(p=p)) for p in (None, 0.0001, 0.031, 0.5)] == [
+        "",
+        "p < 0.001",
+        "p 0.031",
+        "p 0.50",
+    ]
 
 
 def test_csv_holds_every_figure(tmp_path: Path, results: Results) -> None:
@@ -161,7 +198,9 @@ def test_csv_holds_every_figure(tmp_path: Path, results: Results) -> None:
     for line, entry in zip(lines, results["rows"], strict=True):
         for key, value in entry["values"].items():
             for part in ("low", "high", "n", "p", "withheld"):
-                assert line[f"{key}_{part}"] == ("" if value.get(part) is None else str(value[part]))
+                assert line[f"{key}_{part}"] == (
+                    "" if value.get(part) is None else str(value[part])
+                )
             assert line[key] == ("" if value["mean"] is None else str(value["mean"]))
     assert lines[1]["status"] == "not measured"
     assert lines[4]["speedup"] == "1.6"
@@ -174,13 +213,20 @@ def test_latex_is_the_table_of_the_paper(tmp_path: Path, results: Results) -> No
     body = text[text.index(r"\midrule") : text.index(r"\bottomrule")]
     lines = [line for line in body.splitlines() if "&" in line]
     columns = text[text.index("{@{}l") :].split("}}")[0].count("c")
-    assert columns == 5  # latency, times as fast, LPIPS, PSNR, retrieval: memory and FID hold no value
-    assert [len(re.findall(r"(?<!\\)&", line)) for line in lines] == [columns] * 9  # four rows have intervals below
+    assert (
+        columns == 5
+    )  # latency, times as fast, LPIPS, PSNR, retrieval: memory and FID hold no value
+    assert [len(re.findall(r"(?<!\\)&", line)) for line in lines] == [
+        columns
+    ] * 9  # four rows have intervals below
     assert body.count(r"\rowcolor") == 4
     assert r"MaMe\_100 \% \& $\tau$ \{x\} & \textbf{2.50} & \textbf{1.60} & \textbf{0." in body
     assert r" & {\scriptsize 2.40 -- 2.60} &  & {\scriptsize 0." in body
     assert len(re.findall(r"(?<!\\)\{", text)) == len(re.findall(r"(?<!\\)\}", text))
-    assert r"\multicolumn{2}{c}{Fidelity to the baseline} & \multicolumn{1}{c}{Quality against drawn glyphs}" in text
+    assert (
+        r"\multicolumn{2}{c}{Fidelity to the baseline} & \multicolumn{1}{c}{Quality against drawn"
+        r" glyphs}" in text
+    )
     assert "FID: withheld (N = 4, needs 100)." in text
     assert "pip install mame-sd[peers]" in text
 

@@ -24,7 +24,9 @@ from tests.eval.scoring.test_sets import coloured
 
 
 class RecordingStandIn:
-    """Stands in for the package clean-fid, which needs torchvision: records its calls, and its distances are of means."""
+    """Stands in for the package clean-fid, which needs torchvision: records its calls, and its
+    distances are of means.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[str], dict[str, Any]]] = []
@@ -33,7 +35,9 @@ class RecordingStandIn:
         self.calls.append((paths, settings))
         return np.arange(len(paths) * 2, dtype=float).reshape(-1, 2) + len(self.calls)
 
-    def frechet_distance(self, mean: Any, covariance: Any, other: Any, other_covariance: Any) -> float:
+    def frechet_distance(
+        self, mean: Any, covariance: Any, other: Any, other_covariance: Any
+    ) -> float:
         assert covariance.shape == other_covariance.shape == (2, 2)
         return float(np.abs(mean - other).sum())
 
@@ -50,7 +54,9 @@ def package(monkeypatch: pytest.MonkeyPatch) -> RecordingStandIn:
     return stand_in
 
 
-def test_fid_and_kid_are_the_packages_own_and_lpips_is_not(tmp_path: Path, package: RecordingStandIn) -> None:
+def test_fid_and_kid_are_the_packages_own_and_lpips_is_not(
+    tmp_path: Path, package: RecordingStandIn
+) -> None:
     a, b = (write_run(tmp_path / name, coloured(100, k)) for k, name in enumerate("ab"))
     network = clean_fid.CleanFid(None, torch.device("cpu"), "clean-fid stand-in", "0")
     tools = Tools(fid_backend="clean-fid", networks={"clean-fid": network})
@@ -65,7 +71,9 @@ def test_fid_and_kid_are_the_packages_own_and_lpips_is_not(tmp_path: Path, packa
     assert not Tools().by_clean_fid(METRICS["fid"])
 
 
-def test_statistics_alone_are_refused_in_one_line(tmp_path: Path, package: RecordingStandIn) -> None:
+def test_statistics_alone_are_refused_in_one_line(
+    tmp_path: Path, package: RecordingStandIn
+) -> None:
     run = Run.open(write_run(tmp_path / "a", coloured(100, 0)))
     np.savez(tmp_path / "r.npz", mu=np.zeros(2048), sigma=np.eye(2048), n=200)
     network = clean_fid.CleanFid(None, torch.device("cpu"), "clean-fid stand-in", "0")
@@ -81,12 +89,16 @@ def test_an_unknown_backend_names_the_known() -> None:
 
 def test_a_torchvision_that_does_not_fit_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(UserError, match=r"expected the package clean-fid and a torchvision that fits torch") as caught:
+    with pytest.raises(
+        UserError, match=r"expected the package clean-fid and a torchvision that fits torch"
+    ) as caught:
         clean_fid.load_clean_fid(torch.device("cpu"))
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_package_and_missing_weights_are_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_package_and_missing_weights_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", ModuleType("torchvision"))
     if importlib.util.find_spec("cleanfid") is None:
         with pytest.raises(UserError, match=r"pip install mame-sd\[clean-fid\]"):

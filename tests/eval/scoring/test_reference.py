@@ -26,7 +26,9 @@ def test_the_reference_is_known_by_what_it_holds(tmp_path: Path) -> None:
     assert open_reference(tmp_path / "other").digest != one.digest
     assert len(rendered_glyphs().digest) == 64
     shared = Run.open(write_run(tmp_path / "run", {"x_0": noise(2), "y_0": noise(5)}))
-    with pytest.raises(UserError, match=r"got 1 that are also in .*run \(x_0\); ask for fid_to_baseline"):
+    with pytest.raises(
+        UserError, match=r"got 1 that are also in .*run \(x_0\); ask for fid_to_baseline"
+    ):
         check_foreign(one, shared)
     check_foreign(None, shared)
     check_foreign(rendered_glyphs(), shared)

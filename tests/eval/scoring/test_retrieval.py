@@ -48,5 +48,8 @@ def test_a_run_is_told_apart_by_its_models_name() -> None:
     assert truth_of({"name": "embedded-transformer"}) is TRANSFORMER
     assert truth_of({"name": "embedded"}) is truth_of({}) is UNET
     assert set(TRANSFORMER.captions()) == set(scenes_by_caption())
-    assert TRANSFORMER.of("rocket on a light blue brick background") == ("rocket", "light blue brick")
+    assert TRANSFORMER.of("rocket on a light blue brick background") == (
+        "rocket",
+        "light blue brick",
+    )
     assert len(SUBJECTS) * 12 * 4 == len(scenes_by_caption())

@@ -34,7 +34,11 @@ MERGED = MaMeConfig(keep=0.5, min_tokens=16)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return load_model(ModelChoice(model=str(save_tiny_pipeline(tmp_path_factory.mktemp("m") / "tiny")), device="cpu"))
+    return load_model(
+        ModelChoice(
+            model=str(save_tiny_pipeline(tmp_path_factory.mktemp("m") / "tiny")), device="cpu"
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -98,29 +102,66 @@ def test_settings_that_differ_beside_the_method_are_named(model: LoadedModel, fo
 BROKEN: dict[str, tuple[Any, str]] = {
     "no-folder": (shutil.rmtree, "expected the folder of a run, found none"),
     "no-manifest": (lambda run: (run / "manifest.json").unlink(), "found no manifest.json"),
-    "cut-manifest": (lambda run: (run / "manifest.json").write_text('{"format'), "expected the manifest of a run, got"),
+    "cut-manifest": (
+        lambda run: (run / "manifest.json").write_text('{"format'),
+        "expected the manifest of a run, got",
+    ),
     "foreign-manifest": (lambda run: (run / "manifest.json").write_text("{}"), "got another file"),
     "environment": (
-        lambda run: (run / "manifest.json").write_text(json.dumps({"format": FORMAT, "settings": {}, "environment": [1]})),
+        lambda run: (run / "manifest.json").write_text(
+            json.dumps({"format": FORMAT, "settings": {}, "environment": [1]})
+        ),
         "got another file",
     ),
-    "no-samples": (lambda run: (run / "samples.jsonl").unlink(), "expected samples.jsonl of a run, found none"),
-    "empty": (lambda run: (run / "samples.jsonl").write_text(""), "expected a run with images, found none"),
-    "bad-line": (lambda run: (run / "samples.jsonl").open("a").write("{oops}\n"), "samples.jsonl:9: expected the record"),
-    "no-record": (lambda run: (run / "samples.jsonl").write_text("[1]\n"), "samples.jsonl:1: expected the record"),
+    "no-samples": (
+        lambda run: (run / "samples.jsonl").unlink(),
+        "expected samples.jsonl of a run, found none",
+    ),
+    "empty": (
+        lambda run: (run / "samples.jsonl").write_text(""),
+        "expected a run with images, found none",
+    ),
+    "bad-line": (
+        lambda run: (run / "samples.jsonl").open("a").write("{oops}\n"),
+        "samples.jsonl:9: expected the record",
+    ),
+    "no-record": (
+        lambda run: (run / "samples.jsonl").write_text("[1]\n"),
+        "samples.jsonl:1: expected the record",
+    ),
     "binary": (lambda run: (run / "samples.jsonl").write_bytes(b"\xff\xfe"), "can't be read"),
-    "deep": (lambda run: (run / "samples.jsonl").write_text("[" * 100_000), "samples.jsonl:1: expected the record"),
-    "levels": (lambda run: rewrite(run, lambda row: row.update(levels=[3])), "levels of another kind"),
+    "deep": (
+        lambda run: (run / "samples.jsonl").write_text("[" * 100_000),
+        "samples.jsonl:1: expected the record",
+    ),
+    "levels": (
+        lambda run: rewrite(run, lambda row: row.update(levels=[3])),
+        "levels of another kind",
+    ),
     "above": (
-        lambda run: rewrite(run, lambda row: row.update(id="../../x", file=f"images/../../x_{row['repeat']}.png")),
+        lambda run: rewrite(
+            run, lambda row: row.update(id="../../x", file=f"images/../../x_{row['repeat']}.png")
+        ),
         "an image outside of its folder, '../../x_0'",
     ),
-    "elsewhere": (lambda run: rewrite(run, lambda row: row.update(file="../../x.png")), "samples.jsonl:1: expected"),
-    "twice": (lambda run: rewrite(run, lambda row: row.update(id="b", repeat=0, file="images/b_0.png")), "got 8 of b_0"),
-    "missing-image": (lambda run: (run / "images" / "10_1.png").unlink(), r"expected the image 10_1.png, found none \(1 missing"),
+    "elsewhere": (
+        lambda run: rewrite(run, lambda row: row.update(file="../../x.png")),
+        "samples.jsonl:1: expected",
+    ),
+    "twice": (
+        lambda run: rewrite(run, lambda row: row.update(id="b", repeat=0, file="images/b_0.png")),
+        "got 8 of b_0",
+    ),
+    "missing-image": (
+        lambda run: (run / "images" / "10_1.png").unlink(),
+        r"expected the image 10_1.png, found none \(1 missing",
+    ),
     "no-images": (lambda run: shutil.rmtree(run / "images"), r"\(8 missing\)"),
-    "extra-image": (lambda run: (run / "images" / "zz.png").write_bytes(b""), r"got 'zz.png' \(1 too many\)"),
-}  # fmt: skip
+    "extra-image": (
+        lambda run: (run / "images" / "zz.png").write_bytes(b""),
+        r"got 'zz.png' \(1 too many\)",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", BROKEN)
@@ -140,19 +181,36 @@ def test_unfinished_runs_are_refused(folder: Path) -> None:
 
 
 CHANGES: dict[str, tuple[Any, str]] = {
-    "missing": (lambda rows: rows.pop(), r"expected the image z_0 as in .*a, found none \(1 missing\)"),
-    "extra": (lambda rows: rows.append({**rows[0], "id": "more"}), "expected the image more_0 as in .*b, found none"),
-    "prompt": (lambda rows: rows[2].update(prompt="owl"), "the prompt of z_0 to be 'prompt z' as in .*, got 'owl'"),
-    "seed": (lambda rows: rows[0].update(seed=7), "expected the seed of x_0 to be 0 as in .* got 7"),
-    "negative-prompt": (lambda rows: rows[1].update(negative_prompt="red"), "expected the negative prompt of y_0"),
-}  # fmt: skip
+    "missing": (
+        lambda rows: rows.pop(),
+        r"expected the image z_0 as in .*a, found none \(1 missing\)",
+    ),
+    "extra": (
+        lambda rows: rows.append({**rows[0], "id": "more"}),
+        "expected the image more_0 as in .*b, found none",
+    ),
+    "prompt": (
+        lambda rows: rows[2].update(prompt="owl"),
+        "the prompt of z_0 to be 'prompt z' as in .*, got 'owl'",
+    ),
+    "seed": (
+        lambda rows: rows[0].update(seed=7),
+        "expected the seed of x_0 to be 0 as in .* got 7",
+    ),
+    "negative-prompt": (
+        lambda rows: rows[1].update(negative_prompt="red"),
+        "expected the negative prompt of y_0",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", CHANGES)
 def test_runs_that_do_not_pair_are_refused(tmp_path: Path, case: str) -> None:
     change, message = CHANGES[case]
     pixels = np.zeros((8, 8, 3), np.uint8)
-    a, b = (write_run(tmp_path / name, dict.fromkeys(("x_0", "y_0", "z_0"), pixels)) for name in "ab")
+    a, b = (
+        write_run(tmp_path / name, dict.fromkeys(("x_0", "y_0", "z_0"), pixels)) for name in "ab"
+    )
     assert len(pair(Run.open(a), Run.open(b))) == 3
     rows = [json.loads(line) for line in (b / "samples.jsonl").read_text().splitlines()]
     change(rows)

@@ -1,4 +1,6 @@
-"""Scores of two runs: what they are, what they refuse, and that sharing them over processes changes nothing."""
+"""Scores of two runs: what they are, what they refuse, and that sharing them over processes changes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -65,12 +67,16 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 
     return lines[-1]
 
 
-def test_psnr_is_the_mean_of_per_image_values(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_psnr_is_the_mean_of_per_image_values(
+    runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     a, b = map(str, runs)
     found = score_json(capsys, a, b, "--metrics", "psnr,ssim")
     expected = []
     for key in Run.open(runs[0]).items:
-        one, other = (np.asarray(Image.open(run / "images" / f"{key}.png"), np.float64) / 255 for run in runs)
+        one, other = (
+            np.asarray(Image.open(run / "images" / f"{key}.png"), np.float64) / 255 for run in runs
+        )
         expected.append(-10 * math.log10(((one - other) ** 2).mean()))
     value = found["metrics"]["psnr"]
     assert value["mean"] == pytest.approx(np.mean(expected), abs=1e-4)
@@ -87,7 +93,10 @@ def test_psnr_is_the_mean_of_per_image_values(runs: tuple[Path, Path], capsys: p
 def test_equal_runs_have_infinite_psnr_in_valid_json(
     runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(["score", str(runs[0]), str(runs[0]), "--metrics", "psnr,ssim", "--format", "json"]) == 0
+    assert (
+        cli.run(["score", str(runs[0]), str(runs[0]), "--metrics", "psnr,ssim", "--format", "json"])
+        == 0
+    )
     captured = capsys.readouterr()
     found = json.loads(captured.out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert found["metrics"]["psnr"]["mean"] == math.inf
@@ -96,7 +105,9 @@ def test_equal_runs_have_infinite_psnr_in_valid_json(
     assert "psnr: 5 of 5 equal\n" in captured.err
 
 
-def test_one_image_has_values_and_no_intervals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_image_has_values_and_no_intervals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a = write_run(tmp_path / "a", {"x_0": noise(0)})
     b = write_run(tmp_path / "b", {"x_0": shifted(noise(0), 3)})
     found = score_json(capsys, str(a), str(b), "--metrics", "psnr,fid_to_baseline,is_effnet")
@@ -107,7 +118,9 @@ def test_one_image_has_values_and_no_intervals(tmp_path: Path, capsys: pytest.Ca
     assert found["manifest"]["networks"] == {}  # withheld metrics load nothing
 
 
-def test_tables_and_csv_hold_the_same_figures(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_and_csv_hold_the_same_figures(
+    runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     a, b = map(str, runs)
     value = score_json(capsys, a, b)["metrics"]["psnr"]
     assert cli.run(["score", a, b, "--format", "csv"]) == 0
@@ -120,7 +133,9 @@ def test_tables_and_csv_hold_the_same_figures(runs: tuple[Path, Path], capsys: p
     assert f"{value['low']:.2f} to {value['high']:.2f}" in table
 
 
-def test_other_settings_than_the_method_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_settings_than_the_method_are_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a = write_run(tmp_path / "a", {"x_0": noise(0)}, steps=20)
     b = write_run(tmp_path / "b", {"x_0": noise(0)}, steps=10, mame={"tau": 0.8})
     assert cli.run(["score", str(a), str(b)]) == 0
@@ -141,14 +156,18 @@ def break_deep(run: Path) -> None:
 
 
 def break_clear(run: Path) -> None:
-    Image.fromarray(np.dstack([noise(2), np.full((24, 32), 90, np.uint8)])).save(run / "images" / "02_0.png")
+    Image.fromarray(np.dstack([noise(2), np.full((24, 32), 90, np.uint8)])).save(
+        run / "images" / "02_0.png"
+    )
 
 
 def break_text(run: Path) -> None:
     (run / "images" / "02_0.png").write_text("not an image")
 
 
-@pytest.mark.parametrize("breaks", [break_size, break_truncated, break_deep, break_clear, break_text])
+@pytest.mark.parametrize(
+    "breaks", [break_size, break_truncated, break_deep, break_clear, break_text]
+)
 def test_broken_images_are_named_and_nothing_is_scored(
     runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str], breaks: Any
 ) -> None:
@@ -159,7 +178,10 @@ def test_broken_images_are_named_and_nothing_is_scored(
 BAD: dict[str, tuple[list[str], str]] = {
     "metric": (["A", "B", "--metrics", "psnr,beauty"], "--metrics: expected names of lpips,"),
     "no-metric": (["A", "B", "--metrics", ""], "got ''"),
-    "format": (["A", "B", "--format", "xml"], "--format: expected one of table, json, csv, got 'xml'"),
+    "format": (
+        ["A", "B", "--format", "xml"],
+        "--format: expected one of table, json, csv, got 'xml'",
+    ),
     "folder": (["A", "C"], "expected the folder of a run, found none"),
     "no-run": (["A", "."], "found no manifest.json"),
     "one-run": (["A"], "Missing argument 'RUN_B'"),
@@ -168,14 +190,29 @@ BAD: dict[str, tuple[list[str], str]] = {
     "statistics": (["A", "B", "--metrics", "fid", "--reference", "nowhere.npz"], "nowhere.npz"),
     "device": (["A", "B", "--device", "abacus"], "--device abacus: expected auto"),
     "small": (["A", "B", "--metrics", "ms_ssim"], "ms_ssim of"),
-    "clip": (["A", "B", "--metrics", "clip_score", "--clip", "big"], "--clip: expected clip-vit-b-32, clip-vit-l-14, embedded-clip or a"),
-    "no-clip": (["A", "B", "--metrics", "clip_score", "--clip", "."], "expected a CLIP model, its tokenizer"),
-    "large-clip": (["A", "B", "--metrics", "clip_image", "--clip", "clip-vit-l-14", "--offline"], "--get clip-vit-l-14"),
-    "own-reference": (["A", "B", "--metrics", "fid", "--reference", "A"], "--reference a: expected images of another origin"),
-    "own-images": (["A", "B", "--metrics", "fd_effnet", "--reference", "B/images"], "got 5 that are also in"),
+    "clip": (
+        ["A", "B", "--metrics", "clip_score", "--clip", "big"],
+        "--clip: expected clip-vit-b-32, clip-vit-l-14, embedded-clip or a",
+    ),
+    "no-clip": (
+        ["A", "B", "--metrics", "clip_score", "--clip", "."],
+        "expected a CLIP model, its tokenizer",
+    ),
+    "large-clip": (
+        ["A", "B", "--metrics", "clip_image", "--clip", "clip-vit-l-14", "--offline"],
+        "--get clip-vit-l-14",
+    ),
+    "own-reference": (
+        ["A", "B", "--metrics", "fid", "--reference", "A"],
+        "--reference a: expected images of another origin",
+    ),
+    "own-images": (
+        ["A", "B", "--metrics", "fd_effnet", "--reference", "B/images"],
+        "got 5 that are also in",
+    ),
     "truth": (["A", "B", "--metrics", "retrieval"], "expected prompts of the embedded model"),
     "weights": (["A", "B", "--metrics", "lpips_vgg", "--offline", "--weights-dir", "."], "vgg"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -190,7 +227,12 @@ def test_bad_input_is_one_line_and_status_2(
     monkeypatch.setenv("MAME_SD_WEIGHTS", str(tmp_path / "weights"))
     arguments, message = BAD[case]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    names = {"A": str(runs[0]), "B": str(runs[1]), "C": str(tmp_path / "c"), "B/images": str(runs[1] / "images")}
+    names = {
+        "A": str(runs[0]),
+        "B": str(runs[1]),
+        "C": str(tmp_path / "c"),
+        "B/images": str(runs[1] / "images"),
+    }
     assert message in error_of(capsys, "score", *(names.get(word, word) for word in arguments))
 
 
@@ -218,17 +260,26 @@ def test_another_clip_is_named_beside_its_scores(
 
 def test_not_a_number_is_never_averaged(runs: tuple[Path, Path], tmp_path: Path) -> None:
     a = Run.open(runs[0])
-    broken = {name: torch.full(value.shape, torch.nan) for name, value in EfficientNetLite0().state_dict().items()}
+    broken = {
+        name: torch.full(value.shape, torch.nan)
+        for name, value in EfficientNetLite0().state_dict().items()
+    }
     tools = Tools(networks={"effnet-lite0": effnet_lite0_extractor(broken)})
     many = replace(a, items={f"{n}_0": item for n, item in enumerate([*a.items.values()] * 20)})
     for name in ("kid_effnet_to_baseline", "is_effnet"):
-        with pytest.raises(UserError, match=f"{name}: expected finite (features|logits), got NaN or infinity"):
+        with pytest.raises(
+            UserError, match=f"{name}: expected finite (features|logits), got NaN or infinity"
+        ):
             set_value(METRICS[name], many, many, None, tools)
-    with pytest.raises(UserError, match="ssim: expected numbers to average, got NaN; check the weights"):
+    with pytest.raises(
+        UserError, match="ssim: expected numbers to average, got NaN; check the weights"
+    ):
         mean_value(METRICS["ssim"], {"x_0": math.nan}, {"x_0": "x"}, tools)
 
 
-def test_scores_on_disk_are_of_this_version_and_these_images(runs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_scores_on_disk_are_of_this_version_and_these_images(
+    runs: tuple[Path, Path], tmp_path: Path
+) -> None:
     pairs, path = pair(*map(Run.open, runs)), tmp_path / "scores" / "b.json"
     ScoreFile.open(path, pairs, Process()).put({"psnr": {"x_0": math.inf}}, Tools())
     written = json.loads(path.read_text())
@@ -237,30 +288,45 @@ def test_scores_on_disk_are_of_this_version_and_these_images(runs: tuple[Path, P
         return ScoreFile.open(path, pairs, Process()).get(METRICS["psnr"], Tools())
 
     assert found() == {"x_0": math.inf}
-    for other in ({**written, "format": "mame-sd scores 0"}, {**written, "images": "x"}, {"foreign": 1}, [], "text",
-                  {**written, "metrics": {"psnr": {"values": {}}}}, {**written, "metrics": [1]}):  # fmt: skip
+    for other in (
+        {**written, "format": "mame-sd scores 0"},
+        {**written, "images": "x"},
+        {"foreign": 1},
+        [],
+        "text",
+        {**written, "metrics": {"psnr": {"values": {}}}},
+        {**written, "metrics": [1]},
+    ):
         path.write_text(json.dumps(other))
         assert found() is None, other
     path.write_text("{broken")
     assert found() is None
 
 
-def test_a_suite_fetches_no_more_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suite_fetches_no_more_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MAME_SD_WEIGHTS", str(tmp_path))
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     tools = Tools(fetch=("lpips-alex",))
-    with pytest.raises(UserError, match=r"expected the weights of effnet-lite0.* --offline fetches nothing"):
+    with pytest.raises(
+        UserError, match=r"expected the weights of effnet-lite0.* --offline fetches nothing"
+    ):
         tools.network(METRICS["fd_effnet"])
 
 
-EVERY_KIND = "psnr,ssim,lpips,clip_image,kid_effnet_to_baseline,fd_effnet,kid_effnet,is_effnet,clip_score"
+EVERY_KIND = (
+    "psnr,ssim,lpips,clip_image,kid_effnet_to_baseline,fd_effnet,kid_effnet,is_effnet,clip_score"
+)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs several processes on one machine")
 def test_processes_share_scores_and_agree(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two processes, 101 pairs, 100 reference images, metrics of every kind: the same figures as of one process."""
+    """Two processes, 101 pairs, 100 reference images, metrics of every kind: the same figures as of
+    one process.
+    """
     a = {f"{i:03}_0": noise(i % 37, (32, 40)) for i in range(101)}
     b = {key: shifted(pixels, 1 + 4 * (n % 2)) for n, (key, pixels) in enumerate(a.items())}
     write_run(tmp_path / "a", a)
@@ -270,17 +336,36 @@ def test_processes_share_scores_and_agree(
         Image.fromarray(noise(i % 23 + 14, (32, 40))).save(tmp_path / "real" / f"{i}.bmp")
     (tmp_path / "weights").mkdir()
     weights = save_seeded_weights(tmp_path / "weights")
-    options = [str(tmp_path / "a"), str(tmp_path / "b"), "--metrics", EVERY_KIND, "--reference", str(tmp_path / "real")]
+    options = [
+        str(tmp_path / "a"),
+        str(tmp_path / "b"),
+        "--metrics",
+        EVERY_KIND,
+        "--reference",
+        str(tmp_path / "real"),
+    ]
     options += ["--offline", "--device", "cpu", "--weights-dir", str(weights)]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+    ]
     launch += ["--main_process_port", "0", "-m", "tests.builders.weights", str(weights)]
     launch += ["score", *options, "--cache", str(tmp_path / "two"), "--format", "json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(launch, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        launch, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr
     for name, entry in trusted(weights).items():
         monkeypatch.setitem(REGISTRY, name, entry)
-    two, one = json.loads(done.stdout), score_json(capsys, *options, "--cache", str(tmp_path / "one"))
+    two, one = (
+        json.loads(done.stdout),
+        score_json(capsys, *options, "--cache", str(tmp_path / "one")),
+    )
     assert (two["manifest"]["processes"], one["manifest"]["processes"]) == (2, 1)
     assert two["manifest"]["networks"] == one["manifest"]["networks"]
     assert list(two["metrics"]) == list(one["metrics"]) == EVERY_KIND.split(",")
@@ -291,5 +376,8 @@ def test_processes_share_scores_and_agree(
 
 def leaves(value: dict[str, Any]) -> dict[str, Any]:
     """Every number of a value, those of its difference too."""
-    flat = {**value, **{f"difference {key}": number for key, number in value.get("difference", {}).items()}}
+    flat = {
+        **value,
+        **{f"difference {key}": number for key, number in value.get("difference", {}).items()},
+    }
     return {key: number for key, number in flat.items() if isinstance(number, int | float)}

@@ -41,14 +41,18 @@ def test_fidelity_and_quality_do_not_mix() -> None:
 
 
 class MeanColourStandIn:
-    """Stands in for an extractor, and is no network: mean colour and spread of an image, and its colour as logits."""
+    """Stands in for an extractor, and is no network: mean colour and spread of an image, and its
+    colour as logits.
+    """
 
     name, weights_hash, resize = "stand-in", "0", "none"
 
     def __call__(self, images: list[np.ndarray]) -> Any:
         colour = torch.tensor(np.stack([image.mean((0, 1)) / 255 for image in images])).float()
         spread = torch.tensor([[image.std() / 255] for image in images]).float()
-        return type("Features", (), {"features": torch.cat([colour, spread], 1), "logits": colour * 20})
+        return type(
+            "Features", (), {"features": torch.cat([colour, spread], 1), "logits": colour * 20}
+        )
 
 
 def tools_with_stand_ins() -> Tools:
@@ -58,7 +62,8 @@ def tools_with_stand_ins() -> Tools:
 def coloured(count: int, brighter: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(brighter)
     return {
-        f"{i:03}_0": np.clip(rng.normal(90 + brighter, 30, (8, 8, 3)), 0, 255).astype(np.uint8) for i in range(count)
+        f"{i:03}_0": np.clip(rng.normal(90 + brighter, 30, (8, 8, 3)), 0, 255).astype(np.uint8)
+        for i in range(count)
     }
 
 
@@ -69,11 +74,15 @@ def test_distances_follow_the_sets_and_state_their_size(tmp_path: Path) -> None:
     assert (reference.name, reference.count) == ("base", 120)
     tools = tools_with_stand_ins()
     for name in ("fid", "kid", "fid_to_baseline"):
-        values = [set_value(METRICS[name], run, base, reference, tools) for run in (base, near, far)]
+        values = [
+            set_value(METRICS[name], run, base, reference, tools) for run in (base, near, far)
+        ]
         assert values[0]["mean"] == pytest.approx(0, abs=1e-2)
         assert values[1]["mean"] < values[2]["mean"]
         assert values[2]["n"] == 120
-    assert "N = 120, below 2,048" in set_value(METRICS["fid"], near, base, reference, tools)["warning"]
+    assert (
+        "N = 120, below 2,048" in set_value(METRICS["fid"], near, base, reference, tools)["warning"]
+    )
     few = replace(reference, count=119)
     assert "N = 119, below 2,048" in set_value(METRICS["fid"], near, base, few, tools)["warning"]
     score = set_value(METRICS["is"], near, None, None, tools)
@@ -86,9 +95,16 @@ def test_the_kernel_distance_to_the_baseline_pairs_by_key(tmp_path: Path) -> Non
     images = coloured(100, 0)
     base = Run.open(write_run(tmp_path / "base", images))
     turned = Run.open(write_run(tmp_path / "turned", dict(reversed(images.items()))))
-    swapped = Run.open(write_run(tmp_path / "swapped", dict(zip(images, reversed(images.values()), strict=True))))
-    tools, metric = Tools(networks={"effnet-lite0": MeanColourStandIn()}), METRICS["kid_effnet_to_baseline"]
-    same, order, other = (set_value(metric, run, base, None, tools)["mean"] for run in (base, turned, swapped))
+    swapped = Run.open(
+        write_run(tmp_path / "swapped", dict(zip(images, reversed(images.values()), strict=True)))
+    )
+    tools, metric = (
+        Tools(networks={"effnet-lite0": MeanColourStandIn()}),
+        METRICS["kid_effnet_to_baseline"],
+    )
+    same, order, other = (
+        set_value(metric, run, base, None, tools)["mean"] for run in (base, turned, swapped)
+    )
     assert same == pytest.approx(0, abs=1e-12)
     assert order == pytest.approx(0, abs=1e-12)
     assert abs(other) > 1e-9
@@ -104,7 +120,9 @@ def test_statistics_serve_distances_that_need_no_images(tmp_path: Path) -> None:
     )
     np.savez(tmp_path / "stats.npz", mu=features.mean(0), sigma=np.cov(features.T))
     reference = open_reference(tmp_path / "stats.npz")
-    assert set_value(METRICS["fid"], run, None, reference, tools)["mean"] == pytest.approx(0, abs=1e-6)
+    assert set_value(METRICS["fid"], run, None, reference, tools)["mean"] == pytest.approx(
+        0, abs=1e-6
+    )
     with pytest.raises(UserError, match=r"stats.npz: expected images for kid, got statistics"):
         set_value(METRICS["kid"], run, None, reference, tools)
     np.savez(tmp_path / "other.npz", mu=np.zeros(7), sigma=np.eye(7))
@@ -113,7 +131,9 @@ def test_statistics_serve_distances_that_need_no_images(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [99, 100])
-def test_a_reference_of_statistics_withholds_what_it_cannot_serve(tmp_path: Path, count: int) -> None:
+def test_a_reference_of_statistics_withholds_what_it_cannot_serve(
+    tmp_path: Path, count: int
+) -> None:
     run = Run.open(write_run(tmp_path / "run", coloured(count, 0)))
     effnet = effnet_lite0_extractor(EfficientNetLite0().state_dict())
 
@@ -121,14 +141,22 @@ def test_a_reference_of_statistics_withholds_what_it_cannot_serve(tmp_path: Path
         path = tmp_path / "stats.npz"
         np.savez(path, mu=np.zeros(dims), sigma=np.eye(dims), n=2000, source=source)
         reference = open_reference(path)
-        return [withheld(METRICS[name], run, reference), withheld_by(METRICS[name], effnet, reference)]
+        return [
+            withheld(METRICS[name], run, reference),
+            withheld_by(METRICS[name], effnet, reference),
+        ]
 
     few = "N = 99, needs 100" if count < 100 else None
     assert reasons("fd_effnet", 1280, "EffNetLite0") == [few, None]
     assert reasons("fd_effnet", 1280, "")[1] is None
-    assert reasons("fd_effnet", 1280, "Inception")[1] == "the reference is features of Inception, needs EffNetLite0"
+    assert (
+        reasons("fd_effnet", 1280, "Inception")[1]
+        == "the reference is features of Inception, needs EffNetLite0"
+    )
     assert reasons("fd_effnet", 2048, "")[1] == "the reference has 2048 dims, needs 1280"
-    assert reasons("kid_effnet", 1280, "")[0] == (few or "the reference is statistics, needs images")
+    assert reasons("kid_effnet", 1280, "")[0] == (
+        few or "the reference is statistics, needs images"
+    )
     assert withheld(METRICS["fd_effnet"], run, None) == (few or "no --reference to measure against")
     assert withheld(METRICS["psnr"], run, None) is None
     assert withheld(METRICS["ms_ssim"], run, None) == "images of 8 x 8, needs 176 x 176"

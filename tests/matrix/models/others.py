@@ -30,7 +30,11 @@ def of_row(name: str, kind: str, image: str = "hidden_states BCHW", **told: Any)
 def unet(name: str, **config: Any) -> Case:
     return case(
         name,
-        lambda: {"sample": normal(2, 4, H, W), "encoder_hidden_states": normal(2, TEXT, 32), **STEP},
+        lambda: {
+            "sample": normal(2, 4, H, W),
+            "encoder_hidden_states": normal(2, TEXT, 32),
+            **STEP,
+        },
         "",
         unprobed=UNET,
         block_out_channels=WIDTHS,
@@ -69,7 +73,13 @@ def video_unet(**more: Any) -> Any:
     }
 
 
-FLUX_CONTROL = {"num_layers": 1, "num_single_layers": 1, **HEADS, "in_channels": 4, "joint_attention_dim": 16}
+FLUX_CONTROL = {
+    "num_layers": 1,
+    "num_single_layers": 1,
+    **HEADS,
+    "in_channels": 4,
+    "joint_attention_dim": 16,
+}
 
 CASES = [
     of_row("PixArt", "PixArtTransformer2DModel", image="", unprobed=PLAIN),
@@ -79,15 +89,28 @@ CASES = [
     of_row("Stable Diffusion 3", "SD3Transformer2DModel", text="encoder_hidden_states"),
     of_row("Flux", "FluxTransformer2DModel", "hidden_states BLC", text="encoder_hidden_states"),
     of_row("Chroma", "ChromaTransformer2DModel", "hidden_states BLC", text="encoder_hidden_states"),
-    of_row("Qwen-Image", "QwenImageTransformer2DModel", "hidden_states BLC", text="encoder_hidden_states"),
+    of_row(
+        "Qwen-Image",
+        "QwenImageTransformer2DModel",
+        "hidden_states BLC",
+        text="encoder_hidden_states",
+    ),
     of_row("AuraFlow", "AuraFlowTransformer2DModel", text="encoder_hidden_states"),
     of_row("Wan (video)", "WanTransformer3DModel", "hidden_states BCTHW"),
     of_row("LTX-Video", "LTXVideoTransformer3DModel", "hidden_states BLC"),
-    of_row("CogVideoX", "CogVideoXTransformer3DModel", "hidden_states BTCHW", text="encoder_hidden_states"),
+    of_row(
+        "CogVideoX",
+        "CogVideoXTransformer3DModel",
+        "hidden_states BTCHW",
+        text="encoder_hidden_states",
+    ),
     of_unet(),
     case(
         "Transformer2DModel",
-        lambda: {"hidden_states": normal(2, 32, H, W), "encoder_hidden_states": normal(2, TEXT, 16)},
+        lambda: {
+            "hidden_states": normal(2, 32, H, W),
+            "encoder_hidden_states": normal(2, TEXT, 16),
+        },
         "",
         unprobed=PLAIN,
         **HEADS,
@@ -97,7 +120,10 @@ CASES = [
     ),
     case(
         "DreamLiteTransformer2DModel",
-        lambda: {"hidden_states": normal(2, 32, H, W), "encoder_hidden_states": normal(2, TEXT, 16)},
+        lambda: {
+            "hidden_states": normal(2, 32, H, W),
+            "encoder_hidden_states": normal(2, TEXT, 16),
+        },
         "",
         unprobed="its group norm spreads a change",
         **HEADS,
@@ -201,7 +227,11 @@ CASES = [
     ),
     case(
         "I2VGenXLUNet",
-        video_unet(fps=torch.tensor([16]), image_latents=normal(1, 4, T, H, W), image_embeddings=normal(1, 32)),
+        video_unet(
+            fps=torch.tensor([16]),
+            image_latents=normal(1, 4, T, H, W),
+            image_embeddings=normal(1, 32),
+        ),
         "",
         unprobed=UNET,
         block_out_channels=(64, 64),
@@ -334,7 +364,12 @@ CASES = [
     ),
     case(
         "FluxControlNetModel",
-        lambda: {**flux_inputs(), "controlnet_cond": normal(2, H * W, 4), "pooled_projections": normal(2, 8), **HALF},
+        lambda: {
+            **flux_inputs(),
+            "controlnet_cond": normal(2, H * W, 4),
+            "pooled_projections": normal(2, 8),
+            **HALF,
+        },
         "hidden_states BLC",
         text="encoder_hidden_states",
         **FLUX_CONTROL,

@@ -1,4 +1,5 @@
-"""A probe of where a model's image is among the keys of its attention: change one slice of the latents, see which keys move.
+"""A probe of where a model's image is among the keys of its attention: change one slice of the
+latents, see which keys move.
 
 Attention gives zeros meanwhile, so that a change stays with its own tokens through all layers.
 """
@@ -21,7 +22,9 @@ AXES = "THW"
 
 
 def check_probe(case: Case, model: nn.Module) -> None:
-    """Asserts that the keys which move are those that the family says, for a slice of each axis and a text token."""
+    """Asserts that the keys which move are those that the family says, for a slice of each axis and
+    a text token.
+    """
     with _apart(model) as run:
         before, size = run(case.inputs())
         sides = dict(zip(AXES[-len(size) :], size, strict=True))
@@ -33,7 +36,9 @@ def check_probe(case: Case, model: nn.Module) -> None:
             expected = (every[AXES[-len(size) :].index(axis)] == 1).flatten()
             for was, now in zip(before, after, strict=True):
                 image, others = _split(was, now)
-                assert torch.equal(image, expected), f"{axis}: keys {image.nonzero().flatten().tolist()[:9]} moved"
+                assert torch.equal(image, expected), (
+                    f"{axis}: keys {image.nonzero().flatten().tolist()[:9]} moved"
+                )
                 assert not others.any(), f"{axis}: keys of others moved"
         if case.text:
             after, _ = run(_text_changed(case.inputs(), case.text))
@@ -43,7 +48,9 @@ def check_probe(case: Case, model: nn.Module) -> None:
 
 @contextmanager
 def _apart(model: nn.Module) -> Iterator[Any]:
-    """Runs the model with attention that gives zeros: the calls that merge, and (t, h, w) or (h, w)."""
+    """Runs the model with attention that gives zeros: the calls that merge, and (t, h, w) or (h,
+    w).
+    """
     handle = apply_mame(model, keep=0.5, min_tokens=1, correct=False)
 
     def run(inputs: dict[str, Any]) -> tuple[list[Merged], tuple[int, ...]]:
@@ -67,13 +74,19 @@ def _split(was: Merged, now: Merged) -> tuple[Tensor, Tensor]:
     return moved[was.first : last], torch.cat([moved[: was.first], moved[last:]])
 
 
-def _slice_changed(case: Case, inputs: dict[str, Any], axis: str, sides: dict[str, int]) -> dict[str, Any]:
+def _slice_changed(
+    case: Case, inputs: dict[str, Any], axis: str, sides: dict[str, int]
+) -> dict[str, Any]:
     """`inputs` with the second slice of tokens along `axis` changed."""
     name, dims = case.image.split()
     value = inputs[name]
     latents = [part.clone() for part in value] if isinstance(value, list) else [value.clone()]
     for latent in latents:
-        whole = latent.unsqueeze(0) if isinstance(value, list) and "B" in dims and latent.dim() < len(dims) else latent
+        whole = (
+            latent.unsqueeze(0)
+            if isinstance(value, list) and "B" in dims and latent.dim() < len(dims)
+            else latent
+        )
         if "L" in dims:
             skip = TEXT if "7" in dims else 0
             grid = torch.zeros(*sides.values(), dtype=torch.bool)

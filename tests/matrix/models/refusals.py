@@ -41,7 +41,12 @@ LINEAR = [
     ),
     case(
         "SanaControlNetModel",
-        lambda: {"hidden_states": IMAGE, "encoder_hidden_states": WORDS, "controlnet_cond": IMAGE, **STEP},
+        lambda: {
+            "hidden_states": IMAGE,
+            "encoder_hidden_states": WORDS,
+            "controlnet_cond": IMAGE,
+            **STEP,
+        },
         **SANA,
         sample_size=16,
     ),

@@ -1,4 +1,6 @@
-"""All classes of the installed diffusers that may denoise, and what `apply_mame` makes of each: `python -m tests.matrix --sweep`."""
+"""All classes of the installed diffusers that may denoise, and what `apply_mame` makes of each:
+`python -m tests.matrix --sweep`.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def classes() -> set[str]:
 
 
 def outcome(case: Case, model: nn.Module) -> tuple[dict[str, Any], MaMeHandle]:
-    """What merging does there, by keys and values and by whole tokens, each with half of the tokens."""
+    """What merging does there, by keys and values and by whole tokens, each with half of the
+    tokens.
+    """
     handle = apply_mame(model, keep=0.5, min_tokens=1)
     found: dict[str, Any] = {}
     for mode in ("kv", "qkv"):
@@ -77,13 +81,17 @@ def table() -> list[str]:
     for name, found in sorted(record.items()):
         layers = ", ".join(f"{n} of {tokens} tokens" for tokens, n in found["layers"].items())
         lines.append(
-            f"| {name} | {found['family']} | {layers} | {'yes' if found['queries'] else 'keys and values alone'} |"
+            f"| {name} | {found['family']} | {layers} |"
+            f" {'yes' if found['queries'] else 'keys and values alone'} |"
         )
     lines += ["", "| refused | why |", "|---|---|"]
     lines += [f"| {name} | {reason} |" for name, reason in sorted(EXCLUDED.items())]
     untried = sorted(classes() - record.keys() - EXCLUDED.keys())
     lines += [
         "",
-        f"{len(record) + len(EXCLUDED)} classes: {len(record)} merge, {len(EXCLUDED)} are refused, {len(untried)} untried.",
+        (
+            f"{len(record) + len(EXCLUDED)} classes: {len(record)} merge, {len(EXCLUDED)} are"
+            f" refused, {len(untried)} untried."
+        ),
     ]
     return lines

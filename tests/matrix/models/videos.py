@@ -124,7 +124,9 @@ def cosmos3() -> dict[str, Any]:
 
 
 def cosmos_control() -> nn.Module:
-    """It resizes its padding mask by torchvision, which need not be there: the nearest values are these."""
+    """It resizes its padding mask by torchvision, which need not be there: the nearest values are
+    these.
+    """
     from diffusers.models.controlnets import controlnet_cosmos
 
     def resize(mask: Tensor, size: list[int], **_: Any) -> Tensor:
@@ -423,7 +425,11 @@ CASES = [
     ),
     case(
         "JoyImageEditTransformer3DModel",
-        lambda: {"hidden_states": normal(2, 2, 4, 1, 2 * H, 2 * W), "encoder_hidden_states": WORDS, **STEP},
+        lambda: {
+            "hidden_states": normal(2, 2, 4, 1, 2 * H, 2 * W),
+            "encoder_hidden_states": WORDS,
+            **STEP,
+        },
         "hidden_states BNCTHW",
         text="encoder_hidden_states",
         in_channels=4,
@@ -436,7 +442,8 @@ CASES = [
     case(
         "Kandinsky5Transformer3DModel",
         kandinsky(
-            visual_rope_pos=[torch.arange(T), torch.arange(H), torch.arange(W)], text_rope_pos=torch.arange(TEXT)
+            visual_rope_pos=[torch.arange(T), torch.arange(H), torch.arange(W)],
+            text_rope_pos=torch.arange(TEXT),
         ),
         "hidden_states BTHWC",
         in_visual_dim=4,

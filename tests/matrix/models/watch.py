@@ -1,4 +1,6 @@
-"""What a tiny model's attention is called with: all keys, or those of layers that merge and where their image is."""
+"""What a tiny model's attention is called with: all keys, or those of layers that merge and where
+their image is.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from mame_sd.diffusion.families.keys import MergedKeys
 
 
 class Attention(TorchFunctionMode):
-    """While entered, notes the keys of all softmax attention; with `apart` attention gives zeros, so that no token learns of others."""
+    """While entered, notes the keys of all softmax attention; with `apart` attention gives zeros,
+    so that no token learns of others.
+    """
 
     def __init__(self, apart: bool = False) -> None:
         super().__init__()
@@ -28,10 +32,15 @@ class Attention(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         query, key, value = (
-            kwargs.get(name, args[i] if len(args) > i else None) for i, name in enumerate(("query", "key", "value"))
+            kwargs.get(name, args[i] if len(args) > i else None)
+            for i, name in enumerate(("query", "key", "value"))
         )
         self.keys.append(key)
-        return query.new_zeros(*query.shape[:-1], value.shape[-1]) if self.apart else func(*args, **kwargs)
+        return (
+            query.new_zeros(*query.shape[:-1], value.shape[-1])
+            if self.apart
+            else func(*args, **kwargs)
+        )
 
 
 class Merged(NamedTuple):
@@ -73,8 +82,9 @@ def merging() -> Iterator[list[Merged]]:
 
 
 def by_loop(merged: Merged) -> Tensor:
-    """The output of such a call in float64, token by token: each group's mean counts as often as it has tokens where others stand
-    beside, which stay."""
+    """The output of such a call in float64, token by token: each group's mean counts as often as it
+    has tokens where others stand beside, which stay.
+    """
     call, plan, first = merged.call, merged.plan, merged.first
     query, key, value = (call[name].double() for name in ("query", "key", "value"))
     at = merged.place(torch.arange(plan.tokens_in)) + first
@@ -97,13 +107,21 @@ def by_loop(merged: Merged) -> Tensor:
         groups = query.shape[1] // key.shape[1]
         keys, values = (part.repeat_interleave(groups, 0) for part in parts)
         logits = scale * query[i] @ keys.transpose(-1, -2)
-        if plan.uneven or plan.tokens_in < key.shape[2]:  # else means of the image's groups are among their like
+        if (
+            plan.uneven or plan.tokens_in < key.shape[2]
+        ):  # else means of the image's groups are among their like
             logits[..., first : first + plan.tokens_kept] += sizes.log()
         if mask is not None:
             columns = torch.cat(
-                [torch.arange(first), kept if kept.dim() == 1 else kept[i], torch.arange(last, key.shape[2])]
+                [
+                    torch.arange(first),
+                    kept if kept.dim() == 1 else kept[i],
+                    torch.arange(last, key.shape[2]),
+                ]
             )
             own = mask.expand(query.shape[0], -1, -1, -1)[i][..., columns]
-            logits = logits.masked_fill(~own, -torch.inf) if own.dtype == torch.bool else logits + own
+            logits = (
+                logits.masked_fill(~own, -torch.inf) if own.dtype == torch.bool else logits + own
+            )
         outputs.append(logits.softmax(-1).nan_to_num() @ values)
     return torch.stack(outputs).to(merged.output.dtype)
