@@ -151,7 +151,9 @@ def _row(kept: float, times: Times, plain: float, bound: float | None) -> dict[s
 
 
 def measure_shapes(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """The tables of `--shape`, or of `--cost` over all cuts: prints them and returns their figures."""
+    """The tables of `--shape`, or of `--cost` over all cuts: prints them and returns their
+    figures.
+    """
     results = []
     for name in args.shape:
         published = SHAPES[name] if args.heads is None else replace(SHAPES[name], heads=args.heads)

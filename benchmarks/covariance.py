@@ -75,7 +75,9 @@ def one_of_each(t: Tensor, place: Tensor) -> Tensor:
 
 
 def measure(q: Tensor, k: Tensor, v: Tensor, side: int, g: torch.Generator) -> dict[str, float]:
-    """The figures of one call: q [B, heads, n, d], k and v [B, heads, side * side, d], all double."""
+    """The figures of one call: q [B, heads, n, d], k and v [B, heads, side * side, d], all
+    double.
+    """
     whole = F.scaled_dot_product_attention(q, k, v)
     signal = (whole - v.mean(2, keepdim=True)).square().sum()
     k4, v4 = cells(k, side), cells(v, side)

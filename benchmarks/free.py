@@ -88,7 +88,9 @@ def work(unet: Any, side: int, batch: int, configs: Mapping[str, MaMeConfig]) ->
 
 
 def first(x: torch.Tensor, share: float) -> torch.Tensor:
-    """The first `share` of the tokens of x [B, L, C], as merging would hand them on: without gaps."""
+    """The first `share` of the tokens of x [B, L, C], as merging would hand them on: without
+    gaps.
+    """
     return x[:, : round(share * x.shape[1])].contiguous()
 
 

@@ -1,4 +1,6 @@
-"""A card's own figures, measured: what the reckoning assumes of a card of which nothing is known."""
+"""A card's own figures, measured: what the reckoning assumes of a card of which nothing is
+known.
+"""
 
 from __future__ import annotations
 

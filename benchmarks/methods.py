@@ -1,4 +1,6 @@
-"""The points of the frontier: our settings and their rivals, each a context manager on a denoiser."""
+"""The points of the frontier: our settings and their rivals, each a context manager on a
+denoiser.
+"""
 
 from __future__ import annotations
 

@@ -46,7 +46,9 @@ def squared_errors(x: Tensor, output: Tensor, keep: float) -> dict[str, float]:
 
 
 def measured(model: str, keep: float, steps: int) -> dict[str, dict[str, float]]:
-    """Of each layer of an embedded model the squared errors, summed over the steps of two prompts."""
+    """Of each layer of an embedded model the squared errors, summed over the steps of two
+    prompts.
+    """
     on = INSTRUMENTS[model]
     dtype = torch.bfloat16 if model == "transformer" else torch.float32
     loaded = load(torch.device("cpu"), dtype, on.model)

@@ -139,7 +139,9 @@ def measure(
 def _gate(
     name: str, forward: Callable[[dict[str, Any]], torch.Tensor], given: dict[str, Any]
 ) -> None:
-    """Each method's first forward, which warms it up too, must be finite and of the input's shape."""
+    """Each method's first forward, which warms it up too, must be finite and of the input's
+    shape.
+    """
     output = forward(given)
     if output.shape != given["sample"].shape or not bool(output.isfinite().all()):
         raise SystemExit(

@@ -76,7 +76,9 @@ def build(name: str, device: torch.device, dtype: torch.dtype) -> UNet2DConditio
 
 
 def inputs(unet: UNet2DConditionModel, side: int, batch: int, seed: int) -> dict[str, Any]:
-    """Keyword arguments of one forward for images of `side` pixels; another `seed`, other values."""
+    """Keyword arguments of one forward for images of `side` pixels; another `seed`, other
+    values.
+    """
     weight = next(unet.parameters())
     generator = None if weight.is_meta else torch.Generator(weight.device).manual_seed(seed)
 

@@ -80,7 +80,9 @@ class Transformer:
         return math.ceil(tokens / self.multiple) * self.multiple
 
     def start(self, length: int, tokens: int, references: int) -> int | None:
-        """Where the image's `tokens` begin in a sequence of `length`; None when they are not in it."""
+        """Where the image's `tokens` begin in a sequence of `length`; None when they are not in
+        it.
+        """
         if not self.family.last:
             return 0 if length == tokens else None
         start = length - self.padded(tokens) - references

@@ -105,7 +105,9 @@ class UNetPatch:
 
 
 def name_of(extra_options: dict[str, Any]) -> tuple[Any, ...]:
-    """The transformer layer that the options are of: its block, the block's place, the layer in it."""
+    """The transformer layer that the options are of: its block, the block's place, the layer in
+    it.
+    """
     return (*extra_options.get("block", ()), extra_options.get("block_index", 0))
 
 

@@ -1,4 +1,6 @@
-"""What settings are where they are not given: the tables that measurement chose, and the paper's."""
+"""What settings are where they are not given: the tables that measurement chose, and the
+paper's.
+"""
 
 from __future__ import annotations
 

@@ -198,7 +198,9 @@ class Kind:
         return (Forked if self.options.fork else Command)(self.name, out, self.options)
 
     def kill_one(self, out: Path, draw: random.Random) -> bool:
-        """Start the run and kill it after its first new image; whether it was still running then."""
+        """Start the run and kill it after its first new image; whether it was still running
+        then.
+        """
         run, before = self.start(out), count(out)
         while run.running() and count(out) == before:
             time.sleep(0.005)

@@ -1,4 +1,6 @@
-"""The benchmark of graphics cards: what it counts, what it keeps, and what it says where it can't."""
+"""The benchmark of graphics cards: what it counts, what it keeps, and what it says where it
+can't.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,9 @@ def repeat_gates(
     baseline: Run,
     config: MaMeConfig,
 ) -> list[Gate]:
-    """Some batches made again, as they were and under inactive hooks, against the baseline's files."""
+    """Some batches made again, as they were and under inactive hooks, against the baseline's
+    files.
+    """
     expected = f"PSNR above {NOISE_FLOOR:g} dB (equal images: inf)"
     gates = []
     for name, hooked in (
@@ -133,7 +135,9 @@ def unrelated_pairs(run: Run) -> list[Pair]:
 
 
 def failed_gates(results: Mapping[str, Any]) -> list[str]:
-    """Names of the gates that did not pass, but for those that only withhold what they are about."""
+    """Names of the gates that did not pass, but for those that only withhold what they are
+    about.
+    """
     return [
         gate["name"]
         for gate in results["gates"]

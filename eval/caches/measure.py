@@ -74,7 +74,9 @@ class Meter:
     def rest(
         self, kept: Sequence[Kept], seen: int, ids: Sequence[int]
     ) -> tuple[Tensor, DynamicCache]:
-        """Log-probabilities [n, V] in fp32 after each of `ids`, read after a cache; and the cache."""
+        """Log-probabilities [n, V] in fp32 after each of `ids`, read after a cache; and the
+        cache.
+        """
         cache = cache_of(kept, seen)
         tokens = torch.tensor([list(ids)], device=self.model.device)
         out = self.model(tokens, past_key_values=cache, use_cache=True)

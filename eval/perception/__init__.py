@@ -1,1 +1,3 @@
-"""Vision transformers measured: rivals of merging, speed and accuracy of classification, a report."""
+"""Vision transformers measured: rivals of merging, speed and accuracy of classification, a
+report.
+"""

@@ -210,7 +210,9 @@ def rival_on(
 
 
 def projection_of(known: Encoder, what: str) -> str:
-    """Path in a block of the projection that gives "keys" or "queries"; "" where it is not known."""
+    """Path in a block of the projection that gives "keys" or "queries"; "" where it is not
+    known.
+    """
     path, _, name = (known.keys or "").rpartition(".")
     if what == "queries":
         name = _QUERIES.get(name, "")

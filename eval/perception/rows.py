@@ -171,7 +171,9 @@ def row_named(name: str) -> Row:
 
 
 def beside_rivals(*names: str) -> list[Row]:
-    """The baseline, and each of these rows with every rival at its FLOPs, our default among them."""
+    """The baseline, and each of these rows with every rival at its FLOPs, our default among
+    them.
+    """
     rows = [row_named(BASELINE)]
     for name in names:
         row = row_named(name)

@@ -71,7 +71,9 @@ class Value:
 
 @dataclass(frozen=True)
 class Kept:
-    """Tokens that went into the self-attentions of one level at one step, and how many were kept."""
+    """Tokens that went into the self-attentions of one level at one step, and how many were
+    kept.
+    """
 
     step: int
     level: int

@@ -49,7 +49,9 @@ class CleanFid:
         )
 
     def distance(self, metric: str, run: Any, other: Any) -> float:
-        """The package's FID, or for "kid" its KID over random subsets, of two arrays of features."""
+        """The package's FID, or for "kid" its KID over random subsets, of two arrays of
+        features.
+        """
         import numpy as np
         from cleanfid import fid
 

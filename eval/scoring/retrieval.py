@@ -115,6 +115,8 @@ def truth_of(identity: Mapping[str, object]) -> Truth:
 
 
 def rendered(index: int) -> Pixels:
-    """The `index`-th of the UNet's true pictures, [256, 256, 3]: every glyph on every background."""
+    """The `index`-th of the UNet's true pictures, [256, 256, 3]: every glyph on every
+    background.
+    """
     name, background = list(subjects_by_caption().values())[index]
     return np.asarray(subjects.render(name, background))

@@ -53,7 +53,9 @@ class ScoreFile:
         return file
 
     def get(self, metric: Metric, tools: Tools) -> dict[str, float] | None:
-        """The metric's values by key, None where they are still to be computed (with this network)."""
+        """The metric's values by key, None where they are still to be computed (with this
+        network).
+        """
         entry = self.found.get(metric.name)
         if entry is None or entry["network"] != _network_hash(metric, tools):
             return None

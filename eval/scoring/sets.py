@@ -77,7 +77,9 @@ def set_value(
 def _other_side(
     metric: Metric, baseline: Run | None, reference: Reference | None, tools: Tools
 ) -> Tensor | Statistics:
-    """Features or statistics of what the run is compared with; features on the main process only."""
+    """Features or statistics of what the run is compared with; features on the main process
+    only.
+    """
     if metric.needs == "sets":
         if baseline is None:
             raise ValueError(f"expected a baseline for {metric.name}, got none")

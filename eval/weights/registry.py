@@ -1,4 +1,6 @@
-"""Which files hold the networks' weights: name, sha256, size, licence, and where each comes from."""
+"""Which files hold the networks' weights: name, sha256, size, licence, and where each comes
+from.
+"""
 
 from __future__ import annotations
 

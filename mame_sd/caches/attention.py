@@ -101,7 +101,9 @@ def queries_of(module: Any, hidden_states: Tensor) -> Tensor:
 
 
 def rotated(module: Any, queries: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries [B, H, N, D] at the positions of cos and sin [B, N, D], by the model's own function."""
+    """Queries [B, H, N, D] at the positions of cos and sin [B, N, D], by the model's own
+    function.
+    """
     return _file(module).apply_rotary_pos_emb(queries, queries, cos, sin)[0]
 
 
@@ -131,7 +133,9 @@ def rotation_of(model: nn.Module, module: Any) -> Callable[[Tensor, Tensor], Ten
 
 
 def real_tokens(mask: Tensor | None) -> Tensor | None:
-    """Bool [B, N]: which tokens the newest one sees, from a layer's mask [B, 1, Q, N]; None: all."""
+    """Bool [B, N]: which tokens the newest one sees, from a layer's mask [B, 1, Q, N]; None:
+    all.
+    """
     if mask is None:
         return None
     last = mask[:, 0, -1]

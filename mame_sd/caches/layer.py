@@ -127,7 +127,9 @@ class MergedLayer(DynamicLayer):
         )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the newest tokens (a negative number), as far as they came after the compression."""
+        """Removes the newest tokens (a negative number), as far as they came after the
+        compression.
+        """
         count = -tokens_to_remove if tokens_to_remove <= 0 else self.seen - tokens_to_remove
         if not 0 <= count <= self.seen - self.compressed:
             raise ValueError(

@@ -121,7 +121,9 @@ class CausalMaMe:
         return MaMeConfig(preset="plain") if self.config is None else self.config
 
     def _round(self, t: _Tokens, target: int | None) -> _Tokens:
-        """Merges once: to `target` tokens where half of them reach it, else to half; None: by tau."""
+        """Merges once: to `target` tokens where half of them reach it, else to half; None: by
+        tau.
+        """
         n = (
             len(t.slots) // 2 * 2
         )  # the last of an odd number is a source that no destination follows

@@ -403,7 +403,9 @@ def doctor_command(*, model: ModelChoice) -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit status; every failure has become one line on stderr."""
+    """Run one command line and return its exit status; every failure has become one line on
+    stderr.
+    """
     return exit_status(lambda: invoke(arguments))
 
 

@@ -53,7 +53,9 @@ def progress(unit: str, shown: bool = True) -> Iterator[Bar]:
 
 @contextmanager
 def doing(what: str, shown: bool = True) -> Iterator[None]:
-    """Says on stderr, where that is a terminal, what takes a while: a sign of life without a count."""
+    """Says on stderr, where that is a terminal, what takes a while: a sign of life without a
+    count.
+    """
     console = _stderr()
     if not (shown and console.is_terminal):
         yield

@@ -114,7 +114,9 @@ def check_sheet_path(path: Path) -> None:
 
 
 def write_sheet(path: Path, sheet: Image.Image, about: dict[str, Any]) -> None:
-    """Write the sheet as PNG, all or nothing, with `about` as JSON in its text chunk ``mame_sd``."""
+    """Write the sheet as PNG, all or nothing, with `about` as JSON in its text chunk
+    ``mame_sd``.
+    """
     check_sheet_path(path)
     text = PngInfo()
     text.add_text("mame_sd", json.dumps(about, sort_keys=True))

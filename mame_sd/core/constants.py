@@ -23,7 +23,9 @@ def constant(make: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 def is_captured() -> bool:
-    """Whether a CUDA graph is being captured: what runs then has values only when it is replayed."""
+    """Whether a CUDA graph is being captured: what runs then has values only when it is
+    replayed.
+    """
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

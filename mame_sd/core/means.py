@@ -55,7 +55,9 @@ def can_group(t: Tensor) -> bool:
 
 
 def means(t: Tensor, groups: Groups) -> Tensor:
-    """The mean of each group of t [n, C], as [groups, C], up to rounding; a group of one as it is."""
+    """The mean of each group of t [n, C], as [groups, C], up to rounding; a group of one as it
+    is.
+    """
     wide = (
         t.float() if t.device.type == "cpu" and t.dtype == torch.float16 else t
     )  # there a sum is rounded to its range

@@ -164,7 +164,9 @@ class Plan:
         return 1 + self.weights.sum(-1).flatten(-2)
 
     def _heaviest(self) -> Tensor:
-        """The destination of its tile that each source slot mainly goes to, LongTensor [B, T, n]."""
+        """The destination of its tile that each source slot mainly goes to, LongTensor [B, T,
+        n].
+        """
         heaviest = self.weights.argmax(-2)
         return heaviest.view(math.prod(self._lead), *heaviest.shape[-2:])
 

@@ -234,7 +234,9 @@ def settled_column(s: Tensor, refine: bool) -> Tensor:
 
 
 def paper_column(s: Tensor, refine: bool, eps: float) -> Tensor:
-    """W^F of one source from its column of S~ [M], by the equations, C_j as Algorithm 1 counts it."""
+    """W^F of one source from its column of S~ [M], by the equations, C_j as Algorithm 1 counts
+    it.
+    """
     w = s / (s.sum() + eps)
     if not refine:
         return w

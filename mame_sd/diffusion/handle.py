@@ -351,7 +351,9 @@ class MaMeHandle:
 
 
 def _held_weakly(target: Any) -> Callable[[], Any]:
-    """Gives `target` as long as somebody else holds it; always where its type can't be held weakly."""
+    """Gives `target` as long as somebody else holds it; always where its type can't be held
+    weakly.
+    """
     try:
         return weakref.ref(target)
     except TypeError:

@@ -61,7 +61,9 @@ def no_gain(module: Any, config: MaMeConfig, feature: Tensor, beside: int, early
 
 
 def launched_from_python() -> bool:
-    """Whether PyTorch launches kernel after kernel; else a compiled graph does, or a recorded one."""
+    """Whether PyTorch launches kernel after kernel; else a compiled graph does, or a recorded
+    one.
+    """
     return not torch.compiler.is_compiling()
 
 

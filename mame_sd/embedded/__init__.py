@@ -1,1 +1,3 @@
-"""The embedded models, a folder each (weights, glyphs, model card), and the module that knows them."""
+"""The embedded models, a folder each (weights, glyphs, model card), and the module that knows
+them.
+"""

@@ -1,4 +1,6 @@
-"""EncoderHandle: what `apply_encoder` gives, to read, change, switch, restore and remove merging."""
+"""EncoderHandle: what `apply_encoder` gives, to read, change, switch, restore and remove
+merging.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +131,9 @@ class EncoderHandle:
 
     @property
     def config(self) -> MaMeConfig:
-        """The settings now in force, of the first block that merges (`configs` has those of each)."""
+        """The settings now in force, of the first block that merges (`configs` has those of
+        each).
+        """
         return next(iter(self.configs.values()))
 
     @property

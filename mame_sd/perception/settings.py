@@ -91,7 +91,9 @@ def _one_each(value: Any) -> bool:
 
 
 def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are not None, which leaves a field as it is; those of `study` beside the others."""
+    """Those that are not None, which leaves a field as it is; those of `study` beside the
+    others.
+    """
     said = {name: value for name, value in fields.items() if value is not None}
     return study_given(said.pop("study", None)) | said
 

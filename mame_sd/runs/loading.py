@@ -226,7 +226,9 @@ def _check_tokenizers(folder: Path) -> None:
 
 
 def _check_weights(pipe: Any, name: str) -> None:
-    """Raise UserError for a part whose weight file lacks a tensor: it is left on the meta device."""
+    """Raise UserError for a part whose weight file lacks a tensor: it is left on the meta
+    device.
+    """
     for part, component in pipe.components.items():
         if isinstance(component, torch.nn.Module):
             lacking = next((n for n, p in component.named_parameters() if p.is_meta), None)
@@ -244,8 +246,9 @@ def _load_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
 
     with safe_open(str(path), framework="pt") as file:
         shapes = {
-            key: torch.empty(file.get_slice(key).get_shape(), device="meta") for key in file.keys()
-        }  # noqa: SIM118
+            key: torch.empty(file.get_slice(key).get_shape(), device="meta")
+            for key in list(file.keys())
+        }
     kind = infer_diffusers_model_type(shapes)
     has_unet = any(key.startswith("model.diffusion_model.input_blocks.") for key in shapes)
     if kind not in _SINGLE_FILE_CLASSES or not has_unet:

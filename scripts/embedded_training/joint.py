@@ -171,7 +171,9 @@ def new_transformer(side: int, patch: int) -> SD3Transformer2DModel:
 
 
 def joint_tokenizer() -> CLIPTokenizer:
-    """The embedded model's words and those of the grounds; prompts are cut at `TEXT_LENGTH` tokens."""
+    """The embedded model's words and those of the grounds; prompts are cut at `TEXT_LENGTH`
+    tokens.
+    """
     tokenizer = new_tokenizer(world.all_captions())
     return CLIPTokenizer(
         vocab=tokenizer.get_vocab(), merges=_merges(tokenizer), model_max_length=TEXT_LENGTH
@@ -332,6 +334,8 @@ def optimizer_for(model: Denoiser) -> Muon:
 
 
 def learning_rate(stage: Stage, step: int) -> float:
-    """Linear warm-up, constant, linear fall: a stage can be given more steps while it is constant."""
+    """Linear warm-up, constant, linear fall: a stage can be given more steps while it is
+    constant.
+    """
     left = (stage.steps - step) / max(1, stage.decay * stage.steps)
     return stage.lr * min(1.0, (step + 1) / stage.warmup) * max(0.01, min(1.0, left))

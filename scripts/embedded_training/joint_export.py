@@ -56,7 +56,9 @@ def new_pipeline(model: Denoiser, tokenizer: CLIPTokenizer) -> StableDiffusion3P
 
 @torch.no_grad()
 def sample_sheet(path: Path, model: Denoiser, tokenizer: CLIPTokenizer, stage: Stage) -> Path:
-    """Two pictures of each prompt; a coarse stage's latents are enlarged before they are decoded."""
+    """Two pictures of each prompt; a coarse stage's latents are enlarged before they are
+    decoded.
+    """
     pipe = new_pipeline(model, tokenizer)
     pipe.scheduler.set_shift(stage.shift)
     rows = []

@@ -28,7 +28,9 @@ def load_autoencoder() -> AutoencoderTiny:
 
 
 def room(scene: world.Scene) -> list[int]:
-    """How many latents the picture may move (left, right, up, down) with every glyph wholly inside."""
+    """How many latents the picture may move (left, right, up, down) with every glyph wholly
+    inside.
+    """
     most = MARGIN // FACTOR
     ends = [
         (p.x - p.size / 2, 1 - p.x - p.size / 2, p.y - p.size / 2, 1 - p.y - p.size / 2)

@@ -22,7 +22,9 @@ PATHS: dict[str, tuple[tuple[int, int | None], ...]] = {
 
 
 class Watch:
-    """Notes every file operation of this process that would change something outside of `allowed`."""
+    """Notes every file operation of this process that would change something outside of
+    `allowed`.
+    """
 
     def __init__(self) -> None:
         self.allowed: Path | None = None

@@ -40,7 +40,9 @@ def tmpfs(folder: Path, size: str) -> Iterator[Callable[[str], None]]:
 
 
 def at_image(number: int, images: Path, act: Callable[[], None]) -> None:
-    """Do `act` once, just before the image `number` (from 1) gets its place in the folder `images`."""
+    """Do `act` once, just before the image `number` (from 1) gets its place in the folder
+    `images`.
+    """
     seen = 0
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:

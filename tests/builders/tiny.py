@@ -205,7 +205,9 @@ def unet_inputs(
 
 
 def run_unet(unet: UNet2DConditionModel, **kwargs: Any) -> torch.Tensor:
-    """The UNet's output [B, 4, height, width] for `unet_inputs(unet, **kwargs)`, without gradients."""
+    """The UNet's output [B, 4, height, width] for `unet_inputs(unet, **kwargs)`, without
+    gradients.
+    """
     with torch.no_grad():
         return unet(**unet_inputs(unet, **kwargs)).sample
 

@@ -1,4 +1,6 @@
-"""diffusers' transformers at tiny size, and their inputs: images that are not square, with a text."""
+"""diffusers' transformers at tiny size, and their inputs: images that are not square, with a
+text.
+"""
 
 from __future__ import annotations
 

@@ -78,7 +78,9 @@ def test_the_folder_alone_says_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_a_checkout_may_be_called_as_a_package_is(tmp_path: Path) -> None:
-    """The root's __init__.py is ComfyUI's: it must not make a package of the checkout for pytest."""
+    """The root's __init__.py is ComfyUI's: it must not make a package of the checkout for
+    pytest.
+    """
     for name in ("mame_sd", "mame-sd"):
         folder = clone(tmp_path / name, "__init__.py", "pyproject.toml", "comfyui", "mame_sd")
         (folder / "tests").mkdir()

@@ -1,4 +1,6 @@
-"""The node on a UNet's self-attention, against `apply_mame`; its inputs, refusals and what it logs."""
+"""The node on a UNet's self-attention, against `apply_mame`; its inputs, refusals and what it
+logs.
+"""
 
 from __future__ import annotations
 

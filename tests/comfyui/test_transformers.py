@@ -298,7 +298,9 @@ def test_other_attention_is_left_alone(node: Any, call: Recorded) -> None:
 
 @pytest.mark.parametrize("call", MERGING.values(), ids=MERGING.keys())
 def test_the_text_is_handed_on_as_it_is(node: Any, call: Recorded) -> None:
-    """And another node's override is called with the merged keys, as the engine's own function is."""
+    """And another node's override is called with the merged keys, as the engine's own function
+    is.
+    """
     q, k, v = tensors(call)
     seen: list[Tensor] = []
 

@@ -360,7 +360,9 @@ def test_a_compiled_layer_is_one_graph_with_the_kernels_in_it() -> None:
 @pytest.mark.skipif(INTERPRETED, reason="compiles them")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_the_kernels_compile_for_a_card_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but what a card's driver does: from the arguments of a real call to the card's own code."""
+    """All but what a card's driver does: from the arguments of a real call to the card's own
+    code.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
     from triton.runtime.jit import JITFunction

@@ -226,7 +226,9 @@ def flux() -> tuple[FluxTransformer2DModel, dict[str, Any]]:
 
 
 def test_text_of_flux_never_merges() -> None:
-    """Equal text tokens come out unequal from nothing but their places: none of them was averaged."""
+    """Equal text tokens come out unequal from nothing but their places: none of them was
+    averaged.
+    """
     model, inputs = flux()
     seen: list[Tensor] = []
     attn = model.single_transformer_blocks[0].attn

@@ -1,4 +1,6 @@
-"""The embedded model's ground truth: glyphs, captions, the held-out split, and the folder itself."""
+"""The embedded model's ground truth: glyphs, captions, the held-out split, and the folder
+itself.
+"""
 
 import re
 from itertools import product

@@ -1,4 +1,6 @@
-"""Intervals and p-values: known answers, coverage, and independence of order and of image counts."""
+"""Intervals and p-values: known answers, coverage, and independence of order and of image
+counts.
+"""
 
 from __future__ import annotations
 

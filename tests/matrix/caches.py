@@ -272,7 +272,9 @@ def _merged_run(pair: Pair, subject: Any) -> Tensor:
 
 
 def _check_steps(pair: Pair, handle: MaMeHandle) -> None:
-    """Each layer was counted in the steps in which it computed, each time with half of the tokens."""
+    """Each layer was counted in the steps in which it computed, each time with half of the
+    tokens.
+    """
     report = handle.report()
     layers = [layer for layer in report.layers if layer.merged]
     assert Counter(layer.calls for layer in layers) == Counter(pair.steps), str(report)

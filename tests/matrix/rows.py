@@ -86,7 +86,9 @@ class Absent:
 
 @dataclass(frozen=True)
 class Check:
-    """Something with checks of its own: `check` asserts them; `note` says in the table what holds."""
+    """Something with checks of its own: `check` asserts them; `note` says in the table what
+    holds.
+    """
 
     name: str
     check: Callable[[], Any]

@@ -1,4 +1,6 @@
-"""Latency and memory of rows: timed on alike batches, resumed round by round, and of nothing else."""
+"""Latency and memory of rows: timed on alike batches, resumed round by round, and of nothing
+else.
+"""
 
 from __future__ import annotations
 
