@@ -250,9 +250,8 @@ class MaMeConfig(StudyFields):
         """Made anew of what was given: a pickle of an older version may hold fields that are no
         more.
         """
-        self.__init__(
-            **{name: value for name, value in state["_given"].items() if name not in _FORMER}
-        )  # type: ignore[misc]
+        given = {name: value for name, value in state["_given"].items() if name not in _FORMER}
+        self.__init__(**given)  # type: ignore[misc]
 
     @property
     def given(self) -> Mapping[str, Any]:

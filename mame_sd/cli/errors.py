@@ -87,10 +87,11 @@ def describe(error: BaseException) -> tuple[int, str]:
         EXTRAS.get(getattr(error, "name", None) or "") if isinstance(error, ImportError) else None
     )
     if extra is not None:
+        package = error.name  # type: ignore[attr-defined]
         return (
             MACHINE,
-            f"expected the package {error.name}, found none; pip install 'mame-sd[{extra}]'",
-        )  # type: ignore[attr-defined]
+            f"expected the package {package}, found none; pip install 'mame-sd[{extra}]'",
+        )
     if isinstance(error, ImportError):
         return (
             MACHINE,
