@@ -12,12 +12,13 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+METHOD = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
 CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
 
 
-def test_readme_and_citation_name_the_same_paper() -> None:
+def test_readme_method_and_citation_name_the_same_paper() -> None:
     (paper,) = CITATION["references"]
-    bibtex = re.search(r"```bibtex\n(.*?)```", README, re.S)
+    bibtex = re.search(r"```bibtex\n(.*?)```", METHOD, re.S)
     assert bibtex is not None
     entry = dict(re.findall(r"(\w+)\s*= \{(.*)\}", bibtex[1]))
     assert re.sub(r"[{}\\]", "", entry["title"]) == paper["title"]
