@@ -83,7 +83,7 @@ def positions(
     h, w = size
     # `or 0`: torch.compile takes only those numbers as constants that something has looked at.
     key = _known(h), _known(w), config.partition, *stride, seed or 0, config.tiles or 0, str(device)
-    first = Positions(*_looked_up(*key))
+    first = _looked_up(*key)
     if draw is None or not config.redraw or config.partition not in DRAWN:
         return first
     return replace(first, table=_looked_up_draws(*key), draw=draw.to(first.table.device))
@@ -112,10 +112,10 @@ class _Compiled:
     """
 
 
-def _looked_up(*key: Any) -> tuple[Any, ...]:
+def _looked_up(*key: Any) -> Positions:
     if torch.compiler.is_compiling():
-        return getattr(_Compiled, _attribute(False, *key))
-    return _values(*key)
+        return Positions(*getattr(_Compiled, _attribute(False, *key)))
+    return _first_draw(*key)
 
 
 def _looked_up_draws(*key: Any) -> Tensor:
