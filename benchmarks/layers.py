@@ -14,6 +14,7 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, plan_merge
+from mame_sd.core.detail import Detail
 from mame_sd.core.plan import Plan
 from mame_sd.core.reference import reference_plan
 
@@ -120,7 +121,7 @@ def gate(
         want = (
             exact(wide, encoder_hidden_states=merged)
             if config.merge == "kv"
-            else plan.restore(exact(merged))
+            else plan.restore(exact(merged), Detail(wide, (16, 24)) if config.detail else None)
         )
         forms = (ours, planned) if config.merge == "kv" else (ours,)
         pairs = [(form(attn, config, (16, 24))(x).cpu().double(), want) for form in forms]

@@ -86,12 +86,12 @@ BAD = {
     ),
     "keep": (["generate", "--prompt", "x", "--keep", "0"], "keep: expected a share above 0"),
     "partition": (
-        ["generate", "--prompt", "x", "--partition", "odd"],
+        ["generate", "--prompt", "x", "--study", "partition=odd"],
         "partition: expected one of alternating",
     ),
     "stride": (
-        ["generate", "--prompt", "x", "--stride", "two"],
-        "--stride: expected two whole numbers such as 2x2, got 'two'",
+        ["generate", "--prompt", "x", "--study", "stride=two"],
+        "stride: expected two whole numbers such as 2x2, got 'two'",
     ),
     "baseline": (
         ["generate", "--prompt", "x", "--baseline", "--mame-seed", "1"],

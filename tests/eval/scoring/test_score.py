@@ -183,7 +183,7 @@ BAD: dict[str, tuple[list[str], str]] = {
         "--format: expected one of table, json, csv, got 'xml'",
     ),
     "folder": (["A", "C"], "expected the folder of a run, found none"),
-    "no-run": (["A", "."], "found no manifest.json"),
+    "no-run": (["A", "."], "expected images (.png, "),
     "one-run": (["A"], "Missing argument 'RUN_B'"),
     "no-reference": (["A", "B", "--metrics", "fid"], "--metrics fid: expected a --reference"),
     "reference": (["A", "B", "--metrics", "fid", "--reference", "nowhere"], "nowhere"),
