@@ -127,6 +127,23 @@ def compressed(method: Any, views: Sequence[CacheView], keep: float) -> list[Kep
     return [method.compress(view, keep) for view in views]
 
 
+def left(
+    rows: Sequence[Row], shares: Sequence[float] | None, done: Callable[[str, float], bool]
+) -> list[tuple[Row, float]]:
+    """Each row at `shares`, or at its own, that isn't `done`."""
+    return [(row, s) for row in rows for s in shares or row.shares if not done(row.name, s)]
+
+
+def kept_by(
+    meter: Meter, row: Row, share: float, start: Prefilled, prompt: Sequence[int]
+) -> list[Kept]:
+    """What a row keeps of all layers after the `prompt` that `start` saw."""
+    inner = getattr(row.method, "method", None)
+    if isinstance(inner, Once) and isinstance(inner.of, Repeated) and not inner.of.found:
+        inner.of.found = meter.repeated(start, prompt)
+    return compressed(row.method, start.views, share)
+
+
 def measure_passage(
     meter: Meter,
     passage: Passage,
@@ -140,7 +157,7 @@ def measure_passage(
         row, share, kl and nll (nats per token, means over the tokens that follow but the first),
         and the shares of keys ("kept") and of bytes ("bytes", padding included) that stayed.
     """
-    todo = [(row, s) for row in rows for s in shares or row.shares if not done(row.name, s)]
+    todo = left(rows, shares, done)
     if not todo and done("full", 1.0):
         return
     start = meter.prefill(passage.prompt)
@@ -159,10 +176,7 @@ def measure_passage(
             "bytes": 1.0,
         }
     for row, share in todo:
-        inner = getattr(row.method, "method", None)
-        if isinstance(inner, Once) and isinstance(inner.of, Repeated) and not inner.of.found:
-            inner.of.found = meter.repeated(start, passage.prompt)
-        kept = compressed(row.method, start.views, share)
+        kept = kept_by(meter, row, share, start, passage.prompt)
         got, _ = meter.rest(kept, seen, passage.rest[:-1])
         kl = float((chance * (want - got)).sum(-1).mean())
         counts = [

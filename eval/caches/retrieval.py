@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from .measure import Meter, compressed, whole
-from .rows import Once, Repeated, Row
+from .measure import Meter, kept_by, left, whole
+from .rows import Row
 
 TASKS = ("needles", "pairs", "copy")
 _NAMES = [
@@ -178,7 +178,7 @@ def measure_prompt(
     Yields:
         row, share, right.
     """
-    todo = [(row, s) for row in rows for s in shares or row.shares if not done(row.name, s)]
+    todo = left(rows, shares, done)
     if not todo and done("full", 1.0):
         return
     start = meter.prefill(prompt.context)
@@ -192,11 +192,8 @@ def measure_prompt(
     if not done("full", 1.0):
         yield {"row": "full", "share": 1.0, "right": right(whole(start.views))}
     for row, share in todo:
-        inner = getattr(row.method, "method", None)
-        if isinstance(inner, Once) and isinstance(inner.of, Repeated) and not inner.of.found:
-            inner.of.found = meter.repeated(start, prompt.context)
         yield {
             "row": row.name,
             "share": share,
-            "right": right(compressed(row.method, start.views, share)),
+            "right": right(kept_by(meter, row, share, start, prompt.context)),
         }
