@@ -133,7 +133,7 @@ def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
             image = _open(samples[name].path)
             lines = _sample_lines(folder, samples[name].row)
             if column and image.size == column[0].image.size:
-                lines = (f"{lines[0]}, {nearness(column[0].image, image)}",)
+                lines = (*lines, nearness(column[0].image, image))
             column.append(Cell(image, lines if column else (first.prompt, *lines)))
         if len(folders) == 2 and column[0].image.size == column[1].image.size:
             column.append(Cell(difference(column[0].image, column[1].image), (DIFFERENCE,)))
