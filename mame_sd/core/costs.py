@@ -15,7 +15,7 @@ import torch
 
 from mame_sd.core.cards import LAUNCH, MEMORY, SMALLEST, Card, Work
 
-WORTHWHILE = 1.03  # times as fast: merging that gains less is left out
+LEAST_GAIN = 1.03  # times as fast: merging that gains less is left out
 
 
 class Call(NamedTuple):

@@ -23,6 +23,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LAUNCHES: dict[str, Callable[..., Any]] = {}  # what each operator runs, by name
 LIBRARY = torch.library.Library("mame_sd", "FRAGMENT")
 _DRAWS, _SPREAD = tl.constexpr(DRAWS), tl.constexpr(SPREAD)
+TINY = tl.constexpr(1.1754943508222875e-38)  # the least normal number of fp32
 
 
 def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mame_sd.core.detail import RIDGE
 from mame_sd.core.triton_common import (
+    TINY,
     block,
     destinations,
     operator,
@@ -24,8 +25,7 @@ from mame_sd.core.triton_common import (
 
 _RANK = 32  # directions, padded
 _RIDGE = tl.constexpr(RIDGE)
-_TINY = tl.constexpr(1.1754943508222875e-38)  # the least normal number of fp32
-_LEAST = tl.constexpr(1.0842021724855044e-19)  # its square root
+_LEAST = tl.constexpr(1.0842021724855044e-19)  # the square root of TINY
 
 
 def _fake_seen(feature: Tensor, directions: Tensor) -> Tensor:
@@ -522,7 +522,7 @@ def restored_kernel(
     for chunk in range(chunks):
         explained += tl.load(power + 2 * chunk)
         wanted += tl.load(power + 2 * chunk + 1)
-    share = explained / tl.maximum(wanted, _TINY)
+    share = explained / tl.maximum(wanted, TINY)
     share = tl.where(share != share, share, tl.minimum(tl.maximum(share, 0.0), 1.0))
     r, column = tl.arange(0, RANK), start + tl.arange(0, BLOCK_D)
     at = found + sample * rank * width + r[:, None] * width + column[None, :]

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mame_sd.core.triton_common import (
+    TINY,
     block,
     operator,
     placed,
@@ -24,7 +25,6 @@ from mame_sd.core.triton_common import (
 
 _PROGRAMS = 256  # about as many as a card wants
 _SIDE = 64  # of the part of a covariance that a program holds
-_TINY = tl.constexpr(1.1754943508222875e-38)  # the least normal number of fp32
 
 
 def _fake_partial_moments(
@@ -394,7 +394,7 @@ def lacking_kernel(
             signal += tl.sum(tl.sum(a * b, 1), 0)
             power += tl.sum(tl.sum(within * within, 1), 0)
     # What the sample shows is shrunk by how little its two halves agree.
-    share = signal / tl.maximum(power, _TINY)
+    share = signal / tl.maximum(power, TINY)
     share = tl.where(share != share, share, tl.minimum(tl.maximum(share, 0.0), 1.0))
     for start_v in range(0, wide, SIDE_V):
         at_v = start_v + tl.arange(0, SIDE_V)

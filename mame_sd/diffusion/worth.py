@@ -18,7 +18,7 @@ from torch import Tensor
 from mame_sd.config import MaMeConfig
 from mame_sd.core import fused
 from mame_sd.core.cards import Card, card_of
-from mame_sd.core.costs import WORTHWHILE, Call, Form, times_as_fast
+from mame_sd.core.costs import LEAST_GAIN, Call, Form, times_as_fast
 
 # Settings that say what merges. With one of them given, merging is asked for and done.
 _GIVEN = ("tau", "keep", "merge", "weights", "variant", "preset", "layers")
@@ -97,4 +97,4 @@ def gains(
     batch, tokens, beside, channels, inner, heads = sizes
     call = Call(batch, tokens, beside, channels, inner, heads, dtype)
     gain = times_as_fast(card, call, share, Form(*form), eager)
-    return gain is None or gain >= WORTHWHILE
+    return gain is None or gain >= LEAST_GAIN
