@@ -17,9 +17,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd.core import fused
+from mame_sd.core.buffers import in_place
+from mame_sd.core.constants import constant
 from mame_sd.core.plan import Plan, no_autocast
 from mame_sd.core.row_plan import RowPlan
 
@@ -48,10 +51,16 @@ def moments(key: Tensor, value: Tensor, sizes: Tensor | None = None) -> Moments:
     return Moments(middle_key, middle_value, _outer(key - middle_key, value - middle_value, share))
 
 
-def within_groups(
-    kept_key: Tensor, kept_value: Tensor, key: Tensor, value: Tensor, rows: Tensor
-) -> Tensor:
-    """Cov(v, k) [..., D, D] within groups of tokens that are kept as their means, estimated from a
+def joined(key: Tensor, value: Tensor) -> Tensor:
+    """Keys [..., n, D] and values [..., n, D'] side by side, [..., n, D + D'] in at least fp32."""
+    exact = torch.promote_types(key.dtype, torch.float32)
+    if in_place(key) and in_place(value) and not torch.compiler.is_compiling():
+        return torch.cat([key, value], -1, out=key.new_empty(0, dtype=exact))
+    return torch.cat([key, value], -1).to(exact)
+
+
+def within_groups(means: Tensor, drawn: Tensor, rows: Tensor, width: int) -> Tensor:
+    """Cov(v, k) [..., D', D] within groups of tokens that are kept as their means, estimated from a
     sample, in at least fp32.
 
     With the covariance between the means, each counted as often as it stands for tokens, it is that
@@ -60,20 +69,46 @@ def within_groups(
     noise.
 
     Args:
-        kept_key, kept_value: the means' [..., N', D].
-        key, value: those of tokens drawn at random from all, [..., n, D].
+        means: the means' keys and values, `joined`, [..., N', D + D'].
+        drawn: those of tokens drawn at random from all, [..., n, D + D'].
         rows: which of the means each drawn token went to, [..., n] (broadcast).
+        width: D.
     """
-    rows = rows.unsqueeze(-1)  # values may be of another width than keys
-    key, value = (
-        t - means.gather(-2, rows.expand(t.shape))
-        for t, means in ((key, kept_key), (value, kept_value))
-    )
-    half = max(1, key.shape[-2] // 2)
-    a, b = (_outer(key[..., first::2, :], value[..., first::2, :], 1 / half) for first in (0, 1))
-    within = (a + b) / 2
-    signal, power = ((x * y).sum((-2, -1), keepdim=True) for x, y in ((a, b), (within, within)))
-    return within * (signal / power.clamp(min=torch.finfo(power.dtype).tiny)).clamp(0, 1)
+    return _shrunk(_apart(means, drawn, rows), width)
+
+
+def _apart(means: Tensor, drawn: Tensor, rows: Tensor) -> Tensor:
+    return drawn - means.gather(-2, rows.unsqueeze(-1).expand(drawn.shape))
+
+
+def _shrunk(apart: Tensor, width: int, between: Tensor | None = None) -> Tensor:
+    """`within_groups` of a sample that is `apart` [..., n, D + D'] from its means; and `between`
+    [..., D', D] added.
+    """
+    pairs = max(1, apart.shape[-2] // 2)
+    if apart.shape[-2] % 2:
+        apart = F.pad(apart, (0, 0, 0, 1))
+    halves = apart.unflatten(-2, (2, -1))
+    with no_autocast(apart):
+        found = halves[..., width:].transpose(-1, -2) @ halves[..., :width]  # [..., 2, D', D]
+        flat = found.view(-1, 2, found.shape[-2] * found.shape[-1])
+        # <A, A>, <A, B> and <B, B>, and a little more: no head is divided by 0.
+        products = torch.baddbmm(
+            constant(_least, flat.dtype, flat.device), flat, flat.transpose(1, 2)
+        )
+        share = (products[:, 0, 1] / products.sum((1, 2))).clamp(0, 0.25)  # of |A + B|^2
+        added = torch.baddbmm(
+            flat[:, :1] if between is None else between.view(flat.shape[0], 1, -1),
+            share.view(-1, 1, 1).expand(-1, 1, 2),
+            flat,
+            beta=0 if between is None else 1,
+            alpha=2 / pairs,
+        )
+    return added.view(*found.shape[:-3], *found.shape[-2:])
+
+
+def _least(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.eye(2, dtype=dtype, device=device).unsqueeze(0) * torch.finfo(dtype).tiny
 
 
 class Lacking(NamedTuple):
@@ -95,31 +130,51 @@ def first_order(every: Moments, kept: Moments) -> Lacking:
 
 
 def first_order_of_means(
-    kept: tuple[Tensor, Tensor],
-    drawn: tuple[Tensor, Tensor],
+    means: Tensor,
+    drawn: Tensor,
     rows: Tensor,
     sizes: Tensor,
+    width: int,
+    tokens: int,
     weighed: bool,
 ) -> Lacking:
     """What the means of groups lack, from a sample of the tokens (`within_groups`).
 
     Args:
-        kept: the means' keys and values [..., N', D].
-        drawn: the sample's [..., n, D].
-        rows: which of the means each drawn token went to, [..., n] (broadcast).
+        means, drawn, rows, width: see there.
         sizes: how many tokens each of the means stands for, [..., N'] (broadcast).
+        tokens: how many these are in all.
         weighed: the logits count each key as often as that. Then nothing is lacking but what varies
             within groups.
     """
-    within = within_groups(*kept, *drawn, rows)
+    apart = _apart(means, drawn, rows)
     if weighed:
-        return Lacking(within, None)
-    # The difference of two means in one product: each rounded by itself would leave little of it in
-    # half precision.
-    apart = sizes / sizes.sum(-1, keepdim=True) - 1 / sizes.shape[-1]
-    with no_autocast(kept[1]):
-        shift = apart.to(kept[1].dtype).unsqueeze(-2) @ kept[1]
-    return Lacking(moments(*kept, sizes).covariance + within - moments(*kept).covariance, shift)
+        return Lacking(_shrunk(apart, width), None)
+    heads = means.shape[-3:-2] if means.dim() > 3 else ()
+    alike, counted = constant(
+        _shares, means.shape[-2], tokens, means.dtype, means.device
+    ).unbind()
+    with no_autocast(means):
+        # Of each of the means its share, the share it should have less that, and the latter.
+        shares = torch.addcmul(alike.expand(*heads, 3, 1), counted, sizes.unsqueeze(-2))
+        sums = shares @ means  # [..., 3, D + D']
+        lacks = (shares[..., 1:2, :].transpose(-1, -2) * means[..., width:]).transpose(-1, -2)
+        # Cov_sizes - Cov_alike: the difference of sums, less that of the means' products.
+        between = torch.baddbmm(
+            (lacks @ means[..., :width]).flatten(0, -3),
+            sums[..., :2, width:].transpose(-1, -2).flatten(0, -3),
+            sums[..., 1:, :width].flatten(0, -3),
+            alpha=-1,
+        )
+    return Lacking(_shrunk(apart, width, between), sums[..., 1:2, width:])
+
+
+def _shares(count: int, tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What makes shares of `count` means of their sizes, [2, 3, 1]: what is the same for all, and
+    by what sizes are multiplied.
+    """
+    rows = [[1 / count, -1 / count, 0.0], [0.0, 1 / tokens, 1 / tokens]]
+    return torch.tensor(rows, dtype=dtype, device=device).unsqueeze(-1)
 
 
 def _outer(key: Tensor, value: Tensor, share: Tensor | float) -> Tensor:

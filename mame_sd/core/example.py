@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.correction import Drawn, add_by_kernel, added_by_kernels, first_order_of_means
+from mame_sd.core.correction import Drawn, add_by_kernel, added_by_kernels, first_order_of_means, joined
 from mame_sd.core.detail import Detail
 from mame_sd.core.merge import plan_merge
 from mame_sd.core.row_plan import RowPlan
@@ -57,11 +57,13 @@ def _corrected(plan: RowPlan, query: Tensor, key: Tensor, value: Tensor, weighed
         return add_by_kernel(output, query, lacks)
     sample = plan.positions.sample
     rows = plan.rows.index_select(1, sample).unsqueeze(1)
-    given = (
-        (kept_key, kept_value),
-        (key.index_select(2, sample), value.index_select(2, sample)),
-        rows,
+    means, drawn_too = (
+        joined(kept_key, kept_value),
+        joined(key.index_select(2, sample), value.index_select(2, sample)),
     )
-    covariance, shift = first_order_of_means(*given, plan.sizes.unsqueeze(1), weighed)
+    sizes, width = plan.sizes.unsqueeze(1), key.shape[-1]
+    covariance, shift = first_order_of_means(
+        means, drawn_too, rows, sizes, width, plan.tokens_in, weighed
+    )
     added = query @ (scale * covariance).transpose(-1, -2).to(query.dtype)
     return output + added if shift is None else output + added + shift

@@ -245,13 +245,13 @@ def partial_moments_kernel(
 
     even = tl.zeros([SIDE_V, SIDE_K], tl.float32)
     odd = tl.zeros([SIDE_V, SIDE_K], tl.float32)
-    for start in range(
-        chunk * pairs_each, tl.minimum((chunk + 1) * pairs_each, (sampled + 1) // 2), BLOCK
-    ):
+    first_half = (sampled + 1) // 2
+    last = tl.minimum((chunk + 1) * pairs_each, first_half)
+    for start in range(chunk * pairs_each, last, BLOCK):
         pair = start + tl.arange(0, BLOCK)
         for half in tl.static_range(2):
-            s = 2 * pair + half
-            real = (s < sampled) & (pair < (chunk + 1) * pairs_each)
+            s = pair + half * first_half
+            real = (s < sampled) & (pair < last)
             place = tl.load(picked + s, mask=real, other=0).to(tl.int64)
             mean = tl.load(rows + place, mask=real, other=0)
             at = placed(place, times, plane_h, plane_w)

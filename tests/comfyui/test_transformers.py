@@ -175,7 +175,7 @@ def within_groups(value: Tensor, key: Tensor) -> Tensor:
     """The covariance of what varies within groups, shrunk by how little its two halves agree."""
     halves = [torch.zeros(value.shape[1], key.shape[1]).double() for _ in range(2)]
     for i, (v, k) in enumerate(zip(value, key, strict=True)):
-        halves[i % 2] += torch.outer(v, k) / (len(key) // 2)
+        halves[2 * i // len(key)] += torch.outer(v, k) / (len(key) // 2)
     mean = (halves[0] + halves[1]) / 2
     return mean * ((halves[0] * halves[1]).sum() / mean.square().sum()).clamp(0, 1)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd import MaMeConfig, plan_merge
-from mame_sd.core.correction import first_order, first_order_of_means, moments, within_groups
+from mame_sd.core.correction import first_order, first_order_of_means, joined, moments, within_groups
 from mame_sd.core.owners import owners_of
 from mame_sd.diffusion.families.keys import corrected
 
@@ -170,13 +170,15 @@ def test_moments_drawn_from_every_token_are_the_moments(keep: float, special: in
     value = 2 * key - 1.3
     kept_key, kept_value = plan.merge(key), plan.merge(value)
     # every token twice, so that both halves of the sample see all of them
-    twice = torch.arange(special + 256).repeat_interleave(2)
+    twice = torch.arange(special + 256).repeat(2)
     between = moments(kept_key, kept_value, plan.sizes)
     given = (
-        (kept_key, kept_value),
-        (key[:, twice], value[:, twice]),
+        joined(kept_key, kept_value),
+        joined(key[:, twice], value[:, twice]),
         plan.rows[:, twice],
         plan.sizes,
+        8,
+        special + 256,
     )
     every = moments(key, value)
     for weighed, kept in ((True, between), (False, moments(kept_key, kept_value))):
@@ -204,8 +206,9 @@ def test_a_sample_tells_what_the_means_lack_and_adds_little_noise(alike: bool) -
     generator, errors = torch.Generator().manual_seed(0), []
     for _ in range(50):
         at = torch.randperm(1024, generator=generator)[:128]
-        given = key[:, at], value[:, at], plan.rows[:, at]
-        errors.append((none + within_groups(kept_key, kept_value, *given) - whole).norm().item())
+        given = joined(key[:, at], value[:, at]), plan.rows[:, at], key.shape[-1]
+        found = within_groups(joined(kept_key, kept_value), *given)
+        errors.append((none + found - whole).norm().item())
     lacks = (whole - none).norm().item()
     assert max(errors) < (0.6 if alike else 1.8) * lacks
     assert sum(errors) / 50 < (0.5 if alike else 1.2) * lacks
@@ -214,7 +217,8 @@ def test_a_sample_tells_what_the_means_lack_and_adds_little_noise(alike: bool) -
 def test_one_token_tells_nothing() -> None:
     key, value = drawn(1, 4, 8), drawn(1, 4, 8, seed=1)
     rows = torch.zeros(1, 1, dtype=torch.long)
-    assert not within_groups(key, value, key[:, :1] + 1, value[:, :1] - 1, rows).any()
+    drawn_too = joined(key[:, :1] + 1, value[:, :1] - 1)
+    assert not within_groups(joined(key, value), drawn_too, rows, 8).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

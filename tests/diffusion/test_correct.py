@@ -71,7 +71,7 @@ def loops(attn: Attention, x: Tensor, config: MaMeConfig) -> Tensor:
                 halves = [torch.zeros(8, 8, dtype=torch.float64) for _ in range(2)]
                 for n, i in enumerate(drawn):
                     row = int(plan.rows[b, i])
-                    halves[n % 2] += torch.outer(values[i] - kept_v[row], keys[i] - kept_k[row]) / (
+                    halves[2 * n // len(drawn)] += torch.outer(values[i] - kept_v[row], keys[i] - kept_k[row]) / (
                         len(drawn) / 2
                     )
                 within = (halves[0] + halves[1]) / 2

@@ -194,7 +194,7 @@ class Loops(TorchFunctionMode):
                 whole[:, order[position] + start] - few[:, rows[position] + start]
                 for whole, few in zip((key, value), merged, strict=True)
             ]
-            parts[n % 2] += apart[1][:, :, None] * apart[0][:, None, :] / (len(chosen) / 2)
+            parts[2 * n // len(chosen)] += apart[1][:, :, None] * apart[0][:, None, :] / (len(chosen) / 2)
         found = (parts[0] + parts[1]) / 2
         agree = (parts[0] * parts[1]).sum((1, 2), keepdim=True) / found.square().sum(
             (1, 2), keepdim=True

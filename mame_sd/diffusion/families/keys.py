@@ -29,6 +29,7 @@ from mame_sd.core.correction import (
     added_by_kernels,
     first_order,
     first_order_of_means,
+    joined,
     moments,
 )
 from mame_sd.core.indexing import rows_of
@@ -80,25 +81,42 @@ def _is_ours(attention: Any) -> bool:
 
 
 def corrected(
-    attention: Callable[..., Tensor], call: Mapping[str, Any], lacks: Lacking, **changes: Any
+    attention: Callable[..., Tensor],
+    call: Mapping[str, Any],
+    lacks: Lacking,
+    share: float = 1.0,
+    **changes: Any,
 ) -> Tensor:
     """The output of `call` with `changes`, key and value among them, and what those lack to first
-    order.
+    order, of a `share` of all tokens.
     """
-    query, scale = call["query"], scale_of(call)
-    lacking = (scale * lacks.covariance).transpose(-1, -2).to(changes["value"].dtype)
+    query, value = call["query"], changes["value"]
+    lacking = _rounded(torch.mul, lacks.covariance, scale_of(call) * share, value)
+    lacking = lacking.transpose(-1, -2)
     if lacks.shift is not None:
-        changes["value"] = changes["value"] + lacks.shift
+        changes["value"] = _rounded(torch.add, value, lacks.shift, value)
     output = attended(attention, call, **changes)
     alike = (
         _is_ours(attention) and output.dim() == 4 and output.dtype == query.dtype == lacking.dtype
     )
     if not alike or not in_place(output) or torch.compiler.is_compiling():
         return output + (query @ lacking).to(output.dtype)
+    if output.is_contiguous() and query.is_contiguous():
+        output.flatten(0, 1).baddbmm_(query.flatten(0, 1), lacking.flatten(0, 1))
+        return output
     # In the layout of both, [n, H, D]: all samples in one call would copy them.
     for sample, its_query, its_lacking in zip(output, query, lacking, strict=True):
         sample.baddbmm_(its_query, its_lacking)
     return output
+
+
+def _rounded(function: Callable[..., Tensor], t: Tensor, other: Any, like: Tensor) -> Tensor:
+    """What a function gives of two factors or terms, in the dtype of `like`: in one operation where
+    no gradient is needed.
+    """
+    if torch.compiler.is_compiling() or not (in_place(t) and in_place(like)):
+        return function(t, other).to(like.dtype)
+    return function(t, other, out=torch.empty_like(t, dtype=like.dtype))
 
 
 def log_sizes(sizes: Tensor, like: Tensor) -> Tensor:
@@ -199,10 +217,7 @@ class GroupedKeys(Attending):
         plan, drawn = self.plan, self.plan.positions.samples if self.correct else 0
         if call["key"].shape[-2] != plan.tokens_kept + drawn or call.get("attn_mask") is not None:
             return attended(attention, call)  # not this layer's own
-        (key, drawn_key), (value, drawn_value) = (
-            (call[name][:, :, : plan.tokens_kept], call[name][:, :, plan.tokens_kept :])
-            for name in ("key", "value")
-        )
+        key, value = (call[name][:, :, : plan.tokens_kept] for name in ("key", "value"))
         sizes = of_heads(plan.sizes, key)
         fewer = {
             "key": key,
@@ -220,8 +235,9 @@ class GroupedKeys(Attending):
                 attended(attention, call, **fewer), call["query"], lacking, _is_ours(attention)
             )
         rows = of_heads(plan.rows.index_select(1, plan.positions.sample), key)
+        means, drawn_too = joined(call["key"], call["value"]).split([plan.tokens_kept, drawn], -2)
         lacks = first_order_of_means(
-            (key, value), (drawn_key, drawn_value), rows, sizes, plan.uneven
+            means, drawn_too, rows, sizes, key.shape[-1], plan.tokens_in, plan.uneven
         )
         return corrected(attention, call, lacks, **fewer)
 
@@ -304,9 +320,8 @@ class MergedKeys(Attending):
             or query.shape[:-2] != key.shape[:-2]
         ):
             return attended(attention, call, **fewer)
-        return corrected(
-            attention, call, self.lacking((key, value), (kept_key, kept_value), sizes), **fewer
-        )
+        lacks = self.lacking((key, value), (kept_key, kept_value), sizes)
+        return corrected(attention, call, lacks, self.share, **fewer)
 
     def _attend_fused(
         self, attention: Callable[..., Tensor], call: dict[str, Any], plan: RowPlan, weigh: bool
@@ -330,10 +345,7 @@ class MergedKeys(Attending):
                 (key, value), (kept[0], kept_value[0]), kept[1].unsqueeze(1) if weigh else None
             )
             return corrected(attention, call, lacks, **fewer)
-        drawn, scale = (
-            Drawn(key, value, self.first, False, size),
-            scale_of(call) * (plan.tokens_in / self.length),
-        )
+        drawn, scale = Drawn(key, value, self.first, False, size), scale_of(call) * self.share
         lacking = added_by_kernels(
             plan, (kept[0], kept_value[0]), self.first, drawn, kept[1], scale, weigh
         )
@@ -351,19 +363,23 @@ class MergedKeys(Attending):
         if not self.drawn:
             return first_order(moments(*every), moments(*kept, sizes))
         at = self.tokens.places(plan.positions.sample) + self.first
-        means = (
-            kept[0].narrow(-2, self.first, plan.tokens_kept),
-            kept[1].narrow(-2, self.first, plan.tokens_kept),
-        )
-        drawn = every[0].index_select(-2, at), every[1].index_select(-2, at)
+        means = joined(*(t.narrow(-2, self.first, plan.tokens_kept) for t in kept))
+        drawn = joined(*(t.index_select(-2, at) for t in every))
         rows = of_heads(plan.rows[:, plan.positions.sample], every[0])
         counts = (
             of_heads(plan.sizes, every[0])
             if sizes is None
             else sizes.narrow(-1, self.first, plan.tokens_kept)
         )
-        found = first_order_of_means(means, drawn, rows, counts, weighed=sizes is not None)
-        return found._replace(covariance=found.covariance * (plan.tokens_in / self.length))
+        width = every[0].shape[-1]
+        return first_order_of_means(
+            means, drawn, rows, counts, width, plan.tokens_in, weighed=sizes is not None
+        )
+
+    @property
+    def share(self) -> float:
+        """Of all keys, those that `lacking` tells of."""
+        return self.plan.tokens_in / self.length if self.drawn else 1.0
 
     @property
     def kept(self) -> Tensor:
