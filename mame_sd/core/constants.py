@@ -39,6 +39,11 @@ def _made(make: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
         return make(*args)
 
 
+def least(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The least normal number, [1, 1, 1]: for sums by which something is divided."""
+    return torch.full((1, 1, 1), torch.finfo(dtype).tiny, dtype=dtype, device=device)
+
+
 def counting(length: int, device: torch.device) -> Tensor:
     """0, 1, ... below `length`, a LongTensor."""
     return torch.arange(length, device=device)

@@ -74,10 +74,13 @@ def within_groups(means: Tensor, drawn: Tensor, rows: Tensor, width: int) -> Ten
         rows: which of the means each drawn token went to, [..., n] (broadcast).
         width: D.
     """
-    return _shrunk(_apart(means, drawn, rows), width)
+    return _shrunk(apart_from(means, drawn, rows), width)
 
 
-def _apart(means: Tensor, drawn: Tensor, rows: Tensor) -> Tensor:
+def apart_from(means: Tensor, drawn: Tensor, rows: Tensor) -> Tensor:
+    """What drawn tokens [..., n, W] are apart from those of the means [..., N', W] to which they
+    went, [..., n] (broadcast).
+    """
     return drawn - means.gather(-2, rows.unsqueeze(-1).expand(drawn.shape))
 
 
@@ -130,25 +133,20 @@ def first_order(every: Moments, kept: Moments) -> Lacking:
 
 
 def first_order_of_means(
-    means: Tensor,
-    drawn: Tensor,
-    rows: Tensor,
-    sizes: Tensor,
-    width: int,
-    tokens: int,
-    weighed: bool,
+    apart: Tensor, width: int, means: Tensor | None, sizes: Tensor, tokens: int
 ) -> Lacking:
     """What the means of groups lack, from a sample of the tokens (`within_groups`).
 
     Args:
-        means, drawn, rows, width: see there.
+        apart: what the sample is apart from the means (`apart_from`), [..., n, D + D'].
+        width: D.
+        means: keys and values of the means, `joined`, [..., N', D + D']. None: the logits count each
+            of them as often as it stands for tokens. Then nothing is lacking but what varies within
+            groups.
         sizes: how many tokens each of the means stands for, [..., N'] (broadcast).
         tokens: how many these are in all.
-        weighed: the logits count each key as often as that. Then nothing is lacking but what varies
-            within groups.
     """
-    apart = _apart(means, drawn, rows)
-    if weighed:
+    if means is None:
         return Lacking(_shrunk(apart, width), None)
     heads = means.shape[-3:-2] if means.dim() > 3 else ()
     alike, counted = constant(

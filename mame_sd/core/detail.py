@@ -16,6 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mame_sd.core.constants import constant, least
+from mame_sd.core.similarity import product
+
 RANK = 32  # directions of the input that outputs are regressed on
 GROUPS = 4  # destinations for each direction, at least
 RIDGE = 0.03  # added to the directions' covariance, of its mean diagonal
@@ -54,6 +57,35 @@ def directions(channels: int, count: int, device: torch.device) -> Tensor:
         1, count + 1, device=device
     )
     return (phases * 40503 % 65536 * (2 * math.pi / 65536)).float().cos()
+
+
+def scaled_directions(
+    channels: int, count: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """`directions`, so small that no sum leaves the range of halves."""
+    return (directions(channels, count, device) / channels).to(dtype)
+
+
+def slope_of_halves(unexplained: Tensor, channels: int, sizes: Tensor) -> Tensor:
+    """`slope` in few operations, without gradients: `unexplained` [B, N, C + r] holds what is
+    wanted and what is given side by side, in any dtype, as the result [B, r, C] is.
+    """
+    wanted, given = unexplained[..., :channels], unexplained[..., channels:]
+    counts = sizes.unsqueeze(-1)
+    weighed = torch.mul(given, counts, out=torch.empty_like(given)).transpose(1, 2)
+    products = product(weighed, unexplained)
+    follows, covariance = products[..., :channels], products[..., channels:]
+    diagonal = covariance.diagonal(dim1=1, dim2=2)
+    ridge = diagonal.mean(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny ** 0.5)
+    diagonal.add_(ridge, alpha=RIDGE)
+    found = torch.linalg.solve_ex(covariance, follows).result
+    norms = torch.linalg.vector_norm(wanted, dim=2, keepdim=True, dtype=torch.float32)
+    power = torch.baddbmm(
+        constant(least, norms.dtype, norms.device), (norms * counts).transpose(1, 2), norms
+    )
+    explained = (found * follows).sum((1, 2), keepdim=True) / power
+    share = explained.clamp_(0, 1).square_()
+    return torch.mul(found, share, out=torch.empty_like(found, dtype=unexplained.dtype))
 
 
 def slope(given: Tensor, wanted: Tensor, sizes: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.correction import Drawn, add_by_kernel, added_by_kernels, first_order_of_means, joined
+from mame_sd.core.correction import Drawn, add_by_kernel, added_by_kernels, apart_from, first_order_of_means, joined
 from mame_sd.core.detail import Detail
 from mame_sd.core.merge import plan_merge
 from mame_sd.core.row_plan import RowPlan
@@ -37,7 +37,7 @@ def results(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
         plan = plan_merge(x, config, _PLANE)
         assert isinstance(plan, RowPlan)
         merged = plan.merge(value)
-        found[f"{name}, means"] = merged
+        found[f"{name}, means"] = plan.restore(merged)  # PyTorch's may have another order
         found[f"{name}, detail"] = plan.restore(merged, Detail(x, _PLANE))
         found[f"{name}, correction"] = _corrected(plan, query, key, value, weighed=name == "qkv")
     return found
@@ -61,9 +61,9 @@ def _corrected(plan: RowPlan, query: Tensor, key: Tensor, value: Tensor, weighed
         joined(kept_key, kept_value),
         joined(key.index_select(2, sample), value.index_select(2, sample)),
     )
-    sizes, width = plan.sizes.unsqueeze(1), key.shape[-1]
+    given = None if weighed else means, plan.sizes.unsqueeze(1), plan.tokens_in
     covariance, shift = first_order_of_means(
-        means, drawn_too, rows, sizes, width, plan.tokens_in, weighed
+        apart_from(means, drawn_too, rows), key.shape[-1], *given
     )
     added = query @ (scale * covariance).transpose(-1, -2).to(query.dtype)
     return output + added if shift is None else output + added + shift

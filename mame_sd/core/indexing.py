@@ -26,6 +26,11 @@ def rows_of(t: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     )
 
 
+def gathered(t: Tensor, index: Tensor) -> Tensor:
+    """`rows_of` with an index [B, k] in one launch, where launches are what counts."""
+    return t.gather(1, index.unsqueeze(-1).expand(-1, -1, t.shape[2]))
+
+
 def flat_rows(index: Tensor, length: int) -> Tensor:
     """Rows [B * k] of a [B * length, C] tensor, of each sample's rows `index` [B, k]: the faster
     way to take them.

@@ -27,6 +27,7 @@ from mame_sd.core.plan import MergePlan, Plan, no_autocast
 from mame_sd.core.row_plan import fused_plan, row_plan
 from mame_sd.core.similarity import nearest, similarity_of
 from mame_sd.core.tables import Positions
+from mame_sd.core.tiled_plan import tiled_plan
 from mame_sd.core.weights import fusion_weights, merged_by_keep
 
 
@@ -78,6 +79,8 @@ def plan_merge(
             return pick_plan(feature, pos, config, special, lead, leader)
         if config.weights == "best":  # of which no gradient comes
             plan = fused_plan(feature.detach(), pos, config, special, lead, leader)
+            if plan is None and not special:
+                plan = tiled_plan(feature.detach(), pos, config, lead, leader)
             if plan is not None:
                 return plan
             ranked = config.keep is None or merged_by_keep(pos, config.keep) < pos.N

@@ -33,7 +33,7 @@ class RowPlan(Plan):
 
     def __init__(
         self,
-        rows: Tensor,
+        rows: Tensor | None,
         pos: Positions,
         preserved: Tensor,
         special: int,
@@ -49,7 +49,7 @@ class RowPlan(Plan):
     def weights(self) -> Tensor:
         """See `Plan`; 0 and 1."""
         pos = self.positions
-        group = self._rows[:, self.special + pos.src_slots] - self.special  # [B, T, n]
+        group = self.rows[:, self.special + pos.src_slots] - self.special  # [B, T, n]
         row = group - pos.gather[pos.slots[:, :1]]
         row = row.masked_fill(
             group >= pos.M if pos.src_pad is None else (group >= pos.M) | pos.src_pad, -1
@@ -62,7 +62,13 @@ class RowPlan(Plan):
     @property
     def rows(self) -> Tensor:
         """See `Plan`."""
+        assert self._rows is not None
         return self._rows
+
+    @property
+    def sample_rows(self) -> Tensor:
+        """`rows` of the partition's sample, [B, samples]."""
+        return self.rows.index_select(1, self.positions.sample + self.special)
 
     @property
     def sizes(self) -> Tensor:
@@ -72,7 +78,7 @@ class RowPlan(Plan):
         if sizes is None or (
             apart and sizes.is_inference()
         ):  # autograd refuses tensors of inference mode
-            sizes = self._sizes = self._sums(torch.ones_like(self._rows, dtype=self._dtype))
+            sizes = self._sizes = self._sums(torch.ones_like(self.rows, dtype=self._dtype))
         return sizes
 
     def summed(self, t: Tensor) -> Tensor:
@@ -105,7 +111,7 @@ class RowPlan(Plan):
             not torch.compiler.is_compiling() and self.tokens_kept == self.tokens_in
         )  # a graph may not know it
         if detail is None or unmerged:
-            x = rows_of(y, self._rows)
+            x = rows_of(y, self.rows)
         else:
             with no_autocast(y):
                 x = self._detailed(y, detail)
@@ -118,11 +124,11 @@ class RowPlan(Plan):
             return found[0].squeeze(1)
         if means.can_group(t):
             if self._groups is None:
-                self._groups = means.groups_of(self._rows, self.tokens_kept)
+                self._groups = means.groups_of(self.rows, self.tokens_kept)
             return means.means(t.flatten(0, 1), self._groups).view(
                 t.shape[0], self.tokens_kept, t.shape[2]
             )
-        return means.means_with_gradients(t, self._rows, self.sizes)
+        return means.means_with_gradients(t, self.rows, self.sizes)
 
     def with_sample(self, t: Tensor) -> Tensor:
         """Tokens [B, L, C] merged, and after them the tokens of the partition's sample, as they
@@ -158,7 +164,7 @@ class RowPlan(Plan):
         found: tuple[Tensor, Tensor, Tensor] | None = fused.launched(
             group_means,
             t,
-            self._rows,
+            self.rows,
             *table_of(pos),
             plane,
             self.special,
@@ -173,9 +179,9 @@ class RowPlan(Plan):
 
     def _check_detail(self, detail: Detail) -> None:
         (h, w), shape = detail.plane, detail.feature.shape
-        if h * w != self.positions.L or shape[:-1] != (self._rows.shape[0], self.positions.L):
+        if h * w != self.positions.L or shape[:-1] != (self.rows.shape[0], self.positions.L):
             raise ValueError(
-                f"detail: expected the feature [{self._rows.shape[0]}, {self.positions.L}, d] that"
+                f"detail: expected the feature [{self.rows.shape[0]}, {self.positions.L}, d] that"
                 f" was planned by and its (h, w), got {list(shape)} and {(h, w)}; give"
                 " Detail(feature, (h, w)) without special tokens, or no detail"
             )
@@ -229,7 +235,7 @@ class RowPlan(Plan):
             kernels.unexplained,
             y,
             of_inputs,
-            self._rows,
+            self.rows,
             sizes,
             *table_of(self.positions),
             list(plane),
@@ -249,7 +255,7 @@ class RowPlan(Plan):
             found[1],
             seen,
             *follow,
-            self._rows,
+            self.rows,
             list(plane),
         )
         return x
@@ -258,20 +264,20 @@ class RowPlan(Plan):
         """Merged tokens y [B, L', C] as [B, L, C], varying as the blur of their copies does, and
         what of `y` is not that blur's mean.
         """
-        copies = rows_of(y, self._rows)
+        copies = rows_of(y, self.rows)
         blur = blurred(copies[:, self.special :], plane)
         blur = torch.cat([copies[:, : self.special], blur], 1) if self.special else blur
         unexplained = y - self.means(blur)
         if not in_place(y):
-            return blur + rows_of(unexplained, self._rows), unexplained
+            return blur + rows_of(unexplained, self.rows), unexplained
         rows_of(
-            unexplained, self._rows, out=copies
+            unexplained, self.rows, out=copies
         )  # the blur's mean in each group gives way to the group's own
         return blur.add_(copies), unexplained
 
     def _sums(self, t: Tensor) -> Tensor:
         """`summed` of t [B, L], [B, L']."""
-        return t.new_zeros(t.shape[0], self.tokens_kept).scatter_add_(1, self._rows, t)
+        return t.new_zeros(t.shape[0], self.tokens_kept).scatter_add_(1, self.rows, t)
 
 
 def row_plan(

@@ -14,6 +14,15 @@ from mame_sd.core.indexing import blocks_of
 from mame_sd.core.partition import Positions
 
 
+# Of each dtype the integers of its size, and the bits of its exponent: alone they are the power of
+# two below a number.
+_EXPONENTS = {
+    torch.float64: (torch.int64, 0x7FF << 52),
+    torch.float32: (torch.int32, 0xFF << 23),
+    torch.bfloat16: (torch.int16, 0xFF << 7),
+}
+
+
 def similarity_of(x: Tensor, pos: Positions, metric: str) -> Tensor:
     """S [B, T, m, n] of tokens x [B, L, d], in fp32 (fp64 of fp64); padded destinations are -inf:
     nothing merges into them.
@@ -58,6 +67,42 @@ def nearest(x: Tensor, pos: Positions, metric: str, ranked: bool = True) -> tupl
     best, row = _product(torch.mul(dst, _inverse_norm(dst), out=reuse(dst)), src).max(-2)
     shape = x.shape[0], pos.blocks, pos.n
     return best.view(shape), row.view(shape)
+
+
+def nearest_of_tiles(
+    x: Tensor, pos: Positions, ranked: bool, leader: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`nearest` by cosine of each sample's leader in few operations, without gradients:
+    similarities are scaled, and not tokens.
+    """
+    slots = pos.slots.flatten()
+    blocks = x.index_select(1, slots) if leader is None else x[leader.unsqueeze(1), slots]
+    blocks = blocks.view(-1, pos.m + pos.n, x.shape[2])
+    if x.dtype != torch.float16:  # whose squares and their sums are in the range of fp32
+        blocks = _in_range(blocks)
+    norm = torch.linalg.vector_norm(
+        blocks if ranked else blocks[:, : pos.m], dim=-1, dtype=torch.float32
+    ).clamp_(min=torch.finfo(torch.float32).tiny)
+    s = product(blocks[:, : pos.m], blocks[:, pos.m :].transpose(1, 2))
+    s.div_(norm[:, : pos.m].unsqueeze(-1))
+    if pos.dst_pad is not None:
+        s = masked_fill(s.view(-1, pos.blocks, *s.shape[1:]), pos.dst_pad.unsqueeze(-1), -math.inf)
+    best, row = s.max(-2)
+    if ranked:
+        best = best.view(norm.shape[0], pos.n).div_(norm[:, pos.m :]).clamp_(-1, 1)
+    shape = x.shape[0], pos.blocks, pos.n
+    return best.view(shape), row.view(shape)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a b [n, i, k] of a [n, i, j] and b [n, j, k], exact to fp32 and in fp32, also of halves, and
+    where the user lets CUDA's fp32 products run in TF32.
+    """
+    if a.dtype == torch.float32:
+        return _product(a, b.transpose(1, 2))
+    if a.is_cuda:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a.float(), b.float())
 
 
 def _cosine(blocks: Tensor, m: int) -> Tensor:
@@ -129,13 +174,13 @@ def _in_range(x: Tensor) -> Tensor:
     Overwrites `x` where no gradient is needed.
     """
     with torch.no_grad():
-        largest = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
-        largest = _full(largest)
-        top = (
-            1022 if x.dtype == torch.float64 else 126
-        )  # 2 ** +-top and their inverses are normal numbers
-        factor = torch.exp2(-largest.log2().floor().clamp(-top, top)).to(x.dtype)
-    return torch.mul(x, factor, out=reuse(x))
+        if x.device.type == "cpu":  # where the norm is ten times as slow
+            largest = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
+        else:
+            largest = torch.linalg.vector_norm(x, math.inf, dim=-1, keepdim=True)
+        whole, mask = _EXPONENTS[x.dtype]
+        power = (largest.view(whole) & mask).view(x.dtype).clamp_(min=torch.finfo(x.dtype).tiny)
+    return torch.div(x, power, out=reuse(x))
 
 
 def _inverse_norm(x: Tensor) -> Tensor:

@@ -23,7 +23,17 @@ SAMPLED = 8
 
 
 # The index tensors of a draw, in the order in which they stand side by side in a row of the table.
-PER_DRAW = ("dst", "src", "slots", "src_real", "gather", "source", "sample")
+PER_DRAW = (
+    "dst",
+    "src",
+    "slots",
+    "src_real",
+    "gather",
+    "source",
+    "sample",
+    "slot",
+    "sample_slot",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +53,7 @@ class Positions:
     dst_real: Tensor | None  # [M] the slots that are not padding; None: all of them
     dst_pad: Tensor | None  # [T, m] True at padding; None: there is none
     src_pad: Tensor | None  # [T, n] True at padding; None: there is none
+    groups: Tensor  # [T, m] number of each destination slot among the [M]; -2 at padding
     m: int  # destination slots of a block
     n: int  # source slots of a block
     blocks: int  # T
@@ -65,6 +76,8 @@ class Positions:
     sample: Tensor = field(
         init=False
     )  # [samples] positions at random, one of each run of SAMPLED in a tile's rows
+    slot: Tensor = field(init=False)  # [L] which of the slots each position is, of T * (m + n)
+    sample_slot: Tensor = field(init=False)  # [samples] the slots of the sample
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "L", self.M + self.N)
@@ -85,8 +98,9 @@ class Positions:
         else:
             row = self.table.index_select(0, row_of(self.draw, self.table.shape[0])).view(-1)
         width = self.m + self.n
-        each = self.M, self.N, self.blocks * width, self.N, self.L, self.L
-        parts = row.split([*each, row.shape[0] - sum(each)])
+        n = self.samples
+        each = self.M, self.N, self.blocks * width, self.N, self.L, self.L, n, self.L, n
+        parts = row.split(each)
         for name, part in zip(PER_DRAW, parts, strict=True):
             object.__setattr__(
                 self, name, part.view(self.blocks, width) if name == "slots" else part
@@ -211,8 +225,12 @@ def _layout(tile: Tensor, order: Tensor, is_dst: Tensor, sample: Tensor) -> Posi
     slots = dst.masked_select(dst_rank == 0).repeat_interleave(
         m + n
     )  # padding: the first destination of the tile
-    slots.index_copy_(0, dst_tile * (m + n) + dst_rank, dst)
-    slots.index_copy_(0, src_tile * (m + n) + m + src_rank, src)
+    dst_at, src_at = dst_tile * (m + n) + dst_rank, src_tile * (m + n) + m + src_rank
+    slots.index_copy_(0, dst_at, dst)
+    slots.index_copy_(0, src_at, src)
+    slot = torch.zeros_like(order).index_copy_(0, dst, dst_at).index_copy_(0, src, src_at)
+    groups = torch.full((dst_count.shape[0] * m,), -2)
+    groups.index_copy_(0, dst_tile * m + dst_rank, torch.arange(len(dst)))
     dst_pad = torch.arange(m) >= dst_count.unsqueeze(1)
     src_pad = torch.arange(n) >= src_count.unsqueeze(1)
     source = torch.zeros_like(order).index_copy_(0, src, src_tile * n + src_rank)
@@ -226,12 +244,15 @@ def _layout(tile: Tensor, order: Tensor, is_dst: Tensor, sample: Tensor) -> Posi
         "gather": gather,
         "source": source,
         "sample": sample,
+        "slot": slot,
+        "sample_slot": slot.index_select(0, sample),
     }
     return Positions(
         table=torch.cat([parts[name] for name in PER_DRAW]).unsqueeze(0),
         dst_real=dst_tile * m + dst_rank if dst_pad.any() else None,
         dst_pad=dst_pad if dst_pad.any() else None,
         src_pad=src_pad if src_pad.any() else None,
+        groups=groups.view(-1, m),
         m=m,
         n=n,
         blocks=slots.shape[0] // (m + n),

@@ -113,12 +113,17 @@ def preserved_by_keep(best: Tensor, pos: Positions, keep: float) -> Tensor:
         return torch.empty(b, 0, dtype=torch.long, device=best.device)
     if not merged:
         return torch.arange(pos.N, device=best.device).expand(b, -1)
+    return ranked_by_keep(best, pos)[:, merged:].sort(dim=1).values
+
+
+def ranked_by_keep(best: Tensor, pos: Positions) -> Tensor:
+    """All sources [B, N] in the order in which they merge: of the largest similarity `best` [B, T,
+    n] first, ties by position, NaN last.
+    """
     last = torch.finfo(best.dtype).min
     best = torch.nan_to_num(best.detach(), nan=last, posinf=math.inf, neginf=-math.inf)
-    order = (
-        best.flatten(1).index_select(1, pos.src_real).argsort(dim=1, descending=True, stable=True)
-    )
-    return order[:, merged:].sort(dim=1).values
+    of_sources = best.flatten(1).index_select(1, pos.src_real)
+    return of_sources.argsort(dim=1, descending=True, stable=True)
 
 
 def unmerged_slots(preserved: Tensor, pos: Positions) -> Tensor:

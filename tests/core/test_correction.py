@@ -10,7 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd import MaMeConfig, plan_merge
-from mame_sd.core.correction import first_order, first_order_of_means, joined, moments, within_groups
+from mame_sd.core.correction import (
+    apart_from,
+    first_order,
+    first_order_of_means,
+    joined,
+    moments,
+    within_groups,
+)
 from mame_sd.core.owners import owners_of
 from mame_sd.diffusion.families.keys import corrected
 
@@ -172,17 +179,12 @@ def test_moments_drawn_from_every_token_are_the_moments(keep: float, special: in
     # every token twice, so that both halves of the sample see all of them
     twice = torch.arange(special + 256).repeat(2)
     between = moments(kept_key, kept_value, plan.sizes)
-    given = (
-        joined(kept_key, kept_value),
-        joined(key[:, twice], value[:, twice]),
-        plan.rows[:, twice],
-        plan.sizes,
-        8,
-        special + 256,
-    )
+    means = joined(kept_key, kept_value)
+    apart = apart_from(means, joined(key[:, twice], value[:, twice]), plan.rows[:, twice])
     every = moments(key, value)
     for weighed, kept in ((True, between), (False, moments(kept_key, kept_value))):
-        found, expected = first_order_of_means(*given, weighed), first_order(every, kept)
+        given = None if weighed else means, plan.sizes, special + 256
+        found, expected = first_order_of_means(apart, 8, *given), first_order(every, kept)
         torch.testing.assert_close(found.covariance, expected.covariance, rtol=1e-9, atol=1e-9)
         shift = torch.zeros(()).double() if found.shift is None else found.shift
         torch.testing.assert_close(

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mame_sd.core import fused, means
+from mame_sd.core import fused, means, tiled_plan
 from mame_sd.core.buffers import in_place
 from mame_sd.core.constants import constant, counting
 from mame_sd.core.correction import (
@@ -27,6 +27,7 @@ from mame_sd.core.correction import (
     Lacking,
     add_by_kernel,
     added_by_kernels,
+    apart_from,
     first_order,
     first_order_of_means,
     joined,
@@ -37,6 +38,7 @@ from mame_sd.core.means import Groups
 from mame_sd.core.pick_plan import PickPlan
 from mame_sd.core.plan import Plan
 from mame_sd.core.row_plan import RowPlan
+from mame_sd.core.tiled_plan import TiledPlan
 from mame_sd.diffusion.tokens import Tokens
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -121,8 +123,10 @@ def _rounded(function: Callable[..., Tensor], t: Tensor, other: Any, like: Tenso
 
 def log_sizes(sizes: Tensor, like: Tensor) -> Tensor:
     """A mask [..., 1, N'] in the dtype of `like` that counts keys `sizes` times, [..., N']."""
-    exact = torch.promote_types(like.dtype, torch.float32)
-    return sizes.to(exact).log().to(like.dtype).unsqueeze(-2)
+    exact = sizes.to(torch.promote_types(like.dtype, torch.float32))
+    if torch.compiler.is_compiling():
+        return exact.log().to(like.dtype).unsqueeze(-2)
+    return torch.log(exact, out=torch.empty_like(exact, dtype=like.dtype)).unsqueeze(-2)
 
 
 def of_heads(t: Tensor, keys: Tensor) -> Tensor:
@@ -234,10 +238,14 @@ class GroupedKeys(Attending):
             return add_by_kernel(
                 attended(attention, call, **fewer), call["query"], lacking, _is_ours(attention)
             )
-        rows = of_heads(plan.rows.index_select(1, plan.positions.sample), key)
+        if isinstance(plan, RowPlan):
+            rows = of_heads(plan.sample_rows, key)
+        else:
+            rows = of_heads(plan.rows.index_select(1, plan.positions.sample), key)
         means, drawn_too = joined(call["key"], call["value"]).split([plan.tokens_kept, drawn], -2)
+        given = None if plan.uneven else means, sizes, plan.tokens_in
         lacks = first_order_of_means(
-            means, drawn_too, rows, sizes, key.shape[-1], plan.tokens_in, plan.uneven
+            apart_from(means, drawn_too, rows), key.shape[-1], *given
         )
         return corrected(attention, call, lacks, **fewer)
 
@@ -306,6 +314,8 @@ class MergedKeys(Attending):
             )
             if output is not None:
                 return output
+        if mask is None and isinstance(self.plan, TiledPlan) and tiled_plan.on(query, key, value):
+            return self._attend_tiled(attention, call, self.plan, self.plan.uneven or not alone)
         sizes = None if alone and not self.plan.uneven else self.sizes(query)
         kept_key, kept_value = self.merged(key), self.merged(value)
         fewer = {
@@ -355,6 +365,34 @@ class MergedKeys(Attending):
             attended(attention, call, **fewer), query, lacking, _is_ours(attention)
         )
 
+    def _attend_tiled(
+        self, attention: Callable[..., Tensor], call: dict[str, Any], plan: TiledPlan, weigh: bool
+    ) -> Tensor:
+        """`attend` in few operations; `weigh`: logits count the keys."""
+        query, key, value, pos = call["query"], call["key"], call["value"], plan.positions
+        width, after = key.shape[3], self.length - self.first - plan.tokens_in
+        at = self.tokens.places(pos.slots.flatten())
+        at = at + self.first if self.first else at
+        every, slots = plan.pairs(key, value, at, self.first, after)
+        kept = [t.transpose(1, 2) for t in (every[..., :width], every[..., width:])]
+        mask = log_sizes(self.sizes(query), query) if weigh else None
+        fewer = {"key": kept[0], "value": kept[1], "attn_mask": mask}
+        if not self.correct or call.get("is_causal") or query.shape[:-2] != key.shape[:-2]:
+            return attended(attention, call, **fewer)
+        if not self.drawn:
+            sizes = self.sizes(query) if weigh else None
+            lacks = self.lacking((key, value), (kept[0], kept[1]), sizes)
+            return corrected(attention, call, lacks, **fewer)
+        means = every[:, self.first : self.first + plan.tokens_kept]
+        drawn = slots.index_select(1, pos.sample_slot)
+        its = means.gather(1, plan.sample_rows[..., None, None].expand(drawn.shape))
+        lead = drawn.shape[0], drawn.shape[2], drawn.shape[1], drawn.shape[3]  # [B, H, n, D + D']
+        apart = query.new_empty(lead, dtype=torch.float32)
+        torch.sub(drawn.transpose(1, 2), its.transpose(1, 2), out=apart)
+        joint = None if weigh else joined(*kept)
+        lacks = first_order_of_means(apart, width, joint, plan.sizes.unsqueeze(1), plan.tokens_in)
+        return corrected(attention, call, lacks, self.share, **fewer)
+
     def lacking(
         self, every: tuple[Tensor, Tensor], kept: tuple[Tensor, Tensor], sizes: Tensor | None
     ) -> Lacking:
@@ -371,10 +409,8 @@ class MergedKeys(Attending):
             if sizes is None
             else sizes.narrow(-1, self.first, plan.tokens_kept)
         )
-        width = every[0].shape[-1]
-        return first_order_of_means(
-            means, drawn, rows, counts, width, plan.tokens_in, weighed=sizes is not None
-        )
+        given = means if sizes is None else None, counts, plan.tokens_in
+        return first_order_of_means(apart_from(means, drawn, rows), every[0].shape[-1], *given)
 
     @property
     def share(self) -> float:
