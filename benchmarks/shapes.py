@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from benchmarks import methods
 from benchmarks.timing import captured, interleaved
 from mame_sd import MaMeConfig
-from mame_sd.diffusion.apply import mame
+from mame_sd.diffusion.apply_denoiser import mame
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.eval.rivals.plans import means, random_cells, random_keys, strided, todo
 from scripts.peak_memory import peak_bytes
