@@ -50,7 +50,7 @@ from benchmarks.generation import clocked, generate, load
 from benchmarks.instruments import INSTRUMENTS
 from benchmarks.timing import machine
 from mame_sd import MaMeConfig, MaMeHandle
-from mame_sd.diffusion.apply import denoiser_of, mame
+from mame_sd.diffusion.apply_denoiser import denoiser_of, mame
 from mame_sd.errors import MachineError, UserError
 from mame_sd.eval.metrics.lpips import load_lpips
 from mame_sd.eval.metrics.psnr import psnr

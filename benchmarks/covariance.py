@@ -39,7 +39,7 @@ from benchmarks.instruments import INSTRUMENTS
 from benchmarks.layers import attention, inputs, ours
 from mame_sd import MaMeConfig
 from mame_sd.core.correction import first_order, moments
-from mame_sd.diffusion.apply import denoiser_of
+from mame_sd.diffusion.apply_denoiser import denoiser_of
 
 DRAWS = 16
 FORMS = (

@@ -39,7 +39,7 @@ from mame_sd.eval.benchmark.timings import Timing, read_record, write_record
 from mame_sd.eval.perception.methods import Merged, Method, Rival, Unmerged
 from mame_sd.eval.perception.rules import Given, Reduced, Rule, ToMe
 from mame_sd.eval.timing import interleaved, quartiles, timed
-from mame_sd.perception.apply import apply_encoder
+from mame_sd.perception.apply_encoder import apply_encoder
 from mame_sd.perception.report import EncoderReport
 
 HALVED = (3, 6, 9)  # the paper's layers, counted from 0

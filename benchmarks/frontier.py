@@ -42,7 +42,7 @@ from benchmarks.generation import AttentionWork, clocked, generate, load
 from benchmarks.instruments import INSTRUMENTS
 from benchmarks.methods import Method
 from benchmarks.timing import machine
-from mame_sd.diffusion.apply import denoiser_of
+from mame_sd.diffusion.apply_denoiser import denoiser_of
 from mame_sd.eval.benchmark.sensitivity import sensitivity
 from mame_sd.eval.metrics.lpips import load_lpips
 from mame_sd.eval.metrics.psnr import psnr

@@ -28,7 +28,7 @@ from benchmarks import methods
 from benchmarks.peak_memory import peak_bytes
 from benchmarks.timing import captured, interleaved
 from mame_sd import MaMeConfig
-from mame_sd.diffusion.apply import mame
+from mame_sd.diffusion.apply_denoiser import mame
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.eval.rivals.plans import means, random_cells, random_keys, strided, todo
 

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from diffusers import StableDiffusionPipeline
 
-from mame_sd.diffusion.apply import apply_mame
+from mame_sd.diffusion.apply_denoiser import apply_mame
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.tiny import generate, tiny_components, tiny_pipeline
 

@@ -10,7 +10,7 @@ from mame_sd.eval.metrics.clip import load_clip
 from mame_sd.eval.perception.heads import Head, prompt_templates, text_head
 from mame_sd.eval.perception.rivals import rival_on
 from mame_sd.eval.perception.rules import RandomDrop
-from mame_sd.perception.apply import apply_encoder, encoder_restored
+from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
 from mame_sd.runs.encoders import load_encoder
 from mame_sd.runs.model_files import ModelChoice
 from scripts.training import pictures
