@@ -19,7 +19,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 
 from mame_sd import MaMeConfig, embedded_model_path, remove_mame
-from mame_sd.diffusion.apply import apply_mame
+from mame_sd.diffusion.apply_denoiser import apply_mame
 from mame_sd.embedded import model as subjects
 from mame_sd.eval.timing import quartiles, timed
 
