@@ -182,8 +182,8 @@ class MaMeConfig(StudyFields):
     )
     references: float | None = _field(
         "share of each reference image's tokens to keep in an edit; off unless given",
-        "Above 0 to 1; keys and values alone, each image on its own grid, while `keep` or `tau` holds"
-        " for the image itself. Models of edits by `apply_mame` alone.",
+        "Above 0 to 1; keys and values alone, each on its own grid; `keep` or `tau` holds for the"
+        " image itself. Models of edits by `apply_mame` alone.",
     )
     layers: LayerRules | None = _field(  # noqa: RUF009
         "settings of single layers by patterns of their names",

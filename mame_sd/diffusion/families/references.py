@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mame_sd.core.plan import Plan
-from mame_sd.core.row_plan import RowPlan
+from mame_sd.core.plan import Plan, RowPlan
 from mame_sd.diffusion.tokens import Tokens
 
 NONE_HERE = (
