@@ -25,8 +25,7 @@ from torch import Tensor
 
 from mame_sd import MaMeConfig, mame, plan_merge
 from mame_sd.core.partition import positions, square
-from mame_sd.core.plan import Plan
-from mame_sd.core.row_plan import row_plan
+from mame_sd.core.plan import Plan, row_plan
 from mame_sd.core.similarity import similarity_of
 
 TRAIN_STEPS = 1000

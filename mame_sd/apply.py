@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mame_sd.config import MaMeConfig, say_moved
 from mame_sd.diffusion.families.family import REGISTERED
-from mame_sd.perception.families import is_encoder
+from mame_sd.perception.known_encoders import is_encoder
 
 if TYPE_CHECKING:
     from mame_sd.diffusion.handle import MaMeHandle
@@ -26,10 +26,10 @@ def apply_mame(
 
     Args:
         target: a diffusers pipeline, a denoiser or a single Attention module: its large
-            self-attentions merge (`mame_sd.diffusion.apply.apply_mame`). Or a model with a vision
+            self-attentions merge (`mame_sd.diffusion.apply_denoiser`). Or a model with a vision
             transformer of transformers or timm: its blocks merge between attention and MLP
-            (`mame_sd.perception.apply.apply_encoder`). Where both stand in one module, the
-            diffusion model merges; give the encoder itself to merge it.
+            (`mame_sd.perception.apply_encoder`). Where both stand in one module, the diffusion
+            model merges; give the encoder itself to merge it.
         config: the settings; None is the measured default.
         fields: fields of MaMeConfig, over those of `config`; for a vision transformer also
             `blocks`, `restore`, `prop_attn`.
@@ -40,12 +40,12 @@ def apply_mame(
     """
     say_moved(fields, stacklevel=3)
     if _only_encoder(target):
-        from mame_sd.perception.apply import apply_encoder
+        from mame_sd.perception.apply_encoder import apply_encoder
 
         return apply_encoder(target, config, **fields)
-    from mame_sd.diffusion import apply
+    from mame_sd.diffusion import apply_denoiser
 
-    return apply.apply_mame(target, config, **fields)
+    return apply_denoiser.apply_mame(target, config, **fields)
 
 
 def remove_mame(target: Any, processors: bool = True) -> None:
@@ -59,14 +59,14 @@ def remove_mame(target: Any, processors: bool = True) -> None:
             processor.
     """
     if is_encoder(target):
-        from mame_sd.perception.apply import remove_encoder
+        from mame_sd.perception.apply_encoder import remove_encoder
 
         remove_encoder(target)
     if _only_encoder(target):
         return
-    from mame_sd.diffusion import apply
+    from mame_sd.diffusion import apply_denoiser
 
-    apply.remove_mame(target, processors)
+    apply_denoiser.remove_mame(target, processors)
 
 
 @contextmanager
@@ -81,14 +81,14 @@ def mame(
     """
     say_moved(fields, stacklevel=5)  # this generator, contextlib twice, the caller
     if _only_encoder(target):
-        from mame_sd.perception.apply import apply_encoder, encoder_restored
+        from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
 
         with encoder_restored(target):
             yield apply_encoder(target, config, **fields)
         return
-    from mame_sd.diffusion import apply
+    from mame_sd.diffusion import apply_denoiser
 
-    with apply.mame(target, config, **fields) as handle:
+    with apply_denoiser.mame(target, config, **fields) as handle:
         yield handle
 
 

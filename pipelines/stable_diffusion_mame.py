@@ -35,7 +35,7 @@ from transformers import (
 
 from mame_sd.config import MaMeConfig, study_given
 from mame_sd.config_checks import CHOICES
-from mame_sd.diffusion.apply import build_handle, has_hooks, hooks_restored
+from mame_sd.diffusion.apply_denoiser import build_handle, has_hooks, hooks_restored
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.saved_setting import DEFAULT, ENTRY, resolve_setting
 from mame_sd.diffusion.threads import CHANGES, begin, end

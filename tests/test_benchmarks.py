@@ -20,7 +20,7 @@ from benchmarks.generation import AttentionWork, clocked
 from benchmarks.timing import captured, interleaved
 from benchmarks.variants import guidance_protected, in_two_calls, scheduled, share_at, varied
 from mame_sd import MaMeConfig, mame
-from mame_sd.diffusion.apply import has_hooks
+from mame_sd.diffusion.apply_denoiser import has_hooks
 from mame_sd.eval.rivals.plans import means
 from mame_sd.eval.scoring.retrieval import TRUTHS
 from mame_sd.runs.loading import LoadedModel

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mame_sd.diffusion.apply import denoiser_of
+from mame_sd.diffusion.apply_denoiser import denoiser_of
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.plan import Plan
-from mame_sd.diffusion.apply import denoiser_of, mame
+from mame_sd.diffusion.apply_denoiser import denoiser_of, mame
 from mame_sd.diffusion.families.unet import PlainAttention
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.hook_registry import hook_on

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from mame_sd.core import fused
-from mame_sd.core.plan import Plan, no_autocast
-from mame_sd.core.row_plan import RowPlan
+from mame_sd.core.plan import Plan, RowPlan
+from mame_sd.core.tensors import no_autocast
 
 
 class Moments(NamedTuple):

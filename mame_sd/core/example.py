@@ -11,7 +11,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core.correction import Drawn, add_by_kernel, added_by_kernels, first_order_of_means
 from mame_sd.core.detail import Detail
 from mame_sd.core.merge import plan_merge
-from mame_sd.core.row_plan import RowPlan
+from mame_sd.core.plan import RowPlan
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of the largest value
 _PLANE, _WIDTH, _HEADS = (6, 18), 24, 2  # tiles are cut

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mame_sd.core.buffers import in_place
-from mame_sd.core.constants import is_captured
+from mame_sd.core.tensors import in_place, is_captured
 
 INTERPRETED = (
     os.environ.get("TRITON_INTERPRET") == "1"

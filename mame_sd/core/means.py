@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mame_sd.core.buffers import in_place
+from mame_sd.core.tensors import in_place
 
 
 class Groups(NamedTuple):

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.partition import positions
+from mame_sd.core.matrix_plan import MergePlan
+from mame_sd.core.partition import Positions, positions
 from mame_sd.core.pick_plan import pick_plan
-from mame_sd.core.plan import MergePlan, Plan, no_autocast
-from mame_sd.core.row_plan import fused_plan, row_plan
+from mame_sd.core.plan import Plan, fused_plan, row_plan
 from mame_sd.core.similarity import nearest, similarity_of
-from mame_sd.core.tables import Positions
+from mame_sd.core.tensors import no_autocast
 from mame_sd.core.weights import fusion_weights, merged_by_keep
 
 

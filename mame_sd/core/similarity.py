@@ -9,9 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from mame_sd.core.buffers import in_place, masked_fill, reuse
-from mame_sd.core.indexing import blocks_of
 from mame_sd.core.partition import Positions
+from mame_sd.core.tensors import blocks_of, in_place, masked_fill, reuse
 
 
 def similarity_of(x: Tensor, pos: Positions, metric: str) -> Tensor:

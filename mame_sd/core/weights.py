@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.buffers import in_place, masked_fill, relu, reuse
-from mame_sd.core.tables import Positions
+from mame_sd.core.partition import Positions
+from mame_sd.core.tensors import in_place, masked_fill, relu, reuse
 
 # Refining keeps what exceeds a column's mean. Where that leaves at most this share of the column (a
 # tie, up to rounding), the unrefined weights are taken: below it, fp32 decides by rounding alone.

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.plan import MergePlan, Plan
+from mame_sd.core.matrix_plan import MergePlan
+from mame_sd.core.plan import Plan
 from mame_sd.diffusion.threads import PerThread
 
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import PARTS, MaMeConfig
-from mame_sd.core.constants import constant, counting
 from mame_sd.core.pairs import leaders
-from mame_sd.core.partition import draw_at
-from mame_sd.core.tables import DRAWS
+from mame_sd.core.partition import DRAWS, draw_at
+from mame_sd.core.tensors import constant, counting
 from mame_sd.diffusion.calls import LatestCall
 from mame_sd.diffusion.hook_registry import AroundHook, CallHook, PreHook
 from mame_sd.diffusion.layer import NO_STEP, Layer, Step, merged_call

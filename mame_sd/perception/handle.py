@@ -15,7 +15,6 @@ from mame_sd.core.owners import owners_of
 from mame_sd.core.plan import Plan
 from mame_sd.perception.blocks import MergedBlock
 from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks
-from mame_sd.perception.families import Encoder, find_encoder, takes_mean
 from mame_sd.perception.hooks import (
     CheckHook,
     GridHook,
@@ -32,6 +31,7 @@ from mame_sd.perception.hooks import (
     take,
     take_all,
 )
+from mame_sd.perception.known_encoders import Encoder, find_encoder, takes_mean
 from mame_sd.perception.report import EncoderReport, make_blocks
 from mame_sd.perception.settings import (
     EVERY,

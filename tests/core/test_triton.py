@@ -26,8 +26,8 @@ from mame_sd import MaMeConfig, apply_mame, plan_merge
 from mame_sd.core import fused
 from mame_sd.core.detail import Detail
 from mame_sd.core.owners import owners_of
+from mame_sd.core.plan import RowPlan
 from mame_sd.core.reference import reference_plan
-from mame_sd.core.row_plan import RowPlan
 from mame_sd.diffusion.families.keys import GroupedKeys, MergedKeys
 from mame_sd.diffusion.tokens import Tokens
 from tests.builders.tiny import seeded

@@ -16,7 +16,7 @@ from diffusers.hooks import HookRegistry, ModelHook
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, remove_mame
 from mame_sd.core.owners import owners_of
 from mame_sd.core.partition import draw_at, positions
-from mame_sd.diffusion.apply import has_hooks
+from mame_sd.diffusion.apply_denoiser import has_hooks
 from tests.builders.layers import attention, every_config, tokens
 from tests.builders.tiny import (
     run_unet,

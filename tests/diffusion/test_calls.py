@@ -14,8 +14,7 @@ from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor, nn
 
 from mame_sd import MaMeConfig, apply_mame, plan_merge, remove_mame
-from mame_sd.core.plan import Plan
-from mame_sd.core.row_plan import RowPlan
+from mame_sd.core.plan import Plan, RowPlan
 from mame_sd.diffusion import calls
 from mame_sd.diffusion.hook_registry import hook_on
 from tests.builders.pipelines import SIDE, controlnet, noise

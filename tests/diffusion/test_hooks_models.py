@@ -18,7 +18,7 @@ from diffusers import (
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0, FusedAttnProcessor2_0
 
 from mame_sd import apply_mame, remove_mame
-from mame_sd.diffusion.apply import has_hooks
+from mame_sd.diffusion.apply_denoiser import has_hooks
 from tests.builders.layers import motion_unet
 from tests.builders.tiny import (
     generate,

@@ -15,7 +15,7 @@ from benchmarks.free import free_on, work
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, remove_mame
 from mame_sd.cli import app as cli
 from mame_sd.core.reference import reference_plan
-from mame_sd.diffusion.apply import has_hooks
+from mame_sd.diffusion.apply_denoiser import has_hooks
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.layers import attention, motion_unet
 from tests.builders.tiny import (

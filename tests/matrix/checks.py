@@ -22,7 +22,7 @@ from mame_sd import (
     apply_mame,
     remove_mame,
 )
-from mame_sd.diffusion.apply import denoiser_of, has_hooks
+from mame_sd.diffusion.apply_denoiser import denoiser_of, has_hooks
 from tests.matrix.rows import Absent, Row
 
 Shapes = dict[str, list[Any]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mame_sd import MaMeConfig
-from mame_sd.perception.apply import apply_encoder, encoder_restored, remove_encoder
+from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored, remove_encoder
 from mame_sd.perception.settings import EVERY, LEFT, chosen_blocks, configs_of
 from tests.builders.perception import DEPTH, PATCHES, ROWS, tokens
 

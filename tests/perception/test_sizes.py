@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from mame_sd import MaMeConfig, plan_merge
-from mame_sd.perception.apply import apply_encoder
+from mame_sd.perception.apply_encoder import apply_encoder
 from mame_sd.perception.blocks import weighted
-from mame_sd.perception.families import find_encoder
+from mame_sd.perception.known_encoders import find_encoder
 from tests.builders.perception import PATCHES, ROWS, SIDE, Row
 
 VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")

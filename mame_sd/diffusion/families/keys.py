@@ -20,8 +20,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mame_sd.core import fused, means
-from mame_sd.core.buffers import in_place
-from mame_sd.core.constants import constant, counting
 from mame_sd.core.correction import (
     Drawn,
     Lacking,
@@ -31,11 +29,10 @@ from mame_sd.core.correction import (
     first_order_of_means,
     moments,
 )
-from mame_sd.core.indexing import rows_of
 from mame_sd.core.means import Groups
 from mame_sd.core.pick_plan import PickPlan
-from mame_sd.core.plan import Plan
-from mame_sd.core.row_plan import RowPlan
+from mame_sd.core.plan import Plan, RowPlan
+from mame_sd.core.tensors import constant, counting, in_place, rows_of
 from mame_sd.diffusion.tokens import Tokens
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

@@ -20,8 +20,7 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.plan import Plan
-from mame_sd.core.row_plan import RowPlan
+from mame_sd.core.plan import Plan, RowPlan
 from mame_sd.diffusion.families.keys import Attending, GroupedKeys, MergedKeys, log_sizes
 from mame_sd.diffusion.layer import Layer, LayerCall, Output, Route, compared, settings_for
 from mame_sd.diffusion.tokens import Call, Tokens

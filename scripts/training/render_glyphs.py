@@ -3,8 +3,9 @@
 The SVGs come from the npm package ``@iconify-json/noto`` (Apache-2.0). Needs ``npm`` and ``pip
 install resvg_py``.
 
-    python scripts/render_glyphs.py            # writes mame_sd/embedded/unet/glyphs.webp and
-    glyphs.json
+    python -m scripts.training.render_glyphs
+
+It writes glyphs.webp and glyphs.json into mame_sd/embedded/unet.
 """
 
 import io
@@ -80,7 +81,7 @@ def rasterize(body: str) -> Image.Image:
 
 
 def main() -> None:
-    out = Path(__file__).parents[1] / "mame_sd" / "embedded" / "unet"
+    out = Path(__file__).parents[2] / "mame_sd" / "embedded" / "unet"
     bodies, subjects = icons(), names()
     missing = [n for n in subjects if ALIASES.get(n, n.replace(" ", "-")) not in bodies]
     if missing or len(set(subjects)) != len(subjects):

@@ -1,8 +1,8 @@
 """Train what joins a DINOv2-S to SmolLM2 so that it captions pictures of cards: a mini LLaVA.
 
-    python scripts/train_captioner.py --work out/captioner            # stop and start at will
-    python scripts/train_captioner.py --work out/captioner --export FOLDER
-    python scripts/train_captioner.py --pictures out/cards --num 200  # pictures to measure on
+    python -m scripts.training.train_captioner --work out/captioner            # stop and start at will
+    python -m scripts.training.train_captioner --work out/captioner --export FOLDER
+    python -m scripts.training.train_captioner --pictures out/cards --num 200  # pictures to measure on
 
 The tower and the language model are fetched and stay as they are; trained are LLaVA's projector
 and updates of rank `RANK` of the language model's queries and values. First each patch learns the
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from embedded_training import cards
+
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from mame_sd.eval.networks.pretrained import (
     load_smollm2,
 )
 from mame_sd.runs.files import written_whole
+from scripts.training import cards
 
 SIDE, GRID = 126, 9  # pixels and patches
 LAYER = -4  # hidden state that the projector reads: its patches say most about colour and object

@@ -1,8 +1,7 @@
 """What each form of merging costs the embedded UNet's output: the table behind the defaults, in a
 minute or two.
 
-    python scripts/merge_error.py            # prints the table of docs/experiments.md, last line
-    JSON
+    python -m benchmarks.merge_error
 
 Noised latents of true pictures at four noise levels, conditional half only; error is |with -
 without| / |without| of the UNet's output, averaged; kept is the share of the first level's tokens
@@ -19,7 +18,8 @@ import numpy as np
 import torch
 from diffusers import StableDiffusionPipeline
 
-from mame_sd import MaMeConfig, apply_mame, embedded_model_path, remove_mame
+from mame_sd import MaMeConfig, embedded_model_path, remove_mame
+from mame_sd.diffusion.apply_denoiser import apply_mame
 from mame_sd.embedded import model as subjects
 from mame_sd.eval.timing import quartiles, timed
 

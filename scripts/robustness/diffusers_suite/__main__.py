@@ -1,7 +1,7 @@
 """diffusers' own tests with merging in the loop: `make test-diffusers`, or
 
-    python -m scripts.diffusers_suite [--suites "SD 3" Flux] [--modes without on] [--source
-    CHECKOUT] [--work FOLDER]
+    python -m scripts.robustness.diffusers_suite [--suites "SD 3" Flux] [--modes without on]
+        [--source CHECKOUT] [--work FOLDER]
 
 The tests are those of the installed diffusers, from its repository at the tag of that version (its
 source distribution has none), or of a checkout. They run in one process a suite and mode, with
@@ -25,10 +25,17 @@ from typing import Any
 
 import diffusers
 
-from scripts.diffusers_suite.known import reason
-from scripts.diffusers_suite.suites import BACKENDS, COMPILED, GROUND, MODES, SUITES, runs
+from scripts.robustness.diffusers_suite.known import reason
+from scripts.robustness.diffusers_suite.suites import (
+    BACKENDS,
+    COMPILED,
+    GROUND,
+    MODES,
+    SUITES,
+    runs,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RESULT = ROOT / "tests" / "matrix" / "diffusers_suite.json"
 URL = "https://github.com/huggingface/diffusers"
 NEEDS = ("parameterized", "requests-mock")  # of diffusers' tests, beyond our own requirements
@@ -114,7 +121,7 @@ def run(
         "-m",
         mark,
         "-p",
-        "diffusers_suite.plugin",
+        "scripts.robustness.diffusers_suite.plugin",
     ]
     environment = {
         **os.environ,
@@ -122,7 +129,7 @@ def run(
         "MAME_RESULTS": str(results),
         "MAME_BACKEND": backend or "",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "scripts"), str(work / "site")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(work / "site")]),
     }
     with results.with_suffix(".log").open("a", encoding="utf-8") as log:
         command = [sys.executable, "-m", "pytest", *options, *paths]
@@ -229,7 +236,7 @@ def main() -> int:
     work = arguments.work.resolve()
     folder, version = fetched(work, arguments.source)
     if not arguments.table:
-        from scripts.diffusers_suite.stand_ins import save_stand_ins
+        from scripts.robustness.diffusers_suite.stand_ins import save_stand_ins
 
         save_stand_ins(folder)
         for suite in arguments.suites:

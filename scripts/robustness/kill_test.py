@@ -1,9 +1,9 @@
 """Kill runs of the embedded model at random moments, continue each until it ends, and compare with
 an undisturbed one.
 
-    python scripts/kill_test.py [--kills 50] [--kinds baseline,merged,processes] [--steps 2]
-    [--minutes 60] python scripts/kill_test.py --fork          # the same runs, forked from a
-    process that has loaded the model
+    python -m scripts.robustness.kill_test [--kills 50] [--steps 2] [--minutes 60]
+        [--kinds baseline,merged,processes]
+    python -m scripts.robustness.kill_test --fork  # the same, forked from a process with the model
 
 A run is `mame-sd generate` with three images of each prompt, two at once; `processes` is the merged
 one by two processes, launched by accelerate: a kill takes all of it, or one of the two alone. With
@@ -33,10 +33,9 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.builders.kills import snapshot
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = [
     "-m",
     "accelerate.commands.launch",

@@ -2,8 +2,9 @@
 
 Both on one small ViT of timm with random weights.
 
-    python scripts/check_rivals.py --tome TOME --evit EVIT      # checkouts of facebookresearch/ToMe
-    and youweiliang/evit
+    python -m benchmarks.published_rivals --tome TOME --evit EVIT
+
+TOME and EVIT are checkouts of facebookresearch/ToMe and youweiliang/evit.
 
 Needs timm with its torchvision, and torchprofile, which EViT imports. One JSON line for each
 setting: the largest difference of the logits, that of the unmerged model's beside it. Exits with 1
@@ -23,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mame_sd.eval.perception.rivals import rival_on
 from mame_sd.eval.perception.rules import EViT, Rule, ToMe
 

@@ -1,8 +1,9 @@
 """Disks that fill up, folders that turn read-only, model files that are cut or have one bit
 flipped: what a run says and loses.
 
-    python scripts/faults.py [--bits 40]        # as root on Linux, for mount and chattr; parts that
-    may not run say so
+    python -m scripts.robustness.faults [--bits 40]
+
+Run it as root on Linux, for mount and chattr; parts that may not run say so.
 
 Every run is `mame-sd generate`, in this process, of eight prompts on a tiny pipeline of random
 weights. After each fault stderr must hold exactly one error line, every image of before must be
@@ -25,7 +26,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch

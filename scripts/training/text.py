@@ -4,6 +4,7 @@ trained with the UNet.
 
 import json
 
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
@@ -56,3 +57,22 @@ def new_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
             projection_dim=TEXT_WIDTH,
         )
     )
+
+
+def caption_tokens(tokenizer: CLIPTokenizer, captions: list[str]) -> torch.Tensor:
+    rows: torch.Tensor = tokenizer(
+        captions, padding="max_length", truncation=True, return_tensors="pt"
+    ).input_ids
+    return rows
+
+
+class Tokens(dict[str, torch.Tensor]):
+    """Tokens of a caption, computed when first asked for."""
+
+    def __init__(self, tokenizer: CLIPTokenizer) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+
+    def __missing__(self, caption: str) -> torch.Tensor:
+        self[caption] = caption_tokens(self.tokenizer, [caption])[0]
+        return self[caption]

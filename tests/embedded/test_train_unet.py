@@ -1,7 +1,7 @@
 """The training script survives a kill, runs through, and writes a whole pipeline.
 
 That a resumed run gives the very weights of an undisturbed one is tested with the transformer's
-script: both train in `embedded_training.loop`.
+script: both train in `scripts.training.loop`.
 """
 
 import signal
@@ -15,12 +15,12 @@ from diffusers import StableDiffusionPipeline
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "train_embedded.py"
+ROOT = Path(__file__).parents[2]
 
 
 def start(work: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(SCRIPT), "--smoke", "--work", str(work)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "scripts.training.train_unet", "--smoke", "--work", str(work)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def weights(model: Path) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 Choices of a plan from tokens and from the same tokens, perturbed.
 
-    python scripts/choice_stability.py
+    python -m benchmarks.choice_stability
 
 Random tokens, tokens of which each is there twice, and smooth ones (neighbours nearly alike),
 perturbed by a relative 1e-6, as batching, attention slicing or another device do; the best
@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mame_sd import MaMeConfig
 from mame_sd.core.partition import positions
 from mame_sd.core.similarity import similarity_of

@@ -1,7 +1,7 @@
 """A server's life: many threads and one model, settings of their own, and 500 images in one
 process.
 
-    python scripts/server_life.py [--images 20] [--threads 8] [--memory 500]
+    python -m scripts.robustness.server_life [--images 20] [--threads 8] [--memory 500]
 
 Every image is compared, bit for bit, with one that a single thread made from the same noise, at the
 same size and settings, before. Parts, on tiny Stable Diffusion pipelines of random weights (256 and
@@ -11,8 +11,7 @@ same size and settings, before. Parts, on tiny Stable Diffusion pipelines of ran
     shared      two plain pipelines that share a UNet, one `apply_mame`
     pipelines   one StableDiffusionMaMePipeline, another tau or keep in each call
     two         two StableDiffusionMaMePipelines that share a UNet: one waits, or raises
-    RuntimeError memory      one image after the other; resident memory after a fifth of them and at
-    the end
+    memory      one image after the other; resident memory after a fifth and at the end
 
 Prints one JSON line a part; exit status 1 when an image differs from all that it may be, an error
 is another than RuntimeError that names the reason, or memory grows by more than 16 MiB.
@@ -31,15 +30,12 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from diffusers import StableDiffusionPipeline
 
-from mame_sd.diffusion.apply import apply_mame
+from mame_sd.diffusion.apply_denoiser import apply_mame
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.tiny import generate, tiny_components, tiny_pipeline
 

@@ -52,7 +52,7 @@ def apply_encoder(
 
     Args:
         target: a model that holds one vision transformer that is known
-            (`mame_sd.perception.families`).
+            (`mame_sd.perception.known_encoders`).
         config: the settings; of its fields only those that were given count. It does not hold
             `blocks`.
         blocks: how many blocks merge, from the first; or which ones, counted from 0 (-1 is the

@@ -1,13 +1,14 @@
 """Train ViT-Ti without merging and with it on pictures of the embedded world: from scratch,
 fine-tuned, in the last block only.
 
-    python scripts/train_vit.py --work out/vit                    # stop and start at will
-    python scripts/train_vit.py --work out/vit --until last-0     # no further than this stage
-    python scripts/train_vit.py --work out/vit --forms plain      # the unmerged models alone
-    python scripts/train_vit.py --work out/vit-class --head class # a class token instead of the
-    mean over tokens python scripts/train_vit.py --smoke --work DIR                # everything in a
-    minute mame-sd-eval classify --suite trained --trained out/vit       # the table, whenever all
-    forms of a seed are there
+    python -m scripts.training.train_vit --work out/vit                     # stop, start at will
+    python -m scripts.training.train_vit --work out/vit --until last-0      # up to this stage
+    python -m scripts.training.train_vit --work out/vit --forms plain       # the unmerged models
+    python -m scripts.training.train_vit --work out/vit-class --head class  # a class token
+    python -m scripts.training.train_vit --smoke --work DIR                 # all of it in a minute
+    mame-sd-eval classify --suite trained --trained out/vit                 # the table
+
+The table can be made as soon as all forms of a seed are there.
 
 The answer is read from the mean over tokens. From a class token, as in the paper, merging in the
 last block can't change it: there merging stands after the last attention, where the class token,
@@ -19,7 +20,7 @@ the merged forms alone; here the unmerged one is fine-tuned as well, so that wha
 does is known.
 
 A training set of fixed size, so that there are epochs: pictures of one of ten glyphs
-(`embedded_training/pictures.py`), 64 x 64 pixels, moved by up to `SHIFT` pixels. Pairs of glyph and
+(`pictures.py`), 64 x 64 pixels, moved by up to `SHIFT` pixels. Pairs of glyph and
 ground that are held out are what is measured on.
 """
 
@@ -31,9 +32,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from embedded_training import joint, pictures, world
-from embedded_training.contrast import MEAN, STD
-from embedded_training.loop import checkpoint, fit, generator, train_stages
 from PIL import Image
 from pytorch_optimizer import Muon
 from rich.progress import track
@@ -50,6 +48,9 @@ from mame_sd import apply_mame
 from mame_sd.embedded import model as subjects
 from mame_sd.eval.perception.forms import FORMS, Form
 from mame_sd.runs.files import write_atomically, written_whole
+from scripts.training import joint, pictures, world
+from scripts.training.contrast import MEAN, STD
+from scripts.training.loop import checkpoint, fit, generator, train_stages
 
 SIDE, PATCH = 64, 8
 WIDTH, BLOCKS, HEADS = 192, 12, 3

@@ -1,9 +1,9 @@
 """Give the commands broken prompt files, configs, run folders and results, and see that each ends
 in exit status 0 or 2.
 
-    python -m scripts.fuzz [--cases 300] [--seed 0] [--kinds prompts,configs,folders,results]
-    [--processes 10] python -m scripts.fuzz --kinds prompts --only 17       # one case again, with
-    what it says
+    python -m scripts.robustness.fuzz [--cases 300] [--seed 0] [--processes 10]
+        [--kinds prompts,configs,folders,results]
+    python -m scripts.robustness.fuzz --kinds prompts --only 17  # one case again, with what it says
 
 A case is drawn from (seed, kind, number) alone. It fails on another status than 0 or 2, a
 traceback, another number of error lines than one (none at 0), a line of more than 3,000 characters,
@@ -35,11 +35,11 @@ import torch
 
 from mame_sd.cli import app
 from mame_sd.eval.cli import app as eval_app
-from scripts.fuzz.broken import Draw
-from scripts.fuzz.cases import KINDS, Cases
-from scripts.fuzz.watch import Watch, tree
+from scripts.robustness.fuzz.broken import Draw
+from scripts.robustness.fuzz.cases import KINDS, Cases
+from scripts.robustness.fuzz.watch import Watch, tree
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LONGEST_LINE = 3000
 PROGRAMS: dict[str, Callable[[list[str]], int]] = {"mame_sd": app.run, "mame_sd.eval": eval_app.run}
 

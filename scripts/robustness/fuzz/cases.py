@@ -13,7 +13,7 @@ from mame_sd.cli import app
 from mame_sd.config import MaMeConfig
 from mame_sd.eval.benchmark.results import FORMAT
 from mame_sd.eval.report import render
-from scripts.fuzz.broken import (
+from scripts.robustness.fuzz.broken import (
     KEYS,
     TEXTS,
     Draw,

@@ -1,10 +1,10 @@
 """Train the embedded model from nothing: autoencoder, tokenizer, text encoder and UNet, on a CPU or
 a GPU.
 
-    python scripts/render_glyphs.py                        # once: the subjects
-    python scripts/train_embedded.py --work out/train      # hours on two cores; stop and start it
-    at will python scripts/train_embedded.py --smoke --work DIR    # the whole path in under a
-    minute, into DIR/model
+    python -m scripts.training.render_glyphs                  # once: the subjects
+    python -m scripts.training.train_unet --work out/train    # hours on two cores; stop at will
+    # all of it in a minute, into DIR/model:
+    python -m scripts.training.train_unet --smoke --work DIR
 
 The recipe: the UNet's inner levels are trained first, on 8 x 8 patches of 8 x 8 latents, where a
 step is cheap and every position knows its place from the padding around it: they learn which shape
@@ -15,14 +15,15 @@ level has learnt to speak to them.
 """
 
 import argparse
-import hashlib
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from embedded_training.autoencoder import all_latents, check_grid, train_autoencoder
-from embedded_training.diffusion import (
+
+from mame_sd.embedded import model as subjects
+from scripts.training import command
+from scripts.training.autoencoder import all_latents, check_grid, train_autoencoder
+from scripts.training.diffusion import (
     Data,
     Denoiser,
     Stage,
@@ -31,10 +32,8 @@ from embedded_training.diffusion import (
     train_stage,
     training_pairs,
 )
-from embedded_training.export import export
-from embedded_training.text import new_text_encoder, new_tokenizer
-
-from mame_sd.embedded import model as subjects
+from scripts.training.export import export
+from scripts.training.text import new_text_encoder, new_tokenizer
 
 STAGES = (
     Stage("patch8", 8, (192, 224), (3, 4), 1100, 64, 0.01, 0.001, decided=0.8),
@@ -43,12 +42,6 @@ STAGES = (
     Stage("patch1", 1, (32, 64, 128, 192, 224), (1, 1, 2, 3, 4), 500, 8, 0.008, 0.0, frozen=150),
 )
 AUTOENCODER_STEPS = 2400
-
-
-def script_hash() -> str:
-    """SHA-256 of this script and the modules beside it."""
-    files = [Path(__file__), *sorted((Path(__file__).parent / "embedded_training").glob("*.py"))]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def main() -> None:
@@ -103,16 +96,9 @@ def main() -> None:
             model = train_stage(args.work, stage, previous, data, tokenizer, args.seed)
     assert model is not None
     out = args.out or args.work / "model"
-    provenance = {
-        "script_sha256": script_hash(),
-        "seed": str(args.seed),
-        "steps": json.dumps(
-            {
-                s.name: torch.load(args.work / f"{s.name}.pt", weights_only=True)["step"]
-                for s in stages
-            }
-        ),
-        "subjects": "Noto Emoji, Apache-2.0",
+    steps = {
+        stage.name: torch.load(args.work / f"{stage.name}.pt", weights_only=True)["step"]
+        for stage in stages
     }
     export(
         out,
@@ -120,7 +106,7 @@ def main() -> None:
         model,
         tokenizer,
         torch.load(args.work / "latents.pt", weights_only=True),
-        provenance,
+        command.provenance(command.modules(), args.seed, steps),
     )
     print(f"wrote {out}")
 

@@ -1,9 +1,9 @@
 """Score the embedded model against the truth, and merging against no merging, on 100 prompts drawn
 with a fixed seed.
 
-    python scripts/check_embedded.py                         # baseline and the default setting,
-    into out/check python scripts/check_embedded.py --setting tau=0.8       # any MaMeConfig fields,
-    comma-separated python scripts/check_embedded.py --num 10                # a quick look
+    python -m benchmarks.embedded  # baseline and the default setting, into out/check
+    python -m benchmarks.embedded --setting tau=0.8  # any MaMeConfig fields, with commas between
+    python -m benchmarks.embedded --num 10           # a quick look
 
 Half of the prompts are object-background pairs that training never saw. Prints one row per setting
 and a last line of JSON, and writes ``contact.png``. Images are made by ``mame-sd generate``, so a

@@ -5,7 +5,7 @@ A block is taken to compute x' = x + attention branch (x), x = x' + MLP branch (
 row of the block's own modules. `register_encoder` adds a model of your own. For a class MyViT with
 one class token, whose MyBlock has the modules norm_a, attend, norm_b and mlp:
 
-    from mame_sd.perception.families import Encoder, register_encoder
+    from mame_sd.perception.known_encoders import Encoder, register_encoder
 
     register_encoder(Encoder("mine", ("MyViT",), "MyBlock", ("norm_a", "attend"), ("norm_b", "mlp"),
     special=1))
@@ -186,7 +186,7 @@ def find_encoder(target: nn.Module) -> tuple[nn.Module, list[nn.Module], Encoder
         )
         raise ValueError(
             f"expected one vision transformer ({', '.join(sorted(known))}), got {what}; give the"
-            " model itself, or describe it with mame_sd.perception.families.register_encoder"
+            " model itself, or describe it with mame_sd.perception.known_encoders.register_encoder"
         )
     model = next(iter(inner.values()))
     return model, *_described(model)
@@ -208,7 +208,7 @@ def _described(model: nn.Module) -> tuple[list[nn.Module], Encoder]:
     raise ValueError(
         f"expected a {type(model).__name__} with blocks of attention and MLP as known, got another"
         f" kind ({'; '.join(reasons)}); describe it with"
-        " mame_sd.perception.families.register_encoder"
+        " mame_sd.perception.known_encoders.register_encoder"
     )
 
 

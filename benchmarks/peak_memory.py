@@ -1,6 +1,6 @@
 """Peak memory of merge + restore, in M x N fp32 buffers: at most three may be alive at once.
 
-Run `python scripts/peak_memory.py` (--tokens 9216 --dim 320 --batch 2). It counts what PyTorch
+Run `python -m benchmarks.peak_memory` (--tokens 9216 --dim 320 --batch 2). It counts what PyTorch
 allocates beyond the input (on CUDA by the caching allocator, on a CPU by the profiler's record of
 every allocation), prints a table, then one line of JSON, and exits with status 1 when a global
 setting needs more than three buffers (with tiles a buffer is small, and what remains is copies of

@@ -1,7 +1,7 @@
 """How far scores of mame_sd.caches are from kvpress', in an environment of its own (kvpress 0.5.5,
 transformers 5.2).
 
-python -m scripts.kvpress_scores FOLDER        # with SmolLM2-135M-Instruct.Q4_1.gguf in it
+    python -m benchmarks.kvpress_scores FOLDER  # with SmolLM2-135M-Instruct.Q4_1.gguf in it
 """
 
 from __future__ import annotations
