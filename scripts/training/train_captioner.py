@@ -1,8 +1,8 @@
 """Train what joins a DINOv2-S to SmolLM2 so that it captions pictures of cards: a mini LLaVA.
 
-    python -m scripts.training.train_captioner --work out/captioner            # stop and start at will
-    python -m scripts.training.train_captioner --work out/captioner --export FOLDER
-    python -m scripts.training.train_captioner --pictures out/cards --num 200  # pictures to measure on
+    python -m scripts.training.train_captioner --work out/llava              # stop, start at will
+    python -m scripts.training.train_captioner --work out/llava --export DIR # write the newest
+    python -m scripts.training.train_captioner --pictures out/cards          # to measure on
 
 The tower and the language model are fetched and stay as they are; trained are LLaVA's projector
 and updates of rank `RANK` of the language model's queries and values. First each patch learns the
@@ -11,14 +11,12 @@ language model. The tower's features are computed once and kept in `--work`.
 """
 
 import argparse
-import json
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -34,7 +32,7 @@ from scripts.training import cards
 
 SIDE, GRID = 126, 9  # pixels and patches
 LAYER = -4  # hidden state that the projector reads: its patches say most about colour and object
-PICTURES, BATCH = 3000, 8
+PICTURES, BATCH = 3000, 4
 RANK = 8
 PROMPT = "\n"
 
@@ -164,11 +162,12 @@ def train(work: Path, steps: int) -> None:
     prompt = tokenizer(PROMPT)["input_ids"]
     end = tokenizer.eos_token_id
     for step in range(start, steps):
-        share = min(1, (step + 1) / 20, max(0.02, (steps - step) / (0.6 * steps)))
+        share = min(1, (step + 1) / 20, max(0.02, (steps - step) / (0.5 * steps)))
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * share
-        rows = torch.randperm(PICTURES, generator=torch.Generator().manual_seed(
-            step * BATCH // PICTURES))
+        rows = torch.randperm(
+            PICTURES, generator=torch.Generator().manual_seed(step * BATCH // PICTURES)
+        )
         at = step * BATCH % PICTURES
         rows = rows[at : at + BATCH]
         ids = [tokenizer(scenes[i].caption)["input_ids"] + [end] for i in rows.tolist()]
@@ -185,9 +184,11 @@ def train(work: Path, steps: int) -> None:
         nn.utils.clip_grad_norm_([*projector.parameters(), *low], 1.0)
         optimizer.step()
         if step % 5 == 0:
-            print(f"{step} of {steps}: loss {loss.item():.3f}, {time.process_time():.0f} s of CPU",
-                  flush=True)
-        if step % 25 == 24 or step == steps - 1:
+            print(
+                f"{step} of {steps}: loss {loss.item():.3f}, {time.process_time():.0f} s of CPU",
+                flush=True,
+            )
+        if step % 10 == 9 or step == steps - 1:
             state = {"projector": projector.state_dict(), "low": [p.data for p in low]}
             with written_whole(path) as whole:
                 torch.save({**state, "optimizer": optimizer.state_dict(), "step": step + 1}, whole)
