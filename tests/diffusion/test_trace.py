@@ -89,8 +89,8 @@ def way(build: Callable[[], Any], merge: Callable[[Any], None]) -> Trace:
 WAYS: dict[str, tuple[Any, Any, tuple[int, int, int]]] = {
     "unet": (unet, hooks, (15, 83, 32)),
     "one-liner": (unet, one_liner, (13, 79, 30)),
-    "sd3-keys": (sd3, keys_alone, (17, 127, 38)),
-    "sd3": (sd3, hooks, (14, 141, 36)),
+    "sd3-keys": (sd3, keys_alone, (17, 128, 40)),
+    "sd3": (sd3, hooks, (14, 142, 38)),
 }
 
 
