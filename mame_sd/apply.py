@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mame_sd.config import MaMeConfig, say_moved
+from mame_sd.config import MaMeConfig, refuse_flat
 from mame_sd.diffusion.families.family import REGISTERED
 from mame_sd.perception.known_encoders import is_encoder
 
@@ -35,10 +35,11 @@ def apply_mame(
             `blocks`, `restore`, `prop_attn`.
 
     Raises:
-        TypeError: `target` is neither a module nor a pipeline with a denoiser.
+        TypeError: `target` is neither a module nor a pipeline with a denoiser, or a field of
+            `Study` is given by its name alone.
         ValueError: nothing in it could merge, with what was found; or bad settings.
     """
-    say_moved(fields, stacklevel=3)
+    refuse_flat(fields)
     if _only_encoder(target):
         from mame_sd.perception.apply_encoder import apply_encoder
 
@@ -79,7 +80,7 @@ def mame(
 
     Takes the arguments of `apply_mame` and gives its handle.
     """
-    say_moved(fields, stacklevel=5)  # this generator, contextlib twice, the caller
+    refuse_flat(fields)
     if _only_encoder(target):
         from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
 
