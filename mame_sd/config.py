@@ -168,7 +168,9 @@ class MaMeConfig(StudyFields):
     )
     size: tuple[int, int] | None = _field(
         "latent height and width, for layers that don't know them",
-        "For the one-liner `MaMeAttnProcessor`; `apply_mame` reads the true ones and does without.",
+        "For `MaMeAttnProcessor` and single attention modules alone; models tell theirs, and"
+        " refuse another.",
+        option=False,
     )
     mlp: float | None = _field(
         "share of tokens to keep in feed-forward networks too; off unless given",

@@ -532,3 +532,15 @@ def test_a_handle_that_is_off_the_model_does_not_keep_it_alive(way: str) -> None
         RuntimeError, match="expected the model that merging was applied to, but it is gone"
     ):
         handle.root
+
+
+def test_a_model_refuses_a_size_that_it_tells_itself() -> None:
+    unet = tiny_unet()
+    message = (
+        r"^size: expected none, for .* tells its height and width, got \(3, 5\); leave it out$"
+    )
+    with pytest.raises(ValueError, match=message):
+        apply_mame(unet, size=(3, 5))
+    handle = apply_mame(unet, min_tokens=40)
+    with pytest.raises(ValueError, match=message):
+        handle.set(size=(3, 5))
