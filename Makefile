@@ -17,10 +17,12 @@ test-oldest: $(OLDEST)/.ready  ## the compatibility matrix with the oldest suppo
 	HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -p no:cacheprovider tests/test_matrix.py tests/diffusion/test_families.py tests/diffusion/test_apply.py tests/diffusion/test_hooks*.py
 
 test-diffusers: $(READY)  ## diffusers' own tests with merging in the loop (hours; stops and resumes); SOURCE=... for a checkout
-	$(BIN)/python -m scripts.diffusers_suite $(if $(SOURCE),--source $(SOURCE))
+	$(BIN)/python -m scripts.robustness.diffusers_suite $(if $(SOURCE),--source $(SOURCE))
 
 check: $(READY)
 	$(BIN)/ruff check .
+	mkdir -p .venv/typing/mame_sd && touch .venv/typing/mame_sd/__init__.pyi  # eval is mame_sd.eval for mypy too
+	ln -sfn ../../../eval .venv/typing/mame_sd/eval
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
@@ -30,10 +32,10 @@ bench: $(READY)  ## speed and quality beside tomesd and simpler ways, short form
 	$(BIN)/python -m benchmarks.frontier --short --out out/bench/frontier
 
 score: $(READY)  ## how good the embedded model is, and what the default costs it
-	$(BIN)/python scripts/check_embedded.py
+	$(BIN)/python -m benchmarks.embedded
 
 model: $(READY)  ## train the embedded model from nothing (hours)
-	$(BIN)/python scripts/train_embedded.py --work out/train --out mame_sd/embedded/unet
+	$(BIN)/python -m scripts.training.train_unet --work out/train --out mame_sd/embedded/unet
 
 $(READY): pyproject.toml constraints.txt mame_sd/embedded/pyproject.toml
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv

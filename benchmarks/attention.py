@@ -3,11 +3,10 @@
     python -m benchmarks.attention --short                 # 4,096 tokens, fp32: a minute or two
     python -m benchmarks.attention                         # every size; long on a CPU
     python -m benchmarks.attention --device cuda --dtype bfloat16
-    python -m benchmarks.attention --shape flux wan --dtype bfloat16    # layers of transformers,
-    through diffusers' own classes python -m benchmarks.attention --shape wan --tokens 16384
-    # a cut of it: fewer frames python -m benchmarks.attention --shape flux --block
-    # with the MLP and all that its block has python -m benchmarks.attention --shape wan --cost
-    --tokens 1024 4096 16384    # from where on it pays
+    python -m benchmarks.attention --shape flux wan --dtype bfloat16  # layers of transformers
+    python -m benchmarks.attention --shape wan --tokens 16384  # a cut of it: fewer frames
+    python -m benchmarks.attention --shape flux --block  # with the MLP and all that its block has
+    python -m benchmarks.attention --shape wan --cost --tokens 1024 4096 16384  # where it pays
 
 Query, key, value and output projections are counted. *free* is attention on the kept tokens alone,
 as if merging and restoring cost nothing; captured = (T_sdpa - T) / (T_sdpa - T_free). "sdpa again"
@@ -54,6 +53,7 @@ from benchmarks.shapes import (
 from benchmarks.shapes import Layer as ShapeLayer
 from benchmarks.timing import Times, captured, interleaved, machine, named
 from mame_sd import MaMeConfig
+from mame_sd.config import Study
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CONFIGS = {
@@ -62,7 +62,7 @@ CONFIGS = {
     "mame+mare .25": MaMeConfig(keep=0.25, merge="qkv"),
     "mame kv .50": MaMeConfig(keep=0.5),
     "mame kv .25": MaMeConfig(keep=0.25),
-    "mame kv .25, not corrected": MaMeConfig(keep=0.25, correct=False),
+    "mame kv .25, not corrected": MaMeConfig(keep=0.25, study=Study(correct=False)),
     "mame kv .125": MaMeConfig(keep=0.125),
     "global .50": MaMeConfig(
         keep=0.5, preset="plain"

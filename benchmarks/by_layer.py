@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.generation import generate, load
 from benchmarks.instruments import INSTRUMENTS
-from mame_sd.diffusion.apply import apply_mame, denoiser_of
+from mame_sd.diffusion.apply_denoiser import apply_mame, denoiser_of
 from mame_sd.diffusion.calibration import (
     FORMS,
     REFERENCE,

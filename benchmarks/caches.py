@@ -1,9 +1,9 @@
 """Merging on top of caches: what each cache gives alone, what merging adds to it, and where there
 are too few steps for caches.
 
-    python -m benchmarks.caches --num 16                                     # the embedded UNet, 20
-    steps python -m benchmarks.caches --model embedded-transformer --dtype bfloat16 --num 16 python
-    -m benchmarks.caches --only DeepCache --steps 10 --rounds 3       # run again to continue
+    python -m benchmarks.caches --num 16  # the embedded UNet, 20 steps
+    python -m benchmarks.caches --model embedded-transformer --dtype bfloat16 --num 16
+    python -m benchmarks.caches --only DeepCache --steps 10 --rounds 3  # run again to continue
 
 Images per second are of whole calls, from the prompt to the pixels, one guided image at a time; all
 rows of a table are timed in turns. LPIPS and PSNR compare with the image that the same model makes
@@ -50,7 +50,7 @@ from benchmarks.generation import clocked, generate, load
 from benchmarks.instruments import INSTRUMENTS
 from benchmarks.timing import machine
 from mame_sd import MaMeConfig, MaMeHandle
-from mame_sd.diffusion.apply import denoiser_of, mame
+from mame_sd.diffusion.apply_denoiser import denoiser_of, mame
 from mame_sd.errors import MachineError, UserError
 from mame_sd.eval.metrics.lpips import load_lpips
 from mame_sd.eval.metrics.psnr import psnr

@@ -1,10 +1,10 @@
 """Why keys picked at random beat averaged ones: what a cell's mean loses, and what a pick only
 makes noisy.
 
-    python -m benchmarks.covariance                         # the embedded UNet, 4 prompts
+    python -m benchmarks.covariance                      # the embedded UNet, 4 prompts
     python -m benchmarks.covariance --model transformer
-    python -m benchmarks.covariance --sharpness             # a layer of random weights: how far
-    first order goes
+    # how far first order goes in a layer of random weights:
+    python -m benchmarks.covariance --sharpness
 
 To first order in the logits attention is o(q) = mean(v) + Cov(v, k) q / sqrt(d), the covariance
 taken over the tokens. Means of cells keep what varies between cells and lose what varies within
@@ -38,8 +38,9 @@ from benchmarks.generation import generate, load
 from benchmarks.instruments import INSTRUMENTS
 from benchmarks.layers import attention, inputs, ours
 from mame_sd import MaMeConfig
+from mame_sd.config import Study
 from mame_sd.core.correction import first_order, moments
-from mame_sd.diffusion.apply import denoiser_of
+from mame_sd.diffusion.apply_denoiser import denoiser_of
 
 DRAWS = 16
 FORMS = (
@@ -176,7 +177,7 @@ def sharpness(tokens: int = 1024, dim: int = 320) -> list[dict[str, float]]:
         row = {"logit_std": float((q @ k.transpose(-1, -2) * attn.scale).std())}
         whole = attn(x)
         for name, correct in (("corrected", True), ("not corrected", False)):
-            found = ours(attn, MaMeConfig(correct=correct), (side, side))(x)
+            found = ours(attn, MaMeConfig(study=Study(correct=correct)), (side, side))(x)
             row[name] = float((found - whole).norm() / whole.norm())
         rows.append(row)
     return rows

@@ -1,10 +1,11 @@
 """Vision transformers at real size, random weights: what merging takes off their FLOPs, and off
 their time beside ToMe.
 
-    python -m benchmarks.encoders --flops                    # no weights, no images: on the meta
-    device python -m benchmarks.encoders                            # the table of speed, every
-    cell; run again to continue python -m benchmarks.encoders --model ViT-S --dtype float32 --batch
-    1 8 --rounds 2       # some of its cells python -m benchmarks.encoders --device cuda --rounds 30
+    python -m benchmarks.encoders --flops  # no weights, no images: on the meta device
+    python -m benchmarks.encoders          # the table of speed, every cell; run again to continue
+    # some of its cells:
+    python -m benchmarks.encoders --model ViT-S --dtype float32 --batch 1 8 --rounds 2
+    python -m benchmarks.encoders --device cuda --rounds 30
 
 FLOPs are multiply-adds for one image of 224 x 224, as `handle.report()` counts them. In the table
 of speed all that reduce tokens leave half of them in blocks 3, 6 and 9 (counted from 0), equally
@@ -38,7 +39,7 @@ from mame_sd.eval.benchmark.timings import Timing, read_record, write_record
 from mame_sd.eval.perception.methods import Merged, Method, Rival, Unmerged
 from mame_sd.eval.perception.rules import Given, Reduced, Rule, ToMe
 from mame_sd.eval.timing import interleaved, quartiles, timed
-from mame_sd.perception.apply import apply_encoder
+from mame_sd.perception.apply_encoder import apply_encoder
 from mame_sd.perception.report import EncoderReport
 
 HALVED = (3, 6, 9)  # the paper's layers, counted from 0

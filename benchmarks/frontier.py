@@ -1,13 +1,15 @@
 """What an image costs and what it loses: every setting and every rival on an embedded model.
 
-    python -m benchmarks.frontier --short                       # 4 prompts, a few settings: minutes
-    python -m benchmarks.frontier --rivals --num 64             # every rival, and ours beside them
-    python -m benchmarks.frontier --model transformer --rivals --num 64     # the same where nothing
-    but attention mixes space python -m benchmarks.frontier --rivals --num 64 --held-out  # on
-    prompts that no default was chosen on python -m benchmarks.frontier
-    # 16 prompts, 10 steps; run again to continue python -m benchmarks.frontier --only default
-    --settings out/tune/config.json    # what calibration found python -m benchmarks.frontier
-    --device cuda --num 64 --steps 25
+    python -m benchmarks.frontier  # 16 prompts, 10 steps; run again to continue
+    python -m benchmarks.frontier --short  # 4 prompts, a few settings: minutes
+    python -m benchmarks.frontier --rivals --num 64              # every rival, and ours beside them
+    # on prompts that no default was chosen on:
+    python -m benchmarks.frontier --rivals --num 64 --held-out
+    # where nothing but attention mixes space:
+    python -m benchmarks.frontier --model transformer --rivals
+    # what calibration found:
+    python -m benchmarks.frontier --only default --settings out/tune/config.json
+    python -m benchmarks.frontier --device cuda --num 64 --steps 25
 
 LPIPS, PSNR and SSIM compare with the image that the unmerged model makes of the same prompt and
 seed; retrieval is the share of images whose nearest subject is the prompted one. Times are of the
@@ -40,7 +42,7 @@ from benchmarks.generation import AttentionWork, clocked, generate, load
 from benchmarks.instruments import INSTRUMENTS
 from benchmarks.methods import Method
 from benchmarks.timing import machine
-from mame_sd.diffusion.apply import denoiser_of
+from mame_sd.diffusion.apply_denoiser import denoiser_of
 from mame_sd.eval.benchmark.sensitivity import sensitivity
 from mame_sd.eval.metrics.lpips import load_lpips
 from mame_sd.eval.metrics.psnr import psnr

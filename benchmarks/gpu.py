@@ -1,11 +1,11 @@
 """What merging would win on graphics cards: reckoned from the kernels of whole models, with no
 card; or measured on one.
 
-    python -m benchmarks.gpu                                   # all of docs/gpu.md (minutes; stops
-    and resumes) python -m benchmarks.gpu --model "SDXL at 1024" --card H100 --rows default tomesd
-    python -m benchmarks.gpu --published                       # the distance to figures that others
-    measured python -m benchmarks.gpu --measure --model "SD 1.5 at 512" # the same rows, timed on
-    the card that is there
+    python -m benchmarks.gpu              # all of docs/gpu.md: minutes; stops and resumes
+    python -m benchmarks.gpu --model "SDXL at 1024" --card H100 --rows default tomesd
+    python -m benchmarks.gpu --published  # the distance to figures that others measured
+    # the same rows, timed on the card that is there:
+    python -m benchmarks.gpu --measure --model "SD 1.5 at 512"
 
 Every operation of one forward is counted at its real size (`benchmarks/launches.py`). A card is
 busy with it for the longest of 2.5 us, its bytes at the memory's speed and its products at the

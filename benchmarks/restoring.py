@@ -25,7 +25,7 @@ from benchmarks.generation import generate, load
 from benchmarks.instruments import INSTRUMENTS
 from mame_sd import MaMeConfig, plan_merge
 from mame_sd.core.detail import Detail, blurred
-from mame_sd.diffusion.apply import denoiser_of
+from mame_sd.diffusion.apply_denoiser import denoiser_of
 
 FEWEST = 1024
 HOW = ("copies", "blur", "blur and inputs")

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from benchmarks import methods
+from benchmarks.peak_memory import peak_bytes
 from benchmarks.timing import captured, interleaved
 from mame_sd import MaMeConfig
-from mame_sd.diffusion.apply import mame
+from mame_sd.diffusion.apply_denoiser import mame
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.eval.rivals.plans import means, random_cells, random_keys, strided, todo
-from scripts.peak_memory import peak_bytes
 
 SHARES = (0.5, 0.25)
 WITHOUT = "no attention"
@@ -377,7 +377,7 @@ def shape_methods(shape: Shape) -> dict[str, tuple[float, str, On]]:
             found[f"{name} {share:.2f}"] = (
                 share,
                 bound,
-                partial(mame, config=MaMeConfig(**fields, min_tokens=1)),
+                partial(mame, config=MaMeConfig.from_dict({**fields, "min_tokens": 1})),
             )
         rivals = {
             "random keys": methods.rival(

@@ -1,11 +1,11 @@
 """Whole UNet forwards, plain and merged: Stable Diffusion 1.5, 2.1, XL (random weights) and the
 embedded model.
 
-    python -m benchmarks.unet --short                                  # the embedded model and SD
-    1.5 at 512, fp32 python -m benchmarks.unet                                          # SD 2.1 at
-    512 and 768 on a CPU python -m benchmarks.unet --model sdxl --side 1024 --batch 1 --dtype
-    bfloat16 --rounds 1 --only default   # 6 GiB python -m benchmarks.unet --device cuda --model
-    sd1.5 sd2.1 sdxl --side 512 768 1024 2048
+    python -m benchmarks.unet --short  # the embedded model and SD 1.5 at 512, fp32
+    python -m benchmarks.unet          # SD 2.1 at 512 and 768 on a CPU
+    # 6 GiB:
+    python -m benchmarks.unet --model sdxl --side 1024 --batch 1 --dtype bfloat16 --only default
+    python -m benchmarks.unet --device cuda --model sd1.5 sd2.1 sdxl --side 512 768 1024 2048
 
 *free* computes on the kept tokens as if merging and restoring cost nothing; captured = (T_plain -
 T) / (T_plain - T_free). *work* is the free bound's share of the plain UNet's multiplications,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mame_sd.apply import apply_mame, mame, remove_mame
     from mame_sd.config import MaMeConfig, Study
+    from mame_sd.core.matrix_plan import MergePlan
     from mame_sd.core.merge import plan_merge
-    from mame_sd.core.plan import MergePlan
     from mame_sd.diffusion.handle import MaMeHandle
     from mame_sd.diffusion.processor import MaMeAttnProcessor
     from mame_sd.embedded.model import embedded_model_path

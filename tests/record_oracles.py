@@ -6,7 +6,8 @@ libraries). In an environment with one that fits, ours installed in it too, and 
 fetched:
 
     pip install torch-fidelity==0.4.0 clean-fid==0.1.35 lpips==0.1.4
-    efficientnet-lite-pytorch==0.1.0 python -m tests.record_oracles
+    pip install efficientnet-lite-pytorch==0.1.0
+    python -m tests.record_oracles
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 
 from mame_sd import apply_mame, mame, remove_mame
 from mame_sd.diffusion.handle import MaMeHandle
-from mame_sd.perception.apply import has_encoder_hooks
+from mame_sd.perception.apply_encoder import has_encoder_hooks
 from mame_sd.perception.handle import EncoderHandle
 from tests.builders.perception import ROWS
 from tests.builders.tiny import run_unet, tiny_unet

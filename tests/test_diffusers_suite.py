@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scripts.diffusers_suite import __main__ as suite
+from scripts.robustness.diffusers_suite import __main__ as suite
 
 VERSIONS = {"tests": "0.40.0", "diffusers": "0.42.1"}
 

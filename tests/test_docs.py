@@ -81,12 +81,16 @@ def test_modules_and_scripts_of_every_page_have_the_options_it_gives() -> None:
         README,
         *(file.read_text(encoding="utf-8") for file in (ROOT / "docs").rglob("*.md")),
     ):
-        for line in re.findall(r"python (?:-m )?((?:benchmarks\.|scripts/)[^`\n]+)", text):
+        wrapped = r"`(?:[^`\n]|\n {0,3}(?=[^\s`]))+`"
+        text = re.sub(wrapped, lambda code: " ".join(code[0].split()), text)
+        for line in re.findall(r"python (?:-m )?((?:benchmarks\.|scripts[./])[^`\n]+)", text):
             target, *words = shlex.split(line)
-            source = ROOT / (
-                target if target.startswith("scripts/") else target.replace(".", "/") + ".py"
-            )
-            options = set(re.findall(r'"(--[\w-]+)"', source.read_text(encoding="utf-8")))
+            source = ROOT / (target if "/" in target else target.replace(".", "/") + ".py")
+            source = source if source.exists() else source.with_suffix("") / "__main__.py"
+            code = source.read_text(encoding="utf-8")
+            if "command.parser_of(" in code:
+                code += (source.parent / "command.py").read_text(encoding="utf-8")
+            options = set(re.findall(r'"(--[\w-]+)"', code))
             assert {word for word in words if word.startswith("--")} <= options, line
             found += 1
     assert found > 10

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[1]
 def test_global_merging_keeps_to_three_buffers() -> None:
     command = [
         sys.executable,
-        "scripts/peak_memory.py",
+        "-m",
+        "benchmarks.peak_memory",
         "--tokens",
         "1024",
         "--dim",

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import methods
-from mame_sd.diffusion.apply import has_hooks
+from mame_sd.diffusion.apply_denoiser import has_hooks
 from mame_sd.eval.benchmark.sensitivity import sensitivity
 from mame_sd.eval.rivals.layers import Run, rival_on
 from mame_sd.eval.rivals.plans import (

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from mame_sd.diffusion.apply import denoiser_of
+from mame_sd.diffusion.apply_denoiser import denoiser_of
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, Job, call_of, cut_batches
 from mame_sd.runs.loading import LoadedModel

@@ -98,7 +98,8 @@ def models_of(options: ClassifyOptions, suite: str, choice: ModelChoice) -> Trai
         return None
     if options.trained is None:
         raise UserError(
-            "--trained: expected the folder that scripts/train_vit.py trained in, got none; give it"
+            "--trained: expected the folder that scripts/training/train_vit.py trained in, got"
+            " none; give it"
         )
     if choice.model is not None:
         raise UserError(

@@ -122,7 +122,7 @@ class ClassifyOptions:
     )
     trained: str | None = option(
         None,
-        "Suite trained: folder of scripts/train_vit.py, with its models and pictures.",
+        "Suite trained: folder of scripts/training/train_vit.py, with its models and pictures.",
         metavar="DIR",
     )
     num: int | None = option(None, "Take NUM images only, drawn once and for all.", metavar="NUM")

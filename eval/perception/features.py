@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mame_sd.perception.families import find_encoder
 from mame_sd.perception.handle import EncoderHandle
+from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.runs.methods import NotApplicable
 
 from .methods import Merged, Method, Rival

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mame_sd.errors import UserError
-from mame_sd.perception.families import find_encoder
+from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.runs.encoders import LoadedEncoder
 from mame_sd.runs.files import write_atomically
 from mame_sd.runs.methods import NotApplicable

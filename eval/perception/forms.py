@@ -1,5 +1,5 @@
-"""The forms in which `scripts/train_vit.py` trains its vision transformer, and the suite `trained`
-finds it.
+"""The forms in which `scripts/training/train_vit.py` trains its vision transformer, where the suite
+`trained` finds it.
 
 DIR/models/<form>-<seed>     a model of transformers with its image processor
 DIR/pictures                 held-out pictures in class folders
@@ -90,7 +90,7 @@ def find_models(folder: Path) -> TrainedModels:
         )
         raise UserError(
             f"--trained {folder}: expected models/{PLAIN}-SEED, and a seed that all its forms have,"
-            f" found {found}; train with scripts/train_vit.py first"
+            f" found {found}; train with scripts/training/train_vit.py first"
         )
     return TrainedModels(
         folder, tuple(sorted(common)), tuple(form for form in FORMS if form in seeds)

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from mame_sd.perception.apply import apply_encoder, encoder_restored
-from mame_sd.perception.families import find_encoder
+from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
 from mame_sd.perception.handle import EncoderHandle
+from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.perception.settings import DEFAULTS, EVERY, LEFT, SCHEDULES, chosen_blocks
 from mame_sd.runs.methods import NotApplicable
 

@@ -2,7 +2,7 @@
 the rest.
 """
 
-from mame_sd.caches.apply import CacheHandle, merge_cache
+from mame_sd.caches.handle import CacheHandle, merge_cache
 from mame_sd.caches.kept import Kept
 from mame_sd.caches.merging import CausalMaMe
 from mame_sd.caches.presets import METHODS

@@ -280,7 +280,7 @@ def tune_command(
     """
     from mame_sd.cli.console import note, progress
     from mame_sd.cli.generate import load_to_merge
-    from mame_sd.diffusion.apply import denoiser_of
+    from mame_sd.diffusion.apply_denoiser import denoiser_of
     from mame_sd.diffusion.families.transformers import uniform
     from mame_sd.eval.tuning.calibrate import calibrate, check_forms, settings_to_check
     from mame_sd.eval.tuning.choice import check_wish, choose, measured, remarks, whole

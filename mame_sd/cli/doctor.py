@@ -167,7 +167,7 @@ def _half(device: torch.device) -> str:
 
 def _model(choice: ModelChoice, device: str) -> Check:
     """Load the model as `generate` would, read every weight, and count what can merge."""
-    from mame_sd.diffusion.apply import build_handle
+    from mame_sd.diffusion.apply_denoiser import build_handle
     from mame_sd.runs.loading import load_model
 
     try:

@@ -16,8 +16,8 @@ from mame_sd.cli.sheet import Cell, check_sheet_path, draw_sheet, write_sheet
 from mame_sd.cli.show_merge import COLORS, PAINTERS, check_colors, grid_like
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
-from mame_sd.perception.apply import apply_encoder
-from mame_sd.perception.families import find_encoder
+from mame_sd.perception.apply_encoder import apply_encoder
+from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.runs.encoders import LoadedEncoder, load_encoder
 from mame_sd.runs.model_files import ModelChoice
 

@@ -1,7 +1,7 @@
 """Results in the place of what they are made from, where no gradient needs it any more.
 
 On a CPU half of merging's time was page faults of fresh buffers. Functions of PyTorch that take
-`out` are given `out=reuse(t)`; these below do the same for those that have none.
+`out` are given `out=reuse(t)`; `relu` and `masked_fill` do the same, which have none.
 """
 
 from __future__ import annotations

@@ -22,9 +22,8 @@ from torch import Tensor
 
 from mame_sd.core import fused
 from mame_sd.core.buffers import in_place
-from mame_sd.core.constants import constant
-from mame_sd.core.plan import Plan, no_autocast
-from mame_sd.core.row_plan import RowPlan
+from mame_sd.core.partition import constant
+from mame_sd.core.plan import Plan, RowPlan, no_autocast
 
 
 class Moments(NamedTuple):
@@ -140,18 +139,16 @@ def first_order_of_means(
     Args:
         apart: what the sample is apart from the means (`apart_from`), [..., n, D + D'].
         width: D.
-        means: keys and values of the means, `joined`, [..., N', D + D']. None: the logits count each
-            of them as often as it stands for tokens. Then nothing is lacking but what varies within
-            groups.
+        means: keys and values of the means, `joined`, [..., N', D + D']. None: the logits count
+            each of them as often as it stands for tokens. Then nothing is lacking but what varies
+            within groups.
         sizes: how many tokens each of the means stands for, [..., N'] (broadcast).
         tokens: how many these are in all.
     """
     if means is None:
         return Lacking(_shrunk(apart, width), None)
     heads = means.shape[-3:-2] if means.dim() > 3 else ()
-    alike, counted = constant(
-        _shares, means.shape[-2], tokens, means.dtype, means.device
-    ).unbind()
+    alike, counted = constant(_shares, means.shape[-2], tokens, means.dtype, means.device).unbind()
     with no_autocast(means):
         # Of each of the means its share, the share it should have less that, and the latter.
         shares = torch.addcmul(alike.expand(*heads, 3, 1), counted, sizes.unsqueeze(-2))

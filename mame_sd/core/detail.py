@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mame_sd.core.constants import constant, least
+from mame_sd.core.partition import constant
 from mame_sd.core.similarity import product
 
 RANK = 32  # directions of the input that outputs are regressed on
@@ -59,6 +59,11 @@ def directions(channels: int, count: int, device: torch.device) -> Tensor:
     return (phases * 40503 % 65536 * (2 * math.pi / 65536)).float().cos()
 
 
+def _least(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The least normal number, [1, 1, 1]: for sums by which something is divided."""
+    return torch.full((1, 1, 1), torch.finfo(dtype).tiny, dtype=dtype, device=device)
+
+
 def scaled_directions(
     channels: int, count: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -81,7 +86,7 @@ def slope_of_halves(unexplained: Tensor, channels: int, sizes: Tensor) -> Tensor
     found = torch.linalg.solve_ex(covariance, follows).result
     norms = torch.linalg.vector_norm(wanted, dim=2, keepdim=True, dtype=torch.float32)
     power = torch.baddbmm(
-        constant(least, norms.dtype, norms.device), (norms * counts).transpose(1, 2), norms
+        constant(_least, norms.dtype, norms.device), (norms * counts).transpose(1, 2), norms
     )
     explained = (found * follows).sum((1, 2), keepdim=True) / power
     share = explained.clamp_(0, 1).square_()

@@ -1,24 +1,23 @@
-"""A plan of merging: `merge` (MaMe) and `restore` (MaRe) of any tensor, by the fusion weights W^F
-that it holds.
+"""A plan of merging: `merge` (MaMe) and `restore` (MaRe) of any tensor.
 
-NaN and infinity are never hidden: where a token holds one, it comes back (through the products it
-may spread to other tokens of the same sample, never to another sample).
+Where each source goes whole to its most similar destination (`weights="best"`) a plan knows who
+went where, and needs no matrix (`RowPlan`): merging takes means of groups, restoring takes rows.
+What is not finite stays within its group (with detail, its sample).
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from mame_sd.core.buffers import reuse
-from mame_sd.core.constants import constant, counting
-from mame_sd.core.detail import Detail
-from mame_sd.core.indexing import blocks_of, flat_rows, rows_of
-from mame_sd.core.tables import Positions
-from mame_sd.core.weights import Fusion
+from mame_sd.core import fused
+from mame_sd.core.detail import GROUPS, RANK, Detail, blurred, directions, slope
+from mame_sd.core.partition import Positions, constant, counting
 
 
 class Plan:
@@ -190,118 +189,262 @@ class Plan:
         return t.reshape(math.prod(self._lead), tokens, t.shape[-1])
 
 
-class MergePlan(Plan):
-    """A plan that merges and restores by two matrix products with W^F.
+class RowPlan(Plan):
+    """A plan that knows one group for each token; `weights` are made when somebody looks at them.
 
     Args:
-        fusion: W^F [B, T, m, n], all 0 at preserved sources and at padding; the preserved sources.
-        pos, special, lead: as `Plan`.
-        paper: restore as printed, by y_dst,i / R_i.
+        rows: [B, special + L], which of the tokens that `merge` gives each one goes to, or is.
+        pos, preserved, special, lead: as `Plan`.
+        dtype: of the weights and counts.
     """
 
     def __init__(
-        self, fusion: Fusion, pos: Positions, special: int, lead: torch.Size, paper: bool = False
+        self,
+        rows: Tensor | None,
+        pos: Positions,
+        preserved: Tensor,
+        special: int,
+        lead: torch.Size,
+        dtype: torch.dtype,
     ) -> None:
-        super().__init__(pos, fusion.preserved, special, lead)
-        self._weights = _Casts(fusion.weights.flatten(0, 1))  # [B * T, m, n]
-        self._R = 1 + fusion.weights.sum(-1).flatten(0, 1).unsqueeze(-1)  # [B * T, m, 1]
-        self._paper = paper
+        super().__init__(pos, preserved, special, lead)
+        self._rows, self._dtype = rows, dtype
+        self._groups: Groups | None = None  # made where they are needed first, as sizes are
+        self._sizes: Tensor | None = None
+        self.by_kernels = rows is not None and rows.device.type in fused.DEVICES
 
     @property
     def weights(self) -> Tensor:
+        """See `Plan`; 0 and 1."""
+        pos = self.positions
+        group = self.rows[:, self.special + pos.src_slots] - self.special  # [B, T, n]
+        row = group - pos.gather[pos.slots[:, :1]]
+        row = row.masked_fill(
+            group >= pos.M if pos.src_pad is None else (group >= pos.M) | pos.src_pad, -1
+        )
+        weights = (row.unsqueeze(-2) == torch.arange(pos.m, device=row.device).unsqueeze(-1)).to(
+            self._dtype
+        )
+        return weights.view(*self._lead, *weights.shape[1:])
+
+    @property
+    def rows(self) -> Tensor:
         """See `Plan`."""
-        weights = self._weights.original
-        return weights.view(*self._lead, self.positions.blocks, *weights.shape[1:])
+        assert self._rows is not None
+        return self._rows
+
+    @property
+    def sample_rows(self) -> Tensor:
+        """`rows` of the partition's sample, [B, samples]."""
+        return self.rows.index_select(1, self.positions.sample + self.special)
+
+    @property
+    def sizes(self) -> Tensor:
+        """See `Plan`; [B, L']."""
+        sizes = self._sizes
+        apart = not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
+        if sizes is None or (
+            apart and sizes.is_inference()
+        ):  # autograd refuses tensors of inference mode
+            sizes = self._sizes = self._sums(torch.ones_like(self.rows, dtype=self._dtype))
+        return sizes
+
+    def summed(self, t: Tensor) -> Tensor:
+        """See `Plan`."""
+        return self._sums(
+            self._checked(t.unsqueeze(-1), self.tokens_in, "summed").squeeze(-1)
+        ).view(*self._lead, -1)
+
+    @property
+    def counts(self) -> Tensor:
+        """See `Plan`."""
+        return self.sizes[:, self.special : self.special + self.positions.M].view(*self._lead, -1)
 
     def merge(self, t: Tensor) -> Tensor:
         """See `Plan`."""
-        t = self._checked(t, self.tokens_in, "merge")
-        body = t[:, self.special :]
-        with no_autocast(t):
-            parts = [self._aggregated(body)]
-            if (
-                torch.compiler.is_compiling() or self._preserved.shape[-1]
-            ):  # with tau a graph does not know how many
-                parts.append(rows_of(body, self.positions.src[self._preserved]))
-            if self.special:
-                parts.insert(0, t[:, : self.special])
-            y = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        y = self.means(self._checked(t, self.tokens_in, "merge"))
         return y.reshape(*self._lead, *y.shape[1:])
 
     def restore(self, y: Tensor, detail: Detail | None = None) -> Tensor:
-        """See `Plan`."""
+        """See `Plan`; without a product: each token takes the row of `y` that it went to, or is.
+
+        With detail it varies around it.
+        """
         y = self._checked(y, self.tokens_kept, "restore")
-        with no_autocast(y):
-            x = self._reconstructed(y[:, self.special :])
-            if self.special:
-                x = torch.cat([y[:, : self.special], x], 1)
-        return x.reshape(*self._lead, *x.shape[1:])
-
-    def _slot_counts(self) -> Tensor:
-        return self._R.view(*self._lead, self.positions.blocks * self.positions.m)
-
-    def _aggregated(self, body: Tensor) -> Tensor:
-        """x''_dst,i = (x_dst,i + sum_j W^F_ij x_src,j) / R_i (paper, "Token Aggregation and
-        Preservation").
-
-        A mean is within the range of its tile's tokens; rounding that takes it out is undone, so
-        that constant tiles are unchanged. The gradients are those of the products alone.
-        """
-        pos = self.positions
-        blocks = blocks_of(body, pos.slots)  # [B * T, m + n, C]
-        dst, src = blocks[:, : pos.m], blocks[:, pos.m :]
-        if (
-            body.dtype == torch.float16
-        ):  # a sum of many tokens leaves fp16's range, their mean does not
-            share = (self._weights.original / self._R).half()
-            fused = torch.baddbmm((dst / self._R).half(), share, src)
+        if detail is not None:
+            self._check_detail(detail)
+        # A graph may not know whether all tokens are kept.
+        merges = torch.compiler.is_compiling() or self.tokens_kept < self.tokens_in
+        if detail is None or not merges:
+            x = rows_of(y, self.rows)
         else:
-            fused = torch.baddbmm(dst, self._weights.to(body.dtype), src)
-            fused = torch.div(fused, self._R.to(body.dtype), out=reuse(fused))
-        with torch.no_grad():
-            fused.clamp_(blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True))
-        return self._destinations(fused)
+            with no_autocast(y):
+                x = self._detailed(y, detail)
+        return x.view(*self._lead, *x.shape[1:])
 
-    def _reconstructed(self, body: Tensor) -> Tensor:
-        """x_src,j = sum_i W^F_ij y_dst,i and x_dst,i = y_dst,i (paper, "Restoration Process"; there
-        y_dst,i / R_i).
+    def means(self, t: Tensor) -> Tensor:
+        """Tokens [B, L, C] merged, as [B, L', C]."""
+        found = fused.means(self, t.unsqueeze(1)) if self.by_kernels and fused.on(t) else None
+        if found is not None:
+            return found[0].squeeze(1)
+        if not can_group(t):
+            return group_means_with_gradients(t, self.rows, self.sizes)
+        if self._groups is None:
+            self._groups = groups_of(self.rows, self.tokens_kept)
+        y = group_means(t.flatten(0, 1), self._groups)
+        return y.view(t.shape[0], self.tokens_kept, t.shape[2])
+
+    def with_sample(self, t: Tensor) -> Tensor:
+        """Tokens [B, L, C] merged, and after them the tokens of the partition's sample, as they
+        are: [B, L' + samples, C].
         """
-        pos, (b, _, c) = self.positions, body.shape
-        dst = body[:, : pos.M]
-        if self._paper:
-            dst = dst / self._destinations(self._R).to(body.dtype)
-            body = torch.cat([dst, body[:, pos.M :]], 1)
-        src = dst
-        if pos.n:
-            if pos.dst_real is not None:  # padding: any destination of the tile, its weights are 0
-                dst = dst.index_select(1, pos.gather[pos.dst_slots.flatten()])
-            blocks = dst.reshape(b * pos.blocks, pos.m, c)
-            src = torch.bmm(self._weights.to(body.dtype).transpose(1, 2), blocks).view(
-                b, pos.blocks * pos.n, c
+        if self.by_kernels and fused.on(t):
+            found = fused.means(self, t.unsqueeze(1), sampled=True)
+            if found is not None:
+                return found[0].squeeze(1)
+        sample = t.index_select(1, self.positions.sample + self.special)
+        return torch.cat([self.means(t), sample], 1)
+
+    def _check_detail(self, detail: Detail) -> None:
+        (h, w), shape = detail.plane, detail.feature.shape
+        if h * w != self.positions.L or shape[:-1] != (self.rows.shape[0], self.positions.L):
+            raise ValueError(
+                f"detail: expected the feature [{self.rows.shape[0]}, {self.positions.L}, d] that"
+                f" was planned by and its (h, w), got {list(shape)} and {(h, w)}; give"
+                " Detail(feature, (h, w)) without special tokens, or no detail"
             )
-        x = rows_of(src, pos.source.expand(b, -1)).view(b * pos.L, c)
-        del src
-        kept = flat_rows(self._body_kept().expand(b, -1), pos.L)
-        return x.index_copy_(0, kept, body.reshape(-1, c)).view(b, pos.L, c)
 
-    def _destinations(self, slots: Tensor) -> Tensor:
-        """[B * T, m, ...] to [B, M, ...]: without padding."""
-        pos = self.positions
-        slots = slots.view(-1, pos.blocks * pos.m, *slots.shape[2:])
-        return slots if pos.dst_real is None else slots.index_select(1, pos.dst_real)
+    def _detailed(self, y: Tensor, detail: Detail) -> Tensor:
+        """Merged tokens y [B, L', C] as [B, L, C], varying within their groups.
+
+        Groups keep their means, so that merging again gives `y` up to rounding.
+        """
+        feature, plane = detail
+        count = min(RANK, (self.special + self.positions.M) // GROUPS)
+        if count and not self.special and self.by_kernels and fused.on(y, feature):
+            found = fused.detailed(self, y, detail, count)
+            if found is not None:
+                return found
+        free = not torch.is_grad_enabled() or not (y.requires_grad or feature.requires_grad)
+        x, unexplained = self._by_surroundings(y, plane, free)
+        if not count:
+            return x
+        # fp16's range a sum may leave
+        feature = feature.float() if feature.dtype == torch.float16 else feature
+        seen = feature @ constant(directions, feature.shape[2], count, feature.device).to(
+            feature.dtype
+        )
+        seen = F.pad(seen, (0, 0, self.special, 0)) if self.special else seen
+        seen = seen.to(torch.promote_types(self._dtype, y.dtype))
+        surroundings, between = self._by_surroundings(self.means(seen), plane, free)
+        within = seen - surroundings
+        follows = slope(between, unexplained, self.sizes)
+        if y.dtype == torch.float16:
+            return x + (within @ follows).to(y.dtype)
+        added = within.to(y.dtype), follows.to(y.dtype)
+        return x.baddbmm_(*added) if free else torch.baddbmm(x, *added)
+
+    def _by_surroundings(
+        self, y: Tensor, plane: tuple[int, int], free: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Merged tokens y [B, L', C] as [B, L, C], varying as the blur of their copies does, and
+        what of `y` is not that blur's mean; `free`: no gradient is needed.
+        """
+        copies = rows_of(y, self.rows)
+        blur = blurred(copies[:, self.special :], plane)
+        blur = torch.cat([copies[:, : self.special], blur], 1) if self.special else blur
+        unexplained = y - self.means(blur)
+        if not free:
+            return blur + rows_of(unexplained, self.rows), unexplained
+        rows_of(
+            unexplained, self.rows, out=copies
+        )  # the blur's mean in each group gives way to the group's own
+        return blur.add_(copies), unexplained
+
+    def _sums(self, t: Tensor) -> Tensor:
+        """`summed` of t [B, L], [B, L']."""
+        return t.new_zeros(t.shape[0], self.tokens_kept).scatter_add_(1, self.rows, t)
 
 
-class _Casts:
-    """A tensor, and its casts to other dtypes, each made once."""
+class Groups(NamedTuple):
+    """Which rows of a [n, C] tensor belong together, group after group."""
 
-    def __init__(self, original: Tensor) -> None:
-        self.original = original
-        self._made = {original.dtype: original}
+    order: Tensor  # LongTensor [n]: the rows, those of one group side by side
+    starts: Tensor  # LongTensor [groups]: where each one's begin in `order`
 
-    def to(self, dtype: torch.dtype) -> Tensor:
-        if dtype not in self._made:
-            self._made[dtype] = self.original.to(dtype)
-        return self._made[dtype]
+
+def groups_of(rows: Tensor, count: int) -> Groups:
+    """The groups of tokens [B * L, C], `count` of each sample, of which token l of sample b belongs
+    to number rows[b, l].
+
+    Without waiting for a device. Every group has a token.
+    """
+    samples = rows.shape[0]
+    group = (rows + torch.arange(samples, device=rows.device).unsqueeze(1) * count).flatten()
+    sizes = torch.zeros(samples * count, dtype=torch.long, device=rows.device)
+    sizes = sizes.scatter_add_(0, group, torch.ones_like(group))
+    return Groups(group.argsort(stable=True), sizes.cumsum(0) - sizes)
+
+
+def groups_of_heads(groups: Groups, samples: int, heads: int) -> Groups:
+    """The groups of tokens [B * H * L, D], alike in all heads of a sample, from those of [B * L,
+    C].
+    """
+
+    def spread(t: Tensor) -> Tensor:
+        sample = torch.arange(samples, device=t.device).view(-1, 1, 1)
+        head = torch.arange(heads, device=t.device).view(1, -1, 1)
+        return (
+            t.view(samples, 1, t.shape[0] // samples) + (sample * (heads - 1) + head) * length
+        ).flatten()
+
+    length = groups.order.shape[0] // samples
+    return Groups(spread(groups.order), spread(groups.starts))
+
+
+def can_group(t: Tensor) -> bool:
+    """Whether `group_means` takes tokens like `t`: no gradient is needed, and the device has the
+    operation.
+    """
+    if torch.is_grad_enabled() and t.requires_grad:
+        return False
+    return t.device.type in ("cpu", "cuda", "mps")
+
+
+def group_means(t: Tensor, groups: Groups) -> Tensor:
+    """The mean of each group of t [n, C], as [groups, C], up to rounding; a group of one as it
+    is.
+    """
+    wide = (
+        t.float() if t.device.type == "cpu" and t.dtype == torch.float16 else t
+    )  # there a sum is rounded to its range
+    return F.embedding_bag(groups.order, wide, groups.starts, mode="mean").to(t.dtype)
+
+
+def group_means_with_gradients(t: Tensor, rows: Tensor, sizes: Tensor) -> Tensor:
+    """The same of t [B, L, C] as [B, count, C], with gradients and on any device.
+
+    Args:
+        rows: the group of each token [B, L], of `count` of each sample.
+        sizes: how many tokens each group has [B, count].
+    """
+    exact = torch.promote_types(t.dtype, torch.float32)
+    index = rows.unsqueeze(-1).expand(t.shape)
+    sums = t.new_zeros(*sizes.shape, t.shape[2], dtype=exact).scatter_add(1, index, t.to(exact))
+    return (sums / sizes.to(exact).unsqueeze(-1)).to(t.dtype)
+
+
+def rows_of(t: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
+    """Rows of t [B, L, C] at `index`, [k] for every sample or [B, k] for each its own, as [B, k,
+    C]; into `out`, contiguous, where given.
+    """
+    if index.dim() == 1:
+        return torch.index_select(t, 1, index, out=out)
+    b, length, c = t.shape
+    into = None if out is None else out.view(-1, c)
+    first = torch.arange(0, b * length, length, device=index.device).unsqueeze(1)
+    rows = torch.index_select(t.reshape(b * length, c), 0, (index + first).flatten(), out=into)
+    return rows.view(b, index.shape[1], c)
 
 
 def no_autocast(t: Tensor) -> contextlib.AbstractContextManager[None]:

@@ -13,13 +13,10 @@ from torch import Tensor
 from mame_sd.config import MaMeConfig
 from mame_sd.core import fused
 from mame_sd.core.buffers import in_place
-from mame_sd.core.constants import constant, counting
 from mame_sd.core.detail import GROUPS, RANK, Detail, blurred, scaled_directions, slope_of_halves
-from mame_sd.core.indexing import gathered
-from mame_sd.core.row_plan import RowPlan
-from mame_sd.core.similarity import nearest_of_tiles, product
-from mame_sd.core.tables import Positions
-from mame_sd.core.weights import merged_by_keep, ranked_by_keep
+from mame_sd.core.partition import Positions, constant, counting
+from mame_sd.core.plan import RowPlan
+from mame_sd.core.similarity import merged_by_keep, nearest_of_tiles, product, ranked_by_keep
 
 _DEVICES = {"cuda"}
 
@@ -105,9 +102,7 @@ class TiledPlan(RowPlan):
         batch, heads, last = key.shape[0], key.shape[1], first + self.tokens_kept
         slots = key.new_empty(batch, at.shape[0], heads, width + value.shape[3])
         kept = key.new_empty(batch, last + after, heads, slots.shape[3])
-        for t, to, every in zip(
-            tokens, _split(kept, width), _split(slots, width), strict=True
-        ):
+        for t, to, every in zip(tokens, _split(kept, width), _split(slots, width), strict=True):
             torch.index_select(t, 1, at, out=every)
             if first:
                 to[:, :first] = t[:, :first]
@@ -195,6 +190,11 @@ class TiledPlan(RowPlan):
             torch.index_select(counts, 1, pos.dst_real, out=sizes[:, : pos.M])
         self._counts = counts.unsqueeze(-1)
         return sizes
+
+
+def gathered(t: Tensor, index: Tensor) -> Tensor:
+    """Rows of t [B, L, C] at `index` [B, k], in one launch."""
+    return t.gather(1, index.unsqueeze(-1).expand(-1, -1, t.shape[2]))
 
 
 def _split(t: Tensor, width: int) -> tuple[Tensor, Tensor]:

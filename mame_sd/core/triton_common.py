@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mame_sd.core.tables import DRAWS, SPREAD, Positions
+from mame_sd.core.partition import DRAWS, SPREAD, Positions
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LAUNCHES: dict[str, Callable[..., Any]] = {}  # what each operator runs, by name

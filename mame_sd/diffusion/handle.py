@@ -22,14 +22,16 @@ from mame_sd.diffusion.calibration import (
     measure,
     plain_values,
 )
-from mame_sd.diffusion.families.transformers import suited
-from mame_sd.diffusion.hook_registry import AroundHook, PreHook, hook_on, put_hook, take_hook
-from mame_sd.diffusion.hooks import MergeHook, Setting, Shared, StepHook
+from mame_sd.diffusion.families.references import NONE_HERE
+from mame_sd.diffusion.families.transformers import known_as, suited
+from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, take_hook
+from mame_sd.diffusion.hooks import MergeHook, Setting, Shared
+from mame_sd.diffusion.model_hooks import SizeHook, StepHook
 from mame_sd.diffusion.processor import make_config
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import MaMeReport, device_of, make_report
 
-Placed = tuple[nn.Module, AroundHook | PreHook]  # a hook and the module it goes on
+Placed = tuple[nn.Module, MergeHook | PreHook]  # a hook and the module it goes on
 
 
 class MaMeHandle:
@@ -335,12 +337,21 @@ class MaMeHandle:
                 f"made_for: expected settings that were found for {self.described}, got ones for"
                 f" {config.made_for}; calibrate this model, or take another file"
             )
+        if config.size is not None and any(isinstance(h, SizeHook) for _, h in self._placed):
+            raise ValueError(
+                f"size: expected none, for {model} tells its height and width, got {config.size};"
+                " leave it out"
+            )
         unknown = [] if config.layers is None else config.layers.unknown(self._names)
         if unknown:
             raise ValueError(
                 f"layers: expected patterns of layers of {model} such as {self._names[0]!r}, got"
                 f" {unknown[0]!r}, which is none of them; handle.report() names them all"
             )
+        if config.references is not None:
+            families = [getattr(hook.layer, "family", None) for hook in self._layers]
+            if not any(family is not None and family.references for family in families):
+                raise ValueError(NONE_HERE.format(known_as(model)))
         there = {hook.stats.part for hook in self._layers}
         for name in PARTS:
             if getattr(config, name) is not None and name not in there:

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.merge import plan_merge
 from mame_sd.core.partition import GRIDS
-from mame_sd.core.plan import Plan
-from mame_sd.core.row_plan import RowPlan
+from mame_sd.core.plan import Plan, RowPlan
 from mame_sd.perception.counts import BlockCounts, width_of
-from mame_sd.perception.families import Encoder
+from mame_sd.perception.known_encoders import Encoder
 from mame_sd.perception.settings import DEFAULTS
 from mame_sd.perception.shared import Pass
 

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import nn
 
-from mame_sd.perception.families import Encoder
+from mame_sd.perception.known_encoders import Encoder
 
 FIELDS = ("calls", "tokens", "squares", "kept", "kept_squares", "merging")
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mame_sd.perception.blocks import MergedBlock
-from mame_sd.perception.families import Encoder
+from mame_sd.perception.known_encoders import Encoder
 from mame_sd.perception.shared import Pass
 
 _ATTENTION = (None, "eager", "sdpa")  # implementations that add a mask of numbers to the logits

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mame_sd.embedded.model import embedded_model_path
 from mame_sd.errors import UserError, first_line
-from mame_sd.perception.families import find_encoder
+from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.runs.devices import pick_device, pick_dtype
 from mame_sd.runs.model_files import EMBEDDED, HUB_ID, ModelChoice, digest_of
 

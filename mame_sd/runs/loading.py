@@ -64,7 +64,7 @@ class LoadedModel:
 
     def suited(self, config: MaMeConfig) -> MaMeConfig:
         """`config` as it merges on this model, which decides on what it leaves open."""
-        from mame_sd.diffusion.apply import denoiser_of, suited
+        from mame_sd.diffusion.apply_denoiser import denoiser_of, suited
 
         try:
             return suited(denoiser_of(self.pipe), config)

@@ -106,7 +106,7 @@ def merge_in(model: LoadedModel, config: MaMeConfig) -> MaMeHandle:
 
     Raises UserError for a model that merging does not support.
     """
-    from mame_sd.diffusion.apply import apply_mame
+    from mame_sd.diffusion.apply_denoiser import apply_mame
 
     try:
         return apply_mame(model.pipe, config)

@@ -17,7 +17,7 @@ from mame_sd.cli.show_merge import mean_colors
 from mame_sd.cli.token_maps import pixels_seen, read_image, token_maps
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
-from mame_sd.perception.apply import apply_encoder, has_encoder_hooks
+from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks
 from mame_sd.runs.encoders import LoadedEncoder, load_encoder
 from mame_sd.runs.model_files import ModelChoice
 from tests.builders.classification import save_classifier, save_text_model

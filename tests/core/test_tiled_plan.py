@@ -1,5 +1,5 @@
-"""Plans by products of tiles, which run on CUDA without Triton: here on the CPU, against plain loops
-in float64.
+"""Plans by products of tiles, which run on CUDA without Triton: here on the CPU, against plain
+loops in float64.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from mame_sd import MaMeConfig, plan_merge
 from mame_sd.core import tiled_plan
 from mame_sd.core.detail import Detail
+from mame_sd.core.plan import RowPlan
 from mame_sd.core.reference import reference_plan
-from mame_sd.core.row_plan import RowPlan
 from mame_sd.core.tiled_plan import TiledPlan
 from mame_sd.diffusion.families.keys import GroupedKeys, MergedKeys
-from mame_sd.diffusion.tokens import Tokens
+from mame_sd.diffusion.layer import Tokens
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 CASES: dict[str, tuple[tuple[int, int], dict[str, Any], torch.dtype]] = {
@@ -81,13 +81,17 @@ def test_plans_are_those_of_the_loops(name: str) -> None:
     torch.testing.assert_close(merged, expected, rtol=0, atol=TOLERANCE[dtype])
     assert torch.equal(y[:, : plan.tokens_kept], plan.merge(t))
     assert torch.equal(y[:, plan.tokens_kept :], t[:, plan.positions.sample])
-    assert torch.equal(plan.restore(plan.merge(t)), plain.restore(plan.merge(t).gather(
-        1, order.unsqueeze(-1).expand(-1, -1, 7))))
+    assert torch.equal(
+        plan.restore(plan.merge(t)),
+        plain.restore(plan.merge(t).gather(1, order.unsqueeze(-1).expand(-1, -1, 7))),
+    )
     found = plan.restore(plan.merge(t), Detail(x, size)).double()
     exact_whole = exact.restore(expected, Detail(x.double(), size))
     torch.testing.assert_close(found, exact_whole, rtol=0, atol=20 * TOLERANCE[dtype])
     copies = exact.restore(expected)
-    assert (exact_whole - copies).norm() > 20 * (found - exact_whole).norm() or dtype == torch.bfloat16
+    assert (exact_whole - copies).norm() > 20 * (
+        found - exact_whole
+    ).norm() or dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

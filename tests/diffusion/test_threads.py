@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mame_sd.diffusion.apply import apply_mame, mame, remove_mame
+from mame_sd.diffusion.apply_denoiser import apply_mame, mame, remove_mame
 from mame_sd.diffusion.threads import PerThread
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.tiny import (

@@ -11,7 +11,7 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline
 from torch import Tensor, nn
 
 from mame_sd import apply_mame, mame, remove_mame
-from mame_sd.diffusion.apply import denoiser_of, has_hooks
+from mame_sd.diffusion.apply_denoiser import denoiser_of, has_hooks
 from tests.builders.tiny import seeded
 from tests.builders.transformers import TEXT, normal
 from tests.matrix.transformers import WAN

@@ -1,8 +1,5 @@
 """The embedded CLIP: small, documented, and able to tell what it was made to tell, merged too."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -13,13 +10,10 @@ from mame_sd.eval.metrics.clip import load_clip
 from mame_sd.eval.perception.heads import Head, prompt_templates, text_head
 from mame_sd.eval.perception.rivals import rival_on
 from mame_sd.eval.perception.rules import RandomDrop
-from mame_sd.perception.apply import apply_encoder, encoder_restored
+from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
 from mame_sd.runs.encoders import load_encoder
 from mame_sd.runs.model_files import ModelChoice
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-from embedded_training import pictures
+from scripts.training import pictures
 
 PICTURES = 60
 

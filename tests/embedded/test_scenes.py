@@ -1,8 +1,5 @@
 """The transformer's truth: a subject is found wherever it stands, on every kind of ground."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from PIL import Image
@@ -10,10 +7,7 @@ from PIL import Image
 from mame_sd.embedded import model as subjects
 from mame_sd.embedded.scenes import SUBJECTS, TEXTURES, color_of, nearest_subject
 from mame_sd.eval.scoring.retrieval import TRUTHS
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-from embedded_training import world
+from scripts.training import world
 
 
 def test_every_subject_is_a_glyph() -> None:

@@ -2,7 +2,7 @@
 read.
 
 That a resumed run gives the very weights of an undisturbed one is tested with the transformer's
-script: both train in `embedded_training.loop`.
+script: both train in `scripts.training.loop`.
 """
 
 import signal
@@ -20,19 +20,17 @@ from PIL import Image
 from mame_sd.embedded import model as subjects
 from mame_sd.eval.perception.data import open_images
 from mame_sd.eval.perception.heads import text_head, unit
-from mame_sd.perception.apply import apply_encoder
+from mame_sd.perception.apply_encoder import apply_encoder
 from mame_sd.runs.encoders import load_encoder
 from mame_sd.runs.model_files import ModelChoice
+from scripts.training import contrast, joint, pictures, world
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-from embedded_training import contrast, joint, pictures, world  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 
 def start(work: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(SCRIPTS / "train_clip.py"), "--smoke", "--work", str(work)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "scripts.training.train_clip", "--smoke", "--work", str(work)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 @pytest.fixture(scope="module")

@@ -14,21 +14,21 @@ import torch
 from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
 from safetensors.torch import load_file
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
+from scripts.training import growth, joint, joint_export, world
 
-from embedded_training import growth, joint, joint_export, world  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 
 def start(work: Path) -> subprocess.Popen[bytes]:
     command = [
         sys.executable,
-        str(SCRIPTS / "train_transformer.py"),
+        "-m",
+        "scripts.training.train_transformer",
         "--smoke",
         "--work",
         str(work),
     ]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def weights(model: Path) -> dict[str, torch.Tensor]:

@@ -15,19 +15,27 @@ from safetensors.torch import load_file
 
 from mame_sd.eval.perception.data import open_images
 from mame_sd.eval.perception.forms import FORMS, PLAIN, find_models
-from mame_sd.perception.apply import apply_encoder
+from mame_sd.perception.apply_encoder import apply_encoder
 from mame_sd.runs.encoders import load_encoder
 from mame_sd.runs.model_files import ModelChoice
+from scripts.training import train_vit
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import train_vit  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 
 def run(work: Path, *more: str) -> None:
-    command = [sys.executable, str(SCRIPTS / "train_vit.py"), "--smoke", "--work", str(work), *more]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.training.train_vit",
+        "--smoke",
+        "--work",
+        str(work),
+        *more,
+    ]
+    subprocess.run(
+        command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +74,15 @@ def test_some_forms_bring_what_they_begin_with(tmp_path: Path) -> None:
 def test_another_head_is_refused_in_the_same_folder(whole: Path) -> None:
     command = [
         sys.executable,
-        str(SCRIPTS / "train_vit.py"),
+        "-m",
+        "scripts.training.train_vit",
         "--smoke",
         "--work",
         str(whole),
         "--head",
         "class",
     ]
-    refused = subprocess.run(command, capture_output=True, text=True)
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert refused.returncode == 2
     assert 'expected what it was begun with, {"head": "mean"' in refused.stderr
 

@@ -28,7 +28,7 @@ from benchmarks.caching import (
 )
 from mame_sd import MaMeHandle, apply_mame, remove_mame
 from mame_sd.core.partition import draw_at, positions
-from mame_sd.diffusion.apply import denoiser_of
+from mame_sd.diffusion.apply_denoiser import denoiser_of
 from tests.builders.pipelines import once, sdxl
 from tests.builders.tiny import tiny_pipeline
 from tests.matrix import transformers

@@ -18,7 +18,7 @@ or a package that is not there are skipped or fail without us too, and are not c
 PixArt, the pipeline for Stable Diffusion.
 """
 STABLE = """What rounding decides. A source's destination is its nearest, so where two are equally near within rounding, batching, attention slicing or
-another device may pick the other one. `python scripts/choice_stability.py` perturbs tokens by a relative 1e-6: of 8192 choices none changes for random
+another device may pick the other one. `python -m benchmarks.choice_stability` perturbs tokens by a relative 1e-6: of 8192 choices none changes for random
 tokens, 1 for smooth ones, and 26 % among exact copies, which stand for each other. Deciding ties within rounding by position, S
 rounded to 2^-20, 2^-16 or 2^-12, settles copies; of smooth tokens' choices 3, 1 and 2 change: values near a step's border take the place of
 those near a tie. It would also be one more pass over S. So choices stay as they are. In a tiny SDXL UNet with queries' and keys' weights

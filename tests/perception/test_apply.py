@@ -12,8 +12,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from mame_sd.perception.apply import apply_encoder, has_encoder_hooks
-from mame_sd.perception.families import Encoder, is_encoder, register_encoder
+from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks
+from mame_sd.perception.known_encoders import Encoder, is_encoder, register_encoder
 from tests.builders.perception import DEPTH, PATCHES, ROWS, SIDE, TIMM, WIDTH, Row, tokens
 from tests.builders.tiny import seeded, tiny_unet
 from tests.perception.oracle import blocks_of

@@ -20,7 +20,7 @@ from mame_sd.cli.app import app
 from mame_sd.eval.cli.app import app as evaluation
 from mame_sd.eval.perception.columns import COLUMNS
 from mame_sd.eval.perception.rows import SUITES, row_named
-from mame_sd.perception.apply import apply_encoder
+from mame_sd.perception.apply_encoder import apply_encoder
 from tests.builders.perception import ROWS
 from tests.builders.tiny import seeded
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mame_sd.perception.apply import apply_encoder, remove_encoder
+from mame_sd.perception.apply_encoder import apply_encoder, remove_encoder
 from tests.builders.perception import PATCH, ROWS, SIDE
 from tests.perception.oracle import merged_oracle
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mame_sd.perception.apply import apply_encoder, has_encoder_hooks, remove_encoder
+from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks, remove_encoder
 from mame_sd.perception.blocks import MergedBlock
-from mame_sd.perception.families import find_encoder, is_encoder
+from mame_sd.perception.known_encoders import find_encoder, is_encoder
 from mame_sd.perception.shared import Pass
 from tests.builders.perception import DEPTH, EVERY, PATCHES, ROWS, Row
 from tests.perception.oracle import blocks_of, merged_oracle

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mame_sd.perception.apply import apply_encoder, has_encoder_hooks, remove_encoder
+from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks, remove_encoder
 from tests.builders.perception import DENSE, DEPTH, PATCHES, ROWS, Row
 from tests.builders.tiny import seeded
 

@@ -15,7 +15,7 @@ from benchmarks import encoders
 from benchmarks.encoders import METHODS, TOWERS, UNEQUAL, Cell, speed, speed_head, speed_row, vit
 from mame_sd.eval.perception.methods import Rival
 from mame_sd.eval.perception.rules import RandomDrop
-from mame_sd.perception.families import find_encoder
+from mame_sd.perception.known_encoders import find_encoder
 
 SMALL = Cell("ViT-Ti", 64, "float32", 2)  # 16 patches
 CPU = torch.device("cpu")

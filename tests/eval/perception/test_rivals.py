@@ -26,8 +26,8 @@ from mame_sd.eval.perception.rules import (
     bipartite_soft_matching,
     quarters,
 )
-from mame_sd.perception.apply import apply_encoder, has_encoder_hooks
-from mame_sd.perception.families import find_encoder
+from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks
+from mame_sd.perception.known_encoders import find_encoder
 from tests.builders.perception import DEPTH, EVERY, PATCH, PATCHES, ROWS, SIDE, Row
 
 every = pytest.mark.parametrize("row", EVERY)

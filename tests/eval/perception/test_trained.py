@@ -135,7 +135,7 @@ def test_figures_are_those_of_each_seeds_answers(folder: Path, tmp_path: Path) -
 BAD = {
     "no folder": (
         ["--suite", "trained"],
-        "--trained: expected the folder that scripts/train_vit.py trained in, got none",
+        "--trained: expected the folder that scripts/training/train_vit.py trained in, got none",
     ),
     "other suite": (
         ["--suite", "vit", "--trained", "{}"],

@@ -1,0 +1,323 @@
+"""apply_mame: merging as hooks on a model's self-attention modules, and on its MLPs if asked to.
+
+    handle = apply_mame(pipe, tau=0.8)
+    image = pipe("a red key").images[0]
+    print(handle.report())
+    remove_mame(pipe)                      # bit-equal to before
+
+    with mame(pipe, tau=0.8):              # for one block of code; what was there before comes back
+        image = pipe("a red key").images[0]
+
+A hook on the module survives what replaces processors: slicing, `fuse_qkv_projections`, IP-Adapter,
+PAG. It also learns the true (h, w) of the tokens from the Transformer2DModel around it. Each module
+carries one merging hook at most: applying again replaces it. A `copy.deepcopy` of a hooked model
+merges with its own weights; to save a whole model with `torch.save` call `remove_mame` first.
+
+Threads may generate with one model at once, each with settings of its own (`handle.using`). What
+changes a model for all (`apply_mame`, `remove_mame`, `handle.set`) raises RuntimeError while
+another thread makes an image with it.
+
+`torch.compile` of the model with `keep` makes one graph of it, merging included, for each size and
+batch size (not with `dynamic=True`), and a small one of the hook that reads the step. With `tau`
+how many tokens stay depends on the data, which breaks the graph in each merging layer (results stay
+right): for one graph compile with `fullgraph=True`, or set
+`torch._dynamo.config.capture_dynamic_output_shape_ops = True`. `compile_repeated_blocks` makes one
+graph for all blocks of a size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+from typing import Any
+
+from diffusers.models.attention_processor import Attention
+from diffusers.models.modeling_utils import ModelMixin
+from torch import nn
+
+from mame_sd.config import MaMeConfig
+from mame_sd.diffusion.families.family import Family
+from mame_sd.diffusion.families.parts import Part, parts_of
+from mame_sd.diffusion.families.sequence import SequenceAttention
+from mame_sd.diffusion.families.transformers import (
+    ADDED_KEYS,
+    EXCLUDED,
+    adds_keys,
+    family_of,
+    known_as,
+    suited,
+)
+from mame_sd.diffusion.families.unet import (
+    IMAGE_MODULES,
+    PLAIN_PROCESSORS,
+    PlainAttention,
+    default_processor,
+    fixed_reason,
+    image_tokens,
+)
+from mame_sd.diffusion.handle import MaMeHandle, Placed
+from mame_sd.diffusion.hook_registry import hook_on, put_hook, take_hook
+from mame_sd.diffusion.hooks import MergeHook, Setting, Shared
+from mame_sd.diffusion.layer import Layer
+from mame_sd.diffusion.model_hooks import EagerSizeHook, SizeHook, StepHook, takes_timestep
+from mame_sd.diffusion.processor import MaMeAttnProcessor, make_config
+from mame_sd.diffusion.threads import CHANGES, check_idle
+from mame_sd.report import LayerStats, device_of
+
+_OURS = (MergeHook.name, SizeHook.name, StepHook.name)
+# Of a pipeline, what may denoise. Several may be there: each takes its own steps, or its own half
+# of guidance.
+_DENOISERS = ("unet", "transformer", "transformer_2", "unconditional_transformer")
+_OTHER_NAMES = ("decoder", "prior")  # where there is none of those (Stable Cascade, UnCLIP)
+# Attention over frames lies below modules of these names (AnimateDiff, SVD, text-to-video,
+# I2VGen-XL).
+_TEMPORAL = {
+    "motion_modules",
+    "temporal_transformer_blocks",
+    "temp_attentions",
+    "transformer_in",
+    "image_latents_temporal_encoder",
+}
+
+
+def apply_mame(
+    target: Any, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
+) -> MaMeHandle:
+    """Merges tokens in every large self-attention of `target` until `remove_mame`.
+
+    Layers with at least `min_tokens` tokens merge: by default 1024, which is the two largest levels
+    of SD 1.x and SDXL at their own sizes, and of SD 2.x at 768 pixels (9216, 2304). Merging that is
+    on `target` already is replaced.
+
+    Args:
+        target: a diffusers pipeline (its UNet or transformer is taken, or each of them where it has
+            several; a ControlNet has a call of its own), a model, or a single Attention module.
+        config: the settings, or a file of them; None is the measured default. Where they leave open
+            what merges (no tau, keep, merge, weights, variant and preset), the model's family
+            decides: `handle.config` says what.
+        fields: fields of MaMeConfig, over those of `config`.
+
+    Raises:
+        TypeError: `target` is neither a module nor a pipeline with a denoiser.
+        ValueError: no self-attention that could merge, or a MaMeAttnProcessor is installed, or bad
+            settings, or ones that the model lacks the parts for (`mlp`).
+        RuntimeError: another thread makes an image with the model.
+    """
+    handle = build_handle(target, make_config(config, fields))
+    with CHANGES:
+        check_idle(handle.root, "apply_mame")
+        remove_mame(handle.root, processors=False)
+        handle.install()
+    return handle
+
+
+def build_handle(target: Any, config: MaMeConfig, active: bool = True) -> MaMeHandle:
+    """A handle for `target` whose hooks are not installed yet, and merge then if `active`; raises
+    as `apply_mame` does.
+    """
+    root = denoiser_of(target)
+    shared = Shared(Setting(suited(root, config), active, config))
+    hooks: list[Placed] = []
+    denoisers: list[str] = []
+    images: dict[
+        str, tuple[SizeHook, Family | None]
+    ] = {}  # what tells how tokens lie, by path, and whose they are
+    parts: dict[str, str] = {}
+    for path, module in root.named_modules():
+        if takes_timestep(module) and not any(_within(path, outer) for outer in denoisers):
+            denoisers.append(path)
+            hooks.append((module, StepHook(module, shared)))
+        kind = type(module).__name__
+        own = family_of(module)
+        if (
+            own is None
+            and kind in EXCLUDED
+            and (not path or (isinstance(root, nn.ModuleDict) and "." not in path))
+        ):
+            raise ValueError(f"{known_as(kind)} does not merge: {EXCLUDED[kind]}")
+        if own is not None or kind in IMAGE_MODULES:
+            reader = EagerSizeHook if own is not None and own.eager else SizeHook
+            images[path] = reader(module, shared, image_tokens if own is None else own.tokens), own
+            hooks.append((module, images[path][0]))
+        nearest = max((outer for outer in images if _within(path, outer)), key=len, default=None)
+        image, family = (None, None) if nearest is None else images[nearest]
+        if family is None and _in_space(path):
+            parts.update(parts_of(path, module))
+        alone = image is not None or not isinstance(
+            root, ModelMixin
+        )  # a model's attention over no image may be a text's
+        alone = alone or adds_keys(module)
+        layer = (
+            _layer_of(path, module, image, family, part := parts.get(path, "attention"))
+            if alone
+            else None
+        )
+        if layer is not None:
+            stats = LayerStats(path or kind, device_of(module), part)
+            number = sum(
+                isinstance(hook, MergeHook) and hook.stats.part == part for _, hook in hooks
+            )
+            known = None if image is None else image.tokens
+            hooks.append((module, MergeHook(shared, stats, layer, known, number)))
+    if not any(isinstance(hook, MergeHook) and hook.stats.part == "attention" for _, hook in hooks):
+        raise ValueError(_nothing_found(root))
+    for _, hook in hooks:
+        if isinstance(hook, StepHook):
+            hook.watched = [other.stats for _, other in hooks if isinstance(other, MergeHook)]
+    return MaMeHandle(root, shared, hooks, None if target is root else target)
+
+
+def remove_mame(target: Any, processors: bool = True) -> None:
+    """Takes all merging off `target`; results are bit-equal to before it was applied.
+
+    Does nothing if there is none.
+
+    Args:
+        target: what `apply_mame` takes.
+        processors: also replace each MaMeAttnProcessor by its inner, or diffusers' default,
+            processor.
+
+    Raises:
+        RuntimeError: another thread makes an image with the model.
+    """
+    root = denoiser_of(target)
+    with CHANGES:
+        check_idle(root, "remove_mame")
+        for module in root.modules():
+            for name in _OURS:
+                take_hook(module, name)
+            processor: Any = getattr(module, "processor", None)
+            if processors and isinstance(processor, MaMeAttnProcessor):
+                attn: Any = module
+                attn.processor = processor.inner or default_processor(attn)
+
+
+@contextmanager
+def mame(
+    target: Any, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
+) -> Iterator[MaMeHandle]:
+    """Merging for a `with` block.
+
+    Afterwards, raised or not, what was applied before is in force again.
+
+    Takes the arguments of `apply_mame` and gives its handle.
+    """
+    with hooks_restored(target):
+        yield apply_mame(target, config, **fields)
+
+
+@contextmanager
+def hooks_restored(target: Any) -> Iterator[None]:
+    """After the block `target` carries the same merging hooks as before it, whatever the block
+    applied or removed.
+
+    Raises RuntimeError afterwards where another thread makes an image, which then has two settings.
+    """
+    root = denoiser_of(target)
+    modules = list(root.modules())
+    before = {(module, name): hook_on(module, name) for module in modules for name in _OURS}
+    try:
+        yield
+    finally:
+        with CHANGES:
+            for (module, name), hook in before.items():
+                if hook is None:
+                    take_hook(module, name)
+                else:
+                    put_hook(module, hook)
+    check_idle(root, "the end of the block")
+
+
+def has_hooks(target: Any) -> bool:
+    """Whether any merging hook is on `target`, active or not."""
+    return any(
+        hook_on(module, name) is not None
+        for module in denoiser_of(target).modules()
+        for name in _OURS
+    )
+
+
+def denoiser_of(target: Any) -> nn.Module:
+    """The module that merging goes on: `target` itself, or a pipeline's UNet or transformer; an
+    nn.ModuleDict of them by name where the pipeline has several (Wan 2.2: `transformer` and
+    `transformer_2`).
+
+    Raises:
+        TypeError: neither a module nor a pipeline with a denoiser.
+    """
+    if isinstance(target, nn.Module):
+        return target
+    models = {name: getattr(target, name, None) for name in (*_DENOISERS, *_OTHER_NAMES)}
+    every = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
+    found = {name: model for name, model in every.items() if name in _DENOISERS} or dict(
+        list(every.items())[:1]
+    )
+    if not found:
+        raise TypeError(
+            "expected a torch module or a diffusers pipeline with a unet or transformer, got"
+            f" {type(target).__name__}"
+        )
+    return next(iter(found.values())) if len(found) == 1 else nn.ModuleDict(found)
+
+
+def _layer_of(
+    path: str, module: nn.Module, image: SizeHook | None, family: Family | None, part: str
+) -> Layer | None:
+    """What can merge at `path`; None for modules that are no such layer.
+
+    Raises:
+        ValueError: a MaMeAttnProcessor is installed on it.
+    """
+    if part != "attention":
+        return Part(module)
+    if family is None and adds_keys(module):
+        return SequenceAttention(module, ADDED_KEYS)
+    if family is not None:
+        if not family.owns(path, module):
+            return None
+    elif (
+        not isinstance(module, Attention) or fixed_reason(module) is not None or not _in_space(path)
+    ):
+        return None
+    elif image is None and type(module.processor).__name__ not in PLAIN_PROCESSORS:
+        # outside of an image's transformer, what unknown processors do with the tokens can't be
+        # told
+        return None
+    if isinstance(getattr(module, "processor", None), MaMeAttnProcessor):
+        raise ValueError(
+            f"expected no merging on {path or type(module).__name__}, found {module.processor},"
+            " which would merge twice: call remove_mame first"
+        )
+    return PlainAttention(module) if family is None else SequenceAttention(module, family)
+
+
+def _within(path: str, outer: str) -> bool:
+    """Whether the module at `path` lies below the one at `outer` ("" is the root, which counts as
+    within itself).
+    """
+    return not outer or path.startswith(outer + ".")
+
+
+def _in_space(path: str) -> bool:
+    """Whether the tokens of a module are one image's, not one pixel's over frames."""
+    return _TEMPORAL.isdisjoint(path.split("."))
+
+
+def _nothing_found(root: nn.Module) -> str:
+    """The error for a model in which nothing can merge: what it is, what attention it has, what to
+    do.
+    """
+    kinds = Counter(
+        type(m).__name__ for m in root.modules() if type(m).__name__.endswith("Attention")
+    )
+    found = (
+        ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        or "no attention modules"
+    )
+    kind = type(root).__name__
+    return (
+        f"{known_as(kind)} is not supported yet: no attention over an image's tokens is known in"
+        f" {kind}, which has {found}. Describe where they are with mame_sd.families.register_family"
+    )

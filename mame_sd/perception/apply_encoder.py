@@ -1,0 +1,104 @@
+"""apply_encoder: merging in the blocks of a vision transformer, until `remove_encoder`.
+
+    handle = apply_encoder(model)                               # in every second block, about half
+    of the FLOPs handle = apply_encoder(model, keep=0.9)                     # nine tenths of the
+    patches stay in the mean of them handle = apply_encoder(model, tau=0.8, blocks=8)            #
+    by similarity, in the first 8 blocks handle = apply_encoder(model, preset="plain", blocks=8)
+    # the paper's training-free form logits = model(pixel_values).logits print(handle.report())
+    # tokens of each block, FLOPs before and after remove_encoder(model)
+    # bit-equal to before
+
+Merged tokens stay merged: later blocks see fewer, and so does pooling by attention at the end.
+`restore=True` gives the model's output all of its tokens again (MaRe over all blocks): its mean is
+then the mean weighted by what each token stands for, pooling by attention counts every token. Heads
+that are known to take a mean, and dense heads (depth, segmentation, backbones), are given all
+tokens by default. `handle.restore` does the same afterwards.
+
+Weights, `state_dict` and `save_pretrained` are untouched by merging. A `copy.deepcopy` merges with
+its own weights. `torch.compile` makes one graph of a model that merges by `keep`. By `tau` the
+number of tokens depends on the images: merging itself then runs between graphs, or inside where
+`torch._dynamo.config.capture_dynamic_output_shape_ops` is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from mame_sd.config import MaMeConfig
+from mame_sd.perception.handle import EncoderHandle
+from mame_sd.perception.hooks import ours_on, put, take_all
+
+
+def apply_encoder(
+    target: nn.Module,
+    config: MaMeConfig | None = None,
+    *,
+    blocks: int | Iterable[int] | None = None,
+    restore: bool | None = None,
+    prop_attn: bool | None = None,
+    schedule: str | None = None,
+    **fields: Any,
+) -> EncoderHandle:
+    """Merges tokens between attention and MLP in blocks of a vision transformer, until
+    `remove_encoder`.
+
+    Merging that is on it already is replaced. With neither `tau` nor `keep` given, the last block
+    that merges leaves a quarter of the patches (where 3 or more merge): about half of the FLOPs.
+    With `preset="plain"` it is the paper's form, tau 0.8.
+
+    Args:
+        target: a model that holds one vision transformer that is known
+            (`mame_sd.perception.known_encoders`).
+        config: the settings; of its fields only those that were given count. It does not hold
+            `blocks`.
+        blocks: how many blocks merge, from the first; or which ones, counted from 0 (-1 is the
+            last). None: every second one from 0 on, but all with `preset="plain"`.
+        restore: give the model's output all of its tokens again, so that means and pooling count
+            what each stands for; and hidden states that dense heads read. None: where a head is
+            known to take a mean or to be dense.
+        prop_attn: add the log of how many tokens each one stands for to its attention logits
+            (ToMe's proportional attention), in all blocks after the first merging, and merge again
+            by means over all of these. Attention implementations eager and sdpa only. None: where
+            the model's attention can take it (`handle.prop_attn` says), but not with
+            `preset="plain"`.
+        schedule: how one `keep`, or none, is shared out over the blocks that merge: "decreasing",
+            the first ones merge most, or "constant", all keep the same share. None: decreasing, but
+            constant with `preset="plain"`.
+        fields: fields of MaMeConfig over those of `config`; `tau` and `keep` may be one number for
+            each block.
+
+    Raises:
+        TypeError: `config` is no MaMeConfig.
+        ValueError: no vision transformer that can merge, more than one, or bad settings.
+    """
+    handle = EncoderHandle(target, config, blocks, fields, restore, prop_attn, schedule=schedule)
+    handle.install()
+    return handle
+
+
+def remove_encoder(target: nn.Module) -> None:
+    """Takes all merging off the vision transformers in `target`. Does nothing if there is none."""
+    take_all(target)
+
+
+def has_encoder_hooks(target: nn.Module) -> bool:
+    """Whether any merging is on a vision transformer in `target`, active or not."""
+    return any(ours_on(module) for module in target.modules())
+
+
+@contextmanager
+def encoder_restored(target: nn.Module) -> Iterator[None]:
+    """After the block `target` carries the same merging as before it, whatever the block applied or
+    removed.
+    """
+    before = [(module, one) for module in target.modules() for one in ours_on(module)]
+    try:
+        yield
+    finally:
+        take_all(target)
+        for module, one in before:
+            put(module, one)

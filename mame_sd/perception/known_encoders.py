@@ -1,0 +1,367 @@
+"""Vision transformers that are known: which of their modules make up a block, and which tokens are
+no patches.
+
+A block is taken to compute x' = x + attention branch (x), x = x' + MLP branch (x'), each branch a
+row of the block's own modules. `register_encoder` adds a model of your own. For a class MyViT with
+one class token, whose MyBlock has the modules norm_a, attend, norm_b and mlp:
+
+    from mame_sd.perception.known_encoders import Encoder, register_encoder
+
+    register_encoder(Encoder("mine", ("MyViT",), "MyBlock", ("norm_a", "attend"), ("norm_b", "mlp"),
+    special=1))
+
+This module imports neither transformers nor timm: classes are known by their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """One kind of vision transformer.
+
+    Attributes:
+        name: for reports and errors.
+        models: class names of the modules whose forward takes images and runs the blocks.
+        block: class name of a block.
+        attention: the modules of a block's attention branch in their order, by path: first a norm,
+            then the attention. The attention is called with the tokens and with the block's further
+            arguments by name; of a tuple that it returns the first entry counts.
+        mlp: the modules of its MLP branch.
+        special: how many tokens before the patches are none (class, distillation, register tokens),
+            or what says so of a model.
+        keys: path in a block of the projection that gives keys, for `feature`; one of queries, keys
+            and values joined is known by its width. None: keys can't be compared.
+        output: path in the model of the module that gives what heads and poolers see; None: its
+            last block.
+        mask: name of the attention's argument for a mask.
+        attend: the attention with a mask of numbers [B, 1, 1, L] added to its logits, for attention
+            that takes no mask: called with the module, the tokens and the mask, gives the
+            attention's output.
+        stages: path in the model of the module whose output's `hidden_states` dense heads read;
+            None: there is none.
+        adds_mask: it adds a mask [B, 1, 1, L] of numbers to its logits, so that sizes count in it
+            by default.
+        grid: patches reach the blocks in row-major order.
+    """
+
+    name: str
+    models: tuple[str, ...]
+    block: str
+    attention: tuple[str, ...]
+    mlp: tuple[str, ...]
+    special: int | Callable[[Any], int] = 0
+    keys: str | None = None
+    output: str | None = None
+    mask: str = "attention_mask"
+    grid: bool = True
+    adds_mask: bool = False
+    attend: Callable[[Any, Tensor, Tensor], Tensor] | None = None
+    stages: str | None = None
+
+    def special_of(self, model: nn.Module) -> int:
+        """How many special tokens stand before the patches of `model`."""
+        return self.special if isinstance(self.special, int) else int(self.special(model))
+
+    def misfit(self, block: nn.Module) -> str | None:
+        """What keeps `block` from being the one described; None where it is."""
+        modules = dict(block.named_modules())
+        parts = (*self.attention, *self.mlp)
+        missing = [part for part in parts if part not in modules]
+        if missing:
+            return f"it has no {', '.join(missing)}"
+        known = {part.partition(".")[0] for part in parts}
+        other = [name for name, _ in block.named_children() if name not in known]
+        other += [name for name, _ in block.named_parameters(recurse=False)]
+        return f"it also has {', '.join(other)}" if other else None
+
+
+# Why models whose tokens can't simply get fewer are refused, by class name.
+_WINDOWS = "its attention works in windows of the image, which needs every token"
+_BIAS = "its attention adds a bias for each pair of positions, which merged tokens have none of"
+_ROTARY = (
+    "positions turn its queries and keys inside attention, and a merged token has no single"
+    " position"
+)
+_DENSE = "its output puts every token at its place in the image"
+_PYRAMID = (
+    "its stages fold tokens by their places in the image and blend them by convolutions, which"
+    " needs every token"
+)
+_DIVIDED = "its attention takes frames and places apart, which needs every token at its place"
+REFUSED = {
+    **dict.fromkeys(
+        (
+            *(
+                "SwinModel",
+                "SwinBackbone",
+                "Swinv2Model",
+                "Swinv2Backbone",
+                "MaskFormerSwinModel",
+                "DonutSwinModel",
+            ),
+            *("SwinTransformer", "SwinTransformerV2", "SwinTransformerV2Cr"),
+        ),
+        _WINDOWS,
+    ),
+    **dict.fromkeys(
+        ("BeitModel", "BeitBackbone", "Data2VecVisionModel", "Beit", "VisionTransformerRelPos"),
+        _BIAS,
+    ),
+    **dict.fromkeys(("DINOv3ViTModel", "DINOv3ViTBackbone", "Eva", "PixtralVisionModel"), _ROTARY),
+    **dict.fromkeys(("ViTForMaskedImageModeling", "DeiTForMaskedImageModeling"), _DENSE),
+    "ViTMAEForPreTraining": "its decoder needs every token; apply to its encoder, model.vit, alone",
+    "VideoMAEForPreTraining": (
+        "its decoder needs every token; apply to its encoder, model.videomae, alone"
+    ),
+    **dict.fromkeys(
+        ("SegformerModel", "SegformerEncoder", "PvtModel", "PvtV2Model", "GLPNModel"), _PYRAMID
+    ),
+    **dict.fromkeys(("Mask2FormerSwinModel", "HieraModel", "HieraBackbone"), _WINDOWS),
+    **dict.fromkeys(("TimesformerModel",), _DIVIDED),
+    "VJEPA2Model": _ROTARY,
+}
+_ENCODERS: list[Encoder] = []
+
+
+def register_encoder(encoder: Encoder) -> Encoder:
+    """Makes `apply_mame` know the models that `encoder` names; what was registered last is looked
+    at first.
+    """
+    _ENCODERS.insert(0, encoder)
+    return encoder
+
+
+def encoder_names() -> list[str]:
+    """Class names of all models that are known."""
+    return sorted({name for encoder in _ENCODERS for name in encoder.models})
+
+
+def is_encoder(target: Any) -> bool:
+    """Whether `target` is a module that holds a vision transformer that is known, or known to be
+    refused.
+    """
+    if not isinstance(target, nn.Module):
+        return False
+    names = {*encoder_names(), *REFUSED}
+    return any(not names.isdisjoint(_classes(module)) for module in target.modules())
+
+
+def find_encoder(target: nn.Module) -> tuple[nn.Module, list[nn.Module], Encoder]:
+    """The vision transformer in `target`, its blocks in their order, and what is known of it.
+
+    Raises:
+        ValueError: a refused model, none that is known, more than one, or one whose blocks are not
+            as described.
+    """
+    for module in target.modules():
+        reason = next((REFUSED[name] for name in _classes(module) if name in REFUSED), None)
+        if reason is not None:
+            raise ValueError(
+                "expected a vision transformer whose tokens can merge, got"
+                f" {type(module).__name__}: {reason}"
+            )
+    known = set(encoder_names())
+    found = {
+        path: module
+        for path, module in target.named_modules()
+        if not known.isdisjoint(_classes(module))
+    }
+    inner = {
+        path: module
+        for path, module in found.items()
+        if not any(_below(other, path) for other in found)
+    }
+    if len(inner) != 1:
+        what = (
+            ", ".join(f"{path} ({type(module).__name__})" for path, module in inner.items())
+            or type(target).__name__
+        )
+        raise ValueError(
+            f"expected one vision transformer ({', '.join(sorted(known))}), got {what}; give the"
+            " model itself, or describe it with mame_sd.perception.known_encoders.register_encoder"
+        )
+    model = next(iter(inner.values()))
+    return model, *_described(model)
+
+
+def _described(model: nn.Module) -> tuple[list[nn.Module], Encoder]:
+    """The blocks of `model` and the description that they fit."""
+    reasons = []
+    for encoder in _ENCODERS:
+        if encoder.models and not set(encoder.models).isdisjoint(_classes(model)):
+            blocks = [module for module in model.modules() if encoder.block in _classes(module)]
+            misfits = (
+                f"{encoder.block}: {misfit}" for misfit in map(encoder.misfit, blocks) if misfit
+            )
+            reason = next(misfits, None) if blocks else f"there is no {encoder.block}"
+            if reason is None:
+                return blocks, encoder
+            reasons.append(reason)
+    raise ValueError(
+        f"expected a {type(model).__name__} with blocks of attention and MLP as known, got another"
+        f" kind ({'; '.join(reasons)}); describe it with"
+        " mame_sd.perception.known_encoders.register_encoder"
+    )
+
+
+def _classes(module: nn.Module) -> Iterable[str]:
+    return [kind.__name__ for kind in type(module).__mro__]
+
+
+def _below(path: str, outer: str) -> bool:
+    """Whether the module at `path` lies below the one at `outer` ("" is the root)."""
+    return path != outer and (not outer or path.startswith(outer + "."))
+
+
+# Models whose heads take a mean over tokens: by default they are given all tokens back, so that it
+# counts what each stands for.
+MEANS = frozenset(
+    f"{kind}For{task}Classification"
+    for kind, task in (
+        *(
+            ("Dinov2", "Image"),
+            ("Dinov2WithRegisters", "Image"),
+            ("Siglip", "Image"),
+            ("Siglip2", "Image"),
+        ),
+        *(("CLIP", "Image"), ("VideoMAE", "Video")),
+    )
+)
+
+
+def takes_mean(target: nn.Module) -> bool:
+    """Whether a head in `target` takes a mean over tokens."""
+    return any(not MEANS.isdisjoint(_classes(module)) for module in target.modules())
+
+
+def masked(attention: Any, x: Tensor, mask: Tensor) -> Tensor:
+    """Attention of the older layout of transformers (query, key and value in `attention`, dense in
+    `output`) with a mask.
+
+    Args:
+        attention: the module.
+        x: normed tokens [B, L, C].
+        mask: added to the logits [B, 1, 1, L].
+    """
+    inner, output = attention.attention, attention.output
+    heads = (inner.num_attention_heads, -1)
+    q, k, v = (
+        part(x).unflatten(-1, heads).transpose(1, 2)
+        for part in (inner.query, inner.key, inner.value)
+    )
+    dropout = float(getattr(inner, "dropout_prob", 0.0)) if inner.training else 0.0
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    done: Tensor = output.dropout(output.dense(y.transpose(1, 2).flatten(2)))
+    return done
+
+
+def _registers(model: Any) -> int:
+    return 1 + int(model.config.num_register_tokens)
+
+
+def _prefix(model: Any) -> int:
+    return int(model.num_prefix_tokens)
+
+
+def _vit(kind: str, special: int, grid: bool = True) -> None:
+    """Models of transformers that are laid out as its ViT."""
+    models, block, norms = (
+        (f"{kind}Model",),
+        f"{kind}Layer",
+        ("layernorm_before", "layernorm_after"),
+    )
+    attention, mlp = (norms[0], "attention", "dropout"), (norms[1], "mlp", "dropout")
+    first = (
+        (norms[0], "attention"),
+        (norms[1], "intermediate", "output.dense", "output.dropout"),
+    )  # transformers 5.0
+    common: dict[str, Any] = {
+        "special": special,
+        "output": "layernorm",
+        "grid": grid,
+        "adds_mask": True,
+    }
+    register_encoder(Encoder(kind, models, block, *first, keys="attention.attention.key", **common))
+    register_encoder(
+        Encoder(kind, models, block, attention, mlp, keys="attention.k_proj", **common)
+    )
+
+
+def _older(kind: str, special: int, **more: Any) -> None:
+    """Models in the layout that ViT had: an intermediate layer, and an output that adds its input
+    itself.
+    """
+    attention, mlp = (
+        ("layernorm_before", "attention"),
+        ("layernorm_after", "intermediate", "output.dense", "output.dropout"),
+    )
+    common: dict[str, Any] = {
+        "keys": "attention.attention.key",
+        "adds_mask": True,
+        "attend": masked,
+        **more,
+    }
+    named: dict[str, Any] = {"models": (f"{kind}Model",), "block": f"{kind}Layer", **common}
+    register_encoder(Encoder(kind, attention=attention, mlp=mlp, special=special, **named))
+
+
+def _dino(kind: str, special: int | Callable[[Any], int]) -> None:
+    """DINOv2: a scale at the end of each branch."""
+    attention = ("norm1", "attention", "layer_scale1", "drop_path")
+    mlp = ("norm2", "mlp", "layer_scale2", "drop_path")
+    models, block, keys = (f"{kind}Model",), f"{kind}Layer", "attention.k_proj"
+    register_encoder(
+        Encoder(
+            kind, models, block, attention, mlp, special, keys, output="layernorm", adds_mask=True
+        )
+    )
+    dense: dict[str, Any] = {"stages": "encoder", "adds_mask": True}
+    register_encoder(
+        Encoder(kind, (f"{kind}Backbone",), block, attention, mlp, special, keys, **dense)
+    )
+
+
+def _clip(kind: str, special: int, output: str | None) -> None:
+    """The image halves of CLIP and its kin, whose text halves have blocks of the same class."""
+    models, block = (f"{kind}VisionModel", f"{kind}VisionTransformer"), f"{kind}EncoderLayer"
+    attention, mlp = ("layer_norm1", "self_attn"), ("layer_norm2", "mlp")
+    register_encoder(
+        Encoder(
+            kind, models, block, attention, mlp, special, "self_attn.k_proj", output, adds_mask=True
+        )
+    )
+
+
+_vit("ViT", special=1)
+_vit("DeiT", special=2)
+_vit("ViTMAE", special=1, grid=False)  # shuffled
+_vit("Vivit", special=1)
+_older("VideoMAE", special=0)
+_older("DPTViT", special=1, models=("DPTModel",), block="DPTViTLayer", stages="")
+_dino("Dinov2", special=1)
+_dino("Dinov2WithRegisters", special=_registers)
+_clip("CLIP", special=1, output=None)  # normalises the class token alone
+_clip("Siglip", special=0, output="post_layernorm")
+_clip("Siglip2", special=0, output="post_layernorm")
+_TIMM = ("norm1", "attn", "ls1", "drop_path1"), ("norm2", "mlp", "ls2", "drop_path2")
+register_encoder(
+    Encoder(
+        "timm",
+        ("VisionTransformer",),
+        "Block",
+        *_TIMM,
+        _prefix,
+        keys="attn.qkv",
+        output="norm",
+        mask="attn_mask",
+        adds_mask=True,
+    )
+)

@@ -1,0 +1,272 @@
+"""diffusers' own tests with merging in the loop: `make test-diffusers`, or
+
+    python -m scripts.robustness.diffusers_suite [--suites "SD 3" Flux] [--modes without on]
+        [--source CHECKOUT] [--work FOLDER]
+
+The tests are those of the installed diffusers, from its repository at the tag of that version (its
+source distribution has none), or of a checkout. They run in one process a suite and mode, with
+models that merge from the moment they are made (`plugin.py`), and with stand-ins for what they
+would load from the hub. Stopped at any moment, the same command goes on where it was. At the end
+counts and differences go to tests/matrix/diffusers_suite.json, and docs/compatibility.md is written
+anew. Exit status 1 where a test fails by merging that `known.py` does not explain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import diffusers
+
+from scripts.robustness.diffusers_suite.known import reason
+from scripts.robustness.diffusers_suite.suites import (
+    BACKENDS,
+    COMPILED,
+    GROUND,
+    MODES,
+    SUITES,
+    runs,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+RESULT = ROOT / "tests" / "matrix" / "diffusers_suite.json"
+URL = "https://github.com/huggingface/diffusers"
+NEEDS = ("parameterized", "requests-mock")  # of diffusers' tests, beyond our own requirements
+
+
+def fetched(work: Path, source: Path | None) -> tuple[Path, str]:
+    """The folder that tests run in, with `tests/` of diffusers in it, and their version.
+
+    Raises SystemExit when they can't be had.
+    """
+    version = diffusers.__version__
+    if source is None:
+        source = work / f"diffusers-{version}"
+        if not (source / "tests").is_dir():
+            command = [
+                "git",
+                "clone",
+                "--quiet",
+                "--depth",
+                "1",
+                "--branch",
+                f"v{version}",
+                URL,
+                str(source),
+            ]
+            if subprocess.run(command).returncode:
+                raise SystemExit(
+                    f"expected {URL} at v{version}, could not clone it; give a checkout by --source"
+                )
+    init = source / "src" / "diffusers" / "__init__.py"
+    if not (source / "tests" / "pipelines").is_dir() or not init.is_file():
+        raise SystemExit(
+            f"--source {source}: expected a checkout of diffusers, with tests/pipelines and"
+            " src/diffusers"
+        )
+    found = re.search(r'__version__ = "(.+)"', init.read_text(encoding="utf-8"))
+    version = found[1] if found else "unknown"
+    folder = work / f"tests-{version}"
+    if not (
+        folder / "tests"
+    ).is_dir():  # without src, so that the installed library is the one that is tested
+        shutil.copytree(source / "tests", folder / "tests.part", dirs_exist_ok=True)
+        (folder / "tests.part").rename(folder / "tests")
+    if not (work / "site" / "parameterized").is_dir():
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--target",
+            str(work / "site"),
+            *NEEDS,
+        ]
+        if subprocess.run(command).returncode:
+            raise SystemExit(
+                f"expected to install {', '.join(NEEDS)}, which diffusers' tests need; pip said"
+                " why not"
+            )
+    return folder, version
+
+
+def results_file(work: Path, version: str, suite: str, mode: str, backend: str | None) -> Path:
+    name = re.sub(r"\W+", "-", suite if backend is None else f"{suite} {backend}")
+    return work / f"results-{version}-{diffusers.__version__}" / mode / f"{name}.jsonl"
+
+
+def run(
+    folder: Path, work: Path, suite: str, mode: str, backend: str | None, results: Path
+) -> None:
+    """Runs what `results` has not yet."""
+    results.parent.mkdir(parents=True, exist_ok=True)
+    paths = [path for path in SUITES[suite] if (folder / path).exists()]
+    mark = "not compile" if backend is None else "compile"
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:warnings",
+        "--tb=short",
+        "-m",
+        mark,
+        "-p",
+        "scripts.robustness.diffusers_suite.plugin",
+    ]
+    environment = {
+        **os.environ,
+        "MAME_MODE": mode,
+        "MAME_RESULTS": str(results),
+        "MAME_BACKEND": backend or "",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(work / "site")]),
+    }
+    with results.with_suffix(".log").open("a", encoding="utf-8") as log:
+        command = [sys.executable, "-m", "pytest", *options, *paths]
+        status = subprocess.run(
+            command, cwd=folder, env=environment, stdout=log, stderr=log
+        ).returncode
+    if status not in (0, 1, 5):  # passed, failed, nothing left to run
+        raise SystemExit(
+            f"{suite}, {mode}: pytest stopped with status {status}; see"
+            f" {results.with_suffix('.log')}"
+        )
+    results.with_suffix(".done").touch()
+
+
+def outcomes(results: Path) -> dict[str, dict[str, Any]]:
+    """By test; none before the whole suite has run."""
+    if not results.with_suffix(".done").is_file():
+        return {}
+    lines = map(json.loads, results.read_text(encoding="utf-8").splitlines())
+    return {line["test"]: line for line in lines}
+
+
+def compared(work: Path, version: str, suite: str, backend: str | None) -> dict[str, Any]:
+    """Counts of one suite, by mode, and the tests that fail by merging."""
+    counts: dict[str, Any] = {}
+    differences = []
+    for mode, ground in GROUND.items():
+        base = outcomes(results_file(work, version, suite, ground, backend))
+        ours = outcomes(results_file(work, version, suite, mode, backend))
+        passing = [name for name in ours if base.get(name, {}).get("outcome") == "passed"]
+        failing = [name for name in passing if ours[name]["outcome"] != "passed"]
+        if passing:
+            merged = sum(bool(ours[name].get("merged")) for name in passing)
+            counts[mode] = {
+                "ground": len(passing),
+                "passed": len(passing) - len(failing),
+                "merged": merged,
+            }
+        for name in failing:
+            error = re.sub(
+                r"/\S+/site-packages/|0x[0-9a-f]{6,}", "", ours[name].get("error", "")
+            )  # of one machine, one run
+            differences.append(
+                {"mode": mode, "test": name, "error": error, "reason": reason(name, mode, error)}
+            )
+    label = suite if backend is None else f"{suite}, torch.compile by {backend}"
+    return {"suite": label, "counts": counts, "differences": differences}
+
+
+def with_earlier(rows: list[dict[str, Any]], versions: dict[str, str]) -> list[dict[str, Any]]:
+    """`rows`, and what was counted before with the same versions and not anew (in another work
+    folder, say); without empty ones.
+    """
+    known = (
+        json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.is_file() else {"versions": None}
+    )
+    earlier = (
+        {row["suite"]: row for row in known["suites"]} if known["versions"] == versions else {}
+    )
+    for row in rows:
+        old = earlier.get(row["suite"], {"counts": {}, "differences": []})
+        kept = [item for item in old["differences"] if item["mode"] not in row["counts"]]
+        row["differences"] = [*kept, *row["differences"]]
+        counts = {**old["counts"], **row["counts"]}
+        row["counts"] = {mode: counts[mode] for mode in GROUND if mode in counts}
+    return [row for row in rows if row["counts"]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--suites",
+        nargs="+",
+        choices=SUITES,
+        default=list(SUITES),
+        metavar="SUITE",
+        help=", ".join(SUITES),
+    )
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=MODES,
+        default=list(MODES),
+        metavar="MODE",
+        help=", ".join(MODES),
+    )
+    parser.add_argument(
+        "--source",
+        type=Path,
+        default=None,
+        help="a checkout of diffusers, instead of cloning its tag",
+    )
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "out" / "diffusers_suite", help="cache and results"
+    )
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="run nothing, write the page from the results there are",
+    )
+    arguments = parser.parse_args()
+    work = arguments.work.resolve()
+    folder, version = fetched(work, arguments.source)
+    if not arguments.table:
+        from scripts.robustness.diffusers_suite.stand_ins import save_stand_ins
+
+        save_stand_ins(folder)
+        for suite in arguments.suites:
+            for backend in (None, *(BACKENDS if suite in COMPILED else ())):
+                for mode in arguments.modes:
+                    results = results_file(work, version, suite, mode, backend)
+                    if suite in runs(mode) and not results.with_suffix(".done").is_file():
+                        run(folder, work, suite, mode, backend, results)
+                        found = [line["outcome"] for line in outcomes(results).values()]
+                        counts = ", ".join(
+                            f"{found.count(kind)} {kind}"
+                            for kind in ("passed", "failed", "skipped")
+                        )
+                        print(f"{suite}, {backend or 'uncompiled'}, {mode}: {counts}", flush=True)
+    rows = [
+        compared(work, version, suite, backend) for suite in SUITES for backend in (None, *BACKENDS)
+    ]
+    versions = {"tests": version, "diffusers": diffusers.__version__}
+    rows = with_earlier(rows, versions)
+    RESULT.write_text(
+        json.dumps({"versions": versions, "suites": rows}, indent=1) + "\n", encoding="utf-8"
+    )
+    from tests.matrix.table import page
+
+    (ROOT / "docs" / "compatibility.md").write_text(page(), encoding="utf-8")
+    unexplained = [item for row in rows for item in row["differences"] if not item["reason"]]
+    for item in unexplained:
+        print(f"{item['mode']}: {item['test']}: {item['error']}", file=sys.stderr)
+    return 1 if unexplained else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

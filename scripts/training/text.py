@@ -1,0 +1,78 @@
+"""The text side: a real CLIP tokenizer made from the captions, and a CLIP text encoder that is
+trained with the UNet.
+"""
+
+import json
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+TEXT_WIDTH = 192
+LAST = 0xE000  # start of the private use area of Unicode
+
+
+def new_tokenizer(captions: list[str]) -> CLIPTokenizer:
+    """A byte-level BPE in which every word of the captions is one token, and any other string is
+    still spelt out.
+
+    The trainer's own end-of-word suffix makes it break ties by chance; a marked last letter
+    (``LAST`` + the letter) does not.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words = sorted({word for text in captions for word in text.lower().replace("-", " - ").split()})
+    marked = [word[:-1] + chr(LAST + ord(word[-1])) for word in words]
+    bpe.train_from_iterator(
+        marked, trainers.BpeTrainer(vocab_size=20000, min_frequency=1, show_progress=False)
+    )
+
+    def unmark(symbol: str) -> str:
+        return (
+            symbol if ord(symbol[-1]) < LAST else symbol[:-1] + chr(ord(symbol[-1]) - LAST) + "</w>"
+        )
+
+    merges = [(unmark(a), unmark(b)) for a, b in json.loads(bpe.to_str())["model"]["merges"]]
+    symbols = alphabet + [a + "</w>" for a in alphabet] + ["".join(pair) for pair in merges]
+    vocab = {
+        symbol: i
+        for i, symbol in enumerate(dict.fromkeys([*symbols, "<|startoftext|>", "<|endoftext|>"]))
+    }
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=77)
+
+
+def new_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
+    return CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=TEXT_WIDTH,
+            intermediate_size=4 * TEXT_WIDTH,
+            num_hidden_layers=3,
+            num_attention_heads=3,
+            max_position_embeddings=77,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            projection_dim=TEXT_WIDTH,
+        )
+    )
+
+
+def caption_tokens(tokenizer: CLIPTokenizer, captions: list[str]) -> torch.Tensor:
+    rows: torch.Tensor = tokenizer(
+        captions, padding="max_length", truncation=True, return_tensors="pt"
+    ).input_ids
+    return rows
+
+
+class Tokens(dict[str, torch.Tensor]):
+    """Tokens of a caption, computed when first asked for."""
+
+    def __init__(self, tokenizer: CLIPTokenizer) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+
+    def __missing__(self, caption: str) -> torch.Tensor:
+        self[caption] = caption_tokens(self.tokenizer, [caption])[0]
+        return self[caption]
