@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd import MaMeConfig, plan_merge
+from mame_sd.config import Study
 from mame_sd.core import tiled_plan
 from mame_sd.core.detail import Detail
 from mame_sd.core.plan import RowPlan
@@ -26,9 +27,17 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 CASES: dict[str, tuple[tuple[int, int], dict[str, Any], torch.dtype]] = {
     "cut tiles": ((9, 20), {}, torch.float32),
     "some sources preserved": ((11, 13), {"tiles": 8, "keep": 0.6, "merge": "qkv"}, torch.float16),
-    "one destination each": ((16, 8), {"tiles": 8, "stride": (8, 8), "keep": 0.1}, torch.bfloat16),
-    "alternating": ((16, 16), {"partition": "alternating", "keep": 0.5}, torch.float16),
-    "ranked, whole tiles": ((16, 32), {"keep": 0.6, "stride": (2, 2)}, torch.float32),
+    "one destination each": (
+        (16, 8),
+        {"tiles": 8, "study": Study(stride=(8, 8)), "keep": 0.1},
+        torch.bfloat16,
+    ),
+    "alternating": (
+        (16, 16),
+        {"study": Study(partition="alternating"), "keep": 0.5},
+        torch.float16,
+    ),
+    "ranked, whole tiles": ((16, 32), {"keep": 0.6, "study": Study(stride=(2, 2))}, torch.float32),
 }
 
 
@@ -116,7 +125,7 @@ def test_keys_values_and_their_correction(
     }
     call["value"][..., :12] += call["key"]  # so that means lack something
     x = tokens(lie.plane, 24, dtype)
-    plan, plain = both(x, MaMeConfig(keep=keep, stride=(2, 2), merge="kv"), lie.plane)
+    plan, plain = both(x, MaMeConfig(keep=keep, study=Study(stride=(2, 2)), merge="kv"), lie.plane)
     attention, shape = F.scaled_dot_product_attention, (2, lie.count + text)
     wide = {name: t.double() for name, t in call.items()}
     for first in {0, text}:  # text after the image, or before it

@@ -351,7 +351,7 @@ class MergedKeys(Attending):
         if kept is None or kept_value is None:
             return None
         mask = kept[2][:, None, None] if weigh else None
-        fewer = {"key": kept[0], "value": kept_value[0], "attn_mask": mask}
+        fewer: dict[str, Any] = {"key": kept[0], "value": kept_value[0], "attn_mask": mask}
         if not self.correct or call.get("is_causal") or query.shape[:-2] != key.shape[:-2]:
             return attended(attention, call, **fewer)
         if not self.drawn:
@@ -380,7 +380,7 @@ class MergedKeys(Attending):
         every, slots = plan.pairs(key, value, at, self.first, after)
         kept = [t.transpose(1, 2) for t in (every[..., :width], every[..., width:])]
         mask = log_sizes(self.sizes(query), query) if weigh else None
-        fewer = {"key": kept[0], "value": kept[1], "attn_mask": mask}
+        fewer: dict[str, Any] = {"key": kept[0], "value": kept[1], "attn_mask": mask}
         if not self.correct or call.get("is_causal") or query.shape[:-2] != key.shape[:-2]:
             return attended(attention, call, **fewer)
         if not self.drawn:
