@@ -9,7 +9,7 @@ import torch
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.merge import plan_merge
-from mame_sd.core.pairs import leaders, leaders_in, leaders_of_chunks
+from mame_sd.core.pairs import leaders, leaders_of_chunks
 from mame_sd.core.reference import reference_plan
 from tests.builders.tokens import detail_of
 
@@ -88,10 +88,9 @@ def test_a_chunk_of_another_input_leads_itself() -> None:
 @pytest.mark.parametrize("samples", [1, 4, 6], ids=str)
 def test_layers_that_see_other_samples_have_no_leaders(samples: int) -> None:
     """Frames of a video in the batch, or a part of it."""
-    leader = torch.tensor([1, 1])
-    assert leaders_in(leader, tokens(samples, 5, 3)) is None
-    assert torch.equal(leaders_in(leader, tokens(2, 5, 3)), leader)  # type: ignore[arg-type]
-    assert leaders_in(None, tokens(2, 5, 3)) is None
+    x, leader, config = tokens(samples, 64, 3), torch.tensor([1, 1]), MaMeConfig(keep=0.5)
+    led = plan_merge(x, config, (8, 8), leader=leader)
+    assert torch.equal(led.rows, plan_merge(x, config, (8, 8)).rows)
 
 
 @pytest.mark.parametrize("compiling", [False, True], ids=["eager", "traced"])
