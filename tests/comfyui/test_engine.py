@@ -73,8 +73,11 @@ def test_every_family_merges_and_leaves_its_model_as_it_is(
     same = call(applied(node, model, mode="tau", tau=1.0), name)
     assert torch.equal(call(model, name), before)
     corrected, lost = ((output - before).norm() / before.norm() for output in (merged, plain))
-    assert 1e-3 < lost < 1
-    assert 1e-5 < corrected < lost
+    assert 1e-5 < lost < 1
+    if name == "OmniGen 2":  # queries of several heads share keys, which are not corrected
+        assert corrected == lost
+    else:
+        assert 1e-6 < corrected < lost
     torch.testing.assert_close(same, before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
 
 
