@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from mame_sd import MaMeConfig, plan_merge
-from mame_sd.core.pairs import leaders_in
 from mame_sd.diffusion.families.keys import MergedKeys
 from mame_sd.diffusion.layer import NOTHING_TO_WIN, nothing_to_win
 from mame_sd.diffusion.tokens import Tokens
@@ -61,8 +60,7 @@ class JointPatch:
         grid = call.place.grid
         tokens = Tokens(grid, start, length - start - math.prod(grid))
         feature = tokens.to_plane(keys[:, start : start + tokens.count].flatten(2))
-        leader = leaders_in(call.leader, feature)
-        plan = plan_merge(feature, self.config, tokens.plane, draw=call.draw, leader=leader)
+        plan = plan_merge(feature, self.config, tokens.plane, draw=call.draw, leader=call.leader)
         call.draw = None if call.draw is None else call.draw + 1
         if nothing_to_win(self.config, plan):
             call.run.note_left(NOTHING_TO_WIN)

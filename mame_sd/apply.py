@@ -1,7 +1,7 @@
-"""One entry for both halves: diffusion models (`mame_sd.diffusion`) and vision transformers
-(`mame_sd.perception`).
+"""One entry for diffusion models (`mame_sd.diffusion`), vision transformers
+(`mame_sd.perception`) and language models that read images (`mame_sd.captions`).
 
-Which half it is follows from the target; its library is imported then and not before.
+Which of them it is follows from the target; its library is imported then and not before.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mame_sd.config import MaMeConfig, say_moved
+from mame_sd.captions.towers import is_captioner
+from mame_sd.config import MaMeConfig, refuse_flat
 from mame_sd.diffusion.families.family import REGISTERED
 from mame_sd.perception.known_encoders import is_encoder
 
 if TYPE_CHECKING:
+    from mame_sd.captions.handle import CaptionHandle
     from mame_sd.diffusion.handle import MaMeHandle
     from mame_sd.perception.handle import EncoderHandle
 
 
 def apply_mame(
     target: Any, config: MaMeConfig | None = None, **fields: Any
-) -> MaMeHandle | EncoderHandle:
+) -> MaMeHandle | EncoderHandle | CaptionHandle:
     """Merges tokens of `target` until `remove_mame`. Merging that is on it already is replaced.
 
     Args:
@@ -29,16 +31,22 @@ def apply_mame(
             self-attentions merge (`mame_sd.diffusion.apply_denoiser`). Or a model with a vision
             transformer of transformers or timm: its blocks merge between attention and MLP
             (`mame_sd.perception.apply_encoder`). Where both stand in one module, the diffusion
-            model merges; give the encoder itself to merge it.
+            model merges; give the encoder itself to merge it. Or a LLaVA, whose tower merges so
+            that its language model reads fewer tokens (`mame_sd.captions.apply_captioner`).
         config: the settings; None is the measured default.
         fields: fields of MaMeConfig, over those of `config`; for a vision transformer also
             `blocks`, `restore`, `prop_attn`.
 
     Raises:
-        TypeError: `target` is neither a module nor a pipeline with a denoiser.
+        TypeError: `target` is neither a module nor a pipeline with a denoiser, or a field of
+            `Study` is given by its name alone.
         ValueError: nothing in it could merge, with what was found; or bad settings.
     """
-    say_moved(fields, stacklevel=3)
+    refuse_flat(fields)
+    if is_captioner(target):
+        from mame_sd.captions.apply_captioner import apply_captioner
+
+        return apply_captioner(target, config, **fields)
     if _only_encoder(target):
         from mame_sd.perception.apply_encoder import apply_encoder
 
@@ -58,6 +66,11 @@ def remove_mame(target: Any, processors: bool = True) -> None:
         processors: also replace each MaMeAttnProcessor by its inner, or diffusers' default,
             processor.
     """
+    if is_captioner(target):
+        from mame_sd.captions.apply_captioner import remove_captioner
+
+        remove_captioner(target)
+        return
     if is_encoder(target):
         from mame_sd.perception.apply_encoder import remove_encoder
 
@@ -72,14 +85,20 @@ def remove_mame(target: Any, processors: bool = True) -> None:
 @contextmanager
 def mame(
     target: Any, config: MaMeConfig | None = None, **fields: Any
-) -> Iterator[MaMeHandle | EncoderHandle]:
+) -> Iterator[MaMeHandle | EncoderHandle | CaptionHandle]:
     """Merging for a `with` block.
 
     Afterwards, raised or not, what was applied before is in force again.
 
     Takes the arguments of `apply_mame` and gives its handle.
     """
-    say_moved(fields, stacklevel=5)  # this generator, contextlib twice, the caller
+    refuse_flat(fields)
+    if is_captioner(target):
+        from mame_sd.captions.apply_captioner import apply_captioner, captioner_restored
+
+        with captioner_restored(target):
+            yield apply_captioner(target, config, **fields)
+        return
     if _only_encoder(target):
         from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
 

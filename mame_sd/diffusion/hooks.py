@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from mame_sd.config import PARTS, MaMeConfig
 from mame_sd.core.pairs import leaders
-from mame_sd.core.partition import DRAWS, draw_at
-from mame_sd.core.tensors import constant, counting
+from mame_sd.core.partition import DRAWS, constant, counting, draw_at
 from mame_sd.diffusion.calls import LatestCall
 from mame_sd.diffusion.hook_registry import AroundHook, CallHook, PreHook
 from mame_sd.diffusion.layer import NO_STEP, Layer, Step, merged_call

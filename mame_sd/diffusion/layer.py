@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.detail import Detail
 from mame_sd.core.merge import plan_merge
-from mame_sd.core.pairs import leaders_in
 from mame_sd.core.partition import GRIDS
 from mame_sd.core.plan import Plan
 from mame_sd.diffusion.tokens import Tokens
@@ -194,9 +193,8 @@ class Layer(ABC):
 
     def plan(self, route: Route, step: Step) -> Plan:
         """What merges."""
-        feature = route.feature
-        leader = leaders_in(step.leader, feature)
-        return plan_merge(feature, route.config, route.tokens.plane, draw=step.draw, leader=leader)
+        plane, leader = route.tokens.plane, step.leader
+        return plan_merge(route.feature, route.config, plane, draw=step.draw, leader=leader)
 
 
 def merged_call(

@@ -22,7 +22,7 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
-from mame_sd.config import PARTS, MaMeConfig, say_moved
+from mame_sd.config import PARTS, MaMeConfig, refuse_flat
 from mame_sd.diffusion.families.unet import (
     PlainAttention,
     default_processor,
@@ -44,9 +44,10 @@ def make_config(
     over it.
 
     Raises:
-        TypeError: `config` is no MaMeConfig.
+        TypeError: `config` is no MaMeConfig, or a field of `Study` is given by its name alone.
         ValueError: a field is unknown or out of its range.
     """
+    refuse_flat(fields)
     if config is None:
         return MaMeConfig.from_dict(fields)
     if isinstance(config, (str, PathLike)):
@@ -89,7 +90,6 @@ class MaMeAttnProcessor:
             for name, value in {"tau": tau, "keep": keep, **fields}.items()
             if value is not None
         }
-        say_moved(given, stacklevel=3)
         self.config = make_config(config, given)
         for name in PARTS:
             share = getattr(self.config, name)

@@ -14,10 +14,12 @@ from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor, nn
 
 from mame_sd import MaMeConfig, apply_mame, plan_merge, remove_mame
+from mame_sd.config import Study
 from mame_sd.core.plan import Plan, RowPlan
 from mame_sd.diffusion import calls
 from mame_sd.diffusion.hook_registry import hook_on
 from tests.builders.pipelines import SIDE, controlnet, noise
+from tests.builders.settings import nested
 from tests.builders.threads import in_thread
 from tests.builders.tiny import LATENT, tiny_unet, unet_inputs
 from tests.builders.transformers import halves, normal, run
@@ -39,7 +41,7 @@ def called_twice(
     """
     model = tiny_unet()
     inputs = {**unet_inputs(model), "timestep": torch.tensor(500)}
-    handle = apply_mame(model, **{"min_tokens": 40, **fields})
+    handle = apply_mame(model, **nested({"min_tokens": 40, **fields}))
     with torch.no_grad():
         model(**inputs)
         between(handle, inputs)
@@ -100,12 +102,12 @@ def test_another_thread_plans_for_itself(planned: list[Plan]) -> None:
         (other("sample", torch.clone), False),
         (other("sample", lambda t: t.mul_(2)), False),
         (lambda handle, inputs: handle.set(keep=0.5), False),
-        (lambda handle, inputs: handle.set(pairs=False), False),
+        (lambda handle, inputs: handle.set(study=Study(pairs=False)), False),
         (
             lambda handle, inputs: (
-                handle.set(pairs=False),
+                handle.set(study=Study(pairs=False)),
                 handle.root(**inputs),
-                handle.set(pairs=True),
+                handle.set(study=Study(pairs=True)),
             ),
             False,
         ),
@@ -303,7 +305,7 @@ def test_plans_go_with_the_latents_the_thread_and_the_setting(
         if end == "latents":
             inputs.clear()
         else:
-            handle.set(pairs=False)
+            handle.set(study=Study(pairs=False))
             model(**inputs)
     assert not any(plan() is not None for plan in kept)
 
@@ -372,7 +374,7 @@ def test_timesteps_are_compared_where_plans_are_kept_alone(
 
     monkeypatch.setattr(torch, "equal", counted)
     model = tiny_unet()
-    apply_mame(model, **{"min_tokens": 40, **fields})
+    apply_mame(model, **nested({"min_tokens": 40, **fields}))
     inputs = {**unet_inputs(model), "timestep": torch.tensor(500)}
     with torch.no_grad():
         model(**inputs)

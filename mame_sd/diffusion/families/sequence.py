@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.partition import positions
 from mame_sd.core.plan import Plan
-from mame_sd.core.weights import merged_by_keep
+from mame_sd.core.similarity import merged_by_keep
 from mame_sd.diffusion.families.family import Family, Rows
 from mame_sd.diffusion.families.keys import CountedKeys, MergedKeys
 from mame_sd.diffusion.families.references import JoinedPlan
