@@ -178,7 +178,7 @@ CALLS = {
     **{
         f"Krea 2, prompt of {batch}": replace(
             joint("SingleStreamDiT", length, None, mask=None),
-            **{name: (batch, 2, length, 12) for name in "qkv"},
+            **dict.fromkeys("qkv", (batch, 2, length, 12)),
             attributes=KREA,
         )
         for batch, length in ((14, 2), (2, 7))  # over its layers, over its tokens
@@ -193,7 +193,7 @@ CALLS = {
     ),
     "HiDream": replace(
         joint("HiDreamImageTransformer2DModel", 103, 0),
-        **{name: (2, 103, 64) for name in "qkv"},
+        **dict.fromkeys("qkv", (2, 103, 64)),
         kwargs={},
     ),
     "OmniGen 2": joint("OmniGen2Transformer2DModel", 103, 7, None, kv_heads=1, enable_gqa=True),

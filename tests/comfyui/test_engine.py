@@ -284,5 +284,5 @@ def test_a_model_that_does_not_merge_is_refused(node: Any) -> None:
     config.custom_operations = comfy.ops.disable_weight_init
     model = comfy.model_base.StableCascade_C(config, device="cpu")
     cascade = comfy.model_patcher.ModelPatcher(model, torch.device("cpu"), torch.device("cpu"))
-    with pytest.raises(ValueError, match="got StageC; take the node out of this model's path"):
+    with pytest.raises(ValueError, match="Stable Cascade does not merge, since the node"):
         applied(node, cascade)
