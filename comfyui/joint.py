@@ -15,8 +15,7 @@ from torch import Tensor
 
 from mame_sd import MaMeConfig, plan_merge
 from mame_sd.diffusion.families.keys import MergedKeys
-from mame_sd.diffusion.layer import NOTHING_TO_WIN, nothing_to_win
-from mame_sd.diffusion.tokens import Tokens
+from mame_sd.diffusion.layer import NOTHING_TO_WIN, Tokens, nothing_to_win
 
 from .attention import EngineCall
 from .models import Transformer

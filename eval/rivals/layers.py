@@ -23,8 +23,7 @@ from mame_sd.diffusion.families.unet import PlainAttention
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.hook_registry import hook_on
 from mame_sd.diffusion.hooks import MergeHook
-from mame_sd.diffusion.layer import Layer, LayerCall, Route, Step
-from mame_sd.diffusion.tokens import Tokens
+from mame_sd.diffusion.layer import Layer, LayerCall, Route, Step, Tokens
 
 
 class Run:

@@ -24,13 +24,14 @@ from mame_sd.diffusion.calibration import (
 )
 from mame_sd.diffusion.families.references import NONE_HERE
 from mame_sd.diffusion.families.transformers import known_as, suited
-from mame_sd.diffusion.hook_registry import AroundHook, PreHook, hook_on, put_hook, take_hook
-from mame_sd.diffusion.hooks import MergeHook, Setting, Shared, SizeHook, StepHook
+from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, take_hook
+from mame_sd.diffusion.hooks import MergeHook, Setting, Shared
+from mame_sd.diffusion.model_hooks import SizeHook, StepHook
 from mame_sd.diffusion.processor import make_config
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import MaMeReport, device_of, make_report
 
-Placed = tuple[nn.Module, AroundHook | PreHook]  # a hook and the module it goes on
+Placed = tuple[nn.Module, MergeHook | PreHook]  # a hook and the module it goes on
 
 
 class MaMeHandle:

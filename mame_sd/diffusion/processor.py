@@ -160,14 +160,19 @@ class MaMeAttnProcessor:
             processor=inner,
             kind=type(inner).__name__,
         )
-        reason = skip_reason(call, self.config)
-        if reason == "cross-attention" or (reason is not None and hidden_states.dim() != 3):
-            if not torch.compiler.is_compiling():
-                self._passed[reason] += 1
-            output: Tensor = call.run()
-            return output
+        crossed = encoder_hidden_states is not None or (
+            isinstance(attn, Attention) and (attn.is_cross_attention or attn.only_cross_attention)
+        )
+        if crossed or hidden_states.dim() != 3:
+            reason = skip_reason(call, self.config) or ""
+            if reason == "cross-attention" or hidden_states.dim() != 3:
+                if not torch.compiler.is_compiling():
+                    self._passed[reason] += 1
+                return call.run()
         stats = self._stats_of(attn)
-        output = merged_call(_LAYER, call, None, self.config, stats, may_leave=self._may_leave)
+        output: Tensor = merged_call(
+            _LAYER, call, None, self.config, stats, may_leave=self._may_leave
+        )
         without_size = NO_SIZE in stats.note or NO_DETAIL in stats.note
         if without_size and not self._warned and not torch.compiler.is_compiling():
             self._warned = True

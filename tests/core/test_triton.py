@@ -30,7 +30,7 @@ from mame_sd.core.owners import owners_of
 from mame_sd.core.plan import RowPlan
 from mame_sd.core.reference import reference_plan
 from mame_sd.diffusion.families.keys import GroupedKeys, MergedKeys
-from mame_sd.diffusion.tokens import Tokens
+from mame_sd.diffusion.layer import Tokens
 from tests.builders.settings import nested
 from tests.builders.tiny import seeded
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from mame_sd import MaMeConfig, apply_mame, plan_merge, remove_mame
 from mame_sd.config import Study
 from mame_sd.core.plan import Plan, RowPlan
-from mame_sd.diffusion import calls
+from mame_sd.diffusion import model_hooks
 from mame_sd.diffusion.hook_registry import hook_on
+from mame_sd.diffusion.hooks import Plans
 from tests.builders.pipelines import SIDE, controlnet, noise
 from tests.builders.settings import nested
 from tests.builders.threads import in_thread
@@ -323,7 +324,7 @@ def first_input_has_no_tensor(model: Any, inputs: dict[str, Any]) -> None:
 
 def captured(model: Any, inputs: dict[str, Any]) -> None:
     """As if a CUDA graph were being captured, which takes a GPU."""
-    calls._is_recorded = lambda t: True
+    model_hooks._is_recorded = lambda t: True
 
 
 def subclass(model: Any, inputs: dict[str, Any]) -> None:
@@ -334,7 +335,8 @@ def subclass(model: Any, inputs: dict[str, Any]) -> None:
 def test_nothing_is_kept_where_calls_can_not_be_told_apart(
     case: Any, planned: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "_is_recorded", calls._is_recorded)  # put back afterwards
+    # Put back afterwards.
+    monkeypatch.setattr(model_hooks, "_is_recorded", model_hooks._is_recorded)
     model = tiny_unet()
     apply_mame(model, min_tokens=40)
     inputs = {**unet_inputs(model), "timestep": torch.tensor(500)}
@@ -349,7 +351,7 @@ def test_nothing_is_kept_where_calls_can_not_be_told_apart(
 
 def test_plans_are_of_one_shape_each(planned: list[Plan]) -> None:
     latents = normal(1, 4, 8, 8)
-    plans = calls.Plans(latents)
+    plans = Plans(latents)
     first, other, again = (
         plans.begin(500, []).plan("a", MaMeConfig(), shape, object)  # type: ignore[arg-type]
         for shape in ((1, 8, 8), (1, 4, 16), (1, 8, 8))
@@ -442,7 +444,7 @@ def test_blocks_that_are_compiled_alone_stay_right() -> None:
 @pytest.mark.parametrize("merge", ["kv", "qkv"])
 def test_plans_kept_for_a_second_call_hold_no_inputs(merge: str) -> None:
     latents, config = torch.zeros(1), MaMeConfig(keep=0.5, merge=merge, min_tokens=1)
-    plans, features = calls.Plans(latents).begin(1.0, []), []
+    plans, features = Plans(latents).begin(1.0, []), []
 
     def make() -> Plan:
         feature = torch.randn(2, 64, 8)

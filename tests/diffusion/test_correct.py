@@ -190,7 +190,7 @@ def test_half_precision(dtype: torch.dtype, weights: str) -> None:
 def test_other_forms_of_attention_stay_as_they_are() -> None:
     """Attention with a mask, or over other keys than the layer's, is not corrected."""
     from mame_sd.diffusion.families.keys import MergedKeys
-    from mame_sd.diffusion.tokens import Tokens
+    from mame_sd.diffusion.layer import Tokens
 
     q, k, v = (torch.randn(1, 2, 16, 4) for _ in range(3))
     plan = plan_merge(torch.randn(1, 16, 8), CONFIG, (4, 4))

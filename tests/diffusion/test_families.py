@@ -34,8 +34,8 @@ from mame_sd.diffusion.families.layouts import packed
 from mame_sd.diffusion.families.sequence import SequenceAttention
 from mame_sd.diffusion.families.transformers import BUILT_IN, family_of
 from mame_sd.diffusion.hook_registry import hook_on
-from mame_sd.diffusion.hooks import SizeHook
 from mame_sd.diffusion.layer import merged_call
+from mame_sd.diffusion.model_hooks import SizeHook
 from mame_sd.families import Family, Tokens, along, pixels, register_family
 from mame_sd.report import LayerStats
 from tests.builders.settings import nested

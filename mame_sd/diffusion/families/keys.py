@@ -42,7 +42,7 @@ from mame_sd.core.plan import (
     groups_of_heads,
     rows_of,
 )
-from mame_sd.diffusion.tokens import Tokens
+from mame_sd.diffusion.layer import Tokens
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
