@@ -73,7 +73,7 @@ FAMILIES: dict[str, Family | tuple[str, str]] = {
     "StageC": ("Stable Cascade", UNKNOWN),
     "StageB": ("Stable Cascade", UNKNOWN),
     "PixDiT_T2I": ("PixelDiT", UNKNOWN),
-    "HiDreamO1Transformer": ("HiDream O1", "its prompt is read in a second pass of the same layers"),
+    "HiDreamO1Transformer": ("HiDream O1", "its prompt takes a pass of its own"),
     "MiniMaxH3Model": ("MiniMax H3", UNKNOWN),
 }
 
