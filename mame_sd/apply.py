@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from mame_sd.config import MaMeConfig, say_moved
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def apply_mame(
-    target: Any, config: MaMeConfig | None = None, **fields: Any
+    target: Any, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
 ) -> MaMeHandle | EncoderHandle:
     """Merges tokens of `target` until `remove_mame`. Merging that is on it already is replaced.
 
@@ -30,7 +31,7 @@ def apply_mame(
             transformer of transformers or timm: its blocks merge between attention and MLP
             (`mame_sd.perception.apply_encoder`). Where both stand in one module, the diffusion
             model merges; give the encoder itself to merge it.
-        config: the settings; None is the measured default.
+        config: the settings, or a .json or .toml file of them; None is the measured default.
         fields: fields of MaMeConfig, over those of `config`; for a vision transformer also
             `blocks`, `restore`, `prop_attn`.
 
@@ -71,7 +72,7 @@ def remove_mame(target: Any, processors: bool = True) -> None:
 
 @contextmanager
 def mame(
-    target: Any, config: MaMeConfig | None = None, **fields: Any
+    target: Any, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
 ) -> Iterator[MaMeHandle | EncoderHandle]:
     """Merging for a `with` block.
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from os import PathLike
 from typing import Any
 
 from torch import nn
@@ -35,7 +36,7 @@ from mame_sd.perception.hooks import ours_on, put, take_all
 
 def apply_encoder(
     target: nn.Module,
-    config: MaMeConfig | None = None,
+    config: MaMeConfig | str | PathLike[str] | None = None,
     *,
     blocks: int | Iterable[int] | None = None,
     restore: bool | None = None,
@@ -53,8 +54,8 @@ def apply_encoder(
     Args:
         target: a model that holds one vision transformer that is known
             (`mame_sd.perception.known_encoders`).
-        config: the settings; of its fields only those that were given count. It does not hold
-            `blocks`.
+        config: the settings, or a file of them; of its fields only those that were given count. It
+            does not hold `blocks`.
         blocks: how many blocks merge, from the first; or which ones, counted from 0 (-1 is the
             last). None: every second one from 0 on, but all with `preset="plain"`.
         restore: give the model's output all of its tokens again, so that means and pooling count
@@ -69,12 +70,15 @@ def apply_encoder(
             the first ones merge most, or "constant", all keep the same share. None: decreasing, but
             constant with `preset="plain"`.
         fields: fields of MaMeConfig over those of `config`; `tau` and `keep` may be one number for
-            each block.
+            each block. `layers` gives blocks settings of their own by patterns of their names, as a
+            report has them: `{"*.layer.[02]": {"keep": 0.7}, "*.layer.4": False}`.
 
     Raises:
         TypeError: `config` is no MaMeConfig.
         ValueError: no vision transformer that can merge, more than one, or bad settings.
     """
+    if isinstance(config, (str, PathLike)):
+        config = MaMeConfig.from_file(config)
     handle = EncoderHandle(target, config, blocks, fields, restore, prop_attn, schedule=schedule)
     handle.install()
     return handle
