@@ -1,7 +1,7 @@
-"""One entry for both halves: diffusion models (`mame_sd.diffusion`) and vision transformers
-(`mame_sd.perception`).
+"""One entry for diffusion models (`mame_sd.diffusion`), vision transformers
+(`mame_sd.perception`) and language models that read images (`mame_sd.captions`).
 
-Which half it is follows from the target; its library is imported then and not before.
+Which of them it is follows from the target; its library is imported then and not before.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from mame_sd.captions.towers import is_captioner
 from mame_sd.config import MaMeConfig, say_moved
 from mame_sd.diffusion.families.family import REGISTERED
 from mame_sd.perception.known_encoders import is_encoder
 
 if TYPE_CHECKING:
+    from mame_sd.captions.handle import CaptionHandle
     from mame_sd.diffusion.handle import MaMeHandle
     from mame_sd.perception.handle import EncoderHandle
 
 
 def apply_mame(
     target: Any, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
-) -> MaMeHandle | EncoderHandle:
+) -> MaMeHandle | EncoderHandle | CaptionHandle:
     """Merges tokens of `target` until `remove_mame`. Merging that is on it already is replaced.
 
     Args:
@@ -30,7 +32,8 @@ def apply_mame(
             self-attentions merge (`mame_sd.diffusion.apply_denoiser`). Or a model with a vision
             transformer of transformers or timm: its blocks merge between attention and MLP
             (`mame_sd.perception.apply_encoder`). Where both stand in one module, the diffusion
-            model merges; give the encoder itself to merge it.
+            model merges; give the encoder itself to merge it. Or a LLaVA, whose tower merges so
+            that its language model reads fewer tokens (`mame_sd.captions.apply_captioner`).
         config: the settings, or a .json or .toml file of them; None is the measured default.
         fields: fields of MaMeConfig, over those of `config`; for a vision transformer also
             `blocks`, `restore`, `prop_attn`.
@@ -40,6 +43,11 @@ def apply_mame(
         ValueError: nothing in it could merge, with what was found; or bad settings.
     """
     say_moved(fields, stacklevel=3)
+    config = _read(config)
+    if is_captioner(target):
+        from mame_sd.captions.apply_captioner import apply_captioner
+
+        return apply_captioner(target, config, **fields)
     if _only_encoder(target):
         from mame_sd.perception.apply_encoder import apply_encoder
 
@@ -59,6 +67,11 @@ def remove_mame(target: Any, processors: bool = True) -> None:
         processors: also replace each MaMeAttnProcessor by its inner, or diffusers' default,
             processor.
     """
+    if is_captioner(target):
+        from mame_sd.captions.apply_captioner import remove_captioner
+
+        remove_captioner(target)
+        return
     if is_encoder(target):
         from mame_sd.perception.apply_encoder import remove_encoder
 
@@ -73,7 +86,7 @@ def remove_mame(target: Any, processors: bool = True) -> None:
 @contextmanager
 def mame(
     target: Any, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
-) -> Iterator[MaMeHandle | EncoderHandle]:
+) -> Iterator[MaMeHandle | EncoderHandle | CaptionHandle]:
     """Merging for a `with` block.
 
     Afterwards, raised or not, what was applied before is in force again.
@@ -81,6 +94,13 @@ def mame(
     Takes the arguments of `apply_mame` and gives its handle.
     """
     say_moved(fields, stacklevel=5)  # this generator, contextlib twice, the caller
+    config = _read(config)
+    if is_captioner(target):
+        from mame_sd.captions.apply_captioner import apply_captioner, captioner_restored
+
+        with captioner_restored(target):
+            yield apply_captioner(target, config, **fields)
+        return
     if _only_encoder(target):
         from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
 
@@ -91,6 +111,11 @@ def mame(
 
     with apply_denoiser.mame(target, config, **fields) as handle:
         yield handle
+
+
+def _read(config: MaMeConfig | str | PathLike[str] | None) -> MaMeConfig | None:
+    """The settings, read where they are a file."""
+    return MaMeConfig.from_file(config) if isinstance(config, (str, PathLike)) else config
 
 
 def _only_encoder(target: Any) -> bool:

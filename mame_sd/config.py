@@ -180,6 +180,11 @@ class MaMeConfig(StudyFields):
         "Above 0 to 1; tokens are restored after them. UNets, DiT and PixArt by `apply_mame`"
         " alone.",
     )
+    references: float | None = _field(
+        "share of each reference image's tokens to keep in an edit; off unless given",
+        "Above 0 to 1; keys and values alone, each on its own grid; `keep` or `tau` holds for the"
+        " image itself. Models of edits by `apply_mame` alone.",
+    )
     layers: LayerRules | None = _field(  # noqa: RUF009
         "settings of single layers by patterns of their names",
         "Over those of all: `{'blocks.[24]': {'keep': 0.5}}`; False leaves a layer unmerged."
@@ -197,6 +202,8 @@ class MaMeConfig(StudyFields):
     # What holds for tokens whose height and width are unknown: no grid, no tiles, copies restored.
     # Of each config its own, made with it, for compiled graphs can't make configs.
     without_plane: ClassVar[MaMeConfig]
+    # What holds for reference images: their share as `keep`. None: they stay whole.
+    of_references: ClassVar[MaMeConfig | None]
     # What was given to the config that this one is made from: dataclasses.replace hands it on,
     # beside every field.
     _given: InitVar[Mapping[str, Any] | None] = None
@@ -233,6 +240,9 @@ class MaMeConfig(StudyFields):
         gridless = {"partition": partition, "tiles": 0, "detail": False, "layers": None}
         already = all(getattr(self, name) == value for name, value in gridless.items())
         object.__setattr__(self, "without_plane", self if already else self.replace(**gridless))
+        own = {"keep": self.references, "references": None, "layers": None, "stride": None}
+        of_references = None if self.references is None else self.replace(**own)
+        object.__setattr__(self, "of_references", of_references)
         for pattern, rule in (self.layers or {}).items():
             self._with_rule(rule, pattern)
 
@@ -287,6 +297,7 @@ class MaMeConfig(StudyFields):
             "correct": None,
             "feature": "x",
             "layers": None,
+            "references": None,
         }
         return MaMeConfig(**{**values, **dict.fromkeys(PARTS)})
 

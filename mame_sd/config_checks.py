@@ -26,7 +26,7 @@ TAU_RANGE: dict[str, tuple[float, float]] = {
     "softmax": (0.0, 1.0),
 }
 PARTS = ("mlp",)  # what can merge beside self-attention, each the share of tokens to keep there
-SHARES = ("keep", *PARTS)
+SHARES = ("keep", "references", *PARTS)
 
 
 def check_given(given: Mapping[str, Any]) -> None:
@@ -100,6 +100,11 @@ def check_resolved(config: Any) -> None:
             "weights: 'pick' drops keys and values, from which nothing could be restored, and"
             f" needs merge='kv', got merge={config.merge!r}; leave merge out, or take weights"
             " 'best' or 'average'"
+        )
+    if config.references is not None and config.merge != "kv":
+        raise ValueError(
+            "references: keys and values of reference images merge alone, which needs merge='kv',"
+            f" got merge={config.merge!r}; leave references out, or merge"
         )
     if config.detail and config.weights == "average":
         raise ValueError(

@@ -52,7 +52,7 @@ def resolve(given: Mapping[str, Any]) -> dict[str, Any]:
     if "tau" in given or "keep" in given:
         preset.pop("tau", None)
         preset.pop("keep", None)
-    unset = dict.fromkeys(("tau", "keep", "size", "mlp", "layers", "made_for"))
+    unset = dict.fromkeys(("tau", "keep", "size", "mlp", "references", "layers", "made_for"))
     values = {**unset, "preset": "default", **COMMON, **preset, **given}
     if values["weights"] == "pick" and "merge" not in given:
         values["merge"] = "kv"

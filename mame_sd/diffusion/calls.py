@@ -77,7 +77,7 @@ class Plans:
         self._calls[layer] += 1  # a feed-forward network may run chunk by chunk
         key = layer, self._calls[layer], config, shape
         plan = self._found.get(key) or make()
-        if not isinstance(plan, MergePlan):
+        if not any(isinstance(part, MergePlan) for part in getattr(plan, "parts", (plan,))):
             self._found[key] = plan
         return plan
 

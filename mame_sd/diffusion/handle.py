@@ -22,7 +22,8 @@ from mame_sd.diffusion.calibration import (
     measure,
     plain_values,
 )
-from mame_sd.diffusion.families.transformers import suited
+from mame_sd.diffusion.families.references import NONE_HERE
+from mame_sd.diffusion.families.transformers import known_as, suited
 from mame_sd.diffusion.hook_registry import AroundHook, PreHook, hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import MergeHook, Setting, Shared, StepHook
 from mame_sd.diffusion.processor import make_config
@@ -341,6 +342,10 @@ class MaMeHandle:
                 f"layers: expected patterns of layers of {model} such as {self._names[0]!r}, got"
                 f" {unknown[0]!r}, which is none of them; handle.report() names them all"
             )
+        if config.references is not None:
+            families = [getattr(hook.layer, "family", None) for hook in self._layers]
+            if not any(family is not None and family.references for family in families):
+                raise ValueError(NONE_HERE.format(known_as(model)))
         there = {hook.stats.part for hook in self._layers}
         for name in PARTS:
             if getattr(config, name) is not None and name not in there:

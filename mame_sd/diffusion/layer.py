@@ -90,6 +90,13 @@ class Step(NamedTuple):
 NO_STEP = Step()
 
 
+class Reference(NamedTuple):
+    """One reference image of a call: how its tokens lie, and what similarity compares of them."""
+
+    tokens: Tokens
+    feature: Tensor
+
+
 @dataclass(frozen=True)
 class Route:
     """How a call merges: what is decided before anything is computed.
@@ -102,6 +109,7 @@ class Route:
         feature: what similarity compares, [B, n, d] of the n tokens that may merge, in the order of
             their plane.
         note: what a report says where another way than the settings' is taken.
+        references: reference images behind the tokens that merge too.
         first: where the tokens begin in the sequence that holds them.
         before, after: tokens beside them that attention sees too, before and after them.
     """
@@ -112,6 +120,7 @@ class Route:
     tokens: Tokens
     feature: Tensor
     note: str = ""
+    references: tuple[Reference, ...] = ()
     first: int = 0
     before: int = 0
     after: int = 0
@@ -223,7 +232,7 @@ def merged_call(
     if step.plans is None:
         plan = layer.plan(route, step)
     else:  # what merged in an earlier call of the same input, if there was one
-        shape = feature.shape[0], *tokens.size
+        shape = feature.shape[0], *tokens.size, *sum((r.tokens.size for r in route.references), ())
         plan = step.plans.plan(stats.name, route.config, shape, lambda: layer.plan(route, step))
     size = None if tokens.plane is None else tokens.size
     if nothing_to_win(route.config, plan):

@@ -69,7 +69,7 @@ class MaMeAttnProcessor:
         keep: share of tokens to keep, instead of `tau`.
         inner: the processor that computes attention; None is what diffusers would install on each
             module.
-        fields: any other field of MaMeConfig but `mlp`, over those of `config`.
+        fields: any other field of MaMeConfig but `mlp` and `references`, over those of `config`.
 
     Raises:
         ValueError: a field is unknown or out of its range, or `mlp` is given.
@@ -98,6 +98,11 @@ class MaMeAttnProcessor:
                     f"{name}: expected none, got {share!r}: a processor merges self-attention"
                     " alone; use apply_mame"
                 )
+        if self.config.references is not None:
+            raise ValueError(
+                "references: expected none, got"
+                f" {self.config.references!r}: a processor sees no reference images; use apply_mame"
+            )
         if self.config.layers is not None:
             raise ValueError(
                 "layers: a processor does not know the names of layers; use apply_mame"

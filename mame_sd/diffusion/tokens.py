@@ -24,6 +24,8 @@ class Tokens:
         after: the same, behind them (in every layer, such as a reference image's); None: any
             number, another in each layer.
         unknown: why they can't be told in this call, in which then nothing merges.
+        references: the sizes of reference images that stand right behind them, in their order; the
+            first of what `after` counts.
         count: how many tokens the image or video has.
         plane: the (rows, columns) on which tokens are compared; None where they are unknown. A
             video's plane is (h * t, w): the rows of all frames interleaved, so that a tile of the
@@ -34,6 +36,7 @@ class Tokens:
     before: int | None = 0
     after: int | None = 0
     unknown: str = ""
+    references: tuple[tuple[int, ...], ...] = ()
     count: int = field(init=False, compare=False, repr=False)
     plane: tuple[int, int] | None = field(init=False, compare=False, repr=False)
 

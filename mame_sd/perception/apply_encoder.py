@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from os import PathLike
 from typing import Any
 
 from torch import nn
@@ -36,7 +35,7 @@ from mame_sd.perception.hooks import ours_on, put, take_all
 
 def apply_encoder(
     target: nn.Module,
-    config: MaMeConfig | str | PathLike[str] | None = None,
+    config: MaMeConfig | None = None,
     *,
     blocks: int | Iterable[int] | None = None,
     restore: bool | None = None,
@@ -54,8 +53,8 @@ def apply_encoder(
     Args:
         target: a model that holds one vision transformer that is known
             (`mame_sd.perception.known_encoders`).
-        config: the settings, or a file of them; of its fields only those that were given count. It
-            does not hold `blocks`.
+        config: the settings; of its fields only those that were given count. It does not hold
+            `blocks`.
         blocks: how many blocks merge, from the first; or which ones, counted from 0 (-1 is the
             last). None: every second one from 0 on, but all with `preset="plain"`.
         restore: give the model's output all of its tokens again, so that means and pooling count
@@ -77,8 +76,6 @@ def apply_encoder(
         TypeError: `config` is no MaMeConfig.
         ValueError: no vision transformer that can merge, more than one, or bad settings.
     """
-    if isinstance(config, (str, PathLike)):
-        config = MaMeConfig.from_file(config)
     handle = EncoderHandle(target, config, blocks, fields, restore, prop_attn, schedule=schedule)
     handle.install()
     return handle

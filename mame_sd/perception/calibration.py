@@ -131,7 +131,7 @@ class Measured:
         tokens, left = n + self.special, m + self.special
         cost = self.costs[number]
         compared = (n // 2) * (n - n // 2) * cost.width * (m < n)
-        work: np.ndarray = cost.of(tokens, tokens * tokens, left) + compared  # type: ignore[arg-type,assignment]
+        work: np.ndarray = cost.of(tokens, tokens * tokens, left) + compared  # type: ignore[arg-type]
         return work
 
     def _curve(self, number: int) -> Callable[[Any], Any]:

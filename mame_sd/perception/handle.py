@@ -346,6 +346,30 @@ class EncoderHandle:
             place = place.gather(1, kept)
         return place.gather(1, holder)
 
+    @property
+    def special(self) -> int:
+        """How many tokens before the patches are none."""
+        return self._shared.special
+
+    def kept(self, blocks: int, samples: int, tokens: int, device: torch.device) -> Tensor:
+        """LongTensor [B, L']: the places of the tokens that the first blocks left in the latest
+        forward, in their order; of what merged into one, the place of its destination.
+
+        Args:
+            blocks: how many blocks.
+            samples: B.
+            tokens: L', special tokens included.
+            device: of the result.
+
+        Raises:
+            RuntimeError: no forward has run since `capture`.
+        """
+        place: Tensor | None = None
+        for _, plan in (one for one in self._captured() if self.active and one[0] < blocks):
+            kept = plan.kept.to(device).expand(samples, -1)
+            place = kept if place is None else place.gather(1, kept)
+        return torch.arange(tokens, device=device).expand(samples, -1) if place is None else place
+
     def restore(self, features: Tensor, block: int | None = None) -> Tensor:
         """All tokens [B, L, C] of the latest forward's features [B, L', C], each at its place
         (MaRe, last block first).

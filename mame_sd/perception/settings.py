@@ -42,6 +42,7 @@ _NO_MEANING = {
     "detail": "nothing is restored between its blocks",
     "mlp": "an encoder's MLPs see merged tokens already",
     "size": "the size of its images is read off",
+    "references": "an encoder sees one image",
     "layers": "which blocks merge is decided when merging is applied; give it to apply_mame",
     "made_for": "give it to apply_mame",
 }

@@ -58,14 +58,12 @@ def flux_inputs() -> dict[str, Any]:
     }
 
 
-def reference_image() -> dict[str, Any]:
-    """Flux Kontext: the tokens of a second image, 4 x 5, behind those of the generated one."""
+def reference_image(w: int = 5) -> dict[str, Any]:
+    """Flux Kontext: the tokens of a second image, 4 x w, behind those of the generated one."""
     inputs = flux_inputs()
-    second = torch.stack(
-        [torch.ones(20), torch.arange(4.0).repeat_interleave(5), torch.arange(5.0).repeat(4)], 1
-    )
+    second = torch.cartesian_prod(torch.ones(1), torch.arange(4.0), torch.arange(float(w)))
     inputs["img_ids"] = torch.cat([inputs["img_ids"], second])
-    inputs["hidden_states"] = normal(2, H * W + 20, 4)
+    inputs["hidden_states"] = normal(2, H * W + 4 * w, 4)
     return inputs
 
 

@@ -211,7 +211,21 @@ ROWS = [
             "timestep": torch.tensor([0.5, 0.5]),
         },
         {96: 4},
-        note="the reference image's tokens never merge",
+        note="the reference image's tokens stay as they are",
+    ),
+    row(
+        "Flux Kontext, `references=0.5`",
+        model("FluxTransformer2DModel", **FLUX, pooled_projection_dim=8),
+        {
+            **reference_image(6),
+            "pooled_projections": normal(2, 8),
+            "timestep": torch.tensor([0.5, 0.5]),
+        },
+        {120: 4},
+        modes={"kv": {"keep": 0.5, "references": 0.5}},
+        processor="set",
+        one_liner="an error that tells to use `apply_mame`",
+        note="the reference image merges on its own grid",
     ),
     row(
         "Chroma",

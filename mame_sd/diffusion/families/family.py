@@ -75,6 +75,7 @@ class Family:
             has.
         whole: share of whole tokens to keep (merge qkv) where settings leave open what merges
             (`suited`); None: as UNets do.
+        references: `tokens` tells of reference images, so that these can merge too.
         eager: `tokens` reads values of tensors, not only shapes, and so runs outside of compiled
             graphs.
     """
@@ -97,6 +98,7 @@ class Family:
     cached: Callable[[Call], bool] | None = None
     by_sample: bool = False
     whole: float | None = None
+    references: bool = False
     eager: bool = False
 
     def owns(self, path: str, module: nn.Module) -> bool:

@@ -379,7 +379,8 @@ class MergedKeys(Attending):
         """Keys or values [B, H, L', D] of [B, H, L, D], or [B, L', D] of [B, L, D]."""
         if t.dim() == 3:
             return self.merged(t.unsqueeze(1)).squeeze(1)
-        if isinstance(self.plan, RowPlan) and means.can_group(t):
+        by_rows = isinstance(self.plan, RowPlan) or getattr(self.plan, "by_rows", False)
+        if by_rows and means.can_group(t):
             return self._means(t)
         if isinstance(self.plan, PickPlan) and self.plan.kept.dim() == 1:  # all samples the same
             return t.index_select(2, self._every_kept())

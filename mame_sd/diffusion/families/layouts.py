@@ -112,6 +112,7 @@ def packed(model: Any, call: Call) -> Tokens | str:
         size if grid else (math.prod(size),),
         before=before,
         after=ids.shape[0] - math.prod(size) + behind,
+        references=_images(ids[math.prod(size) :]),
     )
 
 
@@ -122,7 +123,15 @@ def shapes_given(model: Any, call: Call) -> Tokens:
     first = call["img_shapes"][0]
     t, h, w = first[0] if isinstance(first, list) else first
     text, image = call["encoder_hidden_states"].shape[1], call["hidden_states"].shape[1]
-    return Tokens((t, h, w) if t > 1 else (h, w), before=text, after=image - t * h * w)
+    others = first[1:] if isinstance(first, list) else []
+    if model.config.get("use_layer3d_rope"):  # Qwen-Image-Layered makes several images at once
+        others = []
+    return Tokens(
+        _flat((t, h, w)),
+        before=text,
+        after=image - t * h * w,
+        references=tuple(map(_flat, others)),
+    )
 
 
 def text_behind(layout: Layout) -> Layout:
@@ -149,13 +158,18 @@ def items(model: Any, call: Call) -> Tokens:
     """
     shape = call["hidden_states"].shape
     size = _cut(shape[-3:], model.config)
-    return Tokens(size, after=(shape[1] - 1) * math.prod(size) if len(shape) == 6 else 0)
+    others = shape[1] - 1 if len(shape) == 6 else 0
+    return Tokens(size, after=others * math.prod(size), references=(size,) * others)
 
 
 def shape_lists(model: Any, call: Call) -> Tokens | str:
     """JoyImage Edit Plus: for each sample a list of (t, h, w), the generated image's first."""
     firsts = {tuple(shapes[0]) for shapes in call["shape_list"]}
-    return Tokens(firsts.pop(), after=None) if len(firsts) == 1 else UNLIKE
+    if len(firsts) > 1:
+        return UNLIKE
+    every = {tuple(map(_flat, shapes[1:])) for shapes in call["shape_list"]}
+    references = every.pop() if len(every) == 1 else ()  # else each sample's have other places
+    return Tokens(firsts.pop(), after=None, references=references)
 
 
 def sides_given(model: Any, call: Call) -> Tokens | str:
@@ -308,6 +322,21 @@ def _cut(sides: Any, config: Any) -> tuple[int, ...]:
     patch = ((deep or 1, size, size) if isinstance(size, int) else tuple(size))[-len(sides) :]
     cut = tuple(n // p for n, p in zip(sides, patch, strict=True))
     return cut[1:] if len(cut) == 3 and cut[0] == 1 else cut
+
+
+def _flat(size: Any) -> tuple[int, ...]:
+    """(t, h, w), of one frame (h, w)."""
+    t, h, w = (int(n) for n in size)
+    return (t, h, w) if t > 1 else (h, w)
+
+
+def _images(ids: Tensor) -> tuple[tuple[int, ...], ...]:
+    """The sizes of images whose tokens stand one behind the other with `ids` [L, 3], or more
+    columns behind; none where one of them is no grid.
+    """
+    _, counts = torch.unique_consecutive(ids[:, 0], return_counts=True)
+    grids = [_grid(part[:, 1:3]) for part in ids.split(counts.tolist())] if len(ids) else []
+    return tuple(size for size, _ in grids) if all(grid for _, grid in grids) else ()
 
 
 def _grid(places: Tensor) -> tuple[tuple[int, int], bool]:

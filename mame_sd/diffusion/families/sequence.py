@@ -9,6 +9,7 @@ call, and rotary positions of merged tokens are those of the ones that stay.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,9 +21,19 @@ from mame_sd.core.plan import Plan
 from mame_sd.core.weights import merged_by_keep
 from mame_sd.diffusion.families.family import Family, Rows
 from mame_sd.diffusion.families.keys import CountedKeys, MergedKeys
+from mame_sd.diffusion.families.references import JoinedPlan
 from mame_sd.diffusion.families.samples import KeysBySample
 from mame_sd.diffusion.families.unet import LAYER_SKIP, NOT_COUNTED, skips_scores
-from mame_sd.diffusion.layer import Layer, LayerCall, Output, Route, compared, settings_for
+from mame_sd.diffusion.layer import (
+    Layer,
+    LayerCall,
+    Output,
+    Reference,
+    Route,
+    Step,
+    compared,
+    settings_for,
+)
 from mame_sd.diffusion.tokens import Call, Tokens
 
 QUERIES_TOO = "queries merge too: {}"
@@ -90,7 +101,24 @@ class SequenceAttention(Layer):
         feature = compared(
             call.module, known.to_plane(hidden[:, first : first + known.count]), config.feature
         )
-        return Route(call, form, config, known, feature, note, first, before, after)
+        references: tuple[Reference, ...] = ()
+        if config.of_references is not None and form == self._keys_merged:
+            references = _references(call, hidden, first + known.count, known, config)
+        return Route(call, form, config, known, feature, note, references, first, before, after)
+
+    def plan(self, route: Route, step: Step) -> Plan:
+        """See `Layer`; with reference images that merge, of all of them."""
+        plan = super().plan(route, step)
+        if not route.references:
+            return plan
+        parts = [(plan, route.tokens)]
+        for reference in route.references:
+            config: Any = route.config.of_references
+            config, _ = settings_for(config, reference.tokens)
+            alone = replace(route, config=config, tokens=reference.tokens, references=())
+            alone = replace(alone, feature=reference.feature)
+            parts.append((super().plan(alone, step), reference.tokens))
+        return JoinedPlan(parts)
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
         """The image's tokens."""
@@ -118,17 +146,19 @@ class SequenceAttention(Layer):
 
     def _keys_merged(self, route: Route, plan: Plan) -> Output | None:
         """The attention's output of all queries, with the image's keys and values merged."""
-        length = route.before + plan.tokens_in + route.after
+        length, tokens = route.before + route.tokens.count + route.after, route.tokens
+        if route.references:
+            tokens = Tokens((plan.tokens_in,))  # in their own order, that of the plan
         shape, config = (route.feature.shape[0], length), route.config
         how: dict[str, Any] = {"correct": config.correct, "drawn": config.weights == "best"}
         keys: MergedKeys | KeysBySample
         if self.family.by_sample:
-            keys = KeysBySample(plan, route.tokens, shape[0], route.before, **how)
+            keys = KeysBySample(plan, tokens, shape[0], route.before, **how)
         else:
             cached = self.family.cached is not None and self.family.cached(route.call.given)
-            queries = _sequence(route.call.given[self.hidden]).shape[1], plan.tokens_in, length
+            queries = _sequence(route.call.given[self.hidden]).shape[1], route.tokens.count, length
             keys = MergedKeys(
-                plan, route.tokens, shape, route.before, queries=queries, prefixed=cached, **how
+                plan, tokens, shape, route.before, queries=queries, prefixed=cached, **how
             )
         with keys:  # Dynamo loses what `as` would name
             output = route.call.run()
@@ -197,6 +227,22 @@ class SequenceAttention(Layer):
             _whole(value, route, plan) if i in self.family.outputs else value
             for i, value in enumerate(output)
         )
+
+
+def _references(
+    call: LayerCall, hidden: Tensor, start: int, known: Tokens, config: MaMeConfig
+) -> tuple[Reference, ...]:
+    """The reference images in the sequence [B, L, C], from `start` on; none where it ends there."""
+    found = []
+    for tokens in map(Tokens, known.references):
+        image = hidden[:, start : start + tokens.count]
+        start += tokens.count
+        if start > hidden.shape[1]:
+            return ()
+        found.append(
+            Reference(tokens, compared(call.module, tokens.to_plane(image), config.feature))
+        )
+    return tuple(found)
 
 
 def _skip_reason(family: Family, given: Call, tokens: Tokens, config: MaMeConfig) -> str | None:

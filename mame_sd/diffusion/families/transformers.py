@@ -128,6 +128,7 @@ BUILT_IN = (
         ROTARY,
         outputs=(0, 2),
         eager=True,
+        references=True,
         **JOINT_FIRST,
     ),
     Family(
@@ -148,6 +149,7 @@ BUILT_IN = (
         ROTARY,
         eager=True,
         cached=_from_cache,
+        references=True,
         **JOINT_FIRST,
     ),
     Family(
@@ -167,6 +169,7 @@ BUILT_IN = (
         MASKED,
         mask=True,
         eager=True,
+        references=True,
         **JOINT_FIRST,
     ),
     Family(
@@ -185,6 +188,7 @@ BUILT_IN = (
         at.packed,
         ROTARY,
         eager=True,
+        references=True,
         **JOINT_FIRST,
     ),
     # Joint attention, the text's keys first.
@@ -197,6 +201,7 @@ BUILT_IN = (
             "image_rotary_emb", 0, attention_mask=-1
         ),  # the mask of text and image: diffusers before 0.38
         mask=True,
+        references=True,
         **JOINT_FIRST,
     ),
     Family(
@@ -317,6 +322,7 @@ BUILT_IN = (
         ("JoyImageAttention.attn",),
         at.items,
         first_of_two("image_rotary_emb", 0),
+        references=True,
         **JOINT_LAST,
     ),
     Family(
@@ -326,6 +332,7 @@ BUILT_IN = (
         at.shape_lists,
         along(image_rotary_emb=1, attention_mask=-1),
         mask=True,
+        references=True,
         **JOINT_LAST,
     ),
     Family(

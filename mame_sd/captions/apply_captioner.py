@@ -1,0 +1,96 @@
+"""apply_captioner: merging in the vision tower of LLaVA, so that its language model reads fewer
+tokens.
+
+    handle = apply_captioner(llava)               # a quarter of the visual tokens stays
+    handle = apply_captioner(llava, keep=0.5)     # this share of them
+    handle = apply_captioner(llava, tau=0.8)      # by similarity: each image keeps its own number
+    ids = llava.generate(**processor(images=images, text=prompts, return_tensors="pt"))
+    print(handle.report())                        # visual tokens, FLOPs of the tower
+    remove_captioner(llava)                       # bit-equal to before
+
+Prompts are given as the processor writes them, with an image token for each patch. `forward` and
+`generate` take out the image tokens whose patches have merged into others, with labels and masks;
+`generate` gives back whole prompts before what it wrote. Tokens that stay keep their order, and
+are counted on from one another in the language model's positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from mame_sd.captions.calls import Calls, calls_on
+from mame_sd.captions.handle import CaptionHandle
+from mame_sd.captions.towers import KNOWN, REFUSED, name_of
+from mame_sd.config import MaMeConfig
+from mame_sd.perception.apply_encoder import encoder_restored, remove_encoder
+
+
+def apply_captioner(
+    target: nn.Module,
+    config: MaMeConfig | None = None,
+    *,
+    blocks: int | Iterable[int] | None = None,
+    prop_attn: bool | None = None,
+    schedule: str | None = None,
+    **fields: Any,
+) -> CaptionHandle:
+    """Merges tokens in the vision tower of a LLaVA, until `remove_captioner`.
+
+    Args:
+        target: a model that holds one LlavaForConditionalGeneration or
+            LlavaNextForConditionalGeneration.
+        config: the settings; of its fields only those that were given count.
+        blocks: as `apply_encoder` takes it, of the blocks before the layer that is read. None:
+            every second one.
+        prop_attn: as `apply_encoder` takes it.
+        schedule: as `apply_encoder` takes it.
+        fields: fields of MaMeConfig over those of `config`. One `keep` is the share of the visual
+            tokens that the language model gets (near it: shares of blocks are whole tokens); by
+            `tau` images go through the tower one by one.
+
+    Raises:
+        TypeError: `config` is no MaMeConfig.
+        ValueError: no such model, a refused one, more than one, or bad settings.
+    """
+    found = [(module, name_of(module)) for module in target.modules() if name_of(module)]
+    for _, name in found:
+        if name in REFUSED:
+            raise ValueError(
+                f"expected a model whose language model can read fewer tokens, got {name}:"
+                f" {REFUSED[name]}; known are {', '.join(KNOWN)}"
+            )
+    if len(found) != 1:
+        raise ValueError(
+            f"expected one of {', '.join(KNOWN)}, got {len(found)} of them in"
+            f" {type(target).__name__}; give one"
+        )
+    handle = CaptionHandle(found[0][0], config, blocks, prop_attn, schedule, fields)
+    handle.install()
+    return handle
+
+
+def remove_captioner(target: nn.Module) -> None:
+    """Takes merging off every LLaVA in `target`. Does nothing if there is none."""
+    for module in target.modules():
+        for one in calls_on(module):
+            one.take()
+    remove_encoder(target)
+
+
+@contextmanager
+def captioner_restored(target: nn.Module) -> Iterator[None]:
+    """After the block `target` carries the same merging as before it."""
+    before: list[Calls] = [one for module in target.modules() for one in calls_on(module)]
+    with encoder_restored(target):
+        try:
+            yield
+        finally:
+            for module in target.modules():
+                for one in calls_on(module):
+                    one.take()
+            for one in before:
+                one.put()

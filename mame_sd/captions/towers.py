@@ -1,0 +1,202 @@
+"""What the models that are known make of an image: features of patches, and their places in a
+prompt.
+
+LLaVA gives each patch of its tower. LLaVA-NeXT gives those of a small image and of its tiles, row
+by row, without the tiles' padding, with a token after each row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mame_sd.captions.prompts import Image
+from mame_sd.perception.handle import EncoderHandle
+
+KNOWN = ("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration")
+_TURNED = "positions turn the queries and keys of its tower, and a merged token has none of its own"
+REFUSED = {
+    **dict.fromkeys(
+        (
+            "Qwen2VLForConditionalGeneration",
+            "Qwen2_5_VLForConditionalGeneration",
+            "Qwen3VLForConditionalGeneration",
+        ),
+        _TURNED,
+    ),
+    "Blip2ForConditionalGeneration": "its language model reads a fixed number of queries already",
+    "InstructBlipForConditionalGeneration": (
+        "its language model reads a fixed number of queries already"
+    ),
+    "LlavaOnevisionForConditionalGeneration": "it resizes its grid of patches, which merging ends",
+    "VideoLlavaForConditionalGeneration": "two towers feed it",
+    "PaliGemmaForConditionalGeneration": (
+        "a mask lets its image tokens see one another, and is made for their whole number"
+    ),
+    "Idefics3ForConditionalGeneration": "it folds neighbouring patches into one, by their places",
+    "SmolVLMForConditionalGeneration": "it folds neighbouring patches into one, by their places",
+}
+
+
+def name_of(target: Any) -> str | None:
+    """The class of `target` that is known or refused; None where there is none."""
+    if not isinstance(target, nn.Module):
+        return None
+    names = (kind.__name__ for kind in type(target).__mro__)
+    return next((name for name in names if name in KNOWN or name in REFUSED), None)
+
+
+def is_captioner(target: Any) -> bool:
+    """Whether `target` holds a model that reads images for a language model: one that is known, or
+    known to be refused.
+    """
+    return isinstance(target, nn.Module) and any(map(name_of, target.modules()))
+
+
+def layer_of(model: Any) -> int:
+    """The tower's hidden state that the language model reads: how many blocks come before it.
+
+    Raises:
+        ValueError: it reads several, which merging leaves with unequal numbers of tokens.
+    """
+    layer = model.config.vision_feature_layer
+    if not isinstance(layer, int):
+        raise ValueError(
+            f"vision_feature_layer: expected one layer, got {layer!r}: layers before and after"
+            " merging have unequal numbers of tokens"
+        )
+    depth = int(model.config.vision_config.num_hidden_layers)
+    return layer if layer >= 0 else depth + 1 + layer
+
+
+def images_of(model: Any, tower: EncoderHandle, inputs: dict[str, Any], one: bool) -> list[Image]:
+    """What the images of a call give.
+
+    Args:
+        model: of a known class.
+        tower: merging on its vision tower.
+        inputs: `pixel_values`, and `image_sizes` where the model has tiles.
+        one: images go through the tower one by one, so that each keeps its own number of tokens.
+    """
+    pixels = inputs["pixel_values"]
+    if name_of(model) == "LlavaForConditionalGeneration":
+        found = _seen(model, tower, pixels, one)
+        whole = _patches(pixels, model) + tower.special - _skipped(model)
+        return [Image(features, places, whole) for features, places in found]
+    tiles = _tiles(model, inputs)
+    found = _seen(model, tower, torch.cat(tiles), one)
+    images = []
+    for tile, size in zip(tiles, inputs["image_sizes"], strict=True):
+        own, found = found[: len(tile)], found[len(tile) :]
+        images.append(_packed(model, own, size, tower.special - _skipped(model)))
+    return images
+
+
+def _skipped(model: Any) -> int:
+    """How many of the tower's first tokens the language model does not see."""
+    return int(model.config.vision_feature_select_strategy == "default")
+
+
+def _patches(pixels: Tensor, model: Any) -> int:
+    side = int(model.config.vision_config.patch_size)
+    return (pixels.shape[-2] // side) * (pixels.shape[-1] // side)
+
+
+def _seen(
+    model: Any, tower: EncoderHandle, pixels: Tensor, one: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """Projected features [k, C] and places [k] among the tokens that the language model would see,
+    of each image of pixels [N, 3, h, w], in the order of the places.
+    """
+    skip, count = _skipped(model), layer_of(model)
+    found: list[tuple[Tensor, Tensor]] = []
+    whole = _patches(pixels, model) + tower.special - skip
+    for some in pixels.split(1) if one and tower.active else (pixels,):
+        output = model.model.vision_tower(some, output_hidden_states=True, return_dict=True)
+        states = output.hidden_states[count]
+        places = tower.kept(count, len(some), states.shape[1], states.device)
+        order = places.argsort(1)
+        states = states.gather(1, order.unsqueeze(-1).expand_as(states))[:, skip:]
+        found.extend(
+            zip(
+                model.model.multi_modal_projector(states),
+                places.gather(1, order)[:, skip:] - skip,
+                strict=True,
+            )
+        )
+    if tower.active and all(len(places) == whole for _, places in found):
+        tower.active = False  # to the bit as without merging, which puts destinations first
+        try:
+            return _seen(model, tower, pixels, one)
+        finally:
+            tower.active = True
+    return found
+
+
+def _tiles(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
+    """The tiles of each image [n, 3, h, w], the small image first."""
+    from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+    config, pixels = model.config, inputs["pixel_values"]
+    counts = [
+        image_size_to_num_patches(
+            image_size=size,
+            grid_pinpoints=config.image_grid_pinpoints,
+            patch_size=config.vision_config.image_size,
+        )
+        for size in inputs["image_sizes"]
+    ]
+    if pixels.dim() == 5:
+        return [own[:count] for own, count in zip(pixels, counts, strict=True)]
+    return list(pixels.split(counts))
+
+
+def _packed(model: Any, tiles: list[tuple[Tensor, Tensor]], size: Tensor, special: int) -> Image:
+    """The image of which tiles were seen, as LLaVA-NeXT packs it: the small image, then rows of all
+    tiles together without padding, each with the model's token for a new line.
+
+    Args:
+        model: a LLaVA-NeXT.
+        tiles: of each its features [k, C] and their places; the small image first.
+        size: (height, width) of the image in pixels.
+        special: how many tokens that are no patches the language model sees of each tile.
+    """
+    from transformers.models.llava_next.modeling_llava_next import (
+        get_anyres_image_grid_shape,
+        unpad_image,
+    )
+
+    config, newline = model.config, model.model.image_newline
+    side = config.vision_config.image_size // config.vision_config.patch_size
+    small = side * side + special
+    base, places = tiles[0]
+    if len(tiles) == 1:
+        after = torch.cat([places, places.new_tensor([small])])
+        return Image(torch.cat([base, newline[None].to(base)]), after, small + 1)
+    down, across = get_anyres_image_grid_shape(
+        size, config.image_grid_pinpoints, config.vision_config.image_size
+    )
+    shape = (down, across, side, side)
+    numbers = torch.arange(down * across * side * side, device=base.device).view(shape)
+    plane = numbers.permute(0, 2, 1, 3).flatten(2, 3).flatten(0, 1)[None]
+    plane = unpad_image(plane, size)[0]  # [rows, columns] tokens of the tiles, in this order
+    rows, columns = plane.shape
+    packed = torch.full((numbers.numel(),), -1, device=base.device)
+    spots = torch.arange(rows * (columns + 1), device=base.device).view(rows, columns + 1)
+    packed[plane.flatten()] = spots[:, :columns].flatten()
+    spot, seen = [], []
+    for number, (features, own) in enumerate(tiles[1:]):
+        patch = own >= special
+        where = packed[own[patch] - special + number * side * side]
+        spot.append(where[where >= 0])
+        seen.append(features[patch][where >= 0])
+    lines = newline[None].expand(rows, -1).to(base)
+    spot.append(spots[:, columns])
+    order = torch.cat(spot).argsort()
+    return Image(
+        torch.cat([base, torch.cat([*seen, lines])[order]]),
+        torch.cat([places, torch.cat(spot)[order] + small]),
+        small + rows * (columns + 1),
+    )

@@ -1,0 +1,207 @@
+"""Train what joins a DINOv2-S to SmolLM2 so that it captions pictures of cards: a mini LLaVA.
+
+    python -m scripts.training.train_captioner --work out/llava              # stop, start at will
+    python -m scripts.training.train_captioner --work out/llava --export DIR # write the newest
+    python -m scripts.training.train_captioner --pictures out/cards          # to measure on
+
+The tower and the language model are fetched and stay as they are; trained are LLaVA's projector
+and updates of rank `RANK` of the language model's queries and values. First each patch learns the
+words of what it shows (no language model runs: minutes), then captions are learnt through the
+language model. The tower's features are computed once and kept in `--work`.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from mame_sd.eval.networks.pretrained import (
+    DEVIATION,
+    MEAN,
+    load_dinov2_saliency,
+    load_smollm2,
+)
+from mame_sd.runs.files import written_whole
+from scripts.training import cards
+
+SIDE, GRID = 126, 9  # pixels and patches
+LAYER = -4  # hidden state that the projector reads: its patches say most about colour and object
+PICTURES, BATCH = 3000, 4
+RANK = 8
+PROMPT = "\n"
+
+
+def pixels_of(picture: np.ndarray) -> Tensor:
+    """[3, SIDE, SIDE] of a picture [side, side, 3], normalised."""
+    small = Image.fromarray(picture).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+    x = torch.from_numpy(np.asarray(small, np.float32) / 255).permute(2, 0, 1)
+    return (x - torch.tensor(MEAN)[:, None, None]) / torch.tensor(DEVIATION)[:, None, None]
+
+
+def features(work: Path, chunk: int = 250) -> Tensor:
+    """[PICTURES, patches, width] of the training pictures, float16, made in parts that are kept."""
+    tower, parts = None, []
+    for start in range(0, PICTURES, chunk):
+        path = work / f"features-{start}.safetensors"
+        if not path.exists():
+            tower = tower or load_dinov2_saliency().backbone
+            tower.encoder.layer = tower.encoder.layer[: 13 + LAYER]
+            found = []
+            for first in range(start, start + chunk, 25):
+                scenes = [cards.draw(0, "train", first + i) for i in range(25)]
+                x = torch.stack([pixels_of(cards.render(scene)) for scene in scenes])
+                with torch.inference_mode():
+                    states = tower(x, output_hidden_states=True).hidden_states[-1]
+                found.append(states[:, 1:].half().clone())
+            save_file({"x": torch.cat(found)}, path)
+            print(f"features {start + chunk} of {PICTURES}", flush=True)
+        parts.append(load_file(path)["x"])
+    return torch.cat(parts)
+
+
+class Updated(nn.Module):
+    """A linear layer with an update of low rank beside it."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+        self.down = nn.Parameter(torch.randn(RANK, inner.in_features) / inner.in_features**0.5)
+        self.up = nn.Parameter(torch.zeros(inner.out_features, RANK))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + x @ self.down.T @ self.up.T
+
+
+def make_projector(x: Tensor, width: int) -> nn.Sequential:
+    """LLaVA's projector; its first layer begins on features of mean 0 and deviation 1."""
+    first, second = nn.Linear(x.shape[-1], width), nn.Linear(width, width)
+    some = x[::20].float().flatten(0, 1)
+    with torch.no_grad():
+        first.weight /= some.std(0)
+        first.bias -= first.weight @ some.mean(0)
+    return nn.Sequential(first, nn.GELU(), second)
+
+
+def words_of(scenes: list[cards.Cards], tokenizer, table: Tensor) -> Tensor:
+    """[pictures, patches, width]: the mean of the words' vectors of what most of a patch shows."""
+    known: dict[str, Tensor] = {}
+
+    def vector(words: str) -> Tensor:
+        if words not in known:
+            known[words] = table[tokenizer(" " + words)["input_ids"]].mean(0)
+        return known[words]
+
+    targets = []
+    for scene in scenes:
+        owners = torch.from_numpy(scene.owners())
+        shown = torch.stack([(owners == n).float() for n in range(-1, len(scene.cards))])
+        most = F.adaptive_avg_pool2d(shown, (GRID, GRID)).argmax(0).flatten()
+        rows = [vector(scene.ground.phrase)]
+        rows += [(vector(card.name) + vector(card.color)) / 2 for card in scene.cards]
+        targets.append(torch.stack(rows)[most])
+    return torch.stack(targets)
+
+
+def learn_words(projector: nn.Module, x: Tensor, targets: Tensor, steps: int = 1200) -> None:
+    optimizer = torch.optim.AdamW(projector.parameters(), 1e-3, weight_decay=0.01)
+    spread = targets[:100].flatten(0, 1).var(0).mean()
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * min(1, step / 50, (steps - step) / (steps / 2))
+        rows = torch.randint(len(x), (12,), generator=generator)
+        loss = F.mse_loss(projector(x[rows].float()), targets[rows]) / spread
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 100 == 0:
+            print(f"words {step} of {steps}: {loss.item():.3f} of the variance", flush=True)
+
+
+def train(work: Path, steps: int) -> None:
+    work.mkdir(parents=True, exist_ok=True)
+    x = features(work)
+    language, tokenizer = load_smollm2()
+    language.requires_grad_(False)
+    torch.set_grad_enabled(True)
+    table = language.get_input_embeddings().weight
+    torch.manual_seed(0)
+    projector = make_projector(x, table.shape[1])
+    updates = nn.ModuleDict()
+    for number, layer in enumerate(language.model.layers):
+        for name in ("q_proj", "v_proj"):
+            updated = Updated(getattr(layer.self_attn, name))
+            setattr(layer.self_attn, name, updated)
+            updates[f"{number}-{name}"] = updated
+    scenes = [cards.draw(0, "train", i) for i in range(PICTURES)]
+    words = work / "words.pt"
+    if not words.exists():
+        learn_words(projector, x, words_of(scenes, tokenizer, table))
+        torch.save(projector.state_dict(), words)
+    projector.load_state_dict(torch.load(words))
+    low = [p for name, p in updates.named_parameters() if "inner" not in name]
+    optimizer = torch.optim.AdamW(
+        [{"params": [*projector.parameters()], "lr": 5e-4}, {"params": low, "lr": 2e-3}],
+        weight_decay=0.0,
+    )
+    rates = [group["lr"] for group in optimizer.param_groups]
+    path, start = work / "state.pt", 0
+    if path.exists():
+        state = torch.load(path)
+        projector.load_state_dict(state["projector"])
+        for old, new in zip(low, state["low"], strict=True):
+            old.data.copy_(new)
+        optimizer.load_state_dict(state["optimizer"])
+        start = state["step"]
+    prompt = tokenizer(PROMPT)["input_ids"]
+    end = tokenizer.eos_token_id
+    for step in range(start, steps):
+        share = min(1, (step + 1) / 20, max(0.02, (steps - step) / (0.5 * steps)))
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * share
+        rows = torch.randperm(
+            PICTURES, generator=torch.Generator().manual_seed(step * BATCH // PICTURES)
+        )
+        at = step * BATCH % PICTURES
+        rows = rows[at : at + BATCH]
+        ids = [tokenizer(scenes[i].caption)["input_ids"] + [end] for i in rows.tolist()]
+        longest = max(map(len, ids))
+        text = torch.tensor([prompt + one + [end] * (longest - len(one)) for one in ids])
+        goal = torch.tensor([one + [-100] * (longest - len(one)) for one in ids])
+        seen = projector(x[rows].float())
+        embeds = torch.cat([seen, F.embedding(text, table)], 1)
+        hidden = language.model(inputs_embeds=embeds, use_cache=False).last_hidden_state
+        logits = language.lm_head(hidden[:, -longest - 1 : -1])
+        loss = F.cross_entropy(logits.flatten(0, 1), goal.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_([*projector.parameters(), *low], 1.0)
+        optimizer.step()
+        if step % 5 == 0:
+            print(
+                f"{step} of {steps}: loss {loss.item():.3f}, {time.process_time():.0f} s of CPU",
+                flush=True,
+            )
+        if step % 10 == 9 or step == steps - 1:
+            state = {"projector": projector.state_dict(), "low": [p.data for p in low]}
+            with written_whole(path) as whole:
+                torch.save({**state, "optimizer": optimizer.state_dict(), "step": step + 1}, whole)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--steps", type=int, default=500)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    train(arguments.work, arguments.steps)
+
+
+if __name__ == "__main__":
+    main()

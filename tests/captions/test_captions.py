@@ -1,0 +1,219 @@
+"""LLaVA with a tower that merges: equal to loops by hand, whole where nothing merges, refusals."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llava_next.modeling_llava_next import unpad_image
+
+from mame_sd import MaMeConfig, apply_mame, mame, remove_mame
+from mame_sd.captions.handle import CaptionHandle, left
+from mame_sd.perception.settings import shares
+from tests.captions import tiny
+
+PATCHES = tiny.GRID**2
+IMAGES = [[PATCHES, PATCHES], [PATCHES]]  # of two prompts, so that these are of unequal lengths
+FORMS: list[dict[str, Any]] = [{"tau": 0.8}, {"keep": 0.5}, {"keep": 0.11}]
+
+
+def inputs(right: bool = False) -> dict[str, Tensor]:
+    return {**tiny.prompts(IMAGES, right), "pixel_values": tiny.pictures(3)}
+
+
+def by_hand(
+    model: Any, handle: CaptionHandle, call: dict[str, Tensor], new: int = 0
+) -> list[tuple[Tensor, list[int]]]:
+    seen = [tiny.seen_by_hand(model, handle, picture) for picture in call["pixel_values"]]
+    slots = [[one.get(place) for place in range(PATCHES)] for one in seen]
+    found = []
+    for row, images in enumerate((slots[:2], slots[2:])):
+        real = call["input_ids"][row][call["attention_mask"][row].bool()].tolist()
+        found.append(tiny.logits_by_hand(model, real, images, new))
+    return found
+
+
+@pytest.mark.parametrize("nothing", [{"tau": 1.0}, {"keep": 1.0}, {"inactive": True}])
+def test_nothing_merged_is_equal_to_the_bit(nothing: dict[str, Any]) -> None:
+    model, call = tiny.llava(), inputs()
+    before = model(**call).logits
+    written = model.generate(**call, max_new_tokens=3, do_sample=False)
+    handle = apply_mame(model, **{k: v for k, v in nothing.items() if k != "inactive"})
+    handle.active = "inactive" not in nothing
+    assert torch.equal(model(**call).logits, before)
+    assert torch.equal(model.generate(**call, max_new_tokens=3, do_sample=False), written)
+    remove_mame(model)
+    assert "forward" not in model.__dict__
+    assert "generate" not in model.__dict__
+    assert torch.equal(model(**call).logits, before)
+
+
+@pytest.mark.parametrize(("form", "right"), [(FORMS[0], True), (FORMS[1], False), (FORMS[2], True)])
+def test_a_batch_of_unequal_lengths_equals_the_loop(form: dict[str, Any], right: bool) -> None:
+    model, call = tiny.llava(), inputs(right)
+    handle = apply_mame(model, **form)
+    logits = model(**call).logits
+    kept = handle.report().visual_after
+    assert kept < PATCHES
+    for row, (expected, _) in enumerate(by_hand(model, handle, call)):
+        length = len(expected)
+        own = logits[row, :length] if right else logits[row, -length:]
+        torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS[:2])
+def test_generate_with_its_cache_equals_the_loop(form: dict[str, Any]) -> None:
+    model, call = tiny.llava(), inputs()
+    handle = apply_mame(model, **form)
+    written = model.generate(**call, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    whole = call["input_ids"].shape[1]
+    assert torch.equal(written[:, :whole], call["input_ids"])
+    for row, (_, expected) in enumerate(by_hand(model, handle, call, new=4)):
+        assert written[row, whole:].tolist() == expected
+    held = model.generate(
+        **call, max_new_tokens=2, min_new_tokens=2, return_dict_in_generate=True, do_sample=False
+    )
+    longest = round(2 * handle.report().visual_after) + 7
+    if "keep" in form:
+        assert held.past_key_values.get_seq_length() == longest + 1
+    assert torch.equal(held.sequences[:, :whole], call["input_ids"])
+
+
+def test_beams_and_several_captions() -> None:
+    model, call = tiny.llava(), inputs()
+    apply_mame(model, keep=0.5)
+    written = model.generate(**call, max_new_tokens=2, num_beams=2, num_return_sequences=2)
+    assert written.shape[0] == 4
+    assert torch.equal(written[1, : call["input_ids"].shape[1]], call["input_ids"][0])
+
+
+def test_labels_of_image_tokens_go_with_them() -> None:
+    model = tiny.llava(tiny.SIGLIP, vision_feature_select_strategy="full")
+    call = inputs(right=True)  # on the left a first word is foretold from padding
+    outside = (call["input_ids"] == tiny.IMAGE) | (call["attention_mask"] == 0)
+    handle = apply_mame(model, keep=0.5)
+    output = model(**call, labels=call["input_ids"].masked_fill(outside, -100))
+    losses: list[Tensor] = []
+    pictures = iter(call["pixel_values"])
+    for row, (logits, _) in enumerate(by_hand(model, handle, call)):
+        labels: list[int] = []
+        for token in call["input_ids"][row][call["attention_mask"][row].bool()].tolist():
+            if token != tiny.IMAGE:
+                labels.append(token)
+            elif not labels or labels[-1] >= 0:  # the first of an image's
+                labels += [-100] * len(tiny.seen_by_hand(model, handle, next(pictures)))
+        assert len(labels) == len(logits)
+        heard = torch.tensor(labels[1:])
+        losses.append(torch.nn.functional.cross_entropy(logits[:-1], heard, reduction="none"))
+        losses[-1] = losses[-1][heard >= 0]
+    torch.testing.assert_close(output.loss, torch.cat(losses).mean(), rtol=1e-3, atol=1e-4)
+
+
+def test_tiles_equal_a_loop_over_rows() -> None:
+    model = tiny.llava_next()
+    sizes = torch.tensor([[20, 44], [40, 24]])  # padded above and below, and at the sides
+    pixels = tiny.pictures(2, 3)
+    lines = model.model.image_newline
+    plane = {}
+    for number, (down, across) in enumerate(((1, 2), (2, 1))):
+        grid = torch.arange(down * across * PATCHES).view(down, across, tiny.GRID, tiny.GRID)
+        grid = grid.permute(0, 2, 1, 3).reshape(1, down * tiny.GRID, across * tiny.GRID)
+        plane[number] = unpad_image(grid, sizes[number])[0].tolist()
+    lengths = [PATCHES + sum(len(row) + 1 for row in plane[n]) for n in plane]
+    call = {**tiny.prompts([[length] for length in lengths]), "pixel_values": pixels}
+    call["image_sizes"] = sizes
+    before = model(**call).logits
+    apply_mame(model, tau=1.0)
+    assert torch.equal(model(**call).logits, before)
+    for form in ({"keep": 0.4}, {"tau": 0.8}):
+        handle = apply_mame(model, **form)
+        logits = model(**call).logits
+        for number, rows in plane.items():
+            seen = [tiny.seen_by_hand(model, handle, tile) for tile in pixels[number]]
+            slots: list[Tensor | None] = [seen[0].get(place) for place in range(PATCHES)]
+            for row in rows:
+                slots += [seen[1 + spot // PATCHES].get(spot % PATCHES) for spot in row]
+                slots.append(lines.detach())
+            real = call["input_ids"][number][call["attention_mask"][number].bool()].tolist()
+            expected, _ = tiny.logits_by_hand(model, real, [slots])
+            torch.testing.assert_close(
+                logits[number, -len(expected) :], expected, rtol=1e-3, atol=1e-4
+            )
+
+
+def test_by_tau_an_image_keeps_its_number_beside_others() -> None:
+    model, call = tiny.llava(), inputs()
+    handle = apply_mame(model, tau=0.8)
+    counts = []
+    for number in range(3):
+        handle.reset()
+        one = {**tiny.prompts([[PATCHES]]), "pixel_values": call["pixel_values"][number][None]}
+        model(**one)
+        counts.append(handle.report().visual_after)
+    handle.reset()
+    model(**call)
+    assert handle.report().visual_after == pytest.approx(sum(counts) / 3)
+    assert len(set(counts)) > 1
+
+
+def test_settings_copies_and_contexts() -> None:
+    model, call = tiny.llava(), inputs()
+    handle = apply_mame(model, MaMeConfig(keep=0.5))
+    assert handle.installed
+    half = model(**call).logits
+    assert "18.0 visual tokens" in str(handle.report())
+    assert handle.report().to_dict()["visual_before"] == PATCHES
+    handle.set(keep=0.25)
+    assert model(**call).logits.shape[1] < half.shape[1]
+    twin = copy.deepcopy(model)
+    remove_mame(model)
+    assert twin(**call).logits.shape[1] < half.shape[1]
+    with mame(model, keep=0.5):
+        assert torch.equal(model(**call).logits, half)
+    assert not handle.installed
+    assert model(**call).logits.shape[1] == call["input_ids"].shape[1]
+
+
+@pytest.mark.parametrize("keep", [0.9, 0.5, 0.11])
+@pytest.mark.parametrize("schedule", ["constant", "decreasing"])
+def test_shares_of_blocks_leave_what_was_asked(keep: float, schedule: str) -> None:
+    product = 1.0
+    for share in left(keep, 6, schedule):
+        product *= share
+    assert product == pytest.approx(keep, rel=1e-6)
+    assert left(keep, 6, schedule)[0] <= shares(1.0, 6, schedule)[0]
+
+
+def test_refusals_are_one_line() -> None:
+    model, call = tiny.llava(), inputs()
+    layers = copy.deepcopy(model)
+    layers.config.vision_feature_layer = [-2, -3]
+    with pytest.raises(ValueError, match="vision_feature_layer: expected one layer"):
+        apply_mame(layers, keep=0.5)
+    apply_mame(model, keep=0.5)
+    cache = model(**{name: call[name] for name in ("input_ids", "attention_mask")}).past_key_values
+    short = {**call, "input_ids": call["input_ids"][:, 1:]}
+    short["attention_mask"] = call["attention_mask"][:, 1:]
+    short["input_ids"] = short["input_ids"].masked_fill(
+        torch.arange(short["input_ids"].shape[1]) == short["input_ids"].shape[1] - 3, 7
+    )
+    for wrong, message in (
+        (short, "expected 108 image tokens in the prompts for 3 images, got 106"),
+        ({**call, "past_key_values": cache}, "past_key_values: expected an empty cache"),
+        ({**call, "inputs_embeds": torch.zeros(2, 3, 32)}, "inputs_embeds: expected none"),
+        ({**call, "vision_feature_layer": -1}, "vision_feature_layer: expected that of"),
+        ({**call, "attention_mask": torch.ones(2, 1, 3, 3)}, "attention_mask: expected \\[B, L\\]"),
+    ):
+        with pytest.raises(ValueError, match=message) as raised:
+            model(**wrong)
+        assert "\n" not in str(raised.value)
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    with torch.device("meta"):
+        refused = Qwen2_5_VLForConditionalGeneration.__new__(Qwen2_5_VLForConditionalGeneration)
+        torch.nn.Module.__init__(refused)
+    with pytest.raises(ValueError, match="got Qwen2_5_VLForConditionalGeneration: positions turn"):
+        apply_mame(refused)

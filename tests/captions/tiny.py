@@ -1,0 +1,136 @@
+"""Tiny LLaVA models with random weights, their prompts, and a loop that does by hand what merging
+does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    SiglipVisionConfig,
+)
+
+from mame_sd.captions.handle import CaptionHandle
+
+SIDE, PATCH, WIDTH = 24, 4, 32
+GRID = SIDE // PATCH
+IMAGE, PAD = 50, 1
+_BLOCKS: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "num_attention_heads": 2,
+    "intermediate_size": 2 * WIDTH,
+    "initializer_range": 0.2,
+}
+_VISION = {**_BLOCKS, "num_hidden_layers": 5, "image_size": SIDE, "patch_size": PATCH}
+CLIP, SIGLIP = CLIPVisionConfig(**_VISION), SiglipVisionConfig(**_VISION)
+TEXT = LlamaConfig(vocab_size=60, num_hidden_layers=2, pad_token_id=PAD, eos_token_id=59, **_BLOCKS)
+
+
+def llava(tower: Any = CLIP, **more: Any) -> LlavaForConditionalGeneration:
+    torch.manual_seed(0)
+    config = LlavaConfig(vision_config=tower, text_config=TEXT, image_token_id=IMAGE, **more)
+    return LlavaForConditionalGeneration(config).eval()
+
+
+def llava_next() -> LlavaNextForConditionalGeneration:
+    torch.manual_seed(0)
+    config = LlavaNextConfig(
+        vision_config=CLIP,
+        text_config=TEXT,
+        image_token_id=IMAGE,
+        image_grid_pinpoints=[[SIDE, 2 * SIDE], [2 * SIDE, SIDE]],
+    )
+    return LlavaNextForConditionalGeneration(config).eval()
+
+
+def prompts(rows: list[list[int]], right: bool = False, seed: int = 0) -> dict[str, Tensor]:
+    """Ids and mask of prompts in which images of these lengths stand between words; the shorter
+    ones padded on the left or the right.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(count: int) -> list[int]:
+        return torch.randint(3, 49, (count,), generator=generator).tolist()
+
+    ids = []
+    for row in rows:
+        one = words(3)
+        for length in row:
+            one += [IMAGE] * length + words(2)
+        ids.append(one)
+    longest = max(map(len, ids))
+    pads = [[PAD] * (longest - len(one)) for one in ids]
+    real = [[1] * len(one) for one in ids]
+    none = [[0] * len(pad) for pad in pads]
+    if right:
+        ids = [one + pad for one, pad in zip(ids, pads, strict=True)]
+        mask = [one + pad for one, pad in zip(real, none, strict=True)]
+    else:
+        ids = [pad + one for one, pad in zip(ids, pads, strict=True)]
+        mask = [pad + one for one, pad in zip(real, none, strict=True)]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+def pictures(*lead: int, seed: int = 0) -> Tensor:
+    """Pictures of a few flat areas, so that patches are alike."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.randn(*lead, 3, 3, 3, generator=generator)
+    flat = coarse.repeat_interleave(SIDE // 3, -1).repeat_interleave(SIDE // 3, -2)
+    return flat + 0.1 * torch.randn(flat.shape, generator=generator)
+
+
+def seen_by_hand(
+    model: Any, handle: CaptionHandle, picture: Tensor, blocks: int = 4
+) -> dict[int, Tensor]:
+    """The projected features of one picture [3, h, w] by place of their patch, through the tower
+    alone; `blocks` come before the layer that is read.
+    """
+    with torch.no_grad():
+        states = model.model.vision_tower(picture[None], output_hidden_states=True)
+        places = list(range(GRID * GRID + handle.tower.special))
+        for number, plan in sorted(handle.tower.plans().items()):
+            if number < blocks:
+                kept = plan.kept.expand(1, -1)[0].tolist()
+                places = [places[row] for row in kept]
+        found = {}
+        for place, state in zip(places, states.hidden_states[blocks][0], strict=True):
+            found[place - handle.tower.special] = model.model.multi_modal_projector(state[None])[0]
+    return found
+
+
+def logits_by_hand(
+    model: Any, ids: list[int], seen: list[list[Tensor | None]], new: int = 0
+) -> tuple[Tensor, list[int]]:
+    """Logits of one prompt without padding, and the `new` tokens of most weight that follow,
+    computed anew for each.
+
+    Args:
+        model: a LLaVA.
+        ids: the prompt's, as the processor wrote it.
+        seen: for each image, what each of its image tokens is given; None: it is taken out.
+        new: how many tokens are written.
+    """
+    given = iter([one for image in seen for one in image])
+    table = model.get_input_embeddings().weight
+    rows = []
+    for token in ids:
+        vector = next(given) if token == IMAGE else table[token]
+        if vector is not None:
+            rows.append(vector)
+    written: list[int] = []
+    with torch.no_grad():
+        while True:
+            states = model.model.language_model(inputs_embeds=torch.stack(rows)[None])
+            logits = model.lm_head(states.last_hidden_state)[0]
+            if len(written) == new:
+                return logits, written
+            written.append(int(logits[-1].argmax()))
+            rows.append(table[written[-1]])
