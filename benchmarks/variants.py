@@ -24,8 +24,9 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor
 
 from mame_sd import MaMeConfig, mame, plan_merge
+from mame_sd.core.merge import preserved_of, row_plan
 from mame_sd.core.partition import positions, square
-from mame_sd.core.plan import Plan, row_plan
+from mame_sd.core.plan import Plan
 from mame_sd.core.similarity import similarity_of
 
 TRAIN_STEPS = 1000
@@ -81,7 +82,8 @@ def guidance_protected(x: Tensor, config: MaMeConfig, size: tuple[int, int]) -> 
     similarity.masked_fill_(
         columns.view(x.shape[0], pos.blocks, 1, pos.n), -2
     )  # below every cosine: last in rank
-    return row_plan(*similarity.max(-2), pos, config, 0, x.shape[:1])
+    best, row = similarity.max(-2)
+    return row_plan(row, preserved_of(best, pos, config), pos, 0, x.shape[:1], best.dtype)
 
 
 def share_at(noisy: tuple[float, ...], fine: tuple[float, ...], t: float) -> float | None:
@@ -122,7 +124,7 @@ def scheduled(unet: Any, keep_at: Callable[[float], float | None], **fields: Any
         if keep is not None and keep != handle.config.keep:
             handle.set(keep=keep)
 
-    with mame(unet, **fields) as handle:
+    with mame(unet, MaMeConfig.from_dict(fields)) as handle:
         hook = unet.register_forward_pre_hook(note, with_kwargs=True)
         try:
             yield

@@ -14,10 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from mame_sd import MaMeConfig, plan_merge
-from mame_sd.core.pairs import leaders_in
 from mame_sd.diffusion.families.keys import MergedKeys
-from mame_sd.diffusion.layer import NOTHING_TO_WIN, nothing_to_win
-from mame_sd.diffusion.tokens import Tokens
+from mame_sd.diffusion.layer import NOTHING_TO_WIN, Tokens, nothing_to_win
 
 from .attention import EngineCall
 from .models import Transformer
@@ -60,8 +58,7 @@ class JointPatch:
             return engine.run()
         tokens = Tokens(call.grid, start, length - start - math.prod(call.grid))
         feature = tokens.to_plane(keys[:, start : start + tokens.count].flatten(2))
-        leader = leaders_in(call.leader, feature)
-        plan = plan_merge(feature, self.config, tokens.plane, draw=call.draw, leader=leader)
+        plan = plan_merge(feature, self.config, tokens.plane, draw=call.draw, leader=call.leader)
         call.draw = None if call.draw is None else call.draw + 1
         if nothing_to_win(self.config, plan):
             call.run.note_left(NOTHING_TO_WIN)

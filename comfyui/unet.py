@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mame_sd import MaMeConfig, plan_merge
 from mame_sd.core.detail import Detail
-from mame_sd.core.pairs import leaders_in
 from mame_sd.diffusion.families.keys import GroupedKeys
 from mame_sd.diffusion.layer import NOTHING_TO_WIN, nothing_to_win
 
@@ -64,7 +63,7 @@ class UNetPatch:
                 if call.draw is None
                 else call.draw + self.unet.numbers.get(name_of(extra_options), 0)
             )
-            plan = plan_merge(k, config, (h, w), draw=draw, leader=leaders_in(call.leader, k))
+            plan = plan_merge(k, config, (h, w), draw=draw, leader=call.leader)
             if nothing_to_win(config, plan):
                 call.run.note_left(NOTHING_TO_WIN)
                 return q, k, v

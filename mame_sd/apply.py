@@ -12,7 +12,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from mame_sd.captions.towers import is_captioner
-from mame_sd.config import MaMeConfig, say_moved
+from mame_sd.config import MaMeConfig, refuse_flat
 from mame_sd.diffusion.families.family import REGISTERED
 from mame_sd.perception.known_encoders import is_encoder
 
@@ -39,10 +39,11 @@ def apply_mame(
             `blocks`, `restore`, `prop_attn`.
 
     Raises:
-        TypeError: `target` is neither a module nor a pipeline with a denoiser.
+        TypeError: `target` is neither a module nor a pipeline with a denoiser, or a field of
+            `Study` is given by its name alone.
         ValueError: nothing in it could merge, with what was found; or bad settings.
     """
-    say_moved(fields, stacklevel=3)
+    refuse_flat(fields)
     config = _read(config)
     if is_captioner(target):
         from mame_sd.captions.apply_captioner import apply_captioner
@@ -93,7 +94,7 @@ def mame(
 
     Takes the arguments of `apply_mame` and gives its handle.
     """
-    say_moved(fields, stacklevel=5)  # this generator, contextlib twice, the caller
+    refuse_flat(fields)
     config = _read(config)
     if is_captioner(target):
         from mame_sd.captions.apply_captioner import apply_captioner, captioner_restored

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.core import fused
-from mame_sd.core.plan import Plan, RowPlan
-from mame_sd.core.tensors import no_autocast
+from mame_sd.core.plan import Plan, RowPlan, no_autocast
 
 
 class Moments(NamedTuple):

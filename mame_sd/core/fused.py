@@ -21,11 +21,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mame_sd.core.tensors import in_place, is_captured
+from mame_sd.config import MaMeConfig
+from mame_sd.core.buffers import in_place
+from mame_sd.core.detail import Detail, directions
+from mame_sd.core.partition import Positions, constant, is_captured
+from mame_sd.core.similarity import merged_by_keep
 
 INTERPRETED = (
     os.environ.get("TRITON_INTERPRET") == "1"
 )  # Triton's interpreter: the kernels run on the CPU
+DEVICES = ("cuda", "cpu") if INTERPRETED else ("cuda",)  # where they may run
 LARGEST_TILE = 128  # destinations of one tile that the kernels hold on the chip
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _found: dict[tuple[str, torch.dtype], bool] = {}
@@ -35,7 +40,7 @@ _forced: list[bool] = []  # what `only` says, the innermost last
 def on(*tensors: Tensor) -> bool:
     """Whether the kernels take these tensors, all on the device of the first."""
     first = tensors[0]
-    if not first.is_cuda and not (INTERPRETED and first.device.type == "cpu"):
+    if first.device.type not in DEVICES:
         return False
     if not all(t.dtype in DTYPES and in_place(t) for t in tensors) or (
         _TRITON_MISSING and not _forced
@@ -144,3 +149,115 @@ def _turn_off(device: str, dtype: torch.dtype, error: Exception) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+def groups_and_preserved(
+    x: Tensor,
+    pos: Positions,
+    config: MaMeConfig,
+    special: int,
+    leader: Tensor | None,
+) -> tuple[Tensor, Tensor] | None:
+    """Of a RowPlan of feature x [B, L, d] without special tokens its `rows` and the preserved
+    sources; None where PyTorch's operations have to find them.
+    """
+    if config.keep is None or config.metric != "cosine" or pos.m > LARGEST_TILE or not on(x):
+        return None
+    from mame_sd.core import triton_groups as kernels
+    from mame_sd.core.triton_common import table_of
+
+    merged, table = merged_by_keep(pos, config.keep), table_of(pos)
+    ranked = merged < pos.N
+    if not merged or (ranked and pos.N > kernels.LARGEST_RANKING):
+        return None
+    found = launched(kernels.nearest, x, *table, leader, special, ranked)
+    if found is None:
+        return None
+    if not ranked:
+        preserved = x.new_empty((x.shape[0], 0), dtype=torch.long)
+        return found[1], preserved
+    merges = launched(kernels.merging, found[0], *table, merged)
+    if merges is None:
+        return None
+    rows: tuple[Tensor, Tensor] | None = launched(
+        kernels.ranked_rows, merges, found[1], *table, special, pos.N - merged
+    )
+    return rows
+
+
+def means(
+    plan: Any,
+    t: Tensor,
+    size: tuple[int, ...] = (),
+    around: tuple[int, int] | None = None,
+    sampled: bool = False,
+    weighed: bool = False,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """See `mame_sd.core.triton_groups.group_means`, of a RowPlan and tokens [B, H, .., D]; None
+    where PyTorch has to do it.
+    """
+    pos = plan.positions
+    if pos.m > LARGEST_TILE:
+        return None
+    from mame_sd.core.triton_common import table_of
+    from mame_sd.core.triton_groups import group_means
+
+    plane = size if len(size) == 3 else (1, 1, pos.L)
+    beside = (plan.special, 0) if around is None else around
+    groups, drawn = plan.tokens_kept - plan.special, pos.samples if sampled else 0
+    found: tuple[Tensor, Tensor, Tensor] | None = launched(
+        group_means,
+        t,
+        plan.rows,
+        *table_of(pos),
+        plane,
+        plan.special,
+        beside,
+        groups,
+        drawn,
+        weighed,
+    )
+    if found is not None and around is None:
+        plan._sizes = found[1]
+    return found
+
+
+def detailed(plan: Any, y: Tensor, detail: Detail, count: int) -> Tensor | None:
+    """Merged tokens y [B, L', C] restored by a RowPlan with detail; None where PyTorch has to."""
+    if plan.positions.m > LARGEST_TILE:
+        return None
+    from mame_sd.core import triton_detail as kernels
+    from mame_sd.core.triton_common import table_of
+
+    feature, plane = detail
+    seen = launched(
+        kernels.seen, feature, constant(directions, feature.shape[2], count, feature.device)
+    )
+    merged = None if seen is None else means(plan, seen.unsqueeze(1))
+    if merged is None:
+        return None
+    of_inputs, sizes = merged[0].squeeze(1), merged[1]
+    found = launched(
+        kernels.unexplained,
+        y,
+        of_inputs,
+        plan.rows,
+        sizes,
+        *table_of(plan.positions),
+        list(plane),
+    )
+    follow = None if found is None else launched(kernels.follows, *found, sizes, plan.positions.L)
+    if found is None or follow is None:
+        return None
+    x: Tensor | None = launched(
+        kernels.restored,
+        y,
+        found[0],
+        of_inputs,
+        found[1],
+        seen,
+        *follow,
+        plan.rows,
+        list(plane),
+    )
+    return x

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mame_sd.core.buffers import reuse
 from mame_sd.core.detail import Detail
 from mame_sd.core.partition import Positions
-from mame_sd.core.plan import Plan
-from mame_sd.core.tensors import blocks_of, flat_rows, no_autocast, reuse, rows_of
+from mame_sd.core.plan import Plan, no_autocast, rows_of
+from mame_sd.core.similarity import blocks_of
 from mame_sd.core.weights import Fusion
 
 
@@ -107,7 +108,8 @@ class MergePlan(Plan):
             )
         x = rows_of(src, pos.source.expand(b, -1)).view(b * pos.L, c)
         del src
-        kept = flat_rows(self._body_kept().expand(b, -1), pos.L)
+        first = torch.arange(0, b * pos.L, pos.L, device=x.device).unsqueeze(1)
+        kept = (self._body_kept() + first).flatten()
         return x.index_copy_(0, kept, body.reshape(-1, c)).view(b, pos.L, c)
 
     def _destinations(self, slots: Tensor) -> Tensor:

@@ -21,13 +21,19 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
+from mame_sd.core import fused
 from mame_sd.core.matrix_plan import MergePlan
-from mame_sd.core.partition import Positions, positions
+from mame_sd.core.partition import Positions, constant, counting, positions
 from mame_sd.core.pick_plan import pick_plan
-from mame_sd.core.plan import Plan, fused_plan, row_plan
-from mame_sd.core.similarity import nearest, similarity_of
-from mame_sd.core.tensors import no_autocast
-from mame_sd.core.weights import fusion_weights, merged_by_keep
+from mame_sd.core.plan import Plan, RowPlan, no_autocast
+from mame_sd.core.similarity import (
+    merged_by_keep,
+    nearest,
+    preserved_by_keep,
+    preserved_by_tau,
+    similarity_of,
+)
+from mame_sd.core.weights import fusion_weights
 
 
 def plan_merge(
@@ -55,7 +61,8 @@ def plan_merge(
         draw: with `redraw`, which of the drawn partitions, a LongTensor [1]
             (`mame_sd.core.partition.draw_at`); None: the first.
         leader: of each sample (all leading dimensions as one) the sample whose tokens decide what
-            merges, a LongTensor [B] (`mame_sd.core.pairs.leaders`); None: each its own.
+            merges, a LongTensor [B] (`mame_sd.core.pairs.leaders`); None, or that of another batch
+            (frames of a video, a part of the samples): each its own.
 
     Raises:
         ValueError: a shape, dtype or size that can't be.
@@ -73,21 +80,13 @@ def plan_merge(
     pos = positions(
         feature.shape[1], config, size, x.device, draw
     )  # "Token Partitioning": I_dst and I_src
+    if leader is not None:
+        leader = leader.to(x.device) if leader.shape[0] == feature.shape[0] else None
     with no_autocast(x):
         if config.weights == "pick":
             return pick_plan(feature, pos, config, special, lead, leader)
-        if config.weights == "best":  # of which no gradient comes
-            plan = fused_plan(feature.detach(), pos, config, special, lead, leader)
-            if plan is not None:
-                return plan
-            ranked = config.keep is None or merged_by_keep(pos, config.keep) < pos.N
-            if (
-                pos.m == 1 and not ranked
-            ):  # one destination in each tile, and every source merges: nothing to compare
-                best, row = _only(feature, pos)
-            else:
-                best, row = _nearest(feature.detach(), leader, pos, config.metric, ranked)
-            return row_plan(best, row, pos, config, special, lead)
+        if config.weights == "best":
+            return _row_plan(feature.detach(), pos, config, special, lead, leader)
         feature = feature if leader is None else feature.index_select(0, leader)
         similarity = similarity_of(
             feature, pos, config.metric
@@ -96,25 +95,75 @@ def plan_merge(
         return MergePlan(fusion, pos, special, lead, paper=config.variant == "paper")
 
 
-def _nearest(
-    x: Tensor, leader: Tensor | None, pos: Positions, metric: str, ranked: bool
-) -> tuple[Tensor, Tensor]:
-    """`nearest` of each sample's leader; on a CPU, where nothing waits for a value, found once for
-    all that it leads.
+def _row_plan(
+    x: Tensor,
+    pos: Positions,
+    config: MaMeConfig,
+    special: int,
+    lead: torch.Size,
+    leader: Tensor | None,
+) -> RowPlan:
+    """The plan in which each source goes whole to its most similar destination, of feature x [B, L,
+    d] without special tokens, of which no gradient comes.
     """
-    if leader is None:
-        return nearest(x, pos, metric, ranked)
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        leading, place = leader.unique(return_inverse=True)
-        if len(leading) < len(leader):
-            x, leader = x.index_select(0, leading), place
-    best, row = nearest(x, pos, metric, ranked)
-    return best.index_select(0, leader), row.index_select(0, leader)
+    if x.device.type in fused.DEVICES:
+        found = fused.groups_and_preserved(x, pos, config, special, leader)
+        if found is not None:
+            return RowPlan(found[0], pos, found[1], special, lead, torch.float32)
+    keep = config.keep
+    ranked = keep is None or merged_by_keep(pos, keep) < pos.N
+    b = x.shape[0]
+    if pos.m == 1 and not ranked:  # one destination in each tile, and every source merges
+        best = None
+        row = torch.zeros(b, pos.blocks, pos.n, dtype=torch.long, device=x.device)
+    elif leader is None:
+        best, row = nearest(x, pos, config.metric, ranked)
+    else:
+        # On a CPU, where nothing waits for a value, it is found once for all that a sample leads.
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            leading, place = leader.unique(return_inverse=True)
+            if len(leading) < b:
+                x, leader = x.index_select(0, leading), place
+        found = nearest(x, pos, config.metric, ranked)
+        best, row = (t.index_select(0, leader) for t in found)
+    preserved = None if best is None or not ranked else preserved_of(best, pos, config)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return row_plan(row, preserved, pos, special, lead, dtype)
 
 
-def _only(x: Tensor, pos: Positions) -> tuple[Tensor, Tensor]:
-    """`nearest` of x [B, L, d] where each tile has one destination and no source is ranked: the
-    largest S is not looked at.
+def preserved_of(best: Tensor, pos: Positions, config: MaMeConfig) -> Tensor:
+    """The preserved sources, as in `Plan`, by the largest similarity `best` [B, T, n] of each."""
+    if config.keep is not None:
+        return preserved_by_keep(best, pos, config.keep)
+    assert config.tau is not None
+    return preserved_by_tau(~(best > config.tau).all(0), pos)
+
+
+def row_plan(
+    row: Tensor,
+    preserved: Tensor | None,
+    pos: Positions,
+    special: int,
+    lead: torch.Size,
+    dtype: torch.dtype,
+) -> RowPlan:
+    """The plan of sources that each go to destination `row` [B, T, n] of their tile, but for the
+    `preserved` ones (None: there are none).
     """
-    row = torch.zeros(x.shape[0], pos.blocks, pos.n, dtype=torch.long, device=x.device)
-    return torch.ones_like(row, dtype=torch.promote_types(x.dtype, torch.float32)), row
+    b = row.shape[0]
+    # Destinations of a tile are neighbours among the groups, so that a source's is so many behind
+    # the first.
+    src = (row + pos.gather[pos.slots[:, :1]]).flatten(1)
+    if preserved is None:
+        preserved = row.new_empty(b, 0)
+    elif torch.compiler.is_compiling() or preserved.shape[-1]:
+        # With tau a graph does not know how many.
+        stay = preserved.expand(b, -1)
+        ranks = torch.arange(pos.M, pos.M + stay.shape[1], device=src.device).expand(b, -1)
+        src = src.scatter(1, pos.src_real[stay], ranks)
+    every = torch.cat([constant(counting, pos.M, src.device).expand(b, -1), src], 1)
+    rows = every.index_select(1, pos.gather)
+    if special:
+        first = constant(counting, special, src.device).expand(b, -1)
+        rows = torch.cat([first, rows + special], 1)
+    return RowPlan(rows, pos, preserved, special, lead, dtype)

@@ -49,12 +49,3 @@ def leaders_of_chunks(inputs: Tensor, unguided: list[bool]) -> Tensor:
         for x, number, follows in zip(chunks, numbers, unguided, strict=True)
     ]
     return torch.cat(led)
-
-
-def leaders_in(leader: Tensor | None, feature: Tensor) -> Tensor | None:
-    """`leaders` for tokens [B', L, d] of a layer in the model; None where they are not those of the
-    model's samples (frames of a video, a part of the batch).
-    """
-    if leader is None or leader.shape[0] != feature.shape[0]:
-        return None
-    return leader.to(feature.device)

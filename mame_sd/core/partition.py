@@ -13,7 +13,7 @@ of a table, picked on the device: no host sync, no other graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -100,7 +100,9 @@ class Positions:
         if self.draw is None:
             row = self.table[0]
         else:
-            row = self.table.index_select(0, row_of(self.draw, self.table.shape[0])).view(-1)
+            draws, draw = self.table.shape[0], self.draw
+            spread = draw % DRAWS if draws == DRAWS else draw * SPREAD % DRAWS * draws // DRAWS
+            row = self.table.index_select(0, spread).view(-1)
         width = self.m + self.n
         each = self.M, self.N, self.blocks * width, self.N, self.L, self.L
         parts = row.split([*each, row.shape[0] - sum(each)])
@@ -132,11 +134,6 @@ class Positions:
             if f.init
         }
         return Positions(**moved)
-
-
-def row_of(draw: Tensor, draws: int) -> Tensor:
-    """The row of a table of `draws` that a draw [1] takes, a LongTensor [1]."""
-    return draw % DRAWS if draws == DRAWS else draw * SPREAD % DRAWS * draws // DRAWS
 
 
 def draw_at(timestep: Tensor | float) -> Tensor:
@@ -190,21 +187,27 @@ def positions(
     stride = config.stride if config.partition in GRIDS else (1, 1)
     seed = config.seed if config.partition in DRAWN else 0
     h, w = size
+    compiling = torch.compiler.is_compiling()
     # `or 0`: torch.compile takes only those numbers as constants that something has looked at.
-    key = _known(h), _known(w), config.partition, *stride, seed or 0, config.tiles or 0, str(device)
-    first = _looked_up(*key)
+    sides = (_known(h), _known(w)) if compiling else size
+    key = *sides, config.partition, *stride, seed or 0, config.tiles or 0, str(device)
+    if compiling:
+        first = Positions(*getattr(_Compiled, _attribute(False, *key)))
+    else:
+        first = _first_draw(*key)
     if draw is None or not config.redraw or config.partition not in DRAWN:
         return first
-    return replace(first, table=_looked_up_draws(*key), draw=draw.to(first.table.device))
+    table = getattr(_Compiled, _attribute(True, *key)) if compiling else _draws(*key)
+    return replace(first, table=table, draw=draw.to(table.device))
 
 
 def _known(count: int) -> int:
-    """`count` as a plain number: a graph that is compiled for it, where torch.compile has taken it
-    for one of many.
+    """`count` as a plain number of the graph that is compiled for it, where torch.compile has taken
+    it for one of many.
 
     A list so long makes dynamo look at the number itself, where `int` alone does not.
     """
-    return len([0] * count) if torch.compiler.is_compiling() else int(count)
+    return len([0] * count)
 
 
 def square(tokens: int) -> tuple[int, int] | None:
@@ -219,18 +222,6 @@ class _Compiled:
 
     As constants they would all be called alike, which AOTAutograd's backends (inductor) refuse.
     """
-
-
-def _looked_up(*key: Any) -> Positions:
-    if torch.compiler.is_compiling():
-        return Positions(*getattr(_Compiled, _attribute(False, *key)))
-    return _first_draw(*key)
-
-
-def _looked_up_draws(*key: Any) -> Tensor:
-    if torch.compiler.is_compiling():
-        return getattr(_Compiled, _attribute(True, *key))
-    return _draws(*key)
 
 
 @torch.compiler.assume_constant_result
@@ -259,6 +250,35 @@ def _draws(*key: Any) -> Tensor:
 def _first_draw(*key: Any) -> Positions:
     with _cacheable():
         return partitioned(0, *key[:-1]).to(key[-1])
+
+
+def constant(make: Callable[..., Tensor], *args: Any) -> Tensor:
+    """What `make` gives for these arguments, numbers and a device; nobody may change it.
+
+    A graph that is compiled or captured makes its own: it can't be trusted with one that others
+        read.
+    """
+    if torch.compiler.is_compiling() or is_captured():
+        return make(*args)
+    return _made(make, args)
+
+
+def is_captured() -> bool:
+    """Whether a CUDA graph is being captured: what runs then has values only when it is
+    replayed.
+    """
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+@lru_cache(maxsize=512)
+def _made(make: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+        return make(*args)  # autograd refuses inference tensors
+
+
+def counting(length: int, device: torch.device) -> Tensor:
+    """0, 1, ... below `length`, a LongTensor."""
+    return torch.arange(length, device=device)
 
 
 @contextmanager

@@ -13,11 +13,14 @@ from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.detail import Detail
-from mame_sd.core.partition import Positions
-from mame_sd.core.plan import Plan
-from mame_sd.core.similarity import similarity_of
-from mame_sd.core.tensors import constant, counting, rows_of
-from mame_sd.core.weights import merged_by_keep, preserved_by_keep, preserved_by_tau
+from mame_sd.core.partition import Positions, constant, counting
+from mame_sd.core.plan import Plan, rows_of
+from mame_sd.core.similarity import (
+    merged_by_keep,
+    preserved_by_keep,
+    preserved_by_tau,
+    similarity_of,
+)
 
 
 class PickPlan(Plan):

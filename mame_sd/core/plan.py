@@ -7,18 +7,17 @@ What is not finite stays within its group (with detail, its sample).
 
 from __future__ import annotations
 
+import contextlib
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mame_sd.config import MaMeConfig
-from mame_sd.core import fused, means
+from mame_sd.core import fused
 from mame_sd.core.detail import GROUPS, RANK, Detail, blurred, directions, slope
-from mame_sd.core.partition import Positions
-from mame_sd.core.tensors import constant, counting, in_place, no_autocast, rows_of
-from mame_sd.core.weights import merged_by_keep, preserved_by_keep, preserved_by_tau
+from mame_sd.core.partition import Positions, constant, counting
 
 
 class Plan:
@@ -210,8 +209,9 @@ class RowPlan(Plan):
     ) -> None:
         super().__init__(pos, preserved, special, lead)
         self._rows, self._dtype = rows, dtype
-        self._groups: means.Groups | None = None  # made where they are needed first, as sizes are
+        self._groups: Groups | None = None  # made where they are needed first, as sizes are
         self._sizes: Tensor | None = None
+        self.by_kernels = rows.device.type in fused.DEVICES
 
     @property
     def weights(self) -> Tensor:
@@ -256,9 +256,7 @@ class RowPlan(Plan):
 
     def merge(self, t: Tensor) -> Tensor:
         """See `Plan`."""
-        t = self._checked(t, self.tokens_in, "merge")
-        with no_autocast(t):
-            y = self.means(t)
+        y = self.means(self._checked(t, self.tokens_in, "merge"))
         return y.reshape(*self._lead, *y.shape[1:])
 
     def restore(self, y: Tensor, detail: Detail | None = None) -> Tensor:
@@ -269,10 +267,9 @@ class RowPlan(Plan):
         y = self._checked(y, self.tokens_kept, "restore")
         if detail is not None:
             self._check_detail(detail)
-        unmerged = (
-            not torch.compiler.is_compiling() and self.tokens_kept == self.tokens_in
-        )  # a graph may not know it
-        if detail is None or unmerged:
+        # A graph may not know whether all tokens are kept.
+        merges = torch.compiler.is_compiling() or self.tokens_kept < self.tokens_in
+        if detail is None or not merges:
             x = rows_of(y, self._rows)
         else:
             with no_autocast(y):
@@ -281,63 +278,26 @@ class RowPlan(Plan):
 
     def means(self, t: Tensor) -> Tensor:
         """Tokens [B, L, C] merged, as [B, L', C]."""
-        found = self.fused_means(t.unsqueeze(1)) if fused.on(t) else None
+        found = fused.means(self, t.unsqueeze(1)) if self.by_kernels and fused.on(t) else None
         if found is not None:
             return found[0].squeeze(1)
-        if means.can_group(t):
-            if self._groups is None:
-                self._groups = means.groups_of(self._rows, self.tokens_kept)
-            return means.means(t.flatten(0, 1), self._groups).view(
-                t.shape[0], self.tokens_kept, t.shape[2]
-            )
-        return means.means_with_gradients(t, self._rows, self.sizes)
+        if not can_group(t):
+            return group_means_with_gradients(t, self._rows, self.sizes)
+        if self._groups is None:
+            self._groups = groups_of(self._rows, self.tokens_kept)
+        y = group_means(t.flatten(0, 1), self._groups)
+        return y.view(t.shape[0], self.tokens_kept, t.shape[2])
 
     def with_sample(self, t: Tensor) -> Tensor:
         """Tokens [B, L, C] merged, and after them the tokens of the partition's sample, as they
         are: [B, L' + samples, C].
         """
-        found = self.fused_means(t.unsqueeze(1), sampled=True) if fused.on(t) else None
-        if found is not None:
-            return found[0].squeeze(1)
-        return torch.cat(
-            [self.merge(t), t.index_select(1, self.positions.sample + self.special)], 1
-        )
-
-    def fused_means(
-        self,
-        t: Tensor,
-        size: tuple[int, ...] = (),
-        around: tuple[int, int] | None = None,
-        sampled: bool = False,
-        weighed: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """See `mame_sd.core.triton_groups.group_means`, of tokens [B, H, .., D]; None where PyTorch
-        has to do it.
-        """
-        pos = self.positions
-        if pos.m > fused.LARGEST_TILE:
-            return None
-        from mame_sd.core.triton_common import table_of
-        from mame_sd.core.triton_groups import group_means
-
-        plane = size if len(size) == 3 else (1, 1, pos.L)
-        beside = (self.special, 0) if around is None else around
-        groups, drawn = self.tokens_kept - self.special, pos.samples if sampled else 0
-        found: tuple[Tensor, Tensor, Tensor] | None = fused.launched(
-            group_means,
-            t,
-            self._rows,
-            *table_of(pos),
-            plane,
-            self.special,
-            beside,
-            groups,
-            drawn,
-            weighed,
-        )
-        if found is not None and around is None:
-            self._sizes = found[1]
-        return found
+        if self.by_kernels and fused.on(t):
+            found = fused.means(self, t.unsqueeze(1), sampled=True)
+            if found is not None:
+                return found[0].squeeze(1)
+        sample = t.index_select(1, self.positions.sample + self.special)
+        return torch.cat([self.means(t), sample], 1)
 
     def _check_detail(self, detail: Detail) -> None:
         (h, w), shape = detail.plane, detail.feature.shape
@@ -355,82 +315,40 @@ class RowPlan(Plan):
         """
         feature, plane = detail
         count = min(RANK, (self.special + self.positions.M) // GROUPS)
-        if count and not self.special and fused.on(y, feature):
-            found = self._fused_detailed(y, detail, count)
+        if count and not self.special and self.by_kernels and fused.on(y, feature):
+            found = fused.detailed(self, y, detail, count)
             if found is not None:
                 return found
-        x, unexplained = self._by_surroundings(y, plane)
+        free = not torch.is_grad_enabled() or not (y.requires_grad or feature.requires_grad)
+        x, unexplained = self._by_surroundings(y, plane, free)
         if not count:
             return x
-        feature = (
-            feature.float() if feature.dtype == torch.float16 else feature
-        )  # whose range a sum may leave
+        # fp16's range a sum may leave
+        feature = feature.float() if feature.dtype == torch.float16 else feature
         seen = feature @ constant(directions, feature.shape[2], count, feature.device).to(
             feature.dtype
         )
         seen = F.pad(seen, (0, 0, self.special, 0)) if self.special else seen
         seen = seen.to(torch.promote_types(self._dtype, y.dtype))
-        surroundings, between = self._by_surroundings(self.means(seen), plane)
+        surroundings, between = self._by_surroundings(self.means(seen), plane, free)
         within = seen - surroundings
         follows = slope(between, unexplained, self.sizes)
         if y.dtype == torch.float16:
             return x + (within @ follows).to(y.dtype)
         added = within.to(y.dtype), follows.to(y.dtype)
-        return x.baddbmm_(*added) if all(map(in_place, (x, *added))) else torch.baddbmm(x, *added)
+        return x.baddbmm_(*added) if free else torch.baddbmm(x, *added)
 
-    def _fused_detailed(self, y: Tensor, detail: Detail, count: int) -> Tensor | None:
-        """`_detailed` by kernels; None where PyTorch has to do it."""
-        if self.positions.m > fused.LARGEST_TILE:
-            return None
-        from mame_sd.core import triton_detail as kernels
-        from mame_sd.core.triton_common import table_of
-
-        feature, plane = detail
-        seen = fused.launched(
-            kernels.seen, feature, constant(directions, feature.shape[2], count, feature.device)
-        )
-        merged = None if seen is None else self.fused_means(seen.unsqueeze(1))
-        if merged is None:
-            return None
-        of_inputs, sizes = merged[0].squeeze(1), merged[1]
-        found = fused.launched(
-            kernels.unexplained,
-            y,
-            of_inputs,
-            self._rows,
-            sizes,
-            *table_of(self.positions),
-            list(plane),
-        )
-        follow = (
-            None
-            if found is None
-            else fused.launched(kernels.follows, *found, sizes, self.positions.L)
-        )
-        if found is None or follow is None:
-            return None
-        x: Tensor | None = fused.launched(
-            kernels.restored,
-            y,
-            found[0],
-            of_inputs,
-            found[1],
-            seen,
-            *follow,
-            self._rows,
-            list(plane),
-        )
-        return x
-
-    def _by_surroundings(self, y: Tensor, plane: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _by_surroundings(
+        self, y: Tensor, plane: tuple[int, int], free: bool
+    ) -> tuple[Tensor, Tensor]:
         """Merged tokens y [B, L', C] as [B, L, C], varying as the blur of their copies does, and
-        what of `y` is not that blur's mean.
+        what of `y` is not that blur's mean; `free`: no gradient is needed.
         """
         copies = rows_of(y, self._rows)
         blur = blurred(copies[:, self.special :], plane)
         blur = torch.cat([copies[:, : self.special], blur], 1) if self.special else blur
         unexplained = y - self.means(blur)
-        if not in_place(y):
+        if not free:
             return blur + rows_of(unexplained, self._rows), unexplained
         rows_of(
             unexplained, self._rows, out=copies
@@ -442,74 +360,90 @@ class RowPlan(Plan):
         return t.new_zeros(t.shape[0], self.tokens_kept).scatter_add_(1, self._rows, t)
 
 
-def row_plan(
-    best: Tensor, row: Tensor, pos: Positions, config: MaMeConfig, special: int, lead: torch.Size
-) -> RowPlan:
-    """The plan of sources whose largest similarity is `best` [B, T, n], that of destination `row`
-    [B, T, n] of their tile.
+class Groups(NamedTuple):
+    """Which rows of a [n, C] tensor belong together, group after group."""
+
+    order: Tensor  # LongTensor [n]: the rows, those of one group side by side
+    starts: Tensor  # LongTensor [groups]: where each one's begin in `order`
+
+
+def groups_of(rows: Tensor, count: int) -> Groups:
+    """The groups of tokens [B * L, C], `count` of each sample, of which token l of sample b belongs
+    to number rows[b, l].
+
+    Without waiting for a device. Every group has a token.
     """
-    if config.keep is None:
-        assert config.tau is not None
-        preserved = preserved_by_tau(~(best > config.tau).all(0), pos)
-    else:
-        preserved = preserved_by_keep(best, pos, config.keep)
-    return RowPlan(_rows(row, pos, preserved, special), pos, preserved, special, lead, best.dtype)
+    samples = rows.shape[0]
+    group = (rows + torch.arange(samples, device=rows.device).unsqueeze(1) * count).flatten()
+    sizes = torch.zeros(samples * count, dtype=torch.long, device=rows.device)
+    sizes = sizes.scatter_add_(0, group, torch.ones_like(group))
+    return Groups(group.argsort(stable=True), sizes.cumsum(0) - sizes)
 
 
-def _rows(row: Tensor, pos: Positions, preserved: Tensor, special: int) -> Tensor:
-    """Which of the merged tokens each one goes to, or is, [B, special + L]."""
-    b = row.shape[0]
-    # Destinations of a tile are neighbours among the groups, so that a source's is so many behind
-    # the first.
-    src = (row + pos.gather[pos.slots[:, :1]]).flatten(1)
-    if (
-        torch.compiler.is_compiling() or preserved.shape[-1]
-    ):  # with tau a graph does not know how many
-        preserved = preserved.expand(b, -1)
-        ranks = torch.arange(pos.M, pos.M + preserved.shape[1], device=src.device).expand(b, -1)
-        src = src.scatter(1, pos.src_real[preserved], ranks)
-    every = torch.cat([constant(counting, pos.M, src.device).expand(b, -1), src], 1)
-    body = every.index_select(1, pos.gather)
-    if not special:
-        return body
-    return torch.cat([constant(counting, special, src.device).expand(b, -1), body + special], 1)
-
-
-def fused_plan(
-    x: Tensor,
-    pos: Positions,
-    config: MaMeConfig,
-    special: int,
-    lead: torch.Size,
-    leader: Tensor | None,
-) -> RowPlan | None:
-    """The plan of feature x [B, L, d] without special tokens by kernels; None where PyTorch's
-    operations have to make it.
+def groups_of_heads(groups: Groups, samples: int, heads: int) -> Groups:
+    """The groups of tokens [B * H * L, D], alike in all heads of a sample, from those of [B * L,
+    C].
     """
-    if (
-        config.keep is None
-        or config.metric != "cosine"
-        or pos.m > fused.LARGEST_TILE
-        or not fused.on(x)
-    ):
-        return None
-    from mame_sd.core import triton_groups as kernels
-    from mame_sd.core.triton_common import table_of
 
-    merged, table = merged_by_keep(pos, config.keep), table_of(pos)
-    ranked = merged < pos.N
-    if not merged or (ranked and pos.N > kernels.LARGEST_RANKING):
-        return None
-    found = fused.launched(kernels.nearest, x, *table, leader, special, ranked)
-    if found is None:
-        return None
-    if not ranked:
-        preserved = x.new_empty((x.shape[0], 0), dtype=torch.long)
-        return RowPlan(found[1], pos, preserved, special, lead, torch.float32)
-    merges = fused.launched(kernels.merging, found[0], *table, merged)
-    rows = (
-        None
-        if merges is None
-        else fused.launched(kernels.ranked_rows, merges, found[1], *table, special, pos.N - merged)
-    )
-    return None if rows is None else RowPlan(rows[0], pos, rows[1], special, lead, torch.float32)
+    def spread(t: Tensor) -> Tensor:
+        sample = torch.arange(samples, device=t.device).view(-1, 1, 1)
+        head = torch.arange(heads, device=t.device).view(1, -1, 1)
+        return (
+            t.view(samples, 1, t.shape[0] // samples) + (sample * (heads - 1) + head) * length
+        ).flatten()
+
+    length = groups.order.shape[0] // samples
+    return Groups(spread(groups.order), spread(groups.starts))
+
+
+def can_group(t: Tensor) -> bool:
+    """Whether `group_means` takes tokens like `t`: no gradient is needed, and the device has the
+    operation.
+    """
+    if torch.is_grad_enabled() and t.requires_grad:
+        return False
+    return t.device.type in ("cpu", "cuda", "mps")
+
+
+def group_means(t: Tensor, groups: Groups) -> Tensor:
+    """The mean of each group of t [n, C], as [groups, C], up to rounding; a group of one as it
+    is.
+    """
+    wide = (
+        t.float() if t.device.type == "cpu" and t.dtype == torch.float16 else t
+    )  # there a sum is rounded to its range
+    return F.embedding_bag(groups.order, wide, groups.starts, mode="mean").to(t.dtype)
+
+
+def group_means_with_gradients(t: Tensor, rows: Tensor, sizes: Tensor) -> Tensor:
+    """The same of t [B, L, C] as [B, count, C], with gradients and on any device.
+
+    Args:
+        rows: the group of each token [B, L], of `count` of each sample.
+        sizes: how many tokens each group has [B, count].
+    """
+    exact = torch.promote_types(t.dtype, torch.float32)
+    index = rows.unsqueeze(-1).expand(t.shape)
+    sums = t.new_zeros(*sizes.shape, t.shape[2], dtype=exact).scatter_add(1, index, t.to(exact))
+    return (sums / sizes.to(exact).unsqueeze(-1)).to(t.dtype)
+
+
+def rows_of(t: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
+    """Rows of t [B, L, C] at `index`, [k] for every sample or [B, k] for each its own, as [B, k,
+    C]; into `out`, contiguous, where given.
+    """
+    if index.dim() == 1:
+        return torch.index_select(t, 1, index, out=out)
+    b, length, c = t.shape
+    into = None if out is None else out.view(-1, c)
+    first = torch.arange(0, b * length, length, device=index.device).unsqueeze(1)
+    rows = torch.index_select(t.reshape(b * length, c), 0, (index + first).flatten(), out=into)
+    return rows.view(b, index.shape[1], c)
+
+
+def no_autocast(t: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Autocast off on the device of `t`, where it is on."""
+    kind = t.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext()

@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor
 
+from mame_sd.core.buffers import masked_fill
 from mame_sd.core.partition import Positions
-from mame_sd.core.tensors import blocks_of, in_place, masked_fill, reuse
 
 
 def similarity_of(x: Tensor, pos: Positions, metric: str) -> Tensor:
@@ -40,6 +40,7 @@ def nearest(x: Tensor, pos: Positions, metric: str, ranked: bool = True) -> tupl
     where several are as near.
 
     Args:
+        x: without gradients.
         ranked: sources are to be compared with one another too. If not, only the destination
             counts, and of cosine's two norms that of the source may be left out, whose tokens are
             then taken as they are (below 1e37).
@@ -51,23 +52,67 @@ def nearest(x: Tensor, pos: Positions, metric: str, ranked: bool = True) -> tupl
     if metric != "cosine" or ranked or halves or pos.dst_pad is not None:
         best, row = similarity_of(x, pos, metric).max(-2)
         return best, row
-    blocks = blocks_of(x, pos.slots)
-    dst, src = _full(blocks).split([pos.m, pos.n], 1)
-    dst = _in_range(dst.contiguous())
-    best, row = _product(torch.mul(dst, _inverse_norm(dst), out=reuse(dst)), src).max(-2)
+    dst, src = _full(blocks_of(x, pos.slots)).split([pos.m, pos.n], 1)
+    dst = _in_range(dst.contiguous(), free=True)
+    best, row = _product(dst.mul_(_inverse_norm(dst)), src).max(-2)
     shape = x.shape[0], pos.blocks, pos.n
     return best.view(shape), row.view(shape)
 
 
+def preserved_by_tau(stays: Tensor, pos: Positions) -> Tensor:
+    """The preserved sources [r], ascending: those that some sample does not merge.
+
+    Args:
+        stays: bool [T, n], where some sample has no destination above tau for a source.
+    """
+    return stays.flatten().index_select(0, pos.src_real).nonzero().squeeze(-1)
+
+
+def merged_by_keep(pos: Positions, keep: float) -> int:
+    """How many sources merge for a share `keep` of the tokens to stay, as all destinations do."""
+    return pos.L - max(pos.M, round(keep * pos.L))
+
+
+def preserved_by_keep(best: Tensor, pos: Positions, keep: float) -> Tensor:
+    """The preserved sources [B, r], ascending.
+
+    Args:
+        best: [B, T, n], the largest similarity of every source slot. The highest merge, ties by
+            position, NaN ranks last.
+        keep: share of the tokens to keep.
+    """
+    b, merged = best.shape[0], pos.L - max(pos.M, round(keep * pos.L))
+    if merged == pos.N:
+        return torch.empty(b, 0, dtype=torch.long, device=best.device)
+    if not merged:
+        return torch.arange(pos.N, device=best.device).expand(b, -1)
+    last = torch.finfo(best.dtype).min
+    best = torch.nan_to_num(best.detach(), nan=last, posinf=math.inf, neginf=-math.inf)
+    order = (
+        best.flatten(1).index_select(1, pos.src_real).argsort(dim=1, descending=True, stable=True)
+    )
+    return order[:, merged:].sort(dim=1).values
+
+
+def blocks_of(t: Tensor, slots: Tensor) -> Tensor:
+    """Rows of t [B, L, C] at `slots` [T, k], as [B * T, k, C]; always a copy."""
+    (batch, length, channels), (blocks, k) = t.shape, slots.shape
+    first = torch.arange(0, batch * length, length, device=slots.device).unsqueeze(1)
+    every = (slots.flatten() + first).flatten()
+    rows = t.reshape(batch * length, channels).index_select(0, every)
+    return rows.view(batch * blocks, k, channels)
+
+
 def _cosine(blocks: Tensor, m: int) -> Tensor:
     """S_ij = x_i . x_j / (|x_i| |x_j|) [B * T, m, n], from -1 to 1, and 0 for zero tokens."""
-    if blocks.is_cuda and blocks.dtype in (torch.float16, torch.bfloat16) and in_place(blocks):
+    free = not (torch.is_grad_enabled() and blocks.requires_grad)
+    if blocks.is_cuda and blocks.dtype in (torch.float16, torch.bfloat16) and free:
         s = _cosine_of_halves(blocks, m)
     else:
-        blocks = _in_range(_full(blocks))
-        blocks = torch.mul(blocks, _inverse_norm(blocks), out=reuse(blocks))
+        blocks = _in_range(_full(blocks), free)
+        blocks = torch.mul(blocks, _inverse_norm(blocks), out=blocks if free else None)
         s = _product(blocks[:, :m], blocks[:, m:])
-    return torch.clamp(s, -1, 1, out=reuse(s))
+    return torch.clamp(s, -1, 1, out=s if free else None)
 
 
 def _full(t: Tensor) -> Tensor:
@@ -114,18 +159,18 @@ def _cosine_of_halves(blocks: Tensor, m: int) -> Tensor:
     copy in fp32.
     """
     if blocks.dtype == torch.bfloat16:  # products of fp16 are never out of the range of fp32
-        blocks = _in_range(blocks)
+        blocks = _in_range(blocks, free=True)
     inverse = _inverse_norm(blocks.float())
     s = torch.bmm(blocks[:, :m], blocks[:, m:].transpose(1, 2), out_dtype=torch.float32)
     return s.mul_(inverse[:, :m]).mul_(inverse[:, m:].transpose(1, 2))
 
 
-def _in_range(x: Tensor) -> Tensor:
+def _in_range(x: Tensor, free: bool) -> Tensor:
     """Tokens x [B, L, d] divided by the power of two at their largest entry (exact), so that
     squares stay in range.
 
     Cosine does not depend on a token's scale: the divisor counts as a constant for gradients too.
-    Overwrites `x` where no gradient is needed.
+    Overwrites `x` where it is `free`: no gradient needs it.
     """
     with torch.no_grad():
         largest = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
@@ -134,7 +179,7 @@ def _in_range(x: Tensor) -> Tensor:
             1022 if x.dtype == torch.float64 else 126
         )  # 2 ** +-top and their inverses are normal numbers
         factor = torch.exp2(-largest.log2().floor().clamp(-top, top)).to(x.dtype)
-    return torch.mul(x, factor, out=reuse(x))
+    return torch.mul(x, factor, out=x if free else None)
 
 
 def _inverse_norm(x: Tensor) -> Tensor:

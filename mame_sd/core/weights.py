@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
+from mame_sd.core.buffers import in_place, masked_fill, relu, reuse
 from mame_sd.core.partition import Positions
-from mame_sd.core.tensors import in_place, masked_fill, relu, reuse
+from mame_sd.core.similarity import preserved_by_keep, preserved_by_tau
 
 # Refining keeps what exceeds a column's mean. Where that leaves at most this share of the column (a
 # tie, up to rounding), the unrefined weights are taken: below it, fp32 decides by rounding alone.
@@ -62,15 +63,6 @@ def _weights_by_tau(s: Tensor, pos: Positions, config: MaMeConfig) -> Fusion:
     return Fusion(masked_fill(weights, unmerged.unsqueeze(-2), 0), preserved_by_tau(stays, pos))
 
 
-def preserved_by_tau(stays: Tensor, pos: Positions) -> Tensor:
-    """The preserved sources [r], ascending: those that some sample does not merge.
-
-    Args:
-        stays: bool [T, n], where some sample has no destination above tau for a source.
-    """
-    return stays.flatten().index_select(0, pos.src_real).nonzero().squeeze(-1)
-
-
 def _weights_by_keep(s: Tensor, pos: Positions, config: MaMeConfig) -> Fusion:
     """For a share of the tokens that is to remain: the most similar sources merge, each sample's
     own.
@@ -93,32 +85,6 @@ def _weights_by_keep(s: Tensor, pos: Positions, config: MaMeConfig) -> Fusion:
     return Fusion(
         torch.scatter_add(weights, -2, row.unsqueeze(-2), one, out=reuse(weights)), preserved
     )
-
-
-def merged_by_keep(pos: Positions, keep: float) -> int:
-    """How many of the sources merge for a share `keep` of the tokens to stay."""
-    return pos.L - max(pos.M, round(keep * pos.L))
-
-
-def preserved_by_keep(best: Tensor, pos: Positions, keep: float) -> Tensor:
-    """The preserved sources [B, r], ascending.
-
-    Args:
-        best: [B, T, n], the largest similarity of every source slot. The highest merge, ties by
-            position, NaN ranks last.
-        keep: share of the tokens to keep; all destinations are kept in any case.
-    """
-    b, merged = best.shape[0], merged_by_keep(pos, keep)
-    if merged == pos.N:
-        return torch.empty(b, 0, dtype=torch.long, device=best.device)
-    if not merged:
-        return torch.arange(pos.N, device=best.device).expand(b, -1)
-    last = torch.finfo(best.dtype).min
-    best = torch.nan_to_num(best.detach(), nan=last, posinf=math.inf, neginf=-math.inf)
-    order = (
-        best.flatten(1).index_select(1, pos.src_real).argsort(dim=1, descending=True, stable=True)
-    )
-    return order[:, merged:].sort(dim=1).values
 
 
 def unmerged_slots(preserved: Tensor, pos: Positions) -> Tensor:

@@ -14,6 +14,7 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor
 
 from mame_sd import apply_mame, embedded_model_path
+from tests.builders.settings import nested
 from tests.comfyui.engine import TINY, call, embedded_unet, engine, needs_engine, patcher, sampled
 from tests.comfyui.recorded import CALLS
 
@@ -117,7 +118,7 @@ def test_the_embedded_unet_is_that_of_apply_mame(
 ) -> None:
     """Bit by bit, drawn anew at each step: the library's uniform default first."""
     unet = UNet2DConditionModel.from_pretrained(embedded_model_path(), subfolder="unet")
-    apply_mame(unet, **fields)
+    apply_mame(unet, **nested(fields))
     model = embedded_unet()
     patched = applied(node, model, min_tokens=1024, **inputs)
     seen: list[Any] = []

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mame_sd import MaMeConfig, plan_merge
-from mame_sd.core import means
+from mame_sd.core import plan
 
 ROWS = torch.tensor(
     [[0, 2, 1, 0, 2, 2, 1], [1, 1, 0, 2, 1, 0, 1]]
@@ -44,36 +44,36 @@ def loops(t: Tensor) -> Tensor:
 def test_means_are_those_of_loops(dtype: torch.dtype) -> None:
     t = tokens(2, 7, 5, dtype=dtype)
     with torch.no_grad():
-        got = means.means(t.flatten(0, 1), means.groups_of(ROWS, 3)).view(2, 3, 5)
+        got = plan.group_means(t.flatten(0, 1), plan.groups_of(ROWS, 3)).view(2, 3, 5)
     assert got.dtype == dtype
     close = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(got.double(), loops(t), rtol=close, atol=close)
     torch.testing.assert_close(
-        means.means_with_gradients(t, ROWS, SIZES).double(), loops(t), rtol=close, atol=close
+        plan.group_means_with_gradients(t, ROWS, SIZES).double(), loops(t), rtol=close, atol=close
     )
     assert torch.equal(got[1, 2], t[1, 3]), "a group of one is as it was"
 
 
 def test_heads_are_grouped_alike() -> None:
     t = tokens(2, 3, 7, 4)  # [B, H, L, D]
-    groups = means.of_heads(means.groups_of(ROWS, 3), 2, 3)
-    got = means.means(t.reshape(-1, 4), groups).view(2, 3, 3, 4)
+    groups = plan.groups_of_heads(plan.groups_of(ROWS, 3), 2, 3)
+    got = plan.group_means(t.reshape(-1, 4), groups).view(2, 3, 3, 4)
     for head in range(3):
         torch.testing.assert_close(got[:, head], loops(t[:, head]))
 
 
 def test_sums_of_half_precision_leave_its_range_and_means_do_not() -> None:
     t = torch.full((2, 7, 2), 6e4, dtype=torch.float16)
-    assert bool((means.means(t.flatten(0, 1), means.groups_of(ROWS, 3)) == t[0, 0]).all())
-    assert bool((means.means_with_gradients(t, ROWS, SIZES) == t[0, 0]).all())
+    assert bool((plan.group_means(t.flatten(0, 1), plan.groups_of(ROWS, 3)) == t[0, 0]).all())
+    assert bool((plan.group_means_with_gradients(t, ROWS, SIZES) == t[0, 0]).all())
 
 
 def test_gradients_are_right_to_the_second_order() -> None:
     t = tokens(2, 7, 2).requires_grad_()
-    assert not means.can_group(t)
+    assert not plan.can_group(t)
 
     def merged(t: Tensor) -> Tensor:
-        return means.means_with_gradients(t, ROWS, SIZES)
+        return plan.group_means_with_gradients(t, ROWS, SIZES)
 
     assert torch.autograd.gradcheck(merged, t)
     assert torch.autograd.gradgradcheck(lambda t: merged(t).square(), t)
@@ -82,7 +82,7 @@ def test_gradients_are_right_to_the_second_order() -> None:
 def test_what_is_not_finite_stays_in_its_group() -> None:
     t = tokens(2, 7, 2)
     t[0, 1, 0] = float("nan")  # group 2 of the first sample
-    found = means.means(t.flatten(0, 1), means.groups_of(ROWS, 3)).view(2, 3, 2).isnan()
+    found = plan.group_means(t.flatten(0, 1), plan.groups_of(ROWS, 3)).view(2, 3, 2).isnan()
     assert found.nonzero().tolist() == [[0, 2, 0]]
 
 

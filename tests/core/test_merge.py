@@ -395,7 +395,7 @@ def test_any_leading_dimensions() -> None:
 def test_tiles_of_one_destination_are_means_that_compare_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mame_sd.core.merge._nearest", None)
+    monkeypatch.setattr("mame_sd.core.merge.nearest", None)
     x, t = tokens(2, 6 * 10, 4), tokens(2, 6 * 10, 3, seed=1)
     for draw in (torch.tensor([0]), torch.tensor([3])):
         plan = plan_merge(

@@ -9,8 +9,9 @@ import torch
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.merge import plan_merge
-from mame_sd.core.pairs import leaders, leaders_in, leaders_of_chunks
+from mame_sd.core.pairs import leaders, leaders_of_chunks
 from mame_sd.core.reference import reference_plan
+from tests.builders.settings import nested
 from tests.builders.tokens import detail_of
 
 SETTINGS: list[dict[str, Any]] = [
@@ -88,10 +89,9 @@ def test_a_chunk_of_another_input_leads_itself() -> None:
 @pytest.mark.parametrize("samples", [1, 4, 6], ids=str)
 def test_layers_that_see_other_samples_have_no_leaders(samples: int) -> None:
     """Frames of a video in the batch, or a part of it."""
-    leader = torch.tensor([1, 1])
-    assert leaders_in(leader, tokens(samples, 5, 3)) is None
-    assert torch.equal(leaders_in(leader, tokens(2, 5, 3)), leader)  # type: ignore[arg-type]
-    assert leaders_in(None, tokens(2, 5, 3)) is None
+    x, leader, config = tokens(samples, 64, 3), torch.tensor([1, 1]), MaMeConfig(keep=0.5)
+    led = plan_merge(x, config, (8, 8), leader=leader)
+    assert torch.equal(led.rows, plan_merge(x, config, (8, 8)).rows)
 
 
 @pytest.mark.parametrize("compiling", [False, True], ids=["eager", "traced"])
@@ -102,7 +102,7 @@ def test_plans_equal_the_loops(
 ) -> None:
     if compiling:  # what a graph does, which knows no values
         monkeypatch.setattr("mame_sd.core.merge.torch.compiler.is_compiling", lambda: True)
-    config, size, who = MaMeConfig(**fields), (6, 9), torch.tensor(leader)
+    config, size, who = MaMeConfig(**nested(fields)), (6, 9), torch.tensor(leader)
     x, t = tokens(len(leader), 54, 6), tokens(len(leader), 54, 3, seed=1)
     plan = plan_merge(x, config, size, leader=who)
     monkeypatch.undo()
@@ -121,7 +121,7 @@ def test_plans_equal_the_loops(
 
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
 def test_a_sample_that_leads_merges_as_by_itself(fields: dict[str, Any]) -> None:
-    config, x = MaMeConfig(**fields), tokens(2, 54, 6)
+    config, x = MaMeConfig(**nested(fields)), tokens(2, 54, 6)
     both, alone = (
         plan_merge(x, config, (6, 9), leader=torch.tensor([1, 1])),
         plan_merge(x[1:], config, (6, 9)),

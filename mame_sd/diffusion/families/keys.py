@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mame_sd.core import fused, means
+from mame_sd.core import fused
+from mame_sd.core.buffers import in_place
 from mame_sd.core.correction import (
     Drawn,
     Lacking,
@@ -29,11 +30,19 @@ from mame_sd.core.correction import (
     first_order_of_means,
     moments,
 )
-from mame_sd.core.means import Groups
+from mame_sd.core.partition import constant, counting
 from mame_sd.core.pick_plan import PickPlan
-from mame_sd.core.plan import Plan, RowPlan
-from mame_sd.core.tensors import constant, counting, in_place, rows_of
-from mame_sd.diffusion.tokens import Tokens
+from mame_sd.core.plan import (
+    Groups,
+    Plan,
+    RowPlan,
+    can_group,
+    group_means,
+    groups_of,
+    groups_of_heads,
+    rows_of,
+)
+from mame_sd.diffusion.layer import Tokens
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -314,8 +323,8 @@ class MergedKeys(Attending):
         """
         query, key, value, size = call["query"], call["key"], call["value"], self.tokens.size
         around = self.first, self.length - self.first - plan.tokens_in
-        kept = plan.fused_means(key, size, around, weighed=weigh)
-        kept_value = None if kept is None else plan.fused_means(value, size, around)
+        kept = fused.means(plan, key, size, around, weighed=weigh)
+        kept_value = None if kept is None else fused.means(plan, value, size, around)
         if kept is None or kept_value is None:
             return None
         mask = kept[2][:, None, None] if weigh else None
@@ -380,7 +389,7 @@ class MergedKeys(Attending):
         if t.dim() == 3:
             return self.merged(t.unsqueeze(1)).squeeze(1)
         by_rows = isinstance(self.plan, RowPlan) or getattr(self.plan, "by_rows", False)
-        if by_rows and means.can_group(t):
+        if by_rows and can_group(t):
             return self._means(t)
         if isinstance(self.plan, PickPlan) and self.plan.kept.dim() == 1:  # all samples the same
             return t.index_select(2, self._every_kept())
@@ -400,13 +409,13 @@ class MergedKeys(Attending):
         batch, heads, _, width = t.shape
         kept, apart = self.length - self.plan.tokens_in + self.plan.tokens_kept, t.is_contiguous()
         if apart not in self._groups:
-            groups = means.groups_of(self._rows(), kept)
-            self._groups[apart] = means.of_heads(groups, batch, heads) if apart else groups
+            groups = groups_of(self._rows(), kept)
+            self._groups[apart] = groups_of_heads(groups, batch, heads) if apart else groups
         if apart:
-            return means.means(t.flatten(0, 2), self._groups[apart]).view(batch, heads, kept, width)
+            return group_means(t.flatten(0, 2), self._groups[apart]).view(batch, heads, kept, width)
         tokens = t.transpose(1, 2).flatten(2).flatten(0, 1)
         return (
-            means.means(tokens, self._groups[apart]).view(batch, kept, heads, width).transpose(1, 2)
+            group_means(tokens, self._groups[apart]).view(batch, kept, heads, width).transpose(1, 2)
         )
 
     def _rows(self) -> Tensor:

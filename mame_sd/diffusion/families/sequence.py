@@ -18,23 +18,25 @@ from torch import Tensor, nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.partition import positions
 from mame_sd.core.plan import Plan
-from mame_sd.core.weights import merged_by_keep
+from mame_sd.core.similarity import merged_by_keep
 from mame_sd.diffusion.families.family import Family, Rows
 from mame_sd.diffusion.families.keys import CountedKeys, MergedKeys
 from mame_sd.diffusion.families.references import JoinedPlan
 from mame_sd.diffusion.families.samples import KeysBySample
-from mame_sd.diffusion.families.unet import LAYER_SKIP, NOT_COUNTED, skips_scores
+from mame_sd.diffusion.families.unet import LAYER_SKIP, NOT_COUNTED
 from mame_sd.diffusion.layer import (
+    Call,
     Layer,
     LayerCall,
     Output,
     Reference,
     Route,
     Step,
+    Tokens,
     compared,
     settings_for,
+    skips_scores,
 )
-from mame_sd.diffusion.tokens import Call, Tokens
 
 QUERIES_TOO = "queries merge too: {}"
 KEYS_ONLY = "queries stay whole: in {} only keys and values can merge"
