@@ -21,6 +21,8 @@ test-diffusers: $(READY)  ## diffusers' own tests with merging in the loop (hour
 
 check: $(READY)
 	$(BIN)/ruff check .
+	mkdir -p .venv/typing/mame_sd && touch .venv/typing/mame_sd/__init__.pyi  # eval is mame_sd.eval for mypy too
+	ln -sfn ../../../eval .venv/typing/mame_sd/eval
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 

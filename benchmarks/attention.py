@@ -53,6 +53,7 @@ from benchmarks.shapes import (
 from benchmarks.shapes import Layer as ShapeLayer
 from benchmarks.timing import Times, captured, interleaved, machine, named
 from mame_sd import MaMeConfig
+from mame_sd.config import Study
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CONFIGS = {
@@ -61,7 +62,7 @@ CONFIGS = {
     "mame+mare .25": MaMeConfig(keep=0.25, merge="qkv"),
     "mame kv .50": MaMeConfig(keep=0.5),
     "mame kv .25": MaMeConfig(keep=0.25),
-    "mame kv .25, not corrected": MaMeConfig(keep=0.25, correct=False),
+    "mame kv .25, not corrected": MaMeConfig(keep=0.25, study=Study(correct=False)),
     "mame kv .125": MaMeConfig(keep=0.125),
     "global .50": MaMeConfig(
         keep=0.5, preset="plain"

@@ -38,6 +38,7 @@ from benchmarks.generation import generate, load
 from benchmarks.instruments import INSTRUMENTS
 from benchmarks.layers import attention, inputs, ours
 from mame_sd import MaMeConfig
+from mame_sd.config import Study
 from mame_sd.core.correction import first_order, moments
 from mame_sd.diffusion.apply_denoiser import denoiser_of
 
@@ -176,7 +177,7 @@ def sharpness(tokens: int = 1024, dim: int = 320) -> list[dict[str, float]]:
         row = {"logit_std": float((q @ k.transpose(-1, -2) * attn.scale).std())}
         whole = attn(x)
         for name, correct in (("corrected", True), ("not corrected", False)):
-            found = ours(attn, MaMeConfig(correct=correct), (side, side))(x)
+            found = ours(attn, MaMeConfig(study=Study(correct=correct)), (side, side))(x)
             row[name] = float((found - whole).norm() / whole.norm())
         rows.append(row)
     return rows

@@ -60,7 +60,11 @@ def _counted(sample: Sample, form: Form | None) -> list[Work]:
     model, reach, run, known = sample.build()
     size = (round(sample.call.tokens**0.5),) * 2 if isinstance(model, Attention) else None
     fields = {} if form is None else FORMS[form][1]
-    merging = mame(model, MaMeConfig(min_tokens=1, size=size, **fields)) if form else nullcontext()
+    merging = (
+        mame(model, MaMeConfig.from_dict({"min_tokens": 1, "size": size, **fields}))
+        if form
+        else nullcontext()
+    )
     with merging, pretended(known, kernels=form is None or form.kernels):
         reach()
         return counted(run)

@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.tomesd import tomesd_on
 from benchmarks.variants import guidance_protected, in_two_calls, scheduled, share_at, varied
 from mame_sd import MaMeConfig, mame
+from mame_sd.config import Study
 from mame_sd.eval.rivals.layers import MakePlan, rival_on
 from mame_sd.eval.rivals.plans import (
     constant,
@@ -369,14 +370,16 @@ def tomesd_form(keep: float) -> Method:
     config = MaMeConfig(
         keep=keep,
         merge="qkv",
-        partition="random-grid",
-        stride=(2, 2),
-        redraw=False,
+        study=Study(
+            partition="random-grid",
+            stride=(2, 2),
+            redraw=False,
+            weights="best",
+            correct=False,
+            pairs=False,
+            detail=False,
+        ),
         tiles=0,
-        weights="best",
-        correct=False,
-        pairs=False,
-        detail=False,
     )
     return Method("tomesd", settings_of(config), lambda denoiser: mame(denoiser, config))
 

@@ -377,7 +377,7 @@ def shape_methods(shape: Shape) -> dict[str, tuple[float, str, On]]:
             found[f"{name} {share:.2f}"] = (
                 share,
                 bound,
-                partial(mame, config=MaMeConfig(**fields, min_tokens=1)),
+                partial(mame, config=MaMeConfig.from_dict({**fields, "min_tokens": 1})),
             )
         rivals = {
             "random keys": methods.rival(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mame_sd.eval import timing
+import mame_sd.eval.timing as timing
 
 PACKAGES = ("torch", "diffusers", "tomesd", "mame-sd")
 

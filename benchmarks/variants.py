@@ -124,7 +124,7 @@ def scheduled(unet: Any, keep_at: Callable[[float], float | None], **fields: Any
         if keep is not None and keep != handle.config.keep:
             handle.set(keep=keep)
 
-    with mame(unet, **fields) as handle:
+    with mame(unet, MaMeConfig.from_dict(fields)) as handle:
         hook = unet.register_forward_pre_hook(note, with_kwargs=True)
         try:
             yield

@@ -7,10 +7,12 @@ compares a set with a named reference set, or an image with its prompt. The two 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from mame_sd.errors import UserError
+
+from .results.schema import Column
 
 MIN_IMAGES = (
     100  # below, a distance between sets says more about the number of images than about them
@@ -42,13 +44,11 @@ class Metric:
     digits: int = 4  # merged images are within 0.001 of the unmerged ones
     extractor: str | None = None
 
-    def column(self) -> dict[str, Any]:
-        """What a table has to know of it, as JSON values."""
-        return {
-            key: value
-            for key, value in asdict(self).items()
-            if key not in ("name", "needs", "extractor")
-        }
+    def column(self) -> Column:
+        """What a table has to know of it."""
+        return Column(
+            self.name, self.label, self.unit, self.better, self.block, self.digits, self.about
+        )
 
 
 _OFFLINE = (

@@ -3,8 +3,8 @@
 Arguments that are left out (or `None`) are decided by the preset; after construction every field is
 concrete:
 
->>> MaMeConfig(tau=0.8).merge, MaMeConfig(tau=0.8).batch
-('kv', 'shared')
+>>> MaMeConfig(tau=0.8).merge, MaMeConfig(tau=0.8).keep is None
+('kv', True)
 >>> MaMeConfig(keep=0.5).tau is None
 True
 >>> MaMeConfig(tau=0.8).replace(keep=0.5).to_dict(given_only=True)
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from os import PathLike
@@ -29,11 +28,6 @@ from mame_sd.presets import resolve
 # a file of settings in a model's folder, which merging takes where nothing else is given
 BESIDE = "mame.json"
 _UNSET: Any = None
-# Our own modules give fields of Study by their names.
-warnings.filterwarnings("ignore", ".*moved to Study", FutureWarning, r"(mame_sd|eval|comfyui)\b")
-# Names that files of older versions hold: `batch` follows from tau and keep, and `kernel` from the
-# device.
-_FORMER = ("batch", "kernel")
 
 
 def _field(help: str, about: str = "", option: bool = True) -> Any:
@@ -140,6 +134,7 @@ class MaMeConfig(StudyFields):
 
     Raises:
         ValueError: naming the field, its range and the value that came.
+        TypeError: a field of `Study` is given by its name alone.
     """
 
     tau: float | None = _field(
@@ -173,7 +168,9 @@ class MaMeConfig(StudyFields):
     )
     size: tuple[int, int] | None = _field(
         "latent height and width, for layers that don't know them",
-        "For the one-liner `MaMeAttnProcessor`; `apply_mame` reads the true ones and does without.",
+        "For `MaMeAttnProcessor` and single attention modules alone; models tell theirs, and"
+        " refuse another.",
+        option=False,
     )
     mlp: float | None = _field(
         "share of tokens to keep in feed-forward networks too; off unless given",
@@ -212,7 +209,7 @@ class MaMeConfig(StudyFields):
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         given |= {name: given.pop(name) for name in STUDY}  # last
         if _given is None:
-            say_moved(given, stacklevel=4)
+            refuse_flat(given)
             given |= {
                 name: value for name, value in study_given(study).items() if given[name] is None
             }
@@ -257,11 +254,8 @@ class MaMeConfig(StudyFields):
     __replace__ = replace
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Made anew of what was given: a pickle of an older version may hold fields that are no
-        more.
-        """
-        given = {name: value for name, value in state["_given"].items() if name not in _FORMER}
-        self.__init__(**given)  # type: ignore[misc]
+        """Made anew of what was given."""
+        self.__init__(**_nested(state["_given"]))  # type: ignore[misc]
 
     @property
     def given(self) -> Mapping[str, Any]:
@@ -299,7 +293,7 @@ class MaMeConfig(StudyFields):
             "layers": None,
             "references": None,
         }
-        return MaMeConfig(**{**values, **dict.fromkeys(PARTS)})
+        return MaMeConfig.from_dict({**values, **dict.fromkeys(PARTS)})
 
     def of_layer(self, name: str) -> MaMeConfig | None:
         """The settings of the self-attention of that name, as a report gives it; None: `layers`
@@ -324,35 +318,23 @@ class MaMeConfig(StudyFields):
             raise ValueError(f"layers: {of}: {error}") from None
 
     def to_dict(self, given_only: bool = False) -> dict[str, Any]:
-        """All fields and `batch` (or only the fields that were given) as JSON values, those of
-        `Study` in `study`.
+        """All fields (or only those that were given) as JSON values, those of `Study` in `study`.
 
         `from_dict` makes an equal config of either.
         """
-        every = {f.name: getattr(self, f.name) for f in fields(self)} | {"batch": self.batch}
-        values = {
-            name: _json(value) for name, value in (self.given if given_only else every).items()
-        }
-        study = {name: values.pop(name) for name in STUDY if name in values}
-        return values | ({"study": study} if study else {})
+        every = {f.name: getattr(self, f.name) for f in fields(self)}
+        return _nested(
+            {name: _json(value) for name, value in (self.given if given_only else every).items()}
+        )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MaMeConfig:
-        """A config of `values` by field name; `batch` may stand among them where it is what follows
-        from the others.
+        """A config of `values` as `to_dict` gives them, or by field name as `given` does.
 
-        Raises ValueError for a name that no setting has, a value that can't be, and another
-        `batch`.
+        Raises ValueError for a name that no setting has and a value that can't be.
         """
         check_names(values)
-        config = cls(**{name: value for name, value in values.items() if name not in _FORMER})
-        if values.get("batch", config.batch) not in (None, config.batch):
-            limit = "tau" if config.keep is None else "keep"
-            raise ValueError(
-                f"batch: expected {config.batch!r}, which follows from {limit}, got"
-                f" {values['batch']!r}; leave batch out"
-            )
-        return config
+        return cls(**_nested(values))
 
     @classmethod
     def from_file(cls, path: str | PathLike[str]) -> MaMeConfig:
@@ -365,7 +347,12 @@ class MaMeConfig(StudyFields):
         try:
             table = _read_table(Path(path))
             table.pop("about", None)
-            say_moved(table, stacklevel=3)
+            flat = [name for name in STUDY if name in table]
+            if flat:
+                raise ValueError(
+                    f"{', '.join(flat)}: belong to study; write them in it, as in"
+                    f' {{"study": {{"{flat[0]}": ...}}}}'
+                )
             return cls.from_dict(table)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from None
@@ -376,7 +363,7 @@ def check_names(values: Mapping[str, Any]) -> None:
     names = [f.name for f in fields(MaMeConfig)]
     top = [*(name for name in names if name not in STUDY), "study"]
     for name in values:
-        if name not in (*names, "study", *_FORMER):
+        if name not in (*names, "study"):
             near = difflib.get_close_matches(str(name), names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"unknown setting {name!r}{hint} (settings are {', '.join(top)})")
@@ -399,16 +386,19 @@ def study_given(study: Any) -> dict[str, Any]:
     return {name: value for name, value in study.items() if value is not None}
 
 
-def say_moved(values: Mapping[str, Any], stacklevel: int) -> None:
-    """Warns, in one line, of fields of `Study` that are given by their names alone."""
-    moved = [name for name in STUDY if values.get(name) is not None]
-    if moved:
-        given = ", ".join(f"{name}={values[name]!r}" for name in moved)
-        warnings.warn(
-            f"{', '.join(moved)}: moved to Study; give study=Study({given})",
-            FutureWarning,
-            stacklevel,
-        )
+def refuse_flat(values: Mapping[str, Any]) -> None:
+    """Raises TypeError, in one line with the new place, for fields of `Study` among `values`."""
+    flat = [name for name in STUDY if values.get(name) is not None]
+    if flat:
+        given = ", ".join(f"{name}={values[name]!r}" for name in flat)
+        raise TypeError(f"{', '.join(flat)}: moved to Study; give study=Study({given})")
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` by field name with those of `Study` in `study`, over what `study` gives already."""
+    study = {name: values[name] for name in STUDY if values.get(name) is not None}
+    rest = {name: value for name, value in values.items() if name not in STUDY}
+    return rest | ({"study": {**study_given(rest.get("study")), **study}} if study else {})
 
 
 def _changed_study(study: Any, flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ models of diffusers have; `along` says what holds a row per token.
 
 from mame_sd.diffusion.families.family import Family, Rows, register_family
 from mame_sd.diffusion.families.layouts import along, beside, packed, patches, pixels, video_patches
-from mame_sd.diffusion.tokens import Call, Tokens
+from mame_sd.diffusion.layer import Call, Tokens
 
 __all__ = [
     "Call",

@@ -33,7 +33,7 @@ from transformers import (
     CLIPVisionModelWithProjection,
 )
 
-from mame_sd.config import MaMeConfig, study_given
+from mame_sd.config import MaMeConfig, refuse_flat, study_given
 from mame_sd.config_checks import CHOICES
 from mame_sd.diffusion.apply_denoiser import build_handle, has_hooks, hooks_restored
 from mame_sd.diffusion.handle import MaMeHandle
@@ -297,6 +297,7 @@ def _taken(arguments: dict[str, Any]) -> dict[str, Any]:
     if arguments.get("variant") in CHOICES["variant"]:
         names.append("variant")
     taken = {name: arguments.pop(name) for name in names if name in arguments}
+    refuse_flat(taken)
     taken |= study_given(arguments.pop("study", None))
     MaMeConfig.from_dict(taken)  # a bad value is refused before a model is loaded
     return taken

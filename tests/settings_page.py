@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from textwrap import wrap
 
 from mame_sd.config import STUDY, MaMeConfig, Study
 
@@ -39,14 +40,16 @@ def page() -> str:
 
 
 def _table(names: Sequence[str]) -> list[str]:
+    """A table of what each does, and a list of what is to know beyond that."""
     default, found = MaMeConfig(), {f.name: f for f in (*fields(MaMeConfig), *fields(Study))}
-    rows = ["| setting | default | what it does |", "|---|---|---|"]
+    rows, more = ["| setting | default | what it does |", "|---|---|---|"], [""]
     for name in names:
         value, metadata = getattr(default, name), found[name].metadata
         shown = "" if value is None else f"`{value}`"
-        about = f"{metadata['help'][:1].upper()}{metadata['help'][1:]}. {metadata['about']}".strip()
-        rows.append(f"| `{name}` | {shown} | {about.replace('|', chr(92) + '|')} |")
-    return rows
+        rows.append(f"| `{name}` | {shown} | {metadata['help']} |")
+        if metadata["about"]:
+            more += wrap(f"- `{name}`: {metadata['about']}", 120, subsequent_indent="  ")
+    return rows + more
 
 
 if __name__ == "__main__":

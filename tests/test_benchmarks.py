@@ -20,6 +20,7 @@ from benchmarks.generation import AttentionWork, clocked
 from benchmarks.timing import captured, interleaved
 from benchmarks.variants import guidance_protected, in_two_calls, scheduled, share_at, varied
 from mame_sd import MaMeConfig, mame
+from mame_sd.config import Study
 from mame_sd.diffusion.apply_denoiser import has_hooks
 from mame_sd.eval.rivals.plans import means
 from mame_sd.eval.scoring.retrieval import TRUTHS
@@ -98,7 +99,9 @@ def test_the_architectures_are_the_published_ones(name: str, millions: float) ->
 def test_variants_without_their_idea_are_plain_merging_and_with_it_are_not() -> None:
     unet, config = (
         tiny_unet(),
-        MaMeConfig(keep=0.375, stride=(2, 2), partition="grid", min_tokens=16, correct=False),
+        MaMeConfig(
+            keep=0.375, study=Study(stride=(2, 2), partition="grid", correct=False), min_tokens=16
+        ),
     )
     with mame(unet, config):
         want = run_unet(unet)
@@ -150,7 +153,7 @@ def test_guidance_in_two_calls_gives_what_one_call_gives() -> None:
     assert clock.seconds > 0
     outputs = {}
     for pairs in (True, False):
-        config = MaMeConfig(keep=0.25, min_tokens=16, pairs=pairs)
+        config = MaMeConfig(keep=0.25, min_tokens=16, study=Study(pairs=pairs))
         with in_two_calls(model, config):
             outputs[pairs] = run(inputs, model)
         with mame(model, config):

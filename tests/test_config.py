@@ -17,8 +17,12 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from mame_sd import MaMeAttnProcessor, apply_mame, mame
 from mame_sd.config import MaMeConfig, Study
+from mame_sd.pipelines import StableDiffusionMaMePipeline
 from mame_sd.presets import COMMON, PRESETS
+from tests.builders.settings import nested
+from tests.builders.tiny import tiny_unet
 
 
 def test_nothing_given_is_the_measured_default() -> None:
@@ -36,7 +40,7 @@ def test_nothing_given_is_the_measured_default() -> None:
 def test_restores_with_detail_where_each_token_goes_to_one_group() -> None:
     assert MaMeConfig(merge="qkv").detail
     for detail in (True, False):
-        picked = MaMeConfig(weights="pick", mlp=0.5, detail=detail)
+        picked = MaMeConfig(study=Study(weights="pick", detail=detail), mlp=0.5)
         assert MaMeConfig.from_dict(picked.to_dict()).of_part("mlp").detail == detail  # type: ignore[union-attr]
     for given in (
         {"merge": "qkv", "weights": "average"},
@@ -68,7 +72,7 @@ def test_corrects_unless_told_otherwise_where_a_part_of_the_keys_is_enough() -> 
     assert MaMeConfig(merge="qkv").correct
     for given in ({"weights": "pick"}, {"weights": "average"}, {"preset": "plain"}):
         assert not MaMeConfig.from_dict(given).correct, given
-    assert MaMeConfig(weights="pick", correct=True).correct
+    assert MaMeConfig(study=Study(weights="pick", correct=True)).correct
 
 
 def test_plain_is_the_paper_and_fields_beside_it_override_it() -> None:
@@ -80,18 +84,18 @@ def test_plain_is_the_paper_and_fields_beside_it_override_it() -> None:
         "shared",
         1024,
     )
-    assert MaMeConfig(preset="plain", tau=0.6, partition="random").tau == 0.6
+    assert MaMeConfig(preset="plain", tau=0.6, study=Study(partition="random")).tau == 0.6
     assert MaMeConfig(preset="plain", keep=0.5).batch == "per_sample"
 
 
 def test_variant_paper_takes_tau_and_qkv() -> None:
-    config = MaMeConfig(variant="paper")
+    config = MaMeConfig(study=Study(variant="paper"))
     assert (config.tau, config.merge, config.eps) == (0.8, "qkv", 1e-6)
 
 
 def test_picking_is_of_keys_and_values_and_parts_merge_as_the_preset_says() -> None:
-    assert MaMeConfig(tau=0.8, weights="pick").merge == "kv"
-    part = MaMeConfig(weights="pick", mlp=0.5).of_part("mlp")
+    assert MaMeConfig(tau=0.8, study=Study(weights="pick")).merge == "kv"
+    part = MaMeConfig(study=Study(weights="pick"), mlp=0.5).of_part("mlp")
     assert part == MaMeConfig(keep=0.5, merge="qkv")
 
 
@@ -121,7 +125,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"metric": "l1"}, "metric: expected one of cosine"),
     ({"feature": "q"}, "feature: expected one of x, k"),
     ({"variant": "ours"}, "variant: expected one of settled, paper"),
-    ({"batch": "each"}, "batch: expected 'per_sample', which follows from keep, got 'each'"),
     ({"merge": "q"}, "merge: expected one of qkv, kv"),
     ({"preset": "fast"}, "preset: expected one of default, plain"),
     ({"stride": (2,)}, r"stride: expected two whole numbers of at least 1, got \(2,\)"),
@@ -137,11 +140,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"refine": "yes"}, "refine: expected True or False, got 'yes'"),
     ({"redraw": 1}, "redraw: expected True or False, got 1"),
     ({"pairs": 1}, "pairs: expected True or False, got 1"),
-    (
-        {"tau": 0.8, "batch": "per_sample"},
-        "batch: expected 'shared', which follows from tau, got 'per_sample'; leave batch out",
-    ),
-    ({"keep": 0.5, "batch": "shared"}, "batch: expected 'per_sample'"),
+    ({"keep": 0.5, "batch": "shared"}, "unknown setting 'batch'"),
     ({"variant": "paper", "keep": 0.5}, "variant: 'paper' knows only tau"),
     (
         {"variant": "paper", "merge": "kv"},
@@ -156,7 +155,7 @@ def test_keep_chooses_the_cell_with_as_many_destinations_as_it_allows() -> None:
     chosen = [(1, 2), (1, 2), (1, 3), (1, 3), (2, 2), (2, 2), (2, 4), (3, 4), (4, 4), (4, 4)]
     assert [MaMeConfig(keep=keep).stride for keep in keeps] == chosen
     assert MaMeConfig(keep=0.34, tiles=0).stride == (1, 3), "no tile's border cuts a cell"
-    assert MaMeConfig(keep=0.5, stride=(2, 2)).stride == (2, 2)
+    assert MaMeConfig(keep=0.5, study=Study(stride=(2, 2))).stride == (2, 2)
     assert MaMeConfig(tau=0.8).stride == (2, 2)
     assert MaMeConfig(keep=0.5).replace(keep=0.25).stride == (2, 2)
 
@@ -164,13 +163,15 @@ def test_keep_chooses_the_cell_with_as_many_destinations_as_it_allows() -> None:
 def test_the_default_is_drawn_anew() -> None:
     assert MaMeConfig().redraw
     assert MaMeConfig(tau=0.8).redraw
-    assert MaMeConfig(keep=0.5, partition="random").redraw
+    assert MaMeConfig(keep=0.5, study=Study(partition="random")).redraw
     for given in ({"preset": "plain"}, {"preset": "plain", "keep": 0.5}, {"redraw": False}):
         assert not MaMeConfig.from_dict(given).redraw, given
     part = MaMeConfig(tau=0.8, mlp=0.5).of_part("mlp")
     assert part is not None
     assert (part.partition, part.redraw) == ("random-grid", True)
-    kept = MaMeConfig(tau=0.8, partition="alternating", redraw=True, mlp=0.5).of_part("mlp")
+    kept = MaMeConfig(tau=0.8, study=Study(partition="alternating", redraw=True), mlp=0.5).of_part(
+        "mlp"
+    )
     assert kept is not None
     assert (kept.partition, kept.redraw) == ("alternating", True)
 
@@ -188,7 +189,7 @@ def test_refusals_name_the_field_what_was_expected_and_what_came(
     [("cosine", -1), ("cosine", 1), ("dot", 17.0), ("dot", -3), ("euclidean", -2), ("softmax", 0)],
 )
 def test_the_range_of_tau_follows_the_metric(metric: Any, tau: float) -> None:
-    assert MaMeConfig(metric=metric, tau=tau).tau == tau
+    assert MaMeConfig(study=Study(metric=metric), tau=tau).tau == tau
 
 
 def test_replace_lets_the_preset_decide_again() -> None:
@@ -213,9 +214,12 @@ def test_replace_lets_the_preset_decide_again() -> None:
 
 def test_numbers_of_numpy_become_pythons_own() -> None:
     config = MaMeConfig(
-        tau=np.float32(0.5), seed=np.int64(3), stride=(np.int32(3), np.uint8(2)), tiles=np.int64(0)
+        tau=np.float32(0.5),
+        seed=np.int64(3),
+        study=Study(stride=(np.int32(3), np.uint8(2))),
+        tiles=np.int64(0),
     )  # type: ignore[arg-type]
-    assert config == MaMeConfig(tau=0.5, seed=3, stride=(3, 2), tiles=0)
+    assert config == MaMeConfig(tau=0.5, seed=3, study=Study(stride=(3, 2)), tiles=0)
     assert {type(n) for n in (config.tau, config.seed, *config.stride)} == {float, int}
     assert MaMeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert MaMeConfig.from_dict({"keep": Fraction(1, 2)}).keep == 0.5
@@ -227,9 +231,9 @@ CONFIGS = [
     MaMeConfig(tau=0.8),
     MaMeConfig(keep=0.5, tiles=0),
     MaMeConfig(tau=0.8, mlp=0.5),
-    MaMeConfig(keep=0.5, merge="qkv", partition="grid", mlp=0.75),
-    MaMeConfig(preset="plain", stride=(3, 2), size=(64, 48)),
-    MaMeConfig(variant="paper", eps=1e-4),
+    MaMeConfig(keep=0.5, merge="qkv", study=Study(partition="grid"), mlp=0.75),
+    MaMeConfig(preset="plain", study=Study(stride=(3, 2)), size=(64, 48)),
+    MaMeConfig(study=Study(variant="paper", eps=1e-4)),
 ]
 COPIES: dict[str, Callable[[MaMeConfig], MaMeConfig]] = {
     "deepcopy": copy.deepcopy,
@@ -267,7 +271,7 @@ def test_a_dictionary_of_every_field_brings_back_an_equal_config(config: MaMeCon
     twin = MaMeConfig.from_dict(json.loads(json.dumps(values)))
     assert twin == config
     assert twin.to_dict() == values
-    assert (values["batch"], values["tiles"]) == (config.batch, config.tiles)
+    assert values["tiles"] == config.tiles
     assert twin.of_part("mlp") == config.of_part("mlp")
 
 
@@ -289,22 +293,9 @@ def test_dataclasses_replace_lets_the_preset_decide_again() -> None:
         dataclasses.replace(config, keep=2)
 
 
-def test_batch_follows_from_tau_and_keep_and_is_read_where_a_file_has_it() -> None:
-    for name, value, batch in (("tau", 0.8, "shared"), ("keep", 0.5, "per_sample")):
-        config = MaMeConfig.from_dict({name: value})
-        assert config.batch == batch
-        for read in (
-            MaMeConfig.from_dict({name: value, "batch": batch}),
-            config.replace(batch=batch),
-        ):
-            assert read == config
-            assert read.given == config.given
-    assert "batch" not in {f.name for f in fields(MaMeConfig)}
-
-
 def test_a_part_keeps_tiles_that_stand_beside_tau() -> None:
     fields = {"preset": "plain", "tau": 0.8, "weights": "best", "tiles": 16, "partition": "grid"}
-    part = MaMeConfig(**fields, mlp=0.5).of_part("mlp")
+    part = MaMeConfig(**nested(fields), mlp=0.5).of_part("mlp")
     assert part is not None
     assert (part.tiles, part.weights) == (16, "best")
     part = MaMeConfig(tau=0.8, tiles=8, mlp=0.5).of_part("mlp")
@@ -324,7 +315,11 @@ def test_a_part_merges_alike_in_equal_configs() -> None:
     assert config.replace(mlp=None).of_part("mlp") is None
     config = MaMeConfig(tau=0.8, mlp=0.5)
     in_full = MaMeConfig.from_dict(config.to_dict())
-    assert in_full == config == MaMeConfig(tau=0.8, mlp=0.5, partition="random-grid", redraw=True)
+    assert (
+        in_full
+        == config
+        == MaMeConfig(tau=0.8, mlp=0.5, study=Study(partition="random-grid", redraw=True))
+    )
     part = config.of_part("mlp")
     assert (
         part
@@ -343,9 +338,9 @@ def test_a_part_merges_alike_in_equal_configs() -> None:
 
 
 def test_a_config_is_frozen_and_hashable() -> None:
-    config = MaMeConfig(tau=0.8, stride=[2, 3])  # type: ignore[arg-type]
+    config = MaMeConfig(tau=0.8, study=Study(stride=[2, 3]))  # type: ignore[arg-type]
     assert config.stride == (2, 3)
-    assert {config: 1}[MaMeConfig(tau=0.8, stride=(2, 3))] == 1
+    assert {config: 1}[MaMeConfig(tau=0.8, study=Study(stride=(2, 3)))] == 1
     with pytest.raises(FrozenInstanceError):
         config.tau = 0.9  # type: ignore[misc]
 
@@ -357,9 +352,9 @@ def test_every_field_has_help() -> None:
 
 def test_files_hold_given_fields(tmp_path: Path) -> None:
     toml, jsons = tmp_path / "a.toml", tmp_path / "a.json"
-    toml.write_text('tau = 0.7\nstride = [3, 3]\npartition = "grid"\n')
-    jsons.write_text('{"tau": 0.7, "stride": [3, 3], "partition": "grid"}')
-    expected = MaMeConfig(tau=0.7, stride=(3, 3), partition="grid")
+    toml.write_text('tau = 0.7\n[study]\nstride = [3, 3]\npartition = "grid"\n')
+    jsons.write_text('{"tau": 0.7, "study": {"stride": [3, 3], "partition": "grid"}}')
+    expected = MaMeConfig(tau=0.7, study=Study(stride=(3, 3), partition="grid"))
     for path in (toml, jsons):
         assert MaMeConfig.from_file(path) == expected
         assert MaMeConfig.from_file(str(path)).given == expected.given
@@ -402,7 +397,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=2),
     max_leaves=4,
 )
-NAMES = st.sampled_from([*(f.name for f in fields(MaMeConfig) if f.init), "batch", "surprise"])
+NAMES = st.sampled_from([*(f.name for f in fields(MaMeConfig) if f.init), "surprise"])
 
 
 @hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -442,12 +437,33 @@ def test_a_seed_that_is_too_large_is_told_the_largest() -> None:
         MaMeConfig(seed=2**63)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: MaMeConfig(keep=0.5, weights="pick"),
+        lambda: apply_mame(tiny_unet(), weights="pick"),
+        lambda: mame(tiny_unet(), weights="pick").__enter__(),
+        lambda: MaMeAttnProcessor(weights="pick"),
+        lambda: StableDiffusionMaMePipeline.from_pretrained("none", weights="pick"),
+    ],
+    ids=["config", "apply", "block", "processor", "pipeline"],
+)
+def test_a_flat_name_is_told_its_new_place(call: Callable[[], object]) -> None:
+    message = r"^weights: moved to Study; give study=Study\(weights='pick'\)$"
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.toml"])
+def test_a_flat_name_in_a_file_is_told_its_new_place(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text({"a.json": '{"weights": "pick"}', "a.toml": 'weights = "pick"'}[name])
+    with pytest.raises(ValueError, match=r"a\..*weights: belong to study; write them in it"):
+        MaMeConfig.from_file(path)
+
+
 def test_study_holds_what_ablations_vary(tmp_path: Path) -> None:
     config = MaMeConfig(keep=0.5, study=Study(weights="pick"))
-    with pytest.warns(
-        FutureWarning, match=r"weights: moved to Study; give study=Study\(weights='pick'\)"
-    ):
-        assert MaMeConfig(keep=0.5, weights="pick") == config
     assert (config.weights, config.study.weights, config.study.metric) == ("pick", "pick", "cosine")
     assert config.to_dict(given_only=True) == {"keep": 0.5, "study": {"weights": "pick"}}
     for values in (config.to_dict(), config.to_dict(given_only=True)):

@@ -18,6 +18,7 @@ from diffusers.models.transformers import (
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 
 from mame_sd import apply_mame, remove_mame
+from mame_sd.config import Study
 from mame_sd.diffusion.families.family import REGISTERED
 from mame_sd.diffusion.families.refused import EXCLUDED
 from mame_sd.families import Family, Tokens, register_family
@@ -53,7 +54,7 @@ def test_model(case: Case) -> None:
     before = run(model, case)
     found, handle = outcome(case, model)
     assert found == json.loads(RECORD.read_text())[case.name], "run: python -m tests.matrix --sweep"
-    handle.set(merge="kv", keep=0.5, correct=False)
+    handle.set(merge="kv", keep=0.5, study=Study(correct=False))
     with merging() as calls:
         merged = run(model, case)
     assert any(not torch.equal(a, b) for a, b in zip(merged, before, strict=True)), (
@@ -70,7 +71,7 @@ def test_model(case: Case) -> None:
 
 def cached_calls(model: Any, inputs: dict[str, Any]) -> list[Any]:
     """The calls that merge of one forward, each checked against the loop."""
-    handle = apply_mame(model, keep=0.5, min_tokens=1, correct=False)
+    handle = apply_mame(model, keep=0.5, min_tokens=1, study=Study(correct=False))
     with torch.no_grad(), merging() as calls:
         model(**inputs)
     assert all(layer.merged for layer in handle.report().layers)
@@ -122,7 +123,7 @@ def test_keys_of_cached_references_stand_before_the_image() -> None:
 def test_keys_that_unets_add_stay_whole() -> None:
     """Kandinsky 2.2: the text's keys stand before the image's."""
     pipe = kandinsky()
-    handle = apply_mame(pipe, keep=0.5, min_tokens=1, correct=False)
+    handle = apply_mame(pipe, keep=0.5, min_tokens=1, study=Study(correct=False))
     with merging() as calls:
         run_kandinsky(pipe)
     assert len(calls) == len(handle.report().layers)

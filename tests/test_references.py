@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, apply_mame, remove_mame
+from mame_sd.config import Study
 from mame_sd.diffusion import layer
 from tests.builders.transformers import TEXT, H, W, normal
 from tests.builders.transformers import run as output_of
@@ -90,7 +91,9 @@ def test_each_reference_merges_on_its_own_grid(edit: Edit, monkeypatch: Any) -> 
 
     plan = layer.plan_merge
     monkeypatch.setattr(layer, "plan_merge", plan_merge)
-    handle = apply_mame(model, keep=KEEP, references=SHARE, min_tokens=1, correct=False)
+    handle = apply_mame(
+        model, keep=KEEP, references=SHARE, min_tokens=1, study=Study(correct=False)
+    )
     with merging() as calls:
         output_of(inputs, model)
     assert planned == [((H, W), KEEP), *((size, SHARE) for size in edit.sizes)] * len(calls)
@@ -121,7 +124,7 @@ def ends(plan: Any) -> list[tuple[int, int]]:
 def test_probe_of_where_references_are(edit: Edit) -> None:
     """A column of the last reference changes: its keys move, and no others do."""
     model, inputs = built(edit)
-    apply_mame(model, keep=KEEP, references=SHARE, min_tokens=1, correct=False)
+    apply_mame(model, keep=KEEP, references=SHARE, min_tokens=1, study=Study(correct=False))
     (h, w), start = edit.sizes[-1], H * W + sum(a * b for a, b in edit.sizes[:-1])
     changed = inputs["hidden_states"].clone()
     if changed.dim() == 6 and changed.shape[1] == 2:  # items, the generated one last
@@ -148,7 +151,7 @@ def test_what_merged_keys_lack_is_given_back() -> None:
     handle = apply_mame(model, keep=1.0, references=SHARE, min_tokens=1)
     errors = []
     for correct in (True, False):
-        handle.set(correct=correct)
+        handle.set(study=Study(correct=correct))
         errors.append(float((output_of(inputs, model) - whole).norm()))
     assert 0 < errors[0] < errors[1]
     handle.set(references=1.0)

@@ -23,14 +23,13 @@ from mame_sd.runs.sampling import merge_in, sample
 from ..images import load_image, to_float
 from ..metric_list import Metric
 from ..metrics.psnr import psnr
+from ..results.schema import Gate, Results, Value
 from ..scoring.per_image import pair_values
 from ..scoring.runs import Pair, Run
 from ..scoring.tools import Tools
 from ..stats import mean_interval
 
 NOISE_FLOOR = 60.0  # dB: a few pixels off by one in 8 bits
-
-Gate = dict[str, Any]
 
 
 def repeat_gates(
@@ -69,16 +68,14 @@ def repeat_gates(
         ]
         lowest = min(values)
         got = f"{lowest:.4g} dB, lowest of {len(values)}"
-        gates.append(
-            {"name": name, "expected": expected, "got": got, "passed": lowest > NOISE_FLOOR}
-        )
+        gates.append(Gate(name, expected, got, lowest > NOISE_FLOOR))
     return gates
 
 
 def ceiling_gate(
     baseline: Run,
     metrics: Sequence[Metric],
-    found: Sequence[Mapping[str, Mapping[str, Any]]],
+    found: Sequence[Mapping[str, Value]],
     tools: Tools,
 ) -> Gate | None:
     """Each baseline image against that of the next prompt: every method must come nearer than that.
@@ -100,20 +97,20 @@ def ceiling_gate(
     prompts = {pair.key: pair.prompt_id for pair in pairs}
     ceiling = {metric: mean_interval(values[metric.name], prompts)["mean"] for metric in metrics}
     passed = all(
-        value[metric.name]["mean"] > limit
+        _mean(value[metric.name]) > limit
         if metric.better == "higher"
-        else value[metric.name]["mean"] < limit
+        else _mean(value[metric.name]) < limit
         for metric, limit in ceiling.items()
         for value in found
     )
     got = ", ".join(f"{metric.label} {limit:.3g}" for metric, limit in ceiling.items())
     expected = "every method nearer to the baseline than the next prompt's image is"
-    return {
-        "name": "unrelated pairing, the ceiling",
-        "expected": expected,
-        "got": got,
-        "passed": passed,
-    }
+    return Gate("unrelated pairing, the ceiling", expected, got, passed)
+
+
+def _mean(value: Value) -> float:
+    assert value.mean is not None
+    return value.mean
 
 
 def unrelated_pairs(run: Run) -> list[Pair]:
@@ -134,12 +131,8 @@ def unrelated_pairs(run: Run) -> list[Pair]:
     return pairs
 
 
-def failed_gates(results: Mapping[str, Any]) -> list[str]:
+def failed_gates(results: Results) -> list[str]:
     """Names of the gates that did not pass, but for those that only withhold what they are
     about.
     """
-    return [
-        gate["name"]
-        for gate in results["gates"]
-        if not gate["passed"] and not gate.get("withholds")
-    ]
+    return [gate.name for gate in results.failed]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from mame_sd.runs.files import check_place, write_atomically, writing
 from mame_sd.runs.run_folder import differences
 
 from ..json_text import json_text
+from ..results.read import parse
+from ..results.schema import FORMAT, Results, Row
 from .timings import read_record
 
-FORMAT = "mame-sd benchmark 1"
 NAME, TIMINGS = "results.json", "bench.jsonl"
 BUSY = "bench-busy.jsonl"  # timings of a busy machine, which the next start takes anew
 DEEPEST = (
@@ -97,9 +99,9 @@ def _entries(outer: Any) -> Any:
     return outer.values() if isinstance(outer, dict) else outer
 
 
-def write_results(out: Path, results: Mapping[str, Any]) -> None:
+def write_results(out: Path, results: Results) -> None:
     """Write results.json whole or not at all."""
-    write_atomically(out / NAME, (json_text(dict(results), indent=1) + "\n").encode())
+    write_atomically(out / NAME, (json_text(results.to_json(), indent=1) + "\n").encode())
 
 
 def generation_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,10 +114,10 @@ def generation_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resumed(
-    results: dict[str, Any],
+    results: Results,
     out: Path,
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = generation_settings,
-) -> dict[str, Any]:
+) -> Results:
     """`results` with the rows that an earlier start of the same benchmark has left in `out`: what
     was made, no figures.
 
@@ -126,17 +128,13 @@ def resumed(
     stay as they are.
     """
     try:
-        before = read_results(out)
+        found = read_results(out)
     except UserError:
         return results
     try:
-        there, here = (settings(it["manifest"]) for it in (before, results))
-        rows = {
-            row["name"]: (row["config"], row)
-            for row in before["rows"]
-            if row["status"] == "measured"
-        }
-    except (KeyError, TypeError) as error:
+        before = parse(found)
+        there, here = (settings(it.manifest) for it in (before, results))
+    except (KeyError, TypeError, UserError) as error:
         raise UserError(
             f"{out}: expected the results of a benchmark, got some without {error}; delete"
             " results.json and run again, nothing else is lost"
@@ -147,10 +145,13 @@ def resumed(
             f"--out {out}: expected the settings it was begun with, got {'; '.join(different)};"
             " choose another --out, or give the same settings"
         )
-    kept = []
-    for row in results["rows"]:
-        config, found = rows.get(row["name"], (None, {}))
-        kept.append(
-            {**row, **found, "values": {}, "per_image": {}} if config == row["config"] else row
-        )
-    return {**results, "rows": kept}
+    rows = {row.name: row for row in before.rows if row.measured}
+    return replace(results, rows=[_as_before(row, rows.get(row.name)) for row in results.rows])
+
+
+def _as_before(row: Row, before: Row | None) -> Row:
+    """`row` as far as an earlier start has brought one of the same settings, without figures."""
+    config = json.loads(json_text(dict(row.config)))
+    if before is None or before.config != config:
+        return row
+    return replace(before, label=row.label, config=row.config, values={}, per_image={})

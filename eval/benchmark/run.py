@@ -14,9 +14,10 @@ Every step continues where it was stopped, so the same command does.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from mame_sd.runs.jobs import cut_batches, jobs_of
 from mame_sd.runs.methods import NotApplicable
 
 from ..metric_list import METRICS, Metric
+from ..results.schema import Results, Value
+from ..results.schema import Row as Line
 from ..scoring.per_image import image_values, pair_values
 from ..scoring.reference import check_foreign
 from ..scoring.runs import Run, pair
@@ -57,14 +60,14 @@ class Benchmark(Setup):
 
     Attributes:
         stage: opens a step of that name and gives its progress callback.
-        results: the content of results.json so far.
+        results: what is known so far.
     """
 
     stage: Stage
     on_note: Callable[[str], None] = lambda note: None
-    results: dict[str, Any] = field(default_factory=dict)
+    results: Results = field(init=False)
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Results:
         """Everything, in order; returns the results, on the main process those of results.json.
 
         Raises:
@@ -75,7 +78,7 @@ class Benchmark(Setup):
         for row in self.rows:
             self._generate(row)
         self.tools.process.wait()  # the main process has written down what all have made
-        runs = {row["name"]: Run.open(self.out / row["run"]) for row in self._measured()}
+        runs = {row.name: Run.open(self._run(row.name)) for row in self._measured()}
         check_foreign(self.reference, *runs.values())
         self._time()  # before any network of a metric takes memory
         self.tools.process.wait()
@@ -87,7 +90,7 @@ class Benchmark(Setup):
         return self.results
 
     def _generate(self, row: Row) -> None:
-        entry = self._entry(row.name)
+        line = self.results.row(row.name)
         if row.lacking is not None:
             return
         try:
@@ -97,21 +100,21 @@ class Benchmark(Setup):
                     self.prompts,
                     self.settings,
                     row.method,
-                    self.out / entry["run"],
+                    self._run(row.name),
                     prompt_file=self.prompt_file,
                     process=self.tools.process,
                     on_progress=on_progress,
                     on_note=self.on_note,
                 )
         except NotApplicable as error:
-            entry["reason"] = str(error)
+            line.reason = str(error)
         else:
-            entry.update(status="measured", reason=None)
+            line.measured, line.reason = True, None
         self._save()
 
     def _score(self, name: str, run: Run, baseline: Run) -> None:
         """Per-image and set-wide values of one row."""
-        entry = self._entry(name)
+        line = self.results.row(name)
         pairs = pair(baseline, run)
         file = ScoreFile.open(self.out / "scores" / f"{name}.json", pairs, self.tools.process)
         prompts = {item.key: item.prompt_id for item in run.items.values()}
@@ -121,14 +124,10 @@ class Benchmark(Setup):
                 continue
             reason = self._withheld(metric, run)
             if reason is not None:
-                entry["values"][metric.name] = {
-                    "mean": None,
-                    "n": len(run.items),
-                    "withheld": reason,
-                }
+                line.values[metric.name] = Value(n=len(run.items), withheld=reason)
             else:
                 todo.append(metric)
-        with self.stage(f"{entry['label']}: scores") as self.tools.on_progress:
+        with self.stage(f"{line.label}: scores") as self.tools.on_progress:
             missing = [m for m in todo if m.needs == "pair" and file.get(m, self.tools) is None]
             if missing:
                 file.put(pair_values(missing, pairs, self.tools), self.tools)
@@ -138,14 +137,12 @@ class Benchmark(Setup):
                 if metric.needs in ("pair", "image"):
                     values = file.get(metric, self.tools)
                     if self.tools.process.is_main and values is not None:
-                        entry["values"][metric.name] = mean_value(
-                            metric, values, prompts, self.tools
-                        )
-                        entry["per_image"][metric.name] = values
+                        found = mean_value(metric, values, prompts, self.tools)
+                        line.values[metric.name] = Value(**found)
+                        line.per_image[metric.name] = values
                 else:
-                    entry["values"][metric.name] = set_value(
-                        metric, run, baseline, self.reference, self.tools
-                    )
+                    found = set_value(metric, run, baseline, self.reference, self.tools)
+                    line.values[metric.name] = Value(**found)
                 self._save()
 
     def _withheld(self, metric: Metric, run: Run) -> str | None:
@@ -158,8 +155,8 @@ class Benchmark(Setup):
         except (UserError, MachineError) as error:
             name = network_name(metric)
             note = f"{name}: {error}"
-            if note not in self.results["notes"]:
-                self.results["notes"].append(note)
+            if note not in self.results.notes:
+                self.results.notes.append(note)
             return f"not measured: no weights of {name}"
         return withheld_by(metric, network, self.reference)
 
@@ -167,16 +164,14 @@ class Benchmark(Setup):
         """P-values: fidelity against tomesd at 50 %, quality per image against the baseline."""
         prompts = {item.key: item.prompt_id for item in baseline.items.values()}
         for row in self._measured():
-            for name, values in row["per_image"].items():
+            for name, values in row.per_image.items():
                 against = PEER if METRICS[name].needs == "pair" else BASELINE
-                other = next(
-                    (other for other in self._measured() if other["name"] == against), None
-                )
-                if other is None or row is other or name not in other["per_image"]:
+                other = next((other for other in self._measured() if other.name == against), None)
+                if other is None or row is other or name not in other.per_image:
                     continue
-                difference = paired_difference(values, other["per_image"][name], prompts)
-                row["values"][name].update(
-                    p=difference["p"], against=against, difference=difference
+                difference = paired_difference(values, other.per_image[name], prompts)
+                row.values[name] = replace(
+                    row.values[name], p=difference["p"], against=against, difference=difference
                 )
         self._save()
 
@@ -184,36 +179,35 @@ class Benchmark(Setup):
         """Whether this model and these prompts can tell methods apart, where mean attention is
         among the rows.
         """
-        if any(row["name"] == FLOOR for row in self._measured()):
-            self.results["sensitivity"] = sensitivity(
-                [_point(row) for row in self._measured()], FLOOR, PEER
-            )
+        if any(row.name == FLOOR for row in self._measured()):
+            points = [_point(row) for row in self._measured()]
+            self.results.sensitivity = sensitivity(points, FLOOR, PEER)
             self._save()
 
     def _check(self, baseline: Run) -> None:
         """The sanity gates."""
-        found = [row["values"] for row in self._measured() if row["name"] not in (BASELINE, FLOOR)]
+        found = [row.values for row in self._measured() if row.name not in (BASELINE, FLOOR)]
         chosen = [metric for metric in self.metrics if metric.name in CEILING]
         known = [
             m
             for m in chosen
-            if found and not any(values.get(m.name, {}).get("withheld") for values in found)
+            if found and not any(values.get(m.name, Value()).withheld for values in found)
         ]
         with self.stage("sanity gates") as self.tools.on_progress:
             if self.tools.process.is_main:
                 batches = cut_batches(
                     jobs_of(self.prompts, self.settings), self.settings.batch_size
                 )[:GATE_BATCHES]
-                self.results["gates"] += repeat_gates(
+                self.results.gates += repeat_gates(
                     self.model, self.settings, batches, baseline, MaMeConfig()
                 )
             self.tools.process.wait()
             gate = ceiling_gate(baseline, known, found, self.tools)
-            self.results["gates"] += [] if gate is None else [gate]
-        self.results["manifest"]["networks"] = self.tools.about()
+            self.results.gates += [] if gate is None else [gate]
+        self.results.manifest["networks"] = self.tools.about()
         cut, prompts = cut_prompts(self.metrics, baseline, self.tools)
         if cut:
-            self.results["notes"].append(
+            self.results.notes.append(
                 f"CLIP read {cut} of {prompts} prompts only in part (77 tokens)."
             )
         self._save()
@@ -224,7 +218,7 @@ class Benchmark(Setup):
             return
         jobs = jobs_of(self.prompts, self.settings)
         batches = alike_batches(jobs, self.settings.batch_size)
-        rows = [row for row in self.rows if self._entry(row.name)["status"] == "measured"]
+        rows = [row for row in self.rows if self.results.row(row.name).measured]
         with self.stage("latency and memory") as on_progress:
             timings = bench(
                 self.model,
@@ -241,48 +235,41 @@ class Benchmark(Setup):
             else os.cpu_count() or 1
         )
         gate = timing_gate(timings, BASELINE, min(torch.get_num_threads(), cores))
-        self.results["gates"] = [gate]
-        if not gate["passed"]:
+        self.results.gates = [gate]
+        if not gate.passed:
             (self.out / TIMINGS).replace(self.out / BUSY)
         for row in rows:
             costs = summary(timings[row.name])
-            costs = costs if gate["passed"] else without_seconds(costs)
-            self._entry(row.name)["values"].update(
+            costs = costs if gate.passed else without_seconds(costs)
+            self.results.row(row.name).values.update(
                 {m.name: costs[m.name] for m in self.metrics if m.name in costs}
             )
         self._save()
         with self.stage("tokens kept per step") as on_progress:
             for number, row in enumerate(rows, 1):
-                entry = self._entry(row.name)
-                entry["kept"] = entry["kept"] or kept_per_step(
-                    self.model, self.settings, jobs[0], row
-                )
+                line = self.results.row(row.name)
+                line.kept = line.kept or kept_per_step(self.model, self.settings, jobs[0], row)
                 on_progress(number, len(rows))
         self._save()
 
-    def _entry(self, name: str) -> dict[str, Any]:
-        """What the results say of a row."""
-        found: dict[str, Any] = next(
-            entry for entry in self.results["rows"] if entry["name"] == name
-        )
-        return found
+    def _run(self, name: str) -> Path:
+        """The folder of a row's run."""
+        return self.out / (self.results.row(name).run or "")
 
-    def _measured(self) -> list[dict[str, Any]]:
-        return [row for row in self.results["rows"] if row["status"] == "measured"]
+    def _measured(self) -> list[Line]:
+        return self.results.measured
 
     def _save(self) -> None:
         if self.tools.process.is_main:
             write_results(self.out, self.results)
 
 
-def _point(row: Mapping[str, Any]) -> dict[str, Any]:
+def _point(row: Line) -> dict[str, Any]:
     """A row of the results as `sensitivity` takes it."""
-    near, right = row["values"].get("lpips", {}), row["values"].get("retrieval", {})
-    interval = None if near.get("low") is None else [near["low"], near["high"]]
-    lpips = 0.0 if row["name"] == BASELINE else near.get("mean")
+    near, right = row.values.get("lpips", Value()), row.values.get("retrieval", Value())
     return {
-        "name": row["name"],
-        "lpips": lpips,
-        "lpips_interval": interval,
-        "retrieval": right.get("mean"),
+        "name": row.name,
+        "lpips": 0.0 if row.name == BASELINE else near.mean,
+        "lpips_interval": None if near.low is None else [near.low, near.high],
+        "retrieval": right.mean,
     }

@@ -17,9 +17,10 @@ from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import Prompt, prompts_digest
 
 from ..metric_list import Metric
+from ..results.schema import NOT_YET, Picture, Results
+from ..results.schema import Row as Line
 from ..scoring.reference import Reference
 from ..scoring.tools import Tools
-from .results import FORMAT
 from .rows import Row
 from .suites import Suite
 
@@ -53,38 +54,33 @@ class Setup:
     def __post_init__(self) -> None:
         self.rows = [row.on(self.model) for row in self.rows]
 
-    def results_before(self) -> dict[str, Any]:
-        """The content of results.json before anything is measured."""
+    def results_before(self) -> Results:
+        """What is known before anything is measured."""
         rows = [
-            {
-                "name": row.name,
-                "label": row.label,
-                "family": row.family,
-                "default": row.default,
-                "config": row.config,
-                "run": f"runs/{row.name}",
-                "status": "not measured",
-                "reason": row.lacking or "not yet: the benchmark has not come to it",
-                "values": {},
-                "per_image": {},
-                "kept": [],
-            }
+            Line(
+                name=row.name,
+                label=row.label,
+                family=row.family,
+                default=row.default,
+                config=row.config,
+                run=f"runs/{row.name}",
+                reason=row.lacking or NOT_YET,
+            )
             for row in self.rows
         ]
         jobs = jobs_of(self.prompts, self.settings)
-        return {
-            "format": FORMAT,
-            "suite": self.suite.name,
-            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "manifest": self.manifest(),
-            "metrics": {metric.name: metric.column() for metric in self.metrics},
-            "rows": rows,
-            "images": {job.name: {"prompt": job.prompt.text, "seed": job.seed} for job in jobs},
-            "gates": [],
-            "sensitivity": "",
-            "reference": None if self.reference is None else self.reference.about(),
-            "notes": [f"{self.suite.about} Here: {self._words()}."],
-        }
+        about = {} if self.reference is None else self.reference.about()
+        return Results(
+            suite=self.suite.name,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            manifest=self.manifest(),
+            metrics=[metric.column() for metric in self.metrics],
+            rows=rows,
+            pictures=[Picture(job.name, job.prompt.text, job.seed) for job in jobs],
+            reference=about.get("name"),
+            reference_n=about.get("n"),
+            notes=[f"{self.suite.about} Here: {self._words()}."],
+        )
 
     def _words(self) -> str:
         """What was really generated, whatever the suite's own settings are."""

@@ -14,6 +14,7 @@ from typing import Any
 from mame_sd.errors import UserError
 from mame_sd.runs.files import write_atomically
 
+from ..results.schema import Gate, Value
 from ..timing import quartiles
 
 FORMAT = "mame-sd timings 1"
@@ -91,40 +92,34 @@ def write_record(path: Path, about: Mapping[str, Any], done: Rounds) -> None:
     write_atomically(path, "".join(json.dumps(row) + "\n" for row in [head, *rows]).encode())
 
 
-def summary(timings: Sequence[Timing]) -> dict[str, dict[str, Any]]:
+def summary(timings: Sequence[Timing]) -> dict[str, Value]:
     """The cost metrics of one method: median and quartiles of seconds, the highest peak of memory.
 
     A single round has no quartiles.
     """
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Value] = {}
     for name, field in (("latency", "seconds"), ("denoising", "denoising"), ("cpu", "cpu")):
         values = [
             getattr(timing, field) for timing in timings if getattr(timing, field) is not None
         ]
         if values:
             low, median, high = quartiles(values)
-            spread = {"low": low, "high": high} if len(values) > 1 else {"low": None, "high": None}
-            found[name] = {
-                "mean": median,
-                **spread,
-                "n": len(values),
-                "statistic": "median, quartiles",
-            }
+            several = len(values) > 1
+            found[name] = Value(
+                mean=median,
+                low=low if several else None,
+                high=high if several else None,
+                n=len(values),
+                statistic="median, quartiles",
+            )
     for name, field in (("memory", "allocated"), ("memory_denoising", "allocated_denoising")):
         peaks = [getattr(timing, field) for timing in timings if getattr(timing, field) is not None]
         if peaks:
-            found[name] = {
-                "mean": max(peaks) / MEBIBYTE,
-                "low": None,
-                "high": None,
-                "n": len(peaks),
-            }
+            found[name] = Value(mean=max(peaks) / MEBIBYTE, n=len(peaks))
     return found
 
 
-def timing_gate(
-    timings: Mapping[str, Sequence[Timing]], baseline: str, cores: int
-) -> dict[str, Any]:
+def timing_gate(timings: Mapping[str, Sequence[Timing]], baseline: str, cores: int) -> Gate:
     """Whether wall-clock seconds of this machine can be believed, as an entry of the sanity gates.
 
     On a busy machine the baseline's own rounds differ, and a process waits: its CPU seconds fall
@@ -152,20 +147,14 @@ def timing_gate(
         expected += f", {SMALLEST_SHARE:.0%} of the cores' time"
         got += f", {share:.0%} of the time of {cores} core{'s' * (cores != 1)}"
         passed = passed and share >= SMALLEST_SHARE
-    return {
-        "name": TIMING_GATE,
-        "expected": expected,
-        "got": got,
-        "passed": passed,
-        "withholds": True,
-    }
+    return Gate(TIMING_GATE, expected, got, passed, withholds=True)
 
 
-def without_seconds(costs: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def without_seconds(costs: Mapping[str, Value]) -> dict[str, Value]:
     """The costs of a method with its wall-clock seconds withheld."""
     found = dict(costs)
     for name in {"latency", "denoising"} & found.keys():
-        found[name] = {"mean": None, "n": found[name]["n"], "withheld": "the machine was busy"}
+        found[name] = Value(n=found[name].n, withheld="the machine was busy")
     return found
 
 

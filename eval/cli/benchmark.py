@@ -34,6 +34,7 @@ from ..benchmark.setup import attention_of
 from ..benchmark.suites import Suite
 from ..benchmark.timings import read_record, summary
 from ..metric_list import EMBEDDED_CLIP, METRICS, Metric
+from ..results.schema import Results
 from ..scoring.per_image import TRUTH
 from ..scoring.reference import open_reference, rendered_glyphs
 from ..scoring.retrieval import TRUTHS, Truth
@@ -125,7 +126,7 @@ def run_benchmark(
     return process.is_main
 
 
-def check_gates(results: dict[str, Any], out: Path) -> None:
+def check_gates(results: Results, out: Path) -> None:
     """Raise MachineError where a sanity gate of the report in `out` failed."""
     failed = failed_gates(results)
     if failed:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,11 @@ from mame_sd.runs.generate import environment_on
 from mame_sd.runs.methods import NotApplicable
 from mame_sd.runs.processes import Process
 
-from ..benchmark.results import FORMAT, TIMINGS, resumed, write_results
+from ..benchmark.results import TIMINGS, resumed, write_results
 from ..benchmark.timings import summary
 from ..metric_list import Metric
+from ..results.schema import NOT_YET, Gate, Kept, Results, Value
+from ..results.schema import Row as Line
 from ..stats import share_difference, wilson
 from .answers import Batches, answers_of, inputs_of, weighted
 from .columns import COLUMNS
@@ -39,7 +41,7 @@ from .speed import measure, throughput
 
 Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 KIND = "classification"
-UNLABELLED = {"mean": None, "withheld": "the images have no labels"}
+UNLABELLED = Value(withheld="the images have no labels")
 TOME = "tome"  # the rival that rows at its FLOPs are compared with
 NEAR = 0.02  # of its FLOPs that a rival may miss without a note
 
@@ -60,7 +62,7 @@ class Classification:
         rounds: of timing.
         stage: opens a step of that name and gives its progress callback.
         command: what makes it again, for the report.
-        results: the content of results.json so far.
+        results: what is known so far.
     """
 
     suite: str
@@ -75,10 +77,10 @@ class Classification:
     process: Process
     stage: Stage
     command: str = ""
-    results: dict[str, Any] = field(default_factory=dict)
+    results: Results = field(init=False)
     _methods: dict[str, Method] = field(default_factory=dict)
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Results:
         """Everything, in order; returns the results, on the main process those of results.json.
 
         Raises:
@@ -111,30 +113,26 @@ class Classification:
         """The number of the class folder of each image that is answered; None without labels."""
         return self.images.labels
 
-    def results_before(self) -> dict[str, Any]:
-        """The content of results.json before anything is measured."""
-        rows: list[dict[str, Any]] = [
-            {
-                "name": row.name,
-                "label": row.label,
-                "family": row.family,
-                "default": row.default,
-                "config": {"rival": row.rival, "at": row.at} if row.at else row.method().describe(),
-                "status": "not measured",
-                "reason": "not yet: the benchmark has not come to it",
-                "values": {},
-                "per_image": {},
-                "kept": [],
-            }
+    def results_before(self) -> Results:
+        """What is known before anything is measured."""
+        rows = [
+            Line(
+                name=row.name,
+                label=row.label,
+                family=row.family,
+                default=row.default,
+                config={"rival": row.rival, "at": row.at} if row.at else row.method().describe(),
+                reason=NOT_YET,
+            )
             for row in self.rows
         ]
         about = self.images.about()
-        return {
-            "format": FORMAT,
-            "kind": KIND,
-            "suite": self.suite,
-            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "manifest": {
+        labelled = self.numbers is not None
+        return Results(
+            kind=KIND,
+            suite=self.suite,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            manifest={
                 "suite": self.suite,
                 "command": self.command,
                 "model": dict(self.head.encoder.identity),
@@ -154,31 +152,26 @@ class Classification:
                     ),
                 },
             },
-            "metrics": {name: metric.column() for name, metric in self.columns.items()},
-            "rows": rows,
-            "images": {},
-            "gates": [],
-            "reference": (
-                None
-                if self.numbers is None
-                else {"name": f"the labels of {about['name']}", "n": about["images"]}
-            ),
-            "notes": [f"Suite {self.suite}. {SUITES[self.suite][0]}"],
-        }
+            metrics=[metric.column() for metric in self.columns.values()],
+            rows=rows,
+            reference=f"the labels of {about['name']}" if labelled else None,
+            reference_n=about["images"] if labelled else None,
+            notes=[f"Suite {self.suite}. {SUITES[self.suite][0]}"],
+        )
 
     def _answer(self, row: Row) -> Batches | None:
         """The answers of a row; None where it can do nothing with this model."""
-        entry = self._entry(row.name)
+        line = self.results.row(row.name)
         try:
-            method = self._solved(row, entry) if row.at else row.method()
+            method = self._solved(row, line) if row.at else row.method()
             with self.stage(f"{row.label}: answers") as on_progress:
                 batches = self._batches(row, method, on_progress)
         except NotApplicable as error:
-            entry.update(status="not measured", reason=str(error))
+            line.measured, line.reason = False, str(error)
             self._save()
             return None
         self._methods[row.name] = method
-        entry.update(status="measured", reason=None)
+        line.measured, line.reason = True, None
         return batches
 
     def _batches(
@@ -190,67 +183,66 @@ class Classification:
             self.images,
             self.size,
             self.out / "answers" / f"{row.name}.jsonl",
-            {**settings_of(self.results["manifest"]), "method": method.describe()},
+            {**settings_of(self.results.manifest), "method": method.describe()},
             self.process,
             on_progress,
         )
 
-    def _solved(self, row: Row, entry: dict[str, Any]) -> Method:
+    def _solved(self, row: Row, line: Line) -> Method:
         """The rival at the FLOPs that were counted of another row."""
         assert row.rival is not None
-        other = next((one for one in self._measured() if one["name"] == row.at), None)
+        other = next((one for one in self._measured() if one.name == row.at), None)
         if other is None:
             raise NotApplicable(
                 f"expected the FLOPs of {row.at}, which was not measured; measure it first"
             )
-        target = other["values"]["flops"]["mean"] * 1e9
-        solved = entry.get("solved")
+        target = _flops(other) * 1e9
+        solved = line.solved
         if solved is None or solved["target"] != target:
             inputs = inputs_of(self.head, self.images, [0])
             model, call = self.head.encoder.model, partial(self.head.logits, inputs)
             with self.stage(f"{row.label}: to {target / 1e9:.3g} GFLOPs"):
                 knob, flops = at_flops(model, row.rival, target, call, side_of(inputs))
-            solved = entry["solved"] = {"target": target, "knob": knob, "flops": flops}
+            solved = line.solved = {"target": target, "knob": knob, "flops": flops}
         if abs(solved["flops"] / target - 1) > NEAR:
             note = (
                 f"{row.label}: {solved['flops'] / 1e9:.3g} GFLOPs is the nearest it can come to"
                 f" {target / 1e9:.3g}."
             )
-            self.results["notes"] += [note] if note not in self.results["notes"] else []
+            self.results.notes += [note] if note not in self.results.notes else []
         return RIVALS[row.rival](solved["knob"])
 
     def _value(self, name: str, found: Mapping[str, Batches]) -> None:
         """What answers, tokens and FLOPs of a row come to."""
-        values, batches = self._entry(name)["values"], found[name]
+        values, batches = self.results.row(name).values, found[name]
         answers, plain = (_answers(found[one]) for one in (name, BASELINE))
         count = len(answers)
-        values["flops"] = {"mean": weighted(batches, lambda batch: batch.flops) / 1e9, "n": count}
+        flops = weighted(batches, lambda batch: batch.flops) / 1e9
+        values["flops"] = Value(mean=flops, n=count)
         depth = len(next(iter(batches.values())).tokens)
         tokens = [weighted(batches, lambda batch, at=at: batch.tokens[at]) for at in range(depth)]  # type: ignore[misc]
-        values["tokens"] = {"mean": tokens[-1], "n": count}
+        values["tokens"] = Value(mean=tokens[-1], n=count)
         if name != BASELINE:
             values["agreement"] = self._share([a == b for a, b in zip(answers, plain, strict=True)])
-            self._entry(name)["kept"] = [
-                {"step": block, "level": 0, "tokens": max(tokens[0], kept), "kept": kept}
-                for block, kept in enumerate(tokens[1:])
+            self.results.row(name).kept = [
+                Kept(block, 0, max(tokens[0], kept), kept) for block, kept in enumerate(tokens[1:])
             ]
         values["top1"] = self._top1(name, found)
         self._save()
 
-    def _share(self, flags: Sequence[bool]) -> dict[str, Any]:
+    def _share(self, flags: Sequence[bool]) -> Value:
         """The share of images that are as they should be, in per cent."""
-        return wilson(sum(flags), len(flags))
+        return Value(**wilson(sum(flags), len(flags)))
 
-    def _top1(self, name: str, found: Mapping[str, Batches]) -> dict[str, Any]:
+    def _top1(self, name: str, found: Mapping[str, Batches]) -> Value:
         right = self._right(found[name])
         if right is None:
             return UNLABELLED
         value = self._share(right)
-        if name != BASELINE:
-            value.update(
-                p=share_difference(right, self._right(found[BASELINE]) or [])["p"], against=BASELINE
-            )
-        return value
+        if name == BASELINE:
+            return value
+        p = share_difference(right, self._right(found[BASELINE]) or [])["p"]
+        return replace(value, p=p, against=BASELINE)
 
     def _compare(self, found: Mapping[str, Batches]) -> None:
         """How far each row's top-1 is ahead of ToMe's at its FLOPs."""
@@ -258,28 +250,26 @@ class Classification:
             return
         for row in self.rows:
             if row.name in found:
-                self._entry(row.name)["values"]["ahead"] = self._ahead(
+                self.results.row(row.name).values["ahead"] = self._ahead(
                     row, f"{TOME}@{row.at or row.name}", found
                 )
         self._save()
 
-    def _ahead(self, row: Row, other: str, found: Mapping[str, Batches]) -> dict[str, Any]:
+    def _ahead(self, row: Row, other: str, found: Mapping[str, Batches]) -> Value:
         right = self._right(found[row.name])
         if right is None:
             return UNLABELLED
         if row.name == other or other not in found:
-            return {
-                "mean": None,
-                "withheld": "ToMe itself" if row.rival == TOME else "no ToMe at its FLOPs",
-            }
-        value = {**share_difference(right, self._right(found[other]) or []), "against": other}
-        mine, its = (self._entry(name) for name in (row.name, other))
-        flops = [entry["values"]["flops"]["mean"] for entry in (mine, its)]
-        if abs(flops[1] / flops[0] - 1) > NEAR:
-            value["note"] = (
-                f"{mine['label']} at {flops[0]:.3g} GFLOPs, {its['label']} at {flops[1]:.3g}"
-            )
-        return value
+            reason = "ToMe itself" if row.rival == TOME else "no ToMe at its FLOPs"
+            return Value(withheld=reason)
+        mine, its = (self.results.row(name) for name in (row.name, other))
+        flops = _flops(mine), _flops(its)
+        note = f"{mine.label} at {flops[0]:.3g} GFLOPs, {its.label} at {flops[1]:.3g}"
+        return Value(
+            **share_difference(right, self._right(found[other]) or []),
+            against=other,
+            note=note if abs(flops[1] / flops[0] - 1) > NEAR else None,
+        )
 
     @property
     def _meets_tome(self) -> bool:
@@ -299,8 +289,8 @@ class Classification:
     def _time(self) -> None:
         """Speed and memory, on the main process while the others wait."""
         about = {
-            **settings_of(self.results["manifest"]),
-            "environment": self.results["manifest"]["environment"],
+            **settings_of(self.results.manifest),
+            "environment": self.results.manifest["environment"],
             "methods": {name: method.describe() for name, method in self._methods.items()},
         }
         with self.stage("speed and memory") as on_progress:
@@ -315,7 +305,7 @@ class Classification:
                 on_progress,
             )
         for name, found in timings.items():
-            values = self._entry(name)["values"]
+            values = self.results.row(name).values
             values["throughput"] = throughput(found)
             values.update({key: value for key, value in summary(found).items() if key == "memory"})
         self._save()
@@ -344,18 +334,11 @@ class Classification:
                     )
                 )
         gates.append(_equal("the model after all rows", self.head.logits(inputs), plain))
-        self.results["gates"] = gates
+        self.results.gates = gates
         self._save()
 
-    def _entry(self, name: str) -> dict[str, Any]:
-        """What the results say of a row."""
-        found: dict[str, Any] = next(
-            entry for entry in self.results["rows"] if entry["name"] == name
-        )
-        return found
-
-    def _measured(self) -> list[dict[str, Any]]:
-        return [row for row in self.results["rows"] if row["values"].get("flops")]
+    def _measured(self) -> list[Line]:
+        return [row for row in self.results.rows if row.values.get("flops")]
 
     def _save(self) -> None:
         if self.process.is_main:
@@ -371,11 +354,13 @@ def _answers(batches: Batches) -> list[int]:
     return [answer for _, batch in sorted(batches.items()) for answer in batch.answers]
 
 
-def _equal(name: str, got: torch.Tensor, wanted: torch.Tensor) -> dict[str, Any]:
+def _flops(row: Line) -> float:
+    """GFLOPs of a row that was measured."""
+    found = row.values["flops"].mean
+    assert found is not None
+    return found
+
+
+def _equal(name: str, got: torch.Tensor, wanted: torch.Tensor) -> Gate:
     largest = (got - wanted).abs().max().item()
-    return {
-        "name": name,
-        "expected": "logits equal to the bit",
-        "got": f"{largest:g} apart",
-        "passed": largest == 0,
-    }
+    return Gate(name, "logits equal to the bit", f"{largest:g} apart", largest == 0)

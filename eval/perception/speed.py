@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..benchmark.timings import Timing, read_record, write_record
 from ..memory import allocations, most, weight_bytes
+from ..results.schema import Value
 from ..timing import interleaved, quartiles, timed
 from .answers import inputs_of
 from .data import ImageSet
@@ -81,13 +82,7 @@ def measure(
     return {name: [done[number][name] for number in range(rounds)] for name in methods}
 
 
-def throughput(timings: Sequence[Timing]) -> dict[str, Any]:
+def throughput(timings: Sequence[Timing]) -> Value:
     """Images per second: median and quartiles over rounds."""
     low, median, high = quartiles([1 / timing.seconds for timing in timings])
-    return {
-        "mean": median,
-        "low": low,
-        "high": high,
-        "n": len(timings),
-        "statistic": "median, quartiles",
-    }
+    return Value(mean=median, low=low, high=high, n=len(timings), statistic="median, quartiles")

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..benchmark.tomesd import NotApplicable
 from ..metric_list import Metric
+from ..results.schema import Value
 from ..stats import seed_interval
 from .answers import Batches, answers_of
 from .columns import COLUMNS
@@ -85,7 +85,7 @@ class Trained(Classification):
                 self.size,
                 self.out / "answers" / f"{row.name}-{seed}.jsonl",
                 {
-                    **settings_of(self.results["manifest"]),
+                    **settings_of(self.results.manifest),
                     "method": method.describe(),
                     "weights": [row.weights, seed],
                 },
@@ -97,32 +97,32 @@ class Trained(Classification):
             )
         return found
 
-    def _share(self, flags: Sequence[bool]) -> dict[str, Any]:
+    def _share(self, flags: Sequence[bool]) -> Value:
         shares = self._by_seed(flags)
         value = seed_interval(shares)
         if len(shares) > 1:
             value.update(low=max(0.0, value["low"]), high=min(100.0, value["high"]))
-        return {**value, "seeds": shares}
+        return Value(**value, seeds=shares)
 
-    def _top1(self, name: str, found: Mapping[str, Batches]) -> dict[str, Any]:
+    def _top1(self, name: str, found: Mapping[str, Batches]) -> Value:
         right = self._right(found[name])
         return self._share(right) if right is not None else super()._top1(name, found)
 
     def _compare(self, found: Mapping[str, Batches]) -> None:
         """How much better each row is than the unmerged model of the same seed."""
         for name in found:
-            self._entry(name)["values"]["gain"] = self._gain(name, found)
+            self.results.row(name).values["gain"] = self._gain(name, found)
         self._save()
 
-    def _gain(self, name: str, found: Mapping[str, Batches]) -> dict[str, Any]:
+    def _gain(self, name: str, found: Mapping[str, Batches]) -> Value:
         right, plain = self._right(found[name]), self._right(found[BASELINE])
         if right is None or plain is None:
             return UNLABELLED
         if name == BASELINE:
-            return {"mean": None, "withheld": "the unmerged model itself"}
+            return Value(withheld="the unmerged model itself")
         pairs = zip(self._by_seed(right), self._by_seed(plain), strict=True)
         gains = [ours - theirs for ours, theirs in pairs]
-        return {**seed_interval(gains), "seeds": gains}
+        return Value(**seed_interval(gains), seeds=gains)
 
     def _by_seed(self, flags: Sequence[bool]) -> list[float]:
         """The share of each seed, in per cent."""

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 
-from .data import Results, Row, Value
+from ..results.schema import Results, Row, Value
 from .figures import COLORS, FAMILY_COLORS, MARKERS, SIZE, STYLE, WIDE, new_figure, to_svg
 from .numbers import number, times
 from .select import Focus

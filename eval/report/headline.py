@@ -5,10 +5,11 @@ Plain words, also for bad news.
 
 from __future__ import annotations
 
-from .data import PEERS, Results, Row, Value
+from ..results.schema import Results, Row, Value
 from .frontier import points, speed_interval
 from .numbers import phrase, times
 from .select import Focus
+from .words import PEERS
 
 SIGNIFICANT = 0.05
 Interval = tuple[float, float] | None

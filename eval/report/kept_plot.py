@@ -9,8 +9,9 @@ import matplotlib
 from markupsafe import Markup
 from matplotlib.axes import Axes
 
-from .data import Results, Row
+from ..results.schema import Results, Row
 from .figures import COLORS, NARROW, SIZE, STYLE, new_figure, to_svg
+from .words import words_of
 
 _COLORS = ("mame", "second", "third", "muted")
 _PANELS_ACROSS = 3
@@ -55,7 +56,7 @@ def plot(results: Results, width: int) -> Markup | None:
             axes.remove()
         for axes in figure.axes:
             if axes.get_subplotspec().is_last_row():  # type: ignore[union-attr]
-                axes.set_xlabel(results.words.step)
+                axes.set_xlabel(words_of(results).step)
         figure.axes[0].set_ylabel("tokens kept")
         lines = {str(line.get_label()): line for axes in figure.axes for line in axes.lines}
         figure.legend(
@@ -66,7 +67,7 @@ def plot(results: Results, width: int) -> Markup | None:
             frameon=False,
             handlelength=1.2,
         )
-        description = f"Share of tokens kept per {results.words.step}. " + " ".join(
+        description = f"Share of tokens kept per {words_of(results).step}. " + " ".join(
             describe(row.label, levels, results.kind) for row, levels in rows
         )
         return to_svg(figure, f"kept-{width}", description)

@@ -4,9 +4,10 @@ apart.
 
 from __future__ import annotations
 
-from .data import Metric, Results, Row
+from ..results.schema import Column, Results, Row
 from .select import Focus
 from .tables import SPEEDUP, Cell, Table, fidelity_table, quality_table
+from .words import words_of
 
 _SPECIAL = {c: f"\\{c}" for c in "&%$#_{}"} | {
     "\\": r"\textbackslash{}",
@@ -100,7 +101,7 @@ def _cell(cell: Cell) -> str:
     return rf"\textbf{{{escape(cell.text)}}}" if cell.best else escape(cell.text)
 
 
-def _head(metric: Metric) -> str:
+def _head(metric: Column) -> str:
     unit = f" ({escape(metric.unit)})" if metric.unit else ""
     return f"{escape(metric.label)}{unit} {_ARROWS[metric.better]}"
 
@@ -117,7 +118,7 @@ def _caption(results: Results) -> str:
     reference = f" Quality is against {results.reference}." if results.reference else ""
     return (
         f"Suite {results.suite}, {results.images} images per row."
-        f" {results.words.fidelity_short}{reference} Below a value: its interval; bold: best."
+        f" {words_of(results).fidelity_short}{reference} Below a value: its interval; bold: best."
     )
 
 

@@ -8,7 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .data import Results
+from ..results.schema import Results
+from .words import words_of
 
 _FACTS = (  # manifest key, how it reads beside the headline
     ("steps", "{} steps"),
@@ -54,4 +55,4 @@ def facts(results: Results) -> list[str]:
 def command(results: Results) -> str:
     """The command that makes the report again: the manifest's own, or the suite's."""
     given = lookup(results.manifest, "command")
-    return str(given) if given else results.words.command.format(results.suite)
+    return str(given) if given else words_of(results).command.format(results.suite)

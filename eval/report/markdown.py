@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .data import Results, Row
+from ..results.schema import Results, Row
 from .pictures import Case
 from .select import Focus
 from .tables import Cell, Table
+from .words import words_of
 
 
 def render(page: Mapping[str, Any]) -> str:
@@ -42,7 +43,7 @@ def render(page: Mapping[str, Any]) -> str:
     if page["kept_words"]:
         parts += [
             "## Tokens kept",
-            results.words.kept,
+            words_of(results).kept,
             "\n".join(f"- {escape(words)}" for words in page["kept_words"]),
         ]
     parts += ["## Sanity gates", _gates(results), *(f"- {escape(note)}" for note in results.notes)]

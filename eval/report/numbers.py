@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .data import Metric, Value
+from ..results.schema import Column, Value
 
 
 def number(value: float, digits: int) -> str:
@@ -38,7 +38,7 @@ def times(ratio: float) -> str:
     return number(ratio, 2)
 
 
-def phrase(mean: float, metric: Metric) -> str:
+def phrase(mean: float, metric: Column) -> str:
     """``of 0.011``, ``of 38.1 dB``, ``below 0.001``: the value for running text."""
     text = number(mean, metric.digits)
     text = f"below {text[1:]}" if text.startswith("<") else f"of {text}"

@@ -18,7 +18,7 @@ import matplotlib
 import numpy as np
 from PIL import Image
 
-from .data import Picture, Results, Row
+from ..results.schema import Picture, Results, Row
 from .numbers import number
 from .select import CASES, Focus, cases
 

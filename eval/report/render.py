@@ -13,14 +13,16 @@ from markupsafe import Markup
 
 from mame_sd.runs.files import write_atomically
 
+from ..results.read import parse
+from ..results.schema import Results, Row
 from . import frontier, kept_plot, latex, markdown
-from .data import Results, Row, parse
 from .figures import NARROW, WIDE
 from .headline import comparison, headline
 from .manifest import command, facts, flat
 from .pictures import gradient, load_pictures
 from .select import Focus, focus
 from .tables import Table, cost_metrics, cost_table, fidelity_table, quality_table
+from .words import words_of
 
 HTML, MARKDOWN, CSV, TEX = "report.html", "report.md", "table.csv", "table.tex"
 PAPER = (
@@ -29,13 +31,13 @@ PAPER = (
 )
 
 
-def render(results: Mapping[str, Any], out: Path) -> Path:
+def render(results: Results | Mapping[str, Any], out: Path) -> Path:
     """Write report.html, report.md, table.csv and table.tex into the folder `out`, each whole or
     not at all.
 
     Args:
-        results: the content of results.json. Rows may be missing or not measured; the report says
-            so.
+        results: results, or the content of results.json. Rows may be missing or not measured; the
+            report says so.
         out: the folder that holds the runs which the rows name. An image that can't be read is
             named in the report.
 
@@ -46,7 +48,7 @@ def render(results: Mapping[str, Any], out: Path) -> Path:
         UserError: an entry of `results` is missing or of another kind, or `out` can't be written.
         MachineError: the disk is full, and the like.
     """
-    parsed = parse(results)
+    parsed = results if isinstance(results, Results) else parse(results)
     chosen = focus(parsed)
     page = _context(parsed, chosen, out)
     files = {
@@ -120,7 +122,7 @@ def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:
     kept = [(row, kept_plot.merging_levels(row)) for row in results.measured]
     return {
         "results": results,
-        "words": results.words,
+        "words": words_of(results),
         "chosen": chosen,
         "headline": headline(chosen),
         "comparison": comparison(results, chosen),

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .data import PEERS, Metric, Results, Row, Value
+from ..results.schema import Column, Results, Row, Value
+from .words import PEERS
 
 CASES = ("best", "median", "worst")
 
@@ -24,8 +25,8 @@ class Focus:
     baseline: Row | None
     mame: Row | None
     peer: Row | None
-    latency: Metric | None
-    closeness: Metric | None
+    latency: Column | None
+    closeness: Column | None
 
     def speedup(self, row: Row | None) -> float | None:
         """How many times as fast as the baseline `row` is, by mean or median; None where not
@@ -80,7 +81,7 @@ def cases(results: Results, chosen: Focus) -> list[tuple[str, str]]:
     )
 
 
-def _latency(results: Results) -> Metric | None:
+def _latency(results: Results) -> Column | None:
     """The metric of speed: latency, or CPU time where latency was withheld."""
     found = [
         metric
@@ -96,7 +97,7 @@ def _latency(results: Results) -> Metric | None:
     return latency or (found[0] if found else None)
 
 
-def _closeness(results: Results) -> Metric | None:
+def _closeness(results: Results) -> Column | None:
     fidelity = results.block("fidelity")
     ordered = sorted(fidelity, key=lambda metric: not metric.key.startswith("lpips"))
     merged = [row for row in results.measured if row.family != "baseline"]

@@ -11,11 +11,11 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from .data import Metric, Results, Row
+from ..results.schema import Column, Results, Row
 from .numbers import interval, number, p_value
 from .select import Focus
 
-SPEEDUP = Metric(
+SPEEDUP = Column(
     "speedup",
     "Times as fast",
     "",
@@ -62,11 +62,11 @@ class Table:
 
     name: str
     title: str
-    groups: Sequence[tuple[str, Sequence[Metric]]]
+    groups: Sequence[tuple[str, Sequence[Column]]]
     lines: Sequence[Line]
 
     @property
-    def metrics(self) -> list[Metric]:
+    def metrics(self) -> list[Column]:
         return [metric for _, group in self.groups for metric in group]
 
     @property
@@ -126,7 +126,7 @@ def cost_table(results: Results, chosen: Focus) -> Table:
     return _table("cost", "Other costs", [("Other costs", rest)], results, chosen)
 
 
-def _is_speed(metric: Metric, chosen: Focus) -> bool:
+def _is_speed(metric: Column, chosen: Focus) -> bool:
     """Whether the metric is that of speed, or the speed-up made of it."""
     return metric.key in ("flops", SPEEDUP.key, chosen.latency.key if chosen.latency else "")
 
@@ -141,7 +141,7 @@ def quality_table(results: Results, chosen: Focus) -> Table:
     return _table("quality", title, [(title, results.block("quality"))], results, chosen)
 
 
-def cost_metrics(results: Results, chosen: Focus) -> list[Metric]:
+def cost_metrics(results: Results, chosen: Focus) -> list[Column]:
     """The cost metrics, with the speed-up after the latency it is made of."""
     metrics = results.block("cost")
     if (
@@ -157,7 +157,7 @@ def cost_metrics(results: Results, chosen: Focus) -> list[Metric]:
 def _table(
     name: str,
     title: str,
-    groups: Sequence[tuple[str, Sequence[Metric]]],
+    groups: Sequence[tuple[str, Sequence[Column]]],
     results: Results,
     chosen: Focus,
 ) -> Table:
@@ -179,7 +179,7 @@ def _table(
     )
 
 
-def _cell(row: Row, metric: Metric, chosen: Focus) -> Cell:
+def _cell(row: Row, metric: Column, chosen: Focus) -> Cell:
     if metric.key == SPEEDUP.key and metric.key not in row.values:
         ratio = chosen.speedup(row)
         return (
@@ -217,7 +217,7 @@ def _without_value(reason: str) -> Cell:
     return Cell(kind, text, note=note, footnote=footnote)
 
 
-def _mark_best(metric: Metric, index: int, lines: Sequence[Line]) -> list[Cell]:
+def _mark_best(metric: Column, index: int, lines: Sequence[Line]) -> list[Cell]:
     """The column's cells, those that read as the best of at least two marked; lines without cells
     give an empty one.
 

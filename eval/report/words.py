@@ -6,6 +6,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..results.schema import Results
+
+# families of the rows that the headline's is compared with
+PEERS = {"tomesd": "ToMeSD", "tome": "ToMe"}
+
 
 @dataclass(frozen=True)
 class Words:
@@ -71,3 +76,8 @@ WORDS = {
         command="mame-sd-eval classify --suite {}",
     ),
 }
+
+
+def words_of(results: Results) -> Words:
+    """The words of the benchmark's kind."""
+    return WORDS[results.kind]

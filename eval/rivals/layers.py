@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import MaMeConfig, Study
 from mame_sd.core.plan import Plan
 from mame_sd.diffusion.apply_denoiser import denoiser_of, mame
 from mame_sd.diffusion.families.unet import PlainAttention
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.hook_registry import hook_on
 from mame_sd.diffusion.hooks import MergeHook
-from mame_sd.diffusion.layer import Layer, LayerCall, Route, Step
-from mame_sd.diffusion.tokens import Tokens
+from mame_sd.diffusion.layer import Layer, LayerCall, Route, Step, Tokens
 
 
 class Run:
@@ -147,7 +146,9 @@ def rival_on(
     """
     run = Run(seed)
     # keep=1: all samples of a batch run together, for a rival's plans are not of our partition
-    with mame(target, keep=1.0, merge=merge, correct=counted, min_tokens=min_tokens) as handle:
+    with mame(
+        target, keep=1.0, merge=merge, study=Study(correct=counted), min_tokens=min_tokens
+    ) as handle:
         noted = denoiser_of(target).register_forward_pre_hook(run.note, with_kwargs=True)
         try:
             for module in denoiser_of(target).modules():

@@ -103,7 +103,7 @@ def whole(config: MaMeConfig) -> dict[str, Any]:
     fields = {name: value for name, value in config.to_dict().items() if value is not None}
     study = {name: value for name, value in fields["study"].items() if value is not None}
     fields["study"] = study
-    left = {"stride", "merge"} - config.given.keys() | {"batch"}
+    left = {"stride", "merge"} - config.given.keys()
     rest = {name: value for name, value in fields.items() if name not in left}
     rest["study"] = {name: value for name, value in study.items() if name not in left}
     return rest if MaMeConfig.from_dict(rest) == config else fields

@@ -238,7 +238,7 @@ def replace_given(config: MaMeConfig, **fields: object) -> MaMeConfig:
     given = {**config.given, **fields}
     given.setdefault("preset", "plain")
     given.pop("weights", None)
-    return MaMeConfig(**{name: value for name, value in given.items() if value is not None})
+    return MaMeConfig.from_dict({n: value for n, value in given.items() if value is not None})
 
 
 def _stacked(parts: list[Tensor | None], most: int) -> Tensor | None:

@@ -19,7 +19,7 @@ from mame_sd.caches.scores import (
 )
 from mame_sd.caches.selection import Selection
 from mame_sd.caches.view import CacheView
-from mame_sd.config import MaMeConfig
+from mame_sd.config import MaMeConfig, Study
 
 
 class Method(Protocol):
@@ -37,7 +37,9 @@ METHODS: dict[str, Method] = {
     "paper-strict": CausalMaMe(causal="strict"),
     "paper-counted": CausalMaMe(counted=True),
     "best": CausalMaMe(
-        MaMeConfig(preset="plain", weights="best", feature="k"), causal="none", counted=True
+        MaMeConfig(preset="plain", study=Study(weights="best", feature="k")),
+        causal="none",
+        counted=True,
     ),
     "random": Selection(Random()),
     "every-kth": Selection(EveryKth()),

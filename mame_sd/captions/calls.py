@@ -5,6 +5,7 @@ fewer tokens.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.captions.prompts import Image, Kept, kept_of
-from mame_sd.captions.towers import images_of
-from mame_sd.perception.handle import EncoderHandle
 
 _NAMES = ("forward", "generate")
 _NOT_BESIDE = {
@@ -47,11 +46,14 @@ class Calls:
 
     Args:
         model: a LLaVA of a known class.
-        tower: merging on its vision tower.
+        seen: what the images of a call give, which has `pixel_values`.
+
+    Attributes:
+        active: False leaves every call as it is.
     """
 
-    def __init__(self, model: nn.Module, tower: EncoderHandle) -> None:
-        self.model, self.tower = model, tower
+    def __init__(self, model: nn.Module, seen: Callable[[dict[str, Any]], list[Image]]) -> None:
+        self.model, self.seen, self.active = model, seen, True
         self.counts = VisualCounts()
         self._own = {name: Call(self, name) for name in _NAMES}
 
@@ -78,16 +80,17 @@ class Calls:
     def run(self, name: str, call: dict[str, Any]) -> Any:
         """The model's own call of this name, with fewer tokens where it is given images."""
         own = getattr(type(self.model), name)
-        pixels = call.get("pixel_values")
-        if not self.tower.active or pixels is None or not len(pixels):
-            return own(self.model, **call)
         if name == "forward":
-            return own(self.model, **self._fewer(call)[0])
+            fewer = self._fewer(call)
+            return own(self.model, **(call if fewer is None else fewer[0]))
+        if call.get("inputs") is not None:
+            call["input_ids"] = call.pop("inputs")
         with torch.no_grad():
-            if call.get("inputs") is not None:
-                call["input_ids"] = call.pop("inputs")
+            fewer = self._fewer(call)
+            if fewer is None:
+                return own(self.model, **call)
             ids = call["input_ids"]
-            call, short = self._fewer(call)
+            call, short = fewer
             for length in ("max_length", "min_length"):
                 if call.get(length) is not None:
                     call[length] -= ids.shape[1] - short.shape[1]
@@ -97,14 +100,19 @@ class Calls:
         written.sequences = _whole(written.sequences, ids, short)
         return written
 
-    def _fewer(self, call: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
-        """The call with vectors for tokens, fewer of them, and the ids of these [B, L']."""
+    def _fewer(self, call: dict[str, Any]) -> tuple[dict[str, Any], Tensor] | None:
+        """The call with vectors for tokens, fewer of them, and the ids of these [B, L']; None: it
+        has no images, or is left as it is.
+        """
         call = {name: value for name, value in call.items() if value is not None}
+        if not len(call.get("pixel_values", ())):
+            return None
+        if not self.active:
+            return None
         self._check(call)
+        images = self.seen(call)
         model: Any = self.model
         ids, mask = call.pop("input_ids"), call.get("attention_mask")
-        one = any(config.keep is None for config in self.tower.configs.values())
-        images = images_of(model, self.tower, call, one)
         token = int(model.config.image_token_id)
         kept = kept_of(ids, mask, token, images)
         self.counts.add(images)

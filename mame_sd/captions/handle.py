@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from mame_sd.captions.calls import Calls, VisualCounts, calls_on
-from mame_sd.captions.towers import layer_of
+from mame_sd.captions.prompts import Image
+from mame_sd.captions.towers import images_of, layer_of
 from mame_sd.config import MaMeConfig
 from mame_sd.perception.handle import EncoderHandle
 from mame_sd.perception.report import EncoderReport
@@ -51,6 +52,17 @@ class CaptionReport:
         )
 
 
+class MergedImages:
+    """What the images of a call give where the tower of `model` merges."""
+
+    def __init__(self, model: nn.Module, tower: EncoderHandle) -> None:
+        self.model, self.tower = model, tower
+
+    def __call__(self, call: dict[str, Any]) -> list[Image]:
+        one = any(config.keep is None for config in self.tower.configs.values())
+        return images_of(self.model, self.tower, call, one)
+
+
 class CaptionHandle:
     """Merging as applied to one LLaVA. Made by `apply_captioner`.
 
@@ -84,7 +96,7 @@ class CaptionHandle:
             prop_attn=prop_attn,
             schedule=schedule if "keep" not in fields else None,
         )
-        self._calls = Calls(model, self.tower)
+        self._calls = Calls(model, MergedImages(model, self.tower))
 
     def _by_block(
         self, config: MaMeConfig | None, fields: dict[str, Any]
@@ -113,11 +125,11 @@ class CaptionHandle:
     @property
     def active(self) -> bool:
         """Whether tokens merge; False makes every call bit-equal to a model without merging."""
-        return self.tower.active
+        return self._calls.active
 
     @active.setter
     def active(self, value: bool) -> None:
-        self.tower.active = value
+        self._calls.active = self.tower.active = value
 
     def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
         """Changes live settings from the next call on, as `EncoderHandle.set`; one `keep` is the

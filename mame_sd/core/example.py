@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import MaMeConfig, Study
 from mame_sd.core.correction import Drawn, add_by_kernel, added_by_kernels, first_order_of_means
 from mame_sd.core.detail import Detail
 from mame_sd.core.merge import plan_merge
@@ -31,7 +31,7 @@ def results(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     settings = {
         "kv": MaMeConfig(keep=0.25),
-        "qkv": MaMeConfig(keep=0.625, stride=(2, 2), merge="qkv", detail=True),
+        "qkv": MaMeConfig(keep=0.625, study=Study(stride=(2, 2), detail=True), merge="qkv"),
     }
     for name, config in settings.items():
         plan = plan_merge(x, config, _PLANE)

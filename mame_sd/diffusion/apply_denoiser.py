@@ -59,16 +59,9 @@ from mame_sd.diffusion.families.unet import (
 )
 from mame_sd.diffusion.handle import MaMeHandle, Placed
 from mame_sd.diffusion.hook_registry import hook_on, put_hook, take_hook
-from mame_sd.diffusion.hooks import (
-    EagerSizeHook,
-    MergeHook,
-    Setting,
-    Shared,
-    SizeHook,
-    StepHook,
-    takes_timestep,
-)
+from mame_sd.diffusion.hooks import MergeHook, Setting, Shared
 from mame_sd.diffusion.layer import Layer
+from mame_sd.diffusion.model_hooks import EagerSizeHook, SizeHook, StepHook, takes_timestep
 from mame_sd.diffusion.processor import MaMeAttnProcessor, make_config
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import LayerStats, device_of
@@ -166,7 +159,8 @@ def build_handle(target: Any, config: MaMeConfig, active: bool = True) -> MaMeHa
             number = sum(
                 isinstance(hook, MergeHook) and hook.stats.part == part for _, hook in hooks
             )
-            hooks.append((module, MergeHook(shared, stats, layer, image, number)))
+            known = None if image is None else image.tokens
+            hooks.append((module, MergeHook(shared, stats, layer, known, number)))
     if not any(isinstance(hook, MergeHook) and hook.stats.part == "attention" for _, hook in hooks):
         raise ValueError(_nothing_found(root))
     for _, hook in hooks:

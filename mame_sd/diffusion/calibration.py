@@ -224,7 +224,7 @@ class Single(MergeHook):
 
     def __init__(self, hook: MergeHook, form: MaMeConfig) -> None:
         super().__init__(
-            hook.shared, LayerStats(hook.stats.name), hook.layer, hook.image, int(hook.number)
+            hook.shared, LayerStats(hook.stats.name), hook.layer, hook.known, int(hook.number)
         )
         self._form = form
 

@@ -24,13 +24,14 @@ from mame_sd.diffusion.calibration import (
 )
 from mame_sd.diffusion.families.references import NONE_HERE
 from mame_sd.diffusion.families.transformers import known_as, suited
-from mame_sd.diffusion.hook_registry import AroundHook, PreHook, hook_on, put_hook, take_hook
-from mame_sd.diffusion.hooks import MergeHook, Setting, Shared, StepHook
+from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, take_hook
+from mame_sd.diffusion.hooks import MergeHook, Setting, Shared
+from mame_sd.diffusion.model_hooks import SizeHook, StepHook
 from mame_sd.diffusion.processor import make_config
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import MaMeReport, device_of, make_report
 
-Placed = tuple[nn.Module, AroundHook | PreHook]  # a hook and the module it goes on
+Placed = tuple[nn.Module, MergeHook | PreHook]  # a hook and the module it goes on
 
 
 class MaMeHandle:
@@ -335,6 +336,11 @@ class MaMeHandle:
             raise ValueError(
                 f"made_for: expected settings that were found for {self.described}, got ones for"
                 f" {config.made_for}; calibrate this model, or take another file"
+            )
+        if config.size is not None and any(isinstance(h, SizeHook) for _, h in self._placed):
+            raise ValueError(
+                f"size: expected none, for {model} tells its height and width, got {config.size};"
+                " leave it out"
             )
         unknown = [] if config.layers is None else config.layers.unknown(self._names)
         if unknown:

@@ -1,62 +1,13 @@
-"""What diffusers' registry of hooks lacks: hooks that live in copies, putting one back, taking one
-out from under another.
+"""What diffusers' registry of hooks lacks: putting a hook back, taking one out from under another,
+hooks that only read. The one hook in the registry is a `mame_sd.diffusion.hooks.MergeHook`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.hooks import HookRegistry
 from torch import nn
-
-
-class AroundHook(ModelHook):
-    """Runs around a module's own forward, in deepcopies of the module too.
-
-    The registry keeps `fn_ref.forward`, what is inside.
-    """
-
-    name: str
-    fn_ref: Any
-    entry: Any  # the module's `forward` just after the hook was put on, an Entry's
-
-    def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """The module's output; `forward` is its own."""
-        raise NotImplementedError
-
-    def put(self) -> None:
-        """Is told that it was put on its module."""
-
-    def let_go(self) -> None:
-        """Holds on to nothing of the module any more: it was taken off."""
-        self.fn_ref = self.entry = None
-
-
-class Entry:
-    """The `forward` of a module that carries an AroundHook, instead of the registry's own.
-
-    diffusers binds a function of its own to each module: a deepcopy would run the original's
-        weights, and `torch.compile` would
-    compile blocks that differ in nothing else (`compile_repeated_blocks`) each anew. A method is
-    one function for all of them.
-    """
-
-    def __init__(self, module: nn.Module, hook: AroundHook) -> None:
-        self.module = module
-        self.hook: AroundHook | None = hook
-        self.passed: Any = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output."""
-        if self.hook is None:
-            return self.passed(*args, **kwargs)
-        return self.hook.around(self.module, self.hook.fn_ref.forward, *args, **kwargs)
-
-    def pass_through(self) -> None:
-        """Does nothing; functions that others have put around it by hand still find it."""
-        assert self.hook is not None
-        self.passed = self.hook.fn_ref.forward
-        self.hook = None
 
 
 class PreHook:
@@ -99,7 +50,7 @@ def hook_on(module: nn.Module, name: str) -> Any:
     return None if registry is None else registry.get_hook(name)
 
 
-def put_hook(module: nn.Module, hook: AroundHook | PreHook) -> None:
+def put_hook(module: nn.Module, hook: Any) -> None:
     """Makes `hook` the one of its name on `module`, inside of all other hooks of its registry,
     whichever came first.
 
@@ -120,9 +71,7 @@ def put_hook(module: nn.Module, hook: AroundHook | PreHook) -> None:
     if first is not None:
         setattr(module, "forward", _inside(first))  # noqa: B010
     registry.register_hook(hook, hook.name)
-    hook.put()
-    hook.entry = Entry(module, hook).forward
-    setattr(module, "forward", hook.entry)  # noqa: B010
+    setattr(module, "forward", hook.put(module))  # noqa: B010
     if first is not None:
         setattr(module, "forward", outermost)  # noqa: B010
         setattr(

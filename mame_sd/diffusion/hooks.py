@@ -1,41 +1,34 @@
-"""The three hooks that `apply_mame` puts on a model: one merges around a layer, one reads how the
-tokens lie, one the step.
+"""The hook that merges around a layer, and what it shares with those that read a model's calls
+(`model_hooks.py`): the settings, the step, and plans that two calls of one input share.
+
+Guidance may take two calls: the second, of the same latents at the same timestep, merges by the
+plans of the first. What a batch of both is to `mame_sd.core.pairs`. Pipelines of Qwen-Image, Wan,
+Chroma and Flux call the model with the prompt and then, with the very same tensor, with the
+negative prompt. A call with all the same tensors is none of these: it is repeated, with other
+weights perhaps.
 """
 
 from __future__ import annotations
 
-import inspect
-import warnings
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
 from mame_sd.config import PARTS, MaMeConfig
-from mame_sd.core.pairs import leaders
-from mame_sd.core.partition import DRAWS, constant, counting, draw_at
-from mame_sd.diffusion.calls import LatestCall
-from mame_sd.diffusion.hook_registry import AroundHook, CallHook, PreHook
-from mame_sd.diffusion.layer import NO_STEP, Layer, Step, merged_call
-from mame_sd.diffusion.threads import PerThread, begin, end
-from mame_sd.diffusion.tokens import Call, Tokens
+from mame_sd.core.matrix_plan import MergePlan
+from mame_sd.core.partition import DRAWS
+from mame_sd.core.plan import Plan
+from mame_sd.diffusion.layer import NO_STEP, Layer, Step, Tokens, merged_call
+from mame_sd.diffusion.threads import PerThread
 from mame_sd.diffusion.worth import leaves_open
-from mame_sd.report import NOTHING_MERGES, LayerStats
+from mame_sd.report import LayerStats
 
 LEFT = "left unmerged by layers"
-# Models whose pipelines put the prompt before the negative one in a batch.
-_PROMPT_FIRST = {"DiTTransformer2DModel", "LuminaNextDiT2DModel"}
-
-
-TokensOf = Callable[[Any, Call], Tokens | str | None]
-_TIMESTEP = (
-    "timestep",
-    "timesteps",
-    "t",
-    "timestep_ratio",
-    "vision_timesteps",
-)  # what models call it
 
 
 class Setting:
@@ -92,32 +85,143 @@ class Shared:
         return self.own.value or self.setting
 
 
-class MergeHook(AroundHook):
-    """Merges around one layer, while the settings in force merge what it computes (`stats.part`).
+class Plans:
+    """Plans of a model's layers, for all calls of the same latents at one timestep.
 
-    `number` counts a model's layers from 0: in one step neighbours take different draws, so that
-    their errors do not add up.
+    Args:
+        latents: the model's input; with it go the plans.
+    """
+
+    def __init__(self, latents: Tensor) -> None:
+        found: dict[tuple[Any, ...], Plan] = {}
+        self._found = found
+        self._calls: Counter[str] = Counter()
+        self._latents = weakref.ref(latents, lambda _: found.clear())
+        self._version = latents._version
+        self._others: list[weakref.ref[Tensor]] = []  # of the latest call
+        self._of = self._now = _noted(None)  # the timesteps of the plans and of the call under way
+
+    def go_for(self, latents: Tensor, others: list[Tensor]) -> bool:
+        """Whether they go for a call with this very tensor, unchanged since as PyTorch counts it,
+        and other tensors than the latest call's.
+        """
+        same = len(others) == len(self._others) and all(
+            known() is other for known, other in zip(self._others, others, strict=True)
+        )
+        return self._latents() is latents and self._version == latents._version and not same
+
+    def begin(self, timestep: Any, others: list[Tensor]) -> Plans:
+        """To be called at the start of each call of the model."""
+        self._calls.clear()
+        self._now = _noted(timestep)
+        self._others = [weakref.ref(other) for other in others]
+        return self
+
+    def plan(
+        self, layer: str, config: MaMeConfig, shape: tuple[int, ...], make: Callable[[], Plan]
+    ) -> Plan:
+        """What merges in the next call of a layer: the plan that its call of the same number made
+        in an earlier call of the model, else a new one. It is kept, unless it is a matrix, which
+        all layers together have no memory for.
+
+        Args:
+            layer: its name.
+            config: its settings.
+            shape: of the tokens that may merge.
+            make: gives a new plan.
+        """
+        if self._latents() is None:  # a call that was interrupted, of which no hook is told
+            return make()
+        if self._found and self._of is not self._now and not _same(self._of, self._now):
+            self._found.clear()
+        self._of = self._now
+        self._calls[layer] += 1  # a feed-forward network may run chunk by chunk
+        key = layer, self._calls[layer], config, shape
+        plan = self._found.get(key) or make()
+        if not any(isinstance(part, MergePlan) for part in getattr(plan, "parts", (plan,))):
+            self._found[key] = plan
+        return plan
+
+
+def _noted(timestep: Any) -> tuple[Any, int]:
+    """A timestep, and how often it was changed."""
+    counted = isinstance(timestep, Tensor) and not timestep.is_inference()
+    return timestep, timestep._version if counted else 0
+
+
+def _same(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
+    """Whether two timesteps that were noted are the same, and neither has changed since."""
+    (first, version), (second, _) = before, now
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return type(first) is type(second) and bool(first == second)
+    if _noted(first) != (first, version) or first.is_inference():
+        return False
+    if first is second:
+        return True
+    return first.device == second.device and not first.is_meta and torch.equal(first, second)
+
+
+class Entry:
+    """The `forward` of a module that carries a MergeHook, instead of the registry's own.
+
+    diffusers binds a function of its own to each module: a deepcopy would run the original's
+    weights, and `torch.compile` would compile blocks that differ in nothing else
+    (`compile_repeated_blocks`) each anew. A method is one function for all of them.
+    """
+
+    def __init__(self, module: nn.Module, hook: MergeHook) -> None:
+        self.module = module
+        self.hook: MergeHook | None = hook
+        self.passed: Any = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output."""
+        if self.hook is None:
+            return self.passed(*args, **kwargs)
+        return self.hook.around(self.module, self.hook.fn_ref.forward, *args, **kwargs)
+
+    def pass_through(self) -> None:
+        """Does nothing; functions that others have put around it by hand still find it."""
+        assert self.hook is not None
+        self.passed = self.hook.fn_ref.forward
+        self.hook = None
+
+
+class MergeHook(ModelHook):
+    """Merges around one layer, while the settings in force merge what it computes (`stats.part`);
+    in deepcopies of the module too.
+
+    The registry keeps `fn_ref.forward`, the module's own.
+
+    Args:
+        shared: what the hooks of a handle share.
+        stats: counters of the layer.
+        layer: the kind of module.
+        known: how the tokens lie in each thread's latest call of the model; None: it isn't told.
+        number: counts a model's layers from 0: in one step neighbours take different draws, so that
+            their errors do not add up.
     """
 
     name = "mame"
+    fn_ref: Any
+    entry: Any = None  # the module's `forward` just after the hook was put on, an Entry's
 
     def __init__(
         self,
         shared: Shared,
         stats: LayerStats,
         layer: Layer,
-        image: SizeHook | None,
+        known: PerThread | None,
         number: int = 0,
     ) -> None:
         super().__init__()
         self.place = number % DRAWS
-        self.number = torch.tensor(
-            number
-        )  # of no dimension: for any device, and no constant of a compiled graph
+        # Of no dimension: for any device, and no constant of a compiled graph.
+        self.number = torch.tensor(number)
         self.shared = shared
         self.stats = stats
         self.layer = layer
-        self.image = image
+        self.known = known
 
     @property
     def on(self) -> bool:
@@ -125,9 +229,9 @@ class MergeHook(AroundHook):
         return self.shared.now.of_part[self.stats.part] is not None
 
     def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """The module's output, merged where that is sound."""
+        """The output of the module, whose own forward is `forward`, merged where that is sound."""
         shared, stats = self.shared, self.stats
-        setting: Setting = shared.own.value or shared.setting
+        setting: Setting = getattr(shared.own.mine, "value", None) or shared.setting
         config = setting.of_part[stats.part]
         if config is None or not setting.active:
             return forward(*args, **kwargs)
@@ -140,185 +244,34 @@ class MergeHook(AroundHook):
             return call.run()
         return merged_call(self.layer, call, known, config, stats, step, setting.may_leave)
 
-    def put(self) -> None:
-        """See `AroundHook`."""
-        if self.shared.applied is not None:
-            self.shared.applied(True)
-
-    def let_go(self) -> None:
-        """See `AroundHook`."""
-        super().let_go()
-        if self.shared.applied is not None:
-            self.shared.applied(False)
-
     def told(self) -> tuple[Tokens | None, Step]:
         """What this thread's latest call of the model says: how the tokens lie, and of the step.
 
         Nothing of the step where gradients are on: a block that is computed again for them
-            (checkpointing) merges as before,
-        whatever has run since, and no sample's timestep decides on its neighbours in a training
-        batch.
+        (checkpointing) merges as before, whatever has run since, and no sample's timestep decides
+        on its neighbours in a training batch.
         """
-        known = None if self.image is None else self.image.tokens.value
-        step: Step = (None if torch.is_grad_enabled() else self.shared.step.value) or NO_STEP
-        if step is NO_STEP:
-            return known, step
-        if (
-            torch.compiler.is_compiling()
-        ):  # a number would be a constant of the graph, which holds no plans
+        shared, noted = self.shared, self.known
+        known = None if noted is None else getattr(noted.mine, "value", noted.latest)
+        step: Step | None = getattr(shared.step.mine, "value", shared.step.latest)
+        if step is None or torch.is_grad_enabled():
+            return known, NO_STEP
+        if torch.compiler.is_compiling():  # a number would be a constant of the graph
             draw = None if step.draw is None else step.draw + self.number
-            return known, Step(draw, leader=step.leader)
+            return known, Step(draw, leader=step.leader)  # a graph holds no plans
         draw = None if step.draws is None else step.draws[self.place : self.place + 1]
-        return known, Step(draw, leader=step.leader, plans=self.shared.plans.value)
+        plans = getattr(shared.plans.mine, "value", None)
+        return known, Step(draw, leader=step.leader, plans=plans)
 
+    def put(self, module: nn.Module) -> Any:
+        """Is told that it was put on `module`, whose `forward` is now what it gives."""
+        if self.shared.applied is not None:
+            self.shared.applied(True)
+        self.entry = Entry(module, self).forward
+        return self.entry
 
-class SizeHook(PreHook):
-    """Notes how the tokens lie in a forward of the model, or part of it, around merging layers."""
-
-    name = "mame_size"
-
-    def __init__(self, module: nn.Module, shared: Shared, tokens_of: TokensOf) -> None:
-        self.names = _names(module)
-        self.shared = shared
-        self.tokens_of = tokens_of
-        self.tokens = PerThread(latest=True)  # how they lie in its latest forward
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises ValueError beside tomesd's patch."""
-        for block in getattr(module, "transformer_blocks", ()):
-            if type(block).__name__ == "ToMeBlock":
-                raise ValueError(
-                    "expected blocks whose tokens are not merged yet, found tomesd's patch: call "
-                    "tomesd.remove_patch(pipe), or remove_mame(pipe) to merge by tomesd alone"
-                )
-        if self.shared.now.active:
-            self.read(module, {**dict(zip(self.names, args, strict=False)), **kwargs})
-
-    def read(self, module: nn.Module, call: Call) -> None:
-        """Notes how they lie in a call of the module."""
-        found = self.tokens_of(module, call)
-        self.tokens.value = Tokens((0,), unknown=found) if isinstance(found, str) else found
-
-
-class EagerSizeHook(SizeHook):
-    """A SizeHook that runs outside of compiled graphs, since it reads values of tensors.
-
-    In an export, whose tensors have none, tokens lie as in the latest forward.
-    """
-
-    __call__ = torch.compiler.disable(SizeHook.__call__)
-
-    def __init__(self, module: nn.Module, shared: Shared, tokens_of: TokensOf) -> None:
-        super().__init__(module, shared, tokens_of)
-        self._shapes = PerThread(latest=True)  # of the latest forward's arguments
-
-    def read(self, module: nn.Module, call: Call) -> None:
-        """Raises ValueError in an export of other shapes than the latest forward's."""
-        shapes = {
-            name: tuple(value.shape) for name, value in call.items() if isinstance(value, Tensor)
-        }
-        if not torch.compiler.is_exporting():
-            super().read(module, call)
-            self._shapes.value = shapes
-        elif shapes != self._shapes.value:
-            raise ValueError(
-                f"expected a forward of {type(module).__name__} with the same shapes before the"
-                f" export, which can't read how its tokens lie, got {self._shapes.value}: run the"
-                " model once on what you export it with"
-            )
-
-
-class StepHook(CallHook):
-    """Notes what the latest forward of a denoiser says: its timestep, which draw of the random
-    partitions it takes; its first input, the latents, whether guided and unguided samples stand in
-    it, or it is the second call of two of the same input.
-
-    So the same call gives the same result, whatever ran before it with other latents, and neither
-    sampler nor pipeline needs to be known.
-    """
-
-    name = "mame_step"
-
-    def __init__(self, module: nn.Module, shared: Shared) -> None:
-        self.names = _names(module)
-        self.shared = shared
-        self.latest = LatestCall()
-        self.watched: list[LayerStats] = []  # layers whose first forward has not been looked at
-        # a ControlNet is called with the same latents for each control image
-        self.calls_pair = "ControlNet" not in type(module).__name__
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        setting, timestep = (
-            self.shared.now,
-            next((call[name] for name in _TIMESTEP if call.get(name) is not None), None),
-        )
-        parts = call.get(self.names[0])
-        if isinstance(parts, list) and all(isinstance(part, Tensor) for part in parts):
-            alike = len({part.shape for part in parts}) == 1
-            call[self.names[0]] = (
-                torch.stack(parts) if alike else parts
-            )  # Z-Image: a latent for each sample
-        inputs = [
-            value
-            for name in self.names
-            if isinstance(value := call.get(name), Tensor) and value.dim() > 1
-        ]
-        draw = draw_at(timestep) if timestep is not None and setting.config.redraw else None
-        if inputs and draw is not None:
-            draw = draw.to(inputs[0].device)
-        pairs = setting.config.pairs and bool(inputs) and inputs[0] is call.get(self.names[0])
-        leader = leaders(inputs[0], type(module).__name__ in _PROMPT_FIRST) if pairs else None
-        compiling = torch.compiler.is_compiling()
-        draws = None if compiling or draw is None else draw + constant(counting, DRAWS, draw.device)
-        self.shared.step.value = Step(draw, draws, leader)
-        if compiling:  # a graph holds no plans
-            return
-        if inputs:
-            begin(module, self.name, inputs[0])
-        if pairs and self.calls_pair:
-            apart = {self.names[0], *_TIMESTEP}
-            others = [
-                value
-                for name, value in call.items()
-                if isinstance(value, Tensor) and name not in apart
-            ]
-            self.shared.plans.value = self.latest.plans(inputs[0], timestep, others)
-        else:
-            self.latest.forget()
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Blocks that are called by themselves share nothing.
-
-        Warns once where the first forward merges nothing.
-        """
-        if not torch.compiler.is_compiling():
-            end(module, self.name)
-            self.shared.plans.value = None
-            watched, self.watched = self.watched, []
-            called = [stats for stats in watched if stats.calls]
-            if called and self.shared.now.active and all(stats.last_reason for stats in called):
-                largest = max(stats.tokens_in // stats.calls for stats in called)
-                warnings.warn(
-                    f"{NOTHING_MERGES}: each of {len(called)} was left alone, and the largest has"
-                    f" {largest} tokens; report() says why. Lower min_tokens or generate larger"
-                    " images",
-                    stacklevel=2,
-                )
-
-    def forget(self) -> None:
-        """Lets go of this thread's plans."""
-        self.latest.forget()
-        self.shared.plans.value = None
-
-
-def takes_timestep(module: nn.Module) -> bool:
-    """Whether the module is called with a timestep, as denoisers are."""
-    try:
-        return not set(_TIMESTEP).isdisjoint(_names(module))
-    except (AttributeError, TypeError, ValueError):  # scripted or built-in: no signature
-        return False
-
-
-def _names(module: nn.Module) -> list[str]:
-    return list(inspect.signature(type(module).forward).parameters)[1:]
+    def let_go(self) -> None:
+        """Holds on to nothing of the module any more: it was taken off."""
+        self.fn_ref = self.entry = None
+        if self.shared.applied is not None:
+            self.shared.applied(False)

@@ -10,10 +10,12 @@ by a `Layer`: a UNet's self-attention (`families/unet.py`), a transformer's
 from __future__ import annotations
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +25,8 @@ from mame_sd.core.detail import Detail
 from mame_sd.core.merge import plan_merge
 from mame_sd.core.partition import GRIDS
 from mame_sd.core.plan import Plan
-from mame_sd.diffusion.tokens import Tokens
 from mame_sd.diffusion.worth import LEFT_WHOLE, no_gain
 from mame_sd.report import LayerStats
-
-if TYPE_CHECKING:  # it needs diffusers, which ComfyUI's node does without
-    from mame_sd.diffusion.calls import Plans
 
 # share of tokens kept above which merging saves less than it costs; with tau it is known only now
 WORTHWHILE = 0.85
@@ -38,6 +36,85 @@ NO_SIZE = (
     " size=(h, w)"
 )
 NO_DETAIL = "height and width unknown: restored as copies, without detail; give size=(h, w)"
+
+
+Call = Mapping[str, Any]  # the arguments of a forward, by name
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How the tokens of one call lie.
+
+    Attributes:
+        size: (h, w) of an image's tokens, or (t, h, w) of a video's, in row-major order; (n,) where
+            rows and columns are unknown.
+        before: tokens of something else, such as text, that stand before them in layers where both
+            share a sequence; None: any number, another in each layer, and `after` behind them.
+        after: the same, behind them (in every layer, such as a reference image's); None: any
+            number, another in each layer.
+        unknown: why they can't be told in this call, in which then nothing merges.
+        references: the sizes of reference images that stand right behind them, in their order; the
+            first of what `after` counts.
+        count: how many tokens the image or video has.
+        plane: the (rows, columns) on which tokens are compared; None where they are unknown. A
+            video's plane is (h * t, w): the rows of all frames interleaved, so that a tile of the
+            plane spans neighbours in time as well as in space.
+    """
+
+    size: tuple[int, ...]
+    before: int | None = 0
+    after: int | None = 0
+    unknown: str = ""
+    references: tuple[tuple[int, ...], ...] = ()
+    count: int = field(init=False, compare=False, repr=False)
+    plane: tuple[int, int] | None = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        count = math.prod(self.size)
+        object.__setattr__(self, "count", count)
+        object.__setattr__(
+            self, "plane", None if len(self.size) == 1 else (count // self.size[-1], self.size[-1])
+        )
+
+    def start(self, length: int) -> int | None:
+        """Where they begin in a sequence of `length`; None if they can't be in it."""
+        if self.before is None:
+            start = length - self.count - (self.after or 0)
+            return 0 if length == self.count else start if start >= 0 else None
+        if self.after is None:
+            return (
+                self.before
+                if length >= self.before + self.count
+                else 0
+                if length == self.count
+                else None
+            )
+        if length in (self.count, self.count + self.after):
+            return 0
+        return self.before if length == self.before + self.count + self.after else None
+
+    def to_plane(self, image: Tensor) -> Tensor:
+        """These tokens [B, n, C] in the plane's order."""
+        return (
+            image.unflatten(1, self.size).transpose(1, 2).flatten(1, 3)
+            if len(self.size) == 3
+            else image
+        )
+
+    def from_plane(self, image: Tensor) -> Tensor:
+        """Tokens [B, n, C] in the plane's order in their own again."""
+        if len(self.size) < 3:
+            return image
+        t, h, w = self.size
+        return image.unflatten(1, (h, t, w)).transpose(1, 2).flatten(1, 3)
+
+    def places(self, on_plane: Tensor) -> Tensor:
+        """Where tokens at these places of the plane are among all of them, in their own order."""
+        if len(self.size) < 3:
+            return on_plane
+        t, h, w = self.size
+        row, column = on_plane // w, on_plane % w
+        return (row % t * h + row // t) * w + column
 
 
 class LayerCall(NamedTuple):
@@ -68,6 +145,15 @@ class LayerCall(NamedTuple):
         return self.forward(*args, *self.rest, **given)
 
 
+class KeptPlans(Protocol):
+    """Plans of an earlier call of the same input (`mame_sd.diffusion.hooks.Plans`)."""
+
+    def plan(
+        self, layer: str, config: MaMeConfig, shape: tuple[int, ...], make: Callable[[], Plan]
+    ) -> Plan:
+        """What merges in the next call of a layer."""
+
+
 class Step(NamedTuple):
     """What the call of the model around a layer says of merging in it.
 
@@ -83,7 +169,7 @@ class Step(NamedTuple):
     draw: Tensor | None = None
     draws: Tensor | None = None
     leader: Tensor | None = None
-    plans: Plans | None = None
+    plans: KeptPlans | None = None
 
 
 NO_STEP = Step()
@@ -231,9 +317,9 @@ def merged_call(
         plan = layer.plan(route, step)
     else:  # what merged in an earlier call of the same input, if there was one
         shape = feature.shape[0], *tokens.size, *sum((r.tokens.size for r in route.references), ())
-        plan = step.plans.plan(stats.name, route.config, shape, lambda: layer.plan(route, step))
+        plan = step.plans.plan(stats.name, route.config, shape, partial(layer.plan, route, step))
     size = None if tokens.plane is None else tokens.size
-    if nothing_to_win(route.config, plan):
+    if route.config.tau is not None and nothing_to_win(route.config, plan):
         stats.whole(plan, size, route.note, NOTHING_TO_WIN)
         return call.run()
     output = route.form(route, plan)
@@ -270,3 +356,13 @@ def compared(attn: Any, hidden_states: Tensor, kind: str) -> Tensor:
         return hidden_states
     keys: Tensor = attn.to_k(hidden_states)
     return keys if kind == "k" else keys.unflatten(-1, (-1, attn.inner_dim // attn.heads)).mean(-2)
+
+
+def skips_scores(attn: Any) -> bool:
+    """Whether diffusers' layer skip puts values instead of attention, which it does where there are
+    as many as queries.
+    """
+    registry = getattr(attn, "_diffusers_hook", None)
+    return registry is not None and any(
+        getattr(h, "skip_attention_scores", False) for h in registry.hooks.values()
+    )

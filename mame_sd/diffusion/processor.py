@@ -22,7 +22,7 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
-from mame_sd.config import PARTS, MaMeConfig, say_moved
+from mame_sd.config import PARTS, MaMeConfig, refuse_flat
 from mame_sd.diffusion.families.unet import (
     PlainAttention,
     default_processor,
@@ -44,9 +44,10 @@ def make_config(
     over it.
 
     Raises:
-        TypeError: `config` is no MaMeConfig.
+        TypeError: `config` is no MaMeConfig, or a field of `Study` is given by its name alone.
         ValueError: a field is unknown or out of its range.
     """
+    refuse_flat(fields)
     if config is None:
         return MaMeConfig.from_dict(fields)
     if isinstance(config, (str, PathLike)):
@@ -89,7 +90,6 @@ class MaMeAttnProcessor:
             for name, value in {"tau": tau, "keep": keep, **fields}.items()
             if value is not None
         }
-        say_moved(given, stacklevel=3)
         self.config = make_config(config, given)
         for name in PARTS:
             share = getattr(self.config, name)
@@ -160,14 +160,19 @@ class MaMeAttnProcessor:
             processor=inner,
             kind=type(inner).__name__,
         )
-        reason = skip_reason(call, self.config)
-        if reason == "cross-attention" or (reason is not None and hidden_states.dim() != 3):
-            if not torch.compiler.is_compiling():
-                self._passed[reason] += 1
-            output: Tensor = call.run()
-            return output
+        crossed = encoder_hidden_states is not None or (
+            isinstance(attn, Attention) and (attn.is_cross_attention or attn.only_cross_attention)
+        )
+        if crossed or hidden_states.dim() != 3:
+            reason = skip_reason(call, self.config) or ""
+            if reason == "cross-attention" or hidden_states.dim() != 3:
+                if not torch.compiler.is_compiling():
+                    self._passed[reason] += 1
+                return call.run()
         stats = self._stats_of(attn)
-        output = merged_call(_LAYER, call, None, self.config, stats, may_leave=self._may_leave)
+        output: Tensor = merged_call(
+            _LAYER, call, None, self.config, stats, may_leave=self._may_leave
+        )
         without_size = NO_SIZE in stats.note or NO_DETAIL in stats.note
         if without_size and not self._warned and not torch.compiler.is_compiling():
             self._warned = True

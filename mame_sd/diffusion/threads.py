@@ -34,20 +34,20 @@ class PerThread:
     """
 
     def __init__(self, latest: bool = False) -> None:
-        self._own = threading.local()
-        self._latest: Any = None
+        self.mine = threading.local()  # its `value`; layers read it there, which costs no call
+        self.latest: Any = None
         self._reads_latest = latest
 
     @property
     def value(self) -> Any:
         """This thread's."""
-        return getattr(self._own, "value", self._latest)
+        return getattr(self.mine, "value", self.latest)
 
     @value.setter
     def value(self, value: Any) -> None:
-        self._own.value = value
+        self.mine.value = value
         if self._reads_latest:
-            self._latest = value
+            self.latest = value
 
     def __reduce__(self) -> Any:
         return PerThread, (self._reads_latest,)

@@ -11,6 +11,7 @@ language model. The tower's features are computed once and kept in `--work`.
 """
 
 import argparse
+import json
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from mame_sd.eval.captions.model import MINI
 from mame_sd.eval.networks.pretrained import (
     DEVIATION,
     MEAN,
@@ -194,13 +196,54 @@ def train(work: Path, steps: int) -> None:
                 torch.save({**state, "optimizer": optimizer.state_dict(), "step": step + 1}, whole)
 
 
+def export(work: Path, folder: Path) -> None:
+    """Writes what joins the two models, float16, as `mame-sd-eval caption --model` takes it."""
+    state = torch.load(work / "state.pt")
+    layers = {"0": "linear_1", "2": "linear_2"}
+    tensors = {
+        f"projector.{layers[name[0]]}.{name[2:]}": value
+        for name, value in state["projector"].items()
+    }
+    names = [f"layers.{n}.self_attn.{one}" for n in range(30) for one in ("q_proj", "v_proj")]
+    for place, name in enumerate(names):
+        tensors[f"{name}.down"], tensors[f"{name}.up"] = state["low"][2 * place : 2 * place + 2]
+    folder.mkdir(parents=True, exist_ok=True)
+    halves = {name: value.half().contiguous() for name, value in tensors.items()}
+    save_file(halves, folder / MINI, {"steps": str(state["step"]), "batch": str(BATCH)})
+
+
+def write_pictures(folder: Path, count: int) -> None:
+    """Pictures that none is trained on, and references.json beside them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    images, annotations = [], []
+    for number in range(count):
+        scene = cards.draw(0, "test", number)
+        Image.fromarray(cards.render(scene)).save(folder / f"{number:04}.png")
+        things = [[card.name, card.color] for card in scene.cards]
+        images.append({"id": number, "file_name": f"{number:04}.png", "things": things})
+        annotations += [{"image_id": number, "caption": text} for text in scene.references]
+    content = {"images": images, "annotations": annotations}
+    (folder / "references.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path)
-    parser.add_argument("--steps", type=int, default=500)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--work", type=Path, help="folder for features and the training state")
+    add("--steps", type=int, default=2000, help="of four captions each")
+    add("--export", type=Path, metavar="DIR", help="write the newest state; train nothing")
+    add("--pictures", type=Path, metavar="DIR", help="write pictures to measure on")
+    add("--num", type=int, default=200, help="how many pictures")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    train(arguments.work, arguments.steps)
+    if arguments.pictures:
+        write_pictures(arguments.pictures, arguments.num)
+    elif not arguments.work:
+        parser.error("expected --work or --pictures, got neither")
+    elif arguments.export:
+        export(arguments.work, arguments.export)
+    else:
+        train(arguments.work, arguments.steps)
 
 
 if __name__ == "__main__":

@@ -34,9 +34,10 @@ CLIP, SIGLIP = CLIPVisionConfig(**_VISION), SiglipVisionConfig(**_VISION)
 TEXT = LlamaConfig(vocab_size=60, num_hidden_layers=2, pad_token_id=PAD, eos_token_id=59, **_BLOCKS)
 
 
-def llava(tower: Any = CLIP, **more: Any) -> LlavaForConditionalGeneration:
+def llava(tower: Any = CLIP, text_layers: int = 2, **more: Any) -> LlavaForConditionalGeneration:
     torch.manual_seed(0)
-    config = LlavaConfig(vision_config=tower, text_config=TEXT, image_token_id=IMAGE, **more)
+    text = LlamaConfig(**{**TEXT.to_dict(), "num_hidden_layers": text_layers})
+    config = LlavaConfig(vision_config=tower, text_config=text, image_token_id=IMAGE, **more)
     return LlavaForConditionalGeneration(config).eval()
 
 

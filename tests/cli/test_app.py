@@ -297,6 +297,12 @@ def test_schedulers(run_cli: Any, tmp_path: Path, scheduler: str) -> None:
     )
 
 
+def test_a_size_is_no_option_of_an_image(run_cli: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("generate", "--prompt", "key", "--out", "run", "--size", "3x5") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--size" in line
+
+
 def test_every_field_of_the_config_is_an_option(run_cli: Any, tmp_path: Path) -> None:
     command = get_command(cli.app).commands["generate"]  # type: ignore[attr-defined]
     flags = {flag for parameter in command.params for flag in parameter.opts}
@@ -308,7 +314,6 @@ def test_every_field_of_the_config_is_an_option(run_cli: Any, tmp_path: Path) ->
         "tau": "0.1",
         "merge": "qkv",
         "tiles": "0",
-        "size": "16x16",
         "mame-seed": "3",
     }
     study = [
@@ -329,7 +334,6 @@ def test_every_field_of_the_config_is_an_option(run_cli: Any, tmp_path: Path) ->
         tau=0.1,
         merge="qkv",
         tiles=0,
-        size=(16, 16),
         seed=3,
         min_tokens=16,
         study=Study(
@@ -354,7 +358,7 @@ def test_an_option_that_moved_says_where(run_cli: Any, capsys: pytest.CaptureFix
 
 
 def test_options_override_the_config_file(run_cli: Any, tmp_path: Path) -> None:
-    (tmp_path / "mame.toml").write_text('keep = 0.6\nfeature = "k"\nstride = [2, 2]\n')
+    (tmp_path / "mame.toml").write_text('keep = 0.6\n[study]\nfeature = "k"\nstride = [2, 2]\n')
     arguments = ["generate", "--prompt", "key", "--config", "mame.toml", "--out"]
     assert run_cli(*arguments, "a", quick=True) == 0
     assert run_cli(*arguments, "b", "--tau", "0.5", quick=True) == 0

@@ -14,6 +14,7 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor
 
 from mame_sd import apply_mame, embedded_model_path
+from tests.builders.settings import nested
 from tests.comfyui.engine import TINY, call, embedded_unet, engine, needs_engine, patcher, sampled
 from tests.comfyui.recorded import CALLS
 
@@ -73,8 +74,11 @@ def test_every_family_merges_and_leaves_its_model_as_it_is(
     same = call(applied(node, model, mode="tau", tau=1.0), name)
     assert torch.equal(call(model, name), before)
     corrected, lost = ((output - before).norm() / before.norm() for output in (merged, plain))
-    assert 1e-3 < lost < 1
-    assert 1e-5 < corrected < lost
+    assert 1e-5 < lost < 1
+    if name == "OmniGen 2":  # queries of several heads share keys, which are not corrected
+        assert corrected == lost
+    else:
+        assert 1e-6 < corrected < lost
     torch.testing.assert_close(same, before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
 
 
@@ -117,7 +121,7 @@ def test_the_embedded_unet_is_that_of_apply_mame(
 ) -> None:
     """Bit by bit, drawn anew at each step: the library's uniform default first."""
     unet = UNet2DConditionModel.from_pretrained(embedded_model_path(), subfolder="unet")
-    apply_mame(unet, **fields)
+    apply_mame(unet, **nested(fields))
     model = embedded_unet()
     patched = applied(node, model, min_tokens=1024, **inputs)
     seen: list[Any] = []
@@ -280,5 +284,5 @@ def test_a_model_that_does_not_merge_is_refused(node: Any) -> None:
     config.custom_operations = comfy.ops.disable_weight_init
     model = comfy.model_base.StableCascade_C(config, device="cpu")
     cascade = comfy.model_patcher.ModelPatcher(model, torch.device("cpu"), torch.device("cpu"))
-    with pytest.raises(ValueError, match="got StageC; take the node out of this model's path"):
+    with pytest.raises(ValueError, match="Stable Cascade does not merge, since the node"):
         applied(node, cascade)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd import MaMeConfig, plan_merge
+from mame_sd.config import Study
 from mame_sd.core.correction import first_order, first_order_of_means, moments, within_groups
 from mame_sd.core.owners import owners_of
 from mame_sd.diffusion.families.keys import corrected
@@ -122,7 +123,9 @@ def test_gradients() -> None:
 @pytest.mark.parametrize("weights", ["average", "best", "pick"])
 @pytest.mark.parametrize("keep", [0.25, 0.4])
 def test_sizes_of_a_plan_count_every_token_once(weights: str, keep: float) -> None:
-    config = MaMeConfig(keep=keep, stride=(2, 2), weights=weights, merge="kv", redraw=False)  # type: ignore[arg-type]
+    config = MaMeConfig(
+        keep=keep, study=Study(stride=(2, 2), weights=weights, redraw=False), merge="kv"
+    )  # type: ignore[arg-type]
     plan = plan_merge(drawn(2, 1 + 256, 16).float(), config, (16, 16), special=1)
     assert plan.sizes.shape[-1] == plan.tokens_kept
     torch.testing.assert_close(plan.sizes.sum(-1), torch.full(plan.sizes.shape[:-1], 257.0))
@@ -163,7 +166,9 @@ def test_moments_drawn_from_every_token_are_the_moments(keep: float, special: in
     """Groups' means, sizes and what varies within them hold all there is; so rows and sizes are
     right too.
     """
-    config = MaMeConfig(keep=keep, stride=(2, 2), weights="best", merge="kv", redraw=False, tiles=8)
+    config = MaMeConfig(
+        keep=keep, study=Study(stride=(2, 2), weights="best", redraw=False), merge="kv", tiles=8
+    )
     x = drawn(2, special + 256, 16)
     plan = plan_merge(x, config, (16, 16), special=special)
     key = drawn(2, special + 256, 8, seed=1)
@@ -193,7 +198,7 @@ def test_moments_drawn_from_every_token_are_the_moments(keep: float, special: in
 @pytest.mark.parametrize("alike", [True, False], ids=["values follow keys", "values are noise"])
 def test_a_sample_tells_what_the_means_lack_and_adds_little_noise(alike: bool) -> None:
     config = MaMeConfig(
-        keep=0.25, stride=(2, 2), weights="best", merge="kv", redraw=False, tiles=16
+        keep=0.25, study=Study(stride=(2, 2), weights="best", redraw=False), merge="kv", tiles=16
     )
     key, noise = drawn(1, 1024, 16), drawn(1, 1024, 16, seed=1)
     value = key + noise if alike else noise

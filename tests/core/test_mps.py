@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mame_sd import MaMeConfig, plan_merge
 from mame_sd.core.partition import draw_at
+from tests.builders.settings import nested
 from tests.builders.tokens import detail_of
 
 TABLE = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
@@ -75,7 +76,7 @@ def kernels() -> dict[str, set[str]]:
 def test_every_operation_is_there(
     fields: dict[str, Any], dtype: torch.dtype, kernels: dict[str, set[str]]
 ) -> None:
-    config = MaMeConfig(**fields)
+    config = MaMeConfig(**nested(fields))
     x = torch.randn(2, 256, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     with torch.no_grad(), Recorded() as recorded:
         draw = draw_at(torch.tensor(500.0)) if config.redraw else None

@@ -11,6 +11,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core.merge import plan_merge
 from mame_sd.core.pairs import leaders, leaders_of_chunks
 from mame_sd.core.reference import reference_plan
+from tests.builders.settings import nested
 from tests.builders.tokens import detail_of
 
 SETTINGS: list[dict[str, Any]] = [
@@ -101,7 +102,7 @@ def test_plans_equal_the_loops(
 ) -> None:
     if compiling:  # what a graph does, which knows no values
         monkeypatch.setattr("mame_sd.core.merge.torch.compiler.is_compiling", lambda: True)
-    config, size, who = MaMeConfig(**fields), (6, 9), torch.tensor(leader)
+    config, size, who = MaMeConfig(**nested(fields)), (6, 9), torch.tensor(leader)
     x, t = tokens(len(leader), 54, 6), tokens(len(leader), 54, 3, seed=1)
     plan = plan_merge(x, config, size, leader=who)
     monkeypatch.undo()
@@ -120,7 +121,7 @@ def test_plans_equal_the_loops(
 
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
 def test_a_sample_that_leads_merges_as_by_itself(fields: dict[str, Any]) -> None:
-    config, x = MaMeConfig(**fields), tokens(2, 54, 6)
+    config, x = MaMeConfig(**nested(fields)), tokens(2, 54, 6)
     both, alone = (
         plan_merge(x, config, (6, 9), leader=torch.tensor([1, 1])),
         plan_merge(x[1:], config, (6, 9)),

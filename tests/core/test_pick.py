@@ -14,6 +14,7 @@ from mame_sd.core import pick_plan
 from mame_sd.core.merge import plan_merge
 from mame_sd.core.owners import owners_of
 from mame_sd.core.reference import reference_plan
+from tests.builders.settings import nested
 
 SETTINGS: list[dict[str, Any]] = [
     {"keep": 0.25},
@@ -29,7 +30,7 @@ each = pytest.mark.parametrize("fields", SETTINGS, ids=str)
 
 
 def picking(**fields: Any) -> MaMeConfig:
-    return MaMeConfig(weights="pick", **fields)
+    return MaMeConfig(**nested({"weights": "pick", **fields}))
 
 
 def tokens(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import MaMeConfig, Study
 from mame_sd.core.reference import (
     algorithm_1,
     algorithm_2,
@@ -27,7 +27,9 @@ def tokens(seed: int = 0, count: int = 8, d: int = 4) -> torch.Tensor:
 def test_printed_last_line_agrees_with_the_equations_where_mask_is_positive(seed: int) -> None:
     x = tokens(seed)
     _, final, mask = algorithm_1(x, 0.1, DST, SRC)
-    plan = reference_plan(x[None], MaMeConfig(tau=0.1, variant="paper", partition="alternating"))
+    plan = reference_plan(
+        x[None], MaMeConfig(tau=0.1, study=Study(variant="paper", partition="alternating"))
+    )
     assert plan.preserved[0] == [j for j in range(4) if mask[j] == 0]
     for j in range(4):
         if mask[j] > 0:  # W_F as printed is W / Mask; refining that W gives the equation's W_F
@@ -41,7 +43,9 @@ def test_printed_last_line_agrees_with_the_equations_where_mask_is_positive(seed
 @pytest.mark.parametrize("seed", range(5))
 def test_printed_restore_divides_as_the_variant_paper_does(seed: int) -> None:
     x = tokens(seed)
-    plan = reference_plan(x[None], MaMeConfig(tau=0.1, variant="paper", partition="alternating"))
+    plan = reference_plan(
+        x[None], MaMeConfig(tau=0.1, study=Study(variant="paper", partition="alternating"))
+    )
     mask = torch.tensor([0.0 if j in plan.preserved[0] else 1.0 for j in range(4)])
     y = plan.merge(x[None])
     torch.testing.assert_close(
@@ -74,7 +78,7 @@ def test_a_constant_image_survives_ours_and_shrinks_as_printed() -> None:
     assert ours.merge(x).shape[1] == 4
     torch.testing.assert_close(ours.restore(ours.merge(x)), x.double())
     printed = reference_plan(
-        x, MaMeConfig(tau=0.8, partition="alternating", variant="paper", refine=False)
+        x, MaMeConfig(tau=0.8, study=Study(partition="alternating", variant="paper", refine=False))
     )
     torch.testing.assert_close(
         printed.restore(printed.merge(x)).mean(), torch.tensor(0.5).double(), rtol=0, atol=1e-5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import MaMeConfig, Study
 from mame_sd.core.partition import positions
 from mame_sd.core.similarity import similarity_of, split_for_tf32, to_tf32
 
@@ -45,7 +45,7 @@ def test_split_factors_have_gradients() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_gives_fp32_where_tf32_is_allowed() -> None:
-    x, config = unit_tokens(), MaMeConfig(tau=0.8, partition="alternating")
+    x, config = unit_tokens(), MaMeConfig(tau=0.8, study=Study(partition="alternating"))
     exact = similarity_of(x.double(), positions(96, config, None, x.device), "cosine")
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")

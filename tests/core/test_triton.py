@@ -23,13 +23,15 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
 from mame_sd import MaMeConfig, apply_mame, plan_merge
+from mame_sd.config import Study
 from mame_sd.core import fused
 from mame_sd.core.detail import Detail
 from mame_sd.core.owners import owners_of
 from mame_sd.core.plan import RowPlan
 from mame_sd.core.reference import reference_plan
 from mame_sd.diffusion.families.keys import GroupedKeys, MergedKeys
-from mame_sd.diffusion.tokens import Tokens
+from mame_sd.diffusion.layer import Tokens
+from tests.builders.settings import nested
 from tests.builders.tiny import seeded
 
 pytest.importorskip("triton")
@@ -98,7 +100,7 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_plans_are_those_of_the_loops(name: str) -> None:
     size, fields = CASES[name]
-    x, config, draw = tokens(size), MaMeConfig(**fields), torch.tensor([67], device=DEVICE)
+    x, config, draw = tokens(size), MaMeConfig(**nested(fields)), torch.tensor([67], device=DEVICE)
     plan, plain = both(x, config, size, draw=draw)
     exact = reference_plan(x.cpu().double(), config, size, draw=draw.cpu())
     for of in ("rows", "weights", "counts", "preserved", "kept", "sizes"):
@@ -187,7 +189,10 @@ def test_special_tokens_leading_dimensions_and_leaders() -> None:
 )
 def test_detail_is_that_of_the_loops(keep: float, dtype: torch.dtype) -> None:
     size = 6, 18
-    x, config = tokens(size, 24, dtype), MaMeConfig(keep=keep, merge="qkv", stride=(2, 2))
+    x, config = (
+        tokens(size, 24, dtype),
+        MaMeConfig(keep=keep, merge="qkv", study=Study(stride=(2, 2))),
+    )
     plan, plain = both(x, config, size)
     y = plan.merge(x[..., 3:23] * 2)
     with fused.only(True):
@@ -232,7 +237,7 @@ def test_keys_and_values_and_their_correction(
     lie, call = Tokens(size), calls(size, dtype, text=text)
     assert lie.plane is not None
     x = tokens(lie.plane, 24, dtype)
-    plan, plain = both(x, MaMeConfig(keep=keep, stride=(2, 2), merge="kv"), lie.plane)
+    plan, plain = both(x, MaMeConfig(keep=keep, study=Study(stride=(2, 2)), merge="kv"), lie.plane)
     shape, attention = (2, lie.count + text), F.scaled_dot_product_attention
     for first in {0, text}:  # text after the image, or before it
         with fused.only(True):

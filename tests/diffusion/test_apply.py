@@ -14,10 +14,12 @@ import torch
 from diffusers.hooks import HookRegistry, ModelHook
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, remove_mame
+from mame_sd.config import Study
 from mame_sd.core.owners import owners_of
 from mame_sd.core.partition import draw_at, positions
 from mame_sd.diffusion.apply_denoiser import has_hooks
 from tests.builders.layers import attention, every_config, tokens
+from tests.builders.settings import nested
 from tests.builders.tiny import (
     run_unet,
     tiny_sdxl_unet,
@@ -41,17 +43,19 @@ def test_bit_equal_to_the_processor_and_after_removal(
     unet = build()
     shape = {"height": size[0], "width": size[1]}
     before = run_unet(unet, **shape)
-    apply_mame(unet, min_tokens=40, redraw=False, **fields)  # the processor sees no steps
+    apply_mame(
+        unet, min_tokens=40, **nested({"redraw": False, **fields})
+    )  # the processor sees no steps
     hooked = run_unet(unet, **shape)
     assert not torch.equal(hooked, before)
     remove_mame(unet)
     assert torch.equal(run_unet(unet, **shape), before)
-    unet.set_attn_processor(MaMeAttnProcessor(min_tokens=40, size=size, **fields))
+    unet.set_attn_processor(MaMeAttnProcessor(min_tokens=40, size=size, **nested(fields)))
     assert torch.equal(run_unet(unet, **shape), hooked)
 
 
 def at(unet: Any, timestep: Any, **fields: Any) -> torch.Tensor:
-    with torch.no_grad(), mame(unet, keep=0.25, min_tokens=40, **fields):
+    with torch.no_grad(), mame(unet, keep=0.25, min_tokens=40, **nested(fields)):
         output: torch.Tensor = unet(**{**unet_inputs(unet), "timestep": timestep}).sample
     return output
 
@@ -117,7 +121,7 @@ def test_with_gradients_the_first_draw_is_taken() -> None:
     assert with_gradients.requires_grad
     drawn = run_unet(unet)
     remove_mame(unet)
-    apply_mame(unet, keep=0.25, min_tokens=40, redraw=False)
+    apply_mame(unet, keep=0.25, min_tokens=40, study=Study(redraw=False))
     assert torch.equal(with_gradients, run_unet(unet))
     assert not torch.equal(with_gradients, drawn)
 
@@ -417,7 +421,7 @@ def guided(unet: Any, apart: float = 0.0, **fields: Any) -> tuple[torch.Tensor, 
     inputs = unet_inputs(unet)
     latents = inputs["sample"][:1]
     inputs["sample"] = torch.cat([latents, latents + apart])
-    with torch.no_grad(), mame(unet, min_tokens=40, **fields):
+    with torch.no_grad(), mame(unet, min_tokens=40, **nested(fields)):
         output: torch.Tensor = unet(**inputs).sample
     return output[0], output[1]
 
@@ -471,7 +475,7 @@ def test_a_training_batch_is_no_pair() -> None:
     inputs["sample"] = inputs["sample"][:1].repeat(2, 1, 1, 1)
     outputs = []
     for pairs in (True, False):
-        with mame(unet, min_tokens=40, pairs=pairs):
+        with mame(unet, min_tokens=40, study=Study(pairs=pairs)):
             outputs.append(unet(**inputs).sample)
     assert torch.equal(*outputs)
 
@@ -528,3 +532,15 @@ def test_a_handle_that_is_off_the_model_does_not_keep_it_alive(way: str) -> None
         RuntimeError, match="expected the model that merging was applied to, but it is gone"
     ):
         handle.root
+
+
+def test_a_model_refuses_a_size_that_it_tells_itself() -> None:
+    unet = tiny_unet()
+    message = (
+        r"^size: expected none, for .* tells its height and width, got \(3, 5\); leave it out$"
+    )
+    with pytest.raises(ValueError, match=message):
+        apply_mame(unet, size=(3, 5))
+    handle = apply_mame(unet, min_tokens=40)
+    with pytest.raises(ValueError, match=message):
+        handle.set(size=(3, 5))

@@ -14,10 +14,13 @@ from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor, nn
 
 from mame_sd import MaMeConfig, apply_mame, plan_merge, remove_mame
+from mame_sd.config import Study
 from mame_sd.core.plan import Plan, RowPlan
-from mame_sd.diffusion import calls
+from mame_sd.diffusion import model_hooks
 from mame_sd.diffusion.hook_registry import hook_on
+from mame_sd.diffusion.hooks import Plans
 from tests.builders.pipelines import SIDE, controlnet, noise
+from tests.builders.settings import nested
 from tests.builders.threads import in_thread
 from tests.builders.tiny import LATENT, tiny_unet, unet_inputs
 from tests.builders.transformers import halves, normal, run
@@ -39,7 +42,7 @@ def called_twice(
     """
     model = tiny_unet()
     inputs = {**unet_inputs(model), "timestep": torch.tensor(500)}
-    handle = apply_mame(model, **{"min_tokens": 40, **fields})
+    handle = apply_mame(model, **nested({"min_tokens": 40, **fields}))
     with torch.no_grad():
         model(**inputs)
         between(handle, inputs)
@@ -100,12 +103,12 @@ def test_another_thread_plans_for_itself(planned: list[Plan]) -> None:
         (other("sample", torch.clone), False),
         (other("sample", lambda t: t.mul_(2)), False),
         (lambda handle, inputs: handle.set(keep=0.5), False),
-        (lambda handle, inputs: handle.set(pairs=False), False),
+        (lambda handle, inputs: handle.set(study=Study(pairs=False)), False),
         (
             lambda handle, inputs: (
-                handle.set(pairs=False),
+                handle.set(study=Study(pairs=False)),
                 handle.root(**inputs),
-                handle.set(pairs=True),
+                handle.set(study=Study(pairs=True)),
             ),
             False,
         ),
@@ -303,7 +306,7 @@ def test_plans_go_with_the_latents_the_thread_and_the_setting(
         if end == "latents":
             inputs.clear()
         else:
-            handle.set(pairs=False)
+            handle.set(study=Study(pairs=False))
             model(**inputs)
     assert not any(plan() is not None for plan in kept)
 
@@ -321,7 +324,7 @@ def first_input_has_no_tensor(model: Any, inputs: dict[str, Any]) -> None:
 
 def captured(model: Any, inputs: dict[str, Any]) -> None:
     """As if a CUDA graph were being captured, which takes a GPU."""
-    calls._is_recorded = lambda t: True
+    model_hooks._is_recorded = lambda t: True
 
 
 def subclass(model: Any, inputs: dict[str, Any]) -> None:
@@ -332,7 +335,8 @@ def subclass(model: Any, inputs: dict[str, Any]) -> None:
 def test_nothing_is_kept_where_calls_can_not_be_told_apart(
     case: Any, planned: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "_is_recorded", calls._is_recorded)  # put back afterwards
+    # Put back afterwards.
+    monkeypatch.setattr(model_hooks, "_is_recorded", model_hooks._is_recorded)
     model = tiny_unet()
     apply_mame(model, min_tokens=40)
     inputs = {**unet_inputs(model), "timestep": torch.tensor(500)}
@@ -347,7 +351,7 @@ def test_nothing_is_kept_where_calls_can_not_be_told_apart(
 
 def test_plans_are_of_one_shape_each(planned: list[Plan]) -> None:
     latents = normal(1, 4, 8, 8)
-    plans = calls.Plans(latents)
+    plans = Plans(latents)
     first, other, again = (
         plans.begin(500, []).plan("a", MaMeConfig(), shape, object)  # type: ignore[arg-type]
         for shape in ((1, 8, 8), (1, 4, 16), (1, 8, 8))
@@ -372,7 +376,7 @@ def test_timesteps_are_compared_where_plans_are_kept_alone(
 
     monkeypatch.setattr(torch, "equal", counted)
     model = tiny_unet()
-    apply_mame(model, **{"min_tokens": 40, **fields})
+    apply_mame(model, **nested({"min_tokens": 40, **fields}))
     inputs = {**unet_inputs(model), "timestep": torch.tensor(500)}
     with torch.no_grad():
         model(**inputs)
@@ -440,7 +444,7 @@ def test_blocks_that_are_compiled_alone_stay_right() -> None:
 @pytest.mark.parametrize("merge", ["kv", "qkv"])
 def test_plans_kept_for_a_second_call_hold_no_inputs(merge: str) -> None:
     latents, config = torch.zeros(1), MaMeConfig(keep=0.5, merge=merge, min_tokens=1)
-    plans, features = calls.Plans(latents).begin(1.0, []), []
+    plans, features = Plans(latents).begin(1.0, []), []
 
     def make() -> Plan:
         feature = torch.randn(2, 64, 8)

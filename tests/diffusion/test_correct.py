@@ -17,9 +17,13 @@ from diffusers.models.attention_processor import (
 from torch import Tensor
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, plan_merge
+from mame_sd.config import Study
 
 CONFIG = MaMeConfig(
-    keep=0.25, stride=(2, 2), weights="pick", merge="kv", correct=True, redraw=False, min_tokens=1
+    keep=0.25,
+    study=Study(stride=(2, 2), weights="pick", correct=True, redraw=False),
+    merge="kv",
+    min_tokens=1,
 )
 
 
@@ -186,7 +190,7 @@ def test_half_precision(dtype: torch.dtype, weights: str) -> None:
 def test_other_forms_of_attention_stay_as_they_are() -> None:
     """Attention with a mask, or over other keys than the layer's, is not corrected."""
     from mame_sd.diffusion.families.keys import MergedKeys
-    from mame_sd.diffusion.tokens import Tokens
+    from mame_sd.diffusion.layer import Tokens
 
     q, k, v = (torch.randn(1, 2, 16, 4) for _ in range(3))
     plan = plan_merge(torch.randn(1, 16, 8), CONFIG, (4, 4))
@@ -216,7 +220,9 @@ def test_keys_of_groups_and_keys_of_their_own_are_weighed_everywhere(inner: obje
     x = directions[
         :, torch.randint(6, (64,), generator=torch.Generator().manual_seed(0)).sort().values
     ]
-    config = MaMeConfig(tau=0.99, stride=(2, 2), redraw=False, min_tokens=1, correct=False)
+    config = MaMeConfig(
+        tau=0.99, study=Study(stride=(2, 2), redraw=False, correct=False), min_tokens=1
+    )
     plan = plan_merge(x, config, (8, 8))
     assert plan.uneven or plan.sizes.unique().numel() > 1
     with torch.no_grad():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mame_sd import MaMeConfig, apply_mame, plan_merge, remove_mame
+from mame_sd.config import Study
 from tests.builders.tiny import run_unet, tiny_unet, unet_inputs
 from tests.builders.tokens import detail_of
 
@@ -88,7 +89,10 @@ def test_an_image_of_one_token_is_left_as_it_is(fields: dict[str, Any]) -> None:
 
 def test_a_budget_below_the_destinations_keeps_the_destinations() -> None:
     x = torch.randn(1, 256, 8)
-    assert plan_merge(x, MaMeConfig(keep=0.001, stride=(2, 2)), (16, 16)).tokens_kept == 64
+    assert (
+        plan_merge(x, MaMeConfig(keep=0.001, study=Study(stride=(2, 2))), (16, 16)).tokens_kept
+        == 64
+    )
     assert plan_merge(x, MaMeConfig(keep=0.001), (16, 16)).tokens_kept == 16
 
 

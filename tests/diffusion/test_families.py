@@ -28,15 +28,17 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnP
 from torch import Tensor, nn
 
 from mame_sd import MaMeConfig, apply_mame, plan_merge, remove_mame
+from mame_sd.config import Study
 from mame_sd.core.owners import owners_of
 from mame_sd.diffusion.families.layouts import packed
 from mame_sd.diffusion.families.sequence import SequenceAttention
 from mame_sd.diffusion.families.transformers import BUILT_IN, family_of
 from mame_sd.diffusion.hook_registry import hook_on
-from mame_sd.diffusion.hooks import SizeHook
 from mame_sd.diffusion.layer import merged_call
+from mame_sd.diffusion.model_hooks import SizeHook
 from mame_sd.families import Family, Tokens, along, pixels, register_family
 from mame_sd.report import LayerStats
+from tests.builders.settings import nested
 from tests.builders.tiny import seeded, tiny_unet
 from tests.builders.tokens import detail_of
 from tests.builders.transformers import FLUX, TEXT, H, W, flux_inputs, normal, run
@@ -77,7 +79,7 @@ def test_flux_single_attention_by_hand(text: int, fields: dict[str, Any]) -> Non
         normal(text + N, 16, seed=1),
         normal(text + N, 16, seed=2),
     )
-    config = MaMeConfig(min_tokens=1, **fields)
+    config = MaMeConfig(min_tokens=1, **nested(fields))
     family = family_of(FluxTransformer2DModel(**FLUX, pooled_projection_dim=8))
     assert family is not None
     with torch.no_grad():
@@ -131,7 +133,7 @@ def test_whole_merged_tokens_beside_text_count_as_often_as_they_stand_for_tokens
         normal(text + N, 16, seed=1),
         normal(text + N, 16, seed=2),
     )
-    config = MaMeConfig(min_tokens=1, detail=False, **fields)
+    config = MaMeConfig(min_tokens=1, **nested({"detail": False, **fields}))
     family = next(family for family in BUILT_IN if family.name == "Flux")
     with torch.no_grad():
         got = merged(
@@ -163,7 +165,7 @@ def test_whole_merged_tokens_of_joint_attention_count_as_often_as_they_stand_for
         processor=JointAttnProcessor2_0(),
     )
     hidden, text = normal(2, N, 32), normal(2, TEXT, 32, seed=1)
-    config = MaMeConfig(keep=0.25, merge="qkv", min_tokens=1, detail=False)
+    config = MaMeConfig(keep=0.25, merge="qkv", min_tokens=1, study=Study(detail=False))
     family = next(family for family in BUILT_IN if family.name == "Stable Diffusion 3")
     with torch.no_grad():
         image, words = merged(
@@ -183,7 +185,7 @@ def test_wan_attention_by_hand(fields: dict[str, Any]) -> None:
     attn = seeded(WanAttention, 0, dim=32, heads=2, dim_head=16, processor=WanAttnProcessor())
     hidden = normal(2, times * N, 32)
     rotary = normal(1, times * N, 1, 16, seed=1), normal(1, times * N, 1, 16, seed=2)
-    config = MaMeConfig(min_tokens=1, **fields)
+    config = MaMeConfig(min_tokens=1, **nested(fields))
     family = family_of(
         seeded(WanTransformer3DModel, 0, num_layers=0, num_attention_heads=2, attention_head_dim=12)
     )
@@ -211,7 +213,7 @@ def test_a_tile_of_a_video_spans_frames() -> None:
     frames = normal(1, 1, N, 32).expand(1, 2, N, 32).reshape(1, 2 * N, 32)
     attn = seeded(WanAttention, 0, dim=32, heads=2, dim_head=16, processor=WanAttnProcessor())
     family = Family("v", ("V",), ("WanAttention",), lambda model, call: None)
-    config = MaMeConfig(tau=0.999, min_tokens=1, tiles=8, stride=(2, 1))
+    config = MaMeConfig(tau=0.999, min_tokens=1, tiles=8, study=Study(stride=(2, 1)))
     _, stats = counted(attn, family, Tokens((2, H, W)), config, hidden_states=frames)
     assert stats.tokens_kept == N
 
@@ -234,7 +236,7 @@ def test_text_of_flux_never_merges() -> None:
     attn = model.single_transformer_blocks[0].attn
     attn.to_k.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     run(inputs, model)
-    apply_mame(model, keep=0.5, merge="qkv", stride=(2, 2), min_tokens=1)
+    apply_mame(model, keep=0.5, merge="qkv", study=Study(stride=(2, 2)), min_tokens=1)
     run(inputs, model)
     plain, halves = seen[0], seen[1:]
     assert [part.shape[1] for part in halves] == [TEXT + N // 2] * 2  # each sample keeps its own
@@ -301,11 +303,11 @@ def test_positions_are_not_read_while_merging_is_off() -> None:
 def test_whole_merged_tokens_are_counted_in_compiled_models(fields: dict[str, Any]) -> None:
     torch._dynamo.reset()
     model, inputs = flux()
-    handle = apply_mame(model, merge="qkv", min_tokens=1, **fields)
+    handle = apply_mame(model, merge="qkv", min_tokens=1, **nested(fields))
     expected = run(inputs, model)
     assert not any("count once" in layer.reason for layer in handle.report().layers)
     torch.testing.assert_close(run(inputs, torch.compile(model, backend="eager")), expected)
-    handle.set(correct=False)
+    handle.set(study=Study(correct=False))
     assert not torch.allclose(run(inputs, model), expected)
 
 
@@ -313,9 +315,9 @@ def test_steps_of_flux_have_destinations_of_their_own() -> None:
     model, inputs = flux()
     handle = apply_mame(model, keep=0.25, min_tokens=1)
     drawn = run(inputs, model)
-    handle.set(redraw=False)
+    handle.set(study=Study(redraw=False))
     assert not torch.equal(run(inputs, model), drawn)
-    handle.set(redraw=True)
+    handle.set(study=Study(redraw=True))
     assert torch.equal(run(inputs, model), drawn)
 
 
@@ -336,9 +338,9 @@ def test_a_guided_pair_of_flux_merges_by_the_guided_sample(fields: dict[str, Any
     model, inputs = flux()
     latents = inputs["hidden_states"][1:]
     inputs["hidden_states"] = latents.repeat(2, 1, 1)
-    handle = apply_mame(model, min_tokens=1, **fields)
+    handle = apply_mame(model, min_tokens=1, **nested(fields))
     pair = run(inputs, model)
-    handle.set(pairs=False)
+    handle.set(study=Study(pairs=False))
     apart = run(inputs, model)
     torch.testing.assert_close(pair[1], apart[1])
     alike = fields.get("weights") == "pick"  # which compares nothing at a share of its cells
@@ -406,7 +408,8 @@ def test_a_processor_that_cuts_the_batch_is_left_alone_where_samples_run_alone()
         "image_rotary_emb": (normal(N, 16), normal(N, 16, seed=1)),
     }
     half, same = (
-        MaMeConfig(keep=keep, merge="qkv", stride=(2, 2), min_tokens=1) for keep in (0.5, 0.25)
+        MaMeConfig(keep=keep, merge="qkv", study=Study(stride=(2, 2)), min_tokens=1)
+        for keep in (0.5, 0.25)
     )
     with torch.no_grad():
         output, stats = counted(attn, hunyuan_family(), Tokens((H, W)), half, **call)
@@ -481,7 +484,7 @@ def test_a_call_unlike_its_family_is_left_alone_and_the_report_says_why(
             attn,
             family,
             Tokens((H, W)),
-            MaMeConfig(keep=0.5, merge="qkv", stride=(2, 2), min_tokens=1),
+            MaMeConfig(keep=0.5, merge="qkv", study=Study(stride=(2, 2)), min_tokens=1),
             **call,
         )
         assert torch.equal(output, attn(**call))

@@ -12,11 +12,13 @@ import pytest
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 
 from mame_sd import MaMeConfig, apply_mame
+from mame_sd.config import Study
 from mame_sd.diffusion.families.transformers import BUILT_IN, SHARE_BESIDE_TEXT, suited, uniform
 from mame_sd.eval.benchmark.rows import chosen_rows
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import Merging
 from mame_sd.runs.model_files import digest_of
+from tests.builders.settings import nested
 from tests.builders.tiny import save_tiny_pipeline, tiny_unet
 from tests.matrix.transformers import ROWS
 
@@ -35,7 +37,7 @@ def test_families_that_were_measured_or_are_of_one_kind_with_it() -> None:
 @pytest.mark.parametrize("name", JOINT)
 def test_image_transformers_whose_tokens_carry_positions_merge_whole(name: str) -> None:
     model = MODELS[name].build()
-    handle = apply_mame(model, redraw=False, min_tokens=1)
+    handle = apply_mame(model, study=Study(redraw=False), min_tokens=1)
     assert merges(handle.config) == (SHARE_BESIDE_TEXT, None, "qkv", "best")
     assert (handle.config.redraw, handle.config.min_tokens, handle.config.detail) == (
         False,
@@ -85,7 +87,7 @@ def test_others_merge_as_unets_do(name: str) -> None:
     ids=str,
 )
 def test_what_is_given_decides(fields: dict[str, Any]) -> None:
-    config = MaMeConfig(**fields)
+    config = MaMeConfig(**nested(fields))
     assert suited(MODELS["AuraFlow"].build(), config) == config
 
 
@@ -103,9 +105,9 @@ def test_settings_that_change_later_mean_what_they_mean_at_first() -> None:
     asked = MaMeConfig(min_tokens=1)
     for change in changes:
         asked = asked.replace(**change)
-        with handle.using(**change):
+        with handle.using(**nested(change)):
             assert handle.config == suited(handle.root, asked)
-        handle.set(**change)
+        handle.set(**nested(change))
         assert handle.config == suited(handle.root, asked)
     assert merges(handle.config) == (SHARE_BESIDE_TEXT, None, "qkv", "best")
     handle.active = False
@@ -139,8 +141,8 @@ def test_settings_beside_a_models_weights_are_its_default(tmp_path: Path) -> Non
         handle = apply_mame(target, min_tokens=16)
         assert handle.config == MaMeConfig(min_tokens=16, layers=rules)
         for decided in ({"keep": 0.25}, {"preset": "default"}, {"merge": "kv"}):
-            handle.set(MaMeConfig(**decided))
-            assert handle.config == MaMeConfig(**decided), "what is given decides"
+            handle.set(MaMeConfig(**nested(decided)))
+            assert handle.config == MaMeConfig(**nested(decided)), "what is given decides"
         handle.set(MaMeConfig(layers={"mid*": False}))
         assert handle.config == MaMeConfig(layers={"mid*": False})
         handle.set(uniform(handle.root, MaMeConfig(min_tokens=16)))

@@ -16,12 +16,14 @@ from torch._dynamo.utils import counters
 from torch.overrides import TorchFunctionMode
 
 from mame_sd import MaMeConfig, NothingMergedError, apply_mame
+from mame_sd.config import Study
 from mame_sd.core.partition import positions
 from mame_sd.core.reference import ReferencePlan, reference_plan
 from mame_sd.diffusion.families.transformers import family_of
 from mame_sd.diffusion.families.unet import NOT_COUNTED
 from mame_sd.diffusion.layer import NO_DETAIL, NO_SIZE
 from mame_sd.families import Family, Tokens, register_family
+from tests.builders.settings import nested
 from tests.builders.tiny import seeded
 from tests.matrix.transformers import ROWS, TEXT, H, W, normal
 
@@ -218,7 +220,7 @@ def test_equals_float64_loops(name: str, form: str) -> None:
     model = row.build()
     if name != "Lumina-Next":  # its rotary positions are complex64
         model = model.double()
-    config = MaMeConfig(**fields, min_tokens=60, redraw=False)
+    config = MaMeConfig(**nested({**fields, "redraw": False}), min_tokens=60)
     handle = apply_mame(model, config)
     inputs = {key: _double(value, name) for key, value in row.run.args[0].items()}
     with torch.no_grad():
@@ -266,7 +268,7 @@ def test_text_is_exact_and_samples_run_together(name: str) -> None:
     keys = []
     for merging in (False, True):
         if merging:
-            apply_mame(model, keep=0.5, stride=(2, 2), min_tokens=60, redraw=False)
+            apply_mame(model, keep=0.5, study=Study(stride=(2, 2), redraw=False), min_tokens=60)
         with Record(FIRST[name]) as record:
             row.run(model)
         keys.append(record.keys)
@@ -288,7 +290,7 @@ def test_one_graph(name: str, fields: dict[str, Any]) -> None:
     """
     row = EVERY[name]
     model = row.build()
-    handle = apply_mame(model, keep=0.5, stride=(2, 2), min_tokens=60, **fields)
+    handle = apply_mame(model, keep=0.5, **nested({"stride": (2, 2), **fields}), min_tokens=60)
     expected = row.run(model)
     torch._dynamo.reset()
     counters.clear()
@@ -304,7 +306,7 @@ def test_one_graph(name: str, fields: dict[str, Any]) -> None:
 def test_gradients_are_those_of_the_loops() -> None:
     row = EVERY["Flux"]
     model = row.build().double()
-    config = MaMeConfig(keep=0.5, stride=(2, 2), min_tokens=60)
+    config = MaMeConfig(keep=0.5, study=Study(stride=(2, 2)), min_tokens=60)
     inputs = {key: _double(value, "Flux") for key, value in row.run.args[0].items()}
     image = inputs["hidden_states"].requires_grad_()
     handle = apply_mame(model, config)
@@ -328,7 +330,7 @@ def test_gradients_are_those_of_the_loops() -> None:
 def test_half_precision(dtype: torch.dtype) -> None:
     row = EVERY["Flux"]
     model = row.build()
-    apply_mame(model, keep=0.5, stride=(2, 2), min_tokens=60)
+    apply_mame(model, keep=0.5, study=Study(stride=(2, 2)), min_tokens=60)
     whole = row.run(model)
     half = {
         key: value.to(dtype) if value.dim() == 3 else value
@@ -354,7 +356,7 @@ def test_a_processor_that_attends_to_parts_of_the_batch_merges_queries_too_and_s
         model(**inputs, return_dict=False)
     reason = "queries merge too: PAGCFGHunyuanAttnProcessor2_0 attends to parts of the batch"
     assert {layer.reason for layer in handle.report().layers} == {reason}
-    handle.set(weights="pick")
+    handle.set(study=Study(weights="pick"))
     handle.reset()
     with torch.no_grad():
         model(**inputs, return_dict=False)
@@ -408,7 +410,7 @@ def test_attention_that_hides_its_keys_merges_queries_too_and_says_so() -> None:
         )
     )
     model, x = seeded(EagerModel, 0), normal(2, 64, 8)
-    handle = apply_mame(model, keep=0.5, min_tokens=1, redraw=False)
+    handle = apply_mame(model, keep=0.5, min_tokens=1, study=Study(redraw=False))
     outputs = [model(x), model(x)]
     reason = (
         "queries merge too: Eager calls no scaled_dot_product_attention over all of the layer's"
@@ -470,7 +472,7 @@ def test_a_sequence_without_rows_and_columns_merges_without_them_and_says_so(
     register_family(
         replace(known, tokens=lambda model, call: Tokens((96,), before=TEXT), eager=False)
     )
-    handle = apply_mame(model, min_tokens=60, **fields)
+    handle = apply_mame(model, min_tokens=60, **nested(fields))
     row.run(model)
     register_family(known)
     for layer in handle.report().layers:

@@ -11,6 +11,7 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from mame_sd import MaMeAttnProcessor, apply_mame, mame
 from mame_sd.core import partition
 from tests.builders.layers import CONFIGS, attention, tokens
+from tests.builders.settings import nested
 from tests.builders.tiny import (
     run_unet,
     tiny_unet,
@@ -28,7 +29,7 @@ def test_compiled_calls_are_counted_without_recompiling(fields: dict[str, Any]) 
         tokens(),
         *(tokens().roll(k, 0) * torch.linspace(0.1, k, 64)[:, None] + k for k in (1, 2, 3)),
     ]
-    handle = apply_mame(attn, min_tokens=1, **fields)
+    handle = apply_mame(attn, min_tokens=1, **nested(fields))
     with torch.no_grad():
         expected = [attn(x) for x in inputs]
         before = handle.report().layers[0]
@@ -70,7 +71,7 @@ def test_steps_with_destinations_of_their_own_are_one_graph(
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     unet = tiny_unet()
-    apply_mame(unet, keep=0.25, min_tokens=40, **fields)
+    apply_mame(unet, keep=0.25, min_tokens=40, **nested(fields))
     steps = [{**unet_inputs(unet), "timestep": torch.tensor(t)} for t in (999, 700, 500, 20)]
     with torch.no_grad():
         expected = [unet(**step).sample for step in steps]
@@ -114,7 +115,7 @@ def test_graphs_of_a_compiled_layer(
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     attn = attention()
-    apply_mame(attn, min_tokens=1, **fields)
+    apply_mame(attn, min_tokens=1, **nested(fields))
     with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=capture):
         expected = attn(tokens())
         torch.testing.assert_close(torch.compile(attn, backend="eager")(tokens()), expected)

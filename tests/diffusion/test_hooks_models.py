@@ -20,6 +20,7 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0, Fu
 from mame_sd import apply_mame, remove_mame
 from mame_sd.diffusion.apply_denoiser import has_hooks
 from tests.builders.layers import motion_unet
+from tests.builders.settings import nested
 from tests.builders.tiny import (
     generate,
     run_unet,
@@ -46,7 +47,7 @@ VIDEO: dict[str, Any] = {
 )
 def test_survives_fused_projections(fields: dict[str, Any]) -> None:
     unet = tiny_unet()
-    handle = apply_mame(unet, min_tokens=40, **fields)
+    handle = apply_mame(unet, min_tokens=40, **nested(fields))
     before = run_unet(unet)
     unet.fuse_qkv_projections()
     handle.reset()
@@ -64,7 +65,7 @@ def test_survives_fused_projections(fields: dict[str, Any]) -> None:
 )
 def test_survives_slicing_and_default_processors(fields: dict[str, Any]) -> None:
     pipe = tiny_pipeline()
-    handle = apply_mame(pipe, min_tokens=40, **fields)
+    handle = apply_mame(pipe, min_tokens=40, **nested(fields))
     before = run_unet(pipe.unet)
     pipe.enable_attention_slicing()
     torch.testing.assert_close(run_unet(pipe.unet), before, rtol=1e-4, atol=1e-5)

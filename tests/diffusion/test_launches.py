@@ -19,6 +19,7 @@ from benchmarks.launches import counted, on_card, pretended
 from mame_sd import apply_mame
 from mame_sd.core import fused
 from mame_sd.core.cards import Work
+from tests.builders.settings import nested
 
 HALF = {"dtype": torch.float16, "device": "meta"}
 
@@ -70,7 +71,7 @@ def work_of(build: Callable[[], Any], fields: dict[str, Any] | None) -> list[Wor
         model, inputs, path = build()
         model = on_card(model)
         if fields is not None:
-            apply_mame(model, **fields)
+            apply_mame(model, **nested(fields))
         model(**inputs)
         layer: Any = model.get_submodule(path)
         forward = layer.forward

@@ -13,6 +13,7 @@ import torch
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, apply_mame, mame
 from mame_sd.pipelines import StableDiffusionMaMePipeline
+from tests.builders.settings import nested
 from tests.builders.tiny import run_unet, save_tiny_pipeline, seeded, tiny_unet
 from tests.matrix.transformers import ROWS
 
@@ -124,7 +125,7 @@ def test_what_can_not_be_is_refused_in_one_line_and_changes_nothing(
 ) -> None:
     unet = tiny_unet()
     handle = apply_mame(unet, **SMALL)
-    for call in (handle.set, lambda **given: apply_mame(unet, **SMALL, **given)):
+    for call in (handle.set, lambda **given: apply_mame(unet, **SMALL, **nested(given))):
         with pytest.raises(ValueError, match=message) as caught:
             call(**fields)
         assert "\n" not in str(caught.value)

@@ -14,10 +14,12 @@ from diffusers import ControlNetModel, DiTTransformer2DModel, FluxTransformer2DM
 from benchmarks.free import free_on, work
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, remove_mame
 from mame_sd.cli import app as cli
+from mame_sd.config import Study
 from mame_sd.core.reference import reference_plan
 from mame_sd.diffusion.apply_denoiser import has_hooks
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.layers import attention, motion_unet
+from tests.builders.settings import nested
 from tests.builders.tiny import (
     generate,
     run_unet,
@@ -53,7 +55,7 @@ def hooked(**fields: Any) -> tuple[Any, Any, Any]:
     unet = tiny_sdxl_unet().double()
     block = unet.mid_block.attentions[0].transformer_blocks[1]
     plain = copy.deepcopy(block)
-    apply_mame(unet, **{**ON, **fields})
+    apply_mame(unet, **nested({**ON, **fields}))
     forward(unet)
     return unet, block, plain
 
@@ -70,7 +72,7 @@ def forward(unet: Any) -> torch.Tensor:
 @pytest.mark.parametrize("fields", FORMS.values(), ids=FORMS.keys())
 def test_outputs_and_gradients_are_the_references(fields: dict[str, Any]) -> None:
     _, block, plain = hooked(**fields)
-    config = MaMeConfig(**{**ON, **fields})
+    config = MaMeConfig(**nested({**ON, **fields}))
     x = normal(2, 24, 32, seed=2).requires_grad_()
     own = config.of_part("mlp")
     assert own is not None
@@ -93,7 +95,7 @@ def test_parts_have_destinations_of_their_own_at_each_step() -> None:
     handle = apply_mame(unet, keep=1.0, min_tokens=24, mlp=0.5)
     with torch.no_grad():
         drawn = forward(unet)
-        handle.set(redraw=False)
+        handle.set(study=Study(redraw=False))
         assert not torch.equal(forward(unet), drawn)
 
 
@@ -220,17 +222,17 @@ def flux() -> Any:
 def test_what_can_not_be_had_is_refused_in_one_line() -> None:
     name = "mlp"
     with pytest.raises(ValueError, match=f"^{name}: expected none, got 0.5: .*use apply_mame$"):
-        MaMeAttnProcessor(**{name: 0.5})
+        MaMeAttnProcessor(**nested({name: 0.5}))
     for build, kind in ((flux, "FluxTransformer2DModel"), (attention, "Attention")):
         model = build()
         with pytest.raises(
             ValueError, match=f"^{name}: expected blocks .* found none in {kind}; leave {name} out$"
         ):
-            apply_mame(model, **{name: 0.5})
+            apply_mame(model, **nested({name: 0.5}))
         assert not has_hooks(model)
         handle = apply_mame(model)
         with pytest.raises(ValueError, match=f"^{name}: expected blocks"):
-            handle.set(**{name: 0.5})
+            handle.set(**nested({name: 0.5}))
         assert handle.config == MaMeConfig()
 
 
@@ -274,12 +276,12 @@ def test_one_graph_and_no_recompilation() -> None:
 def test_a_saved_pipeline_brings_its_setting_back(tmp_path: Path) -> None:
     fields: dict[str, Any] = {"mlp": 0.5, "min_tokens": 40}
     pipe = StableDiffusionMaMePipeline(
-        **tiny_components(), mame_config=MaMeConfig(keep=0.4, **fields)
+        **tiny_components(), mame_config=MaMeConfig(keep=0.4, **nested(fields))
     )
     pipe.save_pretrained(tmp_path / "model")
     again = StableDiffusionMaMePipeline.from_pretrained(tmp_path / "model")
     again.set_progress_bar_config(disable=True)
-    assert again.mame_config == MaMeConfig(keep=0.4, **fields)
+    assert again.mame_config == MaMeConfig(keep=0.4, **nested(fields))
     image = generate(again)
     assert {layer.part for layer in again.mame.report().layers} == {"attention", "mlp"}
     assert torch.equal(generate(again, keep=None), generate(tiny_pipeline()))
@@ -299,7 +301,7 @@ def test_a_saved_pipeline_brings_its_setting_back(tmp_path: Path) -> None:
     ]
     assert cli.run(["generate", "--prompt", "key", "--out", str(out), *options]) == 0
     used = json.loads((out / "manifest.json").read_text())["settings"]["mame"]
-    assert MaMeConfig.from_dict(used) == MaMeConfig(keep=0.4, **{**fields, "mlp": 0.75})
+    assert MaMeConfig.from_dict(used) == MaMeConfig(keep=0.4, **nested({**fields, "mlp": 0.75}))
 
 
 def test_the_free_bound_computes_the_kept_tokens_and_goes_again() -> None:

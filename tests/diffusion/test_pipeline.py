@@ -17,6 +17,7 @@ import torch
 from diffusers import DiffusionPipeline, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 
 from mame_sd import MaMeConfig, apply_mame, remove_mame
+from mame_sd.config import Study
 from mame_sd.diffusion.saved_setting import resolve_setting
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.single_file import save_single_file
@@ -102,12 +103,12 @@ def test_default_is_the_measured_one_and_none_is_off() -> None:
 
 
 def test_settings_of_a_config_object() -> None:
-    config = MaMeConfig(keep=0.4, min_tokens=40, stride=(2, 3))
+    config = MaMeConfig(keep=0.4, min_tokens=40, study=Study(stride=(2, 3)))
     pipe = mame_pipeline(tau="default", mame_config=config)
     assert (pipe.tau, pipe.keep) == (None, 0.4)
     assert pipe.mame_config == config
     assert mame_pipeline(tau=0.5, mame_config=config).mame_config == MaMeConfig(
-        tau=0.5, min_tokens=40, stride=(2, 3)
+        tau=0.5, min_tokens=40, study=Study(stride=(2, 3))
     )
 
 
@@ -122,7 +123,7 @@ def test_set_mame_lasts() -> None:
     pipe.set_mame(tau=None)
     assert pipe.mame_config is None
     pipe.set_mame(tau="default", mame_config={"stride": [3, 3]})
-    assert pipe.mame_config == MaMeConfig(stride=(3, 3))
+    assert pipe.mame_config == MaMeConfig(study=Study(stride=(3, 3)))
 
 
 @pytest.mark.parametrize(
@@ -233,9 +234,9 @@ def test_importing_the_library_changes_nothing_of_diffusers(tmp_path: Path, load
 def test_every_way_of_loading_takes_every_field(tmp_path: Path) -> None:
     mame_pipeline(mame_config={"seed": 3}).save_pretrained(tmp_path)
     loaded = StableDiffusionMaMePipeline.from_pretrained(
-        tmp_path, min_tokens=40, stride=(2, 3), variant="paper"
+        tmp_path, min_tokens=40, study=Study(stride=(2, 3), variant="paper")
     )
-    made = StableDiffusionMaMePipeline.from_pipe(loaded, refine=False)
+    made = StableDiffusionMaMePipeline.from_pipe(loaded, study=Study(refine=False))
     for pipe, refine in ((loaded, True), (made, False)):
         config = pipe.mame_config
         assert (config.tau, config.seed, config.min_tokens, config.stride) == (0.2, 3, 40, (2, 3))
@@ -247,14 +248,16 @@ def test_every_way_of_loading_takes_every_field(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="min_tokens: expected"):
         StableDiffusionMaMePipeline.from_pretrained(tmp_path, min_tokens=0)
-    euclidean = StableDiffusionMaMePipeline.from_pretrained(tmp_path, tau=-2.0, metric="euclidean")
+    euclidean = StableDiffusionMaMePipeline.from_pretrained(
+        tmp_path, tau=-2.0, study=Study(metric="euclidean")
+    )
     assert (euclidean.tau, euclidean.mame_config.metric, euclidean.mame_config.seed) == (
         -2.0,
         "euclidean",
         3,
     )
     kept = StableDiffusionMaMePipeline.from_pretrained(
-        tmp_path / "again", tau=None, keep=0.5, variant="settled"
+        tmp_path / "again", tau=None, keep=0.5, study=Study(variant="settled")
     )
     assert (kept.mame_config.keep, kept.mame_config.min_tokens) == (0.5, 40)
     plain = generate(quiet(kept), keep=1.0)
@@ -395,7 +398,6 @@ def test_a_compiled_unet_is_not_compiled_again_for_every_call() -> None:
 
 
 def test_off_needs_nothing_of_tau_or_keep_but_names_must_exist() -> None:
-    assert resolve_setting(None, None, {"batch": "shared"}) is None
     assert resolve_setting(None, None, {"metric": "euclidean", "preset": "plain"}) is None
     with pytest.raises(ValueError, match="unknown setting 'tile'"):
         resolve_setting(None, None, {"tile": 8})

@@ -21,14 +21,16 @@ from diffusers.models.attention_processor import (
 )
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, plan_merge, remove_mame
+from mame_sd.config import Study
 from mame_sd.diffusion.layer import compared
 from tests.builders.layers import added_kv_unet, attention, every_config, tokens
+from tests.builders.settings import nested
 from tests.builders.tiny import run_unet, seeded, tiny_sdxl_unet, tiny_unet, tiny_vae
 from tests.builders.tokens import detail_of
 
 
 def with_processor(attn: Attention, **fields: Any) -> MaMeAttnProcessor:
-    processor = MaMeAttnProcessor(min_tokens=16, **fields)
+    processor = MaMeAttnProcessor(min_tokens=16, **nested(fields))
     attn.set_processor(processor)
     return processor
 
@@ -40,7 +42,7 @@ def test_set_attn_processor_merges_and_removal_is_bit_equal(
 ) -> None:
     unet = build()
     before = run_unet(unet)
-    processor = MaMeAttnProcessor(min_tokens=64, **fields)
+    processor = MaMeAttnProcessor(min_tokens=64, **nested(fields))
     unet.set_attn_processor(processor)
     after = run_unet(unet)
     assert after.shape == before.shape
@@ -167,10 +169,12 @@ def test_inner_processor_computes_the_attention() -> None:
     unet.set_attn_processor(MaMeAttnProcessor(inner=SlicedAttnProcessor(1), min_tokens=10**6))
     assert torch.equal(run_unet(unet), before)
     unet.set_attn_processor(
-        MaMeAttnProcessor(inner=SlicedAttnProcessor(1), min_tokens=64, keep=0.4, correct=False)
+        MaMeAttnProcessor(
+            inner=SlicedAttnProcessor(1), min_tokens=64, keep=0.4, study=Study(correct=False)
+        )
     )
     sliced = run_unet(unet)
-    unet.set_attn_processor(MaMeAttnProcessor(min_tokens=64, keep=0.4, correct=False))
+    unet.set_attn_processor(MaMeAttnProcessor(min_tokens=64, keep=0.4, study=Study(correct=False)))
     torch.testing.assert_close(sliced, run_unet(unet))
 
 
@@ -221,7 +225,9 @@ def test_rotary_positions_pass_through() -> None:
 )
 def test_size_of_a_level(size: Any, length: int, expected: tuple[int, int]) -> None:
     attn, x = attention(), tokens(length=length)
-    processor = MaMeAttnProcessor(min_tokens=1, tau=0.3, size=size, merge="qkv", correct=False)
+    processor = MaMeAttnProcessor(
+        min_tokens=1, tau=0.3, size=size, merge="qkv", study=Study(correct=False)
+    )
     attn.set_processor(processor)
     plan, detail = (
         plan_merge(x, processor.config, expected),
@@ -345,9 +351,9 @@ def test_is_built_without_arguments_copied_and_pickled() -> None:
 
 
 def test_fields_go_over_those_of_a_config() -> None:
-    assert MaMeAttnProcessor(MaMeConfig(tau=0.8), keep=0.5, stride=(3, 3)).config == MaMeConfig(
-        keep=0.5, stride=(3, 3)
-    )
+    assert MaMeAttnProcessor(
+        MaMeConfig(tau=0.8), keep=0.5, study=Study(stride=(3, 3))
+    ).config == MaMeConfig(keep=0.5, study=Study(stride=(3, 3)))
 
 
 @pytest.mark.parametrize(
@@ -363,7 +369,7 @@ def test_fields_go_over_those_of_a_config() -> None:
 )
 def test_bad_settings(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        MaMeAttnProcessor(**arguments)
+        MaMeAttnProcessor(**nested(arguments))
 
 
 @every_config

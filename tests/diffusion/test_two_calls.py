@@ -17,8 +17,10 @@ from diffusers.modular_pipelines.qwenimage.denoise import QwenImageDenoiseStep
 from torch import Tensor
 
 from mame_sd import apply_mame
+from mame_sd.config import Study
 from mame_sd.core.plan import Plan
 from tests.builders.pipelines import quiet
+from tests.builders.settings import nested
 from tests.builders.threads import in_thread
 from tests.builders.transformers import TEXT, halves, normal, run
 from tests.matrix.transformers import ROWS
@@ -44,7 +46,7 @@ def test_two_calls_give_what_a_batch_of_both_gives(
     model, inputs = row.build(), dict(row.run.args[0])  # type: ignore[attr-defined]
     inputs["hidden_states"] = inputs["hidden_states"][1:].repeat_interleave(2, 0)
     guided, unguided = halves(inputs)
-    handle = apply_mame(model, min_tokens=1, **fields)
+    handle = apply_mame(model, min_tokens=1, **nested(fields))
     both = run(inputs, model)
     planned.clear()
     first = run(guided, model)
@@ -119,7 +121,7 @@ def test_pipelines_that_call_twice_plan_once(name: str, planned: list[Plan]) -> 
     handle = apply_mame(pipe, keep=0.25, min_tokens=1)
     for steps in (1, 3):
         for pairs, plans in ((True, 1), (False, 2)):
-            handle.set(pairs=pairs)
+            handle.set(study=Study(pairs=pairs))
             handle.reset()
             planned.clear()
             pipe(**given, height=128, width=192, num_inference_steps=steps, output_type="latent")

@@ -17,6 +17,7 @@ from mame_sd import MaMeAttnProcessor, MaMeConfig, apply_mame
 from mame_sd.core.cards import CARDS, taken_for
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.worth import _reckoned, leaves_open
+from tests.builders.settings import nested
 
 H100, SLOW = CARDS["H100"], CARDS["GeForce RTX 3060"]
 
@@ -35,7 +36,7 @@ def merged(side: int, card: Any, **fields: Any) -> Iterator[tuple[MaMeHandle, in
     attention, run = layer(side)
     with pretended():
         plain = len(counted(run))
-    handle = apply_mame(attention, MaMeConfig(size=(side, side), **fields))
+    handle = apply_mame(attention, MaMeConfig(size=(side, side), **nested(fields)))
     with pretended(card=card):
         yield handle, len(counted(run)) - plain
 
@@ -85,7 +86,7 @@ def test_the_one_liner_leaves_layers_whole_too() -> None:
 )
 def test_what_merges_is_ours_to_say_where_nothing_of_it_is_given(given: dict[str, Any]) -> None:
     assert leaves_open(MaMeConfig(min_tokens=64, tiles=8))
-    assert not leaves_open(MaMeConfig(**given))
+    assert not leaves_open(MaMeConfig(**nested(given)))
 
 
 def test_a_compiled_graph_holds_what_is_reckoned_whole() -> None:

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from mame_sd.embedded import model as subjects
+from tests.builders.settings import nested
 
 REQUIRED = [
     "rocket",
@@ -141,7 +142,7 @@ def test_the_transformer_generates_and_merges() -> None:
         (0, {"keep": 0.25, "correct": False}),
         (0, {"keep": 0.25}),
     ):
-        handle = apply_mame(pipe, **merging) if merging else None
+        handle = apply_mame(pipe, **nested(merging)) if merging else None
         generator = torch.Generator().manual_seed(seed)
         images.append(pipe(**call, generator=generator, output_type="pt").images)
         if handle is not None:

@@ -23,6 +23,7 @@ from mame_sd import (
     remove_mame,
 )
 from mame_sd.diffusion.apply_denoiser import denoiser_of, has_hooks
+from tests.builders.settings import nested
 from tests.matrix.rows import Absent, Row
 
 Shapes = dict[str, list[Any]]
@@ -101,7 +102,7 @@ def check_row(row: Row, folder: Path) -> None:
     target = row.target(subject)
     outputs = {}
     for mode, fields in row.modes.items():
-        handle = apply_mame(target, min_tokens=row.min_tokens, **fields)
+        handle = apply_mame(target, min_tokens=row.min_tokens, **nested(fields))
         with recorded(subject, row.traced) as after:
             outputs[mode] = row.run(subject)
         check_merges(handle, row)
@@ -149,7 +150,7 @@ def check_order(row: Row, outputs: dict[str, Tensor]) -> None:
         return
     for mode, fields in row.modes.items():
         subject = row.build()
-        handle = apply_mame(row.target(subject), min_tokens=row.min_tokens, **fields)
+        handle = apply_mame(row.target(subject), min_tokens=row.min_tokens, **nested(fields))
         plain = row.run(subject)
         row.switch(subject)
         handle.reset()
@@ -166,14 +167,14 @@ def check_saving(row: Row, folder: Path, baseline: Tensor, outputs: dict[str, Te
     """
     subject = row.build()
     mode, fields = next(iter(row.modes.items()))
-    apply_mame(row.target(subject), min_tokens=row.min_tokens, **fields)
+    apply_mame(row.target(subject), min_tokens=row.min_tokens, **nested(fields))
     subject.save_pretrained(folder)
     loaded = type(subject).from_pretrained(folder)
     if hasattr(loaded, "set_progress_bar_config"):
         loaded.set_progress_bar_config(disable=True)
     row.switch(loaded)
     assert torch.equal(row.run(loaded), baseline), "saving and loading changed the output"
-    apply_mame(row.target(loaded), min_tokens=row.min_tokens, **fields)
+    apply_mame(row.target(loaded), min_tokens=row.min_tokens, **nested(fields))
     assert torch.equal(row.run(loaded), outputs[mode])
 
 
@@ -186,7 +187,7 @@ def check_one_liner(row: Row) -> None:
     for mode, fields in row.modes.items():
         subject = row.build()
         model = denoiser_of(row.target(subject))
-        processor = MaMeAttnProcessor(min_tokens=row.min_tokens, **fields)
+        processor = MaMeAttnProcessor(min_tokens=row.min_tokens, **nested(fields))
         if row.processor == "error":
             row.switch(subject)
             model.set_attn_processor(processor)
@@ -205,7 +206,9 @@ def check_one_liner(row: Row) -> None:
         else:
             hooked = row.build()
             apply_mame(
-                row.target(hooked), min_tokens=row.min_tokens, redraw=False, pairs=False, **fields
+                row.target(hooked),
+                min_tokens=row.min_tokens,
+                **nested({"redraw": False, "pairs": False, **fields}),
             )
             row.switch(hooked)
             same(row, output, row.run(hooked), f"{mode}: the one-liner")

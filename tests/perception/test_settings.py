@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from mame_sd import MaMeConfig
+from mame_sd.config import Study
 from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored, remove_encoder
 from mame_sd.perception.settings import EVERY, LEFT, chosen_blocks, configs_of
 from tests.builders.perception import DEPTH, PATCHES, ROWS, tokens
+from tests.builders.settings import nested
 
 VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
 
@@ -123,7 +125,7 @@ def test_the_preset_is_chosen_when_merging_is_applied() -> None:
         with pytest.raises(
             ValueError, match="preset: expected the one that merging was applied with"
         ):
-            handle.set(**change)
+            handle.set(**nested(change))
     assert handle.configs == before
     with pytest.raises(ValueError, match="preset: expected"):
         apply_encoder(VIT.build(), preset="plian")
@@ -134,7 +136,7 @@ def test_one_number_for_each_block() -> None:
     assert [config.keep for config in handle.configs.values()] == [0.5, 0.9]
     handle.set(tau=[0.5, 0.6])
     assert [config.tau for config in handle.configs.values()] == [0.5, 0.6]
-    handle.set(MaMeConfig(metric="dot"), tau=0.1)
+    handle.set(MaMeConfig(study=Study(metric="dot")), tau=0.1)
     assert [(config.tau, config.metric) for config in handle.configs.values()] == [(0.1, "dot")] * 2
     handle.set(MaMeConfig(keep=1.0))
     assert {config.keep for config in handle.configs.values()} == {1.0}

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mame_sd import MaMeConfig, plan_merge
+from mame_sd.config import Study
 from mame_sd.perception.apply_encoder import apply_encoder
 from mame_sd.perception.blocks import weighted
 from mame_sd.perception.known_encoders import find_encoder
@@ -75,7 +76,9 @@ def test_means_of_tokens_that_stand_for_many_count_these(weights: Any, dtype: to
     x = torch.randn(2, 33, 8, generator=g).to(dtype).requires_grad_()
     sizes = torch.randint(1, 40, (2, 33), generator=g).float()
     sizes[:, 0] = 1
-    plan = plan_merge(x.detach(), MaMeConfig(keep=0.6, weights=weights, preset="plain"), special=1)
+    plan = plan_merge(
+        x.detach(), MaMeConfig(keep=0.6, study=Study(weights=weights), preset="plain"), special=1
+    )
     got, summed = weighted(plan, x, sizes)
     shares = torch.zeros(
         2, plan.tokens_kept, 33, dtype=torch.float64
@@ -109,7 +112,7 @@ def test_means_of_tokens_that_stand_for_many_count_these(weights: Any, dtype: to
 @torch.no_grad()
 def test_a_large_value_times_its_size_stays_in_range(weights: Any) -> None:
     x = torch.full((1, 8, 4), 2000.0, dtype=torch.float16)
-    plan = plan_merge(x, MaMeConfig(keep=0.5, weights=weights, preset="plain"))
+    plan = plan_merge(x, MaMeConfig(keep=0.5, study=Study(weights=weights), preset="plain"))
     assert torch.equal(weighted(plan, x, torch.full((1, 8), 60.0))[0], x[:, :4])
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mame_sd.diffusion.tokens import Call, Tokens
+from mame_sd.diffusion.layer import Call, Tokens
 
 Rows = Callable[[Tensor, int], Tensor]
 

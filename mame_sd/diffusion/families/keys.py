@@ -42,7 +42,7 @@ from mame_sd.core.plan import (
     groups_of_heads,
     rows_of,
 )
-from mame_sd.diffusion.tokens import Tokens
+from mame_sd.diffusion.layer import Tokens
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -289,6 +289,7 @@ class MergedKeys(Attending):
             mask is None
             and key.dim() == 4
             and isinstance(self.plan, RowPlan)
+            and self.plan.by_kernels
             and fused.on(query, key, value)
         ):
             output = self._attend_fused(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.diffusion.families.family import Rows
-from mame_sd.diffusion.tokens import Call, Tokens
+from mame_sd.diffusion.layer import Call, Tokens
 
 Layout = Callable[[Any, Call], Tokens | str | None]
 UNLIKE = "samples of a batch have their image's tokens at other positions"

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.plan import Plan
-from mame_sd.diffusion.families.unet import layout_of
-from mame_sd.diffusion.layer import Layer, LayerCall, Output, Route, settings_for
-from mame_sd.diffusion.tokens import Tokens
+from mame_sd.diffusion.families.unet import image_route
+from mame_sd.diffusion.layer import Layer, LayerCall, Output, Route, Tokens
 
 
 class Part(Layer):
@@ -31,12 +30,7 @@ class Part(Layer):
 
     def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
         """See `Layer`."""
-        hidden: Any = call.given.get("hidden_states")
-        tokens = _skip_reason(call, config) or layout_of(hidden, known, config)
-        if isinstance(tokens, str):
-            return tokens
-        config, note = settings_for(config, tokens)
-        return Route(call, tokens_merged, config, tokens, hidden, note)
+        return _skip_reason(call, config) or image_route(call, known, config, tokens_merged)
 
 
 def tokens_merged(route: Route, plan: Plan) -> Output:

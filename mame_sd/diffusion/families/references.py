@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.core.plan import Plan, RowPlan
-from mame_sd.diffusion.tokens import Tokens
+from mame_sd.diffusion.layer import Tokens
 
 NONE_HERE = (
     "references: expected a model whose reference images are tokens beside the image (Flux"

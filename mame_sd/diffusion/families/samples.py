@@ -13,7 +13,7 @@ from torch import Tensor
 from mame_sd.core.detail import Detail
 from mame_sd.core.plan import Plan
 from mame_sd.diffusion.families.keys import Attending, MergedKeys, attended
-from mame_sd.diffusion.tokens import Tokens
+from mame_sd.diffusion.layer import Tokens
 
 
 class KeysBySample(Attending):

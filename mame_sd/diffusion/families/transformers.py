@@ -17,8 +17,8 @@ from mame_sd.diffusion.families import layouts as at
 from mame_sd.diffusion.families.family import REGISTERED, Family
 from mame_sd.diffusion.families.layouts import along, first_of_two
 from mame_sd.diffusion.families.refused import EXCLUDED, known_as
+from mame_sd.diffusion.layer import Call
 from mame_sd.diffusion.shipped import shipped_with
-from mame_sd.diffusion.tokens import Call
 
 __all__ = [
     "ADDED_KEYS",

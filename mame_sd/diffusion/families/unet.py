@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from operator import index
 from typing import Any
 
@@ -22,8 +23,17 @@ from torch import Tensor
 from mame_sd.config import MaMeConfig
 from mame_sd.core.plan import Plan, RowPlan
 from mame_sd.diffusion.families.keys import Attending, GroupedKeys, MergedKeys, log_sizes
-from mame_sd.diffusion.layer import Layer, LayerCall, Output, Route, compared, settings_for
-from mame_sd.diffusion.tokens import Call, Tokens
+from mame_sd.diffusion.layer import (
+    Call,
+    Layer,
+    LayerCall,
+    Output,
+    Route,
+    Tokens,
+    compared,
+    settings_for,
+    skips_scores,
+)
 
 # Modules whose first input is an image [B, C, H, W] and whose blocks see its pixels, or patches, as
 # tokens.
@@ -64,9 +74,7 @@ _MASKED = (
 # Those that call scaled_dot_product_attention, in which keys and values can be corrected.
 _CORRECTED = (processors.AttnProcessor2_0, processors.FusedAttnProcessor2_0)
 _ROTARY = ("image_rotary_emb", "query_rotary_emb", "key_rotary_emb", "rotary_emb")
-_BUILT_IN = (
-    torch._C._nn.scaled_dot_product_attention
-)  # anything put in its place can't be seen into
+BUILT_IN = torch._C._nn.scaled_dot_product_attention  # anything put in its place can't be seen into
 NOT_COUNTED = (
     "merged tokens count once: {} calls no scaled_dot_product_attention of its tokens that takes a"
     " mask"
@@ -87,26 +95,42 @@ class PlainAttention(Layer):
 
     def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
         """See `Layer`."""
-        hidden: Any = call.given.get("hidden_states")
-        tokens = skip_reason(call, config) or layout_of(hidden, known, config)
-        if isinstance(tokens, str):
-            return tokens
-        config, note = settings_for(config, tokens)
-        form: Any = keys_merged if config.merge == "kv" else tokens_merged
+        reason = skip_reason(call, config)
+        if reason is not None:
+            return reason
+        form, note = keys_merged if config.merge == "kv" else tokens_merged, ""
         if (
             config.correct
             and isinstance(call.processor, _CORRECTED)
-            and F.scaled_dot_product_attention is _BUILT_IN
+            and F.scaled_dot_product_attention is BUILT_IN
         ):
             if config.merge == "kv":
                 form = keys_corrected
             elif config.weights == "best" and not skips_scores(call.module):
                 form = tokens_corrected
         elif config.correct and config.merge == "kv":
-            note = ". ".join(filter(None, (note, NOT_CORRECTED.format(call.kind))))
-        return Route(
-            call, form, config, tokens, compared(call.module, hidden, config.feature), note
-        )
+            note = NOT_CORRECTED.format(call.kind)
+        return image_route(call, known, config, form, config.feature, note)
+
+
+def image_route(
+    call: LayerCall,
+    known: Tokens | None,
+    config: MaMeConfig,
+    form: Callable[[Route, Plan], Output],
+    feature: str = "x",
+    note: str = "",
+) -> Route | str:
+    """What `Layer.route` says of the tokens of one image, with nothing beside them: they merge by
+    `form`, compared by `feature`, or the reason why they can't.
+    """
+    hidden: Tensor = call.given["hidden_states"]
+    tokens = layout_of(hidden, known, config)
+    if isinstance(tokens, str):
+        return tokens
+    config, without = settings_for(config, tokens)
+    note = ". ".join(filter(None, (without, note)))
+    return Route(call, form, config, tokens, compared(call.module, hidden, feature), note)
 
 
 def keys_merged(route: Route, plan: Plan) -> Output:
@@ -336,16 +360,6 @@ def skip_reason(call: LayerCall, config: MaMeConfig) -> str | None:
     ):
         return f"merge='kv' needs a diffusers default processor, {call.kind} is installed"
     return None
-
-
-def skips_scores(attn: Any) -> bool:
-    """Whether diffusers' layer skip puts values instead of attention, which it does where there are
-    as many as queries.
-    """
-    registry = getattr(attn, "_diffusers_hook", None)
-    return registry is not None and any(
-        getattr(h, "skip_attention_scores", False) for h in registry.hooks.values()
-    )
 
 
 def _accepted(kind: type) -> frozenset[str]:

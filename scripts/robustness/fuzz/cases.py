@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mame_sd.cli import app
-from mame_sd.config import MaMeConfig
-from mame_sd.eval.benchmark.results import FORMAT
+from mame_sd.config import MaMeConfig, Study
 from mame_sd.eval.report import render
+from mame_sd.eval.results.schema import FORMAT
 from scripts.robustness.fuzz.broken import (
     KEYS,
     TEXTS,
@@ -124,7 +124,7 @@ def configs(cases: Cases, draw: Draw, given: Path, out: Path) -> Command:
             {"keep": 0.5, "mlp": 0.5},
             {"keep": 0.25, "stride": [2, 2], "partition": "grid", "tiles": 4},
             every,
-            MaMeConfig(tau=0.5, weights="best", metric="dot").to_dict(),
+            MaMeConfig(tau=0.5, study=Study(weights="best", metric="dot")).to_dict(),
         )
     )
     values = dict(values)

@@ -20,6 +20,7 @@ from mame_sd.eval.benchmark.rows import Row
 from mame_sd.eval.benchmark.timings import FORMAT, Timing, read_record, summary
 from mame_sd.eval.benchmark.tomesd import NotApplicable
 from mame_sd.eval.cli import app as cli
+from mame_sd.eval.results.schema import Value
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.methods import Merging
@@ -209,16 +210,13 @@ def test_timed_calls_measure_denoising_apart(model: LoadedModel) -> None:
     assert timing.denoising is not None
     assert 0 < timing.denoising < timing.seconds
     costs = summary([timing, timing, timing])
-    assert costs["latency"] == {
-        "mean": timing.seconds,
-        "low": timing.seconds,
-        "high": timing.seconds,
-        "n": 3,
-        "statistic": "median, quartiles",
-    }
-    assert costs["cpu"]["mean"] == timing.cpu
+    second = timing.seconds
+    assert costs["latency"] == Value(
+        mean=second, low=second, high=second, n=3, statistic="median, quartiles"
+    )
+    assert costs["cpu"].mean == timing.cpu
     once = summary([timing])["latency"]
-    assert (once["low"], once["high"]) == (None, None), "one round has no interval"
+    assert (once.low, once.high) == (None, None), "one round has no interval"
 
 
 def test_seconds_of_a_busy_machine_are_withheld(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,16 +225,16 @@ def test_seconds_of_a_busy_machine_are_withheld(monkeypatch: pytest.MonkeyPatch)
 
     def gate(*rounds: tuple[float, float]) -> bool:
         found = {"baseline": [Timing(seconds, cpu=cpu) for seconds, cpu in rounds]}
-        return bool(timings.timing_gate(found, "baseline", cores=2)["passed"])
+        return bool(timings.timing_gate(found, "baseline", cores=2).passed)
 
     assert gate((1.0, 1.9), (1.1, 1.9), (1.0, 1.9))
     assert not gate((1.0, 1.9)), "one round tells nothing"
     assert not gate((1.0, 1.9), (1.5, 1.9)), "rounds that differ"
     assert not gate((1.0, 0.9), (1.0, 0.9)), "a process that waits for its cores"
     costs = timings.without_seconds(summary([Timing(1.0, 0.5, cpu=2.0)] * 2))
-    assert costs["latency"] == {"mean": None, "n": 2, "withheld": "the machine was busy"}
-    assert costs["denoising"]["mean"] is None
-    assert costs["cpu"]["mean"] == 2.0
+    assert costs["latency"] == Value(n=2, withheld="the machine was busy")
+    assert costs["denoising"].mean is None
+    assert costs["cpu"].mean == 2.0
 
 
 def test_peak_memory_counts_weights_and_grows_with_the_batch(model: LoadedModel) -> None:

@@ -15,6 +15,7 @@ from mame_sd.eval.benchmark.timings import TIMING_GATE
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.metrics.lpips import Lpips
+from mame_sd.eval.results.schema import Value
 from mame_sd.eval.scoring.per_image import pair_values
 from mame_sd.eval.scoring.runs import Run
 from mame_sd.eval.scoring.tools import Tools
@@ -50,7 +51,7 @@ def test_a_gate_fails_when_the_baseline_is_not_repeated(model: LoadedModel, tmp_
     generate(model, PROMPTS, SETTINGS, KEEP, tmp_path / "merged")
     jobs = jobs_of(PROMPTS, SETTINGS)[:1]
     gates = repeat_gates(model, SETTINGS, [jobs], Run.open(tmp_path / "merged"), KEEP)
-    assert [gate["passed"] for gate in gates] == [False, False]
+    assert [gate.passed for gate in gates] == [False, False]
     assert all(module.__class__.__name__ != "ToMeBlock" for module in model.pipe.unet.modules())
 
 
@@ -68,11 +69,11 @@ def test_the_ceiling_gate_fails_when_any_method_is_as_far_as_another_prompt(tmp_
 
     def passes(**factors: float) -> bool:
         """With one method that equals the baseline, and one at so many times the ceiling."""
-        equal = {"psnr": {"mean": math.inf}, "lpips": {"mean": 0.0}}
-        other = {name: {"mean": ceiling[name] * factor} for name, factor in factors.items()}
+        equal = {"psnr": Value(mean=math.inf), "lpips": Value(mean=0.0)}
+        other = {name: Value(mean=ceiling[name] * factor) for name, factor in factors.items()}
         gate = ceiling_gate(baseline, [METRICS[name] for name in factors], [equal, other], tools)
         assert gate is not None
-        return bool(gate["passed"])
+        return gate.passed
 
     assert passes(psnr=1.1, lpips=0.9)
     assert not passes(psnr=0.9, lpips=0.9)

@@ -16,6 +16,7 @@ from mame_sd.eval.benchmark.results import read_results
 from mame_sd.eval.benchmark.rows import FLOOR, Row, rival_rows
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.report import render
+from mame_sd.eval.results.schema import Value
 from mame_sd.eval.rivals.method import Rival
 from mame_sd.runs.generate import generate
 from mame_sd.runs.loading import LoadedModel
@@ -67,8 +68,8 @@ def test_a_rival_that_can_do_nothing_leaves_its_row_out(model: LoadedModel, tmp_
     results = benchmark(
         model, tmp_path / "out", rows=rows, metrics=[METRICS["psnr"]], rounds=1
     ).run()
-    assert [row["status"] for row in results["rows"]] == ["measured", "not measured", "measured"]
-    assert results["rows"][1]["reason"].startswith("todo: expected at least one layer to merge")
+    assert [row.measured for row in results.rows] == [True, False, True]
+    assert (results.rows[1].reason or "").startswith("todo: expected at least one layer to merge")
     with pytest.raises(UserError, match="expected at least one layer to merge") as caught:
         generate(
             model,
@@ -92,17 +93,12 @@ def test_a_report_says_whether_the_model_can_tell_methods_apart(
     made = benchmark(model, tmp_path / "out", rows=rows, metrics=metrics, rounds=1)
     results = made.run()
     assert (
-        results["sensitivity"]
+        results.sensitivity
         == "Sensitivity of this instrument: not measured (needs mean-attention)."
     )
     assert not failed_gates(results)
-    floor = next(row for row in results["rows"] if row["name"] == FLOOR)
-    floor["values"]["lpips"] = {
-        "mean": 0.002,
-        "low": 0.001,
-        "high": 0.003,
-        "n": 3,
-    }  # as with the metric's weights
+    # as with the metric's weights
+    results.row(FLOOR).values["lpips"] = Value(mean=0.002, low=0.001, high=0.003, n=3)
     made.judge()
     render(read_results(tmp_path / "out"), tmp_path / "out")
     for name in ("report.html", "report.md"):

@@ -25,6 +25,7 @@ from mame_sd.eval.cli import app as cli
 from mame_sd.eval.cli.benchmark import command_again
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.report import render
+from mame_sd.eval.results.read import parse
 from mame_sd.eval.scoring.retrieval import subjects_by_caption
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel
@@ -144,7 +145,7 @@ def test_a_changed_image_is_scored_again(
     untouched = rows_of(finished)["mame-tau"]["per_image"]["psnr"]["p00002_0"]
     assert rows_of(out)["mame-tau"]["per_image"]["psnr"]["p00002_0"] == untouched
     assert rows_of(out)["mame-tau"]["values"]["psnr"]["equal"] == 1
-    assert not failed_gates(read_results(out))
+    assert not failed_gates(parse(read_results(out)))
 
 
 def test_what_was_done_is_kept_when_it_is_interrupted(model: LoadedModel, tmp_path: Path) -> None:
@@ -212,15 +213,13 @@ def test_missing_peers_and_weights_leave_a_reason(
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "none"))
     metrics = [METRICS["lpips"], METRICS["psnr"]]
     results = benchmark(model, tmp_path / "out", rows=tiny_rows()[:2], metrics=metrics).run()
-    assert results["rows"][1]["status"] == "not measured"
-    assert results["rows"][1]["reason"] == "tomesd is not installed: pip install mame-sd[peers]"
+    assert not results.rows[1].measured
+    assert results.rows[1].reason == "tomesd is not installed: pip install mame-sd[peers]"
     results = benchmark(model, tmp_path / "other", rows=tiny_rows()[::3], metrics=metrics).run()
-    assert (
-        results["rows"][1]["values"]["lpips"]["withheld"]
-        == "not measured: no weights of lpips-alex"
-    )
-    assert results["rows"][1]["values"]["psnr"]["mean"] > 0
-    assert any("mame-sd-eval weights" in note for note in results["notes"])
+    values = results.rows[1].values
+    assert values["lpips"].withheld == "not measured: no weights of lpips-alex"
+    assert values["psnr"].known
+    assert any("mame-sd-eval weights" in note for note in results.notes)
 
 
 @pytest.mark.parametrize(("open_", "close"), [("[", "]"), ('{"a": ', "}")])
@@ -354,5 +353,5 @@ def test_prompt_ids_need_not_be_in_order_and_small_images_lack_what_they_are_too
     results = benchmark(
         model, tmp_path, prompts=prompts, rows=tiny_rows()[::3], metrics=metrics, rounds=1
     ).run()
-    assert list(results["rows"][1]["per_image"]["psnr"]) == ["z_0", "a_0", "y_0"]
-    assert "needs 176 x 176" in results["rows"][1]["values"]["ms_ssim"]["withheld"]
+    assert list(results.rows[1].per_image["psnr"]) == ["z_0", "a_0", "y_0"]
+    assert "needs 176 x 176" in (results.rows[1].values["ms_ssim"].withheld or "")

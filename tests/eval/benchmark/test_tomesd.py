@@ -59,8 +59,8 @@ def test_tomesd_says_where_it_can_do_nothing(tmp_path: Path) -> None:
     results = benchmark(
         like_sdxl, tmp_path / "out", rows=rows, metrics=[METRICS["psnr"]], rounds=1
     ).run()
-    assert [row["status"] for row in results["rows"]] == ["measured", "not measured", "measured"]
-    assert "largest level" in results["rows"][1]["reason"]
+    assert [row.measured for row in results.rows] == [True, False, True]
+    assert "largest level" in (results.rows[1].reason or "")
 
 
 @pytest.mark.parametrize("ratio", [0, -1, 0.76, math.nan])

@@ -250,6 +250,7 @@ def test_every_option_has_help() -> None:
         "bench",
         "classify",
         "features",
+        "caption",
         "cache",
         "cache-cost",
         "report",

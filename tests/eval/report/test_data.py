@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 from pathlib import Path
@@ -13,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mame_sd.errors import UserError
+from mame_sd.eval.json_text import json_text
 from mame_sd.eval.report import frontier, latex, render
-from mame_sd.eval.report.data import Metric, parse
 from mame_sd.eval.report.headline import comparison, headline
 from mame_sd.eval.report.render import table_csv
 from mame_sd.eval.report.select import cases, focus
+from mame_sd.eval.results.read import parse
+from mame_sd.eval.results.schema import Column
 from tests.builders.report_example import example
 from tests.builders.report_page import Results
 
@@ -145,5 +148,12 @@ def test_junk_anywhere_is_named_or_shown(drawn: Results, data: st.DataObject) ->
 
 
 def test_a_metric_says_which_way_is_better() -> None:
-    metric = Metric("psnr", "PSNR", "dB", "higher", "fidelity", 1, "")
+    metric = Column("psnr", "PSNR", "dB", "higher", "fidelity", 1, "")
     assert metric.arrow == "↑"
+
+
+def test_results_are_read_back_as_they_were_written(results: Results) -> None:
+    parsed = parse(results)
+    text = json_text(parsed.to_json())
+    assert parse(json.loads(text)) == parsed
+    assert set(results) - set(parsed.to_json()) == set(), "an older file keeps all that it holds"

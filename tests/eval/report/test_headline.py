@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from mame_sd.eval.report import render
-from mame_sd.eval.report.data import parse
 from mame_sd.eval.report.headline import comparison, headline
 from mame_sd.eval.report.select import focus
+from mame_sd.eval.results.read import parse
 from tests.builders.report_example import row
 from tests.builders.report_page import Results
 

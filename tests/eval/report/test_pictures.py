@@ -8,8 +8,8 @@ import numpy as np
 from PIL import Image
 
 from mame_sd.eval.report import pictures, render
-from mame_sd.eval.report.data import parse
 from mame_sd.eval.report.select import cases, focus
+from mame_sd.eval.results.read import parse
 from tests.builders.report_example import row
 from tests.builders.report_page import Results
 

@@ -13,16 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mame_sd.eval.report import frontier, render
-from mame_sd.eval.report.data import Row, parse
 from mame_sd.eval.report.figures import NARROW, STYLE, WIDE, new_figure
 from mame_sd.eval.report.kept_plot import describe, merging_levels, plot
 from mame_sd.eval.report.select import focus
+from mame_sd.eval.results.read import parse
+from mame_sd.eval.results.schema import Row
 from tests.builders.report_example import row
 from tests.builders.report_page import Results
 
 
 def points(pairs: list[tuple[float, float]]) -> list[frontier.Point]:
-    empty = Row("r", "r", "mame", False, None, None, True)
+    empty = Row(name="r", label="r", family="mame", measured=True)
     return [frontier.Point(empty, speed, distance) for speed, distance in pairs]
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from mame_sd.eval.report import latex, markdown, render
-from mame_sd.eval.report.data import Value, parse
 from mame_sd.eval.report.numbers import interval, number, p_value
 from mame_sd.eval.report.select import focus
 from mame_sd.eval.report.tables import fidelity_table, quality_table
+from mame_sd.eval.results.read import parse
+from mame_sd.eval.results.schema import Value
 from tests.builders.report_example import row
 from tests.builders.report_page import Elements, Results
 

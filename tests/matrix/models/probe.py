@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd import apply_mame, remove_mame
+from mame_sd.config import Study
 from tests.builders.transformers import TEXT
 from tests.matrix.models.case import Case
 from tests.matrix.models.watch import Attention, Merged, merging
@@ -51,7 +52,7 @@ def _apart(model: nn.Module) -> Iterator[Any]:
     """Runs the model with attention that gives zeros: the calls that merge, and (t, h, w) or (h,
     w).
     """
-    handle = apply_mame(model, keep=0.5, min_tokens=1, correct=False)
+    handle = apply_mame(model, keep=0.5, min_tokens=1, study=Study(correct=False))
 
     def run(inputs: dict[str, Any]) -> tuple[list[Merged], tuple[int, ...]]:
         handle.reset()

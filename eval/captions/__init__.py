@@ -1,0 +1,1 @@
+"""Captions of pictures with fewer visual tokens, beside rivals: `mame-sd-eval caption`."""

@@ -1,0 +1,285 @@
+"""Rows of the caption table: what becomes of an image's tokens between tower and language model.
+
+All rows go through the same calls of the model (`mame_sd.captions.calls`); a row says only which
+vectors an image gives. Each image is seen alone, so that a row does not depend on a batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mame_sd.captions.calls import Calls, calls_on
+from mame_sd.captions.handle import CaptionHandle
+from mame_sd.captions.prompts import Image
+from mame_sd.captions.towers import layer_of
+from mame_sd.errors import UserError
+from mame_sd.perception.known_encoders import find_encoder
+
+from ..perception.rivals import Traced, on_smaller_images, rival_on
+from ..perception.rules import ToMe
+from .fastv import dropped_after, fastv
+
+Seen = Callable[[Tensor], tuple[Tensor, Tensor]]  # pixels [1, 3, h, w] to states [L, C], places [L]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row.
+
+    Attributes:
+        label: its name in the table.
+        on: puts it on a LLaVA for a `with` block.
+    """
+
+    label: str
+    on: Callable[[Any], Any]
+
+
+def whole_of(model: Any, pixels: Tensor) -> Tensor:
+    """Projected features [L, C] of pixels [1, 3, h, w], as the model itself has them."""
+    return torch.cat(list(_features(model, _states(model, pixels)[None])))
+
+
+def _states(model: Any, pixels: Tensor) -> Tensor:
+    """Tokens [L, C] that the projector is given of pixels [1, 3, h, w], special ones included."""
+    output = model.model.vision_tower(pixels, output_hidden_states=True, return_dict=True)
+    states: Tensor = output.hidden_states[layer_of(model)][0]
+    return states
+
+
+def _features(model: Any, states: Tensor) -> Tensor:
+    skip = int(model.config.vision_feature_select_strategy == "default")
+    features: Tensor = model.model.multi_modal_projector(states[:, skip:])
+    return features
+
+
+@contextmanager
+def _giving(model: Any, images: Callable[[Tensor], Image]) -> Iterator[Calls]:
+    """`model` whose images give what `images` makes of pixels [1, 3, h, w]."""
+    if calls_on(model):
+        raise RuntimeError("expected a model without merging on it")
+    calls = Calls(model, lambda call: [images(one) for one in call["pixel_values"].split(1)])
+    calls.put()
+    try:
+        yield calls
+    finally:
+        calls.take()
+
+
+def chosen(pick: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+    """Some of the model's own visual tokens, in their order; `pick` gives places of [L, C]."""
+
+    def on(model: Any) -> Any:
+        def image(pixels: Tensor) -> Image:
+            features = whole_of(model, pixels)
+            places = pick(features).sort().values
+            return Image(features[places], places, len(features))
+
+        return _giving(model, image)
+
+    return on
+
+
+def everything(features: Tensor) -> Tensor:
+    """All of them."""
+    return torch.arange(len(features), device=features.device)
+
+
+def random_of(keep: float) -> Callable[[Tensor], Tensor]:
+    """A share at random; which follows from the features alone."""
+
+    def pick(features: Tensor) -> Tensor:
+        data = features.detach().float().cpu().numpy().tobytes()
+        seed = int.from_bytes(hashlib.sha256(data).digest()[:4], "big")
+        order = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed))
+        return order[: max(1, round(keep * len(features)))].to(features.device)
+
+    return pick
+
+
+def divprune_of(keep: float) -> Callable[[Tensor], Tensor]:
+    """The share whose nearest neighbours among themselves are farthest (DivPrune, Alvar et al.
+    2025, arXiv 2503.02175): greedily, by cosine distance.
+    """
+
+    def pick(features: Tensor) -> Tensor:
+        unit = F.normalize(features.float(), dim=-1)
+        far = 1 - unit @ unit.T
+        far.fill_diagonal_(math.inf)
+        first = int(far.min(1).values.argmax())
+        far.fill_diagonal_(0)
+        nearest, places = far[first].clone(), [first]
+        while len(places) < max(1, round(keep * len(features))):
+            nearest[places[-1]] = -1
+            places.append(int(nearest.argmax()))
+            nearest = torch.minimum(nearest, far[places[-1]])
+        return torch.tensor(places, device=features.device)
+
+    return pick
+
+
+def pooled(keep: float) -> Callable[[Any], Any]:
+    """Means of the projector's input over a smaller grid."""
+
+    def on(model: Any) -> Any:
+        def image(pixels: Tensor) -> Image:
+            encoder, _, known = find_encoder(model.model.vision_tower)
+            states, special = _states(model, pixels), known.special_of(encoder)
+            side = math.isqrt(len(states) - special)
+            grid = states[special:].T.unflatten(1, (side, side))
+            small = F.adaptive_avg_pool2d(grid, max(1, round(side * keep**0.5)))
+            joined = torch.cat([states[:special], small.flatten(1).T])
+            return _short(model, joined, len(states) - len(joined))
+
+        return _giving(model, image)
+
+    return on
+
+
+def _short(model: Any, states: Tensor, gone: int) -> Image:
+    """An image that gives these states [L', C], of which `gone` are missing."""
+    features = _features(model, states[None])[0]
+    return Image(features, everything(features), len(features) + gone)
+
+
+def smaller(keep: float) -> Callable[[Any], Any]:
+    """The image itself with fewer pixels, and so fewer patches."""
+
+    @contextmanager
+    def on(model: Any) -> Iterator[Calls]:
+        config = model.config.vision_config
+        patch = int(config.patch_size)
+
+        def image(pixels: Tensor) -> Image:
+            side = pixels.shape[-1] // patch
+            less = max(1, round(side * keep**0.5))
+            with on_smaller_images(model.model.vision_tower, less * patch):
+                states = _states(model, pixels)
+            return _short(model, states, side * side - less * less)
+
+        with _giving(model, image) as calls:
+            yield calls
+
+    return on
+
+
+def merged(**fields: Any) -> Callable[[Any], Any]:
+    """MaMe in the tower."""
+
+    @contextmanager
+    def on(model: Any) -> Iterator[Calls]:
+        handle = CaptionHandle(model, None, None, None, None, dict(fields))
+        handle.install()
+        try:
+            yield calls_on(model)[0]
+        finally:
+            handle.remove()
+
+    return on
+
+
+def tome(r: int) -> Callable[[Any], Any]:
+    """ToMe in every block of the tower, `r` tokens fewer in each; in the order of their places."""
+
+    @contextmanager
+    def on(model: Any) -> Iterator[Calls]:
+        tower, count = model.model.vision_tower, layer_of(model)
+        skip = int(model.config.vision_feature_select_strategy == "default")
+        with rival_on(tower, ToMe(r)) as handle:
+            handle.capture()
+
+            def image(pixels: Tensor) -> Image:
+                states = _states(model, pixels)
+                plans = {n: plan for n, plan in handle.plans().items() if n < count}
+                if not plans:
+                    return _short(model, states[None][0], 0)
+                rows: Tensor | None = None  # [L] which of the tokens left each one went to
+                for _, plan in sorted(plans.items()):
+                    assert isinstance(plan, Traced)
+                    rows = plan.rows[0] if rows is None else plan.rows[0][rows]
+                assert rows is not None
+                first = torch.full((len(states),), len(rows))
+                first = first.scatter_reduce(0, rows, torch.arange(len(rows)), "amin")
+                order = first.argsort()
+                places = first[order][skip:] - skip
+                return Image(_features(model, states[order][None])[0], places, len(rows) - skip)
+
+            with _giving(model, image) as calls:
+                yield calls
+
+    return on
+
+
+def fast(keep: float) -> Callable[[Any], Any]:
+    """FastV in the language model, which reads all visual tokens in its first two layers."""
+
+    @contextmanager
+    def on(model: Any) -> Iterator[Calls]:
+        token = int(model.config.image_token_id)
+        with fastv(model.model.language_model, keep) as pruning:
+
+            def images(call: dict[str, Any]) -> list[Image]:
+                ids = call["input_ids"]
+                if len(ids) > 1:
+                    raise UserError("FastV: expected one prompt at a time, got a batch")
+                pruning.visual = ids[0] == token
+                found = []
+                for pixels in call["pixel_values"].split(1):
+                    features = whole_of(model, pixels)
+                    found.append(Image(features, everything(features), len(features)))
+                return found
+
+            calls = Calls(model, images)
+            calls.put()
+            try:
+                yield calls
+            finally:
+                calls.take()
+
+    return on
+
+
+SHARES = (0.5, 0.25, 0.11)
+ROWS: dict[str, Row] = {
+    "baseline": Row("baseline", chosen(everything)),
+    "tome": Row("ToMe, r = 8", tome(8)),
+    "tau-0.8": Row("MaMe, tau .8", merged(tau=0.8)),
+    "plain-0.8": Row("MaMe, the paper's form, tau .8", merged(preset="plain", tau=0.8)),
+    **{f"keep-{k}": Row(f"MaMe, keep {k}", merged(keep=k)) for k in SHARES},
+    **{f"random-{k}": Row(f"random dropping, {k}", chosen(random_of(k))) for k in SHARES},
+    **{f"pool-{k}": Row(f"pooling, {k}", pooled(k)) for k in SHARES},
+    **{f"smaller-{k}": Row(f"smaller image, {k}", smaller(k)) for k in SHARES},
+    **{f"divprune-{k}": Row(f"DivPrune, {k}", chosen(divprune_of(k))) for k in SHARES},
+    **{f"fastv-{k}": Row(f"FastV after layer 2, {k}", fast(k)) for k in SHARES},
+}
+
+
+def read_by_layers(name: str, visual: float, layers: int) -> float:
+    """Visual tokens that a layer of the language model reads in the mean, where it is given
+    `visual`.
+    """
+    if name.startswith("fastv-"):
+        return dropped_after(float(name.removeprefix("fastv-")), round(visual), layers)
+    return visual
+
+
+def chosen_rows(text: str | None) -> list[str]:
+    """The baseline and the rows named with commas between; None: all.
+
+    Raises:
+        UserError: one that there isn't.
+    """
+    names = [one.strip() for one in text.split(",") if one.strip()] if text else list(ROWS)
+    for name in names:
+        if name not in ROWS:
+            raise UserError(f"--rows: expected {', '.join(ROWS)}, got {name!r}; correct it")
+    return ["baseline", *(name for name in dict.fromkeys(names) if name != "baseline")]

@@ -1,0 +1,188 @@
+"""`mame-sd-eval caption`: every row captions every picture; captions are kept as they are made.
+
+    OUT/captions.jsonl     a line for each row and picture: caption, visual tokens, seconds of CPU
+    OUT/captions.json      the table's figures
+
+A stopped run continues with what is missing. Rows take turns on a picture, so that their seconds
+are comparable.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from mame_sd.errors import UserError
+from mame_sd.runs.files import write_atomically
+
+from ..images import load_image
+from ..stats import mean_interval
+from .model import Captioner
+from .references import Pictures
+from .rows import ROWS, read_by_layers
+from .scores import SCORES, language_scores, named_right
+
+CHANCE = "the next picture's caption"
+
+
+@dataclass(frozen=True)
+class CaptionRun:
+    """What is run.
+
+    Attributes:
+        captioner: the model.
+        identity: JSON values that tell this run from others.
+        pictures: what is captioned.
+        rows: names of rows.
+        tokens: how many a caption has at most.
+        longer: how many a caption has at least.
+        out: folder of results.
+        on_note: is told what is done.
+    """
+
+    captioner: Captioner
+    identity: Mapping[str, Any]
+    pictures: Pictures
+    rows: Sequence[str]
+    tokens: int
+    longer: int
+    out: Path
+    on_note: Callable[[str], object]
+
+    def run(self) -> dict[str, Any]:
+        """The table's figures; captions what `out` does not hold yet.
+
+        Raises:
+            UserError: `out` holds another run, or a row can't be had of this model.
+        """
+        done = self._done()
+        with (self.out / "captions.jsonl").open("a", encoding="utf-8") as file:
+            for number, (name, path) in enumerate(self.pictures.files.items(), 1):
+                missing = [row for row in self.rows if (row, name) not in done]
+                if not missing:
+                    continue
+                inputs = self.captioner.inputs(Image.fromarray(load_image(path, convert=True)))
+                for row in missing:
+                    record = {"row": row, "picture": name, **self._caption(row, inputs)}
+                    done[row, name] = record
+                    file.write(json.dumps(record) + "\n")
+                    file.flush()
+                self.on_note(f"{number} of {len(self.pictures.files)} pictures")
+        figures = [self._figures(row, done) for row in self.rows]
+        figures.append({**figures[0], "row": "chance", **self._chance(self.rows[0], done)})
+        found = {"identity": {**self.identity}, "rows": figures}
+        write_atomically(self.out / "captions.json", f"{json.dumps(found, indent=1)}\n".encode())
+        return found
+
+    def _done(self) -> dict[tuple[str, str], dict[str, Any]]:
+        """What was captioned before, by row and picture."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        path = self.out / "captions.jsonl"
+        identity = {"identity": {**self.identity}}
+        if not path.exists():
+            path.write_text(json.dumps(identity) + "\n", encoding="utf-8")
+            return {}
+        records = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                records.append(json.loads(line))
+            except ValueError:  # cut off where it was stopped
+                continue
+        if not records or records[0] != identity:
+            raise UserError(
+                f"--out {self.out}: expected results of the same model, prompt and pictures, found"
+                " those of others; give another folder"
+            )
+        path.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
+        return {(one["row"], one["picture"]): one for one in records[1:]}
+
+    @torch.inference_mode()
+    def _caption(self, row: str, inputs: dict[str, Any]) -> dict[str, Any]:
+        """One caption, its visual tokens, and seconds of CPU until its first token and its last."""
+        model = self.captioner.model
+        with ROWS[row].on(model) as calls:
+            starts = time.process_time()
+            model.generate(**inputs, max_new_tokens=1, do_sample=False)
+            first = time.process_time() - starts
+            starts = time.process_time()
+            ids = model.generate(
+                **inputs,
+                max_new_tokens=self.tokens,
+                min_new_tokens=self.longer or None,
+                do_sample=False,
+            )
+            whole = time.process_time() - starts
+            visual = calls.counts.kept / 2  # both calls
+        written = ids[0, inputs["input_ids"].shape[1] :]
+        layers = int(model.config.text_config.num_hidden_layers)
+        return {
+            "caption": self.captioner.text(written),
+            "visual": visual,
+            "read": read_by_layers(row, visual, layers),
+            "first": first,
+            "whole": whole,
+        }
+
+    def _figures(self, row: str, done: Mapping[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
+        """The figures of one row."""
+        records = {name: done[row, name] for name in self.pictures.files}
+        captions = {name: str(one["caption"]) for name, one in records.items()}
+        found: dict[str, Any] = {"row": row, **self.scored(captions)}
+        for name in ("visual", "read", "first", "whole"):
+            found[name] = float(np.mean([one[name] for one in records.values()]))
+        base = {name: done.get(("baseline", name)) for name in records}
+        if all(base.values()):
+            for name in ("first", "whole"):
+                pairs = [(one[name], base[key]) for key, one in records.items()]
+                found[f"{name}_share"] = float(
+                    np.median([own / whole[name] for own, whole in pairs if whole is not None])
+                )
+        return found
+
+    def scored(self, captions: Mapping[str, str]) -> dict[str, Any]:
+        """Scores of captions of these pictures."""
+        found: dict[str, Any] = {**language_scores(captions, self.pictures.references)}
+        found["words"] = float(np.mean([len(one.split()) for one in captions.values()]))
+        things = self.pictures.things
+        if things:
+            names = sorted({name for one in things.values() for name, _ in one})
+            right = {one: named_right(captions[one], things[one], names) for one in captions}
+            for place, what in enumerate(("objects", "colors")):
+                values = {one: pair[place] for one, pair in right.items()}
+                interval = mean_interval(values, {one: one for one in values})
+                found[what] = interval["mean"]
+                found[f"{what}_interval"] = [interval["low"], interval["high"]]
+        return found
+
+    def _chance(self, row: str, done: Mapping[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
+        """Scores where each picture is given the caption of the next one."""
+        names = list(self.pictures.files)
+        turned = zip(names, [*names[1:], names[0]], strict=True)
+        return self.scored({name: str(done[row, other]["caption"]) for name, other in turned})
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """The figures as a Markdown table."""
+    things = "objects" in found["rows"][0]
+    head = ["", "visual", "read", *SCORES, *(["objects", "with colour"] if things else [])]
+    head += ["words", "first token", "caption"]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for row in found["rows"]:
+        cells = [ROWS[row["row"]].label if row["row"] in ROWS else CHANCE]
+        cells += [f"{row['visual']:.1f}", f"{row['read']:.1f}"]
+        cells += [f"{row[name]:.3f}" for name in SCORES]
+        if things:
+            cells += [f"{row['objects']:.2f}", f"{row['colors']:.2f}"]
+        cells.append(f"{row['words']:.1f}")
+        for part in ("first_share", "whole_share"):
+            cells.append(f"{row[part]:.2f}" if part in row else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -1,0 +1,79 @@
+"""How near captions are to their references: BLEU-1 to 4, ROUGE-L and CIDEr by pycocoevalcap, and
+whether objects and their colours are named.
+
+pycocoevalcap's tokenizer is a Java program. `tokens` stands in for it: lower case, words with
+their inner hyphens, apostrophes and dots, without punctuation. Unlike it, it does not part "don't".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mame_sd.errors import UserError
+
+SCORES = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "ROUGE-L", "CIDEr")
+_WORD = re.compile(r"[^\W_]+(?:[-'.][^\W_]+)*")
+_PAIR = r"{name} on (?:an? )?{color}\b"
+
+
+def tokens(text: str) -> str:
+    """The words of a caption with single spaces between.
+
+    >>> tokens("A t-shirt on light blue,  and a CAT.")
+    'a t-shirt on light blue and a cat'
+    """
+    return " ".join(_WORD.findall(text.lower()))
+
+
+def language_scores(
+    captions: Mapping[str, str], references: Mapping[str, Sequence[str]]
+) -> dict[str, float]:
+    """The scores of all captions together, by name. CIDEr's weights of words are those of these
+    references.
+
+    Raises:
+        UserError: pycocoevalcap is missing.
+    """
+    try:
+        from pycocoevalcap.bleu.bleu import Bleu
+        from pycocoevalcap.cider.cider import Cider
+        from pycocoevalcap.rouge.rouge import Rouge
+    except ImportError as error:
+        raise UserError(
+            "expected the package pycocoevalcap to score captions; pip install mame-sd[captions]"
+        ) from error
+    made: dict[str, list[str]] = {name: [tokens(text)] for name, text in captions.items()}
+    given = {name: [tokens(text) for text in references[name]] for name in made}
+    bleu: Any = Bleu(4).compute_score(given, made, verbose=0)[0]
+    rouge, cider = Rouge().compute_score(given, made)[0], Cider().compute_score(given, made)[0]
+    return dict(zip(SCORES, (*map(float, bleu), float(rouge), float(cider)), strict=True))
+
+
+def named_right(
+    caption: str, things: Sequence[tuple[str, str]], names: Sequence[str]
+) -> tuple[float, float]:
+    """How well one caption names objects, and objects with their colours: twice the number of right
+    ones over that of named and true ones (F1).
+
+    Args:
+        caption: as it was written.
+        things: (object, colour) of what the picture shows.
+        names: of all objects that captions may name.
+
+    >>> named_right("a cat on red and an owl on blue", [("cat", "red"), ("owl", "white")],
+    ...             ["cat", "owl", "car"])
+    (1.0, 0.5)
+    """
+    text = f" {tokens(caption)} "
+    found = {name for name in names if f" {tokens(name)} " in text}
+    true = {name for name, _ in things}
+    right = found & true
+    pairs = [
+        (name, color)
+        for name, color in things
+        if re.search(_PAIR.format(name=re.escape(tokens(name)), color=re.escape(color)), text)
+    ]
+    both = len(found) + len(true)
+    return 2 * len(right) / both, 2 * len(pairs) / both

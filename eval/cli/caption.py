@@ -1,0 +1,46 @@
+"""The body of ``mame-sd-eval caption``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from mame_sd.errors import UserError
+from mame_sd.runs.model_files import ModelChoice
+
+
+def run_caption(
+    data: Path,
+    references: Path,
+    rows: str | None,
+    num: int | None,
+    prompt: str | None,
+    tokens: int,
+    longer: int,
+    out: Path,
+    choice: ModelChoice,
+    weights_dir: Path | None,
+    on_note: Callable[[str], object],
+) -> str:
+    """Captions what `out` does not hold yet and gives the table.
+
+    Raises:
+        UserError: bad options, no model, no references. What was done before is kept.
+    """
+    from ..captions.model import EMBEDDED, load_captioner
+    from ..captions.references import read_references
+    from ..captions.rows import chosen_rows
+    from ..captions.run import CaptionRun, table
+
+    names = chosen_rows(rows)
+    if not tokens >= 1 or longer > tokens:
+        raise UserError(
+            f"--tokens, --longer: expected 1 or more, and at least as many at most, got {tokens}"
+            f" and {longer}; correct them"
+        )
+    pictures = read_references(references, data, num)
+    model = choice.model or EMBEDDED
+    captioner = load_captioner(model, prompt, weights_dir, choice.offline)
+    identity = {"model": model, "prompt": prompt, "tokens": tokens, "longer": longer}
+    run = CaptionRun(captioner, identity, pictures, names, tokens, longer, out, on_note)
+    return table(run.run())

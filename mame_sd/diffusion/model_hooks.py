@@ -1,0 +1,229 @@
+"""The hooks that read a denoiser's calls for the layers in it: how the tokens lie, which step it
+is, and whether the call is the second of two of the same input.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mame_sd.core.pairs import leaders
+from mame_sd.core.partition import DRAWS, constant, counting, draw_at
+from mame_sd.diffusion.hook_registry import CallHook, PreHook
+from mame_sd.diffusion.hooks import Plans, Shared
+from mame_sd.diffusion.layer import Call, Step, Tokens
+from mame_sd.diffusion.threads import PerThread, begin, end
+from mame_sd.report import NOTHING_MERGES, LayerStats
+
+# Models whose pipelines put the prompt before the negative one in a batch.
+_PROMPT_FIRST = {"DiTTransformer2DModel", "LuminaNextDiT2DModel"}
+
+
+TokensOf = Callable[[Any, Call], Tokens | str | None]
+_TIMESTEP = (
+    "timestep",
+    "timesteps",
+    "t",
+    "timestep_ratio",
+    "vision_timesteps",
+)  # what models call it
+
+
+class LatestCall:
+    """A denoiser's latest call in each thread, as far as it tells whether the next one is of the
+    same input.
+    """
+
+    def __init__(self) -> None:
+        self._latest = PerThread()
+
+    def plans(self, latents: Tensor, timestep: Any, others: list[Tensor]) -> Plans | None:
+        """The plans that a call shares with those before it; None where it can't be told which
+        these are.
+
+        The latents are the same where they are the same tensor, unchanged: nothing is compared. Of
+        timesteps that are other tensors the values are, which waits for the device, where a second
+        call has plans to share.
+
+        Args:
+            latents: the call's first input.
+            timestep: its timestep.
+            others: its other tensors, such as the prompt's embeddings.
+        """
+        # changes of tensors of inference mode, and of subclasses, are not counted, or have no
+        # values
+        if type(latents) is not Tensor or latents.is_inference() or _is_recorded(latents):
+            self.forget()
+            return None
+        plans: Plans | None = self._latest.value
+        if plans is None or not plans.go_for(latents, others):
+            plans = self._latest.value = Plans(latents)
+        return plans.begin(timestep, others)
+
+    def forget(self) -> None:
+        """Lets go of this thread's plans."""
+        self._latest.value = None
+
+
+def _is_recorded(t: Tensor) -> bool:
+    """Whether a CUDA graph is being captured: a replay has other values, and must look for what
+    merges.
+    """
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class SizeHook(PreHook):
+    """Notes how the tokens lie in a forward of the model, or part of it, around merging layers."""
+
+    name = "mame_size"
+
+    def __init__(self, module: nn.Module, shared: Shared, tokens_of: TokensOf) -> None:
+        self.names = _names(module)
+        self.shared = shared
+        self.tokens_of = tokens_of
+        self.tokens = PerThread(latest=True)  # how they lie in its latest forward
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises ValueError beside tomesd's patch."""
+        for block in getattr(module, "transformer_blocks", ()):
+            if type(block).__name__ == "ToMeBlock":
+                raise ValueError(
+                    "expected blocks whose tokens are not merged yet, found tomesd's patch: call "
+                    "tomesd.remove_patch(pipe), or remove_mame(pipe) to merge by tomesd alone"
+                )
+        if self.shared.now.active:
+            self.read(module, {**dict(zip(self.names, args, strict=False)), **kwargs})
+
+    def read(self, module: nn.Module, call: Call) -> None:
+        """Notes how they lie in a call of the module."""
+        found = self.tokens_of(module, call)
+        self.tokens.value = Tokens((0,), unknown=found) if isinstance(found, str) else found
+
+
+class EagerSizeHook(SizeHook):
+    """A SizeHook that runs outside of compiled graphs, since it reads values of tensors.
+
+    In an export, whose tensors have none, tokens lie as in the latest forward.
+    """
+
+    __call__ = torch.compiler.disable(SizeHook.__call__)
+
+    def __init__(self, module: nn.Module, shared: Shared, tokens_of: TokensOf) -> None:
+        super().__init__(module, shared, tokens_of)
+        self._shapes = PerThread(latest=True)  # of the latest forward's arguments
+
+    def read(self, module: nn.Module, call: Call) -> None:
+        """Raises ValueError in an export of other shapes than the latest forward's."""
+        shapes = {
+            name: tuple(value.shape) for name, value in call.items() if isinstance(value, Tensor)
+        }
+        if not torch.compiler.is_exporting():
+            super().read(module, call)
+            self._shapes.value = shapes
+        elif shapes != self._shapes.value:
+            raise ValueError(
+                f"expected a forward of {type(module).__name__} with the same shapes before the"
+                f" export, which can't read how its tokens lie, got {self._shapes.value}: run the"
+                " model once on what you export it with"
+            )
+
+
+class StepHook(CallHook):
+    """Notes what the latest forward of a denoiser says: its timestep, which draw of the random
+    partitions it takes; its first input, the latents, whether guided and unguided samples stand in
+    it, or it is the second call of two of the same input.
+
+    So the same call gives the same result, whatever ran before it with other latents, and neither
+    sampler nor pipeline needs to be known.
+    """
+
+    name = "mame_step"
+
+    def __init__(self, module: nn.Module, shared: Shared) -> None:
+        self.names = _names(module)
+        self.shared = shared
+        self.latest = LatestCall()
+        self.watched: list[LayerStats] = []  # layers whose first forward has not been looked at
+        # a ControlNet is called with the same latents for each control image
+        self.calls_pair = "ControlNet" not in type(module).__name__
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        setting, timestep = (
+            self.shared.now,
+            next((call[name] for name in _TIMESTEP if call.get(name) is not None), None),
+        )
+        parts = call.get(self.names[0])
+        if isinstance(parts, list) and all(isinstance(part, Tensor) for part in parts):
+            alike = len({part.shape for part in parts}) == 1
+            call[self.names[0]] = (
+                torch.stack(parts) if alike else parts
+            )  # Z-Image: a latent for each sample
+        inputs = [
+            value
+            for name in self.names
+            if isinstance(value := call.get(name), Tensor) and value.dim() > 1
+        ]
+        draw = draw_at(timestep) if timestep is not None and setting.config.redraw else None
+        if inputs and draw is not None:
+            draw = draw.to(inputs[0].device)
+        pairs = setting.config.pairs and bool(inputs) and inputs[0] is call.get(self.names[0])
+        leader = leaders(inputs[0], type(module).__name__ in _PROMPT_FIRST) if pairs else None
+        compiling = torch.compiler.is_compiling()
+        draws = None if compiling or draw is None else draw + constant(counting, DRAWS, draw.device)
+        self.shared.step.value = Step(draw, draws, leader)
+        if compiling:  # a graph holds no plans
+            return
+        if inputs:
+            begin(module, self.name, inputs[0])
+        if pairs and self.calls_pair:
+            apart = {self.names[0], *_TIMESTEP}
+            others = [
+                value
+                for name, value in call.items()
+                if isinstance(value, Tensor) and name not in apart
+            ]
+            self.shared.plans.value = self.latest.plans(inputs[0], timestep, others)
+        else:
+            self.latest.forget()
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Blocks that are called by themselves share nothing.
+
+        Warns once where the first forward merges nothing.
+        """
+        if not torch.compiler.is_compiling():
+            end(module, self.name)
+            self.shared.plans.value = None
+            watched, self.watched = self.watched, []
+            called = [stats for stats in watched if stats.calls]
+            if called and self.shared.now.active and all(stats.last_reason for stats in called):
+                largest = max(stats.tokens_in // stats.calls for stats in called)
+                warnings.warn(
+                    f"{NOTHING_MERGES}: each of {len(called)} was left alone, and the largest has"
+                    f" {largest} tokens; report() says why. Lower min_tokens or generate larger"
+                    " images",
+                    stacklevel=2,
+                )
+
+    def forget(self) -> None:
+        """Lets go of this thread's plans."""
+        self.latest.forget()
+        self.shared.plans.value = None
+
+
+def takes_timestep(module: nn.Module) -> bool:
+    """Whether the module is called with a timestep, as denoisers are."""
+    try:
+        return not set(_TIMESTEP).isdisjoint(_names(module))
+    except (AttributeError, TypeError, ValueError):  # scripted or built-in: no signature
+        return False
+
+
+def _names(module: nn.Module) -> list[str]:
+    return list(inspect.signature(type(module).forward).parameters)[1:]

@@ -1,0 +1,141 @@
+"""Rows of the caption table on a tiny LLaVA: each gives what it says, through the model's own
+calls.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mame_sd.errors import UserError
+from mame_sd.eval.captions.fastv import dropped_after, fastv, last_weights
+from mame_sd.eval.captions.model import Captioner
+from mame_sd.eval.captions.references import read_references
+from mame_sd.eval.captions.rows import ROWS, chosen_rows, divprune_of
+from mame_sd.eval.captions.run import CHANCE, CaptionRun, table
+from mame_sd.eval.captions.scores import language_scores, named_right
+from tests.captions import tiny
+
+PATCHES = tiny.GRID**2
+
+
+def call() -> dict[str, Tensor]:
+    return {**tiny.prompts([[PATCHES]]), "pixel_values": tiny.pictures(1)}
+
+
+def test_every_row_writes_with_so_many_tokens_and_leaves_the_model_as_it_was() -> None:
+    model, inputs = tiny.llava(), call()
+    before = model(**inputs).logits
+    visual = {}
+    for name, row in ROWS.items():
+        with row.on(model) as calls:
+            logits = model(**inputs).logits
+            model.generate(**inputs, max_new_tokens=2, do_sample=False)
+            visual[name] = calls.counts.kept / calls.counts.images
+        if name == "baseline":
+            assert torch.equal(logits, before)
+        assert torch.equal(model(**inputs).logits, before), name
+    expected = {"baseline": 36, "tome": 6, "keep-0.5": 18, "random-0.25": 9, "pool-0.25": 9}
+    expected |= {"smaller-0.25": 9, "divprune-0.11": 4, "fastv-0.25": 36}
+    assert {name: visual[name] for name in expected} == pytest.approx(expected, abs=1)
+
+
+def test_divprune_takes_the_farthest_next() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(12, 5)
+    far = 1 - torch.nn.functional.cosine_similarity(x[:, None], x[None], dim=-1)
+    nearest = [min(float(far[i, j]) for j in range(12) if j != i) for i in range(12)]
+    places = [max(range(12), key=nearest.__getitem__)]
+    while len(places) < 3:
+        left = [i for i in range(12) if i not in places]
+        places.append(max(left, key=lambda i: min(float(far[i, j]) for j in places)))
+    assert divprune_of(0.25)(x).tolist() == places
+
+
+def test_fastv_equals_a_language_model_run_in_two_halves() -> None:
+    model = tiny.llava(text_layers=4)
+    language = model.model.language_model
+    torch.manual_seed(0)
+    x, visual = torch.randn(1, 10, tiny.WIDTH), torch.arange(10) < 6
+    turns = language.rotary_emb(x, torch.arange(10)[None])
+    mask = torch.full((10, 10), -torch.inf).triu(1)[None, None]
+    with torch.no_grad():
+        h = x
+        for number in (0, 1):
+            if number == 1:
+                normed = language.layers[1].input_layernorm(h)
+                weights = last_weights(language.layers[1].self_attn, normed, turns)
+            h = language.layers[number](h, position_embeddings=turns, attention_mask=mask)
+        best = [p for p in range(6) if sorted(weights[:6].tolist()).index(float(weights[p])) >= 3]
+        rows = [*best, 6, 7, 8, 9]
+        h, short = h[:, rows], tuple(one[:, rows] for one in turns)
+        for layer in language.layers[2:]:
+            small = mask[:, :, : len(rows), : len(rows)]
+            h = layer(h, position_embeddings=short, attention_mask=small)
+        expected = language.norm(h)
+        with fastv(language, 0.5) as pruning:
+            pruning.visual = visual.clone()
+            found = language(inputs_embeds=x).last_hidden_state
+            assert pruning.visual is None
+            whole = language(inputs_embeds=x).last_hidden_state
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert whole.shape[1] == 10
+    assert dropped_after(0.5, 6, 4) == 4.5
+
+
+def test_scores_lose_where_captions_are_of_other_pictures() -> None:
+    pytest.importorskip("pycocoevalcap")
+    texts = ["a cat on red and an owl on blue", "a car on white", "a star on green, over brick"]
+    references = {str(n): [text, f"{text} ground"] for n, text in enumerate(texts)}
+    right = language_scores({str(n): text for n, text in enumerate(texts)}, references)
+    wrong = language_scores({str(n): texts[n - 1] for n in range(3)}, references)
+    assert right["BLEU-4"] == pytest.approx(1.0, abs=1e-3)
+    assert all(wrong[name] < 0.6 * right[name] for name in right)
+    assert named_right("a cat on a red card", [("cat", "red")], ["cat", "owl"]) == (1.0, 1.0)
+    assert named_right("", [("cat", "red")], ["cat", "owl"]) == (0.0, 0.0)
+
+
+def run_of(folder: Path, rows: list[str]) -> CaptionRun:
+    model = tiny.llava()
+
+    def inputs(picture: Image.Image) -> dict[str, Tensor]:
+        pixels = torch.from_numpy(np.asarray(picture, np.float32) / 255).permute(2, 0, 1)
+        return {**tiny.prompts([[PATCHES]]), "pixel_values": pixels[None]}
+
+    captioner = Captioner(model, inputs, lambda ids: " ".join(map(str, ids.tolist())))
+    pictures = read_references(folder / "references.json", folder)
+    return CaptionRun(captioner, {}, pictures, rows, 3, 0, folder / "out", lambda text: None)
+
+
+def test_a_run_continues_and_its_table_has_chance(tmp_path: Path) -> None:
+    pytest.importorskip("pycocoevalcap")
+    rng = np.random.default_rng(0)
+    images, captions = [], []
+    for n in range(2):
+        pixels = rng.integers(0, 255, (tiny.SIDE, tiny.SIDE, 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{n}.png")
+        images.append({"id": n, "file_name": f"{n}.png", "things": [["cat", "red"]]})
+        captions.append({"image_id": n, "caption": "a cat on red"})
+    content = json.dumps({"images": images, "annotations": captions})
+    (tmp_path / "references.json").write_text(content)
+    found = run_of(tmp_path, ["baseline"]).run()
+    lines = (tmp_path / "out" / "captions.jsonl").read_text().splitlines()
+    (tmp_path / "out" / "captions.jsonl").write_text("\n".join([*lines, '{"row": "ba']))
+    again = run_of(tmp_path, ["baseline", "keep-0.25"]).run()
+    assert again["rows"][0] == found["rows"][0]
+    assert again["rows"][1]["visual"] == 9
+    assert CHANCE in table(again)
+    (tmp_path / "1.png").unlink()
+    with pytest.raises(UserError, match=r"expected the picture 1\.png, found none"):
+        run_of(tmp_path, ["baseline"])
+    (tmp_path / "references.json").write_text("[]")
+    with pytest.raises(UserError, match="expected COCO's format"):
+        run_of(tmp_path, ["baseline"])
+    with pytest.raises(UserError, match="--rows: expected baseline"):
+        chosen_rows("nothing")
