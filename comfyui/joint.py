@@ -56,14 +56,15 @@ class JointPatch:
         start = self._start(call, engine.heads_last(q).shape[1], length, engine.mask)
         if start is None:
             return engine.run()
-        tokens = Tokens(call.grid, start, length - start - math.prod(call.grid))
+        grid = call.place.grid
+        tokens = Tokens(grid, start, length - start - math.prod(grid))
         feature = tokens.to_plane(keys[:, start : start + tokens.count].flatten(2))
         plan = plan_merge(feature, self.config, tokens.plane, draw=call.draw, leader=call.leader)
         call.draw = None if call.draw is None else call.draw + 1
         if nothing_to_win(self.config, plan):
             call.run.note_left(NOTHING_TO_WIN)
             return engine.run()
-        call.run.note_merged(plan, call.grid[call.grid[0] == 1 :])
+        call.run.note_merged(plan, grid[grid[0] == 1 :])
         return engine.attended(
             MergedKeys(
                 plan, tokens, (batch, length), start, correct=self.config.correct, drawn=True
@@ -72,20 +73,19 @@ class JointPatch:
 
     def _start(self, call: Any, queries: int, length: int, mask: Tensor | None) -> int | None:
         """Where the image begins among `length` keys; None where they are left alone."""
-        tokens = math.prod(call.grid)
+        place, family = call.place, self.transformer.family
+        tokens = math.prod(place.grid)
         if queries != length:
             return None  # cross-attention
-        start = self.transformer.start(length, tokens, call.references)
+        start: int | None = place.start(length)
         if start is None:
-            call.run.note_left(OTHER, length, *call.grid)
+            call.run.note_left(OTHER, length, *place.grid)
         elif tokens < self.config.min_tokens:
             call.run.note_left(SMALL, tokens, self.config.min_tokens)
-        elif self.transformer.family.last and tokens <= self.transformer.padded(call.text):
-            call.run.note_left(
-                TEXT, call.text, tokens
-            )  # attention among the prompt's tokens would look alike
-        elif mask is not None and not self.transformer.family.masked:
-            call.run.note_left(MASKED, self.transformer.family.name)
+        elif length <= self.transformer.padded(call.text) and family.image != "first":
+            call.run.note_left(TEXT, call.text, tokens)  # may be the prompt's own attention
+        elif mask is not None and not family.masked:
+            call.run.note_left(MASKED, family.name)
         elif mask is not None and (mask.dim() < 2 or mask.shape[-1] != length):
             call.run.note_left(MASK, list(mask.shape), length)
         else:

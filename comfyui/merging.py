@@ -9,7 +9,6 @@ the nodes are wired, and `torch.compile` outside of them sees no logging.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from mame_sd.core.partition import draw_at
 from mame_sd.diffusion.families.keys import GroupedKeys
 
 from .joint import JointPatch
-from .models import Transformer, UNet
+from .models import Place, Transformer, UNet
 from .run import OUTSIDE, Run
 from .unet import UNetPatch
 
@@ -47,9 +46,8 @@ class Call:
         leader: of each sample the one whose tokens decide what merges, see `mame_sd.core.pairs`;
             None: each its own.
         replaced: UNet blocks whose self-attention another node replaces, as the engine names them.
-        grid: (frames, rows, columns) of a transformer's image tokens.
-        references: tokens of a transformer's reference images.
-        text: tokens of the prompt.
+        place: where a transformer's image is.
+        text: tokens of its prompts.
         override: another node's attention.
         keys: of a UNet's layer, made before its projections, on their way to its attention.
     """
@@ -58,8 +56,7 @@ class Call:
     draw: Tensor | None = None
     leader: Tensor | None = None
     replaced: frozenset[tuple[Any, ...]] = frozenset()
-    grid: tuple[int, int, int] = (1, 1, 1)
-    references: int = 0
+    place: Place | None = None
     text: int = 0
     override: Callable[..., Tensor] | None = None
     keys: GroupedKeys | None = None
@@ -139,13 +136,9 @@ class Merging:
             if isinstance(self.patch, UNetPatch):
                 _patch_unet(options, call, self.patch)
             else:
-                transformer = self.patch.transformer
-                call.grid = transformer.grid(x.shape)
-                latents = (kwargs.get("ref_latents") or ()) if transformer.family.references else ()
-                call.references = sum(
-                    math.prod(transformer.grid(latent.shape)) for latent in latents
-                )
-                call.text = 0 if c_crossattn is None else c_crossattn.shape[1]
+                prompts = [c_crossattn, *(kwargs.get("ref_contexts") or ())]
+                call.text = sum(prompt.shape[1] for prompt in prompts if prompt is not None)
+                call.place = self.patch.transformer.place(x.shape, kwargs, call.text)
         else:
             run.note_left(OUTSIDE)
         return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)

@@ -10,9 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from mame_sd.diffusion.families.refused import known_as
 
 UNET = "UNetModel"
+HIDDEN = "ComfyUI hands its attention to no node"
+UNKNOWN = "the node does not know yet where its image is"
+CAUSAL = "each of its frames attends to those before it, from a cache of keys"
 
 
 @dataclass(frozen=True)
@@ -21,37 +26,84 @@ class Family:
 
     Attributes:
         name: what people call it.
-        patch: the attribute that holds its patch size.
-        last: the image comes after the text; else the sequence is the image alone, and others are
-            left alone.
-        references: tokens of reference images come after the image's.
+        patch: the attributes that hold its patch size, one for all sides or one for each; empty:
+            each of the latent's pixels is a token.
+        image: the image comes "last", behind any number of other tokens; "first", before them; or
+            "alone", which other sequences are not.
+        references: where tokens of reference images are: "behind" the image, "before" it among the
+            others, or nowhere.
         masked: calls with an attention mask merge; else their image starts elsewhere in each
             sample.
     """
 
     name: str
     patch: str = "patch_size"
-    last: bool = True
-    references: bool = False
+    image: Literal["last", "first", "alone"] = "last"
+    references: Literal["", "behind", "before"] = ""
     masked: bool = True
 
 
-# By the class of ComfyUI's diffusion_model, or of its nearest base. None: looks like its base and
-# is not.
-FAMILIES: dict[str, Family | None] = {
-    "Flux": Family("Flux", references=True),
+COSMOS = "patch_temporal patch_spatial patch_spatial"
+# By the class of ComfyUI's diffusion_model, or of its nearest base. A text: why it can't merge,
+# after the name that people know it by.
+FAMILIES: dict[str, Family | tuple[str, str]] = {
+    "Flux": Family("Flux", references="behind"),
     "Chroma": Family("Chroma"),
-    "QwenImageTransformer2DModel": Family("Qwen-Image", references=True),
+    "QwenImageTransformer2DModel": Family("Qwen-Image", references="behind"),
     "MMDiT": Family("SD3 or AuraFlow"),
-    "NextDiT": Family("Lumina 2 or Z-Image", masked=False),
+    "NextDiT": Family("Lumina 2 or Z-Image", references="before", masked=False),
     "HunyuanVideo": Family("HunyuanVideo"),
-    "WanModel": Family("Wan", last=False),
-    "LTXVModel": Family("LTX-Video", patch="patchifier.patch_size", last=False),
-    "LTXAVModel": None,
+    "SingleStreamDiT": Family("Krea 2", "patch", references="behind"),
+    "Ideogram4Transformer2DModel": Family("Ideogram 4", ""),
+    "HiDreamImageTransformer2DModel": Family("HiDream", image="first"),
+    "OmniGen2Transformer2DModel": Family("OmniGen 2", references="before"),
+    "Kandinsky5": Family("Kandinsky 5", image="alone"),
+    "GeneralDIT": Family("Cosmos", COSMOS, "alone"),
+    "MiniTrainDIT": Family("Cosmos Predict2 or Anima", COSMOS, "alone"),
+    "AsymmDiTJoint": Family("Mochi", image="first"),
+    "CogVideoXTransformer3DModel": Family("CogVideoX", "patch_size_t patch_size patch_size"),
+    "WanModel": Family("Wan", image="first"),
+    "LTXVModel": Family("LTX-Video", "patchifier.patch_size", "alone"),
+    "LTXAVModel": Family("LTX-2", "patchifier.patch_size", "alone"),
+    "CausalWanModel": ("Wan CausVid and Self-Forcing", CAUSAL),
+    "WanAnimate2Model": ("Wan Animate 2", "its attention goes by windows of frames"),
+    "ErnieImageModel": ("ERNIE-Image", HIDDEN),
+    "PixArtMS": ("PixArt", HIDDEN),
+    "HunYuanDiT": ("HunyuanDiT", HIDDEN),
+    "StageC": ("Stable Cascade", UNKNOWN),
+    "StageB": ("Stable Cascade", UNKNOWN),
+    "PixDiT_T2I": ("PixelDiT", UNKNOWN),
+    "HiDreamO1Transformer": ("HiDream O1", "its prompt takes a pass of its own"),
+    "MiniMaxH3Model": ("MiniMax H3", UNKNOWN),
 }
-KNOWN = ", ".join(
-    ["UNets (SD 1.x, SD 2.x, SDXL)", *(family.name for family in FAMILIES.values() if family)]
-)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the image is in the sequences of one call of the model.
+
+    Attributes:
+        grid: (frames, rows, columns) of its tokens.
+        padded: how many tokens it is padded to.
+        before, behind: tokens beside it; None: any number.
+        least: tokens beside it at least, in a sequence that holds all.
+    """
+
+    grid: tuple[int, int, int]
+    padded: int
+    before: int | None = 0
+    behind: int | None = 0
+    least: int = 0
+
+    def start(self, length: int) -> int | None:
+        """Where the image begins in a sequence of `length`; None when it is not in it."""
+        beside = length - self.padded
+        if beside < self.least:
+            return None
+        start = beside - (self.behind or 0) if self.before is None else self.before
+        if start < 0 or start > beside:
+            return None
+        return start if None in (self.before, self.behind) or beside == self.least else None
 
 
 @dataclass(frozen=True)
@@ -61,17 +113,22 @@ class Transformer:
     Attributes:
         family: how its sequence is laid out.
         patch: size of a patch along the latent's last dimensions.
-        multiple: the image is padded at its end to a multiple of this many tokens.
+        multiple: each image and prompt is padded at its end to a multiple of this many tokens.
+        reference_frame: it puts the tokens of `reference_latent` before the video.
+        reference_method: what it does with reference images where the call does not say; None: it
+            leaves them out.
     """
 
     family: Family
     patch: tuple[int, ...]
     multiple: int
+    reference_frame: bool = False
+    reference_method: Any = ""
 
     def grid(self, latent: Sequence[int]) -> tuple[int, int, int]:
         """(frames, rows, columns) of tokens of a latent of shape [B, C, ..., H, W]."""
         sizes = latent[2:]
-        patch = (1,) * (len(sizes) - len(self.patch)) + self.patch
+        patch = ((1,) * len(sizes) + self.patch)[-len(sizes) :]
         counts = tuple(math.ceil(size / side) for size, side in zip(sizes, patch, strict=True))
         t, h, w = (1,) * (3 - len(counts)) + counts
         return t, h, w
@@ -79,14 +136,36 @@ class Transformer:
     def padded(self, tokens: int) -> int:
         return math.ceil(tokens / self.multiple) * self.multiple
 
-    def start(self, length: int, tokens: int, references: int) -> int | None:
-        """Where the image's `tokens` begin in a sequence of `length`; None when they are not in
-        it.
+    def tokens(self, latents: Sequence[Any]) -> int:
+        """Of images with these latents, each padded."""
+        return sum(self.padded(math.prod(self.grid(latent.shape))) for latent in latents)
+
+    def place(self, latent: Sequence[int], given: Mapping[str, Any], text: int) -> Place:
+        """Where the image is.
+
+        Args:
+            latent: shape of the model's latents.
+            given: the other arguments of the call, by name.
+            text: tokens of the prompts.
         """
-        if not self.family.last:
-            return 0 if length == tokens else None
-        start = length - self.padded(tokens) - references
-        return start if start >= 0 else None
+        if given.get("latent_shapes"):  # LTX-2: video and sound in one latent
+            latent = given["latent_shapes"][0]
+        if given.get("image_cond") is not None and self.family.name == "HiDream":
+            latent = (*latent[:-1], latent[-1] + given["image_cond"].shape[-1])
+        grid = self.grid(latent)
+        padded, family = self.padded(math.prod(grid)), self.family
+        references = 0
+        if family.references and given.get("ref_latents_method", self.reference_method) is not None:
+            references = self.tokens(given.get("ref_latents") or ())
+        if family.image == "alone":
+            return Place(grid, padded)
+        if family.image == "first":
+            frame = given.get("reference_latent") if self.reference_frame else None
+            before = 0 if frame is None else self.tokens([frame])
+            return Place(grid, padded, before, None, before)
+        if family.references == "behind":
+            return Place(grid, padded, None, references, references)
+        return Place(grid, padded, None, 0, text + references if references else 0)
 
 
 @dataclass(frozen=True)
@@ -112,10 +191,11 @@ def layout_of(model: Any) -> UNet | Transformer:
     if UNET in bases:
         return UNet(_numbers(model))
     family = next((FAMILIES[base] for base in bases if base in FAMILIES), None)
-    if family is None:
+    if not isinstance(family, Family):
+        name, why = family or (known_as(bases[0]), UNKNOWN)
         raise ValueError(
-            f"MaMe token merging: expected one of {KNOWN}, got {bases[0]}; take the node out of"
-            " this model's path"
+            f"MaMe token merging: {name} does not merge, since {why}; take the node out of this"
+            " model's path"
         )
     if any(
         getattr(block, "flipped_img_txt", False) for block in getattr(model, "double_blocks", ())
@@ -124,11 +204,19 @@ def layout_of(model: Any) -> UNet | Transformer:
             f"MaMe token merging: expected {family.name} with its text before its image, got the"
             " older order; update ComfyUI, or take the node out of this model's path"
         )
-    patch: Any = model
-    for name in family.patch.split("."):
-        patch = getattr(patch, name)
-    patch = (patch, patch) if isinstance(patch, int) else tuple(patch)
-    return Transformer(family, patch, getattr(model, "pad_tokens_multiple", None) or 1)
+    patch: tuple[int, ...] = ()
+    for path in family.patch.split():
+        size: Any = model
+        for name in path.split("."):
+            size = getattr(size, name)
+        patch += tuple(size) if isinstance(size, (tuple, list)) else (size or 1,)
+    return Transformer(
+        family,
+        patch * 2 if len(patch) == 1 else patch,
+        getattr(model, "pad_tokens_multiple", None) or 1,
+        getattr(model, "ref_conv", None) is not None or "SCAILWanModel" in bases,
+        getattr(model, "default_ref_method", "") if "SingleStreamDiT" in bases else "",
+    )
 
 
 def _numbers(unet: Any) -> dict[tuple[str, int, int], int]:

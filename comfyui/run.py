@@ -31,18 +31,14 @@ class Run:
         compiled: whether some calls were a graph's.
     """
 
-    merged: set[str] = field(default_factory=set)
+    merged: dict[str, None] = field(default_factory=dict)
     left: set[str] = field(default_factory=set)
     unreached: bool = False
     compiled: bool = False
 
     def note_merged(self, plan: Plan, size: tuple[int, ...]) -> None:
-        if torch.compiler.is_compiling():
-            self.compiled = True
-        else:
-            self.merged.add(
-                f"{plan.tokens_in} -> {plan.tokens_kept} tokens at {' x '.join(map(str, size))}"
-            )
+        kept, sides = f"{plan.tokens_in} -> {plan.tokens_kept}", " x ".join(map(str, size))
+        self.merged[f"{kept} tokens at {sides}"] = None
 
     def note_left(self, reason: str, *values: object) -> None:
         if torch.compiler.is_compiling():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from mame_sd.captions.towers import is_captioner
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def apply_mame(
-    target: Any, config: MaMeConfig | None = None, **fields: Any
+    target: Any, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
 ) -> MaMeHandle | EncoderHandle | CaptionHandle:
     """Merges tokens of `target` until `remove_mame`. Merging that is on it already is replaced.
 
@@ -33,7 +34,7 @@ def apply_mame(
             (`mame_sd.perception.apply_encoder`). Where both stand in one module, the diffusion
             model merges; give the encoder itself to merge it. Or a LLaVA, whose tower merges so
             that its language model reads fewer tokens (`mame_sd.captions.apply_captioner`).
-        config: the settings; None is the measured default.
+        config: the settings, or a .json or .toml file of them; None is the measured default.
         fields: fields of MaMeConfig, over those of `config`; for a vision transformer also
             `blocks`, `restore`, `prop_attn`.
 
@@ -43,6 +44,7 @@ def apply_mame(
         ValueError: nothing in it could merge, with what was found; or bad settings.
     """
     refuse_flat(fields)
+    config = _read(config)
     if is_captioner(target):
         from mame_sd.captions.apply_captioner import apply_captioner
 
@@ -84,7 +86,7 @@ def remove_mame(target: Any, processors: bool = True) -> None:
 
 @contextmanager
 def mame(
-    target: Any, config: MaMeConfig | None = None, **fields: Any
+    target: Any, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
 ) -> Iterator[MaMeHandle | EncoderHandle | CaptionHandle]:
     """Merging for a `with` block.
 
@@ -93,6 +95,7 @@ def mame(
     Takes the arguments of `apply_mame` and gives its handle.
     """
     refuse_flat(fields)
+    config = _read(config)
     if is_captioner(target):
         from mame_sd.captions.apply_captioner import apply_captioner, captioner_restored
 
@@ -109,6 +112,11 @@ def mame(
 
     with apply_denoiser.mame(target, config, **fields) as handle:
         yield handle
+
+
+def _read(config: MaMeConfig | str | PathLike[str] | None) -> MaMeConfig | None:
+    """The settings, read where they are a file."""
+    return MaMeConfig.from_file(config) if isinstance(config, (str, PathLike)) else config
 
 
 def _only_encoder(target: Any) -> bool:

@@ -58,6 +58,10 @@ class LayerRules(Mapping[str, Any]):
                     f" leave it unmerged, got {rule!r}"
                 )
             study = rule.get("study") if isinstance(rule, Mapping) else None
+            given = getattr(study, "given", None)
+            if isinstance(rule, Mapping) and callable(given):  # a Study, which no file can hold
+                study = given()
+                rule = {**rule, "study": study}
             for name in (*(rule or ()), *(study if isinstance(study, Mapping) else ())):
                 if name in OF_THE_MODEL:
                     raise ValueError(

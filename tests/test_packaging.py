@@ -59,7 +59,7 @@ def test_the_wheel_is_light_and_the_models_are_a_distribution_of_their_own(wheel
         (ROOT / "mame_sd" / "embedded" / "pyproject.toml").read_text(encoding="utf-8")
     )
     core = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    packages = {f"mame_sd_models.{name}" for name in embedded_models()}
+    packages = {f"mame_sd_models.{name}" for name in (*embedded_models(), "captioner")}
     assert packages == set(models["tool"]["setuptools"]["packages"])
     version = models["project"]["version"]
     assert version == core["project"]["version"]

@@ -45,10 +45,8 @@ def cost_table(lengths: str, keep: float, layers: int) -> str:
         raise UserError(f"--layers: expected at least 1, got {layers}")
     model = _model(layers)
     lines = [
-        (
-            "| tokens | method | compressing / prefill | decoding / full | MiB of cache | M"
-            " multiply-adds of attention a token |"
-        ),
+        "| tokens | method | compressing / prefill | decoding / full | MiB of cache | M"
+        " multiply-adds a token |",
         "|---|---|---|---|---|---|",
     ]
     for size in sizes:

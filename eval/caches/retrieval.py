@@ -1,9 +1,9 @@
-"""Tasks that a model answers from its prompt: a pass key in filler, one of many pairs, and a line
-to copy.
+"""Tasks that a model answers from its prompt: one of a few codes in filler, and one of many pairs.
 
-A prompt shows two answered questions first and asks a third, which comes after the cache was cut:
-no method sees it. The model goes on greedily, teacher-forced on the answer: right is a whole
-answer, token by token.
+A prompt is a conversation. Questions about other codes are asked and answered first. The cache is
+cut there, and the question that counts comes after: no method sees it. The answer is
+teacher-forced: right is a whole answer, token by token. Only prompts that the full cache answers
+are asked of other rows.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from mame_sd.errors import UserError
+
 from .measure import Meter, kept_by, left, whole
 from .rows import Row
 
-TASKS = ("needles", "pairs", "copy")
+TASKS = ("needles", "pairs")
 _NAMES = [
     *[
         "apple",
@@ -93,76 +95,51 @@ def _prompt(task: str, tokenizer: Any, number: int, length: int) -> Prompt:
     def tokens(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    size = 64
-    best = None
-    # As many facts or sentences as fit.
-    while True:
-        text, question, answer = _MAKERS[task](random.Random(f"{task}-{number}"), size)
-        head = f"<|im_start|>user\n{text}"
-        ids = tokens(head)
+    most = 64  # lines of filler, or pairs: as many as fit
+    for size in range(most if task == "needles" else _PAIRS, 0, -1):
+        context, question, answer = _asked(task, random.Random(f"{task}-{number}"), size)
+        ids = tokens(context)
         if len(ids) <= length:
-            best = (ids, tokens(question), tokens(answer))
-            break
-        size -= 1
-    assert best is not None
-    return Prompt(f"{task}-{number}", task, *best)
+            return Prompt(f"{task}-{number}", task, ids, tokens(question), tokens(answer))
+    raise UserError(f"--length: expected room for the task {task}, got {length} tokens")
 
 
-def _fact(name: str, code: str) -> str:
-    return f"The secret code of the {name} is {code}."
+_NEEDLES, _PAIRS = 3, 10  # SmolLM2-135M answers most of them with its full cache
+_SHOWN = {"needles": 2, "pairs": 3}  # questions that the prompt asks and answers
+_LONG = (
+    "The people who live in the old house on the hill have agreed that from now on the secret code"
+    " of the {} is {}. They wrote it down in a small book, which lies on the table beside the"
+    " window."
+)
+_SHORT = "The secret code of the {} is {}."
 
 
-def _code(rng: random.Random) -> str:
-    return str(rng.randrange(1000, 9999))
+def _asked(task: str, rng: random.Random, size: int) -> tuple[str, str, str]:
+    """The context, the question, and the answer."""
+    count = _NEEDLES if task == "needles" else max(size, _SHOWN[task] + 1)
+    names = rng.sample(_NAMES, count)
+    codes = [str(rng.randrange(1000, 9999)) for _ in names]
+    fact = _SHORT if task == "needles" else _LONG
+    facts = [fact.format(name, code) for name, code in zip(names, codes, strict=True)]
+    lines = facts if task == "pairs" else _strewn(facts, rng, size)
+    last, *shown = rng.sample(range(count), _SHOWN[task] + 1)
+
+    def turn(at: int, answer: str) -> str:
+        ask = f"<|im_start|>user\nWhat is the secret code of the {names[at]}?<|im_end|>\n"
+        return f"{ask}<|im_start|>assistant\nThe secret code of the {names[at]} is{answer}"
+
+    context = "<|im_start|>user\nRemember these codes.\n\n" + "\n".join(lines)
+    context += "<|im_end|>\n<|im_start|>assistant\nI remember them.<|im_end|>\n"
+    context += "".join(turn(at, f" {codes[at]}.<|im_end|>\n") for at in shown)
+    return context, turn(last, ""), f" {codes[last]}"
 
 
-def _needles(rng: random.Random, size: int) -> tuple[str, str, str]:
-    names = rng.sample(_NAMES, 5)
-    codes = [_code(rng) for _ in names]
+def _strewn(facts: list[str], rng: random.Random, size: int) -> list[str]:
+    """The facts at random places among `size` lines of filler."""
     lines = [rng.choice(_FILLER) for _ in range(size)]
-    places = sorted(rng.sample(range(len(lines)), len(names)))
-    for place, name, code in zip(reversed(places), names, codes, strict=True):
-        lines.insert(place, _fact(name, code))
-    return _asked(rng, "\n".join(lines), names, codes)
-
-
-def _pairs(rng: random.Random, size: int) -> tuple[str, str, str]:
-    names = rng.sample(_NAMES, min(size, len(_NAMES)))
-    codes = [_code(rng) for _ in names]
-    return _asked(rng, "\n".join(map(_fact, names, codes)), names, codes)
-
-
-def _asked(
-    rng: random.Random, text: str, names: list[str], codes: list[str]
-) -> tuple[str, str, str]:
-    at = rng.randrange(len(names))
-    question = f"\n\nWhat is the secret code of the {names[at]}?<|im_end|>\n<|im_start|>assistant\n"
-    return (
-        f"Remember these codes.\n\n{text}",
-        question + f"The secret code of the {names[at]} is",
-        f" {codes[at]}",
-    )
-
-
-def _copy(rng: random.Random, size: int) -> tuple[str, str, str]:
-    words = rng.sample(_NAMES, 40)
-    notes = [words[i : i + 5] for i in range(0, 40, 5)]
-    lines = [rng.choice(_FILLER) for _ in range(size)]
-    for place, note in zip(sorted(rng.sample(range(size), 8), reverse=True), notes, strict=True):
-        lines.insert(place, f"Note: {' '.join(note)}.")
-    first, *rest = notes[rng.randrange(8)]
-    text = "Remember these notes.\n\n" + "\n".join(lines)
-    question = (
-        f"\n\nWhich note begins with {first}?<|im_end|>\n<|im_start|>assistant\nNote: {first}"
-    )
-    return text, question, " " + " ".join(rest)
-
-
-_MAKERS: dict[str, Callable[[random.Random, int], tuple[str, str, str]]] = {
-    "needles": _needles,
-    "pairs": _pairs,
-    "copy": _copy,
-}
+    for fact in facts:
+        lines.insert(rng.randrange(len(lines) + 1), fact)
+    return lines
 
 
 @torch.no_grad()
@@ -174,6 +151,8 @@ def measure_prompt(
     done: Callable[[str, float], bool],
 ) -> Iterator[dict[str, Any]]:
     """Whether each row and share that isn't `done` answers right, the full cache first.
+
+    A prompt that the full cache gets wrong says nothing about the others, which are left out.
 
     Yields:
         row, share, right.
@@ -189,9 +168,10 @@ def measure_prompt(
         got, _ = meter.rest(kept, seen, asked)
         return got[-len(prompt.answer) :].argmax(-1).tolist() == prompt.answer
 
+    answered = right(whole(start.views))
     if not done("full", 1.0):
-        yield {"row": "full", "share": 1.0, "right": right(whole(start.views))}
-    for row, share in todo:
+        yield {"row": "full", "share": 1.0, "right": answered}
+    for row, share in todo if answered else ():
         yield {
             "row": row.name,
             "share": share,

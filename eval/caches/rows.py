@@ -103,6 +103,11 @@ def all_rows() -> list[Row]:
             Selection(Repeated(), share="all"),
         ),
         Row(
+            "kvzip-fit",
+            "KVzip's keys, fitted",
+            Selection(Repeated(), share="all", dropped="fit"),
+        ),
+        Row(
             "adakv-expected",
             "expected attention, budgets by head",
             Selection(ExpectedAttention(), share="heads"),

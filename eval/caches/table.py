@@ -116,21 +116,28 @@ def format_table(found: Mapping[str, Any]) -> str:
 
 
 def _retrieval(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Per cent right: the full cache of all prompts, the others of those that it answers."""
+    cells = {(e["row"], e["task"], e["share"]): e for e in entries}
     columns = list(dict.fromkeys((e["task"], e["share"]) for e in entries if e["row"] != "full"))
-    tasks = list(dict.fromkeys(task for task, _ in columns))
-    lines = [
-        f"| method | {' | '.join(f'{t} at {s:g}' for t, s in columns)} |",
-        "|---" * (len(columns) + 1) + "|",
-    ]
-    full = {e["task"]: e for e in entries if e["row"] == "full"}
-    if tasks:
-        cells = [f"{full[task]['mean']:.0f}" for task, _ in columns]
-        lines.append(f"| full | {' | '.join(cells)} |")
-    for row in dict.fromkeys(e["row"] for e in entries if e["row"] != "full"):
-        own = {(e["task"], e["share"]): e for e in entries if e["row"] == row}
-        cells = [f"{own[c]['mean']:.0f}" if c in own else "" for c in columns]
-        lines.append(f"| {row} | {' | '.join(cells)} |")
+    heads = [f"{task} at {share:g}" for task, share in columns]
+    lines = [f"| method | {' | '.join(heads)} | n |", "|---" * (len(columns) + 2) + "|"]
+    full = [cells["full", task, 1.0] for task, _ in columns]
+    rows = dict.fromkeys(e["row"] for e in entries if e["row"] != "full")
+    lines.append(f"| full | {' | '.join(_right_cell(e) for e in full)} | {_counts(full)} |")
+    for row in rows:
+        own = [cells.get((row, *column)) for column in columns]
+        shown = [_right_cell(e) if e else "" for e in own]
+        lines.append(f"| {row} | {' | '.join(shown)} | {_counts(own)} |")
     return lines
+
+
+def _right_cell(entry: Mapping[str, Any]) -> str:
+    return f"{entry['mean']:.0f} ({entry['low']:.0f} to {entry['high']:.0f})"
+
+
+def _counts(entries: Sequence[Mapping[str, Any] | None]) -> str:
+    """How many prompts the cells of each task rest on."""
+    return " ".join(dict.fromkeys(str(e["n"]) for e in entries if e))
 
 
 def _interval(value: Mapping[str, Any]) -> str:

@@ -13,11 +13,13 @@ from PIL import Image
 from torch import Tensor
 
 from mame_sd.captions.towers import KNOWN, name_of
+from mame_sd.embedded.model import models_folder
 from mame_sd.errors import UserError, first_line
 
 from ..networks.pretrained import DEVIATION, MEAN, load_dinov2_saliency, load_smollm2
 
 MINI = "captioner.safetensors"  # in a folder: what scripts.training.train_captioner trained
+EMBEDDED = "embedded-captioner"  # the name of the one that this project trained
 PROMPT = "USER: <image>\nDescribe the image in one sentence. ASSISTANT:"
 _IMAGE = "<file_sep>"  # a word of SmolLM2's vocabulary that no text has
 _SIDE, _PATCH, _LAYER = 126, 14, -4
@@ -46,6 +48,11 @@ def load_captioner(
     Raises:
         UserError: it isn't there, or is no LLaVA.
     """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if name == EMBEDDED and not Path(name).exists():
+        name = str(models_folder() / "captioner")
     if (Path(name) / MINI).is_file():
         return _mini(Path(name) / MINI, weights_dir, offline)
     from transformers import AutoModelForImageTextToText, AutoProcessor

@@ -327,6 +327,8 @@ def caption_command(
     """How good a LLaVA's captions stay with fewer visual tokens, beside rivals.
 
     Run again to continue.
+
+    Without MODEL it is embedded-captioner: a DINOv2-S and SmolLM2, both fetched from PyPI.
     """
     from .caption import run_caption
 

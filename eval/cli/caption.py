@@ -27,7 +27,7 @@ def run_caption(
     Raises:
         UserError: bad options, no model, no references. What was done before is kept.
     """
-    from ..captions.model import load_captioner
+    from ..captions.model import EMBEDDED, load_captioner
     from ..captions.references import read_references
     from ..captions.rows import chosen_rows
     from ..captions.run import CaptionRun, table
@@ -39,12 +39,8 @@ def run_caption(
             f" and {longer}; correct them"
         )
     pictures = read_references(references, data, num)
-    if choice.model is None:
-        raise UserError(
-            "--model: expected a LLaVA's folder or hub id, or a folder that"
-            " scripts.training.train_captioner wrote, got none; give one"
-        )
-    captioner = load_captioner(choice.model, prompt, weights_dir, choice.offline)
-    identity = {"model": choice.model, "prompt": prompt, "tokens": tokens, "longer": longer}
+    model = choice.model or EMBEDDED
+    captioner = load_captioner(model, prompt, weights_dir, choice.offline)
+    identity = {"model": model, "prompt": prompt, "tokens": tokens, "longer": longer}
     run = CaptionRun(captioner, identity, pictures, names, tokens, longer, out, on_note)
     return table(run.run())

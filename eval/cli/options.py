@@ -105,7 +105,7 @@ class CacheOptions:
         None, "Shares of the cache, with commas between. Without it, each row's own."
     )
     tasks: str = option(
-        "", "Retrieval tasks, with commas between: needles, pairs, copy.", metavar="NAMES"
+        "", "Retrieval tasks, with commas between: needles, pairs.", metavar="NAMES"
     )
     weights_dir: str | None = option(None, "Folder with weights, looked into first.", metavar="DIR")
     offline: bool = option(False, "Never ask a network.")

@@ -232,6 +232,7 @@ def added_by_kernels(
         kept[0].dim() != 4
         or plan.special
         or not isinstance(plan, RowPlan)
+        or not plan.by_kernels
         or not fused.on(*kept, drawn.key, drawn.value)
     ):
         return None

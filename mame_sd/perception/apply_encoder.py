@@ -69,7 +69,8 @@ def apply_encoder(
             the first ones merge most, or "constant", all keep the same share. None: decreasing, but
             constant with `preset="plain"`.
         fields: fields of MaMeConfig over those of `config`; `tau` and `keep` may be one number for
-            each block.
+            each block. `layers` gives blocks settings of their own by patterns of their names, as a
+            report has them: `{"*.layer.[02]": {"keep": 0.7}, "*.layer.4": False}`.
 
     Raises:
         TypeError: `config` is no MaMeConfig.

@@ -57,18 +57,21 @@ class BlockCounts:
 
 
 class BlockCost:
-    """Multiply-adds of one block as its modules are."""
+    """Multiply-adds of one block as its modules are.
+
+    `width`: channels of all heads of its attention together.
+    """
 
     def __init__(self, block: nn.Module, encoder: Encoder) -> None:
         self._attention = sum(_linear(block.get_submodule(part)) for part in encoder.attention)
         self._mlp = sum(_linear(block.get_submodule(part)) for part in encoder.mlp)
-        self._width = width_of(block, encoder)
+        self.width = width_of(block, encoder)
 
     def of(self, tokens: int, squares: int, kept: int) -> int:
         """Multiply-adds of calls whose tokens, their squares, and tokens left for the MLP sum up to
         these.
         """
-        return self._attention * tokens + 2 * self._width * squares + self._mlp * kept
+        return self._attention * tokens + 2 * self.width * squares + self._mlp * kept
 
 
 def width_of(block: nn.Module, encoder: Encoder) -> int:

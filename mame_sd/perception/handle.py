@@ -4,7 +4,7 @@ merging.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,15 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core.owners import owners_of
 from mame_sd.core.plan import Plan
 from mame_sd.perception.blocks import MergedBlock
+from mame_sd.perception.by_block import check_made_for, ruled, taken, without_shares
+from mame_sd.perception.calibration import (
+    WIDE,
+    Measured,
+    Run,
+    batches_of,
+    check_flops,
+    errors_alone,
+)
 from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks
 from mame_sd.perception.hooks import (
     CheckHook,
@@ -36,6 +45,7 @@ from mame_sd.perception.report import EncoderReport, make_blocks
 from mame_sd.perception.settings import (
     EVERY,
     changed,
+    check_meaning,
     chosen_blocks,
     configs_of,
     is_plain,
@@ -68,6 +78,14 @@ class EncoderHandle:
         schedule: str | None = None,
     ) -> None:
         self.root = root
+        self._how: dict[str, Any] = {
+            "restore": restore,
+            "prop_attn": prop_attn,
+            "make_block": make_block,
+            "schedule": schedule,
+        }
+        config, fields, own = taken(config, fields)
+        self._asked = config, fields
         self.encoder, modules, known = find_encoder(root)
         self._known = known
         names = {module: name for name, module in root.named_modules()}
@@ -79,6 +97,11 @@ class EncoderHandle:
         self._schedule = schedule_of(schedule, config, fields)
         self._has_keys = known.keys in dict(modules[0].named_modules())
         self.configs = configs_of(config, fields, chosen, self._schedule, self._has_keys)
+        check_made_for(own.get("made_for"), self.described)
+        if own.get("layers") is not None:
+            self.configs = ruled(self.configs, own["layers"], self._names)
+            check_meaning(self.configs.values())
+            chosen = tuple(self.configs)
         if prop_attn is None and (
             self._plain or not known.adds_mask or not has_mask(known, modules[0])
         ):
@@ -128,6 +151,78 @@ class EncoderHandle:
             )
         elif self._shared.restore:
             self._ours.append((output, RestoreHook(self._shared)))
+
+    @property
+    def described(self) -> str:
+        """The model in words that tell it from those that settings by block do not go for, as
+        `made_for` has them.
+        """
+        return f"{type(self.encoder).__name__} with {len(self._blocks)} blocks"
+
+    def calibrate(
+        self, images: Tensor | Iterable[Tensor], *, flops: float, run: Run | None = None
+    ) -> Measured:
+        """Finds which blocks should merge and how much for a number of FLOPs, and puts that in
+        force.
+
+            handle = apply_mame(vit)
+            found = handle.calibrate(pixel_values, flops=0.5)
+            found.save("settings.json", flops=0.5)
+
+        Each block merges alone, to several shares of its patches, and what that changes of the
+        model's outputs is seen (`mame_sd.perception.calibration`).
+
+        Args:
+            images: pixel values [N, 3, H, W] as the model takes them, or batches of them; a few
+                dozen.
+            flops: at most this share of the unmerged model's multiply-adds.
+            run: gives the model's output of a batch; None: the model is called with it.
+
+        Raises:
+            RuntimeError: merging was removed or replaced.
+            ValueError: no images, or fewer FLOPs than merging can give; the settings are as before
+                then.
+        """
+        if not self.installed:
+            raise RuntimeError(
+                "expected merging to be applied, but it was removed or replaced: call apply_mame"
+                " again"
+            )
+        check_flops(flops)
+        run, batches = run or self.root, list(batches_of(images))
+        if not batches:
+            raise ValueError("calibrate: expected a few images, got none")
+        base, how = without_shares(*self._asked), {**self._how, "schedule": None}
+
+        def alone(number: int, share: float) -> EncoderHandle:
+            cell = {"stride": (4, 4)} if share < WIDE else {}
+            return EncoderHandle(self.root, base, (number,), {"keep": share, **cell}, **how)
+
+        self.remove()
+        try:
+            errors = errors_alone(len(self._blocks), batches, run, alone)
+            counting = alone(0, 1.0)
+            counting.install()
+            run(batches[0][:1])
+            counting.remove()
+            tokens = round(counting.report().blocks[0].tokens_in)
+            grid, special = counting._shared.grid, counting._shared.special
+            found = Measured(
+                names=tuple(self._names),
+                costs=tuple(self._costs),
+                errors=errors,
+                patches=tokens - special,
+                special=special,
+                around=around_blocks(self.encoder, self._blocks, grid, tokens, tokens),
+                base=base,
+                described=self.described,
+                about={"calibrated_on_images": sum(map(len, batches))},
+            )
+            config = found.config(flops)
+            self.__init__(self.root, config, None, {}, **how)  # type: ignore[misc]
+        finally:
+            self.install()
+        return found
 
     @property
     def config(self) -> MaMeConfig:

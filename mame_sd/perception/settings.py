@@ -43,8 +43,8 @@ _NO_MEANING = {
     "mlp": "an encoder's MLPs see merged tokens already",
     "size": "the size of its images is read off",
     "references": "an encoder sees one image",
-    "layers": "tau and keep take one number for each block",
-    "made_for": "its settings are by block",
+    "layers": "which blocks merge is decided when merging is applied; give it to apply_mame",
+    "made_for": "give it to apply_mame",
 }
 
 
@@ -227,7 +227,13 @@ def changed(
     made = {
         block: old.replace(**row) for (block, old), row in zip(configs.items(), rows, strict=True)
     }
-    for new in made.values():
+    check_meaning(made.values())
+    return made
+
+
+def check_meaning(configs: Iterable[MaMeConfig]) -> None:
+    """Raises ValueError for settings that have no meaning in a vision transformer."""
+    for new in configs:
         if new.weights == "pick":
             raise ValueError(
                 "weights: expected 'average' or 'best' for a vision transformer, got 'pick': later"
@@ -239,4 +245,3 @@ def changed(
                     f"{name}: expected none for a vision transformer, got {new.given[name]!r}:"
                     f" {reason}"
                 )
-    return made

@@ -227,6 +227,173 @@ TINY = {
 }
 
 
+WAN = TINY["Wan"].size
+MADE_BEFORE = {  # Cosmos and Anima
+    "max_img_h": 32,
+    "max_img_w": 32,
+    "max_frames": 8,
+    "in_channels": 16,
+    "out_channels": 16,
+    "patch_spatial": 2,
+    "patch_temporal": 1,
+    "model_channels": 64,
+    "num_blocks": 2,
+    "num_heads": 2,
+    "mlp_ratio": 2.0,
+    "crossattn_emb_channels": 24,
+    "pos_emb_cls": "rope3d",
+    "use_adaln_lora": True,
+    "adaln_lora_dim": 16,
+}
+TINY |= {
+    "Krea 2": Tiny(
+        "Krea2",
+        "Krea2",
+        {"features": 64, "tdim": 32, "txtdim": 24, "heads": 2, "kvheads": 1, "multiplier": 2}
+        | {"layers": 2, "txtlayers": 2, "txtheads": 2, "txtkvheads": 2},
+        (16, 16, 24),
+        (7, 48),
+    ),
+    "Ideogram 4": Tiny(
+        "Ideogram4",
+        "Ideogram4",
+        {"in_channels": 16, "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32}
+        | {"intermediate_size": 64, "adaln_dim": 32, "mrope_section": (6, 5, 5)}
+        | {"llm_features_dim": 24},
+        (16, 8, 12),
+        (7, 24),
+    ),
+    "HiDream": Tiny(
+        "HiDream",
+        "HiDream",
+        {"patch_size": 2, "in_channels": 16, "out_channels": 16, "num_layers": 1}
+        | {"num_single_layers": 1, "attention_head_dim": 32, "num_attention_heads": 2}
+        | {"caption_channels": [24, 24], "text_emb_dim": 48, "axes_dims_rope": (16, 8, 8)}
+        | {"max_resolution": (32, 32), "llama_layers": [0, 1]},
+        (16, 16, 24),
+        (3, 24),
+        {"y": (48,), "encoder_hidden_states_llama3": (2, 2, 24)},
+    ),
+    "OmniGen 2": Tiny(
+        "Omnigen2",
+        "Omnigen2",
+        {"in_channels": 16, "hidden_size": 64, "num_layers": 1, "num_refiner_layers": 1}
+        | {"num_attention_heads": 2, "num_kv_heads": 1, "multiple_of": 32}
+        | {"axes_dim_rope": (8, 12, 12), "text_feat_dim": 24},
+        (16, 16, 24),
+        (7, 24),
+        constants={"num_tokens": 7},
+    ),
+    "Kandinsky 5": Tiny(
+        "Kandinsky5",
+        "Kandinsky5",
+        {"in_text_dim": 24, "in_text_dim2": 48, "time_dim": 32, "model_dim": 64, "ff_dim": 64}
+        | {"visual_embed_dim": 64, "num_text_blocks": 1, "num_visual_blocks": 2}
+        | {"axes_dims": (8, 12, 12)},
+        (16, 3, 16, 24),
+        (7, 24),
+        {"y": (48,)},
+    ),
+    "Cosmos": Tiny(
+        "CosmosT2V",
+        "CosmosVideo",
+        MADE_BEFORE
+        | {"block_x_format": "THWBD", "affline_emb_norm": True}
+        | {"extra_per_block_abs_pos_emb": True, "extra_per_block_abs_pos_emb_type": "learnable"},
+        (16, 3, 16, 24),
+        (7, 24),
+        constants={"fps": 24},
+    ),
+    "Cosmos Predict2": Tiny(
+        "CosmosT2IPredict2", "CosmosPredict2", MADE_BEFORE, (16, 3, 16, 24), (7, 24)
+    ),
+    "Anima": Tiny("Anima", "Anima", MADE_BEFORE, (16, 1, 16, 24), (7, 24)),
+    "Mochi": Tiny(
+        "GenmoMochi",
+        "GenmoMochi",
+        {"in_channels": 16, "hidden_size_x": 64, "hidden_size_y": 32, "depth": 2, "num_heads": 2}
+        | {"mlp_ratio_x": 192.0, "mlp_ratio_y": 192.0, "t5_feat_dim": 24, "t5_token_length": 7}
+        | {"use_t5": True, "learn_sigma": False, "qk_norm": True},
+        (16, 3, 16, 24),
+        (7, 24),
+        {"attention_mask": (7,)},
+        {"num_tokens": 5},
+    ),
+    "CogVideoX": Tiny(
+        "CogVideoX_T2V",
+        "CogVideoX",
+        {"num_attention_heads": 2, "attention_head_dim": 32, "time_embed_dim": 32}
+        | {"text_embed_dim": 24, "num_layers": 2, "use_rotary_positional_embeddings": True}
+        | {"sample_width": 24, "sample_height": 16, "sample_frames": 9},
+        (16, 3, 16, 24),
+        (7, 24),
+    ),
+    "LTX-2": Tiny(
+        "LTXAV",
+        "LTXAV",
+        {"in_channels": 16, "audio_in_channels": 128, "cross_attention_dim": 64}
+        | {"audio_cross_attention_dim": 32, "attention_head_dim": 32, "num_attention_heads": 2}
+        | {"audio_attention_head_dim": 16, "audio_num_attention_heads": 2, "num_layers": 2}
+        | {"caption_channels": 24},
+        (1, 16 * 3 * 8 * 12 + 8 * 10 * 16),
+        (7, 48),
+        {"attention_mask": ()},
+        {"frame_rate": 25, "latent_shapes": [(2, 16, 3, 8, 12), (2, 8, 10, 16)]},
+    ),
+    "Wan, a reference frame": Tiny(
+        "WAN21_T2V",
+        "WAN21",
+        WAN | {"in_dim_ref_conv": 16},
+        (16, 3, 16, 24),
+        (7, 24),
+        {"reference_latent": (16, 16, 24)},
+    ),
+    "Wan, frames behind": Tiny(
+        "WAN21_T2V", "WAN21", WAN, (16, 3, 16, 24), (7, 24), {"time_dim_concat": (16, 1, 16, 24)}
+    ),
+    "Wan SCAIL": Tiny(
+        "WAN21_SCAIL",
+        "WAN21_SCAIL",
+        WAN | {"model_type": "scail", "in_dim": 16},
+        (16, 3, 16, 24),
+        (7, 24),
+        {"reference_latent": (16, 1, 16, 24), "pose_latents": (16, 3, 8, 12)},
+    ),
+    "Wan SCAIL 2": Tiny(
+        "WAN21_SCAIL2",
+        "WAN21_SCAIL2",
+        WAN | {"model_type": "scail2", "in_dim": 16},
+        (16, 3, 16, 24),
+        (7, 24),
+        {"reference_latent": (16, 2, 16, 24)},
+        {"ref_mask_flag": None},
+    ),
+    "Wan Animate": Tiny(
+        "WAN22_Animate",
+        "WAN22_Animate",
+        WAN | {"model_type": "animate", "motion_encoder_dim": 64},
+        (16, 3, 16, 24),
+        (7, 24),
+    ),
+    "Wan S2V": Tiny(
+        "WAN22_S2V",
+        "WAN22_S2V",
+        WAN | {"model_type": "s2v", "audio_dim": 24, "audio_inject_layers": [0]},
+        (16, 3, 16, 24),
+        (7, 24),
+        {"reference_latent": (16, 1, 16, 24)},
+    ),
+    "Wan HuMo": Tiny(
+        "WAN21_HuMo",
+        "WAN21_HuMo",
+        WAN | {"model_type": "humo"},
+        (16, 3, 16, 24),
+        (7, 24),
+        {"reference_latent": (16, 1, 16, 24)},
+    ),
+}
+
+
 def patcher(name: str, **size: Any) -> Any:
     """ComfyUI's ModelPatcher around a tiny model of `TINY`, with seeded weights."""
     comfy, tiny = engine(), TINY[name]
@@ -241,6 +408,7 @@ def patcher(name: str, **size: Any) -> Any:
 def _made(comfy: Any, tiny: Tiny, size: dict[str, Any]) -> Any:
     """The model, without the arguments of `size` that an older engine does not know."""
     config = getattr(comfy.supported_models, tiny.config)(size)
+    config.unet_config |= size  # over what the engine adds
     config.custom_operations = comfy.ops.disable_weight_init
     try:
         return getattr(comfy.model_base, tiny.base)(config, device="cpu")
@@ -262,7 +430,7 @@ def inputs(name: str, batch: int = 2, seed: int = 1) -> dict[str, Any]:
     extra = {
         key: torch.randn(batch, *shape, generator=generator) for key, shape in tiny.extra.items()
     }
-    if "attention_mask" in extra:
+    if tiny.extra.get("attention_mask") == ():
         extra["attention_mask"] = None
     return values | extra | tiny.constants
 

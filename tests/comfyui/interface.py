@@ -119,6 +119,7 @@ def attention(
             t.reshape(q.shape[0], -1, heads, q.shape[-1] // heads).transpose(1, 2)
             for t in (q, k, v)
         )
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     if mask is not None:
         mask = mask.unsqueeze(0) if mask.dim() == 2 else mask
         mask = mask.unsqueeze(1) if mask.dim() == 3 else mask

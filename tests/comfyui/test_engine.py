@@ -74,8 +74,11 @@ def test_every_family_merges_and_leaves_its_model_as_it_is(
     same = call(applied(node, model, mode="tau", tau=1.0), name)
     assert torch.equal(call(model, name), before)
     corrected, lost = ((output - before).norm() / before.norm() for output in (merged, plain))
-    assert 1e-3 < lost < 1
-    assert 1e-5 < corrected < lost
+    assert 1e-5 < lost < 1
+    if name == "OmniGen 2":  # queries of several heads share keys, which are not corrected
+        assert corrected == lost
+    else:
+        assert 1e-6 < corrected < lost
     torch.testing.assert_close(same, before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
 
 
@@ -281,5 +284,5 @@ def test_a_model_that_does_not_merge_is_refused(node: Any) -> None:
     config.custom_operations = comfy.ops.disable_weight_init
     model = comfy.model_base.StableCascade_C(config, device="cpu")
     cascade = comfy.model_patcher.ModelPatcher(model, torch.device("cpu"), torch.device("cpu"))
-    with pytest.raises(ValueError, match="got StageC; take the node out of this model's path"):
+    with pytest.raises(ValueError, match="Stable Cascade does not merge, since the node"):
         applied(node, cascade)

@@ -311,6 +311,7 @@ class MergedKeys(Attending):
             mask is None
             and key.dim() == 4
             and isinstance(self.plan, RowPlan)
+            and self.plan.by_kernels
             and fused.on(query, key, value)
         ):
             output = self._attend_fused(

@@ -13,6 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from diffusers.models.attention_processor import JointAttnProcessor2_0
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
@@ -20,10 +22,10 @@ from mame_sd.core.partition import positions
 from mame_sd.core.plan import Plan
 from mame_sd.core.similarity import merged_by_keep
 from mame_sd.diffusion.families.family import Family, Rows
-from mame_sd.diffusion.families.keys import CountedKeys, MergedKeys
+from mame_sd.diffusion.families.keys import Attending, CountedKeys, MergedKeys
 from mame_sd.diffusion.families.references import JoinedPlan
 from mame_sd.diffusion.families.samples import KeysBySample
-from mame_sd.diffusion.families.unet import LAYER_SKIP, NOT_COUNTED
+from mame_sd.diffusion.families.unet import BUILT_IN, LAYER_SKIP, NOT_COUNTED
 from mame_sd.diffusion.layer import (
     Call,
     Layer,
@@ -77,7 +79,7 @@ class SequenceAttention(Layer):
                 f"feature={config.feature!r} asks for the layer's to_k,"
                 f" {type(call.module).__name__} has none"
             )
-        hidden = _sequence(hidden)
+        hidden = hidden if hidden.dim() == 3 else _sequence(hidden)
         reason = _skip_reason(family, given, known, config)
         if reason is not None:
             return reason
@@ -158,12 +160,17 @@ class SequenceAttention(Layer):
             keys = KeysBySample(plan, tokens, shape[0], route.before, **how)
         else:
             cached = self.family.cached is not None and self.family.cached(route.call.given)
-            queries = _sequence(route.call.given[self.hidden]).shape[1], route.tokens.count, length
+            given = route.call.given[self.hidden]
+            given = given if given.dim() == 3 else _sequence(given)
+            queries = given.shape[1], route.tokens.count, length
             keys = MergedKeys(
                 plan, tokens, shape, route.before, queries=queries, prefixed=cached, **how
             )
-        with keys:  # Dynamo loses what `as` would name
-            output = route.call.run()
+        if _is_joint(route.call):
+            output = joint_attention(route.call.module, route.call.given, keys)
+        else:
+            with keys:  # Dynamo loses what `as` would name
+                output = route.call.run()
         if keys.seen:
             return Output(output)
         self._unseen.add(route.call.kind)
@@ -218,8 +225,12 @@ class SequenceAttention(Layer):
         if sizes is None:
             return route.call.run(**changes), ""
         counting = CountedKeys(sizes, route.before, route.after, changes[self.hidden].shape[0])
-        with counting:  # Dynamo loses what `as`, or a call here, would give
-            output = route.call.run(**changes)
+        if _is_joint(route.call):
+            given = {**route.call.given, **changes}
+            output = joint_attention(route.call.module, given, counting)
+        else:
+            with counting:  # Dynamo loses what `as`, or a call here, would give
+                output = route.call.run(**changes)
         return output, "" if counting.seen else NOT_COUNTED.format(route.call.kind)
 
     def _restored(self, output: Any, route: Route, plan: Plan) -> Any:
@@ -247,6 +258,48 @@ def _references(
     return tuple(found)
 
 
+def joint_attention(attn: Any, given: Call, attending: Attending) -> Any:
+    """What diffusers' own processor of text beside an image computes (`JointAttnProcessor2_0`).
+
+    Ours, because a mode that watches for its attention is asked at each of its 35 operations.
+    """
+    hidden, text = given["hidden_states"], given.get("encoder_hidden_states")
+    batch, heads = hidden.shape[0], attn.heads
+    shape = batch, -1, heads, attn.inner_dim // heads
+    projected = [
+        [project(t).view(shape).transpose(1, 2) for project in of]
+        for t, of in (
+            (hidden, (attn.to_q, attn.to_k, attn.to_v)),
+            (text, () if text is None else (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)),
+        )
+    ]
+    norms = [(attn.norm_q, attn.norm_k, None)]
+    if text is not None:
+        norms.append((attn.norm_added_q, attn.norm_added_k, None))
+    normed = [
+        [t if norm is None else norm(t) for norm, t in zip(of, parts, strict=True)]
+        for of, parts in zip(norms, projected, strict=False)
+    ]
+    query, key, value = (
+        parts[0] if len(parts) == 1 else torch.cat(parts, 2) for parts in zip(*normed, strict=True)
+    )
+    call = {"query": query, "key": key, "value": value, "dropout_p": 0.0, "is_causal": False}
+    output = attending.attend(F.scaled_dot_product_attention, call)
+    output = output.transpose(1, 2).reshape(batch, -1, attn.inner_dim).to(query.dtype)
+    length = hidden.shape[1]
+    image = attn.to_out[1](attn.to_out[0](output[:, :length]))
+    if text is None:
+        return image
+    behind = output[:, length:]
+    return image, behind if attn.context_pre_only else attn.to_add_out(behind)
+
+
+def _is_joint(call: LayerCall) -> bool:
+    """Whether `joint_attention` gives what a call does."""
+    plain = F.scaled_dot_product_attention is BUILT_IN and not call.rest
+    return plain and type(call.processor) is JointAttnProcessor2_0
+
+
 def _skip_reason(family: Family, given: Call, tokens: Tokens, config: MaMeConfig) -> str | None:
     """Why this call passes through untouched; None if it may merge."""
     beside = given.get(family.text) is not None and family.text not in (*family.inputs, family.keys)
@@ -254,8 +307,10 @@ def _skip_reason(family: Family, given: Call, tokens: Tokens, config: MaMeConfig
         return "cross-attention"
     for name in family.inputs:
         value = given.get(name)
-        if not isinstance(value, Tensor) or tokens.start(_sequence(value).shape[1]) is None:
-            length = _sequence(value).shape[1] if isinstance(value, Tensor) else "no"
+        if isinstance(value, Tensor) and value.dim() != 3:
+            value = _sequence(value)
+        if not isinstance(value, Tensor) or tokens.start(value.shape[1]) is None:
+            length = value.shape[1] if isinstance(value, Tensor) else "no"
             return f"{length} tokens are not those of {' x '.join(map(str, tokens.size))}"
     if tokens.count < config.min_tokens:
         return f"fewer than min_tokens={config.min_tokens}"
@@ -303,7 +358,7 @@ def _text(family: Family, given: Call) -> Tensor | None:
     """The text of a joint call."""
     named = family.cross and family.text not in family.inputs
     text: Tensor | None = given.get(family.text) if named else None
-    return None if text is None else _sequence(text)
+    return text if text is None or text.dim() == 3 else _sequence(text)
 
 
 def _sequence(t: Tensor) -> Tensor:
@@ -323,7 +378,7 @@ def _keeps_own_tokens(family: Family, batch: int, tokens: Tokens, config: MaMeCo
 
 def _with_merged_inputs(family: Family, route: Route, plan: Plan) -> dict[str, Any]:
     """The inputs, the image's tokens in them merged, those before and after them as they are."""
-    tokens, merged = route.tokens, dict[int, Tensor]()
+    tokens, merged = route.tokens, {}
     for value in (route.call.given[name] for name in family.inputs):
         if id(value) not in merged:
             start = tokens.start(value.shape[1]) or 0

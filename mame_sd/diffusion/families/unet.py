@@ -74,9 +74,7 @@ _MASKED = (
 # Those that call scaled_dot_product_attention, in which keys and values can be corrected.
 _CORRECTED = (processors.AttnProcessor2_0, processors.FusedAttnProcessor2_0)
 _ROTARY = ("image_rotary_emb", "query_rotary_emb", "key_rotary_emb", "rotary_emb")
-_BUILT_IN = (
-    torch._C._nn.scaled_dot_product_attention
-)  # anything put in its place can't be seen into
+BUILT_IN = torch._C._nn.scaled_dot_product_attention  # anything put in its place can't be seen into
 NOT_COUNTED = (
     "merged tokens count once: {} calls no scaled_dot_product_attention of its tokens that takes a"
     " mask"
@@ -104,7 +102,7 @@ class PlainAttention(Layer):
         if (
             config.correct
             and isinstance(call.processor, _CORRECTED)
-            and F.scaled_dot_product_attention is _BUILT_IN
+            and F.scaled_dot_product_attention is BUILT_IN
         ):
             if config.merge == "kv":
                 form = keys_corrected

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mame_sd.errors import UserError
-from mame_sd.eval.caches.measure import Meter, compressed
-from mame_sd.eval.caches.retrieval import TASKS, prompts
+from mame_sd.eval.caches.measure import Meter, compressed, whole
+from mame_sd.eval.caches.retrieval import TASKS, Prompt, measure_prompt, prompts
 from mame_sd.eval.caches.rows import all_rows, sharing
 from mame_sd.eval.caches.table import format_table, summary
 from mame_sd.eval.caches.texts import half_of, passages, read_text
@@ -116,13 +116,30 @@ def test_answers_stand_in_the_context_and_not_in_the_question(task: str) -> None
     def letters(text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [ord(c) for c in text]}
 
-    for made in prompts(task, letters, 3, 1500):
+    for made in prompts(task, letters, 3, 4500):
         context, question, answer = (
             "".join(map(chr, t)) for t in (made.context, made.question, made.answer)
         )
-        assert answer in context
+        assert context.count(answer) == 1  # among the questions that are shown it isn't
         assert answer not in question
-        assert 1000 < len(context) <= 1500
+        assert 2000 < len(context) <= 4500
+    with pytest.raises(UserError, match=f"room for the task {task}"):
+        prompts(task, letters, 1, 100)
+
+
+def test_only_what_the_full_cache_answers_is_asked_of_others() -> None:
+    model = tiny("llama")
+    ids = prompt(64)[0].tolist()
+    rows = [row for row in all_rows() if row.name in ("random", "h2o")]
+    with Meter(model) as meter:
+        start = meter.prefill(ids)
+        said, _ = meter.rest(whole(start.views), start.views[0].seen, [5])
+        right = int(said[-1].argmax())
+        for answer, want in ((right, ["full", "random", "h2o"]), ((right + 1) % 40, ["full"])):
+            asked = Prompt("needles-0", "needles", ids, [5], [answer])
+            found = list(measure_prompt(meter, asked, rows, [0.5], lambda row, share: False))
+            assert [r["row"] for r in found] == want
+            assert found[0]["right"] is (answer == right)
 
 
 def test_every_row_keeps_its_share_and_scores_once() -> None:
@@ -131,7 +148,7 @@ def test_every_row_keeps_its_share_and_scores_once() -> None:
         start = meter.prefill(prompt(64)[0].tolist())
         rows = sharing(all_rows())
         for row in rows:
-            if row.name == "kvzip":
+            if row.name.startswith("kvzip"):
                 row.method.method.of.found = meter.repeated(start, prompt(64)[0].tolist())
             kept = compressed(row.method, start.views, 0.25)
             counts = [k.slots[0].numel() if k.real is None else int(k.real.sum()) for k in kept]
