@@ -90,11 +90,11 @@ def work_of(build: Callable[[], Any], fields: dict[str, Any] | None) -> list[Wor
 @pytest.mark.parametrize(
     ("build", "fields", "budget", "without"),
     [
-        (unet, {}, 5, 115),
-        (unet, {"keep": 0.5, "merge": "qkv"}, 10, 176),
+        (unet, {}, 5, 35),
+        (unet, {"keep": 0.5, "merge": "qkv"}, 10, 70),
         (unet, {"weights": "pick", "correct": False}, 3, 3),
-        (sd3, {"keep": 0.25, "merge": "kv"}, 6, 100),
-        (sd3, {}, 12, 123),
+        (sd3, {"keep": 0.25, "merge": "kv"}, 6, 32),
+        (sd3, {}, 12, 69),
         (sd3, {"weights": "pick", "correct": False}, 8, 8),
     ],
     ids=["UNet", "UNet-qkv", "UNet-picks", "SD3-keys", "SD3", "SD3-picks"],

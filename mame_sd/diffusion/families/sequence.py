@@ -297,7 +297,8 @@ def joint_attention(attn: Any, given: Call, attending: Attending) -> Any:
 def _is_joint(call: LayerCall) -> bool:
     """Whether `joint_attention` gives what a call does."""
     plain = F.scaled_dot_product_attention is BUILT_IN and not call.rest
-    return plain and type(call.processor) is JointAttnProcessor2_0
+    own = getattr(call.forward, "__func__", None) is type(call.module).forward  # none around it
+    return plain and own and type(call.processor) is JointAttnProcessor2_0
 
 
 def _skip_reason(family: Family, given: Call, tokens: Tokens, config: MaMeConfig) -> str | None:
