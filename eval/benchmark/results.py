@@ -136,8 +136,8 @@ def resumed(
         there, here = (settings(it.manifest) for it in (before, results))
     except (KeyError, TypeError, UserError) as error:
         raise UserError(
-            f"{out}: expected the results of a benchmark, got some without {error}; delete"
-            " results.json and run again, nothing else is lost"
+            f"{out}: expected the results of a benchmark, got others ({error}); delete results.json"
+            " and run again, nothing else is lost"
         ) from None
     different = differences(there, here)
     if different:

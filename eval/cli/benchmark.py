@@ -192,7 +192,11 @@ def run_bench(
         "environment": environment(loaded),
         "attention": attention_of(loaded),
     }
-    return {"rows": {name: summary(found) for name, found in timings.items()}, "manifest": manifest}
+    costs = {
+        name: {metric: value.to_json() for metric, value in summary(found).items()}
+        for name, found in timings.items()
+    }
+    return {"rows": costs, "manifest": manifest}
 
 
 def suite_prompts(

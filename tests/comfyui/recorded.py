@@ -213,9 +213,7 @@ CALLS = {
     ),
     "Kandinsky 5": heads_first(video("Kandinsky5", 288, 0), heads=2),
     "Kandinsky 5, prompt": heads_first(video("Kandinsky5", 7, None), heads=2),
-    "Kandinsky 5, the prompt's own": heads_first(
-        video("Kandinsky5", 7, None, queries=7), heads=2
-    ),
+    "Kandinsky 5, the prompt's own": heads_first(video("Kandinsky5", 7, None, queries=7), heads=2),
     "Cosmos": heads_first(
         video("GeneralDIT", 288, 0, attributes=COSMOS), 2, mask=None, skip_output_reshape=True
     ),
@@ -224,9 +222,7 @@ CALLS = {
     ),
     "Cosmos Predict2": heads_first(video("MiniTrainDIT", 288, 0, attributes=COSMOS), 2),
     "Cosmos Predict2, prompt": heads_first(video("MiniTrainDIT", 7, None, attributes=COSMOS), 2),
-    "Anima": replace(
-        joint("MiniTrainDIT", 96, 0), attributes=COSMOS, latent=(2, 16, 1, 16, 24)
-    ),
+    "Anima": replace(joint("MiniTrainDIT", 96, 0), attributes=COSMOS, latent=(2, 16, 1, 16, 24)),
     "Anima, prompt": replace(
         joint("MiniTrainDIT", 7, None),
         q=(2, 2, 96, 32),
@@ -236,9 +232,7 @@ CALLS = {
     "Mochi": heads_first(
         video("AsymmDiTJoint", 293, 0, queries=293, attributes={"patch_size": 2}), 2
     ),
-    "CogVideoX": video(
-        "CogVideoXTransformer3DModel", 295, 7, queries=295, attributes=COG, heads=2
-    ),
+    "CogVideoX": video("CogVideoXTransformer3DModel", 295, 7, queries=295, attributes=COG, heads=2),
     "LTX-2": replace(
         video("LTXAVModel", 288, 0, 2, attributes=PATCHIFIER, given=SOUND, attn_precision=None),
         latent=(2, 1, 5888),

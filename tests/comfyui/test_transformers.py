@@ -247,9 +247,7 @@ def test_another_scale_and_heads_apart(node: Any, scale: float) -> None:
     q, k, v = tensors(call)
     expected = loops(call, q * scale * 32**0.5, k, v)
     call = replace(call, kwargs=call.kwargs | {"scale": scale, "skip_output_reshape": True})
-    torch.testing.assert_close(
-        run(node, call, q, k, v), expected, rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(run(node, call, q, k, v), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("call", MERGING.values(), ids=MERGING.keys())
@@ -258,9 +256,7 @@ def test_merged_keys_weigh_as_many_as_they_stand_for(node: Any, call: Recorded) 
     q, k, v = tensors(call)
     tokens = 2 if call.kwargs.get("skip_reshape") else 1
     for x in (k, v):
-        image = x.movedim(tokens, 0)[call.start :][
-            : math.prod(call.grid)
-        ]
+        image = x.movedim(tokens, 0)[call.start :][: math.prod(call.grid)]
         image[:] = image[:1].clone()
     whole = run(None, call, q, k, v)
     torch.testing.assert_close(run(node, call, q, k, v), whole, rtol=1e-5, atol=1e-4)

@@ -100,11 +100,11 @@ def test_settings_that_change_later_mean_what_they_mean_at_first() -> None:
         {"tau": None, "merge": "kv"},
         {"merge": None, "preset": "plain"},
         {"preset": None, "weights": "pick"},
-        {"weights": None, "seed": 3},
+        {"study": None, "seed": 3},
     ]
     asked = MaMeConfig(min_tokens=1)
     for change in changes:
-        asked = asked.replace(**change)
+        asked = asked.replace(**nested(change))
         with handle.using(**nested(change)):
             assert handle.config == suited(handle.root, asked)
         handle.set(**nested(change))

@@ -188,7 +188,7 @@ def test_other_settings_and_foreign_folders_are_refused(model: LoadedModel, tmp_
         json.dumps({"format": json.loads(whole)["format"], "rows": [{"name": "baseline"}]})
     )
     with pytest.raises(
-        UserError, match=r"got some without 'manifest'; delete results\.json and run again"
+        UserError, match=r"got others \(results\.json.*\); delete results\.json and run again"
     ):
         benchmark(model, tmp_path / "out", rows=only).run()
     results.write_text(whole[:-100])

@@ -60,7 +60,13 @@ def test_points_are_rows_with_both_figures(results: Results) -> None:
 
 def test_names_that_would_hide_others_are_left_out() -> None:
     rows = [
-        Row(f"r{n}", f"a row of many, number {n}", "mame", n == 7, None, None, True)
+        Row(
+            name=f"r{n}",
+            label=f"a row of many, number {n}",
+            family="mame",
+            default=n == 7,
+            measured=True,
+        )
         for n in range(12)
     ]
     found = [frontier.Point(one, 2 + 0.001 * n, 0.5) for n, one in enumerate(rows)]

@@ -182,8 +182,8 @@ def test_numbers(value: float, digits: int, text: str) -> None:
 
 
 def test_intervals_and_p_values() -> None:
-    assert interval(Value(1, 0.5, 2), 1) == "0.5 – 2.0"
-    assert interval(Value(1), 1) == ""
+    assert interval(Value(mean=1, low=0.5, high=2), 1) == "0.5 – 2.0"
+    assert interval(Value(mean=1), 1) == ""
     assert [p_value(Value(p=p)) for p in (None, 0.0001, 0.031, 0.5)] == [
         "",
         "p < 0.001",
