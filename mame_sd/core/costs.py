@@ -93,18 +93,18 @@ ADDED: dict[Form, Added] = {
     Form(whole=False, early=False, correct=False): Added(0, 3.0, launches=4),
     Form(whole=False, early=False, weights="pick", correct=False): Added(3, 0.0, launches=24),
     Form(whole=True, early=False): Added(8, 13.4, launches=38),
-    Form(whole=False, early=True, kernels=False): Added(90, 29.5, launches=111),
-    Form(whole=False, early=True, correct=False, kernels=False): Added(30, 9.9, launches=43),
+    Form(whole=False, early=True, kernels=False): Added(22, 22.8, launches=37),
+    Form(whole=False, early=True, correct=False, kernels=False): Added(9, 8.0, launches=17),
     Form(whole=False, early=True, weights="pick", correct=False, kernels=False): Added(
         1, 0.3, launches=1
     ),
-    Form(whole=True, early=True, kernels=False): Added(134, 76.2, launches=172),
-    Form(whole=False, early=False, kernels=False): Added(78, 27.7, launches=148),
-    Form(whole=False, early=False, correct=False, kernels=False): Added(50, 16.4, launches=79),
+    Form(whole=True, early=True, kernels=False): Added(43, 55.5, launches=72),
+    Form(whole=False, early=False, kernels=False): Added(10, 31.7, launches=58),
+    Form(whole=False, early=False, correct=False, kernels=False): Added(6, 21.4, launches=38),
     Form(whole=False, early=False, weights="pick", correct=False, kernels=False): Added(
         3, 0.0, launches=24
     ),
-    Form(whole=True, early=False, kernels=False): Added(116, 38.8, launches=162),
+    Form(whole=True, early=False, kernels=False): Added(53, 46.4, launches=106),
 }
 
 

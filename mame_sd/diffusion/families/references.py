@@ -40,14 +40,14 @@ class JoinedPlan(Plan):
         self.tokens_in = sum(plan.tokens_in for plan in self.parts)
         self.tokens_kept = sum(plan.tokens_kept for plan in self.parts)
         self.by_rows = all(isinstance(plan, RowPlan) for plan in self.parts)
-        self.positions: Any = _Sampled(
-            torch.cat(
-                [
-                    lie.places(plan.positions.sample) + start
-                    for plan, lie, start in self._from("tokens_in")
-                ]
-            )
-        )
+        samples = [
+            lie.places(plan.positions.sample) + start
+            for plan, lie, start in self._from("tokens_in")
+        ]
+        # Two estimates are made of the halves of a sample, so each image is in both.
+        halves = [sample.tensor_split([(len(sample) + 1) // 2]) for sample in samples]
+        both = [half[at] for at in (0, 1) for half in halves]
+        self.positions: Any = _Sampled(torch.cat(both))
 
     def _from(self, count: str) -> list[tuple[Plan, Tokens, int]]:
         """Each part, and how many tokens are before it: all, or those that are kept."""
