@@ -17,7 +17,6 @@ from torch import nn
 
 from benchmarks.launches import counted, on_card, pretended
 from mame_sd import apply_mame
-from mame_sd.core import fused
 from mame_sd.core.cards import Work
 from tests.builders.settings import nested
 
@@ -64,10 +63,12 @@ def sd3() -> tuple[nn.Module, dict[str, Any], str]:
     return model, inputs, "transformer_blocks.0.attn"
 
 
-def work_of(build: Callable[[], Any], fields: dict[str, Any] | None) -> list[Work]:
+def work_of(
+    build: Callable[[], Any], fields: dict[str, Any] | None, kernels: bool = True
+) -> list[Work]:
     """What a card is asked in one layer's second call, unmerged where there are no `fields`."""
     found: list[list[Work]] = []
-    with pretended():
+    with pretended(kernels=kernels):
         model, inputs, path = build()
         model = on_card(model)
         if fields is not None:
@@ -105,18 +106,16 @@ def test_launches_and_bytes_stay_within_their_budgets(
     budget: int,
     without: int,
     kernels: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(fused, "_TRITON_MISSING", not kernels)
-    monkeypatch.setattr(fused, "_found", {})
-    plain, merged = work_of(build, None), work_of(build, fields)
+    plain, merged = work_of(build, None), work_of(build, fields, kernels)
     more = Counter({work.name: 0 for work in merged})
     for sign, works in ((1, merged), (-1, plain)):
         for work in works:
             more[work.name] += sign * work.launches
     added = {name: count for name, count in more.items() if count}
     assert any(work.name == "attention" for work in merged)
+    assert (("nearest" in added) == kernels) or fields.get("weights") == "pick"
     assert sum(added.values()) <= (budget if kernels else without), added
     if kernels:
         attention = sum(work.bytes for work in plain if work.name == "attention")
