@@ -3,18 +3,22 @@ choice by layer is reckoned to give.
 
     python -m benchmarks.by_layer --model transformer --speeds 1.14 1.25
     python -m benchmarks.by_layer --model unet --num 2 --speeds 1.32 1.45
+    python -m benchmarks.by_layer --more  # thresholds by layer, and means of cells, as forms too
 
 Writes a file of settings for each speed, `layers-SPEED.json`, and a picture of the shares,
 `layers.webp`, into --out; prints the reckoned error (the sum of the layers' mean relative squared
 errors) of uniform shares and of choices by layer, and what a choice of its own for each of the
-three steps would add. What is reckoned is checked on images by `benchmarks.frontier --settings`.
-Measurements of each prompt stand in measured.json: run again to continue.
+three steps would add. --more also chooses among thresholds (`tau`) of each layer alone, among
+thresholds and shares, and among these and the mean of each cell. What is reckoned is checked on
+images by `benchmarks.frontier --settings`. Measurements of each prompt stand in measured.json: run
+again to continue.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +28,12 @@ import torch
 
 from benchmarks.generation import generate, load
 from benchmarks.instruments import INSTRUMENTS
-from mame_sd.diffusion.apply_denoiser import apply_mame, denoiser_of
+from mame_sd.diffusion.apply_denoiser import denoiser_of, mame
 from mame_sd.diffusion.calibration import (
     FORMS,
     REFERENCE,
     Calibration,
+    Call,
     Measured,
     Measurement,
     Option,
@@ -40,18 +45,77 @@ from mame_sd.diffusion.calibration import (
     options,
 )
 from mame_sd.diffusion.families.transformers import uniform
+from mame_sd.diffusion.handle import MaMeHandle
+from mame_sd.eval.rivals.layers import rival_on
+from mame_sd.eval.rivals.plans import means
 from mame_sd.runs.files import write_atomically
 
 SHOWN = {"keep": 0.25, "merge": "qkv"}  # the form whose errors the picture shows
+THRESHOLDS = tuple(
+    {"tau": tau, "merge": merge}
+    for merge in ("qkv", "kv")
+    for tau in (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4)
+)
+CELLS = ((1, 2), (2, 2))
 
 
-def measured(model: Any, handle: Any, prompts: list[str], steps: int, file: Path) -> dict[str, Any]:
+def merging(model: Any) -> AbstractContextManager[MaMeHandle]:
+    """Uniform shares on the model for a block, whatever file lies beside it."""
+    with mame(model.pipe) as handle:
+        config = uniform(denoiser_of(model.pipe), handle.config)
+    return mame(model.pipe, config)
+
+
+def with_more(model: Any, calls: list[Call]) -> Measurement:
+    """Shares, thresholds and the means of cells, on the same calls."""
+
+    with merging(model) as handle:
+        found = measure(handle, calls, forms=(*FORMS, *THRESHOLDS))
+    for cell in CELLS:
+        for merge in ("kv", "qkv"):
+            with rival_on(model.pipe, partial(means, cell), merge) as handle:
+                other = measure(handle, calls, forms=({"keep": 1.0, "merge": merge},))
+            number = len(found.forms)
+            share = 1 / (cell[0] * cell[1])
+            found.forms.append({"keep": share, "merge": merge, "rival": "means"})
+            for name, layer in other.layers.items():
+                found.layers[name].seconds[number] = layer.seconds[0]
+                found.layers[name].errors[number] = layer.errors[0]
+    return found
+
+
+def among(found: Measurement, *kinds: str) -> Measurement:
+    """What was measured of these kinds of forms: "keep", "tau" and "rival"."""
+    kept = {
+        number
+        for number, form in enumerate(found.forms)
+        if ("rival" if "rival" in form else "tau" if "tau" in form else "keep") in kinds
+        or form == REFERENCE
+    }
+    layers = {
+        name: Measured(
+            layer.whole,
+            layer.effect,
+            *({n: of[n] for n in of if n in kept} for of in (layer.seconds, layer.errors)),
+        )
+        for name, layer in found.layers.items()
+    }
+    return Measurement(found.forms, found.forward, layers)
+
+
+def measured(
+    model: Any, prompts: list[str], steps: int, file: Path, more: bool = False
+) -> dict[str, Any]:
     """A measurement of each prompt as JSON values, those that stand in `file` first."""
     rows: dict[str, Any] = json.loads(file.read_bytes()) if file.exists() else {}
     for seed, prompt in enumerate(prompts):
         if prompt not in rows:
             run = partial(generate, model, [prompt], steps, seed, output="latent")
-            rows[prompt] = measure(handle, calls_of(handle, run)).to_dict()
+            with merging(model) as handle:
+                calls = calls_of(handle, run)
+                found = measure(handle, calls) if not more else None
+            found = found or with_more(model, calls)
+            rows[prompt] = found.to_dict()
             write_atomically(file, json.dumps(rows).encode())
     return {prompt: rows[prompt] for prompt in prompts}
 
@@ -67,7 +131,12 @@ def at_step(found: Measurement, step: int, steps: int) -> dict[str, list[Option]
         )
         for name, layer in found.layers.items()
     }
-    return options(alone)
+    return options(Measurement(found.forms, found.forward, alone))
+
+
+def words(rule: Any) -> str:
+    """A rule as the table has it, also where it is a rival's."""
+    return f"means, {in_words(rule)}" if rule and "rival" in rule else in_words(rule)
 
 
 def sum_of(chosen: dict[Any, Option]) -> float:
@@ -100,7 +169,7 @@ def picture(
             [
                 np.mean(found.layers[n].errors[number][s::steps])
                 * np.mean(found.layers[n].effect[s::steps])
-                / np.mean(found.layers[n].errors[REFERENCE][s::steps])
+                / np.mean(found.layers[n].errors[FORMS.index(REFERENCE)][s::steps])
                 for n in names
             ]
             for s in range(steps)
@@ -182,6 +251,9 @@ def main() -> None:
         default=[1.14, 1.25],
         help="of the denoiser, to choose for",
     )
+    parser.add_argument(
+        "--more", action="store_true", help="thresholds by layer and means of cells as forms too"
+    )
     parser.add_argument("--out", type=Path, help="default out/by-layer-MODEL")
     args = parser.parse_args()
     out = args.out or Path(f"out/by-layer-{args.model}")
@@ -189,12 +261,13 @@ def main() -> None:
     torch.set_num_threads(1)
     on = INSTRUMENTS[args.model]
     model = load(torch.device("cpu"), torch.float32, on.model)
-    handle = apply_mame(model.pipe, uniform(denoiser_of(model.pipe), apply_mame(model.pipe).config))
-    rows = measured(model, handle, on.prompts(16)[: args.num], args.steps, out / "measured.json")
-    found, steps = Measurement(), 0
-    for row in rows.values():
-        found.add(one := Measurement.from_dict(row))
-        steps = len(one.forward)
+    file = out / ("measured-more.json" if args.more else "measured.json")
+    rows = measured(model, on.prompts(16)[: args.num], args.steps, file, args.more)
+    every = Measurement.from_dict(next(iter(rows.values())))
+    steps = len(every.forward)
+    for row in list(rows.values())[1:]:
+        every.add(Measurement.from_dict(row))
+    found = among(every, "keep")
     about = {
         "model": on.model,
         "steps": args.steps,
@@ -203,7 +276,8 @@ def main() -> None:
         "calibrated_on_prompts": len(rows),
         "found_by": "python -m benchmarks.by_layer",
     }
-    calibration = calibration_of(handle, found, about)
+    with merging(model) as handle:
+        calibration = calibration_of(handle, found, about)
     print("| shares | times faster, reckoned | error, reckoned |", "|---|---|---|", sep="\n")
     for name, speed, error in uniform_rows(calibration):
         print(f"| {name} | {speed:.2f} | {error:.1e} |")
@@ -218,6 +292,13 @@ def main() -> None:
         apart = choose(by_step, steps * calibration.forward * (1 - 1 / speed))
         assert apart is not None
         print(f"| by layer, and by step | {speed:.2f} | {sum_of(apart) / steps:.1e} |")
+        for kinds in (("tau",), ("keep", "tau"), ("keep", "tau", "rival")) if args.more else ():
+            what = options(among(every, *kinds))
+            taken = choose(what, calibration.forward * (1 - 1 / speed))
+            if taken is not None:
+                forms = ", ".join(words(option.rule) for option in taken.values())
+                row = f"by layer among {' and '.join(kinds)}: {forms}"
+                print(f"| {row} | {speed:.2f} | {sum_of(taken):.1e} |")
         print(calibration.table(speed).replace("\n", "\n    "))
     picture(found, calibration, args.speeds, steps, out / "layers.webp")
     print(out / "layers.webp")

@@ -36,19 +36,20 @@ from mame_sd.report import LayerStats, device_of
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a denoiser
 Name = TypeVar("Name", bound=Hashable)  # of a layer, or of a layer in one of several steps
 Clock = Callable[[], float]
-# What a layer may be given beside nothing, in the words of `layers`: keys and values alone, picks,
-# or whole tokens.
+# What a layer may be given beside nothing, in the words of `layers`: keys and values alone, whole
+# tokens, picks, and the first key of each cell without correction, which is ToDo.
+TODO = {"weights": "pick", "partition": "grid", "correct": False}
 FORMS: tuple[dict[str, Any], ...] = (
     *({"keep": keep, "merge": "kv"} for keep in (0.5, 0.375, 0.25, 0.19, 0.125, 0.0625)),
     *(
         {"keep": keep, "merge": "qkv"}
         for keep in (0.75, 0.625, 0.5, 0.375, 0.25, 0.19, 0.125, 0.0625)
     ),
-    *({"keep": keep, "merge": "kv", "weights": "pick"} for keep in (0.5, 0.25)),
+    *({"keep": keep, "merge": "kv", "study": {"weights": "pick"}} for keep in (0.5, 0.25)),
+    *({"keep": keep, "merge": "kv", "study": TODO} for keep in (0.5, 0.25)),
 )
-REFERENCE = FORMS.index(
-    {"keep": 0.375, "merge": "qkv"}
-)  # the form that tells how much a layer matters
+# the form that tells how much a layer matters
+REFERENCE = {"keep": 0.375, "merge": "qkv"}
 AT = (
     0.15,
     0.45,
@@ -95,9 +96,10 @@ class Measured:
 @dataclass
 class Measurement:
     """What calls of a denoiser took without merging, in seconds, and what was measured in each of
-    its layers.
+    its layers, of which `forms`.
     """
 
+    forms: list[dict[str, Any]] = field(default_factory=lambda: list(map(dict, FORMS)))
     forward: list[float] = field(default_factory=list)
     layers: dict[str, Measured] = field(default_factory=dict)
 
@@ -114,10 +116,10 @@ class Measurement:
                 {int(n): list(v) for n, v in found[what].items()} for what in ("seconds", "errors")
             ]
             layers[name] = Measured(list(found["whole"]), list(found["effect"]), *by_form)
-        return cls(list(values["forward"]), layers)
+        return cls(list(values["forms"]), list(values["forward"]), layers)
 
     def add(self, other: Measurement) -> None:
-        """Take in what was measured on further calls."""
+        """Take in what was measured on further calls, of the same forms."""
         self.forward += other.forward
         for name, found in other.layers.items():
             own = self.layers.setdefault(name, Measured())
@@ -263,7 +265,12 @@ class Probe(Single):
 
 
 @torch.no_grad()
-def measure(handle: Merging, calls: Sequence[Call], clock: Clock | None = None) -> Measurement:
+def measure(
+    handle: Merging,
+    calls: Sequence[Call],
+    clock: Clock | None = None,
+    forms: Sequence[dict[str, Any]] = FORMS,
+) -> Measurement:
     """Replay `calls` of the handle's denoiser; gives what each form changes and costs in each
     layer.
 
@@ -271,14 +278,15 @@ def measure(handle: Merging, calls: Sequence[Call], clock: Clock | None = None) 
         handle: of `apply_mame`; its settings decide on what forms leave open.
         calls: of the denoiser without merging, see `recorded`.
         clock: seconds; by default the device's (`clock_of`).
+        forms: what is tried in each layer, in the words of `layers`.
 
     Raises:
         ValueError: no layer could merge.
     """
     clock = clock or clock_of(device_of(handle.root))
     base = handle.config.replace(layers=None)
-    configs = [base.replace(**form) for form in FORMS]
-    found = Measurement()
+    found = Measurement(list(map(dict, forms)))
+    configs = [base.replace(**form) for form in forms]
 
     def probe(hook: MergeHook) -> Probe:
         return Probe(hook, configs, found.layers.setdefault(hook.stats.name, Measured()), clock)
@@ -294,7 +302,7 @@ def measure(handle: Merging, calls: Sequence[Call], clock: Clock | None = None) 
             run()
         for name, layer in found.layers.items():
             if layer.seconds:
-                alone = partial(_alone, name=name, form=configs[_reference(layer)])
+                alone = partial(_alone, name=name, form=configs[_reference(layer, found.forms)])
                 with _in_place(handle, alone):
                     layer.effect.append(relative_error(run(), output))
     found.layers = {name: layer for name, layer in found.layers.items() if layer.seconds}
@@ -323,7 +331,7 @@ def calibration_of(handle: Merging, found: Measurement, about: Mapping[str, Any]
         **about,
     }
     base = handle.config.replace(layers=None, made_for=None)
-    return Calibration(base, handle.described, median(found.forward), options(found.layers), said)
+    return Calibration(base, handle.described, median(found.forward), options(found), said)
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -401,32 +409,33 @@ def some(calls: Sequence[Call]) -> list[Call]:
     return [calls[number] for number in sorted({round(at * (len(calls) - 1)) for at in AT})]
 
 
-def options(measured: Mapping[str, Measured]) -> dict[str, list[Option]]:
+def options(found: Measurement) -> dict[str, list[Option]]:
     """What each layer may do: stay unmerged, or take a form that saves seconds.
 
-    Medians of seconds; means of errors, as many times as the layer's error was found to matter for
+    Medians of seconds, but means for a `tau`, which costs what a call's tokens decide; means of
+    errors, as many times as the layer's error was found to matter for
     the denoiser's output.
     """
     result: dict[str, list[Option]] = {}
-    for name, layer in measured.items():
+    for name, layer in found.layers.items():
         whole = median(layer.whole)
-        own = float(np.mean(layer.errors[_reference(layer)]))
+        own = float(np.mean(layer.errors[_reference(layer, found.forms)]))
         matters = float(np.mean(layer.effect)) / max(own, 1e-30)
         result[name] = [Option(False, 0.0, whole)]
         for number, seconds in layer.seconds.items():
-            option = Option(
-                dict(FORMS[number]), matters * float(np.mean(layer.errors[number])), median(seconds)
-            )
+            form = found.forms[number]
+            taken = float(np.mean(seconds)) if "tau" in form else median(seconds)
+            option = Option(dict(form), matters * float(np.mean(layer.errors[number])), taken)
             if option.seconds < whole:
                 result[name].append(option)
     return result
 
 
-def _reference(layer: Measured) -> int:
+def _reference(layer: Measured, forms: Sequence[dict[str, Any]]) -> int:
     """The number of the form that tells how much a layer matters: REFERENCE, or the first where
     that can't be.
     """
-    return REFERENCE if REFERENCE in layer.seconds else min(layer.seconds)
+    return next((n for n in layer.seconds if forms[n] == REFERENCE), min(layer.seconds))
 
 
 def _alone(hook: MergeHook, name: str, form: MaMeConfig) -> MergeHook | None:
@@ -496,8 +505,11 @@ def in_words(rule: Any) -> str:
     """A rule as a table has it."""
     if rule is False:
         return "unmerged"
-    kind = {"qkv": "of whole tokens", "kv": "of keys"}[rule["merge"]]
-    return f"{rule['keep']:.1%} {'picks' if rule.get('weights') == 'pick' else kind}"
+    share = f"{rule['keep']:.1%}" if "keep" in rule else f"tau {rule['tau']:g}"
+    study = rule.get("study")
+    if study:  # of the two that FORMS has
+        return f"{share} {'ToDo' if study == TODO else 'picks'}"
+    return f"{share} of {'keys' if rule['merge'] == 'kv' else 'whole tokens'}"
 
 
 def _tensors(output: Any) -> list[Tensor]:

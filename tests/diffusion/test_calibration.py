@@ -100,7 +100,8 @@ def test_errors_are_those_of_the_layers_own_merged_outputs() -> None:
         whole, merged = (t.double() for t in pair)
         return float((merged - whole).square().sum() / whole.square().sum())
 
-    for number in (1, cal.REFERENCE):
+    reference = FORMS.index(cal.REFERENCE)
+    for number in (1, reference):
         outputs.clear()
         made = []
         for rule in (False, FORMS[number]):
@@ -110,7 +111,7 @@ def test_errors_are_those_of_the_layers_own_merged_outputs() -> None:
     assert found.layers[name].effect == [pytest.approx(apart(made), rel=1e-4)], (
         "of the model's output"
     )
-    option = next(o for o in cal.options(found.layers)[name] if o.rule == FORMS[cal.REFERENCE])
+    option = next(o for o in cal.options(found)[name] if o.rule == cal.REFERENCE)
     assert option.error == pytest.approx(apart(made), rel=1e-4), (
         "what counts is what the model's output loses"
     )
