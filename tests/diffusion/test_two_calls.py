@@ -32,6 +32,7 @@ KEPT: list[dict[str, Any]] = [
     {"tau": 0.3},
     {"keep": 0.4, "merge": "qkv"},
     {"keep": 0.25, "weights": "pick"},
+    {"keep": 0.25, "layers": {"*0*": {"keep": 0.4, "merge": "qkv"}}},
 ]
 
 

@@ -217,6 +217,8 @@ def uncached(pipe: Any) -> None:
 
 
 CPU = torch.device("cpu")
+BY_LAYER = {"by layer": {"keep": 0.5, "layers": {"up_blocks": {"merge": "qkv"}}}}
+NAMELESS = "knows no names of layers, and refuses: use `apply_mame`"
 tall = partial(once, height=40, width=48)
 features = partial(Row, build=tiny_pipeline, run=once, merges=LEVELS)
 ROWS = [
@@ -327,6 +329,25 @@ ROWS = [
     features("quanto int8", build=quanto_pipeline, loads=False),
     features("GGUF Q8_0", build=gguf_pipeline, loads=False),
     features("DeepCache", run=partial(once, num_inference_steps=3), switch=cached, undo=uncached),
+    features("settings by layer", modes=BY_LAYER, processor="set", one_liner=NAMELESS),
+    features(
+        "settings by layer, with LoRA",
+        modes=BY_LAYER,
+        processor="set",
+        one_liner=NAMELESS,
+        switch=load_lora,
+        undo=call("unload_lora_weights"),
+        loads=False,
+    ),
+    features(
+        "settings by layer, with DeepCache",
+        modes=BY_LAYER,
+        processor="set",
+        one_liner=NAMELESS,
+        run=partial(once, num_inference_steps=3),
+        switch=cached,
+        undo=uncached,
+    ),
     features("training step", run=trained),
     features(
         "gradient checkpointing",
