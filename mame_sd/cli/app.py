@@ -219,7 +219,7 @@ def show_merge_command(
     check_sheet_path(out)
     loaded, merging = load_to_merge(model, merging)
     found = capture_merge(loaded, prompt, sampling, merging, step, level, layer)
-    merging = loaded.suited(merging)
+    merging = loaded.resolved(merging)
     about = {
         "prompt": prompt,
         "model": loaded.identity,

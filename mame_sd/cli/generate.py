@@ -44,7 +44,7 @@ def run_generate(
     if isinstance(method, MaMeConfig):
         merging = settings_in_force(model, method, on_note)
         saved = model.saved_merging
-        method = model.suited(merging) if saved is None or saved.on or method.given else None
+        method = model.resolved(merging) if saved is None or saved.on or method.given else None
     with joined(process), progress("images", process.is_main) as on_progress:
         summary = generate(
             model,
