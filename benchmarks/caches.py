@@ -487,7 +487,7 @@ def main() -> None:
             getattr(torch, dtype),
             "embedded-unet" if args.model == "embedded" else args.model,
         )
-        config = model.suited(config)
+        config = model.resolved(config)
         lpips = load_lpips(device=str(device))
         instrument = INSTRUMENTS["unet" if hasattr(model.pipe, "unet") else "transformer"]
         prompts = instrument.prompts(args.num, args.held_out)

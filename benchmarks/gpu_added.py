@@ -20,7 +20,7 @@ from benchmarks import shapes
 from benchmarks.launches import CARD, META, counted, on_card, pretended
 from mame_sd import MaMeConfig, mame
 from mame_sd.core.cards import CARDS, Card, Work
-from mame_sd.core.costs import BESIDE, Added, Call, Form, spent, work_of
+from mame_sd.core.costs import UNMERGED, Added, Call, Form, spent, work_of
 
 EARLY, LATE = "UNet", "transformer"
 _KINDS: dict[Form, tuple[str, dict[str, Any]]] = {
@@ -89,8 +89,8 @@ def _plain(side: int, channels: int, heads: int, dtype: torch.dtype = torch.floa
 def _joint(name: str, tokens: int = 0) -> Sample:
     shape = shapes.SHAPES[name]
     shape = shape.cut(tokens) if tokens else shape
-    beside = 0 if name == "wan" else shape.text
-    call = Call(1, shape.tokens, beside, shape.dim, shape.dim, shape.heads, torch.bfloat16)
+    context = 0 if name == "wan" else shape.text
+    call = Call(1, shape.tokens, context, shape.dim, shape.dim, shape.heads, torch.bfloat16)
 
     def build() -> tuple[nn.Module, Callable[[], Any], Callable[[], Any], Mapping[int, Tensor]]:
         layer = shapes.Layer(shape, META, torch.bfloat16)
@@ -157,7 +157,7 @@ def launches(kind: str, form: Form | None) -> int:
     )
 
 
-def fitted_beside(kind: str) -> Added:
+def fitted_unmerged(kind: str) -> Added:
     """What a layer that merges nothing does beside its products and its attention."""
 
     def over(card: Card, sample: Sample) -> tuple[float, float]:
@@ -176,8 +176,10 @@ def fitted(form: Form) -> Added:
 
     def over(card: Card, sample: Sample) -> tuple[float, float]:
         whole, used = card.busy(sample.work(form)), masked(form, sample)
-        beside = BESIDE[form.early]
-        fewer = beside._replace(moved=fields["keep"] * beside.moved) if form.whole else beside
+        unmerged = UNMERGED[form.early]
+        fewer = (
+            unmerged._replace(moved=fields["keep"] * unmerged.moved) if form.queries else unmerged
+        )
         return whole - card.busy(work_of(sample.call, fields["keep"], used)) - spent(
             card, sample.call, fewer
         ), whole
@@ -188,13 +190,13 @@ def fitted(form: Form) -> Added:
 def masked(form: Form, sample: Sample) -> Form:
     """The form as it is in a sample's layer."""
     uneven = FORMS[form][1]["keep"] not in (0.5, 0.25)
-    return form._replace(masked=uneven or (sample.call.beside > 0 and not form.early))
+    return form._replace(masked=uneven or (sample.call.context > 0 and not form.early))
 
 
 def main() -> None:
     for kind in SAMPLES:
-        BESIDE[kind == EARLY] = fitted_beside(kind)
-    print(f"BESIDE = {BESIDE}\nADDED = {{")
+        UNMERGED[kind == EARLY] = fitted_unmerged(kind)
+    print(f"UNMERGED = {UNMERGED}\nADDED = {{")
     for form in FORMS:
         print(f"    {form}: {fitted(form)},", flush=True)
     print("}")

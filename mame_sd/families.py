@@ -1,11 +1,18 @@
 """What describes one's own transformer to `apply_mame`: see `mame_sd.diffusion.families.family`.
 
-`patches`, `video_patches`, `pixels`, `packed` and `beside` say where the image is, in the ways that
-models of diffusers have; `along` says what holds a row per token.
+`patches`, `video_patches`, `pixels`, `packed` and `in_sequence` say where the image is, in the ways
+that models of diffusers have; `along` says what holds a row per token.
 """
 
 from mame_sd.diffusion.families.family import Family, Rows, register_family
-from mame_sd.diffusion.families.layouts import along, beside, packed, patches, pixels, video_patches
+from mame_sd.diffusion.families.layouts import (
+    along,
+    in_sequence,
+    packed,
+    patches,
+    pixels,
+    video_patches,
+)
 from mame_sd.diffusion.layer import Call, Tokens
 
 __all__ = [
@@ -14,7 +21,7 @@ __all__ = [
     "Rows",
     "Tokens",
     "along",
-    "beside",
+    "in_sequence",
     "packed",
     "patches",
     "pixels",

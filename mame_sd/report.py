@@ -80,13 +80,13 @@ class LayerStats:
         if self.capture and not torch.compiler.is_compiling():
             self.plan = plan
 
-    def whole(self, plan: Plan, size: tuple[int, ...] | None, *notes: str) -> None:
+    def kept_all(self, plan: Plan, size: tuple[int, ...] | None, *notes: str) -> None:
         """A call in which all tokens were kept, because merging them by `plan` saves nothing;
         `notes` tell why.
         """
         self.merged(plan, size, *notes, kept=plan.tokens_in)
 
-    def left_whole(self, tokens: int, size: tuple[int, ...], note: str) -> None:
+    def left_unmerged(self, tokens: int, size: tuple[int, ...], note: str) -> None:
         """A call in which all tokens were kept before any was compared; `note` tells why."""
         self.last_reason, self.size, self.note = None, size, note
         self._count(tokens, tokens)

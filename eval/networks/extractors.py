@@ -25,7 +25,7 @@ from .cache import FeatureCache
 from .efficientnet_lite import EfficientNetLite0
 
 VERSION = "features 1"  # of what the cache keeps: another one, and images are looked at again
-Pass = Callable[
+Forward = Callable[
     [Tensor], tuple[Tensor, Tensor]
 ]  # images [n, 3, side, side] in 0..255 to features and logits
 
@@ -51,7 +51,7 @@ class Extractor:
     def __init__(
         self,
         name: str,
-        run: Pass,
+        run: Forward,
         side: int,
         dims: int,
         weights_hash: str,

@@ -103,11 +103,11 @@ def capture_merge(
     finally:
         handle.remove()
     plan = plans[chosen.name]
-    whole = chosen.part == "attention" and nothing_to_win(handle.config, plan)
+    kept_all = chosen.part == "attention" and nothing_to_win(handle.config, plan)
     # the last sample is the one with the prompt, under guidance too
-    owners = np.arange(plan.tokens_in) if whole else owners_of(plan)[-1].cpu().numpy()
+    owners = np.arange(plan.tokens_in) if kept_all else owners_of(plan)[-1].cpu().numpy()
     height, width = chosen.size or grid_like(image, len(owners))
-    kept = plan.tokens_in if whole else plan.tokens_kept
+    kept = plan.tokens_in if kept_all else plan.tokens_kept
     return MergeMap(image, owners.reshape(height, width), chosen.name, step, kept)
 
 

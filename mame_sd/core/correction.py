@@ -214,7 +214,7 @@ def added_by_kernels(
     drawn: Drawn,
     sizes: Tensor,
     scale: float,
-    weighed: bool,
+    proportional: bool,
 ) -> Added | None:
     """`first_order_of_means` times the logits' scale by kernels; None where PyTorch's operations
     have to do it.
@@ -226,7 +226,7 @@ def added_by_kernels(
         drawn: the sample.
         sizes: how many tokens each of the keys stands for, [B, n] fp32.
         scale: of the logits, and of the covariance.
-        weighed: see `first_order_of_means`.
+        proportional: see `first_order_of_means`.
     """
     if (
         kept[0].dim() != 4
@@ -253,12 +253,14 @@ def added_by_kernels(
         pos.samples,
         [first, drawn.first, int(drawn.apart)],
         plan.tokens_kept,
-        weighed,
+        proportional,
     )
     lacks = (
         None
         if found is None
-        else fused.launched(kernels.lacking, *found, plan.tokens_kept, pos.samples, scale, weighed)
+        else fused.launched(
+            kernels.lacking, *found, plan.tokens_kept, pos.samples, scale, proportional
+        )
     )
     return None if lacks is None else Added(*lacks)
 

@@ -24,7 +24,7 @@ class Call(NamedTuple):
     Attributes:
         batch: samples.
         tokens: those that may merge.
-        beside: others that attention sees too.
+        context: others that attention sees too.
         channels: of a token.
         inner: channels of all heads together.
         heads: how many there are.
@@ -33,7 +33,7 @@ class Call(NamedTuple):
 
     batch: int
     tokens: int
-    beside: int
+    context: int
     channels: int
     inner: int
     heads: int
@@ -49,7 +49,7 @@ class Form(NamedTuple):
     """How a layer merges.
 
     Attributes:
-        whole: queries merge too and are restored; else keys and values alone.
+        queries: they merge too and are restored; else keys and values alone.
         early: keys and values are made of merged tokens; else they merge when they are made.
         weights: "best" or "pick", as in the settings.
         correct: what merged keys lack is given back, or whole tokens are counted.
@@ -58,7 +58,7 @@ class Form(NamedTuple):
             beside them needs that too, where keys merge late.
     """
 
-    whole: bool
+    queries: bool
     early: bool
     weights: str = "best"
     correct: bool = True
@@ -82,29 +82,29 @@ class Added(NamedTuple):
 
 # Norms, rotary positions and copies in a layer that merges nothing, by whether keys merge early
 # (UNets) or late.
-BESIDE: dict[bool, Added] = {True: Added(0, 3.7, launches=2), False: Added(0, 66.0, launches=33)}
+UNMERGED: dict[bool, Added] = {True: Added(0, 3.7, launches=2), False: Added(0, 66.0, launches=33)}
 # What merging adds. `python -m benchmarks.gpu_added` counts both.
 ADDED: dict[Form, Added] = {
-    Form(whole=False, early=True): Added(2, 8.7, launches=5),
-    Form(whole=False, early=True, correct=False): Added(1, 2.0, launches=2),
-    Form(whole=False, early=True, weights="pick", correct=False): Added(1, 0.3, launches=1),
-    Form(whole=True, early=True): Added(6, 13.3, launches=10),
-    Form(whole=False, early=False): Added(0, 9.0, launches=7),
-    Form(whole=False, early=False, correct=False): Added(0, 3.0, launches=4),
-    Form(whole=False, early=False, weights="pick", correct=False): Added(3, 0.0, launches=24),
-    Form(whole=True, early=False): Added(8, 13.4, launches=38),
-    Form(whole=False, early=True, kernels=False): Added(22, 22.8, launches=37),
-    Form(whole=False, early=True, correct=False, kernels=False): Added(9, 8.0, launches=17),
-    Form(whole=False, early=True, weights="pick", correct=False, kernels=False): Added(
+    Form(queries=False, early=True): Added(2, 8.7, launches=5),
+    Form(queries=False, early=True, correct=False): Added(1, 2.0, launches=2),
+    Form(queries=False, early=True, weights="pick", correct=False): Added(1, 0.3, launches=1),
+    Form(queries=True, early=True): Added(6, 13.3, launches=10),
+    Form(queries=False, early=False): Added(0, 9.0, launches=7),
+    Form(queries=False, early=False, correct=False): Added(0, 3.0, launches=4),
+    Form(queries=False, early=False, weights="pick", correct=False): Added(3, 0.0, launches=24),
+    Form(queries=True, early=False): Added(8, 13.4, launches=38),
+    Form(queries=False, early=True, kernels=False): Added(22, 22.8, launches=37),
+    Form(queries=False, early=True, correct=False, kernels=False): Added(9, 8.0, launches=17),
+    Form(queries=False, early=True, weights="pick", correct=False, kernels=False): Added(
         1, 0.3, launches=1
     ),
-    Form(whole=True, early=True, kernels=False): Added(43, 55.5, launches=72),
-    Form(whole=False, early=False, kernels=False): Added(10, 31.7, launches=58),
-    Form(whole=False, early=False, correct=False, kernels=False): Added(6, 21.4, launches=38),
-    Form(whole=False, early=False, weights="pick", correct=False, kernels=False): Added(
+    Form(queries=True, early=True, kernels=False): Added(43, 55.5, launches=72),
+    Form(queries=False, early=False, kernels=False): Added(10, 31.7, launches=58),
+    Form(queries=False, early=False, correct=False, kernels=False): Added(6, 21.4, launches=38),
+    Form(queries=False, early=False, weights="pick", correct=False, kernels=False): Added(
         3, 0.0, launches=24
     ),
-    Form(whole=True, early=False, kernels=False): Added(53, 46.4, launches=106),
+    Form(queries=True, early=False, kernels=False): Added(53, 46.4, launches=106),
 }
 
 
@@ -112,8 +112,8 @@ def work_of(call: Call, share: float = 1.0, form: Form | None = None) -> list[Wo
     """The kernels of a layer that attends over all of its tokens, or over a `share` of them,
     without what merging adds.
     """
-    kept, others = round(share * call.tokens), call.beside
-    queries = kept if form and form.whole else call.tokens
+    kept, others = round(share * call.tokens), call.context
+    queries = kept if form and form.queries else call.tokens
     keys = kept if form else call.tokens
     made = keys if form and form.early else queries
     return [
@@ -138,23 +138,23 @@ def times_as_fast(
         form: how it merges.
         eager: kernels are launched from Python, and a layer takes no less than that takes.
     """
-    added, beside = ADDED.get(form._replace(masked=False)), BESIDE[form.early]
+    added, unmerged = ADDED.get(form._replace(masked=False)), UNMERGED[form.early]
     if added is None:
         return None
-    plain = card.busy(work_of(call)) + spent(card, call, beside)
-    fewer = beside._replace(moved=share * beside.moved) if form.whole else beside
+    plain = card.busy(work_of(call)) + spent(card, call, unmerged)
+    fewer = unmerged._replace(moved=share * unmerged.moved) if form.queries else unmerged
     merged = (
         card.busy(work_of(call, share, form)) + spent(card, call, fewer) + spent(card, call, added)
     )
     if eager:
-        least = (len(work_of(call)) + beside.launches) * LAUNCH
+        least = (len(work_of(call)) + unmerged.launches) * LAUNCH
         return max(plain, least) / max(merged, least + added.launches * LAUNCH)
     return plain / merged
 
 
 def spent(card: Card, call: Call, added: Added) -> float:
     """Seconds of what is added to a layer."""
-    moved = added.moved * call.batch * (call.tokens + call.beside) * call.channels * call.size
+    moved = added.moved * call.batch * (call.tokens + call.context) * call.channels * call.size
     return added.small * SMALLEST + moved / (MEMORY * card.bandwidth)
 
 

@@ -77,8 +77,8 @@ def slope_of_halves(unexplained: Tensor, channels: int, sizes: Tensor) -> Tensor
     """
     wanted, given = unexplained[..., :channels], unexplained[..., channels:]
     counts = sizes.unsqueeze(-1)
-    weighed = torch.mul(given, counts, out=torch.empty_like(given)).transpose(1, 2)
-    products = product(weighed, unexplained)
+    weighted = torch.mul(given, counts, out=torch.empty_like(given)).transpose(1, 2)
+    products = product(weighted, unexplained)
     follows, covariance = products[..., :channels], products[..., channels:]
     diagonal = covariance.diagonal(dim1=1, dim2=2)
     ridge = diagonal.mean(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny ** 0.5)
@@ -101,11 +101,11 @@ def slope(given: Tensor, wanted: Tensor, sizes: Tensor) -> Tensor:
     nearly all, and elsewhere little that holds within groups.
     """
     share = (sizes / sizes.sum(1, keepdim=True)).unsqueeze(-1)
-    weighed = (share * given).transpose(1, 2)
+    weighted = (share * given).transpose(1, 2)
     wanted = (
         wanted.float() if wanted.dtype == torch.float16 else wanted
     )  # whose range a sum may leave
-    covariance, follows = weighed @ given, (weighed.to(wanted.dtype) @ wanted).to(given.dtype)
+    covariance, follows = weighted @ given, (weighted.to(wanted.dtype) @ wanted).to(given.dtype)
     ridge = (
         RIDGE * covariance.diagonal(dim1=1, dim2=2).mean(-1)
         + torch.finfo(covariance.dtype).tiny ** 0.5

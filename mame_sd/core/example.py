@@ -46,11 +46,15 @@ def results(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
         merged = plan.merge(value)
         found[f"{name}, means"] = plan.restore(merged)  # PyTorch's may have another order
         found[f"{name}, detail"] = plan.restore(merged, Detail(x, _PLANE))
-        found[f"{name}, correction"] = _corrected(plan, query, key, value, weighed=name == "qkv")
+        found[f"{name}, correction"] = _corrected(
+            plan, query, key, value, proportional=name == "qkv"
+        )
     return found
 
 
-def _corrected(plan: RowPlan, query: Tensor, key: Tensor, value: Tensor, weighed: bool) -> Tensor:
+def _corrected(
+    plan: RowPlan, query: Tensor, key: Tensor, value: Tensor, proportional: bool
+) -> Tensor:
     """What is added to an output of ones, [B, H, L, D]."""
     query, key, value = (t.unflatten(2, (_HEADS, -1)).transpose(1, 2) for t in (query, key, value))
     kept_key, kept_value = (
@@ -59,7 +63,9 @@ def _corrected(plan: RowPlan, query: Tensor, key: Tensor, value: Tensor, weighed
     )
     output, scale = torch.ones_like(query), query.shape[-1] ** -0.5
     drawn = Drawn(key, value, 0, apart=False)
-    lacks = added_by_kernels(plan, (kept_key, kept_value), 0, drawn, plan.sizes, scale, weighed)
+    lacks = added_by_kernels(
+        plan, (kept_key, kept_value), 0, drawn, plan.sizes, scale, proportional
+    )
     if lacks is not None:
         return add_by_kernel(output, query, lacks)
     sample = plan.positions.sample
@@ -68,7 +74,7 @@ def _corrected(plan: RowPlan, query: Tensor, key: Tensor, value: Tensor, weighed
         joined(kept_key, kept_value),
         joined(key.index_select(2, sample), value.index_select(2, sample)),
     )
-    given = None if weighed else means, plan.sizes.unsqueeze(1), plan.tokens_in
+    given = None if proportional else means, plan.sizes.unsqueeze(1), plan.tokens_in
     covariance, shift = first_order_of_means(
         apart_from(means, drawn_too, rows), key.shape[-1], *given
     )

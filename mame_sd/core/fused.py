@@ -191,7 +191,7 @@ def means(
     size: tuple[int, ...] = (),
     around: tuple[int, int] | None = None,
     sampled: bool = False,
-    weighed: bool = False,
+    proportional: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """See `mame_sd.core.triton_groups.group_means`, of a RowPlan and tokens [B, H, .., D]; None
     where PyTorch has to do it.
@@ -215,7 +215,7 @@ def means(
         beside,
         groups,
         drawn,
-        weighed,
+        proportional,
     )
     if found is not None and around is None:
         plan._sizes = found[1]

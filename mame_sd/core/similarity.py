@@ -226,8 +226,8 @@ def _in_range(x: Tensor, free: bool) -> Tensor:
             largest = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
         else:
             largest = torch.linalg.vector_norm(x, math.inf, dim=-1, keepdim=True)
-        whole, mask = _EXPONENTS[x.dtype]
-        power = (largest.view(whole) & mask).view(x.dtype).clamp_(min=torch.finfo(x.dtype).tiny)
+        integers, mask = _EXPONENTS[x.dtype]
+        power = (largest.view(integers) & mask).view(x.dtype).clamp_(min=torch.finfo(x.dtype).tiny)
     return torch.div(x, power, out=x if free else None)
 
 

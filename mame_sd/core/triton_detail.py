@@ -392,9 +392,9 @@ def follows_kernel(
         share = tl.load(counts + g, mask=real, other=0.0) / length
         given = block(of_merged, g * rank, real, 0, rank, RANK)
         wanted = block(of_y, g * width, real, chunk * BLOCK_D, width, BLOCK_D).to(tl.float32)
-        weighed = tl.trans(share[:, None] * given)
-        covariance = tl.dot(weighed, given, covariance, input_precision=PRECISION)
-        follow = tl.dot(weighed, wanted, follow, input_precision=PRECISION)
+        weighted = tl.trans(share[:, None] * given)
+        covariance = tl.dot(weighted, given, covariance, input_precision=PRECISION)
+        follow = tl.dot(weighted, wanted, follow, input_precision=PRECISION)
         wanted_power += tl.sum(share * tl.sum(wanted * wanted, 1), 0)
     same = r[:, None] == r[None, :]
     ridge = _RIDGE * tl.sum(tl.sum(tl.where(same, covariance, 0.0), 1), 0) / rank + _LEAST

@@ -387,19 +387,20 @@ def _fake_means(
     around: list[int],
     groups: int,
     sample: int,
-    weighed: bool,
+    proportional: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, _, width = t.shape
     count = groups + sum(around)
     # Heads lie behind tokens in memory, as projections leave them.
     out = t.new_empty((batch, count + sample, heads, width)).transpose(1, 2)
-    logs = t.new_empty((batch, count) if weighed else (0,))
+    logs = t.new_empty((batch, count) if proportional else (0,))
     return out, t.new_empty((batch, count), dtype=torch.float32), logs
 
 
 @operator(
     "group_means(Tensor t, Tensor rows, Tensor table, Tensor? draw, int[] sizes, int[] size, int"
-    " special, int[] around, int groups, int sample, bool weighed) -> (Tensor, Tensor, Tensor)",
+    " special, int[] around, int groups, int sample, bool proportional)"
+    " -> (Tensor, Tensor, Tensor)",
     _fake_means,
 )
 def group_means(
@@ -413,7 +414,7 @@ def group_means(
     around: list[int],
     groups: int,
     sample: int,
-    weighed: bool,
+    proportional: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The mean of each group of tokens, and beside them what stands for itself.
 
@@ -428,7 +429,7 @@ def group_means(
         around: (before, after).
         groups: M and the preserved sources.
         sample: how many of the partition's sampled tokens are to follow.
-        weighed: logarithms are wanted.
+        proportional: logarithms are wanted.
 
     Returns:
         [B, H, before + groups + after + sample, D]; how many tokens each but the sampled stands for
@@ -437,7 +438,7 @@ def group_means(
     """
     t = t if t.stride(3) == 1 else t.contiguous()
     out, counts, logs = _fake_means(
-        t, rows, table, draw, sizes, size, special, around, groups, sample, weighed
+        t, rows, table, draw, sizes, size, special, around, groups, sample, proportional
     )
     m, n, tiles, *_ = sizes
     batch, heads, _, width = t.shape
@@ -461,7 +462,7 @@ def group_means(
         sample,
         *size,
         **read_by(table, draw, sizes),
-        WEIGHED=weighed,
+        PROPORTIONAL=proportional,
         WIDE=widened(t),
         PRECISION=precision_of(t),
         BLOCK_M=side,
@@ -507,7 +508,7 @@ def means_kernel(
     N: tl.tensor,
     L: tl.tensor,
     DRAWN: tl.constexpr,
-    WEIGHED: tl.constexpr,
+    PROPORTIONAL: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -567,7 +568,7 @@ def means_kernel(
         tl.store(to, mean, mask=dst_real[:, None] & inside[None, :])
         if counting:
             tl.store(counts + ahead + base + i, count, mask=dst_real)
-            if WEIGHED:
+            if PROPORTIONAL:
                 tl.store(
                     logs + ahead + base + i, tl.log(count).to(logs.dtype.element_ty), mask=dst_real
                 )
@@ -590,11 +591,11 @@ def means_kernel(
         )
         if counting:
             tl.store(counts + alone_to, 1.0, mask=e < ahead + after)
-            if WEIGHED:
+            if PROPORTIONAL:
                 tl.store(logs + alone_to, 0.0, mask=e < ahead + after)
     if counting & (tile == 0):  # preserved sources
         for begin in range(M, groups, BLOCK_M):
             g = begin + tl.arange(0, BLOCK_M)
             tl.store(counts + ahead + g, 1.0, mask=g < groups)
-            if WEIGHED:
+            if PROPORTIONAL:
                 tl.store(logs + ahead + g, 0.0, mask=g < groups)

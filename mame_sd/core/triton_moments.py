@@ -41,7 +41,7 @@ def _fake_partial_moments(
     sample: int,
     first: list[int],
     kept: int,
-    weighed: bool,
+    proportional: bool,
 ) -> tuple[Tensor, Tensor]:
     (batch, heads, _, width), wide = key.shape, value.shape[3]
     sides = triton.cdiv(width, _SIDE) * triton.cdiv(wide, _SIDE)
@@ -53,7 +53,7 @@ def _fake_partial_moments(
 @operator(
     "partial_moments(Tensor key, Tensor value, Tensor drawn_key, Tensor drawn_value, Tensor rows,"
     " Tensor counts, Tensor table, Tensor? draw, int[] sizes, int[] size, int sample, int[] first,"
-    " int kept, bool weighed) -> (Tensor, Tensor)",
+    " int kept, bool proportional) -> (Tensor, Tensor)",
     _fake_partial_moments,
 )
 def partial_moments(
@@ -70,7 +70,7 @@ def partial_moments(
     sample: int,
     first: list[int],
     kept: int,
-    weighed: bool,
+    proportional: bool,
 ) -> tuple[Tensor, Tensor]:
     """Sums over chunks of the kept keys and of the sample, from which `lacking` makes what
     attention lacks.
@@ -86,12 +86,12 @@ def partial_moments(
         first: where the groups' keys begin in `key`; where tokens begin in `drawn_key`; and 1 where
             the sampled ones stand there by themselves, one after the other, else 0.
         kept: how many groups there are.
-        weighed: logits count keys: only what varies within groups is lacking.
+        proportional: logits count keys: only what varies within groups is lacking.
 
     Returns:
         Of each head and chunk sums of products [B * H, chunks, 3, D', D]: of the sample's
         differences from their means, the even ones and the odd ones; of the means, each times its
-        share less 1 / kept. And sums [B * H, chunks, 2, D + D'] of the means, so weighed, and by
+        share less 1 / kept. And sums [B * H, chunks, 2, D + D'] of the means, so weighted, and by
         themselves. Means are counted from about their middle.
     """
     key, value, drawn_key, drawn_value = (
@@ -111,7 +111,7 @@ def partial_moments(
         sample,
         first,
         kept,
-        weighed,
+        proportional,
     )
     (batch, heads, _, width), wide = key.shape, value.shape[3]
     chunks = covariances.shape[1]
@@ -147,7 +147,7 @@ def partial_moments(
         *size,
         parts,
         **read_by(table, draw, sizes),
-        WEIGHED=weighed,
+        PROPORTIONAL=proportional,
         APART=bool(first[2]),
         PRECISION=rounded_precision_of(key),
         BLOCK=step,
@@ -223,7 +223,7 @@ def partial_moments_kernel(
     N: tl.tensor,
     L: tl.tensor,
     DRAWN: tl.constexpr,
-    WEIGHED: tl.constexpr,
+    PROPORTIONAL: tl.constexpr,
     APART: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -277,7 +277,7 @@ def partial_moments_kernel(
     )
     tl.store(out, even, mask=in_v[:, None] & in_k[None, :])
     tl.store(out + wide * width, odd, mask=in_v[:, None] & in_k[None, :])
-    if not WEIGHED:
+    if not PROPORTIONAL:
         middle_k = _middle(key, key_l, at_k, in_k, kept, BLOCK)
         middle_v = _middle(value, value_l, at_v, in_v, kept, BLOCK)
         between = tl.zeros([SIDE_V, SIDE_K], tl.float32)
@@ -309,27 +309,27 @@ def partial_moments_kernel(
 
 
 def _fake_lacking(
-    covariances: Tensor, sums: Tensor, kept: int, sample: int, factor: float, weighed: bool
+    covariances: Tensor, sums: Tensor, kept: int, sample: int, factor: float, proportional: bool
 ) -> tuple[Tensor, Tensor]:
     both, _, _, wide, width = covariances.shape
     return covariances.new_empty((both, width, wide)), covariances.new_empty(
-        (0 if weighed else both, wide)
+        (0 if proportional else both, wide)
     )
 
 
 @operator(
-    "lacking(Tensor covariances, Tensor sums, int kept, int sample, float factor, bool weighed) ->"
-    " (Tensor, Tensor)",
+    "lacking(Tensor covariances, Tensor sums, int kept, int sample, float factor,"
+    " bool proportional) -> (Tensor, Tensor)",
     _fake_lacking,
 )
 def lacking(
-    covariances: Tensor, sums: Tensor, kept: int, sample: int, factor: float, weighed: bool
+    covariances: Tensor, sums: Tensor, kept: int, sample: int, factor: float, proportional: bool
 ) -> tuple[Tensor, Tensor]:
     """What attention over means lacks, from `partial_moments`: `factor` times the covariance,
     transposed, [B * H, D, D'], and the shift [B * H, D'] (none where logits count the keys), in
     fp32.
     """
-    product, shift = _fake_lacking(covariances, sums, kept, sample, factor, weighed)
+    product, shift = _fake_lacking(covariances, sums, kept, sample, factor, proportional)
     both, chunks, _, wide, width = covariances.shape
     lacking_kernel[(both,)](
         covariances,
@@ -342,7 +342,7 @@ def lacking(
         kept,
         max(1, sample // 2),
         factor,
-        WEIGHED=weighed,
+        PROPORTIONAL=proportional,
         SIDE_K=power_of_2(width, 16, _SIDE),
         SIDE_V=power_of_2(wide, 16, _SIDE),
         num_warps=8,
@@ -373,7 +373,7 @@ def lacking_kernel(
     kept: tl.tensor,
     half: tl.tensor,
     factor: tl.tensor,
-    WEIGHED: tl.constexpr,
+    PROPORTIONAL: tl.constexpr,
     SIDE_K: tl.constexpr,
     SIDE_V: tl.constexpr,
 ) -> None:
@@ -407,8 +407,8 @@ def lacking_kernel(
             a = _added_up(covariances, at, real, chunks, 3 * area) / half
             b = _added_up(covariances + area, at, real, chunks, 3 * area) / half
             found = share * (a + b) / 2
-            if not WEIGHED:
-                # Cov_sizes - Cov_alike of the means: the sum weighed by the difference of the
+            if not PROPORTIONAL:
+                # Cov_sizes - Cov_alike of the means: the sum weighted by the difference of the
                 # shares, less what their means are apart.
                 found += _added_up(covariances + 2 * area, at, real, chunks, 3 * area)
                 apart_k = _added_up(sums, at_k, in_k, chunks, 2 * line)

@@ -47,7 +47,7 @@ from mame_sd.diffusion.families.transformers import (
     adds_keys,
     family_of,
     known_as,
-    suited,
+    resolved,
 )
 from mame_sd.diffusion.families.unet import (
     IMAGE_MODULES,
@@ -118,7 +118,7 @@ def build_handle(target: Any, config: MaMeConfig, active: bool = True) -> MaMeHa
     as `apply_mame` does.
     """
     root = denoiser_of(target)
-    shared = Shared(Setting(suited(root, config), active, config))
+    shared = Shared(Setting(resolved(root, config), active, config))
     hooks: list[Placed] = []
     denoisers: list[str] = []
     images: dict[

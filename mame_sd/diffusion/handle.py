@@ -23,7 +23,7 @@ from mame_sd.diffusion.calibration import (
     plain_values,
 )
 from mame_sd.diffusion.families.references import NONE_HERE
-from mame_sd.diffusion.families.transformers import known_as, suited
+from mame_sd.diffusion.families.transformers import known_as, resolved
 from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import MergeHook, Setting, Shared
 from mame_sd.diffusion.model_hooks import SizeHook, StepHook
@@ -308,7 +308,7 @@ class MaMeHandle:
         )
 
     def _setting(self, asked: MaMeConfig, active: bool) -> Setting:
-        return Setting(suited(self.root, asked), active, asked, self._names)
+        return Setting(resolved(self.root, asked), active, asked, self._names)
 
     @property
     def layers(self) -> list[tuple[nn.Module, MergeHook]]:

@@ -311,7 +311,7 @@ def merged_call(
     if feature.is_cuda and layer.early is not None:
         vain = no_gain(call.module, route.config, feature, route.before + route.after, layer.early)
         if vain and may_leave:
-            stats.left_whole(tokens.count, tokens.size, LEFT_WHOLE.format(vain))
+            stats.left_unmerged(tokens.count, tokens.size, LEFT_WHOLE.format(vain))
             return call.run()
     if step.plans is None:
         plan = layer.plan(route, step)
@@ -320,7 +320,7 @@ def merged_call(
         plan = step.plans.plan(stats.name, route.config, shape, partial(layer.plan, route, step))
     size = None if tokens.plane is None else tokens.size
     if route.config.tau is not None and nothing_to_win(route.config, plan):
-        stats.whole(plan, size, route.note, NOTHING_TO_WIN)
+        stats.kept_all(plan, size, route.note, NOTHING_TO_WIN)
         return call.run()
     output = route.form(route, plan)
     if output is None:  # the call is not what it was taken for, which the layer knows now

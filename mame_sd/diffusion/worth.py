@@ -31,31 +31,31 @@ def leaves_open(config: MaMeConfig) -> bool:
     return config.given.keys().isdisjoint(_GIVEN)
 
 
-def no_gain(module: Any, config: MaMeConfig, feature: Tensor, beside: int, early: bool) -> str:
+def no_gain(module: Any, config: MaMeConfig, feature: Tensor, context: int, early: bool) -> str:
     """Why merging wins nothing in a call; "" where it does, or nothing is known of it.
 
     Args:
         module: the attention.
         config: its settings.
         feature: its tokens that may merge [B, n, C], on a CUDA device.
-        beside: how many others attention sees too.
+        context: how many others attention sees too.
         early: keys are made of merged tokens, where they merge alone.
     """
     heads, keep = int(getattr(module, "heads", 0)), config.keep
     if keep is None or not heads:
         return ""
-    batch, tokens, channels, beside = map(index, (*feature.shape, beside))
-    destinations, whole = 1 / math.prod(config.stride), config.merge == "qkv"
-    masked = keep > destinations + 1e-6 or (beside > 0 and not early)
+    batch, tokens, channels, context = map(index, (*feature.shape, context))
+    destinations, queries = 1 / math.prod(config.stride), config.merge == "qkv"
+    masked = keep > destinations + 1e-6 or (context > 0 and not early)
     form = (
-        whole,
+        queries,
         early,
         config.weights,
         config.correct,
         fused.on(feature),
-        masked and (config.correct or not whole),
+        masked and (config.correct or not queries),
     )
-    sizes = batch, tokens, beside, channels, int(getattr(module, "inner_dim", channels)), heads
+    sizes = batch, tokens, context, channels, int(getattr(module, "inner_dim", channels)), heads
     question = sizes, feature.dtype, max(keep, destinations), form, launched_from_python()
     return _reckoned(str(feature.device), *question)
 
@@ -94,7 +94,7 @@ def gains(
     eager: bool,
 ) -> bool:
     """Whether merging gains enough on a card, or nothing is known of this form."""
-    batch, tokens, beside, channels, inner, heads = sizes
-    call = Call(batch, tokens, beside, channels, inner, heads, dtype)
+    batch, tokens, context, channels, inner, heads = sizes
+    call = Call(batch, tokens, context, channels, inner, heads, dtype)
     gain = times_as_fast(card, call, share, Form(*form), eager)
     return gain is None or gain >= LEAST_GAIN

@@ -23,7 +23,7 @@ from mame_sd.core.plan import Plan, RowPlan
 from mame_sd.perception.counts import BlockCounts, width_of
 from mame_sd.perception.known_encoders import Encoder
 from mame_sd.perception.settings import DEFAULTS
-from mame_sd.perception.shared import Pass
+from mame_sd.perception.shared import ForwardState
 
 LATER = (
     "the tokens of a block after the first that merges are no grid: partition 'alternating',"
@@ -68,7 +68,7 @@ class MergedBlock:
         block: nn.Module,
         encoder: Encoder,
         number: int,
-        shared: Pass,
+        shared: ForwardState,
         config: MaMeConfig | None,
         counts: Mapping[int, BlockCounts],
     ) -> None:

@@ -51,7 +51,7 @@ from mame_sd.perception.settings import (
     is_plain,
     schedule_of,
 )
-from mame_sd.perception.shared import Pass
+from mame_sd.perception.shared import ForwardState
 from mame_sd.report import device_of
 
 
@@ -114,7 +114,9 @@ class EncoderHandle:
             )
         if restore is None:
             restore = dense or (takes_mean(root) and not self._plain)
-        self._shared = Pass(known.special_of(self.encoder), restore, prop_attn, len(modules) - 1)
+        self._shared = ForwardState(
+            known.special_of(self.encoder), restore, prop_attn, len(modules) - 1
+        )
         _check_parts(self.configs, prop_attn, known, modules[0])
         device = device_of(self.encoder)
         self._counts = {number: BlockCounts(device) for number in chosen}

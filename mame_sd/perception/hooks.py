@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mame_sd.perception.blocks import MergedBlock
 from mame_sd.perception.known_encoders import Encoder
-from mame_sd.perception.shared import Pass
+from mame_sd.perception.shared import ForwardState
 
 _ATTENTION = (None, "eager", "sdpa")  # implementations that add a mask of numbers to the logits
 
@@ -25,7 +25,7 @@ class CheckHook:
     attention counts sizes.
     """
 
-    def __init__(self, shared: Pass) -> None:
+    def __init__(self, shared: ForwardState) -> None:
         self.shared = shared
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ class GridHook:
     videos, [B, C, t, h, w].
     """
 
-    def __init__(self, shared: Pass) -> None:
+    def __init__(self, shared: ForwardState) -> None:
         self.shared = shared
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
@@ -60,7 +60,7 @@ class RestoreHook:
     C].
     """
 
-    def __init__(self, shared: Pass) -> None:
+    def __init__(self, shared: ForwardState) -> None:
         self.shared = shared
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class StagesHook:
         depth: how many blocks there are.
     """
 
-    def __init__(self, shared: Pass, depth: int) -> None:
+    def __init__(self, shared: ForwardState, depth: int) -> None:
         self.shared, self.depth = shared, depth
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -103,7 +103,7 @@ class StagesHook:
 class NoteHook:
     """Remembers what the model's output was, of which `handle.restore` may be asked."""
 
-    def __init__(self, shared: Pass) -> None:
+    def __init__(self, shared: ForwardState) -> None:
         self.shared = shared
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -180,7 +180,7 @@ def has_mask(known: Encoder, block: nn.Module) -> bool:
     )
 
 
-def counts_sizes(model: nn.Module, shared: Pass) -> bool:
+def counts_sizes(model: nn.Module, shared: ForwardState) -> bool:
     """Whether attention of the vision transformer `model` counts sizes, as it is set now."""
     return shared.prop_attn is not False and not _no_sizes(model)
 

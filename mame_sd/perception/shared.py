@@ -11,7 +11,7 @@ from torch import Tensor
 from mame_sd.core.plan import Plan
 
 
-class Pass:
+class ForwardState:
     """What the blocks of one model share: whether they merge, and what the forward that runs knows.
 
     Attributes:

@@ -62,12 +62,12 @@ class LoadedModel:
         """Names that a call of the pipeline takes."""
         return frozenset(inspect.signature(self.pipe.__call__).parameters)
 
-    def suited(self, config: MaMeConfig) -> MaMeConfig:
+    def resolved(self, config: MaMeConfig) -> MaMeConfig:
         """`config` as it merges on this model, which decides on what it leaves open."""
-        from mame_sd.diffusion.apply_denoiser import denoiser_of, suited
+        from mame_sd.diffusion.apply_denoiser import denoiser_of, resolved
 
         try:
-            return suited(denoiser_of(self.pipe), config)
+            return resolved(denoiser_of(self.pipe), config)
         except TypeError:  # nothing to merge, which `merge_in` refuses
             return config
 

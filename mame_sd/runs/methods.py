@@ -61,7 +61,7 @@ class Merging:
 
     def on(self, model: LoadedModel) -> Merging:
         """As it merges on the model."""
-        return Merging(model.suited(self.config))
+        return Merging(model.resolved(self.config))
 
     def install(self, model: LoadedModel) -> InstalledMethod:
         return _InstalledMerging(merge_in(model, self.config))

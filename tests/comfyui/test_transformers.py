@@ -132,12 +132,12 @@ def loops(
         for x in (k, v)
     )
     k, v = (x.repeat_interleave(shared, 2) for x in (k, v))
-    weighed = length > n or plan.uneven
+    proportional = length > n or plan.uneven
     output, scale = torch.empty_like(q), q.shape[-1] ** -0.5
     for b in range(len(q)):
         stands = plan.kept.expand(len(q), -1)[b]
         sizes = torch.ones(fewer_k.shape[1]).double()
-        if weighed:
+        if proportional:
             sizes[call.start : call.start + plan.tokens_kept] = plan.sizes.expand(len(q), -1)[b]
         for h in range(heads):
             whole_k, whole_v, few_k, few_v = (
@@ -170,7 +170,7 @@ def loops(
                 )
                 varies = whole_v[image[drawn]] - few_v[rows], whole_k[image[drawn]] - few_k[rows]
                 lacking = within_groups(*varies) * n / length
-                if not weighed:
+                if not proportional:
                     mean, covariance = moments(
                         few_k[places], few_v[places], plan.sizes.expand(len(q), -1)[b]
                     )

@@ -187,8 +187,8 @@ def test_moments_drawn_from_every_token_are_the_moments(keep: float, special: in
     means = joined(kept_key, kept_value)
     apart = apart_from(means, joined(key[:, twice], value[:, twice]), plan.rows[:, twice])
     every = moments(key, value)
-    for weighed, kept in ((True, between), (False, moments(kept_key, kept_value))):
-        given = None if weighed else means, plan.sizes, special + 256
+    for proportional, kept in ((True, between), (False, moments(kept_key, kept_value))):
+        given = None if proportional else means, plan.sizes, special + 256
         found, expected = first_order_of_means(apart, 8, *given), first_order(every, kept)
         torch.testing.assert_close(found.covariance, expected.covariance, rtol=1e-9, atol=1e-9)
         shift = torch.zeros(()).double() if found.shift is None else found.shift

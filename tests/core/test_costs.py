@@ -10,7 +10,7 @@ from mame_sd.core.cards import CARDS
 from mame_sd.core.costs import Call, Form, times_as_fast, work_of
 
 CALL = Call(2, 4096, 0, 320, 320, 8, torch.float16)
-KEYS = Form(whole=False, early=True)
+KEYS = Form(queries=False, early=True)
 
 
 def test_products_and_attention_are_those_of_the_tokens_that_stay() -> None:
@@ -36,8 +36,8 @@ def test_products_and_attention_are_those_of_the_tokens_that_stay() -> None:
         0.25,
         0.5,
     ]
-    late = work_of(CALL._replace(beside=77), 0.25, Form(False, False))
-    assert late[1].flops == work_of(CALL._replace(beside=77))[1].flops
+    late = work_of(CALL._replace(context=77), 0.25, Form(False, False))
+    assert late[1].flops == work_of(CALL._replace(context=77))[1].flops
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=lambda card: card.name)

@@ -13,7 +13,7 @@ from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 
 from mame_sd import MaMeConfig, apply_mame
 from mame_sd.config import Study
-from mame_sd.diffusion.families.transformers import BUILT_IN, SHARE_BESIDE_TEXT, suited, uniform
+from mame_sd.diffusion.families.transformers import BUILT_IN, SHARE_BESIDE_TEXT, resolved, uniform
 from mame_sd.eval.benchmark.rows import chosen_rows
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import Merging
@@ -31,7 +31,7 @@ def merges(config: MaMeConfig) -> tuple[Any, ...]:
 
 
 def test_families_that_were_measured_or_are_of_one_kind_with_it() -> None:
-    assert [family.name for family in BUILT_IN if family.whole is not None] == JOINT
+    assert [family.name for family in BUILT_IN if family.keep is not None] == JOINT
 
 
 @pytest.mark.parametrize("name", JOINT)
@@ -68,8 +68,8 @@ def test_image_transformers_whose_tokens_carry_positions_merge_whole(name: str) 
     ],
 )
 def test_others_merge_as_unets_do(name: str) -> None:
-    assert suited(MODELS[name].build(), MaMeConfig()) == MaMeConfig()
-    assert suited(tiny_unet(), MaMeConfig()) == MaMeConfig()
+    assert resolved(MODELS[name].build(), MaMeConfig()) == MaMeConfig()
+    assert resolved(tiny_unet(), MaMeConfig()) == MaMeConfig()
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_others_merge_as_unets_do(name: str) -> None:
 )
 def test_what_is_given_decides(fields: dict[str, Any]) -> None:
     config = MaMeConfig(**nested(fields))
-    assert suited(MODELS["AuraFlow"].build(), config) == config
+    assert resolved(MODELS["AuraFlow"].build(), config) == config
 
 
 def test_settings_that_change_later_mean_what_they_mean_at_first() -> None:
@@ -106,9 +106,9 @@ def test_settings_that_change_later_mean_what_they_mean_at_first() -> None:
     for change in changes:
         asked = asked.replace(**nested(change))
         with handle.using(**nested(change)):
-            assert handle.config == suited(handle.root, asked)
+            assert handle.config == resolved(handle.root, asked)
         handle.set(**nested(change))
-        assert handle.config == suited(handle.root, asked)
+        assert handle.config == resolved(handle.root, asked)
     assert merges(handle.config) == (SHARE_BESIDE_TEXT, None, "qkv", "best")
     handle.active = False
     handle.active = True

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks, remove_encoder
 from mame_sd.perception.blocks import MergedBlock
 from mame_sd.perception.known_encoders import find_encoder, is_encoder
-from mame_sd.perception.shared import Pass
+from mame_sd.perception.shared import ForwardState
 from tests.builders.perception import DEPTH, EVERY, PATCHES, ROWS, Row
 from tests.perception.oracle import blocks_of, merged_oracle
 
@@ -95,7 +95,7 @@ def test_a_described_block_is_the_block_s_own_forward_to_the_bit(row: Row) -> No
     _, blocks, known = find_encoder(row.build())
     x = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(1))
     for block in blocks:
-        merged = MergedBlock(block, known, 1, Pass(0, False, False, 3), None, {0: None})
+        merged = MergedBlock(block, known, 1, ForwardState(0, False, False, 3), None, {0: None})
         more = (
             () if row.name.startswith("VideoMAE") else (None,)
         )  # the mask, where a block takes one

@@ -73,8 +73,8 @@ class Family:
             this one.
         by_sample: the attention runs over one sample after another, each with as much text as it
             has.
-        whole: share of whole tokens to keep (merge qkv) where settings leave open what merges
-            (`suited`); None: as UNets do.
+        keep: share of whole tokens to keep (merge qkv) where settings leave open what merges
+            (`resolved`); None: as UNets do.
         references: `tokens` tells of reference images, so that these can merge too.
         eager: `tokens` reads values of tensors, not only shapes, and so runs outside of compiled
             graphs.
@@ -97,7 +97,7 @@ class Family:
     queries: bool = True
     cached: Callable[[Call], bool] | None = None
     by_sample: bool = False
-    whole: float | None = None
+    keep: float | None = None
     references: bool = False
     eager: bool = False
 

@@ -142,14 +142,14 @@ def of_heads(t: Tensor, keys: Tensor) -> Tensor:
     return t if t.dim() == 1 or keys.dim() == 3 else t.unsqueeze(1)
 
 
-def beside(sizes: Tensor, before: int, after: int, like: Tensor) -> Tensor:
+def key_sizes(sizes: Tensor, before: int, after: int, like: Tensor) -> Tensor:
     """How many tokens each key stands for, [L'] or [B, 1, L'] (for `like` of three dimensions [B,
     L']): merged ones by their `sizes`, those before and after them for themselves.
     """
     return of_heads(F.pad(sizes.to(like.device), (before, after), value=1.0), like)
 
 
-def weighed(mask: Tensor | None, query: Tensor, sizes: Tensor | None) -> Tensor | None:
+def proportional_mask(mask: Tensor | None, query: Tensor, sizes: Tensor | None) -> Tensor | None:
     """The mask, and the logarithm of how many keys each one stands for where `sizes` are given.
 
     Merged keys would else weigh too little against text: n equal keys weigh as much as one whose
@@ -188,8 +188,10 @@ class CountedKeys(Attending):
         if not (key.shape[-2] == length == query.shape[-2] or few) or key.shape[0] != self._batch:
             return attended(attention, call)  # not this layer's own
         self.seen = True
-        sizes = beside(self._sizes, self._before, self._after, query)
-        return attended(attention, call, attn_mask=weighed(call.get("attn_mask"), query, sizes))
+        sizes = key_sizes(self._sizes, self._before, self._after, query)
+        return attended(
+            attention, call, attn_mask=proportional_mask(call.get("attn_mask"), query, sizes)
+        )
 
 
 class GroupedKeys(Attending):
@@ -315,7 +317,7 @@ class MergedKeys(Attending):
             and fused.on(query, key, value)
         ):
             output = self._attend_fused(
-                attention, call, self.plan, weigh=self.plan.uneven or not alone
+                attention, call, self.plan, proportional=self.plan.uneven or not alone
             )
             if output is not None:
                 return output
@@ -326,7 +328,7 @@ class MergedKeys(Attending):
         fewer = {
             "key": kept_key,
             "value": kept_value,
-            "attn_mask": weighed(self.columns(mask), query, sizes),
+            "attn_mask": proportional_mask(self.columns(mask), query, sizes),
         }
         if (
             not self.correct
@@ -339,30 +341,36 @@ class MergedKeys(Attending):
         return corrected(attention, call, lacks, self.share, **fewer)
 
     def _attend_fused(
-        self, attention: Callable[..., Tensor], call: dict[str, Any], plan: RowPlan, weigh: bool
+        self,
+        attention: Callable[..., Tensor],
+        call: dict[str, Any],
+        plan: RowPlan,
+        proportional: bool,
     ) -> Tensor | None:
         """`attend` by kernels; None where PyTorch's operations have to do it.
 
-        `weigh`: logits count the keys.
+        `proportional`: logits count the keys.
         """
         query, key, value, size = call["query"], call["key"], call["value"], self.tokens.size
         around = self.first, self.length - self.first - plan.tokens_in
-        kept = fused.means(plan, key, size, around, weighed=weigh)
+        kept = fused.means(plan, key, size, around, proportional=proportional)
         kept_value = None if kept is None else fused.means(plan, value, size, around)
         if kept is None or kept_value is None:
             return None
-        mask = kept[2][:, None, None] if weigh else None
+        mask = kept[2][:, None, None] if proportional else None
         fewer: dict[str, Any] = {"key": kept[0], "value": kept_value[0], "attn_mask": mask}
         if not self.correct or call.get("is_causal") or query.shape[:-2] != key.shape[:-2]:
             return attended(attention, call, **fewer)
         if not self.drawn:
             lacks = self.lacking(
-                (key, value), (kept[0], kept_value[0]), kept[1].unsqueeze(1) if weigh else None
+                (key, value),
+                (kept[0], kept_value[0]),
+                kept[1].unsqueeze(1) if proportional else None,
             )
             return corrected(attention, call, lacks, **fewer)
         drawn, scale = Drawn(key, value, self.first, False, size), scale_of(call) * self.share
         lacking = added_by_kernels(
-            plan, (kept[0], kept_value[0]), self.first, drawn, kept[1], scale, weigh
+            plan, (kept[0], kept_value[0]), self.first, drawn, kept[1], scale, proportional
         )
         if lacking is None:
             return None
@@ -371,21 +379,25 @@ class MergedKeys(Attending):
         )
 
     def _attend_tiled(
-        self, attention: Callable[..., Tensor], call: dict[str, Any], plan: TiledPlan, weigh: bool
+        self,
+        attention: Callable[..., Tensor],
+        call: dict[str, Any],
+        plan: TiledPlan,
+        proportional: bool,
     ) -> Tensor:
-        """`attend` in few operations; `weigh`: logits count the keys."""
+        """`attend` in few operations; `proportional`: logits count the keys."""
         query, key, value, pos = call["query"], call["key"], call["value"], plan.positions
         width, after = key.shape[3], self.length - self.first - plan.tokens_in
         at = self.tokens.places(pos.slots.flatten())
         at = at + self.first if self.first else at
         every, slots = plan.pairs(key, value, at, self.first, after)
         kept = [t.transpose(1, 2) for t in (every[..., :width], every[..., width:])]
-        mask = log_sizes(self.sizes(query), query) if weigh else None
+        mask = log_sizes(self.sizes(query), query) if proportional else None
         fewer: dict[str, Any] = {"key": kept[0], "value": kept[1], "attn_mask": mask}
         if not self.correct or call.get("is_causal") or query.shape[:-2] != key.shape[:-2]:
             return attended(attention, call, **fewer)
         if not self.drawn:
-            sizes = self.sizes(query) if weigh else None
+            sizes = self.sizes(query) if proportional else None
             lacks = self.lacking((key, value), (kept[0], kept[1]), sizes)
             return corrected(attention, call, lacks, **fewer)
         means = every[:, self.first : self.first + plan.tokens_kept]
@@ -394,7 +406,7 @@ class MergedKeys(Attending):
         lead = drawn.shape[0], drawn.shape[2], drawn.shape[1], drawn.shape[3]  # [B, H, n, D + D']
         apart = query.new_empty(lead, dtype=torch.float32)
         torch.sub(drawn.transpose(1, 2), its.transpose(1, 2), out=apart)
-        joint = None if weigh else joined(*kept)
+        joint = None if proportional else joined(*kept)
         lacks = first_order_of_means(apart, width, joint, plan.sizes.unsqueeze(1), plan.tokens_in)
         return corrected(attention, call, lacks, self.share, **fewer)
 
@@ -431,7 +443,7 @@ class MergedKeys(Attending):
         """How many keys each of the merged ones stands for, [L'] or [B, 1, L'] (for `like` of three
         dimensions [B, L']).
         """
-        return beside(
+        return key_sizes(
             self.plan.sizes, self.first, self.length - self.first - self.plan.tokens_in, like
         )
 

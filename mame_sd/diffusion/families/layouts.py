@@ -77,14 +77,14 @@ def codes(model: Any, call: Call) -> Tokens:
     return Tokens((call["input_ids"].shape[-2] // side, call["input_ids"].shape[-1] // side))
 
 
-def beside(layout: Layout, before: int | None = 0, after: int | None = 0) -> Layout:
+def in_sequence(layout: Layout, before: int | None = 0, after: int | None = 0) -> Layout:
     """What `layout` says, with other tokens in the same sequence; None: any number (`Tokens`)."""
 
-    def layout_beside(model: Any, call: Call) -> Tokens | str | None:
+    def layout_in_sequence(model: Any, call: Call) -> Tokens | str | None:
         found = layout(model, call)
         return replace(found, before=before, after=after) if isinstance(found, Tokens) else found
 
-    return layout_beside
+    return layout_in_sequence
 
 
 def packed(model: Any, call: Call) -> Tokens | str:
@@ -292,7 +292,7 @@ def sized(model: Any, call: Call) -> Tokens | str:
     size if it is no square.
     """
     if call["hidden_states"].dim() == 4:
-        return beside(patches, after=None)(model, call) or UNLIKE
+        return in_sequence(patches, after=None)(model, call) or UNLIKE
     if call.get("img_sizes") is None:
         return "img_sizes are not given"
     sizes = {tuple(int(n) for n in size) for size in call["img_sizes"]}

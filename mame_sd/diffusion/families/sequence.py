@@ -86,10 +86,10 @@ class SequenceAttention(Layer):
         config, note = settings_for(config, known)
         first, text = known.start(hidden.shape[1]) or 0, _text(family, given)
         before, after = first, hidden.shape[1] - first - known.count
-        beside = 0 if text is None else text.shape[1]
+        context = 0 if text is None else text.shape[1]
         if family.keys is not None:  # the image's tokens among them
-            beside = given[family.keys].shape[1] - known.count
-        before, after = (before, after + beside) if family.text_last else (before + beside, after)
+            context = given[family.keys].shape[1] - known.count
+        before, after = (before, after + context) if family.text_last else (before + context, after)
         because = self._queries_because(call, text, config)
         form: Any = self._keys_merged
         if because is None and config.merge == "qkv":
@@ -235,9 +235,9 @@ class SequenceAttention(Layer):
 
     def _restored(self, output: Any, route: Route, plan: Plan) -> Any:
         if isinstance(output, Tensor):
-            return _whole(output, route, plan)
+            return _all_tokens(output, route, plan)
         return tuple(
-            _whole(value, route, plan) if i in self.family.outputs else value
+            _all_tokens(value, route, plan) if i in self.family.outputs else value
             for i, value in enumerate(output)
         )
 
@@ -303,8 +303,8 @@ def _is_joint(call: LayerCall) -> bool:
 
 def _skip_reason(family: Family, given: Call, tokens: Tokens, config: MaMeConfig) -> str | None:
     """Why this call passes through untouched; None if it may merge."""
-    beside = given.get(family.text) is not None and family.text not in (*family.inputs, family.keys)
-    if beside and not family.cross:
+    joint = given.get(family.text) is not None and family.text not in (*family.inputs, family.keys)
+    if joint and not family.cross:
         return "cross-attention"
     for name in family.inputs:
         value = given.get(name)
@@ -397,7 +397,7 @@ def _with_merged_inputs(family: Family, route: Route, plan: Plan) -> dict[str, A
     return {name: merged[id(route.call.given[name])] for name in family.inputs}
 
 
-def _whole(y: Tensor, route: Route, plan: Plan) -> Tensor:
+def _all_tokens(y: Tensor, route: Route, plan: Plan) -> Tensor:
     """All tokens from an output [B, L', ...], in the call's order."""
     flat, end = y.flatten(2), route.first + plan.tokens_kept
     image = plan.restore(flat[:, route.first : end], route.detail)
@@ -443,10 +443,10 @@ def _unlike(given: Call, select: Any, tokens: Tokens) -> str | None:
 
     select(given, look)
     before, after = ("any number" if n is None else n for n in (tokens.before, tokens.after))
-    beside = f" (with {before} before and {after} after them)" if before or after else ""
+    others = f" (with {before} before and {after} after them)" if before or after else ""
     if not wrong:
         return None
-    return f"expected one position for each of {tokens.count} image tokens{beside}, got {wrong[0]}"
+    return f"expected one position for each of {tokens.count} image tokens{others}, got {wrong[0]}"
 
 
 def _splits(value: Any) -> bool:

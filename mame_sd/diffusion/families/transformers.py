@@ -30,7 +30,7 @@ __all__ = [
     "family_names",
     "family_of",
     "known_as",
-    "suited",
+    "resolved",
     "uniform",
 ]
 
@@ -98,7 +98,7 @@ BUILT_IN = (
         "OmniGen",
         ("OmniGenTransformer2DModel",),
         ("Attention.self_attn",),
-        at.beside(at.patches, before=None),
+        at.in_sequence(at.patches, before=None),
         MASKED,
         inputs=TWICE,
         mask=True,
@@ -108,7 +108,7 @@ BUILT_IN = (
         ("SD3Transformer2DModel", "SD3ControlNetModel"),
         ("Attention.attn", "Attention.attn2"),
         at.patches,
-        whole=SHARE_BESIDE_TEXT,
+        keep=SHARE_BESIDE_TEXT,
         **JOINT_LAST,
     ),
     Family(
@@ -116,7 +116,7 @@ BUILT_IN = (
         ("AuraFlowTransformer2DModel",),
         ("Attention.attn",),
         at.with_registers,
-        whole=SHARE_BESIDE_TEXT,
+        keep=SHARE_BESIDE_TEXT,
         **JOINT_FIRST,
     ),
     # Flux and its kin: the image's places are in `img_ids`.
@@ -260,7 +260,7 @@ BUILT_IN = (
         "HunyuanVideo",
         ("HunyuanVideoTransformer3DModel",),
         ("Attention.attn",),
-        at.beside(at.video_patches, after=None),
+        at.in_sequence(at.video_patches, after=None),
         MASKED,
         outside=("context_embedder",),
         mask=True,
@@ -270,7 +270,7 @@ BUILT_IN = (
         "FramePack",
         ("HunyuanVideoFramepackTransformer3DModel",),
         ("Attention.attn",),
-        at.beside(at.video_patches, before=None),
+        at.in_sequence(at.video_patches, before=None),
         ROTARY,
         outside=("context_embedder",),
         mask=True,
@@ -291,7 +291,7 @@ BUILT_IN = (
         "HunyuanImage",
         ("HunyuanImageTransformer2DModel",),
         ("Attention.attn",),
-        at.beside(at.video_patches, after=None),
+        at.in_sequence(at.video_patches, after=None),
         MASKED,
         outside=("context_embedder",),
         mask=True,
@@ -301,7 +301,7 @@ BUILT_IN = (
         "Motif Video",
         ("MotifVideoTransformer3DModel",),
         ("MotifVideoAttention.attn",),
-        at.beside(at.video_patches, after=None),
+        at.in_sequence(at.video_patches, after=None),
         MASKED,
         mask=True,
         **JOINT_LAST,
@@ -387,7 +387,7 @@ BUILT_IN = (
         "ERNIE-Image",
         ("ErnieImageTransformer2DModel",),
         ("ErnieImageAttention.self_attention",),
-        at.beside(at.patches, after=None),
+        at.in_sequence(at.patches, after=None),
         along(image_rotary_emb=1, attention_mask=-1),
         mask=True,
     ),
@@ -459,7 +459,7 @@ BUILT_IN = (
         "Helios",
         ("HeliosTransformer3DModel",),
         ("HeliosAttention.attn1",),
-        at.beside(at.video_patches, before=None),
+        at.in_sequence(at.video_patches, before=None),
         along(rotary_emb=1),
     ),
     Family(
@@ -582,7 +582,7 @@ def family_of(model: nn.Module) -> Family | None:
     return None
 
 
-def suited(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
+def resolved(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
     """`config`; where it leaves open what merges (`DECIDES`, none of them given), with the settings
     that lie beside the model's weights, else with what its family merges best.
     """
@@ -594,7 +594,7 @@ def suited(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
 
 
 def uniform(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
-    """As `suited`, the same in all layers: without the settings that lie beside the model's
+    """As `resolved`, the same in all layers: without the settings that lie beside the model's
     weights.
     """
     config = _of_family(model, config.replace(layers=None, made_for=None))
@@ -604,8 +604,8 @@ def uniform(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
 def _of_family(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
     if config.given.keys().isdisjoint(DECIDES):
         for family in filter(None, map(family_of, model.modules())):
-            if family.whole is not None:
-                return config.replace(keep=family.whole, merge="qkv")
+            if family.keep is not None:
+                return config.replace(keep=family.keep, merge="qkv")
     return config
 
 
