@@ -18,7 +18,7 @@ from mame_sd.diffusion.families.keys import MergedKeys
 
 
 class Attention(TorchFunctionMode):
-    """While entered, notes the keys of all softmax attention, and the lengths of every other softmax;
+    """While entered, notes the keys of all softmax attention, and how long each other softmax is;
     with `apart` attention gives zeros, so that no token learns of others.
     """
 
