@@ -131,7 +131,7 @@ def compare_command(
     keeps = _numbers("--keep", "0.5,0.125" if neither and merging.tau is None else keep)
     variants_of(merging, taus, keeps)  # refuses bad numbers before anything is loaded
     check_sheet_path(out)
-    loaded, merging = load_to_merge(model, merging)
+    loaded, merging = load_to_merge(model, merging, prompt)
     with progress("images") as on_progress:
         first = [("as given" if merging.given else "default", merging)] if neither and keeps else []
         panels = compare(
@@ -217,7 +217,7 @@ def show_merge_command(
 
     check_colors(colors)
     check_sheet_path(out)
-    loaded, merging = load_to_merge(model, merging)
+    loaded, merging = load_to_merge(model, merging, prompt)
     found = capture_merge(loaded, prompt, sampling, merging, step, level, layer)
     merging = loaded.resolved(merging)
     about = {
