@@ -205,7 +205,7 @@ class StepHook(CallHook):
             if called and self.shared.now.active and all(stats.last_reason for stats in called):
                 largest = max(stats.tokens_in // stats.calls for stats in called)
                 why = "report() says why"
-                if any(stats.last_reason.startswith(TOO_FEW) for stats in called):
+                if any((stats.last_reason or "").startswith(TOO_FEW) for stats in called):
                     why = (
                         f"the largest has {largest} tokens; {why}. Lower min_tokens or generate"
                         " larger images"

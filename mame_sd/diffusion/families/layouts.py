@@ -283,11 +283,8 @@ def _omni(model: Any, call: Call) -> Tokens | str:
         if seen[0] is not None:
             parts = seen[number]
             after += sum(_filled(0 if part is None else part[..., 0].numel()) for part in parts)
-        places.add((size if size[0] > 1 else size[1:], before, after))
-    if len(places) > 1:
-        return UNLIKE
-    size, before, after = places.pop()
-    return Tokens(size, before=before, after=after)
+        places.add(Tokens(_flat(size), before=before, after=after))
+    return UNLIKE if len(places) > 1 else places.pop()
 
 
 def _filled(count: int) -> int:
