@@ -5,7 +5,8 @@ what a choice by layer is reckoned to give.
     python -m benchmarks.by_layer --model unet --num 2 --speeds 1.32 1.45
     python -m benchmarks.by_layer --more  # thresholds by layer, and means of cells, as forms too
 
-Writes a file of settings for each speed, `layers-SPEED.json`, and a picture of the shares,
+Writes a file of settings for each speed, `layers-SPEED.json` (with --more also
+`shares-or-thresholds-SPEED.json`), and a picture of the shares,
 `layers.webp`, into --out. Prints the reckoned error (the sum of the layers' mean relative squared
 errors) of uniform shares and of choices by layer. It also says what a choice of its own for each of
 the three steps would add. --more also chooses among thresholds (`tau`) of each layer, and among
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -298,6 +300,9 @@ def main() -> None:
                 forms = ", ".join(words(option.rule) for option in taken.values())
                 row = f"by layer among {' and '.join(kinds)}: {forms}"
                 print(f"| {row} | {speed:.2f} | {sum_of(taken):.1e} |")
+            if kinds == ("keep", "tau"):
+                both = replace(calibration, options=what)
+                both.save(out / f"shares-or-thresholds-{speed:g}.json", speed)
         print(calibration.table(speed).replace("\n", "\n    "))
     picture(found, calibration, args.speeds, steps, out / "layers.webp")
     print(out / "layers.webp")

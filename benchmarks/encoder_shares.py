@@ -3,8 +3,8 @@ at equal FLOPs, on pictures that nothing was calibrated on.
 
     python -m benchmarks.photographs --out out/photographs
     python -m benchmarks.encoder_shares --data out/photographs
-    python -m scripts.training.train_clip --work out/clip --draw out/clip/crowded --each 5
-    python -m benchmarks.encoder_shares --model embedded-clip --data out/clip/crowded --num 540
+    python -m scripts.training.train_clip --work out/clip --draw out/clip/crowded --each 2
+    python -m benchmarks.encoder_shares --model embedded-clip --data out/clip/crowded --size 256
 
 The first half of the shuffled pictures calibrates (`--calibrate` of them), the second is measured,
 each picture by itself, as `mame-sd-eval features` does. Writes a file of settings for each share,
