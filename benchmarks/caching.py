@@ -64,7 +64,8 @@ class Timestep:
         self.handle = denoiser.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = kwargs["timestep"] if "timestep" in kwargs else args[1]
+        named = next((name for name in ("timestep", "t") if name in kwargs), None)
+        given = args[1] if named is None else kwargs[named]
         self._value = float(torch.as_tensor(given).float().max())
         self._largest = max(self._largest, self._value)
 

@@ -9,7 +9,7 @@ import diffusers
 import pytest
 from packaging.version import Version
 
-from tests.matrix import caches, features, newest, tools, transformers, unets
+from tests.matrix import caches, features, newest, tools, transformers, two_denoisers, unets
 from tests.matrix.checks import check_absent, check_row
 from tests.matrix.rows import Absent, Check, Row
 from tests.matrix.table import page
@@ -35,18 +35,29 @@ def test_absent(row: Absent) -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [*map(marked, tools.CHECKS), *(marked(row, newest.SINCE) for row in newest.CHECKS)]
+    "row",
+    [
+        *map(marked, tools.CHECKS),
+        *(marked(row, newest.SINCE) for row in newest.CHECKS),
+        *map(marked, two_denoisers.CHECKS),
+    ],
 )
 def test_check(row: Check) -> None:
     row.check()
 
 
-@pytest.mark.parametrize("pair", caches.PAIRS, ids=lambda pair: pair.name)
+def paired(pair: caches.Pair | caches.Alone) -> Any:
+    old = pair.model in newest.MODELS and Version(diffusers.__version__) < Version(newest.SINCE)
+    skip = pytest.mark.skipif(old, reason=f"needs diffusers {newest.SINCE}")
+    return pytest.param(pair, id=pair.name, marks=skip)
+
+
+@pytest.mark.parametrize("pair", map(paired, [*caches.PAIRS, *newest.PAIRS]))
 def test_cache(pair: caches.Pair) -> None:
     caches.check_pair(pair)
 
 
-@pytest.mark.parametrize("pair", caches.ALONE, ids=lambda pair: pair.name)
+@pytest.mark.parametrize("pair", map(paired, [*caches.ALONE, *newest.ALONE]))
 def test_cache_that_does_not_work_alone(pair: caches.Alone) -> None:
     caches.check_alone(pair)
 

@@ -165,12 +165,15 @@ def test_refused_models_say_why(name: str) -> None:
     assert EXCLUDED[name] in str(caught.value)
 
 
-def lengths(case: Case) -> set[int]:
-    """How many keys each softmax attention of a model has."""
+def lengths(case: Case, written: bool = True) -> set[int]:
+    """How many keys each softmax attention of a model has, or if it has none, where attention is
+    written out, each softmax.
+    """
     model: Any = case.build().eval()
     with torch.no_grad(), Attention() as attention:
         model(**case.inputs())
-    return {key.shape[-2] for key in attention.keys}
+    counts = {key.shape[-2] for key in attention.keys}
+    return counts or (attention.written if written else counts)
 
 
 @pytest.mark.parametrize("case", [*refusals.LINEAR, *refusals.SPARSE], ids=lambda case: case.name)
@@ -178,7 +181,7 @@ def test_no_softmax_goes_over_the_image(case: Case) -> None:
     """Linear attention, and flex attention over blocks of keys: what softmax there is has the
     text's keys.
     """
-    assert lengths(case) <= {TEXT}
+    assert lengths(case, written=False) <= {TEXT}
 
 
 def test_wan_animate_2_attends_by_blocks() -> None:
@@ -199,15 +202,29 @@ def test_three_of_four_layers_of_sana_wm_are_linear() -> None:
     assert "hidden_states" not in names
 
 
-@pytest.mark.parametrize(
-    "case", [*refusals.SOUNDS, *refusals.OTHERS[:1]], ids=lambda case: case.name
-)
-def test_inputs_have_no_rows_and_columns(case: Case) -> None:
-    """Sound, and an image's embedding: nothing of the input has two sides."""
-    assert all(
-        value.dim() <= 3 for value in case.inputs().values() if isinstance(value, torch.Tensor)
-    )
+@pytest.mark.parametrize("case", refusals.SOUNDS, ids=lambda case: case.name)
+def test_sound_is_a_row(case: Case) -> None:
+    """Nothing of the input has rows and columns, and attention is over parts of that row."""
+    assert all(value.dim() <= 3 for value in tensors(case.inputs()))
     assert lengths(case)
+
+
+def test_tokens_of_no_image() -> None:
+    """An image's embedding among the text, and a protein's residues: no token has rows and columns
+    beside it.
+    """
+    prior, _, protein = refusals.OTHERS
+    for case in (prior, protein):
+        assert all(value.dim() <= 3 for value in tensors(case.inputs()))
+    assert lengths(prior) == {7 + 4}  # text; its pooled embedding, time, image, what is asked for
+    assert lengths(protein) == {refusals.RESIDUES}
+
+
+def test_every_refused_class_shows_its_reason() -> None:
+    shown = {case.name for case in (*refusals.LINEAR, *refusals.SPARSE)}
+    shown |= {case.name for case in (*refusals.SOUNDS, *refusals.OTHERS)}
+    by_their_code = {"WanAnimate2Transformer3DModel", "SanaWMTransformer3DModel"}
+    assert shown | by_their_code == EXCLUDED.keys()
 
 
 def test_temporal_attention_is_over_frames() -> None:

@@ -9,14 +9,15 @@ from typing import Any
 
 from mame_sd.errors import UserError
 from mame_sd.runs.encoders import LoadedEncoder, load_encoder
-from mame_sd.runs.model_files import ModelChoice, digest_of
+from mame_sd.runs.model_files import EMBEDDED, ModelChoice, digest_of
 from mame_sd.runs.processes import joined, this_process
 
 from ..benchmark.results import check_out
+from ..perception.clips import open_clips
 from ..perception.data import ImageSet, class_numbers, open_images
 from ..perception.forms import PLAIN, TrainedModels, find_models
 from ..perception.heads import Head, class_names, prompt_templates, text_head
-from ..perception.rows import Row
+from ..perception.rows import VIDEO, Row
 from .benchmark import check_gates, check_rounds, stages
 from .options import ClassifyOptions
 
@@ -46,14 +47,16 @@ def run_classify(
     models = models_of(options, suite, choice)
     if models is not None:
         choice = replace(choice, model=str(models.model(PLAIN, models.seeds[0])))
+    if suite == VIDEO and choice.model is None:
+        choice = replace(choice, model=f"{EMBEDDED}video")
     data = models.pictures if models is not None and options.data is None else options.data
     if data is None:
         raise UserError(
             "--data: expected a folder of class folders or of images, got none; give one"
         )
-    images = open_images(Path(data), options.num)
     process = this_process()
     encoder = load_encoder(choice, process.local_rank)
+    images = open_data(encoder, Path(data), options.num, suite)
     head, numbers, about = make_head(encoder, images, options)
     settings: dict[str, Any] = {
         "suite": suite,
@@ -82,6 +85,22 @@ def run_classify(
         render(results, out)
         check_gates(results, out)
     return process.is_main
+
+
+def open_data(encoder: LoadedEncoder, data: Path, num: int | None, suite: str) -> ImageSet:
+    """The images in `data`, or clips where the model sees these.
+
+    Raises UserError for a folder or a suite that does not fit the model.
+    """
+    if (encoder.frames is not None) != (suite == VIDEO):
+        sees = "clips" if encoder.frames is not None else "images"
+        raise UserError(
+            f"--suite: expected {VIDEO} for a model of clips and another one for images, got"
+            f" {suite} for {type(encoder.model).__name__}, which sees {sees}; change it"
+        )
+    if encoder.frames is not None:
+        return open_clips(data, encoder.frames, num)
+    return open_images(data, num)
 
 
 def models_of(options: ClassifyOptions, suite: str, choice: ModelChoice) -> TrainedModels | None:

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +24,6 @@ from mame_sd.errors import UserError
 from mame_sd.runs.files import write_atomically
 from mame_sd.runs.processes import Process
 
-from ..images import load_image
 from .data import ImageSet
 from .heads import Head
 from .methods import Method
@@ -103,15 +101,11 @@ def answers_of(
 
 
 def inputs_of(head: Head, images: ImageSet, places: Sequence[int]) -> dict[str, Tensor]:
-    """What the model is called with for the images at these places.
+    """What the model is called with for the images or clips at these places.
 
     Raises UserError, naming it, for one that can't be read.
     """
-    pixels = [
-        np.asarray(load_image(images.folder / images.files[place], convert=True))
-        for place in places
-    ]
-    return head.encoder.inputs(pixels)
+    return head.encoder.inputs([images.load(place) for place in places])
 
 
 def read_batches(file: Path, about: Mapping[str, Any], rank: int | None = None) -> Batches:

@@ -14,7 +14,7 @@ import numpy as np
 
 from mame_sd.errors import UserError
 
-from ..images import SUFFIXES, image_files
+from ..images import SUFFIXES, image_files, load_image
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,17 @@ class ImageSet:
     labels: tuple[int, ...] | None
     classes: tuple[str, ...]
 
+    def load(self, place: int) -> np.ndarray:
+        """The pixels of one image, uint8 [H, W, 3].
+
+        Raises UserError, naming it, for one that can't be read.
+        """
+        return load_image(self.folder / self.files[place], convert=True)
+
+    def bytes_of(self, name: str) -> int:
+        """Size of a file."""
+        return (self.folder / name).stat().st_size
+
     def batches(self, size: int) -> list[range]:
         """Places in `files` of the images of each batch."""
         return [
@@ -45,7 +56,7 @@ class ImageSet:
         """JSON values that tell this set from others: names and sizes of its files."""
         digest = hashlib.sha256()
         for name in self.files:
-            digest.update(f"{name}\0{(self.folder / name).stat().st_size}\0".encode())
+            digest.update(f"{name}\0{self.bytes_of(name)}\0".encode())
         return {
             "name": self.folder.resolve().name,
             "images": len(self.files),
@@ -84,10 +95,15 @@ def open_images(folder: Path, num: int | None = None, seed: int = 0) -> ImageSet
         ]
     else:
         found = [(path.name, -1) for path in image_files(folder)]
-    order: Sequence[int] = np.random.default_rng(seed).permutation(len(found)).tolist()
-    chosen = [found[place] for place in order][:num]
+    chosen = shuffled(found, seed)[:num]
     labels = tuple(label for _, label in chosen) if classes else None
     return ImageSet(folder, tuple(name for name, _ in chosen), labels, classes)
+
+
+def shuffled(found: Sequence[tuple[str, int]], seed: int = 0) -> list[tuple[str, int]]:
+    """Files and their labels in the order in which batches take them."""
+    order: Sequence[int] = np.random.default_rng(seed).permutation(len(found)).tolist()
+    return [found[place] for place in order]
 
 
 def _class_files(folder: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.perception.settings import DEFAULTS, EVERY, LEFT, SCHEDULES, chosen_blocks
 from mame_sd.runs.methods import NotApplicable
 
-from .rivals import counted, on_smaller_images, rival_on
+from .rivals import counted, embedding_of, on_fewer_frames, on_smaller_images, rival_on
 from .rules import EViT, Pool, RandomDrop, Rule, ToMe, quarters
 
 HALVINGS = 16  # of the knob's range
@@ -139,6 +139,24 @@ class Smaller:
             yield handle
 
 
+@dataclass(frozen=True)
+class Frames:
+    """The unmerged model on `frames` frames of each clip."""
+
+    frames: int
+
+    def describe(self) -> dict[str, Any]:
+        return {"frames": self.frames}
+
+    def on(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return on_fewer_frames(model, self.frames)
+
+    @contextmanager
+    def counted(self, model: nn.Module) -> Iterator[EncoderHandle]:
+        with on_fewer_frames(model, self.frames), counted(model) as handle:
+            yield handle
+
+
 RIVALS: dict[str, Callable[[float], Method]] = {  # by name: the method at a value of its knob
     "default": lambda keep: Merged(None, {"keep": keep}),
     "tome": lambda r: Rival(ToMe(r)),
@@ -149,6 +167,7 @@ RIVALS: dict[str, Callable[[float], Method]] = {  # by name: the method at a val
     "random-all": lambda keep: Rival(RandomDrop(keep), "all"),
     "pool-all": lambda keep: Rival(Pool(keep), "all"),
     "smaller": lambda side: Smaller(int(side)),
+    "frames": lambda frames: Frames(int(frames)),
 }
 
 
@@ -208,16 +227,20 @@ def _range(
             call()
             return -handle.report().blocks[0].tokens_in / 2, 0.0, lambda r: -r
     if name == "smaller":
-        encoder = find_encoder(model)[0]
-        patch = next(
-            (part.kernel_size[0] for part in encoder.modules() if isinstance(part, nn.Conv2d)), 1
-        )
+        embed = embedding_of(find_encoder(model)[0])
+        patch = 1 if embed is None else embed.kernel_size[-1]
         most = side // patch
         return 0.5, most + 0.5, lambda count: float(patch * max(1, min(most, round(count))))
+    if name == "frames":
+        encoder = find_encoder(model)[0]
+        embed = embedding_of(encoder)
+        tubelet = embed.kernel_size[0] if isinstance(embed, nn.Conv3d) else 1
+        most = int(getattr(encoder.config, "num_frames", tubelet)) // tubelet
+        return 0.5, most + 0.5, lambda count: float(tubelet * max(1, min(most, round(count))))
     return 0.0, 1.0, lambda keep: max(keep, 1e-6)
 
 
 def side_of(inputs: Mapping[str, Tensor]) -> int:
     """Side of the images in pixels, as the model sees them; 0 where they come as patches."""
     pixels = inputs["pixel_values"]
-    return int(pixels.shape[-1]) if pixels.dim() == 4 else 0
+    return int(pixels.shape[-1]) if pixels.dim() in (4, 5) else 0

@@ -186,8 +186,8 @@ def rival_on(
         known.grid and any(isinstance(part, nn.Conv2d) for part in encoder.modules())
     ):
         raise NotApplicable(
-            f"expected patches of a grid, but those of {type(encoder).__name__} come as a list;"
-            " choose another method"
+            f"expected patches of a grid, but those of {type(encoder).__name__} come as a list or"
+            " from several frames; choose another method"
         )
     for what in rule.hears:
         if projection_of(known, what) not in dict(blocks[0].named_modules()):
@@ -228,27 +228,29 @@ def counted(model: nn.Module) -> Iterator[EncoderHandle]:
 
 @contextmanager
 def on_smaller_images(model: nn.Module, side: int | tuple[int, int]) -> Iterator[None]:
-    """The vision transformer in `model` sees its images at `side` x `side` or (h, w) pixels for a
-    `with` block.
+    """The vision transformer in `model` sees its images, or a clip's frames, at `side` x `side` or
+    (h, w) pixels for a `with` block.
 
-    Positions are interpolated.
+    Positions are interpolated; those of VideoMAE, which are no picture, are those of the nearest
+    patches.
 
     Raises:
         NotApplicable: a model whose positions can't be interpolated or whose images come cut into
             patches, or a `side` that is no multiple of the patch's.
     """
     encoder = find_encoder(model)[0]
-    embed = next((part for part in encoder.modules() if isinstance(part, nn.Conv2d)), None)
-    takes = "interpolate_pos_encoding" in inspect.signature(type(encoder).forward).parameters
+    embed = embedding_of(encoder)
+    named = "interpolate_pos_encoding" in inspect.signature(type(encoder).forward).parameters
+    takes = named and isinstance(embed, nn.Conv2d)  # ViViT's own can't do it
     by_itself = type(encoder).__name__.startswith("Dinov2") or getattr(
         encoder, "dynamic_img_size", False
     )
-    if embed is None or not (takes or by_itself):
+    if embed is None or not (takes or by_itself or _places(encoder)):
         raise NotApplicable(
             f"expected a model whose positions can be interpolated, but {type(encoder).__name__}"
             " takes images of one size; choose another method"
         )
-    patch = embed.kernel_size[0]
+    patch = embed.kernel_size[-1]
     size = (side, side) if isinstance(side, int) else side
     if min(size) < patch or any(one % patch for one in size):
         raise NotApplicable(
@@ -256,14 +258,105 @@ def on_smaller_images(model: nn.Module, side: int | tuple[int, int]) -> Iterator
             " change it"
         )
 
-    def shrink(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def shrink(pixels: Tensor) -> Tensor:
+        flat = pixels.float().flatten(0, -4)
+        small = F.interpolate(flat, size, mode="bicubic", antialias=True)
+        return small.view(*pixels.shape[:-2], *size).to(pixels.dtype)
+
+    more = {"interpolate_pos_encoding": True} if takes else {}
+    with _sees(encoder, shrink, more), _at_places(encoder, size=size):
+        yield
+
+
+@contextmanager
+def on_fewer_frames(model: nn.Module, frames: int) -> Iterator[None]:
+    """The video transformer in `model` sees so many frames of each clip, whole tubelets evenly
+    spaced and each at its own time, for a `with` block.
+
+    Raises:
+        NotApplicable: a model that sees images or whose positions are not known, or a number that
+            is no multiple of a tubelet's frames.
+    """
+    encoder = find_encoder(model)[0]
+    embed, places = embedding_of(encoder), _places(encoder)
+    if places is None or embed is None:
+        raise NotApplicable(
+            "expected a VideoMAE, whose tubelets can be left out, got"
+            f" {type(encoder).__name__}; choose another method"
+        )
+    tubelet = embed.kernel_size[0]
+    if frames % tubelet or not tubelet <= frames <= places[0] * tubelet:
+        raise NotApplicable(
+            f"expected a multiple of a tubelet's {tubelet} frames, up to {places[0] * tubelet}, got"
+            f" {frames}; change it"
+        )
+    kept = [int(n) for n in torch.linspace(0, places[0] - 1, frames // tubelet).round()]
+    if frames == tubelet:
+        kept = [places[0] // 2]
+
+    def choose(clips: Tensor) -> Tensor:
+        return clips.unflatten(1, (-1, tubelet))[:, kept].flatten(1, 2)
+
+    with _sees(encoder, choose, {}), _at_places(encoder, tubelets=kept):
+        yield
+
+
+def embedding_of(encoder: nn.Module) -> Any:
+    """The convolution that makes patches; None where there is none."""
+    kinds = (nn.Conv2d, nn.Conv3d)
+    return next((part for part in encoder.modules() if isinstance(part, kinds)), None)
+
+
+def _places(encoder: nn.Module) -> tuple[int, int, int] | None:
+    """(tubelets, h, w) of a VideoMAE's table of positions; None for another model."""
+    if type(encoder).__name__ != "VideoMAEModel":
+        return None
+    config: Any = encoder.config
+    side = config.image_size // config.patch_size
+    return config.num_frames // config.tubelet_size, side, side
+
+
+@contextmanager
+def _sees(
+    encoder: nn.Module, change: Callable[[Tensor], Tensor], more: dict[str, Any]
+) -> Iterator[None]:
+    """`encoder` is given changed pixels, and these arguments more."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pixels = kwargs.pop("pixel_values", None)
         pixels, args = (pixels, args) if pixels is not None else (args[0], args[1:])
-        small = F.interpolate(pixels.float(), size, mode="bicubic", antialias=True).to(pixels.dtype)
-        return (small, *args), {**kwargs, **({"interpolate_pos_encoding": True} if takes else {})}
+        return (change(pixels), *args), {**kwargs, **more}
 
-    hook = encoder.register_forward_pre_hook(shrink, with_kwargs=True, prepend=True)
+    handle = encoder.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
     try:
         yield
     finally:
-        hook.remove()
+        handle.remove()
+
+
+@contextmanager
+def _at_places(
+    encoder: Any, size: tuple[int, int] | None = None, tubelets: list[int] | None = None
+) -> Iterator[None]:
+    """A VideoMAE has the positions of frames of `size` pixels and of these tubelets alone."""
+    places = _places(encoder)
+    if places is None:
+        yield
+        return
+    embeddings = encoder.embeddings
+    patches, whole = embeddings.patch_embeddings, embeddings.position_embeddings
+    before = patches.image_size
+    table = whole.view(1, *places, -1)
+    if tubelets is not None:
+        table = table[:, tubelets]
+    if size is not None:
+        patch = int(encoder.config.patch_size)
+        for axis, (cells, pixels) in enumerate(zip(places[1:], size, strict=True), 2):
+            at = (torch.arange(pixels // patch) + 0.5) * cells * patch / pixels
+            table = table.index_select(axis, at.long().to(table.device))
+        patches.image_size = size
+    embeddings.position_embeddings = table.flatten(1, 3)
+    try:
+        yield
+    finally:
+        embeddings.position_embeddings, patches.image_size = whole, before

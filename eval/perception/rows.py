@@ -1,19 +1,24 @@
 """The rows of `classify`: names that say what runs, and the suites that list them.
 
-baseline          the model as it is
-mame-default      what `apply_mame(model)` does
-default-0.8       the same at another share: keep in every second block
-mame-0.8          the paper's form (preset="plain") by tau in the first two thirds of the blocks
-(the paper's first 8 of 12) mame-keep-0.5     the paper's form by keep in blocks 3, 6 and 9 of 12
-tome-8            ToMe, 8 tokens fewer in each block evit-0.7          EViT's pruning, random-0.7
-random dropping, pool-0.7 pooling: what stays in blocks 3, 6 and 9 of 12 random-all-0.9    the same
-in every block; evit-all-0.9, pool-all-0.9 smaller-160       the unmerged model on images of 160 x
-160 pixels tome@mame-0.8     a rival at the FLOPs of another row; default@..., random-all@...,
-smaller@... and so on
+| name | what runs |
+|---|---|
+| baseline | the model as it is |
+| mame-default | what `apply_mame(model)` does |
+| default-0.8 | the same at another share: keep in every second block |
+| default-tau-0.8 | the same by similarity |
+| mame-0.8 | the paper's form by tau in the first two thirds of the blocks (its first 8 of 12) |
+| mame-keep-0.5 | the paper's form by keep in blocks 3, 6 and 9 of 12 |
+| tome-8 | ToMe, 8 tokens fewer in each block |
+| evit-0.7, random-0.7, pool-0.7 | pruning, random dropping, pooling in blocks 3, 6 and 9 of 12 |
+| evit-all-0.9, random-all-0.9, pool-all-0.9 | the same in every block |
+| smaller-160 | the unmerged model on images of 160 x 160 pixels |
+| frames-4 | the unmerged model on so many frames of each clip |
+| tome@mame-0.8 | a rival at the FLOPs of another row; so default@..., smaller@... and the others |
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +38,7 @@ RIVAL_LABELS = {
     "random-all": "random in all blocks, keep {}",
     "pool-all": "pooled in all blocks, keep {}",
     "smaller": "images of {} pixels",
+    "frames": "{} frames",
 }
 _SHORT = {
     "default": "MaMe default",
@@ -44,7 +50,11 @@ _SHORT = {
     "random-all": "random dropping in all blocks",
     "pool-all": "pooling in all blocks",
     "smaller": "smaller images",
+    "frames": "fewer frames",
 }
+VIDEO = "video"  # the suite of clips
+PICTURES = tuple(name for name in RIVAL_LABELS if name != "frames")
+CLIPS = ("tome", "random", "random-all", "smaller", "frames")  # rivals that can see clips
 _PAPER = {"preset": "plain"}
 _ABLATED: tuple[
     tuple[str, dict[str, Any]], ...
@@ -152,10 +162,14 @@ def row_named(name: str) -> Row:
         if value is not None:
             return _mame(name, f"MaMe τ {value:g} (paper)", "first", {"tau": value, **_PAPER})
     kind, _, text = name.rpartition("-")
+    if kind == "default-tau":
+        value = _number(text, 1.0)
+        if value is not None:
+            return _mame(name, f"MaMe default, τ {value:g}", None, {"tau": value})
     if kind in RIVAL_LABELS:
-        whole = kind in ("tome", "smaller")
+        whole = kind in ("tome", "smaller", "frames")
         value = _number(text, float("inf") if whole else 1.0)
-        if value is not None and (kind != "smaller" or value == int(value)):
+        if value is not None and (kind not in ("smaller", "frames") or value == int(value)):
             return Row(
                 name=name,
                 label=RIVAL_LABELS[kind].format(f"{value:g}"),
@@ -165,12 +179,12 @@ def row_named(name: str) -> Row:
             )
     raise UserError(
         "--rows: expected names such as baseline, mame-default, default-0.8, mame-0.8,"
-        " mame-keep-0.5, tome-8, evit-0.7, random-0.7, pool-0.7, random-all-0.9, smaller-160 or"
-        f" tome@mame-0.8, got {name!r}; correct it"
+        " mame-keep-0.5, default-tau-0.8, tome-8, evit-0.7, random-0.7, pool-0.7, random-all-0.9,"
+        f" smaller-160, frames-4 or tome@mame-0.8, got {name!r}; correct it"
     )
 
 
-def beside_rivals(*names: str) -> list[Row]:
+def beside_rivals(*names: str, rivals: Sequence[str] = PICTURES) -> list[Row]:
     """The baseline, and each of these rows with every rival at its FLOPs, our default among
     them.
     """
@@ -182,7 +196,7 @@ def beside_rivals(*names: str) -> list[Row]:
             row,
             *(
                 row_named(f"{rival}@{name}")
-                for rival in RIVAL_LABELS
+                for rival in rivals
                 if not (ours and rival == "default")
             ),
         ]
@@ -350,5 +364,16 @@ SUITES: dict[str, tuple[str, list[Row]]] = {
             " intervals are over seeds."
         ),
         trained(),
+    ),
+    VIDEO: (
+        (
+            "Clips: our default, keep .6 instead, and tau .8, .85 and .9 in our form and in the"
+            " paper's, beside rivals at equal FLOPs, smaller frames and fewer frames."
+        ),
+        [
+            *beside_rivals(DEFAULT, "default-0.6", rivals=CLIPS),
+            *(row_named(f"default-tau-{tau}") for tau in (0.8, 0.85, 0.9)),
+            *beside_rivals("mame-0.8", "mame-0.85", "mame-0.9", rivals=("default", "tome"))[1:],
+        ],
     ),
 }

@@ -131,7 +131,7 @@ def compare_command(
     keeps = _numbers("--keep", "0.5,0.125" if neither and merging.tau is None else keep)
     variants_of(merging, taus, keeps)  # refuses bad numbers before anything is loaded
     check_sheet_path(out)
-    loaded, merging = load_to_merge(model, merging)
+    loaded, merging = load_to_merge(model, merging, prompt)
     with progress("images") as on_progress:
         first = [("as given" if merging.given else "default", merging)] if neither and keeps else []
         panels = compare(
@@ -160,7 +160,7 @@ def show_merge_command(
     prompt: Annotated[
         str,
         typer.Argument(
-            help="The prompt, an image file, or demo for a packaged image.",
+            help="The prompt, an image file, a folder of a clip's frames, or demo for an image.",
             metavar="PROMPT|IMAGE",
             show_default=False,
         ),
@@ -193,7 +193,7 @@ def show_merge_command(
     """Draw which tokens were merged into which, over the image, for one level and step.
 
     Given an image file, draw how a vision transformer (--model, or embedded-clip) merges it, block
-    by block.
+    by block; given a folder of frames, how a video transformer does (--model embedded-video).
     """
     file = image_file(prompt)
     if file is not None:
@@ -217,7 +217,7 @@ def show_merge_command(
 
     check_colors(colors)
     check_sheet_path(out)
-    loaded, merging = load_to_merge(model, merging)
+    loaded, merging = load_to_merge(model, merging, prompt)
     found = capture_merge(loaded, prompt, sampling, merging, step, level, layer)
     merging = loaded.resolved(merging)
     about = {
@@ -420,11 +420,12 @@ def invoke(arguments: Sequence[str] | None = None) -> Any:
 
 
 def image_file(text: str) -> Path | None:
-    """The image file that `text` names, `demo` being the packaged one; None for a prompt.
+    """The image file or folder of frames that `text` names, `demo` being the packaged image; None
+    for a prompt.
 
     Raises UserError for what looks like a file's name where there is none.
     """
-    if os.path.isfile(text):
+    if os.path.isfile(text) or (os.path.isdir(text) and "/" in text):
         return Path(text)
     if text == "demo":
         from mame_sd.runs.prompt_files import packaged_file

@@ -35,12 +35,7 @@ def run_generate(
     with doing(f"loading {choice.model or 'the embedded model'}", process.is_main):
         model = load_model(choice, process.local_rank)
     on_note = note if process.is_main else lambda text: None
-    cut = cut_prompts(model.pipe, chosen)
-    if cut:
-        on_note(
-            f"{len(cut)} of {len(chosen)} prompts are longer than the model reads and are cut"
-            f" ({cut[0].id} first)"
-        )
+    note_cut(model.pipe, chosen, on_note)
     if isinstance(method, MaMeConfig):
         merging = settings_in_force(model, method, on_note)
         saved = model.saved_merging
@@ -67,8 +62,18 @@ def run_generate(
         _print_levels(summary.levels, method)
 
 
-def cut_prompts(pipe: Any, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts that have more tokens than the model's longest text encoder reads."""
+def note_cut(pipe: Any, prompts: Sequence[Prompt], on_note: Callable[[str], None] = note) -> None:
+    """Says how many prompts the model reads only in part."""
+    cut = cut_prompts(pipe, [prompt.text for prompt in prompts])
+    if cut:
+        on_note(
+            f"{len(cut)} of {len(prompts)} prompts are longer than the model reads and are cut"
+            f" ({prompts[cut[0]].id} first)"
+        )
+
+
+def cut_prompts(pipe: Any, texts: Sequence[str]) -> list[int]:
+    """The places of the prompts that the model's longest text encoder reads only in part."""
     tokenizers = [
         part
         for name, part in pipe.components.items()
@@ -77,16 +82,21 @@ def cut_prompts(pipe: Any, prompts: Sequence[Prompt]) -> list[Prompt]:
     longest = max(tokenizers, key=lambda tokenizer: tokenizer.model_max_length, default=None)
     if longest is None or longest.model_max_length > 1000:
         return []
-    ids = longest([prompt.text for prompt in prompts], verbose=False)["input_ids"]
-    return [
-        p for p, found in zip(prompts, ids, strict=True) if len(found) > longest.model_max_length
-    ]
+    ids = longest(list(texts), verbose=False)["input_ids"]
+    return [place for place, found in enumerate(ids) if len(found) > longest.model_max_length]
 
 
-def load_to_merge(choice: ModelChoice, given: MaMeConfig) -> tuple[LoadedModel, MaMeConfig]:
-    """The model and the settings to merge it with."""
+def load_to_merge(
+    choice: ModelChoice, given: MaMeConfig, prompt: str | None = None
+) -> tuple[LoadedModel, MaMeConfig]:
+    """The model and the settings to merge it with.
+
+    Notes when the model reads only a part of `prompt`.
+    """
     with doing(f"loading {choice.model or 'the embedded model'}"):
         model = load_model(choice)
+    if prompt is not None and cut_prompts(model.pipe, [prompt]):
+        note("the prompt is longer than the model reads and is cut")
     return model, settings_in_force(model, given)
 
 

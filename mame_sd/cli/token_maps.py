@@ -1,9 +1,10 @@
-"""Draw how a vision transformer merges one image, block by block: each merged group one colour, as
-in the paper's figures.
+"""Draw how a vision transformer merges one image or clip, block by block: each merged group one
+colour, as in the paper's figures. A clip's frames stand side by side, one for each tubelet.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from mame_sd.runs.encoders import LoadedEncoder, load_encoder
 from mame_sd.runs.model_files import ModelChoice
 
 PANEL_SIDE, PANELS_ACROSS = 448, 4
+FRAMES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class TokenMap:
     Attributes:
         block: counted from 0.
         owners: [h, w], for each patch the one (row * w + column) that it went to over all blocks so
-            far, its own if it was kept.
+            far, its own if it was kept. Of a clip w counts the columns of all frames.
     """
 
     block: int
@@ -58,9 +60,13 @@ def show_image(
     check_colors(colors)
     chosen = blocks_of(blocks)
     check_sheet_path(out)
-    picture = read_image(file)
-    encoder = load_encoder(choice)
-    seen, maps = token_maps(encoder, picture, merging, chosen)
+    if file.is_dir():
+        encoder = load_encoder(choice)
+        seen, maps = clip_maps(encoder, read_frames(file, encoder), merging, chosen)
+    else:
+        picture = read_image(file)
+        encoder = load_encoder(choice)
+        seen, maps = token_maps(encoder, picture, merging, chosen)
     about = {
         "image": file.name,
         "model": encoder.identity,
@@ -104,6 +110,57 @@ def read_image(file: Path) -> Image.Image:
         ) from None
 
 
+def read_frames(folder: Path, encoder: LoadedEncoder) -> np.ndarray:
+    """The frames in `folder` in the order of the numbers in their names, as many as `encoder` sees,
+    evenly spaced: uint8 [frames, H, W, 3].
+
+    Raises UserError for a model of images, or frames that can't be read or differ in size.
+    """
+    if encoder.frames is None:
+        raise UserError(
+            f"show-merge {folder}: expected a model of clips for a folder of frames, got"
+            f" {type(encoder.model).__name__}; give an image, or --model embedded-video"
+        )
+    files = [file for file in folder.iterdir() if file.suffix.lower() in FRAMES]
+    if not files:
+        raise UserError(
+            f"show-merge {folder}: expected frames ({', '.join(FRAMES)}), found none; give a clip's"
+            " folder"
+        )
+    files.sort(key=lambda file: [int(n) for n in re.findall(r"\d+", file.stem)])
+    chosen = np.rint(np.linspace(0, len(files) - 1, encoder.frames)).astype(int)
+    frames = [np.asarray(read_image(files[number])) for number in chosen]
+    if len({frame.shape for frame in frames}) > 1:
+        raise UserError(f"show-merge {folder}: expected frames of one size, got several")
+    return np.stack(frames)
+
+
+@torch.no_grad()
+def clip_maps(
+    encoder: LoadedEncoder,
+    clip: np.ndarray,
+    merging: MaMeConfig,
+    blocks: int | tuple[int, ...] | None,
+) -> tuple[Image.Image, list[TokenMap]]:
+    """The first frame of each tubelet as the model sees it, side by side, and their patches after
+    each block that merges.
+
+    Raises UserError for settings that the model can't merge by.
+    """
+    pixels = encoder.inputs([clip])["pixel_values"]  # [1, frames, 3, H, W]
+    tubelet = int(encoder.model.config.tubelet_size)
+    shown = [pixels_seen(frame, encoder.processor) for frame in pixels[0, ::tubelet]]
+    seen = Image.fromarray(np.concatenate([np.asarray(frame) for frame in shown], 1))
+    maps = []
+    for block, flat in _owners(encoder.model, pixels, merging, blocks):
+        h, w = grid_like(shown[0], len(flat) // len(shown))
+        frame, row, column = np.unravel_index(flat, (len(shown), h, w))
+        beside = row * (w * len(shown)) + frame * w + column
+        owners = beside.reshape(len(shown), h, w).transpose(1, 0, 2).reshape(h, -1)
+        maps.append(TokenMap(block, owners))
+    return seen, maps
+
+
 @torch.no_grad()
 def token_maps(
     encoder: LoadedEncoder,
@@ -123,6 +180,20 @@ def token_maps(
             "--model: expected a model that cuts the image into a grid, got"
             f" {type(model).__name__}; give another"
         )
+    seen = pixels_seen(pixels[0], encoder.processor)
+    return seen, [
+        TokenMap(block, owners.reshape(grid_like(seen, len(owners))))
+        for block, owners in _owners(model, pixels, merging, blocks)
+    ]
+
+
+def _owners(
+    model: torch.nn.Module,
+    pixels: torch.Tensor,
+    merging: MaMeConfig,
+    blocks: int | tuple[int, ...] | None,
+) -> list[tuple[int, np.ndarray]]:
+    """Each block that merges, and which patch each one went to by then [patches]."""
     try:
         handle = apply_encoder(model, merging, blocks=blocks)
     except ValueError as error:
@@ -130,18 +201,18 @@ def token_maps(
     try:
         handle.capture()
         model(pixel_values=pixels)
-        seen, special = pixels_seen(pixels[0], encoder.processor), known.special_of(model)
-        maps = []
-        for block in sorted(handle.plans()):
-            owners = handle.owners(block)[0, special:].cpu().numpy() - special
-            maps.append(TokenMap(block, owners.reshape(grid_like(seen, len(owners)))))
+        special = handle.special
+        found = [
+            (block, handle.owners(block)[0, special:].cpu().numpy() - special)
+            for block in sorted(handle.plans())
+        ]
     finally:
         handle.remove()
-    if not maps:
+    if not found:
         raise UserError(
             "expected blocks that merge, but none had enough patches; lower --min-tokens"
         )
-    return seen, maps
+    return found
 
 
 def pixels_seen(pixels: torch.Tensor, processor: Any) -> Image.Image:
@@ -154,14 +225,14 @@ def pixels_seen(pixels: torch.Tensor, processor: Any) -> Image.Image:
 
 def draw_maps(seen: Image.Image, maps: list[TokenMap], colors: str, name: str) -> Image.Image:
     """The image, then it after each block."""
-    factor = max(1, PANEL_SIDE // max(seen.size))
+    factor = max(1, PANEL_SIDE // max(min(seen.size), max(seen.size) // 2))
     large = seen.resize((seen.width * factor, seen.height * factor), Image.Resampling.LANCZOS)
+    wide = seen.width > 2 * seen.height  # frames side by side
+    across = 1 if wide else PANELS_ACROSS
     draw = PAINTERS[colors]
     cells = [Cell(large, (name, f"{maps[0].owners.size} patches"))]
     for one in maps:
         cells.append(
             Cell(draw(large, one.owners), (f"block {one.block}", f"{one.kept} patches left"))
         )
-    return draw_sheet(
-        [cells[start : start + PANELS_ACROSS] for start in range(0, len(cells), PANELS_ACROSS)]
-    )
+    return draw_sheet([cells[start : start + across] for start in range(0, len(cells), across)])

@@ -24,6 +24,7 @@ from mame_sd.runs.devices import pick_device, pick_dtype
 from mame_sd.runs.model_files import EMBEDDED, HUB_ID, ModelChoice, digest_of
 
 EMBEDDED_ENCODER = "clip"
+SMALLEST = 2  # pixels; of one nothing can be told
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
 
 
@@ -60,8 +61,15 @@ class LoadedEncoder:
 
     @property
     def classifies(self) -> bool:
-        """Whether it has a classifier of images."""
-        return "ForImageClassification" in type(self.model).__name__
+        """Whether it has a classifier of images or videos."""
+        name = type(self.model).__name__
+        return "ForImageClassification" in name or "ForVideoClassification" in name
+
+    @property
+    def frames(self) -> int | None:
+        """How many frames a clip has that it sees; None: it sees images."""
+        found = getattr(self.model.config, "num_frames", None)
+        return None if found is None else int(found)
 
     @property
     def compares_text(self) -> bool:
@@ -72,11 +80,27 @@ class LoadedEncoder:
 
     def inputs(self, images: Sequence[np.ndarray]) -> dict[str, Tensor]:
         """What the model is called with for uint8 images [H, W, 3], as its own processor makes it,
-        on its device.
+        on its device; for clips [frames, H, W, 3] where it sees these.
+
+        Raises UserError for an image that is too small, or images of which it makes several sizes.
         """
-        made = self.processor(
-            images=list(images), return_tensors="pt", input_data_format="channels_last"
-        )
+        small = next((one for one in images if min(one.shape[-3:-1]) < SMALLEST), None)
+        if small is not None:
+            height, width = small.shape[-3:-1]
+            raise UserError(
+                f"expected images of {SMALLEST} x {SMALLEST} pixels or more, got one of"
+                f" {width} x {height}; take it out"
+            )
+        given: Any = list(images) if self.frames is None else [list(clip) for clip in images]
+        try:
+            made = self.processor(given, return_tensors="pt", input_data_format="channels_last")
+        except (ValueError, RuntimeError) as error:
+            sizes = sorted({(one.shape[-2], one.shape[-3]) for one in images})
+            names = ", ".join(f"{width} x {height}" for width, height in sizes[:3])
+            raise UserError(
+                f"expected images that the model's processor makes one size of, got {names}"
+                f" ({first_line(error)}); give images of one size, or --batch-size 1"
+            ) from error
         found = {
             name: value.to(self.device)
             for name, value in made.items()

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from typer.main import get_command
 
 from mame_sd.cli import app as cli
+from mame_sd.cli.console import Bar
 from mame_sd.config import MaMeConfig, Study
 from mame_sd.embedded.model import embedded_model_path
 from tests.builders.console import error_of
@@ -246,6 +247,28 @@ def test_generate_says_what_it_did(
         == 2
     )
     assert "mame.tau: null there, 0.9 here" in error_of(capsys)
+
+
+def test_a_prompt_beyond_what_the_model_reads_is_noted(
+    run_cli: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = " ".join(["red key"] * 60)
+    assert run_cli("generate", "--prompt", "key", "--prompt", long, "--out", "a", quick=True) == 0
+    assert "1 of 2 prompts are longer than the model reads and are cut (" in capsys.readouterr().err
+    assert run_cli("show-merge", long, "--out", "map.png", quick=True) == 0
+    assert "the prompt is longer than the model reads and is cut" in capsys.readouterr().err
+
+
+def test_a_terminal_shows_loading_and_steps(
+    run_cli: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes any stream for a terminal then
+    told: list[tuple[int, int]] = []
+    step = Bar.step
+    monkeypatch.setattr(Bar, "step", lambda *given: (told.append(given[1:]), step(*given)))
+    assert run_cli("generate", "--prompt", "key", "--out", "a", quick=True) == 0
+    assert told == [(1, 1)]
+    assert "loading " in capsys.readouterr().err
 
 
 def test_prompts_of_a_file_and_of_the_command_go_together(run_cli: Any, tmp_path: Path) -> None:

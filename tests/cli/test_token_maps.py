@@ -14,7 +14,7 @@ from PIL import Image
 
 from mame_sd.cli import app as cli
 from mame_sd.cli.show_merge import mean_colors
-from mame_sd.cli.token_maps import pixels_seen, read_image, token_maps
+from mame_sd.cli.token_maps import clip_maps, pixels_seen, read_frames, read_image, token_maps
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks
@@ -159,3 +159,28 @@ def test_options_of_images_need_an_image(
     assert "expected an image, but it can't be read" in capsys.readouterr().err
     with pytest.raises(UserError, match="it can't be read"):
         read_image(tmp_path / "nothing.png")
+
+
+@torch.no_grad()
+def test_a_clip_s_maps_are_its_groups_with_frames_side_by_side(tmp_path: Path) -> None:
+    encoder = load_encoder(ModelChoice(model="embedded-video", device="cpu"))
+    rng = np.random.default_rng(0)
+    for number in range(9):
+        frame = rng.integers(0, 256, (64, 64, 3), np.uint8)
+        Image.fromarray(frame).save(tmp_path / f"{number}.png")
+    clip = read_frames(tmp_path, encoder)
+    assert clip.shape == (8, 64, 64, 3)
+    seen, maps = clip_maps(encoder, clip, MaMeConfig(keep=0.6), (0, 3))
+    assert seen.size == (4 * 64, 64)
+    inner = encoder.model.videomae
+    handle = apply_encoder(inner, keep=0.6, blocks=(0, 3))
+    handle.capture()
+    inner(**encoder.inputs([clip]))
+    for one in maps:
+        owners = handle.owners(one.block)[0].view(4, 8, 8)
+        for frame, row, column in ((0, 0, 1), (1, 7, 0), (2, 3, 5), (3, 6, 7)):
+            to = int(owners[frame, row, column])
+            there = to % 64 // 8 * 32 + to // 64 * 8 + to % 8
+            assert one.owners[row, frame * 8 + column] == there
+    with pytest.raises(UserError, match="expected a model of clips for a folder of frames"):
+        read_frames(tmp_path, load_encoder(ModelChoice(device="cpu")))

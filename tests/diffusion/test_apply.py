@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 import weakref
 from typing import Any
 
@@ -491,6 +492,18 @@ def test_compiled_a_pair_merges_alike_too() -> None:
                 latents = inputs["sample"][:1]
                 got = compiled(**{**inputs, "sample": torch.cat([latents, latents + apart])}).sample
             torch.testing.assert_close(got, torch.stack(plain[apart]))
+
+
+def test_images_too_small_to_merge_are_told_once() -> None:
+    unet = tiny_unet()
+    apply_mame(unet, min_tokens=10**6)
+    with pytest.warns(
+        UserWarning, match=r"no layer merges: each of \d+ was .* the largest has 256 tokens"
+    ):
+        run_unet(unet)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_unet(unet)
 
 
 def test_a_handle_that_is_off_the_model_says_so_when_it_is_switched() -> None:

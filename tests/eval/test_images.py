@@ -108,6 +108,15 @@ def test_cmyk_is_refused(tmp_path: Path) -> None:
         load_image(tmp_path / "a.jpg")
 
 
+def test_classifying_takes_cmyk_and_see_through_pictures(tmp_path: Path) -> None:
+    Image.new("CMYK", (4, 4), (0, 255, 255, 0)).save(tmp_path / "a.jpg")
+    Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(tmp_path / "b.png")
+    red, white = (load_image(tmp_path / name, convert=True)[0, 0] for name in ("a.jpg", "b.png"))
+    assert red[0] > 200
+    assert red[1] < 60
+    assert white.tolist() == [255, 255, 255]
+
+
 @pytest.mark.parametrize("kept", [0.0, 0.005, 0.3, 0.9, 0.99])
 def test_a_truncated_file_is_refused(png: Path, kept: float) -> None:
     data = png.read_bytes()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -109,19 +109,17 @@ def sampled(inputs: Mapping[str, Any], model: Any) -> Tensor:
     outputs = []
     with one_run(model):
         for i, time in enumerate(TIMES):
-            given = inputs["timestep"]
+            latents, when = ("x", "t") if "x" in inputs else ("hidden_states", "timestep")
+            given = inputs[when]
             unit = given.is_floating_point() and float(given.max()) <= 1
             timestep = torch.full_like(given, time / 1000 if unit else int(time))
-            outputs.append(
-                transformers.run(
-                    {
-                        **inputs,
-                        "hidden_states": inputs["hidden_states"] * (1 - i / 10),
-                        "timestep": timestep,
-                    },
-                    model,
-                )
+            images = inputs[latents]
+            faded = (
+                [image * (1 - i / 10) for image in images]
+                if isinstance(images, list)
+                else images * (1 - i / 10)
             )
+            outputs.append(transformers.run({**inputs, latents: faded, when: timestep}, model))
     return torch.stack(outputs)
 
 
@@ -295,7 +293,8 @@ def _drawn(handle: MaMeHandle, subject: Any) -> Iterator[list[Tensor]]:
     def after(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        draws.append(draw_at(kwargs["timestep"] if "timestep" in kwargs else args[1]))
+        named = next((name for name in ("timestep", "t") if name in kwargs), None)
+        draws.append(draw_at(args[1] if named is None else kwargs[named]))
         plans = handle.plans()
         for number, layer in enumerate(handle.report().layers):
             if layer.calls > counts.get(layer.name, 0):
@@ -336,11 +335,11 @@ def _cached_run(alone: Alone, subject: Any) -> None:
     alone.model.run(subject)
 
 
-def table() -> list[str]:
-    """The table of all pairs, as lines of Markdown."""
-    cells = {(pair.model.name, pair.cache.name): _cell(pair) for pair in EVERY}
+def table(models: Sequence[Model], pairs: Sequence[Pair | Alone]) -> list[str]:
+    """The table of these pairs, as lines of Markdown."""
+    cells = {(pair.model.name, pair.cache.name): _cell(pair) for pair in pairs}
     lines = [f"| model | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for model in MODELS:
+    for model in models:
         row = [cells.get((model.name, name), "for UNets") for name in COLUMNS]
         lines.append(f"| {model.name} | {' | '.join(row)} |")
     return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -9,9 +10,22 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
+from benchmarks.caching import taylorseer
 from mame_sd import apply_mame
 from tests.builders.transformers import run
-from tests.matrix.caches import TAYLOR, Model, Pair, check_pair, sampled
+from tests.matrix.caches import (
+    DISTILLED,
+    FASTER,
+    FIRST,
+    MAGNITUDE,
+    PYRAMID,
+    TAYLOR,
+    UNKNOWN,
+    Alone,
+    Model,
+    Pair,
+    sampled,
+)
 from tests.matrix.models import images, videos
 from tests.matrix.models.case import Case
 from tests.matrix.rows import Check, Row
@@ -91,20 +105,10 @@ def with_lora(name: str) -> None:
     )  # an idle LoRA rounds otherwise
 
 
-def cached(name: str) -> None:
-    """TaylorSeer in either order with merging, on and off."""
-    case = _case(name)
-    layers = sum(MERGES.get(name, {96: 2}).values())
-    check_pair(
-        Pair(Model(name, case.build, partial(sampled, case.inputs()), layers), TAYLOR, {3: layers})
-    )
-
-
 BY_BLOCKS = dict.fromkeys(
     ("Z-Image", "Qwen-Image 2.1", "HunyuanVideo 1.5"),
     "by blocks: the model's own forward breaks a graph",
 )
-CACHED = [name for name in NAMES if name != "Z-Image"]
 CHECKS = [
     *[
         Check(
@@ -122,12 +126,52 @@ CHECKS = [
         )
         for name in NAMES
     ],
-    *[
-        Check(
-            f"TaylorSeer on {name}",
-            partial(cached, name),
-            "in either order the same bits; in 3 of 4 steps layers compute",
-        )
-        for name in CACHED
-    ],
 ]
+MODELS = [
+    Model(
+        name,
+        _CASES[kind].build,
+        partial(sampled, _CASES[kind].inputs()),
+        sum(MERGES.get(name, {96: 2}).values()),
+    )
+    for name, kind in NAMES.items()
+]
+
+
+def cache_pairs() -> Iterator[Pair | Alone]:
+    for model in MODELS:
+        n = model.layers
+        if model.name == "Z-Image":
+            yield Pair(model, PYRAMID, {4: 1, 2: 2})
+            yield Alone(
+                model, FASTER, "can't halve a list of images", AttributeError, "has no attribute"
+            )
+            yield Alone(
+                model, FIRST, "looks for an argument of another name", ValueError, "not found"
+            )
+            yield Alone(
+                model, MAGNITUDE, "looks for an argument of another name", KeyError, "hidden_states"
+            )
+            yield Pair(model, taylorseer(2, before=2, layers=[r".*\.attention"]), {3: n})
+            continue
+        yield Pair(model, PYRAMID, {2: n})
+        yield Pair(model, FASTER if model.name == "HunyuanVideo 1.5" else DISTILLED, {2: n})
+        if model.name == "Flux 2":
+            yield Alone(
+                model, FIRST, "takes the text's list for tokens", TypeError, "'Tensor' and 'list'"
+            )
+            yield Pair(model, MAGNITUDE, {2: n})
+        elif model.name == "HunyuanVideo 1.5":
+            yield Alone(
+                model, FIRST, "finds one block where it needs two", IndexError, "pop from empty"
+            )
+            yield Alone(model, MAGNITUDE, UNKNOWN, ValueError, "not registered")
+        else:
+            yield Alone(model, FIRST, UNKNOWN, ValueError, "not registered")
+            yield Alone(model, MAGNITUDE, UNKNOWN, ValueError, "not registered")
+        yield Pair(model, TAYLOR, {3: n})
+
+
+EVERY = list(cache_pairs())
+PAIRS = [pair for pair in EVERY if isinstance(pair, Pair)]
+ALONE = [pair for pair in EVERY if isinstance(pair, Alone)]

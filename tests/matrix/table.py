@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.matrix import caches, diffusers_suite, features, newest, tools, transformers, unets
+from tests.matrix import (
+    caches,
+    diffusers_suite,
+    features,
+    newest,
+    tools,
+    transformers,
+    two_denoisers,
+    unets,
+)
 from tests.matrix.models import sweep
 from tests.matrix.rows import Row
 
@@ -56,6 +65,9 @@ For each refusal a test shows the reason in the model's own code. These tables a
 """
 
 
+CHECKS = [*tools.CHECKS, *newest.CHECKS, *two_denoisers.CHECKS]
+
+
 def layers(row: Row) -> str:
     return (
         "none"
@@ -79,9 +91,10 @@ def page() -> str:
     parts += ["## Around Stable Diffusion", "", *rows_table("feature", features.ROWS), ""]
     parts += ["## Transformers", "", *rows_table("model", [*transformers.ROWS, *newest.ROWS]), ""]
     parts += [SWEEP, *sweep.table(), ""]
-    parts += [CACHES, *caches.table(), ""]
+    models, pairs = [*caches.MODELS, *newest.MODELS], [*caches.EVERY, *newest.EVERY]
+    parts += [CACHES, *caches.table(models, pairs), ""]
     parts += ["## Tools and errors", "", "| what | holds |", "|---|---|"]
-    parts += [f"| {row.name} | {row.note} |" for row in (*tools.CHECKS, *newest.CHECKS)]
+    parts += [f"| {row.name} | {row.note} |" for row in CHECKS]
     parts += ["", *diffusers_suite.section()]
     parts += [
         "## Not checked",

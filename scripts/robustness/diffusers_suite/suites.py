@@ -63,6 +63,33 @@ PIPELINES = {
     "Wan": ("wan/test_wan.py",),
     "LTX": ("ltx/test_ltx.py",),
     "CogVideoX": ("cogvideo/test_cogvideox.py",),
+    "Flux 2": ("flux2",),
+    "Z-Image": ("z_image",),
+    "Krea 2": ("krea2",),
+    "HunyuanVideo 1.5": ("hunyuan_video1_5",),
+    "LTX-2": (
+        "ltx2/test_ltx2.py",
+        "ltx2/test_ltx2_image2video.py",
+        "ltx2/test_ltx2_in_context.py",
+    ),
+    "Wan 2.2": ("wan/test_wan_22.py", "wan/test_wan_22_image_to_video.py"),
+    "Qwen-Image edits": (
+        "qwenimage/test_qwenimage_edit.py",
+        "qwenimage/test_qwenimage_edit_plus.py",
+    ),
+    "HunyuanVideo": ("hunyuan_video",),
+    "HunyuanImage": ("hunyuan_image_21",),
+    "Lumina 2": ("lumina2",),
+    "HiDream": ("hidream_image",),
+    "Kandinsky 5": ("kandinsky5",),
+    "CogView 4": ("cogview4",),
+    "GLM-Image": ("glm_image",),
+    "Mochi": ("mochi",),
+    "SkyReels V2": ("skyreels_v2/test_skyreels_v2.py",),
+    "OmniGen": ("omnigen",),
+    "Bria": ("bria", "bria_fibo"),
+    "Ovis-Image": ("ovis_image",),
+    "PRX": ("prx",),
 }
 TRANSFORMERS = [
     "sd3",
@@ -77,6 +104,46 @@ TRANSFORMERS = [
     "ltx",
     "cogvideox",
 ]
+NEWER = [
+    "flux2",
+    "z_image",
+    "krea2",
+    "hunyuan_1_5",
+    "ltx2",
+    "hunyuan_video",
+    "hunyuan_video_framepack",
+    "wan_vace",
+    "wan_animate",
+    "ideogram4",
+    "lumina2",
+    "hidream",
+    "cogview3plus",
+    "cogview4",
+    "glm_image",
+    "mochi",
+    "skyreels_v2",
+    "omnigen",
+    "bria",
+    "bria_fibo",
+    "ovis_image",
+    "longcat_image",
+    "prx",
+    "nucleusmoe_image",
+    "ernie_image",
+    "minimax_h3",
+    "motif_video",
+    "joyimage",
+    "joyimage_edit_plus",
+    "helios",
+    "easyanimate",
+    "consisid",
+    "chronoedit",
+    "cosmos",
+    "cosmos3",
+    "anyflow",
+    "allegro",
+    "latte",
+]
 MODELS = {
     "models: UNets": ("unets/test_models_unet_2d_condition.py", "unets/test_models_unet_motion.py"),
     "models: PixArt, DiT": (
@@ -86,6 +153,9 @@ MODELS = {
     "models: attention processors": ("test_attention_processor.py",),
     "models: transformers": tuple(
         f"transformers/test_models_transformer_{name}.py" for name in TRANSFORMERS if name != "dit"
+    ),
+    "models: newer transformers": tuple(
+        f"transformers/test_models_transformer_{name}.py" for name in NEWER
     ),
 }
 LORAS = ["sd", "sdxl", "sd3", "flux", "auraflow", "cogvideox", "ltx_video", "qwenimage", "wan"]

@@ -20,6 +20,7 @@ SANA = {
     "caption_channels": 16,
 }
 SOUND = 24  # samples of sound
+RESIDUES = 11  # of a protein, each a point in space
 
 
 def sound(**more: object) -> object:
@@ -182,6 +183,29 @@ SOUNDS = [
         num_memory_tokens=3,
         use_differential_attention=False,
     ),
+    case(
+        "T5FilmDecoder",
+        lambda: {
+            "encodings_and_masks": [(normal(2, 7, 16), torch.ones(2, 7))],
+            "decoder_input_tokens": normal(2, SOUND, 8),
+            "decoder_noise_time": torch.tensor([0.5, 0.5]),
+        },
+        input_dims=8,
+        targets_length=SOUND,
+        d_model=16,
+        num_layers=1,
+        num_heads=2,
+        d_kv=8,
+        d_ff=32,
+    ),
+    case(
+        "UNet1DModel",
+        lambda: {"sample": normal(2, 2, SOUND), "timestep": 1},
+        extra_in_channels=64,  # of the timestep
+        block_out_channels=(32, 32),
+        down_block_types=("DownBlock1DNoSkip", "AttnDownBlock1D"),
+        up_block_types=("AttnUpBlock1D", "UpBlock1DNoSkip"),
+    ),
 ]
 OTHERS = [
     case(
@@ -207,5 +231,31 @@ OTHERS = [
         in_channels=16,
         num_layers=1,
         norm_num_groups=1,
+    ),
+    case(
+        "RFD4ProteinaTransformer",
+        lambda: {
+            "bb_ca": normal(2, RESIDUES, 3),
+            "local_latents": normal(2, RESIDUES, 8),
+            "bb_ca_time": torch.tensor([0.5, 0.5]),
+            "local_latents_time": torch.tensor([0.5, 0.5]),
+            "padding_mask": torch.ones(2, RESIDUES, dtype=torch.bool),
+            "conditioning": {
+                name: torch.zeros(2, RESIDUES, dtype=torch.bool)
+                for name in ("is_in_context_conditioning", "supports_local_latent")
+            },
+        },
+        nlayers=1,
+        token_dim=16,
+        nheads=2,
+        dim_cond=8,
+        pair_repr_dim=8,
+        latent_dim=8,
+        t_emb_dim=8,
+        feats_seq=("xt_bb_ca", "xt_local_latents"),
+        feats_cond_seq=("time_emb_bb_ca",),
+        feats_pair_repr=("xt_bb_ca_pair_dists",),
+        feats_pair_cond=("time_emb_bb_ca",),
+        tri_mult_c=8,
     ),
 ]

@@ -18,17 +18,20 @@ from mame_sd.diffusion.families.keys import MergedKeys
 
 
 class Attention(TorchFunctionMode):
-    """While entered, notes the keys of all softmax attention; with `apart` attention gives zeros,
-    so that no token learns of others.
+    """While entered, notes the keys of all softmax attention, and how long each other softmax is;
+    with `apart` attention gives zeros, so that no token learns of others.
     """
 
     def __init__(self, apart: bool = False) -> None:
         super().__init__()
         self.apart = apart
         self.keys: list[Tensor] = []
+        self.written: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in (torch.softmax, F.softmax, Tensor.softmax):  # attention written out
+            self.written.add(args[0].shape[-1])
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         query, key, value = (
