@@ -1,7 +1,7 @@
 """Speed and quality of merging beside its peers: `python -m benchmarks.attention`, `.unet`,
 `.frontier`.
 
-Every benchmark checks its methods before it times them, warms up, times them interleaved, prints a
-table of medians with quartiles, and ends with one line of JSON that names the machine and the
+Every benchmark checks its methods before it times them, warms up, times them interleaved. It prints
+a table of medians with quartiles and ends with one line of JSON that names the machine and the
 versions.
 """

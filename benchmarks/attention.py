@@ -10,11 +10,11 @@
 
 Query, key, value and output projections are counted. *free* is attention on the kept tokens alone,
 as if merging and restoring cost nothing; captured = (T_sdpa - T) / (T_sdpa - T_free). "sdpa again"
-shows the noise. "global" compares all tokens with all, without tiles; "plan given" merges by a plan
-that was made outside of the clock: the most that reusing plans over blocks or steps can win. With
---shape the free bound reads the first share of the image's keys, all of them projected; *attention
-alone* is the ratio without the time of the layer when its attention gives back its queries
-(projections, a block's MLP); the peak is of what a call allocates.
+shows the noise. "global" compares all tokens with all, without tiles. "plan given" merges by a plan
+that was made outside of the clock. That is the most that reusing plans over blocks or steps can
+win. With --shape the free bound reads the first share of the image's keys, all of them projected.
+*attention alone* is the ratio without the time of the layer when its attention gives back its
+queries. That time is projections and a block's MLP. The peak is of what a call allocates.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m benchmarks.before_after --out docs/before-after.webp
 
-Both images of a prompt are made right after one another, and CPU seconds are those of the whole
-process, so that other programs of the machine hardly change them. The last line is JSON.
+Both images of a prompt are made right after one another. CPU seconds are those of the whole
+process, so other programs of the machine hardly change them. The last line is JSON.
 """
 
 from __future__ import annotations

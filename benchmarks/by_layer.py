@@ -1,14 +1,14 @@
-"""What merging would change in each layer of an embedded model, at three of its steps, and what a
-choice by layer is reckoned to give.
+"""Says what merging would change in each layer of an embedded model, at three of its steps, and
+what a choice by layer is reckoned to give.
 
     python -m benchmarks.by_layer --model transformer --speeds 1.14 1.25
     python -m benchmarks.by_layer --model unet --num 2 --speeds 1.32 1.45
 
 Writes a file of settings for each speed, `layers-SPEED.json`, and a picture of the shares,
-`layers.webp`, into --out; prints the reckoned error (the sum of the layers' mean relative squared
-errors) of uniform shares and of choices by layer, and what a choice of its own for each of the
-three steps would add. What is reckoned is checked on images by `benchmarks.frontier --settings`.
-Measurements of each prompt stand in measured.json: run again to continue.
+`layers.webp`, into --out. Prints the reckoned error (the sum of the layers' mean relative squared
+errors) of uniform shares and of choices by layer. It also says what a choice of its own for each of
+the three steps would add. What is reckoned is checked on images by `benchmarks.frontier
+--settings`. Measurements of each prompt stand in measured.json: run again to continue.
 """
 
 from __future__ import annotations

@@ -5,13 +5,13 @@ are too few steps for caches.
     python -m benchmarks.caches --model embedded-transformer --dtype bfloat16 --num 16
     python -m benchmarks.caches --only DeepCache --steps 10 --rounds 3  # run again to continue
 
-Images per second are of whole calls, from the prompt to the pixels, one guided image at a time; all
+Images per second are of whole calls, from the prompt to the pixels, one guided image at a time. All
 rows of a table are timed in turns. LPIPS and PSNR compare with the image that the same model makes
-of the same prompt, seed and steps without cache or merging, with 95 % intervals over prompts. *On
-its cache* is a row's speed over that of its cache alone. *Computed* says in how many of their calls
-the layers that merge computed anything: in the others the cache has the answer, and merging nothing
-to gain. Of 1, 2 and 4 steps, and of an image that is changed a little (`--strength`), caches are
-measured alone.
+of the same prompt, seed and steps without cache or merging. Intervals are of 95 %, over prompts.
+*On its cache* is a row's speed over that of its cache alone. *Computed* says in how many of their
+calls the layers that merge computed anything. In the others the cache has the answer, and merging
+nothing to gain. Of 1, 2 and 4 steps, and of an image that is changed a little (`--strength`),
+caches are measured alone.
 
 Writes caches.md into --out, and a file for each row's images and each round's times: what is there
 is not measured again.

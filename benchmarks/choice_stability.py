@@ -4,8 +4,8 @@ Choices of a plan from tokens and from the same tokens, perturbed.
 
     python -m benchmarks.choice_stability
 
-Random tokens, tokens of which each is there twice, and smooth ones (neighbours nearly alike),
-perturbed by a relative 1e-6, as batching, attention slicing or another device do; the best
+Takes random tokens, tokens of which each is there twice, and smooth ones (neighbours nearly alike).
+They are perturbed by a relative 1e-6, as batching, attention slicing or another device do. The best
 destination of each source is taken of S as it is and of S rounded to 2^-k, ties to the first
 position. One JSON line for each kind: the share of the choices that differ.
 """

@@ -8,8 +8,9 @@ makes noisy.
 
 To first order in the logits attention is o(q) = mean(v) + Cov(v, k) q / sqrt(d), the covariance
 taken over the tokens. Means of cells keep what varies between cells and lose what varies within
-them: an error of -Cov_within(v, k) q / sqrt(d), the same at every step. One token of each cell has
-the whole covariance in expectation: no such bias, but a variance, which new draws average out.
+them. That is an error of -Cov_within(v, k) q / sqrt(d), the same at every step. One token of each
+cell has the whole covariance in expectation: no such bias, but a variance, which new draws average
+out.
 
 Printed for self-attention over the image's tokens (2 x 2 cells, `--queries` queries a call; text
 keys left out), by noise:

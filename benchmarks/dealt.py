@@ -3,7 +3,7 @@
     python -m benchmarks.dealt out/tune/config.json --out out/dealt
     python -m benchmarks.frontier --only default --settings out/tune/config.json out/dealt/*.json
 
-Writes files of settings with the very same forms: dealt at random (`random-0` and on), the
+Writes files of settings with the very same forms. They are dealt at random (`random-0` and on), the
 strongest in the first layers (`early`), and the strongest in the last (`late`). All layers of such
 a model have as many tokens, so each of these files costs what the calibrated one costs. A
 calibration that finds nothing loses to them as often as it wins.

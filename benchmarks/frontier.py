@@ -12,12 +12,12 @@
     python -m benchmarks.frontier --device cuda --num 64 --steps 25
 
 LPIPS, PSNR and SSIM compare with the image that the unmerged model makes of the same prompt and
-seed; retrieval is the share of images whose nearest subject is the prompted one. Times are of the
-denoiser alone, over a whole run of `--steps` steps, each method's beside the unmerged model's in
-the same minute, all methods of a command in turns. Writes frontier.md and frontier.png into --out,
-of every point measured there with the same prompts, steps and rounds on this machine, with a line
-that says whether the model can tell methods apart at all; files in its points make it resumable:
-delete a row's .json to time it again, and its .npz too to make its images again.
+seed. Retrieval is the share of images whose nearest subject is the prompted one. Times are of the
+denoiser alone, over a whole run of `--steps` steps. Each method's stands beside the unmerged
+model's in the same minute, all methods of a command in turns. Writes frontier.md and frontier.png
+into --out. They show every point measured there with the same prompts, steps and rounds on this
+machine. A line says whether the model can tell methods apart at all. Files in its points make it
+resumable. Delete a row's .json to time it again, and its .npz too to make its images again.
 """
 
 from __future__ import annotations
@@ -244,8 +244,8 @@ class Frontier:
         }
 
     def _times(self, wanted: Mapping[str, Method]) -> dict[str, dict[str, Any]]:
-        """Of each, seconds of the denoiser for one image and how many times as fast it was as the
-        unmerged model right before or after it.
+        """Gives of each the seconds of the denoiser for one image, and how many times as fast it
+        was as the unmerged model beside it.
 
         `itself` says that of the unmerged model in the same rounds. After a warm-up of two steps
         each.

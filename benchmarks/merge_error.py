@@ -3,11 +3,11 @@ minute or two.
 
     python -m benchmarks.merge_error
 
-Noised latents of true pictures at four noise levels, conditional half only; error is |with -
-without| / |without| of the UNet's output, averaged; kept is the share of the first level's tokens
-(of its keys, for kv) that attention sees; work is the share of that level's query-key pairs; ratio
-is the time of a forward without merging over one with it, both medians of interleaved runs on this
-machine.
+Noised latents of true pictures at four noise levels, conditional half only. Error is |with -
+without| / |without| of the UNet's output, averaged. Kept is the share of the first level's tokens
+(of its keys, for kv) that attention sees. Work is the share of that level's query-key pairs. Ratio
+is the time of a forward without merging over one with it. Both are medians of interleaved runs on
+this machine.
 """
 
 import argparse

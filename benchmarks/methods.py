@@ -363,8 +363,8 @@ AGAINST_RIVALS = {
 
 
 def tomesd_form(keep: float) -> Method:
-    """What tomesd computes, on our path, for models that the package can't patch: a random
-    destination of each 2 x 2 cell, the same at every step; of the others those most like a
+    """What tomesd computes, on our path, for models that the package can't patch. Destinations are
+    a random token of each 2 x 2 cell, the same at every step. Of the others those most like a
     destination merge into it as means, queries too.
     """
     config = MaMeConfig(

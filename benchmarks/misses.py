@@ -3,7 +3,7 @@
     mame-sd-eval features --model dinov2-saliency --data FOLDER --rows smaller,default --out OUT
     python -m benchmarks.misses --data FOLDER --features OUT
 
-Pictures: those of OUT in thirds by how much their neighbouring patches differ; the gain of the
+Pictures: those of OUT in thirds by how much their neighbouring patches differ. Then the gain of the
 default over the smaller image in patches, and in how many pictures it is one. Blocks: every block
 alone merges half of its tokens, `--num` pictures; what is lost in patches.
 """

@@ -2,9 +2,9 @@
 
 Run `python -m benchmarks.peak_memory` (--tokens 9216 --dim 320 --batch 2). It counts what PyTorch
 allocates beyond the input (on CUDA by the caching allocator, on a CPU by the profiler's record of
-every allocation), prints a table, then one line of JSON, and exits with status 1 when a global
-setting needs more than three buffers (with tiles a buffer is small, and what remains is copies of
-the tokens).
+every allocation). It prints a table, then one line of JSON. It exits with status 1 when a global
+setting needs more than three buffers. With tiles a buffer is small, and what remains is copies of
+the tokens.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ by layer.
     python -m benchmarks.restoring                                # the embedded UNet, half kept
     python -m benchmarks.restoring --model transformer --keep 0.25
 
-Of the unmerged model's run: the output of every self-attention of 1,024 tokens or more is merged
-and restored, as copies, with what their blur says, and with what follows the inputs too
-(`mame_sd.core.detail`). Errors are shares of what copies lose; the merging itself, of queries and
-keys, costs more and is not looked at here (`python -m benchmarks.frontier`).
+This is of the unmerged model's run. The output of every self-attention of 1,024 tokens or more is
+merged and restored. It is restored as copies, with what their blur says, and with what follows the
+inputs too (`mame_sd.core.detail`). Errors are shares of what copies lose; the merging itself, of
+queries and keys, costs more and is not looked at here (`python -m benchmarks.frontier`).
 """
 
 from __future__ import annotations

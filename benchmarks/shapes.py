@@ -1,10 +1,10 @@
 """Attention and whole blocks at the shapes of published transformers, random weights, on the path
 that users get.
 
-`benchmarks.attention --shape NAME` prints what is here. diffusers' own model of one or two blocks
-is called up to the layer that is meant, so that rotary positions and text come as it makes them;
-then that layer, or its whole block, is timed alone on tokens of its own, under our hooks, a
-rival's, or none. Shapes and token counts decide what merging costs and saves, weights do not.
+`benchmarks.attention --shape NAME` prints what is here. It calls diffusers' own model of one or two
+blocks up to the layer that is meant, so that rotary positions and text come as it makes them. Then
+that layer, or its whole block, is timed alone on tokens of its own, under our hooks, a rival's, or
+none. Shapes and token counts decide what merging costs and saves, weights do not.
 """
 
 from __future__ import annotations
@@ -506,9 +506,9 @@ def cost_rule(config: MaMeConfig) -> float:
     """From how many tokens on merged keys and values pay by the paper's cost condition, its
     similarity in tiles.
 
-    Multiplications are alpha (1 - alpha) T^2 / L for merging and beta for attention, of 1: they pay
-    where the sum is below 1, that is from L = alpha (1 - alpha) T^2 / (1 - beta) on. alpha and beta
-    are the shares of destinations and of keys kept, T a tile's side.
+    Multiplications are alpha (1 - alpha) T^2 / L for merging and beta for attention, of 1. They pay
+    where the sum is below 1, that is from L = alpha (1 - alpha) T^2 / (1 - beta) on. Here alpha and
+    beta are the shares of destinations and of keys kept, T a tile's side.
     """
     assert config.keep is not None
     alpha = 1 / math.prod(config.stride)

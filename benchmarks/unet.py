@@ -10,8 +10,8 @@ embedded model.
 *free* computes on the kept tokens as if merging and restoring cost nothing; captured = (T_plain -
 T) / (T_plain - T_free). *work* is the free bound's share of the plain UNet's multiplications,
 whatever the machine. "plain again" is the noise floor: where a method's gain is below it, there is
-none. Batch 2 is one guided image. tomesd merges the first level unless told otherwise (SDXL has no
-attention there): max_downsample 2 and 4 are the first two and three.
+none. Batch 2 is one guided image. `tomesd` merges the first level unless told otherwise (SDXL has
+no attention there). Its max_downsample 2 and 4 are the first two and three.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ time, beside ToMe.
 
 A clip is 16 frames of 224 x 224 (ViViT: 32). FLOPs are multiply-adds for one clip. ToMe's r are
 those that the paper prints for VideoMAE. Times are of the processor on a CPU, one clip a call,
-methods interleaved; each is the median, beside the unmerged model in the same round. Attention is
+methods interleaved. Each is the median, beside the unmerged model in the same round. Attention is
 PyTorch's fused one (SDPA) but where eager is said; clips a second are of processor seconds.
 """
 

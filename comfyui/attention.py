@@ -2,8 +2,8 @@
 
 The engine hands its attention function and that function's arguments to
 `optimized_attention_override`: (function, q, k, v, heads, mask, ..., transformer_options=). With
-`skip_reshape` q, k and v are [B, H, L, D], else [B, L, H * D] (SD3's
-v: [B, L, H, D]); the output is [B, H, L, D] with `skip_output_reshape`, else [B, L, H * D].
+`skip_reshape` q, k and v are [B, H, L, D], else [B, L, H * D] (SD3's v: [B, L, H, D]). The output
+is [B, H, L, D] with `skip_output_reshape`, else [B, L, H * D].
 """
 
 from __future__ import annotations

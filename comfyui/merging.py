@@ -2,9 +2,9 @@
 options alone.
 
 `outer_sample` wraps a run, `apply_model` each call of the model. What a call needs to know is a
-`Call` in its `transformer_options`: nothing is kept between calls, so threads and several samplers
+`Call` in its `transformer_options`. Nothing is kept between calls, so threads and several samplers
 may share one node. The patches go in at the call, so that other nodes' come first in whatever order
-the nodes are wired, and `torch.compile` outside of them sees no logging.
+the nodes are wired. So `torch.compile` outside of them sees no logging.
 """
 
 from __future__ import annotations

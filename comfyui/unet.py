@@ -2,8 +2,8 @@
 after it is whole again.
 
 ComfyUI calls an "attn1_patch" with (queries, keys, values, extra_options) before the projections,
-all three [B, L, C], and an "attn1_output_patch" with (output, extra_options) after the attention,
-with the same `extra_options`. Between them, after the projections, it calls the
+all three [B, L, C]. It calls an "attn1_output_patch" with (output, extra_options) after the
+attention, with the same `extra_options`. Between them, after the projections, it calls the
 `optimized_attention_override`.
 """
 

@@ -28,8 +28,8 @@ class Metric:
 
     Attributes:
         block: fidelity, quality or cost.
-        needs: what it is computed on: "pair" (image and baseline's image), "image" (image and
-            prompt), "set" (all images and the reference's), "sets" (all images and the baseline's),
+        needs: what it is computed on. "pair" (image and baseline's image), "image" (image and
+            prompt). "set" (all images and the reference's), "sets" (all images and the baseline's),
             "alone" (all images), or "time".
         extractor: of what network the features are ("set", "sets" and "alone").
     """

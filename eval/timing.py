@@ -1,8 +1,8 @@
 """Interleaved timing: the one engine behind ``mame-sd tune``, ``mame-sd-eval bench`` and the
 benchmarks.
 
-Each round calls every row once, and the order turns by one a round, so a slow minute of the machine
-falls on all rows and none is always behind the same one. Whole rounds are what counts: who times
+Each round calls every row once, and the order turns by one a round. So a slow minute of the machine
+falls on all rows, and none is always behind the same one. Whole rounds are what counts: who times
 keeps each one as it ends and says which are done, so a stopped measurement continues. A row that is
 added later is timed in rounds of its own, beside the row that it is compared with.
 """

@@ -1,7 +1,7 @@
 """``mame-sd`` and ``python -m mame_sd``.
 
-Everything is imported as late as can be, so that Ctrl-C while libraries load, or a library that is
-missing or broken, ends without a traceback too.
+Everything is imported as late as can be. So Ctrl-C while libraries load, or a broken library, ends
+without a traceback too.
 """
 
 from __future__ import annotations

@@ -264,8 +264,8 @@ class MaMeConfig(StudyFields):
 
     @property
     def batch(self) -> str:
-        """Which sources a batch preserves: "shared", any that one of its samples preserves (paper,
-        "Batch Processing Implementation"), with `tau`; "per_sample", as many in each but its own,
+        """Which sources a batch preserves. "shared": any that one of its samples preserves (paper,
+        "Batch Processing Implementation"), with `tau`. "per_sample": as many in each but its own,
         with `keep`.
         """
         return "shared" if self.keep is None else "per_sample"

@@ -4,7 +4,7 @@ They run on the first images of every benchmark.
 
 The baseline made again must be the baseline, and merging's hooks, installed but switched off, must
 change nothing. What they differ by otherwise is the noise floor. Two images that have nothing to do
-with each other give the ceiling: a method that is as far from the baseline as that has kept nothing
+with each other give the ceiling. A method that is as far from the baseline as that has kept nothing
 of it.
 """
 

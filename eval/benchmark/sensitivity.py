@@ -1,7 +1,7 @@
 """Whether an instrument (a model, its prompts and steps) can tell methods apart at all.
 
-Where every merged layer's output is its mean over all tokens, attention says nothing of space: an
-instrument that hardly minds can't rank methods, all of which lie between that and the unmerged
+Where every merged layer's output is its mean over all tokens, attention says nothing of space. An
+instrument that hardly minds can't rank methods. All of these lie between that and the unmerged
 image.
 """
 

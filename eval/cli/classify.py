@@ -38,6 +38,7 @@ def run_classify(
     Raises:
         UserError, MachineError: what was done before is kept; the same call continues.
     """
+    from ..perception.features_run import SALIENCY
     from ..perception.run import Classification
     from ..perception.trained import Trained
     from ..report import render
@@ -47,6 +48,11 @@ def run_classify(
     models = models_of(options, suite, choice)
     if models is not None:
         choice = replace(choice, model=str(models.model(PLAIN, models.seeds[0])))
+    if choice.model == SALIENCY:
+        raise UserError(
+            f"--model {SALIENCY}: expected a model with classes or a text half, got one of features"
+            f" and a saliency map; compare these with mame-sd-eval features --model {SALIENCY}"
+        )
     if suite == VIDEO and choice.model is None:
         choice = replace(choice, model=f"{EMBEDDED}video")
     data = models.pictures if models is not None and options.data is None else options.data

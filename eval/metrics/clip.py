@@ -1,7 +1,7 @@
 """CLIP score (Hessel et al., 2021) and the likeness of two images as CLIP sees them.
 
 torchmetrics' CLIPScore does not run with transformers 5, and cuts long captions without their end
-token, so that they all score alike; here the tokenizer cuts them, end token kept, and the result
+token, so that they all score alike. Here the tokenizer cuts them, end token kept, and the result
 says how many it cut.
 """
 

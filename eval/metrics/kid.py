@@ -66,9 +66,9 @@ def kid_exact(a: Tensor, b: Tensor, paired: bool = False) -> float:
     Args:
         a: features [N, D].
         b: features [M, D].
-        paired: image i of both sets shares prompt and seed, so the sets are not independent, and
-            the cross terms i = j, left in, push the estimate below 0. Leaves them out: the
-            U-statistic over i != j (Gretton et al., 2012, lemma 6). Needs N = M.
+        paired: image i of both sets shares prompt and seed, so the sets are not independent. The
+            cross terms i = j, left in, push the estimate below 0. Leaves them out: the U-statistic
+            over i != j (Gretton et al., 2012, lemma 6). Needs N = M.
 
     Raises:
         ValueError: as for `kid`, or `paired` with sets of unequal size.

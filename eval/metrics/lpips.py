@@ -1,6 +1,6 @@
 """LPIPS of image pairs: how different a person would find them, from 0 for equal images upward.
 
-It depends on the resolution (one pair scores 0.72, 0.70 and 0.54 at 64, 256 and 768 pixels), so
+It depends on the resolution (one pair scores 0.72, 0.70 and 0.54 at 64, 256 and 768 pixels). So
 compare at one size and say which.
 """
 

@@ -1,7 +1,7 @@
 """Features of images on disk, so that a second score or a resumed one looks at no image twice.
 
-One safetensors file per (network, resizing, image): whole files appear by renaming, so processes
-and interruptions can't leave half of one; a file that can't be read counts as not there.
+One safetensors file per (network, resizing, image). Whole files appear by renaming, so processes
+and interruptions can't leave half of one. A file that can't be read counts as not there.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 pass, kept per image.
 
 Both sides of every comparison are resized by clean-fid's path (Pillow's antialiased bicubic in
-floats, per channel): another resizing moves a distance by more than most methods differ. A network
+floats, per channel). Another resizing moves a distance by more than most methods differ. A network
 that is not the standard one is never called FID.
 """
 

@@ -1,8 +1,8 @@
 """The Inception-v3 that FID, KID and IS are defined on: TensorFlow's graph of 2015-12-05, with
 1,008 classes.
 
-It differs from torchvision's: average pools leave padding out, the last block pools by maximum,
-inputs are (x - 128) / 128, and scores take logits without the bias. Tensors carry the names of the
+It differs from torchvision's. Average pools leave padding out, the last block pools by maximum,
+inputs are (x - 128) / 128. Scores take logits without the bias. Tensors carry the names of the
 published state dicts (pytorch-fid, torch-fidelity).
 """
 

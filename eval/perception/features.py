@@ -2,8 +2,8 @@
 dense head's map.
 
 Every picture goes through alone, so that what a batch shares counts nowhere. Patches are restored
-before they are compared: by `handle.restore` where we merge, by tracing where a rival merges, by
-interpolating where the image was made smaller.
+before they are compared. That is by `handle.restore` where we merge, by tracing where a rival
+merges, by interpolating where the image was made smaller.
 """
 
 from __future__ import annotations

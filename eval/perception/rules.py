@@ -321,8 +321,8 @@ class RandomDrop(Rule):
 
 @dataclass(frozen=True)
 class Pool(Rule):
-    """The grid of patches becomes a smaller one of the share `keep` of them, by means over its
-    cells, in three blocks unless others are named. Cells overlap where the share is no square's: in
+    """The grid of patches becomes a smaller one of the share `keep`, by means over its cells. This
+    is in three blocks unless others are named. Cells overlap where the share is no square's: in
     many blocks that blurs.
     """
 

@@ -1,7 +1,7 @@
 """Matplotlib figures as SVG elements that take their colours and font from the page.
 
 A figure is drawn with stand-in colours, one for each CSS variable of the page, which are then
-replaced by the variables: so one drawing serves the light and the dark scheme.
+replaced by the variables. So one drawing serves the light and the dark scheme.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def headline(chosen: Focus) -> str:
 
 
 def comparison(results: Results, chosen: Focus) -> str:
-    """ToMeSD, ToMe or another rival at the nearest speed, or why it is missing, and who is both
+    """ToMeSD, ToMe or another rival at the nearest speed, or why it is missing. Also who is both
     faster and closer; empty where there is nothing to say.
     """
     rows = [row for row in results.rows if row.family in PEERS]
@@ -119,8 +119,8 @@ def _speed(chosen: Focus, row: Row, ratio: float) -> str:
 
 
 def _differs(chosen: Focus, row: Row) -> bool:
-    """Whether the row's latency differs from the baseline's: by a paired test of the two where
-    there is one, else by intervals that do not overlap.
+    """Whether the row's latency differs from the baseline's. It is told by a paired test of the two
+    where there is one, else by intervals that do not overlap.
     """
     one, other = (
         row.value(chosen.latency),

@@ -1,7 +1,7 @@
 """Images for the page: baseline, ToMeSD and MaMe side by side, maps of what differs, and a gallery
 of all prompts.
 
-Everything is embedded as WebP of bounded size, lossless where that fits, so the page's size is
+Everything is embedded as WebP of bounded size, lossless where that fits. So the page's size is
 bounded too: 12 prompts of 768 x 768 stay below 8 MB. Differences are computed from the PNG files.
 """
 

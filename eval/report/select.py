@@ -18,7 +18,7 @@ class Focus:
     """The choices that headline, plot and pictures share; None where the results have nothing of
     the kind.
 
-    `latency` is the cost metric of speed: in seconds, or per second; `closeness` the fidelity
+    `latency` is the cost metric of speed, in seconds or per second. `closeness` is the fidelity
     metric that orders the images: LPIPS, or the first one that was measured where LPIPS was not.
     """
 
@@ -41,8 +41,8 @@ class Focus:
 
 
 def focus(results: Results) -> Focus:
-    """The default MaMe row where it was measured, else the first; the row nearest to it in speed of
-    ToMeSD or ToMe, else of another rival.
+    """The default MaMe row where it was measured, else the first. Also the row nearest to it in
+    speed of ToMeSD or ToMe, else of another rival.
     """
     rows = results.measured
     baseline = next((row for row in rows if row.family == "baseline"), None)

@@ -1,8 +1,8 @@
 """Values of whole sets of images: distances to the baseline's or the reference's images, and
 inception scores.
 
-Images are shared over processes by ``index[rank::count]``; their features are gathered in the order
-of the run and computed with on the main process, so the number of processes changes nothing.
+Images are shared over processes by ``index[rank::count]``. Their features are gathered in the order
+of the run and computed with on the main process. So the number of processes changes nothing.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def remarks(trials: Sequence[Trial], best: Trial) -> list[str]:
 def whole(config: MaMeConfig) -> dict[str, Any]:
     """All of `config` for a file that no later version's defaults change.
 
-    What follows from keep (the cell, `merge`, `batch`) is left to it unless it was given, so that
+    What follows from keep (the cell, `merge`, `batch`) is left to it unless it was given. So
     another tau or keep can take its place.
     """
     fields = {name: value for name, value in config.to_dict().items() if value is not None}

@@ -1,9 +1,9 @@
 """Measure settings: what each costs in LPIPS to the unmerged image, and what it gains in speed.
 
-Every prompt is a round of interleaved timing: an image without merging, one with each setting, and
-one in which the output of every layer that could merge is its mean, all from the same noise. The
-last one says whether these prompts can tell settings apart at all. Speed is that of the whole
-pipeline.
+Every prompt is a round of interleaved timing. It makes an image without merging, one with each
+setting, and one with mean attention. In that one the output of every layer that could merge is its
+mean. All start from the same noise. The last one says whether these prompts can tell settings apart
+at all. Speed is that of the whole pipeline.
 """
 
 from __future__ import annotations

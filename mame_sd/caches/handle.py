@@ -5,7 +5,7 @@
     print(handle.report())
 
 After each forward of several tokens (a prompt, or a chunk of one) the cache is cut to a share of
-the tokens seen; with `every` also after so many single ones. Later tokens keep the positions of the
+the tokens seen. With `every` also after so many single ones. Later tokens keep the positions of the
 full sequence. Works by hooks on the attention layers: weights, configs and generation stay as they
 are, and leaving the block takes all of it back.
 """

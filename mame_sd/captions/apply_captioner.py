@@ -9,9 +9,9 @@ tokens.
     remove_captioner(llava)                       # bit-equal to before
 
 Prompts are given as the processor writes them, with an image token for each patch. `forward` and
-`generate` take out the image tokens whose patches have merged into others, with labels and masks;
-`generate` gives back whole prompts before what it wrote. Tokens that stay keep their order, and
-are counted on from one another in the language model's positions.
+`generate` take out the image tokens whose patches have merged into others, with labels and masks.
+`generate` gives back whole prompts before what it wrote. Tokens that stay keep their order, and are
+counted on from one another in the language model's positions.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def apply_captioner(
         prop_attn: as `apply_encoder` takes it.
         schedule: as `apply_encoder` takes it.
         fields: fields of MaMeConfig over those of `config`. One `keep` is the share of the visual
-            tokens that the language model gets (near it: shares of blocks are whole tokens); by
-            `tau` images go through the tower one by one.
+            tokens that the language model gets. It is near it: shares of blocks are whole tokens.
+            By `tau` images go through the tower one by one.
 
     Raises:
         TypeError: `config` is no MaMeConfig.

@@ -101,7 +101,7 @@ class Calls:
         return written
 
     def _fewer(self, call: dict[str, Any]) -> tuple[dict[str, Any], Tensor] | None:
-        """The call with vectors for tokens, fewer of them, and the ids of these [B, L']; None: it
+        """The call with vectors for tokens, fewer of them, and the ids of these [B, L']. None: it
         has no images, or is left as it is.
         """
         call = {name: value for name, value in call.items() if value is not None}

@@ -1,7 +1,7 @@
 """Prompts that lose image tokens: which of their tokens stay, and rows of unequal lengths padded.
 
 A processor writes one image token for each patch. Where patches have merged, as many of them are
-taken out as tokens are gone, and with them the padding, which is put back on its side.
+taken out as tokens are gone. With them goes the padding, which is put back on its side.
 """
 
 from __future__ import annotations

@@ -107,8 +107,8 @@ def _patches(pixels: Tensor, model: Any) -> int:
 def _seen(
     model: Any, tower: EncoderHandle, pixels: Tensor, one: bool
 ) -> list[tuple[Tensor, Tensor]]:
-    """Projected features [k, C] and places [k] among the tokens that the language model would see,
-    of each image of pixels [N, 3, h, w], in the order of the places.
+    """Projected features [k, C] and places [k] among the tokens that the language model would see.
+    They are of each image of pixels [N, 3, h, w], in the order of the places.
     """
     skip, count = _skipped(model), layer_of(model)
     found: list[tuple[Tensor, Tensor]] = []
@@ -154,8 +154,8 @@ def _tiles(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
 
 
 def _packed(model: Any, tiles: list[tuple[Tensor, Tensor]], size: Tensor, special: int) -> Image:
-    """The image of which tiles were seen, as LLaVA-NeXT packs it: the small image, then rows of all
-    tiles together without padding, each with the model's token for a new line.
+    """The image of which tiles were seen, as LLaVA-NeXT packs it. The small image comes first, then
+    rows of all tiles together without padding, each with the model's token for a new line.
 
     Args:
         model: a LLaVA-NeXT.

@@ -71,8 +71,8 @@ def _stderr() -> Any:
 
 
 def say(message: str) -> None:
-    """One line on stderr: line ends and control characters in a message (file names, prompts) are
-    escaped, its middle is left out where it is long.
+    """One line on stderr. Line ends and control characters in a message (file names, prompts) are
+    escaped. Its middle is left out where it is long.
     """
     if len(message) > _LONGEST_LINE:
         message = f"{message[: _LONGEST_LINE // 2]} ... {message[-_LONGEST_LINE // 2 :]}"

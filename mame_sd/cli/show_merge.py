@@ -1,7 +1,7 @@
 """Draw which tokens were merged into which, over the image.
 
 A group is a destination and the sources that mainly went to it. It is painted in its mean colour,
-with an outline, or in a colour of its own as in the paper's figures, where a dot marks each
+with an outline, or in a colour of its own as in the paper's figures. There a dot marks each
 destination that others joined.
 """
 
@@ -124,9 +124,9 @@ def first_evaluation(step: int, steps: int, evaluations: int, order: int) -> int
     """The place, from 0, among all `evaluations` of the model where `step` (from 1) of `steps`
     begins.
 
-    `order` evaluations make a step, the last step may have fewer (Heun: 2 steps are 3 evaluations);
-    those beyond steps * order belong to the first step (PNDM warms up: 2 steps are 3 evaluations as
-    well).
+    `order` evaluations make a step; the last step may have fewer (Heun: 2 steps are 3 evaluations).
+    Those beyond steps * order belong to the first step (PNDM warms up, so 2 steps are 3 evaluations
+    as well).
 
     >>> [first_evaluation(step, 3, 5, order=2) for step in (1, 2, 3)]
     [0, 2, 4]

@@ -1,8 +1,8 @@
 """What graphics cards do in a second, and how long a kernel takes on one: reckoned, not measured.
 
 A kernel takes the longest of three times: that of the smallest kernel, its bytes at the memory's
-speed, its products at the speed of the units that do them. Cards are told by their name, or by
-their processors, clocks and memory.
+speed, its products at the units' speed. Cards are told by their name, or by their processors,
+clocks and memory.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ class Card:
         return full * used * (MASKED if work.kind == "masked attention" else 1)
 
 
-# Peaks are their makers', for sums in fp32. Shares of them are assumed so that reckoned times of
-# Stable Diffusion 1.5 are those that diffusers' documentation measured on the 3090, the 4090 and
-# the A100, and those of SDXL lie between what NVIDIA measured of PyTorch and of TensorRT on the
-# H100; a 3060 is taken for a smaller 3090. `benchmarks.gpu` prints how far off.
+# Peaks are their makers', for sums in fp32. Shares of them are assumed to fit published times.
+# Those of Stable Diffusion 1.5 are what diffusers' documentation measured on the 3090, the 4090 and
+# the A100. Those of SDXL lie between what NVIDIA measured of PyTorch and of TensorRT on the H100. A
+# 3060 is taken for a smaller 3090. `benchmarks.gpu` prints how far off.
 _GEFORCE = {"products": 0.77, "attention": 0.8}
 CARDS = {
     card.name: card

@@ -2,13 +2,13 @@
 
 Expanded around equal weights, attention over N keys is o(q) = mean(v) + scale * Cov(v, k) q + ...,
 mean and covariance taken over the keys. Fewer keys have another mean and covariance: means of
-groups lack what varies within the groups, picked ones are off by chance. Both are linear in q, and
-the difference costs two products of [D, N] by [N, D], as little as D more keys would: a control
+groups lack what varies within the groups, picked ones are off by chance. Both are linear in q. The
+difference costs two products of [D, N] by [N, D], as little as D more keys would. It is a control
 variate (linear attention of what is missing), exact to first order whatever stands for the dropped
 keys.
 
-Where the dropped tokens have no keys and values yet, a few of them tell nearly as much: of groups
-that stand as their means everything is known but how tokens vary within them, and that is estimated
+Where the dropped tokens have no keys and values yet, a few of them tell nearly as much. Of groups
+that stand as their means everything is known but how tokens vary within them. That is estimated
 from a random sample.
 """
 
@@ -62,9 +62,9 @@ def within_groups(means: Tensor, drawn: Tensor, rows: Tensor, width: int) -> Ten
     sample, in at least fp32.
 
     With the covariance between the means, each counted as often as it stands for tokens, it is that
-    of all tokens. What the sample shows is shrunk by how little its two halves agree, <A, B> / |(A
-    + B) / 2|^2 of each head: by nothing where much varies alike, to nothing where the estimate is
-    noise.
+    of all tokens. What the sample shows is shrunk by how little its two halves agree: <A, B> / |(A
+    + B) / 2|^2 of each head. It shrinks by nothing where much varies alike, to nothing where the
+    estimate is noise.
 
     Args:
         means: the means' keys and values, `joined`, [..., N', D + D'].
@@ -180,8 +180,8 @@ def _outer(key: Tensor, value: Tensor, share: Tensor | float) -> Tensor:
 
 
 class Added(NamedTuple):
-    """What attention lacks as kernels make it, both in fp32: `product` [B * H, D, D'], by which
-    queries are multiplied, and `shift` [B * H, D'] (or none, [0, D']), to be added to its output.
+    """What attention lacks as kernels make it, both in fp32. Queries are multiplied by `product` [B
+    * H, D, D']. `shift` [B * H, D'] (or none, [0, D']) is to be added to its output.
     """
 
     product: Tensor

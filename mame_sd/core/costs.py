@@ -2,8 +2,8 @@
 computed.
 
 The layer's products, and its attention over all tokens or over those that stay, are known from its
-sizes. What merging adds, choosing tokens and giving back what they lose, is `ADDED`: read off the
-library's own kernels, and a test holds the two together.
+sizes. What merging adds, choosing tokens and giving back what they lose, is `ADDED`. It is read off
+the library's own kernels. A test holds the two together.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Every token of a group would get the same copy. Two things say how outputs vary within groups, and
 neither needs training. One is the copies of the groups around a token (their blur). The other is
 the inputs, which are known of every token. How outputs follow inputs is read off the merged tokens
-themselves. It is a ridge regression of RANK directions on what the blur leaves unexplained, and it
-is given as far as it is right on the merged tokens.
+themselves. It is a ridge regression of RANK directions on what the blur leaves unexplained. It is
+given as far as it is right on the merged tokens.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def blurred(x: Tensor, plane: tuple[int, int]) -> Tensor:
     """Tokens x [B, h * w, C] blurred by [1, 2, 1] / 4 along rows and columns of their plane (h, w),
     whose border is repeated.
 
-    Twice the means of 2 x 2, where they reach over the border of what lies within: the same kernel,
-    without a copy of the tokens.
+    Twice the means of 2 x 2, where they reach over the border of what lies within. It is the same
+    kernel, without a copy of the tokens.
     """
     image = x.unflatten(1, plane).permute(0, 3, 1, 2)
     corners = F.avg_pool2d(image, 2, stride=1, padding=1, count_include_pad=False)
@@ -72,8 +72,8 @@ def scaled_directions(
 
 
 def slope_of_halves(unexplained: Tensor, channels: int, sizes: Tensor) -> Tensor:
-    """`slope` in few operations, without gradients: `unexplained` [B, N, C + r] holds what is
-    wanted and what is given side by side, in any dtype, as the result [B, r, C] is.
+    """`slope` in few operations, without gradients. `unexplained` [B, N, C + r] holds what is
+    wanted and what is given side by side. Its dtype is any, and that of the result [B, r, C].
     """
     wanted, given = unexplained[..., :channels], unexplained[..., channels:]
     counts = sizes.unsqueeze(-1)
@@ -94,10 +94,10 @@ def slope_of_halves(unexplained: Tensor, channels: int, sizes: Tensor) -> Tensor
 
 
 def slope(given: Tensor, wanted: Tensor, sizes: Tensor) -> Tensor:
-    """The ridge regression [B, r, C] of `wanted` [B, N, C] on `given` [B, N, r] (fp32 or fp64), of
-    groups of `sizes` [B, N] tokens.
+    """The ridge regression [B, r, C] of `wanted` [B, N, C] on `given` [B, N, r] (fp32 or fp64).
+    Groups are of `sizes` [B, N] tokens.
 
-    Times the square of the share of `wanted` that it explains: where outputs follow inputs that is
+    Times the square of the share of `wanted` that it explains. Where outputs follow inputs that is
     nearly all, and elsewhere little that holds within groups.
     """
     share = (sizes / sizes.sum(1, keepdim=True)).unsqueeze(-1)

@@ -159,7 +159,7 @@ def groups_and_preserved(
     leader: Tensor | None,
 ) -> tuple[Tensor, Tensor] | None:
     """Of a RowPlan of feature x [B, L, d] without special tokens its `rows` and the preserved
-    sources; None where PyTorch's operations have to find them.
+    sources. None where PyTorch's operations have to find them.
     """
     if config.keep is None or config.metric != "cosine" or pos.m > LARGEST_TILE or not on(x):
         return None

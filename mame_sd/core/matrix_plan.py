@@ -1,7 +1,7 @@
 """A plan that holds the fusion weights W^F: merging and restoring are two products with them.
 
-NaN and infinity are never hidden: where a token holds one, it comes back (through the products it
-may spread to other tokens of the same sample, never to another sample).
+NaN and infinity are never hidden: where a token holds one, it comes back. Through the products it
+may spread to other tokens of the same sample, never to another sample.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def plan_merge(
         draw: with `redraw`, which of the drawn partitions, a LongTensor [1]
             (`mame_sd.core.partition.draw_at`); None: the first.
         leader: of each sample (all leading dimensions as one) the sample whose tokens decide what
-            merges, a LongTensor [B] (`mame_sd.core.pairs.leaders`); None, or that of another batch
-            (frames of a video, a part of the samples): each its own.
+            merges. It is a LongTensor [B] (`mame_sd.core.pairs.leaders`). None, or that of another
+            batch (frames of a video, a part of the samples): each its own.
 
     Raises:
         ValueError: a shape, dtype or size that can't be.
@@ -104,7 +104,7 @@ def _row_plan(
     leader: Tensor | None,
 ) -> RowPlan:
     """The plan in which each source goes whole to its most similar destination, of feature x [B, L,
-    d] without special tokens, of which no gradient comes.
+    d] without special tokens. No gradient comes of it.
     """
     if x.device.type in fused.DEVICES:
         found = fused.groups_and_preserved(x, pos, config, special, leader)

@@ -1,12 +1,12 @@
 """Which positions are destinations and which are sources (paper, "Token Partitioning"): looked up,
 or made the first time, by tensor operations.
 
-Without tiles there is one block, the whole sequence; else every square tile is a block with a
+Without tiles there is one block, the whole sequence. Else every square tile is a block with a
 partition of its own, in which positions count in row-major order. Blocks of unequal size are padded
 to the largest and carry masks.
 
 With `redraw` a random partition is drawn many times; `draw_at` says which draw a timestep takes.
-All draws of one size have equally many destinations and sources in each block, so a draw is one row
+All draws of one size have equally many destinations and sources in each block. So a draw is one row
 of a table, picked on the device: no host sync, no other graph.
 """
 
@@ -58,7 +58,7 @@ class Positions:
     """A partition of L positions into T blocks of at most m destinations and n sources each.
 
     M and N count the real destinations and sources of all blocks, so M + N = L. Slots are the
-    entries of a block-shaped tensor, T * m or T * n of them, read row by row; a padded slot repeats
+    entries of a block-shaped tensor, T * m or T * n of them, read row by row. A padded slot repeats
     a real position of its block. All draws of one size have equally many of each, so a draw is one
     row of `table`. On CUDA, where kernels read the table by themselves, it is looked up where one
     of its tensors is first asked for.

@@ -1,7 +1,7 @@
 """A plan of merging: `merge` (MaMe) and `restore` (MaRe) of any tensor.
 
 Where each source goes whole to its most similar destination (`weights="best"`) a plan knows who
-went where, and needs no matrix (`RowPlan`): merging takes means of groups, restoring takes rows.
+went where, and needs no matrix (`RowPlan`). Merging takes means of groups, restoring takes rows.
 What is not finite stays within its group (with detail, its sample).
 """
 
@@ -27,9 +27,9 @@ class Plan:
     """Which tokens merge, with which weights: a value, made by `mame_sd.plan_merge`, that holds no
     tokens.
 
-    Below, `*` are the leading dimensions of the planned tensor, T is the number of tiles (1 without
-    tiles), m and n destinations and sources of one tile (padded to the largest tile), M and N those
-    of all tiles, r the preserved sources.
+    Below, `*` are the leading dimensions of the planned tensor, and T is the number of tiles (1
+    without tiles). m and n are destinations and sources of one tile (padded to the largest tile), M
+    and N those of all tiles, r the preserved sources.
 
     Args:
         pos: where destinations and sources are.
@@ -87,7 +87,7 @@ class Plan:
 
     def summed(self, t: Tensor) -> Tensor:
         """What each of the tokens that `merge` gives holds of t [*, L] in all, as [*, L'] in its
-        order: shared out by the weights, summed up.
+        order. It is shared out by the weights, summed up.
 
         Raises ValueError as `merge`.
         """
@@ -147,7 +147,7 @@ class Plan:
         Args:
             y: merged tokens.
             detail: by what tokens of one group are to differ (`mame_sd.core.detail`), where each
-                token went to one group whole (weights "best"); other plans do not read it. None:
+                token went to one group whole (weights "best"). Other plans do not read it. None:
                 they are equal copies.
 
         Raises:
@@ -403,7 +403,7 @@ def group_means_with_gradients(t: Tensor, rows: Tensor, sizes: Tensor) -> Tensor
 
 def rows_of(t: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     """Rows of t [B, L, C] at `index`, [k] for every sample or [B, k] for each its own, as [B, k,
-    C]; into `out`, contiguous, where given.
+    C]. They go into `out`, contiguous, where given.
     """
     if index.dim() == 1:
         return torch.index_select(t, 1, index, out=out)

@@ -4,8 +4,8 @@ gradients.
 Three forms of the same method stand side by side:
 
 * `algorithm_1` and `algorithm_2` follow the paper's pseudo-code line by line, for one sample and a
-  fixed tau, its last line `W / Mask` included (columns then sum to more than 1; nothing outside
-  this file uses that line).
+  fixed tau. Its last line `W / Mask` is included: columns then sum to more than 1, and nothing
+  outside this file uses it.
 * `paper_column` follows the paper's equations, as `variant="paper"` does.
 * `settled_column` is our default: exact columns, and refining that never empties a column.
 
@@ -133,7 +133,7 @@ class ReferencePlan:
     def _beyond_blur(
         self, x: Tensor, groups: list[list[int]], plane: tuple[int, int]
     ) -> tuple[Tensor, Tensor]:
-        """Of copies x [L, C] how their blur varies around its mean in each group [L, C], and what
+        """Of copies x [L, C] how their blur varies around its mean in each group [L, C]. Also what
         of each group's is not that mean [L', C].
         """
         h, w = plane

@@ -50,8 +50,8 @@ def nearest(x: Tensor, pos: Positions, metric: str, ranked: bool = True) -> tupl
     Args:
         x: without gradients.
         ranked: sources are to be compared with one another too. If not, only the destination
-            counts, and of cosine's two norms that of the source may be left out, whose tokens are
-            then taken as they are (below 1e37).
+            counts, and cosine may leave out the norm of the source. Its tokens are then taken as
+            they are (below 1e37).
     """
     halves = x.is_cuda and x.dtype in (
         torch.float16,
@@ -94,8 +94,8 @@ def nearest_of_tiles(
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a b [n, i, k] of a [n, i, j] and b [n, j, k], exact to fp32 and in fp32, also of halves, and
-    where the user lets CUDA's fp32 products run in TF32.
+    """a b [n, i, k] of a [n, i, j] and b [n, j, k], exact to fp32 and in fp32. This holds of halves
+    too, and where the user lets CUDA's fp32 products run in TF32.
     """
     if a.dtype == torch.float32:
         return _product(a, b.transpose(1, 2))

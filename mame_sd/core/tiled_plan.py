@@ -1,5 +1,5 @@
 """The same plan as `RowPlan` for CUDA devices without our kernels, where every operation of PyTorch
-is a launch: groups are a small matrix of ones for each tile, and means are one product with it.
+is a launch. Groups are a small matrix of ones for each tile, and means are one product with it.
 
 No sort, no atomic addition, and no result that depends on the order of threads. What is not finite
 stays within its tile. On a CPU the sums of `RowPlan` move fewer bytes, so they stay there.
@@ -206,7 +206,7 @@ def tiled_plan(
 ) -> TiledPlan | None:
     """The plan of feature x [B, L, d] by products of tiles; None where another form has to make it.
 
-    Preserved sources come in the order of their similarity, not of their positions: that saves a
+    Preserved sources come in the order of their similarity, not of their positions. That saves a
     sort, and no one who attends to them can tell.
     """
     if config.keep is None or config.metric != "cosine" or pos.m > fused.LARGEST_TILE or not on(x):

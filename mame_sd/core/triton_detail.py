@@ -446,8 +446,8 @@ def restored(
     rows: Tensor,
     plane: list[int],
 ) -> Tensor:
-    """All tokens [B, L, C] of merged ones y [B, L', C]: the blur of copies, what it leaves of their
-    group, and what follows from the inputs within it. Arguments as the operators above take and
+    """All tokens [B, L, C] of merged ones y [B, L', C]. They are the blur of copies, what it leaves
+    of their group, and what the inputs tell within it. Arguments as the operators above take and
     give them.
     """
     y = y if y.stride(2) == 1 else y.contiguous()

@@ -1,8 +1,8 @@
 """Who merges with whom, and the means of groups, in Triton: no matrix of similarities is ever
 written.
 
-Programs work on one tile of one sample. Blocks are padded to powers of two and masked, so that any
-width of tokens and any tile of at most 16 x 16 tokens will do, cut at an image's border too.
+Programs work on one tile of one sample. Blocks are padded to powers of two and masked. So any width
+of tokens will do, and any tile of at most 16 x 16 tokens, cut at an image's border too.
 """
 
 from __future__ import annotations
@@ -432,9 +432,9 @@ def group_means(
         proportional: logarithms are wanted.
 
     Returns:
-        [B, H, before + groups + after + sample, D]; how many tokens each but the sampled stands for
-        [B, before + groups + after] fp32; the logarithms of these in the dtype of `t`, where they
-        are wanted.
+        [B, H, before + groups + after + sample, D]. Also how many tokens each but the sampled
+        stands for [B, before + groups + after] fp32. Also the logarithms of these in the dtype of
+        `t`, where they are wanted.
     """
     t = t if t.stride(3) == 1 else t.contiguous()
     out, counts, logs = _fake_means(

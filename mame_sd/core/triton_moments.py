@@ -1,8 +1,8 @@
 """The first-order correction of attention (`correction.py`) in Triton: its moments in two launches,
 the sum in one.
 
-Sums over keys are cut into chunks, so that there are programs enough for a card; the chunks are
-added in a fixed order, so that the same call gives the same result.
+Sums over keys are cut into chunks, so that there are programs enough for a card. The chunks are
+added in a fixed order, so the same call gives the same result.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ def partial_moments(
         proportional: logits count keys: only what varies within groups is lacking.
 
     Returns:
-        Of each head and chunk sums of products [B * H, chunks, 3, D', D]: of the sample's
-        differences from their means, the even ones and the odd ones; of the means, each times its
-        share less 1 / kept. And sums [B * H, chunks, 2, D + D'] of the means, so weighted, and by
-        themselves. Means are counted from about their middle.
+        Of each head and chunk sums of products [B * H, chunks, 3, D', D]. Two are of the sample's
+        differences from their means, the even ones and the odd ones. The third is of the means,
+        each times its share less 1 / kept. And sums [B * H, chunks, 2, D + D'] of the means, so
+        weighted, and by themselves. Means are counted from about their middle.
     """
     key, value, drawn_key, drawn_value = (
         t if t.stride(3) == 1 else t.contiguous() for t in (key, value, drawn_key, drawn_value)
@@ -325,8 +325,8 @@ def _fake_lacking(
 def lacking(
     covariances: Tensor, sums: Tensor, kept: int, sample: int, factor: float, proportional: bool
 ) -> tuple[Tensor, Tensor]:
-    """What attention over means lacks, from `partial_moments`: `factor` times the covariance,
-    transposed, [B * H, D, D'], and the shift [B * H, D'] (none where logits count the keys), in
+    """What attention over means lacks, from `partial_moments`. It is `factor` times the covariance,
+    transposed, [B * H, D, D']. The shift is [B * H, D'] (none where logits count the keys), in
     fp32.
     """
     product, shift = _fake_lacking(covariances, sums, kept, sample, factor, proportional)

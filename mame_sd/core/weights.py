@@ -1,7 +1,7 @@
 """From similarities S to fusion weights W^F, and which sources are preserved (paper, "Adaptive
 Weight Refining").
 
-Where no gradient is needed each result takes the place of what it is made from: at most two buffers
+Where no gradient is needed each result takes the place of what it is made from. At most two buffers
 of M x N are alive at once. Each column (dimension -2) holds one source.
 """
 
@@ -19,7 +19,7 @@ from mame_sd.core.partition import Positions
 from mame_sd.core.similarity import preserved_by_keep, preserved_by_tau
 
 # Refining keeps what exceeds a column's mean. Where that leaves at most this share of the column (a
-# tie, up to rounding), the unrefined weights are taken: below it, fp32 decides by rounding alone.
+# tie, up to rounding), the unrefined weights are taken. Below it, fp32 decides by rounding alone.
 REFINE_FLOOR = 1e-5
 
 

@@ -183,8 +183,8 @@ class StepHook(CallHook):
         if not compiling:
             self.now.value = setting, [(t.shape, t.dtype, t.device) for t in inputs]
         idle = not compiling and self.now.value == self.idle  # no layer asks for a draw or a leader
-        redraws = timestep is not None and setting.config.redraw and not idle
-        draw = draw_at(timestep) if redraws else None
+        redraws = setting.config.redraw and not idle
+        draw = draw_at(timestep) if timestep is not None and redraws else None
         if inputs and draw is not None:
             draw = draw.to(inputs[0].device)
         pairs = setting.config.pairs and bool(inputs) and inputs[0] is call.get(self.names[0])

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.merge import plan_merge
-from mame_sd.core.partition import GRIDS
-from mame_sd.core.plan import Plan, RowPlan
+from mame_sd.core.partition import GRIDS, positions
+from mame_sd.core.plan import Plan, RowPlan, no_autocast
+from mame_sd.core.similarity import similarity_of
 from mame_sd.perception.counts import BlockCounts, width_of
 from mame_sd.perception.known_encoders import Encoder
 from mame_sd.perception.settings import DEFAULTS
@@ -48,6 +49,27 @@ def weighted(plan: Plan, x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
             -1
         ).to(exact.dtype)
     return y.to(x.dtype), summed
+
+
+def as_many(
+    feature: Tensor, config: MaMeConfig, size: tuple[int, int] | None, special: int
+) -> MaMeConfig:
+    """The settings by which all samples of a batch keep as many tokens as the one that by tau keeps
+    most, each its own.
+
+    Args:
+        feature: that is compared [B, L, d].
+        config: with tau.
+        size: (h, w) of the patches; None where unknown.
+        special: leading tokens that take no part.
+    """
+    body = feature.detach()[:, special:]
+    pos = positions(body.shape[1], config, size, body.device, None)
+    with no_autocast(body):
+        best = similarity_of(body, pos, config.metric).amax(-2)  # [B, T, n]
+    assert config.tau is not None
+    merges = (best > config.tau).flatten(1).index_select(1, pos.src_real).sum(1)
+    return config.replace(tau=None, keep=(pos.L - int(merges.min())) / pos.L)
 
 
 class MergedBlock:
@@ -139,7 +161,7 @@ class MergedBlock:
         if self.config is not None:
             merge = (
                 self._between_graphs
-                if torch.compiler.is_compiling() and self._breaks()
+                if torch.compiler.is_compiling() and self._breaks(len(x))
                 else self._merge
             )
             x, sizes = merge(x, normed, sizes, grid)
@@ -191,13 +213,14 @@ class MergedBlock:
         """Whether an attention comes that counts sizes."""
         return self.shared.sized and self.number < self.shared.last
 
-    def _breaks(self) -> bool:
+    def _breaks(self, samples: int) -> bool:
         """Whether merging splits a compiled graph: by tau the number of tokens depends on data, and
         partitions are made for numbers that are known, so that each would be compiled anew. A
-        single one stays inside where shapes may depend on data.
+        single one of a single sample stays inside where shapes may depend on data.
         """
         assert self.config is not None
-        inside = self.alone and torch._dynamo.config.capture_dynamic_output_shape_ops
+        alone = self.alone and samples == 1
+        inside = alone and torch._dynamo.config.capture_dynamic_output_shape_ops
         return self.config.keep is None and not inside
 
     @torch.compiler.disable
@@ -219,25 +242,29 @@ class MergedBlock:
             note = "" if size else UNKNOWN if self.first else LATER if self._asked else ""
             config = config if size else self._plain
         feature = self._feature(x, normed, config.feature)
+        together = config.keep is None and len(feature) > 1
+        if together:
+            config = as_many(feature, config, size, self.shared.special)
         plan = plan_merge(feature, config, size, self.shared.special)
         if self._counts_calls:
             self._count(
                 plan,
                 x.shape,
-                feature.shape[2],
+                feature.shape[2] * (1 + together),
                 sizes is not None,
-                note or self._fewer_merge(plan, config),
+                note or self._fewer_merge(plan),
             )
         return plan
 
-    def _fewer_merge(self, plan: Plan, config: MaMeConfig) -> str:
+    def _fewer_merge(self, plan: Plan) -> str:
         """Why fewer tokens merge than was asked for; empty where as many do."""
-        if torch.compiler.is_compiling():
+        config = self.config
+        if torch.compiler.is_compiling() or config is None:
             return ""
         if config.keep is None:
             samples = plan.sizes.shape[0] if plan.sizes.dim() > 1 else 1
             return (
-                f"by tau in a batch of {samples}: a token stays where any sample keeps it"
+                f"by tau in a batch of {samples}: all keep as many as the one that keeps most"
                 if samples > 1
                 else ""
             )
@@ -247,8 +274,8 @@ class MergedBlock:
         return f"keep {config.keep:.2f} asked, {pos.M / pos.L:.2f} kept: destinations stay"
 
     def _count(self, plan: Plan, shape: torch.Size, dim: int, sized: bool, note: str) -> None:
-        """Counts a call that merged tokens [B, L, C] by a feature of `dim` channels, and summed up
-        their sizes where they have any.
+        """Counts a call that merged tokens [B, L, C] by products of `dim` channels in all, and
+        summed up their sizes where they have any.
         """
         assert self.counts is not None
         _, tokens, channels = shape

@@ -59,23 +59,30 @@ def test_with_keep_a_sample_does_not_see_its_neighbours(row: Row) -> None:
         assert torch.equal(handle.owners()[0], owners[sample])
 
 
+@pytest.mark.parametrize("weights", ["best", "average"])
 @torch.no_grad()
-def test_with_tau_a_token_stays_where_any_sample_keeps_it() -> None:
+def test_by_tau_a_batch_keeps_as_many_as_the_sample_that_keeps_most(weights: str) -> None:
+    """Each its own: that sample merges as if it were alone, the others their most similar ones."""
     model, inputs = VIT.build(), VIT.batch(3)
-    handle = apply_encoder(model, tau=0.35, blocks=1)
+    handle = apply_encoder(model, tau=0.35, blocks=1, weights=weights)
     handle.capture()
-    stays = []
+    alone, stays = [], []
     for sample in range(3):
-        VIT.call(model, {name: value[sample : sample + 1] for name, value in inputs.items()})
+        one = {name: value[sample : sample + 1] for name, value in inputs.items()}
+        alone.append(VIT.call(model, one)["logits"][0])
         stays.append(handle.plans()[0].preserved[0])
-    VIT.call(model, inputs)
-    plan = handle.plans()[0]
-    assert torch.equal(plan.preserved, torch.stack(stays).any(0).expand(3, -1))
-    assert (
-        handle.report().blocks[0].note
-        == "by tau in a batch of 3: a token stays where any sample keeps it"
-    )
-    assert 0 < plan.preserved[0].sum() < plan.preserved.shape[1]
+    both = VIT.call(model, inputs)["logits"]
+    preserved = handle.plans()[0].preserved
+    counts = [int(one.sum()) for one in stays]
+    most = counts.index(max(counts))
+    assert min(counts) < max(counts) < stays[0].numel()
+    assert preserved.sum(1).tolist() == [max(counts)] * 3
+    assert torch.equal(preserved[most], stays[most])
+    assert all(bool((whole | ~own).all()) for whole, own in zip(preserved, stays, strict=True))
+    if weights == "best":
+        torch.testing.assert_close(both[most], alone[most])
+    note = "by tau in a batch of 3: all keep as many as the one that keeps most"
+    assert handle.report().blocks[0].note == note
 
 
 @pytest.mark.parametrize("fields", [{"keep": 0.6}, {"tau": 0.3}], ids=str)
@@ -157,7 +164,7 @@ def test_tau_in_one_block_compiles_to_one_graph_where_shapes_may_depend_on_data(
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         for seed in range(2):
-            inputs = VIT.batch(seed=seed)
+            inputs = VIT.batch(1, seed=seed)
             torch.testing.assert_close(VIT.call(compiled, inputs), VIT.call(model, inputs))
 
 

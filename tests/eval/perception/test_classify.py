@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import ViTModel
 
 from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.results import read_results
@@ -315,6 +316,10 @@ BAD = {
         ["--data", "{}/data", "--classes", "x"],
         "--classes: expected none for ViTForImageClassification",
     ),
+    "features": (
+        ["--data", "{}/data", "--model", "dinov2-saliency"],
+        "compare these with mame-sd-eval features --model dinov2-saliency",
+    ),
     "model": (
         ["--data", "{}/data", "--model", "nothing"],
         "expected the folder of a model of transformers",
@@ -341,6 +346,19 @@ def test_bad_options_are_one_line(
     assert error.startswith("error: ")
     assert message in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_of_features_alone_is_led_to_its_command(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ViTModel.from_pretrained(place / "vit").save_pretrained(tmp_path / "model")
+    shutil.copy(place / "vit" / "preprocessor_config.json", tmp_path / "model")
+    given = words(place, tmp_path / "out")
+    given[given.index("--model") + 1] = str(tmp_path / "model")
+    assert cli.run(given) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "got ViTModel, which gives features alone" in error
+    assert "mame-sd-eval features" in error
 
 
 def test_unreadable_images_and_empty_classes_are_named(
