@@ -12,7 +12,7 @@ from mame_sd.core.plan import Plan
 log = logging.getLogger("mame-sd")
 NOT_CALLED = "the engine never handed its attention to the node; update ComfyUI"
 UNREACHED = (
-    "MaMe neither corrects nor weighs merged keys: another node has put its attention in place of"
+    "MaMe neither corrects nor weighs merged keys: another node has put its attention instead of"
     " the engine's"
 )
 OUTSIDE = "no step was between start_percent and end_percent"

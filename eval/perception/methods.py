@@ -38,7 +38,7 @@ BLOCKS: dict[
 
 
 def _listed(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """With lists in place of tuples, as JSON gives them back."""
+    """With lists instead of tuples, as JSON gives them back."""
     return {
         name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()
     }

@@ -1,4 +1,4 @@
-"""What stands in place of `forward` and `generate` of a LLaVA: calls with images are given on with
+"""What stands instead of `forward` and `generate` of a LLaVA: calls with images are given on with
 fewer tokens.
 """
 
@@ -159,7 +159,7 @@ class Calls:
 
 
 class Call:
-    """Stands in place of one call of a model; what reads its signature sees the model's own."""
+    """Stands instead of one call of a model; what reads its signature sees the model's own."""
 
     def __init__(self, calls: Calls, name: str) -> None:
         self.calls, self.name = calls, name

@@ -158,10 +158,10 @@ class CaptionHandle:
         self.tower.remove()
 
     def install(self) -> None:
-        """Puts merging on (after `remove`, or in place of a later one).
+        """Puts merging on (after `remove`, or instead of a later one).
 
         Raises:
-            ValueError: another tool has put a function in place of a call.
+            ValueError: another tool has put a function instead of a call.
         """
         self._calls.put()
         self.tower.install()

@@ -98,7 +98,7 @@ def rounded_precision_of(t: Tensor) -> str:
 
 
 def widened(t: Tensor) -> bool:
-    """Whether tl.dot is to be given fp32 in place of the tensor's dtype: the interpreter can't
+    """Whether tl.dot is to be given fp32 instead of the tensor's dtype: the interpreter can't
     multiply bf16.
     """
     return INTERPRETED and t.dtype == torch.bfloat16

@@ -1,7 +1,7 @@
 """One block of a vision transformer, merged: x' = MSA(LN(x)) + x, x'' = MaMe(x'), MLP(LN(x'')) +
 x'' (paper, "Integration for Visual Perception").
 
-A `MergedBlock` stands in place of its block's forward and runs the block's own modules, so that
+A `MergedBlock` stands instead of its block's forward and runs the block's own modules, so that
 hooks on these, their weights and what is saved stay as they are. It checkpoints where its block
 would.
 """

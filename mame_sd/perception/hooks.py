@@ -1,4 +1,4 @@
-"""What goes on a model's modules: merged blocks in place of their forward, and hooks around the
+"""What goes on a model's modules: merged blocks instead of their forward, and hooks around the
 model's own.
 
 Everything is kept in the module's own dictionaries, so that a deepcopy has its own, and is found

@@ -11,7 +11,7 @@ MODES = ("off", "on", "processor", "pipeline", "scaled")
 HEAD = """## diffusers' own tests
 
 `make test-diffusers` runs diffusers' tests with every model hooked as it is made (`keep=0.5`, `min_tokens=1`): *off* installed and turned
-off, *on* merging, *processor* by the one-liner, *pipeline* with StableDiffusionMaMePipeline in place of diffusers', *scaled* merging with the
+off, *on* merging, *processor* by the one-liner, *pipeline* with StableDiffusionMaMePipeline instead of diffusers', *scaled* merging with the
 weights of queries and keys times 4, so that the tiny random models attend. Each cell says how many of the tests that pass in the same
 setting without merging pass with it. In *merged* of them (mode *on*) a layer really merged. Tests that need the hub, an accelerator
 or a package that is not there are skipped or fail without us too, and are not counted. An empty cell was not run with today's version: the one-liner is for UNets and
