@@ -132,6 +132,8 @@ class Merging:
             options[KEY] = call = Call(
                 run, draw, leader, override=given.get("optimized_attention_override")
             )
+            if call.override is not None:
+                run.beside = True
             options["optimized_attention_override"] = self.patch.attend
             if isinstance(self.patch, UNetPatch):
                 _patch_unet(options, call, self.patch)

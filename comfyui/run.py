@@ -15,6 +15,7 @@ UNREACHED = (
     "MaMe neither corrects nor weighs merged keys: another node has put its attention instead of"
     " the engine's"
 )
+BESIDE = "attention that another node has set is called with the merged keys"
 OUTSIDE = "no step was between start_percent and end_percent"
 
 
@@ -29,12 +30,14 @@ class Run:
         left: why other layers were left alone.
         unreached: a UNet's attention does not pass through the engine's, where keys are corrected.
         compiled: whether some calls were a graph's.
+        beside: another node's attention is called with the merged keys.
     """
 
     merged: dict[str, None] = field(default_factory=dict)
     left: set[str] = field(default_factory=set)
     unreached: bool = False
     compiled: bool = False
+    beside: bool = False
 
     def note_merged(self, plan: Plan, size: tuple[int, ...]) -> None:
         kept, sides = f"{plan.tokens_in} -> {plan.tokens_kept}", " x ".join(map(str, size))
@@ -49,7 +52,8 @@ class Run:
     def tell(self) -> None:
         """Logs what merged; a warning with every reason when nothing did."""
         if self.merged:
-            log.info("MaMe merged %s", ", ".join(sorted(self.merged)))
+            beside = f"; {BESIDE}" if self.beside else ""
+            log.info("MaMe merged %s%s", ", ".join(sorted(self.merged)), beside)
             if self.unreached:
                 log.warning(UNREACHED)
         elif not self.compiled:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mame_sd.core.plan import Plan
 
 NEVER_CALLED = "not called yet"
+TOO_FEW = "fewer than min_tokens"  # begins the reason of a layer with few tokens
 NOTHING_MERGES = "no layer merges"  # begins the warning of a first forward that merged nothing
 
 
@@ -244,10 +245,13 @@ def nothing_merged(called: Sequence[LayerReport]) -> str:
     """One line on layers of which none merged: how many, why, the largest, what to do."""
     counts = Counter(layer.reason for layer in called).most_common()
     reasons = "; ".join(f"{count} of {len(called)}: {reason}" for reason, count in counts[:3])
+    line = f"expected at least one layer to merge, but none did ({reasons})"
+    if not any(reason.startswith(TOO_FEW) for reason, _ in counts):
+        return f"{line}: remove merging, or mend what the reason names"
     largest = max(round(layer.tokens_in) for layer in called)
     return (
-        f"expected at least one layer to merge, but none did ({reasons}), and the largest has"
-        f" {largest} tokens: lower min_tokens, generate larger images, or remove merging"
+        f"{line}, and the largest has {largest} tokens: lower min_tokens, generate larger images,"
+        " or remove merging"
     )
 
 

@@ -20,12 +20,14 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVC
 from mame_sd import apply_mame, remove_mame
 from mame_sd.config import Study
 from mame_sd.diffusion.families.family import REGISTERED
+from mame_sd.diffusion.families.layouts import UNLIKE
 from mame_sd.diffusion.families.refused import EXCLUDED
 from mame_sd.families import Family, Tokens, register_family
 from tests.builders.pipelines import kandinsky, run_kandinsky
 from tests.builders.transformers import TEXT, H, W, normal
-from tests.matrix.models import refusals
+from tests.matrix.models import images, refusals
 from tests.matrix.models.case import Case
+from tests.matrix.models.images import WORDS
 from tests.matrix.models.probe import check_probe
 from tests.matrix.models.sweep import CASES, RECORD, classes, outcome
 from tests.matrix.models.videos import T
@@ -118,6 +120,64 @@ def test_keys_of_cached_references_stand_before_the_image() -> None:
         handle.report()
     calls = cached_calls(model, {**inputs, "kv_cache": cache, "kv_cache_mode": "cached"})
     assert {(call.first, call.plan.tokens_in) for call in calls} == {(TEXT + references, H * W)}
+
+
+def test_the_last_of_several_images_merges() -> None:
+    """Z-Image's omni mode: captions of 32 + 32 tokens, a reference of 32, the image, 64 of
+    SigLIP's.
+    """
+    model: Any = images.z_image(siglip_feat_dim=16).eval()
+    inputs = images.omni()
+    handle = apply_mame(model, keep=0.5, min_tokens=1, study=Study(correct=False))
+    changed = images.omni()
+    changed["x"][0][1][:, :, 2:4] += 1
+    changed["x"][1][1][:, :, 2:4] += 1
+    with torch.no_grad(), merging() as calls:
+        model(**inputs)
+    assert [layer.name for layer in handle.report().layers if layer.merged] == [
+        "layers.0.attention",
+        "layers.1.attention",
+    ]
+    for call in calls:
+        assert (call.first, call.plan.tokens_in) == (96, H * W)
+        torch.testing.assert_close(call.output, by_loop(call), rtol=1e-4, atol=1e-5)
+    with torch.no_grad(), Attention(apart=True), merging() as probed:
+        model(**inputs)
+        model(**changed)
+    expected = torch.arange(96 + W, 96 + 2 * W)
+    for was, now in zip(probed[:2], probed[2:], strict=True):
+        assert torch.equal(moved(was.call["key"], now.call["key"])[0], expected)
+    inputs["cap_feats"][1] = [WORDS[1].repeat(5, 1), WORDS[1]]  # a longer caption
+    handle.reset()
+    with torch.no_grad():
+        model(**inputs)
+    with pytest.raises(RuntimeError, match=UNLIKE):
+        handle.report()
+
+
+def moved(was: torch.Tensor, now: torch.Tensor) -> list[torch.Tensor]:
+    """Of each sample the keys [B, H, L, D] that differ."""
+    return [row.nonzero().flatten() for row in (was - now).abs().amax((1, 3)) > 1e-6]
+
+
+def test_captions_of_unequal_length_put_images_elsewhere() -> None:
+    """Lumina 2 puts each sample's image right behind its caption, so no plan holds for both."""
+    case = next(case for case in CASES if case.name == "Lumina2Transformer2DModel")
+    model: Any = case.build().eval()
+    inputs = case.inputs()
+    inputs["encoder_attention_mask"] = torch.arange(TEXT) < torch.tensor([[TEXT], [4]])
+    other = {**inputs, "hidden_states": inputs["hidden_states"] + 1}
+    with torch.no_grad(), Attention(apart=True) as attention:
+        model(**inputs)
+        model(**other)
+    last = len(attention.keys) // 2 - 1
+    places = moved(attention.keys[last], attention.keys[-1])
+    assert [(int(place[0]), len(place)) for place in places] == [(TEXT, H * W), (4, H * W)]
+    handle = apply_mame(model, keep=0.5, min_tokens=1)
+    with torch.no_grad():
+        model(**inputs)
+    with pytest.raises(RuntimeError, match=UNLIKE):
+        handle.report()
 
 
 def test_keys_that_unets_add_stay_whole() -> None:

@@ -18,7 +18,7 @@ from mame_sd.diffusion.hook_registry import CallHook, PreHook
 from mame_sd.diffusion.hooks import Plans, Shared
 from mame_sd.diffusion.layer import Call, Step, Tokens
 from mame_sd.diffusion.threads import PerThread, begin, end
-from mame_sd.report import NOTHING_MERGES, LayerStats
+from mame_sd.report import NOTHING_MERGES, TOO_FEW, LayerStats
 
 # Models whose pipelines put the prompt before the negative one in a batch.
 _PROMPT_FIRST = {"DiTTransformer2DModel", "LuminaNextDiT2DModel"}
@@ -221,10 +221,14 @@ class StepHook(CallHook):
             called = [stats for stats in watched if stats.calls]
             if called and self.shared.now.active and all(stats.last_reason for stats in called):
                 largest = max(stats.tokens_in // stats.calls for stats in called)
+                why = "report() says why"
+                if any((stats.last_reason or "").startswith(TOO_FEW) for stats in called):
+                    why = (
+                        f"the largest has {largest} tokens; {why}. Lower min_tokens or generate"
+                        " larger images"
+                    )
                 warnings.warn(
-                    f"{NOTHING_MERGES}: each of {len(called)} was left alone, and the largest has"
-                    f" {largest} tokens; report() says why. Lower min_tokens or generate larger"
-                    " images",
+                    f"{NOTHING_MERGES}: each of {len(called)} was left alone, and {why}",
                     stacklevel=2,
                 )
 

@@ -352,6 +352,32 @@ def test_a_prompt_as_long_as_the_image_leaves_it_alone(node: Any, caplog: Any) -
     ]
 
 
+def test_the_log_names_another_nodes_attention(node: Any, caplog: Any) -> None:
+    caplog.set_level("INFO")
+    call = CALLS["Lumina 2, noise refiner"]
+    model = node.patch(Model(network(call)), "keep", 0.25, 0.8, "keys and values", 16)[0]
+    q, k, v = tensors(call)
+
+    def other(function: Any, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = function(*args, **kwargs)
+        return result
+
+    model.model_options["transformer_options"]["optimized_attention_override"] = other
+    model.sample(
+        lambda run: run.apply_model(
+            torch.zeros(call.latent),
+            0.5,
+            lambda given: given["optimized_attention_override"](
+                attention, q, k, v, 2, None, skip_reshape=True, transformer_options=given
+            ),
+            context=torch.zeros(2, 7, 24),
+        )
+    )
+    (line,) = caplog.messages
+    assert line.startswith("MaMe merged 96 -> 24 tokens")
+    assert line.endswith("attention that another node has set is called with the merged keys")
+
+
 def test_a_padded_image_ends_before_its_padding(node: Any) -> None:
     """Z-Image pads prompt and image to multiples of 32 tokens: here 32, and 117 of the image to
     128.

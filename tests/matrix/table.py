@@ -62,6 +62,10 @@ Each class of the installed diffusers that may denoise, at tiny size with images
 
 *Whole tokens too* says whether `merge="qkv"` merges queries; else it merges keys and values alone, as `report()` tells.
 For each refusal a test shows the reason in the model's own code. These tables are written by `python -m tests.matrix --sweep`.
+
+Reference images of edits merge by `references=` with Flux Kontext, Flux 2, Qwen-Image-Edit, LongCat-Image-Edit, Bria FIBO Edit and JoyImage.
+Those of Qwen-Image 2.1 and OmniGen stand amid the prompt, and stay whole, as do those of Bria FIBO 2, Flux 3 and Z-Image. Where a batch's
+captions differ in length, Lumina 2 has each sample's image at another place: such calls stay whole, and `report()` says so.
 """
 
 

@@ -255,7 +255,7 @@ def listed(model: Any, call: Call) -> Tokens | str:
     it its caption.
     """
     if isinstance(call["x"][0], list):
-        return "with reference images the caption's length decides where each image's tokens are"
+        return _omni(model, call)
     shapes = {image.shape[1:] for image in call["x"]}
     if len(shapes) > 1:
         return UNLIKE
@@ -263,6 +263,33 @@ def listed(model: Any, call: Call) -> Tokens | str:
     return Tokens(
         (t // depth, h // side, w // side) if t > depth else (h // side, w // side), after=None
     )
+
+
+def _omni(model: Any, call: Call) -> Tokens | str:
+    """Z-Image with references: of each sample its captions, its images with the generated one last,
+    and what SigLIP sees of them, each filled up to a multiple of 32 tokens; one that is absent is
+    32 tokens too. The refiner's sequence of images alone is another one, and stays whole.
+    """
+    side, depth = call.get("patch_size", 2), call.get("f_patch_size", 1)
+    seen = call.get("siglip_feats") or [None]
+    places = set()
+    for number, (captions, images) in enumerate(zip(call["cap_feats"], call["x"], strict=True)):
+        t, h, w = images[-1].shape[1:]
+        size = (t // depth, h // side, w // side)
+        area = depth * side * side
+        counts = [_filled(0 if part is None else part[0].numel() // area) for part in images]
+        before = sum(_filled(len(part)) for part in captions) + sum(counts[:-1])
+        after = counts[-1] - math.prod(size)
+        if seen[0] is not None:
+            parts = seen[number]
+            after += sum(_filled(0 if part is None else part[..., 0].numel()) for part in parts)
+        places.add(Tokens(_flat(size), before=before, after=after))
+    return UNLIKE if len(places) > 1 else places.pop()
+
+
+def _filled(count: int) -> int:
+    """Z-Image's multiple of 32 tokens, at least 32."""
+    return max(1, math.ceil(count / 32)) * 32
 
 
 def with_gist(model: Any, call: Call) -> Tokens | str:

@@ -104,12 +104,8 @@ TRANSFORMERS = [
     "ltx",
     "cogvideox",
 ]
+TODAY = ["flux2", "z_image", "krea2", "hunyuan_1_5", "ltx2"]
 NEWER = [
-    "flux2",
-    "z_image",
-    "krea2",
-    "hunyuan_1_5",
-    "ltx2",
     "hunyuan_video",
     "hunyuan_video_framepack",
     "wan_vace",
@@ -153,6 +149,9 @@ MODELS = {
     "models: attention processors": ("test_attention_processor.py",),
     "models: transformers": tuple(
         f"transformers/test_models_transformer_{name}.py" for name in TRANSFORMERS if name != "dit"
+    ),
+    "models: Flux 2, Z-Image, Krea 2, HunyuanVideo 1.5, LTX-2": tuple(
+        f"transformers/test_models_transformer_{name}.py" for name in TODAY
     ),
     "models: newer transformers": tuple(
         f"transformers/test_models_transformer_{name}.py" for name in NEWER

@@ -133,7 +133,21 @@ def z_control() -> nn.Module:
     return borrowed
 
 
-def z_image() -> nn.Module:
+def omni() -> dict[str, Any]:
+    """Z-Image with a reference image: captions of 7 and 5 tokens, images of 24 and 96, what SigLIP
+    sees of the first.
+    """
+    reference, image = normal(4, 1, H, W), normal(4, 1, 2 * H, 2 * W, seed=1)
+    return {
+        "x": [[reference, image], [reference + 1, image + 1]],
+        "t": torch.tensor([0.5, 0.5]),
+        "cap_feats": [[WORDS[i], WORDS[i, :5]] for i in range(2)],
+        "siglip_feats": [[normal(3, 4, 16), None] for _ in range(2)],
+        "image_noise_mask": [[0, 1]] * 2,
+    }
+
+
+def z_image(**more: Any) -> nn.Module:
     return model(
         "ZImageTransformer2DModel",
         in_channels=4,
@@ -142,6 +156,7 @@ def z_image() -> nn.Module:
         axes_dims=[4, 4, 8],
         axes_lens=[256, 64, 64],
         **Z_IMAGE,
+        **more,
     )()
 
 
