@@ -60,12 +60,13 @@ class LayerStats:
                 self.compiled = torch.zeros(3, dtype=torch.int64, device=device)
         self.size: tuple[int, ...] | None = None
         self.last_reason: str | None = NEVER_CALLED
+        self.left = False  # whether the latest call was left alone as nothing is gained
         self.note = ""
         self.plan: Plan | None = None
 
     def skipped(self, reason: str, tokens: int) -> None:
         """A call passed through untouched, because of `reason`."""
-        self.last_reason = reason
+        self.last_reason, self.left = reason, False
         self._count(tokens, tokens)
 
     def merged(
@@ -74,7 +75,7 @@ class LayerStats:
         """A call merged by `plan` over (h, w) or (t, h, w) = `size`; `notes` that are not empty
         tell of fallbacks.
         """
-        self.last_reason = None
+        self.last_reason, self.left = None, False
         self.size = size
         self.note = "; ".join(filter(None, notes))
         self._count(plan.tokens_in, plan.tokens_kept if kept is None else kept)
@@ -89,7 +90,7 @@ class LayerStats:
 
     def left_unmerged(self, tokens: int, size: tuple[int, ...], note: str) -> None:
         """A call in which all tokens were kept before any was compared; `note` tells why."""
-        self.last_reason, self.size, self.note = None, size, note
+        self.last_reason, self.size, self.note, self.left = None, size, note, True
         self._count(tokens, tokens)
 
     def _count(self, tokens_in: int, tokens_kept: int) -> None:

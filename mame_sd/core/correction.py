@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd.core import fused
-from mame_sd.core.buffers import in_place
 from mame_sd.core.partition import constant
 from mame_sd.core.plan import Plan, RowPlan, no_autocast
 
@@ -53,7 +52,7 @@ def moments(key: Tensor, value: Tensor, sizes: Tensor | None = None) -> Moments:
 def joined(key: Tensor, value: Tensor) -> Tensor:
     """Keys [..., n, D] and values [..., n, D'] side by side, [..., n, D + D'] in at least fp32."""
     exact = torch.promote_types(key.dtype, torch.float32)
-    if in_place(key) and in_place(value) and not torch.compiler.is_compiling():
+    if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
         return torch.cat([key, value], -1, out=key.new_empty(0, dtype=exact))
     return torch.cat([key, value], -1).to(exact)
 
@@ -73,7 +72,8 @@ def within_groups(means: Tensor, drawn: Tensor, rows: Tensor, width: int) -> Ten
         rows: which of the means each drawn token went to, [..., n] (broadcast).
         width: D.
     """
-    return _shrunk(apart_from(means, drawn, rows), width)
+    with no_autocast(means):
+        return _within(apart_from(means, drawn, rows), width)
 
 
 def apart_from(means: Tensor, drawn: Tensor, rows: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def apart_from(means: Tensor, drawn: Tensor, rows: Tensor) -> Tensor:
     return drawn - means.gather(-2, rows.unsqueeze(-1).expand(drawn.shape))
 
 
-def _shrunk(apart: Tensor, width: int, between: Tensor | None = None) -> Tensor:
+def _within(apart: Tensor, width: int, between: Tensor | None = None) -> Tensor:
     """`within_groups` of a sample that is `apart` [..., n, D + D'] from its means; and `between`
     [..., D', D] added.
     """
@@ -91,21 +91,18 @@ def _shrunk(apart: Tensor, width: int, between: Tensor | None = None) -> Tensor:
     if apart.shape[-2] % 2:
         apart = F.pad(apart, (0, 0, 0, 1))
     halves = apart.unflatten(-2, (2, -1))
-    with no_autocast(apart):
-        found = halves[..., width:].transpose(-1, -2) @ halves[..., :width]  # [..., 2, D', D]
-        flat = found.view(-1, 2, found.shape[-2] * found.shape[-1])
-        # <A, A>, <A, B> and <B, B>, and a little more: no head is divided by 0.
-        products = torch.baddbmm(
-            constant(_least, flat.dtype, flat.device), flat, flat.transpose(1, 2)
-        )
-        share = (products[:, 0, 1] / products.sum((1, 2))).clamp(0, 0.25)  # of |A + B|^2
-        added = torch.baddbmm(
-            flat[:, :1] if between is None else between.view(flat.shape[0], 1, -1),
-            share.view(-1, 1, 1).expand(-1, 1, 2),
-            flat,
-            beta=0 if between is None else 1,
-            alpha=2 / pairs,
-        )
+    found = halves[..., width:].transpose(-1, -2) @ halves[..., :width]  # [..., 2, D', D]
+    flat = found.view(-1, 2, found.shape[-2] * found.shape[-1])
+    # <A, A>, <A, B> and <B, B>, and a little more: no head is divided by 0.
+    products = torch.baddbmm(constant(_least, flat.dtype, flat.device), flat, flat.transpose(1, 2))
+    share = (products[:, 0, 1] / products.sum((1, 2))).clamp(0, 0.25)  # of |A + B|^2
+    added = torch.baddbmm(
+        flat[:, :1] if between is None else between.view(flat.shape[0], 1, -1),
+        share.view(-1, 1, 1).expand(-1, 1, 2),
+        flat,
+        beta=0 if between is None else 1,
+        alpha=2 / pairs,
+    )
     return added.view(*found.shape[:-3], *found.shape[-2:])
 
 
@@ -146,7 +143,8 @@ def first_order_of_means(
         tokens: how many these are in all.
     """
     if means is None:
-        return Lacking(_shrunk(apart, width), None)
+        with no_autocast(apart):
+            return Lacking(_within(apart, width), None)
     heads = means.shape[-3:-2] if means.dim() > 3 else ()
     alike, counted = constant(_shares, means.shape[-2], tokens, means.dtype, means.device).unbind()
     with no_autocast(means):
@@ -161,7 +159,7 @@ def first_order_of_means(
             sums[..., 1:, :width].flatten(0, -3),
             alpha=-1,
         )
-    return Lacking(_shrunk(apart, width, between), sums[..., 1:2, width:])
+        return Lacking(_within(apart, width, between), sums[..., 1:2, width:])
 
 
 def _shares(count: int, tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core import fused
+from mame_sd.core import fused, tiled_plan
 from mame_sd.core.matrix_plan import MergePlan
 from mame_sd.core.partition import Positions, constant, counting, positions
 from mame_sd.core.pick_plan import pick_plan
@@ -33,7 +33,6 @@ from mame_sd.core.similarity import (
     preserved_by_tau,
     similarity_of,
 )
-from mame_sd.core.tiled_plan import tiled_plan
 from mame_sd.core.weights import fusion_weights
 
 
@@ -111,8 +110,9 @@ def _row_plan(
         found = fused.groups_and_preserved(x, pos, config, special, leader)
         if found is not None:
             return RowPlan(found[0], pos, found[1], special, lead, torch.float32)
-    if not special:
-        tiled = tiled_plan(x, pos, config, lead, leader)
+    # `is_cuda`: tensors without values say so too
+    if not special and (x.is_cuda or x.device.type in tiled_plan.DEVICES):
+        tiled = tiled_plan.tiled_plan(x, pos, config, lead, leader)
         if tiled is not None:
             return tiled
     keep = config.keep
@@ -131,7 +131,9 @@ def _row_plan(
                 x, leader = x.index_select(0, leading), place
         found = nearest(x, pos, config.metric, ranked)
         best, row = (t.index_select(0, leader) for t in found)
-    preserved = None if best is None or not ranked else preserved_of(best, pos, config)
+    preserved = None
+    if best is not None and ranked:
+        preserved = preserved_by_keep(best, pos, keep) if keep else preserved_of(best, pos, config)
     dtype = torch.promote_types(x.dtype, torch.float32)
     return row_plan(row, preserved, pos, special, lead, dtype)
 

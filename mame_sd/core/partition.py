@@ -78,6 +78,7 @@ class Positions:
     N: int
     draw: Tensor | None = None  # LongTensor [1], which draw, counted in circles; None: the first
     L: int = field(init=False)
+    samples: int = field(init=False)  # how many the sample has
     dst: Tensor = field(init=False)  # [M] positions of the destinations, block by block
     src: Tensor = field(
         init=False
@@ -98,6 +99,7 @@ class Positions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "L", self.M + self.N)
+        object.__setattr__(self, "samples", max(1, self.L // SAMPLED))
         if self.draw is None or not self.table.is_cuda or torch.compiler.is_compiling():
             self._look_up()
 
@@ -124,11 +126,6 @@ class Positions:
             object.__setattr__(
                 self, name, part.view(self.blocks, width) if name == "slots" else part
             )
-
-    @property
-    def samples(self) -> int:
-        """How many these are."""
-        return max(1, self.L // SAMPLED)
 
     @property
     def dst_slots(self) -> Tensor:
@@ -272,7 +269,8 @@ def constant(make: Callable[..., Tensor], *args: Any) -> Tensor:
     A graph that is compiled or captured makes its own: it can't be trusted with one that others
         read.
     """
-    if torch.compiler.is_compiling() or is_captured():
+    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if captured or torch.compiler.is_compiling():
         return make(*args)
     return _made(make, args)
 

@@ -33,12 +33,7 @@ class PickPlan(Plan):
         self, pos: Positions, preserved: Tensor, special: int, lead: torch.Size, by_tau: bool
     ) -> None:
         super().__init__(pos, preserved, special, lead)
-        self._by_tau = by_tau
-
-    @property
-    def uneven(self) -> bool:
-        """See `Plan`."""
-        return self._by_tau or self._preserved.shape[-1] > 0
+        self.uneven = by_tau or preserved.shape[-1] > 0
 
     @property
     def weights(self) -> Tensor:

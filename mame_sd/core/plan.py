@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 from mame_sd.core import fused
 from mame_sd.core.detail import GROUPS, RANK, Detail, blurred, directions, slope
 from mame_sd.core.partition import Positions, constant, counting
+
+GROUPING = ("cpu", "cuda", "mps")  # devices that have `group_means`
 
 
 class Plan:
@@ -40,6 +43,8 @@ class Plan:
         special: `special`.
         tokens_in: L, special tokens included.
         tokens_kept: L', special tokens included.
+        uneven: whether some of the tokens that `merge` gives may stand for themselves where others
+            stand for groups.
     """
 
     def __init__(self, pos: Positions, preserved: Tensor, special: int, lead: torch.Size) -> None:
@@ -47,6 +52,9 @@ class Plan:
         self.special = special
         self.tokens_in = special + pos.L
         self.tokens_kept = special + pos.M + preserved.shape[-1]
+        # Some of the tokens that `merge` gives may stand for themselves where others stand for
+        # groups: always with tau, for a graph does not know how many are preserved.
+        self.uneven = preserved.dim() == 1 or preserved.shape[-1] > 0
         self._preserved = preserved
         self._lead = lead
 
@@ -63,13 +71,6 @@ class Plan:
         slots = self._slot_counts()
         real = self.positions.dst_real
         return slots if real is None else slots.index_select(-1, real)
-
-    @property
-    def uneven(self) -> bool:
-        """Whether some of the tokens that `merge` gives may stand for themselves where others stand
-        for groups. With tau they always may, for a graph does not know how many are preserved.
-        """
-        return self._preserved.dim() == 1 or self._preserved.shape[-1] > 0
 
     @property
     def sizes(self) -> Tensor:
@@ -114,14 +115,11 @@ class Plan:
         first = constant(counting, self.special, kept.device).expand(*kept.shape[:-1], -1)
         return torch.cat([first, kept + self.special], -1)
 
-    @property
+    @cached_property
     def rows(self) -> Tensor:
         """Which of the tokens that `merge` gives each token mainly went to, [B, L]: its index among
         them.
         """
-        return self._found_rows()
-
-    def _found_rows(self) -> Tensor:
         pos, b = self.positions, math.prod(self._lead)
         dst = pos.gather[pos.dst_slots]  # [T, m] rows of the destinations
         src = dst.expand(b, -1, -1).gather(2, self._heaviest()).flatten(1)
@@ -208,7 +206,9 @@ class RowPlan(Plan):
         dtype: torch.dtype,
     ) -> None:
         super().__init__(pos, preserved, special, lead)
-        self._rows, self._dtype = rows, dtype
+        self._dtype = dtype
+        if rows is not None:
+            self.rows = rows
         self._groups: Groups | None = None  # made where they are needed first, as sizes are
         self._sizes: Tensor | None = None
         self.by_kernels = rows is not None and rows.device.type in fused.DEVICES
@@ -226,12 +226,6 @@ class RowPlan(Plan):
             self._dtype
         )
         return weights.view(*self._lead, *weights.shape[1:])
-
-    @property
-    def rows(self) -> Tensor:
-        """See `Plan`."""
-        assert self._rows is not None
-        return self._rows
 
     @property
     def sample_rows(self) -> Tensor:
@@ -271,8 +265,16 @@ class RowPlan(Plan):
         With detail it varies around it.
         """
         y = self._checked(y, self.tokens_kept, "restore")
-        if detail is not None:
-            self._check_detail(detail)
+        pos = self.positions
+        if detail is not None and (
+            math.prod(detail.plane) != pos.L
+            or detail.feature.shape[:-1] != (self.rows.shape[0], pos.L)
+        ):
+            raise ValueError(
+                f"detail: expected the feature [{self.rows.shape[0]}, {pos.L}, d] that was planned"
+                f" by and its (h, w), got {list(detail.feature.shape)} and {detail.plane}; give"
+                " Detail(feature, (h, w)) without special tokens, or no detail"
+            )
         # A graph may not know whether all tokens are kept.
         merges = torch.compiler.is_compiling() or self.tokens_kept < self.tokens_in
         if detail is None or not merges:
@@ -287,7 +289,7 @@ class RowPlan(Plan):
         found = fused.means(self, t.unsqueeze(1)) if self.by_kernels and fused.on(t) else None
         if found is not None:
             return found[0].squeeze(1)
-        if not can_group(t):
+        if (t.requires_grad and torch.is_grad_enabled()) or t.device.type not in GROUPING:
             return group_means_with_gradients(t, self.rows, self.sizes)
         if self._groups is None:
             self._groups = groups_of(self.rows, self.tokens_kept)
@@ -305,15 +307,6 @@ class RowPlan(Plan):
         sample = t.index_select(1, self.positions.sample + self.special)
         return torch.cat([self.means(t), sample], 1)
 
-    def _check_detail(self, detail: Detail) -> None:
-        (h, w), shape = detail.plane, detail.feature.shape
-        if h * w != self.positions.L or shape[:-1] != (self.rows.shape[0], self.positions.L):
-            raise ValueError(
-                f"detail: expected the feature [{self.rows.shape[0]}, {self.positions.L}, d] that"
-                f" was planned by and its (h, w), got {list(shape)} and {(h, w)}; give"
-                " Detail(feature, (h, w)) without special tokens, or no detail"
-            )
-
     def _detailed(self, y: Tensor, detail: Detail) -> Tensor:
         """Merged tokens y [B, L', C] as [B, L, C], varying within their groups.
 
@@ -326,40 +319,26 @@ class RowPlan(Plan):
             if found is not None:
                 return found
         free = not torch.is_grad_enabled() or not (y.requires_grad or feature.requires_grad)
-        x, unexplained = self._by_surroundings(y, plane, free)
+        merged, channels = y, y.shape[2]
+        if count:  # outputs and the inputs' directions go side by side
+            # fp16's range a sum may leave
+            feature = feature.float() if feature.dtype == torch.float16 else feature
+            cast = constant(directions, feature.shape[2], count, feature.device)
+            seen = feature @ cast.to(feature.dtype)
+            seen = F.pad(seen, (0, 0, self.special, 0)) if self.special else seen
+            seen = seen.to(torch.promote_types(self._dtype, y.dtype))
+            merged = torch.cat([y.to(seen.dtype), self.means(seen)], 2)
+        copies = rows_of(merged, self.rows)
+        x = blurred(copies[:, self.special :], plane)
+        x = torch.cat([copies[:, : self.special], x], 1) if self.special else x
+        # The blur's mean in each group gives way to the group's own.
+        unexplained = merged - self.means(x)
+        x = x.add_(rows_of(unexplained, self.rows, out=copies if free else None))
         if not count:
             return x
-        # fp16's range a sum may leave
-        feature = feature.float() if feature.dtype == torch.float16 else feature
-        seen = feature @ constant(directions, feature.shape[2], count, feature.device).to(
-            feature.dtype
-        )
-        seen = F.pad(seen, (0, 0, self.special, 0)) if self.special else seen
-        seen = seen.to(torch.promote_types(self._dtype, y.dtype))
-        surroundings, between = self._by_surroundings(self.means(seen), plane, free)
-        within = seen - surroundings
-        follows = slope(between, unexplained, self.sizes)
-        if y.dtype == torch.float16:
-            return x + (within @ follows).to(y.dtype)
-        added = within.to(y.dtype), follows.to(y.dtype)
-        return x.baddbmm_(*added) if free else torch.baddbmm(x, *added)
-
-    def _by_surroundings(
-        self, y: Tensor, plane: tuple[int, int], free: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Merged tokens y [B, L', C] as [B, L, C], varying as the blur of their copies does. Also
-        what of `y` is not that blur's mean. `free`: no gradient is needed.
-        """
-        copies = rows_of(y, self.rows)
-        blur = blurred(copies[:, self.special :], plane)
-        blur = torch.cat([copies[:, : self.special], blur], 1) if self.special else blur
-        unexplained = y - self.means(blur)
-        if not free:
-            return blur + rows_of(unexplained, self.rows), unexplained
-        rows_of(
-            unexplained, self.rows, out=copies
-        )  # the blur's mean in each group gives way to the group's own
-        return blur.add_(copies), unexplained
+        within = seen - x[..., channels:]
+        follows = slope(unexplained[..., channels:], unexplained[..., :channels], self.sizes)
+        return torch.baddbmm(x[..., :channels], within, follows).to(y.dtype)
 
     def _sums(self, t: Tensor) -> Tensor:
         """`summed` of t [B, L], [B, L']."""
@@ -391,29 +370,17 @@ def groups_of_heads(groups: Groups, samples: int, heads: int) -> Groups:
     C].
     """
 
-    def spread(t: Tensor) -> Tensor:
-        sample = torch.arange(samples, device=t.device).view(-1, 1, 1)
-        head = torch.arange(heads, device=t.device).view(1, -1, 1)
-        return (
-            t.view(samples, 1, t.shape[0] // samples) + (sample * (heads - 1) + head) * length
-        ).flatten()
-
-    length = groups.order.shape[0] // samples
-    return Groups(spread(groups.order), spread(groups.starts))
-
-
-def can_group(t: Tensor) -> bool:
-    """Whether `group_means` takes tokens like `t`: no gradient is needed, and the device has the
-    operation.
-    """
-    if torch.is_grad_enabled() and t.requires_grad:
-        return False
-    return t.device.type in ("cpu", "cuda", "mps")
+    length, device = groups.order.shape[0] // samples, groups.order.device
+    sample = torch.arange(samples, device=device).view(-1, 1, 1)
+    head = torch.arange(heads, device=device).view(1, -1, 1)
+    further = (sample * (heads - 1) + head) * length
+    return Groups(*((t.view(samples, 1, -1) + further).flatten() for t in groups))
 
 
 def group_means(t: Tensor, groups: Groups) -> Tensor:
-    """The mean of each group of t [n, C], as [groups, C], up to rounding; a group of one as it
-    is.
+    """The mean of each group of t [n, C], as [groups, C], up to rounding; a group of one as it is.
+
+    Without gradients, on a device of GROUPING.
     """
     wide = (
         t.float() if t.device.type == "cpu" and t.dtype == torch.float16 else t

@@ -32,7 +32,7 @@ def similarity_of(x: Tensor, pos: Positions, metric: str) -> Tensor:
     if metric == "cosine":
         s = _cosine(blocks, pos.m)
     else:
-        dst, src = _full(blocks).split([pos.m, pos.n], 1)
+        dst, src = blocks.to(torch.promote_types(x.dtype, torch.float32)).split([pos.m, pos.n], 1)
         if metric == "euclidean":
             s = torch.cdist(dst, src, compute_mode="donot_use_mm_for_euclid_dist") * -(d**-0.5)
         else:  # dot, and what softmax is of
@@ -60,7 +60,8 @@ def nearest(x: Tensor, pos: Positions, metric: str, ranked: bool = True) -> tupl
     if metric != "cosine" or ranked or halves or pos.dst_pad is not None:
         best, row = similarity_of(x, pos, metric).max(-2)
         return best, row
-    dst, src = _full(blocks_of(x, pos.slots)).split([pos.m, pos.n], 1)
+    blocks = blocks_of(x, pos.slots).to(torch.promote_types(x.dtype, torch.float32))
+    dst, src = blocks.split([pos.m, pos.n], 1)
     dst = _in_range(dst.contiguous(), free=True)
     best, row = _product(dst.mul_(_inverse_norm(dst)), src).max(-2)
     shape = x.shape[0], pos.blocks, pos.n
@@ -117,30 +118,25 @@ def merged_by_keep(pos: Positions, keep: float) -> int:
     return pos.L - max(pos.M, round(keep * pos.L))
 
 
-def preserved_by_keep(best: Tensor, pos: Positions, keep: float) -> Tensor:
-    """The preserved sources [B, r], ascending.
+def preserved_by_keep(best: Tensor, pos: Positions, keep: float, ascending: bool = True) -> Tensor:
+    """The preserved sources [B, r].
 
     Args:
         best: [B, T, n], the largest similarity of every source slot. The highest merge, ties by
             position, NaN ranks last.
         keep: share of the tokens to keep.
+        ascending: by position; else the most similar come first.
     """
     b, merged = best.shape[0], pos.L - max(pos.M, round(keep * pos.L))
     if merged == pos.N:
         return torch.empty(b, 0, dtype=torch.long, device=best.device)
     if not merged:
         return torch.arange(pos.N, device=best.device).expand(b, -1)
-    return ranked_by_keep(best, pos)[:, merged:].sort(dim=1).values
-
-
-def ranked_by_keep(best: Tensor, pos: Positions) -> Tensor:
-    """All sources [B, N] in the order in which they merge: of the largest similarity `best` [B, T,
-    n] first, ties by position, NaN last.
-    """
     last = torch.finfo(best.dtype).min
     best = torch.nan_to_num(best.detach(), nan=last, posinf=math.inf, neginf=-math.inf)
     of_sources = best.flatten(1).index_select(1, pos.src_real)
-    return of_sources.argsort(dim=1, descending=True, stable=True)
+    preserved = of_sources.argsort(dim=1, descending=True, stable=True)[:, merged:]
+    return preserved.sort(dim=1).values if ascending else preserved
 
 
 def blocks_of(t: Tensor, slots: Tensor) -> Tensor:
@@ -158,14 +154,10 @@ def _cosine(blocks: Tensor, m: int) -> Tensor:
     if blocks.is_cuda and blocks.dtype in (torch.float16, torch.bfloat16) and free:
         s = _cosine_of_halves(blocks, m)
     else:
-        blocks = _in_range(_full(blocks), free)
+        blocks = _in_range(blocks.to(torch.promote_types(blocks.dtype, torch.float32)), free)
         blocks = torch.mul(blocks, _inverse_norm(blocks), out=blocks if free else None)
         s = _product(blocks[:, :m], blocks[:, m:])
     return torch.clamp(s, -1, 1, out=s if free else None)
-
-
-def _full(t: Tensor) -> Tensor:
-    return t if t.dtype == torch.float64 else t.float()
 
 
 def _product(dst: Tensor, src: Tensor) -> Tensor:

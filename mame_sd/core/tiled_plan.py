@@ -7,6 +7,8 @@ stays within its tile. On a CPU the sums of `RowPlan` move fewer bytes, so they 
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -16,9 +18,9 @@ from mame_sd.core.buffers import in_place
 from mame_sd.core.detail import GROUPS, RANK, Detail, blurred, scaled_directions, slope_of_halves
 from mame_sd.core.partition import Positions, constant, counting
 from mame_sd.core.plan import RowPlan
-from mame_sd.core.similarity import merged_by_keep, nearest_of_tiles, product, ranked_by_keep
+from mame_sd.core.similarity import merged_by_keep, nearest_of_tiles, preserved_by_keep, product
 
-_DEVICES = {"cuda"}
+DEVICES = {"cuda"}
 
 
 def on(*tensors: Tensor) -> bool:
@@ -26,7 +28,7 @@ def on(*tensors: Tensor) -> bool:
     if torch.compiler.is_compiling():  # a compiler joins launches by itself
         return False
     # `is_cuda`, for tensors without values say so too
-    here = tensors[0].is_cuda or tensors[0].device.type in _DEVICES
+    here = tensors[0].is_cuda or tensors[0].device.type in DEVICES
     return here and all(t.dtype in fused.DTYPES and in_place(t) for t in tensors)
 
 
@@ -48,12 +50,10 @@ class TiledPlan(RowPlan):
         self._chosen: dict[torch.dtype, Tensor] = {}
         self._counts: Tensor | None = None
 
-    @property
+    @cached_property
     def rows(self) -> Tensor:
         """See `Plan`."""
-        if self._rows is None:
-            self._rows = self._slots_groups.flatten(1).index_select(1, self.positions.slot)
-        return self._rows
+        return self._slots_groups.flatten(1).index_select(1, self.positions.slot)
 
     @property
     def sample_rows(self) -> Tensor:
@@ -224,7 +224,7 @@ def tiled_plan(
     preserved = row.new_empty(x.shape[0], 0)
     stay = preserved
     if ranked:
-        preserved = ranked_by_keep(best, pos)[:, merged:]
+        preserved = preserved_by_keep(best, pos, config.keep, ascending=False)
         stay = pos.src[preserved]
         ranks = constant(counting, pos.L, x.device)[pos.M : pos.M + stay.shape[1]]
         groups.view(len(groups), -1).scatter_(1, pos.slot[stay], ranks.expand(stay.shape))

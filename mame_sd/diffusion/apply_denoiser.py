@@ -165,7 +165,9 @@ def build_handle(target: Any, config: MaMeConfig, active: bool = True) -> MaMeHa
         raise ValueError(_nothing_found(root))
     for _, hook in hooks:
         if isinstance(hook, StepHook):
-            hook.watched = [other.stats for _, other in hooks if isinstance(other, MergeHook)]
+            hook.layers = hook.watched = [
+                other.stats for _, other in hooks if isinstance(other, MergeHook)
+            ]
     return MaMeHandle(root, shared, hooks, None if target is root else target)
 
 

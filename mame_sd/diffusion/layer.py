@@ -280,7 +280,12 @@ class Layer(ABC):
     def plan(self, route: Route, step: Step) -> Plan:
         """What merges."""
         plane, leader = route.tokens.plane, step.leader
-        return plan_merge(route.feature, route.config, plane, draw=step.draw, leader=leader)
+        plan = plan_merge(route.feature, route.config, plane, draw=step.draw, leader=leader)
+        return self.joined(plan, route, step) if route.references else plan
+
+    def joined(self, plan: Plan, route: Route, step: Step) -> Plan:
+        """The plan of an image and of the reference images that merge too."""
+        raise NotImplementedError
 
 
 def merged_call(

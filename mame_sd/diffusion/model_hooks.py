@@ -34,6 +34,11 @@ _TIMESTEP = (
 )  # what models call it
 
 
+def merging(layer: LayerStats) -> bool:
+    """Whether a layer's latest call merged, or compared tokens at least."""
+    return layer.last_reason is None and not layer.left
+
+
 class LatestCall:
     """A denoiser's latest call in each thread, as far as it tells whether the next one is of the
     same input.
@@ -148,7 +153,12 @@ class StepHook(CallHook):
         self.names = _names(module)
         self.shared = shared
         self.latest = LatestCall()
+        self.layers: list[LayerStats] = []
         self.watched: list[LayerStats] = []  # layers whose first forward has not been looked at
+        # Settings and sizes of the latest call, and of the latest whose layers were all left alone,
+        # as nothing is gained on their card.
+        self.now = PerThread()
+        self.idle: Any = None
         # a ControlNet is called with the same latents for each control image
         self.calls_pair = "ControlNet" not in type(module).__name__
 
@@ -169,12 +179,17 @@ class StepHook(CallHook):
             for name in self.names
             if isinstance(value := call.get(name), Tensor) and value.dim() > 1
         ]
-        draw = draw_at(timestep) if timestep is not None and setting.config.redraw else None
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            self.now.value = setting, [(t.shape, t.dtype, t.device) for t in inputs]
+        idle = not compiling and self.now.value == self.idle  # no layer asks for a draw or a leader
+        redraws = setting.config.redraw and not idle
+        draw = draw_at(timestep) if timestep is not None and redraws else None
         if inputs and draw is not None:
             draw = draw.to(inputs[0].device)
         pairs = setting.config.pairs and bool(inputs) and inputs[0] is call.get(self.names[0])
-        leader = leaders(inputs[0], type(module).__name__ in _PROMPT_FIRST) if pairs else None
-        compiling = torch.compiler.is_compiling()
+        prompt_first = type(module).__name__ in _PROMPT_FIRST
+        leader = leaders(inputs[0], prompt_first) if pairs and not idle else None
         draws = None if compiling or draw is None else draw + constant(counting, DRAWS, draw.device)
         self.shared.step.value = Step(draw, draws, leader)
         if compiling:  # a graph holds no plans
@@ -200,6 +215,8 @@ class StepHook(CallHook):
         if not torch.compiler.is_compiling():
             end(module, self.name)
             self.shared.plans.value = None
+            left = any(layer.left for layer in self.layers)
+            self.idle = self.now.value if left and not any(map(merging, self.layers)) else None
             watched, self.watched = self.watched, []
             called = [stats for stats in watched if stats.calls]
             if called and self.shared.now.active and all(stats.last_reason for stats in called):

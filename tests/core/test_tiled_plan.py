@@ -43,7 +43,7 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any], torch.dtype]] = {
 
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tiled_plan, "_DEVICES", {"cpu"})
+    monkeypatch.setattr(tiled_plan, "DEVICES", {"cpu"})
     with torch.no_grad():
         yield
 
@@ -60,9 +60,9 @@ def both(
 ) -> tuple[TiledPlan, RowPlan]:
     """The plan by tiles, and that of a CPU."""
     plan = plan_merge(x, config, size, **more)
-    before, tiled_plan._DEVICES = tiled_plan._DEVICES, set()
+    before, tiled_plan.DEVICES = tiled_plan.DEVICES, set()
     plain = plan_merge(x, config, size, **more)
-    tiled_plan._DEVICES = before
+    tiled_plan.DEVICES = before
     assert type(plan) is TiledPlan
     assert type(plain) is RowPlan
     return plan, plain

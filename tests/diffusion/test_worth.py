@@ -18,6 +18,7 @@ from mame_sd.core.cards import CARDS, taken_for
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.worth import _reckoned, leaves_open
 from tests.builders.settings import nested
+from tests.builders.tiny import tiny_unet, unet_inputs
 
 H100, SLOW = CARDS["H100"], CARDS["GeForce RTX 3060"]
 
@@ -47,6 +48,22 @@ def test_a_small_layer_is_left_whole_on_a_fast_card_and_the_report_says_so() -> 
     (found,) = handle.report().layers
     assert (found.tokens_kept, found.reason) == (1024, "left whole: no gain reckoned on H100")
     assert "left whole" in str(handle.report())
+
+
+def test_a_model_left_whole_launches_nothing_more() -> None:
+    unet = tiny_unet()
+    inputs = {name: value.to("meta") for name, value in unet_inputs(unet).items()}
+    on_card(unet)
+    with pretended():
+        plain = len(counted(lambda: unet(**inputs)))
+    handle = apply_mame(unet, MaMeConfig(min_tokens=16))
+    with pretended(card=H100):
+        first, second = (len(counted(lambda: unet(**inputs))) for _ in range(2))
+        assert "left whole" in str(handle.report())
+        assert (first > plain, second) == (True, plain)
+        handle.set(keep=0.5)  # given, and so obeyed: the step is told again
+        assert len(counted(lambda: unet(**inputs))) > first
+    assert not any("left whole" in layer.reason for layer in handle.report().layers)
 
 
 def test_a_large_layer_merges() -> None:

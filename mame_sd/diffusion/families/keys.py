@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mame_sd.core import fused, tiled_plan
-from mame_sd.core.buffers import in_place
 from mame_sd.core.correction import (
     Drawn,
     Lacking,
@@ -35,10 +34,10 @@ from mame_sd.core.correction import (
 from mame_sd.core.partition import constant, counting
 from mame_sd.core.pick_plan import PickPlan
 from mame_sd.core.plan import (
+    GROUPING,
     Groups,
     Plan,
     RowPlan,
-    can_group,
     group_means,
     groups_of,
     groups_of_heads,
@@ -81,13 +80,6 @@ def scale_of(call: Mapping[str, Any]) -> float:
     return scale
 
 
-def _is_ours(attention: Any) -> bool:
-    """Whether what a function returns may be changed: another than PyTorch's may return the same
-    tensor again.
-    """
-    return attention is F.scaled_dot_product_attention
-
-
 def corrected(
     attention: Callable[..., Tensor],
     call: Mapping[str, Any],
@@ -98,16 +90,23 @@ def corrected(
     """The output of `call` with `changes`, key and value among them, and what those lack to first
     order, of a `share` of all tokens.
     """
-    query, value = call["query"], changes["value"]
-    lacking = _rounded(torch.mul, lacks.covariance, scale_of(call) * share, value)
-    lacking = lacking.transpose(-1, -2)
-    if lacks.shift is not None:
-        changes["value"] = _rounded(torch.add, value, lacks.shift, value)
+    query, value, shift = call["query"], changes["value"], lacks.shift
+    free = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    product, scale = lacks.covariance, (call.get("scale") or query.shape[-1] ** -0.5) * share
+    if free:  # in one operation, rounded on the way
+        product = torch.mul(product, scale, out=torch.empty_like(product, dtype=value.dtype))
+        if shift is not None:
+            changes["value"] = torch.add(value, shift, out=torch.empty_like(value))
+    else:
+        product = (product * scale).to(value.dtype)
+        if shift is not None:
+            changes["value"] = (value + shift).to(value.dtype)
+    lacking = product.transpose(-1, -2)
     output = attended(attention, call, **changes)
-    alike = (
-        _is_ours(attention) and output.dim() == 4 and output.dtype == query.dtype == lacking.dtype
-    )
-    if not alike or not in_place(output) or torch.compiler.is_compiling():
+    # Another function than PyTorch's may return the same tensor again.
+    ours = attention is F.scaled_dot_product_attention
+    alike = ours and output.dim() == 4 and output.dtype == query.dtype == lacking.dtype
+    if not (alike and free):
         return output + (query @ lacking).to(output.dtype)
     if output.is_contiguous() and query.is_contiguous():
         output.flatten(0, 1).baddbmm_(query.flatten(0, 1), lacking.flatten(0, 1))
@@ -118,15 +117,6 @@ def corrected(
     return output
 
 
-def _rounded(function: Callable[..., Tensor], t: Tensor, other: Any, like: Tensor) -> Tensor:
-    """What a function gives of two factors or terms, in the dtype of `like`: in one operation where
-    no gradient is needed.
-    """
-    if torch.compiler.is_compiling() or not (in_place(t) and in_place(like)):
-        return function(t, other).to(like.dtype)
-    return function(t, other, out=torch.empty_like(t, dtype=like.dtype))
-
-
 def log_sizes(sizes: Tensor, like: Tensor) -> Tensor:
     """A mask [..., 1, N'] in the dtype of `like` that counts keys `sizes` times, [..., N']."""
     exact = sizes.to(torch.promote_types(like.dtype, torch.float32))
@@ -135,18 +125,12 @@ def log_sizes(sizes: Tensor, like: Tensor) -> Tensor:
     return torch.log(exact, out=torch.empty_like(exact, dtype=like.dtype)).unsqueeze(-2)
 
 
-def of_heads(t: Tensor, keys: Tensor) -> Tensor:
-    """[n] or [B, n] as it is beside `keys` [B, n, D]; [n] or [B, 1, n] beside those of heads, [B,
-    H, n, D].
-    """
-    return t if t.dim() == 1 or keys.dim() == 3 else t.unsqueeze(1)
-
-
 def key_sizes(sizes: Tensor, before: int, after: int, like: Tensor) -> Tensor:
     """How many tokens each key stands for, [L'] or [B, 1, L'] (for `like` of three dimensions [B,
     L']): merged ones by their `sizes`, those before and after them for themselves.
     """
-    return of_heads(F.pad(sizes.to(like.device), (before, after), value=1.0), like)
+    every = F.pad(sizes.to(like.device), (before, after), value=1.0)
+    return every if sizes.dim() == 1 or like.dim() == 3 else every.unsqueeze(1)
 
 
 def proportional_mask(mask: Tensor | None, query: Tensor, sizes: Tensor | None) -> Tensor | None:
@@ -189,9 +173,9 @@ class CountedKeys(Attending):
             return attended(attention, call)  # not this layer's own
         self.seen = True
         sizes = key_sizes(self._sizes, self._before, self._after, query)
-        return attended(
-            attention, call, attn_mask=proportional_mask(call.get("attn_mask"), query, sizes)
-        )
+        mask = call.get("attn_mask")
+        counted = log_sizes(sizes, query) if mask is None else proportional_mask(mask, query, sizes)
+        return attended(attention, call, attn_mask=counted)
 
 
 class GroupedKeys(Attending):
@@ -230,7 +214,7 @@ class GroupedKeys(Attending):
         if call["key"].shape[-2] != plan.tokens_kept + drawn or call.get("attn_mask") is not None:
             return attended(attention, call)  # not this layer's own
         key, value = (call[name][:, :, : plan.tokens_kept] for name in ("key", "value"))
-        sizes = of_heads(plan.sizes, key)
+        sizes = plan.sizes.unsqueeze(-2)  # alike in all heads
         fewer = {
             "key": key,
             "value": value,
@@ -238,18 +222,24 @@ class GroupedKeys(Attending):
         }
         if not self.correct:
             return attended(attention, call, **fewer)
-        sample = Drawn(call["key"], call["value"], plan.tokens_kept, apart=True)
-        lacking = added_by_kernels(
-            plan, (key, value), 0, sample, plan.sizes, scale_of(call), plan.uneven
-        )
+        lacking = None
+        if isinstance(plan, RowPlan) and plan.by_kernels:
+            sample = Drawn(call["key"], call["value"], plan.tokens_kept, apart=True)
+            counts = plan.sizes
+            lacking = added_by_kernels(
+                plan, (key, value), 0, sample, counts, scale_of(call), plan.uneven
+            )
         if lacking is not None:
             return add_by_kernel(
-                attended(attention, call, **fewer), call["query"], lacking, _is_ours(attention)
+                attended(attention, call, **fewer),
+                call["query"],
+                lacking,
+                in_place=attention is F.scaled_dot_product_attention,
             )
         if isinstance(plan, RowPlan):
-            rows = of_heads(plan.sample_rows, key)
+            rows = plan.sample_rows.unsqueeze(1)
         else:
-            rows = of_heads(plan.rows.index_select(1, plan.positions.sample), key)
+            rows = plan.rows.index_select(1, plan.positions.sample).unsqueeze(1)
         means, drawn_too = joined(call["key"], call["value"]).split([plan.tokens_kept, drawn], -2)
         given = None if plan.uneven else means, sizes, plan.tokens_in
         lacks = first_order_of_means(apart_from(means, drawn_too, rows), key.shape[-1], *given)
@@ -324,11 +314,15 @@ class MergedKeys(Attending):
         if mask is None and isinstance(self.plan, TiledPlan) and tiled_plan.on(query, key, value):
             return self._attend_tiled(attention, call, self.plan, self.plan.uneven or not alone)
         sizes = None if alone and not self.plan.uneven else self.sizes(query)
-        kept_key, kept_value = self.merged(key), self.merged(value)
+        if mask is not None:
+            counted = proportional_mask(self.columns(mask), query, sizes)
+        else:
+            counted = None if sizes is None else log_sizes(sizes, query)
+        kept_key, kept_value = self.merged(key, value)
         fewer = {
             "key": kept_key,
             "value": kept_value,
-            "attn_mask": proportional_mask(self.columns(mask), query, sizes),
+            "attn_mask": counted,
         }
         if (
             not self.correct
@@ -375,7 +369,10 @@ class MergedKeys(Attending):
         if lacking is None:
             return None
         return add_by_kernel(
-            attended(attention, call, **fewer), query, lacking, _is_ours(attention)
+            attended(attention, call, **fewer),
+            query,
+            lacking,
+            in_place=attention is F.scaled_dot_product_attention,
         )
 
     def _attend_tiled(
@@ -420,12 +417,10 @@ class MergedKeys(Attending):
         at = self.tokens.places(plan.positions.sample) + self.first
         means = joined(*(t.narrow(-2, self.first, plan.tokens_kept) for t in kept))
         drawn = joined(*(t.index_select(-2, at) for t in every))
-        rows = of_heads(plan.rows[:, plan.positions.sample], every[0])
-        counts = (
-            of_heads(plan.sizes, every[0])
-            if sizes is None
-            else sizes.narrow(-1, self.first, plan.tokens_kept)
-        )
+        rows = plan.rows[:, plan.positions.sample]
+        rows = rows.unsqueeze(1) if every[0].dim() == 4 else rows  # alike in all heads
+        counts = self.sizes(every[0]) if sizes is None else sizes
+        counts = counts.narrow(-1, self.first, plan.tokens_kept)
         given = means if sizes is None else None, counts, plan.tokens_in
         return first_order_of_means(apart_from(means, drawn, rows), every[0].shape[-1], *given)
 
@@ -447,39 +442,42 @@ class MergedKeys(Attending):
             self.plan.sizes, self.first, self.length - self.first - self.plan.tokens_in, like
         )
 
-    def merged(self, t: Tensor) -> Tensor:
-        """Keys or values [B, H, L', D] of [B, H, L, D], or [B, L', D] of [B, L, D]."""
-        if t.dim() == 3:
-            return self.merged(t.unsqueeze(1)).squeeze(1)
+    def merged(self, *tensors: Tensor) -> list[Tensor]:
+        """Keys or values [B, H, L', D] of each [B, H, L, D], or [B, L', D] of [B, L, D]."""
+        first = tensors[0]
+        if first.dim() == 3:
+            return [t.squeeze(1) for t in self.merged(*(t.unsqueeze(1) for t in tensors))]
         by_rows = isinstance(self.plan, RowPlan) or getattr(self.plan, "by_rows", False)
-        if by_rows and can_group(t):
-            return self._means(t)
+        learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if by_rows and not learns and first.device.type in GROUPING:
+            return self._means(tensors)
         if isinstance(self.plan, PickPlan) and self.plan.kept.dim() == 1:  # all samples the same
-            return t.index_select(2, self._every_kept())
-        last = self.first + self.plan.tokens_in
-        tokens = t.transpose(1, 2)  # [B, L, H, D], as they were projected
-        image = self._merged_image(tokens[:, self.first : last].flatten(2)).unflatten(
-            2, t.shape[1::2]
-        )
-        if self.length > self.plan.tokens_in:  # others stand beside it
-            image = torch.cat([tokens[:, : self.first], image, tokens[:, last:]], 1)
-        return image.transpose(1, 2)
+            return [t.index_select(2, self._every_kept()) for t in tensors]
+        merged, last = [], self.first + self.plan.tokens_in
+        for t in tensors:
+            tokens = t.transpose(1, 2)  # [B, L, H, D], as they were projected
+            image = self._merged_image(tokens[:, self.first : last].flatten(2))
+            image = image.unflatten(2, t.shape[1::2])
+            if self.length > self.plan.tokens_in:  # others stand beside it
+                image = torch.cat([tokens[:, : self.first], image, tokens[:, last:]], 1)
+            merged.append(image.transpose(1, 2))
+        return merged
 
-    def _means(self, t: Tensor) -> Tensor:
-        """`merged` in one operation, from where the heads of t [B, H, L, D] lie and to there: each
-        token of text is a group of its own.
+    def _means(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """`merged` in one operation each, from where the heads of t [B, H, L, D] lie and to there:
+        each token of text is a group of its own.
         """
-        batch, heads, _, width = t.shape
-        kept, apart = self.length - self.plan.tokens_in + self.plan.tokens_kept, t.is_contiguous()
-        if apart not in self._groups:
-            groups = groups_of(self._rows(), kept)
-            self._groups[apart] = groups_of_heads(groups, batch, heads) if apart else groups
-        if apart:
-            return group_means(t.flatten(0, 2), self._groups[apart]).view(batch, heads, kept, width)
-        tokens = t.transpose(1, 2).flatten(2).flatten(0, 1)
-        return (
-            group_means(tokens, self._groups[apart]).view(batch, kept, heads, width).transpose(1, 2)
-        )
+        means, kept = [], self.length - self.plan.tokens_in + self.plan.tokens_kept
+        for t in tensors:
+            (batch, heads, _, width), apart = t.shape, t.is_contiguous()
+            if apart not in self._groups:
+                groups = groups_of(self._rows(), kept)
+                self._groups[apart] = groups_of_heads(groups, batch, heads) if apart else groups
+            rows = t.flatten(0, 2) if apart else t.transpose(1, 2).flatten(2).flatten(0, 1)
+            mean = group_means(rows, self._groups[apart])
+            shape = (batch, heads, kept, width) if apart else (batch, kept, heads, width)
+            means.append(mean.view(shape) if apart else mean.view(shape).transpose(1, 2))
+        return means
 
     def _rows(self) -> Tensor:
         """Which of the merged keys each one went to, [B, L]."""
@@ -512,11 +510,11 @@ class MergedKeys(Attending):
             return rows_of(image, self.kept)
         return self.plan.merge(self.tokens.to_plane(image))
 
-    def columns(self, mask: Tensor | None) -> Tensor | None:
+    def columns(self, mask: Tensor) -> Tensor:
         """The mask [..., Q, L'] of the merged keys, whose entries are those of the tokens that
         stay.
         """
-        if mask is None or mask.shape[-1] == 1:
+        if mask.shape[-1] == 1:
             return mask
         every = torch.arange(self.length, device=mask.device)
         last = self.first + self.plan.tokens_in

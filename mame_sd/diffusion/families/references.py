@@ -36,7 +36,7 @@ class JoinedPlan(Plan):
     def __init__(self, parts: Sequence[tuple[Plan, Tokens]]) -> None:
         self.parts = tuple(plan for plan, _ in parts)
         self._lie = tuple(tokens for _, tokens in parts)
-        self.special = 0
+        self.special, self.uneven = 0, True  # groups of images are not alike
         self.tokens_in = sum(plan.tokens_in for plan in self.parts)
         self.tokens_kept = sum(plan.tokens_kept for plan in self.parts)
         self.by_rows = all(isinstance(plan, RowPlan) for plan in self.parts)
@@ -55,11 +55,6 @@ class JoinedPlan(Plan):
         for plan in self.parts:
             starts.append(starts[-1] + getattr(plan, count))
         return list(zip(self.parts, self._lie, starts, strict=False))
-
-    @property
-    def uneven(self) -> bool:
-        """See `Plan`: groups of one image are smaller than those of another."""
-        return True
 
     @property
     def sizes(self) -> Tensor:

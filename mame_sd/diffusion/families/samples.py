@@ -69,17 +69,12 @@ class _SamplePlan(Plan):
 
     def __init__(self, plan: Plan, sample: int, batch: int) -> None:
         super().__init__(plan.positions, plan._preserved, plan.special, torch.Size([1]))
-        self._plan, self._sample, self._batch = plan, sample, batch
+        self._plan, self._sample, self._batch, self.uneven = plan, sample, batch, plan.uneven
 
     @property
     def weights(self) -> Tensor:
         """See `Plan`."""
         return self._own(self._plan.weights)
-
-    @property
-    def uneven(self) -> bool:
-        """See `Plan`."""
-        return self._plan.uneven
 
     @property
     def sizes(self) -> Tensor:

@@ -80,11 +80,15 @@ class SequenceAttention(Layer):
                 f" {type(call.module).__name__} has none"
             )
         hidden = hidden if hidden.dim() == 3 else _sequence(hidden)
-        reason = _skip_reason(family, given, known, config)
+        first = known.start(hidden.shape[1])
+        reason = _skip_reason(family, given, known, config, first)
         if reason is not None:
             return reason
-        config, note = settings_for(config, known)
-        first, text = known.start(hidden.shape[1]) or 0, _text(family, given)
+        first = first or 0
+        note = ""
+        if known.plane is None:
+            config, note = settings_for(config, known)
+        text = _text(family, given)
         before, after = first, hidden.shape[1] - first - known.count
         context = 0 if text is None else text.shape[1]
         if family.keys is not None:  # the image's tokens among them
@@ -95,33 +99,31 @@ class SequenceAttention(Layer):
         if because is None and config.merge == "qkv":
             note = ". ".join(filter(None, (note, KEYS_ONLY.format(type(call.module).__name__))))
         if because is not None:
-            alone = _keeps_own_tokens(family, hidden.shape[0], known, config)
+            # Rotary positions are shared by a batch, so samples with tokens of their own run apart.
+            alone = family.select is not None and config.keep is not None and hidden.shape[0] > 1
+            alone = alone and _keeps_own_tokens(known, config)
             reason = _unable(family, call, known, config, because, alone)
             if reason is not None:
                 return reason
             form = self._samples_merged if alone else self._tokens_merged
             if config.merge == "kv":
                 note = ". ".join(filter(None, (note, QUERIES_TOO.format(because))))
-        feature = compared(
-            call.module, known.to_plane(hidden[:, first : first + known.count]), config.feature
-        )
+        feature = known.to_plane(hidden[:, first : first + known.count])
+        if config.feature != "x":
+            feature = compared(call.module, feature, config.feature)
         references: tuple[Reference, ...] = ()
         if config.of_references is not None and form == self._keys_merged:
             references = _references(call, hidden, first + known.count, known, config)
         return Route(call, form, config, known, feature, note, references, first, before, after)
 
-    def plan(self, route: Route, step: Step) -> Plan:
-        """See `Layer`; with reference images that merge, of all of them."""
-        plan = super().plan(route, step)
-        if not route.references:
-            return plan
+    def joined(self, plan: Plan, route: Route, step: Step) -> Plan:
+        """See `Layer`."""
         parts = [(plan, route.tokens)]
-        for reference in route.references:
+        for tokens, feature in route.references:
             config: Any = route.config.of_references
-            config, _ = settings_for(config, reference.tokens)
-            alone = replace(route, config=config, tokens=reference.tokens, references=())
-            alone = replace(alone, feature=reference.feature)
-            parts.append((super().plan(alone, step), reference.tokens))
+            config, _ = settings_for(config, tokens)
+            alone = replace(route, config=config, tokens=tokens, feature=feature, references=())
+            parts.append((self.plan(alone, step), tokens))
         return JoinedPlan(parts)
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
@@ -134,7 +136,7 @@ class SequenceAttention(Layer):
         """Why queries merge too; None where keys and values merge alone."""
         if config.merge == "qkv" and self.family.queries:
             return "merge='qkv'"
-        if _cuts_batches(call):
+        if call.kind.startswith("PAG"):  # perturbed attention guidance
             return f"{call.kind} attends to parts of the batch"
         if skips_scores(call.module):
             return LAYER_SKIP
@@ -214,7 +216,8 @@ class SequenceAttention(Layer):
         if not route.config.correct or not (plan.uneven or route.before or route.after):
             return None, ""
         nowhere = self.family.text_last is None and _text(self.family, route.call.given) is not None
-        if nowhere or _takes_no_mask(route.call):
+        backend = getattr(route.call.processor, "_attention_backend", None)
+        if nowhere or "flash" in str(getattr(backend, "value", backend)):  # takes no mask
             return None, NOT_COUNTED.format(route.call.kind)
         return plan.sizes, ""
 
@@ -234,12 +237,19 @@ class SequenceAttention(Layer):
         return output, "" if counting.seen else NOT_COUNTED.format(route.call.kind)
 
     def _restored(self, output: Any, route: Route, plan: Plan) -> Any:
-        if isinstance(output, Tensor):
-            return _all_tokens(output, route, plan)
-        return tuple(
-            _all_tokens(value, route, plan) if i in self.family.outputs else value
-            for i, value in enumerate(output)
-        )
+        """All tokens from an output [B, L', ...], or from those in a tuple, in the call's order."""
+        alone, restored, detail = isinstance(output, Tensor), [], route.detail
+        for i, y in enumerate((output,) if alone else output):
+            if i in self.family.outputs or alone:
+                flat, end = y.flatten(2), route.first + plan.tokens_kept
+                image = plan.restore(flat[:, route.first : end], detail)
+                if len(route.tokens.size) == 3:
+                    image = route.tokens.from_plane(image)
+                if flat.shape[1] > plan.tokens_kept:
+                    image = torch.cat([flat[:, : route.first], image, flat[:, end:]], 1)
+                y = image.unflatten(2, y.shape[2:])
+            restored.append(y)
+        return restored[0] if alone else tuple(restored)
 
 
 def _references(
@@ -301,8 +311,13 @@ def _is_joint(call: LayerCall) -> bool:
     return plain and own and type(call.processor) is JointAttnProcessor2_0
 
 
-def _skip_reason(family: Family, given: Call, tokens: Tokens, config: MaMeConfig) -> str | None:
-    """Why this call passes through untouched; None if it may merge."""
+def _skip_reason(
+    family: Family, given: Call, tokens: Tokens, config: MaMeConfig, first: int | None
+) -> str | None:
+    """Why this call passes through untouched; None if it may merge.
+
+    `first`: where the tokens begin in the first of the inputs.
+    """
     joint = given.get(family.text) is not None and family.text not in (*family.inputs, family.keys)
     if joint and not family.cross:
         return "cross-attention"
@@ -310,7 +325,8 @@ def _skip_reason(family: Family, given: Call, tokens: Tokens, config: MaMeConfig
         value = given.get(name)
         if isinstance(value, Tensor) and value.dim() != 3:
             value = _sequence(value)
-        if not isinstance(value, Tensor) or tokens.start(value.shape[1]) is None:
+        known = name == family.inputs[0] and first is not None
+        if not known and (not isinstance(value, Tensor) or tokens.start(value.shape[1]) is None):
             length = value.shape[1] if isinstance(value, Tensor) else "no"
             return f"{length} tokens are not those of {' x '.join(map(str, tokens.size))}"
     if tokens.count < config.min_tokens:
@@ -344,7 +360,7 @@ def _unable(
         if reason is not None:
             return reason
     if alone:
-        if _cuts_batches(call):
+        if call.kind.startswith("PAG"):
             return CUT.format(call.kind)
         unknown = next((v for v in call.given.values() if not _splits(v)), None)
         if unknown is not None:
@@ -367,44 +383,29 @@ def _sequence(t: Tensor) -> Tensor:
     return t.flatten(2).transpose(1, 2) if t.dim() == 4 else t.unsqueeze(0) if t.dim() == 2 else t
 
 
-def _keeps_own_tokens(family: Family, batch: int, tokens: Tokens, config: MaMeConfig) -> bool:
-    """Whether samples run one by one: they keep tokens of their own, and rotary positions are
-    shared by a batch.
-    """
-    if family.select is None or config.keep is None or batch == 1:
-        return False
+def _keeps_own_tokens(tokens: Tokens, config: MaMeConfig) -> bool:
+    """Whether samples keep tokens of their own."""
+    assert config.keep is not None
     partition = positions(tokens.count, config, tokens.plane)
     return 0 < merged_by_keep(partition, config.keep) < partition.N
 
 
 def _with_merged_inputs(family: Family, route: Route, plan: Plan) -> dict[str, Any]:
     """The inputs, the image's tokens in them merged, those before and after them as they are."""
-    tokens, merged = route.tokens, {}
+    tokens, merged, feature = route.tokens, {}, route.config.feature
     for value in (route.call.given[name] for name in family.inputs):
         if id(value) not in merged:
+            if value.shape[1] == tokens.count:
+                hidden = value is route.call.given[family.inputs[0]] and feature == "x"
+                image = route.feature if hidden else tokens.to_plane(value)
+                merged[id(value)] = plan.merge(image)
+                continue
             start = tokens.start(value.shape[1]) or 0
-            parts = (
-                value[:, :start],
-                value[:, start : start + tokens.count],
-                value[:, start + tokens.count :],
-            )
-            image = plan.merge(tokens.to_plane(parts[1]))
-            merged[id(value)] = (
-                image
-                if value.shape[1] == tokens.count
-                else torch.cat([parts[0], image, parts[2]], 1)
-            )
+            rest = value.shape[1] - start - tokens.count
+            before, image, after = value.split([start, tokens.count, rest], 1)
+            image = plan.merge(tokens.to_plane(image))
+            merged[id(value)] = torch.cat([before, image, after], 1)
     return {name: merged[id(route.call.given[name])] for name in family.inputs}
-
-
-def _all_tokens(y: Tensor, route: Route, plan: Plan) -> Tensor:
-    """All tokens from an output [B, L', ...], in the call's order."""
-    flat, end = y.flatten(2), route.first + plan.tokens_kept
-    image = plan.restore(flat[:, route.first : end], route.detail)
-    image = route.tokens.from_plane(image)
-    if flat.shape[1] > plan.tokens_kept:
-        image = torch.cat([flat[:, : route.first], image, flat[:, end:]], 1)
-    return image.unflatten(2, y.shape[2:])
 
 
 def _rows(tokens: Tokens, kept: Tensor) -> Rows:
@@ -419,17 +420,6 @@ def _rows(tokens: Tokens, kept: Tensor) -> Rows:
         return t.index_select(dim, torch.cat([every[:start], index, every[start + tokens.count :]]))
 
     return pick
-
-
-def _takes_no_mask(call: LayerCall) -> bool:
-    """Whether attention runs in a backend of diffusers that takes no mask."""
-    backend = getattr(call.processor, "_attention_backend", None)
-    return "flash" in str(getattr(backend, "value", backend))
-
-
-def _cuts_batches(call: LayerCall) -> bool:
-    """Whether the processor attends to parts of the batch apart (perturbed attention guidance)."""
-    return call.kind.startswith("PAG")
 
 
 def _unlike(given: Call, select: Any, tokens: Tokens) -> str | None:

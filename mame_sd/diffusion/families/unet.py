@@ -128,9 +128,12 @@ def image_route(
     tokens = layout_of(hidden, known, config)
     if isinstance(tokens, str):
         return tokens
-    config, without = settings_for(config, tokens)
-    note = ". ".join(filter(None, (without, note)))
-    return Route(call, form, config, tokens, compared(call.module, hidden, feature), note)
+    if tokens.plane is None:
+        config, without = settings_for(config, tokens)
+        note = ". ".join(filter(None, (without, note)))
+    if feature != "x":
+        hidden = compared(call.module, hidden, feature)
+    return Route(call, form, config, tokens, hidden, note)
 
 
 def keys_merged(route: Route, plan: Plan) -> Output:
