@@ -1,12 +1,14 @@
 """The README holds: its Python examples run, its length stays, its links and commands exist."""
 
 import re
+import runpy
 import shlex
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import typer
+from PIL import Image
 from typer.main import get_command
 
 from mame_sd.cli.app import app
@@ -126,3 +128,20 @@ def test_every_option_has_help() -> None:
             assert getattr(parameter, "help", None) or parameter.param_type_name == "argument", (
                 f"{name} {parameter.name}"
             )
+
+
+def test_the_idea_is_drawn_in_four_panels_and_a_rival(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = tmp_path / "idea.png"
+    picture = str(ROOT / "prompts" / "demo.png")
+    monkeypatch.setattr("sys.argv", ["idea.py", picture, str(drawn)])
+    errors = runpy.run_path(str(ROOT / "examples" / "idea.py"))
+    with Image.open(drawn) as sheet:
+        assert sheet.width == 5 * (errors["SIDE"] + 8)
+    merged = errors["plan_merge"](
+        errors["x"], MaMeConfig(keep=0.25, merge="qkv"), size=(errors["GRID"],) * 2
+    )
+    restored = merged.restore(merged.merge(errors["x"]))
+    apart = (restored - errors["x"]).square().mean().sqrt().item()
+    assert apart < errors["error"], "nearer than groups by position, of as many tokens"
