@@ -1,7 +1,7 @@
 """What attention loses with fewer keys, given back to first order in the logits.
 
-Expanded around equal weights, attention over N keys is o(q) = mean(v) + scale * Cov(v, k) q + ...,
-mean and covariance taken over the keys. Fewer keys have another mean and covariance: means of
+Attention over N keys is expanded around equal weights: o(q) = mean(v) + scale * Cov(v, k) q + ...
+Mean and covariance are taken over the keys. Fewer keys have another mean and covariance: means of
 groups lack what varies within the groups, picked ones are off by chance. Both are linear in q. The
 difference costs two products of [D, N] by [N, D], as little as D more keys would. It is a control
 variate (linear attention of what is missing), exact to first order whatever stands for the dropped

@@ -38,8 +38,9 @@ class Detail(NamedTuple):
 
 
 def blurred(x: Tensor, plane: tuple[int, int]) -> Tensor:
-    """Tokens x [B, h * w, C] blurred by [1, 2, 1] / 4 along rows and columns of their plane (h, w),
-    whose border is repeated.
+    """Tokens x [B, h * w, C] blurred by [1, 2, 1] / 4 in their plane (h, w).
+
+    The blur runs along rows and columns. The border of the plane is repeated.
 
     Twice the means of 2 x 2, where they reach over the border of what lies within. It is the same
     kernel, without a copy of the tokens.

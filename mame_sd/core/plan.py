@@ -27,9 +27,9 @@ class Plan:
     """Which tokens merge, with which weights: a value, made by `mame_sd.plan_merge`, that holds no
     tokens.
 
-    Below, `*` are the leading dimensions of the planned tensor, and T is the number of tiles (1
-    without tiles). m and n are destinations and sources of one tile (padded to the largest tile), M
-    and N those of all tiles, r the preserved sources.
+    Below, `*` are the leading dimensions of the planned tensor. T is the number of tiles (1 without
+    tiles). One tile has m destinations and n sources (padded to the largest tile). All tiles
+    together have M and N. There are r preserved sources.
 
     Args:
         pos: where destinations and sources are.
@@ -53,7 +53,7 @@ class Plan:
         self.tokens_in = special + pos.L
         self.tokens_kept = special + pos.M + preserved.shape[-1]
         # Some of the tokens that `merge` gives may stand for themselves where others stand for
-        # groups: always with tau, for a graph does not know how many are preserved.
+        # groups. With tau this is always so: a graph does not know how many are preserved.
         self.uneven = preserved.dim() == 1 or preserved.shape[-1] > 0
         self._preserved = preserved
         self._lead = lead

@@ -130,7 +130,7 @@ def _printed_weights(above: Tensor, refine: bool, eps: float) -> Tensor:
     if not refine:
         return W
     C = _positive(W, torch.empty_like(W)).unsqueeze(-2)
-    # W - zeta, zeta = sum W / (C + eps), in two steps: in fp32, C + eps is C, and eps decides over
+    # W - zeta, zeta = sum W / (C + eps), in two steps. In fp32, C + eps is C, and eps decides over
     # a source of one candidate.
     mean = W.sum(-2, keepdim=True) / C.clamp(min=1)
     pruned = torch.sub(W, mean, out=reuse(W))

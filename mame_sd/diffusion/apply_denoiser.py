@@ -17,10 +17,10 @@ Threads may generate with one model at once, each with settings of its own (`han
 changes a model for all (`apply_mame`, `remove_mame`, `handle.set`) raises RuntimeError while
 another thread makes an image with it.
 
-`torch.compile` of the model with `keep` makes one graph of it, merging included, for each size and
-batch size (not with `dynamic=True`), and a small one of the hook that reads the step. With `tau`
-how many tokens stay depends on the data, which breaks the graph in each merging layer (results stay
-right): for one graph compile with `fullgraph=True`, or set
+With `keep`, `torch.compile` of the model makes one graph of it, merging included. It makes one for
+each size and batch size (not with `dynamic=True`). The hook that reads the step becomes a small
+graph of its own. With `tau` how many tokens stay depends on the data. This breaks the graph in each
+merging layer (results stay right). For one graph compile with `fullgraph=True`, or set
 `torch._dynamo.config.capture_dynamic_output_shape_ops = True`. `compile_repeated_blocks` makes one
 graph for all blocks of a size.
 """
@@ -87,9 +87,9 @@ def apply_mame(
 ) -> MaMeHandle:
     """Merges tokens in every large self-attention of `target` until `remove_mame`.
 
-    Layers with at least `min_tokens` tokens merge: by default 1024, which is the two largest levels
-    of SD 1.x and SDXL at their own sizes, and of SD 2.x at 768 pixels (9216, 2304). Merging that is
-    on `target` already is replaced.
+    Layers with at least `min_tokens` tokens merge, by default 1024. For SD 1.x and SDXL at their
+    own sizes these are the two largest levels. So they are for SD 2.x at 768 pixels (9216, 2304).
+    Merging that is on `target` already is replaced.
 
     Args:
         target: a diffusers pipeline (its UNet or transformer is taken, or each of them where it has

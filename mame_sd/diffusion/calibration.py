@@ -36,8 +36,9 @@ from mame_sd.report import LayerStats, device_of
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a denoiser
 Name = TypeVar("Name", bound=Hashable)  # of a layer, or of a layer in one of several steps
 Clock = Callable[[], float]
-# What a layer may be given beside nothing, in the words of `layers`: keys and values alone, whole
-# tokens, picks, and the first key of each cell without correction, which is ToDo.
+# What a layer may be given beside nothing, in the words of `layers`. These are keys and values
+# alone, whole tokens, picks, and the first key of each cell without correction. The last one is
+# ToDo.
 TODO = {"weights": "pick", "partition": "grid", "correct": False}
 FORMS: tuple[dict[str, Any], ...] = (
     *({"keep": keep, "merge": "kv"} for keep in (0.5, 0.375, 0.25, 0.19, 0.125, 0.0625)),

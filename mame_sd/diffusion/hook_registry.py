@@ -86,7 +86,7 @@ def take_hook(module: nn.Module, name: str) -> None:
     stays in force.
 
     diffusers' own removal gives the next hook the freed forward instead of its `new_forward`, which
-    is then lost, and drops a function that somebody has put around `module.forward` by hand.
+    is then lost. It also drops a function that somebody has put around `module.forward` by hand.
     """
     hook = hook_on(module, name)
     if hook is None:

@@ -1,5 +1,7 @@
-"""The hook that merges around a layer, and what it shares with those that read a model's calls
-(`model_hooks.py`): the settings, the step, and plans that two calls of one input share.
+"""The hook that merges around a layer, and what it shares with those that read a model's calls.
+
+The latter are in `model_hooks.py`. The hooks share the settings, the step, and plans that two calls
+of one input share.
 
 Guidance may take two calls: the second, of the same latents at the same timestep, merges by the
 plans of the first. What a batch of both is to `mame_sd.core.pairs`. Pipelines of Qwen-Image, Wan,
@@ -120,9 +122,10 @@ class Plans:
     def plan(
         self, layer: str, config: MaMeConfig, shape: tuple[int, ...], make: Callable[[], Plan]
     ) -> Plan:
-        """What merges in the next call of a layer: the plan that its call of the same number made
-        in an earlier call of the model, else a new one. It is kept, unless it is a matrix, which
-        all layers together have no memory for.
+        """What merges in the next call of a layer.
+
+        This is the plan that its call of the same number made in an earlier call of the model, else
+        a new one. It is kept, unless it is a matrix, which all layers together have no memory for.
 
         Args:
             layer: its name.
@@ -164,8 +167,8 @@ def _same(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
 class Entry:
     """The `forward` of a module that carries a MergeHook, instead of the registry's own.
 
-    diffusers binds a function of its own to each module: a deepcopy would run the original's
-    weights, and `torch.compile` would compile blocks that differ in nothing else
+    diffusers binds a function of its own to each module. With it, a deepcopy would run the
+    original's weights. Also, `torch.compile` would compile blocks that differ in nothing else
     (`compile_repeated_blocks`) each anew. A method is one function for all of them.
     """
 
@@ -247,9 +250,9 @@ class MergeHook(ModelHook):
     def told(self) -> tuple[Tokens | None, Step]:
         """What this thread's latest call of the model says: how the tokens lie, and of the step.
 
-        Nothing of the step where gradients are on: a block that is computed again for them
-        (checkpointing) merges as before, whatever has run since, and no sample's timestep decides
-        on its neighbours in a training batch.
+        It says nothing of the step where gradients are on. A block that is computed again for them
+        (checkpointing) merges as before, whatever has run since. No sample's timestep decides on
+        its neighbours in a training batch.
         """
         shared, noted = self.shared, self.known
         known = None if noted is None else getattr(noted.mine, "value", noted.latest)

@@ -57,8 +57,8 @@ class Tokens:
             first of what `after` counts.
         count: how many tokens the image or video has.
         plane: the (rows, columns) on which tokens are compared; None where they are unknown. A
-            video's plane is (h * t, w): the rows of all frames interleaved, so that a tile of the
-            plane spans neighbours in time as well as in space.
+            video's plane is (h * t, w): the rows of all frames interleaved. A tile of the plane
+            thus spans neighbours in time as well as in space.
     """
 
     size: tuple[int, ...]

@@ -1,5 +1,7 @@
-"""The hooks that read a denoiser's calls for the layers in it: how the tokens lie, which step it
-is, and whether the call is the second of two of the same input.
+"""The hooks that read a denoiser's calls for the layers in it.
+
+They read how the tokens lie, which step it is, and whether the call is the second of two of the
+same input.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     pipe.unet.set_attn_processor(MaMeAttnProcessor(tau=0.8))
 
-It runs on every Attention of a model and merges only where that is sound: cross-attention, masks,
+It runs on every Attention of a model and merges only where that is sound. Cross-attention, masks,
 added keys and values and small layers pass through untouched. It sees tokens [B, L, C] and not
 their height and width: give `size` for images that are not square. Nor does it see what the tokens
-are: in a video model attention over frames merges too where there are at least `min_tokens` frames,
-so keep `min_tokens` above their number. Slicing, `fuse_qkv_projections`, `load_ip_adapter` and PAG
-replace processors, this one included, and `load_ip_adapter` makes new ones without arguments;
+are. In a video model, attention over frames merges too where there are at least `min_tokens`
+frames. Keep `min_tokens` above their number. Slicing, `fuse_qkv_projections`, `load_ip_adapter` and
+PAG replace processors, this one included, and `load_ip_adapter` makes new ones without arguments;
 `apply_mame` survives all of these, knows the true size and leaves attention over frames alone.
 """
 

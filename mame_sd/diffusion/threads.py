@@ -1,10 +1,10 @@
 """Several threads that generate with one model: what each call keeps for itself, and changes to the
 model only between calls.
 
-What a forward leaves for the layers in it (the step, how tokens lie) belongs to its thread. What is
-on the model (hooks, the settings of all) changes only while no other thread is in a forward of it,
-or in a call of a StableDiffusionMaMePipeline with it. Between two forwards of another pipeline
-nobody tells of an image under way: a change then holds from its next step on.
+What a forward leaves for the layers in it (the step, how tokens lie) belongs to its thread. Hooks
+and the settings of all are on the model. They change only while no other thread is in a forward of
+it. Nor may one be in a call of a StableDiffusionMaMePipeline with it. Between two forwards of
+another pipeline nobody tells of an image under way: a change then holds from its next step on.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class PerThread:
     """A value that each thread has its own of; None before it has set one.
 
     Args:
-        latest: a thread that has set none reads what any thread has set last: a backward pass,
-            which may run in a thread of its own, sees what its forward left.
+        latest: a thread that has set none reads what any thread has set last. A backward pass,
+            which may run in a thread of its own, thus sees what its forward left.
 
     Copies start without values.
     """

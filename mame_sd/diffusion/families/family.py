@@ -1,11 +1,12 @@
 """Attention families: where the image's tokens are in a transformer's attention calls, and what
 goes with them.
 
-A UNet's self-attention is a function of its tokens alone. A transformer's is not: text tokens share
-the call or the sequence, rotary positions are given beside the tokens, a video's tokens lie in
+A UNet's self-attention is a function of its tokens alone. A transformer's is not. Text tokens share
+the call or the sequence. Rotary positions are given beside the tokens. A video's tokens lie in
 three dimensions. A `Family` says all of this for one kind of model, and `register_family` adds
-yours. For a model of class MyTransformer whose forward takes `hidden_states` [B, C, H, W], cut into
-patches of its config's `patch_size`, and whose `MyAttention` takes (cos, sin), each [L, D]:
+yours. Take a model of class MyTransformer whose forward takes `hidden_states` [B, C, H, W]. It cuts
+them into patches of its config's `patch_size`. Its `MyAttention` takes (cos, sin), each [L, D].
+Such a model is added by:
 
     from mame_sd.families import Family, along, patches, register_family
 
@@ -50,9 +51,9 @@ class Family:
         tokens: (model, arguments of its forward) -> how the tokens lie; where that can't be known
             the reason, or None.
         select: (arguments of an attention call, rows) -> the arguments that hold one row per token,
-            such as rotary positions, changed to those of the tokens that stay. `rows(tensor, dim)`
-            picks them along `dim`, which may count the image's tokens or all of the sequence. None:
-            there are none. Used where queries merge too.
+            such as rotary positions. They are changed to those of the tokens that stay.
+            `rows(tensor, dim)` picks them along `dim`, which may count the image's tokens or all of
+            the sequence. None: there are none. Used where queries merge too.
         leaves: arguments of the attention with which a call is left alone.
         inputs: arguments of the attention that hold the tokens [B, L, C]. Where queries stay whole
             also [L, C] of one sample, or an image [B, C, H, W], whose own rows and columns then

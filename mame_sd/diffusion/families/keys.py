@@ -127,7 +127,7 @@ def log_sizes(sizes: Tensor, like: Tensor) -> Tensor:
 
 def key_sizes(sizes: Tensor, before: int, after: int, like: Tensor) -> Tensor:
     """How many tokens each key stands for, [L'] or [B, 1, L'] (for `like` of three dimensions [B,
-    L']): merged ones by their `sizes`, those before and after them for themselves.
+    L']). Merged keys stand for their `sizes`, those before and after them for themselves.
     """
     every = F.pad(sizes.to(like.device), (before, after), value=1.0)
     return every if sizes.dim() == 1 or like.dim() == 3 else every.unsqueeze(1)
@@ -179,9 +179,10 @@ class CountedKeys(Attending):
 
 
 class GroupedKeys(Attending):
-    """While entered, attention whose keys and values are made of `keys_of` counts each key as often
-    as it stands for tokens, and adds what the merged keys lack to first order
-    (`core/correction.py`).
+    """While entered, attention counts each key as often as it stands for tokens.
+
+    This is attention whose keys and values are made of `keys_of`. It also adds what the merged keys
+    lack to first order (`core/correction.py`).
 
     Args:
         plan: of all tokens; every source went to one destination whole. Only where it is uneven
@@ -464,8 +465,10 @@ class MergedKeys(Attending):
         return merged
 
     def _means(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """`merged` in one operation each, from where the heads of t [B, H, L, D] lie and to there:
-        each token of text is a group of its own.
+        """`merged` in one operation each.
+
+        The heads of t [B, H, L, D] are read as they lie, and the means lie alike. Each token of
+        text is a group of its own.
         """
         means, kept = [], self.length - self.plan.tokens_in + self.plan.tokens_kept
         for t in tensors:

@@ -266,9 +266,11 @@ def listed(model: Any, call: Call) -> Tokens | str:
 
 
 def _omni(model: Any, call: Call) -> Tokens | str:
-    """Z-Image with references: of each sample its captions, its images with the generated one last,
-    and what SigLIP sees of them, each filled up to a multiple of 32 tokens; one that is absent is
-    32 tokens too. The refiner's sequence of images alone is another one, and stays whole.
+    """Z-Image with references: of each sample captions, images, and what SigLIP sees of them.
+
+    The generated image is the last one. Each part is filled up to a multiple of 32 tokens. One that
+    is absent is 32 tokens too. The refiner's sequence of images alone is another one, and stays
+    whole.
     """
     side, depth = call.get("patch_size", 2), call.get("f_patch_size", 1)
     seen = call.get("siglip_feats") or [None]

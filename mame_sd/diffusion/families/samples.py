@@ -1,5 +1,6 @@
-"""Attention that runs over one sample after another (Mochi): each has as much text as it has, and
-merges by its own part of the plan.
+"""Attention that runs over one sample after another (Mochi).
+
+Each sample has its own length of text. It merges by its own part of the plan.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 tokens, and where they stand.
 
 UNets, DiT and PixArt need none: their self-attention has nothing beside its tokens (`unet.py`). One
-line of the table reads: name, classes of the model, classes of the attention (with the last part of
-their path), where the image lies, what holds a row per token.
+line of the table reads: name, classes of the model, classes of the attention, where the image lies,
+what holds a row per token. Classes of the attention come with the last part of their path.
 """
 
 from __future__ import annotations
@@ -583,8 +583,10 @@ def family_of(model: nn.Module) -> Family | None:
 
 
 def resolved(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
-    """`config`; where it leaves open what merges (`DECIDES`, none of them given), with the settings
-    that lie beside the model's weights, else with what its family merges best.
+    """`config`, completed where it leaves open what merges (`DECIDES`, none of them given).
+
+    It then takes the settings that lie beside the model's weights. Where there are none, it takes
+    what the model's family merges best.
     """
     if config.layers is None and config.given.keys().isdisjoint(DECIDES):
         shipped = shipped_with(model)

@@ -2,8 +2,8 @@
 
 Merged whole (`merge="qkv"`) or by its keys and values ("kv").
 
-The installed processor computes the attention: merged tokens are given to it as `hidden_states`, or
-as `encoder_hidden_states`, from which diffusers' own processors take keys and values.
+The installed processor computes the attention. Merged tokens are given to it as `hidden_states`, or
+as `encoder_hidden_states`. From the latter, diffusers' own processors take keys and values.
 """
 
 from __future__ import annotations
@@ -121,8 +121,9 @@ def image_route(
     feature: str = "x",
     note: str = "",
 ) -> Route | str:
-    """What `Layer.route` says of the tokens of one image, with nothing beside them: they merge by
-    `form`, compared by `feature`, or the reason why they can't.
+    """What `Layer.route` says of the tokens of one image, with nothing beside them.
+
+    They merge by `form`, compared by `feature`. Where they can't, it gives the reason.
     """
     hidden: Tensor = call.given["hidden_states"]
     tokens = layout_of(hidden, known, config)
@@ -236,8 +237,9 @@ def _attention(
 
 
 def _counts(plan: Plan, call: LayerCall) -> Tensor:
-    """A mask [B, 1, L'] that counts each merged token as often as it stands for tokens, in the
-    dtype of the scores that it is added to.
+    """A mask [B, 1, L'] that counts each merged token as often as it stands for tokens.
+
+    It has the dtype of the scores that it is added to.
     """
     hidden: Tensor = call.given["hidden_states"]
     exact = call.module.upcast_attention and not isinstance(
