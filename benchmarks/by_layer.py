@@ -1,5 +1,5 @@
-"""Says what merging would change in each layer of an embedded model, at three of its steps, and
-what a choice by layer is reckoned to give.
+"""Says what merging would change in each layer of an embedded model, at three of its steps. Also
+says what a choice by layer is reckoned to give.
 
     python -m benchmarks.by_layer --model transformer --speeds 1.14 1.25
     python -m benchmarks.by_layer --model unet --num 2 --speeds 1.32 1.45

@@ -4,8 +4,8 @@ DeepCache for UNets, diffusers' hooks.
 
 `enable` and `disable` put one on a pipeline (DeepCache) or its denoiser and take it off. A run of
 several steps goes in `one_run`. Pipelines of models that are no `CacheMixin` (UNets, Stable
-Diffusion 3) neither reset a cache between two images nor tell it whose state it is to take. So the
-second image would begin with the first one's.
+Diffusion 3) do not reset a cache between two images. Nor do they tell it whose state it is to take.
+So the second image would begin with the first one's.
 """
 
 from __future__ import annotations

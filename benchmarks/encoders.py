@@ -8,11 +8,12 @@ their time beside ToMe.
     python -m benchmarks.encoders --device cuda --rounds 30
 
 FLOPs are multiply-adds for one image of 224 x 224, as `handle.report()` counts them. In the table
-of speed all that reduce tokens leave half of them in blocks 3, 6 and 9 (counted from 0), equally
-many in every block. A gate looks at that before anything is timed. *MaMe* is the paper's form;
-*MaMe default*, which merges in every second block, the first ones most, stands beside the unmerged
-model alone. *fewer tokens* is what the model takes when the others are dropped for nothing;
-captured = (T_unmerged - T_MaMe) / (T_unmerged - T_fewer). Every round is kept in --out as it ends.
+of speed all that reduce tokens leave half of them in blocks 3, 6 and 9 (counted from 0). They drop
+equally many in every block. A gate looks at that before anything is timed. *MaMe* is the paper's
+form; *MaMe default*, which merges in every second block, the first ones most, stands beside the
+unmerged model alone. *fewer tokens* is what the model takes when the others are dropped for
+nothing; captured = (T_unmerged - T_MaMe) / (T_unmerged - T_fewer). Every round is kept in --out as
+it ends.
 """
 
 from __future__ import annotations

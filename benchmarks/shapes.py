@@ -2,9 +2,9 @@
 that users get.
 
 `benchmarks.attention --shape NAME` prints what is here. It calls diffusers' own model of one or two
-blocks up to the layer that is meant, so that rotary positions and text come as it makes them. Then
-that layer, or its whole block, is timed alone on tokens of its own, under our hooks, a rival's, or
-none. Shapes and token counts decide what merging costs and saves, weights do not.
+blocks up to the layer that is meant. So rotary positions and text come as the model makes them.
+Then that layer, or its whole block, is timed alone on tokens of its own, under our hooks, a
+rival's, or none. Shapes and token counts decide what merging costs and saves, weights do not.
 """
 
 from __future__ import annotations

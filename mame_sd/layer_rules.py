@@ -1,7 +1,7 @@
 """Settings of single layers, by patterns of their names.
 
 A pattern is a shell's (`*`, `?`, `[24]`). It means a layer where it matches the layer's name, as
-`handle.report()` gives it, or a part of it from the left that ends before a dot:
+`handle.report()` gives it. A part of the name from the left that ends before a dot will do, too:
 
 >>> quarter, half = {"keep": 0.25}, {"keep": 0.5}
 >>> rules = LayerRules({"blocks.*": quarter, "blocks.[24]": half, "blocks.5": False})

@@ -24,8 +24,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "plain": {"tau": 0.8, "merge": "qkv", "partition": "alternating", "tiles": 0},
 }
-# Cells of the grid when keep is given, from small to large: with about as many destinations as it
-# allows, (nearly) every source merges, and merged keys stand for equally many tokens.
+# Cells of the grid when keep is given, from small to large. With about as many destinations as it
+# allows, (nearly) every source merges. Merged keys then stand for equally many tokens.
 CELLS = ((1, 2), (1, 3), (2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 4))
 COMMON: dict[str, Any] = {
     "stride": (2, 2),

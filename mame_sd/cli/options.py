@@ -151,8 +151,8 @@ def keyword(
     """A parameter that typer makes an option of, whose type is the annotation `kind` of a
     dataclass's field.
 
-    `Literal` shows its values, `tuple[str, ...]` may be given again and again, `tuple[int, int]` is
-    written 2x3, and a bool without a default has a --no- form.
+    `Literal` shows its values. `tuple[str, ...]` may be given again and again. `tuple[int, int]` is
+    written 2x3. A bool without a default has a --no- form.
     """
     if get_origin(kind) in (Union, UnionType):
         (kind,) = (member for member in get_args(kind) if member is not NoneType)

@@ -33,7 +33,7 @@ class TokenMap:
     Attributes:
         block: counted from 0.
         owners: [h, w], for each patch the one (row * w + column) that it went to over all blocks so
-            far, its own if it was kept. Of a clip w counts the columns of all frames.
+            far. That is its own place if it was kept. Of a clip w counts the columns of all frames.
     """
 
     block: int

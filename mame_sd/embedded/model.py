@@ -1,8 +1,8 @@
 """The models that ship with mame-sd, one folder each, and the ground truth they were trained on:
 emoji on plain backgrounds.
 
-Every picture that they learned is a known glyph on a known colour, so that what they generate can
-be scored against the truth (`render`, `nearest_glyph`).
+Every picture that they learned is a known glyph on a known colour. So what they generate can be
+scored against the truth (`render`, `nearest_glyph`).
 """
 
 import hashlib

@@ -90,9 +90,9 @@ def color_of(ground: str) -> str:
 def _templates() -> tuple[
     NDArray[np.complex64], NDArray[np.float32], NDArray[np.float32], NDArray[np.bool_]
 ]:
-    """Of every subject, size and angle: spectra of alpha * red, green, blue and of alpha alone [n,
-    4, ...], the sums of alpha * colour^2 [n] and of alpha [n], and where its corner may lie [n,
-    side, side].
+    """Tables over every subject, size and angle. The first has spectra of alpha * red, green, blue
+    and of alpha alone [n, 4, ...]. Then come the sums of alpha * colour^2 [n] and of alpha [n]. The
+    last says where its corner may lie [n, side, side].
     """
     glyphs = model.glyphs()
     laid, inside = [], []

@@ -9,9 +9,9 @@
     # bit-equal to before
 
 Merged tokens stay merged: later blocks see fewer, and so does pooling by attention at the end.
-`restore=True` gives the model's output all of its tokens again (MaRe over all blocks): its mean is
-then the mean weighted by what each token stands for, pooling by attention counts every token. Heads
-that are known to take a mean, and dense heads (depth, segmentation, backbones), are given all
+`restore=True` gives the model's output all of its tokens again (MaRe over all blocks). Its mean is
+then the mean weighted by what each token stands for, and pooling by attention counts every token.
+Heads that are known to take a mean, and dense heads (depth, segmentation, backbones), are given all
 tokens by default. `handle.restore` does the same afterwards.
 
 Weights, `state_dict` and `save_pretrained` are untouched by merging. A `copy.deepcopy` merges with
@@ -47,8 +47,8 @@ def apply_encoder(
     `remove_encoder`.
 
     Merging that is on it already is replaced. With neither `tau` nor `keep` given, the last block
-    that merges leaves a quarter of the patches (where 3 or more merge): about half of the FLOPs.
-    With `preset="plain"` it is the paper's form, tau 0.8.
+    that merges leaves a quarter of the patches (where 3 or more merge). That is about half of the
+    FLOPs. With `preset="plain"` it is the paper's form, tau 0.8.
 
     Args:
         target: a model that holds one vision transformer that is known
@@ -61,13 +61,13 @@ def apply_encoder(
             what each stands for; and hidden states that dense heads read. None: where a head is
             known to take a mean or to be dense.
         prop_attn: add the log of how many tokens each one stands for to its attention logits
-            (ToMe's proportional attention), in all blocks after the first merging, and merge again
-            by means over all of these. Attention implementations eager and sdpa only. None: where
-            the model's attention can take it (`handle.prop_attn` says), but not with
-            `preset="plain"`.
-        schedule: how one `keep`, or none, is shared out over the blocks that merge: "decreasing",
-            the first ones merge most, or "constant", all keep the same share. None: decreasing, but
-            constant with `preset="plain"`.
+            (ToMe's proportional attention). This holds in all blocks after the first merging. Those
+            that merge again take means over all of these tokens. Attention implementations eager
+            and sdpa only. None: where the model's attention can take it (`handle.prop_attn` says),
+            but not with `preset="plain"`.
+        schedule: how one `keep`, or none, is shared out over the blocks that merge. With
+            "decreasing" the first ones merge most. With "constant" all keep the same share. None:
+            decreasing, but constant with `preset="plain"`.
         fields: fields of MaMeConfig over those of `config`; `tau` and `keep` may be one number for
             each block. `layers` gives blocks settings of their own by patterns of their names, as a
             report has them: `{"*.layer.[02]": {"keep": 0.7}, "*.layer.4": False}`.

@@ -1,9 +1,8 @@
 """One block of a vision transformer, merged: x' = MSA(LN(x)) + x, x'' = MaMe(x'), MLP(LN(x'')) +
 x'' (paper, "Integration for Visual Perception").
 
-A `MergedBlock` stands instead of its block's forward and runs the block's own modules, so that
-hooks on these, their weights and what is saved stay as they are. It checkpoints where its block
-would.
+A `MergedBlock` stands instead of its block's forward and runs the block's own modules. So hooks on
+these, their weights and what is saved stay as they are. It checkpoints where its block would.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ UNKNOWN = "height and width unknown: merged with partition 'alternating' and wit
 
 
 def weighted(plan: Plan, x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens x [B, L, C] that stand for sizes [B, L] of tokens, merged: means over all of these [B,
-    L', C], and their sizes [B, L'].
+    """Merges tokens x [B, L, C] that stand for sizes [B, L] of tokens. Returns means over all of
+    these [B, L', C], and their sizes [B, L'].
     """
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     held, summed = plan.sizes, plan.summed(sizes)
@@ -214,8 +213,8 @@ class MergedBlock:
         return self.shared.sized and self.number < self.shared.last
 
     def _breaks(self, samples: int) -> bool:
-        """Whether merging splits a compiled graph: by tau the number of tokens depends on data, and
-        partitions are made for numbers that are known, so that each would be compiled anew. A
+        """Whether merging splits a compiled graph. By tau the number of tokens depends on data.
+        Partitions are made for numbers that are known, so that each would be compiled anew. A
         single one of a single sample stays inside where shapes may depend on data.
         """
         assert self.config is not None

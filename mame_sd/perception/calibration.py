@@ -2,11 +2,11 @@
 
 DiffRate (Chen et al., arXiv 2305.17997) learns that by gradients; here nothing is trained.
 `errors_alone` merges in one block alone, to several shares of its tokens, and sees how far off the
-model's outputs are then. `Measured.choose` finds the number of tokens after each block: of all
-courses with at most so many FLOPs, the one whose errors have the least sum. Where tokens fall from
-n to m in a block, the error counted is what that block alone makes at m, less what it makes at n:
-what merged before is not paid for again. Dynamic programming over (block, tokens, FLOPs) finds the
-best course, exact on a grid of FLOPs.
+model's outputs are then. `Measured.choose` finds the number of tokens after each block. Of all
+courses with at most so many FLOPs it takes the one whose errors have the least sum. Tokens may fall
+from n to m in a block. The error counted is then what that block alone makes at m, less what it
+makes at n. So what merged before is not paid for again. Dynamic programming over (block, tokens,
+FLOPs) finds the best course, exact on a grid of FLOPs.
 """
 
 from __future__ import annotations

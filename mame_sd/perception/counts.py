@@ -1,8 +1,9 @@
 """How many tokens blocks saw, and the multiply-adds that follow: counted, not guessed.
 
-A block's linear layers cost their weights' sizes for each token, its attention two products of all
-tokens by all, merging one product of destinations by sources, and with weights "average" a second
-one. Tokens are counted as they pass, and their squares, so that sums over calls are exact.
+A block's linear layers cost their weights' sizes for each token. Its attention costs two products
+of all tokens by all. Merging costs one product of destinations by sources, and with weights
+"average" a second one. Tokens are counted as they pass, and their squares, so that sums over calls
+are exact.
 """
 
 from __future__ import annotations

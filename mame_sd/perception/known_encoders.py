@@ -1,9 +1,9 @@
 """Vision transformers that are known: which of their modules make up a block, and which tokens are
 no patches.
 
-A block is taken to compute x' = x + attention branch (x), x = x' + MLP branch (x'), each branch a
-row of the block's own modules. `register_encoder` adds a model of your own. For a class MyViT with
-one class token, whose MyBlock has the modules norm_a, attend, norm_b and mlp:
+A block is taken to compute x' = x + attention branch (x), then x = x' + MLP branch (x'). Each
+branch is a row of the block's own modules. `register_encoder` adds a model of your own. For a class
+MyViT with one class token, whose MyBlock has the modules norm_a, attend, norm_b and mlp:
 
     from mame_sd.perception.known_encoders import Encoder, register_encoder
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from mame_sd.config import MaMeConfig, study_given
 
-# Under what was given; chosen in docs/perception.md. Similarity is the paper's; each source joins
-# its nearest destination, destinations are one of 2 x 2 patches where these are a grid yet, and the
+# Under what was given; chosen in docs/perception.md. Similarity is the paper's. Each source joins
+# its nearest destination. Destinations are one of 2 x 2 patches where these are a grid yet. The
 # blocks that merge keep equal shares. MaMeConfig's own presets are images' synthesis's, so that
 # each field is named.
 PLAIN: dict[str, Any] = {"preset": "plain", "min_tokens": 2}

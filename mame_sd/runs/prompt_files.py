@@ -1,10 +1,10 @@
 """Prompt files: one prompt a line (.txt), a table (.csv, .tsv) or JSON objects (.jsonl), and the
 errors they can have.
 
-Every prompt ends up with an id that is unique, fit to be a file name, and stable, for the starting
-latent is drawn from (seed, id, repeat). Where a file gives no id, the prompt's number does: the
-first prompt is ``00001``. Control characters in a prompt are data: lines end at ``\\n`` (or
-``\\r\\n``) and nowhere else.
+Every prompt ends up with an id that is unique and fit to be a file name. It is also stable, for the
+starting latent is drawn from (seed, id, repeat). Where a file gives no id, the prompt's number
+does: the first prompt is ``00001``. Control characters in a prompt are data: lines end at ``\\n``
+(or ``\\r\\n``) and nowhere else.
 """
 
 from __future__ import annotations

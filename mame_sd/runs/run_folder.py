@@ -1,5 +1,5 @@
-"""The folder of a run: what is in it, how it is written so that a kill at any moment loses nothing,
-how it goes on.
+"""The folder of a run: what is in it, how it is written and how it goes on. A kill at any moment
+loses nothing.
 
     images/<id>_<repeat>.png   each appears whole or not at all
     samples.jsonl              one object an image: seconds, tokens kept, prompt, ...
@@ -8,7 +8,7 @@ how it goes on.
     complete
 
 An image's record is written before the image, so a finished image always has one. Both
-`manifest.json` and the images depend on the settings alone, so a run that was killed and continued
+`manifest.json` and the images depend on the settings alone. So a run that was killed and continued
 ends with the same bytes as an undisturbed one.
 """
 
@@ -80,8 +80,9 @@ class RunFolder:
         Returns notes about another environment.
 
         Args:
-            manifest: with "settings", which must agree with those the folder was begun with,
-                "environment", and what else is good to know of the run, which is not compared.
+            manifest: with "settings", which must agree with those the folder was begun with, and
+                "environment". What else is good to know of the run stands beside them and is not
+                compared.
 
         Raises:
             UserError: foreign or unwritable folder, other settings (the differences are named), a

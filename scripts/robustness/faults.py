@@ -6,9 +6,9 @@ flipped: what a run says and loses.
 Run it as root on Linux, for mount and chattr; parts that may not run say so.
 
 Every run is `mame-sd generate`, in this process, of eight prompts on a tiny pipeline of random
-weights. After each fault stderr must hold exactly one error line, every image of before must be
-whole, and the same command must end, once the fault is mended, with the bytes of an undisturbed
-run. Prints a JSON line a fault; exit status 1 when one of this is not so.
+weights. After each fault stderr must hold exactly one error line, and every image of before must be
+whole. Once the fault is mended, the same command must end with the bytes of an undisturbed run.
+Prints a JSON line a fault; exit status 1 when one of this is not so.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ same size and settings, before. Parts, on tiny Stable Diffusion pipelines of ran
     two         two StableDiffusionMaMePipelines that share a UNet: one waits, or raises
     memory      one image after the other; resident memory after a fifth and at the end
 
-Prints one JSON line a part; exit status 1 when an image differs from all that it may be, an error
-is another than RuntimeError that names the reason, or memory grows by more than 16 MiB.
+Prints one JSON line a part. The exit status is 1 when an image differs from all that it may be. It
+is 1 too when an error is another than RuntimeError that names the reason, or memory grows by more
+than 16 MiB.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Clips to recognise: of two glyphs before a ground one moves, and the class says which one and how
 ("rocket turns").
 
-The other glyph stands still and is of the same kinds, so that neither the glyphs of one frame nor
-the motion alone tell the class. The camera shakes, the light flickers and every pixel is noisy.
+The other glyph stands still and is of the same kinds. So neither the glyphs of one frame nor the
+motion alone tell the class. The camera shakes, the light flickers and every pixel is noisy.
 
 A clip follows from (seed, kind, index) alone. Pairs of glyph and ground that are held out are never
 trained on and are what the classifier is measured on.

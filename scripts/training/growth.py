@@ -3,9 +3,8 @@
 The layers are taken as they are, and the position embedding is a function of the place in the
 picture at every grid. Three things change meaning and are fitted anew by least squares:
 
-- the time embedding, when the side of the latents grows by n: averaging over n x n latents divides
-  the noise by n, so that what the layers know of noise level a belongs to n a / (1 + (n - 1) a)
-  now;
+- the time embedding, when the side of the latents grows by n. Averaging over n x n latents divides
+  the noise by n. So what the layers know of noise level a belongs to n a / (1 + (n - 1) a) now;
 - the patch embedding, when the patch shrinks: each fine token shall enter the layers as nearly as
   the coarse one around it;
 - the output projection: the best linear reading of what the layers now say, held near the old one

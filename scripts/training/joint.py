@@ -191,8 +191,8 @@ def new_text_encoders(
     """The embedded model's text encoder as it was trained, in a vocabulary with more words, and a
     small one without context.
 
-    The pipeline wants two and reads the last hidden state but one: of the first that is the words
-    in their context, of the second, with its single layer, the words as they are.
+    The pipeline wants two and reads the last hidden state but one. Of the first that is the words
+    in their context. Of the second, with its single layer, it is the words as they are.
     """
 
     def config(width: int, layers: int) -> CLIPTextConfig:

@@ -1,8 +1,8 @@
 """Pictures to recognise: one glyph of all 180 in a picture of the world, smaller, turned further
 and partly hidden.
 
-In a crowded picture it is large, and pieces of other glyphs are strewn over everything: few tokens
-are redundant, and the answer has to be put together from what shows through.
+In a crowded picture it is large, and pieces of other glyphs are strewn over everything. Few tokens
+are redundant. The answer has to be put together from what shows through.
 
 A picture follows from (seed, kind, index) alone. Pairs of glyph and ground that are held out are
 never trained on and are what the model is measured on.
@@ -40,9 +40,9 @@ def draw(
     grounds: Sequence[str] = (),
     crowd: tuple[int, int] | None = None,
 ) -> tuple[np.ndarray, world.Scene]:
-    """A picture, uint8 [side, side, 3], and what it shows: one of ``names`` on a ground, one of
-    ``grounds`` where some are given, among pieces of other glyphs where ``crowd`` says how few and
-    how many.
+    """A picture, uint8 [side, side, 3], and what it shows: one of ``names`` on a ground. The ground
+    is one of ``grounds`` where some are given. The glyph stands among pieces of other glyphs where
+    ``crowd`` says how few and how many.
     """
     scene = world.draw_scene(rng, len(names), held_out=held_out, names=names, grounds=grounds)
     size = float(np.exp(rng.uniform(*np.log(CROWDED if crowd else (SMALLEST, LARGEST)))))

@@ -1,8 +1,8 @@
 """Latents of scenes, encoded once with the embedded model's autoencoder and kept on disk in shards.
 
-A scene is encoded with a margin around the picture. The encoder is a convolution, so that each
-window of the canvas is the latent of the picture with everything moved by multiples of 4 pixels:
-one encoding serves some hundred pictures.
+A scene is encoded with a margin around the picture. The encoder is a convolution. So each window of
+the canvas is the latent of the picture with everything moved by multiples of 4 pixels. One encoding
+serves some hundred pictures.
 """
 
 import hashlib

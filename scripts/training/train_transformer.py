@@ -18,15 +18,15 @@ tokens of 2 x 2 latents, the form that is shipped, refine them. The world is
 Why this form:
 
 - ``SD3Transformer2DModel`` in a ``StableDiffusion3Pipeline`` without T5. Instead of T5's states the
-  pipeline puts 256 zero tokens after the prompt's 20. They are all equal and stay equal, so that
-  training runs one of them and counts it 256 times (`joint.py`,
-  `CountedAttention`): what is trained is exactly what the pipeline computes.
-- Two text encoders, for the pipeline wants two: the embedded model's, which knows the names and
-  colours already and is trained on, and a single layer whose hidden state but one is the words
-  themselves. Widths 192 + 64 are the ``joint_attention_dim``, so that nothing is padded.
-- Width 256 in 6 blocks (13.8 M) rather than 192 in 10 (13.2 M): 31, 10.5 and 1.7 against 27, 8.0
-  and 1.4 pictures a second at 64, 256 and 1,024 tokens on one thread.
-- Noise levels: logit-normal, shifted by 4 at 32 x 32 latents and 6 at 64 x 64, where averaging over
+  pipeline puts 256 zero tokens after the prompt's 20. They are all equal and stay equal. So
+  training runs one of them and counts it 256 times (`joint.py`, `CountedAttention`). What is
+  trained is exactly what the pipeline computes.
+- Two text encoders, for the pipeline wants two. One is the embedded model's, which knows the names
+  and colours already and is trained on. The other is a single layer whose hidden state but one is
+  the words themselves. Widths 192 + 64 are the ``joint_attention_dim``, so that nothing is padded.
+- Width 256 in 6 blocks (13.8 M) rather than 192 in 10 (13.2 M). It does 31, 10.5 and 1.7 against
+  27, 8.0 and 1.4 pictures a second at 64, 256 and 1,024 tokens on one thread.
+- Noise levels: logit-normal, shifted by 4 at 32 x 32 latents and 6 at 64 x 64. There averaging over
   four times the latents leaves half the noise.
 """
 

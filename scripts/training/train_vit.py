@@ -11,17 +11,17 @@ fine-tuned, in the last block only.
 The table can be made as soon as all forms of a seed are there.
 
 The answer is read from the mean over tokens. From a class token, as in the paper, merging in the
-last block can't change it: there merging stands after the last attention, where the class token,
-which takes no part, has met the others for the last time.
+last block can't change it. There merging stands after the last attention, where the class token has
+met the others for the last time. The class token takes no part in merging.
 
 The forms are those of `mame_sd.eval.perception.forms`; a seed decides weights and order of the
 pictures. As in the paper a form is trained from scratch, or fine-tuned for one epoch. There it took
 the merged forms alone; here the unmerged one is fine-tuned as well, so that what one more epoch
 does is known.
 
-A training set of fixed size, so that there are epochs: pictures of one of ten glyphs
-(`pictures.py`), 64 x 64 pixels, moved by up to `SHIFT` pixels. Pairs of glyph and
-ground that are held out are what is measured on.
+The training set has a fixed size, so that there are epochs. Its pictures show one of ten glyphs
+(`pictures.py`) in 64 x 64 pixels, moved by up to `SHIFT` pixels. Pairs of glyph and ground that are
+held out are what is measured on.
 """
 
 import argparse

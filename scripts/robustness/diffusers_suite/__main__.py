@@ -3,12 +3,13 @@
     python -m scripts.robustness.diffusers_suite [--suites "SD 3" Flux] [--modes without on]
         [--source CHECKOUT] [--work FOLDER]
 
-The tests are those of the installed diffusers, from its repository at the tag of that version (its
-source distribution has none), or of a checkout. They run in one process a suite and mode, with
-models that merge from the moment they are made (`plugin.py`), and with stand-ins for what they
-would load from the hub. Stopped at any moment, the same command goes on where it was. At the end
-counts and differences go to tests/matrix/diffusers_suite.json, and docs/compatibility.md is written
-anew. Exit status 1 where a test fails by merging that `known.py` does not explain.
+The tests are those of the installed diffusers, or of a checkout. The former come from its
+repository at the tag of that version, for its source distribution has none. They run in one process
+a suite and mode, with models that merge from the moment they are made (`plugin.py`). Stand-ins take
+the place of what they would load from the hub. Stopped at any moment, the same command goes on
+where it was. At the end counts and differences go to tests/matrix/diffusers_suite.json, and
+docs/compatibility.md is written anew. Exit status 1 where a test fails by merging that `known.py`
+does not explain.
 """
 
 from __future__ import annotations

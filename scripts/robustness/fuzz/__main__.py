@@ -6,11 +6,12 @@ in exit status 0 or 2.
     python -m scripts.robustness.fuzz --kinds prompts --only 17  # one case again, with what it says
 
 A case is drawn from (seed, kind, number) alone. It fails on another status than 0 or 2, a
-traceback, another number of error lines than one (none at 0), a line of more than 3,000 characters,
-an exception that leaves the command, and any file operation that would change something outside of
-the case's output folder (an audit hook sees them all, links resolved). Commands run in this process
-on a tiny pipeline of random weights; the first `--processes` of each kind run once more as `python
--m mame_sd`. Prints one line of JSON; exit status 1 when a case failed.
+traceback, or another number of error lines than one (none at 0). It also fails on a line of more
+than 3,000 characters and an exception that leaves the command. Nor may any file operation change
+something outside of the case's output folder. An audit hook sees all of these, links resolved.
+Commands run in this process on a tiny pipeline of random weights; the first `--processes` of each
+kind run once more as `python -m mame_sd`. Prints one line of JSON; exit status 1 when a case
+failed.
 """
 
 from __future__ import annotations
