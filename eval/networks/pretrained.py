@@ -2,8 +2,8 @@
 head, SmolLM2.
 
     network = load_dinov2_saliency()
-    saliency = network(pixels)                       # [B, 3, h, w], normalised -> [B, 1, h, w] in
-    0..1 model, tokenizer = load_smollm2()                # LlamaForCausalLM, its tokenizer
+    saliency = network(pixels)  # [B, 3, h, w], normalised -> [B, 1, h, w] in 0..1
+    model, tokenizer = load_smollm2()  # LlamaForCausalLM, its tokenizer
 
 Both are fetched once (90 MB each), checked by sha256 and kept in the folder of weights.
 """

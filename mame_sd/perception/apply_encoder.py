@@ -1,12 +1,12 @@
 """apply_encoder: merging in the blocks of a vision transformer, until `remove_encoder`.
 
-    handle = apply_encoder(model)                               # in every second block, about half
-    of the FLOPs handle = apply_encoder(model, keep=0.9)                     # nine tenths of the
-    patches stay in the mean of them handle = apply_encoder(model, tau=0.8, blocks=8)            #
-    by similarity, in the first 8 blocks handle = apply_encoder(model, preset="plain", blocks=8)
-    # the paper's training-free form logits = model(pixel_values).logits print(handle.report())
-    # tokens of each block, FLOPs before and after remove_encoder(model)
-    # bit-equal to before
+    handle = apply_encoder(model)  # in every second block, about half of the FLOPs
+    handle = apply_encoder(model, keep=0.9)  # nine tenths of the patches stay, in the mean of blocks
+    handle = apply_encoder(model, tau=0.8, blocks=8)  # by similarity, in the first 8 blocks
+    handle = apply_encoder(model, preset="plain", blocks=8)  # the paper's training-free form
+    logits = model(pixel_values).logits
+    print(handle.report())  # tokens of each block, FLOPs before and after
+    remove_encoder(model)  # bit-equal to before
 
 Merged tokens stay merged: later blocks see fewer, and so does pooling by attention at the end.
 `restore=True` gives the model's output all of its tokens again (MaRe over all blocks). Its mean is
