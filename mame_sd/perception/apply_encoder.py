@@ -1,7 +1,7 @@
 """apply_encoder: merging in the blocks of a vision transformer, until `remove_encoder`.
 
     handle = apply_encoder(model)  # in every second block, about half of the FLOPs
-    handle = apply_encoder(model, keep=0.9)  # nine tenths of the patches stay, in the mean of blocks
+    handle = apply_encoder(model, keep=0.9)  # nine tenths of the patches stay, in the mean
     handle = apply_encoder(model, tau=0.8, blocks=8)  # by similarity, in the first 8 blocks
     handle = apply_encoder(model, preset="plain", blocks=8)  # the paper's training-free form
     logits = model(pixel_values).logits
