@@ -371,7 +371,7 @@ def test_attention_that_does_not_reach_the_node_is_left_uncorrected_with_a_warni
         lambda run: [run.self_attention(tokens(), (H, W)) for _ in range(2)]
     )
     assert caplog.messages == [
-        "MaMe neither corrects nor weighs merged keys: another node has put its attention in place"
+        "MaMe neither corrects nor weighs merged keys: another node has put its attention instead"
         " of the engine's"
     ]
     plain = applied(node, model, correct=False).sample(
