@@ -67,11 +67,8 @@ def merging(model: Any) -> AbstractContextManager[MaMeHandle]:
     return mame(model.pipe, config)
 
 
-def with_more(model: Any, calls: list[Call]) -> Measurement:
-    """Shares, thresholds and the means of cells, on the same calls."""
-
-    with merging(model) as handle:
-        found = measure(handle, calls, forms=(*FORMS, *THRESHOLDS))
+def add_means(model: Any, calls: list[Call], found: Measurement) -> None:
+    """Takes in the means of cells, measured on the same calls."""
     for cell in CELLS:
         for merge in ("kv", "qkv"):
             with rival_on(model.pipe, partial(means, cell), merge) as handle:
@@ -82,7 +79,6 @@ def with_more(model: Any, calls: list[Call]) -> Measurement:
             for name, layer in other.layers.items():
                 found.layers[name].seconds[number] = layer.seconds[0]
                 found.layers[name].errors[number] = layer.errors[0]
-    return found
 
 
 def among(found: Measurement, *kinds: str) -> Measurement:
@@ -114,8 +110,9 @@ def measured(
             run = partial(generate, model, [prompt], steps, seed, output="latent")
             with merging(model) as handle:
                 calls = calls_of(handle, run)
-                found = measure(handle, calls) if not more else None
-            found = found or with_more(model, calls)
+                found = measure(handle, calls, forms=(*FORMS, *THRESHOLDS) if more else FORMS)
+            if more:
+                add_means(model, calls, found)
             rows[prompt] = found.to_dict()
             write_atomically(file, json.dumps(rows).encode())
     return {prompt: rows[prompt] for prompt in prompts}

@@ -19,8 +19,8 @@ from PIL import Image
 from torch import Tensor
 
 from mame_sd.errors import UserError
+from mame_sd.runs.frames import SUFFIXES
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _PNG_SIGNATURE, _PNG_DEPTH_AT = b"\x89PNG\r\n\x1a\n", 24
 
 

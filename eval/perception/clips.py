@@ -4,15 +4,15 @@ frames, or a video file that PyAV reads (`pip install mame-sd[video]`).
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from mame_sd.errors import UserError, first_line
+from mame_sd.runs.frames import SUFFIXES, evenly, frames_in
 
-from ..images import SUFFIXES, load_image
+from ..images import load_image
 from .data import ImageSet, shuffled
 
 VIDEOS = (".mp4", ".webm", ".mkv", ".avi", ".mov", ".mpg", ".mpeg", ".m4v")
@@ -55,16 +55,6 @@ class ClipSet(ImageSet):
         path = self.folder / name
         files = [path] if path.is_file() else _frames_of(path)
         return sum(file.stat().st_size for file in files)
-
-
-def evenly(count: int, wanted: int) -> list[int]:
-    """Numbers of `wanted` of `count` frames, the first and the last among them; some twice where
-    there are fewer.
-
-    >>> evenly(8, 8), evenly(15, 8), evenly(2, 4)
-    ([0, 1, 2, 3, 4, 5, 6, 7], [0, 2, 4, 6, 8, 10, 12, 14], [0, 0, 1, 1])
-    """
-    return [int(place) for place in np.rint(np.linspace(0, count - 1, wanted))]
 
 
 def open_clips(folder: Path, frames: int, num: int | None = None) -> ClipSet:
@@ -114,12 +104,12 @@ def _clips_in(folder: Path) -> list[Path]:
 
 def _frames_of(folder: Path) -> list[Path]:
     """The frames of a clip in the order of the numbers in their names."""
-    files = [one for one in folder.iterdir() if one.suffix.lower() in SUFFIXES]
+    files = frames_in(folder)
     if not files:
         raise UserError(
             f"expected frames ({', '.join(SUFFIXES)}) in {folder}, found none; take the folder out"
         )
-    return sorted(files, key=lambda one: [int(n) for n in re.findall(r"\d+", one.stem)])
+    return files
 
 
 def _decoded(path: Path) -> list[np.ndarray]:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from mame_sd.errors import UserError
+from mame_sd.runs.frames import SUFFIXES
 
-from ..images import SUFFIXES, image_files, load_image
+from ..images import image_files, load_image
 
 
 @dataclass(frozen=True)

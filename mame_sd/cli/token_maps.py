@@ -4,7 +4,6 @@ colour, as in the paper's figures. A clip's frames stand side by side, one for e
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from mame_sd.errors import UserError
 from mame_sd.perception.apply_encoder import apply_encoder
 from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.runs.encoders import LoadedEncoder, load_encoder
+from mame_sd.runs.frames import SUFFIXES, evenly, frames_in
 from mame_sd.runs.model_files import ModelChoice
 
 PANEL_SIDE, PANELS_ACROSS = 448, 4
-FRAMES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
 @dataclass(frozen=True)
@@ -121,14 +120,13 @@ def read_frames(folder: Path, encoder: LoadedEncoder) -> np.ndarray:
             f"show-merge {folder}: expected a model of clips for a folder of frames, got"
             f" {type(encoder.model).__name__}; give an image, or --model embedded-video"
         )
-    files = [file for file in folder.iterdir() if file.suffix.lower() in FRAMES]
+    files = frames_in(folder)
     if not files:
         raise UserError(
-            f"show-merge {folder}: expected frames ({', '.join(FRAMES)}), found none; give a clip's"
+            f"show-merge {folder}: expected frames ({', '.join(SUFFIXES)}), found none; give a clip's"
             " folder"
         )
-    files.sort(key=lambda file: [int(n) for n in re.findall(r"\d+", file.stem)])
-    chosen = np.rint(np.linspace(0, len(files) - 1, encoder.frames)).astype(int)
+    chosen = evenly(len(files), encoder.frames)
     frames = [np.asarray(read_image(files[number])) for number in chosen]
     if len({frame.shape for frame in frames}) > 1:
         raise UserError(f"show-merge {folder}: expected frames of one size, got several")

@@ -1,0 +1,28 @@
+"""The frames of a clip: which files of a folder they are, in which order, and which of them a model
+of clips sees.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # of images
+
+
+def frames_in(folder: Path) -> list[Path]:
+    """The images in `folder` in the order of the numbers in their names."""
+    files = [one for one in folder.iterdir() if one.suffix.lower() in SUFFIXES]
+    return sorted(files, key=lambda one: [int(n) for n in re.findall(r"\d+", one.stem)])
+
+
+def evenly(count: int, wanted: int) -> list[int]:
+    """Numbers of `wanted` of `count` frames, the first and the last among them; some twice where
+    there are fewer.
+
+    >>> evenly(8, 8), evenly(15, 8), evenly(2, 4)
+    ([0, 1, 2, 3, 4, 5, 6, 7], [0, 2, 4, 6, 8, 10, 12, 14], [0, 0, 1, 1])
+    """
+    return [int(place) for place in np.rint(np.linspace(0, count - 1, wanted))]
