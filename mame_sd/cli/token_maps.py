@@ -123,8 +123,8 @@ def read_frames(folder: Path, encoder: LoadedEncoder) -> np.ndarray:
     files = frames_in(folder)
     if not files:
         raise UserError(
-            f"show-merge {folder}: expected frames ({', '.join(SUFFIXES)}), found none; give a clip's"
-            " folder"
+            f"show-merge {folder}: expected frames ({', '.join(SUFFIXES)}), found none; give a"
+            " clip's folder"
         )
     chosen = evenly(len(files), encoder.frames)
     frames = [np.asarray(read_image(files[number])) for number in chosen]
