@@ -84,7 +84,7 @@ def test_names_that_would_hide_others_are_left_out() -> None:
         assert frontier._overlap(one, other) <= 0.05 * one.width * one.height
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::UserWarning")  # Matplotlib's, where a title does not fit
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 def test_titles_of_many_panels_wrap(results: Results, width: int) -> None:
     words = "random dropping in all blocks, FLOPs of MaMe default, keep 0.6"
