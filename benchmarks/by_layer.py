@@ -44,6 +44,7 @@ from mame_sd.diffusion.calibration import (
     in_words,
     measure,
     options,
+    some,
 )
 from mame_sd.diffusion.families.transformers import uniform
 from mame_sd.diffusion.handle import MaMeHandle
@@ -94,6 +95,7 @@ def among(found: Measurement, *kinds: str) -> Measurement:
             layer.whole,
             layer.effect,
             *({n: of[n] for n in of if n in kept} for of in (layer.seconds, layer.errors)),
+            layer.own,
         )
         for name, layer in found.layers.items()
     }
@@ -109,7 +111,7 @@ def measured(
         if prompt not in rows:
             run = partial(generate, model, [prompt], steps, seed, output="latent")
             with merging(model) as handle:
-                calls = calls_of(handle, run)
+                calls = some(calls_of(handle, run))
                 found = measure(handle, calls, forms=(*FORMS, *THRESHOLDS) if more else FORMS)
             if more:
                 add_means(model, calls, found)
@@ -126,6 +128,7 @@ def at_step(found: Measurement, step: int, steps: int) -> dict[str, list[Option]
             layer.effect[step::steps],
             layer.seconds,
             {number: errors[step::steps] for number, errors in layer.errors.items()},
+            layer.own[step::steps],
         )
         for name, layer in found.layers.items()
     }
