@@ -528,9 +528,7 @@ def _timed(call: Callable[[], Any], clock: Clock) -> tuple[Any, float]:
 
 @contextmanager
 def _in_place(handle: Merging, make: Callable[[MergeHook], MergeHook | None]) -> Iterator[None]:
-    """In the block what `make` makes of each self-attention's hook stands in its place; None:
-    nothing does.
-    """
+    """While entered, `make` replaces each self-attention's hook; None takes it off."""
     hooks = [
         (module, hook)
         for module, hook in handle.layers

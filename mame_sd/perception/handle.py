@@ -413,10 +413,10 @@ class EncoderHandle:
                 take(module, one)
 
     def install(self) -> None:
-        """Puts merging back (after `remove`, or instead of a later `apply_encoder`).
+        """Puts merging back after `remove`, or replaces that of a later `apply_encoder`.
 
         Raises:
-            ValueError: another tool has put a function instead of a block's forward.
+            ValueError: another tool has replaced a block's forward.
         """
         for module, one in self._ours:
             check_free(module, one)
