@@ -50,7 +50,8 @@ def _table(names: Sequence[str]) -> list[str]:
         shown = "" if value is None else f"`{value}`"
         rows.append(f"| `{name}` | {shown} | {metadata['help']} |")
         if metadata["about"]:
-            more += wrap(f"- `{name}`: {metadata['about']}", 120, subsequent_indent="  ")
+            text = f"- `{name}`: {metadata['about']}"
+            more += wrap(text, 120, subsequent_indent="  ", break_on_hyphens=False)
     return rows + more
 
 
