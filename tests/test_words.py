@@ -138,7 +138,7 @@ def docstrings(file: Path) -> Iterator[str]:
         text = ast.get_docstring(node) if isinstance(node, kinds) else None
         if text:
             text = re.split(r"^(?:Args|Attributes|Raises|Returns|Yields):", text, flags=re.M)[0]
-            yield re.sub(r"^(?: {4}|\\||>>> |\.\.\. ).*$", "", text, flags=re.M)
+            yield re.sub(r"^(?: {4}|\||>>> |\.\.\. ).*$", "", text, flags=re.M)
 
 
 def comments(file: Path) -> Iterator[str]:
