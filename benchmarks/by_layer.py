@@ -94,7 +94,8 @@ def among(found: Measurement, *kinds: str) -> Measurement:
         name: Measured(
             layer.whole,
             layer.effect,
-            *({n: of[n] for n in of if n in kept} for of in (layer.seconds, layer.errors)),
+            {n: layer.seconds[n] for n in layer.seconds if n in kept},
+            {n: layer.errors[n] for n in layer.errors if n in kept},
             layer.own,
         )
         for name, layer in found.layers.items()

@@ -135,10 +135,9 @@ def main() -> None:
             print(f"{prompt}: {len(calls)} calls", flush=True)
         two: dict[str, list[float]] = {}  # for the layer's own error in all calls
         for number, (name, layer) in enumerate(found.layers.items()):
-            calls = slice(
-                number % len(prompts) * len(AT) + 1, (number % len(prompts) + 1) * len(AT)
-            )
-            share = np.mean(layer.effect[calls]) / np.mean(layer.own[calls])
+            image = number % len(prompts) * len(AT)
+            late = slice(image + 1, image + len(AT))
+            share = np.mean(layer.effect[late]) / np.mean(layer.own[late])
             two[name] = [float(share * np.mean(layer.own))]
         kinds = {
             "perturbation": {name: layer.effect for name, layer in found.layers.items()},

@@ -94,7 +94,7 @@ class Frontier:
             "model": model.identity["sha256"],
             "guidance": model.guidance,
         }
-        self._size = {} if size is None else {"height": size, "width": size}
+        self._size: dict[str, Any] = {} if size is None else {"height": size, "width": size}
         about.update(self._size)
         self._threads: dict[str, Any] = {
             "threads": torch.get_num_threads()

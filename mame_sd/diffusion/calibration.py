@@ -117,11 +117,11 @@ class Measurement:
         """What `to_dict` gave, also after JSON has made texts of its numbers."""
         layers = {}
         for name, found in values["layers"].items():
-            by_form = [
+            seconds, errors = (
                 {int(n): list(v) for n, v in found[what].items()} for what in ("seconds", "errors")
-            ]
-            lists = (list(found[what]) for what in ("whole", "effect"))
-            layers[name] = Measured(*lists, *by_form, list(found["own"]))
+            )
+            whole, effect, own = (list(found[what]) for what in ("whole", "effect", "own"))
+            layers[name] = Measured(whole, effect, seconds, errors, own)
         return cls(list(values["forms"]), list(values["forward"]), layers)
 
     def add(self, other: Measurement) -> None:
