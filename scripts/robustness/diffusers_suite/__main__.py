@@ -7,9 +7,9 @@ The tests are those of the installed diffusers, or of a checkout. The former com
 repository at the tag of that version, for its source distribution has none. They run in one process
 a suite and mode, with models that merge from the moment they are made (`plugin.py`). Stand-ins take
 the place of what they would load from the hub. A test that does not pass with merging runs again
-without it. Stopped at any moment, the same command goes on where it was. At the end counts and differences go to tests/matrix/diffusers_suite.json, and
-docs/compatibility.md is written anew. Exit status 1 where a test fails by merging that `known.py`
-does not explain.
+without it. Stopped at any moment, the same command goes on where it was. At the end counts and
+differences go to tests/matrix/diffusers_suite.json, and docs/compatibility.md is written anew. Exit
+status 1 where a test fails by merging that `known.py` does not explain.
 """
 
 from __future__ import annotations

@@ -159,7 +159,9 @@ MODELS = {
         f"transformers/test_models_transformer_{name}.py" for name in TODAY
     ),
     **{
-        f"models: {kind}": tuple(f"transformers/test_models_transformer_{name}.py" for name in names)
+        f"models: {kind}": tuple(
+            f"transformers/test_models_transformer_{name}.py" for name in names
+        )
         for kind, names in NEWER.items()
     },
 }
