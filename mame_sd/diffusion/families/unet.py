@@ -36,8 +36,8 @@ from mame_sd.diffusion.layer import (
 )
 
 # Modules whose first input is an image [B, C, H, W] and whose blocks see its pixels, or patches, as
-# tokens.
-_UNET_TRANSFORMERS = {"Transformer2DModel", "TransformerSpatioTemporalModel"}
+# tokens. KAttentionBlock is that of the latent upscaler's UNet.
+_UNET_TRANSFORMERS = {"Transformer2DModel", "TransformerSpatioTemporalModel", "KAttentionBlock"}
 IMAGE_MODULES = _UNET_TRANSFORMERS | {"DiTTransformer2DModel", "PixArtTransformer2DModel"}
 # Processors whose forward takes keys and values from encoder_hidden_states when they are given.
 # Others may ignore them (PAG) or take their presence for cross-attention (prompt-to-prompt), so

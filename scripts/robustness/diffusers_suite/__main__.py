@@ -1,15 +1,15 @@
 """diffusers' own tests with merging in the loop: `make test-diffusers`, or
 
-    python -m scripts.robustness.diffusers_suite [--suites "SD 3" Flux] [--modes without on]
+    python -m scripts.robustness.diffusers_suite [--suites "SD 3" Flux] [--modes on off]
         [--source CHECKOUT] [--work FOLDER]
 
 The tests are those of the installed diffusers, or of a checkout. The former come from its
 repository at the tag of that version, for its source distribution has none. They run in one process
 a suite and mode, with models that merge from the moment they are made (`plugin.py`). Stand-ins take
-the place of what they would load from the hub. Stopped at any moment, the same command goes on
-where it was. At the end counts and differences go to tests/matrix/diffusers_suite.json, and
-docs/compatibility.md is written anew. Exit status 1 where a test fails by merging that `known.py`
-does not explain.
+the place of what they would load from the hub. A test that does not pass with merging runs again
+without it. Stopped at any moment, the same command goes on where it was. At the end counts and
+differences go to tests/matrix/diffusers_suite.json, and docs/compatibility.md is written anew. Exit
+status 1 where a test fails by merging that `known.py` does not explain.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,8 @@ def fetched(work: Path, source: Path | None) -> tuple[Path, str]:
     ).is_dir():  # without src, so that the installed library is the one that is tested
         shutil.copytree(source / "tests", folder / "tests.part", dirs_exist_ok=True)
         (folder / "tests.part").rename(folder / "tests")
+    # pytest would take our settings, under which their markers are unknown, from a folder above
+    (folder / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     if not (work / "site" / "parameterized").is_dir():
         command = [
             sys.executable,
@@ -106,11 +109,10 @@ def results_file(work: Path, version: str, suite: str, mode: str, backend: str |
 
 
 def run(
-    folder: Path, work: Path, suite: str, mode: str, backend: str | None, results: Path
+    folder: Path, work: Path, tests: list[str], mode: str, backend: str | None, results: Path
 ) -> None:
-    """Runs what `results` has not yet."""
+    """Runs those of `tests` (files, or single ones) that `results` has not yet."""
     results.parent.mkdir(parents=True, exist_ok=True)
-    paths = [path for path in SUITES[suite] if (folder / path).exists()]
     mark = "not compile" if backend is None else "compile"
     options = [
         "-q",
@@ -133,34 +135,38 @@ def run(
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(work / "site")]),
     }
     with results.with_suffix(".log").open("a", encoding="utf-8") as log:
-        command = [sys.executable, "-m", "pytest", *options, *paths]
+        command = [sys.executable, "-m", "pytest", *options, *tests]
         status = subprocess.run(
             command, cwd=folder, env=environment, stdout=log, stderr=log
         ).returncode
     if status not in (0, 1, 5):  # passed, failed, nothing left to run
         raise SystemExit(
-            f"{suite}, {mode}: pytest stopped with status {status}; see"
+            f"{results.stem}, {mode}: pytest stopped with status {status}; see"
             f" {results.with_suffix('.log')}"
         )
-    results.with_suffix(".done").touch()
 
 
 def outcomes(results: Path) -> dict[str, dict[str, Any]]:
-    """By test; none before the whole suite has run."""
-    if not results.with_suffix(".done").is_file():
+    """What has run so far, by test."""
+    if not results.is_file():
         return {}
     lines = map(json.loads, results.read_text(encoding="utf-8").splitlines())
     return {line["test"]: line for line in lines}
 
 
 def compared(work: Path, version: str, suite: str, backend: str | None) -> dict[str, Any]:
-    """Counts of one suite, by mode, and the tests that fail by merging."""
+    """Counts of one suite, by mode, and the tests that fail by merging; nothing of a mode that has
+    not run to its end.
+    """
     counts: dict[str, Any] = {}
     differences = []
     for mode, ground in GROUND.items():
-        base = outcomes(results_file(work, version, suite, ground, backend))
-        ours = outcomes(results_file(work, version, suite, mode, backend))
-        passing = [name for name in ours if base.get(name, {}).get("outcome") == "passed"]
+        results = results_file(work, version, suite, mode, backend)
+        if not results.with_suffix(".done").is_file():
+            continue
+        ours = outcomes(results)
+        base = {**ours, **outcomes(results_file(work, version, suite, ground, backend))}
+        passing = [name for name in ours if base[name]["outcome"] == "passed"]
         failing = [name for name in passing if ours[name]["outcome"] != "passed"]
         if passing:
             merged = sum(bool(ours[name].get("merged")) for name in passing)
@@ -214,10 +220,10 @@ def main() -> int:
     parser.add_argument(
         "--modes",
         nargs="+",
-        choices=MODES,
-        default=list(MODES),
+        choices=GROUND,
+        default=list(GROUND),
         metavar="MODE",
-        help=", ".join(MODES),
+        help=", ".join(f"{mode}: {MODES[mode]}" for mode in GROUND),
     )
     parser.add_argument(
         "--source",
@@ -244,14 +250,19 @@ def main() -> int:
             for backend in (None, *(BACKENDS if suite in COMPILED else ())):
                 for mode in arguments.modes:
                     results = results_file(work, version, suite, mode, backend)
-                    if suite in runs(mode) and not results.with_suffix(".done").is_file():
-                        run(folder, work, suite, mode, backend, results)
-                        found = [line["outcome"] for line in outcomes(results).values()]
-                        counts = ", ".join(
-                            f"{found.count(kind)} {kind}"
-                            for kind in ("passed", "failed", "skipped")
-                        )
-                        print(f"{suite}, {backend or 'uncompiled'}, {mode}: {counts}", flush=True)
+                    if suite not in runs(mode) or results.with_suffix(".done").is_file():
+                        continue
+                    paths = [path for path in SUITES[suite] if (folder / path).exists()]
+                    run(folder, work, paths, mode, backend, results)
+                    found = outcomes(results)
+                    failed = [test for test in found if found[test]["outcome"] != "passed"]
+                    if failed:
+                        ground = results_file(work, version, suite, GROUND[mode], backend)
+                        run(folder, work, failed, GROUND[mode], backend, ground)
+                    results.with_suffix(".done").touch()
+                    kinds = Counter(test["outcome"] for test in found.values())
+                    counts = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
+                    print(f"{suite}, {backend or 'uncompiled'}, {mode}: {counts}", flush=True)
     rows = [
         compared(work, version, suite, backend) for suite in SUITES for backend in (None, *BACKENDS)
     ]
