@@ -514,3 +514,38 @@ def embedded_unet() -> Any:
         elif type(module).__name__ == "CrossAttention":
             module.heads = heads[module.to_q.weight.shape[0]]
     return model
+
+
+def embedded_transformer() -> Any:
+    """ComfyUI's SD3 with the embedded transformer's weights, by the engine's own table of names."""
+    comfy, path = engine(), Path(embedded_model_path("transformer")) / "transformer"
+    size = {"depth": 4, "num_blocks": 6, "in_channels": 4, "num_patches": 32 * 32}
+    context = {
+        "target": "torch.nn.Linear",
+        "params": {"in_features": 256, "out_features": 256},
+    }
+    size |= {"adm_in_channels": 256, "context_embedder_config": context, "qk_norm": "rms"}
+    size |= {"pos_embed_max_size": 32, "x_block_self_attn_layers": [], "out_channels": 4}
+    model = patcher("SD3", **size)
+    network = model.model.diffusion_model
+    ours = dict(network.state_dict())
+    weights = comfy.utils.load_torch_file(str(path / "diffusion_pytorch_model.safetensors"))
+    # The engine's table names the last block, whose text is not attended to again, by `depth`.
+    names = comfy.utils.mmdit_to_diffusers({"depth": 4, "num_blocks": 6})
+    swap = next(to[2] for to in names.values() if isinstance(to, tuple) and len(to) == 3)
+    for end in ("weight", "bias"):
+        names.pop(f"transformer_blocks.3.norm1_context.linear.{end}", None)
+        name = f"joint_blocks.{{}}.context_block.adaLN_modulation.1.{end}"
+        for i in range(6):
+            to: Any = name.format(i) if i < 5 else (name.format(i), None, swap)
+            names[f"transformer_blocks.{i}.norm1_context.linear.{end}"] = to
+    for theirs, to in names.items():
+        if theirs not in weights:
+            continue
+        value = weights.pop(theirs).float()
+        name, part, change = (to, None, None) if isinstance(to, str) else (*to, None)[:3]
+        value = value if change is None else change(value)
+        target = ours[name] if part is None else ours[name].narrow(*part)
+        target.copy_(value.reshape(target.shape))
+    assert not weights, sorted(weights)
+    return model

@@ -59,6 +59,7 @@ class UNetModel(nn.Module):
             nn.ModuleList(made["input"]),
             nn.ModuleList(made["output"]),
         )
+        self.num_res_blocks = [1] * (count // 2)
         self.middle_block = made["middle"][0] if ("middle", 0) in blocks else None
         self.attn: Any = blocks[where].attn1
 
