@@ -9,7 +9,8 @@ comes in and restores what goes out. The model itself is left as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import FunctionType, MethodType
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class Instead:
             return self.parts[name]
         method = getattr(type(self.module), name, None)
         if isinstance(method, FunctionType):
-            return MethodType(method, self)
+            return partial(method, self)  # a MethodType breaks a compiled graph
         return getattr(self.module, name)
 
 

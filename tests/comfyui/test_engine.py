@@ -327,17 +327,19 @@ def compiled(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", ["SD 1.5", "Flux"])
+@pytest.mark.parametrize("name", ["SD 1.5", "Flux", "SD3"])
 def test_compiled_it_adds_no_graph_and_no_break(node: Any, name: str) -> None:
+    """SD3 with its queries."""
     from torch._dynamo.utils import counters
 
     model, counts = patcher(name), []
+    merge = QUERIES if name == "SD3" else KEYS
     orders = [
         compiled,
-        lambda one: compiled(applied(node, one)),
-        lambda one: applied(node, compiled(one)),
+        lambda one: compiled(applied(node, one, merge)),
+        lambda one: applied(node, compiled(one), merge),
     ]
-    eager = [sampled(model, name), *[sampled(applied(node, model), name)] * 2]
+    eager = [sampled(model, name), *[sampled(applied(node, model, merge), name)] * 2]
     for order, expected in zip(orders, eager, strict=True):
         torch._dynamo.reset()
         counters.clear()

@@ -415,7 +415,10 @@ def test_another_nodes_attention_is_called_with_merged_keys_alone(
 
 @torch.no_grad()
 @pytest.mark.parametrize("merge", [KEYS, QUERIES])
-def test_a_compiled_model_is_one_graph_for_every_step(node: Any, block: Any, merge: str) -> None:
+def test_a_compiled_model_is_one_graph_for_every_step(
+    node: Any, block: Any, merge: str, caplog: Any
+) -> None:
+    """And each run logs what merged."""
     from torch._dynamo.testing import CompileCounter
 
     counter = CompileCounter()
@@ -427,7 +430,12 @@ def test_a_compiled_model_is_one_graph_for_every_step(node: Any, block: Any, mer
     for sigma in (0.9, 0.6, 0.5, 0.1):
         expected = plain.self_attention(tokens(), (H, W), sigma)
         torch.testing.assert_close(patched.self_attention(tokens(), (H, W), sigma), expected)
+    caplog.set_level("INFO", logger="mame-sd")
+    for sigma in (0.8, 0.2):
+        patched.sample(lambda run, at=sigma: run.self_attention(tokens(), (H, W), at))
     assert counter.frame_count == 1
+    ours = [record.getMessage() for record in caplog.records if record.name == "mame-sd"]
+    assert ours == ["MaMe merged 96 -> 48 tokens at 8 x 12"] * 2
 
 
 @pytest.mark.parametrize(
