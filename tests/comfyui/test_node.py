@@ -109,9 +109,12 @@ def sigma_of_the_first_draw() -> float:
 
 
 @torch.no_grad()
-def test_steps_and_layers_draw_as_those_of_apply_mame(node: Any) -> None:
-    """On the embedded UNet's layers of 1024 tokens and more, and its middle as the engine counts
-    it: after the outputs.
+@pytest.mark.parametrize("settings", ["", str(embedded_model_path() / "mame.json")])
+def test_steps_and_layers_draw_as_those_of_apply_mame(node: Any, settings: str) -> None:
+    """With one share, and with the settings by layer that lie beside the weights.
+
+    On the embedded UNet's layers of 1024 tokens and more, and its middle as the engine counts it:
+    after the outputs.
     """
     unet = UNet2DConditionModel.from_pretrained(embedded_model_path(), subfolder="unet")
     ups = unet.up_blocks
@@ -137,10 +140,11 @@ def test_steps_and_layers_draw_as_those_of_apply_mame(node: Any) -> None:
             Model(UNetModel(where=where, blocks=copy.deepcopy(blocks))),
             keep=0.25,
             min_tokens=1024,
+            settings=settings,
         )
         for where in large
     }
-    apply_mame(unet, merge="kv")  # uniform, without the settings beside its weights
+    apply_mame(unet, **{} if settings else {"merge": "kv"})  # uniform where that is given
     seen: dict[Any, Any] = {}
 
     def note(where: Any) -> Any:
