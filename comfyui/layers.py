@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,7 @@ def settings_in(path: str | PathLike[str]) -> MaMeConfig:
 def place_of(path: str | PathLike[str]) -> Path:
     """Where a file of settings is."""
     try:
-        from folder_paths import get_input_directory  # ComfyUI's
+        folders = import_module("folder_paths")  # ComfyUI's
     except ImportError:
         return Path(path)
-    return Path(get_input_directory()) / path
+    return Path(folders.get_input_directory()) / path
