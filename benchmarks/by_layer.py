@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -106,19 +107,40 @@ def among(found: Measurement, *kinds: str) -> Measurement:
 def measured(
     model: Any, prompts: list[str], steps: int, file: Path, more: bool = False
 ) -> dict[str, Any]:
-    """A measurement of each prompt as JSON values, those that stand in `file` first."""
-    rows: dict[str, Any] = json.loads(file.read_bytes()) if file.exists() else {}
+    """A measurement of each prompt as JSON values, those that stand in `file` first.
+
+    Raises SystemExit, in one line, where `file` is another version's.
+    """
+    forms = (*FORMS, *THRESHOLDS) if more else FORMS
+    rows = _rows_of(file, forms)
     for seed, prompt in enumerate(prompts):
         if prompt not in rows:
             run = partial(generate, model, [prompt], steps, seed, output="latent")
             with merging(model) as handle:
                 calls = some(calls_of(handle, run))
-                found = measure(handle, calls, forms=(*FORMS, *THRESHOLDS) if more else FORMS)
+                found = measure(handle, calls, forms=forms)
             if more:
                 add_means(model, calls, found)
             rows[prompt] = found.to_dict()
             write_atomically(file, json.dumps(rows).encode())
     return {prompt: rows[prompt] for prompt in prompts}
+
+
+def _rows_of(file: Path, forms: Sequence[Any]) -> dict[str, Any]:
+    """The measurements in `file`, of these forms first; none where there is no file."""
+    if not file.exists():
+        return {}
+    try:
+        rows: dict[str, Any] = json.loads(file.read_bytes())
+        wanted = json.loads(json.dumps(forms))
+        if all(Measurement.from_dict(row).forms[: len(wanted)] == wanted for row in rows.values()):
+            return rows
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise SystemExit(
+        f"{file}: expected measurements of today's {len(forms)} forms, got others; delete it, or"
+        " give another --out"
+    )
 
 
 def at_step(found: Measurement, step: int, steps: int) -> dict[str, list[Option]]:
