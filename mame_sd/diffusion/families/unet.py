@@ -172,7 +172,8 @@ def tokens_merged(route: Route, plan: Plan) -> Output:
             changes["attention_mask"] = _counts(plan, call)
         else:
             note = NOT_COUNTED.format(call.kind)
-    return Output(plan.restore(call.run(hidden_states=merged, **changes), route.detail), note)
+    output = call.run(hidden_states=merged, **changes)
+    return Output(plan.restore(output, route.detail(merged)), note)
 
 
 def tokens_corrected(route: Route, plan: Plan) -> Output:
@@ -181,8 +182,9 @@ def tokens_corrected(route: Route, plan: Plan) -> Output:
         return tokens_merged(route, plan)
     grouped = GroupedKeys(plan)
     keys = grouped.keys_of(route.call.given["hidden_states"])
-    output = _attended(route.call, keys[:, : plan.tokens_kept], keys, grouped)
-    return Output(plan.restore(output, route.detail))
+    merged = keys[:, : plan.tokens_kept]
+    output = _attended(route.call, merged, keys, grouped)
+    return Output(plan.restore(output, route.detail(merged)))
 
 
 def _attended(
