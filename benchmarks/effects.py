@@ -4,12 +4,13 @@
 
 Calibration merges one layer alone, runs the denoiser and looks at its output: one forward for each
 layer (`mame_sd.diffusion.calibration`). A gradient tells all layers by one forward and `--vectors`
-backwards. For a random vector v at the output, the gradient of <v, output> at a layer's output
-times the layer's error has the squared error of the output as its mean square, to first order.
+backwards. It takes a random vector v at the output and the gradient of <v, output> at a layer's
+output. Times the layer's error, that has the output's squared error as its mean square, to first
+order.
 
 Prints both for each layer, their correlation, and what each makes of the choice at each speed: its
 error, reckoned by perturbation. A third row perturbs each layer in two calls only, the middle and
-the late one of one image, as calibration does for a model of many layers. Writes the choices into
+the late one of one image. Calibration does so for a model of many layers. Writes the choices into
 --out, for `benchmarks.frontier --settings`. Takes the measurements of `benchmarks.by_layer` from
 `--measured`, or makes them.
 """
@@ -68,8 +69,8 @@ class Recorder(Single):
 
 @torch.enable_grad()
 def by_gradient(handle: Merging, call: Any, vectors: int, seed: int) -> dict[str, float]:
-    """The relative squared error at the output of a call for each layer that merges by REFERENCE
-    alone, to first order, estimated with so many random vectors.
+    """For each layer the relative squared error at the output of a call if REFERENCE merges in it
+    alone: to first order, estimated with so many random vectors.
     """
     args, kwargs = call
     leaf = (args[0] if args else kwargs["hidden_states"]).clone().requires_grad_()

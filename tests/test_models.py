@@ -181,11 +181,12 @@ def test_captions_of_unequal_length_put_images_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "first"), [("Ideogram4Transformer2DModel", TEXT), ("HiDreamImageTransformer2DModel", 0)]
+    ("name", "first"),
+    [("Ideogram4Transformer2DModel", TEXT), ("HiDreamImageTransformer2DModel", 0)],
 )
 def test_captions_of_unequal_length_leave_images_in_place(name: str, first: int) -> None:
-    """Ideogram 4 fills captions up at their left, HiDream at their right behind the image: in both
-    samples it is at the same place, and merges as the loop does.
+    """Ideogram 4 fills captions up at their left, HiDream at their right behind the image. In both
+    samples the image is at the same place, and it merges as the loop does.
     """
     case = next(case for case in CASES if case.name == name)
     model: Any = case.build().eval()

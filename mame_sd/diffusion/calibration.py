@@ -88,7 +88,8 @@ class Measured:
     entry for each call.
 
     `effect`: the error of the denoiser's output where the form REFERENCE merges in this layer
-    alone, in those calls in which that was tried; `own`: of the layer's output in the same calls.
+    alone, in the calls in which that was tried.
+    `own`: the error of the layer's output in the same calls.
     """
 
     whole: list[float] = field(default_factory=list)
