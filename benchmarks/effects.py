@@ -70,7 +70,7 @@ class Recorder(Single):
 @torch.enable_grad()
 def by_gradient(handle: Merging, call: Any, vectors: int, seed: int) -> dict[str, float]:
     """For each layer the relative squared error at the output of a call if REFERENCE merges in it
-    alone: to first order, estimated with so many random vectors.
+    alone. It is of first order and estimated with so many random vectors.
     """
     args, kwargs = call
     leaf = (args[0] if args else kwargs["hidden_states"]).clone().requires_grad_()

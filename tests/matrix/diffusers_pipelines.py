@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections import Counter
 from pathlib import Path
 
@@ -38,11 +37,13 @@ def section() -> list[str]:
         HEAD,
         f"Of {len(merged) + len(others)} that run {len(merged)} merged:",
         "",
-        *textwrap.wrap(f"{', '.join(every)}.", 120),
+        "| what | pipelines |",
+        "|---|---|",
+        f"| merged | {', '.join(every)} |",
+        f"| not tried ({len(untried)}) | {', '.join(untried)} |",
         "",
         "| others | what | why |",
         "|---|---|---|",
     ]
     lines += [f"| {row['pipeline']} | {row['outcome']} | {_reason(row['why'])} |" for row in others]
-    tried = textwrap.wrap(f"Not tried ({len(untried)}): {', '.join(untried)}.", 120)
-    return [*lines, "", *tried, ""]
+    return [*lines, ""]

@@ -2,7 +2,7 @@
 
     python -m scripts.robustness.diffusers_suite --pipelines [--source CHECKOUT]
 
-For each class of pipeline one JSON line is written to a file; those that it has are left out, so
+For each class of pipeline one JSON line is written to a file. Those that it has are left out, so
 that a run can be stopped and resumed. `__main__.py` runs this module in the folder of the tests,
 which are the package `tests` there. Stand-ins for models of the hub lie in it.
 """
