@@ -181,7 +181,8 @@ def test_captions_of_unequal_length_put_images_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "first"), [("Ideogram4Transformer2DModel", TEXT), ("HiDreamImageTransformer2DModel", 0)]
+    ("name", "first"),
+    [("Ideogram4Transformer2DModel", TEXT), ("HiDreamImageTransformer2DModel", 0)],
 )
 def test_captions_of_unequal_length_leave_images_in_place(name: str, first: int) -> None:
     """Ideogram 4 fills captions up at their left, HiDream at their right behind the image: in both

@@ -2,6 +2,7 @@
 
     python -m scripts.robustness.diffusers_suite [--suites "SD 3" Flux] [--modes on off]
         [--source CHECKOUT] [--work FOLDER]
+    python -m scripts.robustness.diffusers_suite --pipelines   # their tiny pipelines (pipelines.py)
 
 The tests are those of the installed diffusers, or of a checkout. The former come from its
 repository at the tag of that version, for its source distribution has none. They run in one process
@@ -39,8 +40,14 @@ from scripts.robustness.diffusers_suite.suites import (
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULT = ROOT / "tests" / "matrix" / "diffusers_suite.json"
+PIPELINES = RESULT.with_name("diffusers_pipelines.json")
 URL = "https://github.com/huggingface/diffusers"
-NEEDS = ("parameterized", "requests-mock")  # of diffusers' tests, beyond our own requirements
+NEEDS = (
+    "parameterized",
+    "requests-mock",
+    "ftfy",
+    "wcwidth",
+)  # of diffusers' tests, beyond our own requirements
 
 
 def fetched(work: Path, source: Path | None) -> tuple[Path, str]:
@@ -83,7 +90,7 @@ def fetched(work: Path, source: Path | None) -> tuple[Path, str]:
         (folder / "tests.part").rename(folder / "tests")
     # pytest would take our settings, under which their markers are unknown, from a folder above
     (folder / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
-    if not (work / "site" / "parameterized").is_dir():
+    if not (work / "site" / "ftfy").is_dir():
         command = [
             sys.executable,
             "-m",
@@ -144,6 +151,28 @@ def run(
             f"{results.stem}, {mode}: pytest stopped with status {status}; see"
             f" {results.with_suffix('.log')}"
         )
+
+
+def run_pipelines(folder: Path, work: Path, results: Path) -> None:
+    """Tries the tiny pipelines that `results` has not yet, and writes the record of all."""
+    path = os.pathsep.join([str(folder), str(ROOT), str(work / "site")])
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "scripts.robustness.diffusers_suite.pipelines",
+        str(results),
+    ]
+    if subprocess.run(command, cwd=folder, env=environment).returncode:
+        raise SystemExit("the pipelines did not run to their end: the same command goes on")
+
+
+def record_pipelines(results: Path) -> None:
+    lines = map(json.loads, results.read_text(encoding="utf-8").splitlines())
+    rows = sorted(lines, key=lambda line: (line["pipeline"], line["tests"]))
+    PIPELINES.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 def outcomes(results: Path) -> dict[str, dict[str, Any]]:
@@ -239,14 +268,21 @@ def main() -> int:
         action="store_true",
         help="run nothing, write the page from the results there are",
     )
+    parser.add_argument(
+        "--pipelines", action="store_true", help="run the tiny pipelines instead of the tests"
+    )
     arguments = parser.parse_args()
     work = arguments.work.resolve()
     folder, version = fetched(work, arguments.source)
+    tried = work / f"results-{version}-{diffusers.__version__}" / "pipelines.jsonl"
     if not arguments.table:
         from scripts.robustness.diffusers_suite.stand_ins import save_stand_ins
 
         save_stand_ins(folder)
-        for suite in arguments.suites:
+        if arguments.pipelines:
+            tried.parent.mkdir(parents=True, exist_ok=True)
+            run_pipelines(folder, work, tried)
+        for suite in [] if arguments.pipelines else arguments.suites:
             for backend in (None, *(BACKENDS if suite in COMPILED else ())):
                 for mode in arguments.modes:
                     results = results_file(work, version, suite, mode, backend)
@@ -271,6 +307,8 @@ def main() -> int:
     RESULT.write_text(
         json.dumps({"versions": versions, "suites": rows}, indent=1) + "\n", encoding="utf-8"
     )
+    if tried.is_file():
+        record_pipelines(tried)
     from tests.matrix.table import page
 
     (ROOT / "docs" / "compatibility.md").write_text(page(), encoding="utf-8")
