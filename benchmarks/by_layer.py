@@ -5,13 +5,13 @@ says what a choice by layer is reckoned to give.
     python -m benchmarks.by_layer --model unet --num 2 --speeds 1.32 1.45
     python -m benchmarks.by_layer --more  # thresholds by layer, and means of cells, as forms too
 
-Writes a file of settings for each speed, `layers-SPEED.json` (with --more also
-`shares-or-thresholds-SPEED.json`), and a picture of the shares,
-`layers.webp`, into --out. Prints the reckoned error (the sum of the layers' mean relative squared
-errors) of uniform shares and of choices by layer. It also says what a choice of its own for each of
-the three steps would add. --more also chooses among thresholds (`tau`) of each layer, and among
-these and the mean of each cell. What is reckoned is checked on images by `benchmarks.frontier
---settings`. Measurements of each prompt stand in measured.json: run again to continue.
+Writes a file of settings for each speed, `layers-SPEED.json`, and a picture of the shares,
+`layers.webp`, into --out. With --more it also writes `shares-or-thresholds-SPEED.json`.
+
+Prints the reckoned error of uniform shares and of choices by layer: the sum of the layers' mean
+relative squared errors. It also says what a choice for each of the three steps would add. --more
+also chooses among thresholds (`tau`) and means of cells. `benchmarks.frontier --settings` checks on
+images what is reckoned. Measurements of each prompt are in measured.json: run again to continue.
 """
 
 from __future__ import annotations

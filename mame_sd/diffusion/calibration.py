@@ -2,12 +2,14 @@
 follows.
 
 `measure` replays a few calls of the denoiser that were recorded without merging. In each
-self-attention that could merge it computes every form (fields of `MaMeConfig`) beside the whole
-attention: the relative squared error of the output, and the seconds that it takes on this device.
-How much a layer's error matters is seen at the denoiser's output, where one form merges in that
-layer alone. `choose` then gives each layer one form: of all choices that save enough seconds, the
-one whose errors at the output have the least sum. That is a knapsack, solved by dynamic
-programming, exact on a grid of seconds.
+self-attention that could merge it computes every form (fields of `MaMeConfig`) beside the unmerged
+attention. It notes the relative squared error of the output, and the seconds on this device. How
+much a layer's error matters is seen at the denoiser's output, where one form merges in that layer
+alone.
+
+`choose` then gives each layer one form. Of all choices that save enough seconds it takes the one
+whose errors at the output have the least sum. That is a knapsack, which dynamic programming solves
+exactly on a grid of seconds.
 """
 
 from __future__ import annotations
@@ -133,8 +135,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Option:
-    """What a layer may do: `rule` of `layers`, the relative squared error of the denoiser's output
-    that it is reckoned to make, its seconds in a call of the denoiser.
+    """What a layer may do: a `rule` of `layers`, and what it is reckoned to cost.
+
+    Attributes:
+        error: relative squared error of the denoiser's output.
+        seconds: of the layer in one call of the denoiser.
     """
 
     rule: Any  # fields of MaMeConfig, or False: unmerged
@@ -338,8 +343,8 @@ def calibration_of(handle: Merging, found: Measurement, about: Mapping[str, Any]
 def clock_of(device: torch.device) -> Clock:
     """Seconds for what runs on `device`.
 
-    On a CPU they are the CPU's, which other programs leave nearly alone; else of the wall, when the
-    device has done all that it was given.
+    On a CPU they are CPU seconds, which other programs hardly change. On other devices they are
+    wall seconds, read when the device has done its work.
     """
     if device.type == "cpu":
         return time.process_time
@@ -413,9 +418,8 @@ def some(calls: Sequence[Call]) -> list[Call]:
 def options(found: Measurement) -> dict[str, list[Option]]:
     """What each layer may do: stay unmerged, or take a form that saves seconds.
 
-    Medians of seconds, but means for a `tau`, which costs what a call's tokens decide; means of
-    errors, as many times as the layer's error was found to matter for
-    the denoiser's output.
+    Seconds are medians, but means for a `tau`, whose cost depends on each call's tokens. Errors are
+    means, weighted by how much the layer's error matters for the denoiser's output.
     """
     result: dict[str, list[Option]] = {}
     for name, layer in found.layers.items():
@@ -528,9 +532,7 @@ def _timed(call: Callable[[], Any], clock: Clock) -> tuple[Any, float]:
 
 @contextmanager
 def _in_place(handle: Merging, make: Callable[[MergeHook], MergeHook | None]) -> Iterator[None]:
-    """In the block what `make` makes of each self-attention's hook stands in its place; None:
-    nothing does.
-    """
+    """While entered, `make` replaces each self-attention's hook; None takes it off."""
     hooks = [
         (module, hook)
         for module, hook in handle.layers

@@ -281,8 +281,9 @@ class MaMeHandle:
                 take_hook(module, hook.name)
 
     def install(self) -> None:
-        """Puts the hooks back (after `remove`, or instead of a later `apply_mame`); those of parts
-        that are off stay off.
+        """Puts the hooks back after `remove`, or replaces those of a later `apply_mame`.
+
+        Hooks of parts that are off stay off.
 
         Raises RuntimeError where another thread makes an image with the model.
         """

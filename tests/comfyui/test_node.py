@@ -356,7 +356,7 @@ def test_an_engine_that_never_calls_the_node_is_a_warning(
 
 
 class Bypassed(UNetModel):
-    """Attention that another node has put instead of the engine's, which asks for no override."""
+    """Another node's attention, which replaces the engine's and asks for no override."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         return attention(q, k, v, self.attn.heads)

@@ -252,9 +252,9 @@ def layout_of(hidden_states: Tensor, known: Tokens | None, config: MaMeConfig) -
     """How tokens [B, L, C] of an image lie: as is `known`, else by `config.size`, else in a square,
     else unknown.
 
-    `config.size` is the latent's; the levels below it follow by ceil(/2). Gives a reason to leave
-    the layer alone where the size is known and the tokens are not its: attention over frames, or
-    image tokens among others.
+    `config.size` is the latent's; the levels below it follow by ceil(/2). Where the size is known
+    and does not fit, it returns a reason to leave the layer alone. Such tokens are frames, or stand
+    among others.
     """
     count = index(
         hidden_states.shape[1]
