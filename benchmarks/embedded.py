@@ -9,10 +9,10 @@ Half of the prompts are object-background pairs that training never saw. Prints 
 and a last line of JSON, and writes ``contact.png``. Images are made by ``mame-sd generate``, so a
 stopped check continues.
 
-retrieval: share of images whose nearest glyph (pixel MSE, rendered on the prompted background) is
-the prompted one;
-background: share of images whose frame is nearest to the prompted colour; PSNR (dB) and SSIM: per
-image against the baseline's image of the same prompt and seed, then averaged.
+* retrieval: share of images whose nearest glyph (pixel MSE, rendered on the prompted background) is
+  the prompted one.
+* background: share of images whose frame is nearest to the prompted colour.
+* PSNR (dB) and SSIM: of each image to the baseline's image of its prompt and seed, averaged.
 """
 
 import argparse

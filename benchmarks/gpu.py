@@ -8,10 +8,10 @@ card; or measured on one.
     python -m benchmarks.gpu --measure --model "SD 1.5 at 512"
 
 Every operation of one forward is counted at its real size (`benchmarks/launches.py`). A card is
-busy with it for the longest of three times: 2.5 us, its bytes at the memory's speed, its products
-at the units' speed (`mame_sd/core/cards.py`). *Busy* sums that up: what graphs and `torch.compile`
-reach. *Eager* lets PyTorch launch one kernel in 6 us, ahead of the card. Cells say how many times
-as fast as unmerged.
+busy with it for the longest of three times (`mame_sd/core/cards.py`). These are 2.5 us, its bytes
+at the memory's speed, and its products at the units' speed. *Busy* sums that up: what graphs and
+`torch.compile` reach. *Eager* lets PyTorch launch one kernel in 6 us, ahead of the card. Cells say
+how many times as fast as unmerged.
 """
 
 from __future__ import annotations

@@ -56,53 +56,54 @@ class StudyFields:
     )
     stride: tuple[int, int] = _study(
         "cell of the grid partitions, (rows, columns) of tokens",
-        "A larger cell has fewer destinations, so more can merge. With `keep` it is the cell from"
-        " (1, 2) to (4, 4) that leaves as many destinations as `keep` allows.",
+        "A larger cell has fewer destinations, so more tokens can merge. With `keep` the cell, from"
+        " (1, 2) to (4, 4), follows from how many destinations `keep` allows.",
     )
     redraw: bool = _study(
         "whether each step draws other destinations",
-        "Errors of the steps then do not add up. Only `apply_mame` sees the timestep; not where"
-        " gradients are on.",
+        "Errors of the steps then do not add up. Only `apply_mame` sees the timestep, and only"
+        " where gradients are off.",
     )
     pairs: bool = _study(
         "whether guided and unguided samples merge the same tokens",
-        "Guidance would multiply a difference of merging. It holds in a batch of both and in two"
-        " calls of one input; only `apply_mame` sees them, and not where gradients are on.",
+        "Guidance would multiply what merging does to one sample and not to the other. The two may"
+        " share a batch, or be two calls of one input. Only `apply_mame` sees them, and only where"
+        " gradients are off.",
     )
     metric: Literal["cosine", "dot", "euclidean", "softmax"] = _study(
         "how similarity is measured",
-        "`dot` is x.y / sqrt(d), `euclidean` -|x - y| / sqrt(d), `softmax` the dot product's over"
-        " destinations.",
+        "`dot` is x.y / sqrt(d), `euclidean` is -|x - y| / sqrt(d), and `softmax` is the dot"
+        " product's softmax over destinations.",
     )
     feature: Literal["x", "k", "k-mean"] = _study(
         "what similarity compares: the layer's input, its keys, or their mean over heads"
     )
     weights: Literal["average", "best", "pick"] = _study(
         "how a source is shared out over destinations",
-        "`average` shares it over all similar ones (the paper), `best` gives it to the most similar"
-        " one, and `pick` drops it, of keys and values only.",
+        "`average` shares it over all similar ones, as the paper does. `best` gives it to the most"
+        " similar one. `pick` drops it, which keys and values alone allow.",
     )
     correct: bool = _study(
         "whether attention gets back what merged keys lose",
-        "To first order: the mean and covariance of all keys and values, a control variate. It"
-        ' needs `scaled_dot_product_attention` in the processor. On with `weights="best"`, which'
-        " needs a part of the keys for it; others need all. With merge qkv beside text merged"
-        " tokens count as often as they stand for tokens.",
+        "It gives back the first order, by the mean and covariance of all keys and values (a"
+        " control variate). The processor must call `scaled_dot_product_attention`. By default"
+        ' it is on with `weights="best"`, which needs only a part of the keys for it. Where whole'
+        " tokens merge beside text, each one counts for all the tokens that it stands for.",
     )
     refine: bool = _study(
         "whether weights below a source's mean are dropped",
-        'Adaptive refining, with `weights="average"` alone.',
+        'This is the paper\'s adaptive refining. Only `weights="average"` has it.',
     )
     variant: Literal["settled", "paper"] = _study(
         "which equations merge",
-        "`settled` has exact weights and keeps the amplitude; `paper` is the printed equations,"
-        " with eps and a second division in MaRe.",
+        "`settled` has exact weights and keeps the amplitude. `paper` follows the printed"
+        " equations, with eps and a second division in MaRe.",
     )
-    eps: float = _study("epsilon of the printed equations", 'With `variant="paper"` alone.')
+    eps: float = _study("epsilon of the printed equations", 'Only `variant="paper"` has one.')
     detail: bool = _study(
         "whether restored tokens of one group differ",
-        "They differ as the groups around them and their inputs do, around the group's mean. Where"
-        ' tokens are restored (merge qkv, mlp), with `weights="best"` alone.',
+        "Around the group's mean they then differ as their inputs and the groups beside them do."
+        ' It acts where tokens are restored (merge qkv, mlp), and needs `weights="best"`.',
     )
 
 
@@ -128,7 +129,7 @@ class MaMeConfig(StudyFields):
 
     An argument that is `None` is decided by `preset` and by which of `tau` and `keep` is given.
     After construction exactly one of `tau` and `keep` is a number. What ablations vary is given as
-    `study=Study(...)`; its concrete values stand in `config.study`, and beside the others:
+    `study=Study(...)`. `config.study` holds its concrete values, and so do attributes such as
     `config.weights`. `config.replace`, `copy.replace` and `dataclasses.replace` make a changed
     copy, in which the preset decides again on all that was never given.
 
@@ -139,28 +140,28 @@ class MaMeConfig(StudyFields):
 
     tau: float | None = _field(
         "similarity above which a token may merge; lower is faster and further off",
-        "Of the cosine from -1 to 1, where 1 merges nothing. Not together with `keep`.",
+        "The cosine goes from -1 to 1, where 1 merges nothing. Give `tau` or `keep`, not both.",
     )
     keep: float | None = _field(
         "share of tokens to keep, above 0 to 1; lower is faster and further off",
-        "It finds a threshold for each layer, call and sample. Never fewer than the destinations"
-        " stay.",
+        "It finds a threshold for each layer, call and sample. The destinations always stay.",
     )
     preset: Literal["default", "plain"] = _field(
-        "default is what measurement chose, plain the paper's form",
+        "which defaults hold: those that measurement chose, or the paper's (plain)",
         "`plain` compares all tokens with all, at tau 0.8, with alternating destinations.",
     )
     merge: Literal["qkv", "kv"] = _field(
-        "qkv merges all tokens and restores them (the paper), kv keys and values only",
+        "what merges: keys and values alone (kv), or whole tokens, restored afterwards (qkv)",
         "Where none of `merge`, `keep`, `tau`, `preset`, `weights` and `variant` is given, SD3 and"
         " AuraFlow take qkv with keep 0.625.",
     )
     min_tokens: int = _field(
         "layers with fewer tokens stay unmerged",
-        "With `MaMeAttnProcessor` on a video model keep it above the number of frames.",
+        "With `MaMeAttnProcessor` on a video model it must be above the number of frames.",
     )
     tiles: int = _field(
-        "side of the square tiles that tokens are compared in; 0 compares all", "At least 2 tokens."
+        "side of the square tiles that tokens are compared in; 0 compares all",
+        "A tile has at least 2 tokens a side.",
     )
     seed: int = _field(
         "seed of the destinations that are drawn",
@@ -168,24 +169,24 @@ class MaMeConfig(StudyFields):
     )
     size: tuple[int, int] | None = _field(
         "latent height and width, for layers that don't know them",
-        "For `MaMeAttnProcessor` and single attention modules alone; models tell theirs, and"
-        " refuse another.",
+        "`MaMeAttnProcessor` and single attention modules need it. Models know theirs, and refuse"
+        " another.",
         option=False,
     )
     mlp: float | None = _field(
         "share of tokens to keep in feed-forward networks too; off unless given",
-        "Above 0 to 1; tokens are restored after them. UNets, DiT and PixArt by `apply_mame`"
-        " alone.",
+        "Above 0 to 1. Tokens are restored after the network. UNets, DiT and PixArt take it, by"
+        " `apply_mame`.",
     )
     references: float | None = _field(
         "share of each reference image's tokens to keep in an edit; off unless given",
-        "Above 0 to 1; keys and values alone, each on its own grid; `keep` or `tau` holds for the"
-        " image itself. Models of edits by `apply_mame` alone.",
+        "Above 0 to 1. Each reference's keys and values merge on a grid of their own, while `keep`"
+        " or `tau` holds for the image. Models of edits take it, by `apply_mame`.",
     )
     layers: LayerRules | None = _field(  # noqa: RUF009
         "settings of single layers by patterns of their names",
-        "Over those of all: `{'blocks.[24]': {'keep': 0.5}}`; False leaves a layer unmerged."
-        " Self-attention by `apply_mame` alone.",
+        "They override those of all layers: `{'blocks.[24]': {'keep': 0.5}}`. False leaves a layer"
+        " unmerged. Self-attention takes them, by `apply_mame`.",
         option=False,
     )
     made_for: str | None = _field(
@@ -193,13 +194,13 @@ class MaMeConfig(StudyFields):
         "Calibration writes it.",
         option=False,
     )
-    # Settings of ablations, over which flat names go that are given beside it. Concrete after
+    # Settings of ablations; a flat name that is given overrides its field. Concrete after
     # construction.
     study: InitVar[Study | Mapping[str, Any] | None] = None
-    # What holds for tokens whose height and width are unknown: no grid, no tiles, copies restored.
-    # Of each config its own, made with it, for compiled graphs can't make configs.
+    # Settings for tokens whose height and width are unknown: no grid, no tiles, copies restored.
+    # Each config makes its own at once, for compiled graphs can't make configs.
     without_plane: ClassVar[MaMeConfig]
-    # What holds for reference images: their share as `keep`. None: they stay whole.
+    # Settings for reference images, with their share as `keep`. None leaves them unmerged.
     of_references: ClassVar[MaMeConfig | None]
     # What was given to the config that this one is made from: dataclasses.replace hands it on,
     # beside every field.

@@ -237,11 +237,10 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
 
     @contextmanager
     def _merging(self, config: MaMeConfig) -> Iterator[None]:
-        """Merging with `config` in this thread during the block; after the last such block the UNet
-        behaves as before the first.
+        """Merges with `config` in this thread while entered; the UNet behaves as before after that.
 
         The hooks stay on the UNet, inactive, so that a compiled UNet need not compile again for
-        every call; but not in the place of somebody else's.
+        every call. They never replace another handle's.
         """
         unet, image = self.unet, threading.Lock()
         with CHANGES:

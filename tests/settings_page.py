@@ -13,13 +13,14 @@ from mame_sd.config import STUDY, MaMeConfig, Study
 
 HEAD = """# Settings
 
-This page is made by `python -m tests.settings_page` from `MaMeConfig` and `Study`. The keywords of `apply_mame` and
-`MaMeAttnProcessor`, the options of the commands and the files of `--config` share these names. Two options are
-called otherwise: `--mame-seed`, beside the image's `--seed`, and `--size` of `tune`, which is in pixels.
+This page is made by `python -m tests.settings_page` from `MaMeConfig` and `Study`. The keywords of
+`apply_mame` and `MaMeAttnProcessor`, the options of the commands and the files of `--config` share
+these names. One option is called otherwise: `--mame-seed`, since `--seed` is the image's. The
+`--size` of `tune` is in pixels.
 """
 STUDY_HEAD = """## Study
 
-What the paper's ablations vary. Nobody needs these to merge; each default was chosen by measurement
+What the paper's ablations vary. Nobody needs these to merge, for measurement chose each default
 ([method](method.md), [experiments](experiments.md)).
 
 ```python
@@ -29,7 +30,8 @@ apply_mame(pipe, study=Study(weights="pick"))
 mame-sd generate --prompts demo --study weights=pick --study redraw=false
 ```
 
-A file of settings holds them in a table of that name: `{"keep": 0.5, "study": {"weights": "pick"}}`.
+A file of settings holds them in a table of that name:
+`{"keep": 0.5, "study": {"weights": "pick"}}`.
 """
 
 
@@ -48,7 +50,8 @@ def _table(names: Sequence[str]) -> list[str]:
         shown = "" if value is None else f"`{value}`"
         rows.append(f"| `{name}` | {shown} | {metadata['help']} |")
         if metadata["about"]:
-            more += wrap(f"- `{name}`: {metadata['about']}", 120, subsequent_indent="  ")
+            text = f"- `{name}`: {metadata['about']}"
+            more += wrap(text, 120, subsequent_indent="  ", break_on_hyphens=False)
     return rows + more
 
 

@@ -1,7 +1,7 @@
 """Values of single images: fidelity of pairs, and quality of images with their prompts, by key.
 
-Images are shared over processes by ``index[rank::count]``; what they found is gathered in the order
-of the run, so the number of processes changes nothing.
+Processes share images by ``index[rank::count]``. What they find is gathered in the order of the
+run, so their number changes nothing.
 """
 
 from __future__ import annotations

@@ -62,7 +62,9 @@ class Run:
                 agree.
         """
         if not folder.is_dir():
-            raise UserError(f"{folder}: expected the folder of a run, found none; check the path")
+            raise UserError(
+                f"{folder}: expected a run folder or a folder of images, found none; check the path"
+            )
         if not (folder / "manifest.json").exists():
             raise UserError(
                 f"{folder}: expected a folder that `mame-sd generate` wrote, found no"
@@ -99,9 +101,10 @@ def pair(a: Run, b: Run) -> list[Pair]:
     for one, other in ((a, b), (b, a)):
         lacking = [key for key in one.items if key not in other.items]
         if lacking:
+            alike = "the same prompts" if not (a.plain or b.plain) else "the same file names"
             raise UserError(
                 f"{other.folder}: expected the image {lacking[0]} as in {one.folder}, found none "
-                f"({len(lacking)} missing); compare runs of the same prompts"
+                f"({len(lacking)} missing); compare folders of {alike}"
             )
     for key, first in () if a.plain or b.plain else a.items.items():
         second = b.items[key]

@@ -30,8 +30,8 @@ class Method(Protocol):
 
 
 METHODS: dict[str, Method] = {
-    # What measurement chose (docs/kv-cache.md): keys by the attention of the prompt's queries at
-    # positions to come, budgets by layer and head, values and biases fitted.
+    # What measurement chose (docs/kv-cache.md). The prompt's queries at later positions choose the
+    # keys. Budgets go by layer and head; values and biases are fitted.
     "default": Selection(FutureAttention(), share="all", dropped="fit"),
     "paper": CausalMaMe(),  # the paper's "Future Work", to the letter
     "paper-strict": CausalMaMe(causal="strict"),

@@ -1,5 +1,5 @@
-"""What stands instead of `forward` and `generate` of a LLaVA: calls with images are given on with
-fewer tokens.
+"""Replacements for `forward` and `generate` of a LLaVA: they call the model's own with fewer image
+tokens.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Calls:
         """Puts them on the model.
 
         Raises:
-            ValueError: another tool has put a function in the place of one.
+            ValueError: another tool has replaced one of them.
         """
         for name in _NAMES:
             there = self.model.__dict__.get(name)
@@ -159,7 +159,7 @@ class Calls:
 
 
 class Call:
-    """Stands instead of one call of a model; what reads its signature sees the model's own."""
+    """Replaces one method of a model, with the same signature."""
 
     def __init__(self, calls: Calls, name: str) -> None:
         self.calls, self.name = calls, name

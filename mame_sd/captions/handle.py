@@ -158,10 +158,10 @@ class CaptionHandle:
         self.tower.remove()
 
     def install(self) -> None:
-        """Puts merging on (after `remove`, or instead of a later one).
+        """Puts merging back after `remove`, or replaces that of a later handle.
 
         Raises:
-            ValueError: another tool has put a function instead of a call.
+            ValueError: another tool has replaced `forward` or `generate`.
         """
         self._calls.put()
         self.tower.install()

@@ -193,7 +193,7 @@ def show_merge_command(
     """Draw which tokens were merged into which, over the image, for one level and step.
 
     Given an image file, draw how a vision transformer (--model, or embedded-clip) merges it, block
-    by block; given a folder of frames, how a video transformer does (--model embedded-video).
+    by block. Given a folder of frames, draw how a video transformer (--model embedded-video) does.
     """
     file = image_file(prompt)
     if file is not None:

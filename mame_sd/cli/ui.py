@@ -82,22 +82,15 @@ class SideBySide:
         Raises:
             UserError, MachineError: what the command line would say.
         """
-        if seed is None:
-            raise UserError(
-                "Seed: expected a whole number, got an empty field; give one, such as 0"
-            )
-        if seed != int(seed):
-            raise UserError(
-                f"Seed: expected a whole number, got {seed:g}; give one, such as {int(seed)}"
-            )
-        settings = GenerateSettings(steps=int(steps), seed=int(seed))
+        settings = GenerateSettings(steps=_whole("Steps", steps), seed=_whole("Seed", seed))
+        step = _whole("Step of the merge map", step)
         try:
             config = self._base.replace(**{by: {"keep": keep, "tau": tau}[by]})
         except ValueError as error:
             raise UserError(str(error)) from None
         plain, plain_seconds = self._plain(prompt, settings)
         start = time.perf_counter()
-        found = capture_merge(self._model, prompt, settings, config, min(int(step), settings.steps))
+        found = capture_merge(self._model, prompt, settings, config, min(step, settings.steps))
         seconds = time.perf_counter() - start
         total = found.owners.size
         shown = enlarge(found.image, SIDE)
@@ -123,6 +116,14 @@ class SideBySide:
         return self._baseline[1:]
 
 
+def _whole(field: str, value: float | None) -> int:
+    """The number in a field of the page. Raises UserError unless it is a whole one."""
+    if value is None or not float(value).is_integer():
+        got = "an empty field" if value is None else f"{value:g}"
+        raise UserError(f"{field}: expected a whole number, got {got}; give one, such as 1")
+    return int(value)
+
+
 def build_page(both: SideBySide, prompt: str = "") -> Any:
     """The page, a gradio Blocks. Raises MachineError when gradio is not installed."""
     gradio = load_gradio()
@@ -131,14 +132,12 @@ def build_page(both: SideBySide, prompt: str = "") -> Any:
         try:
             return both.generate(*values)
         except (UserError, MachineError) as error:
-            return (
-                *[None] * len(shown),
-                f"**{error}**",
-            )  # no image of another setting beside an error
+            message = str(error)
         except Exception as error:  # shown on the page, and in one line where the page is served
             _, message = describe(error)
             say(f"error: {message}")
-            return *[None] * len(shown), f"**{message}**"
+        # An image of another setting would mislead beside an error.
+        return *[None] * len(shown), f"**{message}**"
 
     with gradio.Blocks(title="mame-sd", analytics_enabled=False) as page:
         gradio.Markdown(

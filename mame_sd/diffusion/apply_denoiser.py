@@ -242,9 +242,10 @@ def has_hooks(target: Any) -> bool:
 
 
 def denoiser_of(target: Any) -> nn.Module:
-    """The module that merging goes on: `target` itself, or a pipeline's UNet or transformer; an
-    nn.ModuleDict of them by name where the pipeline has several (Wan 2.2: `transformer` and
-    `transformer_2`).
+    """The module that merging goes on: `target` itself, or a pipeline's UNet or transformer.
+
+    Where the pipeline has several (`transformer` and `transformer_2` of Wan 2.2), it is an
+    nn.ModuleDict of them by name.
 
     Raises:
         TypeError: neither a module nor a pipeline with a denoiser.

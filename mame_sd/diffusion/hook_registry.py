@@ -13,8 +13,8 @@ from torch import nn
 class PreHook:
     """A plain forward pre-hook: it reads a module's arguments and changes nothing.
 
-    Other tools (DeepCache, offloading) put functions of their own instead of a module's forward,
-    which wrapping it would get lost under or undo.
+    Other tools (DeepCache, offloading) replace a module's forward. Our wrapper would be lost under
+    theirs, or undo it.
     """
 
     name: str
@@ -22,7 +22,7 @@ class PreHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Reads the call.
 
-        A method of each class: one that classes share, `torch.compile` would compile for each anew.
+        Each class defines its own: `torch.compile` would compile a shared method for each class.
         """
         raise NotImplementedError
 
@@ -85,8 +85,8 @@ def take_hook(module: nn.Module, name: str) -> None:
     """Takes the hook of that name off `module`, if there is one; what was put around it since then
     stays in force.
 
-    diffusers' own removal gives the next hook the freed forward instead of its `new_forward`, which
-    is then lost. It also drops a function that somebody has put around `module.forward` by hand.
+    diffusers' own removal gives the next hook the module's forward where it needs our hook's
+    `new_forward`, which is then lost. It also drops a function that wraps `module.forward` by hand.
     """
     hook = hook_on(module, name)
     if hook is None:

@@ -165,11 +165,11 @@ def _same(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
 
 
 class Entry:
-    """The `forward` of a module that carries a MergeHook, instead of the registry's own.
+    """Replaces the `forward` that diffusers' registry gives a module with a MergeHook.
 
     diffusers binds a function of its own to each module. With it, a deepcopy would run the
-    original's weights. Also, `torch.compile` would compile blocks that differ in nothing else
-    (`compile_repeated_blocks`) each anew. A method is one function for all of them.
+    original's weights. `torch.compile` would also compile each repeated block by itself
+    (`compile_repeated_blocks`). A method is one function for all of them.
     """
 
     def __init__(self, module: nn.Module, hook: MergeHook) -> None:

@@ -141,12 +141,11 @@ class EagerSizeHook(SizeHook):
 
 
 class StepHook(CallHook):
-    """Notes what the latest forward of a denoiser says: its timestep, which draw of the random
-    partitions it takes; its first input, the latents, whether guided and unguided samples stand in
-    it, or it is the second call of two of the same input.
+    """Notes the timestep and the latents of a denoiser's latest forward.
 
-    So the same call gives the same result, whatever ran before it with other latents, and neither
-    sampler nor pipeline needs to be known.
+    The timestep chooses the draw of the random partitions. The latents tell whether a batch holds
+    guided and unguided samples, or whether this is the second of two calls of the same input. So
+    the same call gives the same result whatever ran before, under any sampler and pipeline.
     """
 
     name = "mame_step"

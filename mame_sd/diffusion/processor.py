@@ -7,7 +7,7 @@ added keys and values and small layers pass through untouched. It sees tokens [B
 their height and width: give `size` for images that are not square. Nor does it see what the tokens
 are. In a video model, attention over frames merges too where there are at least `min_tokens`
 frames. Keep `min_tokens` above their number. Slicing, `fuse_qkv_projections`, `load_ip_adapter` and
-PAG replace processors, this one included, and `load_ip_adapter` makes new ones without arguments;
+PAG replace processors, this one included. `load_ip_adapter` makes new ones without arguments.
 `apply_mame` survives all of these, knows the true size and leaves attention over frames alone.
 """
 

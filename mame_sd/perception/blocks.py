@@ -1,8 +1,8 @@
 """One block of a vision transformer, merged: x' = MSA(LN(x)) + x, x'' = MaMe(x'), MLP(LN(x'')) +
 x'' (paper, "Integration for Visual Perception").
 
-A `MergedBlock` stands instead of its block's forward and runs the block's own modules. So hooks on
-these, their weights and what is saved stay as they are. It checkpoints where its block would.
+A `MergedBlock` replaces its block's forward and runs the block's own modules. So their hooks, their
+weights and what is saved stay as they are. It checkpoints where its block would.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def as_many(
 
 
 class MergedBlock:
-    """Takes the place of the forward of one block.
+    """Replaces the forward of one block.
 
     Args:
         block: the block.

@@ -320,8 +320,9 @@ class EncoderHandle:
         return dict(self._shared.plans)
 
     def owners(self, block: int | None = None) -> Tensor:
-        """LongTensor [B, L]: the input token that each one mainly went to, itself where it is kept;
-        over all blocks.
+        """LongTensor [B, L]: the input token that each one mainly merged into, over all blocks.
+
+        A token that is kept has itself.
 
         Args:
             block: only up to this block, counted from 0.
@@ -350,12 +351,13 @@ class EncoderHandle:
 
     @property
     def special(self) -> int:
-        """How many tokens before the patches are none."""
+        """How many tokens come before the patches."""
         return self._shared.special
 
     def kept(self, blocks: int, samples: int, tokens: int, device: torch.device) -> Tensor:
-        """LongTensor [B, L']: the places of the tokens that the first blocks left in the latest
-        forward, in their order; of what merged into one, the place of its destination.
+        """LongTensor [B, L']: places of the tokens that are left after the first blocks.
+
+        They are of the latest forward and in its order. A merged token has its destination's place.
 
         Args:
             blocks: how many blocks.
@@ -413,10 +415,10 @@ class EncoderHandle:
                 take(module, one)
 
     def install(self) -> None:
-        """Puts merging back (after `remove`, or instead of a later `apply_encoder`).
+        """Puts merging back after `remove`, or replaces that of a later `apply_encoder`.
 
         Raises:
-            ValueError: another tool has put a function instead of a block's forward.
+            ValueError: another tool has replaced a block's forward.
         """
         for module, one in self._ours:
             check_free(module, one)

@@ -1,8 +1,7 @@
-"""What goes on a model's modules: merged blocks instead of their forward, and hooks around the
-model's own.
+"""What goes on a model's modules: merged blocks, which replace the forward of theirs, and hooks
+around the model's forward.
 
-Everything is kept in the module's own dictionaries, so that a deepcopy has its own, and is found
-there by its type.
+Each lies in its module's dictionaries, so that a deepcopy has its own. Its type identifies it.
 """
 
 from __future__ import annotations

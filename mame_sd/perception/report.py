@@ -42,11 +42,10 @@ class BlockReport:
 class EncoderReport:
     """Every block of a vision transformer; `str(report)` is a table.
 
-    FLOPs are multiply-adds of matrix products and convolutions, as papers count them, for one
-    image: embedding of its patches, blocks, and the model's own pooling and head. `calls` are
-    forwards since the last reset (twice as many where a checkpoint around blocks computes them
-    again, as timm's). `prop_attn` says whether attention counts how many tokens each one stands
-    for.
+    FLOPs are multiply-adds of matrix products and convolutions for one image, as papers count them.
+    They include the patches' embedding, the blocks, and the model's own pooling and head. `calls`
+    are forwards since the last reset. A checkpoint around blocks, such as timm's, doubles them.
+    `prop_attn` says whether attention counts how many tokens each one stands for.
     """
 
     blocks: tuple[BlockReport, ...]

@@ -79,8 +79,9 @@ class LoadedEncoder:
         )
 
     def inputs(self, images: Sequence[np.ndarray]) -> dict[str, Tensor]:
-        """What the model is called with for uint8 images [H, W, 3], as its own processor makes it,
-        on its device; for clips [frames, H, W, 3] where it sees these.
+        """What the model is called with, on its device, as its own processor makes it.
+
+        Images are uint8 [H, W, 3], or clips [frames, H, W, 3] where it sees these.
 
         Raises UserError for an image that is too small, or images of which it makes several sizes.
         """

@@ -2,8 +2,8 @@
 later call continues.
 
 The starting latent of an image depends on (seed, prompt id, repeat) alone. Its pixels also depend
-on the batch it is computed in, so batches are cut from the whole list before finished images are
-skipped: a batch with one image missing is computed whole, and only what is missing is written.
+on its batch, so batches are cut from the whole list before finished images are skipped. A batch
+with one image missing is computed as a whole, and only what is missing is written.
 """
 
 from __future__ import annotations

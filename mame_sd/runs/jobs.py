@@ -64,7 +64,7 @@ class GenerateSettings:
                     f"--{name}: expected a multiple of 8 pixels from 8 to {MAX_SIDE}, got {side}; "
                     f"try {min(max(8, side - side % 8), MAX_SIDE)}"
                 )
-        if not 0 <= self.seed < 2**63:
+        if not (isinstance(self.seed, int) and 0 <= self.seed < 2**63):
             raise UserError(
                 f"--seed: expected a whole number from 0 to 2^63 - 1, got {self.seed}; choose"
                 " another"

@@ -1,4 +1,4 @@
-"""Schedulers by name, put instead of a model's own."""
+"""Schedulers by name, which replace a model's own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_scheduler(name: str | None) -> None:
 
 
 def set_scheduler(pipe: Any, name: str) -> None:
-    """Put the named scheduler instead of the model's, with the model's noise schedule."""
+    """Replace the model's scheduler by the named one, with the model's noise schedule."""
     import diffusers
 
     class_name, extra = SCHEDULERS[name]

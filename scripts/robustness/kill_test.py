@@ -5,13 +5,13 @@ an undisturbed one.
         [--kinds baseline,merged,processes]
     python -m scripts.robustness.kill_test --fork  # the same, forked from a process with the model
 
-A run is `mame-sd generate` with three images of each prompt, two at once; `processes` is the merged
-one by two processes, launched by accelerate: a kill takes all of it, or one of the two alone. With
-`--fork` a run begins where the model is loaded, in one process, or in two that are given what the
-launcher gives; most of a start's work falls away. Each kill is a SIGKILL after a random (seeded) 0
-to 4 times what an image takes, once the run has written a new image. When a run has got to its end
-it is compared, and the next one begins in a new folder. The kinds share the kills. Prints one JSON
-line a kind; exit status 1 when a byte differs.
+A run is `mame-sd generate` with three images of each prompt, two at once. `processes` is the merged
+run by two processes that accelerate launches: a kill takes both, or one of them. `--fork` starts a
+run in a process that has loaded the model already, which saves most of a start's work.
+
+Each kill is a SIGKILL. Once the run has written a new image it comes after a random (seeded) 0 to 4
+times the time of an image. A run that has ended is compared, and the next one begins in a new
+folder. The kinds share the kills. Prints one JSON line a kind; exit status 1 when a byte differs.
 """
 
 from __future__ import annotations

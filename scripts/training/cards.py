@@ -1,8 +1,8 @@
 """Pictures to caption: two to four glyphs, each on a card of another colour, on a patterned ground.
 
-A caption names the glyphs and the colours of their cards row by row, then the ground: ``a rocket
-on blue, a pizza on white and an owl on green, over red brick``. A picture follows from (seed, kind,
-index) alone.
+A caption names the glyphs and the colours of their cards row by row, then the ground. An example is
+``a rocket on blue, a pizza on white and an owl on green, over red brick``. A picture follows from
+(seed, kind, index) alone.
 """
 
 from dataclasses import dataclass

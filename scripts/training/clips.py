@@ -150,8 +150,10 @@ def _laid(clips: list[Clip], which: int) -> Tensor:
 
 
 def render(clips: list[Clip]) -> tuple[Tensor, Tensor]:
-    """Frames [B, FRAMES, 3, SIDE, SIDE] in 0..255, float; which glyph each pixel shows [B, FRAMES,
-    SIDE, SIDE]: 1 that moves, 2 that stands, 0 none.
+    """Frames [B, FRAMES, 3, SIDE, SIDE] in 0..255, and which glyph each pixel shows.
+
+    The second tensor [B, FRAMES, SIDE, SIDE] is 1 for the glyph that moves, 2 for the one at rest,
+    0 for none.
     """
     side = SIDE + 2 * MARGIN
     shake = torch.from_numpy(np.stack([c.shake for c in clips])).float()

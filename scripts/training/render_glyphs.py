@@ -29,8 +29,9 @@ ALIASES = {
 }
 NAMES = """
 rocket, red apple, dog face, cat face, ant, key, star, red heart, pizza, tree,
-balloon, baseball, basketball, bullseye, christmas tree, crystal ball, game die, jack-o-lantern, kite, party popper,
-pool 8 ball, puzzle piece, soccer ball, tennis, trophy, wrapped gift, video game, artist palette, boxing glove, teddy bear,
+balloon, baseball, basketball, bullseye, christmas tree, crystal ball, game die,
+jack-o-lantern, kite, party popper, pool 8 ball, puzzle piece, soccer ball, tennis, trophy,
+wrapped gift, video game, artist palette, boxing glove, teddy bear,
 badger, bat, bear, beetle, bird, blowfish, bouquet, butterfly, cactus, cherry blossom,
 cow face, crab, dolphin, dragon face, duck, eagle, elephant, fish, four leaf clover, fox,
 frog, hamster, hedgehog, hibiscus, honeybee, horse face, koala, lady beetle, lion, lobster,
@@ -44,8 +45,8 @@ axe, backpack, bell, bomb, books, bucket, camera, candle, coin, crown,
 door, drum, floppy disk, gem stone, graduation cap, guitar, hammer, light bulb, locked, magnet,
 microphone, money bag, package, paintbrush, pencil, shield, socks, sunglasses, t-shirt, telephone,
 toolbox, top hat, violin, airplane, alarm clock, ambulance, anchor, bus, car, castle,
-cloud, compass, fire, flying saucer, full moon, hourglass done, house, lighthouse, locomotive, police car,
-rainbow, ringed planet, sailboat, snowflake, snowman, sun, taxi, tent, tractor, umbrella
+cloud, compass, fire, flying saucer, full moon, hourglass done, house, lighthouse, locomotive,
+police car, rainbow, ringed planet, sailboat, snowflake, snowman, sun, taxi, tent, tractor, umbrella
 """
 
 

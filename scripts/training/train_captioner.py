@@ -4,10 +4,10 @@
     python -m scripts.training.train_captioner --work out/llava --export DIR # write the newest
     python -m scripts.training.train_captioner --pictures out/cards          # to measure on
 
-The tower and the language model are fetched and stay as they are; trained are LLaVA's projector
-and updates of rank `RANK` of the language model's queries and values. First each patch learns the
-words of what it shows (no language model runs: minutes), then captions are learnt through the
-language model. The tower's features are computed once and kept in `--work`.
+The tower and the language model are fetched and stay as they are. LLaVA's projector is trained, and
+updates of rank `RANK` of the language model's queries and values. First each patch learns the words
+of what it shows; no language model runs, so that takes minutes. Then captions are learnt through
+the language model. The tower's features are computed once and kept in `--work`.
 """
 
 import argparse

@@ -16,8 +16,8 @@ The recipe is that of the other embedded models: coarse first. 64 patches of pic
 side learn glyphs and words; 256 patches at the full side see the small ones. Pictures are drawn
 anew at each step (`pictures.py`): one glyph at a free place, size and angle, partly hidden, on
 varied grounds. The text half starts as the embedded model's, which knows the words. The last stage
-strews halves of other glyphs over the one that is named, so that few tokens are redundant; the text
-half stays as it is there.
+strews halves of other glyphs over the one that is named, so that few tokens are redundant. It
+leaves the text half as it is.
 """
 
 from dataclasses import replace

@@ -11,9 +11,8 @@ A stopped training continues when it is started again. `--export` writes a pipel
 `--smoke` writes one into DIR/model.
 
 The recipe is the UNet's: coarse first. 64 tokens of 4 x 4 latents of pictures at half the side
-learn what stands where in which colours; 256 tokens at the full side learn the details; 1,024
-tokens of 2 x 2 latents, the form that is shipped, refine them. The world is
-`world.py`.
+learn where things are and in which colours. 256 tokens at the full side learn the details. 1,024
+tokens of 2 x 2 latents, the form that is shipped, refine them. The world is `world.py`.
 
 Why this form:
 

@@ -9,9 +9,9 @@ a GPU.
 The recipe: the UNet's inner levels are trained first, on 8 x 8 patches of 8 x 8 latents. There a
 step is cheap and every position knows its place from the padding around it. They learn which shape
 in which colours a caption means. Then an outer level is put around them (16 x 16 patches of 4 x 4),
-then another (32 x 32). The last comes at the end (the plain 64 x 64 latents). What the inner levels
-know stays valid at each growth, since every cell keeps its place in the picture; they are frozen
-until the new level has learnt to speak to them.
+then another (32 x 32). The last one, at the end, sees the plain 64 x 64 latents. What the inner
+levels know stays valid at each growth, since every cell keeps its place in the picture. They are
+frozen until the new level has learnt to work with them.
 """
 
 import argparse

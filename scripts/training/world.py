@@ -2,9 +2,9 @@
 free patterns.
 
 The caption names the glyphs, the colour and the kind of the ground: ``rocket on a red brick
-background``. Place, size and angle of a glyph, period, phase, direction and second colour of a
-ground stand nowhere: a denoiser's tokens have to agree on them among themselves. A scene follows
-from a random generator alone.
+background``. It says nothing of a glyph's place, size and angle, nor of a ground's period, phase,
+direction and second colour. A denoiser's tokens have to agree on them. A scene follows from a
+random generator alone.
 """
 
 from collections.abc import Sequence
@@ -131,8 +131,9 @@ def draw_scene(
     names: Sequence[str] = SUBJECTS,
     grounds: Sequence[str] = (),
 ) -> Scene:
-    """One scene of the first ``glyphs`` of ``names``, on one of ``grounds`` where some are given; a
-    share ``pairs`` of the scenes has two glyphs that do not overlap.
+    """One scene of the first ``glyphs`` of ``names``, on one of ``grounds`` where some are given.
+
+    A share ``pairs`` of the scenes has two glyphs that do not overlap.
     """
     while True:
         if rng.uniform() < pairs:

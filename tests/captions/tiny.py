@@ -91,8 +91,9 @@ def pictures(*lead: int, seed: int = 0) -> Tensor:
 def seen_by_hand(
     model: Any, handle: CaptionHandle, picture: Tensor, blocks: int = 4
 ) -> dict[int, Tensor]:
-    """The projected features of one picture [3, h, w] by place of their patch, through the tower
-    alone; `blocks` come before the layer that is read.
+    """The projected features of one picture [3, h, w] by place of their patch, by the tower alone.
+
+    `blocks` come before the layer that is read.
     """
     with torch.no_grad():
         states = model.model.vision_tower(picture[None], output_hidden_states=True)

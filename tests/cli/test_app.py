@@ -72,6 +72,10 @@ BAD = {
         ["generate", "--prompt", "x", "--seed", "-1"],
         "--seed: expected a whole number from 0",
     ),
+    "half-a-seed": (
+        ["generate", "--prompt", "x", "--seed", "0.5"],
+        "Invalid value for '--seed'",
+    ),
     "guidance": (
         ["generate", "--prompt", "x", "--guidance", "nan"],
         "--guidance: expected a finite number, got nan",

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from mame_sd import MaMeConfig, UserError
 from mame_sd.cli import app as cli
 from mame_sd.cli.app import ui_command
 from mame_sd.cli.show_merge import capture_merge
-from mame_sd.cli.ui import SideBySide, serve
+from mame_sd.cli.ui import SideBySide, build_page, serve
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel
 from tests.builders.chromium import chromium
@@ -75,9 +76,42 @@ def test_the_button_says_what_the_command_line_says(model: LoadedModel) -> None:
             ("key", "keep", 0.5, 0.8, 2, None, 1),
             "Seed: expected a whole number, got an empty field",
         ),
+        (("key", "keep", 0.5, 0.8, 2, 0.5, 1), "Seed: expected a whole number, got 0.5"),
+        (("key", "keep", 0.5, 0.8, 2, float("inf"), 1), "Seed: expected a whole number, got inf"),
+        (("key", "keep", 0.5, 0.8, 2.5, 0, 1), "Steps: expected a whole number, got 2.5"),
     ):
         with pytest.raises(UserError, match=message):
             both.generate(*values)
+
+
+def test_a_fault_is_one_line_and_leaves_no_image(
+    model: LoadedModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gradio", reason="pip install mame-sd[ui] brings it")
+    both = SideBySide(model, SMALL)
+    calls = build_page(both).fns.values()
+    button = next(call for call in calls if call.api_name == "generate")
+
+    def fails(*values: Any) -> None:
+        raise RuntimeError("the card fell off the bus")
+
+    monkeypatch.setattr(both, "generate", fails)
+    *images, said = button.fn("key", "keep", 0.5, 0.8, 2, 0, 1)
+    assert images == [None] * 3
+    assert "the card fell off the bus" in said
+    assert "the card fell off the bus" in error_of(capsys)
+
+
+def test_the_page_names_its_model_size_and_guidance(
+    model: LoadedModel, address: str, browser: Any
+) -> None:
+    about = SideBySide(model, SMALL).about
+    assert about.startswith("tiny (StableDiffusionPipeline), 32 x 32 pixels, guidance 7.5")
+    told = replace(model, guidance=1.25)
+    assert "guidance 1.25" in SideBySide(told, SMALL).about
+    page = browser.new_page()
+    page.goto(address)
+    page.get_by_text(about).wait_for()
 
 
 def test_the_page_in_a_browser(address: str, browser: Any) -> None:
@@ -215,22 +249,23 @@ def test_nothing_is_asked_of_other_machines(model: LoadedModel, tmp_path: Path) 
     model_folder = save_tiny_pipeline(tmp_path / "model")
     code = f"""
 import sys
-asked = []
+asked, here = [], ("127.0.0.1", "::1", "localhost", None)
 def hook(event, arguments):
-    if event == "socket.connect" and isinstance(arguments[1], tuple) and arguments[1][0] not in ("127.0.0.1", "::1", "localhost"):
-        asked.append(arguments[1])
-    if event == "socket.getaddrinfo" and arguments[0] not in ("127.0.0.1", "::1", "localhost", None):
+    if event == "socket.connect" and isinstance(arguments[1], tuple):
+        asked.append(arguments[1][0])
+    if event == "socket.getaddrinfo":
         asked.append(arguments[0])
 sys.addaudithook(hook)
 from mame_sd import MaMeConfig
-from mame_sd.cli.ui import SideBySide, serve
+from mame_sd.cli.ui import SideBySide, build_page, serve
 from mame_sd.runs.loading import load_model
 from mame_sd.runs.model_files import ModelChoice
-both = SideBySide(load_model(ModelChoice(model={str(model_folder)!r}, device="cpu")), MaMeConfig(min_tokens=16))
+loaded = load_model(ModelChoice(model={str(model_folder)!r}, device="cpu"))
+both = SideBySide(loaded, MaMeConfig(min_tokens=16))
 page = serve(both, "127.0.0.1", 0)
 both.generate("<script>", "keep", 0.5, 0.8, 1, 0, 1)
 page.close(verbose=False)
-print(asked)
+print([name for name in asked if name not in here])
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

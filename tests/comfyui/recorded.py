@@ -1,9 +1,9 @@
-"""Calls of `optimized_attention` by each model family, as ComfyUI hands them to an override: what
-was seen, written down.
+"""Calls of `optimized_attention` by each model family, recorded as ComfyUI hands them to an
+override.
 
-Seen with models of ComfyUI's own classes at tiny size, in ComfyUI 0.33.0 (commit 783545f6) and
-0.3.64 (63722199); the same in both where one is given. A prompt of 7 tokens, latents of 16 x 24 (8
-x 12 for LTX-Video) in patches of 2 x 2, 3 frames for videos. `test_engine.py` records them again.
+They come from ComfyUI's own classes at tiny size, in 0.33.0 (783545f6) and 0.3.64 (63722199). One
+record means that both agree. The prompt has 7 tokens, and a video 3 frames. The latents are 16 x 24
+(8 x 12 for LTX-Video) in patches of 2 x 2. `test_engine.py` records them again.
 """
 
 from __future__ import annotations
@@ -116,10 +116,24 @@ CALLS = {
         "QwenImageTransformer2DModel", *((2, 103, 64),) * 3, (2, None), {}, (2, 16, 1, 16, 24), 7
     ),
     "SD3, text and image": Recorded(
-        "MMDiT", (2, 103, 128), (2, 103, 128), (2, 103, 2, 64), (), {"heads": 2}, (2, 16, 16, 24), 7
+        "OpenAISignatureMMDITWrapper",
+        (2, 103, 128),
+        (2, 103, 128),
+        (2, 103, 2, 64),
+        (),
+        {"heads": 2},
+        (2, 16, 16, 24),
+        7,
     ),
     "SD3, image alone": Recorded(
-        "MMDiT", (2, 96, 128), (2, 96, 128), (2, 96, 2, 64), (), {"heads": 2}, (2, 16, 16, 24), 0
+        "OpenAISignatureMMDITWrapper",
+        (2, 96, 128),
+        (2, 96, 128),
+        (2, 96, 2, 64),
+        (),
+        {"heads": 2},
+        (2, 16, 16, 24),
+        0,
     ),
     "AuraFlow": joint("MMDiT", 111, 15),  # 8 register tokens before the prompt's
     "Lumina 2": joint("NextDiT", 103, 7, None),

@@ -24,7 +24,8 @@ folder = sys.argv[1]
 
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("diffusers", "transformers", "accelerate", "safetensors", "PIL", "typer", "rich"):
+        absent = "diffusers transformers accelerate safetensors PIL typer rich".split()
+        if name.partition(".")[0] in absent:
             raise ImportError(name + " is not installed")
 
 sys.meta_path.insert(0, Missing())

@@ -102,9 +102,10 @@ def given(call: Recorded) -> dict[str, Any]:
 def loops(
     call: Recorded, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **fields: Any
 ) -> Tensor:
-    """The same attention in float64, sample by sample and head by head: the image's keys and values
-    merged, each counted as often as it stands for keys, and what they lack of the mean and
-    covariance of all, by a sample, added where there is no mask.
+    """The same attention in float64, sample by sample and head by head.
+
+    The image's keys and values merge, and each counts for all the keys that it stands for. Where
+    there is no mask, a sample adds what they lack of the mean and covariance of all.
     """
     heads_first = call.kwargs.get("skip_reshape", False)
     heads = call.kwargs.get("heads") or call.args[0]

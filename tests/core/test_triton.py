@@ -1,9 +1,10 @@
 """The Triton kernels against PyTorch's operations and the float64 loops, through the very entry
 that a card takes.
 
-They run on a CUDA device where there is one, and in Triton's interpreter on any machine: it must be
-chosen before Triton is imported, so the cases run again in a process of their own
-(`test_in_the_interpreter`). The interpreter is slow: few tokens.
+They run on a CUDA device where there is one, and in Triton's interpreter on any machine. It must be
+chosen before Triton is imported, so `test_in_the_interpreter` runs the cases in another process.
+The
+interpreter is slow: few tokens.
 """
 
 from __future__ import annotations

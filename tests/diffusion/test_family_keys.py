@@ -175,8 +175,9 @@ class Loops(TorchFunctionMode):
         order: Tensor,
         every: bool,
     ) -> Tensor:
-        """Cov(v, k) [heads, D, D] within groups of the image's tokens, as a share of all keys: of
-        every token, or as the sample tells.
+        """Cov(v, k) [heads, D, D] within groups of the image's tokens, as a share of all keys.
+
+        It is over every token, or estimated from the sample.
         """
         rows = dict(zip(plan.dst, range(len(plan.dst)), strict=True))
         for j, position in enumerate(plan.src):

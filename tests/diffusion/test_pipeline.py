@@ -177,8 +177,10 @@ torch.set_num_threads({threads})  # others add up in another order
 from diffusers import {loader}
 pipe = {loader}.from_pretrained({folder!r}, **json.loads({options!r}))
 pipe.set_progress_bar_config(disable=True)
-image = pipe("a red key", generator=torch.Generator().manual_seed(0), num_inference_steps=2, output_type="pt").images
-torch.save((type(pipe).__name__, image, sorted(name for name in sys.modules if name.startswith("mame_sd"))), {out!r})
+noise = torch.Generator().manual_seed(0)
+image = pipe("a red key", generator=noise, num_inference_steps=2, output_type="pt").images
+ours = sorted(name for name in sys.modules if name.startswith("mame_sd"))
+torch.save((type(pipe).__name__, image, ours), {out!r})
 """
 
 

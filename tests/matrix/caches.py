@@ -302,7 +302,9 @@ def _drawn(handle: MaMeHandle, subject: Any) -> Iterator[list[Tensor]]:
                 plan = plans[layer.name]
                 *times, h, w = layer.size or ()
                 plane = h * math.prod(times), w
-                want = positions(plan.tokens_in, handle.config, plane, draw=(draws[-1] + number) % DRAWS)
+                want = positions(
+                    plan.tokens_in, handle.config, plane, draw=(draws[-1] + number) % DRAWS
+                )
                 assert torch.equal(plan.positions.dst, want.dst), (
                     f"{layer.name}: not the draw of step {len(draws)}"
                 )

@@ -10,22 +10,39 @@ RESULT = Path(__file__).with_name("diffusers_suite.json")
 MODES = ("off", "on", "processor", "pipeline", "scaled")
 HEAD = """## diffusers' own tests
 
-`make test-diffusers` runs diffusers' tests with every model hooked as it is made (`keep=0.5`, `min_tokens=1`): *off* installed and turned
-off, *on* merging, *processor* by the one-liner, *pipeline* with StableDiffusionMaMePipeline instead of diffusers', *scaled* merging with the
-weights of queries and keys times 4, so that the tiny random models attend. Each cell says how many of the tests that pass in the same
-setting without merging pass with it. In *merged* of them (mode *on*) a layer really merged. Tests that need the hub, an accelerator
-or a package that is not there are skipped or fail without us too, and are not counted. An empty cell was not run with today's version: the one-liner is for UNets and
-PixArt, the pipeline for Stable Diffusion.
+`make test-diffusers` runs diffusers' tests and puts hooks on every model as it is made
+(`keep=0.5`, `min_tokens=1`). There are five modes:
+
+- *off*: installed and turned off;
+- *on*: merging;
+- *processor*: merging by the one-liner, on UNets and PixArt;
+- *pipeline*: StableDiffusionMaMePipeline replaces diffusers' own, for Stable Diffusion alone;
+- *scaled*: merging, with the weights of queries and keys times 4, so that tiny models attend.
+
+Each cell says how many of the tests that pass in the same setting without merging pass with it. In
+*merged* of them (mode *on*) a layer really merged. Some tests need the hub, an accelerator or a
+package that is not there. They fail without us too, and are not counted. An empty cell was not run
+with today's version.
 """
-STABLE = """What rounding decides. A source's destination is its nearest, so where two are equally near within rounding, batching, attention slicing or
-another device may pick the other one. `python -m benchmarks.choice_stability` perturbs tokens by a relative 1e-6: of 8192 choices none changes for random
-tokens, 1 for smooth ones, and 26 % among exact copies, which stand for each other. Deciding ties within rounding by position, S
-rounded to 2^-20, 2^-16 or 2^-12, settles copies; of smooth tokens' choices 3, 1 and 2 change: values near a step's border take the place of
-those near a tie. It would also be one more pass over S. So choices stay as they are. In a tiny SDXL UNet with queries' and keys' weights
-times 4, a batch of four against one, and attention slicing, change none of 7680 choices; outputs differ by at most 1e-5, as they do unmerged.
-SD 3's `test_fused_qkv_projections` compares calls whose prompts differ: diffusers' tests make T5 in training mode, and its dropout
-draws anew in every call (two unmerged images differ by .003, and the test may fail without us); in eval mode the merged images
-of fused and unfused projections are bit-equal. Our stand-in for T5 has no dropout.
+STABLE = """### What rounding decides
+
+A source's destination is its nearest. Where two are equally near within rounding, batching,
+attention slicing or another device may pick the other one.
+
+`python -m benchmarks.choice_stability` perturbs tokens by a relative 1e-6. Of 8192 choices none
+changes for random tokens and 1 for smooth ones. Among exact copies 26 % change, but copies give the
+same result. Similarities could be rounded to 2^-20, 2^-16 or 2^-12 and ties decided by position.
+That settles copies. Of the smooth tokens' choices 3, 1 and 2 change then, for values at a step's
+border become the new ties. It would also be one more pass, so choices stay as they are.
+
+In a tiny SDXL UNet the weights of queries and keys were multiplied by 4. A batch of four against
+one, and attention slicing, change none of 7680 choices. Outputs differ by at most 1e-5, as they do
+unmerged.
+
+SD 3's `test_fused_qkv_projections` compares calls whose prompts differ. diffusers' tests make T5 in
+training mode, where dropout draws anew in every call. Two unmerged images differ by .003, and the
+test may fail without us. In eval mode the merged images of fused and unfused projections are
+bit-equal. Our stand-in for T5 has no dropout.
 """
 
 

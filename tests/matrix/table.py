@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tests.matrix import (
     caches,
+    diffusers_pipelines,
     diffusers_suite,
     features,
     newest,
@@ -27,45 +28,56 @@ ONE_LINER = {
 }
 HEAD = """# Compatibility
 
-Each row is a test over real diffusers classes at tiny size (`tests/matrix/`, run by `tests/test_matrix.py`). For a row that merges
-it checks that
+Each row is a test over real diffusers classes at tiny size (`tests/matrix/`, run by
+`tests/test_matrix.py`). For a row that merges it checks:
 
-- exactly the expected layers merge, to half of their tokens, with merged keys and values and with merged queries too, and no
-  other module sees another input;
-- `tau=1`, which merges nothing, equals the unmerged output to rounding;
-- after `remove_mame` the output is bit-equal to before;
-- a feature switched on before `apply_mame` or after it gives the same output, and leaves no trace when switched off;
-- what was saved while it merged loads, gives the unmerged output bit by bit, and merges as before.
+- Exactly the expected layers merge, to half of their tokens, and no other module sees another
+  input. That holds for keys and values alone and for whole tokens.
+- `tau=1`, which merges nothing, equals the unmerged output to rounding.
+- After `remove_mame` the output is bit-equal to before.
+- A feature gives the same output whether it is switched on before `apply_mame` or after it. It
+  leaves no trace when it is switched off.
+- What was saved while it merged loads, gives the unmerged output bit by bit, and merges as before.
 
-*Layers* counts the layers that merge in the tiny model. *One-liner* is `set_attn_processor(MaMeAttnProcessor(...))`: the same
-output as `apply_mame` with `redraw=False, pairs=False` (a processor sees neither steps nor latents), or what happens instead.
+*Layers* counts the layers that merge in the tiny model. *One-liner* is
+`set_attn_processor(MaMeAttnProcessor(...))`. *Same* means the output of `apply_mame` with
+`redraw=False, pairs=False`, since a processor sees neither steps nor latents.
 
 This page is printed by `python -m tests.matrix`.
 """
 CACHES = f"""## On top of caches
 
-Each cell is a test of the two together over a run of {caches.STEPS} steps (`tests/matrix/caches.py`): switched on in either order they
-give the same bits, in a second run too; either one switched off leaves what the other gives alone. A cell says in how many of the
-{caches.STEPS} steps a layer that merges computes at all: in the others the cache has the answer, and merging has nothing to save. The
-settings are the test's; yours decide how many steps are cached. "not even alone" is tested too: it fails without any of our code.
+Each cell is a test of the two together over a run of {caches.STEPS} steps
+(`tests/matrix/caches.py`). Switched on in either order they give the same bits, in a second run
+too. Switching one off leaves what the other gives alone.
+
+A cell says in how many of the {caches.STEPS} steps a merging layer computes at all. In the others
+the cache has the answer, and merging saves nothing. The settings are the test's; yours decide how
+many steps are cached. "Not even alone" is tested too: it fails without any of our code.
 """
 
 
 SWEEP = """## Every denoiser of diffusers
 
-Each class of the installed diffusers that may denoise, at tiny size with images that are not square. For each `tests/test_models.py` checks that
+These are all classes of the installed diffusers that may denoise, at tiny size and with images that
+are not square. `tests/test_models.py` checks for each:
 
-- its merged keys and values are those of a float64 loop, after rotation, with text and references as they were;
-- the tokens are where its family says: one slice of the latents along each axis is changed, then one token of the text, and exactly the
-  keys that the family names move (convolutions spread a change, so UNets are left out);
-- after `remove_mame` the output is bit-equal to before.
+- Its merged keys and values are those of a float64 loop, after rotation. Text and references are as
+  they were.
+- The tokens are where its family says. The test changes one slice of the latents along each axis,
+  then one token of the text: exactly the keys that the family names move. UNets are left out, for
+  convolutions spread a change.
+- After `remove_mame` the output is bit-equal to before.
 
-*Whole tokens too* says whether `merge="qkv"` merges queries; else it merges keys and values alone, as `report()` tells.
-For each refusal a test shows the reason in the model's own code. These tables are written by `python -m tests.matrix --sweep`.
+*Whole tokens too* says whether `merge="qkv"` merges queries. Otherwise it merges keys and values
+alone, as `report()` tells. For each refusal a test shows the reason in the model's own code. These
+tables are written by `python -m tests.matrix --sweep`.
 
-Reference images of edits merge by `references=` with Flux Kontext, Flux 2, Qwen-Image-Edit, LongCat-Image-Edit, Bria FIBO Edit and JoyImage.
-Those of Qwen-Image 2.1 and OmniGen stand amid the prompt, and stay whole, as do those of Bria FIBO 2, Flux 3 and Z-Image. Where a batch's
-captions differ in length, Lumina 2 has each sample's image at another place: such calls stay whole, and `report()` says so.
+`references=` merges the reference images of edits with Flux Kontext, Flux 2, Qwen-Image-Edit,
+LongCat-Image-Edit, Bria FIBO Edit and JoyImage. Those of Qwen-Image 2.1 and OmniGen stand amid the
+prompt, and stay unmerged. So do those of Bria FIBO 2, Flux 3 and Z-Image. Where a batch's captions
+differ in length, Lumina 2 has each sample's image at another place. Such calls stay unmerged, and
+`report()` says so.
 """
 
 
@@ -99,7 +111,7 @@ def page() -> str:
     parts += [CACHES, *caches.table(models, pairs), ""]
     parts += ["## Tools and errors", "", "| what | holds |", "|---|---|"]
     parts += [f"| {row.name} | {row.note} |" for row in CHECKS]
-    parts += ["", *diffusers_suite.section()]
+    parts += ["", *diffusers_suite.section(), *diffusers_pipelines.section()]
     parts += [
         "## Not checked",
         "",

@@ -143,7 +143,7 @@ CHECKS = [
         Check(
             f"{cache.name} on both transformers of Wan 2.2",
             partial(cached, cache, high, low),
-            f"in either order the same bits; in {high} and {low} of 8 calls the last layer computes",
+            f"same bits in either order; the last layer computes in {high} and {low} of 8 calls",
         )
         for cache, high, low in CALLS
     ],

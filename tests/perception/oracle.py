@@ -1,8 +1,8 @@
 """The paper's block in plain loops: x' = MSA(LN(x)) + x, x'' = MaMe(x'), MLP(LN(x'')) + x'', from
 the block's own forward.
 
-The first half is what the block's second norm is given, the second what the block gives with its
-attention silenced: nothing is assumed of the modules between. Merging is that of
+The first half is what the block's second norm is given. The second is what the block gives with its
+attention silenced. So nothing is assumed of the modules between. Merging is that of
 `mame_sd.core.reference`.
 """
 
@@ -43,9 +43,9 @@ def merged_oracle(
     """A copy of `model` in float64 in which the blocks `configs` merge; with `prop_attn` later
     attentions add the log of sizes.
 
-    Only in the first of them, and only where a convolution says height and width and nothing
-    shuffles, are tokens a grid, of `size` (a square unless given, or a video's frames one under the
-    other).
+    Tokens are a grid of `size` in the first of them alone, where a convolution says height and
+    width and nothing shuffles. `size` is a square unless given; a video's frames lie one below the
+    other.
     """
     plane = "ViTMAE" not in row.name and any(
         isinstance(part, nn.Conv2d | nn.Conv3d) for part in model.modules()

@@ -1,5 +1,6 @@
-"""Settings of single blocks, and calibration, which finds them: errors are those of merging, the
-choice is the best there is, files give the same again.
+"""Settings of single blocks, and calibration, which finds them.
+
+Errors are those of merging, the choice is the best there is, and files give the same again.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Keys and values of an image among those of a whole attention call: merged where they are attended
-to, queries left whole.
+"""Merges an image's keys and values within a call of attention, and leaves its queries.
 
 A transformer's processor projects, normalises and rotates queries, keys and values, puts text
-beside the image, and calls `torch.nn.functional.scaled_dot_product_attention`. `MergedKeys` stands
-in that call, so whatever came before it stays as it
-is: text is untouched, rotary positions are in the keys already, and a batch runs in one call though
-samples merge apart.
+beside the image, and calls `torch.nn.functional.scaled_dot_product_attention`. `MergedKeys`
+intercepts that call, so all that came before stays as it is. Text is untouched, and rotary
+positions are in the keys already. A batch runs in one call though samples merge apart.
 """
 
 from __future__ import annotations

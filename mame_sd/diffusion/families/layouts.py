@@ -46,9 +46,7 @@ def of_levels(model: Any, call: Call) -> None:
 
 
 def video_patches(model: Any, call: Call) -> Tokens:
-    """A video [B, C, T, H, W] in patches of (t, h, w), or of one side and one depth; an image [B,
-    C, H, W] in patches of (h, w).
-    """
+    """A video [B, C, T, H, W] or an image [B, C, H, W], in patches of the model's size."""
     video = next(call[name] for name in ("hidden_states", "controls_latents") if name in call)
     return Tokens(_cut(video.shape[2:], model.config))
 
@@ -200,9 +198,10 @@ def placed(model: Any, call: Call) -> Tokens:
 
 
 def indicated(model: Any, call: Call) -> Tokens | str:
-    """Ideogram 4: padding, text and the image in one sequence; `indicator` [B, L] tells which
-    tokens are the image's, `position_ids` [B, L, 3] their rows and columns. Reading them waits for
-    the device.
+    """Ideogram 4: padding, text and the image in one sequence.
+
+    `indicator` [B, L] tells which tokens are the image's, `position_ids` [B, L, 3] their rows and
+    columns. Reading them waits for the device.
     """
     image = (call["indicator"] == model_constant(model, "OUTPUT_IMAGE_INDICATOR")).cpu()
     if not (image == image[:1]).all():
@@ -360,8 +359,9 @@ def _flat(size: Any) -> tuple[int, ...]:
 
 
 def _images(ids: Tensor) -> tuple[tuple[int, ...], ...]:
-    """The sizes of images whose tokens stand one behind the other with `ids` [L, 3], or more
-    columns behind; none where one of them is no grid.
+    """The sizes of images whose tokens follow one another, by their `ids` [L, 3 or more].
+
+    Empty where one of them is no grid.
     """
     _, counts = torch.unique_consecutive(ids[:, 0], return_counts=True)
     grids = [_grid(part[:, 1:3]) for part in ids.split(counts.tolist())] if len(ids) else []

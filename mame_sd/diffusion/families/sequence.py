@@ -1,10 +1,10 @@
-"""A transformer's self-attention: the image's tokens merge, and what stands beside them in the call
-follows.
+"""A transformer's self-attention: merges the image's tokens, and selects what belongs to each token
+in the same call.
 
 Text tokens may share the sequence or the call, rotary positions come one for each token, a video
 has frames: a `Family` tells which. Text takes no part in merging. With `merge="kv"` the image's
-keys and values merge where they are attended to (`keys.py`); with "qkv" tokens merge before the
-call, and rotary positions of merged tokens are those of the ones that stay.
+keys and values merge within the call of attention (`keys.py`). With "qkv" tokens merge before the
+call, and a merged token has the rotary position of its destination.
 """
 
 from __future__ import annotations

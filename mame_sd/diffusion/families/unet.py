@@ -36,8 +36,8 @@ from mame_sd.diffusion.layer import (
 )
 
 # Modules whose first input is an image [B, C, H, W] and whose blocks see its pixels, or patches, as
-# tokens.
-_UNET_TRANSFORMERS = {"Transformer2DModel", "TransformerSpatioTemporalModel"}
+# tokens. KAttentionBlock is that of the latent upscaler's UNet.
+_UNET_TRANSFORMERS = {"Transformer2DModel", "TransformerSpatioTemporalModel", "KAttentionBlock"}
 IMAGE_MODULES = _UNET_TRANSFORMERS | {"DiTTransformer2DModel", "PixArtTransformer2DModel"}
 # Processors whose forward takes keys and values from encoder_hidden_states when they are given.
 # Others may ignore them (PAG) or take their presence for cross-attention (prompt-to-prompt), so
@@ -254,9 +254,9 @@ def layout_of(hidden_states: Tensor, known: Tokens | None, config: MaMeConfig) -
     """How tokens [B, L, C] of an image lie: as is `known`, else by `config.size`, else in a square,
     else unknown.
 
-    `config.size` is the latent's; the levels below it follow by ceil(/2). Gives a reason to leave
-    the layer alone where the size is known and the tokens are not its: attention over frames, or
-    image tokens among others.
+    `config.size` is the latent's; the levels below it follow by ceil(/2). Where the size is known
+    and does not fit, it returns a reason to leave the layer alone. Such tokens are frames, or stand
+    among others.
     """
     count = index(
         hidden_states.shape[1]

@@ -1,9 +1,9 @@
 """A pytest plugin for diffusers' own tests: models merge from the moment that they are made.
 
 `MAME_MODE` says how (`suites.MODES`), `MAME_BACKEND` what `torch.compile` compiles with.
-`MAME_RESULTS` is a file of outcomes, one JSON line a test; tests that it has already are left out,
-so that a run can be stopped and resumed. The plugin loads before diffusers' models, whose classes
-it changes as they are defined. Tests know nothing of it.
+`MAME_RESULTS` is a file of outcomes, one JSON line a test. Tests that it holds already are left
+out, so that a run can be stopped and resumed. The plugin loads before diffusers' models, whose
+classes it changes as they are defined. Tests know nothing of it.
 """
 
 from __future__ import annotations

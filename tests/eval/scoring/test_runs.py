@@ -100,7 +100,7 @@ def test_settings_that_differ_beside_the_method_are_named(model: LoadedModel, fo
 
 
 BROKEN: dict[str, tuple[Any, str]] = {
-    "no-folder": (shutil.rmtree, "expected the folder of a run, found none"),
+    "no-folder": (shutil.rmtree, "expected a run folder or a folder of images, found none"),
     "no-manifest": (lambda run: (run / "manifest.json").unlink(), "found no manifest.json"),
     "cut-manifest": (
         lambda run: (run / "manifest.json").write_text('{"format'),

@@ -133,6 +133,30 @@ def test_tables_and_csv_hold_the_same_figures(
     assert f"{value['low']:.2f} to {value['high']:.2f}" in table
 
 
+def test_plain_folders_of_images_pair_by_file_name(
+    runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another program's images: no manifest, no prompts, endings that differ."""
+    folders = [tmp_path / "plain a", tmp_path / "plain b"]
+    for run, folder, ending in zip(runs, folders, (".png", ".bmp"), strict=True):
+        folder.mkdir()
+        for path in (run / "images").iterdir():
+            Image.open(path).save(folder / f"{path.stem}{ending}")
+    a, b = map(str, folders)
+    expected = score_json(capsys, *map(str, runs))["metrics"]
+    assert score_json(capsys, a, b)["metrics"] == expected
+    assert score_json(capsys, str(runs[0]), b)["metrics"] == expected
+    for metric in ("clip_score", "retrieval"):
+        line = error_of(capsys, "score", a, b, "--metrics", f"psnr,{metric}")
+        assert f"--metrics {metric}: expected a run folder, which knows its prompts" in line
+    (folders[1] / "03_0.bmp").rename(folders[1] / "another.bmp")
+    line = error_of(capsys, "score", a, b)
+    assert "expected the image 03_0 as in" in line
+    assert "compare folders of the same file names" in line
+    Image.open(folders[0] / "00_0.png").save(folders[0] / "00_0.webp")
+    assert "expected names that differ without their endings" in error_of(capsys, "score", a, b)
+
+
 def test_other_settings_than_the_method_are_noted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,7 +206,7 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["A", "B", "--format", "xml"],
         "--format: expected one of table, json, csv, got 'xml'",
     ),
-    "folder": (["A", "C"], "expected the folder of a run, found none"),
+    "folder": (["A", "C"], "expected a run folder or a folder of images, found none"),
     "no-run": (["A", "."], "expected images (.png, "),
     "one-run": (["A"], "Missing argument 'RUN_B'"),
     "no-reference": (["A", "B", "--metrics", "fid"], "--metrics fid: expected a --reference"),

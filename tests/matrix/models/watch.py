@@ -18,8 +18,9 @@ from mame_sd.diffusion.families.keys import MergedKeys
 
 
 class Attention(TorchFunctionMode):
-    """While entered, notes the keys of all softmax attention, and how long each other softmax is;
-    with `apart` attention gives zeros, so that no token learns of others.
+    """While entered, notes the keys of all softmax attention, and how long each other softmax is.
+
+    With `apart` attention gives zeros, so that no token learns of others.
     """
 
     def __init__(self, apart: bool = False) -> None:
@@ -85,8 +86,10 @@ def merging() -> Iterator[list[Merged]]:
 
 
 def by_loop(merged: Merged) -> Tensor:
-    """The output of such a call in float64, token by token: each group's mean counts as often as it
-    has tokens where others stand beside, which stay.
+    """The output of such a call in float64, token by token.
+
+    Where other tokens stay beside the image's, each group's mean counts once for each of its
+    tokens.
     """
     call, plan, first = merged.call, merged.plan, merged.first
     query, key, value = (call[name].double() for name in ("query", "key", "value"))
