@@ -49,21 +49,18 @@ def test_a_processor_that_was_never_called_before_compiles_once() -> None:
         """A kind of processor that nothing has looked at yet."""
 
     torch._dynamo.reset()
-    unet = tiny_unet()
-    unet.set_attn_processor(MaMeAttnProcessor(keep=0.5, min_tokens=40, inner=Mine()))
-    inputs = unet_inputs(unet)
+    attn, x = attention(), tokens()
+    attn.set_processor(MaMeAttnProcessor(keep=0.5, min_tokens=40, inner=Mine()))
     with torch.no_grad():
-        compiled = torch.compile(unet, backend="eager", fullgraph=True)
-        first = compiled(**inputs).sample
+        compiled = torch.compile(attn, backend="eager", fullgraph=True)
+        first = compiled(x)
         with torch.compiler.set_stance("fail_on_recompile"):
-            torch.testing.assert_close(compiled(**inputs).sample, first)
-        torch.testing.assert_close(unet(**inputs).sample, first)
+            torch.testing.assert_close(compiled(x), first)
+        torch.testing.assert_close(attn(x), first)
 
 
 @pytest.mark.parametrize(
-    ("forward", "fields"),
-    [("model", {}), ("forward alone", {}), ("model", {"weights": "pick"})],
-    ids=str,
+    ("forward", "fields"), [("model", {}), ("forward alone", {"weights": "pick"})], ids=str
 )
 def test_steps_with_destinations_of_their_own_are_one_graph(
     forward: str, fields: dict[str, Any]
@@ -72,7 +69,7 @@ def test_steps_with_destinations_of_their_own_are_one_graph(
     torch._dynamo.utils.counters.clear()
     unet = tiny_unet()
     apply_mame(unet, keep=0.25, min_tokens=40, **nested(fields))
-    steps = [{**unet_inputs(unet), "timestep": torch.tensor(t)} for t in (999, 700, 500, 20)]
+    steps = [{**unet_inputs(unet), "timestep": torch.tensor(t)} for t in (999, 500, 20)]
     with torch.no_grad():
         expected = [unet(**step).sample for step in steps]
         if forward == "model":
@@ -98,7 +95,7 @@ def test_timesteps_that_are_numbers_make_a_few_graphs(kind: Any) -> None:
     apply_mame(unet, keep=0.25, min_tokens=40)
     with torch.no_grad():
         compiled: Any = torch.compile(unet, backend="eager", fullgraph=True)
-        for t in range(999, 0, -100):
+        for t in range(999, 0, -200):
             step = {**unet_inputs(unet), "timestep": kind(t)}
             torch.testing.assert_close(compiled(**step).sample, unet(**step).sample)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
