@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -44,6 +45,7 @@ from mame_sd.diffusion.calibration import (
     in_words,
     measure,
     options,
+    some,
 )
 from mame_sd.diffusion.families.transformers import uniform
 from mame_sd.diffusion.handle import MaMeHandle
@@ -93,7 +95,9 @@ def among(found: Measurement, *kinds: str) -> Measurement:
         name: Measured(
             layer.whole,
             layer.effect,
-            *({n: of[n] for n in of if n in kept} for of in (layer.seconds, layer.errors)),
+            {n: layer.seconds[n] for n in layer.seconds if n in kept},
+            {n: layer.errors[n] for n in layer.errors if n in kept},
+            layer.own,
         )
         for name, layer in found.layers.items()
     }
@@ -103,19 +107,40 @@ def among(found: Measurement, *kinds: str) -> Measurement:
 def measured(
     model: Any, prompts: list[str], steps: int, file: Path, more: bool = False
 ) -> dict[str, Any]:
-    """A measurement of each prompt as JSON values, those that stand in `file` first."""
-    rows: dict[str, Any] = json.loads(file.read_bytes()) if file.exists() else {}
+    """A measurement of each prompt as JSON values, those that stand in `file` first.
+
+    Raises SystemExit, in one line, where `file` is another version's.
+    """
+    forms = (*FORMS, *THRESHOLDS) if more else FORMS
+    rows = _rows_of(file, forms)
     for seed, prompt in enumerate(prompts):
         if prompt not in rows:
             run = partial(generate, model, [prompt], steps, seed, output="latent")
             with merging(model) as handle:
-                calls = calls_of(handle, run)
-                found = measure(handle, calls, forms=(*FORMS, *THRESHOLDS) if more else FORMS)
+                calls = some(calls_of(handle, run))
+                found = measure(handle, calls, forms=forms)
             if more:
                 add_means(model, calls, found)
             rows[prompt] = found.to_dict()
             write_atomically(file, json.dumps(rows).encode())
     return {prompt: rows[prompt] for prompt in prompts}
+
+
+def _rows_of(file: Path, forms: Sequence[Any]) -> dict[str, Any]:
+    """The measurements in `file`, of these forms first; none where there is no file."""
+    if not file.exists():
+        return {}
+    try:
+        rows: dict[str, Any] = json.loads(file.read_bytes())
+        wanted = json.loads(json.dumps(forms))
+        if all(Measurement.from_dict(row).forms[: len(wanted)] == wanted for row in rows.values()):
+            return rows
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise SystemExit(
+        f"{file}: expected measurements of today's {len(forms)} forms, got others; delete it, or"
+        " give another --out"
+    )
 
 
 def at_step(found: Measurement, step: int, steps: int) -> dict[str, list[Option]]:
@@ -126,6 +151,7 @@ def at_step(found: Measurement, step: int, steps: int) -> dict[str, list[Option]
             layer.effect[step::steps],
             layer.seconds,
             {number: errors[step::steps] for number, errors in layer.errors.items()},
+            layer.own[step::steps],
         )
         for name, layer in found.layers.items()
     }

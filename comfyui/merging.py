@@ -10,18 +10,20 @@ the nodes are wired. So `torch.compile` outside of them sees no logging.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from mame_sd import MaMeConfig
 from mame_sd.core.pairs import leaders_of_chunks
 from mame_sd.core.partition import draw_at
 from mame_sd.diffusion.families.keys import GroupedKeys
 
+from .attention import EngineCall
+from .blocks import replaced
 from .joint import JointPatch
+from .layers import Settings
 from .models import Place, Transformer, UNet
 from .run import OUTSIDE, Run
 from .unet import UNetPatch
@@ -41,8 +43,8 @@ class Call:
     Attributes:
         run: notes what merged.
         draw: which of the drawn partitions the model's first layer takes, a LongTensor [1]; None:
-            the first, and in all layers. A transformer's layers each count on: neighbours take
-            different draws, so that their errors do not add up.
+            the first, and in all layers. Each layer counts on from it: neighbours take different
+            draws, so that their errors do not add up.
         leader: of each sample the one whose tokens decide what merges, see `mame_sd.core.pairs`;
             None: each its own.
         replaced: UNet blocks whose self-attention another node replaces, as the engine names them.
@@ -50,6 +52,9 @@ class Call:
         text: tokens of its prompts.
         override: another node's attention.
         keys: of a UNet's layer, made before its projections, on their way to its attention.
+        awaited: how the next calls of a transformer's attention attend, where that was decided
+            before its projections; None: as the engine does.
+        counted: a transformer's layers that had no name so far.
     """
 
     run: Run
@@ -60,6 +65,8 @@ class Call:
     text: int = 0
     override: Callable[..., Tensor] | None = None
     keys: GroupedKeys | None = None
+    awaited: list[Callable[[EngineCall], Tensor] | None] = field(default_factory=list)
+    counted: int = 0
 
     def attention(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """What is to attend: another node's attention, or else the engine's `function`."""
@@ -70,20 +77,22 @@ class Merging:
     """The wrappers of one applied node; it never changes.
 
     Args:
-        config: the settings.
+        settings: those of the layers.
         layout: where the model's image tokens are.
         start, end: share of the sampling steps between which tokens merge.
     """
 
     def __init__(
-        self, config: MaMeConfig, layout: UNet | Transformer, start: float = 0.0, end: float = 1.0
+        self, settings: Settings, layout: UNet | Transformer, start: float = 0.0, end: float = 1.0
     ) -> None:
-        self.config = config
+        self.config = settings.config
         self.start = start
         self.end = end
         self.always = start <= 0 and end >= 1
         self.patch = (
-            UNetPatch(config, layout) if isinstance(layout, UNet) else JointPatch(config, layout)
+            UNetPatch(settings, layout)
+            if isinstance(layout, UNet)
+            else JointPatch(settings, layout)
         )
 
     def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,6 +150,7 @@ class Merging:
                 prompts = [c_crossattn, *(kwargs.get("ref_contexts") or ())]
                 call.text = sum(prompt.shape[1] for prompt in prompts if prompt is not None)
                 call.place = self.patch.transformer.place(x.shape, kwargs, call.text)
+                _patch_blocks(options, call, self.patch)
         else:
             run.note_left(OUTSIDE)
         return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
@@ -161,3 +171,12 @@ def _patch_unet(options: dict[str, Any], call: Call, patch: UNetPatch) -> None:
     patches["attn1_patch"] = [*patches.get("attn1_patch", []), patch.before]
     patches["attn1_output_patch"] = [patch.after, *patches.get("attn1_output_patch", [])]
     options["patches"] = patches
+
+
+def _patch_blocks(options: dict[str, Any], call: Call, patch: JointPatch) -> None:
+    """Where whole tokens can merge, blocks are replaced; another node's replacement calls ours."""
+    blocks = patch.transformer.blocks
+    if blocks:
+        replacements = dict(options.get("patches_replace", {}))
+        replacements["dit"] = replaced(replacements.get("dit", {}), blocks, patch, call)
+        options["patches_replace"] = replacements

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mame_sd.diffusion.families.refused import known_as
+from mame_sd.diffusion.families.transformers import SHARE_BESIDE_TEXT
+
+from .blocks import KINDS
+from .layers import Key, Layers, layers_of_transformer, layers_of_unet
 
 UNET = "UNetModel"
 HIDDEN = "ComfyUI hands its attention to no node"
@@ -34,6 +38,8 @@ class Family:
             others, or nowhere.
         masked: calls with an attention mask merge; else their image starts elsewhere in each
             sample.
+        keep: what `apply_mame` keeps by default of whole tokens, queries too, which merge here as
+            they do there (`blocks.py`); None: only keys and values merge.
     """
 
     name: str
@@ -41,6 +47,7 @@ class Family:
     image: Literal["last", "first", "alone"] = "last"
     references: Literal["", "behind", "before"] = ""
     masked: bool = True
+    keep: float | None = None
 
 
 COSMOS = "patch_temporal patch_spatial patch_spatial"
@@ -50,7 +57,8 @@ FAMILIES: dict[str, Family | tuple[str, str]] = {
     "Flux": Family("Flux", references="behind"),
     "Chroma": Family("Chroma"),
     "QwenImageTransformer2DModel": Family("Qwen-Image", references="behind"),
-    "MMDiT": Family("SD3 or AuraFlow"),
+    "OpenAISignatureMMDITWrapper": Family("SD3", keep=SHARE_BESIDE_TEXT),
+    "MMDiT": Family("AuraFlow", keep=SHARE_BESIDE_TEXT),
     "NextDiT": Family("Lumina 2 or Z-Image", references="before", masked=False),
     "HunyuanVideo": Family("HunyuanVideo"),
     "SingleStreamDiT": Family("Krea 2", "patch", references="behind"),
@@ -117,6 +125,8 @@ class Transformer:
         reference_frame: it puts the tokens of `reference_latent` before the video.
         reference_method: what it does with reference images where the call does not say; None: it
             leaves them out.
+        layers: its self-attentions over the image.
+        blocks: the kind and the module of each block in which whole tokens can merge.
     """
 
     family: Family
@@ -124,6 +134,8 @@ class Transformer:
     multiple: int
     reference_frame: bool = False
     reference_method: Any = ""
+    layers: Layers = field(default_factory=Layers)
+    blocks: Mapping[Key, tuple[str, Any]] = field(default_factory=dict)
 
     def grid(self, latent: Sequence[int]) -> tuple[int, int, int]:
         """(frames, rows, columns) of tokens of a latent of shape [B, C, ..., H, W]."""
@@ -173,11 +185,10 @@ class UNet:
     """A UNet.
 
     Attributes:
-        numbers: of its self-attentions, as `apply_mame` counts them, by block, its place, and the
-            layer in it, as the engine names them.
+        layers: its self-attentions.
     """
 
-    numbers: Mapping[tuple[str, int, int], int]
+    layers: Layers
 
 
 def layout_of(model: Any) -> UNet | Transformer:
@@ -189,7 +200,7 @@ def layout_of(model: Any) -> UNet | Transformer:
     model = getattr(model, "_orig_mod", model)  # torch.compile's
     bases = [base.__name__ for base in type(model).__mro__]
     if UNET in bases:
-        return UNet(_numbers(model))
+        return UNet(layers_of_unet(model))
     family = next((FAMILIES[base] for base in bases if base in FAMILIES), None)
     if not isinstance(family, Family):
         name, why = family or (known_as(bases[0]), UNKNOWN)
@@ -216,20 +227,17 @@ def layout_of(model: Any) -> UNet | Transformer:
         getattr(model, "pad_tokens_multiple", None) or 1,
         getattr(model, "ref_conv", None) is not None or "SCAILWanModel" in bases,
         getattr(model, "default_ref_method", "") if "SingleStreamDiT" in bases else "",
+        layers_of_transformer(model),
+        _blocks(model, family),
     )
 
 
-def _numbers(unet: Any) -> dict[tuple[str, int, int], int]:
-    """See `UNet`. In diffusers' UNet the middle comes last."""
-    numbers: dict[tuple[str, int, int], int] = {}
-    parts = {
-        "input": unet.input_blocks,
-        "output": unet.output_blocks,
-        "middle": [unet.middle_block],
+def _blocks(model: Any, family: Family) -> dict[Key, tuple[str, Any]]:
+    """See `Transformer`."""
+    if family.keep is None:
+        return {}
+    return {
+        ("single" if kind == "single_layers" else "double", i): (kind, block)
+        for kind in KINDS
+        for i, block in enumerate(getattr(model, kind, ()))
     }
-    for name, blocks in parts.items():
-        for place, block in enumerate(blocks):
-            modules = () if block is None else block.modules()  # some small models have no middle
-            layers = sum(len(getattr(module, "transformer_blocks", ())) for module in modules)
-            numbers |= {(name, place, layer): len(numbers) + layer for layer in range(layers)}
-    return numbers

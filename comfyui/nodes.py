@@ -6,9 +6,11 @@ from typing import Any, ClassVar
 
 from mame_sd import MaMeConfig
 
+from .layers import Settings, place_of, settings_in
 from .merging import KEY, Merging
-from .models import Transformer, layout_of
+from .models import Transformer, UNet, layout_of
 
+DEFAULT = "default"
 KEYS_AND_VALUES, QUERIES_TOO = "keys and values", "queries too"
 SHARE = {"min": 0.0, "max": 1.0, "step": 0.01, "round": 0.001}
 
@@ -41,11 +43,12 @@ class MaMeModelPatch:
                     },
                 ),
                 "mode": (
-                    ["keep", "tau"],
+                    [DEFAULT, "keep", "tau"],
                     {
                         "tooltip": (
-                            "keep: a fixed share of tokens remains. tau: tokens more similar than a"
-                            " threshold merge."
+                            f"{DEFAULT}: what apply_mame does with this model by default; keep, tau"
+                            " and merge are not read. keep: a fixed share of tokens remains. tau:"
+                            " tokens more similar than a threshold merge."
                         )
                     },
                 ),
@@ -74,7 +77,7 @@ class MaMeModelPatch:
                     {
                         "tooltip": (
                             f"{KEYS_AND_VALUES} changes the image less; {QUERIES_TOO} is faster,"
-                            " UNets only."
+                            " UNets, SD3 and AuraFlow only."
                         )
                     },
                 ),
@@ -111,8 +114,32 @@ class MaMeModelPatch:
                         )
                     },
                 ),
+                "settings": (
+                    "STRING",
+                    {"default": ""}
+                    | {
+                        "tooltip": (
+                            "A file of settings by layer, such as mame-sd tune writes: a path in"
+                            " ComfyUI's input folder, or an absolute one. It holds instead of mode,"
+                            " keep, tau, merge, min_tokens and correct. Empty: those hold."
+                        )
+                    },
+                ),
             },
         }
+
+    @classmethod
+    def VALIDATE_INPUTS(cls, settings: str = "") -> bool | str:
+        """What the editor says of a file that can't be read."""
+        try:
+            return not settings or bool(settings_in(settings))
+        except ValueError as error:
+            return str(error)
+
+    @classmethod
+    def IS_CHANGED(cls, settings: str = "", **_: Any) -> float:
+        """Another number after the file was written again."""
+        return place_of(settings).stat().st_mtime if settings else 0.0
 
     def patch(
         self,
@@ -125,29 +152,34 @@ class MaMeModelPatch:
         start_percent: float = 0.0,
         end_percent: float = 1.0,
         correct: bool = True,
+        settings: str = "",
     ) -> tuple[Any]:
         """A clone of `model` that merges; one that merged already takes these settings instead.
 
         Raises:
-            ValueError: a value out of its range, or a model that can't merge so.
+            ValueError: a value out of its range, a file of settings that is none or for another
+                model, or a model that can't merge so.
         """
-        kind = "qkv" if merge == QUERIES_TOO else "kv"
-        amount = {mode: keep if mode == "keep" else tau}
-        config = MaMeConfig.from_dict(
-            {**amount, "merge": kind, "min_tokens": min_tokens, "correct": correct}
-        )
         if not 0 <= start_percent <= end_percent <= 1:
             raise ValueError(
                 "start_percent, end_percent: expected shares with 0 <= start_percent <="
                 f" end_percent <= 1, got {start_percent} and {end_percent}"
             )
         layout = layout_of(model.get_model_object("diffusion_model"))
-        if isinstance(layout, Transformer) and kind == "qkv":
+        if settings:
+            config = settings_in(settings)
+        else:
+            given = _given(mode, keep, tau, merge, layout)
+            config = MaMeConfig.from_dict({**given, "min_tokens": min_tokens, "correct": correct})
+        known = "this UNet" if isinstance(layout, UNet) else layout.family.name
+        of_layers = Settings(config, layout.layers, known)
+        whole = any(one.merge == "qkv" for one in of_layers.every)
+        if whole and isinstance(layout, Transformer) and layout.family.keep is None:
             raise ValueError(
-                f"merge: expected {KEYS_AND_VALUES!r} for {layout.family.name}, got {merge!r}; "
-                "its queries carry positions that do not merge"
+                f"merge: expected {KEYS_AND_VALUES!r} for {known}, got {QUERIES_TOO!r}; its queries"
+                " carry positions that do not merge"
             )
-        merging = Merging(config, layout, start_percent, end_percent)
+        merging = Merging(of_layers, layout, start_percent, end_percent)
         clone = model.clone()
         for kind_of_call, wrapper in (
             ("outer_sample", merging.outer_sample),
@@ -156,6 +188,17 @@ class MaMeModelPatch:
             clone.remove_wrappers_with_key(kind_of_call, KEY)
             clone.add_wrapper_with_key(kind_of_call, KEY, wrapper)
         return (clone,)
+
+
+def _given(
+    mode: str, keep: float, tau: float, merge: str, layout: UNet | Transformer
+) -> dict[str, Any]:
+    """Which settings these inputs give."""
+    if mode != DEFAULT:
+        kind = "qkv" if merge == QUERIES_TOO else "kv"
+        return {mode: keep if mode == "keep" else tau, "merge": kind}
+    family = None if isinstance(layout, UNet) else layout.family.keep
+    return {"merge": "kv"} if family is None else {"keep": family, "merge": "qkv"}
 
 
 NODE_CLASS_MAPPINGS = {"MaMeModelPatch": MaMeModelPatch}

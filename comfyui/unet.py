@@ -14,18 +14,20 @@ from typing import Any
 
 from torch import Tensor
 
-from mame_sd import MaMeConfig, plan_merge
+from mame_sd import plan_merge
 from mame_sd.core.detail import Detail
 from mame_sd.diffusion.families.keys import GroupedKeys
 from mame_sd.diffusion.layer import NOTHING_TO_WIN, nothing_to_win
 
 from .attention import EngineCall
+from .layers import Key, Settings
 from .models import UNet
 
 KEY = "mame_sd"
 PLAN = "mame_sd_plan"
 REPLACED = "another node replaces the attention of a block (such as PAG or SAG)"
 CUT = "another node has merged or cut the queries (such as ToMe or HyperTile)"
+RULED_OUT = "the settings leave a layer as it is"
 SMALL = "{} tokens are fewer than min_tokens={}"
 OTHER = "attention over {} tokens is not the image's {} x {}"
 
@@ -36,8 +38,8 @@ class UNetPatch:
     They keep nothing: a plan travels from one to the next in the call's or the block's own options.
     """
 
-    def __init__(self, config: MaMeConfig, unet: UNet) -> None:
-        self.config = config
+    def __init__(self, settings: Settings, unet: UNet) -> None:
+        self.settings = settings
         self.unet = unet
 
     def before(
@@ -46,10 +48,13 @@ class UNetPatch:
         """The three with merged keys and values; merged queries too, where those of the settings
         do.
         """
-        config, call = self.config, extra_options[KEY]
+        call, name = extra_options[KEY], name_of(extra_options)
+        config = self.settings.of(name)
         batch, _, h, w = extra_options["activations_shape"]
         tokens = k.shape[1]
-        if tokens != h * w or k.shape[0] != batch:
+        if config is None:
+            call.run.note_left(RULED_OUT)
+        elif tokens != h * w or k.shape[0] != batch:
             call.run.note_left(OTHER, tokens, h, w)
         elif tokens < config.min_tokens:
             call.run.note_left(SMALL, tokens, config.min_tokens)
@@ -58,11 +63,8 @@ class UNetPatch:
         elif q.shape[0] != batch or (config.merge == "qkv" and q.shape != k.shape):
             call.run.note_left(CUT)
         else:
-            draw = (
-                None
-                if call.draw is None
-                else call.draw + self.unet.numbers.get(name_of(extra_options), 0)
-            )
+            number = self.unet.layers.number(name) or 0
+            draw = None if call.draw is None else call.draw + number
             plan = plan_merge(k, config, (h, w), draw=draw, leader=call.leader)
             if nothing_to_win(config, plan):
                 call.run.note_left(NOTHING_TO_WIN)
@@ -103,7 +105,7 @@ class UNetPatch:
         return n if plan is None else plan.restore(n, detail)
 
 
-def name_of(extra_options: dict[str, Any]) -> tuple[Any, ...]:
+def name_of(extra_options: dict[str, Any]) -> Key:
     """The transformer layer that the options are of: its block, the block's place, the layer in
     it.
     """

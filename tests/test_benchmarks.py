@@ -4,6 +4,7 @@ verdicts.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import attention, caches, layers, methods, shapes, unet, unets
+from benchmarks import attention, by_layer, caches, layers, methods, shapes, unet, unets
 from benchmarks.caching import DeepCache, calibrated, first_block, pyramid
 from benchmarks.frontier import Frontier
 from benchmarks.frontier_report import markdown, on_frontier, verdict
@@ -395,3 +396,28 @@ def test_where_merging_pays_by_the_cost_condition_and_by_a_sweep() -> None:
     ]
     assert shapes.measured_from(sweep, "ours") == 1024, "what pays at 64 tokens alone is noise"
     assert shapes.measured_from(sweep[:2], "ours") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a key": {"forward": [1.0], "layers": {}}}',  # before there were forms
+        '{"a key": {"forms": [{"keep": 0.5}], "forward": [1.0], "layers": {}}}',  # others
+        "[1]",
+        "{",
+    ],
+)
+def test_measurements_of_another_version_are_one_line(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "measured.json"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"measured.json: expected measurements of .* delete it"):
+        by_layer.measured(None, ["a key"], 2, file)
+    assert file.read_text(encoding="utf-8") == text
+
+
+def test_measurements_of_todays_forms_are_taken_up(tmp_path: Path) -> None:
+    rows = {"a key": {"forms": list(by_layer.FORMS), "forward": [1.0], "layers": {}}}
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps(rows), encoding="utf-8")
+    found = by_layer.measured(None, ["a key"], 2, file)
+    assert found == json.loads(json.dumps(rows))

@@ -116,10 +116,24 @@ CALLS = {
         "QwenImageTransformer2DModel", *((2, 103, 64),) * 3, (2, None), {}, (2, 16, 1, 16, 24), 7
     ),
     "SD3, text and image": Recorded(
-        "MMDiT", (2, 103, 128), (2, 103, 128), (2, 103, 2, 64), (), {"heads": 2}, (2, 16, 16, 24), 7
+        "OpenAISignatureMMDITWrapper",
+        (2, 103, 128),
+        (2, 103, 128),
+        (2, 103, 2, 64),
+        (),
+        {"heads": 2},
+        (2, 16, 16, 24),
+        7,
     ),
     "SD3, image alone": Recorded(
-        "MMDiT", (2, 96, 128), (2, 96, 128), (2, 96, 2, 64), (), {"heads": 2}, (2, 16, 16, 24), 0
+        "OpenAISignatureMMDITWrapper",
+        (2, 96, 128),
+        (2, 96, 128),
+        (2, 96, 2, 64),
+        (),
+        {"heads": 2},
+        (2, 16, 16, 24),
+        0,
     ),
     "AuraFlow": joint("MMDiT", 111, 15),  # 8 register tokens before the prompt's
     "Lumina 2": joint("NextDiT", 103, 7, None),

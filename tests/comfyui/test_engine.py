@@ -10,12 +10,27 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import (
+    AuraFlowTransformer2DModel,
+    SD3Transformer2DModel,
+    UNet2DConditionModel,
+)
 from torch import Tensor
 
 from mame_sd import apply_mame, embedded_model_path
 from tests.builders.settings import nested
-from tests.comfyui.engine import TINY, call, embedded_unet, engine, needs_engine, patcher, sampled
+from tests.comfyui.engine import (
+    TINY,
+    auraflow,
+    call,
+    embedded_transformer,
+    embedded_unet,
+    engine,
+    needs_engine,
+    patcher,
+    sampled,
+    sd3,
+)
 from tests.comfyui.recorded import CALLS
 
 pytestmark = needs_engine
@@ -113,13 +128,16 @@ def test_reference_images_stay_whole(node: Any, name: str) -> None:
         ({"keep": 0.4}, {"keep": 0.4}),
         ({"tau": 0.8}, {"mode": "tau"}),
         ({"merge": "qkv"}, {"merge": QUERIES}),
+        ({}, {"settings": str(embedded_model_path() / "mame.json")}),
     ],
     ids=str,
 )
 def test_the_embedded_unet_is_that_of_apply_mame(
     node: Any, fields: dict[str, Any], inputs: dict[str, Any]
 ) -> None:
-    """Bit by bit, drawn anew at each step: the library's uniform default first."""
+    """Bit by bit, drawn anew at each step: the library's uniform default first, at last the
+    settings by layer that lie beside its weights.
+    """
     unet = UNet2DConditionModel.from_pretrained(embedded_model_path(), subfolder="unet")
     apply_mame(unet, **nested(fields))
     model = embedded_unet()
@@ -140,6 +158,86 @@ def test_the_embedded_unet_is_that_of_apply_mame(
         scaled, times, got = seen
         assert times.tolist() == [timestep, timestep]
         assert torch.equal(got, unet(scaled, timestep, text).sample)
+
+
+def calls_of_both(patched: Any, model: Any, theirs: Any, name: str, **changes: Any) -> list[Tensor]:
+    """The output of ComfyUI's model and that of diffusers', of the same arguments."""
+    seen: list[Any] = []
+    hook = model.model.diffusion_model.register_forward_hook(
+        lambda _, args, kwargs, output: seen.append((args, kwargs, output)), with_kwargs=True
+    )
+    call(patched, name, t=torch.full((2,), 0.5), **changes)
+    hook.remove()
+    (((x, t, *_), given, output),) = seen
+    pooled = {"pooled_projections": given["y"]} if "y" in given else {}
+    with torch.no_grad():
+        expected = theirs(x, encoder_hidden_states=given["context"], timestep=t, **pooled).sample
+    return [output, expected]
+
+
+WHOLE_TOKENS = {
+    "default": ({"merge": "qkv", "keep": 0.625}, {"mode": "default"}),
+    "keys": ({"merge": "kv", "keep": 0.25}, {}),
+    "tau": ({"merge": "qkv", "tau": 0.5}, {"mode": "tau", "tau": 0.5, "merge": QUERIES}),
+    "uncorrected": (
+        {"merge": "qkv", "keep": 0.5, "correct": False},
+        {"keep": 0.5, "merge": QUERIES, "correct": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*WHOLE_TOKENS, "file"])
+def test_the_embedded_transformer_is_that_of_apply_mame(node: Any, name: str) -> None:
+    """SD3's whole tokens too, and the settings by layer that lie beside its weights."""
+    path = embedded_model_path("transformer")
+    theirs = SD3Transformer2DModel.from_pretrained(path, subfolder="transformer")
+    model, generator = embedded_transformer(), torch.Generator().manual_seed(0)
+    x, text, pooled = (
+        torch.randn(2, *shape, generator=generator) for shape in ((4, 64, 64), (77, 256), (256,))
+    )
+    given = {"x": x, "c_crossattn": text, "y": pooled}
+    outputs = [calls_of_both(model, model, theirs, "SD3", **given)]
+    fields, inputs = WHOLE_TOKENS.get(name, ({}, {"settings": str(path / "mame.json")}))
+    apply_mame(theirs, **nested(fields))
+    patched = applied(node, model, min_tokens=1024, **inputs)
+    outputs.append(calls_of_both(patched, model, theirs, "SD3", **given))
+    for output, expected in outputs:
+        assert (output - expected).norm() < 1e-5 * expected.norm()
+    (whole, _), (merged, _) = outputs
+    assert (merged - whole).norm() > 1e-2 * whole.norm()
+
+
+@pytest.mark.parametrize("name", WHOLE_TOKENS)
+def test_sd35_and_auraflow_are_those_of_apply_mame(node: Any, name: str) -> None:
+    """SD3.5's first block attends to the image alone too; AuraFlow's last ones hold text and image
+    in one sequence.
+    """
+    torch.manual_seed(0)
+    size = {"num_layers": 2, "attention_head_dim": 64, "num_attention_heads": 2}
+    text = {"joint_attention_dim": 24, "caption_projection_dim": 128, "pos_embed_max_size": 12}
+    pooled = {"pooled_projection_dim": 48, "in_channels": 16, "out_channels": 16}
+    twice = {"dual_attention_layers": (0,), "qk_norm": "rms_norm", "sample_size": 24}
+    own = {"in_channels": 4, "num_mmdit_layers": 1, "num_single_dit_layers": 2, "sample_size": 24}
+    own |= {"attention_head_dim": 32, "num_attention_heads": 2, "joint_attention_dim": 24}
+    own |= {"caption_projection_dim": 64, "out_channels": 4, "pos_embed_max_size": 144}
+    models = {
+        "SD3": SD3Transformer2DModel(**size, **text, **pooled, **twice),
+        "AuraFlow": AuraFlowTransformer2DModel(**own),
+    }
+    sizes = {"depth": 2, "num_blocks": 2, "num_patches": 144, "pos_embed_max_size": 12}
+    for kind, theirs in models.items():
+        for parameter in theirs.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        weights = theirs.state_dict()
+        ours = (
+            sd3(weights, sizes, (0,))
+            if kind == "SD3"
+            else auraflow(weights, {"n_layers": 3, "n_double_layers": 1})
+        )
+        fields, inputs = WHOLE_TOKENS[name]
+        apply_mame(theirs, **nested(fields), min_tokens=64)
+        output, expected = calls_of_both(applied(node, ours, **inputs), ours, theirs, kind)
+        assert (output - expected).norm() < 1e-4 * expected.norm(), kind
 
 
 def extras(name: str, node: str) -> Any:
@@ -229,17 +327,19 @@ def compiled(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", ["SD 1.5", "Flux"])
+@pytest.mark.parametrize("name", ["SD 1.5", "Flux", "SD3"])
 def test_compiled_it_adds_no_graph_and_no_break(node: Any, name: str) -> None:
+    """SD3 with its queries."""
     from torch._dynamo.utils import counters
 
     model, counts = patcher(name), []
+    merge = QUERIES if name == "SD3" else KEYS
     orders = [
         compiled,
-        lambda one: compiled(applied(node, one)),
-        lambda one: applied(node, compiled(one)),
+        lambda one: compiled(applied(node, one, merge)),
+        lambda one: applied(node, compiled(one), merge),
     ]
-    eager = [sampled(model, name), *[sampled(applied(node, model), name)] * 2]
+    eager = [sampled(model, name), *[sampled(applied(node, model, merge), name)] * 2]
     for order, expected in zip(orders, eager, strict=True):
         torch._dynamo.reset()
         counters.clear()

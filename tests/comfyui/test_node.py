@@ -109,9 +109,12 @@ def sigma_of_the_first_draw() -> float:
 
 
 @torch.no_grad()
-def test_steps_and_layers_draw_as_those_of_apply_mame(node: Any) -> None:
-    """On the embedded UNet's layers of 1024 tokens and more, and its middle as the engine counts
-    it: after the outputs.
+@pytest.mark.parametrize("settings", ["", str(embedded_model_path() / "mame.json")])
+def test_steps_and_layers_draw_as_those_of_apply_mame(node: Any, settings: str) -> None:
+    """With one share, and with the settings by layer that lie beside the weights.
+
+    On the embedded UNet's layers of 1024 tokens and more, and its middle as the engine counts it:
+    after the outputs.
     """
     unet = UNet2DConditionModel.from_pretrained(embedded_model_path(), subfolder="unet")
     ups = unet.up_blocks
@@ -137,10 +140,11 @@ def test_steps_and_layers_draw_as_those_of_apply_mame(node: Any) -> None:
             Model(UNetModel(where=where, blocks=copy.deepcopy(blocks))),
             keep=0.25,
             min_tokens=1024,
+            settings=settings,
         )
         for where in large
     }
-    apply_mame(unet, merge="kv")  # uniform, without the settings beside its weights
+    apply_mame(unet, **{} if settings else {"merge": "kv"})  # uniform where that is given
     seen: dict[Any, Any] = {}
 
     def note(where: Any) -> Any:
@@ -415,7 +419,10 @@ def test_another_nodes_attention_is_called_with_merged_keys_alone(
 
 @torch.no_grad()
 @pytest.mark.parametrize("merge", [KEYS, QUERIES])
-def test_a_compiled_model_is_one_graph_for_every_step(node: Any, block: Any, merge: str) -> None:
+def test_a_compiled_model_is_one_graph_for_every_step(
+    node: Any, block: Any, merge: str, caplog: Any
+) -> None:
+    """And each run logs what merged."""
     from torch._dynamo.testing import CompileCounter
 
     counter = CompileCounter()
@@ -427,7 +434,12 @@ def test_a_compiled_model_is_one_graph_for_every_step(node: Any, block: Any, mer
     for sigma in (0.9, 0.6, 0.5, 0.1):
         expected = plain.self_attention(tokens(), (H, W), sigma)
         torch.testing.assert_close(patched.self_attention(tokens(), (H, W), sigma), expected)
+    caplog.set_level("INFO", logger="mame-sd")
+    for sigma in (0.8, 0.2):
+        patched.sample(lambda run, at=sigma: run.self_attention(tokens(), (H, W), at))
     assert counter.frame_count == 1
+    ours = [record.getMessage() for record in caplog.records if record.name == "mame-sd"]
+    assert ours == ["MaMe merged 96 -> 48 tokens at 8 x 12"] * 2
 
 
 @pytest.mark.parametrize(

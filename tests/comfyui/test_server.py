@@ -28,6 +28,7 @@ class Server:
     """A running ComfyUI; its log is read line by line."""
 
     def __init__(self, base: Path) -> None:
+        self.base = base
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -148,9 +149,35 @@ def test_a_workflow_from_before_the_correction_runs(server: Server, prompt: dict
     assert done["status"]["status_str"] == "success"
 
 
+def test_a_file_in_the_input_folder_gives_each_layer_its_settings(
+    server: Server, prompt: dict[str, Any]
+) -> None:
+    """And one for another model is an error that names both."""
+    rules = {"down_blocks.0": {"keep": 0.5}, "up_blocks.1": {"keep": 0.125}}
+    model = "UNet2DConditionModel with 7 self-attentions"
+    for made_for, status in ((model, "success"), ("another", "error")):
+        table = {"keep": 0.25, "merge": "kv", "layers": rules, "made_for": made_for}
+        (server.base / "input" / f"{status}.json").write_text(json.dumps(table), encoding="utf-8")
+        given = json.loads(json.dumps(prompt))
+        change(given, "KSampler", steps=1, seed=2)
+        change(given, "MaMeModelPatch", settings=f"{status}.json")
+        answer = server.ask("/prompt", {"prompt": given})
+        assert answer["node_errors"] == {}
+        lines = server.until("Prompt executed in")
+        done = server.ask(f"/history/{answer['prompt_id']}")[answer["prompt_id"]]
+        assert done["status"]["status_str"] == status
+        said = "\n".join(lines)
+        if status == "success":
+            merged = "1024 -> 256 tokens at 32 x 32, 4096 -> 2048 tokens at 64 x 64"
+            assert f"MaMe merged {merged}, 4096 -> 512 tokens at 64 x 64" in said
+        else:
+            assert f"expected settings that were found for {model}, got ones for another" in said
+
+
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
+        ({"settings": "none.json"}, "expected a .json or .toml file of settings that can be read"),
         ({"keep": 0.0}, "smaller than min of 0.01"),
         ({"tau": -2.0}, "smaller than min of -1.0"),
         ({"mode": "x"}, "not in"),

@@ -1,0 +1,200 @@
+"""What diffusers calls a model's self-attentions, by where the engine has them; settings of each by
+those names, as files of calibration hold them.
+
+Only models whose layers are known to be the same ones have names: a file's layers must be those
+that it means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from mame_sd import MaMeConfig
+
+Key = tuple[Any, ...]  # ("input", 4, 0): a block, its place, a layer in it; ("double", 3)
+UNET = "UNet2DConditionModel"
+DOUBLE = "double_blocks", "transformer_blocks.{}.attn"
+SINGLE = "single_blocks", "single_transformer_blocks.{}.attn"
+# By the class of ComfyUI's diffusion_model: the classes of diffusers that have these layers. Of
+# each kind of block it says where ComfyUI has them and what diffusers calls their attention. A
+# class that derives from one of these may have more blocks, so it is not meant.
+TRANSFORMERS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, str]]]] = {
+    "Flux": (
+        ("FluxTransformer2DModel", "Flux2Transformer2DModel", "LongCatImageTransformer2DModel"),
+        {"double": DOUBLE, "single": SINGLE},
+    ),
+    "Chroma": (("ChromaTransformer2DModel",), {"double": DOUBLE, "single": SINGLE}),
+    "HunyuanVideo": (
+        (
+            "HunyuanVideoTransformer3DModel",
+            "HunyuanVideo15Transformer3DModel",
+            "HunyuanImageTransformer2DModel",
+        ),
+        {"double": DOUBLE, "single": SINGLE},
+    ),
+    "QwenImageTransformer2DModel": (
+        ("QwenImageTransformer2DModel",),
+        {"double": ("transformer_blocks", "transformer_blocks.{}.attn")},
+    ),
+    "WanModel": (("WanTransformer3DModel",), {"double": ("blocks", "blocks.{}.attn1")}),
+    "MMDiT": (
+        ("AuraFlowTransformer2DModel",),
+        {
+            "double": ("double_layers", "joint_transformer_blocks.{}.attn"),
+            "single": ("single_layers", "single_transformer_blocks.{}.attn"),
+        },
+    ),
+    "OpenAISignatureMMDITWrapper": (
+        ("SD3Transformer2DModel",),
+        {"double": ("joint_blocks", "transformer_blocks.{}.attn")},
+    ),
+}
+NO_NAMES = (
+    "settings: {} has no map from diffusers' layers to ComfyUI's blocks yet, so no file can mean"
+    " them; leave settings empty, and give mode, keep and merge"
+)
+OTHER_MODEL = (
+    "made_for: expected settings that were found for {}, got ones for {}; calibrate this model, or"
+    " take another file"
+)
+UNKNOWN = "layers: expected patterns of layers of {} such as {!r}, got {!r}, which is none of them"
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A model's self-attentions.
+
+    Attributes:
+        models: diffusers' classes that have them.
+        names: of each, by where the engine has it, in the order in which `apply_mame` counts them.
+    """
+
+    models: tuple[str, ...] = ()
+    names: Mapping[Key, str] = field(default_factory=dict)
+
+    def number(self, key: Key) -> int | None:
+        """Which of the layers it is, counted from 0; None: it is none of them."""
+        return list(self.names).index(key) if key in self.names else None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a model's layers.
+
+    Args:
+        config: those of all, or with `layers` those of single ones over them.
+        layers: the model's; where the settings are of single layers or made for one model, they
+            have names.
+        known: the model, as people know it.
+
+    Raises:
+        ValueError: settings for another model, or for layers that this one lacks.
+    """
+
+    config: MaMeConfig
+    layers: Layers
+    known: str
+    of_each: Mapping[Key, MaMeConfig | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        config, names = self.config, list(self.layers.names.values())
+        if config.layers is not None or config.made_for is not None:
+            if not names:
+                raise ValueError(NO_NAMES.format(self.known))
+            described = [
+                f"{model} with {len(names)} self-attentions" for model in self.layers.models
+            ]
+            if config.made_for not in (None, *described):
+                raise ValueError(OTHER_MODEL.format(" or ".join(described), config.made_for))
+            unknown = [] if config.layers is None else config.layers.unknown(names)
+            if unknown:
+                raise ValueError(UNKNOWN.format(self.known, names[0], unknown[0]))
+        of_each = {key: config.of_layer(name) for key, name in self.layers.names.items()}
+        object.__setattr__(self, "of_each", of_each)
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether layers have settings of their own."""
+        return self.config.layers is not None
+
+    def of(self, key: Key) -> MaMeConfig | None:
+        """The settings of the layer that the engine has there; None: it stays as it is."""
+        return self.of_each.get(key) if self.by_layer else self.config
+
+    @property
+    def every(self) -> list[MaMeConfig]:
+        """The settings that some layer has."""
+        return [one for one in self.of_each.values() if one] if self.by_layer else [self.config]
+
+
+def layers_of_unet(unet: Any) -> Layers:
+    """The self-attentions of ComfyUI's UNet.
+
+    Its `input_blocks` begin with a convolution; each level follows with as many blocks as it has
+    ResNets, and a downsampler. Its `output_blocks` have one ResNet more for each level. In
+    diffusers' UNet the middle comes last.
+    """
+    names: dict[Key, str] = {}
+    place = 1
+    for level, resnets in enumerate(unet.num_res_blocks):
+        for i in range(resnets):
+            names |= _in_block(
+                unet.input_blocks[place + i], ("input", place + i), f"down_blocks.{level}", i
+            )
+        place += resnets + 1
+    place = 0
+    for level, resnets in enumerate(reversed(unet.num_res_blocks)):
+        for i in range(resnets + 1):
+            names |= _in_block(
+                unet.output_blocks[place + i], ("output", place + i), f"up_blocks.{level}", i
+            )
+        place += resnets + 1
+    if unet.middle_block is not None:  # some small models have none
+        names |= _in_block(unet.middle_block, ("middle", 0), "mid_block", 0)
+    return Layers((UNET,), names)
+
+
+def _in_block(block: Any, key: Key, path: str, place: int) -> dict[Key, str]:
+    layers = sum(len(getattr(module, "transformer_blocks", ())) for module in block.modules())
+    path = f"{path}.attentions.{place}.transformer_blocks"
+    return {(*key, layer): f"{path}.{layer}.attn1" for layer in range(layers)}
+
+
+def layers_of_transformer(model: Any) -> Layers:
+    """The self-attentions of a transformer over its image; none where diffusers' are not known to
+    be the same.
+    """
+    models, kinds = TRANSFORMERS.get(type(model).__name__, ((), {}))
+    names: dict[Key, str] = {}
+    for kind, (attribute, name) in kinds.items():
+        for i, block in enumerate(getattr(model, attribute, ())):
+            names[kind, i] = name.format(i)
+            if getattr(getattr(block, "x_block", None), "x_block_self_attn", False):
+                names[kind, i, 1] = name.format(i) + "2"  # SD3.5's second, over the image alone
+    return Layers(models, names)
+
+
+def settings_in(path: str | PathLike[str]) -> MaMeConfig:
+    """The settings of a file, whose path is absolute or begins in ComfyUI's input folder.
+
+    Raises:
+        ValueError: it can't be read, or holds no settings.
+    """
+    try:
+        return MaMeConfig.from_file(place_of(path))
+    except ValueError as error:
+        raise ValueError(f"settings: {error}") from None
+
+
+def place_of(path: str | PathLike[str]) -> Path:
+    """Where a file of settings is."""
+    try:
+        folders = import_module("folder_paths")  # ComfyUI's
+    except ImportError:
+        return Path(path)
+    return Path(folders.get_input_directory()) / path

@@ -1,0 +1,320 @@
+"""A file of settings by layer in the node: diffusers' names of layers are the engine's blocks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mame_sd import apply_mame
+from tests.comfyui.engine import engine, needs_engine
+from tests.comfyui.interface import Model, SpatialTransformer, attention
+
+VALUES = {"mode": "default", "keep": 0.25, "tau": 0.8, "merge": "keys and values", "min_tokens": 64}
+# By model: what the engine's detection gives of it, and diffusers' config.
+LEVELS = ["CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"]
+SD = {
+    "num_res_blocks": [2] * 4,
+    "depths": [1] * 6 + [0] * 2,
+    "out": [1] * 9 + [0] * 3,
+    "middle": 1,
+}
+XL = {
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+    "block_out_channels": [320, 640, 1280],
+    "transformer_layers_per_block": [1, 2, 10],
+    "cross_attention_dim": 2048,
+}
+UNETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "SD 1.5": (SD, {}),
+    "SD 2.1": (
+        SD,
+        {"use_linear_projection": True, "cross_attention_dim": 1024}
+        | {"attention_head_dim": [5, 10, 20, 20]},
+    ),
+    "SDXL": (
+        {
+            "num_res_blocks": [2] * 3,
+            "depths": [0, 0, 2, 2, 10, 10],
+            "out": [0] * 3 + [2] * 3 + [10] * 3,
+            "middle": 10,
+        },
+        XL,
+    ),
+    "one ResNet each": (
+        {"num_res_blocks": [1] * 4, "depths": [1] * 3 + [0], "out": [1] * 6 + [0] * 2, "middle": 1},
+        {"layers_per_block": 1},
+    ),
+}
+# By diffusers' class: the engine's class, the numbers of its blocks by attribute, and the config.
+TWO = {"double_blocks": 2, "single_blocks": 3}
+OF_TWO = {"num_layers": 2, "num_single_layers": 3}
+TRANSFORMERS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "FluxTransformer2DModel": ("Flux", TWO, OF_TWO),
+    "Flux2Transformer2DModel": ("Flux", TWO, OF_TWO),
+    "LongCatImageTransformer2DModel": ("Flux", TWO, OF_TWO),
+    "ChromaTransformer2DModel": ("Chroma", TWO, OF_TWO),
+    "HunyuanVideoTransformer3DModel": ("HunyuanVideo", TWO, OF_TWO),
+    "HunyuanVideo15Transformer3DModel": ("HunyuanVideo", {"double_blocks": 2}, {"num_layers": 2}),
+    "HunyuanImageTransformer2DModel": ("HunyuanVideo", TWO, OF_TWO),
+    "QwenImageTransformer2DModel": (
+        "QwenImageTransformer2DModel",
+        {"transformer_blocks": 2},
+        {"num_layers": 2},
+    ),
+    "WanTransformer3DModel": ("WanModel", {"blocks": 2}, {"num_layers": 2}),
+    "SD3Transformer2DModel": (
+        "OpenAISignatureMMDITWrapper",
+        {"joint_blocks": 3},
+        {"num_layers": 3, "dual_attention_layers": (0, 1)},
+    ),
+    "AuraFlowTransformer2DModel": (
+        "MMDiT",
+        {"double_layers": 2, "single_layers": 3},
+        {"num_mmdit_layers": 2, "num_single_dit_layers": 3},
+    ),
+}
+
+
+class UNetModel(nn.Module):
+    """The engine's UNet, as it builds one of these numbers: where it has transformer layers."""
+
+    def __init__(
+        self, num_res_blocks: list[int], depths: list[int], out: list[int], middle: int
+    ) -> None:
+        super().__init__()
+        left, self.num_res_blocks = list(depths), num_res_blocks
+        self.input_blocks = nn.ModuleList([nn.Identity()])
+        for resnets in num_res_blocks:
+            self.input_blocks.extend(layers(left.pop(0)) for _ in range(resnets))
+            self.input_blocks.append(nn.Identity())  # a downsampler
+        self.input_blocks = self.input_blocks[:-1]
+        self.middle_block = layers(middle)
+        self.output_blocks = nn.ModuleList(map(layers, reversed(out)))
+
+
+def layers(count: int) -> nn.Module:
+    return SpatialTransformer(*(nn.Identity() for _ in range(count))) if count else nn.Identity()
+
+
+def engine_model(kind: str, counts: dict[str, int], twice: int = 0) -> nn.Module:
+    model: Any = type(kind, (nn.Module,), {"patch_size": 2})()
+    for name, count in counts.items():
+        blocks = [nn.Identity() for _ in range(count)]
+        for i, block in enumerate(blocks):
+            half: Any = nn.Identity()
+            half.x_block_self_attn = i < twice
+            block.x_block = half
+        setattr(model, name, nn.ModuleList(blocks))
+    return model
+
+
+def of_diffusers(kind: str, config: dict[str, Any]) -> Any:
+    with torch.device("meta"):
+        return apply_mame(getattr(diffusers, kind)(**config))
+
+
+def named(package: Any, model: nn.Module) -> Any:
+    import importlib
+
+    models = importlib.import_module(f"{package.__name__}.comfyui.models")
+    return models.layout_of(model).layers
+
+
+@pytest.mark.parametrize("name", UNETS)
+def test_a_unets_layers_are_those_of_diffusers(package: Any, name: str) -> None:
+    """As many, of the same names, in the same order; none twice."""
+    numbers, config = UNETS[name]
+    found = named(package, UNetModel(**numbers))
+    handle = of_diffusers("UNet2DConditionModel", config)
+    assert list(found.names.values()) == [stats.name for stats in handle.report().layers]
+    assert f"{found.models[0]} with {len(found.names)} self-attentions" == handle.described
+
+
+@pytest.mark.parametrize("kind", TRANSFORMERS)
+def test_a_transformers_layers_are_those_of_diffusers(package: Any, kind: str) -> None:
+    ours, counts, config = TRANSFORMERS[kind]
+    found = named(package, engine_model(ours, counts, len(config.get("dual_attention_layers", ()))))
+    handle = of_diffusers(kind, config)
+    assert list(found.names.values()) == [stats.name for stats in handle.report().layers]
+    assert kind in found.models
+    assert f"{kind} with {len(found.names)} self-attentions" == handle.described
+
+
+@needs_engine
+@pytest.mark.parametrize("name", UNETS)
+def test_the_engines_own_table_agrees(package: Any, name: str) -> None:
+    """By which it loads diffusers' weights."""
+    numbers, _ = UNETS[name]
+    table = engine().utils.unet_to_diffusers(
+        {
+            "num_res_blocks": numbers["num_res_blocks"],
+            "channel_mult": [1] * len(numbers["num_res_blocks"]),
+            "transformer_depth": list(numbers["depths"]),
+            "transformer_depth_output": list(numbers["out"]),
+            "transformer_depth_middle": numbers["middle"],
+        }
+    )
+    found = named(package, UNetModel(**numbers)).names
+    for (part, place, layer), theirs in found.items():
+        block = "middle_block" if part == "middle" else f"{part}_blocks.{place}"
+        expected = f"{block}.1.transformer_blocks.{layer}.attn1.to_q.weight"
+        assert table[f"{theirs}.to_q.weight"] == expected
+    assert len(found) == sum(key.endswith("attn1.to_q.weight") for key in table)
+
+
+def written(folder: Path, **values: Any) -> str:
+    path = folder / "settings.json"
+    path.write_text(json.dumps(values), encoding="utf-8")
+    return str(path)
+
+
+def lengths(model: Model, blocks: list[dict[str, Any]]) -> list[int]:
+    """How many keys the attention of each of these blocks has, of 96 of an image behind 7."""
+    seen: list[int] = []
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, heads: int, **kwargs: Any) -> Tensor:
+        seen.append(k.shape[2])
+        return attention(q, k, v, heads, **kwargs)
+
+    q, k, v = torch.randn(3, 2, 2, 103, 32, generator=torch.Generator().manual_seed(0)).unbind()
+
+    def attend(given: dict[str, Any]) -> None:
+        for block in blocks:
+            options = {**given, **block}
+            override = options["optimized_attention_override"]
+            override(noted, q, k, v, 2, skip_reshape=True, transformer_options=options)
+
+    model.sample(
+        lambda run: run.apply_model(
+            torch.zeros(2, 16, 16, 24), 0.5, attend, context=torch.zeros(2, 7, 24)
+        )
+    )
+    return seen
+
+
+def test_each_layer_merges_as_the_file_says(node: Any, tmp_path: Path, caplog: Any) -> None:
+    """Layers of a block's own share, the share of all others, and one that stays whole; in any
+    order in which the engine calls them.
+    """
+    caplog.set_level("INFO")
+    path = written(
+        tmp_path,
+        keep=0.5,
+        merge="kv",
+        min_tokens=64,
+        layers={"transformer_blocks.0": False, "single_transformer_blocks.[12]": {"keep": 0.25}},
+        made_for="FluxTransformer2DModel with 5 self-attentions",
+        about={"model": "a tiny one"},
+    )
+    network = engine_model("Flux", TWO)
+    (model,) = node.patch(Model(network), **VALUES, settings=path)
+    every = [("double", 0), ("double", 1), ("single", 0), ("single", 1), ("single", 2)]
+    kept = dict(zip(every, (103, 7 + 48, 7 + 48, 7 + 24, 7 + 24), strict=True))
+    for order in (every, every[::-1], every[2:]):
+        blocks = [{"block_type": kind, "block_index": i} for kind, i in order]
+        assert lengths(model, blocks) == [kept[key] for key in order]
+    assert caplog.messages[0] == (
+        "MaMe merged 96 -> 24 tokens at 8 x 12, 96 -> 48 tokens at 8 x 12"
+    )
+    assert lengths(node.patch(model, **VALUES)[0], [{}]) == [7 + 24]  # the file is off again
+
+
+def test_an_engine_that_names_no_block_is_a_warning(node: Any, tmp_path: Path, caplog: Any) -> None:
+    path = written(tmp_path, min_tokens=64, layers={"transformer_blocks.0.attn": {"keep": 0.5}})
+    (model,) = node.patch(Model(engine_model("Flux", TWO)), **VALUES, settings=path)
+    assert lengths(model, [{}, {}]) == [103, 103]
+    assert caplog.messages == [
+        "MaMe merged nothing: the engine does not say which of its blocks attends; update ComfyUI"
+    ]
+
+
+FLUX = "FluxTransformer2DModel with 5 self-attentions"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        (
+            "Flux",
+            '{"made_for": "SD3Transformer2DModel with 24 self-attentions"}',
+            f"made_for: expected settings that were found for {FLUX} or .* got ones for SD3Transf",
+        ),
+        (
+            "Flux",
+            '{"made_for": "FluxTransformer2DModel with 57 self-attentions"}',
+            f"made_for: expected settings that were found for {FLUX} or .* with 57 self-attentions",
+        ),
+        (
+            "Flux",
+            '{"layers": {"blocks.7": false}}',
+            "layers: expected patterns of layers of Flux such as 'transformer_blocks.0.attn', got"
+            " 'blocks.7', which is none of them",
+        ),
+        ("Flux", '{"layers": {"*": {"keep": 2}}}', r"settings.json: layers: \*: keep: expected a"),
+        ("Flux", '{"layers": {"*": {"kep": 1}}}', r"layers: \*: unknown setting 'kep'; did you me"),
+        ("Flux", '{"keep": 0}', "settings: .*settings.json: keep: expected a share above 0"),
+        ("Flux", "{", "settings: .*settings.json: expected json, but"),
+        ("Flux", None, "settings: .*settings.json: expected a .json or .toml file of settings"),
+        (
+            "Flux",
+            '{"layers": {"*": {"merge": "qkv"}}}',
+            "merge: expected 'keys and values' for Flux, got 'queries too'",
+        ),
+        (
+            "NextDiT",
+            '{"layers": {"layers.0": false}}',
+            "settings: Lumina 2 or Z-Image has no map from diffusers' layers to ComfyUI's blocks",
+        ),
+        ("VaceWanModel", f'{{"made_for": "{FLUX}"}}', "settings: Wan has no map from diffusers'"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_in_one_line(
+    node: Any, tmp_path: Path, kind: str, text: str | None, message: str
+) -> None:
+    path = tmp_path / "settings.json"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    base = type("WanModel", (nn.Module,), {}) if kind == "VaceWanModel" else nn.Module
+    network = type(kind, (base,), {"patch_size": 2})()
+    if kind == "Flux":
+        network = engine_model("Flux", TWO)
+    with pytest.raises(ValueError, match=message) as raised:
+        node.patch(Model(network), **VALUES, settings=str(path))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_without_settings_of_layers_is_for_every_model(node: Any, tmp_path: Path) -> None:
+    path = written(tmp_path, keep=0.5, min_tokens=64)
+    network = type("SingleStreamDiT", (nn.Module,), {"patch": 2})()
+    assert lengths(node.patch(Model(network), **VALUES, settings=path)[0], [{}]) == [7 + 48]
+
+
+def test_the_editor_says_what_is_wrong_with_a_file(
+    package: Any, node: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything runs; a path is one in ComfyUI's input folder, or absolute."""
+    import sys
+    from types import SimpleNamespace
+
+    kind = type(node)
+    folder = SimpleNamespace(get_input_directory=lambda: str(tmp_path))
+    monkeypatch.setitem(sys.modules, "folder_paths", folder)
+    path = written(tmp_path, keep=0.5)
+    assert kind.VALIDATE_INPUTS() is True
+    assert kind.VALIDATE_INPUTS(settings="settings.json") is True
+    assert kind.VALIDATE_INPUTS(settings=path) is True
+    said = kind.VALIDATE_INPUTS(settings="other.json")
+    assert said.startswith(f"settings: {tmp_path / 'other.json'}: expected a .json or .toml file")
+    before = kind.IS_CHANGED(settings="settings.json", keep=0.25)
+    import os
+
+    os.utime(path, (1, 1))
+    assert before != kind.IS_CHANGED(settings="settings.json", keep=0.25) == 1.0
+    assert kind.IS_CHANGED() == kind.IS_CHANGED(settings="")
