@@ -118,6 +118,7 @@ _OURS: dict[str, On] = {
     "keys, a quarter": methods.ours(keep=0.25).on,
     "keys, a quarter, not corrected": methods.ours(keep=0.25, correct=False).on,
     "keys, half (nearer)": methods.ours(keep=0.5).on,
+    "keys, an eighth": methods.ours(keep=0.125).on,
     "keys, a sixteenth (faster)": methods.ours(keep=0.0625).on,
     "picked keys, a quarter": methods.ours(keep=0.25, weights="pick").on,
     "whole tokens, five eighths": methods.ours(keep=0.625, merge="qkv").on,

@@ -155,6 +155,19 @@ def test_the_last_of_several_images_merges() -> None:
         handle.report()
 
 
+def test_a_text_refiner_stays_whole_where_captions_are_as_long_as_the_image() -> None:
+    """Z-Image: its attention can be told from the image's by its path alone."""
+    case = next(case for case in CASES if case.name == "ZImageTransformer2DModel")
+    model: Any = case.build().eval()
+    inputs = case.inputs()
+    inputs["cap_feats"] = [text.new_ones(H * W, text.shape[1]) for text in inputs["cap_feats"]]
+    handle = apply_mame(model, keep=0.5, min_tokens=1)
+    with torch.no_grad():
+        model(**inputs)
+    merged = {layer.name.partition(".")[0] for layer in handle.report().layers if layer.merged}
+    assert merged == {"noise_refiner", "layers"}
+
+
 def moved(was: torch.Tensor, now: torch.Tensor) -> list[torch.Tensor]:
     """Of each sample the keys [B, H, L, D] that differ."""
     return [row.nonzero().flatten() for row in (was - now).abs().amax((1, 3)) > 1e-6]

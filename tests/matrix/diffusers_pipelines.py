@@ -12,16 +12,18 @@ RECORD = Path(__file__).with_name("diffusers_pipelines.json")
 HEAD = """## diffusers' own pipelines
 
 `python -m scripts.robustness.diffusers_suite --pipelines` builds the tiny pipelines of diffusers'
-tests. Each runs three times: unmerged, with `tau=1`, and with `keep=0.5, min_tokens=1`. A pipeline
-*merged* where a layer merged, the output is finite, and `tau=1` equals the unmerged output to
-rounding. Text encoders and tokenizers of the hub have tiny stand-ins. A pipeline that can't be
-built or run without its own is *not tried*; its denoiser has a row above.
+tests. Each runs three times: unmerged, with `tau=1`, and with `keep=0.5, min_tokens=1`. Sides
+double up to three times until there are tokens to merge. Weights that begin as zeros are drawn, so
+that attention reaches the output. A pipeline *merged* where tokens merged, the output changed and
+is finite, and `tau=1` equals the unmerged output to rounding. Text encoders and tokenizers of the
+hub have tiny stand-ins. A pipeline that can't be built or run without its own is *not tried*; its
+denoiser has a row above.
 """
 
 
 def _reason(why: str) -> str:
     """A message without the error's name and the advice at its end."""
-    return why.partition(": ")[2].partition(": remove")[0]
+    return (why.partition(": ")[2] or why).partition(": remove")[0]
 
 
 def section() -> list[str]:
