@@ -43,6 +43,9 @@ def test_every_help_is_one_short_line() -> None:
         assert len(field.metadata["help"]) <= 90, field.name
     for each in (app, evaluation):
         for name, command in get_command(each).commands.items():  # type: ignore[attr-defined]
+            summary, *more = (command.help or "").strip().split("\n")
+            assert 0 < len(summary) <= 90, name
+            assert not more or not more[0], f"{name}: a summary of one line"
             for parameter in command.params:
                 assert len(getattr(parameter, "help", None) or "") <= 90, f"{name} {parameter.name}"
 

@@ -85,9 +85,7 @@ def generate_command(
     sampling: GenerateSettings,
     method: Any,
 ) -> None:
-    """Generate images as `mame-sd generate` does, also with the methods that merging is compared
-    with.
-    """
+    """Generate images as `mame-sd generate` does, also with the rivals."""
     from mame_sd.cli.generate import run_generate
 
     run_generate(out, prompts, model, sampling, method)
@@ -176,7 +174,7 @@ def benchmark_command(
     model: ModelChoice,
     sampling: dict[str, Any],
 ) -> None:
-    """From prompts to a finished report in one command.
+    """Compare merging with its rivals, from prompts to a finished report.
 
     Run again to continue; launch with accelerate to share out.
     """
@@ -218,9 +216,9 @@ def bench_command(
     model: ModelChoice,
     sampling: GenerateSettings,
 ) -> None:
-    """Latency and memory alone, rows interleaved, another prompt each round (demo's by default).
+    """Measure latency and memory alone, rows interleaved, another prompt each round.
 
-    Run again to continue.
+    Run again to continue. Without --prompts it takes those of the demo.
     """
     _check_format(form)
     from ..benchmark.bench_table import format_bench
@@ -255,7 +253,7 @@ def classify_command(
     options: ClassifyOptions,
     model: ModelChoice,
 ) -> None:
-    """Speed and accuracy of a merged vision transformer beside its rivals.
+    """Measure speed and accuracy of a merged vision transformer beside its rivals.
 
     Run again to continue; launch with accelerate to share out.
     """
@@ -292,7 +290,7 @@ def features_command(
     weights_dir: WeightsOption = None,
     model: ModelChoice,
 ) -> None:
-    """How near a merged encoder's features stay, beside rivals at equal FLOPs.
+    """Measure how near a merged encoder's features stay, beside rivals at equal FLOPs.
 
     Run again to continue.
 
@@ -324,7 +322,7 @@ def caption_command(
     weights_dir: WeightsOption = None,
     model: ModelChoice,
 ) -> None:
-    """How good a LLaVA's captions stay with fewer visual tokens, beside rivals.
+    """Measure how good a LLaVA's captions stay with fewer visual tokens, beside rivals.
 
     Run again to continue.
 
@@ -355,7 +353,10 @@ def cache_command(
     ] = "table",
     options: CacheOptions,
 ) -> None:
-    """Compare ways to shorten a language model's KV cache on texts. Run again to continue."""
+    """Compare ways to shorten a language model's KV cache on texts.
+
+    Run again to continue.
+    """
     if form not in ("table", "json"):
         raise UserError(f"--format: expected table or json, got {form!r}; give one of these")
     from .cache import run_cache_command
@@ -372,7 +373,7 @@ def cache_cost_command(
     keep: Annotated[float, typer.Option(help="Share of the cache that stays.")] = 0.25,
     layers: Annotated[int, typer.Option(help="Layers that are timed, of random weights.")] = 1,
 ) -> None:
-    """Time, bytes and multiply-adds of short caches at the shapes of a model of 1B parameters."""
+    """Measure short caches at the shapes of a model of 1B parameters: time, bytes, FLOPs."""
     from ..caches.cost import cost_table
 
     print(cost_table(lengths, keep, layers))
@@ -400,9 +401,7 @@ def weights_command(
     get: Annotated[bool, typer.Option("--get", help="Get those that are missing.")] = False,
     weights_dir: WeightsOption = None,
 ) -> None:
-    """List the weights of metrics: state, size, licence, where they lie or come from, sha256; or
-    get them.
-    """
+    """List the weights of metrics, with size, licence, place and sha256, or get them."""
     from .weights import check_names, get_weights, weights_lines
 
     check_names(names or [])
@@ -415,9 +414,7 @@ def weights_command(
 @app.command("doctor")
 @takes(model=MODEL)
 def doctor_command(*, weights_dir: WeightsOption = None, model: ModelChoice) -> None:
-    """Say what this machine can evaluate: what `mame-sd doctor` says, the peers, and the weights of
-    each metric.
-    """
+    """Say what this machine can evaluate, beside what `mame-sd doctor` says."""
     from mame_sd.cli.doctor import examine, print_checks
 
     from .weights import weights_checks

@@ -77,9 +77,7 @@ def about(
         ),
     ] = False,
 ) -> None:
-    """Faster diffusion without training: merge tokens before self-attention (MaMe), restore them
-    after it (MaRe).
-    """
+    """Faster diffusion without training: tokens merge before self-attention (MaMe, MaRe)."""
 
 
 @app.command("generate")
@@ -120,7 +118,7 @@ def compare_command(
     sampling: GenerateSettings,
     merging: MaMeConfig,
 ) -> None:
-    """Write one labelled sheet: the baseline, then each setting, with seconds and tokens kept."""
+    """Write one sheet: the baseline and each setting, with seconds and what differs."""
     from mame_sd.cli.compare import compare, compare_sheet, variants_of
     from mame_sd.cli.console import progress
     from mame_sd.cli.generate import load_to_merge
@@ -190,10 +188,11 @@ def show_merge_command(
     sampling: GenerateSettings,
     merging: MaMeConfig,
 ) -> None:
-    """Draw which tokens were merged into which, over the image, for one level and step.
+    """Draw over the image which tokens merged into which, at one level and step.
 
-    Given an image file, draw how a vision transformer (--model, or embedded-clip) merges it, block
-    by block. Given a folder of frames, draw how a video transformer (--model embedded-video) does.
+    An image file is drawn as a vision transformer merges it (--model, or embedded-clip).
+
+    A folder of frames is drawn as a video transformer does (--model embedded-video).
     """
     file = image_file(prompt)
     if file is not None:
@@ -272,11 +271,11 @@ def tune_command(
     sampling: GenerateSettings,
     merging: MaMeConfig,
 ) -> None:
-    """Find which layers of your model should merge, and how much; write it as a file that --config
-    takes.
+    """Find which layers of your model should merge, and write them for --config.
 
-    A few prompts calibrate: in each layer, what every form of merging changes and costs. The others
-        check what was found.
+    A few prompts calibrate: they tell what each form changes and costs in each layer.
+
+    The other prompts check what was found.
     """
     from mame_sd.cli.console import note, progress
     from mame_sd.cli.generate import load_to_merge
@@ -394,9 +393,7 @@ def ui_command(
 @app.command("doctor")
 @takes(model=MODEL)
 def doctor_command(*, model: ModelChoice) -> None:
-    """Say what this machine can do: versions, device, fused attention, the model, and what would
-    fail.
-    """
+    """Say what works on this machine, and what would fail."""
     from mame_sd.cli.doctor import examine, print_checks
 
     print_checks(examine(model))
