@@ -22,6 +22,7 @@ from diffusers.models.attention_processor import (
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, plan_merge, remove_mame
 from mame_sd.config import Study
+from mame_sd.core.detail import Detail
 from mame_sd.diffusion.layer import compared
 from tests.builders.layers import added_kv_unet, attention, every_config, tokens
 from tests.builders.settings import nested
@@ -57,9 +58,11 @@ def test_qkv_is_the_installed_attention_between_merge_and_restore() -> None:
     attn, x = attention(), tokens()
     processor = with_processor(attn, tau=0.3, merge="qkv", correct=False)
     plan = plan_merge(x, processor.config, (8, 8))
-    expected = plan.restore(
-        AttnProcessor2_0()(attn, plan.merge(x)), detail_of(x, processor.config, (8, 8))
-    )
+    merged = plan.merge(x)
+    detail = Detail(x, (8, 8), merged)
+    expected = plan.restore(AttnProcessor2_0()(attn, merged), detail)
+    plain = plan.restore(AttnProcessor2_0()(attn, merged), detail_of(x, processor.config, (8, 8)))
+    torch.testing.assert_close(expected, plain)
     assert plan.tokens_kept < 64
     assert torch.equal(attn(x), expected)
 
@@ -229,11 +232,10 @@ def test_size_of_a_level(size: Any, length: int, expected: tuple[int, int]) -> N
         min_tokens=1, tau=0.3, size=size, merge="qkv", study=Study(correct=False)
     )
     attn.set_processor(processor)
-    plan, detail = (
-        plan_merge(x, processor.config, expected),
-        detail_of(x, processor.config, expected),
-    )
-    assert torch.equal(attn(x), plan.restore(AttnProcessor2_0()(attn, plan.merge(x)), detail))
+    plan = plan_merge(x, processor.config, expected)
+    merged = plan.merge(x)
+    restored = plan.restore(AttnProcessor2_0()(attn, merged), Detail(x, expected, merged))
+    assert torch.equal(attn(x), restored)
     assert processor.report().layers[0].size == expected
 
 
