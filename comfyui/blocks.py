@@ -65,9 +65,9 @@ class Merged:
         self.plan, self.config, self.tokens = planned
         if self.config.merge == "kv":
             return x
-        if self.config.detail:
-            self.detail = Detail(x, self.tokens.plane)
         merged: Tensor = self.plan.merge(x)
+        if self.config.detail:
+            self.detail = Detail(x, self.tokens.plane, merged)
         return merged
 
     def after(self, x: Tensor) -> Tensor:

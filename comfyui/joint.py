@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from mame_sd import MaMeConfig, plan_merge
+from mame_sd.core.partition import DRAWS
 from mame_sd.core.plan import Plan
 from mame_sd.diffusion.families.keys import MergedKeys
 from mame_sd.diffusion.layer import NOTHING_TO_WIN, Tokens, nothing_to_win
@@ -103,7 +104,7 @@ class JointPatch:
         if tokens.count < config.min_tokens:
             call.run.note_left(SMALL, tokens.count, config.min_tokens)
             return None
-        draw = None if call.draw is None else call.draw + number
+        draw = None if call.draw is None else (call.draw + number) % DRAWS
         plan = plan_merge(feature, config, tokens.plane, draw=draw, leader=call.leader)
         if nothing_to_win(config, plan):
             call.run.note_left(NOTHING_TO_WIN)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mame_sd import plan_merge
 from mame_sd.core.detail import Detail
+from mame_sd.core.partition import DRAWS
 from mame_sd.diffusion.families.keys import GroupedKeys
 from mame_sd.diffusion.layer import NOTHING_TO_WIN, nothing_to_win
 
@@ -64,15 +65,17 @@ class UNetPatch:
             call.run.note_left(CUT)
         else:
             number = self.unet.layers.number(name) or 0
-            draw = None if call.draw is None else call.draw + number
+            draw = None if call.draw is None else (call.draw + number) % DRAWS
             plan = plan_merge(k, config, (h, w), draw=draw, leader=call.leader)
             if nothing_to_win(config, plan):
                 call.run.note_left(NOTHING_TO_WIN)
                 return q, k, v
             call.run.note_merged(plan, (h, w))
             if config.merge == "qkv":
-                extra_options[PLAN] = plan, Detail(k, (h, w)) if config.detail else None
-                q = plan.merge(q)
+                means = plan.merge(k)
+                detail = Detail(k, (h, w), means) if config.detail else None
+                extra_options[PLAN] = plan, detail
+                q = means if q is k else plan.merge(q)
             reached = not call.run.unreached
             grouped = GroupedKeys(plan, config.correct and reached)
             counts = plan.uneven and config.merge == "kv"
