@@ -45,6 +45,7 @@ from mame_sd.diffusion.calibration import (
     in_words,
     measure,
     options,
+    some,
 )
 from mame_sd.diffusion.families.transformers import uniform
 from mame_sd.diffusion.handle import MaMeHandle
@@ -94,7 +95,9 @@ def among(found: Measurement, *kinds: str) -> Measurement:
         name: Measured(
             layer.whole,
             layer.effect,
-            *({n: of[n] for n in of if n in kept} for of in (layer.seconds, layer.errors)),
+            {n: layer.seconds[n] for n in layer.seconds if n in kept},
+            {n: layer.errors[n] for n in layer.errors if n in kept},
+            layer.own,
         )
         for name, layer in found.layers.items()
     }
@@ -114,7 +117,7 @@ def measured(
         if prompt not in rows:
             run = partial(generate, model, [prompt], steps, seed, output="latent")
             with merging(model) as handle:
-                calls = calls_of(handle, run)
+                calls = some(calls_of(handle, run))
                 found = measure(handle, calls, forms=forms)
             if more:
                 add_means(model, calls, found)
@@ -148,6 +151,7 @@ def at_step(found: Measurement, step: int, steps: int) -> dict[str, list[Option]
             layer.effect[step::steps],
             layer.seconds,
             {number: errors[step::steps] for number, errors in layer.errors.items()},
+            layer.own[step::steps],
         )
         for name, layer in found.layers.items()
     }

@@ -77,6 +77,7 @@ class Frontier:
         steps: int,
         rounds: int,
         now: Callable[[], float] = time.perf_counter,
+        size: int | None = None,
     ) -> None:
         self.out, self.model, self.prompts, self.steps, self.rounds = (
             out,
@@ -93,6 +94,8 @@ class Frontier:
             "model": model.identity["sha256"],
             "guidance": model.guidance,
         }
+        self._size: dict[str, Any] = {} if size is None else {"height": size, "width": size}
+        about.update(self._size)
         self._threads: dict[str, Any] = {
             "threads": torch.get_num_threads()
         }  # decide times, not images
@@ -197,7 +200,11 @@ class Frontier:
                 for start in range(0, len(prompts), BATCH):
                     made.append(
                         generate(
-                            self.model, prompts[start : start + BATCH], self.steps, first + start
+                            self.model,
+                            prompts[start : start + BATCH],
+                            self.steps,
+                            first + start,
+                            **self._size,
                         )
                     )
             print(
@@ -255,7 +262,9 @@ class Frontier:
 
         def seconds(merging: Callable[..., AbstractContextManager[Any]], steps: int) -> float:
             with merging(self.denoiser), clocked(self.denoiser, self._now) as clock:
-                generate(self.model, self.prompts[:1], steps, TIMING_SEED, output="latent")
+                generate(
+                    self.model, self.prompts[:1], steps, TIMING_SEED, output="latent", **self._size
+                )
             return clock.seconds
 
         def pair(name: str, number: int) -> dict[str, float]:
@@ -322,6 +331,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, help="of these prompts the first alone (default all)")
     parser.add_argument("--steps", type=int, help="denoising steps (default 10)")
     parser.add_argument("--guidance", type=float, help="guidance scale (default the model's own)")
+    parser.add_argument("--size", type=int, help="of images in pixels (default the model's own)")
     parser.add_argument(
         "--rounds", type=int, default=5, help="timed runs of each method (default 5)"
     )
@@ -378,7 +388,9 @@ def main() -> None:
     prompts = on.prompts(num, args.held_out)[: args.first]
     lpips = load_lpips(device=str(device))
     now = time.process_time if args.cpu_seconds else time.perf_counter
-    frontier = Frontier(out, model, lpips, on.truth.retrieved, prompts, steps, args.rounds, now)
+    frontier = Frontier(
+        out, model, lpips, on.truth.retrieved, prompts, steps, args.rounds, now, args.size
+    )
     if args.images:
         frontier.images(chosen)
         return
@@ -393,6 +405,7 @@ def main() -> None:
         "num": num,
         "steps": steps,
         "guidance": model.guidance,
+        "size": args.size,
         "dtype": dtype,
         "machine": machine(device),
         "verdict": verdict(points),

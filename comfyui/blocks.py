@@ -2,8 +2,8 @@
 
 The engine hands attention to a node only after projections and norms. But it lets a node replace
 each block ("dit" of `patches_replace`), and a block asks its own attention for projections. So a
-replaced block runs the engine's own code, with a stand-in instead of that attention. The stand-in
-merges what comes in and restores what goes out. The model itself is left as it is.
+replaced block runs the engine's own code, with a stand-in for that attention. It merges what comes
+in and restores what goes out. The model itself is left as it is.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ Key = tuple[Any, ...]  # ("input", 4, 0): a block, its place, a layer in it; ("d
 UNET = "UNet2DConditionModel"
 DOUBLE = "double_blocks", "transformer_blocks.{}.attn"
 SINGLE = "single_blocks", "single_transformer_blocks.{}.attn"
-# By the class of ComfyUI's diffusion_model itself: one that derives from it may have more blocks.
-# First come the classes of diffusers that have these layers. Then, by the kind of block, comes the
-# attribute that holds them in ComfyUI, and what diffusers calls their attention.
+# By the class of ComfyUI's diffusion_model: the classes of diffusers that have these layers. Of
+# each kind of block it says where ComfyUI has them and what diffusers calls their attention. A
+# class that derives from one of these may have more blocks, so it is not meant.
 TRANSFORMERS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, str]]]] = {
     "Flux": (
         ("FluxTransformer2DModel", "Flux2Transformer2DModel", "LongCatImageTransformer2DModel"),

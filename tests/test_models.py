@@ -180,6 +180,34 @@ def test_captions_of_unequal_length_put_images_elsewhere() -> None:
         handle.report()
 
 
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [("Ideogram4Transformer2DModel", TEXT), ("HiDreamImageTransformer2DModel", 0)],
+)
+def test_captions_of_unequal_length_leave_images_in_place(name: str, first: int) -> None:
+    """Ideogram 4 fills captions up at their left, HiDream at their right behind the image. In both
+    samples the image is at the same place, and it merges as the loop does.
+    """
+    case = next(case for case in CASES if case.name == name)
+    model: Any = case.build().eval()
+    inputs = case.inputs()
+    for text, value in inputs.items():  # what the second sample lacks: that of Ideogram is masked
+        if text.startswith("encoder_hidden_states_"):
+            value[..., 1, 4:, :] = 0
+    image = inputs["hidden_states"].clone()
+    (image[:, first:] if image.dim() == 3 else image).add_(1)
+    with torch.no_grad(), Attention(apart=True) as attention:
+        model(**inputs)
+        model(**{**inputs, "hidden_states": image})
+    half = len(attention.keys) // 2
+    assert half
+    expected = torch.arange(first, first + H * W)
+    for was, now in zip(attention.keys[:half], attention.keys[half:], strict=True):
+        assert all(torch.equal(place, expected) for place in moved(was, now))
+    calls = cached_calls(model, inputs)
+    assert {(call.first, call.plan.tokens_in) for call in calls} == {(first, H * W)}
+
+
 def test_keys_that_unets_add_stay_whole() -> None:
     """Kandinsky 2.2: the text's keys stand before the image's."""
     pipe = kandinsky()

@@ -22,6 +22,7 @@ PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "prompts").glob("*.md")]
     + [page for room in ("comfyui", "docs") for page in (ROOT / room).rglob("*.md")]
 )
+LOG = sorted((ROOT / "docs" / "log").glob("*.md"))
 SOURCES = sorted(
     path
     for room in (
@@ -96,6 +97,15 @@ def test_pages_have_short_sentences_and_lines(page: Path) -> None:
         assert len(line) <= LONGEST_LINE or "](http" in line, line
     assert [*too_long(re.sub(r"\]\([^)]*\)", "]", prose))] == []
     assert "in place of" not in text.lower()
+
+
+@pytest.mark.parametrize("page", LOG, ids=lambda page: page.stem)
+def test_pages_of_the_log_ask_answer_and_give_a_command(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert re.match(r"# .*\n\n\*\*Question\.\*\* .*\?", text, re.S)
+    assert "\n\n**Verdict.** " in text
+    assert re.search(r"python\s-m\s|pytest |mame-sd", text), "a figure needs what prints it"
+    assert f"](log/{page.name})" in (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
 
 
 def test_docstrings_and_comments_have_short_sentences() -> None:

@@ -18,8 +18,7 @@ from mame_sd.diffusion.calibration import (
     Calibration,
     Measurement,
     calibration_of,
-    calls_of,
-    measure,
+    measure_image,
 )
 from mame_sd.errors import UserError
 from mame_sd.runs.files import check_place, write_atomically
@@ -57,16 +56,16 @@ def calibrate(
     """
     check_place(out, out)
     jobs = jobs_of(prompts, settings)
-    about = digest(["calibration", asdict(settings), base.to_dict(), FORMS], model)
+    about = digest(["calibration", asdict(settings), base.to_dict(), FORMS, len(jobs)], model)
     file = out / CALIBRATED
     rows = read_rows(file, about)
     on_progress(sum(job.name in rows for job in jobs), len(jobs))
     handle = merge_in(model, base)
     try:
-        for job in jobs:
+        for number, job in enumerate(jobs):
             if job.name not in rows:
-                calls = calls_of(handle, partial(sample, model, settings, [job]))
-                rows[job.name] = measure(handle, calls).to_dict()
+                run = partial(sample, model, settings, [job])
+                rows[job.name] = measure_image(handle, run, number, len(jobs)).to_dict()
                 write_atomically(file, json.dumps({"about": about, "rows": rows}).encode())
             on_progress(sum(job.name in rows for job in jobs), len(jobs))
         found = Measurement()

@@ -31,10 +31,13 @@ class Detail(NamedTuple):
         feature: the inputs [B, L, d] of all tokens but the special ones, in floating point; outputs
             vary as they do.
         plane: (h, w) of these tokens, h * w = L.
+        means: the feature merged by the plan, [B, L', d], where it is known; None: it is merged
+            again.
     """
 
     feature: Tensor
     plane: tuple[int, int]
+    means: Tensor | None = None
 
 
 def blurred(x: Tensor, plane: tuple[int, int]) -> Tensor:
@@ -89,8 +92,9 @@ def slope_of_halves(unexplained: Tensor, channels: int, sizes: Tensor) -> Tensor
     power = torch.baddbmm(
         constant(_least, norms.dtype, norms.device), (norms * counts).transpose(1, 2), norms
     )
+    # Never above 1 but for rounding: the ridge explains less than the least squares.
     explained = (found * follows).sum((1, 2), keepdim=True) / power
-    share = explained.clamp_(0, 1).square_()
+    share = explained.square_()
     return torch.mul(found, share, out=torch.empty_like(found, dtype=unexplained.dtype))
 
 

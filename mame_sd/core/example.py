@@ -45,7 +45,8 @@ def results(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
         assert isinstance(plan, RowPlan)
         merged = plan.merge(value)
         found[f"{name}, means"] = plan.restore(merged)  # PyTorch's may have another order
-        found[f"{name}, detail"] = plan.restore(merged, Detail(x, _PLANE))
+        if config.merge == "qkv":
+            found[f"{name}, detail"] = plan.restore(merged, Detail(x, _PLANE))
         found[f"{name}, correction"] = _corrected(
             plan, query, key, value, proportional=name == "qkv"
         )

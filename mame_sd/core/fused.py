@@ -229,7 +229,7 @@ def detailed(plan: Any, y: Tensor, detail: Detail, count: int) -> Tensor | None:
     from mame_sd.core import triton_detail as kernels
     from mame_sd.core.triton_common import table_of
 
-    feature, plane = detail
+    feature, plane = detail.feature, detail.plane
     seen = launched(
         kernels.seen, feature, constant(directions, feature.shape[2], count, feature.device)
     )

@@ -76,7 +76,7 @@ class Positions:
     blocks: int  # T
     M: int
     N: int
-    draw: Tensor | None = None  # LongTensor [1], which draw, counted in circles; None: the first
+    draw: Tensor | None = None  # LongTensor [1] below DRAWS, which draw; None: the first
     L: int = field(init=False)
     samples: int = field(init=False)  # how many the sample has
     dst: Tensor = field(init=False)  # [M] positions of the destinations, block by block
@@ -96,6 +96,7 @@ class Positions:
     )  # [samples] positions at random, one of each run of SAMPLED in a tile's rows
     slot: Tensor = field(init=False)  # [L] which of the slots each position is, of T * (m + n)
     sample_slot: Tensor = field(init=False)  # [samples] the slots of the sample
+    placed: Tensor = field(init=False)  # [L + samples] `slot` and `sample_slot` side by side
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "L", self.M + self.N)
@@ -105,7 +106,7 @@ class Positions:
 
     def __getattr__(self, name: str) -> Tensor:
         """Called where an attribute is not there yet."""
-        if name not in PER_DRAW:
+        if name not in (*PER_DRAW, "placed"):
             raise AttributeError(name)
         self._look_up()
         found: Tensor = self.__dict__[name]
@@ -116,12 +117,14 @@ class Positions:
             row = self.table[0]
         else:
             draws, draw = self.table.shape[0], self.draw
-            spread = draw % DRAWS if draws == DRAWS else draw * SPREAD % DRAWS * draws // DRAWS
-            row = self.table.index_select(0, spread).view(-1)
+            if draws < DRAWS:
+                draw = constant(_spread, draws, draw.device).index_select(0, draw)
+            row = self.table.index_select(0, draw).view(-1)
         width = self.m + self.n
         n = self.samples
         each = self.M, self.N, self.blocks * width, self.N, self.L, self.L, n, self.L, n
         parts = row.split(each)
+        object.__setattr__(self, "placed", row[-(self.L + n) :])
         for name, part in zip(PER_DRAW, parts, strict=True):
             object.__setattr__(
                 self, name, part.view(self.blocks, width) if name == "slots" else part
@@ -175,7 +178,7 @@ def positions(
         size: (h, w) in tokens with h * w = L. Needed by the grid partition and by tiles; a square
             is assumed when it is left out and L is a perfect square.
         device: where the index tensors live.
-        draw: with `redraw`, which of the drawn partitions, a LongTensor [1] that counts in circles;
+        draw: with `redraw`, which of the drawn partitions, a LongTensor [1] below DRAWS;
             None: the first.
 
     Raises:
@@ -286,6 +289,11 @@ def is_captured() -> bool:
 def _made(make: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
         return make(*args)  # autograd refuses inference tensors
+
+
+def _spread(draws: int, device: torch.device) -> Tensor:
+    """The row of a table of so many draws that each of DRAWS takes, [DRAWS]."""
+    return counting(DRAWS, device) * SPREAD % DRAWS * draws // DRAWS
 
 
 def counting(length: int, device: torch.device) -> Tensor:

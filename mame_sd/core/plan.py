@@ -269,6 +269,7 @@ class RowPlan(Plan):
         if detail is not None and (
             math.prod(detail.plane) != pos.L
             or detail.feature.shape[:-1] != (self.rows.shape[0], pos.L)
+            or (detail.means is not None and detail.means.shape[:-1] != y.shape[:-1])
         ):
             raise ValueError(
                 f"detail: expected the feature [{self.rows.shape[0]}, {pos.L}, d] that was planned"
@@ -312,33 +313,42 @@ class RowPlan(Plan):
 
         Groups keep their means, so that merging again gives `y` up to rounding.
         """
-        feature, plane = detail
+        feature, plane, means = detail
         count = min(RANK, (self.special + self.positions.M) // GROUPS)
         if count and not self.special and self.by_kernels and fused.on(y, feature):
             found = fused.detailed(self, y, detail, count)
             if found is not None:
                 return found
-        free = not torch.is_grad_enabled() or not (y.requires_grad or feature.requires_grad)
-        merged, channels = y, y.shape[2]
-        if count:  # outputs and the inputs' directions go side by side
+        exact = torch.promote_types(self._dtype, y.dtype)
+        parts = [y.to(exact)]
+        if count:
             # fp16's range a sum may leave
             feature = feature.float() if feature.dtype == torch.float16 else feature
-            cast = constant(directions, feature.shape[2], count, feature.device)
-            seen = feature @ cast.to(feature.dtype)
-            seen = F.pad(seen, (0, 0, self.special, 0)) if self.special else seen
-            seen = seen.to(torch.promote_types(self._dtype, y.dtype))
-            merged = torch.cat([y.to(seen.dtype), self.means(seen)], 2)
-        copies = rows_of(merged, self.rows)
-        x = blurred(copies[:, self.special :], plane)
-        x = torch.cat([copies[:, : self.special], x], 1) if self.special else x
-        # The blur's mean in each group gives way to the group's own.
-        unexplained = merged - self.means(x)
-        x = x.add_(rows_of(unexplained, self.rows, out=copies if free else None))
+            cast = constant(directions, feature.shape[2], count, feature.device).to(feature.dtype)
+            seen = (feature @ cast).to(exact)
+            if self.special:
+                seen, means = F.pad(seen, (0, 0, self.special, 0)), None
+            parts.append(
+                self.means(seen) if means is None else (means.to(cast.dtype) @ cast).to(exact)
+            )
+        learns = torch.is_grad_enabled() and (y.requires_grad or feature.requires_grad)
+        first = torch.arange(len(self.rows), device=y.device).unsqueeze(1) * self.tokens_kept
+        rows, unexplained = (self.rows + first).flatten(), []
+        copies = [t.flatten(0, 1).index_select(0, rows).view(*self.rows.shape, -1) for t in parts]
+        varied = [blurred(t[:, self.special :], plane) for t in copies]
+        if self.special:
+            several = zip(copies, varied, strict=True)
+            varied = [torch.cat([t[:, : self.special], x], 1) for t, x in several]
+        for t, x, copy in zip(parts, varied, copies, strict=True):
+            # The blur's mean in each group gives way to the group's own.
+            unexplained.append(t - self.means(x))
+            into = None if learns else copy.flatten(0, 1)
+            own = torch.index_select(unexplained[-1].flatten(0, 1), 0, rows, out=into)
+            x += own.view(x.shape)
         if not count:
-            return x
-        within = seen - x[..., channels:]
-        follows = slope(unexplained[..., channels:], unexplained[..., :channels], self.sizes)
-        return torch.baddbmm(x[..., :channels], within, follows).to(y.dtype)
+            return varied[0].to(y.dtype)
+        follows = slope(unexplained[1], unexplained[0], self.sizes)
+        return torch.baddbmm(varied[0], seen - varied[1], follows).to(y.dtype)
 
     def _sums(self, t: Tensor) -> Tensor:
         """`summed` of t [B, L], [B, L']."""

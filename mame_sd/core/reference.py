@@ -91,7 +91,7 @@ class ReferencePlan:
         """Copies x [L, C] of sample b, the detail that their blur has, and that which follows the
         input.
         """
-        feature, plane = detail
+        feature, plane = detail.feature, detail.plane
         groups = self._groups(b)
         varying, unexplained = self._beyond_blur(x, groups, plane)
         x = x + varying

@@ -51,14 +51,19 @@ class TiledPlan(RowPlan):
         self._counts: Tensor | None = None
 
     @cached_property
+    def _rows(self) -> Tensor:
+        """`rows` and `sample_rows` side by side."""
+        return self._slots_groups.flatten(1).index_select(1, self.positions.placed)
+
+    @cached_property
     def rows(self) -> Tensor:
         """See `Plan`."""
-        return self._slots_groups.flatten(1).index_select(1, self.positions.slot)
+        return self._rows[:, : self.tokens_in]
 
     @property
     def sample_rows(self) -> Tensor:
         """See `RowPlan`."""
-        return self._slots_groups.flatten(1).index_select(1, self.positions.sample_slot)
+        return self._rows[:, self.tokens_in :]
 
     @property
     def sizes(self) -> Tensor:
@@ -129,17 +134,19 @@ class TiledPlan(RowPlan):
         """See `RowPlan`: outputs and the inputs' directions side by side, so that both are blurred,
         averaged and restored at once.
         """
-        feature, plane = detail
+        feature, plane, means = detail
         count, channels = min(RANK, self.positions.M // GROUPS), y.shape[2]
         if not count or not on(y, feature):
             return super()._detailed(y, detail)
         cast = constant(scaled_directions, feature.shape[2], count, y.dtype, y.device)
-        seen = feature.to(y.dtype) @ cast
-        merged = torch.cat([y, self.means(seen)], 2)
+        means = self.means(feature) if means is None else means
+        merged = torch.cat([y, means.to(y.dtype) @ cast], 2)
         x = blurred(gathered(merged, self.rows), plane)
         unexplained = merged.sub_(self.means(x))
         x += gathered(unexplained, self.rows)
-        within = seen.sub_(x[..., channels:])
+        # What is seen in the feature's directions beyond the blur of groups.
+        alike, at = feature.to(y.dtype), cast.expand(len(y), -1, -1)
+        within = torch.baddbmm(x[..., channels:], alike, at, beta=-1)
         follows = slope_of_halves(unexplained, channels, self.sizes)
         return torch.baddbmm(x[..., :channels], within, follows)
 

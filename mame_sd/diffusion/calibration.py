@@ -59,6 +59,7 @@ AT = (
     0.8,
 )  # where in an image's calls of the denoiser is measured: 0 the first, 1 the last
 GRID = 2000  # steps of the grid of seconds
+FORWARDS = 200  # of the denoiser in a calibration, with those of its images, as far as can be
 
 
 class Merging(Protocol):
@@ -87,13 +88,15 @@ class Measured:
     entry for each call.
 
     `effect`: the error of the denoiser's output where the form REFERENCE merges in this layer
-    alone.
+    alone, in the calls in which that was tried.
+    `own`: the error of the layer's output in the same calls.
     """
 
     whole: list[float] = field(default_factory=list)
     effect: list[float] = field(default_factory=list)
     seconds: dict[int, list[float]] = field(default_factory=dict)
     errors: dict[int, list[float]] = field(default_factory=dict)
+    own: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -115,22 +118,24 @@ class Measurement:
         """What `to_dict` gave, also after JSON has made texts of its numbers."""
         layers = {}
         for name, found in values["layers"].items():
-            by_form = [
+            seconds, errors = (
                 {int(n): list(v) for n, v in found[what].items()} for what in ("seconds", "errors")
-            ]
-            layers[name] = Measured(list(found["whole"]), list(found["effect"]), *by_form)
+            )
+            whole, effect, own = (list(found[what]) for what in ("whole", "effect", "own"))
+            layers[name] = Measured(whole, effect, seconds, errors, own)
         return cls(list(values["forms"]), list(values["forward"]), layers)
 
     def add(self, other: Measurement) -> None:
         """Take in what was measured on further calls, of the same forms."""
         self.forward += other.forward
         for name, found in other.layers.items():
-            own = self.layers.setdefault(name, Measured())
-            own.whole += found.whole
-            own.effect += found.effect
-            for mine, theirs in ((own.seconds, found.seconds), (own.errors, found.errors)):
-                for number, values in theirs.items():
-                    mine.setdefault(number, []).extend(values)
+            mine = self.layers.setdefault(name, Measured())
+            mine.whole += found.whole
+            mine.effect += found.effect
+            mine.own += found.own
+            for known, more in ((mine.seconds, found.seconds), (mine.errors, found.errors)):
+                for number, values in more.items():
+                    known.setdefault(number, []).extend(values)
 
 
 @dataclass(frozen=True)
@@ -276,6 +281,7 @@ def measure(
     calls: Sequence[Call],
     clock: Clock | None = None,
     forms: Sequence[dict[str, Any]] = FORMS,
+    tried: Callable[[int, int, int], bool] = lambda call, layer, layers: True,
 ) -> Measurement:
     """Replay `calls` of the handle's denoiser; gives what each form changes and costs in each
     layer.
@@ -285,6 +291,7 @@ def measure(
         calls: of the denoiser without merging, see `recorded`.
         clock: seconds; by default the device's (`clock_of`).
         forms: what is tried in each layer, in the words of `layers`.
+        tried: says in which call which of how many layers merges alone, which costs a forward.
 
     Raises:
         ValueError: no layer could merge.
@@ -299,18 +306,20 @@ def measure(
 
     for number, (args, kwargs) in enumerate(calls):
         run = partial(handle.root, *args, **kwargs)
-        with _in_place(handle, lambda hook: None):
+        with hooks_replaced(handle, lambda hook: None):
             if number == 0:
                 run()  # warm-up
             output, seconds = _timed(run, clock)
         found.forward.append(seconds)
-        with _in_place(handle, probe):
+        with hooks_replaced(handle, probe):
             run()
-        for name, layer in found.layers.items():
-            if layer.seconds:
-                alone = partial(_alone, name=name, form=configs[_reference(layer, found.forms)])
-                with _in_place(handle, alone):
+        merging = {name: layer for name, layer in found.layers.items() if layer.seconds}
+        for at, (name, layer) in enumerate(merging.items()):
+            if tried(number, at, len(merging)):
+                reference = _reference(layer, found.forms)
+                with hooks_replaced(handle, partial(_alone, name=name, form=configs[reference])):
                     layer.effect.append(relative_error(run(), output))
+                layer.own.append(layer.errors[reference][-1])
     found.layers = {name: layer for name, layer in found.layers.items() if layer.seconds}
     if not found.layers:
         raise ValueError(
@@ -321,12 +330,30 @@ def measure(
 
 
 def calls_of(handle: Merging, run: Callable[[], object]) -> list[Call]:
-    """The calls of the handle's denoiser at which is measured, of an image that `run` makes,
-    without merging.
-    """
-    with _in_place(handle, lambda hook: None), recorded(handle.root) as calls:
+    """The calls of the handle's denoiser for an image that `run` makes, without merging."""
+    with hooks_replaced(handle, lambda hook: None), recorded(handle.root) as calls:
         run()
-    return some(calls)
+    return calls
+
+
+def measure_image(
+    handle: Merging, run: Callable[[], object], number: int = 0, images: int = 1
+) -> Measurement:
+    """`measure` on some calls of image `number` of so many, which `run` makes.
+
+    Each layer merges alone in as many of these calls as `FORWARDS` allows. At least these are the
+    late and the middle one of one image: they tell nearly as much as all three do.
+    """
+    every = calls_of(handle, run)
+    calls = some(every)
+    left = FORWARDS - images * (len(every) + 2 * len(calls) + 1)  # 1: the warm-up
+
+    def tried(call: int, layer: int, layers: int) -> bool:
+        each = min(max(left // layers, 2), images * len(calls))
+        before = (number - layer) % images * len(calls)  # of other images, which come first
+        return before + len(calls) - 1 - call < each
+
+    return measure(handle, calls, tried=tried)
 
 
 def calibration_of(handle: Merging, found: Measurement, about: Mapping[str, Any]) -> Calibration:
@@ -424,8 +451,7 @@ def options(found: Measurement) -> dict[str, list[Option]]:
     result: dict[str, list[Option]] = {}
     for name, layer in found.layers.items():
         whole = median(layer.whole)
-        own = float(np.mean(layer.errors[_reference(layer, found.forms)]))
-        matters = float(np.mean(layer.effect)) / max(own, 1e-30)
+        matters = float(np.mean(layer.effect)) / max(float(np.mean(layer.own)), 1e-30)
         result[name] = [Option(False, 0.0, whole)]
         for number, seconds in layer.seconds.items():
             form = found.forms[number]
@@ -497,7 +523,7 @@ def relative_error(merged: Any, whole: Any) -> float:
     """Squared error over squared norm, of all tensors of an output together: a tensor, a tuple or
     diffusers' output class.
     """
-    pairs = list(zip(_tensors(merged), _tensors(whole), strict=True))
+    pairs = list(zip(tensors_of(merged), tensors_of(whole), strict=True))
     if not pairs:
         raise TypeError(
             f"expected a tensor or a tuple or dict of tensors, got {type(whole).__name__}"
@@ -517,7 +543,7 @@ def in_words(rule: Any) -> str:
     return f"{share} of {'keys' if rule['merge'] == 'kv' else 'whole tokens'}"
 
 
-def _tensors(output: Any) -> list[Tensor]:
+def tensors_of(output: Any) -> list[Tensor]:
     if isinstance(output, Tensor):
         return [output]
     parts = output.values() if isinstance(output, Mapping) else output
@@ -531,7 +557,9 @@ def _timed(call: Callable[[], Any], clock: Clock) -> tuple[Any, float]:
 
 
 @contextmanager
-def _in_place(handle: Merging, make: Callable[[MergeHook], MergeHook | None]) -> Iterator[None]:
+def hooks_replaced(
+    handle: Merging, make: Callable[[MergeHook], MergeHook | None]
+) -> Iterator[None]:
     """While entered, `make` replaces each self-attention's hook; None takes it off."""
     hooks = [
         (module, hook)

@@ -17,9 +17,8 @@ from mame_sd.diffusion.calibration import (
     Calibration,
     Measurement,
     calibration_of,
-    calls_of,
     check_speed,
-    measure,
+    measure_image,
     plain_values,
 )
 from mame_sd.diffusion.families.references import NONE_HERE
@@ -227,7 +226,7 @@ class MaMeHandle:
             run = partial(
                 self.pipe, prompt, generator=generator, **{"output_type": "latent", **call}
             )
-            found.add(measure(self, calls_of(self, run)))
+            found.add(measure_image(self, run, number, len(prompts)))
         calibration = calibration_of(self, found, {"prompts": len(prompts), **plain_values(call)})
         self.set(calibration.config(speed))
         return calibration

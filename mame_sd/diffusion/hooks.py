@@ -260,7 +260,7 @@ class MergeHook(ModelHook):
         if step is None or torch.is_grad_enabled():
             return known, NO_STEP
         if torch.compiler.is_compiling():  # a number would be a constant of the graph
-            draw = None if step.draw is None else step.draw + self.number
+            draw = None if step.draw is None else (step.draw + self.number) % DRAWS
             return known, Step(draw, leader=step.leader)  # a graph holds no plans
         draw = None if step.draws is None else step.draws[self.place : self.place + 1]
         plans = getattr(shared.plans.mine, "value", None)

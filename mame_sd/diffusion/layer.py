@@ -210,12 +210,15 @@ class Route:
     before: int = 0
     after: int = 0
 
-    @property
-    def detail(self) -> Detail | None:
-        """By what restored tokens of one group differ; None: they are copies."""
+    def detail(self, merged: Tensor) -> Detail | None:
+        """By what restored tokens of one group differ, of which these are the merged ones; None:
+        they are copies.
+        """
         if not self.config.detail or self.tokens.plane is None:
             return None
-        return Detail(self.feature, self.tokens.plane)
+        return Detail(
+            self.feature, self.tokens.plane, merged if self.config.feature == "x" else None
+        )
 
 
 class Output(NamedTuple):

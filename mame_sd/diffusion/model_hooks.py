@@ -191,7 +191,9 @@ class StepHook(CallHook):
         pairs = setting.config.pairs and bool(inputs) and inputs[0] is call.get(self.names[0])
         prompt_first = type(module).__name__ in _PROMPT_FIRST
         leader = leaders(inputs[0], prompt_first) if pairs and not idle else None
-        draws = None if compiling or draw is None else draw + constant(counting, DRAWS, draw.device)
+        draws = None
+        if draw is not None and not compiling:
+            draws = (draw + constant(counting, DRAWS, draw.device)) % DRAWS
         self.shared.step.value = Step(draw, draws, leader)
         if compiling:  # a graph holds no plans
             return

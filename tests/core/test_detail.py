@@ -62,6 +62,27 @@ def test_a_plan_restores_again_with_gradients_and_in_a_wider_dtype() -> None:
     torch.testing.assert_close(again.float(), before, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("special", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_means_of_the_feature_that_are_known_change_nothing(
+    special: int, dtype: torch.dtype
+) -> None:
+    x = tokens(2, special + 256, 8, dtype=dtype).requires_grad_()
+    plan = plan_merge(x, MaMeConfig(keep=0.6, merge="qkv"), (16, 16), special)
+    merged, found = plan.merge(x), []
+    for means in (None, merged):
+        output = plan.restore(merged * 2, Detail(x[:, special:], (16, 16), means))
+        (gradient,) = torch.autograd.grad(output.square().sum(), x, retain_graph=True)
+        found += [output, gradient]
+    bound = 1e-9 if dtype == torch.float64 else 2e-2
+    for one, other in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(
+            one, other, rtol=bound, atol=bound * float(other.detach().abs().max())
+        )
+    with pytest.raises(ValueError, match="detail: expected the feature"):
+        plan.restore(merged, Detail(x[:, special:], (16, 16), merged[:, 1:]))
+
+
 def test_a_ramp_of_cells_is_restored_as_a_ramp() -> None:
     ramp = torch.arange(16.0).repeat(16, 1).view(1, 256, 1)
     plan = plan_merge(ramp, MaMeConfig(keep=0.25, merge="qkv", tiles=2))

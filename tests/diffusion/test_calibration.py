@@ -8,6 +8,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,35 @@ def test_a_pipeline_is_calibrated_and_its_file_gives_the_same_images(
     handle.remove()
     apply_mame(pipe, file)
     assert torch.equal(generate(pipe), expected)
+
+
+@pytest.mark.parametrize("allowed", [1, 40, 200])
+def test_a_calibration_takes_few_forwards(monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
+    monkeypatch.setattr(cal, "FORWARDS", allowed)
+    pipe = tiny_pipeline()
+    handle = apply_mame(pipe, **SMALL)
+    forwards = 0
+
+    def count(*_: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    pipe.unet.register_forward_hook(count)
+    images, steps, at = 2, 4, len(cal.AT)
+    found = Measurement()
+    for number in range(images):
+        run = partial(generate, pipe, num_inference_steps=steps)
+        found.add(cal.measure_image(handle, run, number, images))
+    layers, calls = len(found.layers), images * at
+    each = {len(layer.effect) for layer in found.layers.values()}
+    assert each == {len(layer.own) for layer in found.layers.values()}
+    assert len(each) == 1
+    assert min(each) >= 2
+    rest = images * steps + 2 * calls + images
+    assert forwards == rest + layers * each.pop()
+    assert forwards <= max(allowed, rest + 2 * layers), "two for each layer at least"
+    if allowed == 200:
+        assert all(len(layer.effect) == calls for layer in found.layers.values())
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from diffusers import (
     DiTTransformer2DModel,
     I2VGenXLUNet,
     PixArtTransformer2DModel,
+    UNet2DConditionModel,
     UNet3DConditionModel,
     UNetSpatioTemporalConditionModel,
 )
@@ -29,6 +30,7 @@ from tests.builders.tiny import (
     tiny_unet,
     unet_inputs,
 )
+from tests.builders.transformers import normal
 
 MERGING = {"tau": 0.2, "min_tokens": 40}
 VIDEO: dict[str, Any] = {
@@ -39,6 +41,25 @@ VIDEO: dict[str, Any] = {
     "attention_head_dim": 8,
     "layers_per_block": 1,
     "norm_num_groups": 8,
+}
+LATENT_UPSCALER: dict[str, Any] = {
+    "in_channels": 8,
+    "out_channels": 5,
+    "act_fn": "gelu",
+    "attention_head_dim": 8,
+    "norm_num_groups": None,
+    "block_out_channels": [32, 64, 64],
+    "time_cond_proj_dim": 160,
+    "conv_in_kernel": 1,
+    "conv_out_kernel": 1,
+    "cross_attention_dim": 32,
+    "down_block_types": ("KDownBlock2D", "KCrossAttnDownBlock2D", "KCrossAttnDownBlock2D"),
+    "mid_block_type": None,
+    "resnet_time_scale_shift": "scale_shift",
+    "time_embedding_type": "fourier",
+    "timestep_post_act": "gelu",
+    "up_block_types": ("KCrossAttnUpBlock2D", "KCrossAttnUpBlock2D", "KUpBlock2D"),
+    "layers_per_block": 2,
 }
 
 
@@ -273,3 +294,34 @@ def test_adapters_loaded_after_applying_take_part() -> None:
             if "lora_B" in name:
                 parameter.fill_(0.1)
     assert not torch.equal(run_unet(unet), before)
+
+
+@pytest.mark.parametrize("merge", ["kv", "qkv"])
+def test_latent_upscaler_merges_where_its_unet_attends_to_itself(merge: str) -> None:
+    """Its blocks hold cross-attention, and self-attention too on the smallest level alone."""
+    unet = seeded(UNet2DConditionModel, 0, **LATENT_UPSCALER)
+    inputs = {
+        "sample": normal(2, 8, 16, 24),
+        "timestep": 5,
+        "encoder_hidden_states": normal(2, 7, 32),
+        "timestep_cond": normal(2, 160),
+    }
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            output: torch.Tensor = unet(**inputs).sample
+        return output
+
+    before = run()
+    handle = apply_mame(unet, tau=1, merge=merge, min_tokens=1)
+    torch.testing.assert_close(run(), before, rtol=1e-4, atol=1e-5)
+    handle.set(keep=0.5, merge=merge)
+    handle.reset()
+    assert not torch.allclose(run(), before, atol=1e-4)
+    layers = handle.report().layers
+    assert {(layer.size, layer.tokens_in, layer.tokens_kept) for layer in layers} == {
+        ((4, 6), 24, 12)
+    }
+    assert all(layer.name.endswith("attn1") for layer in layers)
+    remove_mame(unet)
+    assert torch.equal(run(), before)

@@ -27,7 +27,7 @@ from benchmarks.caching import (
     taylorseer,
 )
 from mame_sd import MaMeHandle, apply_mame, remove_mame
-from mame_sd.core.partition import draw_at, positions
+from mame_sd.core.partition import DRAWS, draw_at, positions
 from mame_sd.diffusion.apply_denoiser import denoiser_of
 from tests.builders.pipelines import once, sdxl
 from tests.builders.tiny import tiny_pipeline
@@ -302,7 +302,9 @@ def _drawn(handle: MaMeHandle, subject: Any) -> Iterator[list[Tensor]]:
                 plan = plans[layer.name]
                 *times, h, w = layer.size or ()
                 plane = h * math.prod(times), w
-                want = positions(plan.tokens_in, handle.config, plane, draw=draws[-1] + number)
+                want = positions(
+                    plan.tokens_in, handle.config, plane, draw=(draws[-1] + number) % DRAWS
+                )
                 assert torch.equal(plan.positions.dst, want.dst), (
                     f"{layer.name}: not the draw of step {len(draws)}"
                 )

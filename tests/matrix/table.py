@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tests.matrix import (
     caches,
+    diffusers_pipelines,
     diffusers_suite,
     features,
     newest,
@@ -110,7 +111,7 @@ def page() -> str:
     parts += [CACHES, *caches.table(models, pairs), ""]
     parts += ["## Tools and errors", "", "| what | holds |", "|---|---|"]
     parts += [f"| {row.name} | {row.note} |" for row in CHECKS]
-    parts += ["", *diffusers_suite.section()]
+    parts += ["", *diffusers_suite.section(), *diffusers_pipelines.section()]
     parts += [
         "## Not checked",
         "",

@@ -36,7 +36,7 @@ class Part(Layer):
 def tokens_merged(route: Route, plan: Plan) -> Output:
     """The module's output [B, L, C'] of merged tokens, restored."""
     merged = plan.merge(route.call.given["hidden_states"])
-    return Output(plan.restore(route.call.run(hidden_states=merged), route.detail))
+    return Output(plan.restore(route.call.run(hidden_states=merged), route.detail(merged)))
 
 
 def parts_of(path: str, module: nn.Module) -> dict[str, str]:

@@ -186,7 +186,8 @@ class SequenceAttention(Layer):
             changes |= self.family.select(call.given, _rows(route.tokens, kept))
         sizes, note = self._sizes(route, plan)
         output, unseen = self._run(route, changes, sizes)
-        return Output(self._restored(output, route, plan), "" if route.note else note or unseen)
+        restored = self._restored(output, changes[self.hidden], route, plan)
+        return Output(restored, "" if route.note else note or unseen)
 
     def _samples_merged(self, route: Route, plan: Plan) -> Output:
         """The same sample by sample: they keep tokens of their own, and rotary positions are shared
@@ -205,9 +206,8 @@ class SequenceAttention(Layer):
             sample = {name: _of_sample(value, kept.shape[0], i) for name, value in given.items()}
             output, unseen = self._run(route, sample, None if sizes is None else sizes[i : i + 1])
             outputs.append(output)
-        return Output(
-            self._restored(_joined(outputs), route, plan), "" if route.note else note or unseen
-        )
+        restored = self._restored(_joined(outputs), changes[self.hidden], route, plan)
+        return Output(restored, "" if route.note else note or unseen)
 
     def _sizes(self, route: Route, plan: Plan) -> tuple[Tensor | None, str]:
         """How many tokens each merged one stands for, where attention is to count them: beside
@@ -236,12 +236,16 @@ class SequenceAttention(Layer):
                 output = route.call.run(**changes)
         return output, "" if counting.seen else NOT_COUNTED.format(route.call.kind)
 
-    def _restored(self, output: Any, route: Route, plan: Plan) -> Any:
-        """All tokens from an output [B, L', ...], or from those in a tuple, in the call's order."""
-        alone, restored, detail = isinstance(output, Tensor), [], route.detail
+    def _restored(self, output: Any, merged: Tensor, route: Route, plan: Plan) -> Any:
+        """All tokens from an output [B, L', ...], or from those in a tuple, in the call's order.
+
+        `merged`: the inputs that the outputs are of.
+        """
+        alone, restored, end = isinstance(output, Tensor), [], route.first + plan.tokens_kept
+        detail = route.detail(merged[:, route.first : end])
         for i, y in enumerate((output,) if alone else output):
             if i in self.family.outputs or alone:
-                flat, end = y.flatten(2), route.first + plan.tokens_kept
+                flat = y.flatten(2)
                 image = plan.restore(flat[:, route.first : end], detail)
                 if len(route.tokens.size) == 3:
                     image = route.tokens.from_plane(image)

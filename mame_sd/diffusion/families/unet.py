@@ -36,8 +36,8 @@ from mame_sd.diffusion.layer import (
 )
 
 # Modules whose first input is an image [B, C, H, W] and whose blocks see its pixels, or patches, as
-# tokens.
-_UNET_TRANSFORMERS = {"Transformer2DModel", "TransformerSpatioTemporalModel"}
+# tokens. KAttentionBlock is that of the latent upscaler's UNet.
+_UNET_TRANSFORMERS = {"Transformer2DModel", "TransformerSpatioTemporalModel", "KAttentionBlock"}
 IMAGE_MODULES = _UNET_TRANSFORMERS | {"DiTTransformer2DModel", "PixArtTransformer2DModel"}
 # Processors whose forward takes keys and values from encoder_hidden_states when they are given.
 # Others may ignore them (PAG) or take their presence for cross-attention (prompt-to-prompt), so
@@ -172,7 +172,8 @@ def tokens_merged(route: Route, plan: Plan) -> Output:
             changes["attention_mask"] = _counts(plan, call)
         else:
             note = NOT_COUNTED.format(call.kind)
-    return Output(plan.restore(call.run(hidden_states=merged, **changes), route.detail), note)
+    output = call.run(hidden_states=merged, **changes)
+    return Output(plan.restore(output, route.detail(merged)), note)
 
 
 def tokens_corrected(route: Route, plan: Plan) -> Output:
@@ -181,8 +182,9 @@ def tokens_corrected(route: Route, plan: Plan) -> Output:
         return tokens_merged(route, plan)
     grouped = GroupedKeys(plan)
     keys = grouped.keys_of(route.call.given["hidden_states"])
-    output = _attended(route.call, keys[:, : plan.tokens_kept], keys, grouped)
-    return Output(plan.restore(output, route.detail))
+    merged = keys[:, : plan.tokens_kept]
+    output = _attended(route.call, merged, keys, grouped)
+    return Output(plan.restore(output, route.detail(merged)))
 
 
 def _attended(

@@ -1,15 +1,16 @@
 """diffusers' own tests with merging in the loop: `make test-diffusers`, or
 
-    python -m scripts.robustness.diffusers_suite [--suites "SD 3" Flux] [--modes without on]
+    python -m scripts.robustness.diffusers_suite [--suites "SD 3" Flux] [--modes on off]
         [--source CHECKOUT] [--work FOLDER]
+    python -m scripts.robustness.diffusers_suite --pipelines   # their tiny pipelines (pipelines.py)
 
 The tests are those of the installed diffusers, or of a checkout. The former come from its
 repository at the tag of that version, for its source distribution has none. They run in one process
 a suite and mode, with models that merge from the moment they are made (`plugin.py`). Stand-ins take
-the place of what they would load from the hub. Stopped at any moment, the same command goes on
-where it was. At the end counts and differences go to tests/matrix/diffusers_suite.json, and
-docs/compatibility.md is written anew. Exit status 1 where a test fails by merging that `known.py`
-does not explain.
+the place of what they would load from the hub. A test that does not pass with merging runs again
+without it. Stopped at any moment, the same command goes on where it was. At the end counts and
+differences go to tests/matrix/diffusers_suite.json, and docs/compatibility.md is written anew. Exit
+status 1 where a test fails by merging that `known.py` does not explain.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,14 @@ from scripts.robustness.diffusers_suite.suites import (
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULT = ROOT / "tests" / "matrix" / "diffusers_suite.json"
+PIPELINES = RESULT.with_name("diffusers_pipelines.json")
 URL = "https://github.com/huggingface/diffusers"
-NEEDS = ("parameterized", "requests-mock")  # of diffusers' tests, beyond our own requirements
+NEEDS = (
+    "parameterized",
+    "requests-mock",
+    "ftfy",
+    "wcwidth",
+)  # of diffusers' tests, beyond our own requirements
 
 
 def fetched(work: Path, source: Path | None) -> tuple[Path, str]:
@@ -80,7 +88,9 @@ def fetched(work: Path, source: Path | None) -> tuple[Path, str]:
     ).is_dir():  # without src, so that the installed library is the one that is tested
         shutil.copytree(source / "tests", folder / "tests.part", dirs_exist_ok=True)
         (folder / "tests.part").rename(folder / "tests")
-    if not (work / "site" / "parameterized").is_dir():
+    # pytest would take our settings, under which their markers are unknown, from a folder above
+    (folder / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+    if not (work / "site" / "ftfy").is_dir():
         command = [
             sys.executable,
             "-m",
@@ -106,11 +116,10 @@ def results_file(work: Path, version: str, suite: str, mode: str, backend: str |
 
 
 def run(
-    folder: Path, work: Path, suite: str, mode: str, backend: str | None, results: Path
+    folder: Path, work: Path, tests: list[str], mode: str, backend: str | None, results: Path
 ) -> None:
-    """Runs what `results` has not yet."""
+    """Runs those of `tests` (files, or single ones) that `results` has not yet."""
     results.parent.mkdir(parents=True, exist_ok=True)
-    paths = [path for path in SUITES[suite] if (folder / path).exists()]
     mark = "not compile" if backend is None else "compile"
     options = [
         "-q",
@@ -133,34 +142,60 @@ def run(
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(work / "site")]),
     }
     with results.with_suffix(".log").open("a", encoding="utf-8") as log:
-        command = [sys.executable, "-m", "pytest", *options, *paths]
+        command = [sys.executable, "-m", "pytest", *options, *tests]
         status = subprocess.run(
             command, cwd=folder, env=environment, stdout=log, stderr=log
         ).returncode
     if status not in (0, 1, 5):  # passed, failed, nothing left to run
         raise SystemExit(
-            f"{suite}, {mode}: pytest stopped with status {status}; see"
+            f"{results.stem}, {mode}: pytest stopped with status {status}; see"
             f" {results.with_suffix('.log')}"
         )
-    results.with_suffix(".done").touch()
+
+
+def run_pipelines(folder: Path, work: Path, results: Path) -> None:
+    """Tries the tiny pipelines that `results` has not yet, and writes the record of all."""
+    path = os.pathsep.join([str(folder), str(ROOT), str(work / "site")])
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "scripts.robustness.diffusers_suite.pipelines",
+        str(results),
+    ]
+    if subprocess.run(command, cwd=folder, env=environment).returncode:
+        raise SystemExit("the pipelines did not run to their end: the same command goes on")
+
+
+def record_pipelines(results: Path) -> None:
+    lines = map(json.loads, results.read_text(encoding="utf-8").splitlines())
+    rows = sorted(lines, key=lambda line: (line["pipeline"], line["tests"]))
+    PIPELINES.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 def outcomes(results: Path) -> dict[str, dict[str, Any]]:
-    """By test; none before the whole suite has run."""
-    if not results.with_suffix(".done").is_file():
+    """What has run so far, by test."""
+    if not results.is_file():
         return {}
     lines = map(json.loads, results.read_text(encoding="utf-8").splitlines())
     return {line["test"]: line for line in lines}
 
 
 def compared(work: Path, version: str, suite: str, backend: str | None) -> dict[str, Any]:
-    """Counts of one suite, by mode, and the tests that fail by merging."""
+    """Counts of one suite, by mode, and the tests that fail by merging; nothing of a mode that has
+    not run to its end.
+    """
     counts: dict[str, Any] = {}
     differences = []
     for mode, ground in GROUND.items():
-        base = outcomes(results_file(work, version, suite, ground, backend))
-        ours = outcomes(results_file(work, version, suite, mode, backend))
-        passing = [name for name in ours if base.get(name, {}).get("outcome") == "passed"]
+        results = results_file(work, version, suite, mode, backend)
+        if not results.with_suffix(".done").is_file():
+            continue
+        ours = outcomes(results)
+        base = {**ours, **outcomes(results_file(work, version, suite, ground, backend))}
+        passing = [name for name in ours if base[name]["outcome"] == "passed"]
         failing = [name for name in passing if ours[name]["outcome"] != "passed"]
         if passing:
             merged = sum(bool(ours[name].get("merged")) for name in passing)
@@ -214,10 +249,10 @@ def main() -> int:
     parser.add_argument(
         "--modes",
         nargs="+",
-        choices=MODES,
-        default=list(MODES),
+        choices=GROUND,
+        default=list(GROUND),
         metavar="MODE",
-        help=", ".join(MODES),
+        help=", ".join(f"{mode}: {MODES[mode]}" for mode in GROUND),
     )
     parser.add_argument(
         "--source",
@@ -233,25 +268,37 @@ def main() -> int:
         action="store_true",
         help="run nothing, write the page from the results there are",
     )
+    parser.add_argument(
+        "--pipelines", action="store_true", help="run the tiny pipelines instead of the tests"
+    )
     arguments = parser.parse_args()
     work = arguments.work.resolve()
     folder, version = fetched(work, arguments.source)
+    tried = work / f"results-{version}-{diffusers.__version__}" / "pipelines.jsonl"
     if not arguments.table:
         from scripts.robustness.diffusers_suite.stand_ins import save_stand_ins
 
         save_stand_ins(folder)
-        for suite in arguments.suites:
+        if arguments.pipelines:
+            tried.parent.mkdir(parents=True, exist_ok=True)
+            run_pipelines(folder, work, tried)
+        for suite in [] if arguments.pipelines else arguments.suites:
             for backend in (None, *(BACKENDS if suite in COMPILED else ())):
                 for mode in arguments.modes:
                     results = results_file(work, version, suite, mode, backend)
-                    if suite in runs(mode) and not results.with_suffix(".done").is_file():
-                        run(folder, work, suite, mode, backend, results)
-                        found = [line["outcome"] for line in outcomes(results).values()]
-                        counts = ", ".join(
-                            f"{found.count(kind)} {kind}"
-                            for kind in ("passed", "failed", "skipped")
-                        )
-                        print(f"{suite}, {backend or 'uncompiled'}, {mode}: {counts}", flush=True)
+                    if suite not in runs(mode) or results.with_suffix(".done").is_file():
+                        continue
+                    paths = [path for path in SUITES[suite] if (folder / path).exists()]
+                    run(folder, work, paths, mode, backend, results)
+                    found = outcomes(results)
+                    failed = [test for test in found if found[test]["outcome"] != "passed"]
+                    if failed:
+                        ground = results_file(work, version, suite, GROUND[mode], backend)
+                        run(folder, work, failed, GROUND[mode], backend, ground)
+                    results.with_suffix(".done").touch()
+                    kinds = Counter(test["outcome"] for test in found.values())
+                    counts = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
+                    print(f"{suite}, {backend or 'uncompiled'}, {mode}: {counts}", flush=True)
     rows = [
         compared(work, version, suite, backend) for suite in SUITES for backend in (None, *BACKENDS)
     ]
@@ -260,6 +307,8 @@ def main() -> int:
     RESULT.write_text(
         json.dumps({"versions": versions, "suites": rows}, indent=1) + "\n", encoding="utf-8"
     )
+    if tried.is_file():
+        record_pipelines(tried)
     from tests.matrix.table import page
 
     (ROOT / "docs" / "compatibility.md").write_text(page(), encoding="utf-8")

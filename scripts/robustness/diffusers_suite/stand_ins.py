@@ -21,10 +21,15 @@ from transformers import (
     CLIPTextConfig,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
+    SiglipImageProcessor,
+    SiglipVisionConfig,
+    SiglipVisionModel,
     T5Config,
     T5EncoderModel,
     UMT5Config,
@@ -48,6 +53,15 @@ T5 = {
     # a test makes its text encoder in training mode, and would see another prompt in every call
     "dropout_rate": 0.0,
 }
+
+
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% else %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}"
+)
 
 
 def byte_characters() -> list[str]:
@@ -110,10 +124,33 @@ def save_bert(folder: Path) -> None:
     BertModel(BertConfig(**SMALL, vocab_size=1124)).save_pretrained(folder)
 
 
+def save_characters(folder: Path) -> None:
+    """A tokenizer alone, over single characters."""
+    t5_tokenizer().save_pretrained(folder)
+
+
+def save_llama_tokenizer(folder: Path) -> None:
+    save_characters(folder / "tokenizer")
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+
+
+def save_llama(folder: Path) -> None:
+    save_characters(folder)
+    config = LlamaConfig(**{**SMALL, "hidden_size": 16}, vocab_size=1000, num_key_value_heads=4)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def save_siglip(folder: Path) -> None:
+    SiglipImageProcessor(size={"height": 30, "width": 30}).save_pretrained(folder)
+    SiglipVisionModel(SiglipVisionConfig(**SMALL, image_size=30, patch_size=2)).save_pretrained(
+        folder
+    )
+
+
 def save_qwen(folder: Path) -> None:
-    Qwen2Tokenizer(
-        vocab={c: i for i, c in enumerate(byte_characters())}, merges=[]
-    ).save_pretrained(folder)
+    vocabulary = {c: i for i, c in enumerate(byte_characters())}
+    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[], chat_template=CHAT)
+    tokenizer.save_pretrained(folder)
     text = {
         "hidden_size": 16,
         "intermediate_size": 16,
@@ -148,6 +185,14 @@ STAND_INS: dict[str, Callable[[Path], None]] = {
     "hf-internal-testing/tiny-sd3-text_encoder-2": save_clip_text,
     "hf-internal-testing/tiny-random-t5": save_t5,
     "hf-internal-testing/tiny-random-umt5": save_umt5,
+    "hf-internal-testing/tiny-random-T5Model": save_t5,
+    "hf-internal-testing/tiny-random-roberta": save_t5,
+    "YiYiXu/tiny-random-mclip-base": save_t5,
+    "hf-internal-testing/dummy-gemma": save_t5,
+    "hf-internal-testing/llama-tokenizer": save_t5,
+    "finetrainers/dummy-hunyaunvideo": save_llama_tokenizer,
+    "hf-internal-testing/tiny-random-LlamaForCausalLM": save_llama,
+    "hf-internal-testing/tiny-random-SiglipVisionModel": save_siglip,
     "hf-internal-testing/tiny-random-BertModel": save_bert,
     "hf-internal-testing/tiny-random-Qwen25VLForCondGen": save_qwen,
     "hf-internal-testing/tiny-random-Qwen2VLForConditionalGeneration": save_qwen,

@@ -105,41 +105,46 @@ TRANSFORMERS = [
     "cogvideox",
 ]
 TODAY = ["flux2", "z_image", "krea2", "hunyuan_1_5", "ltx2"]
-NEWER = [
-    "hunyuan_video",
-    "hunyuan_video_framepack",
-    "wan_vace",
-    "wan_animate",
-    "ideogram4",
-    "lumina2",
-    "hidream",
-    "cogview3plus",
-    "cogview4",
-    "glm_image",
-    "mochi",
-    "skyreels_v2",
-    "omnigen",
-    "bria",
-    "bria_fibo",
-    "ovis_image",
-    "longcat_image",
-    "prx",
-    "nucleusmoe_image",
-    "ernie_image",
-    "minimax_h3",
-    "motif_video",
-    "joyimage",
-    "joyimage_edit_plus",
-    "helios",
-    "easyanimate",
-    "consisid",
-    "chronoedit",
-    "cosmos",
-    "cosmos3",
-    "anyflow",
-    "allegro",
-    "latte",
-]
+NEWER = {
+    "Flux's kin": ["bria", "bria_fibo", "ovis_image", "longcat_image"],
+    "image and text in one sequence": [
+        "ideogram4",
+        "lumina2",
+        "omnigen",
+        "ernie_image",
+        "minimax_h3",
+        "cosmos3",
+    ],
+    "images in joint attention": [
+        "hidream",
+        "cogview3plus",
+        "cogview4",
+        "glm_image",
+        "prx",
+        "nucleusmoe_image",
+        "joyimage",
+        "joyimage_edit_plus",
+    ],
+    "videos in joint attention": [
+        "hunyuan_video",
+        "hunyuan_video_framepack",
+        "mochi",
+        "motif_video",
+        "easyanimate",
+        "consisid",
+    ],
+    "videos with cross-attention": [
+        "wan_vace",
+        "wan_animate",
+        "skyreels_v2",
+        "chronoedit",
+        "cosmos",
+        "anyflow",
+        "allegro",
+        "helios",
+        "latte",
+    ],
+}
 MODELS = {
     "models: UNets": ("unets/test_models_unet_2d_condition.py", "unets/test_models_unet_motion.py"),
     "models: PixArt, DiT": (
@@ -153,9 +158,12 @@ MODELS = {
     "models: Flux 2, Z-Image, Krea 2, HunyuanVideo 1.5, LTX-2": tuple(
         f"transformers/test_models_transformer_{name}.py" for name in TODAY
     ),
-    "models: newer transformers": tuple(
-        f"transformers/test_models_transformer_{name}.py" for name in NEWER
-    ),
+    **{
+        f"models: {kind}": tuple(
+            f"transformers/test_models_transformer_{name}.py" for name in names
+        )
+        for kind, names in NEWER.items()
+    },
 }
 LORAS = ["sd", "sdxl", "sd3", "flux", "auraflow", "cogvideox", "ltx_video", "qwenimage", "wan"]
 SUITES: dict[str, tuple[str, ...]] = {

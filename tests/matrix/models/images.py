@@ -68,7 +68,7 @@ def ideogram() -> dict[str, Any]:
     indicator = torch.full((2, total), 2)
     indicator[:, :TEXT] = 3
     segments = torch.ones(2, total, dtype=torch.long)
-    segments[1, :2] = -1
+    segments[1, :2], indicator[1, :2] = -1, 0  # a shorter caption, filled up at its left
     return {
         "hidden_states": normal(2, total, 4),
         "encoder_hidden_states": normal(2, total, 16),
