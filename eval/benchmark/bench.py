@@ -49,8 +49,8 @@ def bench(
             continues after the last round in them. Were they taken of anything else (prompts, rows
             and their settings, model, machine), it starts over.
 
-    Raises UserError when `record` is another file and, if `must_merge`, when a row does nothing to
-    the first batch.
+    Raises UserError when `record` is another file and, if `must_merge`, when a row changes
+    nothing in the first batch.
     """
     about = {
         "environment": environment(model),

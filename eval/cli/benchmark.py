@@ -236,9 +236,7 @@ def suite_metrics(suite: Suite, known: bool) -> list[Metric]:
 
 
 def command_again(arguments: Sequence[str]) -> str:
-    """The command line of these arguments as a shell reads it, without --out: whoever repeats it
-    chooses a place.
-    """
+    """The command line of these arguments as a shell reads it, without --out."""
     kept = [
         word
         for before, word in zip(["", *arguments], arguments, strict=False)

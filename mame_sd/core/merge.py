@@ -61,8 +61,8 @@ def plan_merge(
         draw: with `redraw`, which of the drawn partitions, a LongTensor [1]
             (`mame_sd.core.partition.draw_at`); None: the first.
         leader: of each sample (all leading dimensions as one) the sample whose tokens decide what
-            merges. It is a LongTensor [B] (`mame_sd.core.pairs.leaders`). None, or that of another
-            batch (frames of a video, a part of the samples): each its own.
+            merges. It is a LongTensor [B] (`mame_sd.core.pairs.leaders`). Each sample decides by
+            itself where it is None or of another batch (frames of a video, a part of the samples).
 
     Raises:
         ValueError: a shape, dtype or size that can't be.

@@ -188,7 +188,7 @@ class Plan:
 
 
 class RowPlan(Plan):
-    """A plan that knows one group for each token; `weights` are made when somebody looks at them.
+    """A plan that knows one group for each token; `weights` are made when they are read.
 
     Args:
         rows: [B, special + L], which of the tokens that `merge` gives each one goes to, or is.
@@ -412,8 +412,9 @@ def group_means_with_gradients(t: Tensor, rows: Tensor, sizes: Tensor) -> Tensor
 
 
 def rows_of(t: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rows of t [B, L, C] at `index`, [k] for every sample or [B, k] for each its own, as [B, k,
-    C]. They go into `out`, contiguous, where given.
+    """Rows of t [B, L, C] at `index`, as [B, k, C], which go into a contiguous `out` where given.
+
+    `index` is [k] for all samples, or [B, k] with other rows for each.
     """
     if index.dim() == 1:
         return torch.index_select(t, 1, index, out=out)

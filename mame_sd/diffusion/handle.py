@@ -362,9 +362,7 @@ class MaMeHandle:
 
 
 def _held_weakly(target: Any) -> Callable[[], Any]:
-    """Gives `target` as long as somebody else holds it; always where its type can't be held
-    weakly.
-    """
+    """A weak reference to `target`, or a strong one where its type allows no weak one."""
     try:
         return weakref.ref(target)
     except TypeError:
@@ -372,8 +370,9 @@ def _held_weakly(target: Any) -> Callable[[], Any]:
 
 
 def _reference(root: nn.Module) -> Callable[[], nn.Module | None]:
-    """A weak reference to a model, or to each denoiser of a pipeline that has several: what puts
-    them together is nobody's.
+    """A weak reference to a model, or to each denoiser of a pipeline that has several.
+
+    Their nn.ModuleDict is ours, and nothing else holds it.
     """
     if not isinstance(root, nn.ModuleDict):
         return weakref.ref(root)

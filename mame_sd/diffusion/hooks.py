@@ -184,25 +184,25 @@ class Entry:
         return self.hook.around(self.module, self.hook.fn_ref.forward, *args, **kwargs)
 
     def pass_through(self) -> None:
-        """Does nothing; functions that others have put around it by hand still find it."""
+        """Merges no more, but stays callable: a wrapper by hand may hold this method."""
         assert self.hook is not None
         self.passed = self.hook.fn_ref.forward
         self.hook = None
 
 
 class MergeHook(ModelHook):
-    """Merges around one layer, while the settings in force merge what it computes (`stats.part`);
-    in deepcopies of the module too.
+    """Merges around one layer, where the settings in force merge what it computes (`stats.part`).
 
-    The registry keeps `fn_ref.forward`, the module's own.
+    It also does in deepcopies of the module. The registry keeps the module's own forward in
+    `fn_ref.forward`.
 
     Args:
         shared: what the hooks of a handle share.
         stats: counters of the layer.
         layer: the kind of module.
-        known: how the tokens lie in each thread's latest call of the model; None: it isn't told.
-        number: counts a model's layers from 0: in one step neighbours take different draws, so that
-            their errors do not add up.
+        known: how the tokens lie in each thread's latest call of the model; None: unknown.
+        number: of the layer in its model, from 0. Neighbours take different draws in one step, so
+            that their errors do not add up.
     """
 
     name = "mame"

@@ -161,7 +161,7 @@ class Step(NamedTuple):
         draw: which of the drawn partitions it takes, see `plan_merge`.
         draws: those of DRAWS layers that follow one another, [DRAWS]; None in a compiled graph.
         leader: of each sample of the batch the one whose tokens decide what merges
-            (`mame_sd.core.pairs`); None: each its own.
+            (`mame_sd.core.pairs`). None: each sample decides by itself.
         plans: what merged in an earlier call of the same input, and merges again in this one; None:
             this call stands alone.
     """

@@ -53,8 +53,9 @@ def weighted(plan: Plan, x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
 def as_many(
     feature: Tensor, config: MaMeConfig, size: tuple[int, int] | None, special: int
 ) -> MaMeConfig:
-    """The settings by which all samples of a batch keep as many tokens as the one that by tau keeps
-    most, each its own.
+    """Settings by which all samples of a batch keep equally many tokens: the most that tau keeps.
+
+    Each sample chooses its tokens by itself.
 
     Args:
         feature: that is compared [B, L, d].

@@ -125,14 +125,14 @@ Ours = MergedBlock | CheckHook | GridHook | KeysHook | NoteHook | RestoreHook | 
 
 
 def ours_on(module: nn.Module) -> list[Ours]:
-    """What of merging is on `module`."""
+    """The blocks and hooks of merging that are on `module`."""
     block = getattr(module.__dict__.get("forward"), "__self__", None)
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return [one for one in (block, *hooks) if isinstance(one, Ours)]
 
 
 def check_free(module: nn.Module, one: Ours) -> None:
-    """Raises ValueError where a function of somebody else's is in the place that is to be taken."""
+    """Raises ValueError where another tool has replaced the forward of `module`."""
     if isinstance(one, MergedBlock) and "forward" in module.__dict__ and not ours_on(module):
         raise ValueError(
             f"expected a {type(module).__name__} with its own forward, found another tool's in its"
