@@ -110,7 +110,7 @@ class JointPatch:
             call.run.note_left(NOTHING_TO_WIN)
             return None
         grid = tokens.size
-        call.run.note_merged(plan, grid[grid[0] == 1 :])
+        call.note_merged(plan, grid[grid[0] == 1 :])
         return plan, config
 
     def _start(self, call: Any, queries: int, length: int, mask: Tensor | None) -> int | None:

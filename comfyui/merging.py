@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mame_sd.core.pairs import leaders_of_chunks
 from mame_sd.core.partition import draw_at
+from mame_sd.core.plan import Plan
 from mame_sd.diffusion.families.keys import GroupedKeys
 
 from .attention import EngineCall
@@ -55,6 +56,7 @@ class Call:
         awaited: how the next calls of a transformer's attention attend, where that was decided
             before its projections; None: as the engine does.
         counted: a transformer's layers that had no name so far.
+        merged: what merged in this call.
     """
 
     run: Run
@@ -67,6 +69,11 @@ class Call:
     keys: GroupedKeys | None = None
     awaited: list[Callable[[EngineCall], Tensor] | None] = field(default_factory=list)
     counted: int = 0
+    merged: dict[str, None] = field(default_factory=dict)
+
+    def note_merged(self, plan: Plan, size: tuple[int, ...]) -> None:
+        kept, sides = f"{plan.tokens_in} -> {plan.tokens_kept}", " x ".join(map(str, size))
+        self.merged[f"{kept} tokens at {sides}"] = None
 
     def attention(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """What is to attend: another node's attention, or else the engine's `function`."""
@@ -151,8 +158,10 @@ class Merging:
                 call.text = sum(prompt.shape[1] for prompt in prompts if prompt is not None)
                 call.place = self.patch.transformer.place(x.shape, kwargs, call.text)
                 _patch_blocks(options, call, self.patch)
-        else:
-            run.note_left(OUTSIDE)
+            output = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+            run.note_merged(call.merged)
+            return output
+        run.note_left(OUTSIDE)
         return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
 
     def _active(self, sampling: Any, sigmas: Tensor) -> bool:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-
-from mame_sd.core.plan import Plan
 
 log = logging.getLogger("mame-sd")
 NOT_CALLED = "the engine never handed its attention to the node; update ComfyUI"
@@ -23,7 +22,7 @@ OUTSIDE = "no step was between start_percent and end_percent"
 class Run:
     """Filled by the calls of one run, which may come from several threads.
 
-    Nothing is noted inside a compiled graph.
+    Compiled graphs note nothing here: they would be compiled anew once a step has noted something.
 
     Attributes:
         merged: what merged.
@@ -39,9 +38,11 @@ class Run:
     compiled: bool = False
     beside: bool = False
 
-    def note_merged(self, plan: Plan, size: tuple[int, ...]) -> None:
-        kept, sides = f"{plan.tokens_in} -> {plan.tokens_kept}", " x ".join(map(str, size))
-        self.merged[f"{kept} tokens at {sides}"] = None
+    def note_merged(self, merged: Mapping[str, None]) -> None:
+        if torch.compiler.is_compiling():
+            self.compiled = True
+        else:
+            self.merged.update(merged)
 
     def note_left(self, reason: str, *values: object) -> None:
         if torch.compiler.is_compiling():

@@ -70,7 +70,7 @@ class UNetPatch:
             if nothing_to_win(config, plan):
                 call.run.note_left(NOTHING_TO_WIN)
                 return q, k, v
-            call.run.note_merged(plan, (h, w))
+            call.note_merged(plan, (h, w))
             if config.merge == "qkv":
                 means = plan.merge(k)
                 detail = Detail(k, (h, w), means) if config.detail else None
