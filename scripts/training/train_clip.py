@@ -108,7 +108,7 @@ def main() -> None:
     command.begin(args)
     stages, names, each, held_out = list(STAGES), subjects.glyph_names(), args.each, HELD_OUT
     if args.smoke:
-        stages = [replace(s, steps=2, batch=4, negatives=4) for s in STAGES]
+        stages = [replace(s, steps=1, batch=4, negatives=4) for s in STAGES]
         names, each, held_out = names[:6], 2, 8
     crowd = None if args.plain else pictures.CROWD
     if args.draw:

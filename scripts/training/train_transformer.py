@@ -98,7 +98,7 @@ def main() -> None:
     command.begin(args)
     stages, glyphs, shard = list(STAGES), len(SUBJECTS), 64
     if args.smoke:
-        stages = [replace(s, steps=2, batch=2, pool=(4, 0), pairs=0.5) for s in STAGES]
+        stages = [replace(s, steps=1, batch=2, pool=(4, 0), pairs=0.5) for s in STAGES]
         glyphs, shard = 8, 4
     pools = {
         kind: Pool(args.work / "pool", args.seed, glyphs, kind, shard)

@@ -310,7 +310,7 @@ def main() -> None:
     )
     if args.smoke:
         every, task, count, held_out = (
-            stages(2, steps=3, tuning=2, batch=4),
+            stages(2, steps=1, tuning=1, batch=2),
             Task(NAMES[:3], args.head),
             16,
             12,
