@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import LTXConditionPipeline
 from diffusers.models.transformers import (
     transformer_flux2,
     transformer_sana_wm,
@@ -231,6 +232,42 @@ def test_keys_that_unets_add_stay_whole() -> None:
     for call in calls:
         assert call.first == call.call["key"].shape[-2] - call.plan.tokens_in > 0
         torch.testing.assert_close(call.output, by_loop(call), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("conditions", [(), (9,), (9, 25)], ids=str)
+def test_ltx_with_conditions_merges_its_video_alone(conditions: tuple[int, ...]) -> None:
+    """The coordinates are those of diffusers' own pipeline, which puts frames of conditions before
+    the video.
+    """
+    case = next(case for case in CASES if case.name == "LTXVideoTransformer3DModel")
+    model: Any = case.build().eval()
+    pipe = LTXConditionPipeline
+    ids = [
+        pipe._scale_video_ids(pipe._prepare_video_ids(2, count, H, W), frame_index=index)
+        for index, count in [*((index, 2) for index in conditions), (0, T)]
+    ]
+    coordinates = torch.cat(ids, 2).float()
+    coordinates[:, 0] /= 25  # frames of a second
+    inputs = case.inputs()
+    for side in ("num_frames", "height", "width"):
+        del inputs[side]
+    inputs["hidden_states"] = normal(2, coordinates.shape[2], 4)
+    calls = cached_calls(model, {**inputs, "video_coords": coordinates})
+    before = 2 * H * W * len(conditions)
+    assert {(call.first, call.plan.tokens_in) for call in calls} == {(before, T * H * W)}
+
+
+@pytest.mark.parametrize("behind", [0, 2 * H * W])
+def test_ltx2_leaves_what_conditions_add_behind_its_video(behind: int) -> None:
+    case = next(case for case in CASES if case.name == "LTX2VideoTransformer3DModel")
+    model: Any = case.build().eval()
+    inputs = case.inputs()
+    coordinates = model.rope.prepare_video_coords(2, T, H, W, torch.device("cpu"))
+    inputs["video_coords"] = torch.cat([coordinates, coordinates[:, :, :behind] + 1], 2)
+    inputs["hidden_states"] = torch.cat([inputs["hidden_states"], normal(2, behind, 4)], 1)
+    calls = cached_calls(model, inputs)
+    assert {(call.first, call.plan.tokens_in) for call in calls} == {(0, T * H * W)}
+    assert {call.call["key"].shape[-2] for call in calls} == {T * H * W + behind}
 
 
 def test_a_registered_family_comes_before_a_refusal() -> None:

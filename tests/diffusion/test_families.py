@@ -14,7 +14,6 @@ import torch
 from diffusers import (
     FluxControlNetModel,
     FluxTransformer2DModel,
-    LTXConditionPipeline,
     LTXVideoTransformer3DModel,
     WanTransformer3DModel,
 )
@@ -43,8 +42,6 @@ from tests.builders.settings import nested
 from tests.builders.tiny import seeded, tiny_unet
 from tests.builders.tokens import detail_of
 from tests.builders.transformers import FLUX, TEXT, H, W, flux_inputs, normal, run
-from tests.matrix.models.sweep import CASES
-from tests.matrix.models.watch import by_loop, merging
 
 N = H * W
 WHOLE: list[dict[str, Any]] = [
@@ -547,51 +544,6 @@ def test_ltx_without_sides_is_left_alone(given: dict[str, Any], why: str) -> Non
     assert torch.equal(run(inputs, model), before)
     with pytest.raises(RuntimeError, match=why):
         handle.report()
-
-
-@pytest.mark.parametrize("conditions", [(), (9,), (9, 25)], ids=str)
-def test_ltx_with_conditions_merges_its_video_alone(conditions: tuple[int, ...]) -> None:
-    """The coordinates are those of diffusers' own pipeline, which puts frames of conditions before
-    the video.
-    """
-    pipe, frames = LTXConditionPipeline, 3
-    ids = [
-        pipe._scale_video_ids(pipe._prepare_video_ids(1, count, H, W), frame_index=index)
-        for index, count in [*((index, 2) for index in conditions), (0, frames)]
-    ]
-    coordinates = torch.cat(ids, 2).float()
-    coordinates[:, 0] /= 25  # frames of a second
-    before = 2 * H * W * len(conditions)
-    model: Any = seeded(LTXVideoTransformer3DModel, 0, **LTX_SIZE)
-    inputs = ltx_inputs(hidden_states=normal(1, coordinates.shape[2], 4), video_coords=coordinates)
-    handle = apply_mame(model, keep=0.5, min_tokens=1, study=Study(correct=False))
-    with merging() as calls:
-        run(inputs, model)
-    assert [layer.size for layer in handle.report().layers] == [(frames, H, W)]
-    (call,) = calls
-    assert (call.first, call.plan.tokens_in) == (before, frames * H * W)
-    torch.testing.assert_close(call.output, by_loop(call), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("behind", [0, 2 * N], ids=str)
-def test_ltx2_leaves_what_conditions_add_behind_its_video(behind: int) -> None:
-    case = next(case for case in CASES if case.name == "LTX2VideoTransformer3DModel")
-    model: Any = case.build().eval()
-    inputs = case.inputs()
-    count = inputs["hidden_states"].shape[1]
-    sides = [inputs[name] for name in ("num_frames", "height", "width")]
-    coordinates = model.rope.prepare_video_coords(2, *sides, torch.device("cpu"))
-    more = coordinates[:, :, :behind] + 1
-    inputs["hidden_states"] = torch.cat([inputs["hidden_states"], normal(2, behind, 4)], 1)
-    inputs["video_coords"] = torch.cat([coordinates, more], 2)
-    handle = apply_mame(model, keep=0.5, min_tokens=1, study=Study(correct=False))
-    with torch.no_grad(), merging() as calls:
-        model(**inputs)
-    assert all(layer.merged for layer in handle.report().layers)
-    for call in calls:
-        assert (call.first, call.plan.tokens_in) == (0, count)
-        assert call.call["key"].shape[-2] == count + behind
-        torch.testing.assert_close(call.output, by_loop(call), rtol=1e-4, atol=1e-5)
 
 
 def test_the_mode_of_a_controlnet_union_stands_before_the_text() -> None:
