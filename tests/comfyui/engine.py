@@ -478,6 +478,15 @@ TINY |= {
         {"num_tokens": 7, "ref_latents": [torch.ones(1, 16, 8, 12)]}
         | {"ref_contexts": [torch.ones(1, 9, 24)], "siglip_feats": [torch.ones(1, 4, 6, 24)]},
     ),
+    "Wan, context latents": Tiny(
+        "WAN21_T2V",
+        "WAN21",
+        WAN,
+        (16, 3, 16, 24),
+        (7, 24),
+        {},
+        {"context_latents": [torch.ones(2, 16, 1, 8, 12)]},
+    ),
     "Wan 2.2 5B": Tiny("WAN22_T2V", "WAN22", WAN, (16, 3, 16, 24), (7, 24)),
     "Wan VACE": Tiny(
         "WAN21_Vace",

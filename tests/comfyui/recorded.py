@@ -298,7 +298,7 @@ CALLS = {
     "Wan, a reference frame": wan(384, 96, {"reference_latent": (2, 16, 16, 24)}, True),
     **{
         f"Wan, {number} tokens, {name}": wan(7, None, {}, queries=number, **low)
-        for number in (288, 384, 456, 480)
+        for number in (288, 312, 384, 456, 480)
         for name, low in (("prompt", {}), ("image prompt", {"low_precision_attention": False}))
     },
     "Wan, frames behind": wan(384, 0, {"time_dim_concat": (2, 16, 1, 16, 24)}),
