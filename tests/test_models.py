@@ -20,6 +20,7 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVC
 
 from mame_sd import apply_mame, remove_mame
 from mame_sd.config import Study
+from mame_sd.diffusion.families import transformers
 from mame_sd.diffusion.families.family import REGISTERED
 from mame_sd.diffusion.families.layouts import UNLIKE
 from mame_sd.diffusion.families.refused import EXCLUDED
@@ -30,7 +31,7 @@ from tests.matrix.models import images, refusals
 from tests.matrix.models.case import Case
 from tests.matrix.models.images import WORDS
 from tests.matrix.models.probe import check_probe
-from tests.matrix.models.sweep import CASES, RECORD, classes, outcome
+from tests.matrix.models.sweep import CASES, GRIDS, RECORD, classes, outcome
 from tests.matrix.models.videos import T
 from tests.matrix.models.watch import Attention, by_loop, merging
 
@@ -289,6 +290,21 @@ def test_a_registered_family_comes_before_a_refusal() -> None:
         remove_mame(model)
 
 
+@pytest.mark.parametrize(
+    "name", ["HunyuanVideo", "HunyuanVideo15", "HiDreamImage", "Flux2", "Krea2"]
+)
+def test_a_model_that_no_family_knows_is_an_error_that_says_what_to_do(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of HunyuanVideo have a text refiner, whose attention alone is no reason to accept
+    them.
+    """
+    monkeypatch.setattr(transformers, "_MODELS", {})
+    case = next(case for case in CASES if case.name.startswith(f"{name}Transformer"))
+    with pytest.raises(ValueError, match=r"is not supported yet: .*with .*register_family$"):
+        apply_mame(case.build())
+
+
 def test_every_class_has_a_case() -> None:
     known = {case.name for case in CASES} | EXCLUDED.keys()
     assert classes() - known == set()
@@ -363,6 +379,7 @@ def test_every_refused_class_shows_its_reason() -> None:
     shown |= {case.name for case in (*refusals.SOUNDS, *refusals.OTHERS)}
     by_their_code = {"WanAnimate2Transformer3DModel", "SanaWMTransformer3DModel"}
     assert shown | by_their_code == EXCLUDED.keys()
+    assert set(GRIDS) == {case.name for case in refusals.SPARSE} | by_their_code
 
 
 def test_temporal_attention_is_over_frames() -> None:
