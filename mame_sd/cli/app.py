@@ -282,7 +282,7 @@ def tune_command(
     from mame_sd.diffusion.apply_denoiser import denoiser_of
     from mame_sd.diffusion.families.transformers import uniform
     from mame_sd.eval.tuning.calibrate import calibrate, check_forms, settings_to_check
-    from mame_sd.eval.tuning.choice import check_wish, choose, measured, remarks, whole
+    from mame_sd.eval.tuning.choice import check_wish, choose, concrete, measured, remarks
     from mame_sd.eval.tuning.measure import lpips_distance, tune
     from mame_sd.eval.tuning.table import table, text_plot
     from mame_sd.runs.files import write_atomically
@@ -330,7 +330,7 @@ def tune_command(
     about |= {"checked_on_prompts": len(checked), "measured": measured(trials, best)}
     file = out / "config.json"
     write_atomically(
-        file, (json.dumps({**whole(best.config), "about": about}, indent=1) + "\n").encode()
+        file, (json.dumps({**concrete(best.config), "about": about}, indent=1) + "\n").encode()
     )
     print(f"{file}: mame-sd generate --config {file}, or apply_mame(pipe, {str(file)!r})")
 
