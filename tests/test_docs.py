@@ -107,7 +107,11 @@ def test_links_lead_somewhere(target: str) -> None:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    for file in (ROOT / "docs").rglob("*.md"):
+    for file in (
+        *ROOT.glob("*.md"),
+        *(ROOT / "comfyui").glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+    ):
         for target, anchor in re.findall(
             r"\]\((?!http)([^)#\s]*)(#[\w-]+)?\)", file.read_text(encoding="utf-8")
         ):
