@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import Kandinsky5T2VPipeline, LTXConditionPipeline
+from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.transformers import (
     transformer_flux2,
     transformer_sana_wm,
@@ -321,17 +322,17 @@ def test_the_sparse_mode_of_kandinsky_5_is_left_alone() -> None:
     model: Any = case.build().eval()
     window = {"attention_wT": 3, "attention_wH": 3, "attention_wW": 3, "attention_P": 0.9}
     model.register_to_config(attention_type="nabla", **window)
-    model.set_attention_backend("flex")
     inputs = {name: value[:1] for name, value in case.inputs().items()}
     inputs["hidden_states"] = normal(1, 2, 16, 16, 4)
     inputs["visual_rope_pos"] = [torch.arange(n) for n in (2, 8, 8)]
     inputs["text_rope_pos"] = torch.arange(TEXT)
     pipe = Kandinsky5T2VPipeline(model, *[None] * 6)
     inputs["sparse_params"] = pipe.get_sparse_params(inputs["hidden_states"], "cpu")
-    with torch.no_grad(), Attention() as attention:
-        model(**inputs)
+    with attention_backend("flex"):  # `set_attention_backend` would hold for all models after it
+        with torch.no_grad(), Attention() as attention:
+            model(**inputs)
+        left_alone(model, inputs, "sparse_params")
     assert {key.shape[-2] for key in attention.keys} <= {TEXT}
-    left_alone(model, inputs, "sparse_params")
 
 
 def test_the_causal_mode_of_skyreels_is_left_alone() -> None:
