@@ -91,7 +91,7 @@ def methods(
             layer = tomesd_layer(attn, ratio, size)
         except ImportError:
             print(
-                "note: tomesd is not installed, so it is not measured; pip install mame-sd[peers]",
+                "note: tomesd is not installed, so it is not measured; pip install mame-sd[rivals]",
                 file=sys.stderr,
             )
             break

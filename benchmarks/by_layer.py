@@ -93,7 +93,7 @@ def among(found: Measurement, *kinds: str) -> Measurement:
     }
     layers = {
         name: Measured(
-            layer.whole,
+            layer.unmerged,
             layer.effect,
             {n: layer.seconds[n] for n in layer.seconds if n in kept},
             {n: layer.errors[n] for n in layer.errors if n in kept},
@@ -147,7 +147,7 @@ def at_step(found: Measurement, step: int, steps: int) -> dict[str, list[Option]
     """What each layer may do in one of the steps that were measured; seconds are those of all."""
     alone = {
         name: Measured(
-            layer.whole,
+            layer.unmerged,
             layer.effect[step::steps],
             layer.seconds,
             {number: errors[step::steps] for number, errors in layer.errors.items()},

@@ -140,7 +140,7 @@ class Frontier:
                     self._part(name, method, first)
                 except ImportError as error:
                     print(
-                        f"note: {name} is not measured: {error}; pip install mame-sd[peers]",
+                        f"note: {name} is not measured: {error}; pip install mame-sd[rivals]",
                         file=sys.stderr,
                     )
                     del made[name]

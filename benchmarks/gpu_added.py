@@ -157,7 +157,7 @@ def launches(kind: str, form: Form | None) -> int:
     )
 
 
-def fitted_unmerged(kind: str) -> Added:
+def of_unmerged(kind: str) -> Added:
     """What a layer that merges nothing does beside its products and its attention."""
 
     def over(card: Card, sample: Sample) -> tuple[float, float]:
@@ -170,7 +170,7 @@ def fitted_unmerged(kind: str) -> Added:
     )
 
 
-def fitted(form: Form) -> Added:
+def added_by(form: Form) -> Added:
     """What merging adds in this form."""
     kind, fields = FORMS[form]
 
@@ -195,10 +195,10 @@ def masked(form: Form, sample: Sample) -> Form:
 
 def main() -> None:
     for kind in SAMPLES:
-        UNMERGED[kind == EARLY] = fitted_unmerged(kind)
+        UNMERGED[kind == EARLY] = of_unmerged(kind)
     print(f"UNMERGED = {UNMERGED}\nADDED = {{")
     for form in FORMS:
-        print(f"    {form}: {fitted(form)},", flush=True)
+        print(f"    {form}: {added_by(form)},", flush=True)
     print("}")
 
 

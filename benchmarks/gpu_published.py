@@ -30,7 +30,7 @@ class Figure:
         row: with what on it.
         seconds: published, of all images.
         steps: calls of the model; 0: of one call alone, without the decoder.
-        fitted: whether the card's assumed shares were chosen by it.
+        chose_shares: whether the card's assumed shares were chosen by it.
     """
 
     source: str
@@ -40,18 +40,24 @@ class Figure:
     seconds: float
     images: int = 1
     steps: int = 0
-    fitted: bool = False
+    chose_shares: bool = False
 
 
-_DIFFUSERS = "diffusers, torch2.0.md, nightly, no compile"
+_DIFFUSERS = "diffusers, torch2.0.md, not compiled"
 _TOME = "diffusers, tome.md"
 _PAPER = "the paper, table of text to image"
 _README = "tomesd, README"
-_NVIDIA = "NVIDIA, stable-diffusion-xl-1.0-tensorrt, baseline"
+_NVIDIA = "NVIDIA, SDXL 1.0 tensorrt, baseline"
 FIGURES = (
     *(
         Figure(
-            _DIFFUSERS, card, "SD 1.5 at 512", "unmerged", 1 / per_second, images, fitted=images > 1
+            _DIFFUSERS,
+            card,
+            "SD 1.5 at 512",
+            "unmerged",
+            1 / per_second,
+            images,
+            chose_shares=images > 1,
         )
         for card, images, per_second in (
             (_3090, 1, 22.84),
@@ -89,7 +95,7 @@ FIGURES = (
         for row, seconds in (("unmerged", 17.26), ("tomesd 0.25", 14.81), ("tomesd 0.5", 12.67))
     ),
     Figure(_NVIDIA, "A100", "SDXL at 1024", "unmerged", 3.704, 1, 30),
-    Figure(_NVIDIA, "H100", "SDXL at 1024", "unmerged", 2.496, 1, 30, fitted=True),
+    Figure(_NVIDIA, "H100", "SDXL at 1024", "unmerged", 2.496, 1, 30, chose_shares=True),
 )
 # vae/config.json of stable-diffusion-v1-5, of stable-diffusion-2-1 and of
 # stable-diffusion-xl-base-1.0, as far as it decides
@@ -155,9 +161,9 @@ def published_table(traces: Traces) -> str:
     for figure in FIGURES:
         ours = reckoned(traces, figure)
         off = ours / figure.seconds - 1
-        apart[figure.fitted].append(abs(off))
+        apart[figure.chose_shares].append(abs(off))
         name = f"{figure.case}, {figure.images}"
-        mark = ", chosen by it" if figure.fitted else ""
+        mark = ", chosen by it" if figure.chose_shares else ""
         card = figure.card.removeprefix("GeForce RTX ")
         lines.append(
             f"| {figure.source} | {card} | {name} | {figure.row} | {figure.seconds:.3f} |"

@@ -95,7 +95,7 @@ _PRODUCTS = {
     "linalg_solve_triangular",
 }
 _ATTENTION = aten.scaled_dot_product_attention.default
-_WHOLE = {aten.linear.default, _ATTENTION}  # taken as one, though PyTorch would take them apart
+_AS_ONE = {aten.linear.default, _ATTENTION}  # taken as one, though PyTorch would take them apart
 
 
 class _Pretended(TorchFunctionMode):
@@ -211,7 +211,7 @@ class _Counter(TorchDispatchMode):
             )
             self._note(_attention(output, *args, **kwargs))
             return output
-        if func not in _WHOLE and _is_composite(func):
+        if func not in _AS_ONE and _is_composite(func):
             with self:
                 output = func.decompose(*args, **kwargs)
             if output is not NotImplemented:

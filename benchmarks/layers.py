@@ -78,7 +78,7 @@ def tomesd_layer(attn: Attention, ratio: float, size: tuple[int, int]) -> Layer:
     """`attn` with tomesd's merge and unmerge around it, as its patch of a transformer block does.
 
     Raises:
-        ImportError: tomesd is not installed (`pip install mame-sd[peers]`).
+        ImportError: tomesd is not installed (`pip install mame-sd[rivals]`).
     """
     from tomesd.merge import bipartite_soft_matching_random2d
 

@@ -386,7 +386,7 @@ def tomesd_form(keep: float) -> Method:
 
 # The transformer with joint attention, whose 1,024 tokens make one level. Tiles of HyperTile would
 # cut the text.
-JOINT_PEERS = {
+JOINT_RIVALS = {
     **{f"tomesd's form {keep}": tomesd_form(keep) for keep in (0.75, 0.5, 0.25)},
     **{
         name: method
@@ -414,7 +414,7 @@ JOINT = {
         and "min_tokens" not in name
         and (method.family != "variant" or name in HALF_THE_STEPS)
     },
-    **JOINT_PEERS,
+    **JOINT_RIVALS,
 }
 JOINT_SHORT = {
     name: JOINT[name]
@@ -431,5 +431,5 @@ JOINT_SHORT = {
 }
 JOINT_RIVALS = {
     **{name: JOINT[name] for name in ("kv 0.25", "qkv 0.75", *AGAINST_RIVALS) if name in JOINT},
-    **JOINT_PEERS,
+    **JOINT_RIVALS,
 }

@@ -17,7 +17,7 @@ def tomesd_on(
     too if asked to.
 
     Raises:
-        ImportError: tomesd is not installed (`pip install mame-sd[peers]`).
+        ImportError: tomesd is not installed (`pip install mame-sd[rivals]`).
     """
     import tomesd
 

@@ -99,7 +99,7 @@ def measure(
                 _gate(name, forward, unets.inputs(unet, side, batch, 0))
         except ImportError as error:
             print(
-                f"note: {name} is not measured: {error}; pip install mame-sd[peers]",
+                f"note: {name} is not measured: {error}; pip install mame-sd[rivals]",
                 file=sys.stderr,
             )
             del chosen[name]

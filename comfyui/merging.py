@@ -149,7 +149,7 @@ class Merging:
                 run, draw, leader, override=given.get("optimized_attention_override")
             )
             if call.override is not None:
-                run.beside = True
+                run.other_attention = True
             options["optimized_attention_override"] = self.patch.attend
             if isinstance(self.patch, UNetPatch):
                 _patch_unet(options, call, self.patch)

@@ -105,13 +105,13 @@ class Place:
 
     def start(self, length: int) -> int | None:
         """Where the image begins in a sequence of `length`; None when it is not in it."""
-        beside = length - self.padded
-        if beside < self.least:
+        others = length - self.padded
+        if others < self.least:
             return None
-        start = beside - (self.behind or 0) if self.before is None else self.before
-        if start < 0 or start > beside:
+        start = others - (self.behind or 0) if self.before is None else self.before
+        if start < 0 or start > others:
             return None
-        return start if None in (self.before, self.behind) or beside == self.least else None
+        return start if None in (self.before, self.behind) or others == self.least else None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ UNREACHED = (
     "MaMe neither corrects nor weighs merged keys: another node has put its attention instead of"
     " the engine's"
 )
-BESIDE = "attention that another node has set is called with the merged keys"
+OTHER_ATTENTION = "attention that another node has set is called with the merged keys"
 OUTSIDE = "no step was between start_percent and end_percent"
 
 
@@ -29,14 +29,14 @@ class Run:
         left: why other layers were left alone.
         unreached: a UNet's attention does not pass through the engine's, where keys are corrected.
         compiled: whether some calls were a graph's.
-        beside: another node's attention is called with the merged keys.
+        other_attention: another node's attention is called with the merged keys.
     """
 
     merged: dict[str, None] = field(default_factory=dict)
     left: set[str] = field(default_factory=set)
     unreached: bool = False
     compiled: bool = False
-    beside: bool = False
+    other_attention: bool = False
 
     def note_merged(self, merged: Mapping[str, None]) -> None:
         if torch.compiler.is_compiling():
@@ -53,8 +53,8 @@ class Run:
     def tell(self) -> None:
         """Logs what merged; a warning with every reason when nothing did."""
         if self.merged:
-            beside = f"; {BESIDE}" if self.beside else ""
-            log.info("MaMe merged %s%s", ", ".join(sorted(self.merged)), beside)
+            extra = f"; {OTHER_ATTENTION}" if self.other_attention else ""
+            log.info("MaMe merged %s%s", ", ".join(sorted(self.merged)), extra)
             if self.unreached:
                 log.warning(UNREACHED)
         elif not self.compiled:

@@ -1,4 +1,4 @@
-"""``mame-sd-eval``, ``python -m mame_sd.eval``, and ``python -m eval`` in a checkout."""
+"""``mame-sd-eval`` and ``python -m mame_sd.eval``."""
 
 from __future__ import annotations
 

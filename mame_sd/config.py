@@ -26,7 +26,7 @@ from mame_sd.layer_rules import LayerRules
 from mame_sd.presets import resolve
 
 # a file of settings in a model's folder, which merging takes where nothing else is given
-BESIDE = "mame.json"
+SETTINGS_FILE = "mame.json"
 _UNSET: Any = None
 
 

@@ -51,7 +51,7 @@ def test_every_help_is_one_short_line() -> None:
 
 
 def test_models_that_readme_names_were_tested() -> None:
-    (names,) = re.findall(r"^- \*\*Transformers\*\*[^:]*: (.*(?:\n  .*)*)\.$", README, re.M)
+    (names,) = re.findall(r"denoisers \d+ merge, among them ([^.]*(?:\d\.\d[^.]*)*)\. ", README)
     tested = [row.name for row in (*transformers.ROWS, *newest.ROWS) if row.merges]
     for name in " ".join(names.split()).split(", "):
         assert any(row.startswith(name) for row in tested), name
@@ -107,7 +107,11 @@ def test_links_lead_somewhere(target: str) -> None:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    for file in (ROOT / "docs").rglob("*.md"):
+    for file in (
+        *ROOT.glob("*.md"),
+        *(ROOT / "comfyui").glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+    ):
         for target, anchor in re.findall(
             r"\]\((?!http)([^)#\s]*)(#[\w-]+)?\)", file.read_text(encoding="utf-8")
         ):

@@ -55,7 +55,7 @@ class Row:
         return NO_TOMESD if isinstance(self.method, ToMeSD) and not has_tomesd() else None
 
 
-BASELINE, PEER, FLOOR = "baseline", "tomesd-50", "mean-attention"
+BASELINE, RIVAL, FLOOR = "baseline", "tomesd-50", "mean-attention"
 TOMA = {"share": 0.5, "side": 8, "temperature": 0.1, "choose_every": 10, "assign_every": 5}
 RIVALS = {
     "means-2x2": ("means of 2 × 2 keys", Rival("means", means, settings={"cell": (2, 2)})),

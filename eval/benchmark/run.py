@@ -43,7 +43,7 @@ from ..stats import paired_difference
 from .bench import alike_batches, bench
 from .gates import ceiling_gate, repeat_gates
 from .results import BUSY, TIMINGS, resumed, write_results
-from .rows import BASELINE, FLOOR, PEER, Row
+from .rows import BASELINE, FLOOR, RIVAL, Row
 from .sensitivity import sensitivity
 from .setup import Setup
 from .timings import summary, timing_gate, without_seconds
@@ -165,7 +165,7 @@ class Benchmark(Setup):
         prompts = {item.key: item.prompt_id for item in baseline.items.values()}
         for row in self._measured():
             for name, values in row.per_image.items():
-                against = PEER if METRICS[name].needs == "pair" else BASELINE
+                against = RIVAL if METRICS[name].needs == "pair" else BASELINE
                 other = next((other for other in self._measured() if other.name == against), None)
                 if other is None or row is other or name not in other.per_image:
                     continue
@@ -181,7 +181,7 @@ class Benchmark(Setup):
         """
         if any(row.name == FLOOR for row in self._measured()):
             points = [_point(row) for row in self._measured()]
-            self.results.sensitivity = sensitivity(points, FLOOR, PEER)
+            self.results.sensitivity = sensitivity(points, FLOOR, RIVAL)
             self._save()
 
     def _check(self, baseline: Run) -> None:

@@ -12,21 +12,21 @@ from typing import Any
 
 LPIPS_FLOOR = 0.10  # of mean attention, at least
 RETRIEVAL_DROP = 0.20  # of mean attention below the baseline, at least
-PEER_LPIPS = 0.01  # at least
+RIVAL_LPIPS = 0.01  # at least
 INTERVAL_SHARE = 0.1  # of its LPIPS, which the width of the interval stays below
 
 Check = tuple[bool, str]
 
 
-def sensitivity(points: Sequence[Mapping[str, Any]], floor: str, peer: str) -> str:
-    """One line: what no attention and the peer do to the images, each beside what it has to do, and
-    what follows from it.
+def sensitivity(points: Sequence[Mapping[str, Any]], floor: str, rival: str) -> str:
+    """One line: what no attention and the rival do to the images, each beside what it has to do,
+    and what follows from it.
 
     Args:
         points: `name`, `lpips` (None: not measured), `lpips_interval` (low and high, or None) and
             `retrieval` (a share, or None) of each method, the baseline's first.
         floor: the name of mean attention.
-        peer: that of the peer at 50 %.
+        rival: that of the rival at 50 %.
     """
     found = {point["name"]: point for point in points if point["lpips"] is not None}
     head = "Sensitivity of this instrument: "
@@ -34,8 +34,8 @@ def sensitivity(points: Sequence[Mapping[str, Any]], floor: str, peer: str) -> s
         return f"{head}not measured (needs {floor})."
     far, near, lacking = (
         _far(points[0], found[floor]),
-        _near(found.get(peer)),
-        _lacking(peer, found.get(peer)),
+        _near(found.get(rival)),
+        _lacking(rival, found.get(rival)),
     )
     if not all(ok for ok, _ in far) or not all(ok for ok, _ in near[:1]):
         verdict = "FAILS: it can't tell these methods apart"
@@ -58,15 +58,15 @@ def _far(baseline: Mapping[str, Any], mean: Mapping[str, Any]) -> list[Check]:
     return checks
 
 
-def _near(peer: Mapping[str, Any] | None) -> list[Check]:
-    """What the peer does, and how well that is known."""
-    if peer is None:
+def _near(rival: Mapping[str, Any] | None) -> list[Check]:
+    """What the rival does, and how well that is known."""
+    if rival is None:
         return []
-    text = f"{peer['name']}: LPIPS {peer['lpips']:.4f} (at least {PEER_LPIPS:.2f})"
-    checks = [(peer["lpips"] >= PEER_LPIPS, text)]
-    if peer.get("lpips_interval") is not None:
-        low, high = peer["lpips_interval"]
-        share = (high - low) / peer["lpips"] if peer["lpips"] else float("inf")
+    text = f"{rival['name']}: LPIPS {rival['lpips']:.4f} (at least {RIVAL_LPIPS:.2f})"
+    checks = [(rival["lpips"] >= RIVAL_LPIPS, text)]
+    if rival.get("lpips_interval") is not None:
+        low, high = rival["lpips_interval"]
+        share = (high - low) / rival["lpips"] if rival["lpips"] else float("inf")
         checks.append(
             (
                 share < INTERVAL_SHARE,
@@ -76,9 +76,9 @@ def _near(peer: Mapping[str, Any] | None) -> list[Check]:
     return checks
 
 
-def _lacking(name: str, peer: Mapping[str, Any] | None) -> list[str]:
-    if peer is None:
+def _lacking(name: str, rival: Mapping[str, Any] | None) -> list[str]:
+    if rival is None:
         return [f"{name}: not measured"]
     return (
-        [] if peer.get("lpips_interval") is not None else [f"the interval of {name}: not measured"]
+        [] if rival.get("lpips_interval") is not None else [f"the interval of {name}: not measured"]
     )

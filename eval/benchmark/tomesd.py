@@ -1,4 +1,4 @@
-"""tomesd, the peer that merging is compared with, as a method that a run installs."""
+"""tomesd, the rival that merging is compared with, as a method that a run installs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mame_sd.runs.jobs import Job, generator_of
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import InstalledMethod, NotApplicable
 
-NO_TOMESD = "tomesd is not installed: pip install mame-sd[peers]"
+NO_TOMESD = "tomesd is not installed: pip install mame-sd[rivals]"
 MAX_RATIO = 0.75  # of its default 2 x 2 cells, one token in four is a destination
 
 
@@ -44,7 +44,7 @@ class ToMeSD:
 
     def describe(self) -> dict[str, Any]:
         version = importlib.metadata.version("tomesd") if has_tomesd() else None
-        return {"peer": {"name": "tomesd", "ratio": self.ratio, "version": version}}
+        return {"rival": {"name": "tomesd", "ratio": self.ratio, "version": version}}
 
     def install(self, model: LoadedModel) -> InstalledMethod:
         """Raises UserError when tomesd is missing, NotApplicable when the model has no UNet."""

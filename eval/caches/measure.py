@@ -22,7 +22,7 @@ from .texts import Passage
 class Recorder:
     """A method that keeps every key and remembers what it saw."""
 
-    whole = True
+    all_layers = True
     window = None
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Meter:
     @torch.no_grad()
     def repeated(self, start: Prefilled, prompt: Sequence[int]) -> dict[int, Tensor]:
         """KVzip's scores [1, h, L] of each layer: the prompt is repeated once after itself."""
-        full = whole(start.views)
+        full = every_key(start.views)
         self.handle.compressing = True
         tokens = torch.tensor([[*self.repeat, *prompt]], device=self.model.device)
         self.model(
@@ -108,7 +108,7 @@ class Meter:
         return found
 
 
-def whole(views: Sequence[CacheView]) -> list[Kept]:
+def every_key(views: Sequence[CacheView]) -> list[Kept]:
     """Every key of every layer."""
     return [Kept(v.keys, v.values, v.slots, v.bias, v.real) for v in views]
 
@@ -122,7 +122,7 @@ def cache_of(kept: Sequence[Kept], seen: int) -> DynamicCache:
 
 def compressed(method: Any, views: Sequence[CacheView], keep: float) -> list[Kept]:
     """What a method makes of all layers."""
-    if getattr(method, "whole", False):
+    if getattr(method, "all_layers", False):
         return method.compress_all(views, keep)
     return [method.compress(view, keep) for view in views]
 
@@ -162,7 +162,7 @@ def measure_passage(
         return
     start = meter.prefill(passage.prompt)
     target = torch.tensor(passage.rest[1:])
-    full = whole(start.views)
+    full = every_key(start.views)
     seen = start.views[0].seen
     want, _ = meter.rest(full, seen, passage.rest[:-1])
     size, chance = _bytes(full), want.exp()

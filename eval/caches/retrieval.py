@@ -17,7 +17,7 @@ import torch
 
 from mame_sd.errors import UserError
 
-from .measure import Meter, kept_by, left, whole
+from .measure import Meter, every_key, kept_by, left
 from .rows import Row
 
 TASKS = ("needles", "pairs")
@@ -168,7 +168,7 @@ def measure_prompt(
         got, _ = meter.rest(kept, seen, asked)
         return got[-len(prompt.answer) :].argmax(-1).tolist() == prompt.answer
 
-    answered = right(whole(start.views))
+    answered = right(every_key(start.views))
     if not done("full", 1.0):
         yield {"row": "full", "share": 1.0, "right": answered}
     for row, share in todo if answered else ():

@@ -119,10 +119,10 @@ def run_cache(
 
         def write(case: str, kind: str, length: int, results: Iterable[dict[str, Any]]) -> None:
             for result in results:
-                whole = {**common, "case": case, "kind": kind, "length": length, **result}
-                have.add(key_of(whole))
-                kept.append(whole)
-                print(json.dumps(whole), file=file, flush=True)
+                result_row = {**common, "case": case, "kind": kind, "length": length, **result}
+                have.add(key_of(result_row))
+                kept.append(result_row)
+                print(json.dumps(result_row), file=file, flush=True)
 
         for i, passage in enumerate(texts):
             size = settings.length

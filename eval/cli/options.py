@@ -33,7 +33,7 @@ class MethodOptions(MergingOptions):
     """
 
     def parameters(self) -> list[inspect.Parameter]:
-        method = "What to run: the unchanged model, merging, or tomesd (extra peers)."
+        method = "What to run: the unchanged model, merging, or tomesd (extra rivals)."
         ratio = f"Share of tokens that tomesd merges. Without it, {DEFAULT_RATIO}."
         return [
             keyword("method", str, "mame", method, panel="Method", metavar="|".join(METHODS)),

@@ -1,4 +1,4 @@
-"""The bodies of ``mame-sd-eval weights`` and of what ``doctor`` says of weights and peers."""
+"""The bodies of ``mame-sd-eval weights`` and of what ``doctor`` says of weights and rivals."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def weights_lines(names: Sequence[str], weights_dir: Path | None) -> Iterator[st
 
 
 def weights_checks(weights_dir: Path | None) -> Iterator[Check]:
-    """What could not be measured here: notes for missing weights and peers, a failure for wrong
+    """What could not be measured here: notes for missing weights and rivals, a failure for wrong
     ones.
     """
     yield Check("tomesd", "ok", "installed") if has_tomesd() else Check("tomesd", "note", NO_TOMESD)

@@ -9,7 +9,7 @@ from ..results.schema import Results, Row, Value
 from .frontier import points, speed_interval
 from .numbers import phrase, times
 from .select import Focus
-from .words import PEERS
+from .words import PUBLISHED
 
 SIGNIFICANT = 0.05
 Interval = tuple[float, float] | None
@@ -37,21 +37,21 @@ def comparison(results: Results, chosen: Focus) -> str:
     """ToMeSD, ToMe or another rival at the nearest speed, or why it is missing. Also who is both
     faster and closer; empty where there is nothing to say.
     """
-    rows = [row for row in results.rows if row.family in PEERS]
-    if chosen.peer is None:
+    rows = [row for row in results.rows if row.family in PUBLISHED]
+    if chosen.rival is None:
         reason = (
-            f"{PEERS[rows[0].family]} was not measured: {rows[0].reason or 'no reason given'}."
+            f"{PUBLISHED[rows[0].family]} was not measured: {rows[0].reason or 'no reason given'}."
             if rows
             else ""
         )
         return " ".join([reason, _surpassed(results, chosen)]).strip()
-    ratio = chosen.speedup(chosen.peer)
-    closeness = _closeness(chosen, chosen.peer)
+    ratio = chosen.speedup(chosen.rival)
+    closeness = _closeness(chosen, chosen.rival)
     if ratio is None or not closeness:
         return _surpassed(results, chosen)
-    label = chosen.peer.label
-    peer = f"{label[0].upper()}{label[1:]} {_speed(chosen, chosen.peer, ratio)}, {closeness}."
-    return " ".join([peer, _surpassed(results, chosen)]).strip()
+    label = chosen.rival.label
+    rival = f"{label[0].upper()}{label[1:]} {_speed(chosen, chosen.rival, ratio)}, {closeness}."
+    return " ".join([rival, _surpassed(results, chosen)]).strip()
 
 
 def _surpassed(results: Results, chosen: Focus) -> str:

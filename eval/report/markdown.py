@@ -90,7 +90,7 @@ def _cell(cell: Cell) -> str:
 
 def _case(case: Case, chosen: Focus) -> str:
     rows: Sequence[Row] = [
-        row for row in (chosen.baseline, chosen.peer, chosen.mame) if row is not None and row.run
+        row for row in (chosen.baseline, chosen.rival, chosen.mame) if row is not None and row.run
     ]
     heads = " | ".join(escape(row.label) for row in rows)
     images = " | ".join(

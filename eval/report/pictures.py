@@ -90,7 +90,7 @@ def load_pictures(results: Results, chosen: Focus, folder: Path) -> Pictures:
     """
     reader = _Reader(folder)
     by_key = {picture.key: picture for picture in results.pictures}
-    columns = [row for row in (chosen.baseline, chosen.peer, chosen.mame) if row is not None]
+    columns = [row for row in (chosen.baseline, chosen.rival, chosen.mame) if row is not None]
     found = [
         (case, by_key[key], [(row, reader.read(row, key)) for row in columns])
         for case, key in cases(results, chosen)

@@ -1,4 +1,4 @@
-"""What the report puts in front: the row of the headline, its peer, the metrics of speed and
+"""What the report puts in front: the row of the headline, its rival, the metrics of speed and
 closeness, the cases.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..results.schema import Column, Results, Row, Value
-from .words import PEERS
+from .words import PUBLISHED
 
 CASES = ("best", "median", "worst")
 
@@ -24,7 +24,7 @@ class Focus:
 
     baseline: Row | None
     mame: Row | None
-    peer: Row | None
+    rival: Row | None
     latency: Column | None
     closeness: Column | None
 
@@ -49,13 +49,13 @@ def focus(results: Results) -> Focus:
     ours = [row for row in rows if row.family == "mame"]
     mame = next((row for row in ours if row.default), ours[0] if ours else None)
     latency = _latency(results)
-    peers = [row for row in rows if row.family in PEERS] or [
+    rivals = [row for row in rows if row.family in PUBLISHED] or [
         row for row in rows if row.family == "rival"
     ]
     target = mame.value(latency) if mame else None
     if target is not None and target.mean is not None:
-        peers.sort(key=lambda row: abs(_mean(row.value(latency)) - _mean(target)))
-    return Focus(baseline, mame, peers[0] if peers else None, latency, _closeness(results))
+        rivals.sort(key=lambda row: abs(_mean(row.value(latency)) - _mean(target)))
+    return Focus(baseline, mame, rivals[0] if rivals else None, latency, _closeness(results))
 
 
 def cases(results: Results, chosen: Focus) -> list[tuple[str, str]]:

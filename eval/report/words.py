@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..results.schema import Results
 
 # families of the rows that the headline's is compared with
-PEERS = {"tomesd": "ToMeSD", "tome": "ToMe"}
+PUBLISHED = {"tomesd": "ToMeSD", "tome": "ToMe"}
 
 
 @dataclass(frozen=True)

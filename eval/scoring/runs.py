@@ -127,7 +127,7 @@ def differing_settings(a: Run, b: Run) -> list[str]:
     found: list[str] = []
     if a.plain or b.plain:
         return found
-    for name in sorted({*a.settings, *b.settings} - {"mame", "peer", "rival", "prompts"}):
+    for name in sorted({*a.settings, *b.settings} - {"mame", "rival", "prompts"}):
         there, here = a.settings.get(name), b.settings.get(name)
         if there != here:
             found.append(f"{name}: {json.dumps(there)}, {json.dumps(here)}")

@@ -94,7 +94,7 @@ def remarks(trials: Sequence[Trial], best: Trial) -> list[str]:
     return lines
 
 
-def whole(config: MaMeConfig) -> dict[str, Any]:
+def concrete(config: MaMeConfig) -> dict[str, Any]:
     """All of `config` for a file that no later version's defaults change.
 
     What follows from keep (the cell, `merge`, `batch`) is left to it unless it was given. So

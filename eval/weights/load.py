@@ -197,8 +197,8 @@ def _how(name: str) -> str:
         for source in weights.sources
         if source.fetch or weights.hub
     )
-    beside = " with the files beside it" if weights.hub else ""
-    return f"run mame-sd-eval weights --get {name}, or put {by_hand}{beside} into --weights-dir"
+    with_files = " with the files beside it" if weights.hub else ""
+    return f"run mame-sd-eval weights --get {name}, or put {by_hand}{with_files} into --weights-dir"
 
 
 def _refuse(name: str, weights_dir: Path | None) -> Path:

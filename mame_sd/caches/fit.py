@@ -24,7 +24,7 @@ RIDGE_MASS, RIDGE_VALUES = 0.1, 0.01  # in units of the mean diagonal of the nor
 LEAST, MOST = 1e-2, 1e2  # of what a key may count for
 
 
-def fitted(
+def with_fitted_values(
     view: CacheView, kept: Kept, place: Tensor, reference: tuple[Tensor, Tensor] | None = None
 ) -> Kept:
     """`kept` with the values and biases that fit.

@@ -144,7 +144,7 @@ class _Work:
         every: int | None,
     ) -> None:
         self.modules, self.method, self.handle, self.every = modules, method, handle, every
-        self.whole = bool(getattr(method, "whole", False))
+        self.all_layers = bool(getattr(method, "all_layers", False))
         self.window: int | None = getattr(method, "window", None)
         self.rotations = {m.layer_idx: rotation_of(model, m) for m in modules}
         self.masks: dict[Any, Tensor | None] = {}  # of each layer, which tokens are real
@@ -189,7 +189,7 @@ class _Work:
         layer = cache.layers[index]
         cos, sin = (t.expand(hidden.shape[0], -1, -1) for t in kwargs["position_embeddings"])
         view = self._view(module, layer, hidden, cos, sin)
-        if not self.whole:
+        if not self.all_layers:
             self._put(cache, index, view, self.method.compress(view, self.handle.keep))
             return
         self.views[index] = view
@@ -266,13 +266,13 @@ class _Work:
         heads = kept.keys.shape[1] * kept.keys.shape[0]
         count = kept.keys.shape[2] if kept.real is None else float(kept.real.sum()) / heads
         self.handle.tokens[index] = view.seen, count
-        whole = (
+        full = (
             view.seen
             * (view.keys.shape[-1] + view.values.shape[-1])
             * view.keys.element_size()
             * heads
         )
-        self.handle.bytes[index] = whole, layer.nbytes
+        self.handle.bytes[index] = full, layer.nbytes
 
 
 def _input_of(args: Any, kwargs: dict[str, Any]) -> Tensor:

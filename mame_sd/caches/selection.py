@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd.caches import values
-from mame_sd.caches.fit import fitted
+from mame_sd.caches.fit import with_fitted_values
 from mame_sd.caches.kept import Kept
 from mame_sd.caches.scores import Scores
 from mame_sd.caches.view import CacheView
@@ -72,7 +72,7 @@ class Selection:
         return None if own is None or needed is None else max(own, needed)
 
     @property
-    def whole(self) -> bool:
+    def all_layers(self) -> bool:
         """Whether all layers are looked at before any is compressed."""
         return self.share in ("layers", "all")
 
@@ -84,7 +84,7 @@ class Selection:
         """The same of all layers, which share a budget."""
         scores = [self._scores(view) for view in views]
         lengths = [s.shape[2] for s in scores]
-        if not self.whole:
+        if not self.all_layers:
             return [
                 self.finish(v, chosen(s, v, keep, self)) for v, s in zip(views, scores, strict=True)
             ]
@@ -111,7 +111,7 @@ class Selection:
         """The cache of the keys that stay, bool [B, h, L]."""
         kept, place = gathered(view, stays)
         if self.dropped == "fit":
-            return fitted(view, kept, place)
+            return with_fitted_values(view, kept, place)
         if self.dropped == "nearest":
             return values.nearest(view, kept, place, stays)
         if self.dropped == "d2o":

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mame_sd.captions.prompts import Image, Kept, kept_of
 
 _NAMES = ("forward", "generate")
-_NOT_BESIDE = {
+_INSTEAD = {
     "inputs_embeds": "give input_ids, whose image tokens say where the images stand",
     "mm_encoder_outputs": "give pixel_values, which the tower merges itself",
 }
@@ -27,17 +27,17 @@ class VisualCounts:
 
     Attributes:
         images: how many.
-        whole: image tokens of their prompts as the processor wrote them.
+        unmerged: image tokens of their prompts as the processor wrote them.
         kept: image tokens that the language model read.
     """
 
     images: int = 0
-    whole: int = 0
+    unmerged: int = 0
     kept: int = 0
 
     def add(self, images: list[Image]) -> None:
         self.images += len(images)
-        self.whole += sum(image.whole for image in images)
+        self.unmerged += sum(image.unmerged for image in images)
         self.kept += sum(len(image.places) for image in images)
 
 
@@ -96,8 +96,8 @@ class Calls:
                     call[length] -= ids.shape[1] - short.shape[1]
             written = own(self.model, **call, input_ids=short)
         if isinstance(written, Tensor):
-            return _whole(written, ids, short)
-        written.sequences = _whole(written.sequences, ids, short)
+            return _with_dropped(written, ids, short)
+        written.sequences = _with_dropped(written.sequences, ids, short)
         return written
 
     def _fewer(self, call: dict[str, Any]) -> tuple[dict[str, Any], Tensor] | None:
@@ -116,7 +116,7 @@ class Calls:
         token = int(model.config.image_token_id)
         kept = kept_of(ids, mask, token, images)
         self.counts.add(images)
-        if any(len(image.places) < image.whole for image in images):
+        if any(len(image.places) < image.unmerged for image in images):
             ids = kept.of(ids, self._padding())
             call.update(_tokens_of(call, kept))
         embeds = model.get_input_embeddings()(ids)
@@ -134,7 +134,7 @@ class Calls:
 
     def _check(self, call: dict[str, Any]) -> None:
         """Raises ValueError for what can't go together with images whose patches merge."""
-        for name, instead in _NOT_BESIDE.items():
+        for name, instead in _INSTEAD.items():
             if name in call:
                 raise ValueError(f"{name}: expected none beside merged images, got it; {instead}")
         for name in ("vision_feature_layer", "vision_feature_select_strategy"):
@@ -191,7 +191,7 @@ def _tokens_of(call: dict[str, Any], kept: Kept) -> dict[str, Any]:
     return found
 
 
-def _whole(written: Tensor, ids: Tensor, short: Tensor) -> Tensor:
+def _with_dropped(written: Tensor, ids: Tensor, short: Tensor) -> Tensor:
     """Tokens [n B, L' + T] that begin with prompts `short` [B, L'], with prompts ids [B, L]."""
     prompts = ids.repeat_interleave(len(written) // len(ids), 0)
     return torch.cat([prompts, written[:, short.shape[1] :]], 1)

@@ -86,9 +86,9 @@ class CaptionHandle:
         self._blocks = chosen_blocks(blocks, depth, every)
         self._schedule = schedule_of(schedule, config, fields)
         config, fields = self._by_block(config, fields)
-        whole_tower: Any = model.get_submodule("model.vision_tower")
+        tower: Any = model.get_submodule("model.vision_tower")
         self.tower = EncoderHandle(
-            whole_tower,
+            tower,
             config,
             self._blocks,
             fields,
@@ -143,7 +143,7 @@ class CaptionHandle:
         counts = self._calls.counts
         images = max(counts.images, 1)
         return CaptionReport(
-            counts.images, counts.whole / images, counts.kept / images, self.tower.report()
+            counts.images, counts.unmerged / images, counts.kept / images, self.tower.report()
         )
 
     def reset(self) -> None:

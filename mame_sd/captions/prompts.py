@@ -18,13 +18,13 @@ class Image:
 
     Attributes:
         features: [k, C], in the order of their places.
-        places: LongTensor [k]: which of the `whole` image tokens of an unmerged prompt these are.
-        whole: how many image tokens the unmerged prompt has for it.
+        places: LongTensor [k]: which of the image tokens of an unmerged prompt these are.
+        unmerged: how many image tokens the unmerged prompt has for it.
     """
 
     features: Tensor
     places: Tensor
-    whole: int
+    unmerged: int
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ def kept_of(ids: Tensor, mask: Tensor | None, token: int, images: list[Image]) -
     Raises:
         ValueError: the prompts have another number of image tokens than the images.
     """
-    slots, whole = ids == token, sum(image.whole for image in images)
-    if int(slots.sum()) != whole:
+    slots, unmerged = ids == token, sum(image.unmerged for image in images)
+    if int(slots.sum()) != unmerged:
         raise ValueError(
-            f"expected {whole} image tokens in the prompts for {len(images)} images, got"
+            f"expected {unmerged} image tokens in the prompts for {len(images)} images, got"
             f" {int(slots.sum())}; give the processor's own expansion of <image>, of the same"
             " images"
         )
-    starts = torch.tensor([0] + [image.whole for image in images]).cumsum(0).tolist()
-    stay = torch.zeros(whole, dtype=torch.bool, device=ids.device)
+    starts = torch.tensor([0] + [image.unmerged for image in images]).cumsum(0).tolist()
+    stay = torch.zeros(unmerged, dtype=torch.bool, device=ids.device)
     for start, image in zip(starts, images, strict=False):
         stay[image.places.to(ids.device) + start] = True
     kept = torch.ones_like(slots) if mask is None else mask.bool()

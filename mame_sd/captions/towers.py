@@ -83,8 +83,8 @@ def images_of(model: Any, tower: EncoderHandle, inputs: dict[str, Any], one: boo
     pixels = inputs["pixel_values"]
     if name_of(model) == "LlavaForConditionalGeneration":
         found = _seen(model, tower, pixels, one)
-        whole = _patches(pixels, model) + tower.special - _skipped(model)
-        return [Image(features, places, whole) for features, places in found]
+        unmerged = _patches(pixels, model) + tower.special - _skipped(model)
+        return [Image(features, places, unmerged) for features, places in found]
     tiles = _tiles(model, inputs)
     found = _seen(model, tower, torch.cat(tiles), one)
     images = []
@@ -112,7 +112,7 @@ def _seen(
     """
     skip, count = _skipped(model), layer_of(model)
     found: list[tuple[Tensor, Tensor]] = []
-    whole = _patches(pixels, model) + tower.special - skip
+    unmerged = _patches(pixels, model) + tower.special - skip
     for some in pixels.split(1) if one and tower.active else (pixels,):
         output = model.model.vision_tower(some, output_hidden_states=True, return_dict=True)
         states = output.hidden_states[count]
@@ -126,7 +126,7 @@ def _seen(
                 strict=True,
             )
         )
-    if tower.active and all(len(places) == whole for _, places in found):
+    if tower.active and all(len(places) == unmerged for _, places in found):
         tower.active = False  # to the bit as without merging, which puts destinations first
         try:
             return _seen(model, tower, pixels, one)

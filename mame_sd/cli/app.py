@@ -119,8 +119,8 @@ def compare_command(
     merging: MaMeConfig,
 ) -> None:
     """Write one sheet: the baseline and each setting, with seconds and what differs."""
-    from mame_sd.cli.compare import compare, compare_sheet, variants_of
-    from mame_sd.cli.console import progress
+    from mame_sd.cli.compare import compare, compare_sheet, remark_on_seconds, variants_of
+    from mame_sd.cli.console import note, progress
     from mame_sd.cli.generate import load_to_merge
     from mame_sd.cli.sheet import check_sheet_path, write_sheet
 
@@ -149,6 +149,8 @@ def compare_command(
     for panel in panels:
         print("  ".join(panel.lines(panels[0])))
     print(out)
+    if remark := remark_on_seconds(panels):
+        note(remark)
 
 
 @app.command("show-merge")
@@ -282,7 +284,7 @@ def tune_command(
     from mame_sd.diffusion.apply_denoiser import denoiser_of
     from mame_sd.diffusion.families.transformers import uniform
     from mame_sd.eval.tuning.calibrate import calibrate, check_forms, settings_to_check
-    from mame_sd.eval.tuning.choice import check_wish, choose, measured, remarks, whole
+    from mame_sd.eval.tuning.choice import check_wish, choose, concrete, measured, remarks
     from mame_sd.eval.tuning.measure import lpips_distance, tune
     from mame_sd.eval.tuning.table import table, text_plot
     from mame_sd.runs.files import write_atomically
@@ -330,7 +332,7 @@ def tune_command(
     about |= {"checked_on_prompts": len(checked), "measured": measured(trials, best)}
     file = out / "config.json"
     write_atomically(
-        file, (json.dumps({**whole(best.config), "about": about}, indent=1) + "\n").encode()
+        file, (json.dumps({**concrete(best.config), "about": about}, indent=1) + "\n").encode()
     )
     print(f"{file}: mame-sd generate --config {file}, or apply_mame(pipe, {str(file)!r})")
 

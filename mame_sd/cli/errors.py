@@ -24,7 +24,7 @@ EXTRAS = {
     "matplotlib": "eval",
     "jinja2": "eval",
     "torchmetrics": "eval",
-    "tomesd": "peers",
+    "tomesd": "rivals",
     "cleanfid": "clean-fid",
     "gradio": "ui",
     "peft": "lora",

@@ -153,8 +153,8 @@ def clip_maps(
     for block, flat in _owners(encoder.model, pixels, merging, blocks):
         h, w = grid_like(shown[0], len(flat) // len(shown))
         frame, row, column = np.unravel_index(flat, (len(shown), h, w))
-        beside = row * (w * len(shown)) + frame * w + column
-        owners = beside.reshape(len(shown), h, w).transpose(1, 0, 2).reshape(h, -1)
+        place = row * (w * len(shown)) + frame * w + column
+        owners = place.reshape(len(shown), h, w).transpose(1, 0, 2).reshape(h, -1)
         maps.append(TokenMap(block, owners))
     return seen, maps
 

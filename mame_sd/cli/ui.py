@@ -82,8 +82,8 @@ class SideBySide:
         Raises:
             UserError, MachineError: what the command line would say.
         """
-        settings = GenerateSettings(steps=_whole("Steps", steps), seed=_whole("Seed", seed))
-        step = _whole("Step of the merge map", step)
+        settings = GenerateSettings(steps=_integer("Steps", steps), seed=_integer("Seed", seed))
+        step = _integer("Step of the merge map", step)
         try:
             config = self._base.replace(**{by: {"keep": keep, "tau": tau}[by]})
         except ValueError as error:
@@ -116,7 +116,7 @@ class SideBySide:
         return self._baseline[1:]
 
 
-def _whole(field: str, value: float | None) -> int:
+def _integer(field: str, value: float | None) -> int:
     """The number in a field of the page. Raises UserError unless it is a whole one."""
     if value is None or not float(value).is_integer():
         got = "an empty field" if value is None else f"{value:g}"

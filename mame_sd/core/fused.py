@@ -203,7 +203,7 @@ def means(
     from mame_sd.core.triton_groups import group_means
 
     plane = size if len(size) == 3 else (1, 1, pos.L)
-    beside = (plan.special, 0) if around is None else around
+    unmerged = (plan.special, 0) if around is None else around
     groups, drawn = plan.tokens_kept - plan.special, pos.samples if sampled else 0
     found: tuple[Tensor, Tensor, Tensor] | None = launched(
         group_means,
@@ -212,7 +212,7 @@ def means(
         *table_of(pos),
         plane,
         plan.special,
-        beside,
+        unmerged,
         groups,
         drawn,
         proportional,
@@ -222,7 +222,7 @@ def means(
     return found
 
 
-def detailed(plan: Any, y: Tensor, detail: Detail, count: int) -> Tensor | None:
+def restored_with_detail(plan: Any, y: Tensor, detail: Detail, count: int) -> Tensor | None:
     """Merged tokens y [B, L', C] restored by a RowPlan with detail; None where PyTorch has to."""
     if plan.positions.m > LARGEST_TILE:
         return None

@@ -282,7 +282,7 @@ class RowPlan(Plan):
             x = rows_of(y, self.rows)
         else:
             with no_autocast(y):
-                x = self._detailed(y, detail)
+                x = self._restored_with_detail(y, detail)
         return x.view(*self._lead, *x.shape[1:])
 
     def means(self, t: Tensor) -> Tensor:
@@ -308,7 +308,7 @@ class RowPlan(Plan):
         sample = t.index_select(1, self.positions.sample + self.special)
         return torch.cat([self.means(t), sample], 1)
 
-    def _detailed(self, y: Tensor, detail: Detail) -> Tensor:
+    def _restored_with_detail(self, y: Tensor, detail: Detail) -> Tensor:
         """Merged tokens y [B, L', C] as [B, L, C], varying within their groups.
 
         Groups keep their means, so that merging again gives `y` up to rounding.
@@ -316,7 +316,7 @@ class RowPlan(Plan):
         feature, plane, means = detail
         count = min(RANK, (self.special + self.positions.M) // GROUPS)
         if count and not self.special and self.by_kernels and fused.on(y, feature):
-            found = fused.detailed(self, y, detail, count)
+            found = fused.restored_with_detail(self, y, detail, count)
             if found is not None:
                 return found
         exact = torch.promote_types(self._dtype, y.dtype)

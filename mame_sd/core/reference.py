@@ -85,9 +85,11 @@ class ReferencePlan:
         restored = torch.stack(out)
         if detail is None:
             return restored
-        return torch.stack([self._detailed(b, x, detail) for b, x in enumerate(restored)])
+        return torch.stack(
+            [self._restored_with_detail(b, x, detail) for b, x in enumerate(restored)]
+        )
 
-    def _detailed(self, b: int, x: Tensor, detail: Detail) -> Tensor:
+    def _restored_with_detail(self, b: int, x: Tensor, detail: Detail) -> Tensor:
         """Copies x [L, C] of sample b, the detail that their blur has, and that which follows the
         input.
         """

@@ -130,14 +130,14 @@ class TiledPlan(RowPlan):
         y = self._checked(y, self.tokens_kept, "restore")
         return gathered(y, self.rows).view(*self._lead, self.tokens_in, y.shape[2])
 
-    def _detailed(self, y: Tensor, detail: Detail) -> Tensor:
+    def _restored_with_detail(self, y: Tensor, detail: Detail) -> Tensor:
         """See `RowPlan`: outputs and the inputs' directions side by side, so that both are blurred,
         averaged and restored at once.
         """
         feature, plane, means = detail
         count, channels = min(RANK, self.positions.M // GROUPS), y.shape[2]
         if not count or not on(y, feature):
-            return super()._detailed(y, detail)
+            return super()._restored_with_detail(y, detail)
         cast = constant(scaled_directions, feature.shape[2], count, y.dtype, y.device)
         means = self.means(feature) if means is None else means
         merged = torch.cat([y, means.to(y.dtype) @ cast], 2)

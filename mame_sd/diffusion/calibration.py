@@ -84,15 +84,15 @@ class Merging(Protocol):
 
 @dataclass
 class Measured:
-    """One layer: seconds of the whole attention, and by number of the form errors and seconds; one
-    entry for each call.
+    """One layer: seconds of the unmerged attention, and by number of the form errors and seconds;
+    one entry for each call.
 
     `effect`: the error of the denoiser's output where the form REFERENCE merges in this layer
     alone, in the calls in which that was tried.
     `own`: the error of the layer's output in the same calls.
     """
 
-    whole: list[float] = field(default_factory=list)
+    unmerged: list[float] = field(default_factory=list)
     effect: list[float] = field(default_factory=list)
     seconds: dict[int, list[float]] = field(default_factory=dict)
     errors: dict[int, list[float]] = field(default_factory=dict)
@@ -121,8 +121,8 @@ class Measurement:
             seconds, errors = (
                 {int(n): list(v) for n, v in found[what].items()} for what in ("seconds", "errors")
             )
-            whole, effect, own = (list(found[what]) for what in ("whole", "effect", "own"))
-            layers[name] = Measured(whole, effect, seconds, errors, own)
+            unmerged, effect, own = (list(found[what]) for what in ("unmerged", "effect", "own"))
+            layers[name] = Measured(unmerged, effect, seconds, errors, own)
         return cls(list(values["forms"]), list(values["forward"]), layers)
 
     def add(self, other: Measurement) -> None:
@@ -130,7 +130,7 @@ class Measurement:
         self.forward += other.forward
         for name, found in other.layers.items():
             mine = self.layers.setdefault(name, Measured())
-            mine.whole += found.whole
+            mine.unmerged += found.unmerged
             mine.effect += found.effect
             mine.own += found.own
             for known, more in ((mine.seconds, found.seconds), (mine.errors, found.errors)):
@@ -216,10 +216,10 @@ class Calibration:
         width = max(map(len, chosen))
         lines = [f"{'layer':<{width}}  takes                    error     ms  unmerged"]
         for name, option in chosen.items():
-            whole = self.options[name][0].seconds
+            unmerged = self.options[name][0].seconds
             lines.append(
                 f"{name:<{width}}  {in_words(option.rule):<20} {option.error:8.1e}"
-                f" {1e3 * option.seconds:6.1f}  {1e3 * whole:8.1f}"
+                f" {1e3 * option.seconds:6.1f}  {1e3 * unmerged:8.1f}"
             )
         lines.append(f"reckoned {self.reckoned(chosen):.2f} times as fast as unmerged")
         return "\n".join(lines)
@@ -253,7 +253,7 @@ class Single(MergeHook):
 
 
 class Probe(Single):
-    """Computes the whole attention, whose output goes on, and every form beside it."""
+    """Computes the unmerged attention, whose output goes on, and every form beside it."""
 
     def __init__(
         self, hook: MergeHook, forms: Sequence[MaMeConfig], measured: Measured, clock: Clock
@@ -264,15 +264,17 @@ class Probe(Single):
     def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """The module's own output; the forms in which the layer can't merge have no entry."""
         call = self.layer.call(module, forward, args, kwargs)
-        whole, seconds = _timed(call.run, self._clock)
-        self._measured.whole.append(seconds)
+        unmerged, seconds = _timed(call.run, self._clock)
+        self._measured.unmerged.append(seconds)
         for number, form in enumerate(self._forms):
             stats = LayerStats(self.stats.name)
             merged, seconds = _timed(partial(self.merged, call, form, stats), self._clock)
             if stats.last_reason is None:
                 self._measured.seconds.setdefault(number, []).append(seconds)
-                self._measured.errors.setdefault(number, []).append(relative_error(merged, whole))
-        return whole
+                self._measured.errors.setdefault(number, []).append(
+                    relative_error(merged, unmerged)
+                )
+        return unmerged
 
 
 @torch.no_grad()
@@ -450,14 +452,14 @@ def options(found: Measurement) -> dict[str, list[Option]]:
     """
     result: dict[str, list[Option]] = {}
     for name, layer in found.layers.items():
-        whole = median(layer.whole)
+        unmerged = median(layer.unmerged)
         matters = float(np.mean(layer.effect)) / max(float(np.mean(layer.own)), 1e-30)
-        result[name] = [Option(False, 0.0, whole)]
+        result[name] = [Option(False, 0.0, unmerged)]
         for number, seconds in layer.seconds.items():
             form = found.forms[number]
             taken = float(np.mean(seconds)) if "tau" in form else median(seconds)
             option = Option(dict(form), matters * float(np.mean(layer.errors[number])), taken)
-            if option.seconds < whole:
+            if option.seconds < unmerged:
                 result[name].append(option)
     return result
 
@@ -493,11 +495,11 @@ def choose(options: Mapping[Name, Sequence[Option]], saved: float) -> dict[Name,
         tuple[np.ndarray, np.ndarray]
     ] = []  # of each layer, by units saved: the option, and the units before it
     for name in names:
-        whole = max(o.seconds for o in options[name])
+        unmerged = max(o.seconds for o in options[name])
         after = np.full(need + 1, np.inf)
         taken, origin = np.zeros(need + 1, int), np.zeros(need + 1, int)
         for number, option in enumerate(options[name]):
-            gain = min(int((whole - option.seconds) / unit), need)
+            gain = min(int((unmerged - option.seconds) / unit), need)
             reached = np.full(need + 1, np.inf)
             reached[gain:] = best[: need + 1 - gain] + option.error
             sources = np.arange(need + 1) - gain
@@ -519,14 +521,14 @@ def choose(options: Mapping[Name, Sequence[Option]], saved: float) -> dict[Name,
     return {name: chosen[name] for name in names}
 
 
-def relative_error(merged: Any, whole: Any) -> float:
+def relative_error(merged: Any, unmerged: Any) -> float:
     """Squared error over squared norm, of all tensors of an output together: a tensor, a tuple or
     diffusers' output class.
     """
-    pairs = list(zip(tensors_of(merged), tensors_of(whole), strict=True))
+    pairs = list(zip(tensors_of(merged), tensors_of(unmerged), strict=True))
     if not pairs:
         raise TypeError(
-            f"expected a tensor or a tuple or dict of tensors, got {type(whole).__name__}"
+            f"expected a tensor or a tuple or dict of tensors, got {type(unmerged).__name__}"
         )
     apart = sum(float((a.float() - b.float()).square().sum()) for a, b in pairs)
     return apart / max(sum(float(b.float().square().sum()) for _, b in pairs), 1e-30)

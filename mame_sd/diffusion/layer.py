@@ -25,7 +25,7 @@ from mame_sd.core.detail import Detail
 from mame_sd.core.merge import plan_merge
 from mame_sd.core.partition import GRIDS
 from mame_sd.core.plan import Plan
-from mame_sd.diffusion.worth import LEFT_WHOLE, no_gain
+from mame_sd.diffusion.worth import LEFT_UNMERGED, no_gain
 from mame_sd.report import LayerStats
 
 # share of tokens kept above which merging saves less than it costs; with tau it is known only now
@@ -319,7 +319,7 @@ def merged_call(
     if feature.is_cuda and layer.early is not None:
         vain = no_gain(call.module, route.config, feature, route.before + route.after, layer.early)
         if vain and may_leave:
-            stats.left_unmerged(tokens.count, tokens.size, LEFT_WHOLE.format(vain))
+            stats.left_unmerged(tokens.count, tokens.size, LEFT_UNMERGED.format(vain))
             return call.run()
     if step.plans is None:
         plan = layer.plan(route, step)

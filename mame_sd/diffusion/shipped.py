@@ -1,7 +1,7 @@
 """Settings that lie beside a model's weights, which merging takes where nothing else is given.
 
-A pipeline's folder may hold `mame.json` (`config.BESIDE`), a file of settings such as calibration
-writes. The embedded models have one.
+A pipeline's folder may hold `mame.json` (`config.SETTINGS_FILE`), a file of settings such as
+calibration writes. The embedded models have one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from mame_sd.config import BESIDE, MaMeConfig
+from mame_sd.config import SETTINGS_FILE, MaMeConfig
 
 
 def shipped_with(model: nn.Module) -> MaMeConfig | None:
@@ -28,8 +28,8 @@ def shipped_with(model: nn.Module) -> MaMeConfig | None:
     if not isinstance(place, (str, PathLike)) or not str(place):
         return None
     for folder in (Path(place), Path(place).parent):  # the denoiser's own, and the pipeline's
-        if (folder / BESIDE).is_file():
-            return _read(folder / BESIDE)
+        if (folder / SETTINGS_FILE).is_file():
+            return _read(folder / SETTINGS_FILE)
     return None
 
 

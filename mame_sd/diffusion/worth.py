@@ -22,7 +22,7 @@ from mame_sd.core.costs import LEAST_GAIN, Call, Form, times_as_fast
 
 # Settings that say what merges. With one of them given, merging is asked for and done.
 _GIVEN = ("tau", "keep", "merge", "weights", "variant", "preset", "layers")
-LEFT_WHOLE = "left whole: {}"
+LEFT_UNMERGED = "left whole: {}"
 NO_GAIN = "no gain reckoned on {}"
 
 

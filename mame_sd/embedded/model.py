@@ -43,12 +43,12 @@ _INDEXES = (
 @cache
 def models_folder() -> Path:
     """Where the models lie: beside this file in a checkout, else in the package mame_sd_models."""
-    beside = Path(__file__).parent
-    if _named(beside):
-        return beside
+    here = Path(__file__).parent
+    if _named(here):
+        return here
     found = find_spec(MODELS)
     places = list(found.submodule_search_locations or []) if found else []
-    return Path(places[0]) if places else beside
+    return Path(places[0]) if places else here
 
 
 def _named(folder: Path) -> list[str]:

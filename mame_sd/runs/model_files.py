@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from mame_sd.config import BESIDE
+from mame_sd.config import SETTINGS_FILE
 from mame_sd.errors import UserError, first_line
 from mame_sd.runs.options import option
 from mame_sd.runs.schedulers import check_scheduler
@@ -162,7 +162,7 @@ def digest_of(source: Path) -> str:
         else sorted(
             p
             for p in source.rglob("*")
-            if p.is_file() and p.suffix not in (".md", ".py", ".pyc") and p.name != BESIDE
+            if p.is_file() and p.suffix not in (".md", ".py", ".pyc") and p.name != SETTINGS_FILE
         )
     )
     for path in files:

@@ -47,12 +47,12 @@ class Prompt:
 
 def packaged_file(name: str) -> Path:
     """A packaged file of the room of prompts: ``demo.txt`` (prompts) or ``demo.png`` (an image)."""
-    beside = Path(__file__).resolve().parents[1]
-    for folder in (beside / "prompts", beside.parent / "prompts"):  # a wheel; a checkout
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "prompts", package.parent / "prompts"):  # a wheel; a checkout
         if (folder / name).is_file():
             return folder / name
     raise PromptError(
-        f"expected the packaged file {beside / 'prompts' / name}, found none; reinstall mame-sd"
+        f"expected the packaged file {package / 'prompts' / name}, found none; reinstall mame-sd"
     )
 
 

@@ -49,8 +49,8 @@ LIKE_SDXL = {  # no attention at the largest level
 }
 
 
-peers = pytest.mark.skipif(
-    importlib.util.find_spec("tomesd") is None, reason="tomesd is not installed (extra peers)"
+rivals = pytest.mark.skipif(
+    importlib.util.find_spec("tomesd") is None, reason="tomesd is not installed (extra rivals)"
 )
 
 

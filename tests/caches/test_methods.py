@@ -18,7 +18,7 @@ from mame_sd.caches import (
     Selection,
     SnapKV,
 )
-from mame_sd.caches.fit import fitted
+from mame_sd.caches.fit import with_fitted_values
 from mame_sd.caches.merging import _weights, strict_weights
 from mame_sd.caches.selection import chosen, gathered
 from mame_sd.config import MaMeConfig
@@ -91,7 +91,7 @@ def test_attention_is_that_of_a_loop(softcap: float | None) -> None:
 def test_every_method_keeps_what_was_asked_for(name: str, keep: float) -> None:
     method = METHODS[name]
     views = [view_of(48, seed=i, layer=i) for i in range(2)]
-    if getattr(method, "whole", False):
+    if getattr(method, "all_layers", False):
         kept = method.compress_all(views, keep)  # type: ignore[attr-defined]
     else:
         kept = [method.compress(view, keep) for view in views]
@@ -178,7 +178,7 @@ def test_fit_solves_its_least_squares() -> None:
     )
     kept, place = gathered(view, stays)
     queries = view.queries
-    fit = fitted(view, kept, place, (queries, torch.ones(1, 40, dtype=torch.bool)))
+    fit = with_fitted_values(view, kept, place, (queries, torch.ones(1, 40, dtype=torch.bool)))
     assert fit.bias is not None
     flat = queries[0].flatten(0, 1)
     want = oracle.attended(flat, view.keys[0, 0], view.values[0, 0], view.scale)
@@ -199,7 +199,7 @@ def test_fit_solves_its_least_squares() -> None:
 def test_fit_of_all_keys_is_the_cache_itself() -> None:
     view = view_of(24)
     kept, place = gathered(view, torch.ones(1, 2, 24, dtype=torch.bool))
-    fit = fitted(view, kept, place)
+    fit = with_fitted_values(view, kept, place)
     torch.testing.assert_close(fit.values, view.values, atol=1e-4, rtol=1e-4)
     assert fit.bias is not None
     assert fit.bias.abs().max() < 1e-4

@@ -133,7 +133,7 @@ def test_a_library_that_does_not_load_is_the_machines_fault(tmp_path: Path, modu
 
 
 @pytest.mark.parametrize(
-    ("package", "extra"), [("matplotlib", "eval"), ("gradio", "ui"), ("tomesd", "peers")]
+    ("package", "extra"), [("matplotlib", "eval"), ("gradio", "ui"), ("tomesd", "rivals")]
 )
 def test_a_missing_package_names_the_extra_that_brings_it(package: str, extra: str) -> None:
     status, message = describe(ModuleNotFoundError(f"No module named '{package}'", name=package))

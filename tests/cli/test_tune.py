@@ -20,7 +20,7 @@ from mame_sd.diffusion.calibration import Calibration, Option
 from mame_sd.diffusion.saved_setting import resolve_setting
 from mame_sd.errors import UserError
 from mame_sd.eval.tuning.calibrate import CALIBRATED, calibrate, settings_to_check
-from mame_sd.eval.tuning.choice import choose, measured, remarks, whole
+from mame_sd.eval.tuning.choice import choose, concrete, measured, remarks
 from mame_sd.eval.tuning.measure import BASELINE, FLOOR, Trial, tune
 from mame_sd.eval.tuning.table import table, text_plot
 from mame_sd.pipelines import StableDiffusionMaMePipeline
@@ -298,11 +298,11 @@ def test_a_tuned_file_merges_transformers_as_tuning_did() -> None:
         "timestep": torch.tensor([0.5, 0.5]),
     }
     for label, config in ROWS:
-        with mame(model, MaMeConfig.from_dict(json.loads(json.dumps(whole(config))))) as handle:
+        with mame(model, MaMeConfig.from_dict(json.loads(json.dumps(concrete(config))))) as handle:
             model(**inputs)
             assert handle.report().layers[0].merged, label
     assert (
-        resolve_setting(0.8, None, {n: v for n, v in whole(SMALL).items() if n != "keep"})
+        resolve_setting(0.8, None, {n: v for n, v in concrete(SMALL).items() if n != "keep"})
         is not None
     )
 

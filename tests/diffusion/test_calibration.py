@@ -118,7 +118,7 @@ def test_errors_are_those_of_the_layers_own_merged_outputs() -> None:
     )
     shares = [FORMS[number]["keep"] for number in range(6)]
     assert [
-        found.layers[name].seconds[n][0] / found.layers[name].whole[0] for n in range(6)
+        found.layers[name].seconds[n][0] / found.layers[name].unmerged[0] for n in range(6)
     ] == pytest.approx(shares, abs=0.07)
 
 

@@ -30,19 +30,19 @@ class JoinedPlan(Plan):
     It merges keys and values; nothing is restored from it.
 
     Args:
-        parts: of each image its plan and how its tokens lie, in their order.
+        parts: of each image its plan and how its tokens tokens, in their order.
     """
 
     def __init__(self, parts: Sequence[tuple[Plan, Tokens]]) -> None:
         self.parts = tuple(plan for plan, _ in parts)
-        self._lie = tuple(tokens for _, tokens in parts)
+        self._tokens = tuple(tokens for _, tokens in parts)
         self.special, self.uneven = 0, True  # groups of images are not alike
         self.tokens_in = sum(plan.tokens_in for plan in self.parts)
         self.tokens_kept = sum(plan.tokens_kept for plan in self.parts)
         self.by_rows = all(isinstance(plan, RowPlan) for plan in self.parts)
         samples = [
-            lie.places(plan.positions.sample) + start
-            for plan, lie, start in self._from("tokens_in")
+            tokens.places(plan.positions.sample) + start
+            for plan, tokens, start in self._from("tokens_in")
         ]
         # Two estimates are made of the halves of a sample, so each image is in both.
         halves = [sample.tensor_split([(len(sample) + 1) // 2]) for sample in samples]
@@ -54,18 +54,18 @@ class JoinedPlan(Plan):
         starts = [0]
         for plan in self.parts:
             starts.append(starts[-1] + getattr(plan, count))
-        return list(zip(self.parts, self._lie, starts, strict=False))
+        return list(zip(self.parts, self._tokens, starts, strict=False))
 
     @property
     def sizes(self) -> Tensor:
         """See `Plan`."""
-        return _beside([plan.sizes for plan in self.parts])
+        return _joined([plan.sizes for plan in self.parts])
 
     @property
     def kept(self) -> Tensor:
         """See `Plan`."""
-        return _beside(
-            [lie.places(plan.kept) + start for plan, lie, start in self._from("tokens_in")]
+        return _joined(
+            [tokens.places(plan.kept) + start for plan, tokens, start in self._from("tokens_in")]
         )
 
     @property
@@ -73,8 +73,8 @@ class JoinedPlan(Plan):
         """See `Plan`."""
         return torch.cat(
             [
-                lie.from_plane((plan.rows + start).unsqueeze(-1)).squeeze(-1)
-                for plan, lie, start in self._from("tokens_kept")
+                tokens.from_plane((plan.rows + start).unsqueeze(-1)).squeeze(-1)
+                for plan, tokens, start in self._from("tokens_kept")
             ],
             1,
         )
@@ -84,8 +84,8 @@ class JoinedPlan(Plan):
         parts = t.split([plan.tokens_in for plan in self.parts], 1)
         return torch.cat(
             [
-                plan.merge(lie.to_plane(part))
-                for plan, lie, part in zip(self.parts, self._lie, parts, strict=True)
+                plan.merge(tokens.to_plane(part))
+                for plan, tokens, part in zip(self.parts, self._tokens, parts, strict=True)
             ],
             1,
         )
@@ -97,7 +97,7 @@ class _Sampled(NamedTuple):
     sample: Tensor
 
 
-def _beside(parts: Sequence[Tensor]) -> Tensor:
+def _joined(parts: Sequence[Tensor]) -> Tensor:
     """[n] or [B, n] of each part's, [B, n] where one of them is."""
     for each in [part for part in parts if part.dim() == 2][:1]:
         parts = [part.expand(each.shape[0], -1) for part in parts]

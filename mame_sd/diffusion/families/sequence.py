@@ -102,7 +102,7 @@ class SequenceAttention(Layer):
             # Rotary positions are shared by a batch, so samples with tokens of their own run apart.
             alone = family.select is not None and config.keep is not None and hidden.shape[0] > 1
             alone = alone and _keeps_own_tokens(known, config)
-            reason = _unable(family, call, known, config, because, alone)
+            reason = _refusal(family, call, known, config, because, alone)
             if reason is not None:
                 return reason
             form = self._samples_merged if alone else self._tokens_merged
@@ -346,7 +346,7 @@ def _skip_reason(
     return None
 
 
-def _unable(
+def _refusal(
     family: Family, call: LayerCall, tokens: Tokens, config: MaMeConfig, because: str, alone: bool
 ) -> str | None:
     """Why tokens can't merge before this call, queries included; None if they can.

@@ -26,7 +26,7 @@ from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.methods import Merging
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.prompt_files import prompts_from_texts
-from tests.builders.benchmarks import LIKE_SDXL, PROMPTS, SETTINGS, peers, tiny_rows
+from tests.builders.benchmarks import LIKE_SDXL, PROMPTS, SETTINGS, rivals, tiny_rows
 from tests.builders.tiny import save_tiny_pipeline
 
 
@@ -137,7 +137,7 @@ def test_batches_that_are_timed_are_of_one_size_and_length() -> None:
     assert [[job.prompt.id for job in batch] for batch in batches] == [["0", "1"], ["4", "5"]]
 
 
-@peers
+@rivals
 def test_bench_refuses_rows_that_do_nothing(tmp_path: Path) -> None:
     folder = save_tiny_pipeline(tmp_path / "like-sdxl", **LIKE_SDXL)
     like_sdxl = load_model(ModelChoice(model=str(folder), device="cpu"))

@@ -23,13 +23,13 @@ from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import jobs_of
 from mame_sd.runs.loading import LoadedModel
 from tests.builders import seeded
-from tests.builders.benchmarks import KEEP, PROMPTS, SETTINGS, peers
+from tests.builders.benchmarks import KEEP, PROMPTS, SETTINGS, rivals
 from tests.builders.run_folders import forget_hashes, write_run
 
 ROOT = Path(__file__).parents[3]
 
 
-@peers
+@rivals
 def test_gates_pass_and_the_manifest_says_what_was_done(finished: Path) -> None:
     results = read_results(finished)
     assert [gate["name"] for gate in results["gates"]] == [

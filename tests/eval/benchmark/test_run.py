@@ -36,7 +36,7 @@ from tests.builders.benchmarks import (
     SETTINGS,
     TINY,
     benchmark,
-    peers,
+    rivals,
     tiny_rows,
 )
 from tests.builders.kills import snapshot
@@ -48,7 +48,7 @@ def rows_of(out: Path) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in read_results(out)["rows"]}
 
 
-@peers
+@rivals
 def test_every_row_has_every_value_or_a_reason(finished: Path) -> None:
     rows = rows_of(finished)
     assert list(rows) == ["baseline", "tomesd-50", "mame-tau", "mame-default"]
@@ -72,7 +72,7 @@ def test_every_row_has_every_value_or_a_reason(finished: Path) -> None:
     assert rows["mame-tau"]["values"]["background"]["against"] == "baseline"
 
 
-@peers
+@rivals
 def test_kept_tokens_are_counted_step_by_step(finished: Path) -> None:
     rows = rows_of(finished)
     assert rows["baseline"]["kept"] == []
@@ -85,7 +85,7 @@ def test_kept_tokens_are_counted_step_by_step(finished: Path) -> None:
     ]
 
 
-@peers
+@rivals
 def test_a_report_is_made_of_it(finished: Path) -> None:
     render(read_results(finished), finished)
     html = (finished / "report.html").read_text(encoding="utf-8")
@@ -93,7 +93,7 @@ def test_a_report_is_made_of_it(finished: Path) -> None:
     assert "N = 3, needs 100" in html
 
 
-@peers
+@rivals
 def test_running_again_computes_nothing_again(
     model: LoadedModel, finished: Path, tmp_path: Path
 ) -> None:
@@ -111,7 +111,7 @@ def test_running_again_computes_nothing_again(
         assert rows_of(out)[name]["values"] == row["values"]
 
 
-@peers
+@rivals
 def test_a_resumed_benchmark_mixes_no_figures_of_before(
     model: LoadedModel, finished: Path, tmp_path: Path
 ) -> None:
@@ -132,7 +132,7 @@ def test_a_resumed_benchmark_mixes_no_figures_of_before(
     assert (row["status"], row["per_image"], len(row["kept"])) == ("measured", {}, 4)
 
 
-@peers
+@rivals
 def test_a_changed_image_is_scored_again(
     model: LoadedModel, finished: Path, tmp_path: Path
 ) -> None:
@@ -214,7 +214,7 @@ def test_missing_peers_and_weights_leave_a_reason(
     metrics = [METRICS["lpips"], METRICS["psnr"]]
     results = benchmark(model, tmp_path / "out", rows=tiny_rows()[:2], metrics=metrics).run()
     assert not results.rows[1].measured
-    assert results.rows[1].reason == "tomesd is not installed: pip install mame-sd[peers]"
+    assert results.rows[1].reason == "tomesd is not installed: pip install mame-sd[rivals]"
     results = benchmark(model, tmp_path / "other", rows=tiny_rows()[::3], metrics=metrics).run()
     values = results.rows[1].values
     assert values["lpips"].withheld == "not measured: no weights of lpips-alex"

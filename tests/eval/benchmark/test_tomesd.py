@@ -17,12 +17,12 @@ from mame_sd.runs.generate import generate
 from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.methods import Merging, NotApplicable
 from mame_sd.runs.model_files import ModelChoice
-from tests.builders.benchmarks import LIKE_SDXL, PROMPTS, SETTINGS, benchmark, peers, tiny_rows
+from tests.builders.benchmarks import LIKE_SDXL, PROMPTS, SETTINGS, benchmark, rivals, tiny_rows
 from tests.builders.kills import snapshot
 from tests.builders.tiny import save_tiny_pipeline
 
 
-@peers
+@rivals
 def test_tomesd_merges_leaves_no_trace_and_resumes_to_the_same_pixels(
     model: LoadedModel, tmp_path: Path
 ) -> None:
@@ -44,11 +44,11 @@ def test_tomesd_merges_leaves_no_trace_and_resumes_to_the_same_pixels(
     torch.manual_seed(99)
     assert generate(model, PROMPTS, SETTINGS, ToMeSD(0.5), tmp_path / "tomesd").made == 1
     assert snapshot(tmp_path / "tomesd") == whole
-    with pytest.raises(UserError, match=r"peer.ratio: 0.5 there, 0.25 here"):
+    with pytest.raises(UserError, match=r"rival.ratio: 0.5 there, 0.25 here"):
         generate(model, PROMPTS, SETTINGS, ToMeSD(0.25), tmp_path / "tomesd")
 
 
-@peers
+@rivals
 def test_tomesd_says_where_it_can_do_nothing(tmp_path: Path) -> None:
     folder = save_tiny_pipeline(tmp_path / "like-sdxl", **LIKE_SDXL)
     like_sdxl = load_model(ModelChoice(model=str(folder), device="cpu"))

@@ -262,10 +262,9 @@ def test_every_option_has_help() -> None:
             assert getattr(parameter, "help", None), f"{name} {parameter.name}"
 
 
-@pytest.mark.parametrize("module", ["eval", "mame_sd.eval"])
-def test_as_a_module(module: str) -> None:
+def test_as_a_module() -> None:
     result: Any = subprocess.run(
-        [sys.executable, "-m", module], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "mame_sd.eval"], cwd=ROOT, capture_output=True, text=True
     )
     assert result.returncode == 2
     assert result.stderr == "error: Missing command; mame-sd-eval --help shows what can be given\n"

@@ -237,7 +237,7 @@ def test_processes_share_the_batches(place: Path, finished: Path, tmp_path: Path
         "--standalone",
         "--nproc-per-node=2",
         "-m",
-        "eval",
+        "mame_sd.eval",
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -70,16 +70,16 @@ def test_a_row_that_is_faster_and_closer_is_named_where_that_is_no_noise(results
         parsed = parse(results)
         return "Both faster and closer: ToMeSD 50 %." in comparison(parsed, focus(parsed))
 
-    ours, peer = row(results, "mame-default")["values"], row(results, "tomesd-50")["values"]
+    ours, rival = row(results, "mame-default")["values"], row(results, "tomesd-50")["values"]
     assert not says_so()
     for name in ("latency", "lpips"):
-        peer[name] = {**ours[name]}
+        rival[name] = {**ours[name]}
     assert not says_so(), "a tie"
-    peer["latency"] = {"mean": 1.0, "low": 0.9, "high": 1.1}
+    rival["latency"] = {"mean": 1.0, "low": 0.9, "high": 1.1}
     assert not says_so(), "as close"
-    peer["lpips"] = {"mean": ours["lpips"]["mean"] / 2, "low": 0.0, "high": ours["lpips"]["mean"]}
+    rival["lpips"] = {"mean": ours["lpips"]["mean"] / 2, "low": 0.0, "high": ours["lpips"]["mean"]}
     assert not says_so(), "within the intervals"
-    peer["lpips"] = {"mean": 1e-6, "low": 0.0, "high": 2e-6}
+    rival["lpips"] = {"mean": 1e-6, "low": 0.0, "high": 2e-6}
     assert says_so()
 
 
@@ -102,7 +102,7 @@ def test_tomesd_that_was_not_measured_is_named(tmp_path: Path, results: Results)
         status="not measured", values={}, per_image={}, reason="no <tomesd>"
     )
     text = render(results, tmp_path).read_text(encoding="utf-8")
-    assert "ToMeSD was not measured: tomesd is not installed: pip install mame-sd[peers]." in text
+    assert "ToMeSD was not measured: tomesd is not installed: pip install mame-sd[rivals]." in text
     assert text.count("not measured: no &lt;tomesd&gt;") == 3  # in every table
     assert "--columns: 3" in text
 
