@@ -1,9 +1,9 @@
 """The first-order correction of attention (`correction.py`) in Triton: its moments in two launches,
 the sum in one.
 
-Sums over the sample and over the means are cut into chunks, each of a program of its own, so that
-there are programs enough for a card. The chunks are added in a fixed order, so the same call gives
-the same result.
+Sums over the sample and over the means are cut into chunks, so that there are programs enough for a
+card: one for each chunk. The chunks are added in a fixed order, so the same call gives the same
+result.
 """
 
 from __future__ import annotations
