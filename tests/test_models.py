@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import LTXConditionPipeline
 from diffusers.models.transformers import (
     transformer_flux2,
     transformer_sana_wm,
@@ -19,6 +20,7 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVC
 
 from mame_sd import apply_mame, remove_mame
 from mame_sd.config import Study
+from mame_sd.diffusion.families import transformers
 from mame_sd.diffusion.families.family import REGISTERED
 from mame_sd.diffusion.families.layouts import UNLIKE
 from mame_sd.diffusion.families.refused import EXCLUDED
@@ -29,7 +31,7 @@ from tests.matrix.models import images, refusals
 from tests.matrix.models.case import Case
 from tests.matrix.models.images import WORDS
 from tests.matrix.models.probe import check_probe
-from tests.matrix.models.sweep import CASES, RECORD, classes, outcome
+from tests.matrix.models.sweep import CASES, GRIDS, RECORD, classes, outcome
 from tests.matrix.models.videos import T
 from tests.matrix.models.watch import Attention, by_loop, merging
 
@@ -233,6 +235,42 @@ def test_keys_that_unets_add_stay_whole() -> None:
         torch.testing.assert_close(call.output, by_loop(call), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("conditions", [(), (9,), (9, 25)], ids=str)
+def test_ltx_with_conditions_merges_its_video_alone(conditions: tuple[int, ...]) -> None:
+    """The coordinates are those of diffusers' own pipeline, which puts frames of conditions before
+    the video.
+    """
+    case = next(case for case in CASES if case.name == "LTXVideoTransformer3DModel")
+    model: Any = case.build().eval()
+    pipe = LTXConditionPipeline
+    ids = [
+        pipe._scale_video_ids(pipe._prepare_video_ids(2, count, H, W), frame_index=index)
+        for index, count in [*((index, 2) for index in conditions), (0, T)]
+    ]
+    coordinates = torch.cat(ids, 2).float()
+    coordinates[:, 0] /= 25  # frames of a second
+    inputs = case.inputs()
+    for side in ("num_frames", "height", "width"):
+        del inputs[side]
+    inputs["hidden_states"] = normal(2, coordinates.shape[2], 4)
+    calls = cached_calls(model, {**inputs, "video_coords": coordinates})
+    before = 2 * H * W * len(conditions)
+    assert {(call.first, call.plan.tokens_in) for call in calls} == {(before, T * H * W)}
+
+
+@pytest.mark.parametrize("behind", [0, 2 * H * W])
+def test_ltx2_leaves_what_conditions_add_behind_its_video(behind: int) -> None:
+    case = next(case for case in CASES if case.name == "LTX2VideoTransformer3DModel")
+    model: Any = case.build().eval()
+    inputs = case.inputs()
+    coordinates = model.rope.prepare_video_coords(2, T, H, W, torch.device("cpu"))
+    inputs["video_coords"] = torch.cat([coordinates, coordinates[:, :, :behind] + 1], 2)
+    inputs["hidden_states"] = torch.cat([inputs["hidden_states"], normal(2, behind, 4)], 1)
+    calls = cached_calls(model, inputs)
+    assert {(call.first, call.plan.tokens_in) for call in calls} == {(0, T * H * W)}
+    assert {call.call["key"].shape[-2] for call in calls} == {T * H * W + behind}
+
+
 def test_a_registered_family_comes_before_a_refusal() -> None:
     model = refusals.LINEAR[0].build()
     before = dict(REGISTERED)
@@ -250,6 +288,21 @@ def test_a_registered_family_comes_before_a_refusal() -> None:
         REGISTERED.clear()
         REGISTERED.update(before)
         remove_mame(model)
+
+
+@pytest.mark.parametrize(
+    "name", ["HunyuanVideo", "HunyuanVideo15", "HiDreamImage", "Flux2", "Krea2"]
+)
+def test_a_model_that_no_family_knows_is_an_error_that_says_what_to_do(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of HunyuanVideo have a text refiner, whose attention alone is no reason to accept
+    them.
+    """
+    monkeypatch.setattr(transformers, "_MODELS", {})
+    case = next(case for case in CASES if case.name.startswith(f"{name}Transformer"))
+    with pytest.raises(ValueError, match=r"is not supported yet: .*with .*register_family$"):
+        apply_mame(case.build())
 
 
 def test_every_class_has_a_case() -> None:
@@ -326,6 +379,7 @@ def test_every_refused_class_shows_its_reason() -> None:
     shown |= {case.name for case in (*refusals.SOUNDS, *refusals.OTHERS)}
     by_their_code = {"WanAnimate2Transformer3DModel", "SanaWMTransformer3DModel"}
     assert shown | by_their_code == EXCLUDED.keys()
+    assert set(GRIDS) == {case.name for case in refusals.SPARSE} | by_their_code
 
 
 def test_temporal_attention_is_over_frames() -> None:

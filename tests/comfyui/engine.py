@@ -228,6 +228,18 @@ TINY = {
 
 
 WAN = TINY["Wan"].size
+FLUX_2 = FLUX | {
+    "vec_in_dim": None,
+    "patch_size": 1,
+    "axes_dim": [8, 8, 8, 8],
+    "qkv_bias": False,
+    "guidance_embed": True,
+    "global_modulation": True,
+    "mlp_silu_act": True,
+    "ops_bias": False,
+    "txt_ids_dims": [3],
+    "default_ref_method": "index",
+}
 MADE_BEFORE = {  # Cosmos and Anima
     "max_img_h": 32,
     "max_img_w": 32,
@@ -393,10 +405,135 @@ TINY |= {
     ),
 }
 
+Z_IMAGE = TINY["Lumina 2"].size | {"n_kv_heads": 2, "pad_tokens_multiple": 32}
+TINY |= {
+    "Flux 2": Tiny("Flux2", "Flux2", FLUX_2, (16, 8, 12), (7, 24), {"guidance": ()}),
+    "Flux 2, a reference": Tiny(
+        "Flux2",
+        "Flux2",
+        FLUX_2,
+        (16, 8, 12),
+        (7, 24),
+        {"guidance": ()},
+        {"ref_latents": [torch.ones(2, 16, 4, 6)]},
+    ),
+    "LongCat-Image": Tiny(
+        "LongCatImage",
+        "LongCatImage",
+        FLUX
+        | {"vec_in_dim": None, "patch_size": 2, "guidance_embed": False}
+        | {"txt_ids_dims": [1, 2]},
+        (16, 16, 24),
+        (7, 24),
+    ),
+    "Chroma Radiance": Tiny(
+        "ChromaRadiance",
+        "ChromaRadiance",
+        FLUX
+        | {"in_channels": 3, "out_channels": 3, "vec_in_dim": 48, "patch_size": 16}
+        | {"txt_ids_dims": [], "in_dim": 64, "out_dim": 64, "hidden_dim": 32, "n_layers": 1}
+        | {"nerf_hidden_size": 8, "nerf_mlp_ratio": 2, "nerf_depth": 1, "nerf_max_freqs": 2}
+        | {"nerf_tile_size": 0, "nerf_final_head_type": "conv", "nerf_embedder_dtype": None}
+        | {"use_x0": False, "use_sequential_txt_ids": False},
+        (3, 128, 192),
+        (7, 24),
+        {"guidance": ()},
+    ),
+    "Qwen-Image Layered": Tiny(
+        "QwenImage",
+        "QwenImage",
+        TINY["Qwen-Image"].size | {"use_additional_t_cond": True},
+        (16, 3, 16, 24),
+        (7, 24),
+        constants={"additional_t_cond": torch.zeros(2, dtype=torch.long)},
+    ),
+    "HunyuanVideo 1.5": Tiny(
+        "HunyuanVideo15",
+        "HunyuanVideo15",
+        TINY["HunyuanVideo"].size
+        | {"vec_in_dim": None, "vision_in_dim": 24}
+        | {"use_cond_type_embedding": True},
+        (16, 3, 16, 24),
+        (7, 24),
+        {"clip_fea": (5, 24)},
+    ),
+    "HunyuanImage 2.1": Tiny(
+        "HunyuanImage21",
+        "HunyuanImage21",
+        TINY["HunyuanVideo"].size
+        | {"vec_in_dim": None, "patch_size": [1, 1], "byt5": True}
+        | {"axes_dim": [16, 16]},
+        (16, 8, 12),
+        (7, 24),
+        {"txt_byt5": (3, 1472)},
+    ),
+    "Z-Image": Tiny("Lumina2", "Lumina2", Z_IMAGE, (16, 18, 26), (7, 24), {}, {"num_tokens": 7}),
+    "Z-Image, references": Tiny(
+        "Lumina2",
+        "Lumina2",
+        Z_IMAGE | {"siglip_feat_dim": 24},
+        (16, 18, 26),
+        (7, 24),
+        {},
+        {"num_tokens": 7, "ref_latents": [torch.ones(1, 16, 8, 12)]}
+        | {"ref_contexts": [torch.ones(1, 9, 24)], "siglip_feats": [torch.ones(1, 4, 6, 24)]},
+    ),
+    "Wan, context latents": Tiny(
+        "WAN21_T2V",
+        "WAN21",
+        WAN,
+        (16, 3, 16, 24),
+        (7, 24),
+        {},
+        {"context_latents": [torch.ones(2, 16, 1, 8, 12)]},
+    ),
+    "Wan 2.2 5B": Tiny("WAN22_T2V", "WAN22", WAN, (16, 3, 16, 24), (7, 24)),
+    "Wan VACE": Tiny(
+        "WAN21_Vace",
+        "WAN21_Vace",
+        WAN | {"model_type": "vace", "vace_layers": 1, "vace_in_dim": 16},
+        (16, 3, 16, 24),
+        (7, 24),
+        {"vace_context": (1, 16, 3, 16, 24)},
+        {"vace_strength": [1.0]},
+    ),
+    "Wan Camera": Tiny(
+        "WAN21_Camera", "WAN21_Camera", WAN | {"model_type": "camera"}, (16, 3, 16, 24), (7, 24)
+    ),
+}
+HIDDEN = {  # whose attention no node is handed
+    "ERNIE-Image": Tiny(
+        "ErnieImage",
+        "ErnieImage",
+        {"hidden_size": 64, "num_attention_heads": 2, "num_layers": 2, "ffn_hidden_size": 64}
+        | {"in_channels": 16, "out_channels": 16, "text_in_dim": 24, "rope_axes_dim": (8, 12, 12)},
+        (16, 16, 24),
+        (7, 24),
+    ),
+    "PixArt": Tiny(
+        "PixArtSigma",
+        "PixArt",
+        {"input_size": 48, "in_channels": 4, "hidden_size": 64, "depth": 2, "num_heads": 2}
+        | {"caption_channels": 24, "model_max_length": 7, "micro_condition": False},
+        (4, 32, 48),
+        (7, 24),
+    ),
+    "HunyuanDiT": Tiny(
+        "HunyuanDiT",
+        "HunyuanDiT",
+        {"input_size": 24, "hidden_size": 64, "depth": 2, "num_heads": 2, "text_states_dim": 24}
+        | {"text_states_dim_t5": 64, "text_len": 7, "text_len_t5": 5},
+        (4, 16, 24),
+        (7, 24),
+        {"text_embedding_mask": (7,), "encoder_hidden_states_t5": (5, 64)}
+        | {"text_embedding_mask_t5": (5,), "image_meta_size": (6,)},
+    ),
+}
+
 
 def patcher(name: str, **size: Any) -> Any:
-    """ComfyUI's ModelPatcher around a tiny model of `TINY`, with seeded weights."""
-    comfy, tiny = engine(), TINY[name]
+    """ComfyUI's ModelPatcher around a tiny model of `TINY` or `HIDDEN`, with seeded weights."""
+    comfy, tiny = engine(), (TINY | HIDDEN)[name]
     torch.manual_seed(0)
     model = _made(comfy, tiny, {**tiny.size, **size, "dtype": torch.float32})
     for key, tensor in model.diffusion_model.state_dict().items():
@@ -421,7 +558,7 @@ def _made(comfy: Any, tiny: Tiny, size: dict[str, Any]) -> Any:
 
 def inputs(name: str, batch: int = 2, seed: int = 1) -> dict[str, Any]:
     """What `apply_model` takes."""
-    tiny, generator = TINY[name], torch.Generator().manual_seed(seed)
+    tiny, generator = (TINY | HIDDEN)[name], torch.Generator().manual_seed(seed)
     values: dict[str, Any] = {
         "x": torch.randn(batch, *tiny.latent, generator=generator),
         "t": torch.full((batch,), 0.7),

@@ -92,6 +92,12 @@ def heads_first(call: Recorded, *args: Any, **kwargs: Any) -> Recorded:
 
 
 PATCHIFIER = {"patchifier": type("Patchifier", (), {"patch_size": (1, 1, 1)})()}
+Z_IMAGE = {
+    "latent": (2, 16, 18, 26),
+    "grid": (1, 9, 13),
+    "attributes": {"patch_size": 2, "pad_tokens_multiple": 32},
+}
+OMNI = {"given": {"ref_latents": [(1, 16, 8, 12)], "ref_contexts": [(1, 9, 24)]}}
 HUNYUAN: dict[str, Any] = {"patch_size": [1, 2, 2]}
 COSMOS = {"patch_temporal": 1, "patch_spatial": 2}
 KREA = {"patch": 2, "default_ref_method": "index"}
@@ -140,6 +146,14 @@ CALLS = {
     "Lumina 2, noise refiner": joint("NextDiT", 96, 0, None),
     "Lumina 2, prompt": joint("NextDiT", 7, None, None),
     "Lumina 2, noise refiner, 0.3.64": joint("NextDiT", 96, None, (2, 1, 96)),
+    # Prompts and images are padded to multiples of 32 tokens: here 32, and 117 of the image to 128.
+    "Z-Image": replace(joint("NextDiT", 160, 32, None), **Z_IMAGE),
+    "Z-Image, noise refiner": replace(joint("NextDiT", 128, 0, None), **Z_IMAGE),
+    "Z-Image, prompt": replace(joint("NextDiT", 32, None, None), **Z_IMAGE),
+    # Two prompts, what the vision encoder saw, the reference, the image.
+    "Z-Image Omni, a reference": replace(joint("NextDiT", 288, 160, None), **Z_IMAGE, **OMNI),
+    "Z-Image Omni, its refiners": replace(joint("NextDiT", 160, None, None), **Z_IMAGE, **OMNI),
+    "Z-Image Omni, both prompts": replace(joint("NextDiT", 64, None, None), **Z_IMAGE, **OMNI),
     "Wan": video("WanModel", 288, 0, heads=2),
     "Wan, prompt": video("WanModel", 7, None, heads=2),
     "LTX-Video": Recorded(
@@ -182,6 +196,19 @@ CALLS = {
         None,
         (3, 8, 12),
         HUNYUAN,
+    ),
+    "Qwen-Image Layered": heads_first(
+        video("QwenImageTransformer2DModel", 295, 7, queries=295, attributes={"patch_size": 2}),
+        2,
+        None,
+    ),
+    "HunyuanVideo 1.5": heads_first(  # 5 tokens of a vision encoder before the prompt's
+        video("HunyuanVideo", 300, 12, queries=300, attributes=HUNYUAN), 2, mask=None
+    ),
+    "HunyuanImage 2.1": replace(  # 3 of a byte encoder behind the prompt's
+        joint("HunyuanVideo", 106, 10, mask=None),
+        latent=(2, 16, 8, 12),
+        attributes={"patch_size": [1, 1]},
     ),
     "Krea 2": replace(joint("SingleStreamDiT", 103, 7, mask=None), attributes=KREA),
     "Krea 2, a reference": replace(
@@ -271,7 +298,7 @@ CALLS = {
     "Wan, a reference frame": wan(384, 96, {"reference_latent": (2, 16, 16, 24)}, True),
     **{
         f"Wan, {number} tokens, {name}": wan(7, None, {}, queries=number, **low)
-        for number in (288, 384, 456, 480)
+        for number in (288, 312, 384, 456, 480)
         for name, low in (("prompt", {}), ("image prompt", {"low_precision_attention": False}))
     },
     "Wan, frames behind": wan(384, 0, {"time_dim_concat": (2, 16, 1, 16, 24)}),

@@ -20,6 +20,7 @@ from torch import Tensor
 from mame_sd import apply_mame, embedded_model_path
 from tests.builders.settings import nested
 from tests.comfyui.engine import (
+    HIDDEN,
     TINY,
     auraflow,
     call,
@@ -77,6 +78,23 @@ def test_the_engine_calls_attention_as_recorded(name: str) -> None:
     ]
     assert seen
     assert [one for one in seen if one not in known] == []
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_refused_models_attention_is_handed_to_no_node(node: Any, name: str) -> None:
+    """Its reason: an override of another node, which sees every other model's attention, sees
+    nothing of this one's.
+    """
+    model, seen = patcher(name), []
+
+    def override(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        seen.append(args)
+        return function(*args, **kwargs)
+
+    assert torch.isfinite(call(model, name, {"optimized_attention_override": override})).all()
+    assert seen == []
+    with pytest.raises(ValueError, match=f"{name} does not merge, since ComfyUI hands its"):
+        applied(node, model)
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -5,6 +5,7 @@ logs.
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 import threading
 from typing import Any
@@ -462,14 +463,6 @@ def test_bad_values_say_what_was_expected(
         applied(node, model, **changes)
 
 
-class HunYuanDiT(nn.Module):
-    """The name of a transformer whose attention does not reach the override."""
-
-
-class LTXVModel(nn.Module):
-    patch_size = 1
-
-
 class Flux(nn.Module):
     patch_size = 2
 
@@ -487,7 +480,6 @@ class HunyuanVideo(nn.Module):
 @pytest.mark.parametrize(
     ("network", "merge", "message"),
     [
-        (HunYuanDiT(), KEYS, "HunyuanDiT does not merge, since ComfyUI hands its attention to no"),
         (
             HunyuanVideo(),
             KEYS,
@@ -501,6 +493,36 @@ def test_models_that_cannot_merge_are_refused_when_applied(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         applied(node, Model(network), merge)
+
+
+# As the engine's classes are called, and the names by which people know the models.
+REFUSED = {
+    "CausalWanModel": "Wan CausVid and Self-Forcing does not merge, since each of its frames",
+    "WanAnimate2Model": "Wan Animate 2 does not merge, since its attention goes by windows of",
+    "ErnieImageModel": "ERNIE-Image does not merge, since ComfyUI hands its attention to no node",
+    "PixArtMS": "PixArt does not merge, since ComfyUI hands its attention to no node",
+    "HunYuanDiT": "HunyuanDiT does not merge, since ComfyUI hands its attention to no node",
+    "StageC": "Stable Cascade does not merge, since the node does not know yet where its image is",
+    "StageB": "Stable Cascade does not merge, since the node does not know yet where its image is",
+    "PixDiT_T2I": "PixelDiT does not merge, since the node does not know yet where its image is",
+    "HiDreamO1Transformer": "HiDream O1 does not merge, since its prompt takes a pass of its own",
+    "MiniMaxH3Model": "MiniMax H3 does not merge, since the node does not know yet where its",
+    "LensTransformer2DModel": "Lens does not merge, since the node does not know yet where its",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_names_the_model_as_people_know_it(node: Any, name: str) -> None:
+    """Its own class, not that of its base: Wan's own merges."""
+    base = type("WanModel", (nn.Module,), {"patch_size": (1, 2, 2)})
+    network = type(name, (base,) if "Wan" in name else (nn.Module,), {})()
+    with pytest.raises(ValueError, match=f"^MaMe token merging: {REFUSED[name]}.*; take the node"):
+        applied(node, Model(network))
+
+
+def test_every_refused_model_is_among_them(package: Any) -> None:
+    kinds = importlib.import_module(f"{package.__name__}.comfyui.models").FAMILIES
+    assert {name for name, family in kinds.items() if isinstance(family, tuple)} <= set(REFUSED)
 
 
 def test_inputs_are_what_comfyui_reads(package: Any, node: Any) -> None:

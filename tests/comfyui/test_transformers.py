@@ -377,25 +377,3 @@ def test_the_log_names_another_nodes_attention(node: Any, caplog: Any) -> None:
     (line,) = caplog.messages
     assert line.startswith("MaMe merged 96 -> 24 tokens")
     assert line.endswith("attention that another node has set is called with the merged keys")
-
-
-def test_a_padded_image_ends_before_its_padding(node: Any) -> None:
-    """Z-Image pads prompt and image to multiples of 32 tokens: here 32, and 117 of the image to
-    128.
-    """
-    attributes = {"patch_size": 2, "pad_tokens_multiple": 32}
-    shape = (2, 2, 160, 32)
-    call = Recorded(
-        "NextDiT",
-        shape,
-        shape,
-        shape,
-        (2, None),
-        {"skip_reshape": True},
-        (2, 16, 18, 26),
-        32,
-        (1, 9, 13),
-        attributes,
-    )
-    q, k, v = tensors(call)
-    torch.testing.assert_close(run(node, call, q, k, v), loops(call, q, k, v), rtol=1e-4, atol=1e-5)

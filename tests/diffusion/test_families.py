@@ -508,29 +508,41 @@ def test_inputs_of_unequal_length_are_left_alone() -> None:
     assert stats.last_reason == "93 tokens are not those of 8 x 12"
 
 
-def test_ltx_without_sides_is_left_alone() -> None:
-    model = seeded(
-        LTXVideoTransformer3DModel,
-        0,
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        cross_attention_dim=32,
-        num_layers=1,
-        caption_channels=16,
-    )
-    inputs = {
-        "hidden_states": normal(1, 2 * N, 4),
+LTX_SIZE = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "cross_attention_dim": 32,
+    "num_layers": 1,
+    "caption_channels": 16,
+}
+
+
+def ltx_inputs(**others: Any) -> dict[str, Any]:
+    return {
         "encoder_hidden_states": normal(1, TEXT, 16),
         "encoder_attention_mask": torch.ones(1, TEXT),
         "timestep": torch.tensor([5]),
-        "video_coords": normal(1, 3, 2 * N).abs(),
+        **others,
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({}, "num_frames, height and width are not given"),
+        ({"video_coords": normal(1, 3, 2 * N).abs()}, "video_coords are no grid"),
+    ],
+)
+def test_ltx_without_sides_is_left_alone(given: dict[str, Any], why: str) -> None:
+    model: Any = seeded(LTXVideoTransformer3DModel, 0, **LTX_SIZE)
+    model.rope.forward = lambda hidden_states, *_: (torch.ones(1, 2 * N, 32),) * 2
+    inputs = ltx_inputs(hidden_states=normal(1, 2 * N, 4), **given)
     before = run(inputs, model)
     handle = apply_mame(model, keep=0.5, min_tokens=1)
     assert torch.equal(run(inputs, model), before)
-    with pytest.raises(RuntimeError, match="num_frames, height and width are not given"):
+    with pytest.raises(RuntimeError, match=why):
         handle.report()
 
 

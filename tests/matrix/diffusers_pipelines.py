@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 RECORD = Path(__file__).with_name("diffusers_pipelines.json")
+UNTRIED = ("not built", "not run")
 HEAD = """## diffusers' own pipelines
 
 `python -m scripts.robustness.diffusers_suite --pipelines` builds the tiny pipelines of diffusers'
@@ -16,36 +17,47 @@ tests. Each runs three times: unmerged, with `tau=1`, and with `keep=0.5, min_to
 double up to three times until there are tokens to merge. Weights that begin as zeros are drawn, so
 that attention reaches the output. A pipeline *merged* where tokens merged, the output changed and
 is finite, and `tau=1` equals the unmerged output to rounding. Text encoders and tokenizers of the
-hub have tiny stand-ins. A pipeline that can't be built or run without its own is *not tried*; its
-denoiser has a row above.
+hub have tiny stand-ins. A pipeline that can't be *built* or *run* without its own has the reason
+below; its denoiser has a row above.
 """
 
 
-def _reason(why: str) -> str:
+# What hinders a pipeline from being built, by the error.
+_NEEDS = {
+    "OSError": "needs an encoder, tokenizer or processor of the hub",
+    "ImportError": "needs a package that is not installed",
+    "RuntimeError": "needs the hub's own text encoder: the stand-in is of another kind",
+    "TypeError": "a class that others fill in",
+}
+
+
+def _reason(row: dict[str, str]) -> str:
     """A message without the error's name and the advice at its end."""
-    return (why.partition(": ")[2] or why).partition(": remove")[0]
+    why = row["why"]
+    kind, _, message = why.partition(": ")
+    if row["outcome"] in UNTRIED and kind in _NEEDS:
+        return _NEEDS[kind]
+    return (message or why).partition(": remove")[0]
 
 
 def section() -> list[str]:
     """Its lines."""
     rows = json.loads(RECORD.read_text(encoding="utf-8"))
     merged = [row for row in rows if row["outcome"] == "merged"]
-    others = [row for row in rows if row["outcome"] in ("left", "refused", "wrong", "failed")]
-    rest = [row for row in rows if row["outcome"] in ("not built", "not run")]
+    run = [row for row in rows if row["outcome"] not in UNTRIED]
+    others = [row for row in rows if row["outcome"] != "merged"]
     names = Counter(row["pipeline"].removesuffix("Pipeline") for row in merged)
     every = [f"{name} ({n} tests)" if n > 1 else name for name, n in sorted(names.items())]
-    untried = sorted({row["pipeline"].removesuffix("Pipeline") for row in rest} - names.keys())
     lines = [
         HEAD,
-        f"Of {len(merged) + len(others)} that run {len(merged)} merged:",
+        f"Of {len(rows)} cases {len(run)} run, and {len(merged)} of those merge:",
         "",
-        "| what | pipelines |",
-        "|---|---|",
-        f"| merged | {', '.join(every)} |",
-        f"| not tried ({len(untried)}) | {', '.join(untried)} |",
+        "| merged |",
+        "|---|",
+        f"| {', '.join(every)} |",
         "",
         "| others | what | why |",
         "|---|---|---|",
     ]
-    lines += [f"| {row['pipeline']} | {row['outcome']} | {_reason(row['why'])} |" for row in others]
+    lines += [f"| {row['pipeline']} | {row['outcome']} | {_reason(row)} |" for row in others]
     return [*lines, ""]

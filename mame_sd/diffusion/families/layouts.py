@@ -171,9 +171,35 @@ def shape_lists(model: Any, call: Call) -> Tokens | str:
 
 
 def sides_given(model: Any, call: Call) -> Tokens | str:
-    """LTX: the sides are arguments; `video_coords` alone do not tell them."""
+    """LTX-2: the sides are arguments; tokens that conditions add stand behind."""
     sides: list[Any] = [call.get(name) for name in ("num_frames", "height", "width")]
-    return "num_frames, height and width are not given" if None in sides else Tokens(tuple(sides))
+    if None in sides:
+        return "num_frames, height and width are not given"
+    behind = call["hidden_states"].shape[1] - math.prod(sides)
+    return Tokens(tuple(sides), after=max(behind, 0))
+
+
+def sides_or_coordinates(model: Any, call: Call) -> Tokens | str:
+    """LTX: the sides are arguments, or each token's time, row and column are, `video_coords`
+    [B, 3, L]. Frames that conditions add stand before the video, which begins at the last frame
+    that is not later than the one before it.
+
+    Reading the coordinates waits for the device once per forward of the model.
+    """
+    coordinates = call.get("video_coords")
+    if coordinates is None:
+        return sides_given(model, call)
+    if not (coordinates == coordinates[:1]).all():
+        return UNLIKE
+    places = coordinates[0].cpu()  # [3, L]
+    h, w = (len(axis.unique()) for axis in places[1:])
+    times = places[0, :: h * w]
+    back = (times[1:] <= times[:-1]).nonzero()
+    first = int(back[-1]) + 1 if len(back) else 0
+    video = places[:, first * h * w :]
+    if not torch.equal(video.T, torch.cartesian_prod(*(axis.unique() for axis in video))):
+        return "video_coords are no grid"
+    return Tokens((len(times) - first, h, w), before=first * h * w)
 
 
 def in_a_row(model: Any, call: Call) -> Tokens:

@@ -481,7 +481,7 @@ BUILT_IN = (
         "LTX",
         ("LTXVideoTransformer3DModel",),
         ("LTXAttention.attn1",),
-        at.sides_given,
+        at.sides_or_coordinates,
         along(("image_rotary_emb", 1)),
     ),
     Family(

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import torch
 
 from scripts.robustness.diffusers_suite.known import reason
 from scripts.robustness.diffusers_suite.suites import (
@@ -43,11 +44,37 @@ RESULT = ROOT / "tests" / "matrix" / "diffusers_suite.json"
 PIPELINES = RESULT.with_name("diffusers_pipelines.json")
 URL = "https://github.com/huggingface/diffusers"
 NEEDS = (
+    "ftfy",
     "parameterized",
     "requests-mock",
-    "ftfy",
     "wcwidth",
 )  # of diffusers' tests, beyond our own requirements
+
+
+def install(folder: Path, *packages: str) -> None:
+    """Installs packages into `folder`, without what they require, if the first is not there.
+
+    Raises SystemExit when they can't be had.
+    """
+    if (folder / packages[0].partition("=")[0]).is_dir():
+        return
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+    if subprocess.run([*command, str(folder), *packages]).returncode:
+        raise SystemExit(
+            f"expected to install {', '.join(packages)}, which diffusers' tests need; pip said"
+            " why not"
+        )
+
+
+def torchvision_site(work: Path) -> Path:
+    """A folder with the torchvision of the installed PyTorch, which some pipelines need.
+
+    The suites run without it, as they did when they were counted.
+    """
+    major, minor = map(int, torch.__version__.split(".")[:2])
+    assert major == 2
+    install(work / "torchvision", f"torchvision==0.{minor + 15}.*")
+    return work / "torchvision"
 
 
 def fetched(work: Path, source: Path | None) -> tuple[Path, str]:
@@ -90,23 +117,7 @@ def fetched(work: Path, source: Path | None) -> tuple[Path, str]:
         (folder / "tests.part").rename(folder / "tests")
     # pytest would take our settings, under which their markers are unknown, from a folder above
     (folder / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
-    if not (work / "site" / "ftfy").is_dir():
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--target",
-            str(work / "site"),
-            *NEEDS,
-        ]
-        if subprocess.run(command).returncode:
-            raise SystemExit(
-                f"expected to install {', '.join(NEEDS)}, which diffusers' tests need; pip said"
-                " why not"
-            )
+    install(work / "site", *NEEDS)
     return folder, version
 
 
@@ -155,7 +166,8 @@ def run(
 
 def run_pipelines(folder: Path, work: Path, results: Path) -> None:
     """Tries the tiny pipelines that `results` has not yet, and writes the record of all."""
-    path = os.pathsep.join([str(folder), str(ROOT), str(work / "site")])
+    folders = folder, ROOT, work / "site", torchvision_site(work)
+    path = os.pathsep.join(map(str, folders))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     command = [
         sys.executable,

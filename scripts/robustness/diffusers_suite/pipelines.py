@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,22 @@ SECONDS = 40  # of processor time for one pipeline
 AREA = 64 * 64  # of reference images, which edits bring to a megapixel
 QWEN = "hf-internal-testing/tiny-random-Qwen2VLForConditionalGeneration"
 PROCESSORS = ("AutoProcessor", "Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
+OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
 CLOSE = 2e-3  # of the largest value: rounding, after two or more steps
+
+
+def name_operators() -> None:
+    """Lets torchvision's wheel for graphics cards be imported beside PyTorch for a processor.
+
+    Its operators can't be loaded there. None is called here, but each must have a name.
+    """
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        for name in ("nms", "qnms"):
+            OPERATORS.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    except ImportError:
+        pass
 
 
 def configurations(module: ModuleType) -> Iterator[Any]:
@@ -57,7 +72,7 @@ class Processor:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.image_processor = tokenizer, None
+        self.tokenizer, self.image_processor = tokenizer, SimpleNamespace()
         self.image_token, self.image_token_id = "<|image_pad|>", 995
 
     @classmethod
@@ -200,6 +215,7 @@ def limited() -> Iterator[None]:
 
 def main(results: Path, folders: list[str]) -> None:
     """Tries every pipeline below the folders that `results` has not yet."""
+    name_operators()
     for name in PROCESSORS:
         getattr(transformers, name).from_pretrained = Processor.from_pretrained
     known = set()

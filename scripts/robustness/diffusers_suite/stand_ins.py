@@ -21,12 +21,16 @@ from transformers import (
     CLIPTextConfig,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     SiglipImageProcessor,
     SiglipVisionConfig,
     SiglipVisionModel,
@@ -52,6 +56,19 @@ T5 = {
     "decoder_start_token_id": 0,
     # a test makes its text encoder in training mode, and would see another prompt in every call
     "dropout_rate": 0.0,
+}
+TEXT = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+ENDS = {
+    "image_token_id": 995,
+    "video_token_id": 996,
+    "vision_start_token_id": 997,
+    "vision_end_token_id": 998,
 }
 
 
@@ -147,16 +164,47 @@ def save_siglip(folder: Path) -> None:
     )
 
 
-def save_qwen(folder: Path) -> None:
+def save_gemma(folder: Path) -> None:
+    save_characters(folder)
+    config = Gemma3Config(
+        text_config={**TEXT, "hidden_size": 32, "head_dim": 8, "vocab_size": 1000},
+        vision_config={**SMALL, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    )
+    Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+
+
+def save_qwen_tokenizer(folder: Path) -> None:
     vocabulary = {c: i for i, c in enumerate(byte_characters())}
-    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[], chat_template=CHAT)
-    tokenizer.save_pretrained(folder)
+    Qwen2Tokenizer(vocab=vocabulary, merges=[], chat_template=CHAT).save_pretrained(folder)
+
+
+def save_cosmos(folder: Path) -> None:
+    save_qwen_tokenizer(folder / "text_tokenizer")
+
+
+def save_qwen3(folder: Path) -> None:
+    save_qwen_tokenizer(folder)
+    rope = {"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"}
+    config = Qwen3VLConfig(
+        text_config={**TEXT, "head_dim": 8, "rope_scaling": rope, "vocab_size": 1000},
+        vision_config={
+            "depth": 2,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 16,
+            "deepstack_visual_indexes": [0],
+        },
+        **ENDS,
+    )
+    Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
+
+
+def save_qwen(folder: Path) -> None:
+    save_qwen_tokenizer(folder)
     text = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
+        **TEXT,
         "rope_scaling": {"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"},
         "rope_theta": 1e6,
         "vocab_size": 1000,
@@ -168,13 +216,7 @@ def save_qwen(folder: Path) -> None:
         "num_heads": 2,
         "out_hidden_size": 16,
     }
-    ends = {
-        "image_token_id": 995,
-        "video_token_id": 996,
-        "vision_start_token_id": 997,
-        "vision_end_token_id": 998,
-    }
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=image, **ends)
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=image, **ENDS)
     Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
 
 
@@ -196,6 +238,10 @@ STAND_INS: dict[str, Callable[[Path], None]] = {
     "hf-internal-testing/tiny-random-BertModel": save_bert,
     "hf-internal-testing/tiny-random-Qwen25VLForCondGen": save_qwen,
     "hf-internal-testing/tiny-random-Qwen2VLForConditionalGeneration": save_qwen,
+    "hf-internal-testing/tiny-gemma3": save_gemma,
+    "hf-internal-testing/tiny-cosmos3-modular-pipe": save_cosmos,
+    "THUDM/glm-4-9b-chat": save_characters,
+    "huangfeice/tiny-random-Qwen3VLForConditionalGeneration": save_qwen3,
 }
 
 
