@@ -1,6 +1,6 @@
 """README's picture: prompts without merging above, with it below, CPU seconds and PSNR under each.
 
-    python -m benchmarks.before_after --out docs/before-after.webp
+    OMP_NUM_THREADS=1 python -m benchmarks.before_after --out docs/before-after.webp
 
 Both images of a prompt are made right after one another. CPU seconds are those of the whole
 process, so other programs of the machine hardly change them. The last line is JSON.
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the picture, .webp or .png")
     parser.add_argument("--model", default="embedded-unet", help="the model (default: %(default)s)")
     parser.add_argument(
-        "--steps", type=int, default=4, help="denoising steps (default: %(default)s)"
+        "--steps", type=int, default=10, help="denoising steps (default: %(default)s)"
     )
     parser.add_argument("--prompts", nargs="+", default=PROMPTS, help="the prompts")
     given = parser.parse_args()

@@ -43,11 +43,11 @@ class Figure:
     chose_shares: bool = False
 
 
-_DIFFUSERS = "diffusers, torch2.0.md, nightly, no compile"
+_DIFFUSERS = "diffusers, torch2.0.md, not compiled"
 _TOME = "diffusers, tome.md"
 _PAPER = "the paper, table of text to image"
 _README = "tomesd, README"
-_NVIDIA = "NVIDIA, stable-diffusion-xl-1.0-tensorrt, baseline"
+_NVIDIA = "NVIDIA, SDXL 1.0 tensorrt, baseline"
 FIGURES = (
     *(
         Figure(

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import LTXConditionPipeline
+from diffusers import Kandinsky5T2VPipeline, LTXConditionPipeline
+from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.transformers import (
     transformer_flux2,
     transformer_sana_wm,
@@ -303,6 +304,53 @@ def test_a_model_that_no_family_knows_is_an_error_that_says_what_to_do(
     case = next(case for case in CASES if case.name.startswith(f"{name}Transformer"))
     with pytest.raises(ValueError, match=r"is not supported yet: .*with .*register_family$"):
         apply_mame(case.build())
+
+
+def left_alone(model: Any, inputs: dict[str, Any], why: str) -> None:
+    """Merging leaves each layer of this call as it is, and the report says why."""
+    with torch.no_grad():
+        before = model(**inputs, return_dict=False)[0]
+        handle = apply_mame(model, keep=0.5, min_tokens=1)
+        assert torch.equal(model(**inputs, return_dict=False)[0], before)
+    with pytest.raises(RuntimeError, match=why):
+        handle.report()
+
+
+def test_the_sparse_mode_of_kandinsky_5_is_left_alone() -> None:
+    """Its nabla mode goes by blocks of keys that the model picks: no softmax over the image."""
+    case = next(case for case in CASES if case.name == "Kandinsky5Transformer3DModel")
+    model: Any = case.build().eval()
+    window = {"attention_wT": 3, "attention_wH": 3, "attention_wW": 3, "attention_P": 0.9}
+    model.register_to_config(attention_type="nabla", **window)
+    inputs = {name: value[:1] for name, value in case.inputs().items()}
+    inputs["hidden_states"] = normal(1, 2, 16, 16, 4)
+    inputs["visual_rope_pos"] = [torch.arange(n) for n in (2, 8, 8)]
+    inputs["text_rope_pos"] = torch.arange(TEXT)
+    pipe = Kandinsky5T2VPipeline(model, *[None] * 6)
+    inputs["sparse_params"] = pipe.get_sparse_params(inputs["hidden_states"], "cpu")
+    with attention_backend("flex"):  # `set_attention_backend` would hold for all models after it
+        with torch.no_grad(), Attention() as attention:
+            model(**inputs)
+        left_alone(model, inputs, "sparse_params")
+    assert {key.shape[-2] for key in attention.keys} <= {TEXT}
+
+
+def test_the_causal_mode_of_skyreels_is_left_alone() -> None:
+    """Frames see none of the blocks of frames behind them."""
+    case = next(case for case in CASES if case.name == "SkyReelsV2Transformer3DModel")
+    model: Any = case.build().eval()
+    model._set_ar_attention(1 + T // 2)
+    inputs = case.inputs()
+    video = inputs["hidden_states"] = torch.cat([inputs["hidden_states"]] * 2, 2)[:, :, :4]
+    other = torch.cat([video[:, :, :-1], video[:, :, -1:] + 1], 2)
+    with torch.no_grad():
+        was, now = (
+            model(**{**inputs, "hidden_states": frames}, return_dict=False)[0]
+            for frames in (video, other)
+        )
+    assert torch.equal(was[:, :, :2], now[:, :, :2])
+    assert not torch.equal(was[:, :, 2], now[:, :, 2])
+    left_alone(model, inputs, "attention mask")
 
 
 def test_every_class_has_a_case() -> None:

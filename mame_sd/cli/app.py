@@ -119,8 +119,8 @@ def compare_command(
     merging: MaMeConfig,
 ) -> None:
     """Write one sheet: the baseline and each setting, with seconds and what differs."""
-    from mame_sd.cli.compare import compare, compare_sheet, variants_of
-    from mame_sd.cli.console import progress
+    from mame_sd.cli.compare import compare, compare_sheet, remark_on_seconds, variants_of
+    from mame_sd.cli.console import note, progress
     from mame_sd.cli.generate import load_to_merge
     from mame_sd.cli.sheet import check_sheet_path, write_sheet
 
@@ -149,6 +149,8 @@ def compare_command(
     for panel in panels:
         print("  ".join(panel.lines(panels[0])))
     print(out)
+    if remark := remark_on_seconds(panels):
+        note(remark)
 
 
 @app.command("show-merge")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 
 from mame_sd.cli.difference import DIFFERENCE, difference, nearness
@@ -24,16 +25,21 @@ from mame_sd.runs.sampling import levels_of, merge_in, sample
 
 PANEL_SIDE = 512
 COLUMNS = 6  # images side by side
+SMALLEST_SHARE = 0.6  # of the cores' time; below it a process waited for others
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One setting's image: seconds, and tokens per level (empty for the baseline)."""
+    """One setting's image: seconds, and tokens per level (empty for the baseline).
+
+    `share` is how much of the cores' time it had; 1 where a device other than the CPU computes.
+    """
 
     label: str
     image: Image.Image
     seconds: float
     levels: list[dict[str, Any]]
+    share: float = 1.0
 
     def lines(self, baseline: Panel) -> tuple[str, ...]:
         """What stands under the image."""
@@ -85,15 +91,32 @@ def compare(
     for label, config in [("baseline", None), *variants]:
         handle = None if config is None else merge_in(model, config)
         try:
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             (image,) = sample(model, settings, [job], on_step=on_step)
-            seconds = time.perf_counter() - start
-            panels.append(Panel(label, image, seconds, [] if handle is None else levels_of(handle)))
+            seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+            share = (
+                cpu / (seconds * torch.get_num_threads())
+                if model.identity["device"] == "cpu"
+                else 1.0
+            )
+            levels = [] if handle is None else levels_of(handle)
+            panels.append(Panel(label, image, seconds, levels, share))
         finally:
             if handle is not None:
                 handle.remove()
         on_progress(len(panels), total)
     return panels
+
+
+def remark_on_seconds(panels: Sequence[Panel]) -> str | None:
+    """Why the panels' seconds say little, where the process had to wait for others."""
+    least = min(panel.share for panel in panels)
+    if least >= SMALLEST_SHARE:
+        return None
+    return (
+        f"the machine was busy (this process had {least:.0%} of its cores), so the seconds say"
+        " little; run again when it is quiet"
+    )
 
 
 def compare_sheet(prompt: str, panels: Sequence[Panel]) -> Image.Image:

@@ -13,7 +13,14 @@ from PIL import Image
 from mame_sd import mame
 from mame_sd.cli import app as cli
 from mame_sd.cli import sheet
-from mame_sd.cli.compare import compare, compare_sheet, folders_sheet, variants_of
+from mame_sd.cli.compare import (
+    Panel,
+    compare,
+    compare_sheet,
+    folders_sheet,
+    remark_on_seconds,
+    variants_of,
+)
 from mame_sd.cli.difference import difference, nearness
 from mame_sd.cli.sheet import Cell, draw_sheet, write_sheet
 from mame_sd.cli.show_merge import MergeMap, capture_merge, draw_merge, prompt_to_draw
@@ -223,6 +230,15 @@ def test_sheets_say_how_near_images_are_and_what_differs() -> None:
     assert nearness(grey, grey) == "equal to the baseline"
     assert nearness(grey, other) == "PSNR 45.9 dB"
     assert difference(grey, other).getpixel((0, 0)) == (239, 239, 239)
+
+
+def test_seconds_of_a_busy_machine_are_remarked_on() -> None:
+    grey = Image.new("RGB", (4, 4))
+    quiet = [Panel("baseline", grey, 2.0, [], 0.9), Panel("default", grey, 1.0, [])]
+    assert remark_on_seconds(quiet) is None
+    said = remark_on_seconds([*quiet, Panel("keep 0.5", grey, 9.0, [], 0.2)])
+    assert said is not None
+    assert "had 20% of its cores" in said
 
 
 def test_a_character_that_no_font_has_is_written_as_its_code_point(

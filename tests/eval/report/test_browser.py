@@ -8,10 +8,14 @@ Skipped where no Chromium can be had: Debian's `chromium`, Google's Chrome, or t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mame_sd.eval.benchmark.suites import SUITES
+from mame_sd.eval.metric_list import METRICS
+from mame_sd.eval.report import render
 from tests.builders.chromium import chromium
 from tests.builders.report_example import PROMPTS, example, row
 
@@ -31,8 +35,6 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from mame_sd.eval.report import render
-
     folder = tmp_path_factory.mktemp("report")
     results = example(folder, prompts=(*PROMPTS, "a" * 300))
     row(results, "tomesd-50")["label"] = "ToMeSD with quite a long label, 50 %"
@@ -85,6 +87,28 @@ def test_nothing_overflows(
     assert plots.count() == 2
     assert all(box["width"] <= width for box in (plot.bounding_box() for plot in plots.all()))
     assert trouble == []
+    page.close()
+
+
+def test_the_main_table_fits_its_box_on_a_desktop(
+    browser: Any, tmp_path: Path, trouble: list[str]
+) -> None:
+    results = example(tmp_path)
+    columns = [METRICS[name].column() for name in SUITES["embedded"].metrics]
+    results["metrics"] = {column.key: column.to_json() for column in columns}
+    for entry in results["rows"]:
+        if entry["status"] == "measured":
+            entry["label"] += " with a label that is long"
+            interval = {"low": 20.5312, "high": 22.1094, "n": 128}
+            p_value = {} if entry["family"] == "baseline" else {"p": 0.031, "against": "tomesd-50"}
+            entry["values"] = {
+                column.key: {"mean": 21.5156, **interval, **p_value} for column in columns
+            }
+    page = opened(browser, render(results, tmp_path).as_uri(), trouble)
+    main = page.locator(".scroll:has(table)").first
+    inner, outer = main.evaluate("node => [node.scrollWidth, node.clientWidth]")
+    assert main.get_by_text("CLIP image cosine").count()
+    assert inner <= outer
     page.close()
 
 
