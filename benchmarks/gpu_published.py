@@ -45,7 +45,7 @@ class Figure:
 
 _DIFFUSERS = "diffusers, torch2.0.md, not compiled"
 _TOME = "diffusers, tome.md"
-_PAPER = "the paper, table of text to image"
+_PAPER = "the paper, text to image"
 _README = "tomesd, README"
 _NVIDIA = "NVIDIA, SDXL 1.0 tensorrt, baseline"
 FIGURES = (
