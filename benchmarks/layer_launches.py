@@ -1,5 +1,6 @@
 """Where a merging layer's launches come from: each operation that merging adds to one layer, by the
-function of the library that asks for it. Counted on tensors that have sizes alone.
+function of the library that asks for it. Bytes stand in the last line. All are counted on tensors
+that have sizes alone.
 
     python -m benchmarks.layer_launches --layer unet --merge qkv            # PyTorch's operations
     python -m benchmarks.layer_launches --layer sd3 --merge qkv --kernels   # our own where they run
@@ -127,14 +128,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     build = unet if args.layer == "unet" else sd3
     keep = args.keep or (0.5 if args.layer == "unet" else 0.625)
-    found = added(build, {"keep": keep, "merge": args.merge}, args.kernels)
+    fields = {"keep": keep, "merge": args.merge}
+    found = added(build, fields, args.kernels)
     print("| function | launches | operations |\n|---|---|---|")
     for caller, operations in found.items():
         names = [f"{name} {n}" if n != 1 else name for name, n in operations.items() if n]
         if names:
             where = f"`{caller}`" if caller else "the layer's own operations, more or fewer"
             print(f"| {where} | {operations.total()} | {', '.join(names)} |")
-    print(f"\n{sum(one.total() for one in found.values())} launches more than unmerged.")
+    plain, merged = work_of(build, None), work_of(build, fields, args.kernels)
+    more, own = (
+        sum(work.bytes for work in merged) - sum(work.bytes for work in plain),
+        sum(work.bytes for work in plain if work.name == "attention"),
+    )
+    print(
+        f"\n{sum(one.total() for one in found.values())} launches and {more / 1e6:.0f} MB more than"
+        f" unmerged, whose attention reads and writes {own / 1e6:.0f} MB."
+    )
 
 
 if __name__ == "__main__":

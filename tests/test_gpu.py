@@ -119,3 +119,6 @@ def test_published_figures_name_known_cards_cases_and_rows() -> None:
         assert figure.card in CARDS
         assert figure.case in CASES
         assert figure.row in gpu_models.PUBLISHED_ROWS
+    for _, case, share, row in gpu_published.SAVED:
+        assert row in gpu_models.rows_of(CASES[case])
+        assert 0 < share < 1

@@ -41,9 +41,7 @@ SOURCES = sorted(
 )
 LONGEST_SENTENCE = 25  # words; a span of code is one
 LONGEST_LINE = 120  # characters of a page, outside commands and addresses
-WIDE_TABLES = {"comfyui/README.md"} | {
-    f"docs/{name}.md" for name in ("compatibility", "perception", "reliability")
-}
+WIDE_TABLES = {"docs/compatibility.md", "docs/perception.md"}  # what commands print
 INDENTED = re.compile(r"(?:(?<=\n\n)|\A)(?: {4}.*\n+)+", re.M)
 
 

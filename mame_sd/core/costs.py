@@ -82,23 +82,23 @@ class Added(NamedTuple):
 
 # Norms, rotary positions and copies in a layer that merges nothing, by whether keys merge early
 # (UNets) or late.
-UNMERGED: dict[bool, Added] = {True: Added(0, 3.7, launches=2), False: Added(0, 66.0, launches=33)}
+UNMERGED: dict[bool, Added] = {True: Added(0, 1.9, launches=1), False: Added(0, 64.0, launches=32)}
 # What merging adds. `python -m benchmarks.gpu_added` counts both.
 ADDED: dict[Form, Added] = {
-    Form(queries=False, early=True): Added(2, 9.3, launches=5),
-    Form(queries=False, early=True, correct=False): Added(1, 2.0, launches=2),
-    Form(queries=False, early=True, weights="pick", correct=False): Added(1, 0.3, launches=1),
-    Form(queries=True, early=True): Added(6, 13.0, launches=10),
-    Form(queries=False, early=False): Added(0, 6.8, launches=7),
+    Form(queries=False, early=True): Added(2, 6.2, launches=4),
+    Form(queries=False, early=True, correct=False): Added(1, 1.9, launches=2),
+    Form(queries=False, early=True, weights="pick", correct=False): Added(1, 0.2, launches=1),
+    Form(queries=True, early=True): Added(5, 11.2, launches=9),
+    Form(queries=False, early=False): Added(0, 6.6, launches=7),
     Form(queries=False, early=False, correct=False): Added(0, 1.9, launches=4),
     Form(queries=False, early=False, weights="pick", correct=False): Added(1, 0.0, launches=21),
-    Form(queries=True, early=False): Added(6, 10.2, launches=33),
-    Form(queries=False, early=True, kernels=False): Added(22, 22.8, launches=37),
-    Form(queries=False, early=True, correct=False, kernels=False): Added(9, 8.0, launches=17),
+    Form(queries=True, early=False): Added(6, 10.3, launches=33),
+    Form(queries=False, early=True, kernels=False): Added(21, 20.7, launches=36),
+    Form(queries=False, early=True, correct=False, kernels=False): Added(9, 7.9, launches=17),
     Form(queries=False, early=True, weights="pick", correct=False, kernels=False): Added(
-        1, 0.3, launches=1
+        1, 0.2, launches=1
     ),
-    Form(queries=True, early=True, kernels=False): Added(39, 55.4, launches=67),
+    Form(queries=True, early=True, kernels=False): Added(38, 54.6, launches=66),
     Form(queries=False, early=False, kernels=False): Added(8, 31.7, launches=55),
     Form(queries=False, early=False, correct=False, kernels=False): Added(4, 21.4, launches=35),
     Form(queries=False, early=False, weights="pick", correct=False, kernels=False): Added(

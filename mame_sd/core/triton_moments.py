@@ -1,8 +1,9 @@
 """The first-order correction of attention (`correction.py`) in Triton: its moments in two launches,
 the sum in one.
 
-Sums over keys are cut into chunks, so that there are programs enough for a card. The chunks are
-added in a fixed order, so the same call gives the same result.
+Sums over the sample and over the means are cut into chunks, so that there are programs enough for a
+card: one for each chunk. The chunks are added in a fixed order, so the same call gives the same
+result.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from mame_sd.core.triton_common import (
 )
 
 _PROGRAMS = 256  # about as many as a card wants
+_ROWS = 128  # that a program adds up at least: each writes its sums down, and another reads them
 _SIDE = 64  # of the part of a covariance that a program holds
 
 
@@ -45,9 +47,12 @@ def _fake_partial_moments(
 ) -> tuple[Tensor, Tensor]:
     (batch, heads, _, width), wide = key.shape, value.shape[3]
     sides = triton.cdiv(width, _SIDE) * triton.cdiv(wide, _SIDE)
-    chunks = max(1, min(8, triton.cdiv(_PROGRAMS, batch * heads * sides), triton.cdiv(kept, 64)))
-    covariances = key.new_empty((batch * heads, chunks, 3, wide, width), dtype=torch.float32)
-    return covariances, key.new_empty((batch * heads, chunks, 2, width + wide), dtype=torch.float32)
+    most = min(8, triton.cdiv(_PROGRAMS, batch * heads * sides))
+    drawn, means = (max(1, min(most, triton.cdiv(count, _ROWS))) for count in (sample, kept))
+    means = 0 if proportional else means
+    made = key.new_empty(0, dtype=torch.float32)
+    covariances = made.new_empty((batch * heads, 2 * drawn + means, wide, width))
+    return covariances, made.new_empty((batch * heads, means, 2, width + wide))
 
 
 @operator(
@@ -89,10 +94,10 @@ def partial_moments(
         proportional: logits count keys: only what varies within groups is lacking.
 
     Returns:
-        Of each head and chunk sums of products [B * H, chunks, 3, D', D]. Two are of the sample's
-        differences from their means, the even ones and the odd ones. The third is of the means,
-        each times its share less 1 / kept. And sums [B * H, chunks, 2, D + D'] of the means, so
-        weighted, and by themselves. Means are counted from about their middle.
+        Of each head sums of products [B * H, 2 d + m, D', D]. Two of each of the sample's d chunks
+        are of differences from the means, the even ones and the odd ones. One of each of the means'
+        m chunks is of the means, each times its share less 1 / kept. And sums [B * H, m, 2, D + D']
+        of the means, so weighted, and by themselves. Means are counted from about their middle.
     """
     key, value, drawn_key, drawn_value = (
         t if t.stride(3) == 1 else t.contiguous() for t in (key, value, drawn_key, drawn_value)
@@ -114,13 +119,14 @@ def partial_moments(
         proportional,
     )
     (batch, heads, _, width), wide = key.shape, value.shape[3]
-    chunks = covariances.shape[1]
+    means = sums.shape[1]
+    chunks = (covariances.shape[1] - means) // 2
     side_k, side_v = power_of_2(width, 16, _SIDE), power_of_2(wide, 16, _SIDE)
     parts = triton.cdiv(width, side_k)
     step = (
         32 if key.dtype == torch.float32 else 64
     )  # keys of one step: more of fp32 would not fit on the chip
-    partial_moments_kernel[(chunks, batch * heads, parts * triton.cdiv(wide, side_v))](
+    partial_moments_kernel[(chunks + means, batch * heads, parts * triton.cdiv(wide, side_v))](
         key,
         value,
         drawn_key,
@@ -142,8 +148,10 @@ def partial_moments(
         first[1],
         kept,
         sample,
-        triton.cdiv(triton.cdiv(kept, chunks), step) * step,
+        triton.cdiv(triton.cdiv(kept, max(1, means)), step) * step,
         triton.cdiv(triton.cdiv(triton.cdiv(sample, 2), chunks), step) * step,
+        chunks,
+        means,
         *size,
         parts,
         **read_by(table, draw, sizes),
@@ -208,6 +216,8 @@ def partial_moments_kernel(
     sampled: tl.tensor,
     keys_each: tl.tensor,
     pairs_each: tl.tensor,
+    chunks: tl.tensor,
+    means: tl.tensor,
     times: tl.tensor,
     plane_h: tl.tensor,
     plane_w: tl.tensor,
@@ -243,75 +253,82 @@ def partial_moments_kernel(
     counts += sample * counts_b + first_key
     picked = row_of(table, draw, row_length, draws, DRAWN) + 3 * L + tiles * (m + n) + N
 
-    even = tl.zeros([SIDE_V, SIDE_K], tl.float32)
-    odd = tl.zeros([SIDE_V, SIDE_K], tl.float32)
-    first_half = (sampled + 1) // 2
-    last = tl.minimum((chunk + 1) * pairs_each, first_half)
-    for start in range(chunk * pairs_each, last, BLOCK):
-        pair = start + tl.arange(0, BLOCK)
-        for half in tl.static_range(2):
-            s = pair + half * first_half
-            real = (s < sampled) & (pair < last)
-            place = tl.load(picked + s, mask=real, other=0).to(tl.int64)
-            mean = tl.load(rows + place, mask=real, other=0)
-            at = placed(place, times, plane_h, plane_w)
-            if APART:
-                at = s.to(tl.int64)
-            k = block(drawn_key, at * drawn_key_l, real, part_k * SIDE_K, width, SIDE_K).to(
-                tl.float32
-            )
-            v = block(drawn_value, at * drawn_value_l, real, part_v * SIDE_V, wide, SIDE_V).to(
-                tl.float32
-            )
-            k -= block(key, mean * key_l, real, part_k * SIDE_K, width, SIDE_K).to(tl.float32)
-            v -= block(value, mean * value_l, real, part_v * SIDE_V, wide, SIDE_V).to(tl.float32)
-            if half == 0:
-                even = tl.dot(tl.trans(v), k, even, input_precision=PRECISION)
-            else:
-                odd = tl.dot(tl.trans(v), k, odd, input_precision=PRECISION)
-    out = (
-        covariances
-        + (both * tl.num_programs(0) + chunk) * 3 * wide * width
-        + at_v[:, None] * width
-        + at_k[None, :]
-    )
-    tl.store(out, even, mask=in_v[:, None] & in_k[None, :])
-    tl.store(out + wide * width, odd, mask=in_v[:, None] & in_k[None, :])
-    if not PROPORTIONAL:
-        middle_k = _middle(key, key_l, at_k, in_k, kept, BLOCK)
-        middle_v = _middle(value, value_l, at_v, in_v, kept, BLOCK)
-        between = tl.zeros([SIDE_V, SIDE_K], tl.float32)
-        sum_k = tl.zeros([SIDE_K], tl.float32)
-        sum_v = tl.zeros([SIDE_V], tl.float32)
-        apart_k = tl.zeros([SIDE_K], tl.float32)
-        apart_v = tl.zeros([SIDE_V], tl.float32)
-        for start in range(chunk * keys_each, tl.minimum((chunk + 1) * keys_each, kept), BLOCK):
-            i = (start + tl.arange(0, BLOCK)).to(tl.int64)
-            real = (i < kept) & (i < (chunk + 1) * keys_each)
-            share = tl.load(counts + i, mask=real, other=0.0) / L - tl.where(real, 1.0 / kept, 0.0)
-            k = block(key, i * key_l, real, part_k * SIDE_K, width, SIDE_K).to(tl.float32)
-            v = block(value, i * value_l, real, part_v * SIDE_V, wide, SIDE_V).to(tl.float32)
-            k = tl.where(real[:, None], k - middle_k[None, :], 0.0)
-            v = tl.where(real[:, None], v - middle_v[None, :], 0.0)
-            between = tl.dot(tl.trans(v), share[:, None] * k, between, input_precision=PRECISION)
-            sum_k += tl.sum(k, 0)
-            sum_v += tl.sum(v, 0)
-            apart_k += tl.sum(share[:, None] * k, 0)
-            apart_v += tl.sum(share[:, None] * v, 0)
-        tl.store(out + 2 * wide * width, between, mask=in_v[:, None] & in_k[None, :])
-        sums += (both * tl.num_programs(0) + chunk) * 2 * (width + wide)
-        if part_v == 0:
-            tl.store(sums + at_k, apart_k, mask=in_k)
-            tl.store(sums + width + wide + at_k, sum_k, mask=in_k)
-        if part_k == 0:
-            tl.store(sums + width + at_v, apart_v, mask=in_v)
-            tl.store(sums + width + wide + width + at_v, sum_v, mask=in_v)
+    area, line = wide * width, width + wide
+    inside = in_v[:, None] & in_k[None, :]
+    out = covariances + both * (2 * chunks + means) * area + at_v[:, None] * width + at_k[None, :]
+    if chunk < chunks:
+        even = tl.zeros([SIDE_V, SIDE_K], tl.float32)
+        odd = tl.zeros([SIDE_V, SIDE_K], tl.float32)
+        first_half = (sampled + 1) // 2
+        last = tl.minimum((chunk + 1) * pairs_each, first_half)
+        for start in range(chunk * pairs_each, last, BLOCK):
+            pair = start + tl.arange(0, BLOCK)
+            for half in tl.static_range(2):
+                s = pair + half * first_half
+                real = (s < sampled) & (pair < last)
+                place = tl.load(picked + s, mask=real, other=0).to(tl.int64)
+                mean = tl.load(rows + place, mask=real, other=0)
+                at = placed(place, times, plane_h, plane_w)
+                if APART:
+                    at = s.to(tl.int64)
+                k = block(drawn_key, at * drawn_key_l, real, part_k * SIDE_K, width, SIDE_K).to(
+                    tl.float32
+                )
+                v = block(drawn_value, at * drawn_value_l, real, part_v * SIDE_V, wide, SIDE_V).to(
+                    tl.float32
+                )
+                k -= block(key, mean * key_l, real, part_k * SIDE_K, width, SIDE_K).to(tl.float32)
+                v -= block(value, mean * value_l, real, part_v * SIDE_V, wide, SIDE_V).to(
+                    tl.float32
+                )
+                if half == 0:
+                    even = tl.dot(tl.trans(v), k, even, input_precision=PRECISION)
+                else:
+                    odd = tl.dot(tl.trans(v), k, odd, input_precision=PRECISION)
+        tl.store(out + 2 * chunk * area, even, mask=inside)
+        tl.store(out + (2 * chunk + 1) * area, odd, mask=inside)
+    else:
+        if not PROPORTIONAL:
+            part = chunk - chunks
+            middle_k = _middle(key, key_l, at_k, in_k, kept, BLOCK)
+            middle_v = _middle(value, value_l, at_v, in_v, kept, BLOCK)
+            between = tl.zeros([SIDE_V, SIDE_K], tl.float32)
+            sum_k = tl.zeros([SIDE_K], tl.float32)
+            sum_v = tl.zeros([SIDE_V], tl.float32)
+            apart_k = tl.zeros([SIDE_K], tl.float32)
+            apart_v = tl.zeros([SIDE_V], tl.float32)
+            until = tl.minimum((part + 1) * keys_each, kept)
+            for begin in range(part * keys_each, until, BLOCK):
+                i = (begin + tl.arange(0, BLOCK)).to(tl.int64)
+                known = i < until
+                share = tl.load(counts + i, mask=known, other=0.0) / L
+                share -= tl.where(known, 1.0 / kept, 0.0)
+                of_k = block(key, i * key_l, known, part_k * SIDE_K, width, SIDE_K).to(tl.float32)
+                of_v = block(value, i * value_l, known, part_v * SIDE_V, wide, SIDE_V).to(
+                    tl.float32
+                )
+                of_k = tl.where(known[:, None], of_k - middle_k[None, :], 0.0)
+                of_v = tl.where(known[:, None], of_v - middle_v[None, :], 0.0)
+                weighed = share[:, None] * of_k
+                between = tl.dot(tl.trans(of_v), weighed, between, input_precision=PRECISION)
+                sum_k += tl.sum(of_k, 0)
+                sum_v += tl.sum(of_v, 0)
+                apart_k += tl.sum(weighed, 0)
+                apart_v += tl.sum(share[:, None] * of_v, 0)
+            tl.store(out + (chunks + chunk) * area, between, mask=inside)
+            sums += (both * means + part) * 2 * line
+            if part_v == 0:
+                tl.store(sums + at_k, apart_k, mask=in_k)
+                tl.store(sums + line + at_k, sum_k, mask=in_k)
+            if part_k == 0:
+                tl.store(sums + width + at_v, apart_v, mask=in_v)
+                tl.store(sums + line + width + at_v, sum_v, mask=in_v)
 
 
 def _fake_lacking(
     covariances: Tensor, sums: Tensor, kept: int, sample: int, factor: float, proportional: bool
 ) -> tuple[Tensor, Tensor]:
-    both, _, _, wide, width = covariances.shape
+    both, _, wide, width = covariances.shape
     return covariances.new_empty((both, width, wide)), covariances.new_empty(
         (0 if proportional else both, wide)
     )
@@ -330,13 +347,14 @@ def lacking(
     fp32.
     """
     product, shift = _fake_lacking(covariances, sums, kept, sample, factor, proportional)
-    both, chunks, _, wide, width = covariances.shape
+    (both, slots, wide, width), means = covariances.shape, sums.shape[1]
     lacking_kernel[(both,)](
         covariances,
         sums,
         product,
         shift,
-        chunks,
+        (slots - means) // 2,
+        means,
         width,
         wide,
         kept,
@@ -368,6 +386,7 @@ def lacking_kernel(
     product: tl.tensor,
     shift: tl.tensor,
     chunks: tl.tensor,
+    means: tl.tensor,
     width: tl.tensor,
     wide: tl.tensor,
     kept: tl.tensor,
@@ -379,8 +398,8 @@ def lacking_kernel(
 ) -> None:
     both = tl.program_id(0).to(tl.int64)
     area, line = wide * width, width + wide
-    covariances += both * chunks * 3 * area
-    sums += both * chunks * 2 * line
+    covariances += both * (2 * chunks + means) * area
+    sums += both * means * 2 * line
     signal, power = 0.0, 0.0
     for start_v in range(0, wide, SIDE_V):
         at_v = start_v + tl.arange(0, SIDE_V)
@@ -388,8 +407,8 @@ def lacking_kernel(
             at_k = start_k + tl.arange(0, SIDE_K)
             real = (at_v < wide)[:, None] & (at_k < width)[None, :]
             at = at_v[:, None] * width + at_k[None, :]
-            a = _added_up(covariances, at, real, chunks, 3 * area) / half
-            b = _added_up(covariances + area, at, real, chunks, 3 * area) / half
+            a = _added_up(covariances, at, real, chunks, 2 * area) / half
+            b = _added_up(covariances + area, at, real, chunks, 2 * area) / half
             within = (a + b) / 2
             signal += tl.sum(tl.sum(a * b, 1), 0)
             power += tl.sum(tl.sum(within * within, 1), 0)
@@ -404,17 +423,17 @@ def lacking_kernel(
             in_k = at_k < width
             real = in_v[:, None] & in_k[None, :]
             at = at_v[:, None] * width + at_k[None, :]
-            a = _added_up(covariances, at, real, chunks, 3 * area) / half
-            b = _added_up(covariances + area, at, real, chunks, 3 * area) / half
+            a = _added_up(covariances, at, real, chunks, 2 * area) / half
+            b = _added_up(covariances + area, at, real, chunks, 2 * area) / half
             found = share * (a + b) / 2
             if not PROPORTIONAL:
                 # Cov_sizes - Cov_alike of the means: the sum weighted by the difference of the
                 # shares, less what their means are apart.
-                found += _added_up(covariances + 2 * area, at, real, chunks, 3 * area)
-                apart_k = _added_up(sums, at_k, in_k, chunks, 2 * line)
-                apart_v = _added_up(sums + width, at_v, in_v, chunks, 2 * line)
-                mean_k = _added_up(sums + line, at_k, in_k, chunks, 2 * line) / kept
-                mean_v = _added_up(sums + line + width, at_v, in_v, chunks, 2 * line) / kept
+                found += _added_up(covariances + 2 * chunks * area, at, real, means, area)
+                apart_k = _added_up(sums, at_k, in_k, means, 2 * line)
+                apart_v = _added_up(sums + width, at_v, in_v, means, 2 * line)
+                mean_k = _added_up(sums + line, at_k, in_k, means, 2 * line) / kept
+                mean_v = _added_up(sums + line + width, at_v, in_v, means, 2 * line) / kept
                 found -= (
                     mean_v[:, None] * apart_k[None, :]
                     + apart_v[:, None] * (mean_k + apart_k)[None, :]

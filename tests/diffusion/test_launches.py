@@ -18,12 +18,12 @@ from benchmarks.layer_launches import sd3, unet, work_of
 @pytest.mark.parametrize(
     ("build", "fields", "budget", "without"),
     [
-        (unet, {}, 5, 34),
-        (unet, {"keep": 0.5, "merge": "qkv"}, 10, 64),
-        (unet, {"weights": "pick", "correct": False}, 3, 3),
+        (unet, {}, 4, 33),
+        (unet, {"keep": 0.5, "merge": "qkv"}, 9, 63),
+        (unet, {"weights": "pick", "correct": False}, 2, 2),
         (sd3, {"keep": 0.25, "merge": "kv"}, 6, 31),
-        (sd3, {}, 12, 63),
-        (sd3, {"weights": "pick", "correct": False}, 8, 8),
+        (sd3, {}, 11, 63),
+        (sd3, {"weights": "pick", "correct": False}, 6, 6),
     ],
     ids=["UNet", "UNet-qkv", "UNet-picks", "SD3-keys", "SD3", "SD3-picks"],
 )
