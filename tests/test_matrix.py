@@ -62,6 +62,10 @@ def test_cache_that_does_not_work_alone(pair: caches.Alone) -> None:
     caches.check_alone(pair)
 
 
+@pytest.mark.skipif(
+    Version(diffusers.__version__) < Version(newest.SINCE),
+    reason="the page lists the classes of the newest diffusers",
+)
 def test_the_page_is_current() -> None:
     committed = (Path(__file__).parents[1] / "docs" / "compatibility.md").read_text(
         encoding="utf-8"
