@@ -1,7 +1,7 @@
 """Photograph a report for the documentation: the top of the page in light, and the page on a phone
 in dark.
 
-    python scripts/screenshot_report.py out/quick/report.html --out docs
+    python -m benchmarks.report_pictures out/quick/report.html --out docs
 
 Writes report-light.webp and report-phone.webp. Needs playwright and a Chromium (`apt-get install
 chromium`).
