@@ -11,7 +11,7 @@ from PIL import Image
 
 from mame_sd.embedded import model as subjects
 
-from .loop import atomic_save, cosine, fit, generator
+from .loop import atomic_save, cosine, fit, generator, mixed_precision
 
 
 def new_autoencoder() -> AutoencoderTiny:
@@ -73,7 +73,7 @@ def train_autoencoder(work: Path, rgba: torch.Tensor, seed: int, steps: int) -> 
     def loss(step: int) -> torch.Tensor:
         g = generator(seed, "autoencoder", step)
         images = crops(rgba, colors, 64, 16, g).to(memory_format=torch.channels_last)
-        with torch.autocast("cpu", torch.bfloat16):
+        with mixed_precision():
             return autoencoder_loss(vae, images, g)
 
     path = work / "autoencoder.pt"
@@ -105,7 +105,7 @@ def all_latents(work: Path, vae: AutoencoderTiny, rgba: torch.Tensor) -> torch.T
         rows = []
         for background in subjects.BACKGROUNDS:
             images = pictures(rgba, background).to(memory_format=torch.channels_last)
-            with torch.autocast("cpu", torch.bfloat16):
+            with mixed_precision():
                 rows.append(
                     torch.cat([vae.encode(chunk).latents.float() for chunk in images.split(16)])
                 )
@@ -121,7 +121,7 @@ def all_latents(work: Path, vae: AutoencoderTiny, rgba: torch.Tensor) -> torch.T
 
 def check_grid(work: Path, vae: AutoencoderTiny, rgba: torch.Tensor) -> float:
     """Reconstruct some glyphs, write ``work/reconstruction.png``, return the mean PSNR in dB."""
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), mixed_precision():
         images = torch.cat(
             [
                 pictures(rgba[i : i + 4], b)

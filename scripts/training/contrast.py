@@ -18,6 +18,7 @@ from mame_sd.embedded import model as subjects
 from mame_sd.embedded.scenes import ground_phrases
 
 from . import joint, pictures, world
+from .loop import mixed_precision
 
 WIDTH, HEADS, BLOCKS, PATCH = 256, 4, 12, 16
 PROJECTION = 256
@@ -170,10 +171,10 @@ def contrastive_loss(
     """
     images, captions, others = batch
     texts = [*captions, *others]
-    with torch.autocast("cpu", torch.bfloat16):
+    with mixed_precision():
         seen = model.get_image_features(pixel_values=prepared(images, stage.side))
         ids = torch.stack([tokens[text] for text in texts])
-    with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(not stage.locked):
+    with mixed_precision(), torch.set_grad_enabled(not stage.locked):
         read = model.get_text_features(input_ids=ids)
     scale = model.logit_scale.exp().clamp(max=LARGEST_SCALE)
     logits = scale * unit(seen) @ unit(read).T  # [batch, batch + negatives]

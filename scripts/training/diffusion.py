@@ -13,7 +13,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 
 from mame_sd.embedded import model as subjects
 
-from .loop import cosine, fit, generator
+from .loop import cosine, fit, generator, mixed_precision
 from .text import TEXT_WIDTH, new_text_encoder
 
 LATENTS = 64  # side of the latent grid at the default size
@@ -159,7 +159,7 @@ def diffusion_loss(model: Denoiser, stage: Stage, data: Data, seed: int, step: i
     s = (1 - data.alphas[t]).sqrt()[:, None, None, None]
     noisy, target = a * clean + s * noise, a * noise - s * clean
     noisy = F.pixel_unshuffle(noisy, stage.patch).to(memory_format=torch.channels_last)
-    with torch.autocast("cpu", torch.bfloat16):
+    with mixed_precision():
         text = model.text_encoder(tokens).last_hidden_state
         predicted = model.unet(noisy, t, text).sample
     return F.mse_loss(F.pixel_shuffle(predicted.float(), stage.patch), target)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from .joint import Denoiser, Stage, draw_batch, draw_sigmas
-from .loop import generator
+from .loop import generator, mixed_precision
 from .pool import Pool
 
 BATCHES, BATCH = 12, 8
@@ -131,7 +131,7 @@ def grow(
     handle = new.proj_out.register_forward_pre_hook(
         lambda _, args: features.append(args[0].float().flatten(0, 1))
     )
-    with torch.autocast("cpu", torch.bfloat16):
+    with mixed_precision():
         for noisy, sigma, words, _ in batches:
             large(noisy, sigma, words)
     handle.remove()

@@ -15,7 +15,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from mame_sd.embedded import model as subjects
 
 from . import world
-from .loop import generator
+from .loop import generator, mixed_precision
 from .pool import Pool
 from .text import TEXT_WIDTH, new_tokenizer
 
@@ -300,7 +300,7 @@ def flow_loss(
     sigma = draw_sigmas(stage.batch, stage.shift, g)
     words[torch.rand(stage.batch, generator=g) < 0.1] = tokens[""]
     s = sigma[:, None, None, None]
-    with torch.autocast("cpu", torch.bfloat16):
+    with mixed_precision():
         predicted = model((1 - s) * clean + s * noise, sigma, words)
     return F.mse_loss(predicted.float(), noise - clean)
 

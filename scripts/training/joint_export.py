@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
 from .joint import TEXT_WIDTH, WORDS_WIDTH, Denoiser, Stage, new_scheduler
+from .loop import mixed_precision
 from .pool import load_autoencoder
 
 PROMPTS = (
@@ -74,7 +75,7 @@ def sample_sheet(path: Path, model: Denoiser, tokenizer: CLIPTokenizer, stage: S
                 for i in range(len(PROMPTS))
             ]
         )
-        with torch.autocast("cpu", torch.bfloat16):
+        with mixed_precision():
             latents = pipe(
                 list(PROMPTS),
                 latents=latents,

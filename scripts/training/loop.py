@@ -16,6 +16,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mame_sd.runs.files import written_whole
 
 SAVE_EVERY = 90.0  # seconds
+FEW = 5  # steps of a smoke run are fewer
+
+
+def mixed_precision() -> torch.autocast:
+    """bf16 where the processor multiplies it; emulated it takes 50 times as long as fp32."""
+    fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.autocast("cpu", torch.bfloat16, enabled=fast)
 
 
 def atomic_save(state: dict, path: Path) -> None:
@@ -82,6 +89,9 @@ def fit(
     ema: float | None = None,
 ) -> None:
     """Train to ``steps``, continuing from ``path``, where the state is kept."""
+    if steps < FEW:
+        for group in optimizer.param_groups:
+            group["ns_steps"] = 1  # of Muon's iterations, most of a step's time: nothing is learnt
     done, average = 0, {k: v.clone() for k, v in model.state_dict().items()}
     if path.exists():
         state = torch.load(path, weights_only=True)

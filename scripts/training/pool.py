@@ -16,6 +16,7 @@ from diffusers import AutoencoderTiny
 from mame_sd.embedded import model as subjects
 
 from . import world
+from .loop import mixed_precision
 
 FACTOR = 4  # pixels a side of one latent
 MARGIN = 32  # pixels beyond the picture
@@ -81,7 +82,7 @@ class Pool:
         for start in range(0, len(scenes), 8):
             pixels = np.stack([world.render(s, MARGIN) for s in scenes[start : start + 8]])
             images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1
-            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad(), mixed_precision():
                 rows.append(
                     self.vae.encode(images.to(memory_format=torch.channels_last)).latents.half()
                 )

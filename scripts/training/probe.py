@@ -5,7 +5,7 @@ know less.
 import torch
 
 from .joint import Denoiser, Stage, draw_batch
-from .loop import generator
+from .loop import generator, mixed_precision
 from .pool import Pool
 
 LEVELS = (0.98, 0.9, 0.7, 0.3)
@@ -52,7 +52,7 @@ def probe(
         noisy, target = (1 - level) * clean + level * noise, noise - clean
 
         def loss(given: torch.Tensor, noisy=noisy, target=target, sigma=sigma) -> float:
-            with torch.autocast("cpu", torch.bfloat16):
+            with mixed_precision():
                 chunks = zip(noisy.split(16), sigma.split(16), given.split(16), strict=True)
                 predicted = torch.cat([model(*chunk).float() for chunk in chunks])
             return (predicted - target).square().mean().item()

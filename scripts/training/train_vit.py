@@ -50,7 +50,7 @@ from mame_sd.eval.perception.forms import FORMS, Form
 from mame_sd.runs.files import write_atomically, written_whole
 from scripts.training import joint, pictures, world
 from scripts.training.contrast import MEAN, STD
-from scripts.training.loop import checkpoint, fit, generator, train_stages
+from scripts.training.loop import checkpoint, fit, generator, mixed_precision, train_stages
 
 SIDE, PATCH = 64, 8
 WIDTH, BLOCKS, HEADS = 192, 12, 3
@@ -238,7 +238,7 @@ def train_stage(
 
     def loss(step: int) -> torch.Tensor:
         pixels, labels = draw_batch(*data, stage, step)
-        with torch.autocast("cpu", torch.bfloat16):
+        with mixed_precision():
             logits = model(pixels).logits
         return F.cross_entropy(logits.float(), labels, label_smoothing=0.1)
 
