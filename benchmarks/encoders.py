@@ -127,8 +127,8 @@ def flops_table() -> str:
     """
     lines = [
         (
-            "| GFLOPs | printed | counted | halved, printed | halved, counted | with merging's own"
-            " | blocks counted from 1 | last block, printed | last block, counted | our default |"
+            "| GFLOPs | printed | counted | halved: printed | counted | merging too | from 1"
+            " | last: printed | counted | default |"
         ),
         "|---|---|---|---|---|---|---|---|---|---|",
     ]

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mame_sd.errors import UserError
-from mame_sd.eval.caches.measure import Meter, compressed, whole
+from mame_sd.eval.caches.measure import Meter, compressed, every_key
 from mame_sd.eval.caches.retrieval import TASKS, Prompt, measure_prompt, prompts
 from mame_sd.eval.caches.rows import all_rows, sharing
 from mame_sd.eval.caches.table import format_table, summary
@@ -133,7 +133,7 @@ def test_only_what_the_full_cache_answers_is_asked_of_others() -> None:
     rows = [row for row in all_rows() if row.name in ("random", "h2o")]
     with Meter(model) as meter:
         start = meter.prefill(ids)
-        said, _ = meter.rest(whole(start.views), start.views[0].seen, [5])
+        said, _ = meter.rest(every_key(start.views), start.views[0].seen, [5])
         right = int(said[-1].argmax())
         for answer, want in ((right, ["full", "random", "h2o"]), ((right + 1) % 40, ["full"])):
             asked = Prompt("needles-0", "needles", ids, [5], [answer])
