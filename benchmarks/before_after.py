@@ -23,10 +23,10 @@ from mame_sd.runs.prompt_files import prompts_from_texts
 from mame_sd.runs.sampling import merge_in, sample
 
 PROMPTS = (
-    "owl on an orange background",
-    "rocket on a light blue background",
+    "panda on a yellow background",
+    "sailboat on a light blue background",
     "strawberry on a white background",
-    "whale on a pink background",
+    "fox on a green background",
 )
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the picture, .webp or .png")
     parser.add_argument("--model", default="embedded-unet", help="the model (default: %(default)s)")
     parser.add_argument(
-        "--steps", type=int, default=10, help="denoising steps (default: %(default)s)"
+        "--steps", type=int, default=4, help="denoising steps (default: %(default)s)"
     )
     parser.add_argument("--prompts", nargs="+", default=PROMPTS, help="the prompts")
     given = parser.parse_args()
