@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from .joint import Denoiser, Stage, draw_batch, draw_sigmas
-from .loop import generator, mixed_precision
+from .loop import FEW, generator, mixed_precision
 from .pool import Pool
 
 BATCHES, BATCH = 12, 8
@@ -93,7 +93,7 @@ def grow(
             f" {map_time(small, large, after.side // before.side):.4f}"
         )
     batches = []
-    for step in range(BATCHES):
+    for step in range(BATCHES if after.steps >= FEW else 1):  # a smoke run learns nothing
         g = generator(seed, f"grow {after.name}", step)
         clean, words = draw_batch(pools, tokens, after, 0, BATCH, g)
         noise = torch.randn(clean.shape, generator=g)

@@ -61,11 +61,11 @@ def main() -> None:
     count = 8 if args.smoke else len(subjects.glyph_names())
     rgba = torch.from_numpy(subjects.glyphs()[:count].copy()).permute(0, 3, 1, 2)
     stages = (
-        [replace(s, steps=2, batch=2, frozen=min(s.frozen, 1)) for s in STAGES]
+        [replace(s, steps=1, batch=2, frozen=min(s.frozen, 1)) for s in STAGES]
         if args.smoke
         else list(STAGES)
     )
-    autoencoder_steps = 2 if args.smoke else AUTOENCODER_STEPS
+    autoencoder_steps = 1 if args.smoke else AUTOENCODER_STEPS
 
     vae = train_autoencoder(args.work, rgba, args.seed, autoencoder_steps)
     print(f"autoencoder: {check_grid(args.work, vae, rgba):.1f} dB")
