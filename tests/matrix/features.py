@@ -261,7 +261,7 @@ ROWS = [
         loads=False,
         processor="set",
         one_liner="not on perturbed layers",
-        note='with `merge="qkv"`: keys and values alone, the default, leave them as they are',
+        note='with `merge="qkv"`; keys and values alone (default) leave them',
     ),
     features(
         "FreeU",

@@ -45,7 +45,7 @@ layers of 256 tokens and 4 layers of 64.
 - *needs `size`*: the image is not square. A processor sees no height and width.
 - *none*: the model has no `set_attn_processor`.
 - *nothing merges*: the output stays as it was, and `report()` raises.
-- *not on perturbed layers*: PAG replaces the processor of the layers that it perturbs, during a call.
+- *not on perturbed layers*: PAG perturbs some layers, and replaces their processor during a call.
 
 *Keys merge after rotation*: rotary positions have turned them before.
 
