@@ -41,7 +41,6 @@ SOURCES = sorted(
 )
 LONGEST_SENTENCE = 25  # words; a span of code is one
 LONGEST_LINE = 120  # characters of a page, outside commands and addresses
-WIDE_TABLES = {"docs/compatibility.md", "docs/perception.md"}  # what commands print
 INDENTED = re.compile(r"(?:(?<=\n\n)|\A)(?: {4}.*\n+)+", re.M)
 
 
@@ -94,11 +93,7 @@ def test_pages_have_short_sentences_and_lines(page: Path) -> None:
     text = re.sub(r"^```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     text = INDENTED.sub("", text)
     prose = re.sub(r"^(?:\||#|<!--|!\[).*$", "", text, flags=re.M)
-    tables = (
-        ""
-        if str(page.relative_to(ROOT)) in WIDE_TABLES
-        else re.sub(r"^[^|].*$", "", text, flags=re.M)
-    )
+    tables = re.sub(r"^[^|].*$", "", text, flags=re.M)
     for line in (prose + tables).splitlines():
         assert len(line) <= LONGEST_LINE or "](http" in line, line
     assert [*too_long(re.sub(r"\]\([^)]*\)", "]", prose))] == []

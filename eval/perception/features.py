@@ -113,9 +113,7 @@ ROWS: dict[str, Row] = {
     ),
     "constant": Row("MaMe, constant schedule", _merged(schedule="constant")),
     "feature-x": Row("MaMe, tokens compared", _merged(feature="x")),
-    "constant-x": Row(
-        "MaMe, constant schedule, tokens compared", _merged(schedule="constant", feature="x")
-    ),
+    "constant-x": Row("MaMe, constant, tokens compared", _merged(schedule="constant", feature="x")),
     "no-sizes": Row("MaMe, sizes not counted", _merged(prop_attn=False)),
 }
 DEFAULT_ROWS = (

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,7 @@ from .features import (
 from .methods import Unmerged
 
 SALIENCY = "dinov2-saliency"
+GAPS = ("class", "patches", "map")  # the measures whose differences the table shows
 
 
 class SaliencySource:
@@ -298,7 +300,7 @@ def _keyed(values: Sequence[float]) -> dict[str, float]:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """Markdown: a line for each row; differences are from a smaller image at the same share, with
+    """Markdown: how near each row is; then differences from a smaller image at the same share, with
     95 % intervals.
     """
     measures = [name for name in MEASURES if name in results["rows"][0]["values"]]
@@ -308,28 +310,30 @@ def table(results: Mapping[str, Any]) -> str:
         "patches_p5": "patches, 5th percentile",
         "map": "map",
     }
-    names = [heads[name] for name in measures]
-    gaps = [f"{heads[name]}, over smaller" for name in measures if name != "patches_p5"]
-    lines = [f"| FLOPs | row | {' | '.join(names)} | same neighbour | {' | '.join(gaps)} |"]
-    lines.append(f"|{'---|' * (3 + len(names) + len(gaps))}")
+    near, gaps = [], []
     for row in results["rows"]:
+        first = [f"{row['flops']:.1%}", ROWS[row["row"]].label]
         means = [f"{row['means'][name]['mean']:.3f}" for name in measures]
-        found = [_gap(row.get("gaps", {}).get(name)) for name in measures if name != "patches_p5"]
-        cells = [
-            f"{row['flops']:.1%}",
-            ROWS[row["row"]].label,
-            *means,
-            f"{row['means']['neighbour']['mean']:.2f}",
-            *found,
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        near.append([*first, *means, f"{row['means']['neighbour']['mean']:.2f}"])
+        if "gaps" in row:
+            gaps.append([*first, *(_gap(row["gaps"][name]) for name in measures if name in GAPS)])
+    names = ["FLOPs", "row", *(heads[name] for name in measures), "same neighbour"]
+    over = [f"{heads[name]}, over smaller" for name in measures if name in GAPS]
+    tables = [_markdown(names, near)]
+    if gaps:
+        tables.append(_markdown(["FLOPs", "row", *over], gaps))
+    return "\n\n".join(tables)
 
 
-def _gap(gap: Mapping[str, Any] | None) -> str:
-    if gap is None:
-        return ""
-    text = f"{gap['mean']:+.3f} ({gap['low']:+.3f} to {gap['high']:+.3f})"
+def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in (names, *rows)]
+    return "\n".join([lines[0], f"|{'---|' * len(names)}", *lines[1:]])
+
+
+def _gap(gap: Mapping[str, Any]) -> str:
+    """A difference with its interval, as short as "+.026 [.011, .045]"."""
+    text = f"{gap['mean']:+.3f} [{gap['low']:.3f}, {gap['high']:.3f}]"
+    text = re.sub(r"\b0\.", ".", text)
     return f"**{text}**" if gap["low"] > 0 else text
 
 

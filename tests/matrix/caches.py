@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from string import ascii_lowercase
 from typing import Any
 
 import pytest
@@ -338,18 +339,23 @@ def _cached_run(alone: Alone, subject: Any) -> None:
 
 
 def table(models: Sequence[Model], pairs: Sequence[Pair | Alone]) -> list[str]:
-    """The table of these pairs, as lines of Markdown."""
-    cells = {(pair.model.name, pair.cache.name): _cell(pair) for pair in pairs}
+    """The table of these pairs, as lines of Markdown, and what its letters stand for."""
+    reasons = dict.fromkeys(pair.reason for pair in pairs if isinstance(pair, Alone))
+    letters = dict(zip(reasons, ascii_lowercase, strict=False))
+    cells = {
+        (pair.model.name, pair.cache.name): (
+            f"*{letters[pair.reason]}*" if isinstance(pair, Alone) else _cell(pair)
+        )
+        for pair in pairs
+    }
     lines = [f"| model | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for model in models:
         row = [cells.get((model.name, name), "for UNets") for name in COLUMNS]
         lines.append(f"| {model.name} | {' | '.join(row)} |")
-    return lines
+    return [*lines, "", *(f"- *{letter}*: {reason}" for reason, letter in letters.items())]
 
 
-def _cell(pair: Pair | Alone) -> str:
-    if isinstance(pair, Alone):
-        return f"not even alone: {pair.reason}"
+def _cell(pair: Pair) -> str:
     if len(pair.steps) == 1:
         return str(*pair.steps)
     return ", ".join(

@@ -5,8 +5,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
+from textwrap import wrap
+
+from tests.matrix.markdown import WIDTH, names_by_reason
 
 RECORD = Path(__file__).with_name("diffusers_pipelines.json")
 UNTRIED = ("not built", "not run")
@@ -32,12 +36,13 @@ _NEEDS = {
 
 
 def _reason(row: dict[str, str]) -> str:
-    """A message without the error's name and the advice at its end."""
+    """A message without the error's name, the model's, and the advice at its end."""
     why = row["why"]
     kind, _, message = why.partition(": ")
     if row["outcome"] in UNTRIED and kind in _NEEDS:
         return _NEEDS[kind]
-    return (message or why).partition(": remove")[0]
+    told = (message or why).partition(": remove")[0]
+    return re.sub(r".* does not merge: |.*none did \(\d+ of \d+: (.*)\)", r"\1", told)
 
 
 def section() -> list[str]:
@@ -52,12 +57,12 @@ def section() -> list[str]:
         HEAD,
         f"Of {len(rows)} cases {len(run)} run, and {len(merged)} of those merge:",
         "",
-        "| merged |",
-        "|---|",
-        f"| {', '.join(every)} |",
+        "```text",
+        *wrap(", ".join(every), WIDTH),
+        "```",
         "",
-        "| others | what | why |",
-        "|---|---|---|",
+        "The others, by what became of them and why:",
+        "",
     ]
-    lines += [f"| {row['pipeline']} | {row['outcome']} | {_reason(row)} |" for row in others]
-    return [*lines, ""]
+    why = ((f"{row['outcome']}: {_reason(row)}", row["pipeline"]) for row in others)
+    return [*lines, *names_by_reason(why), ""]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from scripts.robustness.diffusers_suite.known import reason
+from tests.matrix.markdown import bullet
 
 RESULT = Path(__file__).with_name("diffusers_suite.json")
 MODES = ("off", "on", "processor", "pipeline", "scaled")
@@ -23,6 +27,10 @@ Each cell says how many of the tests that pass in the same setting without mergi
 *merged* of them (mode *on*) a layer really merged. Some tests need the hub, an accelerator or a
 package that is not there. They fail without us too, and are not counted. An empty cell was not run
 with today's version.
+"""
+FAILURES = """### What fails with merging
+
+Below each reason stand its tests. Each has its mode and its suites, with how many fail there.
 """
 STABLE = """### What rounding decides
 
@@ -73,16 +81,22 @@ def section() -> list[str]:
                 f" {', '.join(mode for mode in MODES if mode not in modes)}."
             ),
         ]
-    alike: dict[tuple[str, str, str], list[str]] = {}  # in the same test of several suites
+    return [*lines, "", *failures(suites), "", STABLE]
+
+
+def failures(suites: list[dict[str, Any]]) -> list[str]:
+    """The tests that fail with merging, by the reason; how often, in which suites and mode."""
+    found: dict[str, dict[str, Counter[str]]] = {}
     for row in suites:
         for item in row["differences"]:
+            why = reason(**item) or "This is not explained yet."
             test = item["test"].rpartition("::")[2].partition("[")[0]
-            alike.setdefault(
-                (test, item["mode"], item["reason"] or "not explained yet"), []
-            ).append(row["suite"])
-    if alike:
-        lines += ["", "| fails with merging | mode | in | why |", "|---|---|---|---|"]
-    for (test, mode, reason), names in alike.items():
-        where = ", ".join(f"{name} ({names.count(name)})" for name in dict.fromkeys(names))
-        lines.append(f"| `{test}` | {mode} | {where} | {reason} |")
-    return [*lines, "", STABLE]
+            where = found.setdefault(why, {}).setdefault(f"`{test}`, *{item['mode']}*", Counter())
+            where[row["suite"]] += 1
+    lines = [FAILURES]
+    for why, tests in found.items():
+        lines += bullet(why)
+        for test, where in tests.items():
+            places = "; ".join(f"{suite} ({n})" for suite, n in where.items())
+            lines += bullet(f"{test}: {places}", "  ")
+    return lines

@@ -218,7 +218,7 @@ def uncached(pipe: Any) -> None:
 
 CPU = torch.device("cpu")
 BY_LAYER = {"by layer": {"keep": 0.5, "layers": {"up_blocks": {"merge": "qkv"}}}}
-NAMELESS = "knows no names of layers, and refuses: use `apply_mame`"
+NAMELESS = "error: a processor knows no names of layers"
 tall = partial(once, height=40, width=48)
 features = partial(Row, build=tiny_pipeline, run=once, merges=LEVELS)
 ROWS = [
@@ -260,11 +260,8 @@ ROWS = [
         modes={"qkv": {"keep": 0.5, "merge": "qkv"}},
         loads=False,
         processor="set",
-        one_liner="not on the perturbed layers, whose processor PAG replaces during a call",
-        note=(
-            'with merge="qkv"; keys and values alone (the default) leave the perturbed layers as'
-            " they are"
-        ),
+        one_liner="not on perturbed layers",
+        note='with `merge="qkv"`; keys and values alone (default) leave them',
     ),
     features(
         "FreeU",
@@ -371,7 +368,6 @@ ABSENT = [
         sequential_offload,
         TypeError,
         "requires_grad",
-        "accelerate moves buffers to the meta device by `torch.Tensor(..., requires_grad=...)`,"
-        " which fails on a CPU alone",
+        "on a CPU alone accelerate's `torch.Tensor(..., requires_grad=...)` fails for meta buffers",
     ),
 ]

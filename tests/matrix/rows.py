@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-Processor = Literal["same", "replaced", "reset", "error", "passes", "set", "none"]
+Processor = Literal["same", "replaced", "reset", "error", "set", "none"]
 
 
 def nothing(subject: Any) -> None:
@@ -36,9 +36,8 @@ class Row:
         traced: shapes are recorded with module hooks (which `torch.compile` would have to guard).
         processor: what becomes of `set_attn_processor(MaMeAttnProcessor(...))`: "same" as
             `apply_mame`; "replaced" by the feature, silently; "reset" to default settings by it;
-            "error" that tells to use `apply_mame`; "passes", where it changes nothing and its
-            report raises; "set", where the processor exists but the row says in `one_liner` how it
-            differs; "none", where there is no `set_attn_processor`.
+            "error" that tells to use `apply_mame`; "set", where the processor exists but the row
+            says in `one_liner` how it differs; "none", where there is no `set_attn_processor`.
         one_liner: the table's words where `processor` is "set".
         refused: part of the error when nothing can merge.
         since: the first version of diffusers in which this works here without our code.

@@ -15,17 +15,10 @@ from tests.matrix import (
     two_denoisers,
     unets,
 )
+from tests.matrix.markdown import layers
 from tests.matrix.models import sweep
 from tests.matrix.rows import Row
 
-ONE_LINER = {
-    "same": "same",
-    "replaced": "replaced, silently: merging ends",
-    "reset": "reset to default settings",
-    "error": "error: use `apply_mame`",
-    "passes": "changes nothing; `report()` raises",
-    "none": "the model has no `set_attn_processor`",
-}
 HEAD = """# Compatibility
 
 Each row is a test over real diffusers classes at tiny size (`tests/matrix/`, run by
@@ -39,9 +32,22 @@ Each row is a test over real diffusers classes at tiny size (`tests/matrix/`, ru
   leaves no trace when it is switched off.
 - What was saved while it merged loads, gives the unmerged output bit by bit, and merges as before.
 
-*Layers* counts the layers that merge in the tiny model. *One-liner* is
-`set_attn_processor(MaMeAttnProcessor(...))`. *Same* means the output of `apply_mame` with
-`redraw=False, pairs=False`, since a processor sees neither steps nor latents.
+*Layers* counts the layers that merge in the tiny model, by their tokens: `3 of 256, 4 of 64` are 3
+layers of 256 tokens and 4 layers of 64.
+
+*One-liner* is `set_attn_processor(MaMeAttnProcessor(...))`, and says what becomes of it:
+
+- *same*: it gives what `apply_mame` gives with `redraw=False, pairs=False`. A processor sees
+  neither steps nor latents.
+- *error*: an error tells to use `apply_mame`.
+- *replaced*: the feature puts its own processor there, silently. Merging ends.
+- *reset*: the feature sets it to default settings.
+- *needs `size`*: the image is not square. A processor sees no height and width.
+- *none*: the model has no `set_attn_processor`.
+- *nothing merges*: the output stays as it was, and `report()` raises.
+- *not on perturbed layers*: PAG perturbs some layers, and replaces their processor during a call.
+
+*Keys merge after rotation*: rotary positions have turned them before.
 
 This page is printed by `python -m tests.matrix`.
 """
@@ -53,10 +59,13 @@ too. Switching one off leaves what the other gives alone.
 
 A cell says in how many of the {caches.STEPS} steps a merging layer computes at all. In the others
 the cache has the answer, and merging saves nothing. The settings are the test's; yours decide how
-many steps are cached. "Not even alone" is tested too: it fails without any of our code.
+many steps are cached. A letter marks a cache that fails without any of our code, which is tested
+too. Below the table stands why.
 """
+TOOLS = """## Tools and errors
 
-
+Wan 2.2 has two transformers. Each check of it puts the tool on both.
+"""
 SWEEP = """## Every denoiser of diffusers
 
 These are all classes of the installed diffusers that may denoise, at tiny size and with images that
@@ -84,20 +93,11 @@ differ in length, Lumina 2 has each sample's image at another place. Such calls 
 CHECKS = [*tools.CHECKS, *newest.CHECKS, *two_denoisers.CHECKS]
 
 
-def layers(row: Row) -> str:
-    return (
-        "none"
-        if not row.merges
-        else ", ".join(f"{n} of {tokens} tokens" for tokens, n in row.merges.items())
-    )
-
-
 def rows_table(first: str, rows: Sequence[Row]) -> list[str]:
     lines = [f"| {first} | layers | one-liner | note |", "|---|---|---|---|"]
     for row in rows:
-        one_liner = row.one_liner or ONE_LINER[row.processor]
-
-        lines.append(f"| {row.name} | {layers(row)} | {one_liner} | {row.note} |")
+        one_liner = row.one_liner or row.processor
+        lines.append(f"| {row.name} | {layers(row.merges)} | {one_liner} | {row.note} |")
     return lines
 
 
@@ -109,7 +109,7 @@ def page() -> str:
     parts += [SWEEP, *sweep.table(), ""]
     models, pairs = [*caches.MODELS, *newest.MODELS], [*caches.EVERY, *newest.EVERY]
     parts += [CACHES, *caches.table(models, pairs), ""]
-    parts += ["## Tools and errors", "", "| what | holds |", "|---|---|"]
+    parts += [TOOLS, "| what | holds |", "|---|---|"]
     parts += [f"| {row.name} | {row.note} |" for row in CHECKS]
     parts += ["", *diffusers_suite.section(), *diffusers_pipelines.section()]
     parts += [

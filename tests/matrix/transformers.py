@@ -171,7 +171,7 @@ ROWS = [
             **STEP,
         },
         {96: 2},
-        note="text tokens never merge",
+        note="text never merges",
     ),
     row(
         "Stable Diffusion 3.5",
@@ -200,7 +200,7 @@ ROWS = [
         model("FluxTransformer2DModel", **FLUX, pooled_projection_dim=8),
         {**flux_inputs(), "pooled_projections": normal(2, 8), "timestep": torch.tensor([0.5, 0.5])},
         {96: 4},
-        note="double and single blocks; text tokens never merge; keys merge after rotation",
+        note="double and single blocks; text never merges; keys merge after rotation",
     ),
     row(
         "Flux Kontext",
@@ -224,7 +224,7 @@ ROWS = [
         {120: 4},
         modes={"kv": {"keep": 0.5, "references": 0.5}},
         processor="set",
-        one_liner="an error that tells to use `apply_mame`",
+        one_liner="error",
         note="the reference image merges on its own grid",
     ),
     row(
@@ -270,7 +270,7 @@ ROWS = [
             "timestep": torch.tensor([0.5, 0.5]),
         },
         {96: 2},
-        note="text tokens never merge; keys merge after rotation",
+        note="text never merges; keys merge after rotation",
     ),
     row(
         "AuraFlow",
@@ -352,7 +352,7 @@ ROWS = [
             **STEP,
         },
         {288: 2},
-        note="tiles over time and space; text tokens never merge; keys merge after rotation",
+        note="tiles over time and space; text never merges; keys merge after rotation",
     ),
     row(
         "Sana",
@@ -371,8 +371,8 @@ ROWS = [
         {"hidden_states": IMAGE, "encoder_hidden_states": normal(2, TEXT, 16), **STEP},
         {},
         processor="set",
-        one_liner="never: a processor cannot see that it replaces linear attention",
+        one_liner="never: it cannot see that it replaces linear attention",
         refused="linear in the tokens already",
-        note="its attention is linear in the tokens already: refused",
+        note="refused: its attention is linear already",
     ),
 ]

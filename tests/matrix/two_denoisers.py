@@ -133,17 +133,17 @@ def cached(cache: Cache, high: int, low: int) -> None:
 EIGHT = {"transformer": 8, "transformer_2": 8}
 CALLS = ((PYRAMID, 8, 4), (DISTILLED, 8, 5), (FIRST, 2, 2), (MAGNITUDE, 4, 4), (TAYLOR, 6, 6))
 CHECKS = [
-    Check("torch.compile of both transformers of Wan 2.2, fullgraph", compiled, "one graph each"),
+    Check("torch.compile of Wan 2.2, fullgraph", compiled, "one graph each"),
     Check(
-        "LoRA on both transformers of Wan 2.2",
+        "LoRA on Wan 2.2",
         partial(in_either_order, add_lora, lambda model: model.disable_adapters(), EIGHT),
         "before or after `apply_mame`, the same bits",
     ),
     *[
         Check(
-            f"{cache.name} on both transformers of Wan 2.2",
+            f"{cache.name} on Wan 2.2",
             partial(cached, cache, high, low),
-            f"same bits in either order; the last layer computes in {high} and {low} of 8 calls",
+            f"same bits in either order; the last layers compute in {high} and {low} of 8 calls",
         )
         for cache, high, low in CALLS
     ],

@@ -3,38 +3,40 @@
 from __future__ import annotations
 
 UNCORRECTED = (
-    "compares with a model switched to diffusers' processor without fused attention, in which"
-    " merging goes uncorrected, as `report()` says; equal to rounding with `correct=False` (tried"
-    " with SDXL img2img)"
+    "The test compares with a model switched to diffusers' processor without fused attention. There"
+    " merging goes uncorrected, as `report()` says. With `correct=False` both are equal to rounding"
+    " (tried with SDXL img2img)."
 )
 SIZES = (
-    "asks for one graph of all sizes (`dynamic=True`, an error at the next one), and merging makes"
-    " one for each size"
+    "The test asks for one graph of all sizes (`dynamic=True`, an error at the next one). Merging"
+    " makes one for each size."
 )
 REPLACED = (
-    "asks that an image prompt of scale 0 changes nothing; `load_ip_adapter` makes processors of"
-    " its own instead of the one-liner's (`apply_mame` stays)"
+    "An image prompt of scale 0 has to change nothing. `load_ip_adapter` makes processors of its"
+    " own instead of the one-liner's (`apply_mame` stays)."
 )
 TAKEN_OFF = (
-    "compares with the same model with other processors set, which takes the one-liner off"
-    " (`apply_mame` stays)"
+    "The test compares with the same model with other processors set. They take the one-liner off"
+    " (`apply_mame` stays)."
 )
-RECORDED = "compares pixels with recorded ones, made without merging"
-DRAWN = (
-    "asks two schedules whose timesteps differ by fractions for the same image: another timestep"
-    " takes another draw (.024 apart, .0018 with `redraw=False`, where .001 is asked for)"
+RECORDED = "The test compares pixels with recorded ones, made without merging."
+OTHER_DRAW = (
+    "Two schedules whose timesteps differ by fractions have to give the same image within .001."
+    " Another timestep takes another draw."
+)
+DRAWN = f"{OTHER_DRAW} The images are .024 apart, and .0018 with `redraw=False`."
+NEAREST = (
+    f"{OTHER_DRAW} Inputs that differ have other nearest destinations. The images are .0021 apart."
+    " With `redraw=False` they stay above .001. The test passes with that and"
+    ' `weights="average"`.'
 )
 ONE_SEED = (
-    "gives the samples of a batch one seed, so that they merge the same tokens at their first step,"
-    " and one alone its own (`pairs`): .0042 apart where .003 is allowed; passes with `pairs=False`"
+    "The samples of a batch have one seed here, so that they merge the same tokens at their first"
+    " step. A sample alone has its own (`pairs`). They are .0042 apart where .003 is allowed. The"
+    " test passes with `pairs=False`."
 )
-NEAREST = (
-    "asks two schedules whose timesteps differ by fractions for the same image: another timestep"
-    " takes another draw, and inputs that differ other nearest destinations (.0021 apart, where"
-    ' .001 is asked for; above it with `redraw=False` too, passes with `weights="average"` as well)'
-)
-# (end of the test's name without its parameters, mode): the reason. Kept in docs/compatibility.md
-# with the counts.
+# (end of the test's name without its parameters, mode): the reason. It stands in
+# docs/compatibility.md with the counts.
 KNOWN: dict[tuple[str, str], str] = {
     **{
         (test, mode): UNCORRECTED
@@ -46,8 +48,8 @@ KNOWN: dict[tuple[str, str], str] = {
     },
     **{
         (f"TestUNet2DConditionCustomDiffusion::test_custom_diffusion_{name}", mode): (
-            "compares with custom diffusion's processors, whose layers merging leaves alone, as"
-            " `report()` says"
+            "The test compares with custom diffusion's processors. Merging leaves their layers"
+            " alone, as `report()` says."
         )
         for name in ("processors", "save_load")
         for mode in ("on", "scaled")
@@ -90,22 +92,22 @@ KNOWN: dict[tuple[str, str], str] = {
     },
     ("TransformerCompile::test_compile_on_different_shapes", "on"): SIZES,
     ("TransformerCompile::test_compile_works_with_aot", "on"): (
-        "exports Flux or Chroma before any forward, whose sizes stand in values that an export"
-        " can't read: refused with that sentence"
+        "The test exports Flux or Chroma before any forward. Their sizes stand in values that an"
+        " export can't read. Merging refuses with that sentence."
     ),
     **{(f"::test_ip_adapter{kind}", "processor"): REPLACED for kind in ("", "_masks", "_faceid")},
     (
         "::test_encode_prompt_works_in_isolation",
         "pipeline",
-    ): "reads the source of a pipeline of diffusers' own package, found there by its name",
+    ): "The test reads the source of a pipeline of diffusers' own package, found by its name.",
 }
 
 
 # (start of the error, mode): the reason, whichever test it is.
 REFUSED: dict[tuple[str, str], str] = {
     ("ValueError: Cannot call `set_default_attn_processor`", "processor"): (
-        "calls `set_default_attn_processor`, which refuses every processor that is not diffusers'"
-        " own; `set_attn_processor(AttnProcessor2_0())` takes the one-liner off"
+        "The test calls `set_default_attn_processor`, which refuses every processor that is not"
+        " diffusers' own. `set_attn_processor(AttnProcessor2_0())` takes the one-liner off."
     ),
 }
 

@@ -17,6 +17,7 @@ from torch import nn
 from mame_sd import MaMeHandle, apply_mame
 from mame_sd.diffusion.families.refused import EXCLUDED
 from mame_sd.diffusion.families.transformers import family_of
+from tests.matrix.markdown import layers, names_by_reason
 from tests.matrix.models import images, others, videos
 from tests.matrix.models.case import Case
 
@@ -84,17 +85,16 @@ def sweep() -> None:
 
 
 def table() -> list[str]:
-    """The record as a table: what merges, and what is refused for which reason."""
+    """The record: a table of what merges, and a list of what is refused for which reason."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     lines = ["| class | family | layers that merge | whole tokens too |", "|---|---|---|---|"]
     for name, found in sorted(record.items()):
-        layers = ", ".join(f"{n} of {tokens} tokens" for tokens, n in found["layers"].items())
         lines.append(
-            f"| {name} | {found['family']} | {layers} |"
+            f"| {name} | {found['family']} | {layers(found['layers'])} |"
             f" {'yes' if found['queries'] else 'keys and values alone'} |"
         )
-    lines += ["", "| refused | why |", "|---|---|"]
-    lines += [f"| {name} | {reason} |" for name, reason in sorted(EXCLUDED.items())]
+    lines += ["", "These are refused:", ""]
+    lines += names_by_reason((reason, name) for name, reason in sorted(EXCLUDED.items()))
     untried = sorted(classes() - record.keys() - EXCLUDED.keys())
     lines += [
         "",
