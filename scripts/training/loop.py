@@ -91,7 +91,7 @@ def fit(
     """Train to ``steps``, continuing from ``path``, where the state is kept."""
     if steps < FEW:
         for group in optimizer.param_groups:
-            group["ns_steps"] = 0  # Muon's iterations are most of a step, and a few steps learn nothing
+            group["ns_steps"] = 0  # Muon's iterations are most of a step; a few learn nothing
     done, average = 0, {k: v.clone() for k, v in model.state_dict().items()}
     if path.exists():
         state = torch.load(path, weights_only=True)
