@@ -123,10 +123,11 @@ def check_row(row: Row, folder: Path) -> None:
 
 
 def check_refused(row: Row, subject: Any, baseline: Tensor) -> None:
-    """`apply_mame` says why nothing can merge and leaves no hook."""
+    """`apply_mame` says why nothing can merge, and leaves no hook and the same output."""
     with pytest.raises(ValueError, match=row.refused):
         apply_mame(row.target(subject), keep=0.5, min_tokens=1)
     assert not has_hooks(denoiser_of(row.target(subject)))
+    assert torch.equal(row.run(subject), baseline)
 
 
 def check_order(row: Row, outputs: dict[str, Tensor]) -> None:
