@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mame_sd.captions.calls import Calls, calls_on
+from mame_sd.captions.farthest import cosines, farthest_first
+from mame_sd.captions.farthest import merged as joined
 from mame_sd.captions.handle import CaptionHandle
 from mame_sd.captions.prompts import Image
 from mame_sd.captions.towers import layer_of
@@ -38,10 +40,12 @@ class Row:
     Attributes:
         label: its name in the table.
         on: puts it on a LLaVA for a `with` block.
+        at_once: a caption can be read in one call with its prompt.
     """
 
     label: str
     on: Callable[[Any], Any]
+    at_once: bool = True
 
 
 def whole_of(model: Any, pixels: Tensor) -> Tensor:
@@ -108,21 +112,12 @@ def random_of(keep: float) -> Callable[[Tensor], Tensor]:
 
 def divprune_of(keep: float) -> Callable[[Tensor], Tensor]:
     """The share whose nearest neighbours among themselves are farthest (DivPrune, Alvar et al.
-    2025, arXiv 2503.02175): greedily, by cosine distance.
+    2025, arXiv 2503.02175): greedily, by cosine distance. Our default begins with it too.
     """
 
     def pick(features: Tensor) -> Tensor:
-        unit = F.normalize(features.float(), dim=-1)
-        far = 1 - unit @ unit.T
-        far.fill_diagonal_(math.inf)
-        first = int(far.min(1).values.argmax())
-        far.fill_diagonal_(0)
-        nearest, places = far[first].clone(), [first]
-        while len(places) < max(1, round(keep * len(features))):
-            nearest[places[-1]] = -1
-            places.append(int(nearest.argmax()))
-            nearest = torch.minimum(nearest, far[places[-1]])
-        return torch.tensor(places, device=features.device)
+        count = max(1, round(keep * len(features)))
+        return farthest_first(cosines(features[None]), count)[0]
 
     return pick
 
@@ -137,18 +132,23 @@ def pooled(keep: float) -> Callable[[Any], Any]:
             side = math.isqrt(len(states) - special)
             grid = states[special:].T.unflatten(1, (side, side))
             small = F.adaptive_avg_pool2d(grid, max(1, round(side * keep**0.5)))
-            joined = torch.cat([states[:special], small.flatten(1).T])
-            return _short(model, joined, len(states) - len(joined))
+            seen = torch.cat([states[:special], small.flatten(1).T])
+            return _short(model, seen, small.shape[1], side)
 
         return _giving(model, image)
 
     return on
 
 
-def _short(model: Any, states: Tensor, gone: int) -> Image:
-    """An image that gives these states [L', C], of which `gone` are missing."""
+def _short(model: Any, states: Tensor, less: int, side: int) -> Image:
+    """An image that gives these states [L', C], of a grid of `less` x `less` patches where it was
+    one of `side` x `side`. Each has the place in the middle of what it shows.
+    """
     features = _features(model, states[None])[0]
-    return Image(features, everything(features), len(features) + gone)
+    first = len(features) - less * less
+    middle = ((torch.arange(less) + 0.5) * side / less).long()
+    places = torch.cat([torch.arange(first), (middle[:, None] * side + middle).flatten() + first])
+    return Image(features, places, first + side * side)
 
 
 def smaller(keep: float) -> Callable[[Any], Any]:
@@ -164,7 +164,7 @@ def smaller(keep: float) -> Callable[[Any], Any]:
             less = max(1, round(side * keep**0.5))
             with on_smaller_images(model.model.vision_tower, less * patch):
                 states = _states(model, pixels)
-            return _short(model, states, side * side - less * less)
+            return _short(model, states, less, side)
 
         with _giving(model, image) as calls:
             yield calls
@@ -172,17 +172,38 @@ def smaller(keep: float) -> Callable[[Any], Any]:
     return on
 
 
-def merged(**fields: Any) -> Callable[[Any], Any]:
-    """MaMe in the tower."""
+def merged(inside: bool = False, **fields: Any) -> Callable[[Any], Any]:
+    """MaMe behind the tower, or `inside`, in every second of its blocks."""
 
     @contextmanager
     def on(model: Any) -> Iterator[Calls]:
-        handle = CaptionHandle(model, None, None, None, None, dict(fields))
+        blocks = tuple(range(0, layer_of(model), 2)) if inside else None
+        handle = CaptionHandle(model, None, blocks, None, None, dict(fields))
         handle.install()
         try:
             yield calls_on(model)[0]
         finally:
             handle.remove()
+
+    return on
+
+
+def renumbered(keep: float) -> Callable[[Any], Any]:
+    """Our default whose tokens are counted on from one another: they stand right before what
+    follows the image.
+    """
+
+    def on(model: Any) -> Any:
+        def image(pixels: Tensor) -> Image:
+            states = _states(model, pixels)
+            features = _features(model, states[None])
+            like = states[None, len(states) - features.shape[1] :]
+            ((own, _),) = joined(features, like, keep, None)
+            features = features[0]
+            places = torch.arange(len(features) - len(own), len(features))
+            return Image(own, places, len(features))
+
+        return _giving(model, image)
 
     return on
 
@@ -201,7 +222,8 @@ def tome(r: int) -> Callable[[Any], Any]:
                 states = _states(model, pixels)
                 plans = {n: plan for n, plan in handle.plans().items() if n < count}
                 if not plans:
-                    return _short(model, states[None][0], 0)
+                    features = _features(model, states[None])[0]
+                    return Image(features, everything(features), len(features))
                 rows: Tensor | None = None  # [L] which of the tokens left each one went to
                 for _, plan in sorted(plans.items()):
                     assert isinstance(plan, Traced)
@@ -255,11 +277,19 @@ ROWS: dict[str, Row] = {
     "tau-0.8": Row("MaMe, tau .8", merged(tau=0.8)),
     "plain-0.8": Row("MaMe, the paper's form, tau .8", merged(preset="plain", tau=0.8)),
     **{f"keep-{k}": Row(f"MaMe, keep {k}", merged(keep=k)) for k in SHARES},
+    **{
+        f"renumbered-{k}": Row(f"MaMe, keep {k}, positions counted anew", renumbered(k))
+        for k in SHARES
+    },
+    **{
+        f"inside-{k}": Row(f"MaMe in the tower's blocks, keep {k}", merged(True, keep=k))
+        for k in SHARES
+    },
     **{f"random-{k}": Row(f"random dropping, {k}", chosen(random_of(k))) for k in SHARES},
     **{f"pool-{k}": Row(f"pooling, {k}", pooled(k)) for k in SHARES},
     **{f"smaller-{k}": Row(f"smaller image, {k}", smaller(k)) for k in SHARES},
     **{f"divprune-{k}": Row(f"DivPrune, {k}", chosen(divprune_of(k))) for k in SHARES},
-    **{f"fastv-{k}": Row(f"FastV after layer 2, {k}", fast(k)) for k in SHARES},
+    **{f"fastv-{k}": Row(f"FastV after layer 2, {k}", fast(k), False) for k in SHARES},
 }
 
 

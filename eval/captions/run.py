@@ -3,6 +3,9 @@
     OUT/captions.jsonl     a line for each row and picture: caption, visual tokens, seconds of CPU
     OUT/captions.json      the table's figures
 
+KL is that of the unmerged model's next words to a row's, in nats, the mean over the words of the
+unmerged model's caption.
+
 A stopped run continues with what is missing. Rows take turns on a picture, so that their seconds
 are comparable.
 """
@@ -19,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from mame_sd.errors import UserError
 from mame_sd.runs.files import write_atomically
@@ -30,6 +34,7 @@ from .references import Pictures
 from .rows import ROWS, read_by_layers
 from .scores import SCORES, language_scores, named_right
 
+BASELINE = "baseline"
 CHANCE = "the next picture's caption"
 
 
@@ -70,8 +75,14 @@ class CaptionRun:
                 if not missing:
                     continue
                 inputs = self.captioner.inputs(Image.fromarray(load_image(path, convert=True)))
+                whole: Tensor | None = None
                 for row in missing:
                     record = {"row": row, "picture": name, **self._caption(row, inputs)}
+                    if row != BASELINE and (BASELINE, name) in done and ROWS[row].at_once:
+                        ids = done[BASELINE, name]["ids"]
+                        whole = self._read(BASELINE, inputs, ids) if whole is None else whole
+                        own = self._read(row, inputs, ids)
+                        record["kl"] = float((whole.exp() * (whole - own)).sum(-1).mean())
                     done[row, name] = record
                     file.write(json.dumps(record) + "\n")
                     file.flush()
@@ -125,20 +136,41 @@ class CaptionRun:
         layers = int(model.config.text_config.num_hidden_layers)
         return {
             "caption": self.captioner.text(written),
+            "ids": written.tolist(),
             "visual": visual,
             "read": read_by_layers(row, visual, layers),
             "first": first,
             "whole": whole,
         }
 
+    @torch.inference_mode()
+    def _read(self, row: str, inputs: dict[str, Any], ids: list[int]) -> Tensor:
+        """Log-probabilities [T, words] of each word of a caption `ids`, where it is read behind the
+        prompt.
+        """
+        caption = torch.tensor([ids], device=inputs["input_ids"].device)
+        call = {**inputs, "input_ids": torch.cat([inputs["input_ids"], caption], 1)}
+        if call.get("attention_mask") is not None:
+            seen = torch.ones_like(caption)
+            call["attention_mask"] = torch.cat([call["attention_mask"], seen], 1)
+        with ROWS[row].on(self.captioner.model):
+            logits = self.captioner.model(**call).logits[0, -len(ids) - 1 : -1]
+        return logits.float().log_softmax(-1)
+
     def _figures(self, row: str, done: Mapping[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
         """The figures of one row."""
         records = {name: done[row, name] for name in self.pictures.files}
         captions = {name: str(one["caption"]) for name, one in records.items()}
         found: dict[str, Any] = {"row": row, **self.scored(captions)}
+        if all("kl" in one for one in records.values()):
+            interval = mean_interval(
+                {name: one["kl"] for name, one in records.items()}, {one: one for one in records}
+            )
+            found["kl"] = interval["mean"]
+            found["kl_interval"] = [interval["low"], interval["high"]]
         for name in ("visual", "read", "first", "whole"):
             found[name] = float(np.mean([one[name] for one in records.values()]))
-        base = {name: done.get(("baseline", name)) for name in records}
+        base = {name: done.get((BASELINE, name)) for name in records}
         if all(base.values()):
             for name in ("first", "whole"):
                 pairs = [(one[name], base[key]) for key, one in records.items()]
@@ -172,12 +204,13 @@ class CaptionRun:
 def table(found: Mapping[str, Any]) -> str:
     """The figures as a Markdown table."""
     things = "objects" in found["rows"][0]
-    head = ["", "visual", "read", *SCORES, *(["objects", "with colour"] if things else [])]
+    head = ["", "visual", "read", "KL", *SCORES, *(["objects", "with colour"] if things else [])]
     head += ["words", "first token", "caption"]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in found["rows"]:
         cells = [ROWS[row["row"]].label if row["row"] in ROWS else CHANCE]
         cells += [f"{row['visual']:.1f}", f"{row['read']:.1f}"]
+        cells.append(f"{row['kl']:.3f}" if "kl" in row else "")
         cells += [f"{row[name]:.3f}" for name in SCORES]
         if things:
             cells += [f"{row['objects']:.2f}", f"{row['colors']:.2f}"]

@@ -1,17 +1,18 @@
-"""apply_captioner: merging in the vision tower of LLaVA, so that its language model reads fewer
+"""apply_captioner: merging behind the vision tower of LLaVA, so that its language model reads fewer
 tokens.
 
     handle = apply_captioner(llava)               # a quarter of the visual tokens stays
     handle = apply_captioner(llava, keep=0.5)     # this share of them
     handle = apply_captioner(llava, tau=0.8)      # by similarity: each image keeps its own number
     ids = llava.generate(**processor(images=images, text=prompts, return_tensors="pt"))
-    print(handle.report())                        # visual tokens, FLOPs of the tower
+    handle = apply_captioner(llava, blocks=8)     # in the first blocks of the tower instead
+    print(handle.report())                        # visual tokens
     remove_captioner(llava)                       # bit-equal to before
 
 Prompts are given as the processor writes them, with an image token for each patch. `forward` and
 `generate` take out the image tokens whose patches have merged into others, with labels and masks.
-`generate` gives back whole prompts before what it wrote. Tokens that stay keep their order, and are
-counted on from one another in the language model's positions.
+`generate` gives back whole prompts before what it wrote. Tokens that stay keep their order and
+their positions, so that text is as far from them as it was.
 """
 
 from __future__ import annotations
@@ -38,19 +39,24 @@ def apply_captioner(
     schedule: str | None = None,
     **fields: Any,
 ) -> CaptionHandle:
-    """Merges tokens in the vision tower of a LLaVA, until `remove_captioner`.
+    """Merges the visual tokens of a LLaVA, until `remove_captioner`.
+
+    By default those that are farthest from one another stay, and the others join the nearest of
+    them (`mame_sd.captions.farthest`). The tower runs whole. With `blocks`, and with
+    `preset="plain"`, tokens merge in the tower's blocks, as in a vision transformer.
 
     Args:
         target: a model that holds one LlavaForConditionalGeneration or
             LlavaNextForConditionalGeneration.
         config: the settings; of its fields only those that were given count.
         blocks: as `apply_encoder` takes it, of the blocks before the layer that is read. None:
-            every second one.
-        prop_attn: as `apply_encoder` takes it.
-        schedule: as `apply_encoder` takes it.
-        fields: fields of MaMeConfig over those of `config`. One `keep` is the share of the visual
-            tokens that the language model gets. It is near it: shares of blocks are whole tokens.
-            By `tau` images go through the tower one by one.
+            behind the tower.
+        prop_attn: as `apply_encoder` takes it, with `blocks`.
+        schedule: as `apply_encoder` takes it, with `blocks`.
+        fields: fields of MaMeConfig over those of `config`: `keep` or `tau`, with `blocks` all that
+            an encoder takes. One `keep` is the share of the visual tokens that the language model
+            gets, .25 by default. In blocks it is near it: their shares are whole tokens. By `tau`
+            each image keeps its own number.
 
     Raises:
         TypeError: `config` is no MaMeConfig.

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mame_sd.captions.prompts import Image, Kept, kept_of
+from mame_sd.captions.prompts import Image, Kept, Positions, counted, kept_of
 
 _NAMES = ("forward", "generate")
+_GONE = "tokens_that_merged"  # on a cache: how many positions no token of the prompt has
 _INSTEAD = {
     "inputs_embeds": "give input_ids, whose image tokens say where the images stand",
     "mm_encoder_outputs": "give pixel_values, which the tower merges itself",
@@ -41,6 +42,21 @@ class VisualCounts:
         self.kept += sum(len(image.places) for image in images)
 
 
+@dataclass(frozen=True)
+class Fewer:
+    """A call whose prompts lost image tokens.
+
+    Attributes:
+        call: its arguments, with vectors for tokens.
+        ids: of the tokens that stay [B, L'].
+        gone: by how many tokens the prompts are shorter, L - L'.
+    """
+
+    call: dict[str, Any]
+    ids: Tensor
+    gone: int
+
+
 class Calls:
     """Both calls of one model.
 
@@ -55,6 +71,7 @@ class Calls:
     def __init__(self, model: nn.Module, seen: Callable[[dict[str, Any]], list[Image]]) -> None:
         self.model, self.seen, self.active = model, seen, True
         self.counts = VisualCounts()
+        self._positions: Positions | None = None  # of the prompts of `generate` that runs
         self._own = {name: Call(self, name) for name in _NAMES}
 
     def put(self) -> None:
@@ -82,27 +99,45 @@ class Calls:
         own = getattr(type(self.model), name)
         if name == "forward":
             fewer = self._fewer(call)
-            return own(self.model, **(call if fewer is None else fewer[0]))
+            if fewer is None:
+                return own(self.model, **self._at_places(call))
+            output = own(self.model, **fewer.call)
+            cache = getattr(output, "past_key_values", None)
+            if fewer.gone and cache is not None:
+                setattr(cache, _GONE, fewer.gone)
+            return output
         if call.get("inputs") is not None:
             call["input_ids"] = call.pop("inputs")
+        given = call.get("position_ids") is not None
         with torch.no_grad():
+            ids: Any = call.get("input_ids")
+            if not given and ids is not None:
+                call["position_ids"] = counted(ids, call.get("attention_mask"))
             fewer = self._fewer(call)
+            if not given:
+                call.pop("position_ids", None)
             if fewer is None:
                 return own(self.model, **call)
-            ids = call["input_ids"]
-            call, short = fewer
+            call, short = fewer.call, fewer.ids
+            if fewer.gone:
+                self._positions = Positions(call.pop("position_ids"), call["attention_mask"].bool())
+            elif not given:
+                del call["position_ids"]
             for length in ("max_length", "min_length"):
                 if call.get(length) is not None:
-                    call[length] -= ids.shape[1] - short.shape[1]
-            written = own(self.model, **call, input_ids=short)
+                    call[length] -= fewer.gone
+            try:
+                written = own(self.model, **call, input_ids=short)
+            finally:
+                self._positions = None
         if isinstance(written, Tensor):
             return _with_dropped(written, ids, short)
         written.sequences = _with_dropped(written.sequences, ids, short)
         return written
 
-    def _fewer(self, call: dict[str, Any]) -> tuple[dict[str, Any], Tensor] | None:
-        """The call with vectors for tokens, fewer of them, and the ids of these [B, L']. None: it
-        has no images, or is left as it is.
+    def _fewer(self, call: dict[str, Any]) -> Fewer | None:
+        """The call with vectors for tokens, fewer of them. None: it has no images, or is left as it
+        is.
         """
         call = {name: value for name, value in call.items() if value is not None}
         if not len(call.get("pixel_values", ())):
@@ -112,8 +147,8 @@ class Calls:
         self._check(call)
         images = self.seen(call)
         model: Any = self.model
-        ids, mask = call.pop("input_ids"), call.get("attention_mask")
-        token = int(model.config.image_token_id)
+        whole, mask = call.pop("input_ids"), call.get("attention_mask")
+        ids, token = whole, int(model.config.image_token_id)
         kept = kept_of(ids, mask, token, images)
         self.counts.add(images)
         if any(len(image.places) < image.unmerged for image in images):
@@ -124,7 +159,30 @@ class Calls:
         call["inputs_embeds"] = embeds.masked_scatter((ids == token).unsqueeze(-1), seen)
         for name in ("pixel_values", "image_sizes"):
             call.pop(name, None)
-        return call, ids
+        return Fewer(call, ids, whole.shape[1] - ids.shape[1])
+
+    def _at_places(self, call: dict[str, Any]) -> dict[str, Any]:
+        """A call without images whose tokens follow, or are, those of a prompt that lost some: with
+        positions as they are without merging.
+        """
+        cache, positions = call.get("past_key_values"), call.get("position_ids")
+        tokens = call.get("input_ids") if call.get("inputs_embeds") is None else None
+        tokens = call.get("inputs_embeds") if tokens is None else tokens
+        gone = getattr(cache, _GONE, 0)
+        if tokens is None or (self._positions is None and not gone):
+            return call
+        if positions is None:
+            start = 0 if cache is None else int(cache.get_seq_length())
+            positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+            positions = positions.expand(len(tokens), -1)
+            positions = positions + gone
+        if self._positions is not None:
+            positions = self._positions.of(positions.expand(len(tokens), -1))
+        more: dict[str, Any] = {"position_ids": positions}
+        if cache is None and call.get("attention_mask") is None:
+            # without a mask positions with gaps would be taken for several texts in a row
+            more["attention_mask"] = torch.ones_like(positions)
+        return {**call, **more}
 
     def _padding(self) -> int:
         """The id that padding is written with; its vectors are masked."""
@@ -181,13 +239,13 @@ def calls_on(module: nn.Module) -> list[Calls]:
 
 def _tokens_of(call: dict[str, Any], kept: Kept) -> dict[str, Any]:
     """What a call holds for each token, of those that stay."""
-    found: dict[str, Any] = {}
-    if "attention_mask" in call or not bool(kept.real.all()):
-        dtype = call["attention_mask"].dtype if "attention_mask" in call else torch.long
-        found["attention_mask"] = kept.real.to(dtype)
-    for name, padding in (("labels", -100), ("position_ids", 0)):
-        if name in call:
-            found[name] = kept.of(call[name], padding)
+    dtype = call["attention_mask"].dtype if "attention_mask" in call else torch.long
+    # always a mask: without one positions with gaps would be taken for several texts in a row
+    found: dict[str, Any] = {"attention_mask": kept.real.to(dtype)}
+    if "labels" in call:
+        found["labels"] = kept.of(call["labels"], -100)
+    given = call.get("position_ids")
+    found["position_ids"] = kept.rows if given is None else kept.of(given, 0)
     return found
 
 

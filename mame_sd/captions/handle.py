@@ -10,9 +10,11 @@ from torch import nn
 
 from mame_sd.captions.calls import Calls, VisualCounts, calls_on
 from mame_sd.captions.prompts import Image
-from mame_sd.captions.towers import images_of, layer_of
+from mame_sd.captions.towers import images_behind, images_of, layer_of
 from mame_sd.config import MaMeConfig
 from mame_sd.perception.handle import EncoderHandle
+from mame_sd.perception.hooks import take_all
+from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.perception.report import EncoderReport
 from mame_sd.perception.settings import (
     EVERY,
@@ -23,6 +25,8 @@ from mame_sd.perception.settings import (
     shares,
 )
 
+KEEP = 0.25  # share of the visual tokens that stays by default
+
 
 @dataclass(frozen=True)
 class CaptionReport:
@@ -32,43 +36,35 @@ class CaptionReport:
         images: how many.
         visual_before: image tokens that the language model would have read.
         visual_after: those that it read.
-        tower: the blocks of the vision tower.
+        tower: the blocks of the vision tower; None where none of them merges.
     """
 
     images: int
     visual_before: float
     visual_after: float
-    tower: EncoderReport
+    tower: EncoderReport | None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values."""
-        return {**asdict(self), "tower": self.tower.to_dict()}
+        tower = None if self.tower is None else self.tower.to_dict()
+        return {**asdict(self), "tower": tower}
 
     def __str__(self) -> str:
         share = self.visual_after / self.visual_before if self.visual_before else 1.0
-        return (
-            f"{self.tower}\n{self.visual_before:.0f} -> {self.visual_after:.1f} visual tokens an"
-            f" image for the language model ({share:.0%}), {self.images} images"
+        lines = [] if self.tower is None else [str(self.tower)]
+        lines.append(
+            f"{self.visual_before:.0f} -> {self.visual_after:.1f} visual tokens an image for the"
+            f" language model ({share:.0%}), {self.images} images"
         )
+        return "\n".join(lines)
 
 
-class MergedImages:
-    """What the images of a call give where the tower of `model` merges."""
+class Inside:
+    """Images whose patches merge in the blocks of the vision tower.
 
-    def __init__(self, model: nn.Module, tower: EncoderHandle) -> None:
-        self.model, self.tower = model, tower
-
-    def __call__(self, call: dict[str, Any]) -> list[Image]:
-        one = any(config.keep is None for config in self.tower.configs.values())
-        return images_of(self.model, self.tower, call, one)
-
-
-class CaptionHandle:
-    """Merging as applied to one LLaVA. Made by `apply_captioner`.
-
-    Attributes:
-        model: the LLaVA.
-        tower: merging on its vision tower.
+    Args:
+        model: a LLaVA.
+        config, blocks, prop_attn, schedule, fields: as `apply_captioner` has them.
     """
 
     def __init__(
@@ -81,13 +77,12 @@ class CaptionHandle:
         fields: dict[str, Any],
     ) -> None:
         self.model = model
-        depth = layer_of(model)
         every = 1 if is_plain(config, fields) else EVERY
-        self._blocks = chosen_blocks(blocks, depth, every)
+        self._blocks = chosen_blocks(blocks, layer_of(model), every)
         self._schedule = schedule_of(schedule, config, fields)
         config, fields = self._by_block(config, fields)
         tower: Any = model.get_submodule("model.vision_tower")
-        self.tower = EncoderHandle(
+        self.tower: EncoderHandle | None = EncoderHandle(
             tower,
             config,
             self._blocks,
@@ -96,7 +91,23 @@ class CaptionHandle:
             prop_attn=prop_attn,
             schedule=schedule if "keep" not in fields else None,
         )
-        self._calls = Calls(model, MergedImages(model, self.tower))
+
+    def __call__(self, call: dict[str, Any]) -> list[Image]:
+        assert self.tower is not None
+        one = any(config.keep is None for config in self.tower.configs.values())
+        return images_of(self.model, self.tower, call, one)
+
+    @property
+    def config(self) -> MaMeConfig:
+        """Of the first block that merges."""
+        assert self.tower is not None
+        return self.tower.config
+
+    def set(self, config: MaMeConfig | None, fields: dict[str, Any]) -> None:
+        """Changes live settings."""
+        assert self.tower is not None
+        config, fields = self._by_block(config, fields)
+        self.tower.set(config, **fields)
 
     def _by_block(
         self, config: MaMeConfig | None, fields: dict[str, Any]
@@ -112,15 +123,103 @@ class CaptionHandle:
             config = MaMeConfig.from_dict({k: v for k, v in given.items() if k != "keep"})
         return config, {**fields, "keep": left(float(keep), len(self._blocks), self._schedule)}
 
+
+class Behind:
+    """Images whose patches merge behind the vision tower; arguments as `Inside`.
+
+    Attributes:
+        config: the settings, of which `keep` and `tau` count.
+        tower: None; no block of it merges.
+    """
+
+    tower: EncoderHandle | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: MaMeConfig | None,
+        prop_attn: bool | None,
+        schedule: str | None,
+        fields: dict[str, Any],
+    ) -> None:
+        self.model = model
+        layer_of(model)
+        find_encoder(model.get_submodule("model.vision_tower"))
+        _check_alone({"prop_attn": prop_attn, "schedule": schedule})
+        self.config = MaMeConfig(keep=KEEP)
+        self.set(config, fields)
+
+    def __call__(self, call: dict[str, Any]) -> list[Image]:
+        return images_behind(self.model, call, self.config.keep, self.config.tau)
+
+    def set(self, config: MaMeConfig | None, fields: dict[str, Any]) -> None:
+        """Changes live settings."""
+        if config is not None and not isinstance(config, MaMeConfig):
+            raise TypeError(
+                f"config: expected a MaMeConfig, got {config!r}; write MaMeConfig(keep=0.25) or"
+                " keep=0.25"
+            )
+        fields = {name: value for name, value in fields.items() if value is not None}
+        given = {**config.given} if config is not None else {}
+        if {"keep", "tau"} & {*fields}:
+            given = {name: value for name, value in given.items() if name not in ("keep", "tau")}
+        asked = {**given, **fields}
+        if asked.get("preset") == "default":
+            del asked["preset"]
+        _check_alone({name: one for name, one in asked.items() if name not in ("keep", "tau")})
+        if {"keep", "tau"} & {*asked}:
+            self.config = MaMeConfig.from_dict(asked)
+
+
+def _check_alone(fields: dict[str, Any]) -> None:
+    """Raises ValueError for settings of blocks."""
+    for name, value in fields.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}: expected keep or tau alone where tokens merge behind the tower, got"
+                f" {value!r}; give blocks= to merge in the tower's blocks, or leave it out"
+            )
+
+
+class CaptionHandle:
+    """Merging as applied to one LLaVA. Made by `apply_captioner`.
+
+    Attributes:
+        model: the LLaVA.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: MaMeConfig | None,
+        blocks: Any,
+        prop_attn: bool | None,
+        schedule: str | None,
+        fields: dict[str, Any],
+    ) -> None:
+        self.model = model
+        self._images: Inside | Behind
+        if blocks is None and not is_plain(config, fields):
+            self._images = Behind(model, config, prop_attn, schedule, fields)
+        else:
+            self._images = Inside(model, config, blocks, prop_attn, schedule, fields)
+        self._calls = Calls(model, self._images)
+
+    @property
+    def tower(self) -> EncoderHandle | None:
+        """Merging on the vision tower's blocks; None where tokens merge behind it."""
+        return self._images.tower
+
     @property
     def config(self) -> MaMeConfig:
-        """The settings now in force, of the first block that merges."""
-        return self.tower.config
+        """The settings now in force; of the first block that merges, where blocks do."""
+        return self._images.config
 
     @property
     def installed(self) -> bool:
         """Whether merging is on the model as this handle put it."""
-        return self._calls in calls_on(self.model) and self.tower.installed
+        there = self._calls in calls_on(self.model)
+        return there and (self.tower is None or self.tower.installed)
 
     @property
     def active(self) -> bool:
@@ -129,33 +228,35 @@ class CaptionHandle:
 
     @active.setter
     def active(self, value: bool) -> None:
-        self._calls.active = self.tower.active = value
+        self._calls.active = value
+        if self.tower is not None:
+            self.tower.active = value
 
     def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
         """Changes live settings from the next call on, as `EncoderHandle.set`; one `keep` is the
         share of the visual tokens that the language model gets.
         """
-        config, fields = self._by_block(config, fields)
-        self.tower.set(config, **fields)
+        self._images.set(config, fields)
 
     def report(self) -> CaptionReport:
         """Visual tokens and the tower's blocks since the last `reset`."""
         counts = self._calls.counts
         images = max(counts.images, 1)
-        return CaptionReport(
-            counts.images, counts.unmerged / images, counts.kept / images, self.tower.report()
-        )
+        tower = None if self.tower is None else self.tower.report()
+        return CaptionReport(counts.images, counts.unmerged / images, counts.kept / images, tower)
 
     def reset(self) -> None:
         """Sets all counters to zero."""
-        self.tower.reset()
+        if self.tower is not None:
+            self.tower.reset()
         self._calls.counts = VisualCounts()
 
     def remove(self) -> None:
         """Takes this handle's merging off the model; that of a later one stays."""
         if self._calls in calls_on(self.model):
             self._calls.take()
-        self.tower.remove()
+        if self.tower is not None:
+            self.tower.remove()
 
     def install(self) -> None:
         """Puts merging back after `remove`, or replaces that of a later handle.
@@ -164,8 +265,11 @@ class CaptionHandle:
             ValueError: another tool has replaced `forward` or `generate`.
         """
         self._calls.put()
-        self.tower.install()
-        self.tower.capture()
+        if self.tower is None:
+            take_all(self.model)  # what an earlier handle put in the tower's blocks
+        else:
+            self.tower.install()
+            self.tower.capture()
 
 
 def left(keep: float, count: int, schedule: str) -> list[float]:

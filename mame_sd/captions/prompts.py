@@ -80,3 +80,41 @@ def kept_of(ids: Tensor, mask: Tensor | None, token: int, images: list[Image]) -
     rows = torch.zeros(real.shape, dtype=torch.long, device=ids.device)
     rows[real] = kept.nonzero()[:, 1]
     return Kept(rows, real)
+
+
+class Positions:
+    """Positions of prompts that lost tokens, as they were before: the language model sees the same
+    distances as without merging.
+
+    Args:
+        own: positions of the tokens that stay [B, L'], padding among them.
+        real: bool [B, L'], False at padding.
+    """
+
+    def __init__(self, own: Tensor, real: Tensor) -> None:
+        column = torch.arange(own.shape[1], device=own.device)
+        last = (column * real).argmax(1, keepdim=True)
+        self._own = own
+        self._first = real.int().argmax(1)  # [B] where padding on the left ends
+        self._count = real.sum(1)
+        self._gone = own.gather(1, last)[:, 0] + 1 - self._count  # of what follows
+
+    def of(self, counted: Tensor) -> Tensor:
+        """Positions [n B, T] of tokens that were counted from 0, padding and what is gone left out.
+
+        Each prompt may stand there n times in a row, for beams.
+        """
+        times = len(counted) // len(self._own)
+        own, first, count, gone = (
+            one.repeat_interleave(times, 0)
+            for one in (self._own, self._first, self._count, self._gone)
+        )
+        inside = (first[:, None] + counted).clamp(max=own.shape[1] - 1)
+        return torch.where(counted < count[:, None], own.gather(1, inside), counted + gone[:, None])
+
+
+def counted(ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Positions [B, L] of prompts without their padding, 0 there, as `generate` counts them."""
+    if mask is None:
+        return torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
+    return (mask.long().cumsum(1) - 1).clamp(min=0)

@@ -1,5 +1,5 @@
 """What the models that are known make of an image: features of patches, and their places in a
-prompt.
+prompt. Patches merge behind the tower, or in its blocks.
 
 LLaVA gives each patch of its tower. LLaVA-NeXT gives those of a small image and of its tiles, row
 by row, without the tiles' padding, with a token after each row.
@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mame_sd.captions.farthest import merged
 from mame_sd.captions.prompts import Image
 from mame_sd.perception.handle import EncoderHandle
 
 KNOWN = ("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration")
+LINE = -1  # where a token for a new line stands
 _TURNED = "positions turn the queries and keys of its tower, and a merged token has none of its own"
 REFUSED = {
     **dict.fromkeys(
@@ -71,8 +73,65 @@ def layer_of(model: Any) -> int:
     return layer if layer >= 0 else depth + 1 + layer
 
 
+def images_behind(
+    model: Any, inputs: dict[str, Any], keep: float | None, tau: float | None
+) -> list[Image]:
+    """What the images of a call give whose patches merge behind the tower.
+
+    Args:
+        model: of a known class.
+        inputs: as `images_of`.
+        keep: share of an image's tokens that stays; a NeXT's tokens for new lines all do.
+        tau: similarity above which a token merges, where `keep` is None.
+    """
+    single = name_of(model) == "LlavaForConditionalGeneration"
+    tiles = [inputs["pixel_values"]] if single else _tiles(model, inputs)
+    output = model.model.vision_tower(torch.cat(tiles), output_hidden_states=True, return_dict=True)
+    states = output.hidden_states[layer_of(model)][:, _skipped(model) :]
+    features = model.model.multi_modal_projector(states)
+    numbers = torch.arange(states[..., 0].numel(), device=states.device).view(states.shape[:2])
+    if single:
+        spots = list(numbers)  # of each image the tokens that it gives
+    else:
+        special = states.shape[1] - _patches(inputs["pixel_values"], model)
+        line, every = numbers.new_tensor([LINE]), torch.arange(states.shape[1])
+        spots = []
+        for own, size in zip(numbers.split([*map(len, tiles)]), inputs["image_sizes"], strict=True):
+            seen = [(one[:, None], every.to(one.device)) for one in own]
+            spots.append(_packed(model, seen, size, special, line).features[:, 0])
+    flat, like = features.flatten(0, 1), states.flatten(0, 1)
+    images: dict[int, Image] = {}
+    for some in _alike([int((own != LINE).sum()) for own in spots]):
+        free = torch.stack([spots[n][spots[n] != LINE] for n in some])  # [B, L]
+        for n, (own, stay) in zip(some, merged(flat[free], like[free], keep, tau), strict=True):
+            images[n] = _with_lines(model, spots[n], own, stay)
+    return [images[n] for n in range(len(spots))]
+
+
+def _alike(counts: list[int]) -> list[list[int]]:
+    """Which images have as many tokens as one another."""
+    return [[n for n, own in enumerate(counts) if own == count] for count in {*counts}]
+
+
+def _with_lines(model: Any, spots: Tensor, own: Tensor, stay: Tensor) -> Image:
+    """An image of which tokens `own` [k, C] stay, with the model's tokens for new lines.
+
+    Args:
+        spots: of each of the image's tokens [L], LINE at new lines.
+        own: features.
+        stay: their places [k] among those that are no new lines.
+    """
+    lines = (spots == LINE).nonzero()[:, 0]
+    if not len(lines):
+        return Image(own, stay, len(spots))
+    places = torch.cat([(spots != LINE).nonzero()[:, 0][stay], lines])
+    order = places.argsort()
+    new = model.model.image_newline[None].expand(len(lines), -1).to(own)
+    return Image(torch.cat([own, new])[order], places[order], len(spots))
+
+
 def images_of(model: Any, tower: EncoderHandle, inputs: dict[str, Any], one: bool) -> list[Image]:
-    """What the images of a call give.
+    """What the images of a call give whose patches merge in the tower's blocks.
 
     Args:
         model: of a known class.
@@ -90,7 +149,8 @@ def images_of(model: Any, tower: EncoderHandle, inputs: dict[str, Any], one: boo
     images = []
     for tile, size in zip(tiles, inputs["image_sizes"], strict=True):
         own, found = found[: len(tile)], found[len(tile) :]
-        images.append(_packed(model, own, size, tower.special - _skipped(model)))
+        special = tower.special - _skipped(model)
+        images.append(_packed(model, own, size, special, model.model.image_newline))
     return images
 
 
@@ -153,7 +213,9 @@ def _tiles(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
     return list(pixels.split(counts))
 
 
-def _packed(model: Any, tiles: list[tuple[Tensor, Tensor]], size: Tensor, special: int) -> Image:
+def _packed(
+    model: Any, tiles: list[tuple[Tensor, Tensor]], size: Tensor, special: int, newline: Tensor
+) -> Image:
     """The image of which tiles were seen, as LLaVA-NeXT packs it. The small image comes first, then
     rows of all tiles together without padding, each with the model's token for a new line.
 
@@ -162,13 +224,14 @@ def _packed(model: Any, tiles: list[tuple[Tensor, Tensor]], size: Tensor, specia
         tiles: of each its features [k, C] and their places; the small image first.
         size: (height, width) of the image in pixels.
         special: how many tokens that are no patches the language model sees of each tile.
+        newline: the model's token for a new line [C].
     """
     from transformers.models.llava_next.modeling_llava_next import (
         get_anyres_image_grid_shape,
         unpad_image,
     )
 
-    config, newline = model.config, model.model.image_newline
+    config = model.config
     side = config.vision_config.image_size // config.vision_config.patch_size
     small = side * side + special
     base, places = tiles[0]

@@ -10,14 +10,20 @@ import torch
 from torch import Tensor
 from transformers.models.llava_next.modeling_llava_next import unpad_image
 
-from mame_sd import MaMeConfig, apply_mame, mame, remove_mame
+from mame_sd import MaMeConfig, Study, apply_mame, mame, remove_mame
+from mame_sd.captions.farthest import merged
 from mame_sd.captions.handle import CaptionHandle, left
 from mame_sd.perception.settings import shares
 from tests.captions import tiny
 
 PATCHES = tiny.GRID**2
 IMAGES = [[PATCHES, PATCHES], [PATCHES]]  # of two prompts, so that these are of unequal lengths
-FORMS: list[dict[str, Any]] = [{"tau": 0.8}, {"keep": 0.5}, {"keep": 0.11}]
+FORMS: list[dict[str, Any]] = [
+    {"tau": 0.7},
+    {"keep": 0.5},
+    {"tau": 0.7, "blocks": (0, 2)},  # in the tower's blocks
+    {"keep": 0.11, "blocks": (0, 2)},
+]
 
 
 def inputs(right: bool = False) -> dict[str, Tensor]:
@@ -36,7 +42,9 @@ def by_hand(
     return found
 
 
-@pytest.mark.parametrize("nothing", [{"tau": 1.0}, {"keep": 1.0}, {"inactive": True}])
+@pytest.mark.parametrize(
+    "nothing", [{"tau": 1.0}, {"keep": 1.0}, {"inactive": True}, {"tau": 1.0, "blocks": 2}]
+)
 def test_nothing_merged_is_equal_to_the_bit(nothing: dict[str, Any]) -> None:
     model, call = tiny.llava(), inputs()
     before = model(**call).logits
@@ -51,7 +59,7 @@ def test_nothing_merged_is_equal_to_the_bit(nothing: dict[str, Any]) -> None:
     assert torch.equal(model(**call).logits, before)
 
 
-@pytest.mark.parametrize(("form", "right"), [(FORMS[0], True), (FORMS[1], False), (FORMS[2], True)])
+@pytest.mark.parametrize(("form", "right"), [*zip(FORMS, (True, False, False, True), strict=True)])
 def test_a_batch_of_unequal_lengths_equals_the_loop(form: dict[str, Any], right: bool) -> None:
     model, call = tiny.llava(), inputs(right)
     handle = apply_mame(model, **form)
@@ -64,7 +72,7 @@ def test_a_batch_of_unequal_lengths_equals_the_loop(form: dict[str, Any], right:
         torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", FORMS[:2])
+@pytest.mark.parametrize("form", FORMS[:3])
 def test_generate_with_its_cache_equals_the_loop(form: dict[str, Any]) -> None:
     model, call = tiny.llava(), inputs()
     handle = apply_mame(model, **form)
@@ -73,6 +81,10 @@ def test_generate_with_its_cache_equals_the_loop(form: dict[str, Any]) -> None:
     assert torch.equal(written[:, :whole], call["input_ids"])
     for row, (_, expected) in enumerate(by_hand(model, handle, call, new=4)):
         assert written[row, whole:].tolist() == expected
+    again = model.generate(
+        **call, max_new_tokens=4, do_sample=False, eos_token_id=None, use_cache=False
+    )
+    assert torch.equal(again, written)
     held = model.generate(
         **call, max_new_tokens=2, min_new_tokens=2, return_dict_in_generate=True, do_sample=False
     )
@@ -80,6 +92,39 @@ def test_generate_with_its_cache_equals_the_loop(form: dict[str, Any]) -> None:
     if "keep" in form:
         assert held.past_key_values.get_seq_length() == longest + 1
     assert torch.equal(held.sequences[:, :whole], call["input_ids"])
+
+
+def test_calls_in_a_row_write_what_generate_does() -> None:
+    model = tiny.llava()
+    call = {**tiny.prompts([[PATCHES]]), "pixel_values": tiny.pictures(1)}
+    apply_mame(model, keep=0.25)
+    written = model.generate(**call, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    del call["attention_mask"]  # positions have gaps, and are one text all the same
+    output, found = model(**call), []
+    while len(found) < 4:
+        found.append(int(output.logits[0, -1].argmax()))
+        token = torch.tensor([found[-1:]])
+        output = model(input_ids=token, past_key_values=output.past_key_values)
+    assert written[0, -4:].tolist() == found
+
+
+def test_copies_join_and_what_is_apart_stays() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, dtype=torch.float64).repeat_interleave(4, 1)
+    (own, places), _ = merged(x, x, None, 1.0)
+    assert len(places) == 12  # a copy is no more like than 1
+    for keep, tau in ((0.25, None), (None, 0.999)):
+        for (own, places), whole in zip(merged(x, x, keep, tau), x, strict=True):
+            assert sorted(place // 4 for place in places.tolist()) == [0, 1, 2]
+            torch.testing.assert_close(own, whole[places])
+    for dtype in (torch.float16, torch.bfloat16):
+        (own, places), _ = merged(x.to(dtype), x, 0.25, None)
+        assert own.dtype == dtype
+        torch.testing.assert_close(own, x[0].to(dtype)[places])
+    grown = x.clone().requires_grad_()
+    merged(grown, x, 0.25, None)[0][0].sum().backward()
+    assert grown.grad is not None
+    torch.testing.assert_close(grown.grad[0], torch.full_like(grown[0], 0.25))
 
 
 def test_beams_and_several_captions() -> None:
@@ -128,15 +173,30 @@ def test_tiles_equal_a_loop_over_rows() -> None:
     before = model(**call).logits
     apply_mame(model, tau=1.0)
     assert torch.equal(model(**call).logits, before)
-    for form in ({"keep": 0.4}, {"tau": 0.8}):
+    for form in ({"keep": 0.4, "blocks": (0, 2)}, {"tau": 0.8, "blocks": (0, 2)}, {"keep": 0.4}):
         handle = apply_mame(model, **form)
         logits = model(**call).logits
         for number, rows in plane.items():
-            seen = [tiny.seen_by_hand(model, handle, tile) for tile in pixels[number]]
-            slots: list[Tensor | None] = [seen[0].get(place) for place in range(PATCHES)]
-            for row in rows:
-                slots += [seen[1 + spot // PATCHES].get(spot % PATCHES) for spot in row]
-                slots.append(lines.detach())
+            slots: list[Tensor | None]
+            if handle.tower is None:  # all tiles together, without their padding
+                flat = torch.tensor([spot for row in rows for spot in row])
+                tiles = [tiny.whole_by_hand(model, tile) for tile in pixels[number]]
+                whole, states = (
+                    torch.cat([one[0], torch.cat(one[1:])[flat]])
+                    for one in zip(*tiles, strict=True)
+                )
+                joined = tiny.joined_by_hand(whole, states, handle.config)
+                slots = [joined.get(place) for place in range(PATCHES)]
+                shown = iter([joined.get(place) for place in range(PATCHES, len(whole))])
+                for row in rows:
+                    slots += [next(shown) for _ in row]
+                    slots.append(lines.detach())
+            else:
+                seen = [tiny.seen_by_hand(model, handle, tile) for tile in pixels[number]]
+                slots = [seen[0].get(place) for place in range(PATCHES)]
+                for row in rows:
+                    slots += [seen[1 + spot // PATCHES].get(spot % PATCHES) for spot in row]
+                    slots.append(lines.detach())
             real = call["input_ids"][number][call["attention_mask"][number].bool()].tolist()
             expected, _ = tiny.logits_by_hand(model, real, [slots])
             torch.testing.assert_close(
@@ -144,9 +204,10 @@ def test_tiles_equal_a_loop_over_rows() -> None:
             )
 
 
-def test_by_tau_an_image_keeps_its_number_beside_others() -> None:
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[2]])
+def test_by_tau_an_image_keeps_its_number_beside_others(form: dict[str, Any]) -> None:
     model, call = tiny.llava(), inputs()
-    handle = apply_mame(model, tau=0.8)
+    handle = apply_mame(model, **form)
     counts = []
     for number in range(3):
         handle.reset()
@@ -193,6 +254,17 @@ def test_refusals_are_one_line() -> None:
     layers.config.vision_feature_layer = [-2, -3]
     with pytest.raises(ValueError, match="vision_feature_layer: expected one layer"):
         apply_mame(layers, keep=0.5)
+    for wrong_field in (
+        {"schedule": "constant"},
+        {"prop_attn": True},
+        {"study": Study(weights="best")},
+    ):
+        with pytest.raises(
+            ValueError, match="expected keep or tau alone where tokens merge behind"
+        ):
+            apply_mame(model, keep=0.5, **wrong_field)
+    with pytest.raises(ValueError, match="keep: "):
+        apply_mame(model, keep=1.5)
     apply_mame(model, keep=0.5)
     cache = model(**{name: call[name] for name in ("input_ids", "attention_mask")}).past_key_values
     short = {**call, "input_ids": call["input_ids"][:, 1:]}

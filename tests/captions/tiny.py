@@ -91,28 +91,67 @@ def pictures(*lead: int, seed: int = 0) -> Tensor:
 def seen_by_hand(
     model: Any, handle: CaptionHandle, picture: Tensor, blocks: int = 4
 ) -> dict[int, Tensor]:
-    """The projected features of one picture [3, h, w] by place of their patch, by the tower alone.
+    """The projected features of one picture [3, h, w] by place of their patch, by the tower and
+    loops alone.
 
     `blocks` come before the layer that is read.
     """
+    tower, project = handle.tower, model.model.multi_modal_projector
+    if tower is None:
+        return joined_by_hand(*whole_by_hand(model, picture, blocks), handle.config)
     with torch.no_grad():
         states = model.model.vision_tower(picture[None], output_hidden_states=True)
-        places = list(range(GRID * GRID + handle.tower.special))
-        for number, plan in sorted(handle.tower.plans().items()):
+        places = list(range(GRID * GRID + tower.special))
+        for number, plan in sorted(tower.plans().items()):
             if number < blocks:
                 kept = plan.kept.expand(1, -1)[0].tolist()
                 places = [places[row] for row in kept]
         found = {}
         for place, state in zip(places, states.hidden_states[blocks][0], strict=True):
-            found[place - handle.tower.special] = model.model.multi_modal_projector(state[None])[0]
+            found[place - tower.special] = project(state[None])[0]
     return found
+
+
+def whole_by_hand(model: Any, picture: Tensor, blocks: int = 4) -> tuple[Tensor, Tensor]:
+    """All projected features [L, C] of one picture, and the tower's tokens."""
+    with torch.no_grad():
+        states = model.model.vision_tower(picture[None], output_hidden_states=True)
+        strategy = model.config.vision_feature_select_strategy
+        own = states.hidden_states[blocks][:, int(strategy == "default") :]
+        features: Tensor = model.model.multi_modal_projector(own)[0]
+    return features, own[0]
+
+
+def joined_by_hand(features: Tensor, states: Tensor, config: Any) -> dict[int, Tensor]:
+    """Vectors by place: those farthest from one another, and the means of what is nearest to
+    them.
+    """
+    count = len(features)
+    like, near = (
+        [[float(torch.cosine_similarity(a.double(), b.double(), dim=0)) for b in x] for a in x]
+        for x in (features, states)
+    )
+    alone = [max(like[i][j] for j in range(count) if j != i) for i in range(count)]
+    stay = [min(range(count), key=alone.__getitem__)]
+    most = count if config.keep is None else max(1, round(config.keep * count))
+    while len(stay) < most:
+        left = {i: max(like[i][j] for j in stay) for i in range(count) if i not in stay}
+        place = min(left, key=left.__getitem__)
+        if config.keep is None and left[place] > config.tau:
+            break
+        stay.append(place)
+    groups: dict[int, list[int]] = {place: [place] for place in sorted(stay)}
+    for i in range(count):
+        if i not in groups:
+            groups[max(stay, key=lambda j: near[i][j])].append(i)
+    return {place: features[group].mean(0) for place, group in groups.items()}
 
 
 def logits_by_hand(
     model: Any, ids: list[int], seen: list[list[Tensor | None]], new: int = 0
 ) -> tuple[Tensor, list[int]]:
     """Logits of one prompt without padding, and the `new` tokens of most weight that follow,
-    computed anew for each.
+    computed anew for each. Positions are those of the whole prompt.
 
     Args:
         model: a LLaVA.
@@ -122,17 +161,23 @@ def logits_by_hand(
     """
     given = iter([one for image in seen for one in image])
     table = model.get_input_embeddings().weight
-    rows = []
-    for token in ids:
+    rows, places = [], []
+    for place, token in enumerate(ids):
         vector = next(given) if token == IMAGE else table[token]
         if vector is not None:
             rows.append(vector)
+            places.append(place)
     written: list[int] = []
     with torch.no_grad():
         while True:
-            states = model.model.language_model(inputs_embeds=torch.stack(rows)[None])
+            states = model.model.language_model(
+                inputs_embeds=torch.stack(rows)[None],
+                position_ids=torch.tensor([places]),
+                attention_mask=torch.ones(1, len(rows), dtype=torch.long),
+            )
             logits = model.lm_head(states.last_hidden_state)[0]
             if len(written) == new:
                 return logits, written
             written.append(int(logits[-1].argmax()))
             rows.append(table[written[-1]])
+            places.append(places[-1] + 1)
