@@ -33,6 +33,7 @@ FORMS: dict[str, dict[str, Any] | None] = {
     "keep .5": {"keep": 0.5},
     "keep .25": {"keep": 0.25},
     "keep .11": {"keep": 0.11},
+    "keep .25, in the tower's blocks": {"keep": 0.25, "blocks": range(0, 22, 2)},
 }
 
 
@@ -90,8 +91,9 @@ def main() -> None:
             seconds[name].append(time.process_time() - start)
             if handle is not None:
                 report = handle.report()
-                visual[name], tower[name] = report.visual_after, report.tower.share
-                whole = report.tower.flops_before
+                visual[name], tower[name] = report.visual_after, 1.0
+                if report.tower is not None:
+                    tower[name], whole = report.tower.share, report.tower.flops_before
             remove_mame(model)
     text = model.config.text_config
     base = statistics.median(seconds["unmerged"])
