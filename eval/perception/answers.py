@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.errors import UserError
+from mame_sd.runs.encoders import check_size
 from mame_sd.runs.files import write_atomically
 from mame_sd.runs.processes import Process
 
@@ -103,9 +104,12 @@ def answers_of(
 def inputs_of(head: Head, images: ImageSet, places: Sequence[int]) -> dict[str, Tensor]:
     """What the model is called with for the images or clips at these places.
 
-    Raises UserError, naming it, for one that can't be read.
+    Raises UserError, naming it, for one that can't be read or is too small.
     """
-    return head.encoder.inputs([images.load(place) for place in places])
+    loaded = [images.load(place) for place in places]
+    for place, one in zip(places, loaded, strict=True):
+        check_size(one, str(images.folder / images.files[place]))
+    return head.encoder.inputs(loaded)
 
 
 def read_batches(file: Path, about: Mapping[str, Any], rank: int | None = None) -> Batches:
