@@ -9,7 +9,6 @@ A stopped run continues after the last row that was written.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import io
 import json
@@ -238,8 +237,8 @@ class FeaturesRun:
         return cropped(pixels, self.size, self.source.mean, self.source.deviation)
 
     def _about(self) -> dict[str, Any]:
-        names = hashlib.sha256("\0".join(self.files).encode()).hexdigest()
-        return {"model": dict(self.identity), "pictures": names, "size": list(self.size)}
+        pictures = self.images.digest(self.files)
+        return {"model": dict(self.identity), "pictures": pictures, "size": list(self.size)}
 
     def _row(self, name: str, share: float) -> dict[str, np.ndarray]:
         """What one row gave, read where it lies here already."""

@@ -218,6 +218,28 @@ def test_a_stopped_run_continues_to_the_same_results(
     assert resumed == 2 + 3 * 3
 
 
+def test_a_mended_image_alone_is_answered_anew(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "data", tmp_path / "data")
+    given = words(place, tmp_path / "out", rows="mame-0.3")
+    given[given.index("--data") + 1] = str(tmp_path / "data")
+    images = open_images(tmp_path / "data")
+    broken = images.folder / images.files[-1]
+    whole = broken.read_bytes()
+    broken.write_bytes(b"no image")
+    assert cli.run(given) == 2
+    before = answers_in(tmp_path / "out")["baseline"]
+    assert sorted(before) == [0, 1]
+    broken.write_bytes(whole)
+    assert cli.run(given) == 0
+    after = answers_in(tmp_path / "out")["baseline"]
+    assert {number: after[number] for number in before} == before
+    Image.new("RGB", (9, 9)).save(broken)
+    assert cli.run(given) == 0
+    last = answers_in(tmp_path / "out")["baseline"]
+    assert last[0] == before[0]
+    assert last[2]["files"] != after[2]["files"]
+
+
 def test_other_settings_are_refused(
     place: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
