@@ -28,7 +28,7 @@ from mame_sd.errors import UserError
 from mame_sd.runs.files import write_atomically
 
 from ..images import load_image
-from ..stats import mean_interval
+from ..stats import mean_interval, paired_difference
 from .model import Captioner
 from .references import Pictures
 from .rows import ROWS, read_by_layers
@@ -88,6 +88,10 @@ class CaptionRun:
                     file.flush()
                 self.on_note(f"{number} of {len(self.pictures.files)} pictures")
         figures = [self._figures(row, done) for row in self.rows]
+        for row in figures:
+            other = row["row"].replace("keep-", "divprune-")
+            if other != row["row"] and {row["row"], other} <= {one["row"] for one in figures}:
+                row["kl_over"] = self._over(row["row"], other, done)
         figures.append({**figures[0], "row": "chance", **self._chance(self.rows[0], done)})
         found = {"identity": {**self.identity}, "rows": figures}
         write_atomically(self.out / "captions.json", f"{json.dumps(found, indent=1)}\n".encode())
@@ -179,6 +183,18 @@ class CaptionRun:
                 )
         return found
 
+    def _over(
+        self, row: str, other: str, done: Mapping[tuple[str, str], dict[str, Any]]
+    ) -> dict[str, Any] | None:
+        """KL of one row less that of another, on the same pictures; None where one has none."""
+        found: list[dict[str, float]] = []
+        for own in (row, other):
+            records = {name: done[own, name] for name in self.pictures.files}
+            found.append({name: one["kl"] for name, one in records.items() if "kl" in one})
+        if any(len(values) < len(self.pictures.files) for values in found):
+            return None
+        return paired_difference(found[0], found[1], {name: name for name in found[0]})
+
     def scored(self, captions: Mapping[str, str]) -> dict[str, Any]:
         """Scores of captions of these pictures."""
         found: dict[str, Any] = {**language_scores(captions, self.pictures.references)}
@@ -218,4 +234,11 @@ def table(found: Mapping[str, Any]) -> str:
         for part in ("first_share", "whole_share"):
             cells.append(f"{row[part]:.2f}" if part in row else "")
         lines.append(f"| {' | '.join(cells)} |")
+    for row in found["rows"]:
+        if row.get("kl_over") is not None and row["row"] in ROWS:
+            gap = row["kl_over"]
+            lines.append(
+                f"\n{ROWS[row['row']].label}: KL less DivPrune's {gap['mean']:+.3f}"
+                f" [{gap['low']:+.3f}, {gap['high']:+.3f}]"
+            )
     return "\n".join(lines)

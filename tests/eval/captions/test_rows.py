@@ -133,7 +133,10 @@ def test_a_run_continues_and_its_table_has_chance(tmp_path: Path) -> None:
     found = run_of(tmp_path, ["baseline"]).run()
     lines = (tmp_path / "out" / "captions.jsonl").read_text().splitlines()
     (tmp_path / "out" / "captions.jsonl").write_text("\n".join([*lines, '{"row": "ba']))
-    again = run_of(tmp_path, ["baseline", "keep-0.25"]).run()
+    again = run_of(tmp_path, ["baseline", "keep-0.25", "divprune-0.25"]).run()
+    own, other = (row["kl"] for row in again["rows"][1:3])
+    assert again["rows"][1]["kl_over"]["mean"] == pytest.approx(own - other)
+    assert "MaMe, keep 0.25: KL less DivPrune's" in table(again)
     assert again["rows"][0] == found["rows"][0]
     assert again["rows"][1]["visual"] == 9
     low, high = again["rows"][1]["kl_interval"]
