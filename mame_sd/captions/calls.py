@@ -1,5 +1,5 @@
-"""Replacements for `forward` and `generate` of a captioner: they call the model's own with fewer image
-tokens.
+"""Replacements for `forward` and `generate` of a captioner: they call the model's own with fewer
+image tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mame_sd.captions.prompts import Image, Kept, Positions, counted, kept_of
 from mame_sd.captions.towers import axes_of
 
 _NAMES = ("forward", "generate")
-_GONE = "tokens_that_merged"  # on a cache: its positions less its columns, for what follows
+_GONE = "tokens_that_merged"  # on a cache: [B, 1] from its columns to positions that follow
 _INSTEAD = {
     "inputs_embeds": "give input_ids, whose image tokens say where the images stand",
     "mm_encoder_outputs": "give pixel_values, which the tower merges itself",
@@ -160,8 +160,9 @@ class Calls:
         if fewer:
             ids = kept.of(ids, self._padding())
             call.update(_tokens_of(call, kept))
-        if fewer or given is not None:
             call["position_ids"] = positions.own
+        elif given is not None:
+            call["position_ids"] = given
         embeds = model.get_input_embeddings()(ids)
         seen = torch.cat([image.features for image in images]).to(embeds)
         call["inputs_embeds"] = embeds.masked_scatter((ids == token).unsqueeze(-1), seen)
@@ -187,8 +188,8 @@ class Calls:
                 gone = gone.to(positions.device)
                 positions = positions + gone.repeat_interleave(len(tokens) // len(gone), 0)
         if self._positions is not None:
-            flat = positions if positions.dim() == 2 else positions[0]  # of words, before the axes
-            positions = self._positions.of(flat.expand(len(tokens), -1))
+            order = positions if positions.dim() == 2 else positions[0]  # of words, before the axes
+            positions = self._positions.of(order.expand(len(tokens), -1))
         more: dict[str, Any] = {"position_ids": positions}
         if cache is None and call.get("attention_mask") is None:
             # without a mask positions with gaps would be taken for several texts in a row
@@ -259,7 +260,7 @@ def _marked(output: Any, fewer: Fewer) -> Any:
     """A model's output whose cache knows which positions follow."""
     cache = getattr(output, "past_key_values", None)
     if cache is not None and (fewer.gone or fewer.positions.own.dim() == 3):
-        setattr(cache, _GONE, fewer.positions.shift)
+        setattr(cache, _GONE, (fewer.positions.after - fewer.ids.shape[1])[:, None])
     return output
 
 

@@ -92,7 +92,7 @@ class Positions:
 
     Attributes:
         own: of the tokens that stay [B, L'] or [3, B, L'], padding among them.
-        shift: [B, 1] what is added to the columns of tokens that follow.
+        after: [B] of the first token that follows.
     """
 
     def __init__(self, whole: Tensor, kept: Kept) -> None:
@@ -100,11 +100,10 @@ class Positions:
         whole = whole.expand(*whole.shape[:-2], len(kept.rows), -1)
         flat = [kept.of(one, 0) for one in whole.reshape(-1, *whole.shape[-2:])]
         self.own = torch.stack(flat).reshape(*whole.shape[:-1], -1)
-        after = whole.amax(-1).reshape(-1, len(kept.rows)).amax(0) + 1  # [B] the first that follows
-        self.shift = (after - self.own.shape[-1])[:, None]
+        self.after = whole.amax(-1).reshape(-1, len(kept.rows)).amax(0) + 1
         self._first = kept.real.int().argmax(1)  # [B] where padding on the left ends
         self._count = kept.real.sum(1)
-        self._gone = after - self._count
+        self._gone = self.after - self._count
 
     def of(self, counted: Tensor) -> Tensor:
         """Positions [n B, T] or [3, n B, T] of tokens that were counted from 0, padding and what is

@@ -4,6 +4,7 @@ axes, nothing left behind.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -44,17 +45,17 @@ def qwen(older: bool = False) -> Any:
         "num_heads": 2,
         "patch_size": tiny.PATCH,
         "initializer_range": 0.2,
-        **({"embed_dim": 32, "hidden_size": 32} if older else {"hidden_size": 32}),
+        "hidden_size": tiny.WIDTH,
     }
-    if not older:
-        vision.update(out_hidden_size=32, window_size=16, fullatt_block_indexes=[1])
-        vision["intermediate_size"] = 64
+    if older:
+        vision["embed_dim"] = tiny.WIDTH
+    else:
+        vision.update(out_hidden_size=tiny.WIDTH, window_size=16, fullatt_block_indexes=[1])
+        vision["intermediate_size"] = 2 * tiny.WIDTH
     ids = {"image_token_id": tiny.IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START}
     kind = Qwen2VLForConditionalGeneration if older else Qwen2_5_VLForConditionalGeneration
-    made = (Qwen2VLConfig if older else Qwen2_5_VLConfig)(
-        text_config=text, vision_config=vision, **ids
-    )
-    return kind(made).eval()
+    config = Qwen2VLConfig if older else Qwen2_5_VLConfig
+    return kind(config(text_config=text, vision_config=vision, **ids)).eval()
 
 
 def inputs(model: Any, right: bool = False) -> dict[str, Tensor]:
@@ -73,8 +74,6 @@ def inputs(model: Any, right: bool = False) -> dict[str, Tensor]:
 
 def typed(model: Any, call: dict[str, Tensor]) -> dict[str, Tensor]:
     """With what newer processors add."""
-    import inspect
-
     if "mm_token_type_ids" in inspect.signature(model.model.get_rope_index).parameters:
         call["mm_token_type_ids"] = (call["input_ids"] == tiny.IMAGE).int()
     return call
@@ -83,33 +82,30 @@ def typed(model: Any, call: dict[str, Tensor]) -> dict[str, Tensor]:
 def by_hand(
     model: Any, handle: Any, call: dict[str, Tensor], new: int = 0
 ) -> list[tuple[Tensor, list[int]]]:
+    """Logits and `new` words of each prompt, each image in the tower alone."""
     found, start = [], 0
     for row, grids in enumerate(GRIDS):
         real = call["input_ids"][row][call["attention_mask"][row].bool()].tolist()
         slots: list[list[Tensor | None]] = []
-        shown = []
         for grid in grids:
-            patches = grid[1] * grid[2]
-            own = call["pixel_values"][start : start + patches]
-            start += patches
+            own = call["pixel_values"][start : start + grid[1] * grid[2]]
+            start += len(own)
             with torch.no_grad():
                 output = model.model.get_image_features(own, torch.tensor([grid]), return_dict=True)
             features = output.pooler_output[0]
             joined = tiny.joined_by_hand(features, features, handle.config)
             slots.append([joined.get(place) for place in range(len(features))])
-            down, across = grid[1] // 2, grid[2] // 2
-            shown.append([(y, x) for y in range(down) for x in range(across)])
         axes: list[list[int]] = []
-        count, pending = 0, iter(shown)
-        at = 0
-        while at < len(real):
-            if real[at] != tiny.IMAGE:
+        shapes, count = iter(grids), 0
+        for before, token in zip([0, *real], real, strict=False):
+            if token != tiny.IMAGE:
                 axes.append([count] * 3)
-                at, count = at + 1, count + 1
-                continue
-            spots = next(pending)
-            axes += [[count, count + y, count + x] for y, x in spots]
-            at, count = at + len(spots), count + 1 + max(max(spot) for spot in spots)
+                count += 1
+            elif before != tiny.IMAGE:  # an image's first: its rows and columns at once
+                _, down, across = next(shapes)
+                for y in range(down // 2):
+                    axes += [[count, count + y, count + x] for x in range(across // 2)]
+                count += max(down, across) // 2
         found.append(tiny.logits_by_hand(model, real, slots, new, axes))
     return found
 
@@ -118,6 +114,10 @@ def by_hand(
 def test_nothing_merged_is_equal_to_the_bit(older: bool) -> None:
     model = qwen(older)
     call = inputs(model)
+    names = {"input_ids": tiny.PAD, "attention_mask": 0, "mm_token_type_ids": 0}
+    for name, padding in names.items():  # the longest prompt is padded too
+        if name in call:
+            call[name] = torch.nn.functional.pad(call[name], (2, 0), value=padding)
     few = {"max_new_tokens": 3, "do_sample": False}
     before, written = model(**call).logits, model.generate(**call, **few)
     for nothing in ({"tau": 1.0}, {"keep": 1.0}, {"keep": 0.25}):
@@ -184,7 +184,8 @@ def test_a_merged_call_leaves_nothing_behind() -> None:
     logits, written = model(**call).logits, model.generate(**call, **few)
     told = qwen().generate(**words, **few)
     one = {name: value[:1] for name, value in call.items() if name != "attention_mask"}
-    one["image_grid_thw"], one["pixel_values"] = call["image_grid_thw"][:2], call["pixel_values"][:64]
+    one["image_grid_thw"] = call["image_grid_thw"][:2]
+    one["pixel_values"] = call["pixel_values"][:64]
     token = torch.tensor([[7]])
     whole = typed(model, {**one, "input_ids": torch.cat([one["input_ids"], token], 1)})
     expected = model(**whole).logits[:, -1]
@@ -192,7 +193,7 @@ def test_a_merged_call_leaves_nothing_behind() -> None:
         model = qwen()
         held = model(**one).past_key_values
         apply_mame(model, keep=0.25)
-        getattr(model, name)(**call)
+        getattr(model, name)(**call, **(few if name == "generate" else {}))
         remove_mame(model)
         after = model(input_ids=token, past_key_values=held).logits[:, -1]
         torch.testing.assert_close(after, expected, rtol=1e-3, atol=1e-4)
@@ -209,9 +210,10 @@ def test_a_merged_call_leaves_nothing_behind() -> None:
 def test_refusals_are_one_line() -> None:
     model = qwen()
     call = inputs(model)
-    for wrong in ({"blocks": 2}, {"preset": "plain"}):
-        with pytest.raises(ValueError, match="blocks: expected .* behind its tower.*turn") as raised:
-            apply_mame(model, **wrong)
+    forms: list[dict[str, Any]] = [{"blocks": 2}, {"preset": "plain"}]
+    for form in forms:
+        with pytest.raises(ValueError, match="merge behind its tower, got blocks") as raised:
+            apply_mame(model, **form)
         assert "\n" not in str(raised.value)
     apply_mame(model, keep=0.5)
     videos = {"pixel_values_videos": call["pixel_values"], "video_grid_thw": call["image_grid_thw"]}

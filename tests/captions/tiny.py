@@ -167,6 +167,7 @@ def logits_by_hand(
     given = iter([one for image in seen for one in image])
     table = model.get_input_embeddings().weight
     rows, places = [], []
+    lead = (1,) if axes is None else (3, 1)
     for place, token in enumerate(ids):
         vector = next(given) if token == IMAGE else table[token]
         if vector is not None:
@@ -177,7 +178,7 @@ def logits_by_hand(
         while True:
             states = model.model.language_model(
                 inputs_embeds=torch.stack(rows)[None],
-                position_ids=torch.tensor(places).T if axes is None else torch.tensor(places).T[:, None],
+                position_ids=torch.tensor(places).T.reshape(*lead, -1),
                 attention_mask=torch.ones(1, len(rows), dtype=torch.long),
             )
             logits = model.lm_head(states.last_hidden_state)[0]
