@@ -51,7 +51,7 @@ def test_some_forms_bring_what_they_begin_with(tmp_path: Path) -> None:
 def test_another_head_is_refused_in_the_same_folder(
     whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit, match=r"2"):
         smoke(train_vit, whole, "--head", "class")
     assert 'expected what it was begun with, {"head": "mean"' in capsys.readouterr().err
 
