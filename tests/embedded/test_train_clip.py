@@ -1,8 +1,8 @@
 """The CLIP's training resumes where it was stopped, runs through, and writes what transformers and
 `classify` read.
 
-That a resumed run gives the very weights of an undisturbed one, after a kill too, is tested with
-the transformer's script: both train in `scripts.training.loop`.
+The transformer's tests kill a run, and see that the resumed one gives the very weights of an
+undisturbed one. Both scripts train in `scripts.training.loop`.
 """
 
 from dataclasses import asdict, replace

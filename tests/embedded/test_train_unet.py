@@ -1,7 +1,7 @@
 """The training script resumes where it was stopped, runs through, and writes a whole pipeline.
 
-That a resumed run gives the very weights of an undisturbed one, after a kill too, is tested with
-the transformer's script: both train in `scripts.training.loop`.
+The transformer's tests kill a run, and see that the resumed one gives the very weights of an
+undisturbed one. Both scripts train in `scripts.training.loop`.
 """
 
 from pathlib import Path
