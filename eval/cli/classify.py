@@ -13,11 +13,14 @@ from mame_sd.runs.model_files import EMBEDDED, ModelChoice, digest_of
 from mame_sd.runs.processes import joined, this_process
 
 from ..benchmark.results import check_out
+from ..networks.pretrained import SALIENCY
 from ..perception.clips import open_clips
 from ..perception.data import ImageSet, class_numbers, open_images
 from ..perception.forms import PLAIN, TrainedModels, find_models
 from ..perception.heads import Head, class_names, prompt_templates, text_head
+from ..perception.neighbours import load_saliency, nearest_head
 from ..perception.rows import VIDEO, Row
+from ..perception.run import Classification, Stage
 from .benchmark import check_gates, check_rounds, stages
 from .options import ClassifyOptions
 
@@ -38,8 +41,6 @@ def run_classify(
     Raises:
         UserError, MachineError: what was done before is kept; the same call continues.
     """
-    from ..perception.features_run import SALIENCY
-    from ..perception.run import Classification
     from ..perception.trained import Trained
     from ..report import render
 
@@ -48,11 +49,6 @@ def run_classify(
     models = models_of(options, suite, choice)
     if models is not None:
         choice = replace(choice, model=str(models.model(PLAIN, models.seeds[0])))
-    if choice.model == SALIENCY:
-        raise UserError(
-            f"--model {SALIENCY}: expected a model with classes or a text half, got one of features"
-            f" and a saliency map; compare these with mame-sd-eval features --model {SALIENCY}"
-        )
     if suite == VIDEO and choice.model is None:
         choice = replace(choice, model=f"{EMBEDDED}video")
     data = models.pictures if models is not None and options.data is None else options.data
@@ -61,9 +57,10 @@ def run_classify(
             "--data: expected a folder of class folders or of images, got none; give one"
         )
     process = this_process()
-    encoder = load_encoder(choice, process.local_rank)
+    load_model = load_saliency if choice.model == SALIENCY else load_encoder
+    encoder = load_model(choice, process.local_rank)
     images = open_data(encoder, Path(data), options.num, suite)
-    head, numbers, about = make_head(encoder, images, options)
+    head, images, numbers, about = make_head(encoder, images, options, stages(process))
     settings: dict[str, Any] = {
         "suite": suite,
         "head": head,
@@ -149,15 +146,15 @@ def load_head(
 
 
 def make_head(
-    encoder: LoadedEncoder, images: ImageSet, options: ClassifyOptions
-) -> tuple[Head, tuple[int, ...] | None, dict[str, Any]]:
-    """How the model answers, its number of each class folder (None: no labels), and JSON values
-    that say so.
+    encoder: LoadedEncoder, images: ImageSet, options: ClassifyOptions, stage: Stage
+) -> tuple[Head, ImageSet, tuple[int, ...] | None, dict[str, Any]]:
+    """How the model answers, the images that it is asked, its number of each class folder (None: no
+    labels), and JSON values that say so.
 
-    Raises UserError for a model that gives no answers, or options or folders that do not fit it.
+    Raises UserError for options or folders that do not fit the model.
     """
     labelled = images.labels is not None
-    if encoder.classifies:
+    if not encoder.compares_text:
         given = [
             flag
             for flag, value in (("--classes", options.classes), ("--templates", options.templates))
@@ -165,26 +162,22 @@ def make_head(
         ]
         if given:
             raise UserError(
-                f"{given[0]}: expected none for {type(encoder.model).__name__}, which has its own"
-                " classes; leave it out"
+                f"{given[0]}: expected none for {type(encoder.model).__name__}, which has no text"
+                " half; leave it out"
             )
+    if encoder.classifies:
         if not labelled:
-            return Head(encoder), None, {"head": "the model's classifier", "labels": None}
+            return Head(encoder), images, None, {"head": "the model's classifier", "labels": None}
         numbers, how = class_numbers(images, encoder.labels)
-        return Head(encoder), numbers, {"head": "the model's classifier", "labels": how}
+        return Head(encoder), images, numbers, {"head": "the model's classifier", "labels": how}
+    own = tuple(range(len(images.classes))) if labelled else None
     if not encoder.compares_text:
-        raise UserError(
-            "--model: expected a model with a classifier or a text half, got"
-            f" {type(encoder.model).__name__}, which gives features alone; give one of these, or"
-            " compare its features with mame-sd-eval features"
-        )
+        with stage("gallery: features") as on_progress:
+            head, asked, about = nearest_head(encoder, images, options.batch_size, on_progress)
+        return head, asked, own, about
     names = class_names(None if options.classes is None else Path(options.classes), images.classes)
     templates = prompt_templates(
         None if options.templates is None else Path(options.templates), encoder
     )
     about = {"head": "zero-shot", "classes": names, "templates": templates}
-    return (
-        text_head(encoder, names, templates),
-        tuple(range(len(names))) if labelled else None,
-        about,
-    )
+    return text_head(encoder, names, templates), images, own, about

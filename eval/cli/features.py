@@ -29,7 +29,7 @@ def run_features(
     Raises:
         UserError, MachineError: what was done before is kept; the same call continues.
     """
-    from ..networks.pretrained import load_dinov2_saliency
+    from ..networks.pretrained import SALIENCY, load_dinov2_saliency
     from ..perception import features_run as run
     from ..perception.features import DEFAULT_ROWS
 
@@ -39,11 +39,11 @@ def run_features(
     files = run.half_of(images, half)
     if num is not None and num < 1:
         raise UserError(f"--num: expected at least 1, got {num}; correct it")
-    if choice.model == run.SALIENCY:
+    if choice.model == SALIENCY:
         source: run.SaliencySource | run.EncoderSource = run.SaliencySource(
             load_dinov2_saliency(weights_dir, choice.offline)
         )
-        identity = {"name": run.SALIENCY}
+        identity = {"name": SALIENCY}
     else:
         encoder = load_encoder(choice)
         source, identity = run.EncoderSource(encoder), encoder.identity

@@ -135,7 +135,7 @@ class ClassifyOptions:
         None, "Zero-shot: text file of prompts with {} for the name, a line each.", metavar="FILE"
     )
     batch_size: int = option(
-        32, "Images in a batch; by tau, a token stays where any image of the batch keeps it."
+        32, "Images in a batch; by tau, all keep as many tokens as the one that keeps most."
     )
     rounds: int = option(5, "Rounds of timing; each times every row once.")
 

@@ -21,6 +21,7 @@ from mame_sd.errors import UserError
 
 from ..weights.load import find, load
 
+SALIENCY = "dinov2-saliency"  # its name, for --model too
 MEAN, DEVIATION = (
     (0.485, 0.456, 0.406),
     (0.229, 0.224, 0.225),
@@ -86,7 +87,7 @@ def load_dinov2_saliency(weights_dir: Path | None = None, offline: bool = False)
 
     Raises as `eval.weights.load.load` does.
     """
-    tensors = load("dinov2-saliency", weights_dir, offline)
+    tensors = load(SALIENCY, weights_dir, offline)
     network = DinoSaliency()
     own = network.state_dict()
     found = {_name_here(name, own): value for name, value in tensors.items()}

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.errors import UserError
+from mame_sd.runs.encoders import check_size
 from mame_sd.runs.files import write_atomically
 from mame_sd.runs.processes import Process
 
@@ -28,19 +29,25 @@ from .data import ImageSet
 from .heads import Head
 from .methods import Method
 
-FORMAT = "mame-sd answers 1"
+FORMAT = "mame-sd answers 2"
 SAVE_EVERY = 5.0  # seconds
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch: the class of each image, multiply-adds for one of them, tokens after each block
-    (before the first one first).
+    """One batch.
+
+    Attributes:
+        answers: the class of each image.
+        flops: multiply-adds for one of them.
+        tokens: before the first block, then after each one.
+        files: a digest of the names and sizes of its files.
     """
 
     answers: list[int]
     flops: float
     tokens: list[float]
+    files: str
 
 
 Batches = dict[int, Batch]
@@ -69,16 +76,13 @@ def answers_of(
         UserError: an image that can't be read; what was done before is kept.
     """
     batches = images.batches(size)
-    done = {
-        number: batch
-        for number, batch in read_batches(file, about).items()
-        if number < len(batches)
-    }
+    files = [images.digest(images.files[place] for place in batch) for batch in batches]
+    done = read_batches(file, about, files)
     process.wait()  # everyone has read before anyone writes
     mine = [number for number in range(len(batches)) if number not in done][
         process.rank :: process.count
     ]
-    own = read_batches(file, about, process.rank)
+    own = read_batches(file, about, files, process.rank)
     count, total = sum(len(batches[number]) for number in done), len(images.files)
     on_progress(count, total)
     saved = time.monotonic()
@@ -89,7 +93,7 @@ def answers_of(
             answers = head.logits(inputs).argmax(-1).tolist()
             report = handle.report()
             tokens = [report.blocks[0].tokens_in, *(block.tokens_kept for block in report.blocks)]
-            own[number] = Batch(answers, report.flops, tokens)
+            own[number] = Batch(answers, report.flops, tokens, files[number])
             count += len(answers)
             on_progress(count, total)
             if time.monotonic() - saved > SAVE_EVERY:
@@ -103,14 +107,24 @@ def answers_of(
 def inputs_of(head: Head, images: ImageSet, places: Sequence[int]) -> dict[str, Tensor]:
     """What the model is called with for the images or clips at these places.
 
-    Raises UserError, naming it, for one that can't be read.
+    Raises UserError, naming it, for one that can't be read or is too small.
     """
-    return head.encoder.inputs([images.load(place) for place in places])
+    loaded = [images.load(place) for place in places]
+    for place, one in zip(places, loaded, strict=True):
+        check_size(one, str(images.folder / images.files[place]))
+    return head.encoder.inputs(loaded)
 
 
-def read_batches(file: Path, about: Mapping[str, Any], rank: int | None = None) -> Batches:
-    """The batches that `file` holds of just `about`: those of one process, or of all that there
-    ever were.
+def read_batches(
+    file: Path, about: Mapping[str, Any], files: Sequence[str], rank: int | None = None
+) -> Batches:
+    """The batches that `file` holds of just `about`, and of images as they are now.
+
+    Args:
+        file: without the rank.
+        about: as `answers_of` takes it.
+        files: the digest of each batch's files.
+        rank: of one process; None: of all that there ever were.
 
     Raises UserError for a file that is none of this version.
     """
@@ -126,7 +140,10 @@ def read_batches(file: Path, about: Mapping[str, Any], rank: int | None = None) 
             if lines[0]["format"] != FORMAT:
                 raise ValueError(repr(lines[0]["format"]))
             if lines[0]["about"] == _digest(about):
-                found.update({line.pop("batch"): Batch(**line) for line in lines[1:]})
+                for line in lines[1:]:
+                    number = line.pop("batch")
+                    if number < len(files) and line["files"] == files[number]:
+                        found[number] = Batch(**line)
         except FileNotFoundError:
             continue
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:

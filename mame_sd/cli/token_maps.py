@@ -33,10 +33,12 @@ class TokenMap:
         block: counted from 0.
         owners: [h, w], for each patch the one (row * w + column) that it went to over all blocks so
             far. That is its own place if it was kept. Of a clip w counts the columns of all frames.
+        elsewhere: of a clip the share of what merged that went to another tubelet.
     """
 
     block: int
     owners: np.ndarray
+    elsewhere: float | None = None
 
     @property
     def kept(self) -> int:
@@ -74,7 +76,10 @@ def show_image(
     }
     write_sheet(out, draw_maps(seen, maps, colors or COLORS[0], file.name), about)
     for one in maps:
-        print(f"block {one.block}: {one.kept} of {one.owners.size} patches left")
+        line = f"block {one.block}: {one.kept} of {one.owners.size} patches left"
+        if one.elsewhere is not None:
+            line += f", {one.elsewhere:.0%} of the others in another tubelet"
+        print(line)
     print(out)
 
 
@@ -155,7 +160,10 @@ def clip_maps(
         frame, row, column = np.unravel_index(flat, (len(shown), h, w))
         place = row * (w * len(shown)) + frame * w + column
         owners = place.reshape(len(shown), h, w).transpose(1, 0, 2).reshape(h, -1)
-        maps.append(TokenMap(block, owners))
+        own = np.arange(len(flat))
+        elsewhere = frame != own // (h * w)
+        merged = max(1, int((flat != own).sum()))
+        maps.append(TokenMap(block, owners, float(elsewhere.sum() / merged)))
     return seen, maps
 
 

@@ -9,6 +9,7 @@ are exact.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -73,6 +74,23 @@ class BlockCost:
         these.
         """
         return self._attention * tokens + 2 * self.width * squares + self._mlp * kept
+
+
+def left_of(costs: Sequence[BlockCost], kept: Mapping[int, float], patches: int) -> float:
+    """About the share of a model's multiply-adds that is left, reckoned before an image is seen.
+
+    Args:
+        costs: of every block.
+        kept: the share of its tokens that each block that merges keeps, by number.
+        patches: of an image.
+    """
+    left, works = patches, []
+    for number, cost in enumerate(costs):
+        after = round(left * kept.get(number, 1.0))
+        works.append((cost.of(left, left**2, after), cost.of(patches, patches**2, patches)))
+        left = after
+    merged, whole = map(sum, zip(*works, strict=True))
+    return merged / whole
 
 
 def width_of(block: nn.Module, encoder: Encoder) -> int:

