@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mame_sd.captions.towers import KNOWN, name_of
+from mame_sd.captions.towers import LLAVA, name_of
 from mame_sd.embedded.model import models_folder
 from mame_sd.errors import UserError, first_line
 
@@ -66,9 +66,9 @@ def load_captioner(
             f"--model: expected a LLaVA of transformers, or a folder with {MINI}, got {name}:"
             f" {first_line(error)}"
         ) from error
-    if name_of(model) not in KNOWN:
+    if name_of(model) not in LLAVA:
         raise UserError(
-            f"--model: expected one of {', '.join(KNOWN)}, got {type(model).__name__}; give another"
+            f"--model: expected one of {', '.join(LLAVA)}, got {type(model).__name__}; give another"
         )
 
     def inputs(picture: Image.Image) -> dict[str, Tensor]:

@@ -35,8 +35,13 @@ SAVE_EVERY = 5.0  # seconds
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch: the class of each image, multiply-adds for one of them, tokens after each block
-    (before the first one first), and a digest of its files' names and sizes.
+    """One batch.
+
+    Attributes:
+        answers: the class of each image.
+        flops: multiply-adds for one of them.
+        tokens: before the first block, then after each one.
+        files: a digest of the names and sizes of its files.
     """
 
     answers: list[int]

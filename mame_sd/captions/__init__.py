@@ -1,1 +1,3 @@
-"""Fewer visual tokens for a language model: merging in the vision tower of LLaVA and LLaVA-NeXT."""
+"""Fewer visual tokens for a language model: merging behind the vision tower of
+LLaVA, LLaVA-NeXT, Qwen2-VL and Qwen2.5-VL, or in LLaVA's.
+"""

@@ -1,5 +1,5 @@
-"""apply_captioner: merging behind the vision tower of LLaVA, so that its language model reads fewer
-tokens.
+"""apply_captioner: merging behind the vision tower of LLaVA or Qwen-VL, so that its language model
+reads fewer tokens.
 
     handle = apply_captioner(llava)               # a quarter of the visual tokens stays
     handle = apply_captioner(llava, keep=0.5)     # this share of them
@@ -46,11 +46,10 @@ def apply_captioner(
     `preset="plain"`, tokens merge in the tower's blocks, as in a vision transformer.
 
     Args:
-        target: a model that holds one LlavaForConditionalGeneration or
-            LlavaNextForConditionalGeneration.
+        target: a model that holds one LLaVA, LLaVA-NeXT, Qwen2-VL or Qwen2.5-VL.
         config: the settings; of its fields only those that were given count.
         blocks: as `apply_encoder` takes it, of the blocks before the layer that is read. None:
-            behind the tower.
+            behind the tower, as Qwen-VL's always do.
         prop_attn: as `apply_encoder` takes it, with `blocks`.
         schedule: as `apply_encoder` takes it, with `blocks`.
         fields: fields of MaMeConfig over those of `config`: `keep` or `tau`, with `blocks` all that

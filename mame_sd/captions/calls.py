@@ -1,5 +1,5 @@
-"""Replacements for `forward` and `generate` of a LLaVA: they call the model's own with fewer image
-tokens.
+"""Replacements for `forward` and `generate` of a captioner: they call the model's own with fewer
+image tokens.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.captions.prompts import Image, Kept, Positions, counted, kept_of
+from mame_sd.captions.towers import axes_of
 
 _NAMES = ("forward", "generate")
-_GONE = "tokens_that_merged"  # on a cache: how many positions no token of the prompt has
+_GONE = "tokens_that_merged"  # on a cache: [B, 1] from its columns to positions that follow
 _INSTEAD = {
     "inputs_embeds": "give input_ids, whose image tokens say where the images stand",
     "mm_encoder_outputs": "give pixel_values, which the tower merges itself",
+    "pixel_values_videos": "give images alone, or set the handle's active to False for this call",
 }
 
 
@@ -50,18 +52,20 @@ class Fewer:
         call: its arguments, with vectors for tokens.
         ids: of the tokens that stay [B, L'].
         gone: by how many tokens the prompts are shorter, L - L'.
+        positions: theirs, as without merging.
     """
 
     call: dict[str, Any]
     ids: Tensor
     gone: int
+    positions: Positions
 
 
 class Calls:
     """Both calls of one model.
 
     Args:
-        model: a LLaVA of a known class.
+        model: of a known class.
         seen: what the images of a call give, which has `pixel_values`.
 
     Attributes:
@@ -101,46 +105,42 @@ class Calls:
             fewer = self._fewer(call)
             if fewer is None:
                 return own(self.model, **self._at_places(call))
-            output = own(self.model, **fewer.call)
-            cache = getattr(output, "past_key_values", None)
-            if fewer.gone and cache is not None:
-                setattr(cache, _GONE, fewer.gone)
-            return output
+            return _marked(own(self.model, **fewer.call), fewer)
         if call.get("inputs") is not None:
             call["input_ids"] = call.pop("inputs")
-        given = call.get("position_ids") is not None
+        ids: Any = call.get("input_ids")
         with torch.no_grad():
-            ids: Any = call.get("input_ids")
-            if not given and ids is not None:
-                call["position_ids"] = counted(ids, call.get("attention_mask"))
-            fewer = self._fewer(call)
-            if not given:
-                call.pop("position_ids", None)
+            fewer = self._fewer(call, padded=False)
             if fewer is None:
+                _check_empty(call.get("past_key_values"), merged=True)
                 return own(self.model, **call)
             call, short = fewer.call, fewer.ids
-            if fewer.gone:
-                self._positions = Positions(call.pop("position_ids"), call["attention_mask"].bool())
-            elif not given:
-                del call["position_ids"]
+            if call.pop("position_ids", None) is not None:
+                self._positions = fewer.positions
             for length in ("max_length", "min_length"):
                 if call.get(length) is not None:
                     call[length] -= fewer.gone
+            inner: Any = self.model.get_submodule("model")
+            deltas = getattr(inner, "rope_deltas", None)
             try:
                 written = own(self.model, **call, input_ids=short)
             finally:
                 self._positions = None
+                if hasattr(inner, "rope_deltas"):
+                    inner.rope_deltas = deltas  # those of the short prompts suit no other call
         if isinstance(written, Tensor):
             return _with_dropped(written, ids, short)
         written.sequences = _with_dropped(written.sequences, ids, short)
-        return written
+        return _marked(written, fewer)
 
-    def _fewer(self, call: dict[str, Any]) -> Fewer | None:
+    def _fewer(self, call: dict[str, Any], padded: bool = True) -> Fewer | None:
         """The call with vectors for tokens, fewer of them. None: it has no images, or is left as it
         is.
+
+        `padded`: padding counts where positions are not given.
         """
         call = {name: value for name, value in call.items() if value is not None}
-        if not len(call.get("pixel_values", ())):
+        if not any(len(call.get(name, ())) for name in ("pixel_values", "pixel_values_videos")):
             return None
         if not self.active:
             return None
@@ -151,15 +151,24 @@ class Calls:
         ids, token = whole, int(model.config.image_token_id)
         kept = kept_of(ids, mask, token, images)
         self.counts.add(images)
-        if any(len(image.places) < image.unmerged for image in images):
+        given = call.get("position_ids")
+        if given is None:
+            given = axes_of(model, ids, call)
+        every = counted(ids, None if padded else mask) if given is None else given
+        positions = Positions(every, kept)
+        fewer = any(len(image.places) < image.unmerged for image in images)
+        if fewer:
             ids = kept.of(ids, self._padding())
             call.update(_tokens_of(call, kept))
+            call["position_ids"] = positions.own
+        elif given is not None:
+            call["position_ids"] = given
         embeds = model.get_input_embeddings()(ids)
         seen = torch.cat([image.features for image in images]).to(embeds)
         call["inputs_embeds"] = embeds.masked_scatter((ids == token).unsqueeze(-1), seen)
-        for name in ("pixel_values", "image_sizes"):
+        for name in ("pixel_values", "image_sizes", "image_grid_thw", "mm_token_type_ids"):
             call.pop(name, None)
-        return Fewer(call, ids, whole.shape[1] - ids.shape[1])
+        return Fewer(call, ids, whole.shape[1] - ids.shape[1], positions)
 
     def _at_places(self, call: dict[str, Any]) -> dict[str, Any]:
         """A call without images whose tokens follow, or are, those of a prompt that lost some: with
@@ -168,20 +177,23 @@ class Calls:
         cache, positions = call.get("past_key_values"), call.get("position_ids")
         tokens = call.get("input_ids") if call.get("inputs_embeds") is None else None
         tokens = call.get("inputs_embeds") if tokens is None else tokens
-        gone = getattr(cache, _GONE, 0)
-        if tokens is None or (self._positions is None and not gone):
+        gone = getattr(cache, _GONE, None)  # [B, 1]
+        if tokens is None or (self._positions is None and gone is None):
             return call
         if positions is None:
             start = 0 if cache is None else int(cache.get_seq_length())
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
             positions = positions.expand(len(tokens), -1)
-            positions = positions + gone
+            if gone is not None:
+                gone = gone.to(positions.device)
+                positions = positions + gone.repeat_interleave(len(tokens) // len(gone), 0)
         if self._positions is not None:
-            positions = self._positions.of(positions.expand(len(tokens), -1))
+            order = positions if positions.dim() == 2 else positions[0]  # of words, before the axes
+            positions = self._positions.of(order.expand(len(tokens), -1))
         more: dict[str, Any] = {"position_ids": positions}
         if cache is None and call.get("attention_mask") is None:
             # without a mask positions with gaps would be taken for several texts in a row
-            more["attention_mask"] = torch.ones_like(positions)
+            more["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long).to(positions)
         return {**call, **more}
 
     def _padding(self) -> int:
@@ -196,18 +208,13 @@ class Calls:
             if name in call:
                 raise ValueError(f"{name}: expected none beside merged images, got it; {instead}")
         for name in ("vision_feature_layer", "vision_feature_select_strategy"):
-            own = getattr(self.model.config, name)
+            own = getattr(self.model.config, name, None)
             if call.pop(name, own) != own:
                 raise ValueError(
                     f"{name}: expected that of the model's config ({own!r}) for merged images, got"
                     " another; set it there, before apply_mame"
                 )
-        cache = call.get("past_key_values")
-        if cache is not None and cache.get_seq_length():
-            raise ValueError(
-                "past_key_values: expected an empty cache beside images whose patches merge, got"
-                f" {cache.get_seq_length()} tokens; give the whole conversation at once"
-            )
+        _check_empty(call.get("past_key_values"))
         mask = call.get("attention_mask")
         if mask is not None and mask.dim() != 2:
             raise ValueError(
@@ -237,15 +244,33 @@ def calls_on(module: nn.Module) -> list[Calls]:
     return [there.calls] if isinstance(there, Call) else []
 
 
+def _check_empty(cache: Any, merged: bool = False) -> None:
+    """Raises ValueError for a cache that holds tokens; with `merged` only for one that a merged
+    call filled.
+    """
+    if cache is None or (merged and not hasattr(cache, _GONE)) or not cache.get_seq_length():
+        return
+    raise ValueError(
+        "past_key_values: expected an empty cache beside images whose patches merge, got"
+        f" {cache.get_seq_length()} tokens; give the whole conversation at once"
+    )
+
+
+def _marked(output: Any, fewer: Fewer) -> Any:
+    """A model's output whose cache knows which positions follow."""
+    cache = getattr(output, "past_key_values", None)
+    if cache is not None and (fewer.gone or fewer.positions.own.dim() == 3):
+        setattr(cache, _GONE, (fewer.positions.after - fewer.ids.shape[1])[:, None])
+    return output
+
+
 def _tokens_of(call: dict[str, Any], kept: Kept) -> dict[str, Any]:
-    """What a call holds for each token, of those that stay."""
+    """What a call holds for each token but positions, of those that stay."""
     dtype = call["attention_mask"].dtype if "attention_mask" in call else torch.long
     # always a mask: without one positions with gaps would be taken for several texts in a row
     found: dict[str, Any] = {"attention_mask": kept.real.to(dtype)}
     if "labels" in call:
         found["labels"] = kept.of(call["labels"], -100)
-    given = call.get("position_ids")
-    found["position_ids"] = kept.rows if given is None else kept.of(given, 0)
     return found
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from mame_sd.captions.calls import Calls, VisualCounts, calls_on
 from mame_sd.captions.prompts import Image
-from mame_sd.captions.towers import images_behind, images_of, layer_of
+from mame_sd.captions.towers import QWEN, images_behind, images_of, layer_of, name_of
 from mame_sd.config import MaMeConfig
 from mame_sd.perception.handle import EncoderHandle
 from mame_sd.perception.hooks import take_all
@@ -143,8 +143,9 @@ class Behind:
         fields: dict[str, Any],
     ) -> None:
         self.model = model
-        layer_of(model)
-        find_encoder(model.get_submodule("model.vision_tower"))
+        if name_of(model) not in QWEN:
+            layer_of(model)
+            find_encoder(model.get_submodule("model.vision_tower"))
         _check_alone({"prop_attn": prop_attn, "schedule": schedule})
         self.config = MaMeConfig(keep=KEEP)
         self.set(config, fields)

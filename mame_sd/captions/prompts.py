@@ -87,30 +87,39 @@ class Positions:
     distances as without merging.
 
     Args:
-        own: positions of the tokens that stay [B, L'], padding among them.
-        real: bool [B, L'], False at padding.
+        whole: positions of all tokens [B, L], or of three axes [3, B, L]: time, row and column.
+        kept: those that stay.
+
+    Attributes:
+        own: of the tokens that stay [B, L'] or [3, B, L'], padding among them.
+        after: [B] of the first token that follows.
     """
 
-    def __init__(self, own: Tensor, real: Tensor) -> None:
-        column = torch.arange(own.shape[1], device=own.device)
-        last = (column * real).argmax(1, keepdim=True)
-        self._own = own
-        self._first = real.int().argmax(1)  # [B] where padding on the left ends
-        self._count = real.sum(1)
-        self._gone = own.gather(1, last)[:, 0] + 1 - self._count  # of what follows
+    def __init__(self, whole: Tensor, kept: Kept) -> None:
+        whole = whole[-3:] if whole.dim() == 3 else whole  # a fourth, before them, counts words
+        whole = whole.expand(*whole.shape[:-2], len(kept.rows), -1)
+        flat = [kept.of(one, 0) for one in whole.reshape(-1, *whole.shape[-2:])]
+        self.own = torch.stack(flat).reshape(*whole.shape[:-1], -1)
+        self.after = whole.amax(-1).reshape(-1, len(kept.rows)).amax(0) + 1
+        self._first = kept.real.int().argmax(1)  # [B] where padding on the left ends
+        self._count = kept.real.sum(1)
+        self._gone = self.after - self._count
 
     def of(self, counted: Tensor) -> Tensor:
-        """Positions [n B, T] of tokens that were counted from 0, padding and what is gone left out.
+        """Positions [n B, T] or [3, n B, T] of tokens that were counted from 0, padding and what is
+        gone left out.
 
         Each prompt may stand there n times in a row, for beams.
         """
-        times = len(counted) // len(self._own)
-        own, first, count, gone = (
-            one.repeat_interleave(times, 0)
-            for one in (self._own, self._first, self._count, self._gone)
+        times = len(counted) // len(self._count)
+        first, count, gone = (
+            one.repeat_interleave(times, 0)[:, None]
+            for one in (self._first, self._count, self._gone)
         )
-        inside = (first[:, None] + counted).clamp(max=own.shape[1] - 1)
-        return torch.where(counted < count[:, None], own.gather(1, inside), counted + gone[:, None])
+        own = self.own.repeat_interleave(times, -2)
+        inside = (first + counted).clamp(max=own.shape[-1] - 1)
+        inside = own.gather(-1, inside.expand(*own.shape[:-1], -1))
+        return torch.where(counted < count, inside, counted + gone)
 
 
 def counted(ids: Tensor, mask: Tensor | None) -> Tensor:

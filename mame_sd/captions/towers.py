@@ -2,11 +2,13 @@
 prompt. Patches merge behind the tower, or in its blocks.
 
 LLaVA gives each patch of its tower. LLaVA-NeXT gives those of a small image and of its tiles, row
-by row, without the tiles' padding, with a token after each row.
+by row, without the tiles' padding, with a token after each row. Qwen-VL gives what its tower folds
+of 2 x 2 patches, with three positions each.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -16,17 +18,14 @@ from mame_sd.captions.farthest import merged
 from mame_sd.captions.prompts import Image
 from mame_sd.perception.handle import EncoderHandle
 
-KNOWN = ("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration")
+LLAVA = ("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration")
+QWEN = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+KNOWN = (*LLAVA, *QWEN)
 LINE = -1  # where a token for a new line stands
 _TURNED = "positions turn the queries and keys of its tower, and a merged token has none of its own"
 REFUSED = {
-    **dict.fromkeys(
-        (
-            "Qwen2VLForConditionalGeneration",
-            "Qwen2_5_VLForConditionalGeneration",
-            "Qwen3VLForConditionalGeneration",
-        ),
-        _TURNED,
+    "Qwen3VLForConditionalGeneration": (
+        "first layers of its language model add what its tower saw to each image token"
     ),
     "Blip2ForConditionalGeneration": "its language model reads a fixed number of queries already",
     "InstructBlipForConditionalGeneration": (
@@ -61,8 +60,14 @@ def layer_of(model: Any) -> int:
     """The tower's hidden state that the language model reads: how many blocks come before it.
 
     Raises:
-        ValueError: it reads several, which merging leaves with unequal numbers of tokens.
+        ValueError: it reads several, which merging leaves with unequal numbers of tokens, or no
+            block of its tower can merge.
     """
+    if name_of(model) in QWEN:
+        raise ValueError(
+            f"blocks: expected tokens of {name_of(model)} to merge behind its tower, got blocks or"
+            f" preset='plain': {_TURNED}; leave them out"
+        )
     layer = model.config.vision_feature_layer
     if not isinstance(layer, int):
         raise ValueError(
@@ -84,6 +89,11 @@ def images_behind(
         keep: share of an image's tokens that stays; a NeXT's tokens for new lines all do.
         tau: similarity above which a token merges, where `keep` is None.
     """
+    if name_of(model) in QWEN:
+        seen = model.model.get_image_features(
+            inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True
+        ).pooler_output
+        return [Image(*merged(one[None], one[None], keep, tau)[0], len(one)) for one in seen]
     single = name_of(model) == "LlavaForConditionalGeneration"
     tiles = [inputs["pixel_values"]] if single else _tiles(model, inputs)
     output = model.model.vision_tower(torch.cat(tiles), output_hidden_states=True, return_dict=True)
@@ -106,6 +116,25 @@ def images_behind(
         for n, (own, stay) in zip(some, merged(flat[free], like[free], keep, tau), strict=True):
             images[n] = _with_lines(model, spots[n], own, stay)
     return [images[n] for n in range(len(spots))]
+
+
+def axes_of(model: Any, ids: Tensor, call: dict[str, Any]) -> Tensor | None:
+    """Positions [3, B, L] by time, row and column of prompts ids [B, L]; None: they have one axis.
+
+    Raises:
+        ValueError: the model needs to be told which tokens are of images, and is not.
+    """
+    index = getattr(model.model, "get_rope_index", None)
+    if index is None:
+        return None
+    names = inspect.signature(index).parameters
+    if "mm_token_type_ids" in names and "mm_token_type_ids" not in call:
+        raise ValueError(
+            "mm_token_type_ids: expected the processor's beside images, got none; without them"
+            f" {type(model).__name__} can't tell rows and columns"
+        )
+    found: Tensor = index(ids, **{name: call[name] for name in names if name in call})[0]
+    return found
 
 
 def _alike(counts: list[int]) -> list[list[int]]:

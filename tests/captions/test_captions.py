@@ -282,10 +282,10 @@ def test_refusals_are_one_line() -> None:
         with pytest.raises(ValueError, match=message) as raised:
             model(**wrong)
         assert "\n" not in str(raised.value)
-    from transformers import Qwen2_5_VLForConditionalGeneration
+    from transformers import Qwen3VLForConditionalGeneration
 
     with torch.device("meta"):
-        refused = Qwen2_5_VLForConditionalGeneration.__new__(Qwen2_5_VLForConditionalGeneration)
+        refused = Qwen3VLForConditionalGeneration.__new__(Qwen3VLForConditionalGeneration)
         torch.nn.Module.__init__(refused)
-    with pytest.raises(ValueError, match="got Qwen2_5_VLForConditionalGeneration: positions turn"):
+    with pytest.raises(ValueError, match="got Qwen3VLForConditionalGeneration: first layers"):
         apply_mame(refused)

@@ -148,7 +148,11 @@ def joined_by_hand(features: Tensor, states: Tensor, config: Any) -> dict[int, T
 
 
 def logits_by_hand(
-    model: Any, ids: list[int], seen: list[list[Tensor | None]], new: int = 0
+    model: Any,
+    ids: list[int],
+    seen: list[list[Tensor | None]],
+    new: int = 0,
+    axes: list[list[int]] | None = None,
 ) -> tuple[Tensor, list[int]]:
     """Logits of one prompt without padding, and the `new` tokens of most weight that follow,
     computed anew for each. Positions are those of the whole prompt.
@@ -158,21 +162,23 @@ def logits_by_hand(
         ids: the prompt's, as the processor wrote it.
         seen: for each image, what each of its image tokens is given; None: it is taken out.
         new: how many tokens are written.
+        axes: positions of each token of the prompt; None: it is counted.
     """
     given = iter([one for image in seen for one in image])
     table = model.get_input_embeddings().weight
     rows, places = [], []
+    lead = (1,) if axes is None else (3, 1)
     for place, token in enumerate(ids):
         vector = next(given) if token == IMAGE else table[token]
         if vector is not None:
             rows.append(vector)
-            places.append(place)
+            places.append([place] if axes is None else axes[place])
     written: list[int] = []
     with torch.no_grad():
         while True:
             states = model.model.language_model(
                 inputs_embeds=torch.stack(rows)[None],
-                position_ids=torch.tensor([places]),
+                position_ids=torch.tensor(places).T.reshape(*lead, -1),
                 attention_mask=torch.ones(1, len(rows), dtype=torch.long),
             )
             logits = model.lm_head(states.last_hidden_state)[0]
@@ -180,4 +186,4 @@ def logits_by_hand(
                 return logits, written
             written.append(int(logits[-1].argmax()))
             rows.append(table[written[-1]])
-            places.append(places[-1] + 1)
+            places.append([place + 1 for place in places[-1]])
