@@ -11,7 +11,7 @@ demo: $(READY)  ## set up, then generate the demo prompts with and without mergi
 	$(BIN)/mame-sd sheet $(OUT)/baseline $(OUT)/merged --out $(OUT)/sheet.png
 
 test: check  ## set up, lint, type-check and run every test
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-oldest: $(OLDEST)/.ready  ## the compatibility matrix with the oldest supported versions, in .venv-oldest
 	HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -p no:cacheprovider tests/test_matrix.py tests/diffusion/test_families.py tests/diffusion/test_apply.py tests/diffusion/test_hooks*.py

@@ -144,6 +144,6 @@ def check_grid(work: Path, vae: AutoencoderTiny, rgba: torch.Tensor) -> float:
     )
     side = grid.shape[1]
     Image.fromarray(
-        grid.reshape(4, 4, side, side, 3).transpose(0, 2, 1, 3, 4).reshape(4 * side, -1, 3)
+        grid.reshape(-1, 4, side, side, 3).transpose(0, 2, 1, 3, 4).reshape(-1, 4 * side, 3)
     ).save(work / "reconstruction.png")
     return psnr.mean().item()

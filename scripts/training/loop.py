@@ -144,7 +144,6 @@ def fit(
                     f"{time.strftime('%H:%M:%S')} {name} {done}/{steps} loss"
                     f" {np.mean(losses[-50:]):.4f}"
                 )
-            if time.monotonic() - saved > SAVE_EVERY or steps < 10:
+            if time.monotonic() - saved > SAVE_EVERY or steps < 10 or done == steps:
                 save()
                 saved = time.monotonic()
-    save()

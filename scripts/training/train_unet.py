@@ -58,10 +58,19 @@ def main() -> None:
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     torch.use_deterministic_algorithms(True)
-    count = 8 if args.smoke else len(subjects.glyph_names())
+    count = 2 if args.smoke else len(subjects.glyph_names())
     rgba = torch.from_numpy(subjects.glyphs()[:count].copy()).permute(0, 3, 1, 2)
     stages = (
-        [replace(s, steps=1, batch=2, frozen=min(s.frozen, 1)) for s in STAGES]
+        [
+            replace(
+                s,
+                channels=tuple(width // 2 for width in s.channels),
+                steps=1,
+                batch=2,
+                frozen=min(s.frozen, 1),
+            )
+            for s in STAGES
+        ]
         if args.smoke
         else list(STAGES)
     )

@@ -63,6 +63,17 @@ def tiny_unet(seed: int = 0, **overrides: Any) -> UNet2DConditionModel:
     return seeded(UNet2DConditionModel, seed, **{**config, **overrides})
 
 
+def one_level_unet(seed: int = 0) -> UNet2DConditionModel:
+    """`tiny_unet` cut to its first level, of which a compiler traces three layers, not seven."""
+    return tiny_unet(
+        seed,
+        block_out_channels=(16,),
+        down_block_types=("CrossAttnDownBlock2D",),
+        up_block_types=("CrossAttnUpBlock2D",),
+        mid_block_type=None,
+    )
+
+
 def tiny_sdxl_unet(seed: int = 0, **overrides: Any) -> UNet2DConditionModel:
     """A UNet like SDXL: no attention at full resolution, two blocks at the second level, added time
     and text.

@@ -1,19 +1,13 @@
-"""`mame-sd-eval` that trusts the weights in a folder, whatever their sha256: a test can't
-monkeypatch what a launcher starts.
-
-python -m tests.builders.weights WEIGHTS score ...
-"""
+"""Weights that mean nothing, and a registry that trusts them."""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 from safetensors.torch import save_file
 
-from mame_sd.eval.cli import app as cli
 from mame_sd.eval.networks.efficientnet_lite import EfficientNetLite0
 from mame_sd.eval.weights.files import file_sha256
 from mame_sd.eval.weights.registry import REGISTRY, Weights
@@ -50,8 +44,3 @@ def trusted(folder: Path) -> dict[str, Weights]:
             )
             found[name] = replace(entry, sources=sources)
     return found
-
-
-if __name__ == "__main__":
-    REGISTRY.update(trusted(Path(sys.argv[1])))
-    sys.exit(cli.run(sys.argv[2:]))

@@ -26,6 +26,7 @@ SIZES = [
     (2, 2),
     (9, 8),
 ]
+TILES = [0, 2, 3, 4, 8]
 
 
 def config(partition: str = "alternating", **fields: object) -> MaMeConfig:
@@ -34,9 +35,15 @@ def config(partition: str = "alternating", **fields: object) -> MaMeConfig:
     )
 
 
-@pytest.mark.parametrize("tiles", [0, 2, 3, 4, 8])
-@pytest.mark.parametrize("partition", PARTITIONS)
-@pytest.mark.parametrize("size", SIZES, ids=lambda s: f"{s[0]}x{s[1]}")
+PAIRWISE = [  # each partition at each size, and in two of the tiles there
+    pytest.param(size, partition, TILES[(n + m + more) % len(TILES)])
+    for n, size in enumerate(SIZES)
+    for m, partition in enumerate(PARTITIONS)
+    for more in (0, 2)
+]
+
+
+@pytest.mark.parametrize(("size", "partition", "tiles"), PAIRWISE, ids=str)
 def test_every_position_is_a_destination_or_a_source_once(
     size: tuple[int, int], partition: str, tiles: int
 ) -> None:

@@ -19,9 +19,10 @@ from mame_sd.config import Study
 from mame_sd.core.owners import owners_of
 from mame_sd.core.partition import DRAWS, draw_at, positions
 from mame_sd.diffusion.apply_denoiser import has_hooks
-from tests.builders.layers import attention, every_config, tokens
+from tests.builders.layers import CONFIGS, attention, tokens
 from tests.builders.settings import nested
 from tests.builders.tiny import (
+    one_level_unet,
     run_unet,
     tiny_sdxl_unet,
     tiny_text_encoder,
@@ -35,9 +36,16 @@ SIZES = [(16, 16), (8, 24), (12, 20)]
 MERGING = {"tau": 0.2, "min_tokens": 40}
 
 
-@pytest.mark.parametrize("size", SIZES, ids=lambda s: f"{s[0]}x{s[1]}")
-@pytest.mark.parametrize("build", [tiny_unet, tiny_sdxl_unet], ids=["sd", "sdxl"])
-@every_config
+BUILDS = {"sd": tiny_unet, "sdxl": tiny_sdxl_unet}
+PAIRWISE = [  # each setting at each size, and in each model
+    pytest.param(fields, build, size, id=f"{name}-{model}-{size[0]}x{size[1]}")
+    for n, (name, fields) in enumerate(CONFIGS.items())
+    for m, size in enumerate(SIZES)
+    for model, build in [list(BUILDS.items())[(n + m) % 2]]
+]
+
+
+@pytest.mark.parametrize(("fields", "build", "size"), PAIRWISE)
 def test_bit_equal_to_the_processor_and_after_removal(
     fields: dict[str, Any], build: Any, size: tuple[int, int]
 ) -> None:
@@ -482,7 +490,7 @@ def test_a_training_batch_is_no_pair() -> None:
 
 
 def test_compiled_a_pair_merges_alike_too() -> None:
-    unet = tiny_unet()
+    unet = one_level_unet()
     plain = {apart: guided(unet, apart) for apart in (0.0, 1e-3)}
     with torch.no_grad(), mame(unet, min_tokens=40):
         inputs = unet_inputs(unet)

@@ -49,6 +49,7 @@ WHOLE: list[dict[str, Any]] = [
     {"tau": 0.1, "merge": "qkv", "tiles": 0},
     {"keep": 0.5, "merge": "qkv", "detail": True},
 ]
+ONE_OF_EACH = {"num_layers": 1, "num_single_layers": 1}  # for tracing takes seconds a block
 FIELDS = [{**fields, "correct": False} for fields in WHOLE]  # merged tokens count once
 
 
@@ -218,8 +219,8 @@ def test_a_tile_of_a_video_spans_frames() -> None:
     assert stats.tokens_kept == N
 
 
-def flux() -> tuple[FluxTransformer2DModel, dict[str, Any]]:
-    model = seeded(FluxTransformer2DModel, 0, **FLUX, pooled_projection_dim=8)
+def flux(**sizes: int) -> tuple[FluxTransformer2DModel, dict[str, Any]]:
+    model = seeded(FluxTransformer2DModel, 0, **FLUX | sizes, pooled_projection_dim=8)
     return model, {
         **flux_inputs(),
         "pooled_projections": normal(2, 8),
@@ -264,7 +265,7 @@ def test_flux_tokens_that_lie_in_no_grid_merge_without_one(ids: str) -> None:
 
 @torch.no_grad()
 def test_a_merged_flux_is_exported_after_a_forward_of_that_size() -> None:
-    model, inputs = flux()
+    model, inputs = flux(**ONE_OF_EACH)
     inputs["return_dict"] = False
     handle = apply_mame(model, keep=0.5, min_tokens=1)
     with pytest.raises(ValueError, match="run the model once"):
@@ -297,12 +298,20 @@ def test_positions_are_not_read_while_merging_is_off() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"keep": 0.25}, {"keep": 0.4}, {"tau": 0.3}], ids=["even", "uneven", "tau"]
+    ("fields", "sizes"),
+    [
+        ({"keep": 0.25}, ONE_OF_EACH),
+        ({"keep": 0.4}, ONE_OF_EACH),
+        ({"tau": 0.3}, {"num_layers": 0, "num_single_layers": 1}),  # of many graphs
+    ],
+    ids=["even", "uneven", "tau"],
 )
 @torch.no_grad()
-def test_whole_merged_tokens_are_counted_in_compiled_models(fields: dict[str, Any]) -> None:
+def test_whole_merged_tokens_are_counted_in_compiled_models(
+    fields: dict[str, Any], sizes: dict[str, int]
+) -> None:
     torch._dynamo.reset()
-    model, inputs = flux()
+    model, inputs = flux(**sizes)
     handle = apply_mame(model, merge="qkv", min_tokens=1, **nested(fields))
     expected = run(inputs, model)
     assert not any("count once" in layer.reason for layer in handle.report().layers)

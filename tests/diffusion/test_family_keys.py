@@ -284,15 +284,29 @@ def test_text_is_exact_and_samples_run_together(name: str) -> None:
     assert torch.equal(merged[0][:, :, first + n // 2 :], plain[0][:, :, first + n :])
 
 
-@pytest.mark.parametrize(
-    ("name", "fields"), [*((name, {}) for name in EVERY), ("Flux", {"weights": "pick"})]
-)
+def shortened(model: nn.Module) -> nn.Module:
+    """One block of each kind, for tracing takes seconds a block."""
+    for name, blocks in model.named_children():
+        if isinstance(blocks, nn.ModuleList):
+            setattr(model, name, blocks[:1])
+    return model
+
+
+TRACED = [  # Stable Diffusion 3.5 has what 3 has
+    *((name, {}) for name in EVERY if name not in ("Flux", "Stable Diffusion 3")),
+    ("Flux", {"weights": "pick"}),
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), TRACED)
 def test_one_graph(name: str, fields: dict[str, Any]) -> None:
     """Merging breaks no graph, adds none but the small one of the hook that reads the step, and
     compiles once.
     """
     row = EVERY[name]
     model = row.build()
+    if name != "Stable Diffusion 3.5":  # whose last block has attention of its own
+        model = shortened(model)
     handle = apply_mame(model, keep=0.5, **nested({"stride": (2, 2), **fields}), min_tokens=60)
     expected = row.run(model)
     torch._dynamo.reset()

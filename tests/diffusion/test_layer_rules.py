@@ -14,7 +14,7 @@ import torch
 from mame_sd import MaMeAttnProcessor, MaMeConfig, apply_mame, mame
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.settings import nested
-from tests.builders.tiny import run_unet, save_tiny_pipeline, seeded, tiny_unet
+from tests.builders.tiny import one_level_unet, run_unet, save_tiny_pipeline, seeded, tiny_unet
 from tests.matrix.transformers import ROWS
 
 SMALL: dict[str, Any] = {"min_tokens": 16, "keep": 0.5}
@@ -70,9 +70,11 @@ def test_transformers_take_rules_whose_forms_differ(name: str) -> None:
 
 
 def test_a_graph_with_rules_is_one_and_gives_what_eager_gives() -> None:
-    unet = tiny_unet()
-    with mame(unet, **SMALL, layers={UP: {"keep": 0.25}, DOWN: False}):
+    unet = one_level_unet()
+    rules: dict[str, Any] = {"up_blocks.0.attentions.1": {"keep": 0.25}, "down_blocks.0": False}
+    with mame(unet, **SMALL, layers=rules) as handle:
         expected = run_unet(unet)
+        assert sorted(shares(handle).values()) == pytest.approx([0.25, 0.5, 1.0], abs=0.1)
         compiled: Any = torch.compile(unet, backend="eager", fullgraph=True)
         torch.testing.assert_close(run_unet(compiled), expected)
 

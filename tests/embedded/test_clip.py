@@ -15,7 +15,7 @@ from mame_sd.runs.encoders import load_encoder
 from mame_sd.runs.model_files import ModelChoice
 from scripts.training import pictures
 
-PICTURES = 60
+PICTURES = 36
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_it_reads_crowded_pictures_and_few_random_patches_do_not_do(head: Head) 
     names = subjects.glyph_names()
     made = [
         pictures.draw(pictures.rng_of(2, "test", n), names, held_out=True, crowd=pictures.CROWD)
-        for n in range(40)
+        for n in range(24)
     ]
     inputs = head.encoder.inputs([pixels for pixels, _ in made])
     labels = np.array([scene.placed[0].glyph for _, scene in made])

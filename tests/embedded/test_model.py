@@ -51,7 +51,8 @@ def test_fifteen_percent_of_the_pairs_are_held_out() -> None:
 @pytest.mark.parametrize("background", subjects.BACKGROUNDS)
 def test_every_glyph_is_nearest_to_itself_and_to_a_noisy_copy(background: str) -> None:
     rng = np.random.default_rng(0)
-    for name in subjects.glyph_names()[::30]:
+    first = list(subjects.BACKGROUNDS).index(background)
+    for name in subjects.glyph_names()[first::60]:
         pixels = np.asarray(subjects.render(name, background), np.float32)
         noisy = Image.fromarray(
             np.clip(pixels + rng.normal(0, 40, pixels.shape), 0, 255).astype(np.uint8)

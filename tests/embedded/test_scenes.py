@@ -18,7 +18,7 @@ def test_every_subject_is_a_glyph() -> None:
 def test_scenes_are_told_apart_wherever_their_subject_stands(texture: str) -> None:
     rng = np.random.default_rng(TEXTURES.index(texture))
     found = 0
-    while found < 10:
+    while found < 4:
         scene = world.draw_scene(rng, len(SUBJECTS))
         if scene.ground.texture != texture:
             continue
@@ -33,10 +33,10 @@ def test_scenes_are_told_apart_wherever_their_subject_stands(texture: str) -> No
 def test_a_picture_without_its_subject_is_not_retrieved() -> None:
     rng = np.random.default_rng(0)
     hits = 0
-    for name in SUBJECTS[:20]:
+    for name in SUBJECTS[:10]:
         noise = Image.fromarray(rng.integers(0, 255, (64, 64, 3), dtype=np.uint8))
         hits += nearest_subject(noise, "gray") == name
-    assert hits <= 4
+    assert hits <= 2
 
 
 def test_a_ground_names_its_colour() -> None:

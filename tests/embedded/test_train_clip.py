@@ -1,14 +1,10 @@
-"""The CLIP's training survives a kill, runs through, and writes what transformers and `classify`
-read.
+"""The CLIP's training resumes where it was stopped, runs through, and writes what transformers and
+`classify` read.
 
-That a resumed run gives the very weights of an undisturbed one is tested with the transformer's
-script: both train in `scripts.training.loop`.
+The transformer's tests kill a run, and see that the resumed one gives the very weights of an
+undisturbed one. Both scripts train in `scripts.training.loop`.
 """
 
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -23,26 +19,19 @@ from mame_sd.eval.perception.heads import text_head, unit
 from mame_sd.perception.apply_encoder import apply_encoder
 from mame_sd.runs.encoders import load_encoder
 from mame_sd.runs.model_files import ModelChoice
-from scripts.training import contrast, joint, pictures, world
-
-ROOT = Path(__file__).parents[2]
-
-
-def start(work: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "scripts.training.train_clip", "--smoke", "--work", str(work)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+from scripts.training import contrast, joint, pictures, train_clip, world
+from tests.builders.trainings import smoke, stopped
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training that was killed once, and resumed."""
+    """A training that was stopped once, and resumed."""
     work = tmp_path_factory.mktemp("clip")
-    victim = start(work)
-    while victim.poll() is None and not (work / "tokens64.pt").exists():
-        time.sleep(0.02)
-    victim.send_signal(signal.SIGKILL)
-    assert victim.wait() == -signal.SIGKILL
-    assert start(work).wait() == 0
+    stopped(train_clip, work, "tokens256")
+    done = (work / "tokens64.pt").stat().st_mtime_ns
+    assert not (work / "model").exists()
+    smoke(train_clip, work)
+    assert (work / "tokens64.pt").stat().st_mtime_ns == done
     return work
 
 

@@ -14,7 +14,8 @@ import torch
 from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
 from safetensors.torch import load_file
 
-from scripts.training import growth, joint, joint_export, world
+from scripts.training import growth, joint, joint_export, train_transformer, world
+from tests.builders.trainings import smoke
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,13 +41,13 @@ def weights(model: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_killed_and_resumed_training_gives_the_same_weights(tmp_path: Path) -> None:
-    assert start(tmp_path / "whole").wait() == 0
+    smoke(train_transformer, tmp_path / "whole")
     victim = start(tmp_path / "killed")
     while victim.poll() is None and not (tmp_path / "killed" / "tokens256.pt").exists():
         time.sleep(0.02)
     victim.send_signal(signal.SIGKILL)
     assert victim.wait() == -signal.SIGKILL
-    assert start(tmp_path / "killed").wait() == 0
+    smoke(train_transformer, tmp_path / "killed")
     whole, resumed = weights(tmp_path / "whole" / "model"), weights(tmp_path / "killed" / "model")
     assert sorted(whole) == sorted(resumed)
     for name, value in whole.items():

@@ -1,13 +1,9 @@
-"""The training script survives a kill, runs through, and writes a whole pipeline.
+"""The training script resumes where it was stopped, runs through, and writes a whole pipeline.
 
-That a resumed run gives the very weights of an undisturbed one is tested with the transformer's
-script: both train in `scripts.training.loop`.
+The transformer's tests kill a run, and see that the resumed one gives the very weights of an
+undisturbed one. Both scripts train in `scripts.training.loop`.
 """
 
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import torch
@@ -15,12 +11,8 @@ from diffusers import StableDiffusionPipeline
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parents[2]
-
-
-def start(work: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "scripts.training.train_unet", "--smoke", "--work", str(work)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+from scripts.training import train_unet
+from tests.builders.trainings import smoke, stopped
 
 
 def weights(model: Path) -> dict[str, torch.Tensor]:
@@ -28,14 +20,14 @@ def weights(model: Path) -> dict[str, torch.Tensor]:
     return {f"{f.parent.name}.{k}": v.float() for f in files for k, v in load_file(f).items()}
 
 
-def test_a_killed_training_resumes_and_writes_a_pipeline(tmp_path: Path) -> None:
-    victim = start(tmp_path)
-    while victim.poll() is None and not (tmp_path / "patch4.pt").exists():
-        time.sleep(0.02)
-    victim.send_signal(signal.SIGKILL)
-    assert victim.wait() == -signal.SIGKILL
+def test_a_stopped_training_resumes_and_writes_a_pipeline(tmp_path: Path) -> None:
+    stopped(train_unet, tmp_path, "patch2")
+    latents, patch4 = ((tmp_path / f"{name}.pt").stat() for name in ("latents", "patch4"))
+    assert not (tmp_path / "patch2.pt").exists()
     assert not (tmp_path / "model").exists()
-    assert start(tmp_path).wait() == 0
+    smoke(train_unet, tmp_path)
+    assert (tmp_path / "latents.pt").stat().st_mtime_ns == latents.st_mtime_ns
+    assert (tmp_path / "patch4.pt").stat().st_mtime_ns == patch4.st_mtime_ns
     assert len(weights(tmp_path / "model")) > 500
 
     with safe_open(

@@ -4,8 +4,6 @@ the suite reads.
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,29 +17,13 @@ from mame_sd.perception.apply_encoder import apply_encoder
 from mame_sd.runs.encoders import load_encoder
 from mame_sd.runs.model_files import ModelChoice
 from scripts.training import train_vit
-
-ROOT = Path(__file__).parents[2]
-
-
-def run(work: Path, *more: str) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.training.train_vit",
-        "--smoke",
-        "--work",
-        str(work),
-        *more,
-    ]
-    subprocess.run(
-        command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+from tests.builders.trainings import smoke
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("vit") / "whole"
-    run(work)
+    smoke(train_vit, work)
     return work
 
 
@@ -50,41 +32,28 @@ def weights(work: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def test_a_stopped_and_resumed_training_gives_the_same_weights(whole: Path, tmp_path: Path) -> None:
-    run(tmp_path, "--until", "scratch-0")
+    smoke(train_vit, tmp_path, "--until", "scratch-0")
     assert {path.name for path in (tmp_path / "models").iterdir()} == {"plain-0", "scratch-0"}
     shutil.rmtree(tmp_path / "models" / "scratch-0")
     (tmp_path / "scratch-0.pt").unlink()
-    run(tmp_path, "--until", "last-0")
+    smoke(train_vit, tmp_path, "--until", "last-0")
     for name in ("plain-0", "scratch-0", "last-0"):
         wanted, resumed = weights(whole, name), weights(tmp_path, name)
         assert all(torch.equal(resumed[key], value) for key, value in wanted.items()), name
 
 
 def test_some_forms_bring_what_they_begin_with(tmp_path: Path) -> None:
-    run(tmp_path, "--forms", "last")
-    assert {path.name for path in (tmp_path / "models").iterdir()} == {
-        "plain-0",
-        "last-0",
-        "plain-1",
-        "last-1",
-    }
+    smoke(train_vit, tmp_path, "--forms", "last", "--until", "last-0")
+    assert {path.name for path in (tmp_path / "models").iterdir()} == {"plain-0", "last-0"}
     assert find_models(tmp_path).forms == (PLAIN, "last")
 
 
-def test_another_head_is_refused_in_the_same_folder(whole: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.training.train_vit",
-        "--smoke",
-        "--work",
-        str(whole),
-        "--head",
-        "class",
-    ]
-    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert 'expected what it was begun with, {"head": "mean"' in refused.stderr
+def test_another_head_is_refused_in_the_same_folder(
+    whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"2"):
+        smoke(train_vit, whole, "--head", "class")
+    assert 'expected what it was begun with, {"head": "mean"' in capsys.readouterr().err
 
 
 def test_what_is_written_is_a_small_vit_in_every_form_that_the_suite_finds(whole: Path) -> None:

@@ -271,12 +271,17 @@ def test_checkpointing_changes_no_gradient(row: Row, setting: tuple[bool, dict[s
     same(grads[1], grads[0])
 
 
+OPTIONS: list[dict] = [{}, {"prop_attn": False}, {"restore": True, "prop_attn": True}]
+GRAPHS = {"ViTForImageClassification": OPTIONS[:2], "SiglipModel": OPTIONS[2:], "timm ViT": OPTIONS}
+
+
 @pytest.mark.parametrize(
-    "row",
-    [row for row in EVERY if row.id in {"ViTForImageClassification", "SiglipModel", "timm ViT"}],
-)
-@pytest.mark.parametrize(
-    "options", [{}, {"prop_attn": False}, {"restore": True, "prop_attn": True}], ids=str
+    ("row", "options"),
+    [
+        pytest.param(*row.values, options, marks=row.marks, id=f"{options}-{row.id}")
+        for row in EVERY
+        for options in GRAPHS.get(row.id, ())
+    ],
 )
 @torch.no_grad()
 def test_keep_compiles_to_one_graph(row: Row, options: dict) -> None:

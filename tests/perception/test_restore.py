@@ -124,7 +124,7 @@ def test_restoring_compiles_to_one_graph_at_every_size() -> None:
     model = VIT.build()
     apply_encoder(model, keep=0.6, restore=True)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    for size in ((24, 24), (32, 24), (24, 40)):
+    for size in ((24, 24), (32, 40)):
         image = torch.randn(1, 3, *size)
         got, want = (one(image, interpolate_pos_encoding=True).logits for one in (compiled, model))
         torch.testing.assert_close(got, want)

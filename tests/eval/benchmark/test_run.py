@@ -8,8 +8,6 @@ import math
 import os
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +38,7 @@ from tests.builders.benchmarks import (
     tiny_rows,
 )
 from tests.builders.kills import snapshot
+from tests.builders.processes import in_two_processes
 from tests.builders.run_folders import forget_hashes
 from tests.builders.tiny import save_tiny_pipeline
 
@@ -317,21 +316,8 @@ def test_two_processes_make_the_same_benchmark(
         "1",
     ]
     options += ["--weights-dir", str(tmp_path), "--out"]
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--multi_gpu",
-        "--num_processes",
-        "2",
-    ]
-    launch += ["--main_process_port", "0", "-m", "mame_sd.eval", *options, str(tmp_path / "two")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        launch, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("report.html") == 1
+    out = in_two_processes(lambda: cli.run([*options, str(tmp_path / "two")]), tmp_path)
+    assert out.count("report.html") == 1
     assert cli.run([*options, str(tmp_path / "one")]) == 0
     one, two = rows_of(tmp_path / "one"), rows_of(tmp_path / "two")
     for name in ("baseline", "mame-default"):

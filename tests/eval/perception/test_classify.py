@@ -5,10 +5,7 @@ labels, named errors.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +25,7 @@ from mame_sd.perception.apply_encoder import apply_encoder
 from mame_sd.runs.encoders import load_encoder
 from mame_sd.runs.model_files import ModelChoice
 from tests.builders.classification import CLASSES, draw_classes, save_classifier, save_text_model
+from tests.builders.processes import in_two_processes
 
 ROOT = Path(__file__).parents[3]
 ROWS = "mame-0.3,smaller@mame-0.3,tome@mame-0.3,evit-0.5"
@@ -253,24 +251,8 @@ def test_other_settings_are_refused(
 
 
 def test_processes_share_the_batches(place: Path, finished: Path, tmp_path: Path) -> None:
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "mame_sd.eval",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*launcher, *words(place, tmp_path / "out", rows="mame-0.3,tome@mame-0.3")],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    command = words(place, tmp_path / "out", rows="mame-0.3,tome@mame-0.3")
+    in_two_processes(lambda: cli.run(command), tmp_path)
     names = {path.name for path in (tmp_path / "out" / "answers").iterdir()}
     assert {"mame-0.3.0.jsonl", "mame-0.3.1.jsonl"} <= names
     want = answers_in(finished)

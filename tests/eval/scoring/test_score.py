@@ -9,8 +9,6 @@ import io
 import json
 import math
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from mame_sd.eval.scoring.sets import set_value
 from mame_sd.eval.scoring.tools import Tools
 from mame_sd.eval.weights.registry import REGISTRY
 from mame_sd.runs.processes import Process
+from tests.builders.processes import in_two_processes
 from tests.builders.run_folders import write_run
 from tests.builders.scored_runs import noise
 from tests.builders.tiny import save_tiny_clip
@@ -369,25 +368,11 @@ def test_processes_share_scores_and_agree(
         str(tmp_path / "real"),
     ]
     options += ["--offline", "--device", "cpu", "--weights-dir", str(weights)]
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--multi_gpu",
-        "--num_processes",
-        "2",
-    ]
-    launch += ["--main_process_port", "0", "-m", "tests.builders.weights", str(weights)]
-    launch += ["score", *options, "--cache", str(tmp_path / "two"), "--format", "json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        launch, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stderr
     for name, entry in trusted(weights).items():
         monkeypatch.setitem(REGISTRY, name, entry)
+    command = ["score", *options, "--cache", str(tmp_path / "two"), "--format", "json"]
     two, one = (
-        json.loads(done.stdout),
+        json.loads(in_two_processes(lambda: cli.run(command), tmp_path)),
         score_json(capsys, *options, "--cache", str(tmp_path / "one")),
     )
     assert (two["manifest"]["processes"], one["manifest"]["processes"]) == (2, 1)
