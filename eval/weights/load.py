@@ -198,7 +198,10 @@ def _how(name: str) -> str:
         if source.fetch or weights.hub
     )
     with_files = " with the files beside it" if weights.hub else ""
-    return f"run mame-sd-eval weights --get {name}, or put {by_hand}{with_files} into --weights-dir"
+    return (
+        f"run mame-sd-eval weights --get {name}, or put {by_hand}{with_files} into --weights-dir"
+        " or MAME_SD_WEIGHTS"
+    )
 
 
 def _refuse(name: str, weights_dir: Path | None) -> Path:

@@ -5,7 +5,7 @@ trace.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,11 @@ def merged_names(subject: Any, handle: MaMeHandle) -> list[str]:
     ]
 
 
+def first_mode(row: Row) -> tuple[str, Mapping[str, Any]]:
+    """What is checked in one mode alone is checked in this one."""
+    return next(iter(row.modes.items()))
+
+
 def check_merges(handle: MaMeHandle, row: Row) -> None:
     """The layers that merged are those of the row, and each kept half of its tokens."""
     layers = [layer for layer in handle.report().layers if layer.merged]
@@ -136,17 +141,17 @@ def check_order(row: Row, outputs: dict[str, Tensor]) -> None:
     """
     if row.switch.__name__ == "nothing":
         return
-    for mode, fields in row.modes.items():
-        subject = row.build()
-        handle = apply_mame(row.target(subject), min_tokens=row.min_tokens, **nested(fields))
-        plain = row.run(subject)
-        row.switch(subject)
-        handle.reset()
-        same(row, row.run(subject), outputs[mode], f"{mode}: switched on after apply_mame")
-        check_merges(handle, row)
-        if row.undo is not None:
-            row.undo(subject)
-            same(row, row.run(subject), plain, f"{mode}: switched off again")
+    mode, fields = first_mode(row)
+    subject = row.build()
+    handle = apply_mame(row.target(subject), min_tokens=row.min_tokens, **nested(fields))
+    plain = row.run(subject)
+    row.switch(subject)
+    handle.reset()
+    same(row, row.run(subject), outputs[mode], f"{mode}: switched on after apply_mame")
+    check_merges(handle, row)
+    if row.undo is not None:
+        row.undo(subject)
+        same(row, row.run(subject), plain, f"{mode}: switched off again")
 
 
 def check_saving(row: Row, folder: Path, baseline: Tensor, outputs: dict[str, Tensor]) -> None:
@@ -154,7 +159,7 @@ def check_saving(row: Row, folder: Path, baseline: Tensor, outputs: dict[str, Te
     asked to.
     """
     subject = row.build()
-    mode, fields = next(iter(row.modes.items()))
+    mode, fields = first_mode(row)
     apply_mame(row.target(subject), min_tokens=row.min_tokens, **nested(fields))
     subject.save_pretrained(folder)
     loaded = type(subject).from_pretrained(folder)
@@ -172,34 +177,34 @@ def check_one_liner(row: Row) -> None:
     """
     if row.processor in ("set", "none"):
         return
-    for mode, fields in row.modes.items():
-        subject = row.build()
-        model = denoiser_of(row.target(subject))
-        processor = MaMeAttnProcessor(min_tokens=row.min_tokens, **nested(fields))
-        if row.processor == "error":
-            row.switch(subject)
-            model.set_attn_processor(processor)
-            with pytest.raises(ValueError, match="apply_mame"):
-                row.run(subject)
-            return
-        model.set_attn_processor(processor)
+    mode, fields = first_mode(row)
+    subject = row.build()
+    model = denoiser_of(row.target(subject))
+    processor = MaMeAttnProcessor(min_tokens=row.min_tokens, **nested(fields))
+    if row.processor == "error":
         row.switch(subject)
-        output = row.run(subject)
-        left = [p for p in model.attn_processors.values() if isinstance(p, MaMeAttnProcessor)]
-        if row.processor == "replaced":
-            assert not left, "the one-liner survived"
-        elif row.processor == "reset":
-            assert left, "the one-liner was replaced"
-            assert all(p.config == MaMeConfig() for p in left), "the one-liner kept its settings"
-        else:
-            hooked = row.build()
-            apply_mame(
-                row.target(hooked),
-                min_tokens=row.min_tokens,
-                **nested({"redraw": False, "pairs": False, **fields}),
-            )
-            row.switch(hooked)
-            same(row, output, row.run(hooked), f"{mode}: the one-liner")
+        model.set_attn_processor(processor)
+        with pytest.raises(ValueError, match="apply_mame"):
+            row.run(subject)
+        return
+    model.set_attn_processor(processor)
+    row.switch(subject)
+    output = row.run(subject)
+    left = [p for p in model.attn_processors.values() if isinstance(p, MaMeAttnProcessor)]
+    if row.processor == "replaced":
+        assert not left, "the one-liner survived"
+    elif row.processor == "reset":
+        assert left, "the one-liner was replaced"
+        assert all(p.config == MaMeConfig() for p in left), "the one-liner kept its settings"
+    else:
+        hooked = row.build()
+        apply_mame(
+            row.target(hooked),
+            min_tokens=row.min_tokens,
+            **nested({"redraw": False, "pairs": False, **fields}),
+        )
+        row.switch(hooked)
+        same(row, output, row.run(hooked), f"{mode}: the one-liner")
 
 
 def check_absent(row: Absent) -> None:

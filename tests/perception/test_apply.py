@@ -287,6 +287,11 @@ SWIN = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 3
             "SegformerModel: its stages fold tokens by their places",
         ),
         ("TimesformerModel", {"num_frames": 2}, "its attention takes frames and places apart"),
+        (
+            "VJEPA2Model",
+            {"crop_size": SIDE, "frames_per_clip": 2, "pred_num_hidden_layers": 1},
+            "VJEPA2Model: positions turn its queries and keys inside attention",
+        ),
     ],
 )
 def test_models_whose_tokens_must_stay_are_refused_with_a_reason(
