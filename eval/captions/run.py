@@ -25,6 +25,7 @@ from PIL import Image
 from torch import Tensor
 
 from mame_sd.errors import UserError
+from mame_sd.runs.encoders import check_size
 from mame_sd.runs.files import write_atomically
 
 from ..images import load_image
@@ -74,7 +75,9 @@ class CaptionRun:
                 missing = [row for row in self.rows if (row, name) not in done]
                 if not missing:
                     continue
-                inputs = self.captioner.inputs(Image.fromarray(load_image(path, convert=True)))
+                pixels = load_image(path, convert=True)
+                check_size(pixels, str(path))
+                inputs = self.captioner.inputs(Image.fromarray(pixels))
                 whole: Tensor | None = None
                 for row in missing:
                     record = {"row": row, "picture": name, **self._caption(row, inputs)}

@@ -10,6 +10,8 @@ Both are fetched once (90 MB each), checked by sha256 and kept in the folder of 
 
 from __future__ import annotations
 
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -129,5 +131,6 @@ def load_smollm2(weights_dir: Path | None = None, offline: bool = False) -> tupl
             "expected the package gguf to read SmolLM2; pip install mame-sd[pretrained]"
         ) from error
     where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
-    model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **where)
-    return model.eval(), AutoTokenizer.from_pretrained(path.parent, **where)
+    with redirect_stderr(StringIO()):  # a progress bar that no setting of transformers stops
+        model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **where)
+        return model.eval(), AutoTokenizer.from_pretrained(path.parent, **where)

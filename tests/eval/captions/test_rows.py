@@ -142,6 +142,9 @@ def test_a_run_continues_and_its_table_has_chance(tmp_path: Path) -> None:
     low, high = again["rows"][1]["kl_interval"]
     assert 0 < low <= again["rows"][1]["kl"] <= high
     assert CHANCE in table(again)
+    Image.new("RGB", (1, 1)).save(tmp_path / "1.png")
+    with pytest.raises(UserError, match=r"1\.png of 1 x 1; take it out"):
+        run_of(tmp_path, ["baseline", "random-0.25"]).run()
     (tmp_path / "1.png").unlink()
     with pytest.raises(UserError, match=r"expected the picture 1\.png, found none"):
         run_of(tmp_path, ["baseline"])
