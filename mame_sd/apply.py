@@ -33,8 +33,8 @@ def apply_mame(
             self-attentions merge (`mame_sd.diffusion.apply_denoiser`). Or a model with a vision
             transformer of transformers or timm: its blocks merge between attention and MLP
             (`mame_sd.perception.apply_encoder`). Where both stand in one module, the diffusion
-            model merges; give the encoder itself to merge it. Or a LLaVA, whose tower merges so
-            that its language model reads fewer tokens (`mame_sd.captions.apply_captioner`).
+            model merges; give the encoder itself to merge it. Or a LLaVA or Qwen-VL, whose visual
+            tokens merge behind its tower (`mame_sd.captions.apply_captioner`).
         config: the settings, or a .json or .toml file of them; None is the measured default.
         fields: fields of MaMeConfig, over those of `config`; for a vision transformer also
             `blocks`, `restore`, `prop_attn`.

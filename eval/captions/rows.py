@@ -277,14 +277,8 @@ ROWS: dict[str, Row] = {
     "tau-0.8": Row("MaMe, tau .8", merged(tau=0.8)),
     "plain-0.8": Row("MaMe, the paper's form, tau .8", merged(preset="plain", tau=0.8)),
     **{f"keep-{k}": Row(f"MaMe, keep {k}", merged(keep=k)) for k in SHARES},
-    **{
-        f"renumbered-{k}": Row(f"MaMe, keep {k}, positions counted anew", renumbered(k))
-        for k in SHARES
-    },
-    **{
-        f"inside-{k}": Row(f"MaMe in the tower's blocks, keep {k}", merged(True, keep=k))
-        for k in SHARES
-    },
+    **{f"renumbered-{k}": Row(f"MaMe, keep {k}, renumbered", renumbered(k)) for k in SHARES},
+    **{f"inside-{k}": Row(f"MaMe in blocks, keep {k}", merged(True, keep=k)) for k in SHARES},
     **{f"random-{k}": Row(f"random dropping, {k}", chosen(random_of(k))) for k in SHARES},
     **{f"pool-{k}": Row(f"pooling, {k}", pooled(k)) for k in SHARES},
     **{f"smaller-{k}": Row(f"smaller image, {k}", smaller(k)) for k in SHARES},

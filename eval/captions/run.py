@@ -91,10 +91,11 @@ class CaptionRun:
                     file.flush()
                 self.on_note(f"{number} of {len(self.pictures.files)} pictures")
         figures = [self._figures(row, done) for row in self.rows]
-        for row in figures:
-            other = row["row"].replace("keep-", "divprune-")
-            if other != row["row"] and {row["row"], other} <= {one["row"] for one in figures}:
-                row["kl_over"] = self._over(row["row"], other, done)
+        for one in figures:
+            name = str(one["row"])
+            other = name.replace("keep-", "divprune-")
+            if other != name and {name, other} <= {*self.rows}:
+                one["kl_over"] = self._over(name, other, done)
         figures.append({**figures[0], "row": "chance", **self._chance(self.rows[0], done)})
         found = {"identity": {**self.identity}, "rows": figures}
         write_atomically(self.out / "captions.json", f"{json.dumps(found, indent=1)}\n".encode())

@@ -41,6 +41,7 @@ def run_caption(
     pictures = read_references(references, data, num)
     model = choice.model or EMBEDDED
     captioner = load_captioner(model, prompt, weights_dir, choice.offline)
-    identity = {"model": model, "prompt": prompt, "tokens": tokens, "longer": longer}
+    # forms: rows mean what they do now, which an older folder's did not
+    identity = {"forms": 2, "model": model, "prompt": prompt, "tokens": tokens, "longer": longer}
     run = CaptionRun(captioner, identity, pictures, names, tokens, longer, out, on_note)
     return table(run.run())

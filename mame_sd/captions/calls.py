@@ -4,6 +4,7 @@ image tokens.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,6 +62,25 @@ class Fewer:
     positions: Positions
 
 
+class Running:
+    """A `generate` whose prompts lost tokens, and the cache that it fills."""
+
+    def __init__(self, positions: Positions) -> None:
+        self.positions, self._caches = positions, []  # type: ignore[var-annotated]
+
+    def of(self, cache: Any, counted: Tensor) -> Tensor | None:
+        """Positions as without merging [n B, T] of a call's; None: it is another text's.
+
+        The first call is of the prompts. Without a cache each call begins with them again.
+        """
+        if not self._caches:
+            self._caches.append(cache)
+        length = self.positions.own.shape[-1]
+        if cache is not self._caches[0] or (cache is None and counted.shape[1] < length):
+            return None
+        return self.positions.of(counted)
+
+
 class Calls:
     """Both calls of one model.
 
@@ -75,7 +95,7 @@ class Calls:
     def __init__(self, model: nn.Module, seen: Callable[[dict[str, Any]], list[Image]]) -> None:
         self.model, self.seen, self.active = model, seen, True
         self.counts = VisualCounts()
-        self._positions: Positions | None = None  # of the prompts of `generate` that runs
+        self._running: Running | None = None  # the innermost `generate`
         self._own = {name: Call(self, name) for name in _NAMES}
 
     def put(self) -> None:
@@ -115,17 +135,16 @@ class Calls:
                 _check_empty(call.get("past_key_values"), merged=True)
                 return own(self.model, **call)
             call, short = fewer.call, fewer.ids
+            _shorten(call, fewer.gone)
+            before = self._running
             if call.pop("position_ids", None) is not None:
-                self._positions = fewer.positions
-            for length in ("max_length", "min_length"):
-                if call.get(length) is not None:
-                    call[length] -= fewer.gone
+                self._running = Running(fewer.positions)
             inner: Any = self.model.get_submodule("model")
             deltas = getattr(inner, "rope_deltas", None)
             try:
                 written = own(self.model, **call, input_ids=short)
             finally:
-                self._positions = None
+                self._running = before
                 if hasattr(inner, "rope_deltas"):
                     inner.rope_deltas = deltas  # those of the short prompts suit no other call
         if isinstance(written, Tensor):
@@ -178,7 +197,10 @@ class Calls:
         tokens = call.get("input_ids") if call.get("inputs_embeds") is None else None
         tokens = call.get("inputs_embeds") if tokens is None else tokens
         gone = getattr(cache, _GONE, None)  # [B, 1]
-        if tokens is None or (self._positions is None and gone is None):
+        if gone is not None and cache is not None and not cache.get_seq_length():
+            delattr(cache, _GONE)  # it was emptied
+            gone = None
+        if tokens is None or (self._running is None and gone is None):
             return call
         if positions is None:
             start = 0 if cache is None else int(cache.get_seq_length())
@@ -187,9 +209,12 @@ class Calls:
             if gone is not None:
                 gone = gone.to(positions.device)
                 positions = positions + gone.repeat_interleave(len(tokens) // len(gone), 0)
-        if self._positions is not None:
+        if self._running is not None:
             order = positions if positions.dim() == 2 else positions[0]  # of words, before the axes
-            positions = self._positions.of(order.expand(len(tokens), -1))
+            own = self._running.of(cache, order.expand(len(tokens), -1))
+            if own is None and gone is None:
+                return call
+            positions = positions if own is None else own
         more: dict[str, Any] = {"position_ids": positions}
         if cache is None and call.get("attention_mask") is None:
             # without a mask positions with gaps would be taken for several texts in a row
@@ -259,9 +284,35 @@ def _check_empty(cache: Any, merged: bool = False) -> None:
 def _marked(output: Any, fewer: Fewer) -> Any:
     """A model's output whose cache knows which positions follow."""
     cache = getattr(output, "past_key_values", None)
+    if isinstance(output, tuple):
+        cache = next((one for one in output if hasattr(one, "get_seq_length")), None)
+    if hasattr(cache, _GONE):
+        delattr(cache, _GONE)
     if cache is not None and (fewer.gone or fewer.positions.own.dim() == 3):
         setattr(cache, _GONE, (fewer.positions.after - fewer.ids.shape[1])[:, None])
     return output
+
+
+def _shorten(call: dict[str, Any], gone: int) -> None:
+    """Takes what is gone off the lengths that a `generate` was given for whole prompts.
+
+    Raises:
+        ValueError: for ways to write that read the prompt in pieces or by another model.
+    """
+    config = call.get("generation_config")
+    for name in ("assistant_model", "prompt_lookup_num_tokens", "prefill_chunk_size"):
+        if call.get(name) is not None or getattr(config, name, None) is not None:
+            raise ValueError(
+                f"{name}: expected none beside images whose patches merge, got it; leave it out, or"
+                " set the handle's active to False for this call"
+            )
+    if config is not None:
+        call["generation_config"] = config = copy.deepcopy(config)
+    for length in ("max_length", "min_length"):
+        if call.get(length) is not None:
+            call[length] -= gone
+        if getattr(config, length, None):
+            setattr(config, length, max(getattr(config, length) - gone, 0))
 
 
 def _tokens_of(call: dict[str, Any], kept: Kept) -> dict[str, Any]:

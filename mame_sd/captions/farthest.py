@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mame_sd.core.plan import no_autocast
+
 
 def farthest_first(similarity: Tensor, count: int, tau: float | None = None) -> list[Tensor]:
     """The tokens that stay of each sample, LongTensor [k] in the order of their places.
@@ -30,7 +32,7 @@ def farthest_first(similarity: Tensor, count: int, tau: float | None = None) -> 
     nearest = torch.full_like(similarity[:, 0], -torch.inf)  # [B, L] to those that stay
     for _ in range(count - 1):
         row = similarity.gather(1, place[..., None].expand(-1, 1, similarity.shape[2]))[:, 0]
-        nearest = torch.maximum(nearest, row).scatter(1, torch.cat(places, 1), torch.inf)
+        nearest = torch.maximum(nearest, row).scatter(1, place, torch.inf)
         near, place = nearest.min(-1, keepdim=True)
         if tau is not None and bool((near > tau).all()):
             break
@@ -73,9 +75,11 @@ def merged(
 
 
 def cosines(x: Tensor) -> Tensor:
-    """Of all pairs of x [..., L, C], at most 1, [..., L, L]."""
-    unit = F.normalize(x.detach().to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
-    return (unit @ unit.mT).clamp(max=1)
+    """Of all pairs of x [..., L, C], at most 1, [..., L, L]; -1 of one that is not finite."""
+    exact = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    with no_autocast(exact):
+        unit = F.normalize(exact, dim=-1)
+        return (unit @ unit.mT).nan_to_num(nan=-1.0).clamp(-1, 1)
 
 
 def _means(x: Tensor, owner: Tensor, count: int) -> Tensor:

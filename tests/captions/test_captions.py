@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 from transformers.models.llava_next.modeling_llava_next import unpad_image
 
 from mame_sd import MaMeConfig, Study, apply_mame, mame, remove_mame
@@ -106,6 +107,10 @@ def test_calls_in_a_row_write_what_generate_does() -> None:
         token = torch.tensor([found[-1:]])
         output = model(input_ids=token, past_key_values=output.past_key_values)
     assert written[0, -4:].tolist() == found
+    token = torch.tensor([found[:1]])
+    logits, cache = model(**call, return_dict=False)[:2]
+    assert int(logits[0, -1].argmax()) == found[0]
+    assert int(model(input_ids=token, past_key_values=cache).logits[0, -1].argmax()) == found[1]
 
 
 def test_copies_join_and_what_is_apart_stays() -> None:
@@ -125,6 +130,52 @@ def test_copies_join_and_what_is_apart_stays() -> None:
     merged(grown, x, 0.25, None)[0][0].sum().backward()
     assert grown.grad is not None
     torch.testing.assert_close(grown.grad[0], torch.full_like(grown[0], 0.25))
+
+
+def test_other_texts_in_a_generate_keep_their_own_positions() -> None:
+    model, call = tiny.llava(), inputs()
+    apply_mame(model, keep=0.25)
+    text = torch.tensor([[3, 4, 5, 6]])
+    alone = model(input_ids=text).logits
+    plain = model.generate(**call, max_new_tokens=3, do_sample=False, eos_token_id=None)
+
+    def look(ids: Tensor, scores: Tensor) -> Tensor:
+        torch.testing.assert_close(model(input_ids=text).logits, alone)
+        model.generate(**call, max_new_tokens=2, do_sample=False)
+        return scores
+
+    written = model.generate(
+        **call, max_new_tokens=3, do_sample=False, eos_token_id=None, logits_processor=[look]
+    )
+    assert torch.equal(written, plain)
+
+
+def test_a_token_that_is_not_finite_stays_alone_and_autocast_changes_nothing() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 12, 8)
+    ((_, clean),) = merged(x, x, 0.5, None)
+    with torch.autocast("cpu", torch.bfloat16):
+        ((_, cast),) = merged(x, x, 0.5, None)
+    assert torch.equal(cast, clean)
+    x[0, 3] = torch.nan
+    for keep, tau in ((0.5, None), (None, 0.3), (None, 1.0)):
+        ((own, places),) = merged(x, x, keep, tau)
+        assert 3 in places.tolist()
+        assert own.isfinite().all(1).sum() == len(places) - 1
+    assert len(places) == 12
+
+
+def test_lengths_in_a_config_are_those_of_whole_prompts() -> None:
+    model, call = tiny.llava(), inputs()
+    apply_mame(model, keep=0.25)
+    whole = call["input_ids"].shape[1]
+    config = GenerationConfig(max_length=whole + 3, do_sample=False)
+    written = model.generate(**call, generation_config=config, eos_token_id=None)
+    assert written.shape[1] == whole + 3
+    assert config.max_length == whole + 3
+    for name in ("prompt_lookup_num_tokens", "prefill_chunk_size"):
+        with pytest.raises(ValueError, match=f"{name}: expected none beside images"):
+            model.generate(**call, **{name: 3})
 
 
 def test_beams_and_several_captions() -> None:
