@@ -275,7 +275,7 @@ ROWS: dict[str, Row] = {
     "baseline": Row("baseline", chosen(everything)),
     "tome": Row("ToMe, r = 8", tome(8)),
     "tau-0.8": Row("MaMe, tau .8", merged(tau=0.8)),
-    "plain-0.8": Row("MaMe, the paper's form, tau .8", merged(preset="plain", tau=0.8)),
+    "plain-0.8": Row("MaMe, paper's form, tau .8", merged(preset="plain", tau=0.8)),
     **{f"keep-{k}": Row(f"MaMe, keep {k}", merged(keep=k)) for k in SHARES},
     **{f"renumbered-{k}": Row(f"MaMe, keep {k}, renumbered", renumbered(k)) for k in SHARES},
     **{f"inside-{k}": Row(f"MaMe in blocks, keep {k}", merged(True, keep=k)) for k in SHARES},
