@@ -66,17 +66,20 @@ class Running:
     """A `generate` whose prompts lost tokens, and the cache that it fills."""
 
     def __init__(self, positions: Positions) -> None:
-        self.positions, self._caches = positions, []  # type: ignore[var-annotated]
+        self.positions = positions
+        self._cache: Any = None  # transformers 5.0 makes it in the first call
 
     def of(self, cache: Any, counted: Tensor) -> Tensor | None:
         """Positions as without merging [n B, T] of a call's; None: it is another text's.
 
         The first call is of the prompts. Without a cache each call begins with them again.
         """
-        if not self._caches:
-            self._caches.append(cache)
-        length = self.positions.own.shape[-1]
-        if cache is not self._caches[0] or (cache is None and counted.shape[1] < length):
+        seen = 0 if cache is None else int(cache.get_seq_length())
+        if seen + counted.shape[1] < self.positions.own.shape[-1]:
+            return None
+        if cache is not None and self._cache is None:
+            self._cache = cache
+        if cache is not None and cache is not self._cache:
             return None
         return self.positions.of(counted)
 
