@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mame_sd.captions.apply_captioner import apply_captioner
 from mame_sd.captions.calls import Calls, calls_on
 from mame_sd.captions.farthest import cosines, farthest_first
 from mame_sd.captions.farthest import merged as joined
-from mame_sd.captions.handle import CaptionHandle
 from mame_sd.captions.prompts import Image
 from mame_sd.captions.towers import layer_of
 from mame_sd.errors import UserError
@@ -178,8 +178,7 @@ def merged(inside: bool = False, **fields: Any) -> Callable[[Any], Any]:
     @contextmanager
     def on(model: Any) -> Iterator[Calls]:
         blocks = tuple(range(0, layer_of(model), 2)) if inside else None
-        handle = CaptionHandle(model, None, blocks, None, None, dict(fields))
-        handle.install()
+        handle = apply_captioner(model, blocks=blocks, **fields)
         try:
             yield calls_on(model)[0]
         finally:

@@ -24,10 +24,11 @@ from typing import Any
 from torch import nn
 
 from mame_sd.captions.calls import Calls, calls_on
-from mame_sd.captions.handle import CaptionHandle
+from mame_sd.captions.handle import Behind, CaptionHandle, Inside
 from mame_sd.captions.towers import KNOWN, REFUSED, name_of
 from mame_sd.config import MaMeConfig
 from mame_sd.perception.apply_encoder import encoder_restored, remove_encoder
+from mame_sd.perception.settings import is_plain
 
 
 def apply_captioner(
@@ -73,7 +74,12 @@ def apply_captioner(
             f"expected one of {', '.join(KNOWN)}, got {len(found)} of them in"
             f" {type(target).__name__}; give one"
         )
-    handle = CaptionHandle(found[0][0], config, blocks, prop_attn, schedule, fields)
+    model, images = found[0][0], None
+    if blocks is None and not is_plain(config, fields):
+        images = Behind(model, config, prop_attn, schedule, fields)
+    handle = CaptionHandle(
+        model, images or Inside(model, config, blocks, prop_attn, schedule, fields)
+    )
     handle.install()
     return handle
 

@@ -82,7 +82,7 @@ class Inside:
         self._schedule = schedule_of(schedule, config, fields)
         config, fields = self._by_block(config, fields)
         tower: Any = model.get_submodule("model.vision_tower")
-        self.tower: EncoderHandle | None = EncoderHandle(
+        self.tower = EncoderHandle(
             tower,
             config,
             self._blocks,
@@ -93,19 +93,16 @@ class Inside:
         )
 
     def __call__(self, call: dict[str, Any]) -> list[Image]:
-        assert self.tower is not None
         one = any(config.keep is None for config in self.tower.configs.values())
         return images_of(self.model, self.tower, call, one)
 
     @property
     def config(self) -> MaMeConfig:
         """Of the first block that merges."""
-        assert self.tower is not None
         return self.tower.config
 
     def set(self, config: MaMeConfig | None, fields: dict[str, Any]) -> None:
         """Changes live settings."""
-        assert self.tower is not None
         config, fields = self._by_block(config, fields)
         self.tower.set(config, **fields)
 
@@ -189,22 +186,9 @@ class CaptionHandle:
         model: the LLaVA.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: MaMeConfig | None,
-        blocks: Any,
-        prop_attn: bool | None,
-        schedule: str | None,
-        fields: dict[str, Any],
-    ) -> None:
-        self.model = model
-        self._images: Inside | Behind
-        if blocks is None and not is_plain(config, fields):
-            self._images = Behind(model, config, prop_attn, schedule, fields)
-        else:
-            self._images = Inside(model, config, blocks, prop_attn, schedule, fields)
-        self._calls = Calls(model, self._images)
+    def __init__(self, model: nn.Module, images: Inside | Behind) -> None:
+        self.model, self._images = model, images
+        self._calls = Calls(model, images)
 
     @property
     def tower(self) -> EncoderHandle | None:
