@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import command
+from mame_sd.cli.errors import exit_status
 from mame_sd.eval.images import load_image
 from mame_sd.eval.networks.pretrained import SALIENCY, load_dinov2_saliency
 from mame_sd.eval.perception import features_run as run
@@ -113,4 +114,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    sys.exit(exit_status(main))

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from benchmarks.command import run
 from benchmarks.timing import captured, machine
+from mame_sd.cli.errors import exit_status
 from mame_sd.eval.benchmark.timings import Timing, read_record, write_record
 from mame_sd.eval.networks.pretrained import SALIENCY, load_dinov2_saliency
 from mame_sd.eval.perception.methods import Merged, Method, Rival, Unmerged
@@ -375,4 +376,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    sys.exit(exit_status(main))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from benchmarks.command import run
+from mame_sd.cli.errors import exit_status
 from mame_sd.errors import UserError
 from mame_sd.eval.images import load_image
 from mame_sd.eval.networks.pretrained import load_dinov2_saliency
@@ -98,4 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    sys.exit(exit_status(main))

@@ -48,14 +48,14 @@ def farthest_first(similarity: Tensor, count: int, tau: float | None = None) -> 
 
 
 def merged(
-    x: Tensor, like: Tensor, keep: float | None, tau: float | None
+    x: Tensor, like: Tensor | None, keep: float | None, tau: float | None
 ) -> list[tuple[Tensor, Tensor]]:
     """What the language model reads of visual tokens x [B, L, C]: of each sample features [k, C]
     and their places, LongTensor [k].
 
     Args:
         x: vectors as wide as the language model. By these tokens are chosen that stay.
-        like: [B, L, d], by which others find the nearest of these: the tower's tokens.
+        like: [B, L, d], by which others find the nearest of these: the tower's tokens. None: by x.
         keep: share of them that stays, to the next whole number and at least one; None: by `tau`.
         tau: similarity above which a token merges.
     """
@@ -64,8 +64,10 @@ def merged(
     if keep is not None and count == length:
         return [(one, torch.arange(length, device=x.device)) for one in x]
     found = []
-    chosen = farthest_first(cosines(x), count, tau)
-    for one, near, places in zip(x, cosines(like), chosen, strict=True):
+    similarity = cosines(x)
+    chosen = farthest_first(similarity, count, tau)
+    nearness = similarity if like is None else cosines(like)
+    for one, near, places in zip(x, nearness, chosen, strict=True):
         if len(places) < length:
             owner = near[:, places].argmax(1)
             owner[places] = torch.arange(len(places), device=x.device)

@@ -93,7 +93,7 @@ def images_behind(
         seen = model.model.get_image_features(
             inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True
         ).pooler_output
-        return [Image(*merged(one[None], one[None], keep, tau)[0], len(one)) for one in seen]
+        return [Image(*merged(one[None], None, keep, tau)[0], len(one)) for one in seen]
     single = name_of(model) == "LlavaForConditionalGeneration"
     tiles = [inputs["pixel_values"]] if single else _tiles(model, inputs)
     output = model.model.vision_tower(torch.cat(tiles), output_hidden_states=True, return_dict=True)
