@@ -19,9 +19,8 @@ from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any
 
-# What a model's call decides on, for all of its layers at once; parts of blocks have shares of
-# their own.
-OF_THE_MODEL = ("preset", "redraw", "pairs", "size", "mlp", "layers", "made_for")
+# What a model's call decides on, for all of its layers at once.
+OF_THE_MODEL = ("redraw", "share_guidance_plan", "size", "layers", "made_for")
 COMPILED = "_orig_mod."  # what torch.compile puts before the names of a model's layers
 
 
@@ -57,12 +56,7 @@ class LayerRules(Mapping[str, Any]):
                     f'layers: {pattern}: expected settings such as {{"keep": 0.5}}, or False to'
                     f" leave it unmerged, got {rule!r}"
                 )
-            study = rule.get("study") if isinstance(rule, Mapping) else None
-            given = getattr(study, "given", None)
-            if isinstance(rule, Mapping) and callable(given):  # a Study, which no file can hold
-                study = given()
-                rule = {**rule, "study": study}
-            for name in (*(rule or ()), *(study if isinstance(study, Mapping) else ())):
+            for name in rule or ():
                 if name in OF_THE_MODEL:
                     raise ValueError(
                         f"layers: {pattern}: {name} holds for a whole model, not for one layer;"

@@ -1,0 +1,254 @@
+"""Attention over fewer keys, with fitted values, in front of any attention kernel.
+
+The keys and values of an image (or video) merge to a share of their number: groups of similar
+keys become their means, logits count each group by its size, and values are fitted to the exact
+attention of a few queries (`fit.py`). All queries then attend to the merged keys by whatever
+kernel there is. Text beside the image stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mame_sd.core.cells import Cells, cells_of
+from mame_sd.core.fit import fitted_values
+from mame_sd.core.groups import Groups, group_tokens
+from mame_sd.core.paper import no_autocast
+
+Kernel = Callable[..., Tensor]
+FIT_QUERIES = 128
+
+
+class Grid(NamedTuple):
+    """An image or video among the keys of an attention: where it starts, (h, w) or (t, h, w) of its
+    tokens in row-major order, and the share of its keys to keep.
+    """
+
+    start: int
+    size: tuple[int, ...]
+    keep: float
+
+
+@dataclass(frozen=True)
+class KeyMerging:
+    """How keys and values merge.
+
+    Attributes:
+        fit_queries: how many queries the values are fitted to; 0: the values are means.
+        tile_size: side of the square tiles in which keys are compared; 0 compares all with all.
+        seed: of the draws of destinations and queries.
+    """
+
+    fit_queries: int = FIT_QUERIES
+    tile_size: int = 16
+    seed: int = 0
+
+
+class Merged(NamedTuple):
+    """Keys and values to attend to instead of all of them.
+
+    Attributes:
+        key, value: [B, H, K, D] and [B, H, K, D'].
+        bias: [B, 1, 1, K] (or [B, .., Q, K] with a mask), to be added to the logits.
+        groups: of each grid, which key each of its tokens went to.
+    """
+
+    key: Tensor
+    value: Tensor
+    bias: Tensor
+    groups: tuple[Groups, ...]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grid: Sequence[int],
+    before: int = 0,
+    after: int = 0,
+    keep: float = 0.25,
+    kernel: Kernel = F.scaled_dot_product_attention,
+    **how: Any,
+) -> Tensor:
+    """Attention of all queries over a share of an image's keys.
+
+    Args:
+        q: queries [B, H, Q, D]; those of the image's tokens alone, or of all tokens.
+        k, v: keys [B, H, N, D] and values [B, H, N, D'], N = before + prod(grid) + after, after
+            projection, norm and rotation. There may be fewer heads than those of the queries, of
+            which they are a divisor.
+        grid: (h, w) of the image's tokens in row-major order, or (t, h, w) of a video's.
+        before, after: tokens of something else, such as text, around the image's; they stay.
+        keep: share of the image's keys to keep, above 0 to 1; 1 changes nothing.
+        kernel: computes attention as `torch.nn.functional.scaled_dot_product_attention` does, from
+            (q, k, v, attn_mask=, scale=).
+        how: fields of `KeyMerging`; `attn_mask`, `scale`, `draw` and `leader` of `merge_keys`.
+
+    Returns:
+        [B, H, Q, D'] in the dtype of q.
+
+    Raises:
+        ValueError: shapes that don't go together, or `keep` out of its range.
+    """
+    size = tuple(int(side) for side in grid)
+    call = {name: how.pop(name) for name in ("attn_mask", "scale", "draw", "leader") if name in how}
+    if not 0 < keep <= 1:
+        raise ValueError(f"keep: expected a share above 0 and at most 1, got {keep!r}")
+    count = before + torch.Size(size).numel() + after
+    if q.dim() != 4 or k.dim() != 4 or k.shape[2] != count or v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"k: expected keys and values [B, H, {count}, D] of {before} tokens, those of"
+            f" {' x '.join(map(str, size))} and {after} more, got {list(k.shape)} and {list(v.shape)}"
+        )
+    if q.shape[2] not in (count, count - before - after) or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"q: expected queries of all {count} tokens or of the image's {count - before - after},"
+            f" in a multiple of {k.shape[1]} heads, got {list(q.shape)}"
+        )
+    if keep == 1:
+        return kernel(q, k, v, attn_mask=call.get("attn_mask"), scale=call.get("scale"))
+    merged = merge_keys(q, k, v, [Grid(before, size, keep)], KeyMerging(**how), **call)
+    more = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    return kernel(
+        q, merged.key, merged.value, attn_mask=merged.bias, scale=call.get("scale"), **more
+    )
+
+
+def merge_keys(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grids: Sequence[Grid],
+    how: KeyMerging,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    draw: Tensor | None = None,
+    leader: Tensor | None = None,
+) -> Merged:
+    """Fewer keys, and values fitted to the attention of a few queries of the first grid's tokens.
+
+    Args:
+        q, k, v: as in `attention`.
+        grids: the images that merge, in their order among the keys, the generated one first.
+        how: the settings.
+        attn_mask: of the attention, boolean or added to the logits, broadcast to [B, H, Q, N].
+        scale: of the logits; None: 1 / sqrt(D).
+        draw: LongTensor [1] below `cells.DRAWS`, which of the draws; None: the first.
+        leader: LongTensor [B], the sample whose keys decide what merges (`core/pairs.py`).
+    """
+    with no_autocast(q):
+        parts, sizes, columns, groups, end = [], [], [], [], 0
+        first: Cells | None = None
+        for grid in grids:
+            cells = cells_of(grid.size, grid.keep, how.tile_size, how.seed, k.device)
+            first = first or cells
+            every = slice(grid.start, grid.start + cells.tokens)
+            slots = [
+                t[:, :, every].transpose(1, 2).index_select(1, cells.order) for t in (k, v)
+            ]  # [B, T * P, H, D]
+            found = group_tokens(slots[0].flatten(2), cells, draw, leader)
+            if grid.start > end:
+                parts.append(tuple(t[:, :, end : grid.start] for t in (k, v)))
+                sizes.append(found.sizes.new_ones(k.shape[0], grid.start - end))
+            parts.append(
+                tuple(
+                    found.means(t.flatten(2)).unflatten(2, t.shape[2:]).transpose(1, 2)
+                    for t in slots
+                )
+            )
+            sizes.append(found.sizes)
+            columns.append((end, grid.start, found.kept[0]))
+            groups.append(found)
+            end = every.stop
+        if end < k.shape[2]:
+            parts.append(tuple(t[:, :, end:] for t in (k, v)))
+            sizes.append(sizes[0].new_ones(k.shape[0], k.shape[2] - end))
+        key, value = (torch.cat(of, 2) if len(of) > 1 else of[0] for of in zip(*parts, strict=True))
+        count = torch.cat(sizes, 1) if len(sizes) > 1 else sizes[0]
+        bias = count.log().to(q.dtype)[:, None, None]  # [B, 1, 1, K]
+        mask = attn_mask
+        if mask is not None and mask.shape[-1] > 1:
+            mask = mask.index_select(-1, _columns(columns, end, k.shape[2]).to(mask.device))
+        bias = _added(mask, bias)
+        if how.fit_queries:
+            assert first is not None
+            value = _fitted(
+                q, (k, v), (key, value), bias, attn_mask, scale, first, grids, how.fit_queries, draw
+            )
+    return Merged(key, value, bias, tuple(groups))
+
+
+def _fitted(
+    q: Tensor,
+    full: tuple[Tensor, Tensor],
+    kept: tuple[Tensor, Tensor],
+    bias: Tensor,
+    attn_mask: Tensor | None,
+    scale: float | None,
+    cells: Cells,
+    grids: Sequence[Grid],
+    queries: int,
+    draw: Tensor | None,
+) -> Tensor:
+    """The values of the kept keys, fitted to some of the image's queries."""
+    shared = q.shape[1] // kept[0].shape[1]  # heads of queries for each head of keys
+    at = cells.queries[0] if draw is None else cells.queries.index_select(0, draw).view(-1)
+    at = at[: max(1, queries // shared)]
+    if q.shape[2] == full[0].shape[2]:
+        at = at + grids[0].start
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    some = q.index_select(2, at)
+    rows = attn_mask
+    if rows is not None and rows.dim() > 1 and rows.shape[-2] > 1:
+        rows = rows.index_select(-2, at)
+        bias = bias.index_select(-2, at)
+    more: Any = {"enable_gqa": True} if shared > 1 else {}
+    exact = _exact(some, full, rows, scale, more)
+    if shared > 1:
+        some, exact = (
+            t.unflatten(1, (-1, shared)).flatten(2, 3) for t in (some, exact)
+        )  # [B, H', shared * m, D]
+        bias = bias if bias.shape[-2] == 1 else bias.repeat(1, 1, shared, 1)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    logits = some.to(dtype) @ kept[0].to(dtype).transpose(-1, -2) * scale + bias
+    first = grids[0].start
+    last = kept[0].shape[2] - (full[0].shape[2] - grids[-1].start - _count(grids[-1]))
+    fitted = fitted_values(torch.softmax(logits, -1), kept[1], exact, first, last)
+    return fitted.to(kept[1].dtype)
+
+
+def _exact(
+    q: Tensor, full: tuple[Tensor, Tensor], mask: Tensor | None, scale: float, more: Any
+) -> Tensor:
+    """Attention of some queries over all keys, by PyTorch's own kernels."""
+    with torch._C.DisableTorchFunction():
+        return F.scaled_dot_product_attention(q, *full, attn_mask=mask, scale=scale, **more)
+
+
+def _count(grid: Grid) -> int:
+    return torch.Size(grid.size).numel()
+
+
+def _columns(columns: Sequence[tuple[int, int, Tensor]], end: int, length: int) -> Tensor:
+    """The positions [K] among all keys that the kept ones stand at."""
+    device = columns[0][2].device
+    every = torch.arange(length, device=device)
+    parts = []
+    for before, start, kept in columns:
+        parts += [every[before:start], kept + start]
+    return torch.cat([*parts, every[end:]])
+
+
+def _added(mask: Tensor | None, bias: Tensor) -> Tensor:
+    """The bias [B, 1, 1, K] with the mask of the kept keys in it."""
+    if mask is None:
+        return bias
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, -torch.inf)
+    return mask + bias

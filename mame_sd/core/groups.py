@@ -1,0 +1,164 @@
+"""Merging by hard groups: each token joins the most similar destination of its tile.
+
+All of it is products of small matrices, one for each tile: similarities, and means as a product
+with a matrix of ones. No tokens are sorted and nothing is added atomically, so results don't depend
+on the order of threads, and what is not finite stays within its tile.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from mame_sd.core.cells import Cells
+
+
+class Groups:
+    """Which group each token of a grid belongs to.
+
+    Each destination has a group, and so has each token that stays as it is.
+
+    Args:
+        cells: the tiles and destinations of the grid.
+        dst: LongTensor [T * m], the slots of the destinations.
+        row: LongTensor [B, T * P], the number of the destination in its tile that the token of each
+            slot joins, -1 for none.
+        stay: LongTensor [B, r], the slots of the tokens that stay.
+        dtype: of sizes, and of sums at least.
+
+    Attributes:
+        tokens_in, tokens_kept: L and K = T * m + r.
+    """
+
+    def __init__(
+        self, cells: Cells, dst: Tensor, row: Tensor, stay: Tensor, dtype: torch.dtype
+    ) -> None:
+        self.cells, self.dst, self.row, self.stay, self._dtype = cells, dst, row, stay, dtype
+        self.tokens_in, self.tokens_kept = cells.tokens, cells.kept + stay.shape[1]
+
+    @cached_property
+    def members(self) -> Tensor:
+        """[B * T, m, P], 1 where the token of a slot belongs to a destination."""
+        rows = self.row.view(-1, 1, self.cells.width)
+        return (rows == torch.arange(self.cells.m, device=rows.device).view(-1, 1)).to(self._dtype)
+
+    @cached_property
+    def _counts(self) -> Tensor:
+        return self.members.sum(-1).view(self.row.shape[0], -1)  # [B, T * m]
+
+    @property
+    def sizes(self) -> Tensor:
+        """[B, K], how many tokens each group has."""
+        counts, stay = self._counts, self.stay
+        return torch.cat([counts, counts.new_ones(stay.shape)], 1) if stay.shape[1] else counts
+
+    @property
+    def kept(self) -> Tensor:
+        """LongTensor [B, K], the position of the token that each group formed around."""
+        batch, order = self.row.shape[0], self.cells.order
+        dst = order.index_select(0, self.dst).expand(batch, -1)
+        return torch.cat([dst, order[self.stay]], 1) if self.stay.shape[1] else dst
+
+    @property
+    def groups(self) -> Tensor:
+        """LongTensor [B, L], the group of each token."""
+        cells, device = self.cells, self.row.device
+        first = torch.arange(cells.tiles, device=device).view(-1, 1) * cells.m
+        found = (self.row.view(-1, cells.tiles, cells.width) + first).flatten(1)
+        if self.stay.shape[1]:
+            numbers = torch.arange(cells.kept, self.tokens_kept, device=device)
+            found = found.scatter(1, self.stay, numbers.expand(self.stay.shape))
+        return found.index_select(1, cells.slot)
+
+    def alone(self) -> Groups:
+        """The same groups without what was computed from them, which takes memory."""
+        return Groups(self.cells, self.dst, self.row, self.stay, self._dtype)
+
+    def merge(self, t: Tensor) -> Tensor:
+        """The means [B, K, C] of the groups of t [B, L, C], in the dtype of t."""
+        return self.means(t.index_select(1, self.cells.order))
+
+    def means(self, slots: Tensor) -> Tensor:
+        """The same of the tokens in all slots, [B, T * P, C]."""
+        means = (self._sums(slots) / self._counts.unsqueeze(-1)).to(slots.dtype)
+        if self.stay.shape[1]:
+            at = self.stay.unsqueeze(-1).expand(-1, -1, slots.shape[2])
+            means = torch.cat([means, slots.gather(1, at)], 1)
+        return means
+
+    def sums(self, t: Tensor) -> Tensor:
+        """The sums [B, K] of the groups of t [B, L]."""
+        slots = t.index_select(1, self.cells.order)
+        sums = self._sums(slots.unsqueeze(-1)).squeeze(-1).to(t.dtype)
+        return torch.cat([sums, slots.gather(1, self.stay)], 1) if self.stay.shape[1] else sums
+
+    def restore(self, y: Tensor) -> Tensor:
+        """All tokens [B, L, C] as copies of their groups' y [B, K, C]."""
+        return y.gather(1, self.groups.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
+
+    def _sums(self, slots: Tensor) -> Tensor:
+        exact = slots.to(torch.promote_types(slots.dtype, self._dtype))
+        exact = exact.view(-1, self.cells.width, slots.shape[2])
+        sums = torch.bmm(self.members.to(exact.dtype), exact)
+        return sums.view(slots.shape[0], -1, slots.shape[2])
+
+
+@torch.no_grad()
+def group_tokens(
+    slots: Tensor,
+    cells: Cells,
+    draw: Tensor | None = None,
+    leader: Tensor | None = None,
+    stay: int = 0,
+) -> Groups:
+    """Groups of tokens by cosine similarity to the destinations of their tile.
+
+    The choice has no gradient; means of the groups have.
+
+    Args:
+        slots: what is compared, in the order of the slots, [B, T * P, d]; fp32 is computed with
+            (fp64 for fp64), whatever its dtype.
+        cells: the tiles and destinations.
+        draw: LongTensor [1], which of the draws; None: the first.
+        leader: LongTensor [B], the sample whose tokens decide for each sample, such as the guided
+            half for the unguided one; None, or of another batch: each its own.
+        stay: how many of the least similar tokens stay as they are.
+    """
+    dst = cells.dst[0] if draw is None else cells.dst.index_select(0, draw).view(-1)
+    batch, dtype = slots.shape[0], torch.promote_types(slots.dtype, torch.float32)
+    place = None
+    if leader is not None and leader.shape[0] == batch and batch > 1:
+        if slots.device.type == "cpu" and not torch.compiler.is_compiling():
+            # Nothing waits here, and samples with one leader are compared once.
+            leader, place = leader.unique(return_inverse=True)
+        if place is None or len(leader) < batch:
+            slots = slots.index_select(0, leader)
+    every = slots.to(dtype)
+    chosen = every.index_select(1, dst)
+    least = torch.finfo(dtype).tiny
+    # A token's own norm changes nothing about which destination is the nearest.
+    norm = torch.linalg.vector_norm(chosen, dim=-1, keepdim=True)
+    likeness = torch.bmm(
+        (chosen / norm.clamp_min(least)).view(-1, cells.m, chosen.shape[2]),
+        every.view(-1, cells.width, every.shape[2]).transpose(1, 2),
+    )
+    best, row = likeness.max(1)
+    row = row.view(len(slots), -1)
+    numbers = torch.arange(cells.m, device=row.device).repeat(cells.tiles)
+    row = row.index_copy(1, dst, numbers.expand(len(slots), -1))
+    if cells.pad is not None:
+        row = row.masked_fill(cells.pad, -1)
+    staying = row[:, :0]
+    if stay:
+        norm = torch.linalg.vector_norm(every, dim=-1)
+        best = best.view(norm.shape) / norm.clamp_min(least)
+        best = best.index_fill(1, dst, torch.inf)
+        if cells.pad is not None:
+            best = best.masked_fill(cells.pad, torch.inf)
+        staying = best.topk(stay, largest=False).indices.sort(1).values
+        row = row.scatter(1, staying, -1)
+    if place is not None:
+        row, staying = row.index_select(0, place), staying.index_select(0, place)
+    return Groups(cells, dst, row, staying, dtype)

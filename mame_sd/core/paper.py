@@ -1,0 +1,252 @@
+"""MaMe and MaRe: whole tokens merge before an attention and are restored after it.
+
+The method of arXiv 2604.13432, Algorithms 1 and 2: similarities of sources and destinations give
+weights, by which sources are shared out over destinations (MaMe), and by which they come back
+(MaRe). Where the printed equations contradict one another the settled form is taken: weights of a
+source sum to 1, restoring does not divide a second time, and a source whose column refining would
+empty keeps its unrefined weights.
+
+>>> import torch
+>>> from mame_sd import MaMeConfig, plan_tokens
+>>> x = torch.ones(2, 64, 8)                                    # [B, L, d], 64 equal tokens
+>>> plan = plan_tokens(x, MaMeConfig(tau=0.8))
+>>> plan.tokens_in, plan.tokens_kept
+(64, 32)
+>>> y = plan.merge(x)                                           # [B, L', d]
+>>> torch.allclose(plan.restore(y), x)  # every token at its own position again
+True
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from mame_sd.config import MaMeConfig
+
+# Refining keeps what exceeds a column's mean. Where that leaves at most this share of the column (a
+# tie, up to rounding), the unrefined weights are taken. Below it, fp32 decides by rounding alone.
+REFINE_FLOOR = 1e-5
+
+
+class Plan:
+    """Which tokens merge, with which weights: a value that holds no tokens.
+
+    Args:
+        weights: W^F [B, M, N]: the column of a source that merges sums to 1, others are all 0.
+        preserved: LongTensor [r], the sources that stay, in all samples alike, as indices into
+            `src`.
+        dst, src: LongTensor [M] and [N], the positions of destinations and sources.
+        special: leading tokens that take no part.
+
+    Attributes:
+        tokens_in, tokens_kept: L and L', special tokens included.
+    """
+
+    def __init__(
+        self, weights: Tensor, preserved: Tensor, dst: Tensor, src: Tensor, special: int = 0
+    ) -> None:
+        self.weights, self.preserved = weights, preserved
+        self.dst, self.src, self.special = dst, src, special
+        self.tokens_in = special + dst.shape[0] + src.shape[0]
+        self.tokens_kept = special + dst.shape[0] + preserved.shape[0]
+
+    @property
+    def counts(self) -> Tensor:
+        """R_i = 1 + sum_j W^F_ij, [B, M]."""
+        return 1 + self.weights.sum(-1)
+
+    @property
+    def sizes(self) -> Tensor:
+        """How many tokens each of those that `merge` gives stands for, [B, L']; L in all."""
+        counts = self.counts
+        ones = counts.new_ones(counts.shape[0], self.special + self.preserved.shape[0])
+        return torch.cat([ones[:, : self.special], counts, ones[:, self.special :]], 1)
+
+    @property
+    def kept(self) -> Tensor:
+        """LongTensor [L'], the positions of the tokens that `merge` gives, in its order."""
+        body = torch.cat([self.dst, self.src.index_select(0, self.preserved)]) + self.special
+        return torch.cat([torch.arange(self.special, device=body.device), body])
+
+    @property
+    def groups(self) -> Tensor:
+        """LongTensor [B, L], which of the tokens that `merge` gives each token mainly went to."""
+        batch, device, special = self.weights.shape[0], self.dst.device, self.special
+        numbers = torch.arange(self.tokens_kept, device=device).expand(batch, -1)
+        found = numbers.new_empty(batch, self.tokens_in)
+        found[:, :special] = numbers[:, :special]
+        found[:, special + self.dst] = numbers[:, special : special + len(self.dst)]
+        mainly = self.weights.argmax(1) + special
+        mainly[:, self.preserved] = numbers[:, special + len(self.dst) :]
+        found[:, special + self.src] = mainly
+        return found
+
+    def merge(self, t: Tensor) -> Tensor:
+        """X' = concat(X_spec, X''_dst, X_pres) of t [B, L, C], as [B, L', C] in its dtype
+        (Algorithm 1, "Token Aggregation and Preservation").
+
+        Raises ValueError where `t` has not the samples and tokens that were planned for.
+        """
+        self._check(t, self.tokens_in, "merge")
+        body = t[:, self.special :]
+        dst, src = body.index_select(1, self.dst), body.index_select(1, self.src)
+        with no_autocast(t):
+            counts = self.counts.unsqueeze(-1)
+            # Shares of the mean rather than sums, which leave fp16's range.
+            share, own = (self.weights / counts).to(t.dtype), (1 / counts).to(t.dtype)
+            parts = [torch.baddbmm(dst * own, share, src), src.index_select(1, self.preserved)]
+        return torch.cat([t[:, : self.special], *parts], 1)
+
+    def restore(self, y: Tensor) -> Tensor:
+        """X^rec: all tokens from y [B, L', C] at their original positions, [B, L, C] (Algorithm 2).
+
+        Raises ValueError where `y` has not the samples and tokens that `merge` gives.
+        """
+        self._check(y, self.tokens_kept, "restore")
+        m = self.dst.shape[0]
+        dst = y[:, self.special : self.special + m]
+        with no_autocast(y):
+            src = torch.bmm(self.weights.to(y.dtype).transpose(1, 2), dst)
+        src = src.index_copy(1, self.preserved, y[:, self.special + m :])
+        body = torch.cat([dst, src], 1)
+        order = torch.cat([self.dst, self.src])
+        back = torch.empty_like(order).index_copy(
+            0, order, torch.arange(len(order), device=order.device)
+        )
+        return torch.cat([y[:, : self.special], body.index_select(1, back)], 1)
+
+    def _check(self, t: Tensor, tokens: int, call: str) -> None:
+        batch = self.weights.shape[0]
+        if t.dim() != 3 or t.shape[0] != batch or t.shape[1] != tokens:
+            raise ValueError(
+                f"{call}: expected tokens [{batch}, {tokens}, C] as planned, got {list(t.shape)};"
+                " plan again for another shape"
+            )
+
+
+def plan_tokens(x: Tensor, config: MaMeConfig, special: int = 0) -> Plan:
+    """Decides which tokens merge, from the similarity of the tokens of x (Algorithm 1).
+
+    A source stays where any sample of the batch has no destination above tau for it ("Batch
+    Processing Implementation"), NaN included.
+
+    Args:
+        x: the feature that is compared, [B, L, d], floating point; it need not be the tensor that
+            is merged. Similarities and weights are fp32 whatever its dtype (fp64 for fp64), under
+            autocast too.
+        config: `tau`, `metric`, `partition`, `refine` and `seed` are read.
+        special: leading tokens that take no part, such as a class token.
+
+    Raises:
+        ValueError: a shape or dtype that can't be, or settings without a tau.
+    """
+    if x.dim() != 3 or not x.is_floating_point():
+        raise ValueError(
+            f"x: expected floating point tokens [B, L, d], got {x.dtype} {list(x.shape)}"
+        )
+    if not 0 <= special < x.shape[1]:
+        raise ValueError(
+            f"special: expected fewer than the {x.shape[1]} tokens of x, got {special}"
+        )
+    if config.tau is None:
+        raise ValueError(f"config: expected settings with a tau, got keep={config.keep}")
+    body = x[:, special:]
+    dst, src = partition(body.shape[1], config.partition, config.seed, x.device)
+    with no_autocast(x):
+        s = similarity(body.index_select(1, dst), body.index_select(1, src), config.metric)
+        weights, merges = fusion_weights(s, config.tau, config.refine)
+        stays = ~merges.all(0)
+        weights = weights.masked_fill(stays, 0)
+    return Plan(weights, stays.nonzero().squeeze(-1), dst, src, special)
+
+
+def similarity(dst: Tensor, src: Tensor, metric: str = "cosine") -> Tensor:
+    """S [B, M, N] of destinations [B, M, d] and sources [B, N, d] ("Similarity-Based Fusion
+    Matrix"), in fp32 (fp64 for fp64).
+
+    Cosine is clamped to -1 and 1, and 0 for a zero token; dot is x.y / sqrt(d), euclidean is
+    -|x - y| / sqrt(d), softmax is that of dot over destinations.
+    """
+    dtype = torch.promote_types(dst.dtype, torch.float32)
+    dst, src = dst.to(dtype), src.to(dtype)
+    if metric == "cosine":
+        return torch.bmm(_normed(dst), _normed(src).transpose(1, 2)).clamp(-1, 1)
+    if metric == "euclidean":
+        apart = torch.cdist(dst, src, compute_mode="donot_use_mm_for_euclid_dist")
+        return apart * -(dst.shape[-1] ** -0.5)
+    s = torch.bmm(dst * dst.shape[-1] ** -0.5, src.transpose(1, 2))
+    return torch.softmax(s, 1) if metric == "softmax" else s
+
+
+def _normed(x: Tensor) -> Tensor:
+    """Tokens of length 1; a zero token stays 0, with gradient 0."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / torch.where(norm == 0, 1.0, norm)
+
+
+def fusion_weights(s: Tensor, tau: float, refine: bool = True) -> tuple[Tensor, Tensor]:
+    """W^F [B, M, N] of similarities S, and which sources merge, bool [B, N] ("Adaptive Weight
+    Refining").
+
+    S+ = relu(S - tau), so merging needs S > tau. Refining keeps relu(S+ - mean of the positive S+
+    of the column), to which the paper's W~ is proportional. A column that it would empty keeps S+.
+    """
+    above = torch.relu(s - tau)
+    total = above.sum(1, keepdim=True)
+    merges = total.squeeze(1) > 0
+    if refine:
+        mean = total / (above > 0).sum(1, keepdim=True).clamp_min(1)
+        refined = torch.relu(above - mean)
+        mass = refined.sum(1, keepdim=True)
+        tie = mass <= REFINE_FLOOR * total
+        above, total = torch.where(tie, above, refined), torch.where(tie, total, mass)
+    return above / torch.where(total == 0, 1.0, total), merges
+
+
+def partition(
+    tokens: int, kind: str, seed: int, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """Positions of destinations [ceil(L / 2)] and sources [L / 2] ("Token Partitioning").
+
+    Args:
+        tokens: L.
+        kind: "alternating" (destinations at 0, 2, 4, ...), "sequential" (the first half) or
+            "random", which `seed` draws.
+        seed: of a generator of its own.
+        device: where the positions live.
+    """
+    if torch.compiler.is_compiling():
+        return _partition(tokens, kind, seed, device)
+    return _kept_partition(tokens, kind, seed, str(device))
+
+
+@lru_cache(maxsize=64)
+def _kept_partition(tokens: int, kind: str, seed: int, device: str) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+        return _partition(tokens, kind, seed, device)
+
+
+def _partition(
+    tokens: int, kind: str, seed: int, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    every, m = torch.arange(tokens, device=device), (tokens + 1) // 2
+    if kind == "alternating":
+        return every[::2], every[1::2]
+    if kind == "random":
+        generator = torch.Generator().manual_seed(seed % 2**32)
+        drawn = torch.randperm(tokens, generator=generator, device="cpu").to(device)
+        return drawn[:m].sort().values, drawn[m:].sort().values
+    return every[:m], every[m:]
+
+
+def no_autocast(t: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Autocast off on the device of `t`, where it is on."""
+    kind = t.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext()
