@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mame_sd.apply import apply_mame, mame, remove_mame
-    from mame_sd.config import MaMeConfig, Study
-    from mame_sd.core.matrix_plan import MergePlan
-    from mame_sd.core.merge import plan_merge
+    from mame_sd.config import MaMeConfig
+    from mame_sd.core.attention import attention
+    from mame_sd.core.paper import plan_tokens
     from mame_sd.diffusion.handle import MaMeHandle
     from mame_sd.diffusion.processor import MaMeAttnProcessor
     from mame_sd.embedded.model import embedded_model_path
@@ -24,15 +24,14 @@ _LAZY = {
     "MaMeHandle": "mame_sd.diffusion.handle",
     "MaMeReport": "mame_sd.report",
     "MachineError": "mame_sd.errors",
-    "MergePlan": "mame_sd.core.plan",
     "NothingMergedError": "mame_sd.report",
-    "Study": "mame_sd.config",
     "UserError": "mame_sd.errors",
     "apply_mame": "mame_sd.apply",
+    "attention": "mame_sd.core.attention",
     "embedded_model_path": "mame_sd.embedded.model",
     "embedded_pipeline": "mame_sd.embedded.pipeline",
     "mame": "mame_sd.apply",
-    "plan_merge": "mame_sd.core.merge",
+    "plan_tokens": "mame_sd.core.paper",
     "remove_mame": "mame_sd.apply",
 }
 
@@ -42,15 +41,14 @@ __all__ = [
     "MaMeHandle",
     "MaMeReport",
     "MachineError",
-    "MergePlan",
     "NothingMergedError",
-    "Study",
     "UserError",
     "apply_mame",
+    "attention",
     "embedded_model_path",
     "embedded_pipeline",
     "mame",
-    "plan_merge",
+    "plan_tokens",
     "remove_mame",
 ]
 

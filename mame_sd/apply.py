@@ -13,7 +13,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from mame_sd.captions.towers import is_captioner
-from mame_sd.config import MaMeConfig, refuse_flat
+from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.families.family import REGISTERED
 from mame_sd.perception.known_encoders import is_encoder
 
@@ -42,11 +42,9 @@ def apply_mame(
     Warns where a vision transformer of images is to merge so much that a smaller image is nearer.
 
     Raises:
-        TypeError: `target` is neither a module nor a pipeline with a denoiser, or a field of
-            `Study` is given by its name alone.
+        TypeError: `target` is neither a module nor a pipeline with a denoiser.
         ValueError: nothing in it could merge, with what was found; or bad settings.
     """
-    refuse_flat(fields)
     config = _read(config)
     if is_captioner(target):
         from mame_sd.captions.apply_captioner import apply_captioner
@@ -97,7 +95,6 @@ def mame(
 
     Takes the arguments of `apply_mame` and gives its handle.
     """
-    refuse_flat(fields)
     config = _read(config)
     if is_captioner(target):
         from mame_sd.captions.apply_captioner import apply_captioner, captioner_restored

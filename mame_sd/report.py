@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mame_sd.core.plan import Plan
+from mame_sd.core.groups import Groups
+from mame_sd.core.paper import Plan
 
 NEVER_CALLED = "not called yet"
-TOO_FEW = "fewer than min_tokens"  # begins the reason of a layer with few tokens
+TOO_FEW = "fewer than "  # begins the reason of a layer with few tokens
 NOTHING_MERGES = "no layer merges"  # begins the warning of a first forward that merged nothing
 
 
@@ -31,16 +32,11 @@ class LayerStats:
     """Counters of one layer since the last `reset`: calls, tokens in, tokens kept, and why it was
     skipped.
 
-    With merge "kv" the tokens kept are keys. `last_reason` is None when the latest call could
-    merge. `part` is what the layer computes: "attention" (self-attention), or the setting that
-    merges it, "mlp".
+    With `keep` the tokens kept are keys. `last_reason` is None when the latest call could merge.
     """
 
-    def __init__(
-        self, name: str, device: torch.device | None = None, part: str = "attention"
-    ) -> None:
+    def __init__(self, name: str, device: torch.device | None = None) -> None:
         self.name = name
-        self.part = part
         self.capture = False
         self.compiled: Tensor | None = (
             None  # [3] int64: calls, tokens in, tokens kept; None: not counted there
@@ -60,38 +56,36 @@ class LayerStats:
                 self.compiled = torch.zeros(3, dtype=torch.int64, device=device)
         self.size: tuple[int, ...] | None = None
         self.last_reason: str | None = NEVER_CALLED
-        self.left = False  # whether the latest call was left alone as nothing is gained
         self.note = ""
-        self.plan: Plan | None = None
+        self.plan: Plan | Groups | None = None
 
     def skipped(self, reason: str, tokens: int) -> None:
         """A call passed through untouched, because of `reason`."""
-        self.last_reason, self.left = reason, False
+        self.last_reason = reason
         self._count(tokens, tokens)
 
     def merged(
-        self, plan: Plan, size: tuple[int, ...] | None, *notes: str, kept: int | None = None
+        self,
+        plan: Plan | Groups,
+        size: tuple[int, ...] | None,
+        note: str = "",
+        of: Sequence[Groups] = (),
     ) -> None:
-        """A call merged by `plan` over (h, w) or (t, h, w) = `size`; `notes` that are not empty
-        tell of fallbacks.
+        """A call merged by `plan` over (h, w) or (t, h, w) = `size`.
+
+        Args:
+            plan: what merged.
+            size: of the tokens; None where it is unknown.
+            note: tells of a fallback.
+            of: the groups of all images of the call, where there are several.
         """
-        self.last_reason, self.left = None, False
-        self.size = size
-        self.note = "; ".join(filter(None, notes))
-        self._count(plan.tokens_in, plan.tokens_kept if kept is None else kept)
+        self.last_reason = None
+        self.size = size if size is None or len(size) > 1 else None
+        self.note = note
+        parts = of or (plan,)
+        self._count(sum(p.tokens_in for p in parts), sum(p.tokens_kept for p in parts))
         if self.capture and not torch.compiler.is_compiling():
             self.plan = plan
-
-    def kept_all(self, plan: Plan, size: tuple[int, ...] | None, *notes: str) -> None:
-        """A call in which all tokens were kept, because merging them by `plan` saves nothing;
-        `notes` tell why.
-        """
-        self.merged(plan, size, *notes, kept=plan.tokens_in)
-
-    def left_unmerged(self, tokens: int, size: tuple[int, ...], note: str) -> None:
-        """A call in which all tokens were kept before any was compared; `note` tells why."""
-        self.last_reason, self.size, self.note, self.left = None, size, note, True
-        self._count(tokens, tokens)
 
     def _count(self, tokens_in: int, tokens_kept: int) -> None:
         if not torch.compiler.is_compiling():
@@ -117,9 +111,9 @@ class LayerStats:
 class LayerReport:
     """One layer: means over its calls since the last reset.
 
-    `part` is "attention" (self-attention) or "mlp". `level` counts from 0, the layers with
-    the most tokens. `merged` is False when the layer was left alone, for the `reason` given. With
-    merge "kv" `tokens_kept` counts keys. `size` is (h, w) in tokens where it was known.
+    `level` counts from 0, the layers with the most tokens. `merged` is False when the layer was
+    left alone, for the `reason` given. With `keep` `tokens_kept` counts keys. `size` is (h, w) in
+    tokens where it was known.
     """
 
     name: str
@@ -130,7 +124,6 @@ class LayerReport:
     merged: bool
     reason: str
     size: tuple[int, ...] | None = None
-    part: str = "attention"
 
     @property
     def share(self) -> float:
@@ -156,15 +149,13 @@ class LevelReport:
 
 @dataclass(frozen=True)
 class MaMeReport:
-    """Every layer that could merge, MLPs where these are on; `str(report)` is a table."""
+    """Every layer that could merge; `str(report)` is a table."""
 
     layers: tuple[LayerReport, ...]
 
-    def levels(self, part: str = "attention") -> list[LevelReport]:
-        """The layers of one part that were called, by level, most tokens first; means weighted by
-        calls.
-        """
-        called = [layer for layer in self.layers if layer.calls and layer.part == part]
+    def levels(self) -> list[LevelReport]:
+        """The layers that were called, by level, most tokens first; means weighted by calls."""
+        called = [layer for layer in self.layers if layer.calls]
         result = []
         for level in sorted({layer.level for layer in called}):
             group = [layer for layer in called if layer.level == level]
@@ -181,9 +172,7 @@ class MaMeReport:
         return result
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON values: `layers` and `levels` (of self-attention), each a list of
-        objects.
-        """
+        """The report as JSON values: `layers` and `levels`, each a list of objects."""
         return {
             "layers": [{**asdict(layer), "share": layer.share} for layer in self.layers],
             "levels": [{**asdict(level), "share": level.share} for level in self.levels()],
@@ -198,14 +187,12 @@ class MaMeReport:
                 f" {layer.tokens_kept:>6.0f}  {layer.share:>5.0%} "
                 f" {layer.calls:>6}  {layer.reason}".rstrip()
             )
-        for part in dict.fromkeys(layer.part for layer in self.layers):
-            name = "" if part == "attention" else f", {part}"
-            for level in self.levels(part):
-                lines.append(
-                    f"level {level.level}{name}: {level.tokens_in:.0f} -> {level.tokens_kept:.0f}"
-                    f" tokens ({level.share:.0%}), {level.layers_merged} of {level.layers} layers"
-                    " merge"
-                )
+        for level in self.levels():
+            lines.append(
+                f"level {level.level}: {level.tokens_in:.0f} -> {level.tokens_kept:.0f}"
+                f" tokens ({level.share:.0%}), {level.layers_merged} of {level.layers} layers"
+                " merge"
+            )
         return "\n".join(lines)
 
 
@@ -231,7 +218,6 @@ def make_report(stats: Iterable[LayerStats]) -> MaMeReport:
             merged=layer.last_reason is None,
             reason=layer.last_reason or layer.note,
             size=layer.size,
-            part=layer.part,
         )
         for (layer, calls, total_in, total_kept), count in zip(rows, tokens, strict=True)
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from mame_sd.core.groups import Groups, group_tokens
 from mame_sd.core.paper import no_autocast
 
 Kernel = Callable[..., Tensor]
-FIT_QUERIES = 128
+Recall = Callable[[int, Callable[[], Groups]], Groups]
 
 
 class Grid(NamedTuple):
@@ -40,12 +41,13 @@ class KeyMerging:
     """How keys and values merge.
 
     Attributes:
-        fit_queries: how many queries the values are fitted to; 0: the values are means.
+        fit_queries: how many queries the values are fitted to; 0: the values are means; None: one
+            of 32 tokens, from 64 to 256.
         tile_size: side of the square tiles in which keys are compared; 0 compares all with all.
         seed: of the draws of destinations and queries.
     """
 
-    fit_queries: int = FIT_QUERIES
+    fit_queries: int | None = None
     tile_size: int = 16
     seed: int = 0
 
@@ -104,7 +106,8 @@ def attention(
     if q.dim() != 4 or k.dim() != 4 or k.shape[2] != count or v.shape[:3] != k.shape[:3]:
         raise ValueError(
             f"k: expected keys and values [B, H, {count}, D] of {before} tokens, those of"
-            f" {' x '.join(map(str, size))} and {after} more, got {list(k.shape)} and {list(v.shape)}"
+            f" {' x '.join(map(str, size))} and {after} more, got {list(k.shape)} and"
+            f" {list(v.shape)}"
         )
     if q.shape[2] not in (count, count - before - after) or q.shape[1] % k.shape[1]:
         raise ValueError(
@@ -130,6 +133,9 @@ def merge_keys(
     scale: float | None = None,
     draw: Tensor | None = None,
     leader: Tensor | None = None,
+    first_query: int | None = None,
+    recall: Recall | None = None,
+    counted: bool = True,
 ) -> Merged:
     """Fewer keys, and values fitted to the attention of a few queries of the first grid's tokens.
 
@@ -141,6 +147,12 @@ def merge_keys(
         scale: of the logits; None: 1 / sqrt(D).
         draw: LongTensor [1] below `cells.DRAWS`, which of the draws; None: the first.
         leader: LongTensor [B], the sample whose keys decide what merges (`core/pairs.py`).
+        first_query: where the first grid's queries begin in q; None: where its keys do, or at 0
+            where q holds the image's alone.
+        recall: (number of the grid, what makes its groups) -> its groups, such as those of an
+            earlier call.
+        counted: whether logits count each group by its size; else, for kernels that take no bias,
+            the fit makes up for it.
     """
     with no_autocast(q):
         parts, sizes, columns, groups, end = [], [], [], [], 0
@@ -152,7 +164,8 @@ def merge_keys(
             slots = [
                 t[:, :, every].transpose(1, 2).index_select(1, cells.order) for t in (k, v)
             ]  # [B, T * P, H, D]
-            found = group_tokens(slots[0].flatten(2), cells, draw, leader)
+            compare = partial(group_tokens, slots[0].flatten(2), cells, draw, leader)
+            found = compare() if recall is None else recall(len(groups), compare)
             if grid.start > end:
                 parts.append(tuple(t[:, :, end : grid.start] for t in (k, v)))
                 sizes.append(found.sizes.new_ones(k.shape[0], grid.start - end))
@@ -171,37 +184,39 @@ def merge_keys(
             sizes.append(sizes[0].new_ones(k.shape[0], k.shape[2] - end))
         key, value = (torch.cat(of, 2) if len(of) > 1 else of[0] for of in zip(*parts, strict=True))
         count = torch.cat(sizes, 1) if len(sizes) > 1 else sizes[0]
-        bias = count.log().to(q.dtype)[:, None, None]  # [B, 1, 1, K]
+        bias = (count.log() if counted else torch.zeros_like(count)).to(q.dtype)[:, None, None]
         mask = attn_mask
         if mask is not None and mask.shape[-1] > 1:
             mask = mask.index_select(-1, _columns(columns, end, k.shape[2]).to(mask.device))
         bias = _added(mask, bias)
-        if how.fit_queries:
-            assert first is not None
+        assert first is not None
+        queries = how.fit_queries
+        if queries is None:
+            queries = min(max(first.tokens // 32, 64), 256)
+        if queries:
+            shared = q.shape[1] // k.shape[1]  # heads of queries for each head of keys
+            at = first.queries[0] if draw is None else first.queries.index_select(0, draw).view(-1)
+            at = at[: max(1, queries // shared)]
+            if first_query is None:
+                first_query = grids[0].start if q.shape[2] == k.shape[2] else 0
             value = _fitted(
-                q, (k, v), (key, value), bias, attn_mask, scale, first, grids, how.fit_queries, draw
+                q, at + first_query, (k, v), (key, value), bias, attn_mask, scale, grids
             )
     return Merged(key, value, bias, tuple(groups))
 
 
 def _fitted(
     q: Tensor,
+    at: Tensor,
     full: tuple[Tensor, Tensor],
     kept: tuple[Tensor, Tensor],
     bias: Tensor,
     attn_mask: Tensor | None,
     scale: float | None,
-    cells: Cells,
     grids: Sequence[Grid],
-    queries: int,
-    draw: Tensor | None,
 ) -> Tensor:
-    """The values of the kept keys, fitted to some of the image's queries."""
-    shared = q.shape[1] // kept[0].shape[1]  # heads of queries for each head of keys
-    at = cells.queries[0] if draw is None else cells.queries.index_select(0, draw).view(-1)
-    at = at[: max(1, queries // shared)]
-    if q.shape[2] == full[0].shape[2]:
-        at = at + grids[0].start
+    """The values of the kept keys, fitted to the queries at these places of q."""
+    shared = q.shape[1] // kept[0].shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     some = q.index_select(2, at)
     rows = attn_mask

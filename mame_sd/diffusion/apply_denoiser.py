@@ -1,11 +1,11 @@
-"""apply_mame: merging as hooks on a model's self-attention modules, and on its MLPs if asked to.
+"""apply_mame: merging as hooks on a model's self-attention modules.
 
-    handle = apply_mame(pipe, tau=0.8)
+    handle = apply_mame(pipe)
     image = pipe("a red key").images[0]
     print(handle.report())
     remove_mame(pipe)                      # bit-equal to before
 
-    with mame(pipe, tau=0.8):              # for one block of code; what was there before comes back
+    with mame(pipe, keep=0.5):             # for one block; what was there before comes back
         image = pipe("a red key").images[0]
 
 A hook on the module survives what replaces processors: slicing, `fuse_qkv_projections`, IP-Adapter,
@@ -39,7 +39,6 @@ from torch import nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.families.family import Family
-from mame_sd.diffusion.families.parts import Part, parts_of
 from mame_sd.diffusion.families.sequence import SequenceAttention
 from mame_sd.diffusion.families.transformers import (
     ADDED_KEYS,
@@ -60,6 +59,7 @@ from mame_sd.diffusion.families.unet import (
 from mame_sd.diffusion.handle import MaMeHandle, Placed
 from mame_sd.diffusion.hook_registry import hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import MergeHook, Setting, Shared
+from mame_sd.diffusion.interception import watch_backends
 from mame_sd.diffusion.layer import Layer
 from mame_sd.diffusion.model_hooks import EagerSizeHook, SizeHook, StepHook, takes_timestep
 from mame_sd.diffusion.processor import MaMeAttnProcessor, make_config
@@ -87,25 +87,24 @@ def apply_mame(
 ) -> MaMeHandle:
     """Merges tokens in every large self-attention of `target` until `remove_mame`.
 
-    Layers with at least `min_tokens` tokens merge, by default 1024. For SD 1.x and SDXL at their
-    own sizes these are the two largest levels. So they are for SD 2.x at 768 pixels (9216, 2304).
-    Merging that is on `target` already is replaced.
+    Layers with at least `min_tokens` tokens merge. Merging that is on `target` already is replaced.
 
     Args:
         target: a diffusers pipeline (its UNet or transformer is taken, or each of them where it has
             several; a ControlNet has a call of its own), a model, or a single Attention module.
-        config: the settings, or a file of them; None is the measured default. Where they leave open
-            what merges (no tau, keep, merge, weights, variant and preset), the model's family
-            decides: `handle.config` says what.
+        config: the settings, or a file of them; None is the measured default. Where they give no
+            tau, keep or layers, settings beside the model's weights hold: `handle.config` says
+            what.
         fields: fields of MaMeConfig, over those of `config`.
 
     Raises:
         TypeError: `target` is neither a module nor a pipeline with a denoiser.
         ValueError: no self-attention that could merge, or a MaMeAttnProcessor is installed, or bad
-            settings, or ones that the model lacks the parts for (`mlp`).
+            settings.
         RuntimeError: another thread makes an image with the model.
     """
     handle = build_handle(target, make_config(config, fields))
+    watch_backends()
     with CHANGES:
         check_idle(handle.root, "apply_mame")
         remove_mame(handle.root, processors=False)
@@ -124,7 +123,6 @@ def build_handle(target: Any, config: MaMeConfig, active: bool = True) -> MaMeHa
     images: dict[
         str, tuple[SizeHook, Family | None]
     ] = {}  # what tells how tokens lie, by path, and whose they are
-    parts: dict[str, str] = {}
     for path, module in root.named_modules():
         if takes_timestep(module) and not any(_within(path, outer) for outer in denoisers):
             denoisers.append(path)
@@ -143,25 +141,17 @@ def build_handle(target: Any, config: MaMeConfig, active: bool = True) -> MaMeHa
             hooks.append((module, images[path][0]))
         nearest = max((outer for outer in images if _within(path, outer)), key=len, default=None)
         image, family = (None, None) if nearest is None else images[nearest]
-        if family is None and _in_space(path):
-            parts.update(parts_of(path, module))
         alone = image is not None or not isinstance(
             root, ModelMixin
         )  # a model's attention over no image may be a text's
         alone = alone or adds_keys(module)
-        layer = (
-            _layer_of(path, module, image, family, part := parts.get(path, "attention"))
-            if alone
-            else None
-        )
+        layer = _layer_of(path, module, image, family) if alone else None
         if layer is not None:
-            stats = LayerStats(path or kind, device_of(module), part)
-            number = sum(
-                isinstance(hook, MergeHook) and hook.stats.part == part for _, hook in hooks
-            )
+            stats = LayerStats(path or kind, device_of(module))
+            number = sum(isinstance(hook, MergeHook) for _, hook in hooks)
             known = None if image is None else image.tokens
             hooks.append((module, MergeHook(shared, stats, layer, known, number)))
-    if not any(isinstance(hook, MergeHook) and hook.stats.part == "attention" for _, hook in hooks):
+    if not any(isinstance(hook, MergeHook) for _, hook in hooks):
         raise ValueError(_nothing_found(root))
     for _, hook in hooks:
         if isinstance(hook, StepHook):
@@ -266,15 +256,13 @@ def denoiser_of(target: Any) -> nn.Module:
 
 
 def _layer_of(
-    path: str, module: nn.Module, image: SizeHook | None, family: Family | None, part: str
+    path: str, module: nn.Module, image: SizeHook | None, family: Family | None
 ) -> Layer | None:
     """What can merge at `path`; None for modules that are no such layer.
 
     Raises:
         ValueError: a MaMeAttnProcessor is installed on it.
     """
-    if part != "attention":
-        return Part(module)
     if family is None and adds_keys(module):
         return SequenceAttention(module, ADDED_KEYS)
     if family is not None:

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mame_sd.config import PARTS, MaMeConfig
+from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.hook_registry import hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import MergeHook
 from mame_sd.diffusion.layer import LayerCall, merged_call
@@ -38,21 +38,14 @@ from mame_sd.report import LayerStats, device_of
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a denoiser
 Name = TypeVar("Name", bound=Hashable)  # of a layer, or of a layer in one of several steps
 Clock = Callable[[], float]
-# What a layer may be given beside nothing, in the words of `layers`. These are keys and values
-# alone, whole tokens, picks, and the first key of each cell without correction. The last one is
-# ToDo.
-TODO = {"weights": "pick", "partition": "grid", "correct": False}
-FORMS: tuple[dict[str, Any], ...] = (
-    *({"keep": keep, "merge": "kv"} for keep in (0.5, 0.375, 0.25, 0.19, 0.125, 0.0625)),
-    *(
-        {"keep": keep, "merge": "qkv"}
-        for keep in (0.75, 0.625, 0.5, 0.375, 0.25, 0.19, 0.125, 0.0625)
-    ),
-    *({"keep": keep, "merge": "kv", "study": {"weights": "pick"}} for keep in (0.5, 0.25)),
-    *({"keep": keep, "merge": "kv", "study": TODO} for keep in (0.5, 0.25)),
+# What a layer may be given beside nothing, in the words of `layers`.
+FORMS: tuple[dict[str, Any], ...] = tuple(
+    {"keep": keep, "fit_queries": queries}
+    for keep in (0.5, 0.25, 0.125, 0.0625)
+    for queries in (0, 32, 64, 128)
 )
 # the form that tells how much a layer matters
-REFERENCE = {"keep": 0.375, "merge": "qkv"}
+REFERENCE = {"keep": 0.125, "fit_queries": 0}
 AT = (
     0.15,
     0.45,
@@ -538,11 +531,10 @@ def in_words(rule: Any) -> str:
     """A rule as a table has it."""
     if rule is False:
         return "unmerged"
-    share = f"{rule['keep']:.1%}" if "keep" in rule else f"tau {rule['tau']:g}"
-    study = rule.get("study")
-    if study:  # of the two that FORMS has
-        return f"{share} {'ToDo' if study == TODO else 'picks'}"
-    return f"{share} of {'keys' if rule['merge'] == 'kv' else 'whole tokens'}"
+    if "tau" in rule:
+        return f"tau {rule['tau']:g}"
+    queries = rule.get("fit_queries")
+    return f"{rule['keep']:.1%} of keys" + ("" if queries is None else f", {queries} queries")
 
 
 def tensors_of(output: Any) -> list[Tensor]:
@@ -566,7 +558,7 @@ def hooks_replaced(
     hooks = [
         (module, hook)
         for module, hook in handle.layers
-        if hook.stats.part not in PARTS and hook_on(module, hook.name) is hook
+        if hook_on(module, hook.name) is hook
     ]
     try:
         for module, hook in hooks:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mame_sd.config import PARTS, MaMeConfig
-from mame_sd.core.plan import Plan
+from mame_sd.config import MaMeConfig
+from mame_sd.core.groups import Groups
+from mame_sd.core.paper import Plan
 from mame_sd.diffusion.calibration import (
     Calibration,
     Measurement,
@@ -21,7 +22,6 @@ from mame_sd.diffusion.calibration import (
     measure_image,
     plain_values,
 )
-from mame_sd.diffusion.families.references import NONE_HERE
 from mame_sd.diffusion.families.transformers import known_as, resolved
 from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import MergeHook, Setting, Shared
@@ -31,6 +31,13 @@ from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import MaMeReport, device_of, make_report
 
 Placed = tuple[nn.Module, MergeHook | PreHook]  # a hook and the module it goes on
+
+
+NONE_HERE = (
+    "references: expected a model whose reference images are tokens beside the image (Flux"
+    " Kontext, Flux 2, Qwen-Image-Edit, LongCat-Image-Edit, JoyImage, ...), got {}; leave"
+    " references out"
+)
 
 
 class MaMeHandle:
@@ -94,7 +101,7 @@ class MaMeHandle:
         `apply_mame`.
         """
         placed = self._hooks
-        on = all(hook_on(module, hook.name) is hook for module, hook in placed if self._is_on(hook))
+        on = all(hook_on(module, hook.name) is hook for module, hook in placed)
         return on and len(placed) == len(self._placed)
 
     @property
@@ -164,18 +171,11 @@ class MaMeHandle:
 
         Raises:
             RuntimeError: merging was removed or replaced.
-            ValueError: as `set`, and for a part of blocks (`mlp`) that is off in the settings of
-                all.
+            ValueError: as `set`.
         """
         self._check_installed()
         asked = make_config(self._shared.now.asked if config is None else config, fields)
         new = self._setting(asked, True)
-        for name in PARTS:
-            if getattr(new.config, name) is not None and self._shared.setting.of_part[name] is None:
-                raise ValueError(
-                    f"{name}: expected it on for all threads first, it is off; give it to"
-                    " apply_mame or set"
-                )
         before, self._shared.own.value = self._shared.own.value, new
         try:
             yield
@@ -237,7 +237,7 @@ class MaMeHandle:
         Raises:
             NothingMergedError: a forward has run and no layer could merge.
         """
-        return make_report(hook.stats for hook in self._layers if hook.on)
+        return make_report(hook.stats for hook in self._layers)
 
     def reset(self) -> None:
         """Sets all counters to zero and drops captured plans, and those of this thread that wait
@@ -251,18 +251,18 @@ class MaMeHandle:
                 hook.forget()
 
     def capture(self, on: bool = True) -> None:
-        """Keeps the latest plan of every layer for `plans`, without the inputs that restore detail
-        (memory: one plan a layer; not under torch.compile).
+        """Keeps the latest plan of every layer for `plans` (memory: one plan a layer; not under
+        torch.compile).
         """
         for hook in self._layers:
             hook.stats.capture = on
             hook.stats.plan = hook.stats.plan if on else None
 
-    def plans(self) -> dict[str, Plan]:
+    def plans(self) -> dict[str, Plan | Groups]:
         """The latest plan of every layer that merged since `capture`, or was left whole by it, by
         layer name; sizes stand in `report`.
         """
-        found = (hook.stats for hook in self._layers if hook.on)
+        found = (hook.stats for hook in self._layers)
         return {stats.name: stats.plan for stats in found if stats.plan is not None}
 
     def remove(self) -> None:
@@ -282,30 +282,18 @@ class MaMeHandle:
     def install(self) -> None:
         """Puts the hooks back after `remove`, or replaces those of a later `apply_mame`.
 
-        Hooks of parts that are off stay off.
-
         Raises RuntimeError where another thread makes an image with the model.
         """
         with CHANGES:
-            wanted = [
-                (module, hook.name, hook if self._is_on(hook) else None)
-                for module, hook in self._hooks
+            changes = [
+                placed
+                for placed in self._hooks
+                if hook_on(placed[0], placed[1].name) is not placed[1]
             ]
-            changes = [change for change in wanted if hook_on(*change[:2]) is not change[2]]
             if changes:
                 check_idle(self.root, "install")
-            for module, name, hook in changes:
-                if hook is None:
-                    take_hook(module, name)
-                else:
-                    put_hook(module, hook)
-
-    def _is_on(self, hook: Any) -> bool:
-        """Whether the settings of all need this hook."""
-        return (
-            not isinstance(hook, MergeHook)
-            or self._shared.setting.of_part[hook.stats.part] is not None
-        )
+            for module, hook in changes:
+                put_hook(module, hook)
 
     def _setting(self, asked: MaMeConfig, active: bool) -> Setting:
         return Setting(resolved(self.root, asked), active, asked, self._names)
@@ -318,7 +306,7 @@ class MaMeHandle:
     @property
     def _names(self) -> list[str]:
         """Of the layers that `layers` may name."""
-        return [hook.stats.name for hook in self._layers if hook.stats.part not in PARTS]
+        return [hook.stats.name for hook in self._layers]
 
     def _check_installed(self) -> None:
         if not self.installed:
@@ -352,13 +340,6 @@ class MaMeHandle:
             families = [getattr(hook.layer, "family", None) for hook in self._layers]
             if not any(family is not None and family.references for family in families):
                 raise ValueError(NONE_HERE.format(known_as(model)))
-        there = {hook.stats.part for hook in self._layers}
-        for name in PARTS:
-            if getattr(config, name) is not None and name not in there:
-                raise ValueError(
-                    f"{name}: expected blocks of a UNet, DiT or PixArt (BasicTransformerBlock) that"
-                    f" have such a part, found none in {type(self.root).__name__}; leave {name} out"
-                )
 
 
 def _held_weakly(target: Any) -> Callable[[], Any]:

@@ -21,13 +21,11 @@ import torch
 from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
-from mame_sd.config import PARTS, MaMeConfig
-from mame_sd.core.matrix_plan import MergePlan
-from mame_sd.core.partition import DRAWS
-from mame_sd.core.plan import Plan
+from mame_sd.config import MaMeConfig
+from mame_sd.core.cells import DRAWS
+from mame_sd.core.groups import Groups
 from mame_sd.diffusion.layer import NO_STEP, Layer, Step, Tokens, merged_call
 from mame_sd.diffusion.threads import PerThread
-from mame_sd.diffusion.worth import leaves_open
 from mame_sd.report import LayerStats
 
 LEFT = "left unmerged by layers"
@@ -40,7 +38,6 @@ class Setting:
         config: the settings.
         asked: as they were given, before the model's family decided on what they leave open.
         active: whether they merge.
-        of_part: the settings for "attention" and "mlp"; None where that is off.
         of_layer: by name those of self-attentions that have their own; None where one is left
             alone.
     """
@@ -55,8 +52,6 @@ class Setting:
         self.config = config
         self.asked = config if asked is None else asked
         self.active = active
-        self.may_leave = leaves_open(self.asked)
-        self.of_part = {"attention": config, **{name: config.of_part(name) for name in PARTS}}
         self.of_layer = (
             {} if config.layers is None else {name: config.of_layer(name) for name in layers}
         )
@@ -95,9 +90,9 @@ class Plans:
     """
 
     def __init__(self, latents: Tensor) -> None:
-        found: dict[tuple[Any, ...], Plan] = {}
+        found: dict[tuple[Any, ...], Groups] = {}
         self._found = found
-        self._calls: Counter[str] = Counter()
+        self._calls: Counter[tuple[str, int]] = Counter()
         self._latents = weakref.ref(latents, lambda _: found.clear())
         self._version = latents._version
         self._others: list[weakref.ref[Tensor]] = []  # of the latest call
@@ -119,31 +114,38 @@ class Plans:
         self._others = [weakref.ref(other) for other in others]
         return self
 
-    def plan(
-        self, layer: str, config: MaMeConfig, shape: tuple[int, ...], make: Callable[[], Plan]
-    ) -> Plan:
-        """What merges in the next call of a layer.
+    def groups(
+        self,
+        layer: str,
+        config: MaMeConfig,
+        shape: tuple[int, ...],
+        number: int,
+        make: Callable[[], Groups],
+    ) -> Groups:
+        """What merges in a grid of the next call of a layer.
 
-        This is the plan that its call of the same number made in an earlier call of the model, else
-        a new one. It is kept, unless it is a matrix, which all layers together have no memory for.
+        These are the groups that its call of the same number made in an earlier call of the model,
+        else new ones, which are kept.
 
         Args:
             layer: its name.
             config: its settings.
-            shape: of the tokens that may merge.
-            make: gives a new plan.
+            shape: of the grids that merge.
+            number: of the grid, from 0.
+            make: gives new groups.
         """
         if self._latents() is None:  # a call that was interrupted, of which no hook is told
             return make()
         if self._found and self._of is not self._now and not _same(self._of, self._now):
             self._found.clear()
         self._of = self._now
-        self._calls[layer] += 1  # a feed-forward network may run chunk by chunk
-        key = layer, self._calls[layer], config, shape
-        plan = self._found.get(key) or make()
-        if not any(isinstance(part, MergePlan) for part in getattr(plan, "parts", (plan,))):
-            self._found[key] = plan
-        return plan
+        self._calls[layer, number] += 1  # attention may run sample by sample
+        key = layer, number, self._calls[layer, number], config, shape
+        found = self._found.get(key)
+        if found is None:
+            found = make()
+            self._found[key] = found.alone()
+        return found
 
 
 def _noted(timestep: Any) -> tuple[Any, int]:
@@ -191,9 +193,9 @@ class Entry:
 
 
 class MergeHook(ModelHook):
-    """Merges around one layer, where the settings in force merge what it computes (`stats.part`).
+    """Merges around one layer, also in deepcopies of the module.
 
-    It also does in deepcopies of the module. The registry keeps the module's own forward in
+    The registry keeps the module's own forward in
     `fn_ref.forward`.
 
     Args:
@@ -226,18 +228,13 @@ class MergeHook(ModelHook):
         self.layer = layer
         self.known = known
 
-    @property
-    def on(self) -> bool:
-        """Whether the settings in force merge this layer."""
-        return self.shared.now.of_part[self.stats.part] is not None
-
     def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """The output of the module, whose own forward is `forward`, merged where that is sound."""
         shared, stats = self.shared, self.stats
         setting: Setting = getattr(shared.own.mine, "value", None) or shared.setting
-        config = setting.of_part[stats.part]
-        if config is None or not setting.active:
+        if not setting.active:
             return forward(*args, **kwargs)
+        config: MaMeConfig | None = setting.config
         call = self.layer.call(module, forward, args, kwargs)
         known, step = self.told()
         if setting.of_layer:  # a name would be a constant of each compiled block
@@ -245,7 +242,7 @@ class MergeHook(ModelHook):
         if config is None:
             stats.skipped(LEFT, self.layer.count(call, known))
             return call.run()
-        return merged_call(self.layer, call, known, config, stats, step, setting.may_leave)
+        return merged_call(self.layer, call, known, config, stats, step)
 
     def told(self) -> tuple[Tokens | None, Step]:
         """What this thread's latest call of the model says: how the tokens lie, and of the step.

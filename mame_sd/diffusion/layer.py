@@ -1,10 +1,11 @@
-"""The way of a call through a merging layer: decide, plan, merge, call, restore.
+"""The way of a call through a merging layer: decide, merge, call, restore.
 
 `merged_call` is that way for every layer and for both ways into diffusers (hooks and the
 processor), so they give the same numbers. A call is looked at once, by `Layer.route`: it gives the
-`Route` that all else takes, or says why the call is left alone. What differs between layers is said
-by a `Layer`: a UNet's self-attention (`families/unet.py`), a transformer's
-(`families/sequence.py`), feed-forward networks and cross-attention (`families/parts.py`).
+`Route` that all else takes, or says why the call is left alone. With `keep` the keys merge within
+the call, where the processor calls attention (`interception.py`). With `tau` whole tokens merge
+before it and are restored after it (`mame_sd.core.paper`). What differs between layers is said by a
+`Layer`: a UNet's self-attention (`families/unet.py`) or a transformer's (`families/sequence.py`).
 """
 
 from __future__ import annotations
@@ -17,25 +18,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.detail import Detail
-from mame_sd.core.merge import plan_merge
-from mame_sd.core.partition import GRIDS
-from mame_sd.core.plan import Plan
-from mame_sd.diffusion.worth import LEFT_UNMERGED, no_gain
+from mame_sd.core.attention import Grid, KeyMerging
+from mame_sd.core.groups import Groups
+from mame_sd.core.paper import Plan, plan_tokens
+from mame_sd.diffusion.interception import MergeJob, SDPAInterceptor
 from mame_sd.report import LayerStats
 
-# share of tokens kept above which merging saves less than it costs; with tau it is known only now
-WORTHWHILE = 0.85
-NOTHING_TO_WIN = f"tau keeps more than {WORTHWHILE:.0%} of the tokens: left whole"
-NO_SIZE = (
-    "height and width unknown: merged with partition 'alternating' and without tiles; give"
-    " size=(h, w)"
-)
-NO_DETAIL = "height and width unknown: restored as copies, without detail; give size=(h, w)"
+NO_SIZE = "height and width unknown: keys are compared along the sequence; give size=(h, w)"
+UNSEEN = "{} calls no attention over the layer's tokens that can be intercepted"
 
 
 Call = Mapping[str, Any]  # the arguments of a forward, by name
@@ -56,9 +49,6 @@ class Tokens:
         references: the sizes of reference images that stand right behind them, in their order; the
             first of what `after` counts.
         count: how many tokens the image or video has.
-        plane: the (rows, columns) on which tokens are compared; None where they are unknown. A
-            video's plane is (h * t, w): the rows of all frames interleaved. A tile of the plane
-            thus spans neighbours in time as well as in space.
     """
 
     size: tuple[int, ...]
@@ -67,14 +57,9 @@ class Tokens:
     unknown: str = ""
     references: tuple[tuple[int, ...], ...] = ()
     count: int = field(init=False, compare=False, repr=False)
-    plane: tuple[int, int] | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        count = math.prod(self.size)
-        object.__setattr__(self, "count", count)
-        object.__setattr__(
-            self, "plane", None if len(self.size) == 1 else (count // self.size[-1], self.size[-1])
-        )
+        object.__setattr__(self, "count", math.prod(self.size))
 
     def start(self, length: int) -> int | None:
         """Where they begin in a sequence of `length`; None if they can't be in it."""
@@ -92,29 +77,6 @@ class Tokens:
         if length in (self.count, self.count + self.after):
             return 0
         return self.before if length == self.before + self.count + self.after else None
-
-    def to_plane(self, image: Tensor) -> Tensor:
-        """These tokens [B, n, C] in the plane's order."""
-        return (
-            image.unflatten(1, self.size).transpose(1, 2).flatten(1, 3)
-            if len(self.size) == 3
-            else image
-        )
-
-    def from_plane(self, image: Tensor) -> Tensor:
-        """Tokens [B, n, C] in the plane's order in their own again."""
-        if len(self.size) < 3:
-            return image
-        t, h, w = self.size
-        return image.unflatten(1, (h, t, w)).transpose(1, 2).flatten(1, 3)
-
-    def places(self, on_plane: Tensor) -> Tensor:
-        """Where tokens at these places of the plane are among all of them, in their own order."""
-        if len(self.size) < 3:
-            return on_plane
-        t, h, w = self.size
-        row, column = on_plane // w, on_plane % w
-        return (row % t * h + row // t) * w + column
 
 
 class LayerCall(NamedTuple):
@@ -145,20 +107,25 @@ class LayerCall(NamedTuple):
         return self.forward(*args, *self.rest, **given)
 
 
-class KeptPlans(Protocol):
-    """Plans of an earlier call of the same input (`mame_sd.diffusion.hooks.Plans`)."""
+class KeptGroups(Protocol):
+    """Groups of an earlier call of the same input (`mame_sd.diffusion.hooks.Plans`)."""
 
-    def plan(
-        self, layer: str, config: MaMeConfig, shape: tuple[int, ...], make: Callable[[], Plan]
-    ) -> Plan:
-        """What merges in the next call of a layer."""
+    def groups(
+        self,
+        layer: str,
+        config: MaMeConfig,
+        shape: tuple[int, ...],
+        number: int,
+        make: Callable[[], Groups],
+    ) -> Groups:
+        """What merges in a grid of the next call of a layer."""
 
 
 class Step(NamedTuple):
     """What the call of the model around a layer says of merging in it.
 
     Attributes:
-        draw: which of the drawn partitions it takes, see `plan_merge`.
+        draw: LongTensor [1], which of the drawn partitions it takes.
         draws: those of DRAWS layers that follow one another, [DRAWS]; None in a compiled graph.
         leader: of each sample of the batch the one whose tokens decide what merges
             (`mame_sd.core.pairs`). None: each sample decides by itself.
@@ -169,17 +136,10 @@ class Step(NamedTuple):
     draw: Tensor | None = None
     draws: Tensor | None = None
     leader: Tensor | None = None
-    plans: KeptPlans | None = None
+    plans: KeptGroups | None = None
 
 
 NO_STEP = Step()
-
-
-class Reference(NamedTuple):
-    """One reference image of a call: how its tokens lie, and what similarity compares of them."""
-
-    tokens: Tokens
-    feature: Tensor
 
 
 @dataclass(frozen=True)
@@ -188,46 +148,28 @@ class Route:
 
     Attributes:
         call: the call.
-        form: computes its output by a plan: what merges (keys and values, or whole tokens) and how.
         config: the settings that hold for these tokens.
         tokens: how they lie.
-        feature: what similarity compares, [B, n, d] of the n tokens that may merge, in the order of
-            their plane.
-        note: what a report says where another way than the settings' is taken.
-        references: reference images behind the tokens that merge too.
-        first: where the tokens begin in the sequence that holds them.
+        first: where they begin in the sequence of `call`'s tokens.
         before, after: tokens beside them that attention sees too, before and after them.
+        note: what a report says where another way than the settings' is taken.
+        run: computes the call while its keys merge, where that is not the call itself.
+        merge_tokens: computes the call's output of tokens that merge by a plan (`tau`).
+        feature: what similarity compares with `tau`, [B, n, d] of the n tokens that may merge.
+        job: further fields of `MergeJob`.
     """
 
     call: LayerCall
-    form: Callable[[Route, Plan], Output | None]
     config: MaMeConfig
     tokens: Tokens
-    feature: Tensor
-    note: str = ""
-    references: tuple[Reference, ...] = ()
     first: int = 0
     before: int = 0
-    after: int = 0
-
-    def detail(self, merged: Tensor) -> Detail | None:
-        """By what restored tokens of one group differ, of which these are the merged ones; None:
-        they are copies.
-        """
-        if not self.config.detail or self.tokens.plane is None:
-            return None
-        return Detail(
-            self.feature, self.tokens.plane, merged if self.config.feature == "x" else None
-        )
-
-
-class Output(NamedTuple):
-    """What a form computed, and a note for the report where it is not all that the settings ask
-    for.
-    """
-
-    value: Any
+    after: int | None = 0
     note: str = ""
+    run: Callable[[], Any] | None = None
+    merge_tokens: Callable[[Route, Plan], Any] | None = None
+    feature: Tensor | None = None
+    job: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Layer(ABC):
@@ -239,10 +181,6 @@ class Layer(ABC):
     """
 
     hidden = "hidden_states"  # the argument that holds the tokens [B, L, C]
-    early: bool | None = (
-        # whether keys that merge alone are made of merged tokens; None: its cost isn't reckoned
-        None
-    )
 
     def __init__(self, module: nn.Module | None = None) -> None:
         parameters = (
@@ -280,16 +218,6 @@ class Layer(ABC):
         hidden = call.given.get(self.hidden)
         return int(hidden.shape[1]) if isinstance(hidden, Tensor) and hidden.dim() > 1 else 0
 
-    def plan(self, route: Route, step: Step) -> Plan:
-        """What merges."""
-        plane, leader = route.tokens.plane, step.leader
-        plan = plan_merge(route.feature, route.config, plane, draw=step.draw, leader=leader)
-        return self.joined(plan, route, step) if route.references else plan
-
-    def joined(self, plan: Plan, route: Route, step: Step) -> Plan:
-        """The plan of an image and of the reference images that merge too."""
-        raise NotImplementedError
-
 
 def merged_call(
     layer: Layer,
@@ -298,7 +226,6 @@ def merged_call(
     config: MaMeConfig,
     stats: LayerStats,
     step: Step = NO_STEP,
-    may_leave: bool = False,
 ) -> Any:
     """The output of `call`, merged where that is sound, and counted.
 
@@ -309,51 +236,57 @@ def merged_call(
         config: the settings.
         stats: counters of this layer.
         step: what the model around says of this step.
-        may_leave: leave the layer whole where merging would win nothing on its card (`worth.py`).
     """
     route = layer.route(call, known, config)
     if isinstance(route, str):
         stats.skipped(route, layer.count(call, known))
         return call.run()
-    tokens, feature, vain = route.tokens, route.feature, ""
-    if feature.is_cuda and layer.early is not None:
-        vain = no_gain(call.module, route.config, feature, route.before + route.after, layer.early)
-        if vain and may_leave:
-            stats.left_unmerged(tokens.count, tokens.size, LEFT_UNMERGED.format(vain))
-            return call.run()
-    if step.plans is None:
-        plan = layer.plan(route, step)
-    else:  # what merged in an earlier call of the same input, if there was one
-        shape = feature.shape[0], *tokens.size, *sum((r.tokens.size for r in route.references), ())
-        plan = step.plans.plan(stats.name, route.config, shape, partial(layer.plan, route, step))
-    size = None if tokens.plane is None else tokens.size
-    if route.config.tau is not None and nothing_to_win(route.config, plan):
-        stats.kept_all(plan, size, route.note, NOTHING_TO_WIN)
-        return call.run()
-    output = route.form(route, plan)
-    if output is None:  # the call is not what it was taken for, which the layer knows now
-        return merged_call(layer, call, known, config, stats, step, may_leave)
-    stats.merged(plan, size, route.note, output.note, vain)
-    return output.value
+    if config.method == "keys":
+        return _keys_merged(route, stats, step)
+    assert route.feature is not None
+    assert route.merge_tokens is not None
+    plan = plan_tokens(route.feature, route.config)
+    stats.merged(plan, route.tokens.size, route.note)
+    return route.merge_tokens(route, plan)
 
 
-def nothing_to_win(config: MaMeConfig, plan: Plan) -> bool:
-    """Whether merging keys and values by this plan saves less than it costs."""
-    if config.merge != "kv" or config.tau is None or torch.compiler.is_compiling():
-        return False
-    return plan.tokens_kept > WORTHWHILE * plan.tokens_in
+def _keys_merged(route: Route, stats: LayerStats, step: Step) -> Any:
+    """The call's output of all queries, with the image's keys and values merged."""
+    job, tokens = job_of(route, stats.name, step), route.tokens
+    run = route.call.run if route.run is None else route.run
+    with SDPAInterceptor(job):
+        output = run()
+    if job.merged is None:
+        stats.skipped(UNSEEN.format(route.call.kind), tokens.count)
+    else:
+        note = "; ".join(filter(None, (route.note, job.note)))
+        stats.merged(job.merged.groups[0], tokens.size, note, of=job.merged.groups)
+    return output
 
 
-def settings_for(config: MaMeConfig, tokens: Tokens) -> tuple[MaMeConfig, str]:
-    """The settings that hold for these tokens, and what a report says where they are not the given
-    ones.
-    """
-    without = config.without_plane
-    if tokens.plane is not None or without is config:
-        return config, ""
-    notes = [NO_SIZE] if config.partition in GRIDS or config.tiles else []
-    notes += [NO_DETAIL] if config.detail and config.merge == "qkv" else []
-    return without, ". ".join(notes)
+def job_of(route: Route, name: str, step: Step) -> MergeJob:
+    """The merging of the keys of a call of the layer of that name."""
+    config, tokens, start = route.config, route.tokens, route.before
+    assert config.keep is not None
+    grids = [Grid(start, tokens.size, config.keep)]
+    behind = sum(math.prod(size) for size in tokens.references)
+    if config.references is not None and behind <= (route.after or 0):
+        start += tokens.count
+        for size in tokens.references:
+            grids.append(Grid(start, size, config.references))
+            start += math.prod(size)
+    length = None if route.after is None else route.before + tokens.count + route.after
+    recall = None
+    if step.plans is not None:
+        shape = sum((grid.size for grid in grids), ())
+        recall = partial(step.plans.groups, name, config, shape)
+    how = KeyMerging(config.fit_queries, config.tile_size, config.seed)
+    draw = step.draw if config.redraw else None
+    leader = step.leader if config.share_guidance_plan else None
+    return MergeJob(
+        tuple(grids), length, route.first, how=how, draw=draw, leader=leader, recall=recall,
+        **{"queries": tokens.count, **route.job},
+    )  # fmt: skip
 
 
 def compared(attn: Any, hidden_states: Tensor, kind: str) -> Tensor:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mame_sd.core.draws import DRAWS, constant, counting, draw_at
 from mame_sd.core.pairs import leaders
-from mame_sd.core.partition import DRAWS, constant, counting, draw_at
 from mame_sd.diffusion.hook_registry import CallHook, PreHook
 from mame_sd.diffusion.hooks import Plans, Shared
 from mame_sd.diffusion.layer import Call, Step, Tokens
@@ -34,11 +34,6 @@ _TIMESTEP = (
     "timestep_ratio",
     "vision_timesteps",
 )  # what models call it
-
-
-def merging(layer: LayerStats) -> bool:
-    """Whether a layer's latest call merged, or compared tokens at least."""
-    return layer.last_reason is None and not layer.left
 
 
 class LatestCall:
@@ -156,10 +151,6 @@ class StepHook(CallHook):
         self.latest = LatestCall()
         self.layers: list[LayerStats] = []
         self.watched: list[LayerStats] = []  # layers whose first forward has not been looked at
-        # Settings and sizes of the latest call, and of the latest whose layers were all left alone,
-        # as nothing is gained on their card.
-        self.now = PerThread()
-        self.idle: Any = None
         # a ControlNet is called with the same latents for each control image
         self.calls_pair = "ControlNet" not in type(module).__name__
 
@@ -181,16 +172,19 @@ class StepHook(CallHook):
             if isinstance(value := call.get(name), Tensor) and value.dim() > 1
         ]
         compiling = torch.compiler.is_compiling()
-        if not compiling:
-            self.now.value = setting, [(t.shape, t.dtype, t.device) for t in inputs]
-        idle = not compiling and self.now.value == self.idle  # no layer asks for a draw or a leader
-        redraws = setting.config.redraw and not idle
+        keys = setting.config.method == "keys"  # whole tokens are drawn once
+        redraws = setting.config.redraw and keys
         draw = draw_at(timestep) if timestep is not None and redraws else None
         if inputs and draw is not None:
             draw = draw.to(inputs[0].device)
-        pairs = setting.config.pairs and bool(inputs) and inputs[0] is call.get(self.names[0])
+        pairs = (
+            setting.config.share_guidance_plan
+            and keys
+            and bool(inputs)
+            and inputs[0] is call.get(self.names[0])
+        )
         prompt_first = type(module).__name__ in _PROMPT_FIRST
-        leader = leaders(inputs[0], prompt_first) if pairs and not idle else None
+        leader = leaders(inputs[0], prompt_first) if pairs else None
         draws = None
         if draw is not None and not compiling:
             draws = (draw + constant(counting, DRAWS, draw.device)) % DRAWS
@@ -218,8 +212,6 @@ class StepHook(CallHook):
         if not torch.compiler.is_compiling():
             end(module, self.name)
             self.shared.plans.value = None
-            left = any(layer.left for layer in self.layers)
-            self.idle = self.now.value if left and not any(map(merging, self.layers)) else None
             watched, self.watched = self.watched, []
             called = [stats for stats in watched if stats.calls]
             if called and self.shared.now.active and all(stats.last_reason for stats in called):

@@ -22,15 +22,14 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
-from mame_sd.config import PARTS, MaMeConfig, refuse_flat
+from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.families.unet import (
     PlainAttention,
     default_processor,
     processed,
     skip_reason,
 )
-from mame_sd.diffusion.layer import NO_DETAIL, NO_SIZE, LayerCall, merged_call
-from mame_sd.diffusion.worth import leaves_open
+from mame_sd.diffusion.layer import NO_SIZE, LayerCall, merged_call
 from mame_sd.report import LayerStats, MaMeReport, NothingMergedError, make_report
 
 _UNCOUNTED = LayerStats("compiled")
@@ -44,10 +43,9 @@ def make_config(
     over it.
 
     Raises:
-        TypeError: `config` is no MaMeConfig, or a field of `Study` is given by its name alone.
+        TypeError: `config` is no MaMeConfig.
         ValueError: a field is unknown or out of its range.
     """
-    refuse_flat(fields)
     if config is None:
         return MaMeConfig.from_dict(fields)
     if isinstance(config, (str, PathLike)):
@@ -61,19 +59,20 @@ def make_config(
 
 
 class MaMeAttnProcessor:
-    """Merges tokens before the self-attention that is installed, restores them after it.
+    """Merges around the self-attention that is installed: by `tau` as the paper does, whole tokens
+    before it that are restored after it; by `keep` its keys and values.
 
     Args:
         config: a MaMeConfig; None is the measured default.
-        tau: similarity above which a token may merge. Lower merges more: faster, further from the
+        tau: similarity above which whole tokens merge. Lower merges more: faster, further from the
             unmerged image.
-        keep: share of tokens to keep, instead of `tau`.
+        keep: share of the keys to keep, instead of `tau`.
         inner: the processor that computes attention; None is what diffusers would install on each
             module.
-        fields: any other field of MaMeConfig but `mlp` and `references`, over those of `config`.
+        fields: any other field of MaMeConfig but `references` and `layers`, over those of `config`.
 
     Raises:
-        ValueError: a field is unknown or out of its range, or `mlp` is given.
+        ValueError: a field is unknown or out of its range, or `references` or `layers` are given.
     """
 
     def __init__(
@@ -91,13 +90,6 @@ class MaMeAttnProcessor:
             if value is not None
         }
         self.config = make_config(config, given)
-        for name in PARTS:
-            share = getattr(self.config, name)
-            if share is not None:
-                raise ValueError(
-                    f"{name}: expected none, got {share!r}: a processor merges self-attention"
-                    " alone; use apply_mame"
-                )
         if self.config.references is not None:
             raise ValueError(
                 "references: expected none, got"
@@ -108,7 +100,6 @@ class MaMeAttnProcessor:
                 "layers: a processor does not know the names of layers; use apply_mame"
             )
         self.inner = inner
-        self._may_leave = leaves_open(self.config)
         self._stats: dict[Attention, LayerStats] = {}
         self._passed: Counter[str] = (
             Counter()
@@ -170,11 +161,8 @@ class MaMeAttnProcessor:
                     self._passed[reason] += 1
                 return call.run()
         stats = self._stats_of(attn)
-        output: Tensor = merged_call(
-            _LAYER, call, None, self.config, stats, may_leave=self._may_leave
-        )
-        without_size = NO_SIZE in stats.note or NO_DETAIL in stats.note
-        if without_size and not self._warned and not torch.compiler.is_compiling():
+        output: Tensor = merged_call(_LAYER, call, None, self.config, stats)
+        if NO_SIZE in stats.note and not self._warned and not torch.compiler.is_compiling():
             self._warned = True
             warnings.warn(
                 f"{stats.note}, or use apply_mame, which reads it", UserWarning, stacklevel=2

@@ -53,7 +53,7 @@ class Family:
         select: (arguments of an attention call, rows) -> the arguments that hold one row per token,
             such as rotary positions. They are changed to those of the tokens that stay.
             `rows(tensor, dim)` picks them along `dim`, which may count the image's tokens or all of
-            the sequence. None: there are none. Used where queries merge too.
+            the sequence. None: there are none. Used where whole tokens merge.
         leaves: arguments of the attention with which a call is left alone.
         inputs: arguments of the attention that hold the tokens [B, L, C]. Where queries stay whole
             also [L, C] of one sample, or an image [B, C, H, W], whose own rows and columns then
@@ -67,15 +67,12 @@ class Family:
         cross: the attention's `text` may be there (joint attention); else such a call is left
             alone.
         text_last: in joint attention, whether the text's keys stand behind the image's (True) or
-            before them (False). Unless it is told, queries merge too.
-        queries: whether queries can merge too; False: settings that ask for it merge keys and
-            values alone.
+            before them (False). Unless it is told, calls with text are left alone.
+        queries: whether whole tokens can merge too (`tau`).
         cached: (arguments of the attention) -> whether keys of earlier calls stand before those of
             this one.
         by_sample: the attention runs over one sample after another, each with as much text as it
             has.
-        keep: share of whole tokens to keep (merge qkv) where settings leave open what merges
-            (`resolved`); None: as UNets do.
         references: `tokens` tells of reference images, so that these can merge too.
         eager: `tokens` reads values of tensors, not only shapes, and so runs outside of compiled
             graphs.
@@ -98,7 +95,6 @@ class Family:
     queries: bool = True
     cached: Callable[[Call], bool] | None = None
     by_sample: bool = False
-    keep: float | None = None
     references: bool = False
     eager: bool = False
 

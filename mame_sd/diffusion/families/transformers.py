@@ -23,9 +23,7 @@ from mame_sd.diffusion.shipped import shipped_with
 __all__ = [
     "ADDED_KEYS",
     "BUILT_IN",
-    "DECIDES",
     "EXCLUDED",
-    "SHARE_BESIDE_TEXT",
     "adds_keys",
     "family_names",
     "family_of",
@@ -34,11 +32,6 @@ __all__ = [
     "uniform",
 ]
 
-# Of image transformers with text beside whose tokens carry their positions: nearer than a quarter
-# of the keys, and as fast or faster (docs/results.md). With rotary positions, which a merged query
-# would have one of, that was not measured.
-SHARE_BESIDE_TEXT = 0.625
-DECIDES = ("tau", "keep", "merge", "weights", "variant", "preset")
 # Of the arguments of a family.
 JOINT_FIRST: dict[str, Any] = {
     "cross": True,
@@ -108,7 +101,6 @@ BUILT_IN = (
         ("SD3Transformer2DModel", "SD3ControlNetModel"),
         ("Attention.attn", "Attention.attn2"),
         at.patches,
-        keep=SHARE_BESIDE_TEXT,
         **JOINT_LAST,
     ),
     Family(
@@ -116,7 +108,6 @@ BUILT_IN = (
         ("AuraFlowTransformer2DModel",),
         ("Attention.attn",),
         at.with_registers,
-        keep=SHARE_BESIDE_TEXT,
         **JOINT_FIRST,
     ),
     # Flux and its kin: the image's places are in `img_ids`.
@@ -583,32 +574,19 @@ def family_of(model: nn.Module) -> Family | None:
 
 
 def resolved(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
-    """`config`, completed where it leaves open what merges (`DECIDES`, none of them given).
-
-    It then takes the settings that lie beside the model's weights. Where there are none, it takes
-    what the model's family merges best.
+    """`config`; where it gives no tau, keep or layers, over settings beside the model's weights, if
+    there are some.
     """
-    if config.layers is None and config.given.keys().isdisjoint(DECIDES):
+    if config.layers is None and config.is_open:
         shipped = shipped_with(model)
         if shipped is not None:
             return shipped.replace(**config.given)
-    return _of_family(model, config)
+    return config
 
 
 def uniform(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
-    """As `resolved`, the same in all layers: without the settings that lie beside the model's
-    weights.
-    """
-    config = _of_family(model, config.replace(layers=None, made_for=None))
-    return config.replace(merge=config.merge)  # given, so that nothing else decides
-
-
-def _of_family(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
-    if config.given.keys().isdisjoint(DECIDES):
-        for family in filter(None, map(family_of, model.modules())):
-            if family.keep is not None:
-                return config.replace(keep=family.keep, merge="qkv")
-    return config
+    """`config`, the same in all layers: without settings beside the model's weights."""
+    return config.replace(keep=config.keep, tau=config.tau, layers=None, made_for=None)
 
 
 def family_names() -> list[str]:

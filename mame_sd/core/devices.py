@@ -1,0 +1,41 @@
+"""From how many tokens on a layer merges, by the kind of device: the one table of that rule.
+
+It is deterministic, so that a seed gives the same image on the same kind of device. The counts for
+cards are reckoned at harsh assumptions (docs/gpu.md); `MaMeHandle.calibrate` measures instead.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+MIN_TOKENS = {
+    "cpu": 1024,
+    "mps": 1024,
+    "cuda": 4096,  # below compute capability 9, and ROCm
+    "cuda, capability 9 and above": 8192,
+    "other": 4096,
+}
+
+
+@lru_cache(maxsize=64)
+def kind_of(device: torch.device) -> str:
+    """The entry of `MIN_TOKENS` for a device."""
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available():
+        newest = torch.cuda.get_device_capability(device)[0] >= 9
+        return "cuda, capability 9 and above" if newest else "cuda"
+    return device.type if device.type in MIN_TOKENS else "other"
+
+
+def least_tokens(given: int | None, device: torch.device) -> int:
+    """The number of tokens from which on a layer merges: the given one, or the device's."""
+    return MIN_TOKENS[kind_of(device)] if given is None else given
+
+
+def too_few(given: int | None, device: torch.device) -> str:
+    """Why a layer with fewer tokens is left alone."""
+    if given is not None:
+        return f"fewer than min_tokens={given}"
+    kind = kind_of(device)
+    return f"fewer than {MIN_TOKENS[kind]} tokens, the min_tokens of {kind}"

@@ -1,0 +1,170 @@
+"""Merging at the attention call of a model's own processor, in front of any kernel.
+
+A processor projects, normalises and rotates queries, keys and values, and calls
+`torch.nn.functional.scaled_dot_product_attention` or a backend of diffusers' dispatcher
+(SageAttention, FlashAttention, xFormers, flex, ...). While a `MergeJob` runs, both are intercepted:
+all that came before the call stays as it is, the image's keys and values merge
+(`mame_sd.core.attention`), and the same kernel computes attention over what is left.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from mame_sd.core.attention import Grid, KeyMerging, Merged, merge_keys
+from mame_sd.core.groups import Groups
+
+Recall = Callable[[int, Callable[[], Groups]], Groups]
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_SDPA = torch._C._nn.scaled_dot_product_attention  # whatever else is put in its place
+# Backends of the dispatcher whose kernels take numbers to be added to the logits. For all others
+# groups go uncounted, and the fit makes up for it.
+_TAKES_BIAS = {"native", "_native_cudnn", "_native_efficient", "_native_math", "flex", "xformers"}
+_running = threading.local()
+
+
+@dataclass
+class MergeJob:
+    """One call of a layer whose keys merge.
+
+    Attributes:
+        grids: where the image's keys, and those of reference images, stand in the sequence.
+        length: keys of the sequence; None: any number that holds the grids.
+        first_query: where the image's queries begin among `queries` of them.
+        queries: how many queries the layer has where these are not as many as keys.
+        how: the settings.
+        draw, leader, recall: see `merge_keys`.
+        prefixed: keys of earlier calls, of any number, stand before these.
+        scale: of the logits, where the processor's is not that of the call.
+    """
+
+    grids: tuple[Grid, ...]
+    length: int | None
+    first_query: int
+    queries: int
+    how: KeyMerging
+    draw: Tensor | None = None
+    leader: Tensor | None = None
+    recall: Recall | None = None
+    prefixed: bool = False
+    scale: float | None = None
+    note: str = field(default="", init=False)  # for the report
+    kernel: str = field(default="", init=False)  # that computed the merged attention
+    merged: Merged | None = field(default=None, init=False)  # of the latest call that merged
+
+    def merge(self, call: Mapping[str, Any], bias: bool = True) -> dict[str, Any] | None:
+        """The arguments of an attention call with merged keys and values; None: it is another's.
+
+        Args:
+            call: by the names of scaled_dot_product_attention; tensors [B, H, n, D].
+            bias: whether the kernel takes numbers to be added to the logits.
+        """
+        q, k, v = call["query"], call["key"], call["value"]
+        count = k.shape[-2]
+        shift = 0
+        if self.length is not None and count != self.length:
+            shift = count - self.length
+            if not self.prefixed or shift < 0:
+                return None
+        end = self.grids[-1].start + torch.Size(self.grids[-1].size).numel()
+        if k.dim() != 4 or count < end + shift or call.get("is_causal"):
+            return None
+        image = torch.Size(self.grids[0].size).numel()
+        grids = [grid._replace(start=grid.start + shift) for grid in self.grids]
+        if q.shape[2] == count:
+            first = grids[0].start
+        elif q.shape[2] == self.queries:
+            first = self.first_query
+        elif q.shape[2] == image:
+            first = 0
+        else:
+            return None
+        scale = self.scale if self.scale is not None else call.get("scale")
+        self.merged = merge_keys(
+            q, k, v, grids, self.how, call.get("attn_mask"), scale, self.draw, self.leader,
+            first_query=first, recall=self.recall, counted=bias,
+        )  # fmt: skip
+        mask = self.merged.bias if bias or call.get("attn_mask") is not None else None
+        changes = {"key": self.merged.key, "value": self.merged.value, "attn_mask": mask}
+        return {**call, **changes, **({} if scale is None else {"scale": scale})}
+
+
+class SDPAInterceptor(TorchFunctionMode):
+    """While entered, attention over a layer's tokens has its keys merged by `job`."""
+
+    def __init__(self, job: MergeJob) -> None:
+        super().__init__()
+        self.job = job
+
+    def __enter__(self) -> SDPAInterceptor:
+        if not torch.compiler.is_compiling():
+            self._outer = getattr(_running, "job", None)
+            _running.job = self.job
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *exc: Any) -> None:
+        if not torch.compiler.is_compiling():
+            _running.job = self._outer
+        super().__exit__(*exc)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.unflatten:
+            # A Python method, which torch.compile follows only where it is called as one.
+            return args[0].unflatten(*args[1:], **kwargs)
+        if func is not _SDPA and func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        call = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+        alone = call["key"].dim() == 3  # [B, n, D]: one head
+        if alone:
+            call |= {name: call[name].unsqueeze(1) for name in ("query", "key", "value")}
+        job = None if getattr(_running, "inside", False) else self.job
+        changed = None if job is None else job.merge(call)
+        if changed is None or job is None:
+            return func(*args, **kwargs)
+        job.kernel = "scaled_dot_product_attention"
+        output = func(changed.pop("query"), changed.pop("key"), changed.pop("value"), **changed)
+        return output.squeeze(1) if alone else output
+
+
+def watch_backends() -> None:
+    """Puts every backend of diffusers' dispatcher that isn't watched yet under interception.
+
+    A watched backend does as before where no `MergeJob` runs in its thread. The native one needs
+    none: it calls scaled_dot_product_attention.
+    """
+    for name, backend in list(Registry._backends.items()):
+        if name.value != "native" and not hasattr(backend, "_mame_watched"):
+            Registry._backends[name] = _watched(backend, name.value)
+
+
+def _watched(backend: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(backend)
+    def watched(**call: Any) -> Any:
+        job = None if torch.compiler.is_compiling() else getattr(_running, "job", None)
+        if job is None or getattr(_running, "inside", False):
+            return backend(**call)
+        heads_first = {n: call[n].transpose(1, 2) for n in ("query", "key", "value")}
+        changed = job.merge({**call, **heads_first}, bias=name in _TAKES_BIAS)
+        if changed is None:
+            return backend(**call)
+        job.kernel = name
+        merged = {n: changed[n].transpose(1, 2).contiguous() for n in ("key", "value")}
+        _running.inside = True
+        try:
+            return backend(**{**changed, **merged, "query": call["query"]})
+        finally:
+            _running.inside = False
+
+    watched._mame_watched = True  # type: ignore[attr-defined]
+    return watched
