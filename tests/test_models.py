@@ -20,7 +20,6 @@ from diffusers.models.transformers import (
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 
 from mame_sd import apply_mame, remove_mame
-from mame_sd.config import Study
 from mame_sd.diffusion.families import transformers
 from mame_sd.diffusion.families.family import REGISTERED
 from mame_sd.diffusion.families.layouts import UNLIKE
@@ -34,7 +33,7 @@ from tests.matrix.models.images import WORDS
 from tests.matrix.models.probe import check_probe
 from tests.matrix.models.sweep import CASES, GRIDS, RECORD, classes, outcome
 from tests.matrix.models.videos import T
-from tests.matrix.models.watch import Attention, by_loop, merging
+from tests.matrix.models.watch import Attention, check_by_loop, merging
 
 
 def run(model: Any, case: Case) -> list[torch.Tensor]:
@@ -59,7 +58,7 @@ def test_model(case: Case) -> None:
     before = run(model, case)
     found, handle = outcome(case, model)
     assert found == json.loads(RECORD.read_text())[case.name], "run: python -m tests.matrix --sweep"
-    handle.set(merge="kv", keep=0.5, study=Study(correct=False))
+    handle.reset()
     with merging() as calls:
         merged = run(model, case)
     assert any(not torch.equal(a, b) for a, b in zip(merged, before, strict=True)), (
@@ -67,7 +66,7 @@ def test_model(case: Case) -> None:
     )
     assert calls or not case.image
     for call in calls:
-        torch.testing.assert_close(call.output, by_loop(call), rtol=1e-4, atol=1e-5)
+        check_by_loop(call)
     remove_mame(model)
     assert all(map(torch.equal, run(model, case), before)), "removal is not bit-exact"
     if case.image:
@@ -76,12 +75,12 @@ def test_model(case: Case) -> None:
 
 def cached_calls(model: Any, inputs: dict[str, Any]) -> list[Any]:
     """The calls that merge of one forward, each checked against the loop."""
-    handle = apply_mame(model, keep=0.5, min_tokens=1, study=Study(correct=False))
+    handle = apply_mame(model, keep=0.5, min_tokens=1)
     with torch.no_grad(), merging() as calls:
         model(**inputs)
     assert all(layer.merged for layer in handle.report().layers)
     for call in calls:
-        torch.testing.assert_close(call.output, by_loop(call), rtol=1e-4, atol=1e-5)
+        check_by_loop(call)
     return calls
 
 
@@ -95,7 +94,7 @@ def test_keys_of_a_cached_prompt_stand_before_the_image() -> None:
     with torch.no_grad():
         model(**case.inputs(), kv_cache=cache, kv_cache_mode="extract")
     calls = cached_calls(model, {**case.inputs(), "kv_cache": cache, "kv_cache_mode": "cached"})
-    assert {(call.first, call.plan.tokens_in) for call in calls} == {(TEXT, H * W)}
+    assert {(call.first, call.tokens) for call in calls} == {(TEXT, H * W)}
 
 
 def test_keys_of_cached_references_stand_before_the_image() -> None:
@@ -122,7 +121,7 @@ def test_keys_of_cached_references_stand_before_the_image() -> None:
     with pytest.raises(RuntimeError, match="fills a cache of reference images"):
         handle.report()
     calls = cached_calls(model, {**inputs, "kv_cache": cache, "kv_cache_mode": "cached"})
-    assert {(call.first, call.plan.tokens_in) for call in calls} == {(TEXT + references, H * W)}
+    assert {(call.first, call.tokens) for call in calls} == {(TEXT + references, H * W)}
 
 
 def test_the_last_of_several_images_merges() -> None:
@@ -131,7 +130,7 @@ def test_the_last_of_several_images_merges() -> None:
     """
     model: Any = images.z_image(siglip_feat_dim=16).eval()
     inputs = images.omni()
-    handle = apply_mame(model, keep=0.5, min_tokens=1, study=Study(correct=False))
+    handle = apply_mame(model, keep=0.5, min_tokens=1)
     changed = images.omni()
     changed["x"][0][1][:, :, 2:4] += 1
     changed["x"][1][1][:, :, 2:4] += 1
@@ -142,8 +141,8 @@ def test_the_last_of_several_images_merges() -> None:
         "layers.1.attention",
     ]
     for call in calls:
-        assert (call.first, call.plan.tokens_in) == (96, H * W)
-        torch.testing.assert_close(call.output, by_loop(call), rtol=1e-4, atol=1e-5)
+        assert (call.first, call.tokens) == (96, H * W)
+        check_by_loop(call)
     with torch.no_grad(), Attention(apart=True), merging() as probed:
         model(**inputs)
         model(**changed)
@@ -221,19 +220,19 @@ def test_captions_of_unequal_length_leave_images_in_place(name: str, first: int)
     for was, now in zip(attention.keys[:half], attention.keys[half:], strict=True):
         assert all(torch.equal(place, expected) for place in moved(was, now))
     calls = cached_calls(model, inputs)
-    assert {(call.first, call.plan.tokens_in) for call in calls} == {(first, H * W)}
+    assert {(call.first, call.tokens) for call in calls} == {(first, H * W)}
 
 
 def test_keys_that_unets_add_stay_whole() -> None:
     """Kandinsky 2.2: the text's keys stand before the image's."""
     pipe = kandinsky()
-    handle = apply_mame(pipe, keep=0.5, min_tokens=1, study=Study(correct=False))
+    handle = apply_mame(pipe, keep=0.5, min_tokens=1)
     with merging() as calls:
         run_kandinsky(pipe)
     assert len(calls) == len(handle.report().layers)
     for call in calls:
-        assert call.first == call.call["key"].shape[-2] - call.plan.tokens_in > 0
-        torch.testing.assert_close(call.output, by_loop(call), rtol=1e-4, atol=1e-5)
+        assert call.first == call.call["key"].shape[-2] - call.tokens > 0
+        check_by_loop(call)
 
 
 @pytest.mark.parametrize("conditions", [(), (9,), (9, 25)], ids=str)
@@ -256,7 +255,7 @@ def test_ltx_with_conditions_merges_its_video_alone(conditions: tuple[int, ...])
     inputs["hidden_states"] = normal(2, coordinates.shape[2], 4)
     calls = cached_calls(model, {**inputs, "video_coords": coordinates})
     before = 2 * H * W * len(conditions)
-    assert {(call.first, call.plan.tokens_in) for call in calls} == {(before, T * H * W)}
+    assert {(call.first, call.tokens) for call in calls} == {(before, T * H * W)}
 
 
 @pytest.mark.parametrize("behind", [0, 2 * H * W])
@@ -268,7 +267,7 @@ def test_ltx2_leaves_what_conditions_add_behind_its_video(behind: int) -> None:
     inputs["video_coords"] = torch.cat([coordinates, coordinates[:, :, :behind] + 1], 2)
     inputs["hidden_states"] = torch.cat([inputs["hidden_states"], normal(2, behind, 4)], 1)
     calls = cached_calls(model, inputs)
-    assert {(call.first, call.plan.tokens_in) for call in calls} == {(0, T * H * W)}
+    assert {(call.first, call.tokens) for call in calls} == {(0, T * H * W)}
     assert {call.call["key"].shape[-2] for call in calls} == {T * H * W + behind}
 
 

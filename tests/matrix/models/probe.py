@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd import apply_mame, remove_mame
-from mame_sd.config import Study
 from tests.builders.transformers import TEXT
 from tests.matrix.models.case import Case
 from tests.matrix.models.watch import Attention, Merged, merging
@@ -52,7 +51,7 @@ def _apart(model: nn.Module) -> Iterator[Any]:
     """Runs the model with attention that gives zeros: the calls that merge, and (t, h, w) or (h,
     w).
     """
-    handle = apply_mame(model, keep=0.5, min_tokens=1, study=Study(correct=False))
+    handle = apply_mame(model, keep=0.5, min_tokens=1)
 
     def run(inputs: dict[str, Any]) -> tuple[list[Merged], tuple[int, ...]]:
         handle.reset()
@@ -71,7 +70,7 @@ def _apart(model: nn.Module) -> Iterator[Any]:
 def _split(was: Merged, now: Merged) -> tuple[Tensor, Tensor]:
     """Which of the image's keys moved [n], and which of the others."""
     moved = (was.call["key"] - now.call["key"]).abs().amax((0, 1, 3)) > 1e-6
-    last = was.first + was.plan.tokens_in
+    last = was.first + was.tokens
     return moved[was.first : last], torch.cat([moved[: was.first], moved[last:]])
 
 

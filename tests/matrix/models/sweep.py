@@ -14,7 +14,7 @@ import diffusers
 import torch
 from torch import nn
 
-from mame_sd import MaMeHandle, apply_mame
+from mame_sd import MaMeHandle, NothingMergedError, apply_mame
 from mame_sd.diffusion.families.refused import EXCLUDED
 from mame_sd.diffusion.families.transformers import family_of
 from tests.matrix.markdown import layers, names_by_reason
@@ -43,23 +43,28 @@ def classes() -> set[str]:
 
 
 def outcome(case: Case, model: nn.Module) -> tuple[dict[str, Any], MaMeHandle]:
-    """What merging does there, by keys and values and by whole tokens, each with half of the
-    tokens.
+    """What merging does there: by `keep` to half of the keys, and whether `tau` merges the same
+    layers.
     """
     handle = apply_mame(model, keep=0.5, min_tokens=1)
     found: dict[str, Any] = {}
-    for mode in ("kv", "qkv"):
-        handle.set(keep=0.5, merge=mode)
-        handle.reset()
-        with torch.no_grad():
-            model(**case.inputs())
-        layers = handle.report().layers
-        if mode == "kv":
-            counts = Counter(round(layer.tokens_in) for layer in layers if layer.merged)
-            found["layers"] = {str(tokens): n for tokens, n in sorted(counts.items(), reverse=True)}
-            found["left"] = sum(not layer.merged for layer in layers)
-        else:
-            found["queries"] = not any("queries stay whole" in layer.reason for layer in layers)
+    with torch.no_grad():
+        model(**case.inputs())
+    layers = handle.report().layers
+    merged = [layer.name for layer in layers if layer.merged]
+    counts = Counter(round(layer.tokens_in) for layer in layers if layer.merged)
+    found["layers"] = {str(tokens): n for tokens, n in sorted(counts.items(), reverse=True)}
+    found["left"] = len(layers) - len(merged)
+    handle.set(tau=-1.0)
+    handle.reset()
+    with torch.no_grad():
+        model(**case.inputs())
+    try:
+        found["tau"] = [x.name for x in handle.report().layers if x.merged] == merged
+    except NothingMergedError:
+        found["tau"] = False
+    handle.set(keep=0.5)
+    handle.reset()
     families = {family.name for family in map(family_of, model.modules()) if family is not None}
     found["family"] = ", ".join(sorted(families))
     return found, handle
@@ -87,11 +92,11 @@ def sweep() -> None:
 def table() -> list[str]:
     """The record: a table of what merges, and a list of what is refused for which reason."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
-    lines = ["| class | family | layers that merge | whole tokens too |", "|---|---|---|---|"]
+    lines = ["| class | family | layers that merge | `tau` too |", "|---|---|---|---|"]
     for name, found in sorted(record.items()):
         lines.append(
             f"| {name} | {found['family']} | {layers(found['layers'])} |"
-            f" {'yes' if found['queries'] else 'keys and values alone'} |"
+            f" {'yes' if found['tau'] else 'no'} |"
         )
     lines += ["", "These are refused:", ""]
     lines += names_by_reason((reason, name) for name, reason in sorted(EXCLUDED.items()))

@@ -4,7 +4,7 @@ their image is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mame_sd.core.plan import Plan
-from mame_sd.diffusion.families.keys import MergedKeys
+from mame_sd.core.groups import Groups
+from mame_sd.diffusion.interception import MergeJob
+from tests.oracle import Image, merged_attention
 
 
 class Attention(TorchFunctionMode):
@@ -51,83 +52,91 @@ class Merged(NamedTuple):
     """One call whose keys merge.
 
     Attributes:
-        call: its arguments, with all keys.
-        plan: of the image's tokens.
-        first: where the image's keys begin.
-        place: where the plan's tokens are among the image's.
-        output: what came out.
+        call: its arguments, with all keys, [B, H, N, D].
+        changed: those that the kernel is given instead.
+        job: what merged them.
+        groups: of each image, the generated one first.
+        first: where the generated image's keys begin.
+        counted: whether the kernel was given the sizes of groups.
     """
 
     call: dict[str, Any]
-    plan: Plan
+    changed: dict[str, Any]
+    job: MergeJob
+    groups: tuple[Groups, ...]
     first: int
-    place: Callable[[Tensor], Tensor]
-    output: Tensor
+    counted: bool
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the generated image has."""
+        return self.groups[0].tokens_in
+
+    @property
+    def output(self) -> Tensor:
+        """What the kernel gives."""
+        more = {"enable_gqa": True} if _heads(self.call, "query") != _heads(self.call, "key") else {}
+        return F.scaled_dot_product_attention(**{**self.changed, **more})
+
+
+def _heads(call: Mapping[str, Any], name: str) -> int:
+    return int(call[name].shape[1])
 
 
 @contextmanager
 def merging() -> Iterator[list[Merged]]:
     """All calls whose keys merge while the block runs, in order."""
     found: list[Merged] = []
-    attend = MergedKeys.attend
+    merge = MergeJob.merge
 
-    def noted(self: MergedKeys, attention: Any, call: dict[str, Any]) -> Tensor:
-        self.seen = False
-        output = attend(self, attention, dict(call))
-        if self.seen:
-            found.append(Merged(call, self.plan, self.first, self.tokens.places, output))
-        return output
+    def noted(self: MergeJob, call: Mapping[str, Any], bias: bool = True) -> dict[str, Any] | None:
+        changed = merge(self, call, bias)
+        if changed is not None:
+            assert self.merged is not None
+            length = self.length or call["key"].shape[-2]
+            shift = call["key"].shape[-2] - length
+            first = self.grids[0].start + shift
+            found.append(
+                Merged(dict(call), dict(changed), self, self.merged.groups, first, bias)
+            )
+        return changed
 
-    MergedKeys.attend = noted  # type: ignore[method-assign]
+    MergeJob.merge = noted  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        MergedKeys.attend = attend  # type: ignore[method-assign]
+        MergeJob.merge = merge  # type: ignore[method-assign]
 
 
-def by_loop(merged: Merged) -> Tensor:
-    """The output of such a call in float64, token by token.
+def by_loop(merged: Merged) -> tuple[Tensor, Tensor]:
+    """The output and the values of such a call in float64, token by token, from its groups."""
+    call, job = merged.call, merged.job
+    shift = merged.first - job.grids[0].start
+    images = [
+        Image(grid.start + shift, groups.groups.tolist(), groups.kept.tolist())
+        for grid, groups in zip(job.grids, merged.groups, strict=True)
+    ]
+    query, key = call["query"], call["key"]
+    count = job.how.fit_queries
+    if count is None:
+        count = min(max(merged.tokens // 32, 64), 256)
+    number = 0 if job.draw is None else int(job.draw)
+    shared = query.shape[1] // key.shape[1]
+    queries = merged.groups[0].cells.queries[number][: max(1, count // shared)]
+    if query.shape[2] == key.shape[2]:
+        queries = queries + merged.first
+    elif query.shape[2] != merged.tokens:
+        queries = queries + job.first_query
+    scale = job.scale if job.scale is not None else call.get("scale")
+    output, values = merged_attention(
+        query, key, call["value"], images, queries.tolist() if count else (),
+        call.get("attn_mask"), scale, merged.counted,
+    )  # fmt: skip
+    return output.to(query.dtype), values.to(query.dtype)
 
-    Where other tokens stay beside the image's, each group's mean counts once for each of its
-    tokens.
-    """
-    call, plan, first = merged.call, merged.plan, merged.first
-    query, key, value = (call[name].double() for name in ("query", "key", "value"))
-    at = merged.place(torch.arange(plan.tokens_in)) + first
-    kept = merged.place(plan.kept) + first
-    mask = call.get("attn_mask")
-    scale = call.get("scale") or query.shape[-1] ** -0.5
-    outputs = []
-    for i in range(query.shape[0]):
-        sums = [t[i].new_zeros(t.shape[1], plan.tokens_kept, t.shape[3]) for t in (key, value)]
-        sizes = query.new_zeros(plan.tokens_kept)
-        for token, row in zip(at.tolist(), plan.rows[i].tolist(), strict=True):
-            sizes[row] += 1
-            for total, t in zip(sums, (key, value), strict=True):
-                total[:, row] += t[i, :, token]
-        last = first + plan.tokens_in
-        parts = [
-            torch.cat([t[i, :, :first], total / sizes[:, None], t[i, :, last:]], 1)
-            for total, t in zip(sums, (key, value), strict=True)
-        ]
-        groups = query.shape[1] // key.shape[1]
-        keys, values = (part.repeat_interleave(groups, 0) for part in parts)
-        logits = scale * query[i] @ keys.transpose(-1, -2)
-        if (
-            plan.uneven or plan.tokens_in < key.shape[2]
-        ):  # else means of the image's groups are among their like
-            logits[..., first : first + plan.tokens_kept] += sizes.log()
-        if mask is not None:
-            columns = torch.cat(
-                [
-                    torch.arange(first),
-                    kept if kept.dim() == 1 else kept[i],
-                    torch.arange(last, key.shape[2]),
-                ]
-            )
-            own = mask.expand(query.shape[0], -1, -1, -1)[i][..., columns]
-            logits = (
-                logits.masked_fill(~own, -torch.inf) if own.dtype == torch.bool else logits + own
-            )
-        outputs.append(logits.softmax(-1).nan_to_num() @ values)
-    return torch.stack(outputs).to(merged.output.dtype)
+
+def check_by_loop(merged: Merged) -> None:
+    """Asserts that the kernel is given the loop's values, and gives the loop's output."""
+    output, values = by_loop(merged)
+    torch.testing.assert_close(merged.changed["value"], values, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(merged.output, output, rtol=1e-4, atol=1e-5)
