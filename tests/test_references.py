@@ -4,7 +4,6 @@ float64 loop does it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +13,10 @@ import pytest
 import torch
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, apply_mame, remove_mame
-from mame_sd.config import Study
-from mame_sd.diffusion import layer
 from tests.builders.transformers import TEXT, H, W, normal
 from tests.builders.transformers import run as output_of
 from tests.matrix.models.sweep import CASES
-from tests.matrix.models.watch import Attention, by_loop, merging
+from tests.matrix.models.watch import Attention, check_by_loop, merging
 
 SIZES = ((4, 6), (2, 6))
 COUNT = H * W + sum(h * w for h, w in SIZES)
@@ -84,56 +81,35 @@ def built(edit: Edit) -> tuple[Any, dict[str, Any]]:
     return case.build().eval(), edit.given(case.inputs())
 
 
-def kept(size: tuple[int, int], share: float) -> int:
-    return round(size[0] * size[1] * share)
-
-
 @pytest.mark.parametrize("edit", PARAMS)
-def test_each_reference_merges_on_its_own_grid(edit: Edit, monkeypatch: Any) -> None:
+def test_each_reference_merges_on_its_own_grid(edit: Edit) -> None:
     model, inputs = built(edit)
     before = output_of(inputs, model)
-    planned: list[tuple[Any, ...]] = []
-
-    def plan_merge(x: Any, config: MaMeConfig, size: Any, **more: Any) -> Any:
-        planned.append((size, config.keep))
-        return plan(x, config, size, **more)
-
-    plan = layer.plan_merge
-    monkeypatch.setattr(layer, "plan_merge", plan_merge)
-    handle = apply_mame(
-        model, keep=KEEP, references=SHARE, min_tokens=1, study=Study(correct=False)
-    )
+    handle = apply_mame(model, keep=KEEP, references=SHARE, min_tokens=1)
     with merging() as calls:
         output_of(inputs, model)
-    assert planned == [((H, W), KEEP), *((size, SHARE) for size in edit.sizes)] * len(calls)
-    sides = [(H, W), *edit.sizes]
+    sides = [((H, W), KEEP), *((size, SHARE) for size in edit.sizes)]
+    assert calls
     for call in calls:
-        torch.testing.assert_close(call.output, by_loop(call), rtol=1e-4, atol=1e-5)
-        each = call.plan.rows.split([h * w for h, w in sides], 1)
-        for rows, (first, last) in zip(each, ends(call.plan), strict=True):
-            assert (rows.min(), rows.max()) == (first, last)
-    own, *others = calls[0].plan.parts
-    assert own.tokens_kept == kept((H, W), KEEP)
-    assert [part.tokens_kept for part in others] == [kept(size, SHARE) for size in edit.sizes]
+        assert [(grid.size, grid.keep) for grid in call.job.grids] == sides
+        assert [part.tokens_in for part in call.groups] == [h * w for (h, w), _ in sides]
+        assert [part.tokens_kept for part in call.groups] == [
+            round(h * w * share) for (h, w), share in sides
+        ]
+        check_by_loop(call)
     handle.set(references=None)
     with merging() as calls:
         output_of(inputs, model)
-    assert {call.plan.tokens_in for call in calls} == {H * W}
+    assert {len(call.groups) for call in calls} == {1}
     remove_mame(model)
     assert torch.equal(output_of(inputs, model), before)
-
-
-def ends(plan: Any) -> list[tuple[int, int]]:
-    """Of each image's merged tokens the first and the last."""
-    counts = list(itertools.accumulate((part.tokens_kept for part in plan.parts), initial=0))
-    return [(first, behind - 1) for first, behind in itertools.pairwise(counts)]
 
 
 @pytest.mark.parametrize("edit", PARAMS)
 def test_probe_of_where_references_are(edit: Edit) -> None:
     """A column of the last reference changes: its keys move, and no others do."""
     model, inputs = built(edit)
-    apply_mame(model, keep=KEEP, references=SHARE, min_tokens=1, study=Study(correct=False))
+    apply_mame(model, keep=KEEP, references=SHARE, min_tokens=1)
     (h, w), start = edit.sizes[-1], H * W + sum(a * b for a, b in edit.sizes[:-1])
     changed = inputs["hidden_states"].clone()
     if changed.dim() == 6 and changed.shape[1] == 2:  # items, the generated one last
@@ -153,14 +129,13 @@ def test_probe_of_where_references_are(edit: Edit) -> None:
         assert int(moved.sum()) == h
 
 
-def test_what_merged_keys_lack_is_given_back() -> None:
-    """Corrected, the output is nearer; a share of 1 changes no reference, and gradients pass."""
+def test_fitted_values_are_nearer_and_a_share_of_1_changes_nothing() -> None:
     model, inputs = built(EDITS[0])
     whole = output_of(inputs, model)
     handle = apply_mame(model, keep=1.0, references=SHARE, min_tokens=1)
     errors = []
-    for correct in (True, False):
-        handle.set(study=Study(correct=correct))
+    for fit_queries in (None, 0):
+        handle.set(fit_queries=fit_queries)
         errors.append(float((output_of(inputs, model) - whole).norm()))
     assert 0 < errors[0] < errors[1]
     handle.set(references=1.0)
@@ -180,16 +155,6 @@ def test_compiled_it_is_one_graph() -> None:
     torch.testing.assert_close(output_of(inputs, compiled), expected)
 
 
-@pytest.mark.parametrize("weights", ["pick", "average"])
-def test_other_weights(weights: str) -> None:
-    model, inputs = built(EDITS[0])
-    study = {"weights": weights}
-    handle = apply_mame(model, keep=KEEP, references=SHARE, merge="kv", min_tokens=1, study=study)
-    output_of(inputs, model)
-    total = kept((H, W), KEEP) + sum(kept(size, SHARE) for size in SIZES)
-    assert {layer.tokens_kept for layer in handle.report().layers} == {total}
-
-
 def test_models_without_references_refuse_it() -> None:
     model: Any = next(c for c in CASES if c.name == "SD3Transformer2DModel").build()
     message = r"references: expected a model whose reference images .*, got SD 3; leave references"
@@ -200,7 +165,7 @@ def test_models_without_references_refuse_it() -> None:
         handle.set(references=0.25)
     with pytest.raises(ValueError, match="sees no reference images; use apply_mame"):
         MaMeAttnProcessor(references=0.25)
-    with pytest.raises(ValueError, match=r"references: .*needs merge='kv', got merge='qkv'"):
-        MaMeConfig(references=0.25, merge="qkv")
+    with pytest.raises(ValueError, match="references: goes with keep"):
+        MaMeConfig(references=0.25, tau=0.5)
     with pytest.raises(ValueError, match="references: expected a share above 0 and at most 1"):
         MaMeConfig(references=0.0)

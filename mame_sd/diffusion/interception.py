@@ -83,6 +83,8 @@ class MergeJob:
         grids = [grid._replace(start=grid.start + shift) for grid in self.grids]
         if q.shape[2] == count:
             first = grids[0].start
+        elif q.shape[2] == self.length:  # keys of earlier calls have no queries
+            first = self.grids[0].start
         elif q.shape[2] == self.queries:
             first = self.first_query
         elif q.shape[2] == image:

@@ -15,18 +15,14 @@ from tests.builders.tiny import seeded, tiny_motion_adapter, tiny_unet
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "default": {},
-    "tau": {"tau": 0.3},
     "keep": {"keep": 0.4},
-    "tau-kv": {"tau": 0.3, "merge": "kv"},
-    "pick": {"keep": 0.25, "weights": "pick"},
-    "pick-more": {"keep": 0.4, "weights": "pick"},
-    "pick-tau": {"tau": 0.3, "weights": "pick"},
-    "keep-qkv": {"keep": 0.5, "merge": "qkv"},
-    "plain": {"preset": "plain", "tau": 0.2},
-    "paper": {"tau": 0.3, "variant": "paper"},
+    "means": {"keep": 0.25, "fit_queries": 0},
+    "one tile": {"keep": 0.5, "tile_size": 0},
+    "tau": {"tau": 0.3},
+    "sequential": {"tau": 0.3, "partition": "sequential", "refine": False},
     "random": {"tau": 0.3, "partition": "random", "seed": 5},
     "k": {"tau": 0.3, "feature": "k"},
-    "k-mean": {"keep": 0.4, "feature": "k-mean"},
+    "k-mean": {"tau": 0.3, "feature": "k-mean"},
 }
 every_config = pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS.keys())
 

@@ -14,26 +14,11 @@ import torchgen
 import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mame_sd import MaMeConfig, plan_merge
-from mame_sd.core.partition import draw_at
-from tests.builders.settings import nested
-from tests.builders.tokens import detail_of
+from mame_sd import MaMeConfig, attention, plan_tokens
+from mame_sd.core.draws import draw_at
+from mame_sd.core.pairs import leaders
 
 TABLE = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
-SETTINGS: tuple[dict[str, Any], ...] = (
-    {"keep": 0.5},
-    {"keep": 0.25},
-    {"tau": 0.3},
-    {"preset": "plain", "tau": 0.3},
-    {"preset": "plain", "keep": 0.6},
-    {"preset": "plain", "keep": 0.6, "partition": "random"},
-    {"preset": "plain", "keep": 0.6, "partition": "random-grid"},
-    {"keep": 0.6, "weights": "pick", "partition": "grid", "tiles": 0},
-    {"tau": -0.5, "metric": "euclidean"},
-    {"tau": 0.01, "metric": "softmax"},
-    {"tau": 0.5, "metric": "dot"},
-    {"tau": 0.3, "variant": "paper"},
-)
 
 
 class Recorded(TorchDispatchMode):
@@ -71,23 +56,36 @@ def kernels() -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("fields", SETTINGS, ids=lambda fields: "-".join(map(str, fields.values())))
-def test_every_operation_is_there(
-    fields: dict[str, Any], dtype: torch.dtype, kernels: dict[str, set[str]]
-) -> None:
-    config = MaMeConfig(**nested(fields))
-    x = torch.randn(2, 256, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
-    with torch.no_grad(), Recorded() as recorded:
-        draw = draw_at(torch.tensor(500.0)) if config.redraw else None
-        plan = plan_merge(x, config, (16, 16), draw=draw)
-        merged = plan.merge(x)
-        if config.weights != "pick":
-            plan.restore(merged, detail_of(x, config, (16, 16)))
-    assert recorded.names
-    lacking = [
+def lacking(recorded: Recorded, kernels: dict[str, set[str]]) -> list[str]:
+    """The operations that MPS has no kernel of."""
+    return [
         n
         for n in recorded.names
         if not any(k == "MPS" or k.startswith("Composite") for k in kernels[n])
     ]
-    assert not lacking
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_merged_attention_has_every_operation(
+    dtype: torch.dtype, kernels: dict[str, set[str]]
+) -> None:
+    x = torch.randn(2, 2, 16 * 17, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.no_grad(), Recorded() as recorded:
+        draw, leader = draw_at(torch.tensor(500.0)), leaders(x)
+        attention(x, x, x, (16, 17), draw=draw, leader=leader, kernel=lambda q, *_, **__: q)
+    assert not lacking(recorded, kernels)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"tau": 0.3}, {"tau": -0.5, "metric": "euclidean"}, {"tau": 0.01, "metric": "softmax"}],
+    ids=str,
+)
+def test_merged_tokens_have_every_operation(
+    fields: dict[str, Any], kernels: dict[str, set[str]]
+) -> None:
+    x = torch.randn(2, 256, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), Recorded() as recorded:
+        plan = plan_tokens(x, MaMeConfig(**fields))
+        plan.restore(plan.merge(x))
+    assert not lacking(recorded, kernels)

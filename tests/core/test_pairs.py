@@ -1,30 +1,11 @@
-"""Samples that merge alike: who leads, and plans by the leaders' tokens."""
+"""Samples that merge alike: who leads."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 
-from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import plan_merge
 from mame_sd.core.pairs import leaders, leaders_of_chunks
-from mame_sd.core.reference import reference_plan
-from tests.builders.settings import nested
-from tests.builders.tokens import detail_of
-
-SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"keep": 0.4, "stride": (2, 2)},
-    {"tau": 0.2},
-    {"merge": "qkv", "keep": 0.5},
-    {"weights": "average", "keep": 0.5},
-    {"weights": "average", "tau": 0.1, "tiles": 3},
-    {"weights": "pick", "keep": 0.4},
-    {"weights": "pick", "tau": 0.1},
-    {"preset": "plain", "tau": 0.1},
-]
 
 
 def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -84,48 +65,3 @@ def test_a_chunk_of_another_input_leads_itself() -> None:
         2,
         3,
     ]
-
-
-@pytest.mark.parametrize("samples", [1, 4, 6], ids=str)
-def test_layers_that_see_other_samples_have_no_leaders(samples: int) -> None:
-    """Frames of a video in the batch, or a part of it."""
-    x, leader, config = tokens(samples, 64, 3), torch.tensor([1, 1]), MaMeConfig(keep=0.5)
-    led = plan_merge(x, config, (8, 8), leader=leader)
-    assert torch.equal(led.rows, plan_merge(x, config, (8, 8)).rows)
-
-
-@pytest.mark.parametrize("compiling", [False, True], ids=["eager", "traced"])
-@pytest.mark.parametrize("leader", [[1, 1], [0, 1], [1, 0], [2, 3, 2, 3]], ids=str)
-@pytest.mark.parametrize("fields", SETTINGS, ids=str)
-def test_plans_equal_the_loops(
-    fields: dict[str, Any], leader: list[int], compiling: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if compiling:  # what a graph does, which knows no values
-        monkeypatch.setattr("mame_sd.core.merge.torch.compiler.is_compiling", lambda: True)
-    config, size, who = MaMeConfig(**nested(fields)), (6, 9), torch.tensor(leader)
-    x, t = tokens(len(leader), 54, 6), tokens(len(leader), 54, 3, seed=1)
-    plan = plan_merge(x, config, size, leader=who)
-    monkeypatch.undo()
-    slow = reference_plan(x, config, size, leader=who)
-    merged = plan.merge(t)
-    torch.testing.assert_close(merged.double(), slow.merge(t), rtol=1e-5, atol=1e-5)
-    detail = detail_of(x, config, size)
-    if config.weights != "pick":
-        torch.testing.assert_close(
-            plan.restore(merged, detail).double(),
-            slow.restore(merged, detail),
-            rtol=1e-5,
-            atol=1e-5,
-        )
-
-
-@pytest.mark.parametrize("fields", SETTINGS, ids=str)
-def test_a_sample_that_leads_merges_as_by_itself(fields: dict[str, Any]) -> None:
-    config, x = MaMeConfig(**nested(fields)), tokens(2, 54, 6)
-    both, alone = (
-        plan_merge(x, config, (6, 9), leader=torch.tensor([1, 1])),
-        plan_merge(x[1:], config, (6, 9)),
-    )
-    for sample in range(2):
-        t = tokens(2, 54, 3, seed=1)
-        torch.testing.assert_close(both.merge(t)[sample], alone.merge(t[sample : sample + 1])[0])

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from mame_sd.core.plan import Plan
-from mame_sd.diffusion import layer
+from mame_sd.core import attention
+from mame_sd.core.groups import Groups
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
-    """All plans that are made, in order."""
-    made: list[Plan] = []
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[Groups]:
+    """All groups that are formed, in order."""
+    made: list[Groups] = []
 
-    def plan(*args: Any, **kwargs: Any) -> Plan:
-        made.append(plan_merge(*args, **kwargs))
+    def group(*args: Any, **kwargs: Any) -> Groups:
+        made.append(group_tokens(*args, **kwargs))
         return made[-1]
 
-    plan_merge = layer.plan_merge
-    monkeypatch.setattr(layer, "plan_merge", plan)
+    group_tokens = attention.group_tokens
+    monkeypatch.setattr(attention, "group_tokens", group)
     return made

@@ -15,12 +15,9 @@ import torch
 from diffusers.hooks import HookRegistry, ModelHook
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, remove_mame
-from mame_sd.config import Study
-from mame_sd.core.owners import owners_of
-from mame_sd.core.partition import DRAWS, draw_at, positions
+from mame_sd.core.draws import DRAWS, draw_at
 from mame_sd.diffusion.apply_denoiser import has_hooks
 from tests.builders.layers import CONFIGS, attention, tokens
-from tests.builders.settings import nested
 from tests.builders.tiny import (
     one_level_unet,
     run_unet,
@@ -52,19 +49,18 @@ def test_bit_equal_to_the_processor_and_after_removal(
     unet = build()
     shape = {"height": size[0], "width": size[1]}
     before = run_unet(unet, **shape)
-    apply_mame(
-        unet, min_tokens=40, **nested({"redraw": False, **fields})
-    )  # the processor sees no steps
+    unseen = {} if "tau" in fields else {"redraw": False}  # the processor sees no steps
+    apply_mame(unet, min_tokens=40, **unseen, **fields)
     hooked = run_unet(unet, **shape)
     assert not torch.equal(hooked, before)
     remove_mame(unet)
     assert torch.equal(run_unet(unet, **shape), before)
-    unet.set_attn_processor(MaMeAttnProcessor(min_tokens=40, size=size, **nested(fields)))
+    unet.set_attn_processor(MaMeAttnProcessor(min_tokens=40, size=size, **fields))
     assert torch.equal(run_unet(unet, **shape), hooked)
 
 
 def at(unet: Any, timestep: Any, **fields: Any) -> torch.Tensor:
-    with torch.no_grad(), mame(unet, keep=0.25, min_tokens=40, **nested(fields)):
+    with torch.no_grad(), mame(unet, keep=0.25, min_tokens=40, **fields):
         output: torch.Tensor = unet(**{**unet_inputs(unet), "timestep": timestep}).sample
     return output
 
@@ -96,11 +92,9 @@ def test_neighbouring_layers_take_different_draws() -> None:
         layers = list(handle.report().layers)
         for number, layer in enumerate(layers):
             plan = handle.plans()[layer.name]
-            want = positions(
-                plan.tokens_in, handle.config, layer.size, draw=(draw_at(timestep) + number) % DRAWS
-            )
-            assert torch.equal(plan.positions.dst, want.dst)
-    assert len({tuple(plan.positions.dst.tolist()) for plan in plans}) > 1
+            draw = int((draw_at(timestep) + number) % DRAWS)
+            assert torch.equal(plan.dst, plan.cells.dst[draw])
+    assert len({tuple(plan.dst.tolist()) for plan in plans}) > 1
 
 
 def test_a_model_inside_another_module_has_steps_too() -> None:
@@ -130,7 +124,7 @@ def test_with_gradients_the_first_draw_is_taken() -> None:
     assert with_gradients.requires_grad
     drawn = run_unet(unet)
     remove_mame(unet)
-    apply_mame(unet, keep=0.25, min_tokens=40, study=Study(redraw=False))
+    apply_mame(unet, keep=0.25, min_tokens=40, redraw=False)
     assert torch.equal(with_gradients, run_unet(unet))
     assert not torch.equal(with_gradients, drawn)
 
@@ -231,7 +225,7 @@ def test_report_raises_when_nothing_could_merge() -> None:
     unet = tiny_unet()
     handle = apply_mame(unet)
     run_unet(unet)
-    with pytest.raises(NothingMergedError, match="fewer than min_tokens=1024"):
+    with pytest.raises(NothingMergedError, match="fewer than 1024 tokens, the min_tokens of cpu"):
         handle.report()
 
 
@@ -369,7 +363,7 @@ def test_capture_keeps_the_latest_plans() -> None:
     for name, plan in plans.items():
         size = sizes[name]
         assert size is not None
-        assert owners_of(plan).shape == (2, size[0] * size[1])
+        assert plan.groups.shape == (2, size[0] * size[1])
     handle.capture(False)
     assert handle.plans() == {}
 
@@ -430,31 +424,24 @@ def guided(unet: Any, apart: float = 0.0, **fields: Any) -> tuple[torch.Tensor, 
     inputs = unet_inputs(unet)
     latents = inputs["sample"][:1]
     inputs["sample"] = torch.cat([latents, latents + apart])
-    with torch.no_grad(), mame(unet, min_tokens=40, **nested(fields)):
+    with torch.no_grad(), mame(unet, min_tokens=40, **fields):
         output: torch.Tensor = unet(**inputs).sample
     return output[0], output[1]
 
 
-@pytest.mark.parametrize(
-    "fields", [{}, {"tau": 0.5}, {"merge": "qkv", "keep": 0.5}, {"weights": "pick"}], ids=str
-)
+@pytest.mark.parametrize("fields", [{}, {"keep": 0.5, "fit_queries": 0}], ids=str)
 def test_a_guided_pair_merges_by_the_guided_sample_alone(fields: dict[str, Any]) -> None:
     unet = tiny_unet()
     first, second = guided(unet, **fields)
-    _, alone = guided(unet, pairs=False, **fields)
-    if (
-        "tau" not in fields
-    ):  # by tau alone the unguided sample has a say too: what one preserves both do
-        torch.testing.assert_close(second, alone)
-    other = guided(unet, pairs=False, **fields)[0]
-    draws_alone = fields.get("weights") == "pick"
-    assert torch.equal(first, other) == draws_alone
+    other, alone = guided(unet, share_guidance_plan=False, **fields)
+    torch.testing.assert_close(second, alone)
+    assert not torch.equal(first, other)
 
 
 def test_samples_of_other_latents_merge_by_themselves() -> None:
     unet = tiny_unet()
     for got, expected in zip(
-        guided(unet, apart=1e-3), guided(unet, apart=1e-3, pairs=False), strict=True
+        guided(unet, apart=1e-3), guided(unet, apart=1e-3, share_guidance_plan=False), strict=True
     ):
         assert torch.equal(got, expected)
 
@@ -484,7 +471,7 @@ def test_a_training_batch_is_no_pair() -> None:
     inputs["sample"] = inputs["sample"][:1].repeat(2, 1, 1, 1)
     outputs = []
     for pairs in (True, False):
-        with mame(unet, min_tokens=40, study=Study(pairs=pairs)):
+        with mame(unet, min_tokens=40, share_guidance_plan=pairs):
             outputs.append(unet(**inputs).sample)
     assert torch.equal(*outputs)
 

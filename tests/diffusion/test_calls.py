@@ -13,14 +13,13 @@ import torch
 from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor, nn
 
-from mame_sd import MaMeConfig, apply_mame, plan_merge, remove_mame
-from mame_sd.config import Study
-from mame_sd.core.plan import Plan, RowPlan
+from mame_sd import MaMeConfig, apply_mame, remove_mame
+from mame_sd.core.cells import cells_of
+from mame_sd.core.groups import Groups, group_tokens
 from mame_sd.diffusion import model_hooks
 from mame_sd.diffusion.hook_registry import hook_on
 from mame_sd.diffusion.hooks import Plans
 from tests.builders.pipelines import SIDE, controlnet, noise
-from tests.builders.settings import nested
 from tests.builders.threads import in_thread
 from tests.builders.tiny import LATENT, tiny_unet, unet_inputs
 from tests.builders.transformers import halves, normal, run
@@ -35,14 +34,14 @@ def with_another_text(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def called_twice(
-    between: Callable[[Any, dict[str, Any]], Any], planned: list[Plan], **fields: Any
+    between: Callable[[Any, dict[str, Any]], Any], planned: list[Groups], **fields: Any
 ) -> bool:
     """Whether the second of two calls of a model, for another text, merges by the first one's
     plans, with something done in between.
     """
     model = tiny_unet()
     inputs = {**unet_inputs(model), "timestep": torch.tensor(500)}
-    handle = apply_mame(model, **nested({"min_tokens": 40, **fields}))
+    handle = apply_mame(model, **{"min_tokens": 40, **fields})
     with torch.no_grad():
         model(**inputs)
         between(handle, inputs)
@@ -66,7 +65,7 @@ def elsewhere(handle: Any, inputs: dict[str, Any]) -> None:
     in_thread(work)
 
 
-def test_a_call_that_is_repeated_stands_alone(planned: list[Plan]) -> None:
+def test_a_call_that_is_repeated_stands_alone(planned: list[Groups]) -> None:
     """With other weights, perhaps: the same call gives the same, whatever ran before."""
     model = tiny_unet()
     apply_mame(model, min_tokens=40)
@@ -81,7 +80,7 @@ def test_a_call_that_is_repeated_stands_alone(planned: list[Plan]) -> None:
         assert not planned, "the last one was guidance's"
 
 
-def test_another_thread_plans_for_itself(planned: list[Plan]) -> None:
+def test_another_thread_plans_for_itself(planned: list[Groups]) -> None:
     model = tiny_unet()
     handle, inputs = apply_mame(model, min_tokens=40), unet_inputs(model)
     with torch.no_grad():
@@ -103,12 +102,12 @@ def test_another_thread_plans_for_itself(planned: list[Plan]) -> None:
         (other("sample", torch.clone), False),
         (other("sample", lambda t: t.mul_(2)), False),
         (lambda handle, inputs: handle.set(keep=0.5), False),
-        (lambda handle, inputs: handle.set(study=Study(pairs=False)), False),
+        (lambda handle, inputs: handle.set(share_guidance_plan=False), False),
         (
             lambda handle, inputs: (
-                handle.set(study=Study(pairs=False)),
+                handle.set(share_guidance_plan=False),
                 handle.root(**inputs),
-                handle.set(study=Study(pairs=True)),
+                handle.set(share_guidance_plan=True),
             ),
             False,
         ),
@@ -145,19 +144,16 @@ def test_another_thread_plans_for_itself(planned: list[Plan]) -> None:
     ],
 )
 def test_the_second_call_follows_where_latents_and_timestep_are_the_same(
-    between: Any, shared: bool, planned: list[Plan]
+    between: Any, shared: bool, planned: list[Groups]
 ) -> None:
     assert called_twice(between, planned) == shared
 
 
-@pytest.mark.parametrize("fields", [{"pairs": False}, {"weights": "average", "keep": 0.5}], ids=str)
-def test_calls_stand_alone_where_that_is_asked_for_or_plans_are_matrices(
-    fields: dict[str, Any], planned: list[Plan]
-) -> None:
-    assert not called_twice(lambda handle, inputs: None, planned, **fields)
+def test_calls_stand_alone_where_that_is_asked_for(planned: list[Groups]) -> None:
+    assert not called_twice(lambda handle, inputs: None, planned, share_guidance_plan=False)
 
 
-def test_calls_stand_alone_in_inference_mode_and_with_gradients(planned: list[Plan]) -> None:
+def test_calls_stand_alone_in_inference_mode_and_with_gradients(planned: list[Groups]) -> None:
     model = tiny_unet()
     apply_mame(model, min_tokens=40)
     for mode in (torch.inference_mode, torch.enable_grad):
@@ -172,31 +168,6 @@ def test_calls_stand_alone_in_inference_mode_and_with_gradients(planned: list[Pl
             assert len(planned) == 2 * made > 0
 
 
-def test_each_chunk_of_a_network_has_its_plan(planned: list[Plan]) -> None:
-    """A feed-forward network that runs in chunks is called more than once in each call of the
-    model.
-    """
-    model = tiny_unet()
-    for block in model.modules():
-        if isinstance(block, BasicTransformerBlock):
-            block.set_chunk_feed_forward(1, 0)
-    handle = apply_mame(model, mlp=0.5, min_tokens=40)
-    inputs = unet_inputs(model)
-    with torch.no_grad():
-        first = model(**inputs).sample
-        made = len(planned)
-        second = model(
-            **{**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"].clone()}
-        ).sample
-    assert torch.equal(first, second)
-    assert len(planned) == made
-    chunks = [
-        entry.calls for entry in handle.report().layers if entry.part == "mlp" and entry.merged
-    ]
-    assert chunks
-    assert set(chunks) == {4}
-
-
 def block_of(model: Any) -> Any:
     return model.down_blocks[0].attentions[0].transformer_blocks[0]
 
@@ -207,16 +178,16 @@ def call_alone(layer: Any, **given: Tensor) -> None:
         layer(normal(2, LATENT * LATENT, 16), **given)
 
 
-def kept_for(planned: list[Plan]) -> list[weakref.ref[Any]]:
+def kept_for(planned: list[Groups]) -> list[weakref.ref[Any]]:
     """What still knows, after this call, which of the plans that were made are kept somewhere, or
     who went where in them.
     """
-    references = [weakref.ref(plan.rows if isinstance(plan, RowPlan) else plan) for plan in planned]
+    references = [weakref.ref(plan.row) for plan in planned]
     planned.clear()
     return references
 
 
-def test_blocks_called_by_themselves_plan_for_themselves(planned: list[Plan]) -> None:
+def test_blocks_called_by_themselves_plan_for_themselves(planned: list[Groups]) -> None:
     """Between, beside and after calls of the model with the same latents."""
     model = tiny_unet()
     apply_mame(model, min_tokens=40)
@@ -238,7 +209,7 @@ def test_blocks_called_by_themselves_plan_for_themselves(planned: list[Plan]) ->
 
 
 @pytest.mark.parametrize("end", ["error", "interruption", "removal"])
-def test_a_call_that_ends_early_leaves_no_plans_to_others(end: str, planned: list[Plan]) -> None:
+def test_a_call_that_ends_early_leaves_no_plans_to_others(end: str, planned: list[Groups]) -> None:
     model = tiny_unet()
     handle = apply_mame(model, min_tokens=40)
     inputs, late = unet_inputs(model), model.up_blocks[1].attentions[0].transformer_blocks[0].attn1
@@ -264,7 +235,7 @@ def test_a_call_that_ends_early_leaves_no_plans_to_others(end: str, planned: lis
         assert not any(plan() is not None for plan in [*kept, *kept_for(planned)])
 
 
-def test_control_images_of_one_input_merge_apart(planned: list[Plan]) -> None:
+def test_control_images_of_one_input_merge_apart(planned: list[Groups]) -> None:
     """A union ControlNet is called for each of its images, with the same latents."""
     net = controlnet()
     apply_mame(net, min_tokens=40)
@@ -291,7 +262,7 @@ def test_a_compiled_model_and_its_calls_stand_alone() -> None:
 
 @pytest.mark.parametrize("end", ["latents", "turned off"])
 def test_plans_go_with_the_latents_the_thread_and_the_setting(
-    end: str, planned: list[Plan]
+    end: str, planned: list[Groups]
 ) -> None:
     model = tiny_unet()
     handle = apply_mame(model, min_tokens=40)
@@ -306,7 +277,7 @@ def test_plans_go_with_the_latents_the_thread_and_the_setting(
         if end == "latents":
             inputs.clear()
         else:
-            handle.set(study=Study(pairs=False))
+            handle.set(share_guidance_plan=False)
             model(**inputs)
     assert not any(plan() is not None for plan in kept)
 
@@ -333,7 +304,7 @@ def subclass(model: Any, inputs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", [first_input_has_no_tensor, captured, subclass])
 def test_nothing_is_kept_where_calls_can_not_be_told_apart(
-    case: Any, planned: list[Plan], monkeypatch: pytest.MonkeyPatch
+    case: Any, planned: list[Groups], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Put back afterwards.
     monkeypatch.setattr(model_hooks, "_is_recorded", model_hooks._is_recorded)
@@ -349,12 +320,12 @@ def test_nothing_is_kept_where_calls_can_not_be_told_apart(
     assert not any(plan() is not None for plan in kept_for(planned))
 
 
-def test_plans_are_of_one_shape_each(planned: list[Plan]) -> None:
+def test_plans_are_of_one_shape_each(planned: list[Groups]) -> None:
     latents = normal(1, 4, 8, 8)
     plans = Plans(latents)
     first, other, again = (
-        plans.begin(500, []).plan("a", MaMeConfig(), shape, object)  # type: ignore[arg-type]
-        for shape in ((1, 8, 8), (1, 4, 16), (1, 8, 8))
+        plans.begin(500, []).groups("a", MaMeConfig(), shape, 0, grouped).row
+        for shape in ((8, 8), (4, 16), (8, 8))
     )
     assert first is again
     assert first is not other
@@ -362,7 +333,7 @@ def test_plans_are_of_one_shape_each(planned: list[Plan]) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "compared"),
-    [({}, True), ({"weights": "average", "keep": 0.5}, False), ({"min_tokens": 10000}, False)],
+    [({}, True), ({"tau": 0.2}, False), ({"min_tokens": 10000}, False)],
 )
 def test_timesteps_are_compared_where_plans_are_kept_alone(
     fields: dict[str, Any], compared: bool, monkeypatch: pytest.MonkeyPatch
@@ -376,7 +347,7 @@ def test_timesteps_are_compared_where_plans_are_kept_alone(
 
     monkeypatch.setattr(torch, "equal", counted)
     model = tiny_unet()
-    apply_mame(model, **nested({"min_tokens": 40, **fields}))
+    apply_mame(model, **{"min_tokens": 40, **fields})
     inputs = {**unet_inputs(model), "timestep": torch.tensor(500)}
     with torch.no_grad():
         model(**inputs)
@@ -386,7 +357,7 @@ def test_timesteps_are_compared_where_plans_are_kept_alone(
 
 
 def test_a_layer_that_has_settings_of_its_own_in_one_call_plans_by_them(
-    planned: list[Plan],
+    planned: list[Groups],
 ) -> None:
     model = tiny_unet()
     handle = apply_mame(model, min_tokens=40)
@@ -441,16 +412,21 @@ def test_blocks_that_are_compiled_alone_stay_right() -> None:
         torch.testing.assert_close(run(guided, model), expected)
 
 
-@pytest.mark.parametrize("merge", ["kv", "qkv"])
-def test_plans_kept_for_a_second_call_hold_no_inputs(merge: str) -> None:
-    latents, config = torch.zeros(1), MaMeConfig(keep=0.5, merge=merge, min_tokens=1)
+def grouped() -> Groups:
+    """Groups of 64 tokens."""
+    cells = cells_of((8, 8), 0.5)
+    return group_tokens(torch.randn(2, 64, 8)[:, cells.order], cells)
+
+
+def test_plans_kept_for_a_second_call_hold_no_inputs() -> None:
+    latents, config = torch.zeros(1), MaMeConfig(keep=0.5, min_tokens=1)
     plans, features = Plans(latents).begin(1.0, []), []
 
-    def make() -> Plan:
-        feature = torch.randn(2, 64, 8)
+    def make() -> Groups:
+        cells, feature = cells_of((8, 8), 0.5), torch.randn(2, 64, 8)
         features.append(weakref.ref(feature))
-        return plan_merge(feature, config, (8, 8))
+        return group_tokens(feature, cells)
 
-    plan = plans.plan("layer", config, (2, 8, 8), make)
+    plan = plans.groups("layer", config, (8, 8), 0, make)
     assert features[0]() is None
     assert plan.restore(torch.randn(2, 32, 8)).shape == (2, 64, 8)

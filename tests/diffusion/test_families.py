@@ -4,9 +4,9 @@ their own.
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,30 +27,26 @@ from diffusers.models.transformers.transformer_flux import FluxAttention, FluxIP
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 from torch import Tensor, nn
 
-from mame_sd import MaMeConfig, apply_mame, plan_merge, remove_mame
-from mame_sd.config import Study
-from mame_sd.core.owners import owners_of
+from mame_sd import MaMeConfig, NothingMergedError, apply_mame, plan_tokens, remove_mame
 from mame_sd.diffusion.families.layouts import packed
 from mame_sd.diffusion.families.sequence import SequenceAttention
 from mame_sd.diffusion.families.transformers import BUILT_IN, family_of
 from mame_sd.diffusion.hook_registry import hook_on
-from mame_sd.diffusion.layer import merged_call
+from mame_sd.diffusion.layer import NO_SIZE, UNSEEN, merged_call
 from mame_sd.diffusion.model_hooks import SizeHook
 from mame_sd.families import Family, Tokens, along, pixels, register_family
 from mame_sd.report import LayerStats
-from tests.builders.settings import nested
 from tests.builders.tiny import seeded, tiny_unet
-from tests.builders.tokens import detail_of
 from tests.builders.transformers import FLUX, TEXT, H, W, flux_inputs, normal, run
+from tests.matrix.transformers import ROWS
 
 N = H * W
-WHOLE: list[dict[str, Any]] = [
-    {"keep": 0.5, "merge": "qkv"},
-    {"tau": 0.1, "merge": "qkv", "tiles": 0},
-    {"keep": 0.5, "merge": "qkv", "detail": True},
-]
 ONE_OF_EACH = {"num_layers": 1, "num_single_layers": 1}  # for tracing takes seconds a block
-FIELDS = [{**fields, "correct": False} for fields in WHOLE]  # merged tokens count once
+TAU = MaMeConfig(tau=0.1, min_tokens=1)
+
+
+def built_in(name: str) -> Family:
+    return next(family for family in BUILT_IN if family.name.startswith(name))
 
 
 def counted(
@@ -71,89 +67,34 @@ def merged(
     return output
 
 
-@pytest.mark.parametrize("fields", FIELDS, ids=["keep", "tau", "detail"])
 @pytest.mark.parametrize("text", [0, TEXT], ids=["image", "text-and-image"])
-def test_flux_single_attention_by_hand(text: int, fields: dict[str, Any]) -> None:
+def test_flux_single_attention_by_hand(text: int) -> None:
+    """Merged tokens have the rotary positions of their destinations."""
     attn = seeded(FluxAttention, 0, query_dim=32, heads=2, dim_head=16, out_dim=32, pre_only=True)
     hidden, cos, sin = (
         normal(3, text + N, 32),
         normal(text + N, 16, seed=1),
         normal(text + N, 16, seed=2),
     )
-    config = MaMeConfig(min_tokens=1, **nested(fields))
-    family = family_of(FluxTransformer2DModel(**FLUX, pooled_projection_dim=8))
-    assert family is not None
     with torch.no_grad():
         got = merged(
             attn,
-            family,
+            built_in("Flux"),
             Tokens((H, W), before=text),
-            config,
+            TAU,
             hidden_states=hidden,
             image_rotary_emb=(cos, sin),
         )
-        plan = plan_merge(hidden[:, text:], config, (H, W))
-        assert plan.tokens_kept < N
-        image = plan.merge(hidden[:, text:])
-        for i in range(3):
-            kept = plan.kept if plan.kept.dim() == 1 else plan.kept[i]
-            every = torch.cat([torch.arange(text), kept + text])
-            states = torch.cat([hidden[i : i + 1, :text], image[i : i + 1]], 1)
-            out = attn(states, image_rotary_emb=(cos[every], sin[every]))
-            alone = (
-                plan_merge(hidden[i : i + 1, text:], config, (H, W))
-                if plan.kept.dim() == 2
-                else None
-            )
-            if alone is not None:
-                torch.testing.assert_close(
-                    got[i : i + 1, text:],
-                    alone.restore(
-                        out[:, text:], detail_of(hidden[i : i + 1, text:], config, (H, W))
-                    ),
-                )
-            torch.testing.assert_close(got[i : i + 1, :text], out[:, :text])
-            if not config.detail:
-                torch.testing.assert_close(
-                    got[i : i + 1, text:][:, kept[:5]], out[:, text : text + 5]
-                )
+        plan = plan_tokens(hidden[:, text:], TAU)
+        assert N // 2 < plan.tokens_kept < N
+        every = torch.cat([torch.arange(text), plan.kept + text])
+        states = torch.cat([hidden[:, :text], plan.merge(hidden[:, text:])], 1)
+        out = attn(states, image_rotary_emb=(cos[every], sin[every]))
+        torch.testing.assert_close(got[:, :text], out[:, :text])
+        torch.testing.assert_close(got[:, text:], plan.restore(out[:, text:]))
 
 
-@pytest.mark.parametrize(
-    ("text", "fields"),
-    [(TEXT, WHOLE[0]), (TEXT, WHOLE[1]), (TEXT, {"keep": 0.4, "merge": "qkv"}), (0, WHOLE[1])],
-    ids=["even", "tau", "uneven", "tau, no text"],
-)
-def test_whole_merged_tokens_beside_text_count_as_often_as_they_stand_for_tokens(
-    text: int, fields: dict[str, Any]
-) -> None:
-    """As if every token were there, holding its group's mean at its destination's place."""
-    attn = seeded(FluxAttention, 0, query_dim=32, heads=2, dim_head=16, out_dim=32, pre_only=True)
-    hidden, cos, sin = (
-        normal(3, text + N, 32),
-        normal(text + N, 16, seed=1),
-        normal(text + N, 16, seed=2),
-    )
-    config = MaMeConfig(min_tokens=1, **nested({"detail": False, **fields}))
-    family = next(family for family in BUILT_IN if family.name == "Flux")
-    with torch.no_grad():
-        got = merged(
-            attn,
-            family,
-            Tokens((H, W), before=text),
-            config,
-            hidden_states=hidden,
-            image_rotary_emb=(cos, sin),
-        )
-        plan = plan_merge(hidden[:, text:], config, (H, W))
-        means = torch.cat([hidden[:, :text], plan.restore(plan.merge(hidden[:, text:]))], 1)
-        owners = torch.cat([torch.arange(text).expand(3, -1), owners_of(plan) + text], 1)
-        for i, places in enumerate(owners):
-            expected = attn(means[i : i + 1], image_rotary_emb=(cos[places], sin[places]))
-            torch.testing.assert_close(got[i : i + 1], expected)
-
-
-def test_whole_merged_tokens_of_joint_attention_count_as_often_as_they_stand_for_tokens() -> None:
+def test_joint_attention_by_hand() -> None:
     attn = seeded(
         Attention,
         0,
@@ -166,57 +107,38 @@ def test_whole_merged_tokens_of_joint_attention_count_as_often_as_they_stand_for
         processor=JointAttnProcessor2_0(),
     )
     hidden, text = normal(2, N, 32), normal(2, TEXT, 32, seed=1)
-    config = MaMeConfig(keep=0.25, merge="qkv", min_tokens=1, study=Study(detail=False))
-    family = next(family for family in BUILT_IN if family.name == "Stable Diffusion 3")
     with torch.no_grad():
         image, words = merged(
-            attn, family, Tokens((H, W)), config, hidden_states=hidden, encoder_hidden_states=text
+            attn,
+            built_in("Stable Diffusion 3"),
+            Tokens((H, W)),
+            TAU,
+            hidden_states=hidden,
+            encoder_hidden_states=text,
         )
-        plan = plan_merge(hidden, config, (H, W))
-        means = plan.restore(plan.merge(hidden))
-        for got, expected in zip(
-            (image, words), attn(means, encoder_hidden_states=text), strict=True
-        ):
-            torch.testing.assert_close(got, expected)
+        plan = plan_tokens(hidden, TAU)
+        few, expected = attn(plan.merge(hidden), encoder_hidden_states=text)
+    torch.testing.assert_close(image, plan.restore(few))
+    torch.testing.assert_close(words, expected)
 
 
-@pytest.mark.parametrize("fields", FIELDS, ids=["keep", "tau", "detail"])
-def test_wan_attention_by_hand(fields: dict[str, Any]) -> None:
+def test_wan_attention_by_hand() -> None:
     times = 3
     attn = seeded(WanAttention, 0, dim=32, heads=2, dim_head=16, processor=WanAttnProcessor())
     hidden = normal(2, times * N, 32)
     rotary = normal(1, times * N, 1, 16, seed=1), normal(1, times * N, 1, 16, seed=2)
-    config = MaMeConfig(min_tokens=1, **nested(fields))
-    family = family_of(
-        seeded(WanTransformer3DModel, 0, num_layers=0, num_attention_heads=2, attention_head_dim=12)
-    )
-    assert family is not None
-    # the plane by index: row y of frame t is row y * times + t
-    order = torch.arange(times * N).view(times, H, W).permute(1, 0, 2).flatten()
     with torch.no_grad():
         got = merged(
-            attn, family, Tokens((times, H, W)), config, hidden_states=hidden, rotary_emb=rotary
+            attn,
+            built_in("Wan"),
+            Tokens((times, H, W)),
+            TAU,
+            hidden_states=hidden,
+            rotary_emb=rotary,
         )
-        for i in range(2) if config.keep else [slice(None)]:
-            one = hidden[i : i + 1] if isinstance(i, int) else hidden
-            plan = plan_merge(one[:, order], config, (H * times, W))
-            kept = order[plan.kept.reshape(-1)]
-            out = attn(
-                plan.merge(one[:, order]), rotary_emb=tuple(part[:, kept] for part in rotary)
-            )
-            expected = torch.empty_like(one)
-            expected[:, order] = plan.restore(out, detail_of(one[:, order], config, (H * times, W)))
-            torch.testing.assert_close(got[i : i + 1] if isinstance(i, int) else got, expected)
-
-
-def test_a_tile_of_a_video_spans_frames() -> None:
-    """A token that is alike only in the next frame merges with it there."""
-    frames = normal(1, 1, N, 32).expand(1, 2, N, 32).reshape(1, 2 * N, 32)
-    attn = seeded(WanAttention, 0, dim=32, heads=2, dim_head=16, processor=WanAttnProcessor())
-    family = Family("v", ("V",), ("WanAttention",), lambda model, call: None)
-    config = MaMeConfig(tau=0.999, min_tokens=1, tiles=8, study=Study(stride=(2, 1)))
-    _, stats = counted(attn, family, Tokens((2, H, W)), config, hidden_states=frames)
-    assert stats.tokens_kept == N
+        plan = plan_tokens(hidden, TAU)
+        few = attn(plan.merge(hidden), rotary_emb=tuple(part[:, plan.kept] for part in rotary))
+        torch.testing.assert_close(got, plan.restore(few))
 
 
 def flux(**sizes: int) -> tuple[FluxTransformer2DModel, dict[str, Any]]:
@@ -229,19 +151,16 @@ def flux(**sizes: int) -> tuple[FluxTransformer2DModel, dict[str, Any]]:
 
 
 def test_text_of_flux_never_merges() -> None:
-    """Equal text tokens come out unequal from nothing but their places: none of them was
-    averaged.
-    """
+    """By `tau` the layer sees the text's tokens as they were, and half of the image's."""
     model, inputs = flux()
     seen: list[Tensor] = []
     attn = model.single_transformer_blocks[0].attn
     attn.to_k.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     run(inputs, model)
-    apply_mame(model, keep=0.5, merge="qkv", study=Study(stride=(2, 2)), min_tokens=1)
+    apply_mame(model, tau=-1.0, min_tokens=1)
     run(inputs, model)
-    plain, halves = seen[0], seen[1:]
-    assert [part.shape[1] for part in halves] == [TEXT + N // 2] * 2  # each sample keeps its own
-    assert halves[0].shape[0] == 1
+    plain, half = seen
+    assert half.shape[:2] == (2, TEXT + N // 2)
     assert plain.shape[1] == TEXT + N
 
 
@@ -297,80 +216,30 @@ def test_positions_are_not_read_while_merging_is_off() -> None:
         reader(model, (), inputs)
 
 
-@pytest.mark.parametrize(
-    ("fields", "sizes"),
-    [
-        ({"keep": 0.25}, ONE_OF_EACH),
-        ({"keep": 0.4}, ONE_OF_EACH),
-        ({"tau": 0.3}, {"num_layers": 0, "num_single_layers": 1}),  # of many graphs
-    ],
-    ids=["even", "uneven", "tau"],
-)
-@torch.no_grad()
-def test_whole_merged_tokens_are_counted_in_compiled_models(
-    fields: dict[str, Any], sizes: dict[str, int]
-) -> None:
-    torch._dynamo.reset()
-    model, inputs = flux(**sizes)
-    handle = apply_mame(model, merge="qkv", min_tokens=1, **nested(fields))
-    expected = run(inputs, model)
-    assert not any("count once" in layer.reason for layer in handle.report().layers)
-    torch.testing.assert_close(run(inputs, torch.compile(model, backend="eager")), expected)
-    handle.set(study=Study(correct=False))
-    assert not torch.allclose(run(inputs, model), expected)
-
-
 def test_steps_of_flux_have_destinations_of_their_own() -> None:
     model, inputs = flux()
     handle = apply_mame(model, keep=0.25, min_tokens=1)
     drawn = run(inputs, model)
-    handle.set(study=Study(redraw=False))
+    handle.set(redraw=False)
     assert not torch.equal(run(inputs, model), drawn)
-    handle.set(study=Study(redraw=True))
+    handle.set(redraw=True)
     assert torch.equal(run(inputs, model), drawn)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"keep": 0.25},
-        {"keep": 0.4},
-        {"keep": 0.4, "merge": "qkv"},
-        {"keep": 0.25, "weights": "pick"},
-    ],
-    ids=str,
-)
-def test_a_guided_pair_of_flux_merges_by_the_guided_sample(fields: dict[str, Any]) -> None:
-    """Its output is that of no pair, in rotary attention too, where samples that keep tokens of
-    their own run alone.
-    """
+def test_a_guided_pair_of_flux_merges_by_the_guided_sample() -> None:
     model, inputs = flux()
     latents = inputs["hidden_states"][1:]
     inputs["hidden_states"] = latents.repeat(2, 1, 1)
-    handle = apply_mame(model, min_tokens=1, **nested(fields))
+    handle = apply_mame(model, keep=0.25, min_tokens=1)
     pair = run(inputs, model)
-    handle.set(study=Study(pairs=False))
+    handle.set(share_guidance_plan=False)
     apart = run(inputs, model)
     torch.testing.assert_close(pair[1], apart[1])
-    alike = fields.get("weights") == "pick"  # which compares nothing at a share of its cells
-    assert torch.equal(pair[0], apart[0]) == alike
+    assert not torch.equal(pair[0], apart[0])
 
 
-def test_samples_that_keep_the_same_tokens_run_together() -> None:
-    model, inputs = flux()
-    seen: list[tuple[int, ...]] = []
-    apply_mame(model, keep=0.25, merge="qkv", min_tokens=1)
-    hook = model.single_transformer_blocks[0].attn.to_k.register_forward_pre_hook(
-        lambda module, args: seen.append(tuple(args[0].shape[:2]))
-    )
-    both = run(inputs, model)
-    hook.remove()
-    assert seen == [(2, TEXT + N // 4)]
-    first = {key: value if key.endswith("ids") else value[:1] for key, value in inputs.items()}
-    torch.testing.assert_close(run(first, model), both[:1])
-
-
-def test_each_sample_sees_its_own_image_prompt() -> None:
+@pytest.mark.parametrize("fields", [{"keep": 0.5}, {"tau": -1.0}], ids=str)
+def test_each_sample_sees_its_own_image_prompt(fields: dict[str, Any]) -> None:
     attn = seeded(
         FluxAttention, 0, query_dim=32, heads=2, dim_head=16, out_dim=32, added_kv_proj_dim=32
     )
@@ -387,7 +256,7 @@ def test_each_sample_sees_its_own_image_prompt() -> None:
             attn,
             family,
             Tokens((H, W), before=TEXT),
-            MaMeConfig(keep=0.5, merge="qkv", min_tokens=1),
+            MaMeConfig(**fields, min_tokens=1),
             hidden_states=hidden[chosen],
             encoder_hidden_states=text[chosen],
             image_rotary_emb=rotary,
@@ -406,42 +275,34 @@ def hunyuan(processor: Any) -> Attention:
     )
 
 
-def hunyuan_family() -> Family:
-    return next(family for family in BUILT_IN if family.name == "HunyuanDiT")
-
-
-def test_a_processor_that_cuts_the_batch_is_left_alone_where_samples_run_alone() -> None:
+@pytest.mark.parametrize("fields", [{"keep": 0.25}, {"tau": -1.0}], ids=str)
+def test_a_processor_that_cuts_the_batch_merges_each_part(fields: dict[str, Any]) -> None:
+    """PAG computes attention of some samples and none of others."""
     attn = hunyuan(PAGCFGHunyuanAttnProcessor2_0())
     call = {
         "hidden_states": normal(3, N, 32),
         "image_rotary_emb": (normal(N, 16), normal(N, 16, seed=1)),
     }
-    half, same = (
-        MaMeConfig(keep=keep, merge="qkv", study=Study(stride=(2, 2)), min_tokens=1)
-        for keep in (0.5, 0.25)
-    )
+    config = MaMeConfig(**fields, min_tokens=1)
     with torch.no_grad():
-        output, stats = counted(attn, hunyuan_family(), Tokens((H, W)), half, **call)
-        assert torch.equal(output, attn(**call))
-        assert stats.last_reason is not None
-        assert stats.last_reason.startswith(
-            "PAGCFGHunyuanAttnProcessor2_0, which cuts the batch into parts"
-        )
-        _, stats = counted(attn, hunyuan_family(), Tokens((H, W)), same, **call)
-        assert (stats.last_reason, stats.tokens_kept) == (None, N // 4)
+        output, stats = counted(attn, built_in("HunyuanDiT"), Tokens((H, W)), config, **call)
+        before = attn(**call)
+    assert stats.last_reason is None
+    assert not torch.equal(output[:2], before[:2])
+    assert torch.equal(output[2], before[2]) == ("keep" in fields)
 
 
 def test_stacked_rotary_positions_are_those_of_the_pair() -> None:
     attn, hidden = hunyuan(HunyuanAttnProcessor2_0()), normal(2, N, 32)
     pair, config = (
         (normal(N, 16), normal(N, 16, seed=1)),
-        MaMeConfig(keep=0.5, merge="qkv", min_tokens=1),
+        TAU,
     )
     with torch.no_grad():
         outputs = [
             merged(
                 attn,
-                hunyuan_family(),
+                built_in("HunyuanDiT"),
                 Tokens((H, W)),
                 config,
                 hidden_states=hidden,
@@ -452,30 +313,9 @@ def test_stacked_rotary_positions_are_those_of_the_pair() -> None:
     assert torch.equal(*outputs)
 
 
-@pytest.mark.parametrize(
-    ("rows", "more", "reason"),
-    [
-        (
-            N + 1,
-            {},
-            (
-                r"expected one position for each of 96 image tokens, got 97 along dimension 0 of"
-                r" \[97, 16\]"
-            ),
-        ),
-        (
-            N,
-            {"ids": {1, 2}},
-            r"arguments of set can't be split into samples that keep their own tokens",
-        ),
-    ],
-    ids=["rows", "arguments"],
-)
-def test_a_call_unlike_its_family_is_left_alone_and_the_report_says_why(
-    rows: int, more: Any, reason: str
-) -> None:
+def test_a_call_unlike_its_family_is_left_alone_and_the_report_says_why() -> None:
     class Loose(MyAttention):
-        def forward(self, x: Tensor, places: Tensor, ids: Any = None) -> Tensor:
+        def forward(self, x: Tensor, places: Tensor) -> Tensor:
             return super().forward(x, places[:N].repeat(1, 2)[:, :8])
 
     attn = seeded(Loose, 0)
@@ -487,18 +327,69 @@ def test_a_call_unlike_its_family_is_left_alone_and_the_report_says_why(
         lambda call, rows: {"places": rows(call["places"], 0)},
         ("x",),
     )
-    call = {"x": normal(2, N, 8), "places": normal(rows, 16), **more}
+    call = {"x": normal(2, N, 8), "places": normal(N + 1, 16)}
     with torch.no_grad():
-        output, stats = counted(
-            attn,
-            family,
-            Tokens((H, W)),
-            MaMeConfig(keep=0.5, merge="qkv", study=Study(stride=(2, 2)), min_tokens=1),
-            **call,
-        )
+        output, stats = counted(attn, family, Tokens((H, W)), TAU, **call)
         assert torch.equal(output, attn(**call))
-    assert re.fullmatch(reason, stats.last_reason or "")
+    assert stats.last_reason == (
+        "expected one position for each of 96 image tokens, got 97 along dimension 0 of [97, 16]"
+    )
     assert (stats.tokens_in, stats.tokens_kept) == (N, N)
+
+
+class Eager(nn.Module):
+    """Attention without scaled_dot_product_attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(x @ x.transpose(1, 2), -1) @ x
+
+
+def test_attention_that_hides_its_keys_is_left_alone_by_keep_and_merges_by_tau() -> None:
+    attn, x = Eager(), normal(2, N, 8)
+    family = Family("eager", ("M",), ("Eager",), lambda model, call: None, inputs=("x",))
+    half = MaMeConfig(keep=0.5, min_tokens=1)
+    output, stats = counted(attn, family, Tokens((H, W)), half, x=x)
+    assert torch.equal(output, attn(x))
+    assert stats.last_reason == UNSEEN.format("Eager")
+    plan = plan_tokens(x, TAU)
+    got = merged(attn, family, Tokens((H, W)), TAU, x=x)
+    torch.testing.assert_close(got, plan.restore(attn(plan.merge(x))))
+
+
+def test_a_joint_family_that_does_not_tell_where_text_stands_is_left_alone() -> None:
+    row = next(row for row in ROWS if row.name == "Stable Diffusion 3")
+    model = row.build()
+    known = family_of(model)
+    assert known is not None
+    before = row.run(model)
+    register_family(replace(known, text_last=None))
+    try:
+        handle = apply_mame(model, keep=0.5, min_tokens=60)
+        assert torch.equal(row.run(model), before)
+        with pytest.raises(NothingMergedError, match="doesn't tell text_last"):
+            handle.report()
+    finally:
+        register_family(known)
+
+
+@pytest.mark.parametrize(("fields", "note"), [({"keep": 0.5}, NO_SIZE), ({"tau": 0.1}, "")])
+def test_a_sequence_without_rows_and_columns_merges_by_keep_and_says_so(
+    fields: dict[str, Any], note: str
+) -> None:
+    model, inputs = flux()
+    known = family_of(model)
+    assert known is not None
+    register_family(
+        replace(known, tokens=lambda model, call: Tokens((N,), before=TEXT), eager=False)
+    )
+    try:
+        handle = apply_mame(model, min_tokens=60, **fields)
+        run(inputs, model)
+    finally:
+        register_family(known)
+    for layer in handle.report().layers:
+        assert layer.merged
+        assert layer.reason == note
 
 
 def test_inputs_of_unequal_length_are_left_alone() -> None:

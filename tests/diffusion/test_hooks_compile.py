@@ -9,9 +9,8 @@ import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 
 from mame_sd import MaMeAttnProcessor, apply_mame, mame
-from mame_sd.core import partition
+from mame_sd.core import cells
 from tests.builders.layers import CONFIGS, attention, tokens
-from tests.builders.settings import nested
 from tests.builders.tiny import (
     one_level_unet,
     run_unet,
@@ -30,7 +29,7 @@ def test_compiled_calls_are_counted_without_recompiling(fields: dict[str, Any]) 
         tokens(),
         *(tokens().roll(k, 0) * torch.linspace(0.1, k, 64)[:, None] + k for k in (1, 2, 3)),
     ]
-    handle = apply_mame(attn, min_tokens=1, **nested(fields))
+    handle = apply_mame(attn, min_tokens=1, **fields)
     with torch.no_grad():
         expected = [attn(x) for x in inputs]
         before = handle.report().layers[0]
@@ -60,16 +59,12 @@ def test_a_processor_that_was_never_called_before_compiles_once() -> None:
         torch.testing.assert_close(attn(x), first)
 
 
-@pytest.mark.parametrize(
-    ("forward", "fields"), [("model", {}), ("forward alone", {"weights": "pick"})], ids=str
-)
-def test_steps_with_destinations_of_their_own_are_one_graph(
-    forward: str, fields: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("forward", ["model", "forward alone"])
+def test_steps_with_destinations_of_their_own_are_one_graph(forward: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     unet = one_level_unet()
-    apply_mame(unet, keep=0.25, min_tokens=40, **nested(fields))
+    apply_mame(unet, keep=0.25, min_tokens=40)
     steps = [{**unet_inputs(unet), "timestep": torch.tensor(t)} for t in (999, 500, 20)]
     with torch.no_grad():
         expected = [unet(**step).sample for step in steps]
@@ -113,7 +108,7 @@ def test_graphs_of_a_compiled_layer(
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     attn = attention()
-    apply_mame(attn, min_tokens=1, **nested(fields))
+    apply_mame(attn, min_tokens=1, **fields)
     with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=capture):
         expected = attn(tokens())
         torch.testing.assert_close(torch.compile(attn, backend="eager")(tokens()), expected)
@@ -212,11 +207,8 @@ def test_an_exported_model_merges_at_every_step_and_counts_nothing(
     ]
     expected = [unet(**inputs)[0] for inputs in steps]
     before = handle.report().to_dict()
-    for tables in (partition._first_draw, partition._draws):
-        tables.cache_clear()
-    monkeypatch.setattr(
-        partition, "_Compiled", type("None", (), {})
-    )  # as in a process that exports before it runs
+    cells._made.cache_clear()  # as in a process that exports before it runs
+    monkeypatch.setattr(cells, "_Compiled", type("None", (), {}))
     # As AOTInductor does: graphs that change a tensor are refused.
     exported = torch.export.export(unet, (), steps[0], strict=strict).run_decompositions({})
     for inputs, want in zip(steps, expected, strict=True):

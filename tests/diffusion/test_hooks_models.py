@@ -21,7 +21,6 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0, Fu
 from mame_sd import apply_mame, remove_mame
 from mame_sd.diffusion.apply_denoiser import has_hooks
 from tests.builders.layers import motion_unet
-from tests.builders.settings import nested
 from tests.builders.tiny import (
     generate,
     run_unet,
@@ -63,12 +62,10 @@ LATENT_UPSCALER: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "fields", [{"tau": 0.2, "merge": "qkv"}, {"keep": 0.4, "correct": False}], ids=["qkv", "kv"]
-)
+@pytest.mark.parametrize("fields", [{"tau": 0.2}, {"keep": 0.4}], ids=["tau", "keep"])
 def test_survives_fused_projections(fields: dict[str, Any]) -> None:
     unet = tiny_unet()
-    handle = apply_mame(unet, min_tokens=40, **nested(fields))
+    handle = apply_mame(unet, min_tokens=40, **fields)
     before = run_unet(unet)
     unet.fuse_qkv_projections()
     handle.reset()
@@ -79,14 +76,10 @@ def test_survives_fused_projections(fields: dict[str, Any]) -> None:
     assert torch.equal(run_unet(unet), before)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"tau": 0.2, "merge": "qkv", "correct": False}, {"keep": 0.4, "correct": False}],
-    ids=["qkv", "kv"],
-)
+@pytest.mark.parametrize("fields", [{"tau": 0.2}, {"keep": 0.4}], ids=["tau", "keep"])
 def test_survives_slicing_and_default_processors(fields: dict[str, Any]) -> None:
     pipe = tiny_pipeline()
-    handle = apply_mame(pipe, min_tokens=40, **nested(fields))
+    handle = apply_mame(pipe, min_tokens=40, **fields)
     before = run_unet(pipe.unet)
     pipe.enable_attention_slicing()
     torch.testing.assert_close(run_unet(pipe.unet), before, rtol=1e-4, atol=1e-5)
@@ -144,91 +137,6 @@ def test_pag_merges_all_but_the_perturbed_layers_with_kv() -> None:
     skipped = [layer for layer in handle.report().layers if not layer.merged]
     assert [layer.name.split(".")[0] for layer in skipped] == ["mid_block"]
     assert "PAG" in skipped[0].reason
-
-
-def test_animatediff_merges_pixels_and_never_frames() -> None:
-    unet = motion_unet()
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(1, 4, 6, 8, 12, generator=generator), torch.tensor(500)
-    text = torch.randn(6, 7, 16, generator=generator)
-    with torch.no_grad():
-        before = unet(*inputs, text).sample
-        handle = apply_mame(unet, tau=0.2, min_tokens=1)
-        assert not torch.equal(unet(*inputs, text).sample, before)
-        report = handle.report()
-        assert not any("motion" in layer.name for layer in report.layers)
-        assert {layer.size for layer in report.layers} == {(8, 12), (4, 6)}
-        remove_mame(unet)
-        assert torch.equal(unet(*inputs, text).sample, before)
-
-
-def test_stable_video_merges_pixels_and_never_frames() -> None:
-    unet = seeded(
-        UNetSpatioTemporalConditionModel,
-        0,
-        sample_size=8,
-        block_out_channels=(32, 64),
-        layers_per_block=1,
-        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
-        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
-        cross_attention_dim=16,
-        num_attention_heads=(2, 4),
-        projection_class_embeddings_input_dim=96,
-        addition_time_embed_dim=32,
-        num_frames=3,
-    )
-    generator = torch.Generator().manual_seed(0)
-    inputs = (
-        torch.randn(1, 3, 8, 8, 12, generator=generator),
-        torch.tensor(500),
-        torch.randn(1, 1, 16, generator=generator),
-        torch.ones(1, 3),
-    )
-    with torch.no_grad():
-        before = unet(*inputs).sample
-        handle = apply_mame(unet, tau=0.2, min_tokens=1)
-        assert not torch.equal(unet(*inputs).sample, before)
-    report = handle.report()
-    assert not any("temporal" in layer.name for layer in report.layers)
-    assert {layer.size for layer in report.layers} == {(8, 12), (4, 6)}
-
-
-@pytest.mark.parametrize("kind", ["dit", "pixart"])
-def test_transformers_count_patches(kind: str) -> None:
-    shared: dict[str, Any] = {
-        "num_attention_heads": 2,
-        "attention_head_dim": 8,
-        "in_channels": 4,
-        "num_layers": 1,
-    }
-    shared |= {"sample_size": 16, "patch_size": 2, "norm_elementwise_affine": False}
-    generator = torch.Generator().manual_seed(0)
-    sample = torch.randn(2, 4, 16, 16, generator=generator)
-    if kind == "dit":
-        model = seeded(DiTTransformer2DModel, 0, out_channels=8, num_embeds_ada_norm=10, **shared)
-        inputs: dict[str, Any] = {
-            "timestep": torch.tensor([5, 5]),
-            "class_labels": torch.tensor([1, 2]),
-        }
-    else:
-        model = seeded(
-            PixArtTransformer2DModel,
-            0,
-            out_channels=8,
-            cross_attention_dim=16,
-            caption_channels=16,
-            **shared,
-        )
-        inputs = {
-            "timestep": torch.tensor([5, 5]),
-            "encoder_hidden_states": torch.randn(2, 7, 16, generator=generator),
-            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-        }
-    with torch.no_grad():
-        handle = apply_mame(model, tau=0.0, min_tokens=1)
-        model(sample, **inputs)
-    (layer,) = handle.report().layers
-    assert (layer.tokens_in, layer.size, layer.merged) == (64, (8, 8), True)
 
 
 def test_autoencoder_and_text_encoder_of_a_pipeline_are_not_hooked() -> None:
@@ -296,8 +204,8 @@ def test_adapters_loaded_after_applying_take_part() -> None:
     assert not torch.equal(run_unet(unet), before)
 
 
-@pytest.mark.parametrize("merge", ["kv", "qkv"])
-def test_latent_upscaler_merges_where_its_unet_attends_to_itself(merge: str) -> None:
+@pytest.mark.parametrize("fields", [{"keep": 0.5}, {"tau": -1.0}], ids=str)
+def test_latent_upscaler_merges_where_its_unet_attends_to_itself(fields: dict[str, Any]) -> None:
     """Its blocks hold cross-attention, and self-attention too on the smallest level alone."""
     unet = seeded(UNet2DConditionModel, 0, **LATENT_UPSCALER)
     inputs = {
@@ -313,9 +221,9 @@ def test_latent_upscaler_merges_where_its_unet_attends_to_itself(merge: str) -> 
         return output
 
     before = run()
-    handle = apply_mame(unet, tau=1, merge=merge, min_tokens=1)
+    handle = apply_mame(unet, tau=1, min_tokens=1)
     torch.testing.assert_close(run(), before, rtol=1e-4, atol=1e-5)
-    handle.set(keep=0.5, merge=merge)
+    handle.set(**fields)
     handle.reset()
     assert not torch.allclose(run(), before, atol=1e-4)
     layers = handle.report().layers

@@ -20,18 +20,16 @@ from diffusers.models.attention_processor import (
     SlicedAttnProcessor,
 )
 
-from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, plan_merge, remove_mame
-from mame_sd.config import Study
-from mame_sd.core.detail import Detail
+import mame_sd
+from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, plan_tokens, remove_mame
 from mame_sd.diffusion.layer import compared
+from tests import oracle
 from tests.builders.layers import added_kv_unet, attention, every_config, tokens
-from tests.builders.settings import nested
 from tests.builders.tiny import run_unet, seeded, tiny_sdxl_unet, tiny_unet, tiny_vae
-from tests.builders.tokens import detail_of
 
 
 def with_processor(attn: Attention, **fields: Any) -> MaMeAttnProcessor:
-    processor = MaMeAttnProcessor(min_tokens=16, **nested(fields))
+    processor = MaMeAttnProcessor(min_tokens=16, **fields)
     attn.set_processor(processor)
     return processor
 
@@ -43,7 +41,7 @@ def test_set_attn_processor_merges_and_removal_is_bit_equal(
 ) -> None:
     unet = build()
     before = run_unet(unet)
-    processor = MaMeAttnProcessor(min_tokens=64, **nested(fields))
+    processor = MaMeAttnProcessor(min_tokens=64, **fields)
     unet.set_attn_processor(processor)
     after = run_unet(unet)
     assert after.shape == before.shape
@@ -54,41 +52,49 @@ def test_set_attn_processor_merges_and_removal_is_bit_equal(
     assert all(type(p) is AttnProcessor2_0 for p in unet.attn_processors.values())
 
 
-def test_qkv_is_the_installed_attention_between_merge_and_restore() -> None:
+@pytest.mark.parametrize("feature", ["x", "k", "k-mean"])
+def test_tau_is_the_installed_attention_between_merge_and_restore(feature: str) -> None:
     attn, x = attention(), tokens()
-    processor = with_processor(attn, tau=0.3, merge="qkv", correct=False)
-    plan = plan_merge(x, processor.config, (8, 8))
-    merged = plan.merge(x)
-    detail = Detail(x, (8, 8), merged)
-    expected = plan.restore(AttnProcessor2_0()(attn, merged), detail)
-    plain = plan.restore(AttnProcessor2_0()(attn, merged), detail_of(x, processor.config, (8, 8)))
-    torch.testing.assert_close(expected, plain)
-    assert plan.tokens_kept < 64
-    assert torch.equal(attn(x), expected)
+    processor = with_processor(attn, tau=0.3, feature=feature)
+    keys = attn.to_k(x)
+    compared_by = {"x": x, "k": keys, "k-mean": keys.view(2, 64, 2, 8).mean(2)}
+    plan = plan_tokens(compared_by[feature], processor.config)
+    assert 32 < plan.tokens_kept < 64
+    expected = plan.restore(AttnProcessor2_0()(attn, plan.merge(x)))
+    torch.testing.assert_close(attn(x), expected)
 
 
-@pytest.mark.parametrize("fields", [{"tau": 0.3}, {"keep": 0.4}], ids=["tau", "keep"])
-def test_whole_merged_tokens_count_as_often_as_they_stand_for_tokens(
-    fields: dict[str, Any],
-) -> None:
+@torch.no_grad()
+def test_the_paper_s_line_is_the_paper() -> None:
+    """`MaMeAttnProcessor(tau=0.8)` is Algorithms 1 and 2 around the attention, to 1e-12."""
+    attn = attention().double()
+    x = tokens(3, 40).double()
+    x[:, 1::3] = x[:, :1] + 0.3 * x[:, 1::3]  # some are alike
+    plan = oracle.token_plan(x, 0.8)
+    assert 0 < len(plan.preserved) < 20
+    expected = plan.restore(AttnProcessor2_0()(attn, plan.merge(x)))
+    attn.set_processor(MaMeAttnProcessor(tau=0.8, min_tokens=1))
+    torch.testing.assert_close(attn(x), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("inner", [AttnProcessor(), SlicedAttnProcessor(1), AttnProcessor2_0()])
+def test_keep_is_attention_over_merged_keys_whatever_computes_it(inner: Any) -> None:
     attn, x = attention(), tokens()
-    inner = AttnProcessor()  # in which nothing is corrected
-    processor = with_processor(attn, merge="qkv", detail=False, inner=inner, **fields)
-    plan = plan_merge(x, processor.config, (8, 8))
-    merged = plan.merge(x)
-    every = plan.restore(merged)  # each merged token as often as it stands for tokens
-    assert plan.uneven
-    got = attn(x)
-    torch.testing.assert_close(got, plan.restore(inner(attn, merged, encoder_hidden_states=every)))
-    assert not torch.allclose(got, plan.restore(inner(attn, merged)))
+    processor = with_processor(attn, keep=0.25, inner=inner)
+    q, k, v = (
+        to(x).unflatten(-1, (2, 8)).transpose(1, 2) for to in (attn.to_q, attn.to_k, attn.to_v)
+    )
+    expected = attn.to_out[0](mame_sd.attention(q, k, v, (8, 8)).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attn(x), expected)
+    assert processor.report().layers[0].tokens_kept == 16
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("merge", ["qkv", "kv"])
+@pytest.mark.parametrize("fields", [{"keep": 0.25}, {"tau": 0.3}], ids=str)
 @pytest.mark.parametrize("inner", [AttnProcessor(), SlicedAttnProcessor(1), AttnProcessor2_0()])
-def test_counted_tokens_where_scores_are_fp32(inner: Any, merge: str, dtype: torch.dtype) -> None:
+def test_scores_in_fp32(inner: Any, fields: dict[str, Any], dtype: torch.dtype) -> None:
     attn = attention(upcast_attention=True).to(dtype)
-    with_processor(attn, tau=0.3, merge=merge, inner=inner)
+    with_processor(attn, inner=inner, **fields)
     assert attn(tokens().to(dtype)).dtype == dtype
 
 
@@ -101,28 +107,6 @@ def test_a_copy_that_has_not_run_is_compiled_whole() -> None:
         warnings.simplefilter("ignore")
         got = torch.compile(twin, backend="eager", fullgraph=True)(x)
         torch.testing.assert_close(got, attn(x))
-
-
-def test_kv_keeps_queries_whole_and_attends_to_merged_tokens() -> None:
-    attn, x = attention(), tokens()
-    processor = with_processor(attn, keep=0.25, correct=False)
-    plan = plan_merge(x, processor.config, (8, 8))
-    expected = AttnProcessor2_0()(attn, x, encoder_hidden_states=plan.merge(x))
-    assert plan.tokens_kept == 16
-    assert torch.equal(attn(x), expected)
-
-
-@pytest.mark.parametrize("feature", ["k", "k-mean"])
-def test_similarity_of_keys(feature: str) -> None:
-    attn, x = attention(), tokens()
-    processor = with_processor(attn, tau=0.3, feature=feature, merge="qkv", correct=False)
-    keys = attn.to_k(x)
-    keys = keys if feature == "k" else keys.view(2, 64, 2, 8).mean(2)
-    plan, detail = (
-        plan_merge(keys, processor.config, (8, 8)),
-        detail_of(keys, processor.config, (8, 8)),
-    )
-    assert torch.equal(attn(x), plan.restore(AttnProcessor2_0()(attn, plan.merge(x)), detail))
 
 
 def test_keys_are_averaged_over_their_own_heads() -> None:
@@ -173,11 +157,11 @@ def test_inner_processor_computes_the_attention() -> None:
     assert torch.equal(run_unet(unet), before)
     unet.set_attn_processor(
         MaMeAttnProcessor(
-            inner=SlicedAttnProcessor(1), min_tokens=64, keep=0.4, study=Study(correct=False)
+            inner=SlicedAttnProcessor(1), min_tokens=64, keep=0.4
         )
     )
     sliced = run_unet(unet)
-    unet.set_attn_processor(MaMeAttnProcessor(min_tokens=64, keep=0.4, study=Study(correct=False)))
+    unet.set_attn_processor(MaMeAttnProcessor(min_tokens=64, keep=0.4))
     torch.testing.assert_close(sliced, run_unet(unet))
 
 
@@ -210,7 +194,7 @@ def test_rotary_positions_pass_through() -> None:
             return hidden_states * image_rotary_emb
 
     attn, x = attention(), tokens()
-    attn.set_processor(MaMeAttnProcessor(inner=Rotary(), min_tokens=1, keep=0.3, merge="qkv"))
+    attn.set_processor(MaMeAttnProcessor(inner=Rotary(), min_tokens=1, keep=0.3))
     angles = torch.randn(64, 1, generator=torch.Generator().manual_seed(0))
     assert torch.equal(attn(x, image_rotary_emb=angles), x * angles)
 
@@ -228,15 +212,13 @@ def test_rotary_positions_pass_through() -> None:
 )
 def test_size_of_a_level(size: Any, length: int, expected: tuple[int, int]) -> None:
     attn, x = attention(), tokens(length=length)
-    processor = MaMeAttnProcessor(
-        min_tokens=1, tau=0.3, size=size, merge="qkv", study=Study(correct=False)
-    )
+    processor = MaMeAttnProcessor(min_tokens=1, keep=0.25, size=size)
     attn.set_processor(processor)
-    plan = plan_merge(x, processor.config, expected)
-    merged = plan.merge(x)
-    restored = plan.restore(AttnProcessor2_0()(attn, merged), Detail(x, expected, merged))
-    assert torch.equal(attn(x), restored)
+    got = attn(x)
     assert processor.report().layers[0].size == expected
+    hooked = attention()
+    hooked.set_processor(MaMeAttnProcessor(min_tokens=1, keep=0.25, size=expected))
+    assert torch.equal(hooked(x), got)
 
 
 def test_tokens_of_no_level_pass_through() -> None:
@@ -248,25 +230,17 @@ def test_tokens_of_no_level_pass_through() -> None:
         processor.report()
 
 
-def test_unknown_size_merges_alternating_warns_once_and_says_so() -> None:
+def test_unknown_size_merges_along_the_sequence_warns_once_and_says_so() -> None:
     attn, x = attention(), tokens(length=192)
-    processor = with_processor(attn, tau=0.3, merge="qkv", weights="average", correct=False)
-    plan = plan_merge(x, MaMeConfig(preset="plain", tau=0.3))
-    expected = plan.restore(AttnProcessor2_0()(attn, plan.merge(x)))
+    processor = with_processor(attn, keep=0.25)
     with pytest.warns(UserWarning, match="height and width unknown.*apply_mame"):
-        assert torch.equal(attn(x), expected)
+        attn(x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attn(x)
-    assert "alternating" in str(processor.report())
-
-
-def test_alternating_needs_no_size_and_no_warning() -> None:
-    attn = attention()
-    with_processor(attn, tau=0.3, partition="alternating", tiles=0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert attn(tokens(length=192)).shape == (2, 192, 16)
+        assert "along the sequence" in str(processor.report())
+        with_processor(attn, tau=0.3)  # the paper's partition needs no size
+        assert attn(x).shape == (2, 192, 16)
 
 
 def test_report_counts_and_reset_forgets() -> None:
@@ -329,7 +303,7 @@ def test_unknown_processor_is_not_given_merged_keys() -> None:
     attn, x = attention(), tokens()
     processor = with_processor(attn, keep=0.5, inner=Own())
     assert torch.equal(attn(x), x)
-    with pytest.raises(NothingMergedError, match="Own is installed"):
+    with pytest.raises(NothingMergedError, match="Own calls no attention"):
         processor.report()
 
 
@@ -354,8 +328,8 @@ def test_is_built_without_arguments_copied_and_pickled() -> None:
 
 def test_fields_go_over_those_of_a_config() -> None:
     assert MaMeAttnProcessor(
-        MaMeConfig(tau=0.8), keep=0.5, study=Study(stride=(3, 3))
-    ).config == MaMeConfig(keep=0.5, study=Study(stride=(3, 3)))
+        MaMeConfig(tau=0.8), keep=0.5, tile_size=8
+    ).config == MaMeConfig(keep=0.5, tile_size=8)
 
 
 @pytest.mark.parametrize(
@@ -371,7 +345,7 @@ def test_fields_go_over_those_of_a_config() -> None:
 )
 def test_bad_settings(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        MaMeAttnProcessor(**nested(arguments))
+        MaMeAttnProcessor(**arguments)
 
 
 @every_config

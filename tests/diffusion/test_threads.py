@@ -106,11 +106,6 @@ def test_settings_of_a_thread_are_its_own() -> None:
 def test_settings_of_a_thread_are_refused_where_they_would_have_no_effect() -> None:
     unet = tiny_unet()
     handle = apply_mame(unet, **MERGED)
-    with (
-        pytest.raises(ValueError, match="mlp: expected it on for all threads first"),
-        handle.using(mlp=0.5),
-    ):
-        pass
     with pytest.raises(ValueError, match="keep: expected a share"), handle.using(keep=7):
         pass
     handle.remove()

@@ -17,10 +17,8 @@ from diffusers.modular_pipelines.qwenimage.denoise import QwenImageDenoiseStep
 from torch import Tensor
 
 from mame_sd import apply_mame
-from mame_sd.config import Study
-from mame_sd.core.plan import Plan
+from mame_sd.core.groups import Groups
 from tests.builders.pipelines import quiet
-from tests.builders.settings import nested
 from tests.builders.threads import in_thread
 from tests.builders.transformers import TEXT, halves, normal, run
 from tests.matrix.transformers import ROWS
@@ -29,10 +27,7 @@ MODELS = {row.name: row for row in ROWS}
 KEPT: list[dict[str, Any]] = [
     {"keep": 0.25},
     {"keep": 0.4},
-    {"tau": 0.3},
-    {"keep": 0.4, "merge": "qkv"},
-    {"keep": 0.25, "weights": "pick"},
-    {"keep": 0.25, "layers": {"*0*": {"keep": 0.4, "merge": "qkv"}}},
+    {"keep": 0.25, "layers": {"*0*": {"keep": 0.4, "fit_queries": 0}}},
 ]
 
 
@@ -41,13 +36,13 @@ KEPT: list[dict[str, Any]] = [
     "name", ["Flux", "Qwen-Image", "Wan (video)", "Stable Diffusion 3.5", "PixArt"]
 )
 def test_two_calls_give_what_a_batch_of_both_gives(
-    name: str, fields: dict[str, Any], planned: list[Plan]
+    name: str, fields: dict[str, Any], planned: list[Groups]
 ) -> None:
     row = MODELS[name]
     model, inputs = row.build(), dict(row.run.args[0])  # type: ignore[attr-defined]
     inputs["hidden_states"] = inputs["hidden_states"][1:].repeat_interleave(2, 0)
     guided, unguided = halves(inputs)
-    handle = apply_mame(model, min_tokens=1, **nested(fields))
+    handle = apply_mame(model, min_tokens=1, **fields)
     both = run(inputs, model)
     planned.clear()
     first = run(guided, model)
@@ -116,13 +111,13 @@ PIPELINES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_pipelines_that_call_twice_plan_once(name: str, planned: list[Plan]) -> None:
+def test_pipelines_that_call_twice_plan_once(name: str, planned: list[Groups]) -> None:
     build, given = PIPELINES[name]
     pipe = build()
     handle = apply_mame(pipe, keep=0.25, min_tokens=1)
     for steps in (1, 3):
         for pairs, plans in ((True, 1), (False, 2)):
-            handle.set(study=Study(pairs=pairs))
+            handle.set(share_guidance_plan=pairs)
             handle.reset()
             planned.clear()
             pipe(**given, height=128, width=192, num_inference_steps=steps, output_type="latent")
@@ -155,7 +150,7 @@ def modular() -> tuple[Any, Callable[[], Any]]:
     )
 
 
-def test_a_modular_pipeline_plans_once(planned: list[Plan]) -> None:
+def test_a_modular_pipeline_plans_once(planned: list[Groups]) -> None:
     pipe, generate = modular()
     handle = apply_mame(pipe, keep=0.25, min_tokens=1)
     generate()

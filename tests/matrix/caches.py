@@ -4,7 +4,6 @@ several steps.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from benchmarks.caching import (
     taylorseer,
 )
 from mame_sd import MaMeHandle, apply_mame, remove_mame
-from mame_sd.core.partition import DRAWS, draw_at, positions
+from mame_sd.core.draws import DRAWS, draw_at
 from mame_sd.diffusion.apply_denoiser import denoiser_of
 from tests.builders.pipelines import once, sdxl
 from tests.builders.tiny import tiny_pipeline
@@ -300,13 +299,9 @@ def _drawn(handle: MaMeHandle, subject: Any) -> Iterator[list[Tensor]]:
         for number, layer in enumerate(handle.report().layers):
             if layer.calls > counts.get(layer.name, 0):
                 counts[layer.name] = layer.calls
-                plan = plans[layer.name]
-                *times, h, w = layer.size or ()
-                plane = h * math.prod(times), w
-                want = positions(
-                    plan.tokens_in, handle.config, plane, draw=(draws[-1] + number) % DRAWS
-                )
-                assert torch.equal(plan.positions.dst, want.dst), (
+                groups = plans[layer.name]
+                draw = (draws[-1] + number) % DRAWS
+                assert torch.equal(groups.dst, groups.cells.dst[int(draw)]), (
                     f"{layer.name}: not the draw of step {len(draws)}"
                 )
 

@@ -22,7 +22,6 @@ from mame_sd import (
     remove_mame,
 )
 from mame_sd.diffusion.apply_denoiser import denoiser_of, has_hooks
-from tests.builders.settings import nested
 from tests.matrix.rows import Absent, Row
 
 Shapes = dict[str, list[Any]]
@@ -106,7 +105,7 @@ def check_row(row: Row, folder: Path) -> None:
     target = row.target(subject)
     outputs = {}
     for mode, fields in row.modes.items():
-        handle = apply_mame(target, min_tokens=row.min_tokens, **nested(fields))
+        handle = apply_mame(target, min_tokens=row.min_tokens, **fields)
         with recorded(subject, row.traced) as after:
             outputs[mode] = row.run(subject)
         check_merges(handle, row)
@@ -143,7 +142,7 @@ def check_order(row: Row, outputs: dict[str, Tensor]) -> None:
         return
     mode, fields = first_mode(row)
     subject = row.build()
-    handle = apply_mame(row.target(subject), min_tokens=row.min_tokens, **nested(fields))
+    handle = apply_mame(row.target(subject), min_tokens=row.min_tokens, **fields)
     plain = row.run(subject)
     row.switch(subject)
     handle.reset()
@@ -160,19 +159,19 @@ def check_saving(row: Row, folder: Path, baseline: Tensor, outputs: dict[str, Te
     """
     subject = row.build()
     mode, fields = first_mode(row)
-    apply_mame(row.target(subject), min_tokens=row.min_tokens, **nested(fields))
+    apply_mame(row.target(subject), min_tokens=row.min_tokens, **fields)
     subject.save_pretrained(folder)
     loaded = type(subject).from_pretrained(folder)
     if hasattr(loaded, "set_progress_bar_config"):
         loaded.set_progress_bar_config(disable=True)
     row.switch(loaded)
     assert torch.equal(row.run(loaded), baseline), "saving and loading changed the output"
-    apply_mame(row.target(loaded), min_tokens=row.min_tokens, **nested(fields))
+    apply_mame(row.target(loaded), min_tokens=row.min_tokens, **fields)
     assert torch.equal(row.run(loaded), outputs[mode])
 
 
 def check_one_liner(row: Row) -> None:
-    """The processor gives what `apply_mame` gives with `redraw=False, pairs=False` (it sees neither
+    """The processor gives what `apply_mame` gives with `redraw=False, share_guidance_plan=False` (it sees neither
     steps nor latents), or meets the fate that the row tells.
     """
     if row.processor in ("set", "none"):
@@ -180,7 +179,7 @@ def check_one_liner(row: Row) -> None:
     mode, fields = first_mode(row)
     subject = row.build()
     model = denoiser_of(row.target(subject))
-    processor = MaMeAttnProcessor(min_tokens=row.min_tokens, **nested(fields))
+    processor = MaMeAttnProcessor(min_tokens=row.min_tokens, **fields)
     if row.processor == "error":
         row.switch(subject)
         model.set_attn_processor(processor)
@@ -201,7 +200,7 @@ def check_one_liner(row: Row) -> None:
         apply_mame(
             row.target(hooked),
             min_tokens=row.min_tokens,
-            **nested({"redraw": False, "pairs": False, **fields}),
+            **{"redraw": False, "share_guidance_plan": False, **fields},
         )
         row.switch(hooked)
         same(row, output, row.run(hooked), f"{mode}: the one-liner")

@@ -217,7 +217,7 @@ def uncached(pipe: Any) -> None:
 
 
 CPU = torch.device("cpu")
-BY_LAYER = {"by layer": {"keep": 0.5, "layers": {"up_blocks": {"merge": "qkv"}}}}
+BY_LAYER = {"by layer": {"keep": 0.5, "layers": {"up_blocks": {"tau": -1.0}}}}
 NAMELESS = "error: a processor knows no names of layers"
 tall = partial(once, height=40, width=48)
 features = partial(Row, build=tiny_pipeline, run=once, merges=LEVELS)
@@ -257,11 +257,11 @@ ROWS = [
         pag,
         partial(once, pag_scale=2.0),
         LEVELS,
-        modes={"qkv": {"keep": 0.5, "merge": "qkv"}},
+        modes={"tau": {"tau": -1.0}},
         loads=False,
         processor="set",
         one_liner="not on perturbed layers",
-        note='with `merge="qkv"`; keys and values alone (default) leave them',
+        note="with `tau`; `keep` leaves perturbed layers alone",
     ),
     features(
         "FreeU",

@@ -51,7 +51,7 @@ def _case(name: str) -> Case:
 
 def _row(name: str) -> Row:
     case = _case(name)
-    told: dict[str, Any] = {"modes": {"default": {"keep": 0.5}}, "since": SINCE}
+    told: dict[str, Any] = {"modes": {"keep": {"keep": 0.5}}, "since": SINCE}
     if name == "Z-Image":
         told["processor"] = "none"
     if name == "Qwen-Image 2.1":

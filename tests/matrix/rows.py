@@ -54,7 +54,7 @@ class Row:
     loads: bool = True
     exact: bool = True
     modes: Mapping[str, Mapping[str, Any]] = field(
-        default_factory=lambda: {"kv": {"keep": 0.5}, "qkv": {"keep": 0.5, "merge": "qkv"}}
+        default_factory=lambda: {"keep": {"keep": 0.5}, "tau": {"tau": -1.0}}
     )
     min_tokens: int = 60
     traced: bool = True

@@ -24,8 +24,8 @@ HEAD = """# Compatibility
 Each row is a test over real diffusers classes at tiny size (`tests/matrix/`, run by
 `tests/test_matrix.py`). For a row that merges it checks:
 
-- Exactly the expected layers merge, to half of their tokens, and no other module sees another
-  input. That holds for keys and values alone and for whole tokens.
+- Exactly the expected layers merge, to half of their keys by `keep` or of their tokens by `tau`,
+  and no other module sees another input.
 - `tau=1`, which merges nothing, equals the unmerged output to rounding.
 - After `remove_mame` the output is bit-equal to before.
 - A feature gives the same output whether it is switched on before `apply_mame` or after it. It
@@ -37,8 +37,8 @@ layers of 256 tokens and 4 layers of 64.
 
 *One-liner* is `set_attn_processor(MaMeAttnProcessor(...))`, and says what becomes of it:
 
-- *same*: it gives what `apply_mame` gives with `redraw=False, pairs=False`. A processor sees
-  neither steps nor latents.
+- *same*: it gives what `apply_mame` gives with `redraw=False, share_guidance_plan=False`. A
+  processor sees neither steps nor latents.
 - *error*: an error tells to use `apply_mame`.
 - *replaced*: the feature puts its own processor there, silently. Merging ends.
 - *reset*: the feature sets it to default settings.
@@ -71,15 +71,15 @@ SWEEP = """## Every denoiser of diffusers
 These are all classes of the installed diffusers that may denoise, at tiny size and with images that
 are not square. `tests/test_models.py` checks for each:
 
-- Its merged keys and values are those of a float64 loop, after rotation. Text and references are as
-  they were.
+- Its merged keys and fitted values are those of a float64 loop, after rotation. Text and references
+  are as they were.
 - The tokens are where its family says. The test changes one slice of the latents along each axis,
   then one token of the text: exactly the keys that the family names move. UNets are left out, for
   convolutions spread a change.
 - After `remove_mame` the output is bit-equal to before.
 
-*Whole tokens too* says whether `merge="qkv"` merges queries. Otherwise it merges keys and values
-alone, as `report()` tells. For each refusal a test shows the reason in the model's own code. These
+*`tau` too* says whether `tau`, which merges whole tokens, merges the same layers. Otherwise it
+leaves them alone, as `report()` tells. For each refusal a test shows the reason in the model's own code. These
 tables are written by `python -m tests.matrix --sweep`.
 
 `references=` merges the reference images of edits with Flux Kontext, Flux 2, Qwen-Image-Edit,

@@ -24,13 +24,6 @@ from tests.builders.transformers import (
 )
 from tests.matrix.rows import Row
 
-BOTH = {"kv": {"keep": 0.5}, "qkv": {"keep": 0.5, "merge": "qkv"}}
-DEFAULT = {
-    "default": {"keep": 0.5},
-    "tau": {"tau": -1.0, "stride": (1, 2)},
-}  # keys and values; queries too
-
-
 def row(
     name: str, build: Any, inputs: dict[str, Any], merges: dict[int, int], **kwargs: Any
 ) -> Row:
@@ -39,7 +32,7 @@ def row(
         build,
         partial(run, inputs),
         merges,
-        **{"modes": DEFAULT, "processor": "error", **kwargs},
+        **{"processor": "error", **kwargs},
     )
 
 
@@ -76,7 +69,6 @@ ROWS = [
         PIXART,
         PIXART_INPUTS,
         {96: 2},
-        modes=BOTH,
         processor="set",
         one_liner="needs `size`",
     ),
@@ -96,7 +88,6 @@ ROWS = [
             "class_labels": torch.tensor([1, 2]),
         },
         {256: 2},
-        modes=BOTH,
         processor="none",
     ),
     row(
@@ -222,7 +213,7 @@ ROWS = [
             "timestep": torch.tensor([0.5, 0.5]),
         },
         {120: 4},
-        modes={"kv": {"keep": 0.5, "references": 0.5}},
+        modes={"keep": {"keep": 0.5, "references": 0.5}},
         processor="set",
         one_liner="error",
         note="the reference image merges on its own grid",

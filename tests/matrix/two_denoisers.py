@@ -13,7 +13,6 @@ from torch import Tensor
 
 from benchmarks.caching import Cache
 from mame_sd import apply_mame, remove_mame
-from mame_sd.config import Study
 from tests.builders.tiny import seeded
 from tests.builders.transformers import TEXT, normal
 from tests.matrix.caches import DISTILLED, FIRST, MAGNITUDE, PYRAMID, TAYLOR
@@ -79,8 +78,8 @@ def compiled() -> None:
     """Against calls that share no plans: guidance takes two a step, and a graph holds none."""
     torch.compiler.reset()
     pipe, whole = wan22(), wan22()
-    apply_mame(pipe, **HALF, study=Study(pairs=False))
-    handle = apply_mame(whole, **HALF, study=Study(pairs=False))
+    apply_mame(pipe, **HALF, share_guidance_plan=False)
+    handle = apply_mame(whole, **HALF, share_guidance_plan=False)
     for transformer in both(whole):
         transformer.compile(backend="eager", fullgraph=True)
     torch.testing.assert_close(once(whole), once(pipe), rtol=1e-4, atol=1e-5)

@@ -125,6 +125,8 @@ def by_loop(merged: Merged) -> tuple[Tensor, Tensor]:
     queries = merged.groups[0].cells.queries[number][: max(1, count // shared)]
     if query.shape[2] == key.shape[2]:
         queries = queries + merged.first
+    elif query.shape[2] == job.length:
+        queries = queries + job.grids[0].start
     elif query.shape[2] != merged.tokens:
         queries = queries + job.first_query
     scale = job.scale if job.scale is not None else call.get("scale")

@@ -1,0 +1,246 @@
+"""`mame_sd.attention`: the loop in every precision, around text, under masks, and what it must
+never do.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mame_sd import attention
+from mame_sd.core.attention import Grid, KeyMerging, merge_keys
+from tests import oracle
+
+GRID, BEFORE, AFTER = (6, 9), 3, 4
+COUNT = BEFORE + math.prod(GRID) + AFTER
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def case(
+    heads: int = 2, key_heads: int = 2, count: int = COUNT, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [2, H, N, 8], of a few directions, so that attention has something to say."""
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(5, 8, generator=generator, dtype=torch.float64)
+    parts = []
+    for h in (heads, key_heads, key_heads):
+        pick = torch.randint(0, 5, (2, h, count), generator=generator)
+        noise = torch.randn(2, h, count, 8, generator=generator, dtype=torch.float64)
+        parts.append((centres[pick] + 0.5 * noise).to(dtype))
+    return parts[0], parts[1], parts[2]
+
+
+def by_loop(
+    q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, ...], before: int, keep: float, **how: Any
+) -> Tensor:
+    """The oracle's output, of the library's groups and queries."""
+    call = {name: how[name] for name in ("attn_mask", "scale", "draw", "leader") if name in how}
+    settings = KeyMerging(**{name: how[name] for name in how.keys() - call.keys()})
+    groups = merge_keys(q, k, v, [Grid(before, grid, keep)], settings, **call).groups[0]
+    count = settings.fit_queries
+    if count is None:
+        count = min(max(math.prod(grid) // 32, 64), 256)
+    number = int(call["draw"]) if "draw" in call else 0
+    queries = groups.cells.queries[number][: max(1, count // (q.shape[1] // k.shape[1]))]
+    if q.shape[2] == k.shape[2]:
+        queries = queries + before
+    image = oracle.Image(before, groups.groups.tolist(), groups.kept.tolist())
+    return oracle.merged_attention(
+        q, k, v, [image], queries.tolist() if count else (), call.get("attn_mask"), call.get("scale")
+    )[0]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"fit_queries": 0}, {"fit_queries": 7}, {"tile_size": 4}, {"scale": 0.2}, {"seed": 3}],
+    ids=str,
+)
+def test_values_equal_the_loop(how: dict[str, Any], dtype: torch.dtype) -> None:
+    """Also with more queries than keys are left (64 of 54 tokens, of which 13 stay)."""
+    q, k, v = case(dtype=dtype)
+    found = attention(q, k, v, GRID, BEFORE, AFTER, **how)
+    assert found.dtype == dtype
+    want = by_loop(q, k, v, GRID, BEFORE, 0.25, **how)
+    torch.testing.assert_close(found.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("kept", [1 / 54, 0.5])
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (3, 0), (0, 4)])
+def test_text_before_and_behind(before: int, after: int, kept: float) -> None:
+    q, k, v = case(count=before + 54 + after)
+    found = attention(q, k, v, GRID, before, after, kept)
+    torch.testing.assert_close(found, by_loop(q, k, v, GRID, before, kept))
+    alone = q[:, :, before : before + 54]
+    image = attention(alone, k, v, GRID, before, after, kept)
+    torch.testing.assert_close(image, found[:, :, before : before + 54])
+
+
+def test_a_video_a_draw_and_a_leader() -> None:
+    q, k, v = case(count=2 * 54)
+    more = {"draw": torch.tensor([7]), "leader": torch.tensor([1, 1])}
+    found = attention(q, k, v, (2, *GRID), **more)
+    torch.testing.assert_close(found, by_loop(q, k, v, (2, *GRID), 0, 0.25, **more))
+    assert not torch.allclose(found, attention(q, k, v, (2, *GRID)))
+
+
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_heads_of_queries_may_share_heads_of_keys(key_heads: int) -> None:
+    q, k, v = case(4, key_heads)
+    found = attention(q, k, v, GRID, BEFORE, AFTER)
+    torch.testing.assert_close(found, by_loop(q, k, v, GRID, BEFORE, 0.25))
+    mask = mask_of("boolean", "each query")
+    found = attention(q, k, v, GRID, BEFORE, AFTER, attn_mask=mask)
+    torch.testing.assert_close(found, by_loop(q, k, v, GRID, BEFORE, 0.25, attn_mask=mask))
+
+
+def mask_of(kind: str, shape: str) -> Tensor:
+    rows = {"all queries": 1, "each query": COUNT}[shape]
+    generator = torch.Generator().manual_seed(2)
+    mask = torch.rand(2, 1, rows, COUNT, generator=generator, dtype=torch.float64)
+    mask[..., BEFORE + 10] = 1  # each query sees something
+    return mask > 0.3 if kind == "boolean" else 4 * mask
+
+
+@pytest.mark.parametrize("shape", ["all queries", "each query"])
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+def test_masks(kind: str, shape: str) -> None:
+    q, k, v = case()
+    mask = mask_of(kind, shape)
+    found = attention(q, k, v, GRID, BEFORE, AFTER, attn_mask=mask)
+    torch.testing.assert_close(found, by_loop(q, k, v, GRID, BEFORE, 0.25, attn_mask=mask))
+    text = torch.zeros(1, 1, 1, COUNT, dtype=torch.float64)
+    text[..., :2] = -math.inf  # padding of the text
+    hidden = attention(q, k, v, GRID, BEFORE, AFTER, attn_mask=text)
+    v[:, :, :2] = 1e6
+    torch.testing.assert_close(
+        attention(q, k, v, GRID, BEFORE, AFTER, attn_mask=text), hidden, rtol=1e-6, atol=1e-6
+    )
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    q, k, v = (t[:1, :1].detach().requires_grad_() for t in case(count=2 + 24))
+    assert torch.autograd.gradcheck(
+        lambda *t: attention(*t, (4, 6), before=2, fit_queries=5), (q, k, v), atol=1e-4
+    )
+    attention(q, k, v, (4, 6), before=2).square().sum().backward()
+    for t in (q, k, v):
+        assert t.grad is not None
+        assert t.grad.abs().amax((0, 1, 3)).min() > 0
+
+
+def test_all_kept_changes_nothing() -> None:
+    q, k, v = case(4, dtype=torch.float32, key_heads=4)
+    want = F.scaled_dot_product_attention(q, k, v)
+    assert torch.equal(attention(q, k, v, GRID, BEFORE, AFTER, keep=1), want)
+    q = case(4, dtype=torch.float32)[0]
+    _, k, v = case(4, 2, dtype=torch.float32)
+    want = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    assert torch.equal(attention(q, k, v, GRID, BEFORE, AFTER, keep=1), want)
+
+
+def test_a_constant_field_and_groups_of_copies_are_exact() -> None:
+    """Sizes count: keys that come in copies give what they gave, however many there are of each."""
+    q, k, v = case(count=54)
+    ones = torch.ones_like(k)
+    torch.testing.assert_close(attention(q, ones, 2 * ones, GRID), 2 * ones)
+    one_of_two = torch.arange(54) % 2 * 3 % 2  # two kinds of keys, of other similarity
+    pair = [t[:, :, :2].index_select(2, one_of_two) for t in (k, v)]
+    exact = F.scaled_dot_product_attention(q, *pair)
+    for fit in (0, None):
+        found = attention(q, *pair, GRID, keep=0.5, fit_queries=fit, tile_size=0)
+        torch.testing.assert_close(found, exact)
+
+
+def test_samples_are_their_own_and_nan_stays_within_one() -> None:
+    q, k, v = case()
+    want = attention(q, k, v, GRID, BEFORE, AFTER)
+    swapped = attention(*(t.flip(0) for t in (q, k, v)), GRID, BEFORE, AFTER)
+    torch.testing.assert_close(swapped, want.flip(0))
+    for t in (q, k, v):
+        broken = [x.clone() for x in (q, k, v)]
+        broken[[q is t, k is t, v is t].index(True)][0, 0, BEFORE + 5] = math.nan
+        found = attention(*broken, GRID, BEFORE, AFTER)
+        assert torch.equal(found[1], want[1])
+        assert found[0].isnan().any()
+
+
+def test_large_numbers_of_fp16_do_not_overflow() -> None:
+    q, k, v = case(dtype=torch.float16)
+    found = attention(q, 300 * k, 20000 * v.clamp(-3, 3), GRID, BEFORE, AFTER)
+    want = by_loop(q, 300 * k, 20000 * v.clamp(-3, 3), GRID, BEFORE, 0.25)
+    assert found.isfinite().all()
+    assert (found.double() - want).norm() < 0.02 * want.norm()
+
+
+class Refusing(TorchDispatchMode):
+    """Raises where an operation would wait for the device, or makes a size that it can't know."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        self.names.append(name)
+        boolean = name.startswith("aten.index") and any(
+            t.dtype == torch.bool
+            for of in args
+            if isinstance(of, (list, tuple))
+            for t in of
+            if isinstance(t, Tensor)
+        )
+        if boolean or any(word in name for word in self.WAITS):
+            raise AssertionError(f"{name} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+class Moving(TorchFunctionMode):
+    """Raises where a tensor is taken to the processor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        assert name not in ("cpu", "numpy", "tolist", "item", "__bool__", "__index__", "__float__")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_nothing_waits_for_the_device(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = case(dtype=torch.float32)
+    more: dict[str, Any] = {"draw": torch.tensor([3]), "leader": torch.tensor([1, 1])}
+    if masked:
+        more["attn_mask"] = mask_of("boolean", "each query")
+    want = attention(q, k, v, GRID, BEFORE, AFTER, **more)  # the tables are made
+    # A CPU compares samples of one leader once; no other device does.
+    monkeypatch.setattr("mame_sd.core.groups.torch.compiler.is_compiling", lambda: True)
+    tables = "mame_sd.core.attention.cells_of"
+    cells = merge_keys(q, k, v, [Grid(BEFORE, GRID, 0.25)], KeyMerging()).groups[0].cells
+    monkeypatch.setattr(tables, lambda *args: cells)
+    with Moving(), Refusing() as seen:
+        found = attention(q, k, v, GRID, BEFORE, AFTER, **more)
+    torch.testing.assert_close(found, want)
+    assert len(seen.names) > 20
+
+
+def test_errors_are_one_line() -> None:
+    q, k, v = case()
+    for call, message in (
+        (lambda: attention(q, k, v, GRID), r"k: expected keys and values \[B, H, 54, D\]"),
+        (lambda: attention(q, k, v[:, :, 1:], GRID, BEFORE, AFTER), "k: expected keys and values"),
+        (lambda: attention(q[:, :, 5:], k, v, GRID, BEFORE, AFTER), "q: expected queries of all 61"),
+        (lambda: attention(q[:, :1], k, v, GRID, BEFORE, AFTER), "in a multiple of 2 heads"),
+        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, keep=0), "keep: expected a share above 0"),
+        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, keep=1.5), "keep: expected a share"),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            call()
+        assert "\n" not in str(caught.value)

@@ -1,0 +1,79 @@
+"""Fitted values: the solution of their equation, and what it must not do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mame_sd.core.fit import fitted_values
+
+
+def case(m: int, kept: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights [2, 3, m, K], values [2, 3, K, 5] and exact outputs [2, 3, m, 5]."""
+    generator = torch.Generator().manual_seed(0)
+    logits, values, exact = (
+        torch.randn(2, 3, *shape, generator=generator, dtype=torch.float64)
+        for shape in ((m, kept), (kept, 5), (m, 5))
+    )
+    weights = (3 * logits).softmax(-1).to(dtype)
+    return weights, values.to(dtype), exact.to(dtype)
+
+
+@pytest.mark.parametrize(("m", "kept"), [(4, 20), (20, 4), (1, 1), (9, 9)])
+def test_values_are_those_of_an_explicit_inverse(m: int, kept: int) -> None:
+    a, v, exact = case(m, kept)
+    gram = a @ a.mT
+    ridge = 0.1 * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    solved = torch.linalg.inv(gram + ridge * torch.eye(m, dtype=a.dtype)) @ (exact - a @ v)
+    torch.testing.assert_close(fitted_values(a, v, exact, 0, kept), v + a.mT @ solved)
+
+
+def test_a_small_ridge_answers_the_queries_exactly() -> None:
+    a, v, exact = case(4, 20)
+    fitted = fitted_values(a, v, exact, 0, 20, ridge=1e-9)
+    torch.testing.assert_close(a @ fitted, exact)
+    far, near = (a @ w - exact for w in (v, fitted_values(a, v, exact, 0, 20)))
+    assert near.norm() < 0.5 * far.norm()
+
+
+def test_values_beside_the_merged_ones_stay() -> None:
+    a, v, exact = case(6, 20)
+    fitted = fitted_values(a, v, exact, 3, 17)
+    assert torch.equal(fitted[:, :, :3], v[:, :, :3])
+    assert torch.equal(fitted[:, :, 17:], v[:, :, 17:])
+    assert (fitted != v)[:, :, 3:17].any()
+    exact_already = a @ v
+    torch.testing.assert_close(fitted_values(a, v, exact_already, 3, 17), v)
+
+
+def test_queries_that_see_no_merged_key_change_nothing() -> None:
+    a, v, exact = case(6, 20)
+    a[..., 3:] = 0
+    assert torch.equal(fitted_values(a, v, exact, 3, 20), v)
+    single = fitted_values(*(t.float() for t in (a, v, exact)), 3, 20)
+    assert single.isfinite().all()
+
+
+def test_equal_queries_and_sharp_attention_stay_finite() -> None:
+    a, v, exact = case(8, 20, torch.float32)
+    a = torch.zeros_like(a)
+    a[..., 0] = 1  # all queries see one key: the matrix has rank 1
+    fitted = fitted_values(a, v, exact, 0, 20)
+    assert fitted.isfinite().all()
+    torch.testing.assert_close(fitted[:, :, 1:], v[:, :, 1:])
+
+
+def test_what_is_not_finite_stays_in_its_head_and_sample() -> None:
+    a, v, exact = case(6, 20)
+    want = fitted_values(a, v, exact, 0, 20)
+    exact[0, 1, 2, 3] = float("nan")
+    found = fitted_values(a, v, exact, 0, 20)
+    assert torch.equal(found.isnan().any(-1).any(-1), torch.tensor([[0, 1, 0], [0, 0, 0]]).bool())
+    torch.testing.assert_close(found[1], want[1])
+
+
+def test_gradients() -> None:
+    a, v, exact = case(3, 5)
+    inputs = [t[:1, :1].requires_grad_() for t in (a, v, exact)]
+    assert torch.autograd.gradcheck(lambda *t: fitted_values(*t, 1, 4), inputs)

@@ -1,0 +1,198 @@
+"""Cells, draws and groups: balanced at every border, and each token with the nearest destination of
+its tile, as loops find it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from mame_sd.core.cells import DRAWS, Cells, cells_of, plane_of, share_of
+from mame_sd.core.draws import draw_at
+from mame_sd.core.groups import Groups, group_tokens
+from tests import oracle
+from tests.builders.tokens import tokens
+
+SIZES = [(16, 16), (33, 33), (17, 19), (3, 40), (1, 50), (31, 7), (13, 53), (23, 1), (2, 5, 7)]
+SHARES = [0.5, 0.375, 0.25, 0.125]
+
+
+def groups_of(
+    x: torch.Tensor, size: tuple[int, ...], keep: float, tile_size: int = 16, stay: int = 0, **more: object
+) -> Groups:
+    """Groups of tokens x [B, L, d] by themselves."""
+    cells = cells_of(size, keep, tile_size)
+    return group_tokens(x.index_select(1, cells.order), cells, stay=stay, **more)  # type: ignore[arg-type]
+
+
+def own_tiles(size: tuple[int, ...], tile_size: int) -> list[tuple[int, int]]:
+    """The tile of each token in its own order, as the oracle cuts the plane."""
+    of_plane = oracle.tiles_of(*plane_of(size), tile_size)
+    if len(size) < 3:
+        return of_plane
+    t, h, w = size
+    return [
+        of_plane[(y * t + time) * w + x] for time in range(t) for y in range(h) for x in range(w)
+    ]
+
+
+@pytest.mark.parametrize("keep", SHARES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_each_cell_has_about_as_many_tokens_everywhere(size: tuple[int, ...], keep: float) -> None:
+    """Also in the last rows and columns, whatever the sides divide by."""
+    cells, count = cells_of(size, keep), math.prod(size)
+    assert cells.tokens == count
+    assert cells.kept / count == pytest.approx(share_of(size, keep))
+    assert abs(math.log(cells.kept / count / keep)) <= math.log(1.5)
+    tiles = Counter(own_tiles(size, 16))
+    assert len(tiles) == cells.tiles
+    rows, columns = plane_of(size)
+    assert max(tiles.values()) - min(tiles.values()) <= max(rows, columns)
+    # how often each token is a destination over all draws: the same for all, border or not
+    at = cells.order[cells.dst]
+    often = torch.zeros(count).index_add(0, at.flatten(), torch.ones(at.numel())) / DRAWS
+    plane = often.view(size).transpose(0, 1).reshape(rows, columns) if len(size) == 3 else often.view(rows, columns)
+    share = cells.kept / count
+    for lines in (plane.mean(0), plane.mean(1)):
+        assert float(lines.max()) <= 2.1 * share + 0.02
+        assert float(lines.min()) >= share / 2.1 - 0.02
+    for border in (plane[0], plane[-1], plane[:, 0], plane[:, -1]):
+        assert share / 2 <= float(border.mean()) + 0.05
+        assert float(border.mean()) <= 2 * share + 0.05
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_every_draw_takes_one_token_of_each_cell(size: tuple[int, ...]) -> None:
+    cells = cells_of(size, 0.25)
+    real = cells.order.new_ones(len(cells.order), dtype=torch.bool)
+    if cells.pad is not None:
+        real = ~cells.pad
+    assert sorted(cells.order[real].tolist()) == list(range(cells.tokens))
+    assert torch.equal(cells.order[cells.slot], torch.arange(cells.tokens))
+    for dst in cells.dst[:5]:
+        assert len(set(dst.tolist())) == cells.kept
+        assert real[dst].all()
+        of_tile = (dst // cells.width).tolist()
+        assert Counter(of_tile) == {tile: cells.m for tile in range(cells.tiles)}
+    for queries in cells.queries[:5]:
+        assert len(set(queries.tolist())) == len(queries) == min(cells.tokens, 512)
+    assert cells.kept == cells.tokens or not torch.equal(cells.dst[0], cells.dst[1])
+
+
+def test_draws_follow_their_seed_alone() -> None:
+    state = torch.get_rng_state()
+    first, second, none = (cells_of((9, 11), 0.25, seed=seed) for seed in (1, 2, None))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(first.dst, second.dst)
+    assert torch.equal(first.dst, cells_of((9, 11), 0.25, seed=1).dst)
+    assert len(none.dst) == 1
+    with torch.inference_mode():
+        made = cells_of((9, 13), 0.25)
+    assert not made.dst.is_inference()
+
+
+def test_a_timestep_says_which_draw_and_few_come_twice() -> None:
+    steps = [torch.linspace(999, 0, n) for n in (4, 10, 30)]
+    for times in steps:
+        draws = [int(draw_at(t)) for t in times]
+        assert len(set(draws)) >= 0.7 * len(draws)
+        assert all(0 <= draw < DRAWS for draw in draws)
+    assert int(draw_at(500)) == int(draw_at(torch.tensor([0.0, 500.0])))
+
+
+@pytest.mark.parametrize("tile_size", [16, 4, 0])
+@pytest.mark.parametrize("size", [(9, 11), (17, 19), (40,), (2, 5, 7)], ids=str)
+def test_groups_are_those_of_loops(size: tuple[int, ...], tile_size: int) -> None:
+    x = tokens(2, math.prod(size), 6, dtype=torch.float64)
+    draw = torch.tensor([5])
+    found = groups_of(x, size, 0.25, tile_size, draw=draw)
+    cells = found.cells
+    dst, tile = cells.order[cells.dst[5]].tolist(), own_tiles(size, tile_size)
+    assert found.kept[0].tolist() == dst
+    for sample in range(2):
+        want = oracle.grouped(x[sample], dst, tile)
+        assert found.groups[sample].tolist() == want
+        means, sizes = oracle.means(x[sample], want)
+        torch.testing.assert_close(found.merge(x)[sample], means)
+        assert torch.equal(found.sizes[sample], sizes)
+    sums = found.sums(x[..., 0])
+    torch.testing.assert_close(sums, found.merge(x)[..., 0] * found.sizes)
+    assert torch.equal(found.restore(found.merge(x))[:, dst], found.merge(x))
+
+
+@pytest.mark.parametrize("size", [(8, 8), (17, 19)], ids=str)
+def test_the_least_similar_tokens_stay(size: tuple[int, ...]) -> None:
+    x, stay = tokens(2, math.prod(size), 6, dtype=torch.float64), 9
+    found, all_merge = groups_of(x, size, 0.25, stay=stay), groups_of(x, size, 0.25)
+    assert found.tokens_kept == all_merge.tokens_kept + stay
+    cosine = torch.nn.functional.cosine_similarity
+    for sample in range(2):
+        middles = x[sample][all_merge.kept[sample]][all_merge.groups[sample]]
+        likeness = cosine(x[sample], middles, dim=-1)
+        likeness[all_merge.kept[sample]] = 2
+        left = found.kept[sample, -stay:]
+        assert set(left.tolist()) == set(likeness.argsort()[:stay].tolist())
+        assert torch.equal(found.merge(x)[sample, -stay:], x[sample, left])
+    assert torch.equal(found.sizes.sum(1), torch.full((2,), float(math.prod(size))).double())
+    assert torch.equal(found.groups.unique(), torch.arange(found.tokens_kept))
+
+
+@pytest.mark.parametrize("compiling", [False, True], ids=["eager", "traced"])
+@pytest.mark.parametrize("leader", [[1, 1], [0, 1], [1, 0], [2, 3, 2, 3]], ids=str)
+def test_each_sample_joins_as_its_leader_does(
+    leader: list[int], compiling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = tokens(len(leader), 54, 6, dtype=torch.float64)
+    alone = groups_of(x, (6, 9), 0.25)
+    if compiling:  # what a graph does, which knows no values
+        monkeypatch.setattr("mame_sd.core.groups.torch.compiler.is_compiling", lambda: True)
+    led = groups_of(x, (6, 9), 0.25, leader=torch.tensor(leader), stay=3)
+    monkeypatch.undo()
+    by_itself = groups_of(x, (6, 9), 0.25, stay=3)
+    assert torch.equal(led.groups, by_itself.groups[leader])
+    assert torch.equal(led.kept, by_itself.kept[leader])
+    few = groups_of(x[:1].repeat(3, 1, 1), (6, 9), 0.25, leader=torch.tensor(leader))
+    if len(leader) != 3:  # frames of a video in the batch: no leaders
+        assert torch.equal(few.groups, alone.groups[:1].expand(3, -1))
+
+
+def test_a_constant_field_survives_and_samples_are_their_own() -> None:
+    x = torch.full((1, 63, 4), 0.3)
+    found = groups_of(x, (7, 9), 0.25)
+    torch.testing.assert_close(found.restore(found.merge(x)), x)
+    x = tokens(3, 63, 4)
+    order = [2, 0, 1]
+    assert torch.equal(groups_of(x[order], (7, 9), 0.25).groups, groups_of(x, (7, 9), 0.25).groups[order])
+    assert groups_of(x[:0], (7, 9), 0.25).merge(x[:0]).shape == (0, found.tokens_kept, 4)
+
+
+def test_zero_tiny_huge_and_broken_tokens() -> None:
+    x = tokens(2, 64, 6)
+    want = groups_of(x, (8, 8), 0.25).groups
+    for scale in (1e-18, 1e18):
+        assert torch.equal(groups_of(x * scale, (8, 8), 0.25).groups, want)
+    x[0, 5] = float("nan")
+    found = groups_of(x, (8, 8), 0.25)
+    assert torch.equal(found.groups[1], want[1])
+    assert found.merge(x)[1].isfinite().all()
+    large = torch.full((1, 64, 2), 60000.0, dtype=torch.float16)
+    assert groups_of(large, (8, 8), 0.25).merge(large).isfinite().all()
+    zeros = torch.zeros(1, 64, 4)
+    found = groups_of(zeros, (8, 8), 0.25)
+    assert int(found.sizes.sum()) == 64
+    assert torch.equal(found.merge(zeros), torch.zeros(1, found.tokens_kept, 4))
+
+
+def test_cells_are_looked_up_and_no_graph_is_kept(size: tuple[int, int] = (8, 8)) -> None:
+    assert cells_of(size, 0.25) is cells_of(torch.Size(size), 0.25)
+    x = tokens(1, 64, 4).requires_grad_()
+    found = groups_of(x, size, 0.25)
+    assert not found.row.requires_grad
+    assert found.merge(x).requires_grad
+    assert isinstance(found.cells, Cells)
+    bare = found.alone()
+    assert torch.equal(bare.groups, found.groups)
+    assert "members" not in vars(bare)
