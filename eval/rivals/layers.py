@@ -12,15 +12,17 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.attention import Merged
-from mame_sd.core.cells import plane_of
+from mame_sd.core.cells import cells_of, plane_of
+from mame_sd.core.fit import fitted_values
 from mame_sd.diffusion.apply_denoiser import denoiser_of, mame
 from mame_sd.diffusion.families.unet import PlainAttention
 from mame_sd.diffusion.handle import MaMeHandle
@@ -139,7 +141,8 @@ class RivalJob(MergeJob):
     run: Any = None
 
     def merge(self, call: Mapping[str, Any], bias: bool = True) -> dict[str, Any] | None:
-        """See `MergeJob`; nothing is counted or fitted, as published."""
+        """See `MergeJob`; nothing is counted, as published, nor fitted unless it is asked for."""
+        queries, self.how = self.how.fit_queries, replace(self.how, fit_queries=0)
         if super().merge(call, bias) is None:
             return None
         start, size, _ = self.grids[0]
@@ -154,8 +157,24 @@ class RivalJob(MergeJob):
         mask = call.get("attn_mask")
         if mask is not None and mask.shape[-1] > 1:
             raise ValueError("attn_mask: expected none, a rival's keys have no place in it")
+        if queries:
+            parts[1] = self._fitted(call, parts, queries)
         self.merged = Merged(parts[0], parts[1], parts[0].new_zeros(0), (plan,))
         return {**call, "key": parts[0], "value": parts[1]}
+
+
+    def _fitted(self, call: Mapping[str, Any], kept: list[Tensor], queries: int) -> Tensor:
+        """The values of the rival's keys, fitted as ours are."""
+        q, (start, size, _) = call["query"], self.grids[0]
+        drawn = cells_of(size, 0.5, device=q.device).queries
+        row = 0 if self.draw is None else int(self.draw)
+        at = drawn[row][:queries] + (start if q.shape[2] == call["key"].shape[2] else 0)
+        some = q.index_select(2, at)
+        exact = F.scaled_dot_product_attention(some, call["key"], call["value"])
+        weights = torch.softmax(some @ kept[0].transpose(2, 3) * q.shape[-1] ** -0.5, -1)
+        others = call["key"].shape[2] - start - math.prod(size)
+        last = kept[0].shape[2] - others
+        return fitted_values(weights, kept[1], exact, start, last).to(kept[1].dtype)
 
 
 @contextmanager
@@ -165,6 +184,7 @@ def rival_on(
     merge: str,
     min_tokens: int = 1024,
     plain_only: bool = False,
+    fit_queries: int = 0,
     seed: int = 0,
 ) -> Iterator[MaMeHandle]:
     """Merging by a rival for a `with` block, in the layers in which ours would merge.
@@ -175,6 +195,7 @@ def rival_on(
         merge: "kv" or "qkv".
         min_tokens: layers with fewer are left alone.
         plain_only: the rival can't tell text from an image in one sequence.
+        fit_queries: with "kv", how many queries the values of the rival's keys are fitted to.
         seed: of what the rival draws.
 
     Raises:
@@ -182,7 +203,7 @@ def rival_on(
     """
     run = Run(seed)
     # What merges is the rival's; only which of the two ways is taken is ours.
-    how: dict[str, Any] = {"keep": 0.5, "fit_queries": 0} if merge == "kv" else {"tau": 0.0}
+    how: dict[str, Any] = {"keep": 0.5, "fit_queries": fit_queries} if merge == "kv" else {"tau": 0.0}
     with mame(target, min_tokens=min_tokens, **how) as handle:
         noted = denoiser_of(target).register_forward_pre_hook(run.note, with_kwargs=True)
         try:

@@ -224,7 +224,7 @@ def _fitted(
         rows = rows.index_select(-2, at)
         bias = bias.index_select(-2, at)
     more: Any = {"enable_gqa": True} if shared > 1 else {}
-    exact = _exact(some, full, rows, scale, more)
+    exact = F.scaled_dot_product_attention(some, *full, attn_mask=rows, scale=scale, **more)
     if shared > 1:
         some, exact = (
             t.unflatten(1, (-1, shared)).flatten(2, 3) for t in (some, exact)
@@ -236,14 +236,6 @@ def _fitted(
     last = kept[0].shape[2] - (full[0].shape[2] - grids[-1].start - _count(grids[-1]))
     fitted = fitted_values(torch.softmax(logits, -1), kept[1], exact, first, last)
     return fitted.to(kept[1].dtype)
-
-
-def _exact(
-    q: Tensor, full: tuple[Tensor, Tensor], mask: Tensor | None, scale: float, more: Any
-) -> Tensor:
-    """Attention of some queries over all keys, by PyTorch's own kernels."""
-    with torch._C.DisableTorchFunction():
-        return F.scaled_dot_product_attention(q, *full, attn_mask=mask, scale=scale, **more)
 
 
 def _count(grid: Grid) -> int:
