@@ -2,7 +2,7 @@
 instead of ours.
 
 So every rival meets the same calls, the same checks and the same counting, and differs in nothing
-but what merges. `rival_on` does that for any plan: keys and values (`merge="kv"`), or whole tokens that
+but what merges. `rival_on` does that for any plan: keys and values (`merge="kv"`), or whole tokens
 that it restores ("qkv"). Their plans stand in `plans.py` and `toma.py`.
 """
 
@@ -162,7 +162,6 @@ class RivalJob(MergeJob):
         self.merged = Merged(parts[0], parts[1], parts[0].new_zeros(0), (plan,))
         return {**call, "key": parts[0], "value": parts[1]}
 
-
     def _fitted(self, call: Mapping[str, Any], kept: list[Tensor], queries: int) -> Tensor:
         """The values of the rival's keys, fitted as ours are."""
         q, (start, size, _) = call["query"], self.grids[0]
@@ -203,7 +202,8 @@ def rival_on(
     """
     run = Run(seed)
     # What merges is the rival's; only which of the two ways is taken is ours.
-    how: dict[str, Any] = {"keep": 0.5, "fit_queries": fit_queries} if merge == "kv" else {"tau": 0.0}
+    keys: dict[str, Any] = {"keep": 0.5, "fit_queries": fit_queries}
+    how: dict[str, Any] = keys if merge == "kv" else {"tau": 0.0}
     with mame(target, min_tokens=min_tokens, **how) as handle:
         noted = denoiser_of(target).register_forward_pre_hook(run.note, with_kwargs=True)
         try:
