@@ -28,7 +28,6 @@ check: $(READY)
 
 bench: $(READY)  ## speed and quality beside tomesd and simpler ways, short forms: under 10 minutes on 2 cores
 	$(BIN)/python -m benchmarks.attention --short
-	$(BIN)/python -m benchmarks.unet --short
 	$(BIN)/python -m benchmarks.frontier --short --out out/bench/frontier
 
 score: $(READY)  ## how good the embedded model is, and what the default costs it

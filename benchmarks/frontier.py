@@ -28,7 +28,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -198,15 +197,14 @@ class Frontier:
                 AttentionWork(self.pipe.tokenizer.model_max_length) as counted,
             ):
                 for start in range(0, len(prompts), BATCH):
-                    made.append(
-                        generate(
-                            self.model,
-                            prompts[start : start + BATCH],
-                            self.steps,
-                            first + start,
-                            **self._size,
-                        )
+                    images = generate(
+                        self.model,
+                        prompts[start : start + BATCH],
+                        self.steps - method.fewer,
+                        first + start,
+                        **self._size_of(method),
                     )
+                    made.append(images if method.side == 1 else _enlarged(images, method.side))
             print(
                 f"  {name}: {first + len(prompts)} of {len(self.prompts)}",
                 file=sys.stderr,
@@ -257,13 +255,18 @@ class Frontier:
         `itself` says that of the unmerged model in the same rounds. After a warm-up of two steps
         each.
         """
-        plain = methods.baseline().on
-        on = {name: method.on for name, method in wanted.items()} | {BASELINE: plain}
+        plain = methods.baseline()
+        on = {**wanted, BASELINE: plain}
 
-        def seconds(merging: Callable[..., AbstractContextManager[Any]], steps: int) -> float:
-            with merging(self.denoiser), clocked(self.denoiser, self._now) as clock:
+        def seconds(method: Method, steps: int) -> float:
+            with method.on(self.denoiser), clocked(self.denoiser, self._now) as clock:
                 generate(
-                    self.model, self.prompts[:1], steps, TIMING_SEED, output="latent", **self._size
+                    self.model,
+                    self.prompts[:1],
+                    max(1, steps - method.fewer),
+                    TIMING_SEED,
+                    output="latent",
+                    **self._size_of(method),
                 )
             return clock.seconds
 
@@ -296,6 +299,14 @@ class Frontier:
             for name in wanted
         }
 
+    def _size_of(self, method: Method) -> dict[str, Any]:
+        """Height and width of a method's images, where these are not the model's own."""
+        if method.side == 1:
+            return self._size
+        own = self._size.get("height") or 256
+        side = round(own * method.side / 16) * 16
+        return {"height": side, "width": side}
+
     def _figures(self, name: str, method: Method) -> Path:
         return self._file(name, method, {"pairs": self.rounds, **self._threads}, ".json")
 
@@ -307,6 +318,14 @@ class Frontier:
         digest = hashlib.sha256(about.encode()).hexdigest()[:12]
         slug = "".join(c if c.isalnum() or c == "." else "-" for c in name)
         return self.out / "points" / f"{slug}-{digest}{suffix}"
+
+
+def _enlarged(images: np.ndarray, side: float) -> np.ndarray:
+    """Images [n, h, w, 3] at 1 / side of their side, by bicubic interpolation."""
+    size = round(images.shape[1] / side), round(images.shape[2] / side)
+    t = torch.from_numpy(images).permute(0, 3, 1, 2).float()
+    t = torch.nn.functional.interpolate(t, size, mode="bicubic", antialias=True)
+    return t.clamp(0, 255).round().byte().permute(0, 2, 3, 1).numpy()
 
 
 @torch.no_grad()

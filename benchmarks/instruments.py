@@ -47,17 +47,17 @@ INSTRUMENTS = {
     "unet": Instrument(
         "embedded-unet",
         TRUTHS["unet"],
-        methods.FULL,
-        methods.AGAINST_RIVALS,
+        {**methods.FULL, **methods.TOMESD},
+        {**methods.RIVALS, **methods.TOMESD},
         methods.SHORT,
         "tomesd 0.5",
     ),
     "transformer": Instrument(
         "embedded-transformer",
         TRUTHS["transformer"],
-        methods.JOINT,
-        methods.JOINT_RIVALS,
-        methods.JOINT_SHORT,
-        "tomesd's form 0.5",
+        methods.FULL,
+        methods.RIVALS,
+        methods.SHORT,
+        "tau 0.8",
     ),
 }

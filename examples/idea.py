@@ -1,4 +1,5 @@
-"""The idea in pictures: merge the similar tokens of an image, then restore every token.
+"""The idea in pictures: join the similar tokens of an image into groups, and show each group as its
+mean.
 
     python examples/idea.py [IMAGE] [OUT]    # default: the packaged picture, to idea.webp
 
@@ -13,7 +14,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 
-from mame_sd import MaMeConfig, plan_merge
+from mame_sd.core.cells import cells_of
+from mame_sd.core.groups import group_tokens
 
 SIDE, PATCH = 256, 8
 GRID = SIDE // PATCH  # tokens along a side
@@ -36,10 +38,11 @@ image = Image.open(source).convert("RGB").resize((SIDE, SIDE))
 x = tokens(torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255)
 panels = [picture(x, f"all {x.shape[1]} tokens")]
 for keep in (0.5, 0.25, 0.125):
-    plan = plan_merge(x, MaMeConfig(keep=keep, merge="qkv"), size=(GRID, GRID))
-    restored = plan.restore(plan.merge(x))  # MaMe, then MaRe: attention would run between them
-    error = (restored - x).square().mean().sqrt().item()
-    panels.append(picture(restored, f"{plan.tokens_kept} tokens, error {error:.3f}"))
+    cells = cells_of((GRID, GRID), keep)
+    groups = group_tokens(x.index_select(1, cells.order), cells)
+    means = groups.restore(groups.merge(x))  # merged keys and values are such means
+    error = (means - x).square().mean().sqrt().item()
+    panels.append(picture(means, f"{groups.tokens_kept} tokens, error {error:.3f}"))
 cells = x.view(1, GRID // 2, 2, GRID // 2, 2, -1).mean((2, 4), keepdim=True)
 blind = cells.expand(1, GRID // 2, 2, GRID // 2, 2, -1).reshape(x.shape)
 error = (blind - x).square().mean().sqrt().item()

@@ -14,7 +14,6 @@ call and is in force again after it.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 import threading
@@ -33,8 +32,7 @@ from transformers import (
     CLIPVisionModelWithProjection,
 )
 
-from mame_sd.config import MaMeConfig, refuse_flat, study_given
-from mame_sd.config_checks import CHOICES
+from mame_sd.config import NAMES, MaMeConfig
 from mame_sd.diffusion.apply_denoiser import build_handle, has_hooks, hooks_restored
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.saved_setting import DEFAULT, ENTRY, resolve_setting
@@ -63,8 +61,7 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
     by this class, or by `mame-sd generate --model`. `from_pretrained(folder, tau=0.9)` overrides
     what was saved, and `from_pretrained(folder, tau=None, keep=0.5)` changes from one to the other.
     `from_pretrained`, `from_single_file` and `from_pipe` also take each field of MaMeConfig by its
-    name (`min_tokens=256`), over those of `mame_config`; of these `variant` means the weights'
-    variant unless it is "settled" or "paper". The other arguments are those of
+    name (`min_tokens=256`), over those of `mame_config`. The other arguments are those of
     StableDiffusionPipeline.
 
     Raises:
@@ -288,17 +285,11 @@ def _taken(arguments: dict[str, Any]) -> dict[str, Any]:
     """The fields of MaMeConfig among `arguments`, taken out of them; what __init__ takes stays."""
     if "mame_config" in arguments:
         arguments["mame_config"] = _over(arguments["mame_config"], {}) or None
-    names = [
-        field.name
-        for field in dataclasses.fields(MaMeConfig)
-        if field.name not in ("tau", "keep", "variant")
-    ]
-    if arguments.get("variant") in CHOICES["variant"]:
-        names.append("variant")
+    names = [name for name in NAMES if name not in ("tau", "keep")]
     taken = {name: arguments.pop(name) for name in names if name in arguments}
-    refuse_flat(taken)
-    taken |= study_given(arguments.pop("study", None))
-    MaMeConfig.from_dict(taken)  # a bad value is refused before a model is loaded
+    # A bad value is refused before a model is loaded.
+    number = {n: arguments[n] for n in ("tau", "keep") if isinstance(arguments.get(n), int | float)}
+    MaMeConfig.from_dict({**taken, **number})
     return taken
 
 

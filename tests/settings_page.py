@@ -1,56 +1,50 @@
-"""docs/settings.md, made of the dataclasses.
+"""docs/settings.md, made of the dataclass.
 
 python -m tests.settings_page > docs/settings.md
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 from textwrap import wrap
 
-from mame_sd.config import STUDY, MaMeConfig, Study
+from mame_sd.config import DEFAULT_KEEP, MaMeConfig
 
 HEAD = """# Settings
 
-This page is made by `python -m tests.settings_page` from `MaMeConfig` and `Study`. The keywords of
-`apply_mame` and `MaMeAttnProcessor`, the options of the commands and the files of `--config` share
-these names. One option is called otherwise: `--mame-seed`, since `--seed` is the image's. The
-`--size` of `tune` is in pixels.
+This page is made by `python -m tests.settings_page` from `MaMeConfig`. The keywords of `apply_mame`
+and `MaMeAttnProcessor`, the options of the commands and the files of `--config` share these names.
+One option is called otherwise: `--merge-seed`, since `--seed` is the image's. The `--size` of
+`tune` is in pixels.
+
+The number that is given tells the method: `keep` merges keys and values and fits the merged values,
+`tau` merges whole tokens as the paper does. Without either, `keep` is {keep:g}.
 """
-STUDY_HEAD = """## Study
-
-What the paper's ablations vary. Nobody needs these to merge, for measurement chose each default
-([method](method.md), [experiments](experiments.md)).
-
-```python
-apply_mame(pipe, study=Study(weights="pick"))
-```
-```bash
-mame-sd generate --prompts demo --study weights=pick --study redraw=false
-```
-
-A file of settings holds them in a table of that name:
-`{"keep": 0.5, "study": {"weights": "pick"}}`.
-"""
+PARTS = {
+    None: "With either method",
+    "keys": "With `keep`",
+    "tokens": "With `tau`, for the paper's ablations",
+}
 
 
 def page() -> str:
     """The page."""
-    top = [name for name in (f.name for f in fields(MaMeConfig)) if name not in STUDY]
-    return "\n".join([HEAD, *_table(top), "", STUDY_HEAD, *_table(STUDY), ""])
+    lines = [HEAD.format(keep=DEFAULT_KEEP)]
+    for method, title in PARTS.items():
+        lines += [f"## {title}", "", *_table(method), ""]
+    return "\n".join(lines)
 
 
-def _table(names: Sequence[str]) -> list[str]:
-    """A table of what each does, and a list of what is to know beyond that."""
-    default, found = MaMeConfig(), {f.name: f for f in (*fields(MaMeConfig), *fields(Study))}
+def _table(method: str | None) -> list[str]:
+    """A table of what each field does, and a list of what is to know beyond that."""
     rows, more = ["| setting | default | what it does |", "|---|---|---|"], [""]
-    for name in names:
-        value, metadata = getattr(default, name), found[name].metadata
-        shown = "" if value is None else f"`{value}`"
-        rows.append(f"| `{name}` | {shown} | {metadata['help']} |")
-        if metadata["about"]:
-            text = f"- `{name}`: {metadata['about']}"
+    for f in fields(MaMeConfig):
+        if not f.init or f.metadata["method"] != method:
+            continue
+        shown = "" if f.default is None else f"`{f.default}`"
+        rows.append(f"| `{f.name}` | {shown} | {f.metadata['help']} |")
+        if f.metadata["about"]:
+            text = f"- `{f.name}`: {f.metadata['about']}"
             more += wrap(text, 120, subsequent_indent="  ", break_on_hyphens=False)
     return rows + more
 

@@ -83,7 +83,7 @@ def paper_rows() -> list[Row]:
             )
         )
     for tau in (0.7, 0.8):
-        merging = Merging(MaMeConfig(preset="plain", tau=tau))
+        merging = Merging(MaMeConfig(tau=tau))
         rows.append(
             Row(name=f"mame-{tau}", label=f"MaMe+MaRe τ {tau}", family="mame", method=merging)
         )

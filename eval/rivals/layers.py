@@ -2,27 +2,33 @@
 instead of ours.
 
 So every rival meets the same calls, the same checks and the same counting, and differs in nothing
-but what merges. `rival_on` does that for any `Plan`: keys and values (`merge="kv"`), or whole
-tokens that it restores ("qkv"). Their plans stand in `plans.py` and `toma.py`.
+but what merges. `rival_on` does that for any plan: keys and values (`merge="kv"`), or whole tokens
+that it restores ("qkv"). Their plans stand in `plans.py` and `toma.py`.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mame_sd.config import MaMeConfig, Study
-from mame_sd.core.plan import Plan
+from mame_sd.config import MaMeConfig
+from mame_sd.core.attention import Merged
+from mame_sd.core.cells import cells_of, plane_of
+from mame_sd.core.fit import fitted_values
 from mame_sd.diffusion.apply_denoiser import denoiser_of, mame
 from mame_sd.diffusion.families.unet import PlainAttention
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.hook_registry import hook_on
 from mame_sd.diffusion.hooks import MergeHook
+from mame_sd.diffusion.interception import MergeJob
 from mame_sd.diffusion.layer import Layer, LayerCall, Route, Step, Tokens
 
 
@@ -72,7 +78,7 @@ class Run:
 
 
 # (tokens [B, L, C], their (h, w), what the layers share) -> plan
-MakePlan = Callable[[Tensor, tuple[int, int], Run], Plan]
+MakePlan = Callable[[Tensor, tuple[int, int], Run], Any]
 
 
 class RivalLayer(Layer):
@@ -99,11 +105,12 @@ class RivalLayer(Layer):
         route = self.inner.route(call, known, config)
         if isinstance(route, str):
             return route
-        if route.tokens.plane is None:
+        if len(route.tokens.size) == 1:
             return "height and width unknown"
         family = getattr(self.inner, "family", None)
-        rotary = config.merge == "qkv" and family is not None and family.select is not None
-        if rotary and getattr(self.make, "own_tokens", False) and route.feature.shape[0] > 1:
+        rotary = config.method == "tokens" and family is not None and family.select is not None
+        own = getattr(self.make, "own_tokens", False)
+        if rotary and own and route.feature is not None and route.feature.shape[0] > 1:
             return (
                 "each sample keeps tokens of its own, and their positions are given once for all"
                 " samples"
@@ -114,10 +121,59 @@ class RivalLayer(Layer):
         """As `inner`."""
         return self.inner.count(call, known)
 
-    def plan(self, route: Route, step: Step) -> Plan:
+    def plan(self, route: Route) -> Any:
         """The rival's."""
-        assert route.tokens.plane is not None
-        return self.make(route.feature, route.tokens.plane, self.run)
+        assert route.feature is not None
+        return self.make(route.feature, plane_of(route.tokens.size), self.run)
+
+    def job(self, route: Route, name: str, step: Step) -> MergeJob:
+        """The rival's keys in place of ours."""
+        job = super().job(route, name, step)
+        values = {f.name: getattr(job, f.name) for f in fields(job) if f.init}
+        return RivalJob(make=self.make, run=self.run, **values)
+
+
+@dataclass
+class RivalJob(MergeJob):
+    """One call of a layer whose keys merge by a rival's plan."""
+
+    make: Any = None
+    run: Any = None
+
+    def merge(self, call: Mapping[str, Any], bias: bool = True) -> dict[str, Any] | None:
+        """See `MergeJob`; nothing is counted, as published, nor fitted unless it is asked for."""
+        queries, self.how = self.how.fit_queries, replace(self.how, fit_queries=0)
+        if super().merge(call, bias) is None:
+            return None
+        start, size, _ = self.grids[0]
+        end, parts = start + math.prod(size), []
+        plan: Any = None
+        for t in (call["key"], call["value"]):
+            tokens = t.transpose(1, 2).flatten(2)  # [B, N, H * D]
+            image = tokens[:, start:end]
+            plan = plan or self.make(image, plane_of(size), self.run)
+            kept = torch.cat([tokens[:, :start], plan.merge(image), tokens[:, end:]], 1)
+            parts.append(kept.unflatten(2, (t.shape[1], -1)).transpose(1, 2))
+        mask = call.get("attn_mask")
+        if mask is not None and mask.shape[-1] > 1:
+            raise ValueError("attn_mask: expected none, a rival's keys have no place in it")
+        if queries:
+            parts[1] = self._fitted(call, parts, queries)
+        self.merged = Merged(parts[0], parts[1], parts[0].new_zeros(0), (plan,))
+        return {**call, "key": parts[0], "value": parts[1]}
+
+    def _fitted(self, call: Mapping[str, Any], kept: list[Tensor], queries: int) -> Tensor:
+        """The values of the rival's keys, fitted as ours are."""
+        q, (start, size, _) = call["query"], self.grids[0]
+        drawn = cells_of(size, 0.5, device=q.device).queries
+        row = 0 if self.draw is None else int(self.draw)
+        at = drawn[row][:queries] + (start if q.shape[2] == call["key"].shape[2] else 0)
+        some = q.index_select(2, at)
+        exact = F.scaled_dot_product_attention(some, call["key"], call["value"])
+        weights = torch.softmax(some @ kept[0].transpose(2, 3) * q.shape[-1] ** -0.5, -1)
+        others = call["key"].shape[2] - start - math.prod(size)
+        last = kept[0].shape[2] - others
+        return fitted_values(weights, kept[1], exact, start, last).to(kept[1].dtype)
 
 
 @contextmanager
@@ -127,7 +183,7 @@ def rival_on(
     merge: str,
     min_tokens: int = 1024,
     plain_only: bool = False,
-    counted: bool = False,
+    fit_queries: int = 0,
     seed: int = 0,
 ) -> Iterator[MaMeHandle]:
     """Merging by a rival for a `with` block, in the layers in which ours would merge.
@@ -138,17 +194,17 @@ def rival_on(
         merge: "kv" or "qkv".
         min_tokens: layers with fewer are left alone.
         plain_only: the rival can't tell text from an image in one sequence.
-        counted: attention counts whole merged tokens beside text, as ours does with "qkv".
+        fit_queries: with "kv", how many queries the values of the rival's keys are fitted to.
         seed: of what the rival draws.
 
     Raises:
         ValueError: nothing could merge, or `plain_only` and a transformer's attention.
     """
     run = Run(seed)
-    # keep=1: all samples of a batch run together, for a rival's plans are not of our partition
-    with mame(
-        target, keep=1.0, merge=merge, study=Study(correct=counted), min_tokens=min_tokens
-    ) as handle:
+    # What merges is the rival's; only which of the two ways is taken is ours.
+    keys: dict[str, Any] = {"keep": 0.5, "fit_queries": fit_queries}
+    how: dict[str, Any] = keys if merge == "kv" else {"tau": 0.0}
+    with mame(target, min_tokens=min_tokens, **how) as handle:
         noted = denoiser_of(target).register_forward_pre_hook(run.note, with_kwargs=True)
         try:
             for module in denoiser_of(target).modules():

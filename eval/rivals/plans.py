@@ -22,15 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mame_sd.core.detail import Detail
-from mame_sd.core.plan import Plan
-
 from .layers import MakePlan, Run
 
 Size = tuple[int, int]
 
 
-class RivalPlan(Plan):
+class RivalPlan:
     """A plan that is no partition into destinations and sources.
 
     Args:
@@ -38,25 +35,22 @@ class RivalPlan(Plan):
         kept: positions of the tokens that stay, or stand for those that do [L'].
     """
 
-    uneven = False  # its keys are counted alike, as published
-
     def __init__(self, x: Tensor, kept: Tensor) -> None:
-        self.special = 0
         self.tokens_in, self.tokens_kept = x.shape[1], len(kept)
         self._rows = kept
-        self._lead = x.shape[:1]
 
     @property
     def kept(self) -> Tensor:
-        """See `Plan`."""
+        """Positions of the tokens that stay."""
         return self._rows
 
-    @property
-    def sizes(self) -> Tensor:
-        """See `Plan`; all stand for equally many."""
-        return torch.full(
-            (self.tokens_kept,), self.tokens_in / self.tokens_kept, device=self._rows.device
-        )
+    def merge(self, t: Tensor) -> Tensor:
+        """Tokens [B, L, C] as [B, L', C]."""
+        raise NotImplementedError
+
+    def restore(self, y: Tensor) -> Tensor:
+        """All tokens [B, L, C] from y [B, L', C]."""
+        raise NotImplementedError
 
 
 class Rows(RivalPlan):
@@ -72,7 +66,7 @@ class Rows(RivalPlan):
     def merge(self, t: Tensor) -> Tensor:
         return t.index_select(1, self._rows)
 
-    def restore(self, y: Tensor, detail: Detail | None = None) -> Tensor:
+    def restore(self, y: Tensor) -> Tensor:
         if self._owner is None:
             raise ValueError(
                 "restore: expected keys and values, which nobody restores; take merge='kv'"
@@ -106,7 +100,7 @@ class Tiles(RivalPlan):
     def merge(self, t: Tensor) -> Tensor:
         return t.unflatten(1, self._parts).transpose(2, 3).flatten(0, 2).flatten(1, 2)
 
-    def restore(self, y: Tensor, detail: Detail | None = None) -> Tensor:
+    def restore(self, y: Tensor) -> Tensor:
         down, rows, across, columns = self._parts
         tiles = y.unflatten(0, (-1, down, across)).unflatten(3, (rows, columns))
         return tiles.transpose(2, 3).flatten(1, 4)
@@ -122,7 +116,7 @@ class Constant(RivalPlan):
     def merge(self, t: Tensor) -> Tensor:
         return t
 
-    def restore(self, y: Tensor, detail: Detail | None = None) -> Tensor:
+    def restore(self, y: Tensor) -> Tensor:
         return (y.mean(1, keepdim=True) * self._scale).expand_as(y)
 
 
@@ -133,7 +127,7 @@ def todo(factor: int, first_factor: int | None = None, first_tokens: int = 4096)
     As torch.nn.functional.interpolate to h // factor x w // factor with mode "nearest".
     """
 
-    def make(x: Tensor, size: Size, run: Run) -> Plan:
+    def make(x: Tensor, size: Size, run: Run) -> RivalPlan:
         by = first_factor if first_factor is not None and x.shape[1] >= first_tokens else factor
         rows, columns = (
             torch.arange(max(n // by, 1), device=x.device) * n // max(n // by, 1) for n in size
@@ -156,7 +150,7 @@ def means(cell: Size) -> MakePlan:
 def random_keys(share: float, redraw: bool) -> MakePlan:
     """A random `share` of all tokens, anew at each call or the same for all calls and layers."""
 
-    def make(x: Tensor, size: Size, run: Run) -> Plan:
+    def make(x: Tensor, size: Size, run: Run) -> RivalPlan:
         scores = _numbers(x.shape[1], x.device, run, redraw)
         return Rows(x, scores.topk(max(1, round(share * x.shape[1]))).indices)
 
@@ -166,7 +160,7 @@ def random_keys(share: float, redraw: bool) -> MakePlan:
 def random_cells(cell: Size, redraw: bool) -> MakePlan:
     """One random token of each cell, anew at each call or the same for all calls and layers."""
 
-    def make(x: Tensor, size: Size, run: Run) -> Plan:
+    def make(x: Tensor, size: Size, run: Run) -> RivalPlan:
         corners, _ = _corners(size, cell, x.device)
         rows = (size[0] - corners // size[1]).clamp(max=cell[0])  # the border cuts cells
         columns = (size[1] - corners % size[1]).clamp(max=cell[1])
@@ -190,7 +184,7 @@ def tiles(side: int, options: int = 1) -> MakePlan:
     divisor is not cut.
     """
 
-    def make(x: Tensor, size: Size, run: Run) -> Plan:
+    def make(x: Tensor, size: Size, run: Run) -> RivalPlan:
         down, across = (n // run.choices.choice(divisors(n, side)[:options]) for n in size)
         return Tiles(x, size, down, across)
 

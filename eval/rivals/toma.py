@@ -14,9 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mame_sd.core.detail import Detail
-from mame_sd.core.plan import Plan
-
 from .layers import Run
 from .plans import RivalPlan
 
@@ -47,7 +44,7 @@ class SoftPlan(RivalPlan):
         mean = self._shares / self._shares.sum(-1, keepdim=True)
         return (mean.to(t.dtype) @ _tiled(t, self._tiles)).flatten(1, 2)
 
-    def restore(self, y: Tensor, detail: Detail | None = None) -> Tensor:
+    def restore(self, y: Tensor) -> Tensor:
         tiles = y.unflatten(1, self._shares.shape[1:3])  # [B, T, k, C]
         tokens = (self._shares.to(y.dtype).transpose(2, 3) @ tiles).flatten(1, 2)
         return torch.empty_like(tokens).index_copy_(1, self._tiles.flatten(), tokens)
@@ -79,7 +76,7 @@ class ToMA:
         self._plan: SoftPlan | None = None
         self._made = (-1, (0, 0), torch.Size())  # step, (h, w) and shape of what is kept
 
-    def __call__(self, x: Tensor, size: Size, run: Run) -> Plan:
+    def __call__(self, x: Tensor, size: Size, run: Run) -> RivalPlan:
         step = run.step
         at, *same = self._made
         fresh = self._plan is None or step < at or same != [size, x.shape]

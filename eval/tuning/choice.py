@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -95,18 +96,17 @@ def remarks(trials: Sequence[Trial], best: Trial) -> list[str]:
 
 
 def concrete(config: MaMeConfig) -> dict[str, Any]:
-    """All of `config` for a file that no later version's defaults change.
-
-    What follows from keep (the cell, `merge`, `batch`) is left to it unless it was given. So
-    another tau or keep can take its place.
-    """
+    """All of `config` for a file that no later version's defaults change."""
     fields = {name: value for name, value in config.to_dict().items() if value is not None}
-    study = {name: value for name, value in fields["study"].items() if value is not None}
-    fields["study"] = study
-    left = {"stride", "merge"} - config.given.keys()
-    rest = {name: value for name, value in fields.items() if name not in left}
-    rest["study"] = {name: value for name, value in study.items() if name not in left}
-    return rest if MaMeConfig.from_dict(rest) == config else fields
+    keys = {f.name for f in dataclasses.fields(MaMeConfig) if f.metadata.get("method") == "keys"}
+    tokens = {
+        f.name for f in dataclasses.fields(MaMeConfig) if f.metadata.get("method") == "tokens"
+    }
+    return {
+        name: value
+        for name, value in fields.items()
+        if name not in (tokens if config.method == "keys" else keys)
+    }
 
 
 def measured(trials: Sequence[Trial], best: Trial) -> dict[str, Any]:

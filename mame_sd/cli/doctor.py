@@ -150,13 +150,17 @@ def fused_attention(device: torch.device, kernels: Sequence[str] = FUSED_KERNELS
 
 
 def _merging(device: torch.device) -> str:
-    from mame_sd.core.merge import plan_merge
+    from mame_sd.core.attention import attention
+    from mame_sd.core.paper import plan_tokens
 
     x = torch.ones(1, 64, 8, device=device)
-    plan = plan_merge(x, MaMeConfig(keep=0.5, merge="qkv", tiles=0), (8, 8))
+    plan = plan_tokens(x, MaMeConfig(tau=0.8))
     if plan.tokens_kept != 32 or not torch.allclose(plan.restore(plan.merge(x)), x, atol=1e-3):
         raise RuntimeError(f"64 equal tokens came back changed, {plan.tokens_kept} kept")
-    return "64 equal tokens become 32 and come back"
+    q = x.unsqueeze(1)
+    if not torch.allclose(attention(q, q, q, (8, 8), keep=0.25), q, atol=1e-3):
+        raise RuntimeError("attention over merged keys of 64 equal tokens gave others")
+    return "64 equal tokens become 32 and come back; attention over 16 merged keys agrees"
 
 
 def _half(device: torch.device) -> str:

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from mame_sd.cli.console import say
-from mame_sd.config import STUDY
 from mame_sd.errors import MachineError, UserError
 
 # Packages that commands need beyond those of a plain installation, and the extra that brings each.
@@ -144,10 +143,6 @@ def _usage_message(error: BaseException, message: str) -> str:
     path = getattr(context, "command_path", None) or "mame-sd"
     if not message.strip() or "\n" in message.strip():  # a whole help text
         message = "expected a command, got none"
-    option = getattr(error, "option_name", None) or ""
-    name = option.removeprefix("--").removeprefix("no-").removeprefix("mame-")
-    if name in STUDY:
-        return f"{option}: moved to --study; give --study {name}=VALUE"
     return f"{message.strip().rstrip('.')}; {path} --help shows what can be given"
 
 

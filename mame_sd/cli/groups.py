@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mame_sd.cli.options import FieldOptions, GivenOptions, flag_of, keyword, pair
-from mame_sd.config import MaMeConfig, Study
+from mame_sd.cli.options import FieldOptions, GivenOptions, flag_of, keyword
+from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.model_files import ModelChoice
@@ -63,7 +63,7 @@ class PromptOptions:
 class MergingOptions(GivenOptions):
     """One option for each field of MaMeConfig, and --config; `build` gives the config.
 
-    A field whose plain name another option has is called --mame-<field>.
+    A field whose plain name another option has is called --merge-<field>.
     """
 
     TAKEN = ("seed",)
@@ -81,9 +81,7 @@ class MergingOptions(GivenOptions):
             panel=self.PANEL,
             metavar="FILE",
         )
-        help = "A setting of the paper's ablations; docs/settings.md lists them. Repeatable."
-        study = keyword("study", tuple[str, ...], (), help, panel=self.PANEL, metavar="NAME=VALUE")
-        return [*super().parameters(), file, study]
+        return [*super().parameters(), file]
 
     def build(self, values: Mapping[str, Any]) -> Any:
         """The config. Raises UserError for a bad value or file."""
@@ -91,12 +89,12 @@ class MergingOptions(GivenOptions):
             base = (
                 MaMeConfig() if values["config"] is None else MaMeConfig.from_file(values["config"])
             )
-            return base.replace(**super().build(values), **read_study(values["study"]))
+            return base.replace(**super().build(values))
         except (TypeError, ValueError) as error:
             raise UserError(f"merging: {error}") from None
 
     def flag(self, name: str) -> str:
-        return flag_of(f"mame_{name}" if name in self.TAKEN else name)
+        return flag_of(f"merge_{name}" if name in self.TAKEN else name)
 
     def help(self, f: Field[Any]) -> str:
         help = f.metadata["help"]
@@ -104,44 +102,8 @@ class MergingOptions(GivenOptions):
 
     def given(self, values: Mapping[str, Any]) -> list[str]:
         """Flags of the options that were given."""
-        names = [*(f.name for f in fields(MaMeConfig)), "config", "study"]
+        names = [*(f.name for f in fields(MaMeConfig)), "config"]
         return [self.flag(name) for name in names if values.get(name) not in (None, [])]
-
-
-def read_study(given: Sequence[str]) -> dict[str, Any]:
-    """`weights=pick`, `stride=2x3`, `refine=false` as fields of `Study`.
-
-    Raises UserError for anything else.
-
-    >>> read_study(["weights=pick", "stride=2x3", "refine=false", "eps=1e-5"])
-    {'weights': 'pick', 'stride': (2, 3), 'refine': False, 'eps': 1e-05}
-    """
-    found: dict[str, Any] = {}
-    kinds = {f.name: str(f.type) for f in fields(Study)}
-    for text in given:
-        name, _, value = text.partition("=")
-        if name not in kinds or not value:
-            raise UserError(
-                f"--study: expected NAME=VALUE of {', '.join(kinds)}, got {text!r}; correct it"
-            )
-        if kinds[name].startswith("tuple"):
-            found[name] = pair(f"--study {name}", value)
-        elif kinds[name] == "bool":
-            if value.lower() not in ("true", "false"):
-                raise UserError(
-                    f"--study {name}: expected true or false, got {value!r}; correct it"
-                )
-            found[name] = value.lower() == "true"
-        elif kinds[name].startswith("float"):
-            try:
-                found[name] = float(value)
-            except ValueError:
-                raise UserError(
-                    f"--study {name}: expected a number, got {value!r}; correct it"
-                ) from None
-        else:
-            found[name] = value
-    return found
 
 
 class OptionalMerging(MergingOptions):

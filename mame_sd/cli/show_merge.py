@@ -72,9 +72,6 @@ def capture_merge(
     Raises:
         UserError: no such step, level or layer, or a pipeline without step callbacks.
     """
-    from mame_sd.core.owners import owners_of
-    from mame_sd.diffusion.layer import nothing_to_win
-
     if not 1 <= step <= settings.steps:
         raise UserError(
             f"--step: expected 1 to {settings.steps} (--steps), got {step}; give one of these"
@@ -103,12 +100,11 @@ def capture_merge(
     finally:
         handle.remove()
     plan = plans[chosen.name]
-    kept_all = chosen.part == "attention" and nothing_to_win(handle.config, plan)
-    # the last sample is the one with the prompt, under guidance too
-    owners = np.arange(plan.tokens_in) if kept_all else owners_of(plan)[-1].cpu().numpy()
+    # The last sample is the one with the prompt, under guidance too.
+    kept = plan.kept if plan.kept.dim() == 1 else plan.kept[-1]
+    owners = kept[plan.groups[-1]].cpu().numpy()
     height, width = chosen.size or grid_like(image, len(owners))
-    kept = plan.tokens_in if kept_all else plan.tokens_kept
-    return MergeMap(image, owners.reshape(height, width), chosen.name, step, kept)
+    return MergeMap(image, owners.reshape(height, width), chosen.name, step, plan.tokens_kept)
 
 
 def prompt_to_draw(text: str) -> Prompt:

@@ -97,7 +97,7 @@ class SideBySide:
         table = (
             f"| | baseline | merged |\n|---|---|---|\n| seconds | {plain_seconds:.2f} |"
             f" {seconds:.2f} ({plain_seconds / seconds:.2f} x as fast) |\n|"
-            f" {'keys' if config.merge == 'kv' else 'tokens'} kept, largest level, step"
+            f" {'keys' if config.method == 'keys' else 'tokens'} kept, largest level, step"
             f" {found.step} | {total} of {total} | {found.tokens_kept} of {total}"
             f" ({found.tokens_kept / total:.0%}) |\n| nearness to the baseline | |"
             f" {nearness(plain, found.image)} |\n\nThe merge map paints each group of tokens in its"

@@ -23,6 +23,7 @@ from mame_sd.core.groups import Groups, group_tokens
 from mame_sd.core.paper import no_autocast
 
 Kernel = Callable[..., Tensor]
+ALONE = 0.125  # of the kept keys, those that stay as they are: the farthest from all others
 Recall = Callable[[int, Callable[[], Groups]], Groups]
 
 
@@ -158,13 +159,14 @@ def merge_keys(
         parts, sizes, columns, groups, end = [], [], [], [], 0
         first: Cells | None = None
         for grid in grids:
-            cells = cells_of(grid.size, grid.keep, how.tile_size, how.seed, k.device)
+            cells = cells_of(grid.size, (1 - ALONE) * grid.keep, how.tile_size, how.seed, k.device)
+            stay = max(0, round(grid.keep * cells.tokens) - cells.kept)
             first = first or cells
             every = slice(grid.start, grid.start + cells.tokens)
             slots = [
                 t[:, :, every].transpose(1, 2).index_select(1, cells.order) for t in (k, v)
             ]  # [B, T * P, H, D]
-            compare = partial(group_tokens, slots[0].flatten(2), cells, draw, leader)
+            compare = partial(group_tokens, slots[0].flatten(2), cells, draw, leader, stay)
             found = compare() if recall is None else recall(len(groups), compare)
             if grid.start > end:
                 parts.append(tuple(t[:, :, end : grid.start] for t in (k, v)))
@@ -176,7 +178,7 @@ def merge_keys(
                 )
             )
             sizes.append(found.sizes)
-            columns.append((end, grid.start, found.kept[0]))
+            columns.append((end, grid.start, found.kept))
             groups.append(found)
             end = every.stop
         if end < k.shape[2]:
@@ -187,7 +189,9 @@ def merge_keys(
         bias = (count.log() if counted else torch.zeros_like(count)).to(q.dtype)[:, None, None]
         mask = attn_mask
         if mask is not None and mask.shape[-1] > 1:
-            mask = mask.index_select(-1, _columns(columns, end, k.shape[2]).to(mask.device))
+            mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
+            at_key = _columns(columns, end, k.shape[2])[:, None, None]  # [B, 1, 1, K]
+            mask = torch.take_along_dim(mask, at_key.to(mask.device), -1)
         bias = _added(mask, bias)
         assert first is not None
         queries = how.fit_queries
@@ -224,7 +228,7 @@ def _fitted(
         rows = rows.index_select(-2, at)
         bias = bias.index_select(-2, at)
     more: Any = {"enable_gqa": True} if shared > 1 else {}
-    exact = _exact(some, full, rows, scale, more)
+    exact = F.scaled_dot_product_attention(some, *full, attn_mask=rows, scale=scale, **more)
     if shared > 1:
         some, exact = (
             t.unflatten(1, (-1, shared)).flatten(2, 3) for t in (some, exact)
@@ -238,26 +242,18 @@ def _fitted(
     return fitted.to(kept[1].dtype)
 
 
-def _exact(
-    q: Tensor, full: tuple[Tensor, Tensor], mask: Tensor | None, scale: float, more: Any
-) -> Tensor:
-    """Attention of some queries over all keys, by PyTorch's own kernels."""
-    with torch._C.DisableTorchFunction():
-        return F.scaled_dot_product_attention(q, *full, attn_mask=mask, scale=scale, **more)
-
-
 def _count(grid: Grid) -> int:
     return torch.Size(grid.size).numel()
 
 
 def _columns(columns: Sequence[tuple[int, int, Tensor]], end: int, length: int) -> Tensor:
-    """The positions [K] among all keys that the kept ones stand at."""
-    device = columns[0][2].device
-    every = torch.arange(length, device=device)
+    """The positions [B, K] among all keys that the kept ones stand at."""
+    batch = columns[0][2].shape[0]
+    every = torch.arange(length, device=columns[0][2].device).expand(batch, -1)
     parts = []
     for before, start, kept in columns:
-        parts += [every[before:start], kept + start]
-    return torch.cat([*parts, every[end:]])
+        parts += [every[:, before:start], kept + start]
+    return torch.cat([*parts, every[:, end:]], 1)
 
 
 def _added(mask: Tensor | None, bias: Tensor) -> Tensor:

@@ -45,7 +45,8 @@ def fitted_values(
         ridge * diagonal + torch.finfo(dtype).tiny ** 0.5
     )
     factor, _ = torch.linalg.cholesky_ex(gram)  # checks nothing: that would wait for the device
-    solved = torch.cholesky_solve(lacking, factor)
+    half = torch.linalg.solve_triangular(factor, lacking, upper=False)
+    solved = torch.linalg.solve_triangular(factor.transpose(1, 2), half, upper=True)
     fitted = torch.baddbmm(values[:, first:last], merged.transpose(1, 2), solved)
     if (first, last) != (0, shape[-2]):
         fitted = torch.cat([values[:, :first], fitted, values[:, last:]], 1)

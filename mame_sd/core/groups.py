@@ -1,4 +1,5 @@
-"""Merging by hard groups: each token joins the most similar destination of its tile.
+"""Merging by hard groups: each token joins the nearest destination of its tile, and the farthest
+tokens stay alone.
 
 All of it is products of small matrices, one for each tile: similarities, and means as a product
 with a matrix of ones. No tokens are sorted and nothing is added atomically, so results don't depend
@@ -113,9 +114,10 @@ def group_tokens(
     leader: Tensor | None = None,
     stay: int = 0,
 ) -> Groups:
-    """Groups of tokens by cosine similarity to the destinations of their tile.
+    """Groups of tokens by their Euclidean distance to the destinations of their tile.
 
-    The choice has no gradient; means of the groups have.
+    Not by the angle: a logit depends on a key's length too, and keys that much of the attention
+    lies on (sinks) are long. The choice has no gradient; means of the groups have.
 
     Args:
         slots: what is compared, in the order of the slots, [B, T * P, d]; fp32 is computed with
@@ -124,7 +126,7 @@ def group_tokens(
         draw: LongTensor [1], which of the draws; None: the first.
         leader: LongTensor [B], the sample whose tokens decide for each sample, such as the guided
             half for the unguided one; None, or of another batch: each its own.
-        stay: how many of the least similar tokens stay as they are.
+        stay: how many of the tokens stay as they are: those farthest from any destination.
     """
     dst = cells.dst[0] if draw is None else cells.dst.index_select(0, draw).view(-1)
     batch, dtype = slots.shape[0], torch.promote_types(slots.dtype, torch.float32)
@@ -137,14 +139,14 @@ def group_tokens(
             slots = slots.index_select(0, leader)
     every = slots.to(dtype)
     chosen = every.index_select(1, dst)
-    least = torch.finfo(dtype).tiny
-    # A token's own norm changes nothing about which destination is the nearest.
-    norm = torch.linalg.vector_norm(chosen, dim=-1, keepdim=True)
-    likeness = torch.bmm(
-        (chosen / norm.clamp_min(least)).view(-1, cells.m, chosen.shape[2]),
+    # |x - d|^2 = |x|^2 - 2 (x . d - |d|^2 / 2), of which the last part tells the nearest.
+    nearness = torch.baddbmm(
+        chosen.square().sum(-1).view(-1, cells.m, 1),
+        chosen.view(-1, cells.m, chosen.shape[2]),
         every.view(-1, cells.width, every.shape[2]).transpose(1, 2),
+        beta=-0.5,
     )
-    best, row = likeness.max(1)
+    best, row = nearness.max(1)
     row = row.view(len(slots), -1)
     numbers = torch.arange(cells.m, device=row.device).repeat(cells.tiles)
     row = row.index_copy(1, dst, numbers.expand(len(slots), -1))
@@ -152,12 +154,11 @@ def group_tokens(
         row = row.masked_fill(cells.pad, -1)
     staying = row[:, :0]
     if stay:
-        norm = torch.linalg.vector_norm(every, dim=-1)
-        best = best.view(norm.shape) / norm.clamp_min(least)
-        best = best.index_fill(1, dst, torch.inf)
+        far = torch.sub(every.square().sum(-1), best.view(len(slots), -1), alpha=2)
+        far = far.index_fill(1, dst, -torch.inf)
         if cells.pad is not None:
-            best = best.masked_fill(cells.pad, torch.inf)
-        staying = best.topk(stay, largest=False).indices.sort(1).values
+            far = far.masked_fill(cells.pad, -torch.inf)
+        staying = far.topk(stay).indices.sort(1).values
         row = row.scatter(1, staying, -1)
     if place is not None:
         row, staying = row.index_select(0, place), staying.index_select(0, place)

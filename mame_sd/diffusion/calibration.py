@@ -555,11 +555,7 @@ def hooks_replaced(
     handle: Merging, make: Callable[[MergeHook], MergeHook | None]
 ) -> Iterator[None]:
     """While entered, `make` replaces each self-attention's hook; None takes it off."""
-    hooks = [
-        (module, hook)
-        for module, hook in handle.layers
-        if hook_on(module, hook.name) is hook
-    ]
+    hooks = [(module, hook) for module, hook in handle.layers if hook_on(module, hook.name) is hook]
     try:
         for module, hook in hooks:
             take_hook(module, hook.name)

@@ -156,14 +156,14 @@ def _watched(backend: Callable[..., Any], name: str) -> Callable[..., Any]:
         job = None if torch.compiler.is_compiling() else getattr(_running, "job", None)
         if job is None or getattr(_running, "inside", False):
             return backend(**call)
-        heads_first = {n: call[n].transpose(1, 2) for n in ("query", "key", "value")}
-        changed = job.merge({**call, **heads_first}, bias=name in _TAKES_BIAS)
-        if changed is None:
-            return backend(**call)
-        job.kernel = name
-        merged = {n: changed[n].transpose(1, 2).contiguous() for n in ("key", "value")}
         _running.inside = True
         try:
+            heads_first = {n: call[n].transpose(1, 2) for n in ("query", "key", "value")}
+            changed = job.merge({**call, **heads_first}, bias=name in _TAKES_BIAS)
+            if changed is None:
+                return backend(**call)
+            job.kernel = name
+            merged = {n: changed[n].transpose(1, 2).contiguous() for n in ("key", "value")}
             return backend(**{**changed, **merged, "query": call["query"]})
         finally:
             _running.inside = False

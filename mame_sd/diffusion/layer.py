@@ -218,6 +218,35 @@ class Layer(ABC):
         hidden = call.given.get(self.hidden)
         return int(hidden.shape[1]) if isinstance(hidden, Tensor) and hidden.dim() > 1 else 0
 
+    def plan(self, route: Route) -> Plan:
+        """Which whole tokens of a call merge."""
+        assert route.feature is not None
+        return plan_tokens(route.feature, route.config)
+
+    def job(self, route: Route, name: str, step: Step) -> MergeJob:
+        """The merging of the keys of a call of the layer of that name."""
+        config, tokens, start = route.config, route.tokens, route.before
+        assert config.keep is not None
+        grids = [Grid(start, tokens.size, config.keep)]
+        behind = sum(math.prod(size) for size in tokens.references)
+        if config.references is not None and behind <= (route.after or 0):
+            start += tokens.count
+            for size in tokens.references:
+                grids.append(Grid(start, size, config.references))
+                start += math.prod(size)
+        length = None if route.after is None else route.before + tokens.count + route.after
+        recall = None
+        if step.plans is not None:
+            shape = sum((grid.size for grid in grids), ())
+            recall = partial(step.plans.groups, name, config, shape)
+        how = KeyMerging(config.fit_queries, config.tile_size, config.seed)
+        draw = step.draw if config.redraw else None
+        leader = step.leader if config.share_guidance_plan else None
+        return MergeJob(
+            tuple(grids), length, route.first, how=how, draw=draw, leader=leader, recall=recall,
+            **{"queries": tokens.count, **route.job},
+        )  # fmt: skip
+
 
 def merged_call(
     layer: Layer,
@@ -242,17 +271,16 @@ def merged_call(
         stats.skipped(route, layer.count(call, known))
         return call.run()
     if config.method == "keys":
-        return _keys_merged(route, stats, step)
-    assert route.feature is not None
+        return _keys_merged(layer.job(route, stats.name, step), route, stats)
     assert route.merge_tokens is not None
-    plan = plan_tokens(route.feature, route.config)
+    plan = layer.plan(route)
     stats.merged(plan, route.tokens.size, route.note)
     return route.merge_tokens(route, plan)
 
 
-def _keys_merged(route: Route, stats: LayerStats, step: Step) -> Any:
+def _keys_merged(job: MergeJob, route: Route, stats: LayerStats) -> Any:
     """The call's output of all queries, with the image's keys and values merged."""
-    job, tokens = job_of(route, stats.name, step), route.tokens
+    tokens = route.tokens
     run = route.call.run if route.run is None else route.run
     with SDPAInterceptor(job):
         output = run()
@@ -262,31 +290,6 @@ def _keys_merged(route: Route, stats: LayerStats, step: Step) -> Any:
         note = "; ".join(filter(None, (route.note, job.note)))
         stats.merged(job.merged.groups[0], tokens.size, note, of=job.merged.groups)
     return output
-
-
-def job_of(route: Route, name: str, step: Step) -> MergeJob:
-    """The merging of the keys of a call of the layer of that name."""
-    config, tokens, start = route.config, route.tokens, route.before
-    assert config.keep is not None
-    grids = [Grid(start, tokens.size, config.keep)]
-    behind = sum(math.prod(size) for size in tokens.references)
-    if config.references is not None and behind <= (route.after or 0):
-        start += tokens.count
-        for size in tokens.references:
-            grids.append(Grid(start, size, config.references))
-            start += math.prod(size)
-    length = None if route.after is None else route.before + tokens.count + route.after
-    recall = None
-    if step.plans is not None:
-        shape = sum((grid.size for grid in grids), ())
-        recall = partial(step.plans.groups, name, config, shape)
-    how = KeyMerging(config.fit_queries, config.tile_size, config.seed)
-    draw = step.draw if config.redraw else None
-    leader = step.leader if config.share_guidance_plan else None
-    return MergeJob(
-        tuple(grids), length, route.first, how=how, draw=draw, leader=leader, recall=recall,
-        **{"queries": tokens.count, **route.job},
-    )  # fmt: skip
 
 
 def compared(attn: Any, hidden_states: Tensor, kind: str) -> Tensor:
