@@ -9,6 +9,7 @@ from typing import Any
 
 from mame_sd.errors import UserError
 from mame_sd.runs.encoders import LoadedEncoder, load_encoder
+from mame_sd.runs.files import shown
 from mame_sd.runs.model_files import EMBEDDED, ModelChoice, digest_of
 from mame_sd.runs.processes import joined, this_process
 
@@ -135,7 +136,7 @@ def identity_of(models: TrainedModels, encoder: LoadedEncoder) -> dict[str, Any]
     """JSON values that tell these models from others."""
     names = [(form, seed) for form in models.forms for seed in models.seeds]
     digests = {f"{form}-{seed}": digest_of(models.model(form, seed)) for form, seed in names}
-    return {**encoder.identity, "name": models.folder.resolve().name, "sha256": digests}
+    return {**encoder.identity, "name": shown(models.folder.resolve().name), "sha256": digests}
 
 
 def load_head(

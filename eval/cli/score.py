@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mame_sd.errors import UserError
+from mame_sd.runs.files import shown
 from mame_sd.runs.generate import versions
 
 from ..json_text import json_text
@@ -124,7 +125,7 @@ def _about(run: Run) -> dict[str, Any]:
         {f"{item.row.get('width')}x{item.row.get('height')}" for item in run.items.values()}
     )
     return {
-        "name": run.folder.resolve().name,
+        "name": shown(run.folder.resolve().name),
         "images": len(run.items),
         "sizes": sizes,
         "settings": dict(run.settings),

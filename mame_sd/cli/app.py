@@ -287,8 +287,9 @@ def tune_command(
     from mame_sd.eval.tuning.choice import check_wish, choose, concrete, measured, remarks
     from mame_sd.eval.tuning.measure import lpips_distance, tune
     from mame_sd.eval.tuning.table import table, text_plot
-    from mame_sd.runs.files import write_atomically
+    from mame_sd.runs.files import check_place, write_atomically
 
+    check_place(out, out)
     check_wish(max_lpips, speed)
     check_forms(merging)
     if pixels is not None:

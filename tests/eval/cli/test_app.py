@@ -91,7 +91,27 @@ BAD: dict[str, tuple[list[str], str]] = {
     "bench-rounds": (["bench", "--rounds", "0"], "--rounds: expected at least 1, got 0"),
     "bench-format": (["bench", "--format", "xml"], "--format: expected one of table, json, csv"),
     "bench-out": (["bench", "--out", "/dev/null/x"], "--out /dev/null/x: expected a folder"),
-    "cache-texts": (["cache", "--texts", "none", "--model", "./none"], "--model: expected smollm2"),
+    "cache-texts": (
+        ["cache", "--texts", "none", "--model", "./none"],
+        "--texts: expected a folder, found none at none",
+    ),
+    "cache-model": (["cache", "--model", "./none"], "--model: expected smollm2"),
+    "cache-out": (
+        ["cache", "--out", "/dev/null/x", "--model", "./none"],
+        "--out /dev/null/x: expected a folder",
+    ),
+    "features-out": (
+        ["features", "--data", "none", "--out", "/dev/null/x"],
+        "--out /dev/null/x: expected a folder",
+    ),
+    "classify-out": (
+        ["classify", "--data", "none", "--out", "/dev/null/x"],
+        "--out /dev/null/x: expected a folder",
+    ),
+    "caption-out": (
+        ["caption", "--data", "none", "--references", "none", "--out", "/dev/null/x"],
+        "--out /dev/null/x: expected a folder",
+    ),
     "cache-rows": (["cache", "--rows", "snap"], "--rows: expected some of random"),
     "cache-shares": (["cache", "--shares", "half"], "--shares: expected numbers with commas"),
     "cache-share": (
