@@ -10,6 +10,7 @@ from mame_sd.runs.encoders import load_encoder
 from mame_sd.runs.files import check_place
 from mame_sd.runs.model_files import ModelChoice
 
+from ..images import turned_note
 from ..perception.data import open_images
 
 
@@ -49,6 +50,8 @@ def run_features(
     else:
         encoder = load_encoder(choice)
         source, identity = run.EncoderSource(encoder), encoder.identity
+    if said := turned_note(images.folder / name for name in files[:num]):
+        on_note(said)
     found = run.FeaturesRun(
         source=source,
         identity=identity,

@@ -10,6 +10,7 @@ from mame_sd.cli.console import doing, note, progress
 from mame_sd.cli.groups import PromptOptions
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
+from mame_sd.report import counted
 from mame_sd.runs.generate import Summary, generate
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel, load_model
@@ -63,8 +64,8 @@ def note_cut(pipe: Any, prompts: Sequence[Prompt], on_note: Callable[[str], None
     cut = cut_prompts(pipe, [prompt.text for prompt in prompts])
     if cut:
         on_note(
-            f"{len(cut)} of {len(prompts)} prompts are longer than the model reads and are cut"
-            f" ({prompts[cut[0]].id} first)"
+            f"{len(cut)} of {counted(len(prompts), 'prompt')} {'is' if len(cut) == 1 else 'are'}"
+            f" longer than the model reads and cut ({prompts[cut[0]].id} first)"
         )
 
 
@@ -119,7 +120,7 @@ def settings_in_force(
 
 def _outcome(summary: Summary, out: Path) -> str:
     """One line: how many images there are, how many of them were there before, and their time."""
-    count = f"{summary.images} image{'s' * (summary.images != 1)}"
+    count = counted(summary.images, "image")
     seconds = summary.seconds_per_image
     took = "" if seconds is None else f", {seconds:.2f} s per image"
     if summary.found == summary.images:

@@ -322,7 +322,7 @@ def test_a_prompt_beyond_what_the_model_reads_is_noted(
 ) -> None:
     long = " ".join(["red key"] * 60)
     assert run_cli("generate", "--prompt", "key", "--prompt", long, "--out", "a", quick=True) == 0
-    assert "1 of 2 prompts are longer than the model reads and are cut (" in capsys.readouterr().err
+    assert "1 of 2 prompts is longer than the model reads and cut (" in capsys.readouterr().err
     assert run_cli("show-merge", long, "--out", "map.png", quick=True) == 0
     assert "the prompt is longer than the model reads and is cut" in capsys.readouterr().err
 
