@@ -47,7 +47,7 @@ class Prompt:
 
 
 def packaged_file(name: str) -> Path:
-    """A packaged file of the room of prompts: ``demo.txt`` (prompts) or ``demo.png`` (an image)."""
+    """A packaged file of the room of prompts: ``demo.txt``, or the image ``demo.png``."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "prompts", package.parent / "prompts"):  # a wheel; a checkout
         if (folder / name).is_file():

@@ -189,6 +189,7 @@ BAD = {
         ["compare", "x", "--out", LONG + ".png"],
         "can't be written (File name too long)",
     ),
+    "show-merge-demo": (["show-merge", "demo"], "got demo, which names prompts"),
     "sheet-place": (
         ["show-merge", "x", "--out", "/dev/null/a.png"],
         "expected a folder, got the file /dev/null",

@@ -33,7 +33,7 @@ def test_the_blocks_never_mix(page: str) -> None:
         assert name not in fidelity
     assert "Quality against drawn glyphs" in quality
     assert quality.count("N = 4, needs 100") == 4
-    assert "not measured: tomesd is not installed: pip install mame-sd[rivals]" in quality
+    assert "not measured: tomesd is not installed: pip install 'mame-sd[rivals]'" in quality
     assert "not measured" in fidelity
 
 
@@ -229,7 +229,7 @@ def test_latex_is_the_table_of_the_paper(tmp_path: Path, results: Results) -> No
         r" glyphs}" in text
     )
     assert "FID: withheld (N = 4, needs 100)." in text
-    assert "pip install mame-sd[rivals]" in text
+    assert "pip install 'mame-sd[rivals]'" in text
 
 
 def test_markdown_tables_are_whole_and_prompts_are_text(tmp_path: Path, results: Results) -> None:
