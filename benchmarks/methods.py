@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tomesd import tomesd_on
-from benchmarks.variants import guidance_protected, in_two_calls, scheduled, share_at, varied
 from mame_sd import MaMeConfig, mame
 from mame_sd.config import Study
 from mame_sd.eval.rivals.layers import MakePlan, rival_on
@@ -81,7 +80,6 @@ def settings_of(config: MaMeConfig) -> dict[str, Any]:
     there was any.
     """
     every = config.to_dict()
-    every = config.to_dict()
     every |= every.pop("study")
     settings = {name: value for name, value in every.items() if value is not None}
     if not config.detail or (config.merge == "kv" and config.mlp is None):
@@ -119,44 +117,6 @@ def rival(
         counted=counted,
     )
     return Method(family, {**said, "merge": merge, "min_tokens": min_tokens}, lambda unet: on(unet))
-
-
-def biased(bias: float, **fields: Any) -> Method:
-    config = MaMeConfig.from_dict({"correct": False, "pairs": False, **fields})
-    return Method(
-        "variant", {"bias": bias, **config.to_dict()}, lambda unet: varied(unet, config, bias=bias)
-    )
-
-
-def protected(**fields: Any) -> Method:
-    config = MaMeConfig.from_dict({"correct": False, "pairs": False, **fields})
-    return Method(
-        "variant",
-        {"protected": "guidance", **config.to_dict()},
-        lambda unet: varied(unet, config, guidance_protected),
-    )
-
-
-def in_steps(noisy: tuple[float, ...], fine: tuple[float, ...]) -> Method:
-    """Keys and values, with a share that changes linearly from `noisy` to `fine`, both of one
-    number; an empty one: no merging there.
-    """
-    settings = {"noisy": noisy, "fine": fine, **MaMeConfig(keep=0.25).to_dict()}
-    return Method(
-        "variant", settings, lambda unet: scheduled(unet, partial(share_at, noisy, fine), keep=0.25)
-    )
-
-
-def two_calls(**fields: Any) -> Method:
-    """Ours, or with `merging=False` nothing, with guidance in two calls of the model."""
-    merging = fields.pop("merging", True)
-    config = explicit(fields) if merging else None
-    settings = {} if config is None else config.to_dict()
-    return Method(
-        "two calls",
-        {"merging": config is not None, **settings},
-        lambda model: in_two_calls(model, config),
-    )
 
 
 FIRST: dict[str, Any] = {
@@ -254,25 +214,6 @@ WIDE: dict[str, dict[str, Any]] = {
 CORNER: dict[str, Any] = {"partition": "grid"}  # the first token of each cell, at every step
 SMALL: dict[str, Any] = {**CORNER, "tiles": 8}
 SQUARE: dict[str, Any] = {**SMALL, "stride": (2, 2)}
-MIXED: dict[str, Any] = {
-    **SQUARE,
-    "keep": 0.375,
-}  # some sources stay, so that keys stand for one to four tokens
-HALF_THE_STEPS = {  # by the timestep: above 500 it is noisy
-    "default, noisy half only": in_steps((0.25,), ()),
-    "default, fine half only": in_steps((), (0.25,)),
-}
-VARIANTS = {
-    **{
-        f"kv .25, first of each cell, size bias {bias:g}": biased(bias, **CORNER)
-        for bias in (0.5, 1.0)
-    },
-    **{f"kv 0.375, 2x2 cells, size bias {bias:g}": biased(bias, **MIXED) for bias in (0.5, 1.0)},
-    "kv 0.375, 2x2 cells, guidance protected": protected(**MIXED),
-    **HALF_THE_STEPS,
-    "kv .50 to .25 over the steps": in_steps((0.5,), (0.25,)),
-    "kv .25 to .50 over the steps": in_steps((0.25,), (0.5,)),
-}
 FULL = {
     "default": ours(),
     "default, halves apart": ours(
@@ -323,7 +264,6 @@ FULL = {
     **PICKS,
     **CORRECTED,
     **UNCORRECTED,
-    **VARIANTS,
     **RIVALS,
 }
 SHORT = {
@@ -396,15 +336,9 @@ JOINT_RIVALS = {
         and "then" not in name
     },
 }
-TWO_CALLS = {
-    "unmerged, two calls": two_calls(merging=False),
-    "kv 0.25, two calls": two_calls(),
-    "kv 0.25, two calls apart": two_calls(pairs=False),
-}
 JOINT = {
     "default": FULL["qkv 0.625"],
     "default, halves apart": ours(keep=0.625, merge="qkv", pairs=False),
-    **TWO_CALLS,
     **{
         name.replace("default", "kv 0.25"): method
         for name, method in FULL.items()
@@ -412,7 +346,6 @@ JOINT = {
         and "first level" not in name
         and "mlp" not in name
         and "min_tokens" not in name
-        and (method.family != "variant" or name in HALF_THE_STEPS)
     },
     **JOINT_RIVALS,
 }
