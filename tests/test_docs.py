@@ -88,6 +88,7 @@ def test_modules_and_scripts_of_every_page_have_the_options_it_gives() -> None:
     ):
         wrapped = r"`(?:[^`\n]|\n {0,3}(?=[^\s`]))+`"
         text = re.sub(wrapped, lambda code: " ".join(code[0].split()), text)
+        text = re.sub(r"git checkout \w+ && python [^`\n]+", "", text)  # of what was measured once
         for line in re.findall(r"python (?:-m )?((?:benchmarks\.|scripts[./])[^`\n]+)", text):
             target, *words = shlex.split(line)
             source = ROOT / (target if "/" in target else target.replace(".", "/") + ".py")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mame_sd.errors import UserError
+from mame_sd.runs.files import check_place
 from mame_sd.runs.model_files import ModelChoice
 
 
@@ -32,6 +33,7 @@ def run_caption(
     from ..captions.rows import chosen_rows
     from ..captions.run import CaptionRun, table
 
+    check_place(out, out)
     names = chosen_rows(rows)
     if not tokens >= 1 or longer > tokens:
         raise UserError(

@@ -33,6 +33,7 @@ from mame_sd.caches.kept import Kept
 from mame_sd.caches.layer import MergedLayer
 from mame_sd.caches.presets import Method, method_of
 from mame_sd.caches.view import CacheView
+from mame_sd.report import counted
 
 _MARK = "_mame_cache"  # attribute of a model whose cache is being merged
 
@@ -68,8 +69,8 @@ class CacheHandle:
             kept = sum(k for _, k in self.tokens.values()) / len(self.tokens)
             before, after = (sum(b[i] for b in self.bytes.values()) for i in (0, 1))
             lines = [
-                f"{len(self.tokens)} layers: {kept:.0f} of {seen} keys stay, {after / 2**20:.1f} of"
-                f" {before / 2**20:.1f} MiB"
+                f"{counted(len(self.tokens), 'layer')}: {kept:.0f} of {seen} keys stay,"
+                f" {after / 2**20:.1f} of {before / 2**20:.1f} MiB"
             ]
         if self.passed_by:
             lines.append(

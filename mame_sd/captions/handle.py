@@ -24,6 +24,7 @@ from mame_sd.perception.settings import (
     schedule_of,
     shares,
 )
+from mame_sd.report import counted
 
 KEEP = 0.25  # share of the visual tokens that stays by default
 
@@ -54,7 +55,7 @@ class CaptionReport:
         lines = [] if self.tower is None else [str(self.tower)]
         lines.append(
             f"{self.visual_before:.0f} -> {self.visual_after:.1f} visual tokens an image for the"
-            f" language model ({share:.0%}), {self.images} images"
+            f" language model ({share:.0%}), {counted(self.images, 'image')}"
         )
         return "\n".join(lines)
 
