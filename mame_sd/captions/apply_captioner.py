@@ -25,7 +25,8 @@ from torch import nn
 
 from mame_sd.captions.calls import Calls, calls_on
 from mame_sd.captions.handle import Behind, CaptionHandle, Inside
-from mame_sd.captions.towers import KNOWN, REFUSED, name_of
+from mame_sd.captions.towers import KNOWN, PARTS, REFUSED, name_of
+from mame_sd.captions.upstream import check_captioner
 from mame_sd.config import MaMeConfig
 from mame_sd.perception.apply_encoder import encoder_restored, remove_encoder
 from mame_sd.perception.settings import is_plain
@@ -75,6 +76,7 @@ def apply_captioner(
             f" {type(target).__name__}; give one"
         )
     model, images = found[0][0], None
+    check_captioner(model, PARTS[found[0][1]])
     if blocks is None and not is_plain(config, fields):
         images = Behind(model, config, prop_attn, schedule, fields)
     handle = CaptionHandle(

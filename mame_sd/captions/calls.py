@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mame_sd.captions.prompts import Image, Kept, Positions, counted, kept_of
 from mame_sd.captions.towers import axes_of
+from mame_sd.captions.upstream import cache_in
 
 _NAMES = ("forward", "generate")
 _GONE = "tokens_that_merged"  # on a cache: [B, 1] from its columns to positions that follow
@@ -135,7 +136,7 @@ class Calls:
         with torch.no_grad():
             fewer = self._fewer(call, padded=False)
             if fewer is None:
-                _check_empty(call.get("past_key_values"), merged=True)
+                _check_empty(cache_in(call), merged=True)
                 return own(self.model, **call)
             call, short = fewer.call, fewer.ids
             _shorten(call, fewer.gone)
@@ -196,7 +197,7 @@ class Calls:
         """A call without images whose tokens follow, or are, those of a prompt that lost some: with
         positions as they are without merging.
         """
-        cache, positions = call.get("past_key_values"), call.get("position_ids")
+        cache, positions = cache_in(call), call.get("position_ids")
         tokens = call.get("input_ids") if call.get("inputs_embeds") is None else None
         tokens = call.get("inputs_embeds") if tokens is None else tokens
         gone = getattr(cache, _GONE, None)  # [B, 1]
@@ -242,7 +243,7 @@ class Calls:
                     f"{name}: expected that of the model's config ({own!r}) for merged images, got"
                     " another; set it there, before apply_mame"
                 )
-        _check_empty(call.get("past_key_values"))
+        _check_empty(cache_in(call))
         mask = call.get("attention_mask")
         if mask is not None and mask.dim() != 2:
             raise ValueError(
@@ -279,16 +280,17 @@ def _check_empty(cache: Any, merged: bool = False) -> None:
     if cache is None or (merged and not hasattr(cache, _GONE)) or not cache.get_seq_length():
         return
     raise ValueError(
-        "past_key_values: expected an empty cache beside images whose patches merge, got"
+        "cache: expected an empty one beside images whose patches merge, got"
         f" {cache.get_seq_length()} tokens; give the whole conversation at once"
     )
 
 
 def _marked(output: Any, fewer: Fewer) -> Any:
     """A model's output whose cache knows which positions follow."""
-    cache = getattr(output, "past_key_values", None)
     if isinstance(output, tuple):
         cache = next((one for one in output if hasattr(one, "get_seq_length")), None)
+    else:
+        cache = cache_in(output)
     if hasattr(cache, _GONE):
         delattr(cache, _GONE)
     if cache is not None and (fewer.gone or fewer.positions.own.dim() == 3):

@@ -21,6 +21,12 @@ from mame_sd.perception.handle import EncoderHandle
 LLAVA = ("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration")
 QWEN = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 KNOWN = (*LLAVA, *QWEN)
+_TOWER = ("model.vision_tower", "model.multi_modal_projector")
+PARTS = {  # what merging calls and reads of each
+    LLAVA[0]: _TOWER,
+    LLAVA[1]: (*_TOWER, "model.image_newline"),
+    **dict.fromkeys(QWEN, ("model.get_image_features", "model.get_rope_index")),
+}
 LINE = -1  # where a token for a new line stands
 _TURNED = "positions turn the queries and keys of its tower, and a merged token has none of its own"
 REFUSED = {

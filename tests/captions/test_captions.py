@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -91,7 +92,7 @@ def test_generate_with_its_cache_equals_the_loop(form: dict[str, Any]) -> None:
     )
     longest = round(2 * handle.report().visual_after) + 7
     if "keep" in form:
-        assert held.past_key_values.get_seq_length() == longest + 1
+        assert held[tiny.CACHE].get_seq_length() == longest + 1
     assert torch.equal(held.sequences[:, :whole], call["input_ids"])
 
 
@@ -317,7 +318,7 @@ def test_refusals_are_one_line() -> None:
     with pytest.raises(ValueError, match="keep: "):
         apply_mame(model, keep=1.5)
     apply_mame(model, keep=0.5)
-    cache = model(**{name: call[name] for name in ("input_ids", "attention_mask")}).past_key_values
+    cache = model(**{name: call[name] for name in ("input_ids", "attention_mask")})[tiny.CACHE]
     short = {**call, "input_ids": call["input_ids"][:, 1:]}
     short["attention_mask"] = call["attention_mask"][:, 1:]
     short["input_ids"] = short["input_ids"].masked_fill(
@@ -325,7 +326,7 @@ def test_refusals_are_one_line() -> None:
     )
     for wrong, message in (
         (short, "expected 108 image tokens in the prompts for 3 images, got 106"),
-        ({**call, "past_key_values": cache}, "past_key_values: expected an empty cache"),
+        ({**call, tiny.CACHE: cache}, "cache: expected an empty one"),
         ({**call, "inputs_embeds": torch.zeros(2, 3, 32)}, "inputs_embeds: expected none"),
         ({**call, "vision_feature_layer": -1}, "vision_feature_layer: expected that of"),
         ({**call, "attention_mask": torch.ones(2, 1, 3, 3)}, "attention_mask: expected \\[B, L\\]"),
@@ -340,3 +341,21 @@ def test_refusals_are_one_line() -> None:
         torch.nn.Module.__init__(refused)
     with pytest.raises(ValueError, match="got Qwen3VLForConditionalGeneration: first layers"):
         apply_mame(refused)
+
+
+@pytest.mark.parametrize("gone", ["cache", "input_ids", "tower"])
+def test_a_name_that_transformers_dropped_is_refused_on_entry(gone: str) -> None:
+    model: Any = tiny.llava()
+    own = inspect.signature(type(model).forward)
+    names = [
+        name for name in own.parameters if gone not in (name, name.replace(tiny.CACHE, "cache"))
+    ]
+
+    def forward(self: Any) -> None: ...
+
+    forward.__signature__ = own.replace(parameters=[own.parameters[name] for name in names])  # type: ignore[attr-defined]
+    model.__class__ = type("LlavaForConditionalGeneration", (type(model),), {"forward": forward})
+    if gone == "tower":
+        del model.model.vision_tower
+    with pytest.raises(RuntimeError, match=r"of transformers to have .*; take another version"):
+        apply_mame(model)

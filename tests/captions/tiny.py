@@ -4,6 +4,7 @@ does.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -19,10 +20,13 @@ from transformers import (
 )
 
 from mame_sd.captions.handle import CaptionHandle
+from mame_sd.captions.upstream import CACHE_NAMES
 
 SIDE, PATCH, WIDTH = 24, 4, 32
 GRID = SIDE // PATCH
 IMAGE, PAD = 50, 1
+_TAKEN = inspect.signature(LlavaForConditionalGeneration.forward).parameters
+CACHE = next(name for name in CACHE_NAMES if name in _TAKEN)  # as this transformers calls it
 _BLOCKS: dict[str, Any] = {
     "hidden_size": WIDTH,
     "num_attention_heads": 2,
