@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mame_sd.captions.apply_captioner import apply_captioner
-from mame_sd.captions.calls import Calls, calls_on
+from mame_sd.captions.calls import Calls
 from mame_sd.captions.farthest import cosines, farthest_first
 from mame_sd.captions.farthest import merged as joined
+from mame_sd.captions.on_model import calls_on, put, take
 from mame_sd.captions.prompts import Image
 from mame_sd.captions.towers import layer_of
 from mame_sd.errors import UserError
@@ -69,14 +70,14 @@ def _features(model: Any, states: Tensor) -> Tensor:
 @contextmanager
 def _giving(model: Any, images: Callable[[Tensor], Image]) -> Iterator[Calls]:
     """`model` whose images give what `images` makes of pixels [1, 3, h, w]."""
-    if calls_on(model):
+    if calls_on(model) is not None:
         raise RuntimeError("expected a model without merging on it")
     calls = Calls(model, lambda call: [images(one) for one in call["pixel_values"].split(1)])
-    calls.put()
+    put(calls)
     try:
         yield calls
     finally:
-        calls.take()
+        take(calls)
 
 
 def chosen(pick: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
@@ -180,7 +181,9 @@ def merged(inside: bool = False, **fields: Any) -> Callable[[Any], Any]:
         blocks = tuple(range(0, layer_of(model), 2)) if inside else None
         handle = apply_captioner(model, blocks=blocks, **fields)
         try:
-            yield calls_on(model)[0]
+            calls = calls_on(model)
+            assert calls is not None
+            yield calls
         finally:
             handle.remove()
 
@@ -260,11 +263,11 @@ def fast(keep: float) -> Callable[[Any], Any]:
                 return found
 
             calls = Calls(model, images)
-            calls.put()
+            put(calls)
             try:
                 yield calls
             finally:
-                calls.take()
+                take(calls)
 
     return on
 

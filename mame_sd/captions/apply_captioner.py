@@ -18,17 +18,17 @@ their positions, so that text is as far from them as it was.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 
-from mame_sd.captions.calls import Calls, calls_on
-from mame_sd.captions.handle import Behind, CaptionHandle, Inside
+from mame_sd.captions.handle import CaptionHandle, MergeAfterTower, MergeInTower
+from mame_sd.captions.on_model import block, clear
 from mame_sd.captions.towers import KNOWN, PARTS, REFUSED, name_of
 from mame_sd.captions.upstream import check_captioner
 from mame_sd.config import MaMeConfig
-from mame_sd.perception.apply_encoder import encoder_restored, remove_encoder
+from mame_sd.perception.apply_encoder import remove_encoder
 from mame_sd.perception.settings import is_plain
 
 
@@ -78,9 +78,9 @@ def apply_captioner(
     model, images = found[0][0], None
     check_captioner(model, PARTS[found[0][1]])
     if blocks is None and not is_plain(config, fields):
-        images = Behind(model, config, prop_attn, schedule, fields)
+        images = MergeAfterTower(model, config, prop_attn, schedule, fields)
     handle = CaptionHandle(
-        model, images or Inside(model, config, blocks, prop_attn, schedule, fields)
+        model, images or MergeInTower(model, config, blocks, prop_attn, schedule, fields)
     )
     handle.install()
     return handle
@@ -89,21 +89,15 @@ def apply_captioner(
 def remove_captioner(target: nn.Module) -> None:
     """Takes merging off every LLaVA in `target`. Does nothing if there is none."""
     for module in target.modules():
-        for one in calls_on(module):
-            one.take()
+        clear(module)
     remove_encoder(target)
 
 
 @contextmanager
 def captioner_restored(target: nn.Module) -> Iterator[None]:
-    """After the block `target` carries the same merging as before it."""
-    before: list[Calls] = [one for module in target.modules() for one in calls_on(module)]
-    with encoder_restored(target):
-        try:
-            yield
-        finally:
-            for module in target.modules():
-                for one in calls_on(module):
-                    one.take()
-            for one in before:
-                one.put()
+    """What is applied to `target` in the block goes with it, and merges for this thread alone."""
+    with ExitStack() as blocks:
+        for module in target.modules():
+            if name_of(module) in KNOWN:
+                blocks.enter_context(block(module))
+        yield

@@ -21,6 +21,7 @@ from transformers import (
 
 from mame_sd.captions.handle import CaptionHandle
 from mame_sd.captions.upstream import CACHE_NAMES
+from mame_sd.perception.apply_encoder import encoder_restored
 
 SIDE, PATCH, WIDTH = 24, 4, 32
 GRID = SIDE // PATCH
@@ -103,7 +104,8 @@ def seen_by_hand(
     tower, project = handle.tower, model.model.multi_modal_projector
     if tower is None:
         return joined_by_hand(*whole_by_hand(model, picture, blocks), handle.config)
-    with torch.no_grad():
+    with torch.no_grad(), encoder_restored(tower.root):
+        tower.install()
         states = model.model.vision_tower(picture[None], output_hidden_states=True)
         places = list(range(GRID * GRID + tower.special))
         for number, plan in sorted(tower.plans().items()):
