@@ -25,7 +25,7 @@ from torch import nn
 
 from mame_sd.captions.handle import CaptionHandle, MergeAfterTower, MergeInTower
 from mame_sd.captions.on_model import block, clear
-from mame_sd.captions.towers import KNOWN, PARTS, REFUSED, name_of
+from mame_sd.captions.towers import KNOWN, PARTS, REFUSED, name_of, reader_in
 from mame_sd.captions.upstream import check_captioner
 from mame_sd.config import MaMeConfig
 from mame_sd.perception.apply_encoder import remove_encoder
@@ -70,6 +70,12 @@ def apply_captioner(
                 f"expected a model whose language model can read fewer tokens, got {name}:"
                 f" {REFUSED[name]}; known are {', '.join(KNOWN)}"
             )
+    unknown = None if found else reader_in(target)
+    if unknown is not None:
+        raise ValueError(
+            f"expected one of {', '.join(KNOWN)}, got {type(unknown).__name__}, which reads images"
+            " for a language model in a way that is not known here; leave it as it is"
+        )
     if len(found) != 1:
         raise ValueError(
             f"expected one of {', '.join(KNOWN)}, got {len(found)} of them in"

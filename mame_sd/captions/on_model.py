@@ -27,7 +27,7 @@ _TOWERS: WeakKeyDictionary[nn.Module, TowerLock] = WeakKeyDictionary()
 
 
 class TowerLock:
-    """Many calls go through a tower at once as it is, or one alone, which has hooks on its blocks."""
+    """Many calls go through a tower at once as it is, or one alone that has hooks on its blocks."""
 
     def __init__(self) -> None:
         self._changed, self._many, self._one = threading.Condition(), 0, False

@@ -62,6 +62,17 @@ def is_captioner(target: Any) -> bool:
     return isinstance(target, nn.Module) and any(map(name_of, target.modules()))
 
 
+def reader_in(target: Any) -> nn.Module | None:
+    """The outermost model in `target` whose prompts have a token for images, known or not."""
+    names = ("image_token_id", "image_token_index")
+    modules = target.modules() if isinstance(target, nn.Module) else ()
+    for module in modules:
+        config = getattr(module, "config", None)
+        if any(isinstance(getattr(config, name, None), int) for name in names):
+            return module
+    return None
+
+
 def layer_of(model: Any) -> int:
     """The tower's hidden state that the language model reads: how many blocks come before it.
 

@@ -208,7 +208,7 @@ def test_padding_on_any_side_changes_no_words(seed: int) -> None:
         assert words(model, call)[-1] == words(model, alone)[0]
 
 
-class Heard(BaseStreamer):  # type: ignore[misc]
+class Heard(BaseStreamer):
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.ended = False

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.models.llava_next.modeling_llava_next import unpad_image
@@ -18,6 +19,7 @@ from mame_sd.captions.handle import CaptionHandle, left
 from mame_sd.perception.settings import shares
 from tests.captions import tiny
 
+TOWERS = ("CLIPVisionModel", "SiglipVisionModel")
 PATCHES = tiny.GRID**2
 IMAGES = [[PATCHES, PATCHES], [PATCHES]]  # of two prompts, so that these are of unequal lengths
 FORMS: list[dict[str, Any]] = [
@@ -359,3 +361,69 @@ def test_a_name_that_transformers_dropped_is_refused_on_entry(gone: str) -> None
         del model.model.vision_tower
     with pytest.raises(RuntimeError, match=r"of transformers to have .*; take another version"):
         apply_mame(model)
+
+
+def reader(name: str) -> Any:
+    """A tiny model that reads images and is not known."""
+    vision = {**tiny.CLIP.to_dict(), "num_hidden_layers": 2}
+    siglip = {**tiny.SIGLIP.to_dict(), "num_hidden_layers": 2}
+    text = {
+        "vocab_size": 60,
+        "hidden_size": tiny.WIDTH,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "pad_token_id": tiny.PAD,
+    }
+    gemma, llama = {**text, "model_type": "gemma3_text"}, {**text, "model_type": "llama"}
+    if name == "LlavaModel":
+        return tiny.llava().model
+    kind = getattr(transformers, name)
+    config = kind.config_class
+    if name == "ColPaliForRetrieval":
+        pali = {
+            "model_type": "paligemma",
+            "vision_config": {**siglip, "model_type": "siglip_vision_model"},
+            "text_config": {**text, "model_type": "gemma"},
+            "projection_dim": tiny.WIDTH,
+        }
+        return kind(config(vlm_config=pali, text_config=pali["text_config"]))
+    parts = {
+        "Gemma3ForConditionalGeneration": (gemma, siglip),
+        "VipLlavaForConditionalGeneration": (llama, vision),
+        "LlavaNextVideoForConditionalGeneration": (llama, vision),
+        "AyaVisionForConditionalGeneration": ({**text, "model_type": "cohere2"}, siglip),
+        "Cohere2VisionForConditionalGeneration": ({**text, "model_type": "cohere2"}, siglip),
+    }
+    own, sees = parts[name]
+    sees = {**sees, "model_type": "siglip_vision_model" if sees is siglip else "clip_vision_model"}
+    return kind(config(text_config=own, vision_config=sees))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Gemma3ForConditionalGeneration",
+        "VipLlavaForConditionalGeneration",
+        "LlavaNextVideoForConditionalGeneration",
+        "AyaVisionForConditionalGeneration",
+        "Cohere2VisionForConditionalGeneration",
+        "ColPaliForRetrieval",
+        "LlavaModel",  # a known one's part, without what writes
+    ],
+)
+def test_other_models_that_read_images_are_no_vision_transformers(name: str) -> None:
+    with torch.device("meta"):
+        model = reader(name)
+    for entry in (apply_mame, mame):
+        with pytest.raises(
+            ValueError, match=f"got ({name}|PaliGemmaModel), which reads images"
+        ) as told:
+            entry(model, keep=0.5).__enter__()
+        assert "\n" not in str(told.value)
+    remove_mame(model)
+    tower = next(one for one in model.modules() if type(one).__name__ in TOWERS)
+    handle: Any = apply_mame(tower, keep=0.9)  # a tower alone is one
+    assert handle.installed
