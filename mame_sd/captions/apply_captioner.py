@@ -11,8 +11,9 @@ reads fewer tokens.
 
 Prompts are given as the processor writes them, with an image token for each patch. `forward` and
 `generate` take out the image tokens whose patches have merged into others, with labels and masks.
-`generate` gives back whole prompts before what it wrote. Tokens that stay keep their order and
-their positions, so that text is as far from them as it was.
+`generate` gives back whole prompts before what it wrote, and shows them to stopping criteria,
+logits processors and streamers. Tokens that stay keep their order and their positions, so that text
+is as far from them as it was.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from torch import nn
 from mame_sd.captions.handle import CaptionHandle, MergeAfterTower, MergeInTower
 from mame_sd.captions.on_model import block, clear
 from mame_sd.captions.towers import KNOWN, PARTS, REFUSED, name_of, reader_in
-from mame_sd.captions.upstream import check_captioner
 from mame_sd.config import MaMeConfig
 from mame_sd.perception.apply_encoder import remove_encoder
 from mame_sd.perception.settings import is_plain
+from mame_sd.upstream import require_captioner
 
 
 def apply_captioner(
@@ -61,9 +62,10 @@ def apply_captioner(
 
     Raises:
         TypeError: `config` is no MaMeConfig.
+        RuntimeError: the installed transformers lacks a name that merging needs.
         ValueError: no such model, a refused one, more than one, or bad settings.
     """
-    found = [(module, name_of(module)) for module in target.modules() if name_of(module)]
+    found = [(module, name) for module in target.modules() if (name := name_of(module))]
     for _, name in found:
         if name in REFUSED:
             raise ValueError(
@@ -81,13 +83,14 @@ def apply_captioner(
             f"expected one of {', '.join(KNOWN)}, got {len(found)} of them in"
             f" {type(target).__name__}; give one"
         )
-    model, images = found[0][0], None
-    check_captioner(model, PARTS[found[0][1]])
+    ((model, name),) = found
+    require_captioner(model, PARTS[name])
+    images: MergeInTower | MergeAfterTower
     if blocks is None and not is_plain(config, fields):
         images = MergeAfterTower(model, config, prop_attn, schedule, fields)
-    handle = CaptionHandle(
-        model, images or MergeInTower(model, config, blocks, prop_attn, schedule, fields)
-    )
+    else:
+        images = MergeInTower(model, config, blocks, prop_attn, schedule, fields)
+    handle = CaptionHandle(model, images)
     handle.install()
     return handle
 

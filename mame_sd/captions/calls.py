@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mame_sd.captions.prompts import Image, Kept, Positions, counted, kept_of
 from mame_sd.captions.shown import Prompts, configs_of, shorten, show_whole
 from mame_sd.captions.towers import axes_of
-from mame_sd.captions.upstream import cache_in
+from mame_sd.upstream import cache_in
 
 _GONE = "tokens_that_merged"  # on a cache: [B, 1] from its columns to positions that follow
 _READ_AGAIN = (
@@ -107,7 +107,7 @@ class Calls:
 
     def forward(self, own: Own, call: dict[str, Any]) -> Any:
         """The model's output of a call with images."""
-        fewer = self._fewer(call)
+        fewer = self.fewer(call)
         return _marked(own(**fewer.call), fewer)
 
     def generate(
@@ -124,7 +124,7 @@ class Calls:
         _check_writes_alone(self.model, call)
         ids: Any = call.get("input_ids")
         with torch.no_grad():
-            fewer = self._fewer(call, padded=False)
+            fewer = self.fewer(call, padded=False)
             call, prompts = fewer.call, Prompts(ids, fewer.ids)
             shorten(self.model, call, fewer.gone)
             show_whole(call, prompts)
@@ -136,7 +136,7 @@ class Calls:
         written.sequences = prompts.whole(written.sequences)
         return _marked(written, fewer)
 
-    def _fewer(self, call: dict[str, Any], padded: bool = True) -> Fewer:
+    def fewer(self, call: dict[str, Any], padded: bool = True) -> Fewer:
         """The call with vectors for tokens, fewer of them.
 
         `padded`: padding counts where positions are not given.

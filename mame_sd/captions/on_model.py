@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from mame_sd.captions.calls import Calls, Running, at_places, check_empty, given, has_images
-from mame_sd.captions.upstream import cache_in
+from mame_sd.upstream import cache_in
 
 _NAMES = ("forward", "generate")
 _CHANGES = threading.RLock()  # held while what stands on a model changes
@@ -197,7 +197,7 @@ class Call:
 
 
 @lru_cache
-def _signature(kind: type[nn.Module], name: str) -> inspect.Signature:
+def _signature(kind: Any, name: str) -> inspect.Signature:
     """Of a method, without its first argument."""
     own = inspect.signature(getattr(kind, name))
     return own.replace(parameters=[*own.parameters.values()][1:], return_annotation=Any)

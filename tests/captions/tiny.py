@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from mame_sd.captions.handle import CaptionHandle
-from mame_sd.captions.upstream import CACHE_NAMES
 from mame_sd.perception.apply_encoder import encoder_restored
+from mame_sd.upstream import CACHE_NAMES
 
 SIDE, PATCH, WIDTH = 24, 4, 32
 GRID = SIDE // PATCH
