@@ -38,6 +38,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
 from mame_sd.config import MaMeConfig
+from mame_sd.diffusion.denoisers import denoisers_of
 from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.families.parts import Part, parts_of
 from mame_sd.diffusion.families.sequence import SequenceAttention
@@ -67,10 +68,8 @@ from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import LayerStats, device_of
 
 _OURS = (MergeHook.name, SizeHook.name, StepHook.name)
-# Of a pipeline, what may denoise. Several may be there: each takes its own steps, or its own half
-# of guidance.
-_DENOISERS = ("unet", "transformer", "transformer_2", "unconditional_transformer")
-_OTHER_NAMES = ("decoder", "prior")  # where there is none of those (Stable Cascade, UnCLIP)
+# What each block of `hooks_restored` that is under way found on each module, in their order.
+_BLOCKS: list[dict[tuple[nn.Module, str], Any]] = []
 # Attention over frames lies below modules of these names (AnimateDiff, SVD, text-to-video,
 # I2VGen-XL).
 _TEMPORAL = {
@@ -215,17 +214,27 @@ def hooks_restored(target: Any) -> Iterator[None]:
     """After the block `target` carries the same merging hooks as before it, whatever the block
     applied or removed.
 
+    Blocks may end in another order than they began: the latest of those that are left decides.
+
     Raises RuntimeError afterwards where another thread makes an image, which then has two settings.
     """
     root = denoiser_of(target)
     modules = list(root.modules())
-    before = {(module, name): hook_on(module, name) for module in modules for name in _OURS}
+    with CHANGES:
+        before = {(module, name): hook_on(module, name) for module in modules for name in _OURS}
+        _BLOCKS.append(before)
     try:
         yield
     finally:
         with CHANGES:
+            place = next(i for i, block in enumerate(_BLOCKS) if block is before)
+            later = _BLOCKS[place + 1 :]
+            del _BLOCKS[place]
             for (module, name), hook in before.items():
-                if hook is None:
+                inner = next((block for block in later if (module, name) in block), None)
+                if inner is not None:
+                    inner[module, name] = hook
+                elif hook is None:
                     take_hook(module, name)
                 else:
                     put_hook(module, hook)
@@ -252,11 +261,7 @@ def denoiser_of(target: Any) -> nn.Module:
     """
     if isinstance(target, nn.Module):
         return target
-    models = {name: getattr(target, name, None) for name in (*_DENOISERS, *_OTHER_NAMES)}
-    every = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
-    found = {name: model for name, model in every.items() if name in _DENOISERS} or dict(
-        list(every.items())[:1]
-    )
+    found = denoisers_of(target)
     if not found:
         raise TypeError(
             "expected a torch module or a diffusers pipeline with a unet or transformer, got"

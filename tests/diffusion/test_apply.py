@@ -324,6 +324,89 @@ def test_contexts_nest_and_restore() -> None:
     assert outer.report().layers[0].calls == 2
 
 
+def test_contexts_may_end_in_any_order() -> None:
+    unet = tiny_unet()
+    before = run_unet(unet)
+    for order in ((0, 1, 2), (1, 0, 2), (0, 2, 1)):
+        blocks = [mame(unet, keep=keep, min_tokens=40) for keep in (0.7, 0.5)]
+        blocks.append(mame(unet.down_blocks[0], keep=0.4, min_tokens=40))
+        for block in blocks:
+            block.__enter__()
+        for number in order:
+            blocks[number].__exit__(None, None, None)
+            if number != order[-1]:
+                assert not torch.equal(run_unet(unet), before)
+        assert torch.equal(run_unet(unet), before)
+        assert not has_hooks(unet)
+
+
+def test_settings_of_a_thread_may_end_in_any_order() -> None:
+    handle = apply_mame(tiny_unet(), min_tokens=40, keep=0.7)
+    first, second = handle.using(keep=0.5), handle.using(keep=0.4)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert handle.config.keep == 0.4
+    second.__exit__(None, None, None)
+    assert handle.config.keep == 0.7
+
+
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_active_is_true_or_false(value: Any) -> None:
+    handle = apply_mame(tiny_unet(), **MERGING)
+    with pytest.raises(TypeError, match="active: expected True or False, got"):
+        handle.active = value
+    assert handle.active
+
+
+class Pipe:
+    """What a pipeline is to merging: something that has denoisers."""
+
+    def __init__(self, **models: Any) -> None:
+        self.__dict__.update(models)
+
+
+@pytest.mark.parametrize("name", ["unet", "transformer_2"])
+def test_a_denoiser_that_was_replaced_is_told(name: str) -> None:
+    pipe = Pipe(**{"transformer": tiny_unet(), "unet": tiny_unet(), name: tiny_unet()})
+    handle = apply_mame(pipe, **MERGING)
+    for model in vars(pipe).values():
+        run_unet(model)
+    assert handle.report()
+    setattr(pipe, name, tiny_unet())
+    with pytest.raises(NothingMergedError, match=rf"on pipe\.{name}, but it is another UNet2D"):
+        handle.report()
+    with pytest.raises(RuntimeError, match=r"another UNet2DConditionModel than at apply_mame"):
+        handle.set(tau=0.3)
+    with pytest.raises(RuntimeError, match="call apply_mame again"), handle.using(tau=0.3):
+        pass
+    setattr(pipe, name, None)  # let go, to make room: there is nothing to merge
+    assert handle.report()
+    remove_mame(handle.root)
+    setattr(pipe, name, tiny_unet())
+    assert handle.report()  # of the time before
+
+
+def test_a_wrapper_around_a_denoiser_does_not_replace_it() -> None:
+    pipe = Pipe(unet=tiny_unet())
+    handle = apply_mame(pipe, **MERGING)
+    pipe.unet = torch.compile(pipe.unet)  # not called: nothing is compiled
+    handle.set(tau=0.3)
+    other = Pipe(unet=handle.root)  # as `from_pipe` makes one
+    run_unet(other.unet)
+    assert handle.report().layers[0].calls == 1
+
+
+def test_blocks_that_were_replaced_are_told() -> None:
+    unet = tiny_unet()
+    handle = apply_mame(unet, **MERGING)
+    unet.down_blocks[0] = tiny_unet().down_blocks[0]
+    run_unet(unet)
+    reasons = {layer.name.startswith("down_blocks.0"): layer for layer in handle.report().layers}
+    assert reasons[True].reason.startswith("no longer part of the model")
+    assert reasons[False].merged
+
+
 def test_deepcopy_merges_with_its_own_weights_and_counters() -> None:
     unet = tiny_unet()
     handle = apply_mame(unet, **MERGING)
