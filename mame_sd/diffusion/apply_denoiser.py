@@ -62,7 +62,14 @@ from mame_sd.diffusion.handle import MaMeHandle, Placed
 from mame_sd.diffusion.hook_registry import hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import MergeHook, Setting, Shared
 from mame_sd.diffusion.layer import Layer
-from mame_sd.diffusion.model_hooks import EagerSizeHook, SizeHook, StepHook, takes_timestep
+from mame_sd.diffusion.model_hooks import (
+    SPREAD,
+    EagerSizeHook,
+    SizeHook,
+    StepHook,
+    spread,
+    takes_timestep,
+)
 from mame_sd.diffusion.processor import MaMeAttnProcessor, make_config
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import LayerStats, device_of
@@ -125,6 +132,8 @@ def build_handle(target: Any, config: MaMeConfig, active: bool = True) -> MaMeHa
     ] = {}  # what tells how tokens lie, by path, and whose they are
     parts: dict[str, str] = {}
     for path, module in root.named_modules():
+        if spread(module):
+            raise ValueError(SPREAD.format(type(module).__name__))
         if takes_timestep(module) and not any(_within(path, outer) for outer in denoisers):
             denoisers.append(path)
             hooks.append((module, StepHook(module, shared)))

@@ -25,7 +25,7 @@ from mame_sd.diffusion.families.family import Family, Rows
 from mame_sd.diffusion.families.keys import Attending, CountedKeys, MergedKeys
 from mame_sd.diffusion.families.references import JoinedPlan
 from mame_sd.diffusion.families.samples import KeysBySample
-from mame_sd.diffusion.families.unet import BUILT_IN, LAYER_SKIP, NOT_COUNTED
+from mame_sd.diffusion.families.unet import BUILT_IN, LAYER_SKIP, NOT_COUNTED, is_own
 from mame_sd.diffusion.layer import (
     Call,
     Layer,
@@ -128,6 +128,9 @@ class SequenceAttention(Layer):
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
         """The image's tokens."""
+        hidden = call.given.get(self.hidden)
+        if isinstance(hidden, Tensor) and hidden.dim() == 4:
+            return int(hidden.shape[2] * hidden.shape[3])
         return 0 if known is None or known.unknown else known.count
 
     def _queries_because(
@@ -310,9 +313,8 @@ def joint_attention(attn: Any, given: Call, attending: Attending) -> Any:
 
 def _is_joint(call: LayerCall) -> bool:
     """Whether `joint_attention` gives what a call does."""
-    plain = F.scaled_dot_product_attention is BUILT_IN and not call.rest
-    own = getattr(call.forward, "__func__", None) is type(call.module).forward  # none around it
-    return plain and own and type(call.processor) is JointAttnProcessor2_0
+    plain = F.scaled_dot_product_attention is BUILT_IN
+    return plain and type(call.processor) is JointAttnProcessor2_0 and is_own(call)
 
 
 def _skip_reason(

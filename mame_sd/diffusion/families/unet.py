@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from operator import index
 from typing import Any
 
@@ -73,6 +74,14 @@ _MASKED = (
 )
 # Those that call scaled_dot_product_attention, in which keys and values can be corrected.
 _CORRECTED = (processors.AttnProcessor2_0, processors.FusedAttnProcessor2_0)
+# What these classes call, and JointAttnProcessor2_0, as diffusers wrote it: tools replace it for
+# all instances, before or after this import.
+_OWN_CALLS = {
+    kind: kind.__call__
+    for kind in (*_CORRECTED, processors.JointAttnProcessor2_0)
+    if kind.__call__.__code__.co_filename == processors.__file__
+}
+REPLACED = "not corrected: {}.__call__ is not diffusers' own"
 _ROTARY = ("image_rotary_emb", "query_rotary_emb", "key_rotary_emb", "rotary_emb")
 BUILT_IN = torch._C._nn.scaled_dot_product_attention  # anything put in its place can't be seen into
 NOT_COUNTED = (
@@ -99,7 +108,9 @@ class PlainAttention(Layer):
         if reason is not None:
             return reason
         form, note = keys_merged if config.merge == "kv" else tokens_merged, ""
-        if (
+        if config.correct and type(call.processor) in _CORRECTED and not _calls_own(call):
+            note = REPLACED.format(call.kind)
+        elif (
             config.correct
             and isinstance(call.processor, _CORRECTED)
             and F.scaled_dot_product_attention is BUILT_IN
@@ -193,7 +204,7 @@ def _attended(
     """The attention's output of `queries` over keys and values made of `keys` (None: of the
     queries), as `attending` has it.
     """
-    if type(call.processor) in _CORRECTED:
+    if type(call.processor) in _CORRECTED and is_own(call):
         return _attention(
             call.module, queries, queries if keys is None else keys, attending=attending
         )
@@ -201,6 +212,21 @@ def _attended(
     with attending:
         output: Tensor = call.run(hidden_states=queries, **changes)
     return output
+
+
+def is_own(call: LayerCall) -> bool:
+    """Whether diffusers' own code computes a call: nothing is put around the module's forward, and
+    its processor's class is as diffusers has it.
+    """
+    bound = getattr(call.forward, "__func__", None) is type(call.module).forward
+    ours = isinstance(call.forward, partial) and call.forward.func is processed
+    return (bound or ours) and not call.rest and _calls_own(call)
+
+
+def _calls_own(call: LayerCall) -> bool:
+    """The latter alone."""
+    kind = type(call.processor)
+    return kind in _OWN_CALLS and kind.__call__ is _OWN_CALLS[kind]
 
 
 def _attention(
@@ -315,7 +341,7 @@ def fixed_reason(attn: Any) -> str | None:
     return None
 
 
-def processed(processor: Any, attn: Attention, arguments: Call) -> Any:
+def processed(processor: Any, attn: Attention, /, **arguments: Any) -> Any:
     """What `processor` gives for a call of `attn`; like diffusers it is passed the arguments that
     its call names.
     """
@@ -361,12 +387,21 @@ def skip_reason(call: LayerCall, config: MaMeConfig) -> str | None:
         return f"fewer than min_tokens={config.min_tokens}"
     if call.kind == "MaMeAttnProcessor":
         return f"a {call.kind} on the module merges already"
+    fused = isinstance(call.processor, processors.FusedAttnProcessor2_0)
+    if config.merge == "kv" and fused and not is_own(call):
+        return f"{call.kind} takes no other keys, and something is put around it"
     if config.merge == "kv" and skips_scores(call.module):
         return f"{LAYER_SKIP}; merge='qkv' goes with it"
     if config.merge == "kv" and not isinstance(
         call.processor, (*_KV_PROCESSORS, processors.FusedAttnProcessor2_0)
     ):
-        return f"merge='kv' needs a diffusers default processor, {call.kind} is installed"
+        kind = type(call.processor)
+        name = (
+            kind.__name__
+            if kind.__name__ not in _KV_NAMES
+            else f"{kind.__module__}.{kind.__name__}"
+        )
+        return f"merge='kv' needs a processor of diffusers' own, {name} is installed"
     return None
 
 
