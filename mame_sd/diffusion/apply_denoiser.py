@@ -38,7 +38,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.diffusion.denoisers import denoisers_of
+from mame_sd.diffusion.denoisers import denoisers_of, no_denoiser
 from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.families.parts import Part, parts_of
 from mame_sd.diffusion.families.sequence import SequenceAttention
@@ -272,10 +272,7 @@ def denoiser_of(target: Any) -> nn.Module:
         return target
     found = denoisers_of(target)
     if not found:
-        raise TypeError(
-            "expected a torch module or a diffusers pipeline with a unet or transformer, got"
-            f" {type(target).__name__}"
-        )
+        raise TypeError(no_denoiser(target))
     return next(iter(found.values())) if len(found) == 1 else nn.ModuleDict(found)
 
 

@@ -268,11 +268,17 @@ class MaMeHandle:
         return make_report(hook.stats for hook in self._layers if hook.on)
 
     def _replaced(self) -> str:
-        """What is wrong where merging is on, and the pipeline has another denoiser than that of
+        """What is wrong where merging is on, and the pipeline has another denoiser than those of
         `apply_mame`; a wrapper around it (torch.compile's) is none.
         """
         if self.pipe is None or not self._on:
             return ""
+        for name, model in denoisers_of(self.pipe).items():
+            if self._of_pipe and name not in self._of_pipe:
+                return (
+                    f"expected merging on pipe.{name}, but that {type(model).__name__} came after"
+                    " apply_mame, and nothing of it merges: call apply_mame again"
+                )
         for name, placed in self._of_pipe.items():
             now = getattr(self.pipe, name, None)
             there = set(now.modules()) if isinstance(now, nn.Module) else set()

@@ -456,7 +456,7 @@ def test_a_denoiser_that_was_replaced_is_told(name: str) -> None:
 def test_a_wrapper_around_a_denoiser_does_not_replace_it() -> None:
     pipe = Pipe(unet=tiny_unet())
     handle = apply_mame(pipe, **MERGING)
-    pipe.unet = torch.compile(pipe.unet)  # not called: nothing is compiled
+    pipe.unet = torch.nn.Sequential(pipe.unet)  # as torch.compile does
     handle.set(tau=0.3)
     other = Pipe(unet=handle.root)  # as `from_pipe` makes one
     run_unet(other.unet)
