@@ -122,7 +122,7 @@ class JointPatch:
         start: int | None = place.start(length)
         if start is None:
             call.run.note_left(OTHER, length, *place.grid)
-        elif length <= self.transformer.padded(call.text) and family.image != "first":
+        elif length <= call.text and family.image != "first":
             call.run.note_left(TEXT, call.text, tokens)  # may be the prompt's own attention
         elif mask is not None and not family.masked:
             call.run.note_left(MASKED, family.name)

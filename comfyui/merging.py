@@ -26,7 +26,7 @@ from .blocks import replaced
 from .joint import JointPatch
 from .layers import Settings
 from .models import Place, Transformer, UNet
-from .run import OUTSIDE, Run
+from .run import OUTSIDE, TAKEN, Run
 from .unet import UNetPatch
 
 KEY = "mame_sd"  # of the Call in transformer_options, and of the wrappers
@@ -154,11 +154,12 @@ class Merging:
             if isinstance(self.patch, UNetPatch):
                 _patch_unet(options, call, self.patch)
             else:
-                prompts = [c_crossattn, *(kwargs.get("ref_contexts") or ())]
-                call.text = sum(prompt.shape[1] for prompt in prompts if prompt is not None)
+                call.text = self.patch.transformer.text(c_crossattn, kwargs)
                 call.place = self.patch.transformer.place(x.shape, kwargs, call.text)
                 _patch_blocks(options, call, self.patch)
             output = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+            if options["optimized_attention_override"] != self.patch.attend:
+                run.note_left(TAKEN)
             run.note_merged(call.merged)
             return output
         run.note_left(OUTSIDE)
