@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer
+import yaml
 from PIL import Image
 from typer.main import get_command
 
@@ -174,3 +175,12 @@ def test_readme_and_results_quote_what_is_reckoned_of_cards() -> None:
     for name, *figures in quoted:
         case = re.sub(r"(\d),(\d)", r"\1\2", name).removesuffix(" pixels")
         assert reckoned[case] == tuple(figures), name
+
+
+def test_the_site_has_every_page() -> None:
+    text = yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    listed = set(re.findall(r"[\w-]+\.md", text))
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    added = (ROOT / "scripts" / "site.py").read_text(encoding="utf-8")
+    assert pages <= listed, "a page that mkdocs.yml's nav leaves out"
+    assert all(f'"{name}"' in added for name in listed - pages)
