@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from mame_sd.captions.towers import is_captioner
 from mame_sd.config import MaMeConfig, refuse_flat
 from mame_sd.diffusion.families.family import REGISTERED
@@ -76,11 +78,12 @@ def remove_mame(target: Any, processors: bool = True) -> None:
 
         remove_captioner(target)
         return
-    if is_encoder(target):
+    only = _only_encoder(target)
+    if only or is_encoder(target):
         from mame_sd.perception.apply_encoder import remove_encoder
 
         remove_encoder(target)
-    if _only_encoder(target):
+    if only:
         return
     from mame_sd.diffusion import apply_denoiser
 
@@ -130,10 +133,14 @@ def _read(config: MaMeConfig | str | PathLike[str] | None) -> MaMeConfig | None:
 
 
 def _only_encoder(target: Any) -> bool:
-    """Whether `target` holds a vision transformer and nothing of diffusers: a UNet beside an image
-    encoder is what merges.
+    """Whether `target` is a vision transformer's part: it holds one, or is a model of the libraries
+    that have them, and nothing of diffusers. A UNet beside an image encoder is what merges.
     """
-    return is_encoder(target) and not any(
-        type(module).__module__.startswith("diffusers.") or type(module).__name__ in REGISTERED
-        for module in target.modules()
+    if not isinstance(target, nn.Module):
+        return False
+    kinds = [type(module) for module in target.modules()]
+    if any(one.__module__.startswith("diffusers.") or one.__name__ in REGISTERED for one in kinds):
+        return False
+    return is_encoder(target) or any(
+        one.__module__.startswith(("transformers.", "timm.")) for one in kinds
     )

@@ -203,8 +203,8 @@ class MaMeReport:
             for level in self.levels(part):
                 lines.append(
                     f"level {level.level}{name}: {level.tokens_in:.0f} -> {level.tokens_kept:.0f}"
-                    f" tokens ({level.share:.0%}), {level.layers_merged} of {level.layers} layers"
-                    " merge"
+                    f" tokens ({level.share:.0%}), {level.layers_merged} of {level.layers}"
+                    f" layer{'s' * (level.layers > 1)} merge"
                 )
         return "\n".join(lines)
 

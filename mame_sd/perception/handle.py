@@ -165,7 +165,8 @@ class EncoderHandle:
         """The model in words that tell it from those that settings by block do not go for, as
         `made_for` has them.
         """
-        return f"{type(self.encoder).__name__} with {len(self._blocks)} blocks"
+        count = len(self._blocks)
+        return f"{type(self.encoder).__name__} with {count} block{'s' * (count > 1)}"
 
     def calibrate(
         self, images: Tensor | Iterable[Tensor], *, flops: float, run: Run | None = None

@@ -176,6 +176,7 @@ def test_one_number_for_each_block() -> None:
         ({"redraw": True}, "redraw: expected none"),
         ({"pairs": True}, "pairs: expected none"),
         ({"keep": 0.5, "mlp": 0.5}, "mlp: expected none"),
+        ({"keep": True}, "keep: expected a number, got True"),
         ({"tau": 2}, "tau: expected a finite number from -1 to 1"),
         ({"taw": 0.5}, "did you mean 'tau'"),
     ],
@@ -183,6 +184,14 @@ def test_one_number_for_each_block() -> None:
 def test_settings_that_mean_nothing_here(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         apply_encoder(VIT.build(), **fields)
+
+
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_active_is_true_or_false(value: Any) -> None:
+    handle = apply_encoder(VIT.build())
+    with pytest.raises(TypeError, match=f"active: expected True or False, got {value!r}"):
+        handle.active = value
+    assert handle.active
 
 
 @torch.no_grad()
