@@ -324,7 +324,7 @@ def stem(kind: str) -> Any:
         backbone = hybrid.ConvStem(depth=2, channels=(8, 16), kernel_size=3, stride=(2, 2))
     else:
         backbone = convs.ResNetV2(
-            layers=(1,), channels=(32,), num_classes=0, global_pool="", stem_chs=32, preact=False
+            layers=(1,), channels=(128,), num_classes=0, global_pool="", stem_chs=32, preact=False
         )
     return lambda **fields: layers.HybridEmbed(backbone, proj=True, **fields)
 
