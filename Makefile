@@ -43,6 +43,7 @@ $(READY): pyproject.toml constraints.txt mame_sd/embedded/pyproject.toml
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable mame_sd/embedded --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps timm  # without torchvision, whose wheels fit one build of torch
 	touch $(READY)
 
 $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt

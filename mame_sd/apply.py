@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from mame_sd.captions.towers import is_captioner, reader_in
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.families.family import REGISTERED
@@ -74,11 +76,12 @@ def remove_mame(target: Any, processors: bool = True) -> None:
 
         remove_captioner(target)
         return
-    if is_encoder(target):
+    only = _only_encoder(target)
+    if only or is_encoder(target):
         from mame_sd.perception.apply_encoder import remove_encoder
 
         remove_encoder(target)
-    if _only_encoder(target):
+    if only:
         return
     from mame_sd.diffusion import apply_denoiser
 
@@ -132,10 +135,15 @@ def _reads_images(target: Any) -> bool:
 
 
 def _only_encoder(target: Any) -> bool:
-    """Whether `target` holds a vision transformer and nothing of diffusers: a UNet beside an image
-    encoder is what merges.
+    """Whether `target` is a vision transformer's part: it holds one, or is a model of the libraries
+    that have them, and nothing of diffusers. A UNet beside an image encoder is what merges.
     """
-    return is_encoder(target) and not _has_denoiser(target)
+    if not isinstance(target, nn.Module) or _has_denoiser(target):
+        return False
+    return is_encoder(target) or any(
+        type(module).__module__.startswith(("transformers.", "timm."))
+        for module in target.modules()
+    )
 
 
 def _has_denoiser(target: Any) -> bool:

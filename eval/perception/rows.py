@@ -5,7 +5,6 @@
 | baseline | the model as it is |
 | mame-default | what `apply_mame(model)` does |
 | default-0.8 | the same at another share: keep in every second block |
-| default-tau-0.8 | the same by similarity |
 | mame-0.8 | the paper's form by tau in the first two thirds of the blocks (its first 8 of 12) |
 | mame-keep-0.5 | the paper's form by keep in blocks 3, 6 and 9 of 12 |
 | tome-8 | ToMe, 8 tokens fewer in each block |
@@ -162,10 +161,6 @@ def row_named(name: str) -> Row:
         if value is not None:
             return _mame(name, f"MaMe τ {value:g} (paper)", "first", {"tau": value, **_PAPER})
     kind, _, text = name.rpartition("-")
-    if kind == "default-tau":
-        value = _number(text, 1.0)
-        if value is not None:
-            return _mame(name, f"MaMe default, τ {value:g}", None, {"tau": value})
     if kind in RIVAL_LABELS:
         whole = kind in ("tome", "smaller", "frames")
         value = _number(text, float("inf") if whole else 1.0)
@@ -179,7 +174,7 @@ def row_named(name: str) -> Row:
             )
     raise UserError(
         "--rows: expected names such as baseline, mame-default, default-0.8, mame-0.8,"
-        " mame-keep-0.5, default-tau-0.8, tome-8, evit-0.7, random-0.7, pool-0.7, random-all-0.9,"
+        " mame-keep-0.5, tome-8, evit-0.7, random-0.7, pool-0.7, random-all-0.9,"
         f" smaller-160, frames-4 or tome@mame-0.8, got {name!r}; correct it"
     )
 
@@ -367,12 +362,11 @@ SUITES: dict[str, tuple[str, list[Row]]] = {
     ),
     VIDEO: (
         (
-            "Clips: our default, keep .6 instead, and tau .8, .85 and .9 in our form and in the"
-            " paper's, beside rivals at equal FLOPs, smaller frames and fewer frames."
+            "Clips: our default, keep .6 instead, and the paper's tau .8, .85 and .9, beside rivals"
+            " at equal FLOPs, smaller frames and fewer frames."
         ),
         [
             *beside_rivals(DEFAULT, "default-0.6", rivals=CLIPS),
-            *(row_named(f"default-tau-{tau}") for tau in (0.8, 0.85, 0.9)),
             *beside_rivals("mame-0.8", "mame-0.85", "mame-0.9", rivals=("default", "tome"))[1:],
         ],
     ),

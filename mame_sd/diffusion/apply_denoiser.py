@@ -11,7 +11,7 @@
 A hook on the module survives what replaces processors: slicing, `fuse_qkv_projections`, IP-Adapter,
 PAG. It also learns the true (h, w) of the tokens from the Transformer2DModel around it. Each module
 carries one merging hook at most: applying again replaces it. A `copy.deepcopy` of a hooked model
-merges with its own weights; to save a whole model with `torch.save` call `remove_mame` first.
+merges with its own weights, and so does one that `torch.save` wrote whole.
 
 Threads may generate with one model at once, each with settings of its own (`handle.using`). What
 changes a model for all (`apply_mame`, `remove_mame`, `handle.set`) raises RuntimeError while
@@ -322,4 +322,5 @@ def _nothing_found(root: nn.Module) -> str:
     return (
         f"{known_as(kind)} is not supported yet: no attention over an image's tokens is known in"
         f" {kind}, which has {found}. Describe where they are with mame_sd.families.register_family"
+        ", or a vision transformer with mame_sd.perception.known_encoders.register_encoder"
     )

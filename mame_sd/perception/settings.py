@@ -11,6 +11,7 @@ from typing import Any
 
 from mame_sd.config import MaMeConfig, study_given
 from mame_sd.core.partition import GRIDS
+from mame_sd.layer_rules import LayerRules
 
 # Under what was given; chosen in docs/perception.md. Similarity is the paper's. Each source joins
 # its nearest destination. Destinations are one of 2 x 2 patches where these are a grid yet. The
@@ -87,6 +88,13 @@ def is_plain(config: MaMeConfig | None, fields: Mapping[str, Any]) -> bool:
     return given.get("preset") == "plain" or given.get("variant") == "paper"
 
 
+def is_paper(config: MaMeConfig | None, fields: Mapping[str, Any]) -> bool:
+    """Whether blocks merge as the paper has it: by `tau`, or in its form by keep."""
+    given = {**(config.given if isinstance(config, MaMeConfig) else {}), **_said(fields)}
+    keep = fields.get("keep") if fields.get("tau") is None else None
+    return is_plain(config, fields) or (keep is None and given.get("tau") is not None)
+
+
 def _one_each(value: Any) -> bool:
     """Whether a field was given as one number for each block."""
     return isinstance(value, Sequence) and not isinstance(value, str)
@@ -149,7 +157,7 @@ def schedule_of(schedule: str | None, config: MaMeConfig | None, fields: Mapping
         ValueError: one that is not known, or one beside shares that say it already or a threshold.
     """
     if schedule is None:
-        return "constant" if is_plain(config, fields) else "decreasing"
+        return "constant" if is_paper(config, fields) else "decreasing"
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule: expected 'decreasing' or 'constant', got {schedule!r}")
     given = {**({} if config is None else config.given), **_said(fields)}
@@ -190,13 +198,13 @@ def configs_of(
     blocks = [*blocks]
     fields = _said(fields)
     given = {} if config is None else {**config.given}
-    if is_plain(config, fields):
-        return changed(
-            dict.fromkeys(blocks, MaMeConfig.from_dict({**PLAIN, **given})), fields, schedule
-        )
     for settings in (given, fields):
         if settings.get("preset") == "default":
             del settings["preset"]
+    if is_paper(config, fields):
+        return changed(
+            dict.fromkeys(blocks, MaMeConfig.from_dict({**PLAIN, **given})), fields, schedule
+        )
     if not {"tau", "keep"} & {*given, *fields}:
         given["keep"] = mean_share(len(blocks), schedule)
     if given.get("keep") is not None and not {"tau", "keep"} & {*fields}:
@@ -224,7 +232,10 @@ def changed(
     rows: list[dict[str, Any]] = [{} for _ in configs]
     for name, value in fields.items():
         if (
-            name == "keep" and isinstance(value, float | int) and 0 < value <= 1
+            name == "keep"
+            and isinstance(value, float | int)
+            and not isinstance(value, bool)
+            and 0 < value <= 1
         ):  # else refused below
             value = shares(value, len(rows), schedule)
         each = name in ("tau", "keep") and _one_each(value)
@@ -256,3 +267,75 @@ def check_meaning(configs: Iterable[MaMeConfig]) -> None:
                     f"{name}: expected none for a vision transformer, got {new.given[name]!r}:"
                     f" {reason}"
                 )
+
+
+OF_ALL = ("layers", "made_for")
+
+
+def taken(
+    config: MaMeConfig | None, fields: dict[str, Any]
+) -> tuple[MaMeConfig | None, dict[str, Any], dict[str, Any]]:
+    """The settings without those of single blocks, and these: `layers` and `made_for`, where they
+    are given.
+    """
+    given: dict[str, Any] = {}
+    if isinstance(config, MaMeConfig):
+        given = {name: config.given[name] for name in OF_ALL if name in config.given}
+        config = config.replace(**dict.fromkeys(given)) if given else config
+    given |= {name: fields[name] for name in OF_ALL if fields.get(name) is not None}
+    return config, {name: value for name, value in fields.items() if name not in OF_ALL}, given
+
+
+def without_shares(config: MaMeConfig | None, fields: Mapping[str, Any]) -> MaMeConfig:
+    """The settings beside `tau` and `keep`."""
+    config = MaMeConfig() if config is None else config
+    rest = {name: value for name, value in fields.items() if name not in ("tau", "keep")}
+    return config.replace(**rest, **{n: None for n in ("tau", "keep") if n in config.given})
+
+
+def check_made_for(made_for: str | None, described: str) -> None:
+    """Raises ValueError for settings that were found for another model."""
+    if made_for not in (None, described):
+        raise ValueError(
+            f"made_for: expected settings that were found for {described}, got ones for"
+            f" {made_for}; calibrate this model, or take another file"
+        )
+
+
+def ruled(
+    configs: Mapping[int, MaMeConfig], rules: Any, names: Sequence[str]
+) -> dict[int, MaMeConfig]:
+    """The settings of the blocks that merge, after those of single blocks.
+
+    A block that a rule gives settings merges; False leaves one unmerged.
+
+    Args:
+        configs: of those that would merge without rules, by number.
+        rules: LayerRules or what it takes.
+        names: of all blocks, as a report has them.
+
+    Raises:
+        ValueError: a pattern that means no block, a setting that can't be, or no block that merges.
+    """
+    rules = rules if isinstance(rules, LayerRules) else LayerRules(rules)
+    unknown = rules.unknown(names)
+    if unknown:
+        raise ValueError(
+            f"layers: expected patterns of blocks such as {names[0]!r}, got {unknown[0]!r}, which"
+            " is none of them; handle.report() names them all"
+        )
+    base = next(iter(configs.values()))
+    found: dict[int, MaMeConfig] = {}
+    for number, name in enumerate(names):
+        rule, own = rules.of(name), configs.get(number)
+        if isinstance(rule, dict):
+            paper = rule.get("tau") is not None and not is_paper(base, {})
+            try:
+                own = (MaMeConfig.from_dict(PLAIN) if paper else own or base).replace(**rule)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"layers: {name}: {error}") from None
+        if rule is not False and own is not None:
+            found[number] = own
+    if not found:
+        raise ValueError("layers: expected a block that merges, got none; leave one in")
+    return found

@@ -81,15 +81,6 @@ def merged_oracle(
     return model
 
 
-def planned(x: Tensor, config: MaMeConfig, size: tuple[int, int] | None, special: int) -> Any:
-    """The reference's plan. By tau all samples keep as many as the one that alone keeps most."""
-    if config.keep is None and len(x) > 1:
-        alone = [reference_plan(one[None], config, size, special=special) for one in x.detach()]
-        kept = max(plan.merge(one[None]).shape[1] for plan, one in zip(alone, x, strict=True))
-        config = config.replace(tau=None, keep=(kept - special) / (x.shape[1] - special))
-    return reference_plan(x, config, size, special=special)
-
-
 def _spelled_out(sizes: list[Tensor]) -> Any:
     """Attention with the log of sizes in its logits, a head at a time."""
 
@@ -145,7 +136,7 @@ def _forward(
         if keys[0].shape[-1] > x.shape[-1]:  # queries, keys and values joined
             keys[0] = keys[0].unflatten(-1, (3, -1))[..., 1, :]
         feature = seen[0] if config.feature == "x" else keys[0]
-        plan = planned(feature, config, size, row.special)
+        plan = reference_plan(feature, config, size, special=row.special)
         before = sizes[-1] if sizes else torch.ones_like(seen[0][..., 0])
         merged = plan.merge(seen[0])
         if prop_attn:  # means over all that tokens stand for

@@ -92,10 +92,12 @@ def test_output_and_gradients_are_the_oracle_s(
 
 @every
 def test_a_described_block_is_the_block_s_own_forward_to_the_bit(row: Row) -> None:
-    _, blocks, known = find_encoder(row.build())
+    model, blocks, known = find_encoder(row.build())
+    shared = ForwardState(model, 0, 3)
+    shared.now.unmasked = True
     x = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(1))
     for block in blocks:
-        merged = MergedBlock(block, known, 1, ForwardState(0, False, False, 3), None, {0: None})
+        merged = MergedBlock(block, known, 1, shared, None, {0: None})
         more = (
             () if row.name.startswith("VideoMAE") else (None,)
         )  # the mask, where a block takes one

@@ -99,11 +99,21 @@ def test_none_leaves_what_the_config_says() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"preset": "plain"}, {"config": MaMeConfig(preset="plain")}, {"variant": "paper"}]
+    "given",
+    [
+        {"preset": "plain"},
+        {"config": MaMeConfig(preset="plain")},
+        {"variant": "paper"},
+        {"tau": 0.8},
+        {"config": MaMeConfig(preset="default", tau=0.8)},
+    ],
 )
 def test_the_paper_s_form_is_by_tau_and_counts_no_sizes(given: dict[str, Any]) -> None:
     handle = apply_encoder(VIT.build(), **given)
-    assert (handle.config.tau, handle.config.keep, handle.prop_attn) == (0.8, None, False)
+    config = handle.config
+    assert (config.tau, config.keep, handle.prop_attn) == (0.8, None, False)
+    assert (config.weights, config.partition, config.feature) == ("average", "alternating", "x")
+    assert tuple(handle.configs) == tuple(range(DEPTH))
     assert apply_encoder(VIT.build(), **given, prop_attn=True).prop_attn
 
 
@@ -121,9 +131,10 @@ def test_a_handle_s_settings_are_those_of_another_model_too() -> None:
 def test_the_preset_is_chosen_when_merging_is_applied() -> None:
     handle = apply_encoder(VIT.build())
     before = handle.configs
-    for change in ({"preset": "plain"}, {"config": MaMeConfig(preset="plain")}):
+    plain = MaMeConfig(preset="plain")
+    for change in ({"preset": "plain"}, {"config": plain}, {"tau": 0.5}):
         with pytest.raises(
-            ValueError, match="preset: expected the one that merging was applied with"
+            ValueError, match="preset: expected the form that merging was applied with"
         ):
             handle.set(**nested(change))
     assert handle.configs == before
@@ -134,12 +145,13 @@ def test_the_preset_is_chosen_when_merging_is_applied() -> None:
 def test_one_number_for_each_block() -> None:
     handle = apply_encoder(VIT.build(), keep=(0.5, 0.9), blocks=(0, 3))
     assert [config.keep for config in handle.configs.values()] == [0.5, 0.9]
+    handle.set(MaMeConfig(keep=1.0))
+    assert {config.keep for config in handle.configs.values()} == {1.0}
+    handle = apply_encoder(VIT.build(), tau=(0.8, 0.9), blocks=(0, 3))
     handle.set(tau=[0.5, 0.6])
     assert [config.tau for config in handle.configs.values()] == [0.5, 0.6]
     handle.set(MaMeConfig(study=Study(metric="dot")), tau=0.1)
     assert [(config.tau, config.metric) for config in handle.configs.values()] == [(0.1, "dot")] * 2
-    handle.set(MaMeConfig(keep=1.0))
-    assert {config.keep for config in handle.configs.values()} == {1.0}
     with pytest.raises(
         ValueError, match="tau: expected one number, or one for each of 2 blocks, got 3"
     ):
@@ -164,6 +176,7 @@ def test_one_number_for_each_block() -> None:
         ({"redraw": True}, "redraw: expected none"),
         ({"pairs": True}, "pairs: expected none"),
         ({"keep": 0.5, "mlp": 0.5}, "mlp: expected none"),
+        ({"keep": True}, "keep: expected a number, got True"),
         ({"tau": 2}, "tau: expected a finite number from -1 to 1"),
         ({"taw": 0.5}, "did you mean 'tau'"),
     ],
@@ -171,6 +184,14 @@ def test_one_number_for_each_block() -> None:
 def test_settings_that_mean_nothing_here(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         apply_encoder(VIT.build(), **fields)
+
+
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_active_is_true_or_false(value: Any) -> None:
+    handle = apply_encoder(VIT.build())
+    with pytest.raises(TypeError, match=f"active: expected True or False, got {value!r}"):
+        handle.active = value
+    assert handle.active
 
 
 @torch.no_grad()
