@@ -29,7 +29,7 @@ from mame_sd.captions.on_model import block, clear
 from mame_sd.captions.towers import KNOWN, PARTS, REFUSED, name_of, reader_in
 from mame_sd.config import MaMeConfig
 from mame_sd.perception.apply_encoder import remove_encoder
-from mame_sd.perception.settings import is_plain
+from mame_sd.perception.settings import is_paper
 from mame_sd.upstream import require_captioner
 
 
@@ -86,7 +86,7 @@ def apply_captioner(
     ((model, name),) = found
     require_captioner(model, PARTS[name])
     images: MergeInTower | MergeAfterTower
-    if blocks is None and not is_plain(config, fields):
+    if blocks is None and not is_paper(config, fields):
         images = MergeAfterTower(model, config, prop_attn, schedule, fields)
     else:
         images = MergeInTower(model, config, blocks, prop_attn, schedule, fields)

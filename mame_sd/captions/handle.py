@@ -23,7 +23,7 @@ from mame_sd.perception.settings import (
     EVERY,
     LEAST,
     chosen_blocks,
-    is_plain,
+    is_paper,
     schedule_of,
     shares,
 )
@@ -81,7 +81,7 @@ class MergeInTower:
         fields: dict[str, Any],
     ) -> None:
         self.model = model
-        every = 1 if is_plain(config, fields) else EVERY
+        every = 1 if is_paper(config, fields) else EVERY
         self._blocks = chosen_blocks(blocks, layer_of(model), every)
         self._schedule = schedule_of(schedule, config, fields)
         config, fields = self._by_block(config, fields)

@@ -17,23 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import plan_merge
-from mame_sd.core.partition import GRIDS
-from mame_sd.core.plan import Plan
+from mame_sd.core.paper import Plan
 from mame_sd.perception.counts import BlockCounts, width_of
 from mame_sd.perception.known_encoders import Encoder
-from mame_sd.perception.settings import DEFAULTS
+from mame_sd.perception.plans import GroupPlan, plan_block
 from mame_sd.perception.shared import Forward, ForwardState
 
-LATER = (
-    "the tokens of a block after the first that merges are no grid: partition 'alternating',"
-    " without tiles"
-)
-UNKNOWN = "height and width unknown: merged with partition 'alternating' and without tiles"
+UNKNOWN = "height and width unknown: destinations are every second token"
 Grid = tuple[int, int] | None
 
 
-def weighted(plan: Plan, x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+def weighted(plan: Plan | GroupPlan, x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
     """Merge tokens that stand for several already: means over all that they stand for.
 
     Args:
@@ -87,15 +81,6 @@ class MergedBlock:
     def set(self, config: MaMeConfig | None) -> None:
         """Merge by `config` from now on."""
         self.config = config
-        self._needs_grid = config is not None and (config.partition in GRIDS or bool(config.tiles))
-        if config is not None:
-            chosen = all(
-                config.given.get(name) == DEFAULTS[name] for name in ("partition", "stride")
-            )
-            self._asked = not chosen or bool(config.tiles)  # for a grid, other than by default
-            self._plain = (
-                config.replace(partition="alternating", tiles=0) if self._needs_grid else config
-            )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The block's output [B, L', C], of tokens [B, L, C]."""
@@ -215,26 +200,35 @@ class MergedBlock:
     def _between_graphs(self, *args: Any) -> tuple[Tensor, Tensor | None]:
         return self._merge(*args)
 
-    def _plan(self, x: Tensor, normed: Tensor, sizes: Tensor | None, grid: Grid) -> Plan:
+    def _plan(
+        self, x: Tensor, normed: Tensor, sizes: Tensor | None, grid: Grid
+    ) -> Plan | GroupPlan:
         """The plan for x' [B, L, C] that stand for `sizes`, counted. By tau a source stays where
         any sample of the batch keeps it (Algorithm 1).
         """
         size, note, config = None, "", self.config
         assert config is not None
-        if self._needs_grid:
+        if config.keep is not None and self.first:
             h, w = grid or (0, 0)
-            known = self.first and self.encoder.grid and h * w == x.shape[1] - self.shared.special
+            known = self.encoder.grid and h * w == x.shape[1] - self.shared.special
             size = (h, w) if known else None
-            note = "" if size else UNKNOWN if self.first else LATER if self._asked else ""
-            config = config if size else self._plain
-        feature = self._feature(x, normed, config.feature)
-        plan = plan_merge(feature, config, size, self.shared.special)
+            note = "" if size else UNKNOWN
+        feature = self._feature(x, normed, self._compared)
+        plan = plan_block(feature, config, size, self.shared.special)
         if self.shared.now.counting:
             note = note or self._fewer_merge(plan, len(x))
             self._count(plan, x.shape, feature.shape[2], sizes is not None, note)
         return plan
 
-    def _fewer_merge(self, plan: Plan, samples: int) -> str:
+    @property
+    def _compared(self) -> str:
+        """What similarity compares: with `keep` the keys, where the model's are known."""
+        assert self.config is not None
+        if self.config.keep is None:
+            return self.config.feature
+        return "k" if self.encoder.keys else "x"
+
+    def _fewer_merge(self, plan: Plan | GroupPlan, samples: int) -> str:
         """Why fewer tokens merge than was asked for; empty where as many do."""
         config = self.config
         if torch.compiler.is_compiling() or config is None:
@@ -242,21 +236,27 @@ class MergedBlock:
         if config.keep is None:
             alike = f"by tau in a batch of {samples}: a token stays where any image keeps it"
             return alike if samples > 1 else ""
-        pos = plan.positions
-        if round(config.keep * pos.L) >= pos.M:
+        assert isinstance(plan, GroupPlan)
+        tokens, kept = plan.found.tokens_in, plan.found.tokens_kept
+        if round(config.keep * tokens) >= kept:
             return ""
-        return f"keep {config.keep:.2f} asked, {pos.M / pos.L:.2f} kept: destinations stay"
+        return f"keep {config.keep:.2f} asked, {kept / tokens:.2f} kept: destinations stay"
 
-    def _count(self, plan: Plan, shape: torch.Size, dim: int, sized: bool, note: str) -> None:
+    def _count(
+        self, plan: Plan | GroupPlan, shape: torch.Size, dim: int, sized: bool, note: str
+    ) -> None:
         """Count a call that merged tokens [B, L, C] by products of `dim` channels in all, and
         summed up their sizes where they have any.
         """
         assert self.counts is not None
         assert self.config is not None
         _, tokens, channels = shape
-        pairs = plan.positions.blocks * plan.positions.m * plan.positions.n
-        soft = self.config.weights != "best"  # weights are a matrix: a product merges, one restores
-        products = (1 + self.shared.restore) * channels + sized if soft else 0
+        if isinstance(plan, GroupPlan):  # compared, and means by a matrix of ones
+            pairs = plan.found.cells.kept * plan.found.tokens_in
+            products = channels + sized
+        else:
+            pairs = plan.dst.shape[0] * plan.src.shape[0]
+            products = (1 + self.shared.restore) * channels + sized
         self.counts.add(tokens, plan.tokens_kept, pairs * (dim + products), note)
 
     def _feature(self, x: Tensor, normed: Tensor, kind: str) -> Tensor:
@@ -278,7 +278,7 @@ class MergedBlock:
     @property
     def compares_keys(self) -> bool:
         """Whether its config asks for the keys that its attention computes."""
-        return self.shared.active and self.config is not None and self.config.feature != "x"
+        return self.shared.active and self.config is not None and self._compared != "x"
 
     @property
     def heads(self) -> int:

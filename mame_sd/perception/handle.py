@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.owners import owners_of
-from mame_sd.core.plan import Plan
+from mame_sd.core.paper import Plan
 from mame_sd.perception.blocks import MergedBlock
 from mame_sd.perception.calibration import (
     WIDE,
@@ -42,6 +41,7 @@ from mame_sd.perception.hooks import (
     take_all,
 )
 from mame_sd.perception.known_encoders import Encoder, find_encoder, takes_mean
+from mame_sd.perception.plans import GroupPlan
 from mame_sd.perception.report import PATCHES, EncoderReport, advice_of, make_blocks
 from mame_sd.perception.settings import (
     EVERY,
@@ -101,7 +101,7 @@ class EncoderHandle:
         chosen = chosen_blocks(blocks, len(modules), 1 if self._paper else EVERY)
         self._schedule = schedule_of(schedule, config, fields)
         self._has_keys = known.keys in dict(modules[0].named_modules())
-        self.configs = configs_of(config, fields, chosen, self._schedule, self._has_keys)
+        self.configs = configs_of(config, fields, chosen, self._schedule)
         check_made_for(own.get("made_for"), self.described)
         if own.get("layers") is not None:
             self.configs = ruled(self.configs, own["layers"], self._names)
@@ -282,15 +282,15 @@ class EncoderHandle:
             )
         self._shared.check_idle("set")
         paper = is_paper(config, fields)
-        if "preset" in fields or paper > self._paper or (config and paper != self._paper):
+        if paper > self._paper or (config and paper != self._paper):
             raise ValueError(
-                "preset: expected the form that merging was applied with (the paper's by tau, ours"
-                " by keep), got another; call apply_mame again"
+                "tau: expected the method that merging was applied with (the paper's by tau, ours"
+                " by keep), got the other; call apply_mame again"
             )
         if config is None:
             new = changed(self.configs, fields, self._schedule)
         else:
-            new = configs_of(config, fields, self.configs, self._schedule, self._has_keys)
+            new = configs_of(config, fields, self.configs, self._schedule)
         _check_parts(new, self._shared.prop_attn, self._known, self._blocks[0])
         self.configs = new
         for number, config in self.configs.items():
@@ -306,7 +306,7 @@ class EncoderHandle:
             return ""
         first = min(self.configs)
         kept = {
-            number: max(config.keep or 0.0, least_share(config, number == first))
+            number: max(config.keep or 0.0, least_share(number == first))
             for number, config in self.configs.items()
         }
         share = left_of(self._costs, kept, PATCHES)
@@ -343,7 +343,7 @@ class EncoderHandle:
         if not on:
             self._shared.now.plans = {}
 
-    def plans(self) -> dict[int, Plan]:
+    def plans(self) -> dict[int, Plan | GroupPlan]:
         """The plans of the latest forward since `capture`, by number of block."""
         return dict(self._shared.now.plans)
 
@@ -360,8 +360,8 @@ class EncoderHandle:
         """
         plans = [plan for number, plan in self._captured() if block is None or number <= block]
         first = self._captured()[0][1]
-        here = torch.arange(first.tokens_in, device=first.counts.device).expand(
-            first.counts.shape[0], -1
+        here = torch.arange(first.tokens_in, device=first.sizes.device).expand(
+            first.sizes.shape[0], -1
         )
         holder, place = (
             here,
@@ -370,7 +370,7 @@ class EncoderHandle:
         for plan in plans:
             kept = plan.kept.expand(len(here), -1)
             rows = torch.arange(plan.tokens_kept, device=kept.device).expand(len(here), -1)
-            owners = owners_of(plan)
+            owners = kept.gather(1, plan.groups)
             holder = (
                 torch.zeros_like(owners).scatter(1, kept, rows).gather(1, owners.gather(1, holder))
             )
@@ -455,7 +455,7 @@ class EncoderHandle:
         for module, one in self._ours:
             put(module, one)
 
-    def _captured(self) -> list[tuple[int, Plan]]:
+    def _captured(self) -> list[tuple[int, Plan | GroupPlan]]:
         if not self._shared.now.plans:
             raise RuntimeError(
                 "expected the plans of a forward, but none were kept: call handle.capture() before"

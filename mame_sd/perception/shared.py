@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mame_sd.core.plan import Plan
+from mame_sd.core.paper import Plan
+from mame_sd.perception.plans import GroupPlan
 
 _ATTENTION = (None, "eager", "sdpa")  # implementations that add a mask of numbers to the logits
 
@@ -43,7 +44,7 @@ class Forward:
         self.sizes: Tensor | None = None
         self.sized = self.again = self.dense = self.unmasked = self.counting = False
         self.whole: tuple[Tensor, Tensor] | None = None
-        self.plans: dict[int, Plan] = {}
+        self.plans: dict[int, Plan | GroupPlan] = {}
         self.keys: dict[int, Tensor] = {}
         self.number = 0
         self.seen: list[tuple[int, weakref.ref[Tensor]]] = []
@@ -119,7 +120,7 @@ class ForwardState:
             now.number += 1
         return now
 
-    def keep(self, number: int, plan: Plan) -> None:
+    def keep(self, number: int, plan: Plan | GroupPlan) -> None:
         """Note the plan of block `number` where it will be asked for."""
         now = self.now
         if (
