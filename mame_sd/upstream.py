@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -109,6 +110,15 @@ def require() -> None:
 
 
 # Captioners: LLaVA and Qwen-VL.
+
+
+@cache
+def hidden_states_are_apart() -> bool:
+    """Whether threads may ask one model for hidden states at once. transformers 5.0 replaces the
+    forwards of its blocks for each call that does.
+    """
+    return importlib.util.find_spec("transformers.utils.output_capturing") is not None
+
 
 _CAPTIONER = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "pixel_values")
 

@@ -119,10 +119,11 @@ class Calls:
         """What the model writes after prompts with images, with whole prompts before it; `answer`
         is held while it writes.
         """
-        if "inputs" in call:
+        if call.get("inputs") is not None:
             call["input_ids"] = call.pop("inputs")
         _check_writes_alone(self.model, call)
         ids: Any = call.get("input_ids")
+        none = {name: None for name, value in call.items() if value is None}  # options among them
         with torch.no_grad():
             fewer = self.fewer(call, padded=False)
             call, prompts = fewer.call, Prompts(ids, fewer.ids)
@@ -130,7 +131,7 @@ class Calls:
             show_whole(call, prompts)
             placed = call.pop("position_ids", None) is not None
             with answer(Running(fewer.positions) if placed else None):
-                written = own(**call, input_ids=fewer.ids)
+                written = own(**{**none, **call, "input_ids": fewer.ids})
         if isinstance(written, Tensor):
             return prompts.whole(written)
         written.sequences = prompts.whole(written.sequences)
@@ -141,6 +142,7 @@ class Calls:
 
         `padded`: padding counts where positions are not given.
         """
+        call = {name: value for name, value in call.items() if value is not None}
         self._check(call)
         images = self.seen(call)
         model: Any = self.model
@@ -177,6 +179,8 @@ class Calls:
         for name, instead in _INSTEAD.items():
             if name in call:
                 raise ValueError(f"{name}: expected none beside merged images, got it; {instead}")
+        if "input_ids" not in call:
+            raise ValueError("input_ids: expected prompts beside images, got none; give them")
         for name in ("vision_feature_layer", "vision_feature_select_strategy"):
             own = getattr(self.model.config, name, None)
             if call.pop(name, own) != own:
@@ -193,14 +197,10 @@ class Calls:
             )
 
 
-def given(call: dict[str, Any]) -> dict[str, Any]:
-    """A call's arguments that are not None."""
-    return {name: value for name, value in call.items() if value is not None}
-
-
 def has_images(call: dict[str, Any]) -> bool:
     """Whether a call has images or videos."""
-    return any(len(call.get(name, ())) for name in ("pixel_values", "pixel_values_videos"))
+    found = (call.get(name) for name in ("pixel_values", "pixel_values_videos"))
+    return any(one is not None and len(one) for one in found)
 
 
 def at_places(call: dict[str, Any], running: Running | None) -> dict[str, Any]:
@@ -212,7 +212,8 @@ def at_places(call: dict[str, Any], running: Running | None) -> dict[str, Any]:
         running: the `generate` that it is part of, where that lost tokens.
     """
     cache, positions = cache_in(call), call.get("position_ids")
-    tokens = call.get("inputs_embeds", call.get("input_ids"))
+    tokens = call.get("inputs_embeds")
+    tokens = call.get("input_ids") if tokens is None else tokens
     gone = getattr(cache, _GONE, None)  # [B, 1]
     if gone is not None and cache is not None and not cache.get_seq_length():
         delattr(cache, _GONE)  # it was emptied
@@ -233,7 +234,7 @@ def at_places(call: dict[str, Any], running: Running | None) -> dict[str, Any]:
             return call
         positions = positions if own is None else own
     more: dict[str, Any] = {"position_ids": positions}
-    if cache is None and "attention_mask" not in call:
+    if cache is None and call.get("attention_mask") is None:
         # without a mask positions with gaps would be taken for several texts in a row
         more["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long).to(positions)
     return {**call, **more}

@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from mame_sd.captions.calls import Calls, Running, at_places, check_empty, given, has_images
-from mame_sd.upstream import cache_in
+from mame_sd.captions.calls import Calls, Running, at_places, check_empty, has_images
+from mame_sd.upstream import cache_in, hidden_states_are_apart
 
 _NAMES = ("forward", "generate")
 _CHANGES = threading.RLock()  # held while what stands on a model changes
@@ -35,6 +35,10 @@ class TowerLock:
     @contextmanager
     def many(self) -> Iterator[None]:
         """Held while images go through the tower as it is."""
+        if not hidden_states_are_apart():
+            with self.alone():
+                yield
+            return
         with self._changed:
             self._changed.wait_for(lambda: not self._one)
             self._many += 1
@@ -109,7 +113,6 @@ class OnModel:
     def run(self, name: str, call: dict[str, Any]) -> Any:
         """The model's own call of this name, with fewer tokens where it is given images."""
         own = partial(getattr(type(self.model), name), self.model)
-        call = given(call)
         running, whole = self._begun()
         images = has_images(call)
         calls = self._calls() if images and not (whole and name == "forward") else None

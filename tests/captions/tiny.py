@@ -43,7 +43,9 @@ def llava(tower: Any = CLIP, text_layers: int = 2, **more: Any) -> LlavaForCondi
     torch.manual_seed(0)
     text = LlamaConfig(**{**TEXT.to_dict(), "num_hidden_layers": text_layers})
     config = LlavaConfig(vision_config=tower, text_config=text, image_token_id=IMAGE, **more)
-    return LlavaForConditionalGeneration(config).eval()
+    model = LlavaForConditionalGeneration(config).eval()
+    model.lm_head.weight.data[IMAGE] = 0  # it writes no image tokens
+    return model
 
 
 def llava_next() -> LlavaNextForConditionalGeneration:
