@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mame_sd.diffusion.families.refused import known_as
-from mame_sd.diffusion.families.transformers import SHARE_BESIDE_TEXT
 
-from .blocks import KINDS
-from .layers import Key, Layers, layers_of_transformer, layers_of_unet
+from .layers import Layers, layers_of_transformer, layers_of_unet
 
 UNET = "UNetModel"
 HIDDEN = "ComfyUI hands its attention to no node"
@@ -38,8 +36,6 @@ class Family:
             others, or nowhere.
         masked: calls with an attention mask merge; else their image starts elsewhere in each
             sample.
-        keep: what `apply_mame` keeps by default of whole tokens, queries too, which merge here as
-            they do there (`blocks.py`); None: only keys and values merge.
     """
 
     name: str
@@ -47,7 +43,6 @@ class Family:
     image: Literal["last", "first", "alone"] = "last"
     references: Literal["", "behind", "before"] = ""
     masked: bool = True
-    keep: float | None = None
 
 
 COSMOS = "patch_temporal patch_spatial patch_spatial"
@@ -57,8 +52,8 @@ FAMILIES: dict[str, Family | tuple[str, str]] = {
     "Flux": Family("Flux", references="behind"),
     "Chroma": Family("Chroma"),
     "QwenImageTransformer2DModel": Family("Qwen-Image", references="behind"),
-    "OpenAISignatureMMDITWrapper": Family("SD3", keep=SHARE_BESIDE_TEXT),
-    "MMDiT": Family("AuraFlow", keep=SHARE_BESIDE_TEXT),
+    "OpenAISignatureMMDITWrapper": Family("SD3"),
+    "MMDiT": Family("AuraFlow"),
     "NextDiT": Family("Lumina 2 or Z-Image", references="before", masked=False),
     "HunyuanVideo": Family("HunyuanVideo"),
     "SingleStreamDiT": Family("Krea 2", "patch", references="behind"),
@@ -130,7 +125,6 @@ class Transformer:
             leaves them out.
         sees: of Z-Image Omni, whether it has what SigLIP sees of the references.
         layers: its self-attentions over the image.
-        blocks: the kind and the module of each block in which whole tokens can merge.
     """
 
     family: Family
@@ -140,7 +134,6 @@ class Transformer:
     reference_method: Any = ""
     sees: bool = False
     layers: Layers = field(default_factory=Layers)
-    blocks: Mapping[Key, tuple[str, Any]] = field(default_factory=dict)
 
     def grid(self, latent: Sequence[int]) -> tuple[int, int, int]:
         """(frames, rows, columns) of tokens of a latent of shape [B, C, ..., H, W]."""
@@ -259,16 +252,4 @@ def layout_of(model: Any) -> UNet | Transformer:
         getattr(model, "default_ref_method", "") if "SingleStreamDiT" in bases else "",
         getattr(model, "siglip_embedder", None) is not None,
         layers_of_transformer(model),
-        _blocks(model, family),
     )
-
-
-def _blocks(model: Any, family: Family) -> dict[Key, tuple[str, Any]]:
-    """See `Transformer`."""
-    if family.keep is None:
-        return {}
-    return {
-        ("single" if kind == "single_layers" else "double", i): (kind, block)
-        for kind in KINDS
-        for i, block in enumerate(getattr(model, kind, ()))
-    }
