@@ -156,9 +156,7 @@ def test_inner_processor_computes_the_attention() -> None:
     unet.set_attn_processor(MaMeAttnProcessor(inner=SlicedAttnProcessor(1), min_tokens=10**6))
     assert torch.equal(run_unet(unet), before)
     unet.set_attn_processor(
-        MaMeAttnProcessor(
-            inner=SlicedAttnProcessor(1), min_tokens=64, keep=0.4
-        )
+        MaMeAttnProcessor(inner=SlicedAttnProcessor(1), min_tokens=64, keep=0.4)
     )
     sliced = run_unet(unet)
     unet.set_attn_processor(MaMeAttnProcessor(min_tokens=64, keep=0.4))
@@ -327,9 +325,9 @@ def test_is_built_without_arguments_copied_and_pickled() -> None:
 
 
 def test_fields_go_over_those_of_a_config() -> None:
-    assert MaMeAttnProcessor(
-        MaMeConfig(tau=0.8), keep=0.5, tile_size=8
-    ).config == MaMeConfig(keep=0.5, tile_size=8)
+    assert MaMeAttnProcessor(MaMeConfig(tau=0.8), keep=0.5, tile_size=8).config == MaMeConfig(
+        keep=0.5, tile_size=8
+    )
 
 
 @pytest.mark.parametrize(
