@@ -3,7 +3,7 @@
 * The paper's method (arXiv 2604.13432): `algorithm_1` and `algorithm_2` follow its pseudo-code line
   by line, its last line `W / Mask` included, whose columns sum to more than 1. `TokenPlan` is the
   settled form, which the library computes.
-* Groups by the nearest destination of a tile: `grouped`.
+* Groups by the nearest destination of a tile, the farthest tokens alone: `grouped`.
 * Attention over kept keys, sizes counted and values fitted by an explicit inverse: `Attended`.
 
 One token, or one sample, is computed at a time. Everything is differentiable.
@@ -185,22 +185,28 @@ def tiles_of(rows: int, columns: int, tile_size: int) -> list[tuple[int, int]]:
     return [(y * down // rows, x * across // columns) for y in range(rows) for x in range(columns)]
 
 
-def grouped(x: Tensor, dst: list[int], tile: Sequence[tuple[int, int]]) -> list[int]:
-    """For each token of x [L, d] the number of the destination of its tile that it joins."""
-    x, found = x.double(), []
+def grouped(
+    x: Tensor, dst: list[int], tile: Sequence[tuple[int, int]], stay: int = 0
+) -> tuple[list[int], list[int]]:
+    """For each token of x [L, d] the number of its group, and the tokens that groups form around.
+
+    A token joins the nearest destination of its tile; the `stay` farthest ones are groups of their
+    own, behind the others.
+    """
+    x, found, far = x.double(), [], []
     for p, token in enumerate(x):
-        if p in dst:
-            found.append(dst.index(p))
-            continue
-        best, group = -math.inf, -1
-        for number, q in enumerate(dst):
-            if tile[p] == tile[q]:
-                norms = torch.linalg.vector_norm(x[q]) * torch.linalg.vector_norm(token)
-                cosine = float(token @ x[q] / norms) if norms > 0 else 0.0
-                if cosine > best:
-                    best, group = cosine, number
-        found.append(group)
-    return found
+        apart = {
+            number: float(torch.linalg.vector_norm(token - x[q]))
+            for number, q in enumerate(dst)
+            if tile[p] == tile[q]
+        }
+        nearest = dst.index(p) if p in dst else min(apart, key=lambda number: apart[number])
+        found.append(nearest)
+        far.append(-1.0 if p in dst else apart[nearest])
+    alone = sorted(sorted(range(len(x)), key=lambda p: -far[p])[:stay])
+    for number, p in enumerate(alone, len(dst)):
+        found[p] = number
+    return found, [*dst, *alone]
 
 
 def means(t: Tensor, groups: Sequence[int]) -> tuple[Tensor, Tensor]:

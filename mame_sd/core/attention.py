@@ -115,10 +115,10 @@ def attention(
             f"q: expected queries of all {count} tokens or of the image's {count - before - after},"
             f" in a multiple of {k.shape[1]} heads, got {list(q.shape)}"
         )
-    if keep == 1:
-        return kernel(q, k, v, attn_mask=call.get("attn_mask"), scale=call.get("scale"))
-    merged = merge_keys(q, k, v, [Grid(before, size, keep)], KeyMerging(**how), **call)
     more = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    if keep == 1:
+        return kernel(q, k, v, attn_mask=call.get("attn_mask"), scale=call.get("scale"), **more)
+    merged = merge_keys(q, k, v, [Grid(before, size, keep)], KeyMerging(**how), **call)
     return kernel(
         q, merged.key, merged.value, attn_mask=merged.bias, scale=call.get("scale"), **more
     )

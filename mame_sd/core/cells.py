@@ -108,7 +108,7 @@ class _Compiled:
 @torch.compiler.assume_constant_result
 def _attribute(*key: Any) -> str:
     """The attribute of `_Compiled` that holds the cells of `key`."""
-    name = "cells_" + "_".join(str(part) for part in key)
+    name = "_".join(["cells", *map(str, key)]).replace(".", "_")  # a dot would be a path to Dynamo
     if not hasattr(_Compiled, name):
         made = _made(*key)
         setattr(_Compiled, name, tuple(getattr(made, f.name) for f in fields(made)))

@@ -8,8 +8,6 @@ on the order of threads, and what is not finite stays within its tile.
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
@@ -38,16 +36,24 @@ class Groups:
     ) -> None:
         self.cells, self.dst, self.row, self.stay, self._dtype = cells, dst, row, stay, dtype
         self.tokens_in, self.tokens_kept = cells.tokens, cells.kept + stay.shape[1]
+        self._members: Tensor | None = None
+        self._sizes: Tensor | None = None
 
-    @cached_property
+    # functools.cached_property takes a lock before Python 3.12, which torch.compile refuses.
+    @property
     def members(self) -> Tensor:
         """[B * T, m, P], 1 where the token of a slot belongs to a destination."""
-        rows = self.row.view(-1, 1, self.cells.width)
-        return (rows == torch.arange(self.cells.m, device=rows.device).view(-1, 1)).to(self._dtype)
+        if self._members is None:
+            rows = self.row.view(-1, 1, self.cells.width)
+            numbers = torch.arange(self.cells.m, device=rows.device).view(-1, 1)
+            self._members = (rows == numbers).to(self._dtype)
+        return self._members
 
-    @cached_property
+    @property
     def _counts(self) -> Tensor:
-        return self.members.sum(-1).view(self.row.shape[0], -1)  # [B, T * m]
+        if self._sizes is None:
+            self._sizes = self.members.sum(-1).view(self.row.shape[0], self.cells.kept)
+        return self._sizes
 
     @property
     def sizes(self) -> Tensor:
@@ -103,7 +109,7 @@ class Groups:
         exact = slots.to(torch.promote_types(slots.dtype, self._dtype))
         exact = exact.view(-1, self.cells.width, slots.shape[2])
         sums = torch.bmm(self.members.to(exact.dtype), exact)
-        return sums.view(slots.shape[0], -1, slots.shape[2])
+        return sums.view(slots.shape[0], self.cells.kept, slots.shape[2])
 
 
 @torch.no_grad()
@@ -147,14 +153,14 @@ def group_tokens(
         beta=-0.5,
     )
     best, row = nearness.max(1)
-    row = row.view(len(slots), -1)
+    row = row.view(len(slots), cells.tiles * cells.width)
     numbers = torch.arange(cells.m, device=row.device).repeat(cells.tiles)
     row = row.index_copy(1, dst, numbers.expand(len(slots), -1))
     if cells.pad is not None:
         row = row.masked_fill(cells.pad, -1)
     staying = row[:, :0]
     if stay:
-        far = torch.sub(every.square().sum(-1), best.view(len(slots), -1), alpha=2)
+        far = torch.sub(every.square().sum(-1), best.view(row.shape), alpha=2)
         far = far.index_fill(1, dst, -torch.inf)
         if cells.pad is not None:
             far = far.masked_fill(cells.pad, -torch.inf)

@@ -19,6 +19,7 @@ COMPREHENSIONS = {
     "<dictcomp>",
     "<setcomp>",
 }  # frames of their own, some only before Python 3.12
+NOT_OURS = COMPREHENSIONS | {"__torch_function__"}
 
 
 @dataclass
@@ -27,7 +28,7 @@ class Trace:
 
     Attributes:
         calls: (file, function) of every call of a function of ours, properties among them;
-            comprehensions are none.
+            comprehensions are none, nor is what PyTorch calls at each operation.
     """
 
     calls: list[tuple[str, str]] = field(default_factory=list)
@@ -72,7 +73,7 @@ def traced(run: Callable[[], Any]) -> Trace:
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if event == "call" and file.startswith(HOME) and name not in COMPREHENSIONS:
+        if event == "call" and file.startswith(HOME) and name not in NOT_OURS:
             trace.calls.append((file[len(HOME) + 1 :], frame.f_code.co_qualname))
 
     before = sys.getprofile()

@@ -41,7 +41,9 @@ def test_values_and_gradients_equal_the_loops(fields: dict[str, Any], length: in
     torch.testing.assert_close(merged, loop.merge(y), **close)
     torch.testing.assert_close(plan.restore(merged), loop.restore(merged), **close)
     if plan.tokens_kept < plan.tokens_in:
-        every = [torch.autograd.grad((p.restore(p.merge(x)) ** 2).sum(), x)[0] for p in (plan, loop)]
+        every = [
+            torch.autograd.grad((p.restore(p.merge(x)) ** 2).sum(), x)[0] for p in (plan, loop)
+        ]
         torch.testing.assert_close(*every, rtol=1e-9, atol=1e-9)
 
 
@@ -93,7 +95,7 @@ def test_tau_one_merges_nothing_and_preserved_tokens_come_back_bit_equal() -> No
     plan = plan_tokens(x, MaMeConfig(tau=1.0), special=2)
     assert plan.tokens_kept == plan.tokens_in
     assert torch.equal(plan.restore(plan.merge(x)), x)
-    plan = plan_tokens(tokens(1, 33, 8), MaMeConfig(tau=0.6))
+    plan = plan_tokens(tokens(1, 33, 8), MaMeConfig(tau=0.85))
     stays = plan.src[plan.preserved]
     assert 0 < len(stays) < len(plan.src)
     y = tokens(1, 33, 8, seed=1)
@@ -137,7 +139,8 @@ def test_what_is_not_finite_stays_in_its_sample_and_zero_tokens_have_cosine_zero
     assert merged[1].isfinite().all()
     assert merged[0, 12:].isnan().any()
     restored = plan.restore(merged)
-    assert restored[0].isnan().any(-1).nonzero().flatten().tolist() == [3]
+    assert restored[0, 3].isnan().all()
+    assert restored[1].isfinite().all()
 
 
 def test_gradients_reach_every_token_and_near_ties_keep_them_small() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor, nn
 
 from mame_sd import MaMeConfig, apply_mame, remove_mame

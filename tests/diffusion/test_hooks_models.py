@@ -9,18 +9,14 @@ from typing import Any
 import pytest
 import torch
 from diffusers import (
-    DiTTransformer2DModel,
     I2VGenXLUNet,
-    PixArtTransformer2DModel,
     UNet2DConditionModel,
     UNet3DConditionModel,
-    UNetSpatioTemporalConditionModel,
 )
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0, FusedAttnProcessor2_0
 
 from mame_sd import apply_mame, remove_mame
 from mame_sd.diffusion.apply_denoiser import has_hooks
-from tests.builders.layers import motion_unet
 from tests.builders.pipelines import SIDE, animatediff
 from tests.builders.tiny import (
     generate,

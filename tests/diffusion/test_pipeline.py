@@ -17,7 +17,6 @@ import torch
 from diffusers import DiffusionPipeline, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 
 from mame_sd import MaMeConfig, apply_mame, remove_mame
-from mame_sd.config import Study
 from mame_sd.diffusion.saved_setting import resolve_setting
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.single_file import save_single_file
@@ -103,12 +102,12 @@ def test_default_is_the_measured_one_and_none_is_off() -> None:
 
 
 def test_settings_of_a_config_object() -> None:
-    config = MaMeConfig(keep=0.4, min_tokens=40, study=Study(stride=(2, 3)))
+    config = MaMeConfig(keep=0.4, min_tokens=40)
     pipe = mame_pipeline(tau="default", mame_config=config)
     assert (pipe.tau, pipe.keep) == (None, 0.4)
     assert pipe.mame_config == config
     assert mame_pipeline(tau=0.5, mame_config=config).mame_config == MaMeConfig(
-        tau=0.5, min_tokens=40, study=Study(stride=(2, 3))
+        tau=0.5, min_tokens=40
     )
 
 
@@ -122,8 +121,8 @@ def test_set_mame_lasts() -> None:
     assert pipe.keep == 0.4
     pipe.set_mame(tau=None)
     assert pipe.mame_config is None
-    pipe.set_mame(tau="default", mame_config={"stride": [3, 3]})
-    assert pipe.mame_config == MaMeConfig(study=Study(stride=(3, 3)))
+    pipe.set_mame(tau="default", mame_config={"tile_size": 8})
+    assert pipe.mame_config == MaMeConfig(tile_size=8)
 
 
 @pytest.mark.parametrize(
@@ -148,14 +147,14 @@ def test_bad_settings(settings: dict[str, Any], message: str) -> None:
 
 
 def test_saves_loads_and_overrides(tmp_path: Path) -> None:
-    pipe = mame_pipeline(mame_config={**FIELDS, "stride": (2, 3)})
+    pipe = mame_pipeline(mame_config={**FIELDS, "refine": False})
     image = generate(pipe)
     pipe.save_pretrained(tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())
     assert index["_mame"] == {
         "tau": 0.2,
         "keep": None,
-        "mame_config": {"min_tokens": 40, "stride": [2, 3]},
+        "mame_config": {"min_tokens": 40, "refine": False},
     }
     load = StableDiffusionMaMePipeline.from_pretrained
     again = quiet(load(tmp_path))
@@ -235,13 +234,13 @@ def test_importing_the_library_changes_nothing_of_diffusers(tmp_path: Path, load
 def test_every_way_of_loading_takes_every_field(tmp_path: Path) -> None:
     mame_pipeline(mame_config={"seed": 3}).save_pretrained(tmp_path)
     loaded = StableDiffusionMaMePipeline.from_pretrained(
-        tmp_path, min_tokens=40, study=Study(stride=(2, 3), variant="paper")
+        tmp_path, min_tokens=40, partition="sequential"
     )
-    made = StableDiffusionMaMePipeline.from_pipe(loaded, study=Study(refine=False))
+    made = StableDiffusionMaMePipeline.from_pipe(loaded, refine=False)
     for pipe, refine in ((loaded, True), (made, False)):
         config = pipe.mame_config
-        assert (config.tau, config.seed, config.min_tokens, config.stride) == (0.2, 3, 40, (2, 3))
-        assert (config.variant, config.refine) == ("paper", refine)
+        assert (config.tau, config.seed, config.min_tokens) == (0.2, 3, 40)
+        assert (config.partition, config.refine) == ("sequential", refine)
     loaded.save_pretrained(tmp_path / "again")
     assert (
         StableDiffusionMaMePipeline.from_pretrained(tmp_path / "again").mame_config
@@ -249,17 +248,13 @@ def test_every_way_of_loading_takes_every_field(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="min_tokens: expected"):
         StableDiffusionMaMePipeline.from_pretrained(tmp_path, min_tokens=0)
-    euclidean = StableDiffusionMaMePipeline.from_pretrained(
-        tmp_path, tau=-2.0, study=Study(metric="euclidean")
-    )
+    euclidean = StableDiffusionMaMePipeline.from_pretrained(tmp_path, tau=-2.0, metric="euclidean")
     assert (euclidean.tau, euclidean.mame_config.metric, euclidean.mame_config.seed) == (
         -2.0,
         "euclidean",
         3,
     )
-    kept = StableDiffusionMaMePipeline.from_pretrained(
-        tmp_path / "again", tau=None, keep=0.5, study=Study(variant="settled")
-    )
+    kept = StableDiffusionMaMePipeline.from_pretrained(tmp_path, tau=None, keep=0.5, min_tokens=40)
     assert (kept.mame_config.keep, kept.mame_config.min_tokens) == (0.5, 40)
     plain = generate(quiet(kept), keep=1.0)
     assert torch.equal(generate(kept, min_tokens=4096), generate(kept, tau=None))

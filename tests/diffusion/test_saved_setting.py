@@ -12,12 +12,11 @@ import pytest
 
 from mame_sd import MaMeConfig
 from mame_sd.cli import app as cli
-from mame_sd.config import Study
 from mame_sd.diffusion.saved_setting import read_saved_merging
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.tiny import save_tiny_pipeline, tiny_components
 
-FIELDS = {"min_tokens": 16, "stride": [2, 3], "tiles": 0}
+FIELDS = {"min_tokens": 16, "seed": 3}
 
 
 def saved(folder: Path, **settings: Any) -> Path:
@@ -54,13 +53,13 @@ def run(out: Path, *options: str) -> Any:
 
 def test_options_go_over_what_was_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = ["--model", str(saved(tmp_path / "model", tau=0.3))]
-    base = MaMeConfig(tau=0.3, min_tokens=16, study=Study(stride=(2, 3)), tiles=0)
+    base = MaMeConfig(tau=0.3, min_tokens=16, seed=3)
     assert run(tmp_path / "a", *model) == base
     assert "note: merging as saved with the model (tau 0.3, " in capsys.readouterr().err
     assert run(tmp_path / "b", *model, "--tau", "0.5") == base.replace(tau=0.5)
     assert run(tmp_path / "c", *model, "--keep", "0.5") == base.replace(keep=0.5)
     assert run(tmp_path / "d", *model, "--baseline") is None
-    refused = ["--study", "metric=euclidean"]  # whose tau is at most 0
+    refused = ["--metric", "euclidean"]  # whose tau is at most 0
     assert (
         cli.run(["generate", "--prompt", "key", *model, *refused, "--out", str(tmp_path / "e")])
         == 2
@@ -74,8 +73,8 @@ def test_off_stays_off_until_an_option_asks_for_merging(
     monkeypatch.chdir(tmp_path)
     model = ["--model", str(saved(tmp_path / "model", tau=None))]
     assert run(tmp_path / "a", *model) is None
-    assert run(tmp_path / "b", *model, "--merge", "qkv") == MaMeConfig(
-        merge="qkv", min_tokens=16, study=Study(stride=(2, 3)), tiles=0
+    assert run(tmp_path / "b", *model, "--tile-size", "8") == MaMeConfig(
+        tile_size=8, min_tokens=16, seed=3
     )
     for command in ("compare", "show-merge"):  # which are about merging
         assert (
@@ -104,7 +103,7 @@ def test_only_our_pipeline_has_a_saved_setting(
     assert found is not None
     assert (found.on, found.config) == (
         True,
-        MaMeConfig(min_tokens=16, study=Study(stride=(2, 3)), tiles=0),
+        MaMeConfig(min_tokens=16, seed=3),
     )
     index = tmp_path / "default" / "model_index.json"
     index.write_text(index.read_text().replace('"tau": "default"', '"tau": 7'))

@@ -59,8 +59,8 @@ def one_liner(model: Any) -> None:
     model.set_attn_processor(MaMeAttnProcessor(min_tokens=16))
 
 
-def keys_alone(model: Any) -> None:
-    apply_mame(model, min_tokens=16, merge="kv")
+def by_tau(model: Any) -> None:
+    apply_mame(model, min_tokens=16, tau=0.3)
 
 
 def way(build: Callable[[], Any], merge: Callable[[Any], None]) -> Trace:
@@ -86,10 +86,10 @@ def way(build: Callable[[], Any], merge: Callable[[Any], None]) -> Trace:
 # Of each way at most so many files of ours entered, calls of functions of ours, and returns to a
 # file that was left before.
 WAYS: dict[str, tuple[Any, Any, tuple[int, int, int]]] = {
-    "unet": (unet, hooks, (10, 53, 20)),
-    "one-liner": (unet, one_liner, (10, 51, 19)),
-    "sd3-keys": (sd3, keys_alone, (10, 62, 24)),
-    "sd3": (sd3, hooks, (10, 68, 24)),
+    "unet": (unet, hooks, (6, 30, 20)),
+    "one-liner": (unet, one_liner, (6, 30, 20)),
+    "unet-tau": (unet, by_tau, (6, 30, 20)),
+    "sd3": (sd3, hooks, (7, 40, 20)),
 }
 
 

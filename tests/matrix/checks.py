@@ -171,8 +171,8 @@ def check_saving(row: Row, folder: Path, baseline: Tensor, outputs: dict[str, Te
 
 
 def check_one_liner(row: Row) -> None:
-    """The processor gives what `apply_mame` gives with `redraw=False, share_guidance_plan=False` (it sees neither
-    steps nor latents), or meets the fate that the row tells.
+    """The processor gives what `apply_mame` gives with `redraw=False, share_guidance_plan=False`,
+    for it sees neither steps nor latents, or meets the fate that the row tells.
     """
     if row.processor in ("set", "none"):
         return

@@ -257,11 +257,9 @@ ROWS = [
         pag,
         partial(once, pag_scale=2.0),
         LEVELS,
-        modes={"tau": {"tau": -1.0}},
         loads=False,
         processor="set",
         one_liner="not on perturbed layers",
-        note="with `tau`; `keep` leaves perturbed layers alone",
     ),
     features(
         "FreeU",

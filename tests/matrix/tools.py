@@ -126,7 +126,7 @@ def too_small() -> None:
     pipe = tiny_pipeline()
     handle = apply_mame(pipe)
     once(pipe)
-    with pytest.raises(NothingMergedError, match="fewer than min_tokens=1024"):
+    with pytest.raises(NothingMergedError, match="fewer than 1024 tokens, the min_tokens of cpu"):
         handle.report()
 
 

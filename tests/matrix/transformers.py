@@ -24,6 +24,7 @@ from tests.builders.transformers import (
 )
 from tests.matrix.rows import Row
 
+
 def row(
     name: str, build: Any, inputs: dict[str, Any], merges: dict[int, int], **kwargs: Any
 ) -> Row:

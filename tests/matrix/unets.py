@@ -84,9 +84,10 @@ ROWS = [
         kandinsky,
         run_kandinsky,
         {64: 4},
+        modes={"keep": {"keep": 0.5}},
         processor="set",
         one_liner="nothing merges",
-        note="keys and values alone: the text's (added) keys stand first",
+        note="by `keep` alone: the text's (added) keys stand first",
     ),
     Row(
         "AnimateDiff",

@@ -162,7 +162,7 @@ def items(model: Any, call: Call) -> Tokens:
 
 def shape_lists(model: Any, call: Call) -> Tokens | str:
     """JoyImage Edit Plus: for each sample a list of (t, h, w), the generated image's first."""
-    firsts = {tuple(shapes[0]) for shapes in call["shape_list"]}
+    firsts = {_flat(shapes[0]) for shapes in call["shape_list"]}
     if len(firsts) > 1:
         return UNLIKE
     every = {tuple(map(_flat, shapes[1:])) for shapes in call["shape_list"]}

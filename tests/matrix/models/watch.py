@@ -75,7 +75,9 @@ class Merged(NamedTuple):
     @property
     def output(self) -> Tensor:
         """What the kernel gives."""
-        more = {"enable_gqa": True} if _heads(self.call, "query") != _heads(self.call, "key") else {}
+        more = (
+            {"enable_gqa": True} if _heads(self.call, "query") != _heads(self.call, "key") else {}
+        )
         return F.scaled_dot_product_attention(**{**self.changed, **more})
 
 
@@ -96,9 +98,7 @@ def merging() -> Iterator[list[Merged]]:
             length = self.length or call["key"].shape[-2]
             shift = call["key"].shape[-2] - length
             first = self.grids[0].start + shift
-            found.append(
-                Merged(dict(call), dict(changed), self, self.merged.groups, first, bias)
-            )
+            found.append(Merged(dict(call), dict(changed), self, self.merged.groups, first, bias))
         return changed
 
     MergeJob.merge = noted  # type: ignore[method-assign]
