@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mame_sd import upstream
+
 IMPLEMENTATIONS = ("sdpa", "eager")
 
 
@@ -45,7 +47,7 @@ def attention_layers(model: nn.Module) -> list[Any]:
             "model: expected a decoder with a KV cache, found no attention layer that has one in"
             f" {name}"
         )
-    used = known[0].config._attn_implementation
+    used = upstream.implementation_of(known[0].config)
     if used not in IMPLEMENTATIONS:
         raise ValueError(
             f"attn_implementation: expected {' or '.join(IMPLEMENTATIONS)}, whose masks can weigh"

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
+from mame_sd import upstream
 from mame_sd.caches.attention import (
     attention_layers,
     is_sliding,
@@ -33,6 +34,7 @@ from mame_sd.caches.kept import Kept
 from mame_sd.caches.layer import MergedLayer
 from mame_sd.caches.presets import Method, method_of
 from mame_sd.caches.view import CacheView
+from mame_sd.report import NothingMergedError
 
 _MARK = "_mame_cache"  # attribute of a model whose cache is being merged
 
@@ -101,7 +103,11 @@ def merge_cache(
         TypeError: no transformers model, or no method.
         ValueError: `keep` or `every` out of range, an unknown method, or a model, attention or
             cache that can't be merged.
+        RuntimeError: the installed transformers lacks a name that this relies on.
+        NothingMergedError: the block ends, forwards of several tokens ran, and no layer was
+            compressed.
     """
+    upstream.require()
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise ValueError(f"keep: expected a share above 0 and at most 1, got {keep!r}")
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
@@ -127,6 +133,12 @@ def merge_cache(
     try:
         work.install()
         yield handle
+        if work.forwards and not handle.tokens:
+            raise NothingMergedError(
+                f"expected forwards to compress the cache, but {work.forwards} of several tokens"
+                " ran and no layer was: give them use_cache=True and a DynamicCache, or leave out"
+                " merge_cache"
+            )
     finally:
         delattr(model, _MARK)
         work.remove()
@@ -150,6 +162,7 @@ class _Work:
         self.masks: dict[Any, Tensor | None] = {}  # of each layer, which tokens are real
         self.views: dict[Any, CacheView] = {}  # of layers that wait for the others
         self.hooks: list[Any] = []
+        self.forwards = 0  # of several tokens
 
     def install(self) -> None:
         for module in self.modules:
@@ -162,7 +175,7 @@ class _Work:
 
     def _before(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Gives a layer that was compressed the mask of what it still holds."""
-        cache, mask = _cache_of(kwargs), kwargs.get("attention_mask")
+        cache, mask = upstream.cache_in(kwargs), kwargs.get("attention_mask")
         if cache is None:
             return args, kwargs
         self.masks[module.layer_idx] = real_tokens(mask)
@@ -176,11 +189,14 @@ class _Work:
     @torch.no_grad()
     def _after(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Compresses a layer after several tokens, or after `every` single ones."""
-        cache = _cache_of(kwargs)
-        if cache is None or not self.handle.compressing:
+        cache = upstream.cache_in(kwargs)
+        if not self.handle.compressing:
             return
         index, hidden = module.layer_idx, _input_of(args, kwargs)
-        layer = _checked(cache, index)
+        layer = None if cache is None else _checked(cache, index)
+        self.forwards += module is self.modules[0] and hidden.shape[1] > 1
+        if layer is None:
+            return
         if hidden.shape[1] == 1:
             gathered = self._gathered(cache, layer, index, hidden)
             if gathered is None:
@@ -279,14 +295,10 @@ def _input_of(args: Any, kwargs: dict[str, Any]) -> Tensor:
     return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
 
-def _cache_of(kwargs: dict[str, Any]) -> Cache | None:
-    return kwargs.get("past_key_values")
-
-
 def _layer_of(cache: Cache, index: int) -> Any:
     layers = getattr(cache, "layers", None)
     if layers is None:
-        raise ValueError(f"past_key_values: expected a DynamicCache, got {type(cache).__name__}")
+        raise ValueError(f"cache: expected a DynamicCache, got {type(cache).__name__}")
     return layers[index] if index < len(layers) else None
 
 
@@ -295,7 +307,7 @@ def _checked(cache: Cache, index: int) -> DynamicLayer:
     layer = _layer_of(cache, index)
     if type(layer) not in (DynamicLayer, MergedLayer):
         raise ValueError(
-            f"past_key_values: expected a DynamicCache, got {type(cache).__name__} with a"
+            f"cache: expected a DynamicCache, got {type(cache).__name__} with a"
             f" {type(layer).__name__}; leave cache_implementation out"
         )
     return layer

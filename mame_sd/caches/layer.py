@@ -50,9 +50,7 @@ class MergedLayer(DynamicLayer):
             ValueError: outside of merge_cache, where nothing masks what was dropped.
         """
         if self.seen and not self.masked:
-            raise ValueError(
-                "past_key_values: this cache was compressed by merge_cache; use it inside"
-            )
+            raise ValueError("cache: this cache was compressed by merge_cache; use it inside")
         self.masked = False
         self.seen += key_states.shape[-2]
         return super().update(key_states, value_states, *args, **kwargs)

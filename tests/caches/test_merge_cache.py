@@ -12,6 +12,7 @@ from transformers import DynamicCache, StaticCache
 
 from mame_sd.caches import CacheView, Kept, StreamingLLM, merge_cache
 from mame_sd.caches.layer import MergedLayer
+from mame_sd.report import NothingMergedError
 from tests.caches.tiny import MODELS, SHAPE, padded, prompt, tiny
 
 PAIRS = [  # each model, attention and method at least once, and most pairs of them
@@ -178,6 +179,24 @@ def test_leaving_takes_everything_back() -> None:
     assert torch.equal(generated(model, ids), want)
 
 
+def test_a_block_that_compressed_nothing_says_so() -> None:
+    model, ids = tiny("llama"), prompt()
+
+    def run(end: Exception | None, *prompts: Tensor) -> None:
+        with torch.no_grad(), merge_cache(model, 0.5):
+            for each in prompts:
+                model(each, use_cache=False)
+            if end:
+                raise end
+
+    with pytest.raises(NothingMergedError, match="but 2 of several tokens ran and no layer was"):
+        run(None, ids, ids)
+    with pytest.raises(KeyError):
+        run(KeyError(), ids)
+    run(None, ids[:, :1])
+    run(None)
+
+
 def test_a_shorter_cache_moves_the_answer_the_more_the_shorter() -> None:
     model, ids, new = tiny("llama"), prompt(120), prompt(8, seed=1)
     gaps = []
@@ -254,7 +273,7 @@ def test_a_cache_used_outside_says_so() -> None:
             model(ids, past_key_values=cache)
         with pytest.raises(
             ValueError,
-            match="past_key_values: this cache was compressed by merge_cache; use it inside",
+            match="cache: this cache was compressed by merge_cache; use it inside",
         ):
             model(ids[:, :1], past_key_values=cache)
 
@@ -337,7 +356,7 @@ def test_static_caches_and_nesting_are_refused() -> None:
     with merge_cache(model, 0.5):
         with pytest.raises(
             ValueError,
-            match="past_key_values: expected a DynamicCache, got StaticCache with a StaticLayer",
+            match="cache: expected a DynamicCache, got StaticCache with a StaticLayer",
         ):
             model(ids, past_key_values=static)
         with (
