@@ -12,7 +12,9 @@ import kvpress
 import torch
 from transformers import AutoModelForCausalLM
 
-from mame_sd.caches import CacheView, ExpectedAttention, Kept, KeyDiff, SnapKV, merge_cache
+from mame_sd.caches import merge_cache
+from mame_sd.eval.caches.measure import Recorder
+from mame_sd.eval.caches.methods import ExpectedAttention, KeyDiff, SnapKV
 
 TOKENS = 600
 PAIRS = (
@@ -20,20 +22,6 @@ PAIRS = (
     ("KeyDiff", KeyDiff(), kvpress.KeyDiffPress(0.5)),
     ("expected attention", ExpectedAttention(), kvpress.ExpectedAttentionPress(0.5)),
 )
-
-
-class Recorder:
-    """Remembers what each layer saw."""
-
-    window = None
-
-    def __init__(self) -> None:
-        self.views: list[CacheView] = []
-
-    def compress(self, view: CacheView, keep: float) -> Kept:
-        """The cache as it is."""
-        self.views.append(view)
-        return Kept(view.keys, view.values, view.slots)
 
 
 @torch.no_grad()
@@ -56,7 +44,7 @@ def main(folder: str) -> None:
             want = press.score(
                 layer.self_attn, view.hidden_states, view.keys, view.values, None, rest
             )
-            got = ours.score(view.keys, view.values, view.queries, view)
+            got = ours.score(view)
             # Keys that stay in any case have a score above all others, which is arbitrary.
             real = (
                 torch.ones_like(want, dtype=torch.bool) if name == "KeyDiff" else want < want.max()
