@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 # The argument of a forward, and the field of an output, that holds the KV cache.
 CACHE_NAMES = ("cache", "past_key_values")  # from 5.24 on; before
 _IMPLEMENTATION = "_attn_implementation"  # attribute of a config: which attention function runs
+
+_ASSISTED = "_assisted_decoding"  # method of GenerationMixin that runs assisted generation
 
 
 def cache_in(call: Mapping[str, Any]) -> Any:
@@ -39,6 +42,16 @@ def cache_argument(forward: Callable[..., Any]) -> str | None:
 def implementation_of(config: Any) -> str | None:
     """The name of the attention function that a model of this config calls."""
     return getattr(config, _IMPLEMENTATION, None)
+
+
+def assisted() -> bool:
+    """Whether the caller runs inside assisted generation, which crops caches."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == _ASSISTED:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _of(place: str) -> Any:
@@ -77,6 +90,7 @@ NAMES: dict[str, Callable[[], bool]] = {
         "lazy_initialization",
     ),
     "layers of DynamicCache": lambda: hasattr(_of("cache_utils:DynamicCache")(), "layers"),
+    f"{_ASSISTED} of GenerationMixin": _has("generation.utils:GenerationMixin", _ASSISTED),
     f"{_IMPLEMENTATION} of a config": lambda: hasattr(
         _of("models.llama.configuration_llama:LlamaConfig")(), _IMPLEMENTATION
     ),

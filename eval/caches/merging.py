@@ -9,18 +9,19 @@ changes nothing earlier.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mame_sd.caches.kept import Kept
-from mame_sd.caches.selection import budget
-from mame_sd.caches.view import CacheView
+from mame_sd.caches import CacheView, Kept
 from mame_sd.config import MaMeConfig
 from mame_sd.core.partition import positions
 from mame_sd.core.similarity import similarity_of
 from mame_sd.core.weights import REFINE_FLOOR, fusion_weights
+
+from .methods import keys_of
 
 CAUSAL = ("mask", "strict", "none")
 
@@ -46,17 +47,20 @@ class CausalMaMe:
     counted: bool = False
     sinks: int = 4
     recent: int = 32
-    window = None
 
     def __post_init__(self) -> None:
         if self.causal not in CAUSAL:
             raise ValueError(f"causal: expected one of {', '.join(CAUSAL)}, got {self.causal!r}")
 
+    def compress_all(self, views: Sequence[CacheView], keep: float) -> list[Kept]:
+        """Every layer's merged cache."""
+        return [self.compress(view, keep) for view in views]
+
     def compress(self, view: CacheView, keep: float) -> Kept:
         """The merged cache, at most round(keep * tokens) keys in each head (with `tau`: those that
         it leaves).
         """
-        parts = [self._sample(view, b, int(count)) for b, count in enumerate(budget(view, keep))]
+        parts = [self._sample(view, b, int(count)) for b, count in enumerate(keys_of(view, keep))]
         most = max(part.keys.shape[2] for part in parts)
         keys, values, slots, bias = (
             _stacked([getattr(p, n) for p in parts], most)

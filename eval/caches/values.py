@@ -11,38 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mame_sd.caches.kept import Kept
-from mame_sd.caches.view import CacheView
+from mame_sd.caches import CacheView, Kept
 
 OBSERVED = 256  # newest queries whose attention weighs keys
 WINDOW = 32  # tokens that stay among which CaM deals out a value
-LARGEST = 100.0  # how many times its own weight a key may count for
-
-
-def nearest(view: CacheView, kept: Kept, place: Tensor, stays: Tensor) -> Kept:
-    """Each dropped key joins the most similar one that stays; values are means by attention
-    received, and so is the bias.
-    """
-    mass = view.received(OBSERVED).sum(2) + 1e-6  # [B, h, L]
-    target, _ = _targets(view, kept, place)
-    gone = (~stays & view.real_keys).to(mass.dtype)
-    own = mass.gather(2, place)
-    total = own.scatter_add(2, target, mass * gone)
-    wide = view.values.to(mass.dtype)
-    sums = (wide.gather(2, _wide(place, wide)) * own.unsqueeze(-1)).scatter_add(
-        2, _wide(target, wide), wide * (mass * gone).unsqueeze(-1)
-    )
-    bias = (total / own).clamp(max=LARGEST).log()
-    return replace(
-        kept,
-        values=(sums / total.unsqueeze(-1)).to(kept.values.dtype),
-        bias=(bias if kept.bias is None else kept.bias + bias).to(kept.values.dtype),
-    )
 
 
 def by_similarity(view: CacheView, kept: Kept, place: Tensor, stays: Tensor) -> Kept:
-    """The same without bias, weighed by similarity and |v| / (|v| + |v of the target|), as kvpress'
-    MergingPress does.
+    """Each dropped key joins the most similar one that stays, weighed by similarity and
+    |v| / (|v| + |v of the target|), as kvpress' MergingPress does.
     """
     target, similarity = _targets(view, kept, place)
     wide = view.values.float()
@@ -63,7 +40,9 @@ def to_neighbours(view: CacheView, kept: Kept, place: Tensor, stays: Tensor) -> 
     The chance is the attention that it received over the mean of those that it is dealt to, 1 at
     most.
     """
-    mass = view.received(OBSERVED).sum(2)
+    from .methods import received
+
+    mass = received(view, OBSERVED).sum(2)
     most = place.shape[2]
     count = stays.sum(-1, keepdim=True)
     start = torch.minimum(
