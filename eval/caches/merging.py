@@ -17,9 +17,7 @@ from torch import Tensor
 
 from mame_sd.caches import CacheView, Kept
 from mame_sd.config import MaMeConfig
-from mame_sd.core.partition import positions
-from mame_sd.core.similarity import similarity_of
-from mame_sd.core.weights import REFINE_FLOOR, fusion_weights
+from mame_sd.core.paper import REFINE_FLOOR, fusion_weights, similarity
 
 from .methods import keys_of
 
@@ -32,10 +30,9 @@ class CausalMaMe:
     reached.
 
     Attributes:
-        config: `tau`, `metric`, `feature`, `refine`, `variant`, `eps` and `weights` mean what they
-            mean elsewhere. Feature "x" is the layer's input, "k" its keys. With weights "best" each
-            source goes whole to its most similar destination. With `tau` there is one round, and
-            `keep` is not read. None: the paper's settings.
+        config: `tau`, `metric`, `feature` and `refine` mean what they mean elsewhere; there is one
+            round, and `keep` is not read. Feature "x" is the layer's input, "k" its keys. None:
+            rounds by similarity until the share is reached.
         causal: "mask" (the paper's), "strict" or "none".
         counted: a merged key counts for all that it stands for: the log of their number is its
             bias.
@@ -92,7 +89,7 @@ class CausalMaMe:
             size = view.bias[b, 0][real].to(wide).exp()
         merged = _Tokens(feature.to(wide), tokens, size[first:end], slots[first:end])
         target = count - first - last
-        if self._settings.given.get("tau") is not None:
+        if self.config is not None:
             merged = self._round(merged, None)
         else:
             while len(merged.slots) > max(1, target):
@@ -122,7 +119,7 @@ class CausalMaMe:
 
     @property
     def _settings(self) -> MaMeConfig:
-        return MaMeConfig(preset="plain") if self.config is None else self.config
+        return MaMeConfig(tau=0.8) if self.config is None else self.config
 
     def _round(self, t: _Tokens, target: int | None) -> _Tokens:
         """Merges once: to `target` tokens where half of them reach it, else to half; None: by
@@ -185,16 +182,11 @@ def _weights(
         merges: how many sources merge at most, the most similar ones; None: those above tau.
     """
     m = x.shape[0] // 2
-    # The core's destinations are at even positions. Of an even number of tokens in reverse order
-    # those are the odd ones.
-    flat = replace_given(config, keep=None, tau=-1.0 if merges is not None else config.tau)
-    pos = positions(2 * m, flat, device=x.device)
-    s = similarity_of(x.flip(0).unsqueeze(0), pos, config.metric)
+    turned = similarity(x[1::2].unsqueeze(0), x[::2].unsqueeze(0), config.metric)[0]
     allowed = torch.ones(m, m, dtype=torch.bool, device=x.device)
     if causal != "none":
         allowed = allowed.tril()
-    turned = s[0, 0].flip(0, 1)
-    best, row = turned.masked_fill(~allowed, -torch.inf).max(0)
+    best = turned.masked_fill(~allowed, -torch.inf).max(0).values
     tau = config.tau
     chosen = torch.ones(m, dtype=torch.bool, device=x.device)
     if merges is not None:
@@ -203,14 +195,11 @@ def _weights(
         )
         tau = float(best[chosen].min()) if merges else 1.0
     assert tau is not None
-    if config.weights == "best":
-        weights = torch.zeros_like(turned).scatter_(0, row.unsqueeze(0), 1.0)
-        weights = weights * (best >= tau if merges is not None else best > tau)
-    elif causal == "strict":
+    if causal == "strict":
         weights = strict_weights(turned, tau, config.refine)
     else:
-        fusion = fusion_weights(s, pos, replace_given(config, keep=None, tau=max(-1.0, tau - 1e-6)))
-        weights = fusion.weights[0, 0].flip(0, 1) * allowed
+        found, _ = fusion_weights(turned.unsqueeze(0), max(-1.0, tau - 1e-6), config.refine)
+        weights = found[0] * allowed
     weights = weights * chosen
     return weights, weights.sum(0) == 0
 
@@ -235,14 +224,6 @@ def strict_weights(s: Tensor, tau: float, refine: bool) -> Tensor:
         above = torch.where(tie, above, refined)
         total = above.cumsum(0)
     return above / torch.where(total == 0, 1.0, total)
-
-
-def replace_given(config: MaMeConfig, **fields: object) -> MaMeConfig:
-    """The paper's settings with the fields that `config` was given and `fields`."""
-    given = {**config.given, **fields}
-    given.setdefault("preset", "plain")
-    given.pop("weights", None)
-    return MaMeConfig.from_dict({n: value for n, value in given.items() if value is not None})
 
 
 def _stacked(parts: list[Tensor | None], most: int) -> Tensor | None:

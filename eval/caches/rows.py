@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mame_sd.caches import CacheView, Kept, Selection
 from mame_sd.caches.selection import gathered
-from mame_sd.config import MaMeConfig, Study
 from mame_sd.errors import UserError
 
 from .merging import CausalMaMe
@@ -104,7 +103,6 @@ class Ours:
 
 def all_rows() -> list[Row]:
     """Every row, what the comparison needs first."""
-    best = MaMeConfig(preset="plain", study=Study(weights="best", feature="k"))
     return [
         Row("random", "keys at random", Published(Random()), _ALL),
         Row("streaming-llm", "the first and the newest keys", Published(StreamingLLM()), _ALL),
@@ -136,11 +134,6 @@ def all_rows() -> list[Row]:
             "paper-strict",
             "the paper's merging, causal in its weights too",
             CausalMaMe(causal="strict"),
-        ),
-        Row(
-            "best",
-            "each key whole to its most similar one, counted (ToMe's rule)",
-            CausalMaMe(best, causal="none", counted=True),
         ),
     ]
 

@@ -80,7 +80,7 @@ def test_a_loop_picks_the_same_keys() -> None:
 @pytest.mark.parametrize("tau", [-0.2, 0.1, 0.3])
 def test_causal_weights_are_the_papers(tau: float) -> None:
     x = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
-    weights, stays = _weights(x, MaMeConfig(preset="plain", tau=tau), "mask", None)
+    weights, stays = _weights(x, MaMeConfig(tau=tau), "mask", None)
     want = oracle.causal_weights(x, tau)
     torch.testing.assert_close(weights.double(), want, atol=2e-5, rtol=1e-4)
     assert torch.equal(stays, want.sum(0) == 0)
@@ -95,7 +95,7 @@ def test_strict_weights_are_those_of_a_loop() -> None:
 
 def test_the_paper_merges_keys_and_values_by_its_weights() -> None:
     view = view_of(30)
-    method = CausalMaMe(MaMeConfig(preset="plain", tau=0.1), sinks=0, recent=0)
+    method = CausalMaMe(MaMeConfig(tau=0.1), sinks=0, recent=0)
     kept = method.compress(view, 0.5)
     weights = oracle.causal_weights(view.hidden_states[0], 0.1)
     for i, (key, value) in enumerate(
@@ -113,7 +113,7 @@ def test_the_paper_merges_keys_and_values_by_its_weights() -> None:
 def earlier_change(causal: str) -> float:
     """How far merged destinations before token 24 move when tokens from 24 on are other ones."""
     view = view_of(30)
-    method = CausalMaMe(MaMeConfig(preset="plain", tau=0.05), causal=causal, sinks=0, recent=0)
+    method = CausalMaMe(MaMeConfig(tau=0.05), causal=causal, sinks=0, recent=0)
     other = replace(
         view, **{n: getattr(view, n).clone() for n in ("keys", "values", "hidden_states")}
     )
@@ -139,7 +139,7 @@ def test_a_later_token_changes_no_earlier_one_where_weights_are_causal() -> None
 def test_a_masked_source_reaches_no_earlier_destination() -> None:
     x = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
     for causal in ("mask", "strict"):
-        weights, _ = _weights(x, MaMeConfig(preset="plain", tau=-0.5), causal, None)
+        weights, _ = _weights(x, MaMeConfig(tau=-0.5), causal, None)
         assert torch.equal(weights, weights.tril())
         assert weights.tril().count_nonzero() > 10
 
