@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.models.llava_next.modeling_llava_next import unpad_image
 
-from mame_sd import MaMeConfig, Study, apply_mame, mame, remove_mame
+from mame_sd import MaMeConfig, apply_mame, mame, remove_mame
 from mame_sd.captions.farthest import merged
 from mame_sd.captions.handle import CaptionHandle, left
 from mame_sd.perception.settings import shares
@@ -311,7 +311,7 @@ def test_refusals_are_one_line() -> None:
     for wrong_field in (
         {"schedule": "constant"},
         {"prop_attn": True},
-        {"study": Study(weights="best")},
+        {"metric": "dot"},
     ):
         with pytest.raises(
             ValueError, match="expected keep or tau alone where tokens merge behind"

@@ -134,7 +134,6 @@ def test_asked_for_too_much_the_report_says_what_is_nearer() -> None:
         ({"keep": 0.9}, False),
         ({"keep": 0.5}, True),
         ({"keep": 0.01, "blocks": 3}, True),  # more than destinations stay
-        ({"preset": "plain", "keep": 0.5, "blocks": (1, 2)}, False),
         ({"tau": 0.3}, False),  # nobody knows before images are seen
         ({"layers": {"*.[0-2]": {"keep": 0.5}, "*.[3-5]": False}}, True),
     ],
@@ -216,11 +215,9 @@ def test_tau_in_one_block_compiles_to_one_graph_where_shapes_may_depend_on_data(
 @pytest.mark.parametrize("row", TIMM[:1])
 def test_timm_checkpoints_and_gives_features_directly(row: Row) -> None:
     model, image = row.build().double(), row.batch()["pixel_values"].double()
-    handle = apply_encoder(
-        model, keep=0.5, blocks=(0, 2), schedule="constant", partition="alternating"
-    )
+    handle = apply_encoder(model, keep=0.5, blocks=(0, 2), schedule="constant")
     assert model.forward_features(image).shape[1] == 1 + 9
-    handle = apply_encoder(model, keep=0.5, blocks=(0, 2), partition="alternating", prop_attn=False)
+    handle = apply_encoder(model, keep=0.5, blocks=(0, 2), prop_attn=False)
     grads = []
     for checkpoint in (False, True):
         model.zero_grad()
@@ -379,7 +376,7 @@ def test_a_model_of_one_s_own() -> None:
     assert model(x).shape == (2, 1 + 2, 8)
     assert "blocks.1" in str(handle.report())
     with pytest.raises(ValueError, match="feature: expected 'x' for a model of kind 'mine'"):
-        apply_encoder(model, keep=0.5, feature="k")
+        apply_encoder(model, tau=0.5, feature="k")
     with pytest.raises(
         ValueError,
         match="prop_attn: expected attention that takes an argument 'attention_mask', which Lin",

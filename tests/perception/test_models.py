@@ -62,7 +62,7 @@ SETTINGS: list[tuple[dict[str, Any], Any]] = [
     ({}, None),
     ({"tau": 0.2, "feature": "x"}, (0, 1, 3)),
     ({"keep": (0.6, 0.7), "prop_attn": False}, (0, 2)),
-    ({"preset": "plain", "tau": 0.2}, (0, 1)),
+    ({"tau": 0.2, "feature": "k"}, (0, 1)),
     ({"schedule": "constant"}, 4),
 ]
 
@@ -168,7 +168,7 @@ def test_reports_what_merged_and_leaves_no_trace(row: Row) -> None:
     assert dir(model) == names
 
 
-OPTIONS = [{}, {"restore": True}, {"feature": "x"}, {"feature": "k-mean"}, {"prop_attn": False}]
+OPTIONS = [{}, {"restore": True}, {"prop_attn": False}]
 
 
 @pytest.mark.parametrize(("row", "options"), paired(OPTIONS, 2))
