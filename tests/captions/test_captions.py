@@ -418,7 +418,7 @@ def test_other_models_that_read_images_are_no_vision_transformers(name: str) -> 
     with torch.device("meta"):
         model = reader(name)
     for entry in (apply_mame, mame):
-        with pytest.raises(ValueError, match=f"got ({name}|PaliGemma.*)[,:] .*images") as told:
+        with pytest.raises(ValueError, match=f"got ({name}|PaliGemma.*)[,:] .*image") as told:
             entry(model, keep=0.5).__enter__()
         assert "\n" not in str(told.value)
     remove_mame(model)
