@@ -111,13 +111,14 @@ def vit(name: str, side: int = 224, **overrides: Any) -> nn.Module:
 def counted(
     name: str,
     blocks: tuple[int, ...] | None = HALVED,
-    tau: float | None = -1.0,
+    keep: float | list[float] | None = 0.5,
     side: int = 224,
 ) -> EncoderReport:
     """The report of one image through the architecture `name`, merged in `blocks`."""
     with torch.device("meta"):
         model = vit(name, side)
-        handle = apply_encoder(model, tau=tau, blocks=blocks)
+        schedule = "constant" if isinstance(keep, float) else None
+        handle = apply_encoder(model, keep=keep, blocks=blocks, schedule=schedule)
         model(torch.empty(1, 3, side, side))
     return handle.report()
 
@@ -139,7 +140,7 @@ def flops_table() -> str:
             for blocks in (HALVED, tuple(block - 1 for block in HALVED), (-1,))
         ]
         alone = [report.flops - sum(block.merging for block in report.blocks) for report in reports]
-        ours = counted(name, blocks=None, tau=None).flops
+        ours = counted(name, blocks=None, keep=None).flops
         cells = (reports[0].flops_before, alone[0], reports[0].flops, *alone[1:], ours)
         before, after, whole, other, last, default = (f"{flops / 1e9:.2f}" for flops in cells)
         halved, ended = (

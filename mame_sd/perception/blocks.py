@@ -216,7 +216,7 @@ class MergedBlock:
         feature = self._feature(x, normed, self._compared)
         plan = plan_block(feature, config, size, self.shared.special)
         if self.shared.now.counting:
-            note = note or self._fewer_merge(plan, len(x))
+            note = note or self._fewer_merge(len(x))
             self._count(plan, x.shape, feature.shape[2], sizes is not None, note)
         return plan
 
@@ -228,19 +228,12 @@ class MergedBlock:
             return self.config.feature
         return "k" if self.encoder.keys else "x"
 
-    def _fewer_merge(self, plan: Plan | GroupPlan, samples: int) -> str:
-        """Why fewer tokens merge than was asked for; empty where as many do."""
-        config = self.config
-        if torch.compiler.is_compiling() or config is None:
+    def _fewer_merge(self, samples: int) -> str:
+        """Why fewer tokens merge than would in a single image; empty where as many do."""
+        if torch.compiler.is_compiling() or self.config is None or self.config.keep is not None:
             return ""
-        if config.keep is None:
-            alike = f"by tau in a batch of {samples}: a token stays where any image keeps it"
-            return alike if samples > 1 else ""
-        assert isinstance(plan, GroupPlan)
-        tokens, kept = plan.found.tokens_in, plan.found.tokens_kept
-        if round(config.keep * tokens) >= kept:
-            return ""
-        return f"keep {config.keep:.2f} asked, {kept / tokens:.2f} kept: destinations stay"
+        alike = f"by tau in a batch of {samples}: a token stays where any image keeps it"
+        return alike if samples > 1 else ""
 
     def _count(
         self, plan: Plan | GroupPlan, shape: torch.Size, dim: int, sized: bool, note: str

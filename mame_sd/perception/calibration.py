@@ -27,7 +27,6 @@ from mame_sd.perception.counts import BlockCost
 
 # what is tried in each block: the shares of its patches that stay
 SHARES = (0.9, 0.8, 0.65, 0.5, 0.35, 0.25, 0.12)
-WIDE = 0.25  # below it a grid's cell of 2 x 2 has too many destinations, and one of 4 x 4 is taken
 LEVELS = 48  # numbers of patches that a course may have after a block
 GRID = 1000  # units of FLOPs that the unmerged model is divided into
 BATCH = 8  # images in a forward

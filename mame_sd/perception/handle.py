@@ -15,7 +15,6 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core.paper import Plan
 from mame_sd.perception.blocks import MergedBlock
 from mame_sd.perception.calibration import (
-    WIDE,
     Measured,
     Run,
     batches_of,
@@ -51,7 +50,6 @@ from mame_sd.perception.settings import (
     chosen_blocks,
     configs_of,
     is_paper,
-    least_share,
     ruled,
     schedule_of,
     taken,
@@ -204,8 +202,7 @@ class EncoderHandle:
         base, how = without_shares(*self._asked), {**self._how, "schedule": None}
 
         def alone(number: int, share: float) -> EncoderHandle:
-            cell = {"stride": (4, 4)} if share < WIDE else {}
-            return EncoderHandle(self.root, base, (number,), {"keep": share, **cell}, **how)
+            return EncoderHandle(self.root, base, (number,), {"keep": share}, **how)
 
         self.remove()
         try:
@@ -304,11 +301,7 @@ class EncoderHandle:
         """
         if any(config.keep is None for config in self.configs.values()):
             return ""
-        first = min(self.configs)
-        kept = {
-            number: max(config.keep or 0.0, least_share(number == first))
-            for number, config in self.configs.items()
-        }
+        kept = {number: config.keep or 0.0 for number, config in self.configs.items()}
         share = left_of(self._costs, kept, PATCHES)
         advice = advice_of(share, self._clips)
         return advice and f"these settings leave about {share:.0%}; {advice}"

@@ -10,7 +10,7 @@ from mame_sd.core.cells import cells_of
 from mame_sd.core.groups import Groups, group_tokens
 from mame_sd.core.paper import Plan, no_autocast, plan_tokens
 
-GRID, ROW = 0.25, 0.5  # shares of the destinations: of 2 x 2 patches one, or every second token
+GRID, ROW = 0.25, 0.5  # shares of the destinations at most: of 2 x 2 patches one, or every second
 
 
 class GroupPlan:
@@ -76,7 +76,7 @@ def plan_block(
     assert config.keep is not None
     with no_autocast(feature), torch.no_grad():
         body = feature[:, special:]
-        share = ROW if size is None else GRID
+        share = min(config.keep, ROW if size is None else GRID)
         cells = cells_of(size or (body.shape[1],), share, 0, None, body.device)
         dtype = torch.promote_types(body.dtype, torch.float32)
         body = torch.nn.functional.normalize(body.to(dtype), dim=-1)

@@ -11,7 +11,6 @@ from typing import Any
 
 from mame_sd.config import MaMeConfig
 from mame_sd.layer_rules import LayerRules
-from mame_sd.perception.plans import GRID, ROW
 
 MIN_TOKENS = 2  # of a block that merges
 LEFT = 0.25  # share of the patches that the last block leaves, where there are blocks enough
@@ -111,13 +110,6 @@ def mean_share(count: int, schedule: str) -> float:
             (low, middle) if math.prod(shares(middle, count, schedule)) > LEFT else (middle, high)
         )
     return low
-
-
-def least_share(first: bool) -> float:
-    """The share of its tokens that a block keeps at least, whatever is asked: destinations. In the
-    `first` one tokens are the image's patches.
-    """
-    return GRID if first else ROW
 
 
 def schedule_of(schedule: str | None, config: MaMeConfig | None, fields: Mapping[str, Any]) -> str:

@@ -210,11 +210,9 @@ def test_a_merged_call_leaves_nothing_behind() -> None:
 def test_refusals_are_one_line() -> None:
     model = qwen()
     call = inputs(model)
-    forms: list[dict[str, Any]] = [{"blocks": 2}, {"blocks": range(2)}]
-    for form in forms:
-        with pytest.raises(ValueError, match="merge behind its tower, got blocks") as raised:
-            apply_mame(model, **form)
-        assert "\n" not in str(raised.value)
+    with pytest.raises(ValueError, match="merge behind its tower, got blocks") as raised:
+        apply_mame(model, blocks=2)
+    assert "\n" not in str(raised.value)
     apply_mame(model, keep=0.5)
     videos = {"pixel_values_videos": call["pixel_values"], "video_grid_thw": call["image_grid_thw"]}
     texts = {name: call[name] for name in ("input_ids", "attention_mask")}

@@ -154,7 +154,7 @@ class _Groups:
         count = body.shape[1]
         if size == "square":
             size = (round(count**0.5), round(count**0.5))
-        cells = cells_of(size or (count,), 0.25 if size else 0.5, 0, None)
+        cells = cells_of(size or (count,), min(keep, 0.25 if size else 0.5), 0, None)
         dst = cells.order[cells.dst[0]].tolist()
         stay = max(0, round(keep * count) - len(dst))
         whole = [(0, 0)] * count

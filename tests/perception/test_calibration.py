@@ -53,7 +53,7 @@ def test_rules_are_the_same_as_blocks_and_shares(row: Row) -> None:
         ),
         ({"layers": {"*": {"keep": 7}}}, r"layers: .*keep: expected a share"),
         ({"layers": {"*": {"kep": 0.5}}}, r"layers: .*unknown setting 'kep'; did you mean 'keep'"),
-        ({"layers": {"*": {"merge": "kv"}}}, r"merge: expected none for a vision transformer"),
+        ({"layers": {"*": {"tile_size": 8}}}, r"tile_size: expected none for a vision transformer"),
         ({"layers": {"*": False}}, r"layers: expected a block that merges, got none"),
         ({"made_for": "Other with 3 blocks"}, r"made_for: .* found for ViTModel with .* for Other"),
     ],
@@ -85,7 +85,7 @@ def test_a_model_is_calibrated_and_its_file_gives_the_same(tmp_path: Path) -> No
     handle.install()
     assert handle.config.keep is not None
     expected = VIT.call(model, inputs)["logits"]
-    assert handle.report().share == pytest.approx(found.flops(found.choose(0.8)), abs=0.01)
+    assert handle.report().share == pytest.approx(found.flops(found.choose(0.8)), abs=0.04)
     assert handle.report().share <= 0.81
     file = tmp_path / "blocks.json"
     found.save(file, flops=0.8)
