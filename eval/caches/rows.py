@@ -18,7 +18,8 @@ from mame_sd.caches import (
     SnapKV,
 )
 from mame_sd.config import MaMeConfig
-from mame_sd.errors import UserError
+
+from ..tables import named
 
 DEFAULT = "ours"
 PUBLISHED = (  # what drops keys, as published; the best of them is what ours is compared with
@@ -175,16 +176,7 @@ class Newest:
 
 def chosen_rows(names: str | None) -> list[Row]:
     """The rows of `names`, with commas between; None: all. Raises UserError for an unknown one."""
-    rows = {row.name: row for row in all_rows()}
-    if names is None:
-        return list(rows.values())
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    unknown = [name for name in wanted if name not in rows]
-    if unknown or not wanted:
-        raise UserError(
-            f"--rows: expected some of {', '.join(rows)}, got {', '.join(unknown) or 'none'}"
-        )
-    return [rows[name] for name in wanted]
+    return list(named(names, {row.name: row for row in all_rows()}).values())
 
 
 def sharing(rows: list[Row]) -> list[Row]:
