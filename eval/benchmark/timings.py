@@ -4,17 +4,13 @@ summary as metrics.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mame_sd.errors import UserError
-from mame_sd.runs.files import write_atomically
-
 from ..results.schema import Gate, Value
+from ..store import another_file, read_lines, write_lines
 from ..timing import quartiles
 
 FORMAT = "mame-sd timings 1"
@@ -47,28 +43,17 @@ def read_record(path: Path, about: Mapping[str, Any] | None = None) -> Rounds:
 
     Raises UserError for a file that is no record of this version: it is not ours to overwrite.
     """
+    lines, same = read_lines(path, FORMAT, "timings", about)
+    found: Rounds = {}
     try:
-        lines = [
-            json.loads(line)
-            for line in path.read_text(encoding="utf-8").split("\n")
-            if line.strip()
-        ]
-        if not lines or lines[0]["format"] != FORMAT:
-            raise ValueError(repr(lines[0]["format"]) if lines else "an empty file")
-        found: Rounds = {}
-        for line in lines[1:]:
+        for line in lines:
             number, name, timing = line.pop("round"), line.pop("method"), Timing(**line)
             if any(not isinstance(value, int | float | None) for value in vars(timing).values()):
                 raise ValueError("timings that are no numbers")
             found.setdefault(number, {})[name] = timing
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"{path}: expected timings ({FORMAT!r}), got another file ({type(error).__name__}:"
-            f" {error}); delete it, or choose another --out"
-        ) from None
-    if about is None or lines[0].get("about") != _digest(about):
+    except (ValueError, KeyError, TypeError) as error:
+        raise another_file(path, FORMAT, "timings", error) from None
+    if about is None or not same:
         return {}
     return {
         number: timings
@@ -79,17 +64,13 @@ def read_record(path: Path, about: Mapping[str, Any] | None = None) -> Rounds:
 
 def write_record(path: Path, about: Mapping[str, Any], done: Rounds) -> None:
     """Write all timings, whole or not at all."""
-    head = {
-        "format": FORMAT,
-        "about": _digest(about),
-        **{key: about[key] for key in about if key != "batches"},
-    }
     rows = [
         {"round": number, "method": name, **asdict(timing)}
         for number, timings in done.items()
         for name, timing in timings.items()
     ]
-    write_atomically(path, "".join(json.dumps(row) + "\n" for row in [head, *rows]).encode())
+    head = {key: about[key] for key in about if key != "batches"}
+    write_lines(path, FORMAT, about, rows, head)
 
 
 def summary(timings: Sequence[Timing]) -> dict[str, Value]:
@@ -156,7 +137,3 @@ def without_seconds(costs: Mapping[str, Value]) -> dict[str, Value]:
     for name in {"latency", "denoising"} & found.keys():
         found[name] = Value(n=found[name].n, withheld="the machine was busy")
     return found
-
-
-def _digest(about: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mame_sd.caches import CacheView, Kept, Selection
 from mame_sd.caches.selection import gathered
-from mame_sd.errors import UserError
 
+from ..tables import named
 from .merging import CausalMaMe
 from .methods import (
     H2O,
@@ -140,16 +140,7 @@ def all_rows() -> list[Row]:
 
 def chosen_rows(names: str | None) -> list[Row]:
     """The rows of `names`, with commas between; None: all. Raises UserError for an unknown one."""
-    rows = {row.name: row for row in all_rows()}
-    if names is None:
-        return list(rows.values())
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    unknown = [name for name in wanted if name not in rows]
-    if unknown or not wanted:
-        raise UserError(
-            f"--rows: expected some of {', '.join(rows)}, got {', '.join(unknown) or 'none'}"
-        )
-    return [rows[name] for name in wanted]
+    return list(named(names, {row.name: row for row in all_rows()}).values())
 
 
 def sharing(rows: list[Row]) -> list[Row]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..stats import mean_interval, paired_difference, wilson
+from ..tables import markdown_table
 from .rows import DEFAULT, PUBLISHED, all_rows
 
 Results = Sequence[Mapping[str, Any]]
@@ -77,58 +78,52 @@ def _right(values: Mapping[str, float]) -> dict[str, Any]:
 
 def format_table(found: Mapping[str, Any]) -> str:
     """Markdown: KL by row and share, ratios, retrieval."""
-    lines: list[str] = []
+    tables: list[str] = []
     shares = list(dict.fromkeys(e["share"] for e in found["texts"]))
     if shares:
-        heads = [f"KL at {s:g}" for s in shares]
-        lines += [
-            f"| method | {' | '.join(heads)} | perplexity | bytes | n |",
-            "|---" * (len(shares) + 4) + "|",
-        ]
+        rows: list[list[str]] = []
         full = found["full_nll"]
         if full is not None:
-            lines.append(
-                f"| full | {' | '.join('0' for _ in shares)} | {_perplexity(full)} | 1.00 | |"
-            )
-        rows = list(dict.fromkeys(e["row"] for e in found["texts"]))
-        for row in rows:
+            rows.append(["full", *("0" for _ in shares), _perplexity(full), "1.00", ""])
+        for row in dict.fromkeys(e["row"] for e in found["texts"]):
             own = {e["share"]: e for e in found["texts"] if e["row"] == row}
             last = own[min(own)]
             cells = [_interval(own[s]["kl"]) if s in own else "" for s in shares]
             size = " ".join(f"{own[s]['bytes']:.2f}" for s in shares if s in own)
             loss = " ".join(_perplexity(own[s]["nll"]) for s in shares if s in own)
-            lines.append(f"| {row} | {' | '.join(cells)} | {loss} | {size} | {last['kl']['n']} |")
+            rows.append([row, *cells, loss, size, str(last["kl"]["n"])])
+        heads = ["method", *(f"KL at {s:g}" for s in shares), "perplexity", "bytes", "n"]
+        tables.append(markdown_table(heads, rows))
     if found["ratios"]:
-        lines += [
-            "",
-            "| method | share | best that drops keys | ratio of KL | difference | p |",
-            "|---|---|---|---|---|---|",
+        rows = [
+            [
+                e["row"],
+                f"{e['share']:g}",
+                e["best"],
+                f"{e['ratio']:.2f}",
+                _interval(e["difference"]),
+                f"{e['difference']['p']:.4f}",
+            ]
+            for e in found["ratios"]
         ]
-        for e in found["ratios"]:
-            p = f"{e['difference']['p']:.4f}"
-            gap = _interval(e["difference"])
-            lines.append(
-                f"| {e['row']} | {e['share']:g} | {e['best']} | {e['ratio']:.2f} | {gap} | {p} |"
-            )
+        heads = ["method", "share", "best that drops keys", "ratio of KL", "difference", "p"]
+        tables.append(markdown_table(heads, rows))
     if found["retrieval"]:
-        lines += ["", *_retrieval(found["retrieval"])]
-    return "\n".join(lines)
+        tables.append(_retrieval(found["retrieval"]))
+    return "\n\n".join(tables)
 
 
-def _retrieval(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+def _retrieval(entries: Sequence[Mapping[str, Any]]) -> str:
     """Per cent right: the full cache of all prompts, the others of those that it answers."""
     cells = {(e["row"], e["task"], e["share"]): e for e in entries}
     columns = list(dict.fromkeys((e["task"], e["share"]) for e in entries if e["row"] != "full"))
-    heads = [f"{task} at {share:g}" for task, share in columns]
-    lines = [f"| method | {' | '.join(heads)} | n |", "|---" * (len(columns) + 2) + "|"]
     full = [cells["full", task, 1.0] for task, _ in columns]
-    rows = dict.fromkeys(e["row"] for e in entries if e["row"] != "full")
-    lines.append(f"| full | {' | '.join(_right_cell(e) for e in full)} | {_counts(full)} |")
-    for row in rows:
+    rows = [["full", *map(_right_cell, full), _counts(full)]]
+    for row in dict.fromkeys(e["row"] for e in entries if e["row"] != "full"):
         own = [cells.get((row, *column)) for column in columns]
-        shown = [_right_cell(e) if e else "" for e in own]
-        lines.append(f"| {row} | {' | '.join(shown)} | {_counts(own)} |")
-    return lines
+        rows.append([row, *(_right_cell(e) if e else "" for e in own), _counts(own)])
+    heads = ["method", *(f"{task} at {share:g}" for task, share in columns), "n"]
+    return markdown_table(heads, rows)
 
 
 def _right_cell(entry: Mapping[str, Any]) -> str:

@@ -9,8 +9,6 @@ A stopped run continues after the last batch that was written; batches are share
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mame_sd.errors import UserError
 from mame_sd.runs.encoders import check_size
-from mame_sd.runs.files import write_atomically
 from mame_sd.runs.processes import Process
 
+from ..store import another_file, read_lines, write_lines
 from .data import ImageSet
 from .heads import Head
 from .methods import Method
@@ -135,32 +132,21 @@ def read_batches(
         names = [ranked(file, rank)]
     found: Batches = {}
     for path in names:
+        lines, same = read_lines(path, FORMAT, "answers", about)
         try:
-            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            if lines[0]["format"] != FORMAT:
-                raise ValueError(repr(lines[0]["format"]))
-            if lines[0]["about"] == _digest(about):
-                for line in lines[1:]:
-                    number = line.pop("batch")
-                    if number < len(files) and line["files"] == files[number]:
-                        found[number] = Batch(**line)
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-            raise UserError(
-                f"{path}: expected answers ({FORMAT!r}), got another file ({type(error).__name__}:"
-                f" {error}); delete it, or choose another --out"
-            ) from None
+            for line in lines if same else ():
+                number = line.pop("batch")
+                if number < len(files) and line["files"] == files[number]:
+                    found[number] = Batch(**line)
+        except (KeyError, TypeError) as error:
+            raise another_file(path, FORMAT, "answers", error) from None
     return found
 
 
 def write_batches(file: Path, about: Mapping[str, Any], rank: int, batches: Batches) -> None:
     """Write the batches of one process, whole or not at all."""
     rows = [{"batch": number, **asdict(batch)} for number, batch in sorted(batches.items())]
-    lines = [{"format": FORMAT, "about": _digest(about)}, *rows]
-    write_atomically(
-        ranked(file, rank), "".join(json.dumps(line) + "\n" for line in lines).encode()
-    )
+    write_lines(ranked(file, rank), FORMAT, about, rows)
 
 
 def ranked(file: Path, rank: int) -> Path:
@@ -184,7 +170,3 @@ def _kept(file: Path, about: Mapping[str, Any], rank: int, batches: Batches) -> 
     finally:
         if batches:
             write_batches(file, about, rank, batches)
-
-
-def _digest(about: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()

@@ -33,6 +33,7 @@ from mame_sd.runs.methods import NotApplicable
 from ..images import load_image
 from ..networks.pretrained import DEVIATION, MEAN, DinoSaliency
 from ..stats import mean_interval, paired_difference
+from ..tables import markdown_table, named
 from .data import ImageSet
 from .features import (
     MEASURES,
@@ -127,13 +128,7 @@ def parse_shares(text: str) -> list[float]:
 
 def parse_rows(text: str | None, default: Sequence[str]) -> list[str]:
     """Names of rows with commas between; None: the default. Raises UserError for an unknown one."""
-    names = list(default) if text is None else [part.strip() for part in text.split(",")]
-    for name in names:
-        if name not in ROWS:
-            raise UserError(
-                f"--rows: expected names of {', '.join(ROWS)}, got {name!r}; correct it"
-            )
-    return list(dict.fromkeys(names))
+    return list(default) if text is None else list(named(text, ROWS))
 
 
 def half_of(images: ImageSet, half: int | None) -> tuple[str, ...]:
@@ -318,15 +313,10 @@ def table(results: Mapping[str, Any]) -> str:
             gaps.append([*first, *(_gap(row["gaps"][name]) for name in measures if name in GAPS)])
     names = ["FLOPs", "row", *(heads[name] for name in measures), "same neighbour"]
     over = [f"{heads[name]}, over smaller" for name in measures if name in GAPS]
-    tables = [_markdown(names, near)]
+    tables = [markdown_table(names, near)]
     if gaps:
-        tables.append(_markdown(["FLOPs", "row", *over], gaps))
+        tables.append(markdown_table(["FLOPs", "row", *over], gaps))
     return "\n\n".join(tables)
-
-
-def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(cells)} |" for cells in (names, *rows)]
-    return "\n".join([lines[0], f"|{'---|' * len(names)}", *lines[1:]])
 
 
 def _gap(gap: Mapping[str, Any]) -> str:

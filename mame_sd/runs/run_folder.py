@@ -178,7 +178,7 @@ class RunFolder:
         """Raise MachineError where what the run wrote was taken away before its end."""
         if there < images:
             raise MachineError(
-                f"{self.images}: expected the run's {images} images, found {there} whole ones, for"
+                f"{self.images}: expected the run's {images} images, found {there} whole, for"
                 " others were taken away or changed meanwhile; the same command makes them again"
             )
         if not self.manifest.exists():  # its settings are known, and without it no run goes on

@@ -45,6 +45,7 @@ def test_the_folder_is_documented_and_small() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.training
 def test_it_tells_glyphs_apart_and_nothing_without_their_places(
     head: Head, seen: tuple[list[np.ndarray], np.ndarray]
 ) -> None:
@@ -62,6 +63,7 @@ def test_it_tells_glyphs_apart_and_nothing_without_their_places(
 
 
 @torch.no_grad()
+@pytest.mark.training
 def test_it_reads_crowded_pictures_and_few_random_patches_do_not_do(head: Head) -> None:
     names = subjects.glyph_names()
     made = [

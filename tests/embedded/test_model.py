@@ -48,7 +48,7 @@ def test_fifteen_percent_of_the_pairs_are_held_out() -> None:
     assert share == pytest.approx(subjects.HELD_OUT_SHARE, abs=0.02)
 
 
-@pytest.mark.parametrize("background", subjects.BACKGROUNDS)
+@pytest.mark.parametrize("background", list(subjects.BACKGROUNDS)[::4])
 def test_every_glyph_is_nearest_to_itself_and_to_a_noisy_copy(background: str) -> None:
     rng = np.random.default_rng(0)
     first = list(subjects.BACKGROUNDS).index(background)

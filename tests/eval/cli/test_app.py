@@ -114,7 +114,7 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["caption", "--data", "none", "--references", "none", "--out", "/dev/null/x"],
         "--out /dev/null/x: expected a folder",
     ),
-    "cache-rows": (["cache", "--rows", "snap"], "--rows: expected some of random"),
+    "cache-rows": (["cache", "--rows", "snap"], "--rows: expected names of random"),
     "cache-shares": (["cache", "--shares", "half"], "--shares: expected numbers with commas"),
     "cache-share": (
         ["cache", "--shares", "1.5"],

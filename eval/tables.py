@@ -1,0 +1,41 @@
+"""Tables in Markdown, and the rows that an option names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from mame_sd.errors import UserError
+
+T = TypeVar("T")
+
+
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of these cells, as they are.
+
+    >>> print(markdown_table(["row", "KL"], [["ours", ".003"]]))
+    | row | KL |
+    |---|---|
+    | ours | .003 |
+    """
+    lines = [f"| {' | '.join(cells)} |" for cells in (heads, *rows)]
+    return "\n".join([lines[0], f"|{'---|' * len(heads)}", *lines[1:]])
+
+
+def named(text: str | None, known: Mapping[str, T], flag: str = "--rows") -> dict[str, T]:
+    """Those of `known` that `text` names with commas between, each once; None: all.
+
+    Raises UserError, which lists them, for an unknown one or none.
+
+    >>> named("b,a", {"a": 1, "b": 2})
+    {'b': 2, 'a': 1}
+    """
+    if text is None:
+        return dict(known)
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names or [""]:
+        if name not in known:
+            raise UserError(
+                f"{flag}: expected names of {', '.join(known)}, got {name!r}; correct it"
+            )
+    return {name: known[name] for name in names}
