@@ -75,10 +75,17 @@ def cells_of(
             destinations are the first tokens of their cells.
         device: where the index tensors live.
     """
-    key = (tuple(int(side) for side in size), float(keep), tile_size, seed, str(device))
+    how = float(keep), tile_size, seed, str(device)
     if torch.compiler.is_compiling():
-        return Cells(*getattr(_Compiled, _attribute(*key)))
-    return _made(*key)
+        return Cells(*getattr(_Compiled, _attribute(*how, *map(_known, size))))
+    return _made(tuple(int(side) for side in size), *how)
+
+
+def _known(side: int) -> int:
+    """`side` as a plain number of the graph that is compiled for it, where torch.compile has taken
+    it for one of many: a list so long makes dynamo look at the number itself.
+    """
+    return len([0] * side)
 
 
 def share_of(size: tuple[int, ...], keep: float, tile_size: int = 16) -> float:
@@ -106,11 +113,12 @@ class _Compiled:
 
 
 @torch.compiler.assume_constant_result
-def _attribute(*key: Any) -> str:
-    """The attribute of `_Compiled` that holds the cells of `key`."""
+def _attribute(keep: float, tile_size: int, seed: int | None, device: str, *size: int) -> str:
+    """The attribute of `_Compiled` that holds these cells."""
+    key = keep, tile_size, seed, device, *size
     name = "_".join(["cells", *map(str, key)]).replace(".", "_")  # a dot would be a path to Dynamo
     if not hasattr(_Compiled, name):
-        made = _made(*key)
+        made = _made(size, keep, tile_size, seed, device)
         setattr(_Compiled, name, tuple(getattr(made, f.name) for f in fields(made)))
     return name
 

@@ -129,7 +129,8 @@ class Measured:
         """Multiply-adds of a block from n patches to m."""
         tokens, left = n + self.special, m + self.special
         cost = self.costs[number]
-        compared = (n // 2) * (n - n // 2) * cost.width * (m < n)
+        # Destinations are compared with all tokens, and a matrix of ones makes the means.
+        compared = np.minimum(m, n // 2) * n * 2 * cost.width * (m < n)
         work: np.ndarray = cost.of(tokens, tokens * tokens, left) + compared  # type: ignore[arg-type]
         return work
 
